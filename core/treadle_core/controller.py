@@ -5,12 +5,13 @@ known ones. The scheduler service and the simulator drive the same controller, a
 give the same actions. A request that cannot be granted is refused with an exception of `refusals` and changes nothing.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from treadle_core import events as ev
 from treadle_core.actions import Action, SavePolicy
-from treadle_core.model import EngineRecord, JobRecord, Policy, TrajectoryRecord, WeightsRecord
+from treadle_core.model import EngineRecord, JobRecord, JobUse, Policy, TrajectoryRecord, WeightsRecord
 from treadle_core.steps import admission, leases, lifecycle, moves, requests, weights
 from treadle_core.steps.state import State
 from treadle_core.tuning import Tuning
@@ -113,6 +114,21 @@ class Controller:
     def job(self, job_id: str) -> JobRecord:
         """A job that is held. Raises JobNotFound, JobTakenOver."""
         return self._state.jobs.require(job_id)
+
+    def jobs(self) -> list[JobUse]:
+        """What each job that a client holds, or that has open trajectories, has of the mesh, by name."""
+        state = self._state
+        open_of_job, queued = state.table.open_of_job, state.waiting
+        clients = Counter(record.name for record in state.jobs if state.jobs.is_held(record.job_id))
+        parts = {part.job: part for part in state.shares.parts(queued.jobs)}
+        return [
+            JobUse(
+                *(job, state.jobs.weight(job), clients[job]),
+                *((part.share, part.live_tickets, part.kv_tokens) if (part := parts.get(job)) else (0.0, 0, 0)),
+                *(open_of_job[job], sum(map(len, queued.queues(job).values()))),
+            )
+            for job in sorted({*clients, *open_of_job})
+        ]
 
     @property
     def desired_weights(self) -> WeightsRecord | None:

@@ -20,12 +20,15 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class JobOpened(Event):
-    """A client announces its job. `resume`: it takes over from the client that held the job of this name before."""
+    """A client announces its job. `resume`: it takes over from the client that held the job of this name before.
+    weight: of the share of this name; 0 for 1, or for that of a job that it resumes, as with a policy of None."""
 
     request_id: str
     job_id: str
     name: str = ""
     resume: bool = False
+    weight: float = 0.0
+    policy: Policy | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,6 +175,12 @@ class EngineSpec:
     hardware_tags: tuple[str, ...] = ()
     decode_curve: DecodeCurve = field(default_factory=DecodeCurve)
 
+    @property
+    def kv_room_tokens(self) -> int:
+        """KV tokens that trajectories may hold; 0: unknown. A host's copies include what the engine's memory holds, so
+        the larger of them counts."""
+        return self.kv_tokens_capacity and max(self.kv_tokens_capacity, self.host_kv_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
@@ -232,7 +238,7 @@ class JobRecord:
 
     resume: after that, the job is kept for the next client that resumes the `name`. rollout_ids: its rollouts that are
     in progress. ended_s: when the lease ended or the client closed it; None: it is held. successor_id: of the client
-    that has resumed it.
+    that has resumed it. weight: of the share of its `name`. policy: of its trajectories; None: that of the mesh.
     """
 
     job_id: str
@@ -242,13 +248,31 @@ class JobRecord:
     rollout_ids: tuple[str, ...] = ()
     ended_s: float | None = None
     successor_id: str = ""
+    weight: float = 1.0
+    policy: Policy | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobUse:
+    """What the clients of one job name have of the mesh now. share: of slots and KV, that they are due; 0 where they
+    use none and no first step of theirs waits. kv_tokens: reserved. waiting_steps: first steps without a ticket."""
+
+    job: str
+    weight: float
+    clients: int
+    share: float
+    live_tickets: int
+    kv_tokens: int
+    open_trajectories: int
+    waiting_steps: int
 
 
 @dataclass(frozen=True)  # without slots, for `copy_with`
 class TicketRecord:
     """The permission to run one step once, with the request that it answers: a repeat of it gets the same ticket.
 
-    preemptible: whether the engine's queue may evict the step while it runs.
+    preemptible: whether the engine's queue may evict the step while it runs. job, weight: whose share of the engine's
+    slots it takes.
     """
 
     ticket_id: str
@@ -271,6 +295,8 @@ class TicketRecord:
     kv_reserve_tokens: int = 0
     status: TicketStatus = TicketStatus.LIVE
     output_tokens: int = 0
+    job: str = ""
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +324,7 @@ class TrajectoryRecord:
     `ticket` is the last one issued, in whatever status. `uncounted`: tickets of steps that the client says are over and
     whose tokens are not known yet, as `step_finished` has not arrived. `tool_s`: running mean of this trajectory's tool
     calls, 0 while unknown; `tools_s`: the sum of all of them. `revision` grows by one at each change of `engine_id`.
-    `announced`: the fact that it closed has been published.
+    `announced`: the fact that it closed has been published. `job`: the name of its job, whose share it takes.
     """
 
     trajectory_id: str
@@ -314,6 +340,7 @@ class TrajectoryRecord:
     hardware_tags: tuple[str, ...] = ()
     pinned_engine_id: str = ""
     job_id: str = ""
+    job: str = ""
     state: TrajectoryState = TrajectoryState.IDLE
     engine_id: str = ""
     revision: int = 0

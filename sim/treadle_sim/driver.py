@@ -240,7 +240,9 @@ class Driver:
             done=progress.resumed_tokens,
             spans=[] if self._record else None,
         )
-        self._engines[engine].submit(step, ticket.priority, preemptible=ticket.preemptible)
+        self._engines[engine].submit(
+            step, ticket.priority, preemptible=ticket.preemptible, job=ticket.job, weight=ticket.weight
+        )
 
     def step_preempted(self, step: EngineStep) -> None:
         """As `StepListener` has it."""

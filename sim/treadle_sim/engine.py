@@ -64,11 +64,13 @@ class SimEngine:
         self._prefill_began_s = 0.0
         self._wakes_s = 0.0  # when the queue is asked next without a report
 
-    def submit(self, step: EngineStep, priority: float, *, preemptible: bool = True) -> None:
+    def submit(
+        self, step: EngineStep, priority: float, *, preemptible: bool = True, job: str = "", weight: float = 1.0
+    ) -> None:
         """Put a step into the queue."""
         self._advance()
         self._steps[step.step_id] = step
-        self._queue.add(step.step_id, priority, preemptible=preemptible)
+        self._queue.add(step.step_id, priority, preemptible=preemptible, job=job, weight=weight)
         self._decide()
 
     def reprioritize(self, step_id: str, priority: float) -> None:

@@ -68,6 +68,13 @@ MALFORMED: list[tuple[str, Any, str]] = [
     ("OpenJob", pb.OpenJobRequest(), "request_id"),
     ("OpenJob", pb.OpenJobRequest(request_id="r", job="no spaces"), "job"),
     ("OpenJob", pb.OpenJobRequest(request_id="r", resume=True), "job"),
+    ("OpenJob", pb.OpenJobRequest(request_id="r", job="run", weight=-1.0), "weight"),
+    ("OpenJob", pb.OpenJobRequest(request_id="r", job="run", weight=NAN), "weight"),
+    ("OpenJob", pb.OpenJobRequest(request_id="r", job="run", weight=INFINITE), "weight"),
+    ("OpenJob", pb.OpenJobRequest(request_id="r", job="run", weight=1e300), "weight"),
+    ("OpenJob", pb.OpenJobRequest(request_id="r", weight=2.0), "job"),
+    ("OpenJob", pb.OpenJobRequest(request_id="r", policy=pb.Policy()), "policy.ordering"),
+    ("OpenJob", pb.OpenJobRequest(request_id="r", policy=pb.Policy(**{**POLICY, "placement": 77})), "policy.placement"),
     ("RenewJob", pb.RenewJobRequest(), "job_id"),
     ("RenewJob", pb.RenewJobRequest(job_id="j", rollouts=pb.RolloutIds(rollout_ids=["?"])), "rollouts.rollout_ids[0]"),
     ("RenewJob", pb.RenewJobRequest(job_id="j", rollouts=MANY_ROLLOUTS), "rollouts.rollout_ids"),
@@ -207,6 +214,7 @@ async def test_a_call_without_a_deadline_is_refused(client: SchedulerClient) -> 
         client.stub.ListEngines(pb.ListEnginesRequest()),
         client.stub.GetPolicy(pb.GetPolicyRequest()),
         client.stub.GetDirectory(pb.GetDirectoryRequest()),
+        client.stub.ListJobs(pb.ListJobsRequest()),
     ):
         assert (await refusal_of(call)).reason == "DEADLINE_REQUIRED"
 
@@ -224,4 +232,4 @@ async def test_without_an_engine_a_step_is_unavailable_and_says_when_to_try_agai
 def test_every_rpc_has_a_case() -> None:
     rpcs = {method.name for method in pb.DESCRIPTOR.services_by_name["SchedulerService"].methods}
     cases = {case[0] for case in MALFORMED} | {case[0] for case in REFUSED}
-    assert rpcs == cases | {"ListEngines", "GetPolicy", "GetWeights", "GetDirectory"}
+    assert rpcs == cases | {"ListEngines", "ListJobs", "GetPolicy", "GetWeights", "GetDirectory"}

@@ -38,6 +38,7 @@ POLICIES = st.builds(
     st.sampled_from(list(PlacementRule)),
     st.booleans(),
     st.booleans(),
+    reserve=st.booleans(),
 )
 TUNING = Tuning(
     plan_every_events=2,
@@ -125,7 +126,13 @@ class AnyEvents(RuleBasedStateMachine):
         if self.scenario.controller.engine(engine) is not None and not again:
             return
         self.leases.append((lease, engine))
-        spec = EngineSpec(engine, f"{engine}:7410", slot_limit=slots, weight_version="v0", decode_curve=CURVE)
+        spec = EngineSpec(
+            *(engine, f"{engine}:7410"),
+            slot_limit=slots,
+            kv_tokens_capacity=2_000,
+            weight_version="v0",
+            decode_curve=CURVE,
+        )
         self.hand(ev.EngineRegistered(lease, lease, spec))
 
     @rule(index=INDEX, healthy=st.booleans(), load=st.booleans())
@@ -155,7 +162,7 @@ class AnyEvents(RuleBasedStateMachine):
 
     @rule(job=JOBS, resume=st.booleans(), what=st.integers(0, 6))
     def client_opens_renews_or_closes_a_job(self, job: str, resume: bool, what: int) -> None:
-        opened = ev.JobOpened(f"open-{job}", job, "run", resume)
+        opened = ev.JobOpened(f"open-{job}", job, "run" if job < "j2" else job, resume, weight=1.0 + int(job[1:]))
         renewed = ev.JobRenewed(job, (f"rollout-{what}",) if resume else None)
         self.hand(ev.JobClosed(job) if what == 0 else opened if what < 4 else renewed)
 
@@ -283,6 +290,14 @@ class AnyEvents(RuleBasedStateMachine):
         for engine in controller.engines():
             walked = [r for r in controller.trajectories() if r.is_open and r.engine_id == engine.spec.engine_id]
             assert controller.open_on(engine.spec.engine_id) == len(walked)
+        walked = [record for record in controller.trajectories() if record.is_open]
+        for use in controller.jobs():
+            mine = [record for record in walked if record.job == use.job]
+            live = [r.ticket for r in mine if r.live_ticket is not None and r.engine_id]
+            assert (use.open_trajectories, use.live_tickets) == (len(mine), len(live))
+            reserving = [r for r in mine if r.engine_id and r.ticket is not None and r.ticket.kv_reserve_tokens]
+            own = sum(r.ticket.kv_reserve_tokens - r.prompt_tokens for r in reserving if r.ticket is not None)
+            assert use.kv_tokens == own + 10 * len({r.engine_id for r in reserving}), "all have the same prompt of 10"
 
 
 @pytest.mark.timeout(300)

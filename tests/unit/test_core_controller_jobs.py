@@ -4,7 +4,7 @@ import pytest
 from support.control import Scenario, all_of, one
 from treadle_core import actions as act
 from treadle_core import events as ev
-from treadle_core.model import Policy, TicketStatus, TrajectoryState
+from treadle_core.model import Ordering, PlacementRule, Policy, TicketStatus, TrajectoryState
 from treadle_core.refusals import BadField, JobNotFound, JobTakenOver, RequestIdReused
 from treadle_core.tuning import Tuning
 
@@ -196,3 +196,134 @@ def test_a_step_that_runs_for_longer_than_its_ticket_is_asked_for_and_stays() ->
         assert one(scenario.advance(600.0), act.AskStep).ticket == ticket
     scenario.finish(ticket)
     assert not all_of(scenario.advance(600.0), act.AskStep)
+
+
+FCFS = Policy(ordering=Ordering.FCFS, placement=PlacementRule.PINNED)
+
+
+def test_a_job_has_its_weight_and_its_own_policy_and_its_tickets_carry_the_weight() -> None:
+    scenario = Scenario(Policy(), TUNING, engines=["e0"])
+    scenario.send(ev.JobOpened("o1", "j1", "run", weight=3.0, policy=FCFS))
+    scenario.send(ev.JobOpened("o2", "j2", "run"))
+    scenario.send(ev.JobOpened("o3", "j3"))
+    for job_id, policy, job, weight in (
+        ("j1", FCFS, "run", 3.0),
+        ("j2", Policy(), "run", 3.0),
+        ("j3", Policy(), "", 1.0),
+    ):
+        assert scenario.open(job_id, job_id=job_id).policy == policy
+        ticket = scenario.step(job_id, 0)
+        assert (ticket.job, ticket.weight) == (job, weight)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_job_that_is_resumed_keeps_weight_and_policy_and_may_change_them(restarted: bool) -> None:
+    scenario = Scenario(RESERVE, TUNING, engines=["e0"])
+    scenario.send(ev.JobOpened("open-j0", "j0", "run-7", resume=True, weight=3.0, policy=FCFS))
+    scenario.advance(46.0)
+    if restarted:
+        scenario.restart()
+    resume(scenario, "j1")
+    assert scenario.open("t1", job_id="j1").policy == FCFS
+    assert scenario.step("t1", 0).weight == 3.0
+    resume(scenario, "j1")  # the same request again
+    scenario.send(ev.JobOpened("open-j2", "j2", "run-7", resume=True, weight=2.0))
+    assert scenario.controller.job("j2").weight == 2.0
+    with pytest.raises(RequestIdReused):
+        scenario.send(ev.JobOpened("open-j2", "j2", "run-7", resume=True, weight=5.0))
+
+
+def test_a_weight_needs_a_name() -> None:
+    with pytest.raises(BadField, match="must not be empty with weight"):
+        Scenario().send(ev.JobOpened("o", "j", weight=2.0))
+
+
+def flooded(*engines: str, scale: float = 1.0, slots: int = 4) -> Scenario:
+    """Job big, of three times the weight of small, has filled engines of 4,000 tokens; more wait."""
+    scenario = Scenario(RESERVE, TUNING, engines=engines or ("e0", "e1"), kv_tokens_capacity=4_000, slot_limit=slots)
+    scenario.send(ev.JobOpened("o-big", "big", "big", weight=3.0 * scale))
+    scenario.send(ev.JobOpened("o-small", "small", "small", weight=scale))
+    for number in range(20):
+        scenario.open(f"big{number}", job_id="big", prompt_id=f"b{number}", tokens=1000.0)
+        scenario.ask(f"big{number}")
+        scenario.advance(1.0)
+    return scenario
+
+
+def held(scenario: Scenario) -> dict[str, int]:
+    """Live tickets by job."""
+    return {use.job: use.live_tickets for use in scenario.controller.jobs()}
+
+
+def test_a_job_below_its_share_starts_within_it_although_another_has_filled_the_engines() -> None:
+    """Result: one trajectory on each engine, for a quarter of its slots and of its KV; the next one waits."""
+    scenario = flooded()
+    assert held(scenario) == {"big": 8, "small": 0}
+    for number in range(4):
+        scenario.open(f"small{number}", job_id="small", prompt_id=f"s{number}", tokens=700.0)
+        scenario.ask(f"small{number}")
+    scenario.advance(1.0)
+    assert held(scenario) == {"big": 8, "small": 2}
+    assert {scenario.ticket(f"small{n}").engine_id for n in range(4) if scenario.trajectories[f"small{n}"].ticket} == {
+        "e0",
+        "e1",
+    }
+    scenario.advance(1.0)
+    big, small = scenario.controller.jobs()
+    assert (big.share, small.share) == (0.75, 0.25)
+    assert (big.waiting_steps, small.waiting_steps, small.open_trajectories, small.clients) == (12, 2, 4, 1)
+    assert big.kv_tokens > 6_000 > small.kv_tokens > 1_000
+
+
+def test_a_step_of_a_job_below_its_share_comes_to_an_engine_with_room_from_where_it_waits() -> None:
+    """Both jobs wait for the only engine when a second one registers; no plan arrives. Result: both start there."""
+    scenario = flooded("e0")
+    for name in ("small0", "small1"):
+        scenario.open(name, job_id="small", prompt_id=name, tokens=700.0)
+        scenario.ask(name)
+    scenario.advance(1.0)
+    assert held(scenario) == {"big": 4, "small": 1}
+    scenario.engine("e1", kv_tokens_capacity=4_000)
+    scenario.advance(1.0)
+    assert held(scenario) == {"big": 6, "small": 2}
+    assert scenario.ticket("small1").engine_id == "e1"
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e5], ids=["small weights", "", "large weights"])
+def test_a_large_trajectory_of_a_small_share_is_not_passed_for_ever(scale: float) -> None:
+    """It needs more than its job's share of any engine. Result: it starts once enough of the other job has ended."""
+    scenario = flooded(scale=scale, slots=16)
+    scenario.open("large", job_id="small", prompt_id="large", tokens=3000.0)
+    scenario.ask("large")
+    running = [f"big{number}" for number in range(20)]
+    for _ in range(60):
+        scenario.advance(2.0)
+        if scenario.controller.trajectory("large").ticket is not None:
+            break
+        name = next(name for name in running if scenario.controller.trajectory(name).ticket is not None)
+        running.remove(name)
+        scenario.close(name)
+    assert scenario.controller.trajectory("large").ticket is not None
+    assert any(scenario.controller.trajectory(name).ticket is None for name in running), "others still wait"
+
+
+def test_one_job_alone_decides_as_if_there_were_no_jobs() -> None:
+    """The same events under a job of any weight. Result: the same tickets, on the same engines, at the same moments."""
+    logs = []
+    for job_id in ("", "j"):
+        scenario = Scenario(RESERVE, TUNING, engines=["e0", "e1"], kv_tokens_capacity=4_000)
+        if job_id:
+            scenario.send(ev.JobOpened("o", "j", "run", weight=7.0))
+        for number in range(20):
+            scenario.open(f"t{number}", job_id=job_id, prompt_id=f"p{number}", tokens=100.0 * (number % 7 + 1))
+            scenario.ask(f"t{number}")
+        for number in range(60):
+            scenario.advance(1.0)
+            live = [record for record in scenario.controller.trajectories() if record.is_open and record.live_ticket]
+            if live:
+                scenario.finish(scenario.ticket(live[number % len(live)].trajectory_id))
+                scenario.close(live[number % len(live)].trajectory_id)
+        issued = all_of(scenario.heard, act.IssueTicket)
+        logs.append([(each.ticket.ticket_id, each.ticket.engine_id, each.ticket.issued_s) for each in issued])
+    assert len(logs[0]) == 20
+    assert logs[0] == logs[1]

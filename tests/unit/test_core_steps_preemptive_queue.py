@@ -410,3 +410,111 @@ def test_every_step_is_admitted_in_the_end_whatever_is_long_or_shared(
         q.finish_prefill(step, now)
         q.remove(step)
         ended += 1
+
+
+def two_jobs(slots: int, weight: float = 3.0, steps: int = 20) -> StepQueue:
+    """Jobs a (of this weight) and b (of 1), each with so many steps that wait; those of a rank higher."""
+    q = queue(slots=slots)
+    for number in range(steps):
+        q.add(f"a{number}", 100.0 + number, job="a", weight=weight)
+        q.add(f"b{number}", float(number), job="b")
+    return q
+
+
+def jobs_of(actions: list[Admit | Evict]) -> list[str]:
+    return [action.step_id[0] for action in actions]
+
+
+def test_free_slots_go_to_jobs_by_weight_and_within_a_job_by_priority() -> None:
+    admitted = two_jobs(slots=8).decide()
+    assert sorted(jobs_of(admitted)) == ["a"] * 6 + ["b"] * 2
+    assert [action.step_id for action in admitted if action.step_id[0] == "b"] == ["b19", "b18"]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 8])
+@pytest.mark.parametrize("seconds", [0.3, 7.0], ids=["short steps", "long steps"])
+def test_two_loaded_jobs_get_slots_in_the_proportion_of_their_weights_over_time(slots: int, seconds: float) -> None:
+    """Each admitted step runs for its time, or until it is evicted; others take its place."""
+    rng, q = Random(1), two_jobs(slots)
+    ends: dict[str, float] = {}
+    began: dict[str, float] = {}
+    got, now, count = {"a": 0.0, "b": 0.0}, 0.0, 100
+    while now < 400.0:
+        for action in q.decide(now):
+            step = action.step_id
+            if isinstance(action, Admit):
+                began[step], ends[step] = now, now + seconds * rng.uniform(0.5, 1.5)
+                q.report_progress(step, 4)
+            else:
+                got[step[0]] += now - began.pop(step)
+                del ends[step]
+                q.confirm_eviction(step)
+        over = min(ends, key=ends.__getitem__, default="")
+        if q.running < slots:
+            continue
+        if q.wake_s < ends[over]:
+            now = q.wake_s
+            continue
+        now = ends.pop(over)
+        got[over[0]] += now - began.pop(over)
+        q.remove(over)
+        count += 1
+        q.add(f"{over[0]}{count}", rng.gauss(0.0, 50.0), job=over[0], weight=3.0 if over[0] == "a" else 1.0)
+    assert got["a"] / got["b"] == pytest.approx(3.0, rel=0.1)
+
+
+def test_a_job_alone_gets_all_slots_and_gives_back_what_another_one_is_due() -> None:
+    """Result: first nothing happens, as two jobs must not change places all the time; then one slot after another."""
+    q = queue(slots=4)
+    for number in range(8):
+        q.add(f"a{number}", 100.0, job="a", weight=3.0)
+    assert jobs_of(q.decide(0.0)) == ["a"] * 4
+    for number in range(4):
+        q.report_progress(f"a{number}", 4)
+    q.add("b0", 0.0, job="b")
+    q.add("b1", 0.0, job="b")
+    assert q.decide(3600.0) == []
+    at_s = q.wake_s
+    assert 3600.0 < at_s < 3603.0
+    assert q.decide(at_s) == [Evict("a3", "b0")]
+    q.confirm_eviction("a3")
+    assert q.decide(at_s) == [Admit("b0")]
+    assert q.decide(at_s + 100.0) == [], "b has its slot of four, and what it missed before it came is not given to it"
+
+
+def test_priorities_are_not_compared_across_jobs() -> None:
+    q = queue(slots=2)
+    q.add("a0", 1.0, job="a")
+    q.add("b0", 1.0, job="b")
+    assert len(q.decide()) == 2
+    for step in ("a0", "b0"):
+        q.report_progress(step, 4)
+    q.add("a1", 1000.0, job="a")
+    assert q.decide() == [Evict("a0", "a1")]
+
+
+def test_a_step_that_is_not_preemptible_keeps_its_slot_from_other_jobs() -> None:
+    q = queue(slots=1)
+    q.add("a0", 1.0, job="a", preemptible=False)
+    q.decide(0.0)
+    q.report_progress("a0", 100)
+    q.add("b0", 1.0, job="b")
+    assert q.decide(0.0) == q.decide(1000.0) == []
+    q.remove("a0")
+    assert q.decide(1000.0) == [Admit("b0")]
+
+
+def test_a_job_of_one_step_at_a_time_pays_for_what_it_got_above_its_share() -> None:
+    """Between two steps it is not here. Result: it runs a quarter of the time and not half of it."""
+    q, got, now = queue(slots=1, preempt=False), {"a": 0, "b": 0}, 0.0
+    for number in range(100):
+        q.add(f"a{number}", 0.0, job="a", weight=3.0)
+    q.add("b", 9.0, job="b")
+    for _ in range(80):
+        (admitted,) = q.decide(now)
+        got[admitted.step_id[0]] += 1
+        now += 1.0
+        q.remove(admitted.step_id)
+        if admitted.step_id == "b":
+            q.add("b", 9.0, job="b")
+    assert got["b"] == pytest.approx(20, abs=1)

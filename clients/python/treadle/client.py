@@ -8,6 +8,7 @@ trajectories are open, as the client renews its lease from it.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -18,13 +19,13 @@ import grpc
 from treadle.batches import take_batch
 from treadle.connection import Mesh, RetryPolicy, Timeouts, finish, request_id
 from treadle.errors import TreadleError
-from treadle.jobs import Job
+from treadle.jobs import Job, policy_message
 from treadle.rewards import PendingReward, request_reward
 from treadle.rollout.v1 import rollout_pb2
 from treadle.rollouts import Agent, RolloutRun
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.trajectory import TRAJECTORY_CLOSED, OnChange, Trajectory
-from treadle.types import Batch, Prompt, RolloutEvent, RolloutResult
+from treadle.types import Batch, Policy, Prompt, RolloutEvent, RolloutResult
 
 # Some 10 to 20 seconds of decoding, against a ticket and the prefill of one token (ADR 0011).
 CALL_TOKENS = 1_024
@@ -40,7 +41,11 @@ class Client:
     may move in the middle of it; the caller sees one step. 0 for one call a turn. token_interval_s: sampled tokens come
     together for so long, at most 10 s; 0 sends each at once, for a person who watches. A longer one spares a process
     with thousands of trajectories work, and what was not sent is sampled again where an engine is lost. job: whose
-    share of the pooled rewards this client uses, e.g. the name of the training run; empty: each rollout is a job.
+    share of the engines and of the pooled rewards this client uses, e.g. the name of the training run; of rewards, each
+    rollout without one is a job. weight: of the job's share of slots and KV, while other jobs want them too; all
+    clients of one name have one share, of the largest weight given, and all without a name have one of weight 1; None:
+    1, or that of the job which is resumed. policy: how the job's trajectories are ranked and placed; None: as the mesh
+    is set, or as the job which is resumed.
     resume: go on with the rollouts that a client of the same job, which died or was interrupted, has begun and not
     ended (see `rollout`); of several clients of a job, one at a time resumes it. Raises ValueError.
 
@@ -63,7 +68,14 @@ class Client:
         token_interval_s: float = TOKEN_INTERVAL_S,
         job: str = "",
         resume: bool = False,
+        weight: float | None = None,
+        policy: Policy | None = None,
     ) -> None:
+        if weight is not None and not (job and 0.0 < weight < math.inf):
+            need = (
+                f"must be a finite number > 0, is {weight}" if job else "needs job=...: the name whose share it is of"
+            )
+            raise ValueError(f"weight {need}")
         if resume and not job:
             raise ValueError("resume=True needs job=...: the name by which the next client finds its rollouts")
         if call_tokens < 0:
@@ -83,14 +95,16 @@ class Client:
             token_interval_s,
             job,
         )
-        self._resume = resume
+        self._open_job = partial(
+            Job, resume=resume, weight=weight or 0.0, policy=policy_message(policy) if policy is not None else None
+        )
         self._mesh: Mesh | None = None
         self._job: Job | None = None
         self._open: set[Trajectory] = set()
 
     async def __aenter__(self) -> Client:
         self._mesh = self._connect()
-        self._job = Job(self._mesh, self._resume)
+        self._job = self._open_job(self._mesh)
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -14,7 +14,7 @@ import grpc
 from treadle.connection import Mesh, request_id
 from treadle.errors import TreadleError
 from treadle.scheduler.v1 import scheduler_pb2 as pb
-from treadle.types import seconds
+from treadle.types import Policy, seconds
 
 JOB_NOT_FOUND = "JOB_NOT_FOUND"  # ErrorInfo.reason: the lease has run out
 JOB_TAKEN_OVER = "JOB_TAKEN_OVER"  # another client has resumed the job
@@ -23,10 +23,11 @@ RENEWALS_A_LEASE = 3  # so that two may be lost
 
 class Job:
     """One client's job, named by `mesh.job`. left_over: rollouts of it that were begun and not ended, by clients before
-    this one or by a call that failed; with `resume`, a later client finds them and those in progress."""
+    this one or by a call that failed; with `resume`, a later client finds them and those in progress. weight, policy:
+    as in Client."""
 
-    def __init__(self, mesh: Mesh, resume: bool) -> None:
-        self.resume = resume
+    def __init__(self, mesh: Mesh, resume: bool, weight: float, policy: pb.Policy | None) -> None:
+        self.resume, self._weight, self._policy = resume, weight, policy
         self.left_over: list[str] = []
         self._mesh = mesh
         self._job_id = ""  # empty: not held
@@ -102,7 +103,9 @@ class Job:
                     raise
 
     async def _open(self) -> None:
-        request = pb.OpenJobRequest(request_id=request_id(), job=self._mesh.job, resume=self.resume)
+        request = pb.OpenJobRequest(
+            request_id=request_id(), job=self._mesh.job, resume=self.resume, weight=self._weight, policy=self._policy
+        )
         answer = await self._mesh.call(self._mesh.scheduler.OpenJob, request, self._mesh.timeouts.control_s)
         self._job_id = answer.job_id
         known = {*self.left_over, *self._rollouts}
@@ -121,3 +124,20 @@ class Job:
                     return  # the client's next call is refused with this reason
                 if not error.lost_connection and error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
                     raise
+
+
+def policy_message(policy: Policy) -> pb.Policy:
+    """Raises ValueError for a name that is none of the contract's."""
+    names = {
+        "ordering": (pb.Ordering, "ORDERING_", policy.ordering),
+        "objective": (pb.Objective, "OBJECTIVE_", policy.objective),
+        "placement": (pb.PlacementRule, "PLACEMENT_RULE_", policy.placement),
+        "replanning": (pb.Replanning, "REPLANNING_", policy.replanning),
+    }
+    message = pb.Policy(migrate=policy.migrate, preempt=policy.preempt, reserve=policy.reserve)
+    for field, (kind, prefix, name) in names.items():
+        known = [each.removeprefix(prefix).lower() for each in kind.keys()[1:]]
+        if name not in known:
+            raise ValueError(f"policy.{field} must be one of {', '.join(known)}, is {name!r}")
+        setattr(message, field, kind.Value(f"{prefix}{name.upper()}"))
+    return message

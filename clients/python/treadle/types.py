@@ -38,6 +38,20 @@ class Sampling:
     ignore_eos: bool = False
 
 
+@dataclass(frozen=True)
+class Policy:
+    """How a job's trajectories are ranked and placed: the names of Policy in scheduler.proto, in lower case. The
+    default is that of a mesh whose policy nobody has set."""
+
+    ordering: str = "progressive"
+    objective: str = "makespan"
+    placement: str = "planned"
+    replanning: str = "resolve"
+    migrate: bool = True
+    preempt: bool = True
+    reserve: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """New tokens of a running step. offset: index of the first one within the step's output."""

@@ -115,7 +115,7 @@ class Siting:
                     and (engine.usable or engine_id == record.engine_id)
                     and engine.able
                     and carries_tags(engine, record)
-                    and _fits(engine, context_tokens)
+                    and fits_context(engine, context_tokens)
                 ):
                     return engine
         able = self._able_for(record).fitting(context_tokens)
@@ -219,13 +219,13 @@ def carries_tags(engine: EngineRecord, record: TrajectoryRecord) -> bool:
     return not record.hardware_tags or set(record.hardware_tags) <= set(engine.spec.hardware_tags)
 
 
-def _fits(engine: EngineRecord, context_tokens: int) -> bool:
+def fits_context(engine: EngineRecord, context_tokens: int) -> bool:
     """Whether it takes a context this long and one token more."""
     return not engine.spec.max_context_tokens or context_tokens < engine.spec.max_context_tokens
 
 
 def _require_fitting(able: list[EngineRecord], context_tokens: int) -> list[EngineRecord]:
-    fitting = [engine for engine in able if _fits(engine, context_tokens)]
+    fitting = [engine for engine in able if fits_context(engine, context_tokens)]
     if able and not fitting:
         longest = max(engine.spec.max_context_tokens for engine in able)
         raise ContextTooLong(

@@ -9,15 +9,24 @@ overtakes one that does not fit. Without reserves, an engine would start more tr
 would evict the context of a trajectory whose tool runs, and prefill the same tokens again after every tool call. (This
 rule is not in Heddle, which starts all trajectories and evicts.)
 
+Where several jobs use the engines, the next job is chosen first (`steps.shares`, ADR 0039), and then its step of the
+highest priority. A job that uses less than its share may start a trajectory within its share of an engine, although
+others have filled that engine. If none of its steps waits for an engine with room, one that waits for another engine
+comes there.
+
 A later step waits until the trajectory's KV has moved to another engine, for no longer than the move saves.
 """
+
+from collections.abc import Sequence
 
 from treadle_core import events as ev
 from treadle_core.actions import Action, KeepWaiting, SaveTrajectory
 from treadle_core.model import EngineRecord, EngineSpec, PlacementRule, TrajectoryRecord, copy_with
+from treadle_core.planning.siting import carries_tags, fits_context
 from treadle_core.refusals import ContextTooLong, NoEngine
 from treadle_core.steps import moves, tickets
-from treadle_core.steps.state import State
+from treadle_core.steps.state import Place, State
+from treadle_core.tables.trajectories import NOTHING
 
 
 def must_wait(state: State, record: TrajectoryRecord) -> bool:
@@ -64,7 +73,11 @@ def answer_waiting(state: State, event: ev.Event, now: float) -> list[Action]:
                 _enqueue(state, trajectory_id)
                 actions += _start_after_move(state, trajectory_id, now)
             sent = [*_place_waiting(state), *_follow_plan(state)]
-            for engine_id in state.waiting.queued_engines():
+            # A step of a job below its share may wait elsewhere.
+            anywhere = state.shares.are_shared
+            for engine_id in (
+                [each.spec.engine_id for each in state.engines] if anywhere else state.waiting.queued_engines()
+            ):
                 actions += _start_first_steps(state, engine_id, now)
             # Trajectories that start now were saved with their tickets.
             return actions + [SaveTrajectory(state.table.require(each)) for each in sent if each in state.waiting]
@@ -73,32 +86,93 @@ def answer_waiting(state: State, event: ev.Event, now: float) -> list[Action]:
 
 
 def _start_first_steps(state: State, engine_id: str, now: float) -> list[Action]:
-    """Start trajectories on an engine while it has room, highest priority first."""
+    """Start trajectories on an engine while it has room, of one job highest priority first."""
     engine = state.engines.get(engine_id)
     if engine is None or engine.behind:
         return []
+    if state.shares.divide(state.waiting.jobs, now):
+        return _start_by_share(state, engine, now)
     actions: list[Action] = []
-    spec = engine.spec
-    queue, refused = state.waiting.queue(engine_id), 0
+    for job in list(state.waiting.jobs):  # one at most
+        queue, refused = state.waiting.jobs[job].get(engine_id, ()), 0
+        while (record := _next_in_queue(state, queue, refused, engine_id)) and _fits(state, record, engine.spec):
+            issued = _issue(state, record, now)
+            actions += issued
+            refused += not issued
+    return actions
+
+
+def _start_by_share(state: State, engine: EngineRecord, now: float) -> list[Action]:
+    """The same where several jobs use the engines: of the job whose turn it is."""
+    actions: list[Action] = []
+    refused = dict.fromkeys(state.waiting.jobs, 0)
+    blocked = ""  # a job whose next step does not fit
+    while refused:
+        job = state.shares.next(refused)
+        queue = state.waiting.queue(engine.spec.engine_id, job)
+        record = _next_in_queue(state, queue, refused[job], engine.spec.engine_id)
+        here = record is not None
+        record = record or (None if refused[job] else _next_elsewhere(state, engine, job))
+        if record is None or not _fits_share(state, record, engine.spec, blocked):
+            del refused[job]
+            blocked = blocked or (job if here else "")
+            continue
+        issued = _issue(state, record if here else _send_to(state, record, engine), now)
+        actions += issued
+        refused[job] += not issued
+        state.shares.note_start(state.table.require(record.trajectory_id))
+    return actions
+
+
+def _next_in_queue(state: State, queue: Sequence[Place], refused: int, engine_id: str) -> TrajectoryRecord | None:
+    """The first trajectory in a queue behind so many that were refused."""
     while refused < len(queue):
         trajectory_id = queue[refused].trajectory_id
         record = state.table.get(trajectory_id)
-        if record is None or not _waits_to_start(record) or record.engine_id != engine_id:
-            state.waiting.dequeue(trajectory_id)  # it closed, started elsewhere, or goes elsewhere now
-            continue
-        if not _fits(state, record, spec):
-            break
-        issued = _issue(state, record, now)
-        actions += issued
-        refused += not issued
-    return actions
+        if record is not None and _waits_to_start(record) and record.engine_id == engine_id:
+            return record
+        state.waiting.dequeue(trajectory_id)  # it closed, started elsewhere, or goes elsewhere now
+    return None
+
+
+def _next_elsewhere(state: State, engine: EngineRecord, job: str) -> TrajectoryRecord | None:
+    """Of a job that uses less than its share, a trajectory that waits for another engine and can run on this one."""
+    if not state.shares.is_below(job) or not engine.usable:
+        return None
+    for _, _, trajectory_id in sorted(queue[0] for queue in state.waiting.queues(job).values()):
+        record = state.table.get(trajectory_id)
+        if (
+            record is not None
+            and _waits_to_start(record)
+            and record.policy.placement is PlacementRule.PLANNED
+            and not record.pinned_engine_id
+            and carries_tags(engine, record)
+            and fits_context(engine, state.waiting.request(trajectory_id).context_tokens)
+        ):
+            return record
+    return None
+
+
+def _fits_share(state: State, record: TrajectoryRecord, spec: EngineSpec, blocked: str) -> bool:
+    """Whether an engine has a slot and room for a trajectory, or its job's share of the engine has. blocked: a job that
+    is not overtaken otherwise, as its next step does not fit."""
+    shares, tally = state.shares, state.table.tally(spec.engine_id)
+    if blocked and not shares.may_pass(record.job, blocked):
+        return False
+    tokens, mine = tickets.reserve_tokens(state, record), tally.jobs.get(record.job, NOTHING)
+    # The engine's queue gives each job its slots, of whatever tickets are there.
+    has_slot = (not blocked and tally.live_tickets < spec.slot_limit) or _has_slot(
+        state, record, mine.live, shares.owned_slots(record.job, spec)
+    )
+    has_room = not blocked and tally.has_room(record, tokens, spec)
+    return has_slot and (has_room or shares.owns_room(record, tokens, spec, mine))
 
 
 def _enqueue(state: State, trajectory_id: str) -> None:
     """Put a first step into the queue of its engine, by its priority now; any other step into none."""
     record = state.table.get(trajectory_id)
     if record is not None and _waits_to_start(record):
-        state.waiting.enqueue(record.engine_id, trajectory_id, record.priority)
+        state.waiting.enqueue(record.engine_id, trajectory_id, record.priority, record.job)
     else:
         state.waiting.dequeue(trajectory_id)
 
@@ -109,15 +183,16 @@ def _waits_to_start(record: TrajectoryRecord) -> bool:
 
 def _fits(state: State, record: TrajectoryRecord, spec: EngineSpec) -> bool:
     tally = state.table.tally(spec.engine_id)
-    return _has_slot(state, record, spec) and tally.has_room(record, tickets.reserve_tokens(state, record), spec)
+    return _has_slot(state, record, tally.live, spec.slot_limit) and tally.has_room(
+        record, tickets.reserve_tokens(state, record), spec
+    )
 
 
-def _has_slot(state: State, record: TrajectoryRecord, spec: EngineSpec) -> bool:
-    """Whether a slot is free, or taken by a live step of clearly lower priority."""
-    live = state.table.tally(spec.engine_id).live
-    if len(live) < spec.slot_limit:
+def _has_slot(state: State, record: TrajectoryRecord, live: Sequence[float], slots: int) -> bool:
+    """Whether one of the slots is free, or taken by a live step of clearly lower priority. live: as in Tally."""
+    if len(live) < slots:
         return True
-    last = live[-spec.slot_limit]  # of the steps that run first
+    last = live[-slots]  # of the steps that run first
     return record.priority > last and state.priorities.must_report(record.policy, last, record.priority)
 
 
@@ -147,7 +222,8 @@ def _follow_plan(state: State) -> list[str]:
 def _place_waiting(state: State) -> list[str]:
     """Send waiting first steps that lost their only engine to one that has registered since; returns those."""
     placed: list[str] = []
-    for _, _, trajectory_id in list(state.waiting.queue("")):
+    lost = [place for job in state.waiting.jobs for place in state.waiting.queue("", job)]
+    for _, _, trajectory_id in sorted(lost):
         record = state.table.require(trajectory_id)
         engine = state.siting.choose(record)
         if engine is not None:
@@ -156,13 +232,14 @@ def _place_waiting(state: State) -> list[str]:
     return placed
 
 
-def _send_to(state: State, record: TrajectoryRecord, engine: EngineRecord) -> None:
+def _send_to(state: State, record: TrajectoryRecord, engine: EngineRecord) -> TrajectoryRecord:
     """Make an engine the owner of a trajectory whose first step waits, and queue the step there."""
     record = copy_with(record, engine_id=engine.spec.engine_id, revision=record.revision + 1)
     record = copy_with(record, priority=state.priority(record))
     state.table.put(record)
     state.planner.drop_target(record)
     _enqueue(state, record.trajectory_id)
+    return record
 
 
 def _issue(state: State, record: TrajectoryRecord, now: float) -> list[Action]:

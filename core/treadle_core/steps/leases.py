@@ -88,14 +88,23 @@ def open_job(state: State, event: JobOpened, now: float) -> list[act.Action]:
     are closed. Raises BadField, RequestIdReused, JobTakenOver."""
     if event.resume and not event.name:
         raise BadField("job", "must not be empty with resume: the next client finds the job by its name")
+    if event.weight and not event.name:
+        raise BadField(
+            "job", "must not be empty with weight: clients without a name have one share of weight 1 together"
+        )
     if state.jobs.get(event.job_id) is not None:
         record = state.jobs.require(event.job_id)
-        if (record.name, record.resume) != (event.name, event.resume):
+        given = (event.name, event.resume, event.weight or record.weight, event.policy or record.policy)
+        if (record.name, record.resume, record.weight, record.policy) != given:
             raise RequestIdReused("request_id", f"{event.request_id} has opened {event.job_id} with other values")
         return renew_job(state, JobRenewed(event.job_id), now)
     before = state.jobs.resumable(event.name) if event.resume else []
     rollout_ids = tuple(dict.fromkeys(rollout_id for record in before for rollout_id in record.rollout_ids))
-    opened = JobRecord(event.job_id, event.request_id, event.name, event.resume, rollout_ids)
+    weight = event.weight or max((record.weight for record in before), default=1.0)
+    policy = event.policy or next((record.policy for record in before if record.policy), None)
+    opened = JobRecord(
+        event.job_id, event.request_id, event.name, event.resume, rollout_ids, weight=weight, policy=policy
+    )
     actions: list[act.Action] = [act.SaveJob(state.jobs.hold(opened, now))]
     for record in before:
         actions += _end_job(state, record, now, event.job_id)

@@ -44,7 +44,13 @@ def open_trajectory(state: State, event: TrajectoryOpened, now: float) -> list[a
             f"pinned_engine_id: no engine {event.pinned_engine_id} holds a lease", engine_id=event.pinned_engine_id
         )
     record = TrajectoryRecord(
-        **values, policy=state.policy, opened_s=now, open_request_id=event.request_id, requested_s=now, touched_s=now
+        **values,
+        policy=(job.policy if job is not None else None) or state.policy,
+        job=job.name if job is not None else "",
+        opened_s=now,
+        open_request_id=event.request_id,
+        requested_s=now,
+        touched_s=now,
     )
     engine = state.siting.choose(record)
     if engine is not None:

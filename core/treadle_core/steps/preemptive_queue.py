@@ -24,15 +24,19 @@ is free, until the free slots have lost half (GATHER) of the time that one more 
 then other steps often wait too, and one pass reads them all.
 
 Steps that are not preemptible are admitted without regard to prefills.
+
+Jobs share the slots by their weights (ADR 0039): a free slot goes to a job that has less than its share of them, of
+several such jobs to the one that was served least (`fair_share`), and within the job to its best step. Across jobs
+priorities are not compared. A step is evicted for a step of another job only where that job has less than its share,
+its own more, and the difference in service has become large (`job_lines`).
 """
 
-import enum
 import math
-from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import NamedTuple
+
+from treadle_core.steps.job_lines import RANK, Entry, JobLines, State
 
 # Priority units: doublings of the work left, for the makespan. A step ends soon by itself, and predictions err, so only
 # one with about four times the work left evicts. On two CPU engines in simulation 2 ended batches of public traces 1%
@@ -108,31 +112,6 @@ class Evict:
     by: str
 
 
-class _State(enum.Enum):
-    WAITING = enum.auto()
-    RUNNING = enum.auto()
-    EVICTING = enum.auto()
-
-
-@dataclass(slots=True)
-class _Entry:
-    step_id: str
-    priority: float
-    arrival: int
-    preemptible: bool
-    state: _State = _State.WAITING
-    tokens: int = 0  # since its admission
-    reads: Hashable = None  # of its prefill, while it runs: `Prefill.first`
-
-    @property
-    def rank(self) -> tuple[float, int]:
-        """Smaller runs first."""
-        return (-self.priority, self.arrival)
-
-
-_rank = attrgetter("rank")
-
-
 class StepQueue:
     """Step ids are the caller's; an unknown one raises KeyError except where a method says otherwise.
 
@@ -144,13 +123,11 @@ class StepQueue:
         self.policy = policy
         self.wake_s = math.inf
         self.paused = False
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Entry] = {}
         self._arrivals = 0
-        # Entries are in `_waiting`, best rank first, or in `_running`, or are being evicted.
-        self._waiting: list[_Entry] = []
-        self._running: dict[str, _Entry] = {}
-        self._preemptible: dict[str, _Entry] = {}  # of `_running`
-        self._lowest: _Entry | None = None  # rank of `_preemptible`; None where it must be searched
+        # Entries wait in `_lines`, or are in `_running`, or are being evicted.
+        self._lines = JobLines()
+        self._running: dict[str, Entry] = {}
         self._prefill_of = prefill_of
         self._being_read: set[Hashable] = set()  # `reads` of all entries
         self._reading: tuple[str, float] | None = None  # the long prefill that runs, and since when
@@ -161,17 +138,21 @@ class StepQueue:
         self._lost_s = 0.0  # by free slots before that, since the last admission
         self._held_since_s: float | None = None  # since when the best waiting step is held though a slot is free
 
-    def add(self, step_id: str, priority: float, *, preemptible: bool = True) -> None:
-        """Add a step. preemptible: whether a waiting step may evict it while it runs. Raises QueueFull, and ValueError
-        for an id that is here already."""
+    def add(
+        self, step_id: str, priority: float, *, preemptible: bool = True, job: str = "", weight: float = 1.0
+    ) -> None:
+        """Add a step. preemptible: whether a waiting step may evict it while it runs. job, weight > 0: whose share it
+        takes; the newest weight of a job counts. Raises QueueFull, and ValueError for an id that is here already."""
         if step_id in self._entries:
             raise ValueError(f"step {step_id!r} is in the queue already")
         free = 0 if self.paused else self.policy.slots - self.running
         if self.waiting - free >= self.policy.capacity:
             raise QueueFull(self.policy.capacity)
-        entry = self._entries[step_id] = _Entry(step_id, priority, self._arrivals, preemptible)
+        entry = self._entries[step_id] = Entry(
+            step_id, priority, self._arrivals, preemptible, self._lines.enter(job, weight)
+        )
         self._arrivals += 1
-        insort(self._waiting, entry, key=_rank)
+        self._lines.put(entry)
 
     def report_progress(self, step_id: str, tokens: int) -> bool:
         """Report the tokens of a step since its admission; True where `decide` may now evict it for a waiting one."""
@@ -196,66 +177,69 @@ class StepQueue:
         entry = self._entries.get(step_id)
         if entry is None:
             return False
-        waits = entry.state is _State.WAITING
+        waits = entry.state is State.WAITING
         if waits:
-            self._take(entry)
+            self._lines.take(entry)
         entry.priority = priority
         if waits:
-            insort(self._waiting, entry, key=_rank)
-        elif entry is self._lowest:
-            self._lowest = None
+            self._lines.put(entry)
+        elif entry is entry.line.lowest:
+            entry.line.lowest = None
         else:
-            self._compare_lowest(entry)
+            entry.line.compare_lowest(entry)
         return True
 
     def confirm_eviction(self, step_id: str) -> None:
         """The engine has aborted the step; it waits again, in its old place."""
         entry = self._entries[step_id]
-        if entry.state is _State.WAITING:
+        if entry.state is State.WAITING:
             return
         self._stop(entry)
-        entry.state, entry.tokens = _State.WAITING, 0
-        insort(self._waiting, entry, key=_rank)
+        entry.state, entry.tokens = State.WAITING, 0
+        self._lines.put(entry)
 
     def remove(self, step_id: str) -> None:
         """Remove a step in any state, if it is here."""
         entry = self._entries.pop(step_id, None)
         if entry is None:
             return
-        if entry.state is _State.WAITING:
-            self._take(entry)
+        if entry.state is State.WAITING:
+            self._lines.take(entry)
         self._stop(entry)
+        self._lines.leave(entry.line)
 
     def decide(self, now: float = 0.0) -> list[Admit | Evict]:
         """What to do now, best rank first; the states change as if it were done. Call it after every report, and at
         `wake_s`. now: seconds of the clock of `finish_prefill`."""
         self.wake_s = math.inf
+        self._lines.charge(now)
         since_s, slots = self._idle
         self._lost_s += slots * (now - since_s)
         actions = list(self._evictions_for_pause() if self.paused else self._decisions(now))
+        self._lines.note_held()
         self._idle = (now, 0 if self.paused else min(max(self.policy.slots - self.running, 0), self.waiting))
         return actions
 
     def _decisions(self, now: float) -> Iterator[Admit | Evict]:
-        if self._must_gather(now):
+        if not self._lines.waiting or self._must_gather(now):
             return
-        at = 0
-        while self.running < self.policy.slots and at < min(len(self._waiting), MOST_PASSED):
-            entry = self._waiting[at]
+        slots, lines, passed = self.policy.slots, self._lines, 0
+        lines.look_anew()
+        while self.running < slots and passed < MOST_PASSED and (line := lines.next(slots)) is not None:
+            entry = line.waiting[line.passed]
             prefill = self._prefill(entry)
             long = self._is_long(prefill)
             if prefill.first in self._being_read or (long and self._must_rest(entry, now)):
-                at += 1
+                line.passed += 1
+                passed += 1
                 continue
-            del self._waiting[at]
-            entry.state, entry.tokens = _State.RUNNING, 0
+            self._lines.take(entry)
+            entry.state, entry.tokens = State.RUNNING, 0
             self._lost_s, self._held_since_s = 0.0, None
             if self._pass is None and not long:
                 self._pass = (entry.step_id, now)
             self._running[entry.step_id] = entry
-            if entry.preemptible:
-                self._preemptible[entry.step_id] = entry
-            self._compare_lowest(entry)
+            line.start(entry)
             if long:
                 self._reading = (entry.step_id, now)
             if prefill.first is not None:
@@ -265,22 +249,43 @@ class StepQueue:
         if not self.policy.preempt:
             return
         # The best waiting steps get the slots of steps that are being evicted already.
-        for candidate in self._waiting[self.running - len(self._running) :]:
-            if not self._preemptible:
-                return
+        lines.look_anew()
+        given = self.running - len(self._running)
+        while (line := lines.next(slots)) is not None:
+            candidate = line.waiting[line.passed]
+            line.passed += 1
+            if given > 0:
+                given -= 1
+                line.granted += 1
+                continue
             prefill = self._prefill(candidate)
-            if prefill.first in self._being_read or (self._is_long(prefill) and self._must_rest(candidate, now)):
-                return
-            lowest = self._lowest = self._lowest or max(self._preemptible.values(), key=_rank)
-            outranked = candidate.priority > lowest.priority + self.policy.hysteresis
-            if not outranked or lowest.tokens < self.policy.min_run_tokens:
-                return  # the following candidates rank lower, so they evict none either
+            held = prefill.first in self._being_read or (self._is_long(prefill) and self._must_rest(candidate, now))
+            lowest = None if held else self._find_victim(candidate, now)
+            if lowest is None:
+                line.passed = len(line.waiting)  # the following ones of the job rank lower, so they evict none either
+                continue
+            line.granted += 1
             yield self._evict(lowest, candidate.step_id)
+
+    def _find_victim(self, candidate: Entry, now: float) -> Entry | None:
+        """The running step that gives its slot to a waiting one. Sets `wake_s` where it will in a while."""
+        policy, line = self.policy, candidate.line
+        other, after_s = self._lines.owing(line, policy.slots)
+        if other is not None:
+            lowest = other.find_lowest()
+            if after_s <= ROUNDING_S and lowest.tokens >= policy.min_run_tokens:
+                return lowest
+            self.wake_s = min(self.wake_s, now + after_s) if after_s > ROUNDING_S else self.wake_s
+        if not line.preemptible:
+            return None
+        lowest = line.find_lowest()
+        outranked = candidate.priority > lowest.priority + policy.hysteresis
+        return lowest if outranked and lowest.tokens >= policy.min_run_tokens else None
 
     def _must_gather(self, now: float) -> bool:
         """Whether waiting steps are held though a slot is free. Sets `wake_s` to when they are not any more."""
         free = min(self.policy.slots - self.running, self.waiting)
-        if free <= 0 or self._prefill_of is None or not self._waiting[0].preemptible or not self.policy.preempt:
+        if free <= 0 or self._prefill_of is None or not self._best().preemptible or not self.policy.preempt:
             return False
         left_s = (self.policy.gather * len(self._running) * self._pass_s - self._lost_s) / free
         if self._held_since_s is not None:
@@ -291,13 +296,20 @@ class StepQueue:
         self.wake_s = now + min(left_s, MOST_HELD_S)
         return True
 
-    def _prefill(self, entry: _Entry) -> Prefill:
+    def _best(self) -> Entry:
+        """The waiting step that is next; there is one."""
+        self._lines.look_anew()
+        line = self._lines.next(self.policy.slots)
+        assert line is not None, "a step waits"
+        return line.waiting[0]
+
+    def _prefill(self, entry: Entry) -> Prefill:
         return NO_PREFILL if self._prefill_of is None or not entry.preemptible else self._prefill_of(entry.step_id)
 
     def _is_long(self, prefill: Prefill) -> bool:
         return self.policy.pace > 0.0 and prefill.steps >= LONG_PREFILL_STEPS and not prefill.returns
 
-    def _end_reading(self, entry: _Entry) -> bool:
+    def _end_reading(self, entry: Entry) -> bool:
         """The entry prefills no more; whether others may have waited for that."""
         if entry.reads is None:
             return False
@@ -305,53 +317,43 @@ class StepQueue:
         entry.reads = None
         return True
 
-    def _must_rest(self, entry: _Entry, now: float) -> bool:
-        """Whether a long prefill waits: for another one, or for decodes that rank higher."""
+    def _must_rest(self, entry: Entry, now: float) -> bool:
+        """Whether a long prefill waits: for another one, or for decodes that rank higher or are of other jobs."""
         if self._reading is not None:
             return True
-        if now >= self._rest_until_s or not any(other.rank < entry.rank for other in self._running.values()):
+        before = (other.line is not entry.line or other.rank < entry.rank for other in self._running.values())
+        if now >= self._rest_until_s or not any(before):
             return False
         self.wake_s = min(self.wake_s, self._rest_until_s)
         return True
 
     def _evictions_for_pause(self) -> Iterator[Evict]:
-        for entry in sorted(self._running.values(), key=_rank):
+        for entry in sorted(self._running.values(), key=RANK):
             yield self._evict(entry, "")
 
-    def _evict(self, entry: _Entry, by: str) -> Evict:
-        entry.state = _State.EVICTING
+    def _evict(self, entry: Entry, by: str) -> Evict:
+        entry.state = State.EVICTING
         self._stop(entry)
         return Evict(entry.step_id, by)
 
-    def _compare_lowest(self, entry: _Entry) -> None:
-        """Keep `_lowest` right after an entry started or got another priority."""
-        if self._lowest is not None and entry.step_id in self._preemptible and entry.rank > self._lowest.rank:
-            self._lowest = entry
-
-    def _stop(self, entry: _Entry) -> None:
+    def _stop(self, entry: Entry) -> None:
         if self._reading is not None and self._reading[0] == entry.step_id:
             self._reading = None
         if self._pass is not None and self._pass[0] == entry.step_id:
             self._pass = None
         self._end_reading(entry)
-        self._running.pop(entry.step_id, None)
-        self._preemptible.pop(entry.step_id, None)
-        if entry is self._lowest:
-            self._lowest = None
-
-    def _take(self, entry: _Entry) -> None:
-        """Remove from the waiting steps. No two ranks are equal, since no two arrivals are."""
-        del self._waiting[bisect_left(self._waiting, entry.rank, key=_rank)]
+        if self._running.pop(entry.step_id, None) is not None:
+            entry.line.stop(entry)
 
     @property
     def running(self) -> int:
         """Steps that hold a slot."""
-        return len(self._entries) - len(self._waiting)
+        return len(self._entries) - self._lines.waiting
 
     @property
     def waiting(self) -> int:
         """Steps that hold no slot."""
-        return len(self._waiting)
+        return self._lines.waiting
 
     def __contains__(self, step_id: str) -> bool:
         return step_id in self._entries

@@ -3,7 +3,7 @@
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from treadle_core.model import Policy, TrajectoryRecord
 from treadle_core.planning.plans import Planner
 from treadle_core.planning.siting import Siting
 from treadle_core.ranking.priorities import Priorities, token_s
+from treadle_core.steps.shares import Shares
 from treadle_core.steps.transfers import MeasuredMoves
 from treadle_core.tables.engines import EngineTable
 from treadle_core.tables.jobs import JobTable
@@ -51,17 +52,18 @@ class Place(NamedTuple):
 
 
 class WaitingSteps:
-    """Requests for tickets that are not answered yet; those of first steps stand in one queue for each engine.
+    """Requests for tickets that are not answered yet; those of first steps stand in one queue for each job and engine.
 
     A trajectory stands in at most one queue, by its priority at the time of `enqueue`, then by arrival. Nothing of it
-    is stored: after a restart the clients ask again. `requests`, by trajectory id, is for others to read only.
+    is stored: after a restart the clients ask again. `requests`, by trajectory id, and `jobs`, the queues by the name
+    of the job and then by engine, are for others to read only.
     """
 
     def __init__(self) -> None:
         self.requests: dict[str, tuple[int, StepRequested]] = {}
         self._arrivals = 0
-        self._queues: dict[str, list[Place]] = {}
-        self._places: dict[str, tuple[str, Place]] = {}
+        self.jobs: dict[str, dict[str, list[Place]]] = {}
+        self._places: dict[str, tuple[str, str, Place]] = {}
 
     def __contains__(self, trajectory_id: str) -> bool:
         return trajectory_id in self.requests
@@ -87,30 +89,37 @@ class WaitingSteps:
 
     def queued_engines(self) -> list[str]:
         """Ids of the engines that have a queue, in order."""
-        return sorted(self._queues)
+        return sorted({engine_id for queues in self.jobs.values() for engine_id in queues})
 
-    def queue(self, engine_id: str) -> Sequence[Place]:
-        """The queue of an engine, next to start first: a view that changes with it."""
-        return self._queues.get(engine_id, ())
+    def queues(self, job: str) -> Mapping[str, Sequence[Place]]:
+        """The queues of a job, by engine: a view that changes with them."""
+        return self.jobs.get(job, {})
 
-    def enqueue(self, engine_id: str, trajectory_id: str, priority: float) -> None:
+    def queue(self, engine_id: str, job: str = "") -> Sequence[Place]:
+        """A queue, next to start first: a view that changes with it."""
+        return self.queues(job).get(engine_id, ())
+
+    def enqueue(self, engine_id: str, trajectory_id: str, priority: float, job: str = "") -> None:
         """Give a waiting trajectory this place instead of its former one."""
         place = Place(-priority, self.requests[trajectory_id][0], trajectory_id)
-        if self._places.get(trajectory_id) == (engine_id, place):
+        if self._places.get(trajectory_id) == (job, engine_id, place):
             return
         self.dequeue(trajectory_id)
-        self._places[trajectory_id] = (engine_id, place)
-        insort(self._queues.setdefault(engine_id, []), place)
+        self._places[trajectory_id] = (job, engine_id, place)
+        insort(self.jobs.setdefault(job, {}).setdefault(engine_id, []), place)
 
     def dequeue(self, trajectory_id: str) -> None:
         """Take a trajectory out of its queue, if it is in one; its request stays."""
         found = self._places.pop(trajectory_id, None)
         if found is not None:
-            engine_id, place = found
-            queue = self._queues[engine_id]
+            job, engine_id, place = found
+            queues = self.jobs[job]
+            queue = queues[engine_id]
             del queue[bisect_left(queue, place)]
             if not queue:
-                del self._queues[engine_id]
+                del queues[engine_id]
+            if not queues:
+                del self.jobs[job]
 
 
 @dataclass
@@ -128,6 +137,7 @@ class State:
     table: TrajectoryTable
     siting: Siting
     planner: Planner
+    shares: Shares
     priorities: Priorities
     mean_observed_tokens: float
     measured_moves: MeasuredMoves
@@ -142,14 +152,16 @@ class State:
     def new(cls, policy: Policy, tuning: Tuning, epoch_s: float) -> "State":
         engines = EngineTable(tuning.lease_ttl_s)
         table = TrajectoryTable(tuning)
+        jobs = JobTable(tuning.job_lease_s, tuning.job_resume_s)
         return cls(
             tuning=tuning,
             policy=policy,
-            jobs=JobTable(tuning.job_lease_s, tuning.job_resume_s),
+            jobs=jobs,
             engines=engines,
             table=table,
             siting=Siting(engines, table, tuning),
             planner=Planner(engines, table, tuning),
+            shares=Shares(engines, table, jobs),
             priorities=Priorities(tuning, epoch_s),
             mean_observed_tokens=tuning.expected_observed_tokens,
             measured_moves=MeasuredMoves(tuning.move_newest_weight),

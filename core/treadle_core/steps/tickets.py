@@ -228,6 +228,8 @@ def _add_ticket(
         resumed_tokens=event.resumed_tokens,
         preemptible=record.policy.preempt,
         kv_reserve_tokens=reserve_tokens(state, record) if record.policy.reserve else 0,
+        job=record.job,
+        weight=state.jobs.weight(record.job),
     )
     return copy_with(record, priority=priority, ticket=ticket), ticket
 

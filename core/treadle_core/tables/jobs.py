@@ -5,7 +5,7 @@ stays here after it has ended, so that its rollouts are found again and a client
 owns the table ends the jobs that `run_out` names, and removes those that `forgettable` names.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from treadle_core.model import JobRecord
@@ -19,9 +19,21 @@ class JobTable:
         self._lease_s, self._resume_s = lease_s, resume_s
         self._jobs: dict[str, JobRecord] = {}
         self._expires_s: dict[str, float] = {}  # of the jobs that are held
+        self._weights: dict[str, float] = {}  # of the names that were asked for since a job has changed
 
     def get(self, job_id: str) -> JobRecord | None:
         return self._jobs.get(job_id)
+
+    def __iter__(self) -> Iterator[JobRecord]:
+        return iter(list(self._jobs.values()))
+
+    def weight(self, name: str) -> float:
+        """Of the share of a name: the largest that a client of it has given; 1 for clients without a name."""
+        if name not in self._weights:
+            held = (self._jobs[job_id] for job_id in self._expires_s)
+            weights = [record.weight for record in held if record.name == name]
+            self._weights[name] = max(weights) if weights and name else 1.0
+        return self._weights[name]
 
     def is_held(self, job_id: str) -> bool:
         """Whether the lease of the job runs."""
@@ -51,6 +63,7 @@ class JobTable:
 
     def restore(self, records: Iterable[JobRecord], now: float) -> None:
         """Take over stored jobs; leases get their whole length, as none could renew while the scheduler was away."""
+        self._weights.clear()
         for record in records:
             self._jobs[record.job_id] = record
             if record.ended_s is None:
@@ -59,6 +72,8 @@ class JobTable:
     def hold(self, record: JobRecord, now: float) -> JobRecord:
         """Store a job whose lease begins or begins again; returns it as held."""
         record = replace(record, ended_s=None) if record.ended_s is not None else record
+        if record is not self._jobs.get(record.job_id):
+            self._weights.clear()
         self._jobs[record.job_id] = record
         self._expires_s[record.job_id] = now + self._lease_s
         return record
@@ -71,6 +86,7 @@ class JobTable:
     def end(self, record: JobRecord, now: float, successor_id: str = "") -> JobRecord | None:
         """End a job; returns it as it is kept for a client that resumes it, None where it is removed."""
         self._expires_s.pop(record.job_id, None)
+        self._weights.clear()
         if not record.resume:
             del self._jobs[record.job_id]
             return None

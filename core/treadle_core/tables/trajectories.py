@@ -6,7 +6,8 @@ would give: only `put` and `forget` write. Collects the ids of watched trajector
 
 import zlib
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from treadle_core.model import EngineSpec, PlacementRule, Prediction, Replanning, TicketStatus, TrajectoryRecord
@@ -29,7 +30,8 @@ RULE_NUMBERS = {Replanning.RESOLVE: RESOLVE_NUMBER, Replanning.RANK_SCALING: RAN
 class Tally:
     """Sums over the open trajectories of one engine: their number, how many have started, the KV tokens reserved for
     those, predicted tokens left. live: priorities of the live tickets, rising. prompts: those in the reserved tokens,
-    each once for all of its samples, with its tokens and how many samples there are."""
+    each once for all of its samples, with its tokens and how many samples there are. jobs: `trajectories`, `live` and
+    what is reserved of each job by its name; empty where only one has had trajectories since the table was empty."""
 
     trajectories: int = 0
     started: int = 0
@@ -37,10 +39,16 @@ class Tally:
     tokens: float = 0.0
     live: list[float] = field(default_factory=list)
     prompts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    jobs: dict[str, "Tally"] = field(default_factory=dict)
 
     @property
     def live_tickets(self) -> int:
         return len(self.live)
+
+    @property
+    def uses_engine(self) -> bool:
+        """Whether a ticket is live or KV is reserved."""
+        return bool(self.live or self.kv_reserve_tokens)
 
     def change_live(self, old: float | None, new: float | None) -> None:
         """Note the priority of a live ticket, instead of the old one; None for no live ticket."""
@@ -52,11 +60,23 @@ class Tally:
 
     def has_room(self, record: TrajectoryRecord, kv_tokens: int, spec: EngineSpec) -> bool:
         """Whether the engine can reserve so much KV for a trajectory that is elsewhere or has not started; it always
-        can for its first one. A host's copies include what the engine's memory holds, so the larger of them counts."""
-        capacity = spec.kv_tokens_capacity and max(spec.kv_tokens_capacity, spec.host_kv_tokens)
+        can for its first one."""
+        capacity = spec.kv_room_tokens
         if record.prompt_id in self.prompts:
             kv_tokens -= record.prompt_tokens
         return not capacity or not self.started or self.kv_reserve_tokens + kv_tokens <= capacity
+
+    def add(self, counted: "_Counted") -> None:
+        """Count a trajectory, its live ticket and what is reserved for it."""
+        self.trajectories += 1
+        self.change_live(None, counted.live)
+        self.reserve(*counted.prompt, counted.reserve)
+
+    def remove(self, counted: "_Counted") -> None:
+        """Undo `add`."""
+        self.trajectories -= 1
+        self.change_live(counted.live, None)
+        self.release(*counted.prompt, counted.reserve)
 
     def reserve(self, prompt_id: str, prompt_tokens: int, kv_tokens: int) -> None:
         """Reserve KV tokens, the prompt's included, for one more trajectory; 0 for none."""
@@ -86,6 +106,8 @@ class _Counted:
 
     engine_id: str
     tally: Tally
+    job: str
+    of_job: Tally | None  # of the tally's `jobs`, where these are kept
     tokens: float
     live: float | None
     started: bool
@@ -97,10 +119,13 @@ class _Counted:
 
 
 class TrajectoryTable:
-    """Trajectories by id, in the order of opening."""
+    """Trajectories by id, in the order of opening. open_of_job: how many are open, by the name of the job; to be read
+    only."""
 
     def __init__(self, tuning: Tuning) -> None:
         self.columns = LiveColumns()
+        self.open_of_job: Counter[str] = Counter()
+        self._of_jobs = False  # whether `Tally.jobs` are kept
         self._tuning = tuning
         self._records: dict[str, TrajectoryRecord] = {}
         self._counted: dict[str, _Counted] = {}  # of each open trajectory, in the order of opening
@@ -146,6 +171,11 @@ class TrajectoryTable:
     def tally(self, engine_id: str) -> Tally:
         """The sums of an engine, to be read only."""
         return self._tallies.get(engine_id, NOTHING)
+
+    def tallies_of_jobs(self, engine_id: str) -> Mapping[str, Tally]:
+        """The sums of an engine by the name of the job, without `started` and `tokens`; to be read only."""
+        tally = self.tally(engine_id)
+        return tally.jobs if self._of_jobs else dict.fromkeys(self.open_of_job, tally)
 
     def watch(self, trajectory_id: str) -> None:
         """Let `take_changed` name the trajectory from now on when its record has changed."""
@@ -194,25 +224,33 @@ class TrajectoryTable:
         if counted is not None and counted.engine_id == engine_id:
             tally = counted.tally
             tally.tokens += tokens - counted.tokens
-            tally.change_live(counted.live, live)
             tally.started += started - counted.started
-            if reserve != counted.reserve:
-                tally.release(*counted.prompt, counted.reserve)
-                tally.reserve(*counted.prompt, reserve)
+            if live != counted.live or reserve != counted.reserve:
+                for each in (tally, counted.of_job) if counted.of_job is not None else (tally,):
+                    each.change_live(counted.live, live)
+                    if reserve != counted.reserve:
+                        each.release(*counted.prompt, counted.reserve)
+                        each.reserve(*counted.prompt, reserve)
             counted.tokens, counted.live, counted.started, counted.reserve = tokens, live, started, reserve
         else:
             if counted is not None:
                 self._leave(trajectory_id, counted)
+            else:
+                self.open_of_job[record.job] += 1
             tally = self._tallies.get(engine_id) or self._tallies.setdefault(engine_id, Tally())
-            tally.trajectories += 1
             tally.tokens += tokens
-            tally.change_live(None, live)
             tally.started += started
             prompt = (record.prompt_id, record.prompt_tokens)
-            tally.reserve(*prompt, reserve)
             number = float(zlib.crc32(record.prompt_id.encode("utf-8", "surrogatepass")))
-            counted = _Counted(engine_id, tally, tokens, live, started, reserve, prompt, number)
+            counted = _Counted(engine_id, tally, record.job, None, tokens, live, started, reserve, prompt, number)
+            tally.add(counted)
+            if self._of_jobs:
+                self._add_to_job(counted)
             self._counted[trajectory_id] = counted
+            if len(self.open_of_job) > 1 and not self._of_jobs:
+                self._of_jobs = True
+                for other in self._counted.values():
+                    self._add_to_job(other)
             self._on.setdefault(engine_id, {})[trajectory_id] = None
         if counted.prediction is not record.prediction:
             counted.prediction, counted.log_sigma = record.prediction, log_sigma(record)
@@ -240,15 +278,26 @@ class TrajectoryTable:
         if counted is not None:
             self._leave(trajectory_id, counted)
             self.columns.drop(trajectory_id)
+            self.open_of_job[counted.job] -= 1
+            if not self.open_of_job[counted.job]:
+                del self.open_of_job[counted.job]
+                self._of_jobs = self._of_jobs and bool(self.open_of_job)
+
+    def _add_to_job(self, counted: _Counted) -> None:
+        jobs = counted.tally.jobs
+        counted.of_job = jobs.get(counted.job) or jobs.setdefault(counted.job, Tally())
+        counted.of_job.add(counted)
 
     def _leave(self, trajectory_id: str, counted: _Counted) -> None:
         tally = counted.tally
         del self._on[counted.engine_id][trajectory_id]
-        tally.trajectories -= 1
         tally.tokens -= counted.tokens
-        tally.change_live(counted.live, None)
         tally.started -= counted.started
-        tally.release(*counted.prompt, counted.reserve)
+        tally.remove(counted)
+        if counted.of_job is not None:
+            counted.of_job.remove(counted)
+            if counted.of_job.trajectories == 0:
+                del tally.jobs[counted.job]
         if tally.trajectories == 0:
             del self._tallies[counted.engine_id]  # and with it the rounding of its sums
             del self._on[counted.engine_id]

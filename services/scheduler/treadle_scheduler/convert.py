@@ -20,6 +20,7 @@ from treadle_core.model import (
     EngineRecord,
     EngineSpec,
     Estimate,
+    JobUse,
     KvTransfer,
     Objective,
     Ordering,
@@ -48,6 +49,7 @@ from treadle_runtime.times import require_duration, require_timestamp, timestamp
 LONGEST_TRAJECTORY_ID_CHARS = 96
 LONGEST_PROMPT_ID_CHARS = 256
 MOST_HARDWARE_TAGS = 32
+LEAST_WEIGHT, LARGEST_WEIGHT = 1e-6, 1e6  # of a job; only ratios count
 MOST_ROLLOUTS = 1000  # of a job, in progress at once
 
 E = TypeVar("E", bound=enum.Enum)
@@ -60,6 +62,7 @@ _MEASURES = (*_COUNTS, "decode_tokens_per_s", "oldest_wait_s")
 IDENTITY = ("trajectory_id", "rollout_id", "prompt_id", "sample", "prompt_tokens")  # of a trajectory
 _PROGRESS = ("engine_id", "revision", "next_turn", "context_tokens", "gen_tokens", "priority", "migrations")
 _LOAD = (*_MEASURES, "paused", "weight_version", "engine_healthy")
+_JOB_USE = ("job", "weight", "clients", "share", "live_tickets", "kv_tokens", "open_trajectories", "waiting_steps")
 _SWITCHES = ("migrate", "preempt", "reserve")  # of a policy
 _CHOICES: dict[str, tuple[type[enum.Enum], Any]] = {  # of a policy: the core's and the message's
     "ordering": (Ordering, pb.Ordering),
@@ -77,6 +80,8 @@ def job_opened(request: pb.OpenJobRequest) -> ev.JobOpened:
         job_id=_minted("j", request_id),
         name=optional_identifier("job", request.job),
         resume=request.resume,
+        weight=_weight(request.weight),
+        policy=_policy(request.policy) if request.HasField("policy") else None,
     )
 
 
@@ -141,14 +146,25 @@ def switch_requested(request: pb.SwitchEngineRequest) -> ev.SwitchRequested:
 
 
 def policy_set(request: pb.SetPolicyRequest) -> ev.PolicySet:
-    """Two fields may stay unspecified: the objective is makespan then, and replanning resolves."""
     require(request.HasField("policy"), "policy", "must be set")
+    return ev.PolicySet(_policy(request.policy))
+
+
+def _weight(weight: float) -> float:
+    """0 for none."""
+    in_range = weight == 0.0 or LEAST_WEIGHT <= weight <= LARGEST_WEIGHT
+    require(in_range, "weight", f"must be from {LEAST_WEIGHT:g} to {LARGEST_WEIGHT:g}, or 0 for 1, is {weight:g}")
+    return weight
+
+
+def _policy(message: pb.Policy) -> Policy:
+    """Two fields may stay unspecified: the objective is makespan then, and replanning resolves."""
     usual: dict[str, int] = {"objective": pb.OBJECTIVE_MAKESPAN, "replanning": pb.REPLANNING_RESOLVE}
     choices: dict[str, Any] = {
-        name: _enum_of(kind, f"policy.{name}", message_enum, getattr(request.policy, name) or usual.get(name, 0))
+        name: _enum_of(kind, f"policy.{name}", message_enum, getattr(message, name) or usual.get(name, 0))
         for name, (kind, message_enum) in _CHOICES.items()
     }
-    return ev.PolicySet(Policy(**choices, **fields_of(request.policy, _SWITCHES)))
+    return Policy(**choices, **fields_of(message, _SWITCHES))
 
 
 def weights_set(request: pb.SetWeightsRequest) -> ev.WeightsSet:
@@ -233,7 +249,13 @@ def ticket_message(ticket: TicketRecord) -> Ticket:
         revision=ticket.revision,
         expires_at=timestamp(ticket.expires_s),
         preemptible=ticket.preemptible,
+        job=ticket.job,
+        job_weight=ticket.weight,
     )
+
+
+def job_use(use: JobUse) -> pb.JobUse:
+    return pb.JobUse(**fields_of(use, _JOB_USE))
 
 
 def trajectory_message(record: TrajectoryRecord) -> pb.Trajectory:

@@ -49,6 +49,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         await self._driver.request(event, job_key(event.job_id))
         return pb.CloseJobResponse()
 
+    async def ListJobs(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsResponse:
+        return pb.ListJobsResponse(jobs=map(convert.job_use, self._controller.jobs()))
+
     async def OpenTrajectory(self, request: pb.OpenTrajectoryRequest, context: Any) -> pb.OpenTrajectoryResponse:
         event = convert.trajectory_opened(request)
         await self._driver.request(event, trajectory_key(event.trajectory_id))

@@ -11,7 +11,7 @@ from treadle.common.v1.ticket_pb2 import Ticket
 from treadle.engine.v1 import engine_pb2 as pb
 from treadle.telemetry.v1 import facts_pb2 as facts
 from treadle_core.model import DecodeCurve
-from treadle_runtime.errors import endpoint, finite, identifier, non_negative, positive, require
+from treadle_runtime.errors import endpoint, finite, identifier, non_negative, optional_identifier, positive, require
 from treadle_runtime.facts import make_fact
 from treadle_runtime.times import require_timestamp, seconds
 
@@ -42,6 +42,8 @@ def step_order(request: pb.GenerateRequest) -> StepOrder:
         sampling=sampling(request.sampling),
         preemptible=ticket.preemptible or not ticket.HasField("preemptible"),
         token_interval_s=token_interval(request),
+        job=optional_identifier("ticket.job", ticket.job),
+        job_weight=non_negative("ticket.job_weight", ticket.job_weight) or 1.0,
     )
 
 

@@ -116,7 +116,9 @@ class StepRunner:
         step = RunningStep(order, profile, time.monotonic(), time.time())
         step.blocks = hash_blocks(step.record.context)
         try:
-            self.queue.add(order.ticket_id, order.priority, preemptible=order.preemptible)
+            self.queue.add(
+                order.ticket_id, order.priority, preemptible=order.preemptible, job=order.job, weight=order.job_weight
+            )
         except QueueFull as error:
             raise ResourceExhausted(
                 "QUEUE_FULL", str(error), retry_after_s=RETRY_FULL_QUEUE_S, capacity=error.capacity

@@ -44,7 +44,8 @@ _Phase = Literal["queue", "prefill", "decode"]
 @dataclass(frozen=True)
 class StepOrder:
     """One step to run. `resumed` are output tokens that the caller has from an engine that was lost; preemptible:
-    whether a waiting step may evict this one while it runs; token_interval_s: seconds for which tokens are gathered."""
+    whether a waiting step may evict this one while it runs; token_interval_s: seconds for which tokens are gathered;
+    job, job_weight: whose share of the slots it takes."""
 
     ticket_id: str
     trajectory_id: str
@@ -55,6 +56,8 @@ class StepOrder:
     sampling: SamplingParams
     preemptible: bool = True
     token_interval_s: float = 0.0
+    job: str = ""
+    job_weight: float = 1.0
 
 
 class StepRecord:

@@ -34,6 +34,8 @@ class Ticket(google.protobuf.message.Message):
     REVISION_FIELD_NUMBER: builtins.int
     EXPIRES_AT_FIELD_NUMBER: builtins.int
     PREEMPTIBLE_FIELD_NUMBER: builtins.int
+    JOB_FIELD_NUMBER: builtins.int
+    JOB_WEIGHT_FIELD_NUMBER: builtins.int
     ticket_id: builtins.str
     """unique; also the request's identity on the engine"""
     trajectory_id: builtins.str
@@ -54,6 +56,10 @@ class Ticket(google.protobuf.message.Message):
     """Whether a waiting step of higher priority may evict this one while it runs. Absent, as from an older scheduler: yes; that
     scheduler raises the priority of a running step that it wants to keep.
     """
+    job: builtins.str
+    """whose share of the engine's slots the step takes; empty: of all clients without a job name"""
+    job_weight: builtins.float
+    """of that share; 0, as from an older scheduler: 1"""
     @property
     def expires_at(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """a sidecar refuses the ticket afterwards"""
@@ -72,9 +78,11 @@ class Ticket(google.protobuf.message.Message):
         revision: builtins.int = ...,
         expires_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         preemptible: builtins.bool | None = ...,
+        job: builtins.str = ...,
+        job_weight: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_preemptible", b"_preemptible", "expires_at", b"expires_at", "preemptible", b"preemptible"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_preemptible", b"_preemptible", "cache_salt", b"cache_salt", "engine_address", b"engine_address", "engine_id", b"engine_id", "expires_at", b"expires_at", "preemptible", b"preemptible", "priority", b"priority", "revision", b"revision", "ticket_id", b"ticket_id", "trajectory_id", b"trajectory_id", "turn", b"turn", "weight_version", b"weight_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_preemptible", b"_preemptible", "cache_salt", b"cache_salt", "engine_address", b"engine_address", "engine_id", b"engine_id", "expires_at", b"expires_at", "job", b"job", "job_weight", b"job_weight", "preemptible", b"preemptible", "priority", b"priority", "revision", b"revision", "ticket_id", b"ticket_id", "trajectory_id", b"trajectory_id", "turn", b"turn", "weight_version", b"weight_version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_preemptible", b"_preemptible"]) -> typing.Literal["preemptible"] | None: ...
 
 Global___Ticket: typing_extensions.TypeAlias = Ticket

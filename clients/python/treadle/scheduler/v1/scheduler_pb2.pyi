@@ -215,19 +215,33 @@ class OpenJobRequest(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     JOB_FIELD_NUMBER: builtins.int
     RESUME_FIELD_NUMBER: builtins.int
+    WEIGHT_FIELD_NUMBER: builtins.int
+    POLICY_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     job: builtins.str
     """name, e.g. of the training run; required with `resume`"""
     resume: builtins.bool
     """after the death of its client, keep the job for the next client that resumes it"""
+    weight: builtins.float
+    """Of the job's share of slots and KV while other jobs want them too; needs `job`. All clients of one name have one share, of
+    the largest weight that one of them gave; all clients without a name have one of weight 1 together. 0 or absent: 1, or the
+    weight of the job that is resumed.
+    """
+    @property
+    def policy(self) -> Global___Policy:
+        """of the job's trajectories; absent: the mesh's, or that of the job that is resumed"""
+
     def __init__(
         self,
         *,
         request_id: builtins.str = ...,
         job: builtins.str = ...,
         resume: builtins.bool = ...,
+        weight: builtins.float = ...,
+        policy: Global___Policy | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["job", b"job", "request_id", b"request_id", "resume", b"resume"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["policy", b"policy"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["job", b"job", "policy", b"policy", "request_id", b"request_id", "resume", b"resume", "weight", b"weight"]) -> None: ...
 
 Global___OpenJobRequest: typing_extensions.TypeAlias = OpenJobRequest
 
@@ -342,6 +356,75 @@ class CloseJobResponse(google.protobuf.message.Message):
     ) -> None: ...
 
 Global___CloseJobResponse: typing_extensions.TypeAlias = CloseJobResponse
+
+@typing.final
+class ListJobsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ListJobsRequest: typing_extensions.TypeAlias = ListJobsRequest
+
+@typing.final
+class JobUse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    WEIGHT_FIELD_NUMBER: builtins.int
+    CLIENTS_FIELD_NUMBER: builtins.int
+    SHARE_FIELD_NUMBER: builtins.int
+    LIVE_TICKETS_FIELD_NUMBER: builtins.int
+    KV_TOKENS_FIELD_NUMBER: builtins.int
+    OPEN_TRAJECTORIES_FIELD_NUMBER: builtins.int
+    WAITING_STEPS_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    """name; empty: all clients without one, and trajectories without a job"""
+    weight: builtins.float
+    clients: builtins.int
+    """that hold the job"""
+    share: builtins.float
+    """of slots and KV: its weight over that of all jobs that use or want them now; 0: it does not"""
+    live_tickets: builtins.int
+    kv_tokens: builtins.int
+    """reserved for its trajectories"""
+    open_trajectories: builtins.int
+    waiting_steps: builtins.int
+    """first steps that have no ticket yet"""
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        weight: builtins.float = ...,
+        clients: builtins.int = ...,
+        share: builtins.float = ...,
+        live_tickets: builtins.int = ...,
+        kv_tokens: builtins.int = ...,
+        open_trajectories: builtins.int = ...,
+        waiting_steps: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clients", b"clients", "job", b"job", "kv_tokens", b"kv_tokens", "live_tickets", b"live_tickets", "open_trajectories", b"open_trajectories", "share", b"share", "waiting_steps", b"waiting_steps", "weight", b"weight"]) -> None: ...
+
+Global___JobUse: typing_extensions.TypeAlias = JobUse
+
+@typing.final
+class ListJobsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOBS_FIELD_NUMBER: builtins.int
+    @property
+    def jobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___JobUse]:
+        """by name"""
+
+    def __init__(
+        self,
+        *,
+        jobs: collections.abc.Iterable[Global___JobUse] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["jobs", b"jobs"]) -> None: ...
+
+Global___ListJobsResponse: typing_extensions.TypeAlias = ListJobsResponse
 
 @typing.final
 class Trajectory(google.protobuf.message.Message):

@@ -51,6 +51,11 @@ class SchedulerServiceStub(object):
                 request_serializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.CloseJobRequest.SerializeToString,
                 response_deserializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.CloseJobResponse.FromString,
                 _registered_method=True)
+        self.ListJobs = channel.unary_unary(
+                '/treadle.scheduler.v1.SchedulerService/ListJobs',
+                request_serializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.ListJobsRequest.SerializeToString,
+                response_deserializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.ListJobsResponse.FromString,
+                _registered_method=True)
         self.OpenTrajectory = channel.unary_unary(
                 '/treadle.scheduler.v1.SchedulerService/OpenTrajectory',
                 request_serializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.OpenTrajectoryRequest.SerializeToString,
@@ -155,6 +160,13 @@ class SchedulerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListJobs(self, request, context):
+        """The jobs that clients hold, and what each of them has of the mesh now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def OpenTrajectory(self, request, context):
         """Admits a trajectory. The same request_id gives the same trajectory; a known trajectory_id under another request_id is
         ALREADY_EXISTS TRAJECTORY_EXISTS. A job_id whose lease is over is refused as in RenewJob.
@@ -225,7 +237,7 @@ class SchedulerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SetPolicy(self, request, context):
-        """Changes how trajectories are ranked and placed, for trajectories opened from now on.
+        """Changes how trajectories are ranked and placed, for trajectories opened from now on, but for jobs with a policy of their own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -277,6 +289,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.CloseJob,
                     request_deserializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.CloseJobRequest.FromString,
                     response_serializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.CloseJobResponse.SerializeToString,
+            ),
+            'ListJobs': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListJobs,
+                    request_deserializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.ListJobsRequest.FromString,
+                    response_serializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.ListJobsResponse.SerializeToString,
             ),
             'OpenTrajectory': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenTrajectory,
@@ -437,6 +454,33 @@ class SchedulerService(object):
             '/treadle.scheduler.v1.SchedulerService/CloseJob',
             treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.CloseJobRequest.SerializeToString,
             treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.CloseJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListJobs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/treadle.scheduler.v1.SchedulerService/ListJobs',
+            treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.ListJobsRequest.SerializeToString,
+            treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.ListJobsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -73,6 +73,22 @@ _SchedulerServiceCloseJobType = typing_extensions.TypeVar(
     ],
 )
 
+_SchedulerServiceListJobsType = typing_extensions.TypeVar(
+    '_SchedulerServiceListJobsType',
+    grpc.UnaryUnaryMultiCallable[
+        treadle.scheduler.v1.scheduler_pb2.ListJobsRequest,
+        treadle.scheduler.v1.scheduler_pb2.ListJobsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.scheduler.v1.scheduler_pb2.ListJobsRequest,
+        treadle.scheduler.v1.scheduler_pb2.ListJobsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        treadle.scheduler.v1.scheduler_pb2.ListJobsRequest,
+        treadle.scheduler.v1.scheduler_pb2.ListJobsResponse,
+    ],
+)
+
 _SchedulerServiceOpenTrajectoryType = typing_extensions.TypeVar(
     '_SchedulerServiceOpenTrajectoryType',
     grpc.UnaryUnaryMultiCallable[
@@ -313,7 +329,7 @@ _SchedulerServiceGetDirectoryType = typing_extensions.TypeVar(
     ],
 )
 
-class SchedulerServiceStub(typing.Generic[_SchedulerServiceOpenJobType, _SchedulerServiceRenewJobType, _SchedulerServiceCloseJobType, _SchedulerServiceOpenTrajectoryType, _SchedulerServiceScheduleStepType, _SchedulerServiceCloseTrajectoryType, _SchedulerServiceGetTrajectoryType, _SchedulerServiceListTrajectoriesType, _SchedulerServiceSwitchEngineType, _SchedulerServiceRegisterEngineType, _SchedulerServiceRenewEngineLeaseType, _SchedulerServiceDeregisterEngineType, _SchedulerServiceListEnginesType, _SchedulerServiceSetPolicyType, _SchedulerServiceGetPolicyType, _SchedulerServiceSetWeightsType, _SchedulerServiceGetWeightsType, _SchedulerServiceGetDirectoryType]):
+class SchedulerServiceStub(typing.Generic[_SchedulerServiceOpenJobType, _SchedulerServiceRenewJobType, _SchedulerServiceCloseJobType, _SchedulerServiceListJobsType, _SchedulerServiceOpenTrajectoryType, _SchedulerServiceScheduleStepType, _SchedulerServiceCloseTrajectoryType, _SchedulerServiceGetTrajectoryType, _SchedulerServiceListTrajectoriesType, _SchedulerServiceSwitchEngineType, _SchedulerServiceRegisterEngineType, _SchedulerServiceRenewEngineLeaseType, _SchedulerServiceDeregisterEngineType, _SchedulerServiceListEnginesType, _SchedulerServiceSetPolicyType, _SchedulerServiceGetPolicyType, _SchedulerServiceSetWeightsType, _SchedulerServiceGetWeightsType, _SchedulerServiceGetDirectoryType]):
     """Several processes may run; one leads and answers, and its health (grpc.health.v1, service "") is SERVING. The others answer every RPC
     with UNAVAILABLE NOT_LEADER, metadata `leader` (its address) and RetryInfo.
     """
@@ -331,6 +347,10 @@ class SchedulerServiceStub(typing.Generic[_SchedulerServiceOpenJobType, _Schedul
         grpc.UnaryUnaryMultiCallable[
             treadle.scheduler.v1.scheduler_pb2.CloseJobRequest,
             treadle.scheduler.v1.scheduler_pb2.CloseJobResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            treadle.scheduler.v1.scheduler_pb2.ListJobsRequest,
+            treadle.scheduler.v1.scheduler_pb2.ListJobsResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             treadle.scheduler.v1.scheduler_pb2.OpenTrajectoryRequest,
@@ -409,6 +429,10 @@ class SchedulerServiceStub(typing.Generic[_SchedulerServiceOpenJobType, _Schedul
             treadle.scheduler.v1.scheduler_pb2.CloseJobResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            treadle.scheduler.v1.scheduler_pb2.ListJobsRequest,
+            treadle.scheduler.v1.scheduler_pb2.ListJobsResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             treadle.scheduler.v1.scheduler_pb2.OpenTrajectoryRequest,
             treadle.scheduler.v1.scheduler_pb2.OpenTrajectoryResponse,
         ],
@@ -481,6 +505,9 @@ class SchedulerServiceStub(typing.Generic[_SchedulerServiceOpenJobType, _Schedul
 
     CloseJob: _SchedulerServiceCloseJobType
 
+    ListJobs: _SchedulerServiceListJobsType
+    """The jobs that clients hold, and what each of them has of the mesh now."""
+
     OpenTrajectory: _SchedulerServiceOpenTrajectoryType
     """Admits a trajectory. The same request_id gives the same trajectory; a known trajectory_id under another request_id is
     ALREADY_EXISTS TRAJECTORY_EXISTS. A job_id whose lease is over is refused as in RenewJob.
@@ -514,7 +541,7 @@ class SchedulerServiceStub(typing.Generic[_SchedulerServiceOpenJobType, _Schedul
     ListEngines: _SchedulerServiceListEnginesType
 
     SetPolicy: _SchedulerServiceSetPolicyType
-    """Changes how trajectories are ranked and placed, for trajectories opened from now on."""
+    """Changes how trajectories are ranked and placed, for trajectories opened from now on, but for jobs with a policy of their own."""
 
     GetPolicy: _SchedulerServiceGetPolicyType
 
@@ -542,6 +569,10 @@ SchedulerServiceAsyncStub: typing_extensions.TypeAlias = SchedulerServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         treadle.scheduler.v1.scheduler_pb2.CloseJobRequest,
         treadle.scheduler.v1.scheduler_pb2.CloseJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.scheduler.v1.scheduler_pb2.ListJobsRequest,
+        treadle.scheduler.v1.scheduler_pb2.ListJobsResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         treadle.scheduler.v1.scheduler_pb2.OpenTrajectoryRequest,
@@ -637,6 +668,14 @@ class SchedulerServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[treadle.scheduler.v1.scheduler_pb2.CloseJobResponse, collections.abc.Awaitable[treadle.scheduler.v1.scheduler_pb2.CloseJobResponse]]: ...
 
     @abc.abstractmethod
+    def ListJobs(
+        self,
+        request: treadle.scheduler.v1.scheduler_pb2.ListJobsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[treadle.scheduler.v1.scheduler_pb2.ListJobsResponse, collections.abc.Awaitable[treadle.scheduler.v1.scheduler_pb2.ListJobsResponse]]:
+        """The jobs that clients hold, and what each of them has of the mesh now."""
+
+    @abc.abstractmethod
     def OpenTrajectory(
         self,
         request: treadle.scheduler.v1.scheduler_pb2.OpenTrajectoryRequest,
@@ -724,7 +763,7 @@ class SchedulerServiceServicer(metaclass=abc.ABCMeta):
         request: treadle.scheduler.v1.scheduler_pb2.SetPolicyRequest,
         context: _ServicerContext,
     ) -> typing.Union[treadle.scheduler.v1.scheduler_pb2.SetPolicyResponse, collections.abc.Awaitable[treadle.scheduler.v1.scheduler_pb2.SetPolicyResponse]]:
-        """Changes how trajectories are ranked and placed, for trajectories opened from now on."""
+        """Changes how trajectories are ranked and placed, for trajectories opened from now on, but for jobs with a policy of their own."""
 
     @abc.abstractmethod
     def GetPolicy(

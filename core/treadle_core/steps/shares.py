@@ -1,0 +1,129 @@
+"""Shares of the jobs in the slots and in the KV of all engines (ADR 0039).
+
+A job's share is its weight over the weights of all jobs that have a live ticket, reserved KV or a first step that
+waits. What it uses is its dominant share (dominant resource fairness, Ghodsi et al., NSDI 2011): the part of all slots
+that its live tickets take, or the part of all KV that is reserved for it, whichever is more. Jobs that use less than
+their share go before those that do not, then the job that was served least for its weight (`fair_share`), so that a
+share of less than one trajectory is kept as a mean over time.
+
+Nothing of it is stored: after a restart all jobs have been served alike.
+"""
+
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from treadle_core.fair_share import FairShare
+from treadle_core.model import EngineSpec, TrajectoryRecord
+from treadle_core.tables.engines import EngineTable
+from treadle_core.tables.jobs import JobTable
+from treadle_core.tables.trajectories import NOTHING, Tally, TrajectoryTable
+
+# Seconds of all engines by which a job may have been served more than one whose next step does not fit, before it stops
+# to pass that step. Long enough for a job of few short trajectories, and it bounds how long a large one is passed.
+PASS_LAG_S = 10.0
+# While steps wait, ticks come more often than this; after a longer pause nobody has waited for anybody.
+LONGEST_PAUSE_S = 5.0
+
+
+@dataclass(slots=True)
+class Part:
+    """What one job has of the mesh. share: that it is due, above 0 and at most 1. kv_tokens: reserved for it, on
+    engines that say how many they hold. slots, kv_room_tokens: of all engines."""
+
+    job: str
+    weight: float
+    slots: int
+    kv_room_tokens: int
+    share: float = 1.0
+    live_tickets: int = 0
+    kv_tokens: int = 0
+
+    @property
+    def used(self) -> float:
+        """The dominant share: 0 to about 1."""
+        kv = self.kv_tokens / self.kv_room_tokens if self.kv_room_tokens else 0.0
+        return max(kv, self.live_tickets / self.slots if self.slots else 0.0)
+
+    @property
+    def is_below(self) -> bool:
+        """Whether it uses less than it is due."""
+        return self.used < self.share
+
+
+class Shares:
+    """The parts of the jobs, as `divide` has found them last."""
+
+    def __init__(self, engines: EngineTable, table: TrajectoryTable, jobs: JobTable) -> None:
+        self._engines, self._table, self._jobs = engines, table, jobs
+        self._served = FairShare()  # in seconds of all engines
+        self._parts: dict[str, Part] = {}
+        self._now = 0.0
+
+    def divide(self, waiting: Collection[str], now: float) -> bool:
+        """Find the parts of all jobs; False where no more than one has any. waiting: names of those whose first steps
+        wait."""
+        if len(self._table.open_of_job) < 2 and len(self._parts) < 2:
+            return False
+        took_s, self._now = now - self._now, now
+        if took_s > LONGEST_PAUSE_S:
+            self._served = FairShare()
+        for part in self._parts.values():
+            self._served.charge(part.job, part.used * took_s, part.weight)
+        former, self._parts = self._parts, {part.job: part for part in self.parts(waiting)}
+        for job in waiting:
+            self._served.begin_waiting(job)
+        for job in (former.keys() | self._parts.keys()) - set(waiting):
+            self._served.end_waiting(job)
+        return self.are_shared
+
+    def parts(self, waiting: Iterable[str]) -> list[Part]:
+        """The parts of all jobs now, by name."""
+        specs = [engine.spec for engine in self._engines]
+        tallies = [self._table.tallies_of_jobs(spec.engine_id) for spec in specs]
+        names = sorted({*waiting, *(job for each in tallies for job, tally in each.items() if tally.uses_engine)})
+        slots, room = sum(spec.slot_limit for spec in specs), sum(spec.kv_room_tokens for spec in specs)
+        parts = [Part(name, self._jobs.weight(name), slots, room) for name in names]
+        weights = sum(part.weight for part in parts)
+        for part in parts:
+            part.share = part.weight / weights
+            for spec, tally in zip(specs, (each.get(part.job, NOTHING) for each in tallies), strict=True):
+                part.live_tickets += tally.live_tickets
+                part.kv_tokens += tally.kv_reserve_tokens if spec.kv_room_tokens else 0
+        return parts
+
+    @property
+    def are_shared(self) -> bool:
+        """Whether more than one job has a part."""
+        return len(self._parts) > 1
+
+    def next(self, jobs: Iterable[str]) -> str:
+        """Which of these jobs starts a trajectory next; all of them wait."""
+        parts, served = self._parts, self._served
+        return min(jobs, key=lambda job: (not parts[job].is_below, served.tag(job), job))
+
+    def is_below(self, job: str) -> bool:
+        """Whether a job uses less than it is due."""
+        return self._parts[job].is_below
+
+    def note_start(self, record: TrajectoryRecord) -> None:
+        """A first step has got its ticket since `divide`."""
+        if record.ticket is not None:
+            part = self._parts[record.job]
+            part.live_tickets += 1
+            part.kv_tokens += record.ticket.kv_reserve_tokens
+
+    def may_pass(self, job: str, blocked: str) -> bool:
+        """Whether a job may start within its share although the next step of another one does not fit."""
+        lag_s = sum(part.weight for part in self._parts.values()) * (self._served.tag(job) - self._served.tag(blocked))
+        return lag_s <= PASS_LAG_S
+
+    def owned_slots(self, job: str, spec: EngineSpec) -> int:
+        """The slots of an engine that are a job's share, of which it may have a part in the last one."""
+        return math.ceil(self._parts[job].share * spec.slot_limit)
+
+    def owns_room(self, record: TrajectoryRecord, kv_tokens: int, spec: EngineSpec, mine: Tally) -> bool:
+        """Whether an engine's KV that is its job's share has room for a trajectory. mine: what the job has there."""
+        part = self._parts[record.job]
+        kv_tokens -= record.prompt_tokens if record.prompt_id in mine.prompts else 0
+        return part.is_below and mine.kv_reserve_tokens + kv_tokens <= part.share * spec.kv_room_tokens
