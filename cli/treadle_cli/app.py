@@ -149,13 +149,19 @@ def rollout(
     samples: Samples = 4,
     seed: Seed = 0,
     tool_latency: ToolLatency = DEFAULT_TOOL_LATENCY_S,
+    job: Annotated[str, typer.Option(help="Name of the job whose share of the engines the rollout takes.")] = "",
+    weight: Annotated[
+        float | None, typer.Option(min=0.001, help="Of that share, beside other jobs; needs --job.")
+    ] = None,
     out_folder: Out = DEFAULT_OUT,
 ) -> None:
     """Run the demo's work once on a mesh that is running, under the policy that it has."""
     from treadle_cli.demo.play import Work, run_attached
 
+    if weight is not None and not job:
+        exits.end(UsageProblem("--weight needs --job: the name whose share it is of"))
     tokenizer = str(default_model_folder()) if model == DEFAULT_MODEL else model
-    work = Work(prompts, samples, seed, tool_latency)
+    work = Work(prompts, samples, seed, tool_latency, job, weight)
     exits.run(lambda _: run_attached(scheduler, nats_url, tokenizer, work, new_run_folder(out_folder), out))
 
 

@@ -36,12 +36,14 @@ def time_stamp() -> str:
 
 @dataclass(frozen=True)
 class Work:
-    """What to play, as the command's options say. tool_latency_s: see Player."""
+    """What to play, as the command's options say. tool_latency_s: see Player. job, weight: see Client."""
 
     prompts: int
     samples: int
     seed: int
     tool_latency_s: float
+    job: str = ""
+    weight: float | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ async def play(
         display.on_event(event)
 
     collecting = collect_facts(nats_url, display.note) if nats_url else contextlib.nullcontext(CollectedFacts())
-    async with collecting as facts, Client(scheduler, timeouts=Timeouts(cleanup_s=CLEANUP_S)) as client, display:
+    client = Client(scheduler, timeouts=Timeouts(cleanup_s=CLEANUP_S), job=work.job, weight=work.weight)
+    async with collecting as facts, client, display:
         started_s = time.time()
         player = Player(chat, work.tool_latency_s)
         rollout = await client.rollout(prompts, player, samples_per_prompt=work.samples, on_event=on_event)
