@@ -49,6 +49,17 @@ ToolLatency = Annotated[float, typer.Option(min=0, help="Seconds that each tool 
 Seed = Annotated[int, typer.Option(min=0, help="Of prompts, environments and sampling.")]
 Prompts = Annotated[int, typer.Option(min=1, help="Prompts: FrozenLake and puzzles in turn.")]
 Samples = Annotated[int, typer.Option(min=1, help="Trajectories of each prompt.")]
+# Of simulated engines.
+Llm = Annotated[str, typer.Option(help="Model whose engines are simulated.")]
+Accelerator = Annotated[str, typer.Option(help="A100, H100, H200, H800 or H20.")]
+Gpus = Annotated[int, typer.Option(min=1, max=MOST_GPUS, help="Accelerators of each system.")]
+SimulatedSlots = Annotated[
+    int, typer.Option(min=1, max=MOST_SLOTS, help="Steps that decode at once for each GPU of an engine.")
+]
+Profile = Annotated[
+    Path | None, typer.Option(help="Engine measured live (sim/README.md) instead of --llm, --accelerator, --slots.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder that runs are written to.")]
 
 
@@ -179,12 +190,10 @@ def bench(ctx: typer.Context) -> None:
 @app.command()
 def simulate(
     workload: Annotated[str, typer.Argument(help="coding, search, math, or a trace file (docs/traces.md).")] = "coding",
-    llm: Annotated[str, typer.Option(help="Model whose engines are simulated.")] = "Qwen3-14B",
-    accelerator: Annotated[str, typer.Option(help="A100, H100, H200, H800 or H20.")] = "H200",
-    gpus: Annotated[int, typer.Option(min=1, max=MOST_GPUS, help="Accelerators of each system.")] = 8,
-    slots: Annotated[
-        int, typer.Option(min=1, max=MOST_SLOTS, help="Steps that decode at once for each GPU of an engine.")
-    ] = 100,
+    llm: Llm = "Qwen3-14B",
+    accelerator: Accelerator = "H200",
+    gpus: Gpus = 8,
+    slots: SimulatedSlots = 100,
     prompts: Annotated[
         int | None, typer.Option(min=1, help="50 of a named workload; a trace file is resampled where this is given.")
     ] = None,
@@ -202,11 +211,9 @@ def simulate(
     ] = "noisy",
     seed: Seed = 0,
     repeats: Annotated[int, typer.Option(min=1, help="Seeds, from --seed on; figures are medians.")] = 1,
-    profile: Annotated[
-        Path | None, typer.Option(help="Engine measured live (sim/README.md) instead of --llm, --accelerator, --slots.")
-    ] = None,
+    profile: Profile = None,
     out_folder: Out = DEFAULT_OUT,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare systems on simulated engines: no engine, no GPU, seconds to an answer.
 
@@ -223,12 +230,47 @@ def simulate(
 
 
 @app.command()
+def explain(
+    trajectory: Annotated[str, typer.Argument(help="Id of a trajectory of the mesh, or PROMPT#SAMPLE of --trace.")],
+    scheduler: Annotated[str, typer.Option(help="host:port of the mesh's scheduler.")] = f"127.0.0.1:{DEFAULT_PORT}",
+    trace: Annotated[
+        Path | None, typer.Option(help="A trace file (docs/traces.md) instead of a mesh; the rest is for its engines.")
+    ] = None,
+    llm: Llm = "Qwen3-14B",
+    accelerator: Accelerator = "H200",
+    gpus: Gpus = 8,
+    slots: SimulatedSlots = 100,
+    profile: Profile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say where the time of a trajectory went, what was decided about it, and how it would end under other policies."""
+    from treadle_cli.explain.live import explain_live
+    from treadle_cli.explain.replay import explain_trace
+    from treadle_cli.simulate.request import Request
+
+    async def run(_: asyncio.Event) -> int:
+        if trace is None:
+            explanation = await explain_live(trajectory, scheduler, exits.err)
+        else:
+            options = (None, None, None, "best", "siblings", 0, 1, profile)
+            with exits.err.status("playing the trace file"):
+                explanation = explain_trace(trajectory, Request(str(trace), llm, accelerator, gpus, slots, *options))
+        if as_json:
+            typer.echo(json.dumps(explanation.as_json()))
+        else:
+            explanation.print(out)
+        return 0
+
+    exits.run(run)
+
+
+@app.command()
 def fit(
     data: Annotated[Path | None, typer.Option(help="Folder of public engine measurements, see sim/README.md.")] = None,
     profile: Annotated[Path | None, typer.Option(help="Profile that was measured on a live engine.")] = None,
     out_folder: Annotated[Path | None, typer.Option("--out", help="Folder for figures, page and picture.")] = None,
     profiles: Annotated[Path | None, typer.Option(help="With --data: folder to write the shipped profiles to.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Fit the simulator's engine curves to measurements, and say how far off they are."""
     from treadle_cli.fit import fit_data, fit_profile

@@ -11,9 +11,10 @@ from typing import Any
 
 from treadle_core import events as ev
 from treadle_core.actions import Action, SavePolicy
-from treadle_core.model import EngineRecord, JobRecord, JobUse, Policy, TrajectoryRecord, WeightsRecord
+from treadle_core.model import EngineRecord, JobRecord, JobUse, Ledger, Policy, TrajectoryRecord, WeightsRecord
 from treadle_core.steps import admission, leases, lifecycle, moves, requests, weights
 from treadle_core.steps.state import State
+from treadle_core.tables.histories import Decision, Step
 from treadle_core.tuning import Tuning
 
 
@@ -45,7 +46,7 @@ HANDLERS: Mapping[type[ev.Event], Callable[[State, Any, float], list[Action]]] =
     ev.TrajectoryClosed: lifecycle.close_trajectory,
     ev.ClosedAnnounced: lifecycle.confirm_announcement,
     ev.StepRequested: requests.request_step,
-    ev.StepPreempted: lambda _state, _event, _now: [],  # the step keeps its ticket and its priority
+    ev.StepPreempted: requests.note_preemption,
     ev.StepFinished: requests.finish_step,
     ev.StepUnknown: requests.lose_step,
     ev.ToolStarted: requests.start_tool,
@@ -95,7 +96,7 @@ class Controller:
         state.planner.restore(state.table.open_records())
         for record in state.table.open_records():
             if record.engine_id and record.engine_id not in state.engines:
-                actions += leases.place_again(state, record)
+                actions += leases.place_again(state, record, now)
         state.siting.restore()
         state.planner.note_engines()
         return [*actions, *leases.close_without_job(state, now), *weights.ask_engines(state, now)]
@@ -143,6 +144,16 @@ class Controller:
     def trajectory(self, trajectory_id: str) -> TrajectoryRecord:
         """One trajectory. Raises TrajectoryNotFound."""
         return self._state.table.require(trajectory_id)
+
+    def ledger(self, trajectory_id: str, now: float) -> Ledger:
+        """Where the seconds of a trajectory went, as far as they are accounted for, the wait for a ticket that goes on
+        included. Raises TrajectoryNotFound."""
+        return self._state.open_waits.count(self.trajectory(trajectory_id), now).ledger
+
+    def history(self, trajectory_id: str) -> tuple[list[Decision], list[Step]]:
+        """What was decided about a trajectory and its finished steps, as far as they are kept, oldest first."""
+        histories = self._state.histories
+        return histories.decisions(trajectory_id), histories.get(trajectory_id).steps
 
     def trajectories(self) -> list[TrajectoryRecord]:
         """All trajectories that are not forgotten, in the order of opening."""

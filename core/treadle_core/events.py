@@ -9,7 +9,17 @@ order; a fact about something that is gone is ignored.
 from dataclasses import dataclass
 
 from treadle_core.compiled import Indexes
-from treadle_core.model import DecodeCurve, EngineLoad, EngineSpec, Outcome, Policy, Prediction
+from treadle_core.model import (
+    NO_TIMES,
+    ClientTimes,
+    DecodeCurve,
+    EngineLoad,
+    EngineSpec,
+    Outcome,
+    Policy,
+    Prediction,
+    StepTimes,
+)
 
 
 class Event:
@@ -66,7 +76,8 @@ class TrajectoryOpened(Event):
 @dataclass(frozen=True, slots=True)
 class StepRequested(Event):
     """A client asks for a ticket. `tool_s`: how long the tool call before this turn took. engine_refused: the engine of
-    the replaced ticket refused the step, and did not lose its stream."""
+    the replaced ticket refused the step, and did not lose its stream. client_times: what the client has measured so
+    far; None where it measures nothing."""
 
     request_id: str
     trajectory_id: str
@@ -77,16 +88,18 @@ class StepRequested(Event):
     resumed_tokens: int = 0
     tool_s: float = 0.0
     engine_refused: bool = False
+    client_times: ClientTimes | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryClosed(Event):
-    """A client ends a trajectory."""
+    """A client ends a trajectory. client_times: as in StepRequested."""
 
     request_id: str
     trajectory_id: str
     outcome: Outcome
     reward: float | None = None
+    client_times: ClientTimes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,22 +149,25 @@ class PolicySet(Event):
 @dataclass(frozen=True, slots=True)
 class StepPreempted(Event):
     """An engine evicted a step after `output_tokens`. It changes no record; as after every event, the controller asks
-    for a plan that is due."""
+    for a plan that is due. by_ticket_id: of the step that got the slot; empty where a pause did it."""
 
     trajectory_id: str
     ticket_id: str
     output_tokens: int
+    by_ticket_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class StepFinished(Event):
-    """An engine finished a step. `output_tokens` is the step's whole output, resumed tokens included."""
+    """An engine finished a step. `output_tokens` is the step's whole output, resumed tokens included. times: of the
+    step there, by its own clock."""
 
     trajectory_id: str
     ticket_id: str
     turn: int
     context_tokens: int
     output_tokens: int
+    times: StepTimes = NO_TIMES
 
 
 @dataclass(frozen=True, slots=True)

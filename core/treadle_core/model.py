@@ -7,8 +7,8 @@ the service, virtual time in a simulation. Token counts are whole, predicted one
 
 import enum
 import math
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 # Decode speed assumed of an engine that declares none: seconds a token alone, and more for each further sequence in the
 # batch. Only ratios matter where no engine of a mesh declares a curve; the values are those of a small model on one
@@ -127,6 +127,79 @@ class Estimate:
     def __post_init__(self) -> None:
         if not (0.0 <= self.p10 <= self.p50 <= self.p90 and math.isfinite(self.p90)):
             raise ValueError(f"not quantiles: p10={self.p10} p50={self.p50} p90={self.p90}")
+
+
+class StepTimes(NamedTuple):  # which costs less than a dataclass, at each step
+    """Seconds of steps at engines, each second in one part: waiting before it first ran, prefill, decode, waiting since
+    an eviction, waiting while the engine was paused for other weights."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    preempted_s: float = 0.0
+    weights_s: float = 0.0
+
+    def plus(self, other: "StepTimes", times: float = 1.0) -> "StepTimes":
+        """The sum of both, the other one so many times."""
+        if other is NO_TIMES:
+            return self
+        return StepTimes(
+            self.queue_s + times * other.queue_s,
+            self.prefill_s + times * other.prefill_s,
+            self.decode_s + times * other.decode_s,
+            self.preempted_s + times * other.preempted_s,
+            self.weights_s + times * other.weights_s,
+        )
+
+    @property
+    def total_s(self) -> float:
+        return sum(self)
+
+
+NO_TIMES = StepTimes()
+
+
+class ClientTimes(NamedTuple):
+    """What a client has measured of a trajectory by its own clock, from the opening until its last report.
+
+    tool_s: between steps, while a tool ran. control_s: its calls without what the services took for them, and its own
+    work between steps. lost: of steps that it had to replace, as it saw them, since no engine accounts for these.
+    since_opening_s: how long the trajectory had been open when these were measured; 0 where that is not known.
+    """
+
+    tool_s: float = 0.0
+    control_s: float = 0.0
+    lost: StepTimes = NO_TIMES
+    since_opening_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Where the seconds of a trajectory went, from its opening on; each second is in one part (ADR 0040).
+
+    held_s: a requested step waited in the scheduler for room or for an engine. queue_s, prefill_s, decode_s,
+    preempted_s: as in StepTimes. move_s: a step waited until its KV had moved. tool_s, control_s: as in ClientTimes.
+    weights_s: a step waited while an engine loaded weights, in the scheduler or at the engine.
+    """
+
+    held_s: float = 0.0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    preempted_s: float = 0.0
+    move_s: float = 0.0
+    tool_s: float = 0.0
+    weights_s: float = 0.0
+    control_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """The sum of all parts."""
+        total_s: float = sum(getattr(self, name) for name in LEDGER_PARTS)
+        return total_s
+
+
+LEDGER_PARTS = tuple(part.name for part in fields(Ledger))  # in the order in which a step goes through them
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +345,8 @@ class TicketRecord:
     """The permission to run one step once, with the request that it answers: a repeat of it gets the same ticket.
 
     preemptible: whether the engine's queue may evict the step while it runs. job, weight: whose share of the engine's
-    slots it takes.
+    slots it takes. waited_s: how long its request waited in the scheduler. times: its engine's account of the step,
+    once it has come.
     """
 
     ticket_id: str
@@ -297,6 +371,8 @@ class TicketRecord:
     output_tokens: int = 0
     job: str = ""
     weight: float = 1.0
+    waited_s: float = 0.0
+    times: StepTimes = NO_TIMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +400,9 @@ class TrajectoryRecord:
     `ticket` is the last one issued, in whatever status. `uncounted`: tickets of steps that the client says are over and
     whose tokens are not known yet, as `step_finished` has not arrived. `tool_s`: running mean of this trajectory's tool
     calls, 0 while unknown; `tools_s`: the sum of all of them. `revision` grows by one at each change of `engine_id`.
-    `announced`: the fact that it closed has been published. `job`: the name of its job, whose share it takes.
+    `announced`: the fact that it closed has been published. `job`: the name of its job, whose share it takes. `held_s`,
+    `move_s`, `weights_s`: its waits for tickets, by what they were for. `engine_times`: its engines' accounts of steps.
+    `client_times`: its client's last report.
     """
 
     trajectory_id: str
@@ -368,6 +446,29 @@ class TrajectoryRecord:
     outcome: Outcome | None = None
     reward: float | None = None
     announced: bool = False
+    held_s: float = 0.0
+    move_s: float = 0.0
+    weights_s: float = 0.0
+    engine_times: StepTimes = NO_TIMES
+    client_times: ClientTimes | None = None
+
+    @property
+    def ledger(self) -> Ledger:
+        """Where its seconds went, as far as they are accounted for. A client that reports no times has measured no
+        control; its tools are what it said with its requests."""
+        client = self.client_times or ClientTimes(tool_s=self.tools_s)
+        steps = self.engine_times.plus(client.lost)
+        return Ledger(
+            held_s=self.held_s,
+            queue_s=steps.queue_s,
+            prefill_s=steps.prefill_s,
+            decode_s=steps.decode_s,
+            preempted_s=steps.preempted_s,
+            move_s=self.move_s,
+            tool_s=client.tool_s,
+            weights_s=self.weights_s + steps.weights_s,
+            control_s=client.control_s,
+        )
 
     @property
     def is_open(self) -> bool:

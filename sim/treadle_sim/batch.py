@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from treadle_core.model import StepTimes
+
 from treadle_sim.engine_model import EngineModel, Speculation
 
 TOKEN_ROUNDING = 1e-6  # tokens; a count this near a whole one is whole
@@ -24,7 +26,8 @@ TOKEN_ROUNDING = 1e-6  # tokens; a count this near a whole one is whole
 @dataclass(slots=True)
 class EngineStep:
     """A step at an engine. index: of its trajectory. context_tokens: at its start. done: tokens sampled before its
-    present admission. The *_s fields add up its time so far; since_s: up to when. end_at: on the count of its batch."""
+    present admission. The *_s fields add up its time so far; since_s: up to when. queue_s: all waits; preempted_s,
+    weights_s: those of them after an eviction, and in an update of the weights. end_at: on the count of its batch."""
 
     step_id: str
     index: int
@@ -37,8 +40,12 @@ class EngineStep:
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    preempted_s: float = 0.0
+    weights_s: float = 0.0
     prefilled_tokens: int = 0
     preemptions: int = 0
+    paused: bool = False  # the engine is, while the step waits
+    evicted_by: str = ""  # the step that gets the slot
     end_at: float = 0.0
     spans: list[tuple[str, float, float]] | None = None
 
@@ -52,11 +59,21 @@ class EngineStep:
         """Of `reserved_tokens`, those beyond the prompt that samples share."""
         return self.context_tokens + self.gen_tokens - self.prompt_tokens
 
+    @property
+    def times(self) -> StepTimes:
+        """As its sidecar would account for it."""
+        waits_s = self.preempted_s + self.weights_s
+        return StepTimes(self.queue_s - waits_s, self.prefill_s, self.decode_s, self.preempted_s, self.weights_s)
+
     def book(self, what: str, now: float) -> None:
         """Book the time since the last change as `what`: queue, prefill or decode."""
         spent_s = now - self.since_s
         if what == "queue":
             self.queue_s += spent_s
+            if self.paused:
+                self.weights_s += spent_s
+            elif self.preemptions:
+                self.preempted_s += spent_s
         elif what == "prefill":
             self.prefill_s += spent_s
         else:

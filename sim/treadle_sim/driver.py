@@ -59,7 +59,7 @@ class Driver:
         self._log = log
         self._timeline = Timeline()
         # Leases never expire by themselves here: `Disruptions` deregisters a failed engine after its lease's time.
-        self._controller = Controller(policy, replace(tuning, lease_ttl_s=float("inf")))
+        self.controller = Controller(policy, replace(tuning, lease_ttl_s=float("inf")))
         self._preempt, self._paced = policy.preempt, paced
         self._finished: Counter[str] = Counter()  # samples that have all their tokens, by prompt
         self._engines = [self._make_engine(index, model) for index, model in enumerate(cluster.engines)]
@@ -118,6 +118,7 @@ class Driver:
             gpus=self._cluster.gpus,
             events=self._events,
             engine_spans=tuple(tuple(engine.spans or ()) for engine in self._engines),
+            ledgers=tuple(self.controller.trajectory(progress.trajectory_id).ledger for progress in self._all),
         )
 
     def _make_engine(self, index: int, model: EngineModel) -> SimEngine:
@@ -144,7 +145,7 @@ class Driver:
     def _send(self, event: events.Event) -> None:
         self._events += 1
         now = self._timeline.now
-        wanted = self._controller.on_event(event, now)
+        wanted = self.controller.on_event(event, now)
         if self._log is not None:
             self._log(now, event, wanted)
         executors = self._executors
@@ -186,6 +187,8 @@ class Driver:
         ticket = action.ticket
         progress = self._by_id[ticket.trajectory_id]
         progress.engine = engine = engine_index(ticket.engine_id)
+        progress.mark(self._timeline.now, ticket.waited_s)
+        progress.asks = False
         progress.book_wait(self._timeline.now, self._record)
         self._timeline.after(self._latencies.rpc_s, self._submit, progress, engine, ticket)
 
@@ -210,6 +213,9 @@ class Driver:
         progress.requests += 1
         progress.resumed_tokens = resumed_tokens
         progress.requested_s = self._timeline.now
+        if not progress.asks:
+            progress.mark(self._timeline.now)
+            progress.asks = True
         request = events.StepRequested(
             request_id=f"s{progress.index}.{progress.requests}",
             trajectory_id=progress.trajectory_id,
@@ -219,6 +225,7 @@ class Driver:
             replaces_ticket_id=replaces,
             resumed_tokens=resumed_tokens,
             tool_s=progress.tool_s,
+            client_times=progress.client_times,
         )
         try:
             self._send(request)
@@ -247,7 +254,8 @@ class Driver:
     def step_preempted(self, step: EngineStep) -> None:
         """As `StepListener` has it."""
         trajectory_id = self._all[step.index].trajectory_id
-        self._timeline.after(0.0, self._send, events.StepPreempted(trajectory_id, step.step_id, step.done))
+        preempted = events.StepPreempted(trajectory_id, step.step_id, step.done, step.evicted_by)
+        self._timeline.after(0.0, self._send, preempted)
 
     def step_finished(self, step: EngineStep) -> None:
         """As `StepListener` has it."""
@@ -256,9 +264,13 @@ class Driver:
     def _finish_step(self, step: EngineStep) -> None:
         progress = self._all[step.index]
         progress.book_step(step)
+        times = step.times
+        progress.mark(self._timeline.now, times.total_s)
         call, context_tokens = progress.calls, progress.context_tokens
         turn_ends = progress.finish_call(step.gen_tokens)
-        self._send(events.StepFinished(progress.trajectory_id, step.step_id, call, context_tokens, step.gen_tokens))
+        self._send(
+            events.StepFinished(progress.trajectory_id, step.step_id, call, context_tokens, step.gen_tokens, times)
+        )
         if not turn_ends:  # the next call of the same turn: no tool in between
             self._timeline.after(self._latencies.rpc_s, self._request, progress)
             return
@@ -277,23 +289,26 @@ class Driver:
             engine.note_finished(prompt_id)
 
     def _finish_tool(self, progress: Progress) -> None:
+        progress.end_tool(self._timeline.now)
         self._send(events.ToolFinished(progress.trajectory_id))
         self._request(progress)
 
     def _close(self, progress: Progress) -> None:
         progress.times.finished_s = self._timeline.now
+        progress.end_tool(self._timeline.now)
         self._left -= 1
         if self._predictor is not None:
             self._predictor.finish(progress.index)
-        self._send(
-            events.TrajectoryClosed(f"c{progress.index}", progress.trajectory_id, Ending.FINISHED, progress.work.reward)
-        )
+        closing = (f"c{progress.index}", progress.trajectory_id, Ending.FINISHED, progress.work.reward)
+        self._send(events.TrajectoryClosed(*closing, progress.client_times))
 
     def _resume_elsewhere(self, steps: Sequence[EngineStep]) -> None:
         """An engine failed with these steps: their clients' streams break, and they go on from the tokens they have."""
         for step in steps:
             progress = self._all[step.index]
             progress.book_step(step)
+            progress.lost = progress.lost.plus(step.times)
+            progress.mark(self._timeline.now, step.times.total_s)
             self._timeline.after(self._latencies.rpc_s, self._request, progress, step.step_id, step.done)
 
 

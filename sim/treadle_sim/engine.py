@@ -70,6 +70,7 @@ class SimEngine:
         """Put a step into the queue."""
         self._advance()
         self._steps[step.step_id] = step
+        step.paused = self._timeline.now < self._paused_until
         self._queue.add(step.step_id, priority, preemptible=preemptible, job=job, weight=weight)
         self._decide()
 
@@ -120,6 +121,7 @@ class SimEngine:
             step.book("prefill", now)
             self._pending.append(step)
         self._prefilling = []
+        self._set_paused(True)
         self.cache.clear()
         self._paused_until = now + seconds
         self._epoch += 1
@@ -128,7 +130,14 @@ class SimEngine:
     def _resume(self, epoch: int) -> None:
         if epoch == self._epoch:
             self._advanced_s = self._timeline.now
+            self._set_paused(False)
             self._decide()
+
+    def _set_paused(self, paused: bool) -> None:
+        """All steps wait now, or did until now."""
+        for step in self._steps.values():
+            step.book("queue", self._timeline.now)
+            step.paused = paused
 
     def _decide(self) -> None:
         """Apply the queue's decisions, then continue."""
@@ -173,7 +182,11 @@ class SimEngine:
     def _apply(self, actions: Iterable[Admit | Evict]) -> None:
         for action in actions:
             step = self._steps[action.step_id]
-            (self._evicting if isinstance(action, Evict) else self._pending).append(step)
+            if isinstance(action, Evict):
+                step.evicted_by = action.by
+                self._evicting.append(step)
+            else:
+                self._pending.append(step)
 
     def _evict_all(self) -> None:
         """Evict, and apply what the queue decides then. An abort keeps the KV in SGLang's radix tree, but for the last

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import numpy as np
+from treadle_core.model import NO_TIMES, ClientTimes, Ledger, StepTimes
 
 from treadle_sim.batch import EngineStep
 from treadle_sim.workloads.workload import Step, TrajectoryWork
@@ -39,6 +40,7 @@ class Times:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """One simulated rollout. engine_busy_s: seconds that each engine computed. events: how many the controller took.
+    ledgers: of the trajectories, as the controller has them.
 
     `engine_spans` of an engine: (start_s, end_s, batch), batch -1 for a prefill; empty unless recorded.
     """
@@ -48,6 +50,7 @@ class Outcome:
     gpus: int
     events: int
     engine_spans: tuple[tuple[tuple[float, float, int], ...], ...] = ()
+    ledgers: tuple[Ledger, ...] = ()
 
     @property
     def makespan_s(self) -> float:
@@ -77,7 +80,9 @@ class Progress:
 
     tool_s: seconds of its last tool call. requests: tickets requested. calls: generations done, more than turns where a
     long turn takes several. part_tokens: sampled in earlier calls of the present turn. resumed_tokens: of the present
-    call, sampled on an engine that failed. requested_s: when the present call's ticket was requested.
+    call, sampled on an engine that failed. requested_s: when the present call's ticket was requested. tools_s: of tool
+    calls that have ended. control_s, lost: as in ClientTimes; until marked_s all time is in a sum of this client, or is
+    the scheduler's or an engine's to account for. asks: it waits for a ticket.
     """
 
     index: int
@@ -92,6 +97,11 @@ class Progress:
     part_tokens: int = 0
     resumed_tokens: int = 0
     requested_s: float = 0.0
+    tools_s: float = 0.0
+    control_s: float = 0.0
+    lost: StepTimes = NO_TIMES
+    marked_s: float = 0.0
+    asks: bool = False
 
     @property
     def trajectory_id(self) -> str:
@@ -128,6 +138,21 @@ class Progress:
             self.times.queue_s += now - self.requested_s
         if record:
             self.times.spans.append(Span("move" if self.calls else "queue", self.requested_s, now, self.engine))
+
+    @property
+    def client_times(self) -> ClientTimes:
+        """What this client reports."""
+        return ClientTimes(self.tools_s, self.control_s, self.lost)
+
+    def mark(self, now: float, accounted_s: float = 0.0) -> None:
+        """Count the time since the last mark as control, but for what others account for."""
+        self.control_s += now - self.marked_s - accounted_s
+        self.marked_s = now
+
+    def end_tool(self, now: float) -> None:
+        """The tool call of the last turn has ended."""
+        self.tools_s += self.tool_s
+        self.mark(now, self.tool_s)
 
     def next_call_tokens(self, most_tokens: int) -> int:
         """Tokens that the next call generates: the rest of the turn, but at most `most_tokens`; 0 is no limit."""

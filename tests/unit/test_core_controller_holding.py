@@ -203,9 +203,11 @@ def waiting_for_a_move(*, asks: bool = True) -> tuple[Scenario, act.StartMigrati
 def test_a_step_waits_for_its_kv_and_runs_at_the_source_where_the_move_fails() -> None:
     scenario, move = waiting_for_a_move()
 
+    scenario.now += 0.5
     ended = scenario.send(ev.MoveEnded(move.trajectory_id, "m", move.move_id))
 
     assert one(ended, act.IssueTicket).ticket.engine_id == "e0"
+    assert scenario.controller.ledger(move.trajectory_id, scenario.now).move_s == 0.5
 
 
 def test_a_step_runs_at_the_target_from_the_switch_on_whoever_dies_then() -> None:

@@ -198,7 +198,7 @@ class AnyEvents(RuleBasedStateMachine):
     def client_repeats(self, index: int) -> None:
         ticket = self.pick(index)
         if ticket is not None:
-            names = (field.name for field in fields(ev.StepRequested) if field.name != "tool_s")
+            names = (field.name for field in fields(ev.StepRequested) if field.name not in ("tool_s", "client_times"))
             self.hand(ev.StepRequested(*(getattr(ticket, name) for name in names)))
 
     @rule(name=TRAJECTORIES, outcome=st.sampled_from(list(Outcome)), request=st.integers(0, 7))

@@ -38,6 +38,23 @@ def test_phases_follow_each_other_and_add_up_to_the_steps_time() -> None:
     assert spans_of(finished) == [("v1", 0, 4)]
 
 
+def test_a_wait_is_told_by_its_cause_and_all_waits_are_the_queue() -> None:
+    """In the queue until 101, paused until 103, in the queue until 104; evicted at 106; paused from 107 to 110."""
+    record = StepRecord(order(), now=100.0, wall=0.0)
+    record.wait(101.0, paused=True)
+    record.wait(103.0, paused=False)
+    assert seconds(record.start_attempt(104.0).queue_time) == 4.0
+    record.wait(105.0, paused=True)  # it runs
+    record.preempt("other", 106.0)
+    record.wait(107.0, paused=True)
+    record.wait(110.0, paused=False)
+    assert seconds(record.start_attempt(112.0).queue_time) == 6.0
+
+    timing = record.finish(STOP, 113.0).timing
+    assert [seconds(part) for part in (timing.queue, timing.preempted, timing.weights)] == [10.0, 3.0, 5.0]
+    assert seconds(timing.prefill) == 3.0
+
+
 def test_the_engines_own_spans_replace_what_the_chunks_said() -> None:
     """A trainer updates the engine in place: a chunk may still carry the old version, the engine's account is exact."""
     record = StepRecord(order(resumed=5), now=0.0, wall=0.0)

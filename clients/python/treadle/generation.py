@@ -24,7 +24,8 @@ from treadle.engine.v1 import engine_pb2
 from treadle.errors import StreamBroken, TreadleError, error_from
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.step_stream import StepAssembly
-from treadle.types import Chunk, FinishReason, Sampling, Step, duration, pack_ids
+from treadle.time_account import TimeAccount
+from treadle.types import Chunk, FinishReason, Sampling, Step, duration, pack_ids, seconds
 
 if TYPE_CHECKING:
     GenerateCall = grpc.aio.UnaryStreamCall[engine_pb2.GenerateRequest, engine_pb2.GenerateResponse]
@@ -60,16 +61,23 @@ class StepPlan:
 
 
 class StepRun:
-    """A step in flight. `begin` is awaited when the first token is asked for; `commit` takes the step."""
+    """A step in flight. `begin` is awaited when the first token is asked for; `commit` takes the step. times: of the
+    trajectory."""
 
     def __init__(
-        self, mesh: Mesh, begin: Callable[[StepRun], Awaitable[StepPlan]], commit: Callable[[Step], None]
+        self,
+        mesh: Mesh,
+        begin: Callable[[StepRun], Awaitable[StepPlan]],
+        commit: Callable[[Step], None],
+        times: TimeAccount,
     ) -> None:
-        self._mesh, self._begin, self._commit = mesh, begin, commit
+        self._mesh, self._begin, self._commit, self._times = mesh, begin, commit, times
         self._assembly: StepAssembly | None = None
         self._ticket: ticket_pb2.Ticket | None = None
         self._call: GenerateCall | None = None  # set while the engine may be generating for it
         self._step: Step | None = None
+        self._ticket_s = 0.0  # when the present ticket came
+        self._accounted_s: float | None = None  # seconds of the present call, by its engine
         self._paused = False  # the caller has a chunk and nobody reads the stream
         self._opening: asyncio.Task[GenerateCall] | None = None
         self._stopping = False
@@ -133,6 +141,7 @@ class StepRun:
                 if not received:  # after the connection was there, the step stood in line
                     backoff.exclude(max(0.0, self._mesh.clock() - opened_s - CONNECT_S))
                 self._call = None
+                self._end_stream(assembly)
                 if (step := self._step) is not None:
                     reason: FinishReason | None = step.finish_reason
                 elif error is None:
@@ -156,10 +165,12 @@ class StepRun:
                 self._step, self.lost_ticket_id, error, fruitless = None, "", None, 0
             self._commit_partial()
         except (GeneratorExit, asyncio.CancelledError):
+            self._end_stream(self._assembly)
             self._commit_partial()
             await finish(self._abort())
             raise
         except TreadleError:
+            self._end_stream(self._assembly)
             await finish(self._abort())
             raise
         finally:
@@ -175,6 +186,7 @@ class StepRun:
         if not self._paused:
             return False
         self._ended.set()
+        self._end_stream(self._assembly)
         self._commit_partial()
         return True
 
@@ -188,6 +200,11 @@ class StepRun:
             self._opening.cancel()
         await self._abort(keep_stream=True)  # its stream ends in order, with the tokens sampled until then
         await self._ended.wait()
+
+    def _end_stream(self, assembly: StepAssembly | None) -> None:
+        if assembly is not None:
+            now = self._mesh.clock()
+            self._times.end_stream(now, self._accounted_s, assembly.seen_since(self._ticket_s, now))
 
     def _commit_partial(self) -> None:
         """Without any token there was no step: its turn is still to come."""
@@ -223,8 +240,11 @@ class StepRun:
         mesh, called = self._mesh, assembly.called
         prompt, output = plan.prompt + assembly.token_ids[:called], assembly.token_ids[called:]
         asked_s = mesh.clock()
+        self._times.ask(asked_s, replaces=bool(self.lost_ticket_id), goes_on=called > 0 or self.unanswered is not None)
+        waited_s = 0.0
         if self.unanswered is not None:  # the scheduler answers a repeat from its record
-            self.lost_ticket_id = (await self._schedule(self.unanswered)).ticket_id
+            unused = await self._schedule(self.unanswered)
+            self.lost_ticket_id, waited_s = unused.ticket_id, seconds(unused.waited)
         request = scheduler_pb2.ScheduleStepRequest(
             request_id=request_id(),
             trajectory_id=plan.trajectory_id,
@@ -235,9 +255,12 @@ class StepRun:
             resumed_tokens=len(output),
             tool_time=duration(0.0 if called else plan.tool_s),
             engine_refused=self.refused,
+            times=self._times.report(),
         )
         self._ticket = ticket = await self._schedule(request)
         backoff.exclude(mesh.clock() - asked_s)
+        self._ticket_s, self._accounted_s = mesh.clock(), None
+        self._times.take_ticket(self._ticket_s, waited_s + seconds(ticket.waited))
         self.lost_ticket_id, self.refused = ticket.ticket_id, False
         assembly.set_engine(ticket.engine_id)
         generate = engine_pb2.GenerateRequest(
@@ -313,6 +336,9 @@ class StepRun:
             assembly.preempt(event.preempted, now)
         elif kind == "finished":
             self._step = assembly.finish(event.finished, now)
+            timing = event.finished.timing
+            if event.finished.HasField("timing"):
+                self._accounted_s = seconds(timing.queue) + seconds(timing.prefill) + seconds(timing.decode)
             self.lost_ticket_id = ""
         return None
 

@@ -128,6 +128,14 @@ class StepAssembly:
             spans=tuple(self._spans),
         )
 
+    def seen_since(self, start_s: float, now: float) -> dict[str, float]:
+        """Seconds by kind that the step has spent since then."""
+        seen: dict[str, float] = {}
+        spans = [(span.kind, span.start_s, span.end_s) for span in self._spans if span.end_s > start_s]
+        for kind, began_s, ended_s in [*spans, *([(self._kind, self._since, now)] if self._kind is not None else [])]:
+            seen[kind] = seen.get(kind, 0.0) + max(0.0, ended_s - max(began_s, start_s))
+        return seen
+
     def enter(self, kind: SpanKind | None, now: float) -> None:
         """Begin a span of another kind: "prefill" once admitted, "queue" once the stream broke, None at the end."""
         if kind == self._kind:

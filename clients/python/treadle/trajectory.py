@@ -19,6 +19,7 @@ from treadle.generation import StepPlan, StepRun
 from treadle.rewards import PendingReward, request_reward
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.step_stream import shift_spans
+from treadle.time_account import TimeAccount
 from treadle.tools.v1 import tools_pb2
 from treadle.types import Chunk, Outcome, Sampling, Span, Step, ToolResult, ToolStatus, VersionSpan, seconds, words_of
 
@@ -96,6 +97,7 @@ class Trajectory:
         self.outcome: Outcome | None = None  # None while open
         self.opened_s = mesh.clock()
         self.closed_s: float | None = None
+        self._times = TimeAccount(self.opened_s, seconds(opened.ledger.wall))
         self._mesh = mesh
         self._on_change, self._on_close = on_change or (lambda *_: None), on_close
         self._run: StepRun | None = None
@@ -119,7 +121,7 @@ class Trajectory:
         the same turn anew. Errors: StreamBroken, TokensSpent, TreadleError (INVALID_ARGUMENT with field_violations;
         DEADLINE_EXCEEDED by timeouts.step_s).
         """
-        return StepRun(self._mesh, lambda run: self._begin(run, sampling), self._commit).chunks()
+        return StepRun(self._mesh, lambda run: self._begin(run, sampling), self._commit, self._times).chunks()
 
     def observe(self, token_ids: Sequence[int]) -> None:
         """Append tokens that the policy did not sample: a tool's output, a chat template."""
@@ -197,7 +199,12 @@ class Trajectory:
         )
         timeouts = self._mesh.timeouts
         timeout_s = timeouts.cleanup_s if self.outcome == "cancelled" else timeouts.control_s
-        await self._mesh.call(self._mesh.scheduler.CloseTrajectory, request, timeout_s)
+        asks = self._run is not None and self._run.unanswered is not None
+
+        def report(request: scheduler_pb2.CloseTrajectoryRequest) -> None:
+            request.times.CopyFrom(self._times.close(self._mesh.clock(), asks=asks))
+
+        await self._mesh.call(self._mesh.scheduler.CloseTrajectory, request, timeout_s, report)
         self.closed_s = self._mesh.clock()
         self._on_close(self)
 
@@ -253,7 +260,9 @@ class Trajectory:
         try:
             return await work()
         finally:
-            self.spans.append(Span("tool", start_s, self._mesh.clock(), "", max(len(self.steps) - 1, 0)))
+            end_s = self._mesh.clock()
+            self._times.add_tool(end_s - start_s)
+            self.spans.append(Span("tool", start_s, end_s, "", max(len(self.steps) - 1, 0)))
             self._on_change(self, "tool")
 
     def _require_open(self) -> None:

@@ -65,6 +65,7 @@ class Siting:
         self._prompts: OrderedDict[str, str] = OrderedDict()
         self._able: dict[tuple[str, ...], Able] = {}  # by the tags that they must carry
         self._able_revision = -1
+        self.why: tuple[str, tuple[object, ...]] = ("", ())  # the last choice was made: a pattern and its values
         self._missing_since_s: dict[tuple[str, ...], float] = {}  # tags that were asked for and no engine carries
 
     def restore(self) -> None:
@@ -101,6 +102,7 @@ class Siting:
             pinned = self._engines.get(record.pinned_engine_id)
             if pinned is None or not pinned.able:
                 return None
+            self.why = ("pinned_engine_id names it", ())
             return _require_fitting([pinned], context_tokens)[0]
         own, first = self._engines.get(record.engine_id), record.ticket is None
         if own is not None and own.behind and not own.load_error and not first and record.engine_id != avoid:
@@ -117,6 +119,7 @@ class Siting:
                     and carries_tags(engine, record)
                     and fits_context(engine, context_tokens)
                 ):
+                    self.why = ("it was there before" if engine_id == record.engine_id else "the plan names it", ())
                     return engine
         able = self._able_for(record).fitting(context_tokens)
         if avoid:
@@ -129,9 +132,11 @@ class Siting:
             return self._cache_aware(record, able)
         for engine in able.engines:
             if engine.spec.engine_id == record.engine_id:  # its own was to be avoided and is the only one
+                self.why = ("no other engine is there", ())
                 return engine
         if rule is PlacementRule.PINNED:
             self._pinned += 1
+            self.why = ("engines in turn, of {}", (len(able.usable),))
             return able.usable[(self._pinned - 1) % len(able.usable)]
         return self._least_work(able, record)
 
@@ -182,6 +187,7 @@ class Siting:
             holder = record.engine_id if record.ticket is not None else self._prompts.get(record.prompt_id, "")
             for engine in able.usable:
                 if engine.spec.engine_id == holder:
+                    self.why = ("it holds the prefix, with {} to {} steps an engine", (least, most))
                     return engine
         return self._least_loaded(able)
 
@@ -197,6 +203,7 @@ class Siting:
                 standing = (steps, float(load.waiting_steps) if load is not None else 0.0)
                 if standing < least:
                     best, least = engine, standing
+        self.why = ("fewest steps a slot, {:.2f}, of {} engines", (least[0], len(able.usable)))
         return best
 
     def _least_work(self, able: Able, record: TrajectoryRecord) -> EngineRecord:
@@ -204,13 +211,19 @@ class Siting:
         then the smaller id."""
         tally = self._table.tally
         added = remaining_tokens(record, self._tuning)
-        best, least_s, fewest = able.usable[0], math.inf, 0
+        best, least_s, fewest, next_s = able.usable[0], math.inf, 0, math.inf
         for engine in able.usable:
             spec = engine.spec
             there = tally(spec.engine_id)
             work_s = (there.tokens + added) * token_s(spec) / (spec.slot_limit or 1)
             if work_s < least_s or (work_s == least_s and there.trajectories < fewest):
-                best, least_s, fewest = engine, work_s, there.trajectories
+                best, least_s, fewest, next_s = engine, work_s, there.trajectories, least_s
+            elif work_s < next_s:
+                next_s = work_s
+        self.why = (
+            "least predicted work of {} engines: {:.1f} s, the next {:.1f} s",
+            (len(able.usable), least_s, next_s),
+        )
         return best
 
 

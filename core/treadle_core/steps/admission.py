@@ -27,6 +27,7 @@ from treadle_core.refusals import ContextTooLong, NoEngine
 from treadle_core.steps import moves, tickets
 from treadle_core.steps.state import Place, State
 from treadle_core.tables.trajectories import NOTHING
+from treadle_core.tables.open_waits import Cause
 
 
 def must_wait(state: State, record: TrajectoryRecord) -> bool:
@@ -54,7 +55,11 @@ def let_wait(state: State, event: ev.StepRequested, now: float) -> list[Action]:
     state.table.watch(trajectory_id)
     actions: list[Action] = [KeepWaiting(trajectory_id)]
     if state.waiting.add(event):
-        _enqueue(state, trajectory_id)
+        if record.ticket is not None:
+            state.open_waits.note(trajectory_id, Cause.MOVE, now)
+        _enqueue(state, trajectory_id, now)
+        pattern, *values = _explain_wait(state, record)
+        state.histories.decide(trajectory_id, now, "held", record.engine_id, pattern, *values)
         actions += moves.limit_wait(state, record, now)
     return actions
 
@@ -70,9 +75,9 @@ def answer_waiting(state: State, event: ev.Event, now: float) -> list[Action]:
         case ev.PlanArrived() | ev.EngineRegistered() | ev.Tick():
             actions: list[Action] = []
             for trajectory_id in state.waiting.by_arrival(state.table.take_changed()):
-                _enqueue(state, trajectory_id)
+                _enqueue(state, trajectory_id, now)
                 actions += _start_after_move(state, trajectory_id, now)
-            sent = [*_place_waiting(state), *_follow_plan(state)]
+            sent = [*_place_waiting(state, now), *_follow_plan(state, now)]
             # A step of a job below its share may wait elsewhere.
             anywhere = state.shares.are_shared
             for engine_id in (
@@ -88,7 +93,9 @@ def answer_waiting(state: State, event: ev.Event, now: float) -> list[Action]:
 def _start_first_steps(state: State, engine_id: str, now: float) -> list[Action]:
     """Start trajectories on an engine while it has room, of one job highest priority first."""
     engine = state.engines.get(engine_id)
-    if engine is None or engine.behind:
+    loads = engine is not None and engine.behind
+    state.open_waits.note_queue(engine_id, state.waiting.waiting_for(engine_id), loads, now)
+    if engine is None or loads:
         return []
     if state.shares.divide(state.waiting.jobs, now):
         return _start_by_share(state, engine, now)
@@ -117,7 +124,7 @@ def _start_by_share(state: State, engine: EngineRecord, now: float) -> list[Acti
             del refused[job]
             blocked = blocked or (job if here else "")
             continue
-        issued = _issue(state, record if here else _send_to(state, record, engine), now)
+        issued = _issue(state, record if here else _send_to(state, record, engine, now), now)
         actions += issued
         refused[job] += not issued
         state.shares.note_start(state.table.require(record.trajectory_id))
@@ -168,11 +175,14 @@ def _fits_share(state: State, record: TrajectoryRecord, spec: EngineSpec, blocke
     return has_slot and (has_room or shares.owns_room(record, tokens, spec, mine))
 
 
-def _enqueue(state: State, trajectory_id: str) -> None:
+def _enqueue(state: State, trajectory_id: str, now: float) -> None:
     """Put a first step into the queue of its engine, by its priority now; any other step into none."""
     record = state.table.get(trajectory_id)
     if record is not None and _waits_to_start(record):
         state.waiting.enqueue(record.engine_id, trajectory_id, record.priority, record.job)
+        engine = state.engines.get(record.engine_id)
+        loads = engine is not None and engine.behind
+        state.open_waits.note(trajectory_id, Cause.WEIGHTS if loads else Cause.HELD, now)
     else:
         state.waiting.dequeue(trajectory_id)
 
@@ -196,6 +206,21 @@ def _has_slot(state: State, record: TrajectoryRecord, live: Sequence[float], slo
     return record.priority > last and state.priorities.must_report(record.policy, last, record.priority)
 
 
+def _explain_wait(state: State, record: TrajectoryRecord) -> tuple[str, object, object]:
+    """Why a step waits now: a pattern and its values."""
+    engine, move = state.engines.get(record.engine_id), record.move
+    if move is not None:
+        return "its KV moves to {}; it waits {:.2f} s at most", move.target_engine_id, move.saving_s
+    if engine is None or engine.behind:
+        return "the engine is gone, or loads weights", "", ""
+    tally, spec = state.table.tally(record.engine_id), engine.spec
+    if not _has_slot(state, record, spec):
+        return "no slot: {} steps have tickets, for {} slots", tally.live_tickets, spec.slot_limit
+    if not tally.has_room(record, tickets.reserve_tokens(state, record), spec):
+        return "no room: {} KV tokens are reserved, and it needs {}", tally.kv_reserve_tokens, record.prompt_tokens
+    return "others wait, or a plan is due: {} wait, {} have begun", len(state.waiting.requests), tally.started
+
+
 def _start_after_move(state: State, trajectory_id: str, now: float) -> list[Action]:
     """Issue the ticket of a later step that need not wait any more; forget the request of a closed trajectory."""
     record = state.table.get(trajectory_id)
@@ -206,7 +231,7 @@ def _start_after_move(state: State, trajectory_id: str, now: float) -> list[Acti
     return []
 
 
-def _follow_plan(state: State) -> list[str]:
+def _follow_plan(state: State, now: float) -> list[str]:
     """Send waiting first steps where the newest plan wants them; returns those for which that is another engine."""
     followed: list[str] = []
     for trajectory_id in state.waiting.by_arrival(state.planner.targeted()):
@@ -214,12 +239,12 @@ def _follow_plan(state: State) -> list[str]:
         if record.ticket is None and record.policy.placement is PlacementRule.PLANNED:
             target = state.engines.get(state.planner.target(record))
             if target is not None and target.usable and target.spec.engine_id != record.engine_id:
-                _send_to(state, record, target)
+                _send_to(state, record, target, now)
                 followed.append(trajectory_id)
     return followed
 
 
-def _place_waiting(state: State) -> list[str]:
+def _place_waiting(state: State, now: float) -> list[str]:
     """Send waiting first steps that lost their only engine to one that has registered since; returns those."""
     placed: list[str] = []
     lost = [place for job in state.waiting.jobs for place in state.waiting.queue("", job)]
@@ -227,18 +252,19 @@ def _place_waiting(state: State) -> list[str]:
         record = state.table.require(trajectory_id)
         engine = state.siting.choose(record)
         if engine is not None:
-            _send_to(state, record, engine)
+            _send_to(state, record, engine, now)
             placed.append(trajectory_id)
     return placed
 
 
-def _send_to(state: State, record: TrajectoryRecord, engine: EngineRecord) -> TrajectoryRecord:
+def _send_to(state: State, record: TrajectoryRecord, engine: EngineRecord, now: float) -> TrajectoryRecord:
     """Make an engine the owner of a trajectory whose first step waits, and queue the step there."""
     record = copy_with(record, engine_id=engine.spec.engine_id, revision=record.revision + 1)
     record = copy_with(record, priority=state.priority(record))
     state.table.put(record)
     state.planner.drop_target(record)
-    _enqueue(state, record.trajectory_id)
+    state.histories.decide(record.trajectory_id, now, "planned", record.engine_id, "before its first step")
+    _enqueue(state, record.trajectory_id, now)
     return record
 
 

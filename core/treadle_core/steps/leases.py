@@ -23,7 +23,9 @@ def register_engine(state: State, event: EngineRegistered, now: float) -> list[a
     RequestIdReused."""
     if state.engines.find_repeat(event) is not None:
         return []
-    actions = remove_engine(state, event.spec.engine_id, "REPLACED") if event.spec.engine_id in state.engines else []
+    actions: list[act.Action] = []
+    if event.spec.engine_id in state.engines:
+        actions = remove_engine(state, event.spec.engine_id, "REPLACED", now)
     record = state.engines.register(event, now)
     state.siting.note_engine(record.spec)
     state.planner.note_engines()
@@ -40,35 +42,36 @@ def renew_lease(state: State, event: LeaseRenewed, now: float) -> list[act.Actio
     return [act.SaveEngine(record)] if record.spec != before.spec else []
 
 
-def deregister_engine(state: State, event: EngineDeregistered, _now: float) -> list[act.Action]:
+def deregister_engine(state: State, event: EngineDeregistered, now: float) -> list[act.Action]:
     """Remove an engine as its sidecar asks. Raises LeaseNotFound."""
     record = state.engines.require_lease(event.lease_id, event.engine_id)
-    return remove_engine(state, record.spec.engine_id, "DEREGISTERED")
+    return remove_engine(state, record.spec.engine_id, "DEREGISTERED", now)
 
 
 def expire_engines(state: State, now: float) -> list[act.Action]:
     """Remove engines whose lease has run out."""
     actions: list[act.Action] = []
     for engine_id in state.engines.expired(now):
-        actions += remove_engine(state, engine_id, "LEASE_EXPIRED")
+        actions += remove_engine(state, engine_id, "LEASE_EXPIRED", now)
     return actions
 
 
-def remove_engine(state: State, engine_id: str, reason: str) -> list[act.Action]:
+def remove_engine(state: State, engine_id: str, reason: str, now: float) -> list[act.Action]:
     """Remove an engine and place its open trajectories again. reason: as in AnnounceEngineLost."""
     state.engines.remove(engine_id)
     state.planner.note_engines()
     actions: list[act.Action] = [act.RemoveEngine(engine_id), act.AnnounceEngineLost(engine_id, reason)]
     for record in state.table.on(engine_id):
-        actions += place_again(state, record)
+        actions += place_again(state, record, now)
     for record in state.table.moving():
         if record.move is not None and record.move.target_engine_id == engine_id:
             actions += moves.cancel_move(state, record)
     return actions
 
 
-def place_again(state: State, record: TrajectoryRecord) -> list[act.Action]:
+def place_again(state: State, record: TrajectoryRecord, now: float) -> list[act.Action]:
     """Give a trajectory whose engine is gone another one, or none yet; its ticket is lost."""
+    gone = record.engine_id
     actions = moves.cancel_migration(record)
     ticket = record.live_ticket
     record = copy_with(record, move=None, engine_id="")
@@ -80,6 +83,7 @@ def place_again(state: State, record: TrajectoryRecord) -> list[act.Action]:
         record, engine_id=engine.spec.engine_id if engine is not None else "", revision=record.revision + 1
     )
     state.table.put(record)
+    state.histories.decide(record.trajectory_id, now, "placed", record.engine_id, "{} cannot serve it any more", gone)
     return [*actions, act.SaveTrajectory(record)]
 
 

@@ -55,6 +55,8 @@ def open_trajectory(state: State, event: TrajectoryOpened, now: float) -> list[a
     engine = state.siting.choose(record)
     if engine is not None:
         record = copy_with(record, engine_id=engine.spec.engine_id, revision=1)
+        pattern, values = state.siting.why
+        state.histories.decide(record.trajectory_id, now, "placed", engine.spec.engine_id, pattern, *values)
     record = copy_with(record, priority=state.priority(record))
     state.table.put(record)
     state.planner.note_opening(record)
@@ -79,6 +81,11 @@ def close_trajectory(state: State, event: TrajectoryClosed, now: float) -> list[
                 "request_id", f"{event.request_id} has closed {event.trajectory_id} with another outcome or reward"
             )
         return []
+    times = event.client_times
+    if times is not None:
+        late_s = now - record.opened_s - times.since_opening_s if times.since_opening_s else 0.0
+        times = times._replace(control_s=times.control_s + max(late_s, 0.0))  # the request was on its way for so long
+    record = copy_with(record, client_times=times or record.client_times)
     return _close(state, record, event.request_id, event.outcome, event.reward, now)
 
 
@@ -132,6 +139,7 @@ def sweep(state: State, now: float) -> list[act.Action]:
             state.sweeps.set(trajectory_id, now + state.tuning.announce_again_s)
         else:
             state.table.forget(trajectory_id)
+            state.histories.forget(trajectory_id)
             actions.append(act.ForgetTrajectory(trajectory_id))
     return actions
 
@@ -166,7 +174,7 @@ def _close(
     if engine is not None and record.ticket is not None:
         actions.append(act.ReleasePrefix(engine.address, record.trajectory_id))
     record = copy_with(
-        tickets.end_ticket(record),
+        tickets.end_ticket(state.open_waits.count(record, now)),
         state=CLOSED_STATES[outcome],
         outcome=outcome,
         reward=reward,
@@ -176,6 +184,7 @@ def _close(
         touched_s=now,
     )
     state.table.put(record)
+    state.open_waits.end(record.trajectory_id)
     state.planner.note_closing(record)
     state.sweeps.set(record.trajectory_id, now + state.tuning.keep_closed_s)
     state.announcements[record.trajectory_id] = now + state.tuning.close_settle_s

@@ -30,7 +30,10 @@ def take_plan(state: State, event: PlanArrived, now: float) -> list[Action]:
     their step."""
     actions: list[Action] = []
     for trajectory_id in state.planner.take_plan(event):
-        actions += start_move(state, state.table.require(trajectory_id), now)
+        record = state.table.require(trajectory_id)
+        wanted, saving_s = state.planner.target(record), state.planner.saving_s(record)
+        state.histories.decide_anew(trajectory_id, now, "planned", wanted, "a plan that saves {:.2f} s", saving_s)
+        actions += start_move(state, record, now)
     return actions
 
 
@@ -49,22 +52,28 @@ def start_move(state: State, record: TrajectoryRecord, now: float) -> list[Actio
         return []  # KV of other weights is useless
     reserve = record.ticket.kv_reserve_tokens if record.ticket is not None else 0
     if record.policy.reserve and not state.table.tally(wanted).has_room(record, reserve, target.spec):
+        note = (record.trajectory_id, now, "stays", record.engine_id)
+        state.histories.decide_anew(*note, "{} has no room for its {} KV tokens", wanted, reserve)
         return []
     cost_s = move_cost_s(record.context_tokens, source.spec, target.spec, state.tuning)
     cost_s *= state.measured_moves.slowness(source.spec.engine_id, target.spec.engine_id)
     # What a move by rank saves is not known. A step waits for as long as a move that is worth its cost would save.
     give_up_after_s, worth_waiting_s = state.tuning.move_timeout_s, state.tuning.move_gain_factor * cost_s
+    tool_left_s = _tool_left_s(state, record, now)
+    gate = "to {}: saves {:.2f} s, takes {:.2f} s, the tool {:.2f} s more"
     if must_gain(record):
         worth_waiting_s = state.planner.saving_s(record)
         longest_s = longest_useful_move_s(
             cost_s=cost_s,
-            tool_left_s=_tool_left_s(state, record, now),
+            tool_left_s=tool_left_s,
             saving_s=worth_waiting_s,
             source=source.spec,
             target=target.spec,
             tuning=state.tuning,
         )
         if longest_s is None:
+            note = (record.trajectory_id, now, "stays", record.engine_id)
+            state.histories.decide_anew(*note, gate, wanted, worth_waiting_s, cost_s, tool_left_s)
             return []
         give_up_after_s = max(longest_s, state.tuning.move_fixed_s)
     move = MoveRecord(
@@ -77,6 +86,8 @@ def start_move(state: State, record: TrajectoryRecord, now: float) -> list[Actio
     )
     record = copy_with(record, move=move, moves_asked=record.moves_asked + 1)
     state.table.put(record)
+    note = (record.trajectory_id, now, "moves", record.engine_id)
+    state.histories.decide(*note, gate, wanted, state.planner.saving_s(record), cost_s, tool_left_s)
     start = StartMigration(
         move_id=move.move_id,
         trajectory_id=record.trajectory_id,
@@ -136,7 +147,7 @@ def accept_move(state: State, event: MoveAccepted, _now: float) -> list[Action]:
     return [SaveTrajectory(record)]
 
 
-def end_move(state: State, event: MoveEnded, _now: float) -> list[Action]:
+def end_move(state: State, event: MoveEnded, now: float) -> list[Action]:
     """Forget a move that is over. After a failed one the trajectory stays until the next plan."""
     record = state.table.get(event.trajectory_id)
     if record is None or record.move is None:
@@ -151,6 +162,8 @@ def end_move(state: State, event: MoveEnded, _now: float) -> list[Action]:
         state.measured_moves.note_end(source.engine_id, target.engine_id, expected_s, event.took_s, moved=event.moved)
     if not event.moved:
         state.planner.drop_target(record)
+        note = (record.trajectory_id, now, "stays", record.engine_id)
+        state.histories.decide(*note, "the move to {} ended: {}", move.target_engine_id, event.reason)
     record = copy_with(record, move=None)
     state.table.put(record)
     return [SaveTrajectory(record)]
@@ -227,4 +240,5 @@ def switch_engine(state: State, event: SwitchRequested, now: float) -> list[Acti
     record = copy_with(record, priority=state.priority(record))
     state.table.put(record)
     state.planner.drop_target(record)
+    state.histories.decide(record.trajectory_id, now, "moved", record.engine_id, "its KV is there")
     return [SaveTrajectory(record)]

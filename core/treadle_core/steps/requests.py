@@ -32,10 +32,28 @@ def finish_step(state: State, event: ev.StepFinished, now: float) -> list[Action
     if record is None:
         return []
     state.table.put(record)
+    state.histories.finish_step(record.trajectory_id, event.turn, event.output_tokens)
     state.planner.note_step(record)
     if not record.is_open:
         return [SaveTrajectory(record), *lifecycle.announce_if_counted(state, record, now)]
     return [SaveTrajectory(record), AskPrediction(record), *moves.start_move(state, record, now)]
+
+
+def note_preemption(state: State, event: ev.StepPreempted, now: float) -> list[Action]:
+    """Note which step took the slot; the step keeps its ticket and its priority."""
+    record = state.table.get(event.trajectory_id)
+    ticket = record.live_ticket if record is not None else None
+    if ticket is None or ticket.ticket_id != event.ticket_id:
+        return []
+    note = (event.trajectory_id, now, "preempted", ticket.engine_id)
+    other = state.table.get(tickets.trajectory_of(event.by_ticket_id))
+    if other is None:
+        state.histories.decide(*note, "after {} tokens, by a pause of the engine", event.output_tokens)
+    else:
+        pattern = "at priority {:.2f} after {} tokens, by {} at {:.2f}"
+        values = (ticket.priority, event.output_tokens, other.trajectory_id, other.priority)
+        state.histories.decide(*note, pattern, *values)
+    return []
 
 
 def lose_step(state: State, event: ev.StepUnknown, now: float) -> list[Action]:

@@ -3,7 +3,7 @@
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,7 +15,9 @@ from treadle_core.ranking.priorities import Priorities, token_s
 from treadle_core.steps.shares import Shares
 from treadle_core.steps.transfers import MeasuredMoves
 from treadle_core.tables.engines import EngineTable
+from treadle_core.tables.histories import Histories
 from treadle_core.tables.jobs import JobTable
+from treadle_core.tables.open_waits import OpenWaits
 from treadle_core.tables.trajectories import TrajectoryTable
 from treadle_core.tuning import Tuning
 
@@ -99,6 +101,10 @@ class WaitingSteps:
         """A queue, next to start first: a view that changes with it."""
         return self.queues(job).get(engine_id, ())
 
+    def waiting_for(self, engine_id: str) -> Iterator[str]:
+        """The trajectories in the queues of an engine, job by job."""
+        return (place.trajectory_id for queues in self.jobs.values() for place in queues.get(engine_id, ()))
+
     def enqueue(self, engine_id: str, trajectory_id: str, priority: float, job: str = "") -> None:
         """Give a waiting trajectory this place instead of its former one."""
         place = Place(-priority, self.requests[trajectory_id][0], trajectory_id)
@@ -147,6 +153,8 @@ class State:
     sweeps: Deadlines = field(default_factory=Deadlines)
     loads: Deadlines = field(default_factory=Deadlines)
     waiting: WaitingSteps = field(default_factory=WaitingSteps)
+    open_waits: OpenWaits = field(default_factory=OpenWaits)
+    histories: Histories = field(default_factory=Histories)
 
     @classmethod
     def new(cls, policy: Policy, tuning: Tuning, epoch_s: float) -> "State":

@@ -11,11 +11,27 @@ from operator import attrgetter
 
 from treadle_core.actions import AbortStep, Action, IssueTicket, SaveTrajectory
 from treadle_core.events import StepFinished, StepRequested
-from treadle_core.model import EngineSpec, TicketRecord, TicketStatus, TrajectoryRecord, TrajectoryState, copy_with
+from treadle_core.model import (
+    NO_TIMES,
+    EngineSpec,
+    TicketRecord,
+    TicketStatus,
+    TrajectoryRecord,
+    TrajectoryState,
+    copy_with,
+)
 from treadle_core.ranking import priorities
-from treadle_core.refusals import BadField, RequestIdReused, StepInFlight, TrajectoryIsClosed, TurnOutOfOrder
+from treadle_core.refusals import (
+    BadField,
+    NoEngineWithTags,
+    RequestIdReused,
+    StepInFlight,
+    TrajectoryIsClosed,
+    TurnOutOfOrder,
+)
 from treadle_core.steps import moves
 from treadle_core.steps.state import State
+from treadle_core.tables.open_waits import Cause
 
 # 48 bits in front of every ticket id: the engine matches ids by prefix when it aborts, so no ticket id may be a prefix
 # of another.
@@ -38,6 +54,11 @@ def ticket_id(trajectory_id: str, turn: int, attempt: int) -> str:
     """The id of a ticket; unique, and no prefix of another."""
     name = f"{trajectory_id}.{turn}.{attempt}"
     return f"{hashlib.sha256(name.encode()).hexdigest()[:TICKET_DIGEST_CHARACTERS]}.{name}"
+
+
+def trajectory_of(ticket_id: str) -> str:
+    """The trajectory of a ticket; empty where the id is that of none."""
+    return ticket_id.partition(".")[2].rpartition(".")[0].rpartition(".")[0]
 
 
 def check_request(record: TrajectoryRecord, event: StepRequested) -> StepKind:
@@ -119,7 +140,8 @@ def reopen_turn(record: TrajectoryRecord) -> TrajectoryRecord:
     return copy_with(
         record,
         gen_tokens=record.gen_tokens - ticket.output_tokens,
-        ticket=copy_with(ticket, output_tokens=0),
+        engine_times=record.engine_times.plus(ticket.times, -1.0),  # the client counts what it saw of the step
+        ticket=copy_with(ticket, output_tokens=0, times=NO_TIMES),
         uncounted=tuple(other for other in record.uncounted if other != ticket.ticket_id),
         next_turn=ticket.turn,
     )
@@ -132,10 +154,11 @@ def count_step(record: TrajectoryRecord, event: StepFinished, now: float) -> Tra
         counted = copy_with(
             record,
             gen_tokens=record.gen_tokens + event.output_tokens,
+            engine_times=record.engine_times.plus(event.times),
             uncounted=tuple(other for other in record.uncounted if other != event.ticket_id),
         )
         if ticket is not None and ticket.ticket_id == event.ticket_id:
-            counted = copy_with(counted, ticket=copy_with(ticket, output_tokens=event.output_tokens))
+            counted = copy_with(counted, ticket=copy_with(ticket, output_tokens=event.output_tokens, times=event.times))
         return counted
     if (
         not record.is_open
@@ -146,7 +169,8 @@ def count_step(record: TrajectoryRecord, event: StepFinished, now: float) -> Tra
         return None
     return copy_with(
         record,
-        ticket=copy_with(ticket, status=TicketStatus.DONE, output_tokens=event.output_tokens),
+        ticket=copy_with(ticket, status=TicketStatus.DONE, output_tokens=event.output_tokens, times=event.times),
+        engine_times=record.engine_times.plus(event.times),
         gen_tokens=record.gen_tokens + event.output_tokens,
         context_tokens=event.context_tokens + event.output_tokens,
         next_turn=ticket.turn + 1,
@@ -174,7 +198,14 @@ def issue_ticket(
         context_tokens=event.context_tokens,
     )
     if engine is None:
-        raise state.siting.explain_lack(record, now)
+        lack = state.siting.explain_lack(record, now)
+        if isinstance(lack, NoEngineWithTags):  # the client does not go on waiting, and counts what it waited
+            state.open_waits.end(record.trajectory_id)
+        else:
+            loads = any(other.behind and not other.load_error for other in state.engines)
+            state.open_waits.note(record.trajectory_id, Cause.WEIGHTS if loads else Cause.HELD, now)
+            state.histories.decide_anew(record.trajectory_id, now, "held", record.engine_id, "{}", lack.message)
+        raise lack
     actions: list[Action] = []
     if lost is not None:
         state.engines.suspect(lost.engine_id, now)
@@ -193,8 +224,9 @@ def _add_ticket(
     move = record.move if record.move is not None and not moved and record.move.has_switched(spec.engine_id) else None
     attempt = record.ticket.attempt + 1 if kind is StepKind.AGAIN and record.ticket is not None else 0
     tool_s = _learn_tool_s(state, record, event) if kind is StepKind.NEXT else record.tool_s
+    waited_s = state.open_waits.waited_s(record.trajectory_id, now)
     record = copy_with(
-        record,
+        state.open_waits.count(record, now),
         state=TrajectoryState.STEPPING,
         engine_id=spec.engine_id,
         revision=record.revision + (1 if moved else 0),
@@ -204,11 +236,22 @@ def _add_ticket(
         tools_s=record.tools_s + (event.tool_s if kind is StepKind.NEXT else 0.0),
         move=move,  # the report of its end, which is still due, says how long it took
         touched_s=now,
+        client_times=event.client_times or record.client_times,
     )
+    state.open_waits.end(record.trajectory_id)
     _learn_observed(state, record)
     priority = state.priority(record)
+    note = (record.trajectory_id, now)
     if moved:
         state.planner.drop_target(record)
+        pattern, values = state.siting.why
+        state.histories.decide(*note, "placed", spec.engine_id, pattern, *values)
+    if kind is StepKind.NEXT:
+        state.histories.begin_step(record.trajectory_id, event.turn, event.context_tokens, event.tool_s)
+    state.histories.decide(
+        *(*note, "ticket", spec.engine_id, "turn {} at priority {:.2f}, after {:.2f} s"),
+        *(event.turn, priority, waited_s),
+    )
     ticket = TicketRecord(
         ticket_id=ticket_id(record.trajectory_id, event.turn, attempt),
         trajectory_id=record.trajectory_id,
@@ -230,6 +273,7 @@ def _add_ticket(
         kv_reserve_tokens=reserve_tokens(state, record) if record.policy.reserve else 0,
         job=record.job,
         weight=state.jobs.weight(record.job),
+        waited_s=waited_s,
     )
     return copy_with(record, priority=priority, ticket=ticket), ticket
 

@@ -47,7 +47,7 @@ def ask_again(state: State, now: float) -> list[act.Action]:
     for engine_id in state.loads.take_due(now):
         again, asked = ask_engine(state, engine_id, now), state.engines.get(engine_id)
         if again and asked is not None and not asked.load_error and any(engine.able for engine in state.engines):
-            actions += _leave_out(state, engine_id, "it has not loaded yet, and other engines have")
+            actions += _leave_out(state, engine_id, "it has not loaded yet, and other engines have", now)
         actions += again
     return actions
 
@@ -71,13 +71,13 @@ def fail_load(state: State, event: LoadFailed, now: float) -> list[act.Action]:
     if not event.refused:
         state.loads.set(event.engine_id, now + state.tuning.load_retry_s)
         return []
-    return _leave_out(state, event.engine_id, event.message)
+    return _leave_out(state, event.engine_id, event.message, now)
 
 
-def _leave_out(state: State, engine_id: str, message: str) -> list[act.Action]:
+def _leave_out(state: State, engine_id: str, message: str, now: float) -> list[act.Action]:
     state.engines.note_load_error(engine_id, message)
     actions: list[act.Action] = []
     for record in state.table.on(engine_id):
         if record.live_ticket is None:
-            actions += leases.place_again(state, record)
+            actions += leases.place_again(state, record, now)
     return actions

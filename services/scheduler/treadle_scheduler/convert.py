@@ -15,6 +15,8 @@ from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle_core import events as ev
 from treadle_core.model import (
     DEFAULT_PREFILL_TOKENS_PER_S,
+    LEDGER_PARTS,
+    ClientTimes,
     DecodeCurve,
     EngineLoad,
     EngineRecord,
@@ -22,16 +24,19 @@ from treadle_core.model import (
     Estimate,
     JobUse,
     KvTransfer,
+    Ledger,
     Objective,
     Ordering,
     Outcome,
     PlacementRule,
     Policy,
     Replanning,
+    StepTimes,
     TicketRecord,
     TrajectoryRecord,
     WeightsRecord,
 )
+from treadle_core.tables.histories import Decision, Step
 from treadle_runtime.errors import (
     at_most,
     endpoint,
@@ -43,7 +48,7 @@ from treadle_runtime.errors import (
     positive,
     require,
 )
-from treadle_runtime.times import require_duration, require_timestamp, timestamp
+from treadle_runtime.times import duration, require_duration, require_timestamp, timestamp
 
 # A ticket id holds the trajectory id, the turn and the attempt, and must itself be an identifier of 128 characters.
 LONGEST_TRAJECTORY_ID_CHARS = 96
@@ -124,7 +129,16 @@ def step_requested(request: pb.ScheduleStepRequest) -> ev.StepRequested:
         resumed_tokens=non_negative("resumed_tokens", request.resumed_tokens),
         tool_s=require_duration("tool_time", request.tool_time),
         engine_refused=request.engine_refused,
+        client_times=_client_times(request.times) if request.HasField("times") else None,
     )
+
+
+def _client_times(message: pb.ClientTimes) -> ClientTimes:
+    names = ("tool", "control", "since_opening", "lost_queue", "lost_prefill", "lost_decode")
+    tool_s, control_s, since_opening_s, *lost_s = (
+        require_duration(f"times.{name}", getattr(message, name)) for name in names
+    )
+    return ClientTimes(tool_s, control_s, StepTimes(*lost_s), since_opening_s)
 
 
 def trajectory_closed(request: pb.CloseTrajectoryRequest) -> ev.TrajectoryClosed:
@@ -133,6 +147,7 @@ def trajectory_closed(request: pb.CloseTrajectoryRequest) -> ev.TrajectoryClosed
         trajectory_id=_trajectory_id(request.trajectory_id),
         outcome=_enum_of(Outcome, "outcome", pb.Outcome, request.outcome),
         reward=finite("reward", request.reward) if request.HasField("reward") else None,
+        client_times=_client_times(request.times) if request.HasField("times") else None,
     )
 
 
@@ -251,6 +266,7 @@ def ticket_message(ticket: TicketRecord) -> Ticket:
         preemptible=ticket.preemptible,
         job=ticket.job,
         job_weight=ticket.weight,
+        waited=duration(ticket.waited_s),
     )
 
 
@@ -259,6 +275,7 @@ def job_use(use: JobUse) -> pb.JobUse:
 
 
 def trajectory_message(record: TrajectoryRecord) -> pb.Trajectory:
+    """Without its ledger."""
     message = pb.Trajectory(
         **fields_of(record, (*IDENTITY, "job_id", *_PROGRESS)),
         state=number_of(record.state, pb.TrajectoryState),
@@ -270,6 +287,32 @@ def trajectory_message(record: TrajectoryRecord) -> pb.Trajectory:
     if record.closed_s is not None:
         message.closed_at.CopyFrom(timestamp(record.closed_s))
     return message
+
+
+def ledger_message(record: TrajectoryRecord, ledger: Ledger, now: float) -> pb.Ledger:
+    """The ledger of a trajectory, which may be open, at `now`."""
+    parts = {name.removesuffix("_s"): duration(getattr(ledger, name)) for name in LEDGER_PARTS}
+    ended_s = record.closed_s if record.closed_s is not None else now
+    return pb.Ledger(**parts, wall=duration(ended_s - record.opened_s))
+
+
+def history_message(record: TrajectoryRecord, history: tuple[Iterable[Decision], Iterable[Step]]) -> dict[str, Any]:
+    """The fields of GetTrajectoryResponse that say what was decided and run."""
+    decisions, steps = history
+    return {
+        "decisions": [
+            pb.Decision(
+                **fields_of(each, ("kind", "engine_id", "reason")), since_opening=duration(each.now_s - record.opened_s)
+            )
+            for each in decisions
+        ],
+        "steps": [
+            pb.StepHistory(
+                **fields_of(each, ("turn", "context_tokens", "output_tokens")), tool_time=duration(each.tool_s)
+            )
+            for each in steps
+        ],
+    }
 
 
 def policy_message(policy: Policy) -> pb.Policy:

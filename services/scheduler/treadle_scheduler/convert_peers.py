@@ -13,11 +13,19 @@ from treadle.scheduler.v1 import scheduler_pb2
 from treadle.telemetry.v1 import facts_pb2
 from treadle_core import actions as act
 from treadle_core import events as ev
-from treadle_core.model import EngineSpec, Estimate, Prediction
+from treadle_core.model import EngineSpec, Estimate, Prediction, StepTimes
 from treadle_runtime.facts import make_fact
 from treadle_runtime.times import duration, seconds
 
-from treadle_scheduler.convert import IDENTITY, curve_message, engine_info, fields_of, number_of, quantiles
+from treadle_scheduler.convert import (
+    IDENTITY,
+    curve_message,
+    engine_info,
+    fields_of,
+    ledger_message,
+    number_of,
+    quantiles,
+)
 
 SOURCE = "scheduler"
 
@@ -176,8 +184,9 @@ def event_of(fact: facts_pb2.Fact) -> ev.Event | None:
     """The event that a fact becomes; None for a kind that is not subscribed to."""
     match fact.WhichOneof("fact"):
         case "step_preempted":
-            step = fact.step_preempted.step
-            return ev.StepPreempted(step.trajectory_id, step.ticket_id, fact.step_preempted.output_tokens)
+            preempted = fact.step_preempted
+            step, by = preempted.step, preempted.by_ticket_id
+            return ev.StepPreempted(step.trajectory_id, step.ticket_id, preempted.output_tokens, by)
         case "step_finished":
             finished = fact.step_finished
             return ev.StepFinished(
@@ -186,6 +195,7 @@ def event_of(fact: facts_pb2.Fact) -> ev.Event | None:
                 turn=finished.step.turn,
                 context_tokens=finished.context_tokens,
                 output_tokens=max(0, finished.output_tokens),
+                times=_step_times(finished.timing),
             )
         case "tool_started":
             return ev.ToolStarted(fact.tool_started.trajectory_id, max(0.0, seconds(fact.tool_started.expected_time)))
@@ -221,6 +231,7 @@ def fact_of(action: Announcement) -> facts_pb2.Fact:
                 turns=record.next_turn,
                 observed_tokens=record.observed_tokens,
                 tool_time=duration(record.tools_s),
+                ledger=ledger_message(record, record.ledger, record.touched_s),
             )
             fact = make_fact(SOURCE, trajectory_closed=closed)
             # The same at each try, so that consumers drop a repeat.
@@ -238,6 +249,18 @@ def fact_of(action: Announcement) -> facts_pb2.Fact:
             return make_fact(SOURCE, engine_joined=facts_pb2.EngineJoined(info=engine_info(spec)))
         case act.AnnounceEngineLost(engine_id, reason):
             return make_fact(SOURCE, engine_lost=facts_pb2.EngineLost(engine_id=engine_id, reason=reason))
+
+
+def _step_times(timing: engine_pb2.StepTiming) -> StepTimes:
+    """The parts of a step, of which `queue` has all waits."""
+    waits = seconds(timing.preempted) + seconds(timing.weights)
+    return StepTimes(
+        queue_s=max(0.0, seconds(timing.queue) - waits),
+        prefill_s=seconds(timing.prefill),
+        decode_s=seconds(timing.decode),
+        preempted_s=seconds(timing.preempted),
+        weights_s=seconds(timing.weights),
+    )
 
 
 def _endpoint(spec: EngineSpec) -> migrator_pb2.Endpoint:

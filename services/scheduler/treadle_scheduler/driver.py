@@ -264,6 +264,11 @@ class Driver:
         """Handle an event at once. Returns the keys of changed state, which the next tick stores."""
         return self.carry_out(self.controller.on_event(event, self._clock()))
 
+    @property
+    def now(self) -> float:
+        """The time of the controller's clock."""
+        return self._clock()
+
     async def tick(self) -> None:
         """Background task: tell the controller that time passes, and store what is not stored yet."""
         while True:

@@ -69,7 +69,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return pb.CloseTrajectoryResponse(trajectory=self._trajectory(event.trajectory_id))
 
     async def GetTrajectory(self, request: pb.GetTrajectoryRequest, context: Any) -> pb.GetTrajectoryResponse:
-        return pb.GetTrajectoryResponse(trajectory=self._trajectory(identifier("trajectory_id", request.trajectory_id)))
+        trajectory_id = identifier("trajectory_id", request.trajectory_id)
+        response = pb.GetTrajectoryResponse(trajectory=self._trajectory(trajectory_id))
+        if request.history:
+            record = self._controller.trajectory(trajectory_id)
+            history = convert.history_message(record, self._controller.history(trajectory_id))
+            response.MergeFrom(pb.GetTrajectoryResponse(**history))
+        return response
 
     async def ListTrajectories(self, request: pb.ListTrajectoriesRequest, context: Any) -> pb.ListTrajectoriesResponse:
         rollout_id = optional_identifier("rollout_id", request.rollout_id)
@@ -143,4 +149,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return convert.weights_message(self._controller.desired_weights, self._controller.engines())
 
     def _trajectory(self, trajectory_id: str) -> pb.Trajectory:
-        return convert.trajectory_message(self._controller.trajectory(trajectory_id))
+        record, now = self._controller.trajectory(trajectory_id), self._driver.now
+        message = convert.trajectory_message(record)
+        message.ledger.CopyFrom(convert.ledger_message(record, self._controller.ledger(trajectory_id, now), now))
+        return message

@@ -114,6 +114,7 @@ class StepRunner:
         if self._tasks is None:
             raise engine_lost("this sidecar is shutting down")
         step = RunningStep(order, profile, time.monotonic(), time.time())
+        step.record.wait(time.monotonic(), paused=self.queue.paused)
         step.blocks = hash_blocks(step.record.context)
         try:
             self.queue.add(
@@ -147,7 +148,7 @@ class StepRunner:
 
         abort: end the steps. Otherwise they wait in the queue, and their KV stays cached.
         """
-        self.queue.paused = True
+        self._set_paused(True)
         self.wanted.set()
         async with self.borrowed:
             pass
@@ -166,8 +167,14 @@ class StepRunner:
 
     def resume(self) -> None:
         """Admit steps again."""
-        self.queue.paused = False
+        self._set_paused(False)
         self.decide()
+
+    def _set_paused(self, paused: bool) -> None:
+        self.queue.paused = paused
+        now = time.monotonic()
+        for step in self._steps.values():
+            step.record.wait(now, paused=paused)
 
     def decide(self) -> None:
         """Carry out what the queue decides; nothing any more at drain."""
@@ -247,11 +254,13 @@ class StepRunner:
                 step.end_attempt()
             if reason is not None:
                 return reason
-            preempted = step.record.preempt(step.evicted_by, time.monotonic())
+            now = time.monotonic()
+            preempted = step.record.preempt(step.evicted_by, now)
+            step.record.wait(now, paused=self.queue.paused)
             step.blocks = hash_blocks(step.record.context)
             step.emit(preempted)
             self.queue.confirm_eviction(step.order.ticket_id)
-            step.waiting_since = time.monotonic()
+            step.waiting_since = now
             self._slot_freed.set()
             await self._bus.publish(self._facts.preempted(step.order, preempted))
             self.decide()

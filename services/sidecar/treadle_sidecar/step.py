@@ -1,8 +1,8 @@
 """One step on this engine: its order, what it has produced so far, and the events on their way to the caller.
 
 Pure but for the events: times are passed in. Invariants: each sampled token is recorded once, with its logprob; version
-spans are contiguous, without gap or overlap, from the resumed tokens on; the phases queue, prefill and decode follow
-each other without a gap, so that they add up to the step's time.
+spans are contiguous, without gap or overlap, from the resumed tokens on; the phases follow each other without a gap, so
+that they add up to the step's time.
 
 A step is sent to the engine in one or more attempts: a preempted one is resumed by another attempt, whose input is the
 prompt and all output so far.
@@ -38,7 +38,8 @@ _FIELDS: dict[type, str] = {  # of GenerateResponse
     pb.StepPreempted: "preempted",
     pb.StepFinished: "finished",
 }
-_Phase = Literal["queue", "prefill", "decode"]
+_Phase = Literal["queue", "preempted", "weights", "prefill", "decode"]
+_WAITS: tuple[_Phase, ...] = ("queue", "preempted", "weights")  # before it first ran, after that, in a pause
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ class StepRecord:
         self._accepted = now
         self._phase: _Phase = "queue"
         self._phase_began = now
-        self._phase_s: dict[_Phase, float] = {"queue": 0.0, "prefill": 0.0, "decode": 0.0}
+        self._phase_s: dict[_Phase, float] = dict.fromkeys((*_WAITS, "prefill", "decode"), 0.0)
+        self._waits_since = now
         self._spans: list[VersionSpan] = []
         self._attempt_start = len(self.output)
         self._first_chunk_due = False
@@ -91,7 +93,7 @@ class StepRecord:
         return len(self.output) - self._attempt_start
 
     def start_attempt(self, now: float) -> pb.StepStarted:
-        started = pb.StepStarted(queue_time=duration(now - self._phase_began), attempt=self.attempts)
+        started = pb.StepStarted(queue_time=duration(now - self._waits_since), attempt=self.attempts)
         self._enter("prefill", now)
         self.attempts += 1
         self._attempt_start = len(self.output)
@@ -129,17 +131,24 @@ class StepRecord:
 
     def preempt(self, by: str, now: float) -> pb.StepPreempted:
         self.preemptions += 1
-        self._enter("queue", now)
+        self._enter("preempted", now)
+        self._waits_since = now
         return pb.StepPreempted(output_tokens=len(self.output), by_ticket_id=by)
+
+    def wait(self, now: float, *, paused: bool) -> None:
+        """The step waits from now on for the end of a pause, or for a slot. Changes nothing while it runs."""
+        if self._phase in _WAITS:
+            self._enter("weights" if paused else "preempted" if self.attempts else "queue", now)
 
     def finish(self, reason: Reason, now: float) -> pb.StepFinished:
         self._enter(self._phase, now)
+        spent = {phase: duration(spent_s) for phase, spent_s in self._phase_s.items()}
         return pb.StepFinished(
             reason=reason,
             output_tokens=len(self.output),
             version_spans=self._spans,
             timing=pb.StepTiming(
-                **{phase: duration(spent_s) for phase, spent_s in self._phase_s.items()},
+                **{**spent, "queue": duration(sum(self._phase_s[wait] for wait in _WAITS))},
                 accepted_at=timestamp(self._wall),
                 finished_at=timestamp(self._wall + (now - self._accepted)),
             ),

@@ -5,6 +5,7 @@ isort:skip_file
 
 import builtins
 import google.protobuf.descriptor
+import google.protobuf.duration_pb2
 import google.protobuf.message
 import google.protobuf.timestamp_pb2
 import sys
@@ -36,6 +37,7 @@ class Ticket(google.protobuf.message.Message):
     PREEMPTIBLE_FIELD_NUMBER: builtins.int
     JOB_FIELD_NUMBER: builtins.int
     JOB_WEIGHT_FIELD_NUMBER: builtins.int
+    WAITED_FIELD_NUMBER: builtins.int
     ticket_id: builtins.str
     """unique; also the request's identity on the engine"""
     trajectory_id: builtins.str
@@ -64,6 +66,12 @@ class Ticket(google.protobuf.message.Message):
     def expires_at(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """a sidecar refuses the ticket afterwards"""
 
+    @property
+    def waited(self) -> google.protobuf.duration_pb2.Duration:
+        """For so long the request waited in the scheduler: for room, an engine, its KV, or weights. What the call took beyond that is
+        the caller's to count (ClientTimes.control).
+        """
+
     def __init__(
         self,
         *,
@@ -80,9 +88,10 @@ class Ticket(google.protobuf.message.Message):
         preemptible: builtins.bool | None = ...,
         job: builtins.str = ...,
         job_weight: builtins.float = ...,
+        waited: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_preemptible", b"_preemptible", "expires_at", b"expires_at", "preemptible", b"preemptible"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_preemptible", b"_preemptible", "cache_salt", b"cache_salt", "engine_address", b"engine_address", "engine_id", b"engine_id", "expires_at", b"expires_at", "job", b"job", "job_weight", b"job_weight", "preemptible", b"preemptible", "priority", b"priority", "revision", b"revision", "ticket_id", b"ticket_id", "trajectory_id", b"trajectory_id", "turn", b"turn", "weight_version", b"weight_version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_preemptible", b"_preemptible", "expires_at", b"expires_at", "preemptible", b"preemptible", "waited", b"waited"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_preemptible", b"_preemptible", "cache_salt", b"cache_salt", "engine_address", b"engine_address", "engine_id", b"engine_id", "expires_at", b"expires_at", "job", b"job", "job_weight", b"job_weight", "preemptible", b"preemptible", "priority", b"priority", "revision", b"revision", "ticket_id", b"ticket_id", "trajectory_id", b"trajectory_id", "turn", b"turn", "waited", b"waited", "weight_version", b"weight_version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_preemptible", b"_preemptible"]) -> typing.Literal["preemptible"] | None: ...
 
 Global___Ticket: typing_extensions.TypeAlias = Ticket

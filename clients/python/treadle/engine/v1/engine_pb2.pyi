@@ -288,7 +288,7 @@ Global___StepFinished: typing_extensions.TypeAlias = StepFinished
 
 @typing.final
 class StepTiming(google.protobuf.message.Message):
-    """Where the step's time went; the parts add up to the step's wall time at the sidecar."""
+    """Where the step's time went; queue, prefill and decode add up to the step's wall time at the sidecar."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -297,9 +297,11 @@ class StepTiming(google.protobuf.message.Message):
     DECODE_FIELD_NUMBER: builtins.int
     ACCEPTED_AT_FIELD_NUMBER: builtins.int
     FINISHED_AT_FIELD_NUMBER: builtins.int
+    PREEMPTED_FIELD_NUMBER: builtins.int
+    WEIGHTS_FIELD_NUMBER: builtins.int
     @property
     def queue(self) -> google.protobuf.duration_pb2.Duration:
-        """all waits, those after preemptions included"""
+        """all waits, those after preemptions and in pauses included"""
 
     @property
     def prefill(self) -> google.protobuf.duration_pb2.Duration:
@@ -313,6 +315,14 @@ class StepTiming(google.protobuf.message.Message):
     def accepted_at(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
     @property
     def finished_at(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    @property
+    def preempted(self) -> google.protobuf.duration_pb2.Duration:
+        """of `queue`, from an eviction for another step until it ran again"""
+
+    @property
+    def weights(self) -> google.protobuf.duration_pb2.Duration:
+        """of `queue`, while the engine was paused, as for other weights"""
+
     def __init__(
         self,
         *,
@@ -321,9 +331,11 @@ class StepTiming(google.protobuf.message.Message):
         decode: google.protobuf.duration_pb2.Duration | None = ...,
         accepted_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         finished_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        preempted: google.protobuf.duration_pb2.Duration | None = ...,
+        weights: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["accepted_at", b"accepted_at", "decode", b"decode", "finished_at", b"finished_at", "prefill", b"prefill", "queue", b"queue"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted_at", b"accepted_at", "decode", b"decode", "finished_at", b"finished_at", "prefill", b"prefill", "queue", b"queue"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["accepted_at", b"accepted_at", "decode", b"decode", "finished_at", b"finished_at", "preempted", b"preempted", "prefill", b"prefill", "queue", b"queue", "weights", b"weights"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted_at", b"accepted_at", "decode", b"decode", "finished_at", b"finished_at", "preempted", b"preempted", "prefill", b"prefill", "queue", b"queue", "weights", b"weights"]) -> None: ...
 
 Global___StepTiming: typing_extensions.TypeAlias = StepTiming
 

@@ -448,6 +448,7 @@ class Trajectory(google.protobuf.message.Message):
     CLOSED_AT_FIELD_NUMBER: builtins.int
     MIGRATIONS_FIELD_NUMBER: builtins.int
     JOB_ID_FIELD_NUMBER: builtins.int
+    LEDGER_FIELD_NUMBER: builtins.int
     trajectory_id: builtins.str
     rollout_id: builtins.str
     prompt_id: builtins.str
@@ -475,6 +476,10 @@ class Trajectory(google.protobuf.message.Message):
     def opened_at(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
     @property
     def closed_at(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    @property
+    def ledger(self) -> Global___Ledger:
+        """not of ListTrajectories"""
+
     def __init__(
         self,
         *,
@@ -496,11 +501,136 @@ class Trajectory(google.protobuf.message.Message):
         closed_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         migrations: builtins.int = ...,
         job_id: builtins.str = ...,
+        ledger: Global___Ledger | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["closed_at", b"closed_at", "opened_at", b"opened_at", "predicted_remaining_tokens", b"predicted_remaining_tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["closed_at", b"closed_at", "context_tokens", b"context_tokens", "engine_id", b"engine_id", "gen_tokens", b"gen_tokens", "job_id", b"job_id", "migrations", b"migrations", "next_turn", b"next_turn", "opened_at", b"opened_at", "predicted_remaining_tokens", b"predicted_remaining_tokens", "prediction_model_version", b"prediction_model_version", "priority", b"priority", "prompt_id", b"prompt_id", "prompt_tokens", b"prompt_tokens", "revision", b"revision", "rollout_id", b"rollout_id", "sample", b"sample", "state", b"state", "trajectory_id", b"trajectory_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["closed_at", b"closed_at", "ledger", b"ledger", "opened_at", b"opened_at", "predicted_remaining_tokens", b"predicted_remaining_tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["closed_at", b"closed_at", "context_tokens", b"context_tokens", "engine_id", b"engine_id", "gen_tokens", b"gen_tokens", "job_id", b"job_id", "ledger", b"ledger", "migrations", b"migrations", "next_turn", b"next_turn", "opened_at", b"opened_at", "predicted_remaining_tokens", b"predicted_remaining_tokens", "prediction_model_version", b"prediction_model_version", "priority", b"priority", "prompt_id", b"prompt_id", "prompt_tokens", b"prompt_tokens", "revision", b"revision", "rollout_id", b"rollout_id", "sample", b"sample", "state", b"state", "trajectory_id", b"trajectory_id"]) -> None: ...
 
 Global___Trajectory: typing_extensions.TypeAlias = Trajectory
+
+@typing.final
+class Ledger(google.protobuf.message.Message):
+    """Where a trajectory's time went, from its opening until its closing, or until now; each second is in one part. A step that runs,
+    and a client that has not reported since, are accounted for later: until then `wall` is more than the sum of the parts.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HELD_FIELD_NUMBER: builtins.int
+    QUEUE_FIELD_NUMBER: builtins.int
+    PREFILL_FIELD_NUMBER: builtins.int
+    DECODE_FIELD_NUMBER: builtins.int
+    PREEMPTED_FIELD_NUMBER: builtins.int
+    MOVE_FIELD_NUMBER: builtins.int
+    TOOL_FIELD_NUMBER: builtins.int
+    WEIGHTS_FIELD_NUMBER: builtins.int
+    CONTROL_FIELD_NUMBER: builtins.int
+    WALL_FIELD_NUMBER: builtins.int
+    @property
+    def held(self) -> google.protobuf.duration_pb2.Duration:
+        """a requested step waited in the scheduler for a slot, for KV room or for an engine"""
+
+    @property
+    def queue(self) -> google.protobuf.duration_pb2.Duration:
+        """it had its ticket and waited at the engine before it first ran"""
+
+    @property
+    def prefill(self) -> google.protobuf.duration_pb2.Duration: ...
+    @property
+    def decode(self) -> google.protobuf.duration_pb2.Duration: ...
+    @property
+    def preempted(self) -> google.protobuf.duration_pb2.Duration:
+        """from an eviction until it ran again"""
+
+    @property
+    def move(self) -> google.protobuf.duration_pb2.Duration:
+        """a requested step waited until its KV had moved"""
+
+    @property
+    def tool(self) -> google.protobuf.duration_pb2.Duration:
+        """between two steps, while a tool ran"""
+
+    @property
+    def weights(self) -> google.protobuf.duration_pb2.Duration:
+        """a step waited as engines loaded weights"""
+
+    @property
+    def control(self) -> google.protobuf.duration_pb2.Duration:
+        """calls beyond what the services took for them, and the client's own work between steps"""
+
+    @property
+    def wall(self) -> google.protobuf.duration_pb2.Duration:
+        """by the scheduler's clock"""
+
+    def __init__(
+        self,
+        *,
+        held: google.protobuf.duration_pb2.Duration | None = ...,
+        queue: google.protobuf.duration_pb2.Duration | None = ...,
+        prefill: google.protobuf.duration_pb2.Duration | None = ...,
+        decode: google.protobuf.duration_pb2.Duration | None = ...,
+        preempted: google.protobuf.duration_pb2.Duration | None = ...,
+        move: google.protobuf.duration_pb2.Duration | None = ...,
+        tool: google.protobuf.duration_pb2.Duration | None = ...,
+        weights: google.protobuf.duration_pb2.Duration | None = ...,
+        control: google.protobuf.duration_pb2.Duration | None = ...,
+        wall: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["control", b"control", "decode", b"decode", "held", b"held", "move", b"move", "preempted", b"preempted", "prefill", b"prefill", "queue", b"queue", "tool", b"tool", "wall", b"wall", "weights", b"weights"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["control", b"control", "decode", b"decode", "held", b"held", "move", b"move", "preempted", b"preempted", "prefill", b"prefill", "queue", b"queue", "tool", b"tool", "wall", b"wall", "weights", b"weights"]) -> None: ...
+
+Global___Ledger: typing_extensions.TypeAlias = Ledger
+
+@typing.final
+class ClientTimes(google.protobuf.message.Message):
+    """What a client has measured of a trajectory with its own clock, from the opening until this request. Sums, so that a repeat or
+    a lost request changes nothing.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOOL_FIELD_NUMBER: builtins.int
+    CONTROL_FIELD_NUMBER: builtins.int
+    LOST_QUEUE_FIELD_NUMBER: builtins.int
+    LOST_PREFILL_FIELD_NUMBER: builtins.int
+    LOST_DECODE_FIELD_NUMBER: builtins.int
+    SINCE_OPENING_FIELD_NUMBER: builtins.int
+    @property
+    def tool(self) -> google.protobuf.duration_pb2.Duration:
+        """between steps, while a tool ran"""
+
+    @property
+    def control(self) -> google.protobuf.duration_pb2.Duration:
+        """see Ledger; without Ticket.waited and StepTiming, which others account for"""
+
+    @property
+    def lost_queue(self) -> google.protobuf.duration_pb2.Duration:
+        """Of steps whose ticket was replaced (replaces_ticket_id), as the client saw them: no engine accounts for these."""
+
+    @property
+    def lost_prefill(self) -> google.protobuf.duration_pb2.Duration: ...
+    @property
+    def lost_decode(self) -> google.protobuf.duration_pb2.Duration: ...
+    @property
+    def since_opening(self) -> google.protobuf.duration_pb2.Duration:
+        """For how long the trajectory had been open when these were measured: Ledger.wall of OpenTrajectoryResponse, and the time since by
+        the client's clock. What is missing when CloseTrajectory comes is for how long it was on its way; that is control too.
+        """
+
+    def __init__(
+        self,
+        *,
+        tool: google.protobuf.duration_pb2.Duration | None = ...,
+        control: google.protobuf.duration_pb2.Duration | None = ...,
+        lost_queue: google.protobuf.duration_pb2.Duration | None = ...,
+        lost_prefill: google.protobuf.duration_pb2.Duration | None = ...,
+        lost_decode: google.protobuf.duration_pb2.Duration | None = ...,
+        since_opening: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["control", b"control", "lost_decode", b"lost_decode", "lost_prefill", b"lost_prefill", "lost_queue", b"lost_queue", "since_opening", b"since_opening", "tool", b"tool"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["control", b"control", "lost_decode", b"lost_decode", "lost_prefill", b"lost_prefill", "lost_queue", b"lost_queue", "since_opening", b"since_opening", "tool", b"tool"]) -> None: ...
+
+Global___ClientTimes: typing_extensions.TypeAlias = ClientTimes
 
 @typing.final
 class OpenTrajectoryRequest(google.protobuf.message.Message):
@@ -592,6 +722,7 @@ class ScheduleStepRequest(google.protobuf.message.Message):
     RESUMED_TOKENS_FIELD_NUMBER: builtins.int
     TOOL_TIME_FIELD_NUMBER: builtins.int
     ENGINE_REFUSED_FIELD_NUMBER: builtins.int
+    TIMES_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     trajectory_id: builtins.str
     turn: builtins.int
@@ -609,6 +740,10 @@ class ScheduleStepRequest(google.protobuf.message.Message):
     def tool_time(self) -> google.protobuf.duration_pb2.Duration:
         """the tool call before this turn took; 0 for the first"""
 
+    @property
+    def times(self) -> Global___ClientTimes:
+        """optional: without it the ledger has no control"""
+
     def __init__(
         self,
         *,
@@ -621,9 +756,10 @@ class ScheduleStepRequest(google.protobuf.message.Message):
         resumed_tokens: builtins.int = ...,
         tool_time: google.protobuf.duration_pb2.Duration | None = ...,
         engine_refused: builtins.bool = ...,
+        times: Global___ClientTimes | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["tool_time", b"tool_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context_tokens", b"context_tokens", "engine_refused", b"engine_refused", "max_new_tokens", b"max_new_tokens", "replaces_ticket_id", b"replaces_ticket_id", "request_id", b"request_id", "resumed_tokens", b"resumed_tokens", "tool_time", b"tool_time", "trajectory_id", b"trajectory_id", "turn", b"turn"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["times", b"times", "tool_time", b"tool_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["context_tokens", b"context_tokens", "engine_refused", b"engine_refused", "max_new_tokens", b"max_new_tokens", "replaces_ticket_id", b"replaces_ticket_id", "request_id", b"request_id", "resumed_tokens", b"resumed_tokens", "times", b"times", "tool_time", b"tool_time", "trajectory_id", b"trajectory_id", "turn", b"turn"]) -> None: ...
 
 Global___ScheduleStepRequest: typing_extensions.TypeAlias = ScheduleStepRequest
 
@@ -652,10 +788,15 @@ class CloseTrajectoryRequest(google.protobuf.message.Message):
     TRAJECTORY_ID_FIELD_NUMBER: builtins.int
     OUTCOME_FIELD_NUMBER: builtins.int
     REWARD_FIELD_NUMBER: builtins.int
+    TIMES_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     trajectory_id: builtins.str
     outcome: Global___Outcome.ValueType
     reward: builtins.float
+    @property
+    def times(self) -> Global___ClientTimes:
+        """optional, as in ScheduleStepRequest"""
+
     def __init__(
         self,
         *,
@@ -663,9 +804,10 @@ class CloseTrajectoryRequest(google.protobuf.message.Message):
         trajectory_id: builtins.str = ...,
         outcome: Global___Outcome.ValueType = ...,
         reward: builtins.float | None = ...,
+        times: Global___ClientTimes | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_reward", b"_reward", "reward", b"reward"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_reward", b"_reward", "outcome", b"outcome", "request_id", b"request_id", "reward", b"reward", "trajectory_id", b"trajectory_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_reward", b"_reward", "reward", b"reward", "times", b"times"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_reward", b"_reward", "outcome", b"outcome", "request_id", b"request_id", "reward", b"reward", "times", b"times", "trajectory_id", b"trajectory_id"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_reward", b"_reward"]) -> typing.Literal["reward"] | None: ...
 
 Global___CloseTrajectoryRequest: typing_extensions.TypeAlias = CloseTrajectoryRequest
@@ -692,13 +834,17 @@ class GetTrajectoryRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TRAJECTORY_ID_FIELD_NUMBER: builtins.int
+    HISTORY_FIELD_NUMBER: builtins.int
     trajectory_id: builtins.str
+    history: builtins.bool
+    """answer with `decisions` and `steps` too"""
     def __init__(
         self,
         *,
         trajectory_id: builtins.str = ...,
+        history: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["trajectory_id", b"trajectory_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["history", b"history", "trajectory_id", b"trajectory_id"]) -> None: ...
 
 Global___GetTrajectoryRequest: typing_extensions.TypeAlias = GetTrajectoryRequest
 
@@ -707,17 +853,86 @@ class GetTrajectoryResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TRAJECTORY_FIELD_NUMBER: builtins.int
+    DECISIONS_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
     @property
     def trajectory(self) -> Global___Trajectory: ...
+    @property
+    def decisions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Decision]:
+        """The last ones, oldest first. A scheduler that has restarted knows those since then."""
+
+    @property
+    def steps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StepHistory]: ...
     def __init__(
         self,
         *,
         trajectory: Global___Trajectory | None = ...,
+        decisions: collections.abc.Iterable[Global___Decision] | None = ...,
+        steps: collections.abc.Iterable[Global___StepHistory] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["trajectory", b"trajectory"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["trajectory", b"trajectory"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["decisions", b"decisions", "steps", b"steps", "trajectory", b"trajectory"]) -> None: ...
 
 Global___GetTrajectoryResponse: typing_extensions.TypeAlias = GetTrajectoryResponse
+
+@typing.final
+class Decision(google.protobuf.message.Message):
+    """A decision about a trajectory. kind: placed, held, ticket, preempted, planned, moves, stays or moved."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SINCE_OPENING_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    ENGINE_ID_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    kind: builtins.str
+    engine_id: builtins.str
+    reason: builtins.str
+    """for a person"""
+    @property
+    def since_opening(self) -> google.protobuf.duration_pb2.Duration: ...
+    def __init__(
+        self,
+        *,
+        since_opening: google.protobuf.duration_pb2.Duration | None = ...,
+        kind: builtins.str = ...,
+        engine_id: builtins.str = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["since_opening", b"since_opening"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "kind", b"kind", "reason", b"reason", "since_opening", b"since_opening"]) -> None: ...
+
+Global___Decision: typing_extensions.TypeAlias = Decision
+
+@typing.final
+class StepHistory(google.protobuf.message.Message):
+    """A finished step."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TURN_FIELD_NUMBER: builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: builtins.int
+    TOOL_TIME_FIELD_NUMBER: builtins.int
+    turn: builtins.int
+    context_tokens: builtins.int
+    output_tokens: builtins.int
+    @property
+    def tool_time(self) -> google.protobuf.duration_pb2.Duration:
+        """of the call before it"""
+
+    def __init__(
+        self,
+        *,
+        turn: builtins.int = ...,
+        context_tokens: builtins.int = ...,
+        output_tokens: builtins.int = ...,
+        tool_time: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["tool_time", b"tool_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["context_tokens", b"context_tokens", "output_tokens", b"output_tokens", "tool_time", b"tool_time", "turn", b"turn"]) -> None: ...
+
+Global___StepHistory: typing_extensions.TypeAlias = StepHistory
 
 @typing.final
 class ListTrajectoriesRequest(google.protobuf.message.Message):

@@ -378,6 +378,7 @@ class TrajectoryClosed(google.protobuf.message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     OBSERVED_TOKENS_FIELD_NUMBER: builtins.int
     TOOL_TIME_FIELD_NUMBER: builtins.int
+    LEDGER_FIELD_NUMBER: builtins.int
     trajectory_id: builtins.str
     rollout_id: builtins.str
     prompt_id: builtins.str
@@ -392,6 +393,8 @@ class TrajectoryClosed(google.protobuf.message.Message):
     def tool_time(self) -> google.protobuf.duration_pb2.Duration:
         """of all tool calls"""
 
+    @property
+    def ledger(self) -> treadle.scheduler.v1.scheduler_pb2.Ledger: ...
     def __init__(
         self,
         *,
@@ -405,9 +408,10 @@ class TrajectoryClosed(google.protobuf.message.Message):
         prompt_tokens: builtins.int = ...,
         observed_tokens: builtins.int = ...,
         tool_time: google.protobuf.duration_pb2.Duration | None = ...,
+        ledger: treadle.scheduler.v1.scheduler_pb2.Ledger | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["tool_time", b"tool_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["gen_tokens", b"gen_tokens", "observed_tokens", b"observed_tokens", "outcome", b"outcome", "prompt_id", b"prompt_id", "prompt_tokens", b"prompt_tokens", "rollout_id", b"rollout_id", "sample", b"sample", "tool_time", b"tool_time", "trajectory_id", b"trajectory_id", "turns", b"turns"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["ledger", b"ledger", "tool_time", b"tool_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["gen_tokens", b"gen_tokens", "ledger", b"ledger", "observed_tokens", b"observed_tokens", "outcome", b"outcome", "prompt_id", b"prompt_id", "prompt_tokens", b"prompt_tokens", "rollout_id", b"rollout_id", "sample", b"sample", "tool_time", b"tool_time", "trajectory_id", b"trajectory_id", "turns", b"turns"]) -> None: ...
 
 Global___TrajectoryClosed: typing_extensions.TypeAlias = TrajectoryClosed
 
