@@ -11,7 +11,8 @@ from typing import Any
 
 from treadle_core import events as ev
 from treadle_core.actions import Action, SavePolicy
-from treadle_core.model import EngineRecord, JobRecord, JobUse, Ledger, Policy, TrajectoryRecord, WeightsRecord
+from treadle_core.ledger import Ledger
+from treadle_core.model import EngineRecord, JobRecord, JobUse, Policy, TrajectoryRecord, WeightsRecord
 from treadle_core.steps import admission, leases, lifecycle, moves, requests, weights
 from treadle_core.steps.state import State
 from treadle_core.tables.histories import Decision, Step

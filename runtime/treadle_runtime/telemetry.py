@@ -32,6 +32,7 @@ FLUSH_TIMEOUT_S = 5.0  # a collector that is away must not hold up the end of th
 SPANS_EXPORT_INTERVAL_S = 1.0  # spans are seen soon, still many at a time
 METRICS_EXPORT_INTERVAL_S = 10.0  # metrics are looked at over minutes
 SCOPE = "treadle"
+BOUNDS_S = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)  # of histograms of seconds
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,15 @@ class Metrics:
             reader = PeriodicExportingMetricReader(exporter, METRICS_EXPORT_INTERVAL_S * 1000, FLUSH_TIMEOUT_S * 1000)
             self._provider = MeterProvider([reader], _resource_of(self._settings), shutdown_on_exit=False)
         return self._provider.get_meter(SCOPE)
+
+    def seconds(self, name: str, what: str) -> Callable[..., None]:
+        """Makes the histogram `treadle_<service>_<name>_seconds`; returns what records a value, with labels."""
+        full = f"treadle_{self._settings.service}_{name}_seconds"
+        return self.meter().create_histogram(full, "s", what, explicit_bucket_boundaries_advisory=BOUNDS_S).record
+
+    def total(self, name: str, what: str) -> Callable[..., None]:
+        """Makes the counter `treadle_<service>_<name>_total`; returns what adds to it, with labels."""
+        return self.meter().create_counter(f"treadle_{self._settings.service}_{name}_total", "1", what).add
 
     async def shutdown(self) -> None:
         """Send the last values, for `FLUSH_TIMEOUT_S` at most."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 import uuid
+from pathlib import Path
 
 import grpc.aio
 import pytest
@@ -170,3 +173,45 @@ async def test_a_step_without_any_engine_is_held(start_service: StartService) ->
             await step
         ledger = (await m.control.trajectory(t.trajectory_id)).ledger
     assert spent(ledger, "held") > 1.0
+
+
+async def test_treadle_explain_tells_of_a_mesh_what_its_scheduler_knows(
+    start_service: StartService, tmp_path: Path
+) -> None:
+    """Three trajectories of a rollout, of which one is explained: closed, and before that while its step runs."""
+    async with mesh(start_service, engines=1) as m:
+
+        async def explain(t: treadle.Trajectory, *options: str) -> str:
+            command = (sys.executable, "-m", "treadle_cli", "explain", t.trajectory_id)
+            process = await asyncio.create_subprocess_exec(
+                *(*command, "--scheduler", m.scheduler.address, *options), cwd=tmp_path, stdout=asyncio.subprocess.PIPE
+            )
+            printed, _ = await process.communicate()
+            assert process.returncode == 0
+            return printed.decode()
+
+        async def run(number: int) -> treadle.Trajectory:
+            t = await m.client.open(prompt_id="p", sample=number, prompt=PROMPT, rollout_id="r")
+            await take_step(t, 30)
+            await use_tool(t)
+            await take_step(t, 20)
+            await t.close(reward=1.0)
+            return t
+
+        first, *_ = await asyncio.gather(*(run(number) for number in range(3)))
+        ledger = await check_sum(m, first)
+        told = json.loads(await explain(first, "--json"))
+        running = await m.client.open(prompt_id="p", sample=9, prompt=PROMPT)
+        step = asyncio.create_task(take_step(running, 1_000))
+        await until(lambda: m.engines[0].running)
+        text = " ".join((await explain(running)).split())
+        step.cancel()
+
+    assert told["ledger"] == pytest.approx({f"{part}_s": spent(ledger, part) for part in PARTS})
+    assert [each["kind"] for each in told["decisions"] if each["kind"] == "ticket"] == ["ticket"] * 2
+    assert told["recorded"]["trajectory_s"] <= told["recorded"]["rollout_s"]
+    assert [fate["policy"] for fate in told["simulated"]] == ["fcfs", "sticky", "verl", "treadle"]
+    for fate in told["simulated"]:
+        assert fate["rollout_s"] == pytest.approx(told["recorded"]["rollout_s"], rel=0.9)
+    assert "not accounted for yet: a step is on e0" in text
+    assert "It has sampled nothing yet" in text

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from treadle_core.model import LEDGER_PARTS, Ledger
+from treadle_core.ledger import LEDGER_PARTS, Ledger
 from treadle_core.tables.histories import Decision
 
 MEANINGS = {

@@ -12,7 +12,8 @@ from treadle.errors import error_from
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle.types import seconds, words_of
-from treadle_core.model import DEFAULT_PREFILL_TOKENS_PER_S, LEDGER_PARTS, DecodeCurve, Ledger
+from treadle_core.ledger import LEDGER_PARTS, Ledger
+from treadle_core.model import DEFAULT_PREFILL_TOKENS_PER_S, DecodeCurve
 from treadle_core.tables.histories import Decision
 from treadle_sim.cluster import Cluster
 from treadle_sim.engine_model import EngineModel, StepCurve

@@ -220,10 +220,9 @@ class Siting:
                 best, least_s, fewest, next_s = engine, work_s, there.trajectories, least_s
             elif work_s < next_s:
                 next_s = work_s
-        self.why = (
-            "least predicted work of {} engines: {:.1f} s, the next {:.1f} s",
-            (len(able.usable), least_s, next_s),
-        )
+        self.why = ("least predicted work: {:.1f} s, the next {:.1f} s", (least_s, next_s))
+        if len(able.usable) == 1:
+            self.why = ("the only engine", ())
         return best
 
 

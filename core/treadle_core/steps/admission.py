@@ -26,8 +26,8 @@ from treadle_core.planning.siting import carries_tags, fits_context
 from treadle_core.refusals import ContextTooLong, NoEngine
 from treadle_core.steps import moves, tickets
 from treadle_core.steps.state import Place, State
-from treadle_core.tables.trajectories import NOTHING
 from treadle_core.tables.open_waits import Cause
+from treadle_core.tables.trajectories import NOTHING
 
 
 def must_wait(state: State, record: TrajectoryRecord) -> bool:
@@ -214,7 +214,7 @@ def _explain_wait(state: State, record: TrajectoryRecord) -> tuple[str, object, 
     if engine is None or engine.behind:
         return "the engine is gone, or loads weights", "", ""
     tally, spec = state.table.tally(record.engine_id), engine.spec
-    if not _has_slot(state, record, spec):
+    if not _has_slot(state, record, tally.live, spec.slot_limit):
         return "no slot: {} steps have tickets, for {} slots", tally.live_tickets, spec.slot_limit
     if not tally.has_room(record, tickets.reserve_tokens(state, record), spec):
         return "no room: {} KV tokens are reserved, and it needs {}", tally.kv_reserve_tokens, record.prompt_tokens

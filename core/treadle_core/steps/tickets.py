@@ -11,15 +11,8 @@ from operator import attrgetter
 
 from treadle_core.actions import AbortStep, Action, IssueTicket, SaveTrajectory
 from treadle_core.events import StepFinished, StepRequested
-from treadle_core.model import (
-    NO_TIMES,
-    EngineSpec,
-    TicketRecord,
-    TicketStatus,
-    TrajectoryRecord,
-    TrajectoryState,
-    copy_with,
-)
+from treadle_core.ledger import NO_TIMES
+from treadle_core.model import EngineSpec, TicketRecord, TicketStatus, TrajectoryRecord, TrajectoryState, copy_with
 from treadle_core.ranking import priorities
 from treadle_core.refusals import (
     BadField,

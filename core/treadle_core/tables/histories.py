@@ -106,7 +106,10 @@ class Histories:
 
     def decisions(self, trajectory_id: str) -> list[Decision]:
         """What was decided about a trajectory, oldest first."""
-        return [Decision(*each[:4], each[4:]) for each in self.get(trajectory_id).decisions]
+        return [
+            Decision(now_s, kind, engine_id, pattern, tuple(values))
+            for now_s, kind, engine_id, pattern, *values in self.get(trajectory_id).decisions
+        ]
 
     def forget(self, trajectory_id: str) -> None:
         self._histories.pop(trajectory_id, None)

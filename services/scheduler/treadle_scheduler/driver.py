@@ -204,7 +204,7 @@ class Driver:
 
     Owns the controller and its clock. Events are handled one at a time, because the controller never awaits; writes and
     calls overlap. A request is answered once its state is stored and not before. `send` takes the actions that go to
-    other services; it must not block.
+    other services; it must not block. `note` is given all actions, to be counted.
     """
 
     def __init__(
@@ -214,12 +214,14 @@ class Driver:
         epoch_s: float,
         clock: Callable[[], float],
         send: Callable[[act.Action], None],
+        note: Callable[[act.Action], None] = lambda _: None,
     ) -> None:
         self.controller = controller
         self._store = store
         self._epoch_s = epoch_s
         self._clock = clock
         self._send = send
+        self._note = note
         self._waiting: dict[str, asyncio.Future[TicketRecord]] = {}  # ScheduleStep calls by trajectory
         self._holds = True  # whether they may wait
 
@@ -281,6 +283,7 @@ class Driver:
         """Note state to be stored and send the rest. Returns the keys whose state a request must wait for."""
         keys: set[str] = set()
         for action in actions:
+            self._note(action)
             match action:
                 case act.SaveTrajectory(record):
                     keys.add(key := trajectory_key(record.trajectory_id))

@@ -7,6 +7,7 @@ waits, so that a slow service gets the newest and no queue outgrows what is open
 """
 
 import asyncio
+import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
@@ -107,7 +108,8 @@ class Queues(Generic[T]):
 
 class Outbound:
     """`connect` opens channels; `may_send` returns when this process leads, so that one that was stopped for a while
-    sends nothing late; `handle` is set once, before the workers run, and takes the events that answers become."""
+    sends nothing late; `handle` is set once, before the workers run, and takes the events that answers become.
+    record_plan: given the seconds that a plan took."""
 
     handle: Callable[[Event], object]
 
@@ -117,10 +119,12 @@ class Outbound:
         bus: Bus,
         connect: Callable[[str], grpc.aio.Channel],
         may_send: Callable[[], Awaitable[None]] | None = None,
+        record_plan: Callable[[float], None] = lambda _: None,
     ) -> None:
         self._settings = settings
         self._bus = bus
         self._connect = connect
+        self._record_plan = record_plan
         self._predictions: Queues[act.AskPrediction] = Queues(
             self._predict, most=MOST_QUERIES, gather_s=GATHER_QUERIES_S, may_work=may_send
         )
@@ -190,11 +194,13 @@ class Outbound:
         event = PlanArrived(ask.plan_id)  # without engines, the core plans by itself
         if address:
             placement = PlacementServiceStub(self._connect(address))
+            began_s = time.monotonic()
             try:
                 response = await placement.PlanPlacement(convert.plan_request(ask), timeout=PLAN_TIMEOUT_S)
                 event = convert.plan_arrived(ask, response)
             except grpc.aio.AioRpcError as error:
                 log.warning("no plan", trajectories=len(ask.work), error=_brief(error))
+            self._record_plan(time.monotonic() - began_s)
         self.handle(event)
 
     async def _reprioritize(self, address: str, changes: list[tuple[str, float]]) -> None:

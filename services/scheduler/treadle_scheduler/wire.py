@@ -33,6 +33,7 @@ from treadle_scheduler.config import SchedulerSettings
 from treadle_scheduler.convert_peers import SUBSCRIBED_KINDS, event_of
 from treadle_scheduler.driver import POLICY_KEY, Driver, MeshRecord, StepHeld, Store, steady_clock
 from treadle_scheduler.lease import Lease, NotLeader
+from treadle_scheduler.meters import Meters
 from treadle_scheduler.outbound import Outbound
 from treadle_scheduler.servicer import SchedulerServicer
 
@@ -122,8 +123,9 @@ async def restore(runtime: Runtime, store: Store) -> tuple[Driver, list[Callable
     controller = Controller(mesh.policy, tuning_of(settings), mesh.epoch_s)
     restored = controller.restore(trajectories, engines, now, jobs, mesh.weights)
     log.info("restored", trajectories=len(trajectories), engines=len(engines), jobs=len(jobs))
-    outbound = Outbound(settings, runtime.bus, runtime.channel, store.lease.until_held)
-    driver = Driver(controller, store, mesh.epoch_s, clock, outbound.send)
+    meters = Meters(runtime.metrics)
+    outbound = Outbound(settings, runtime.bus, runtime.channel, store.lease.until_held, meters.record_plan)
+    driver = Driver(controller, store, mesh.epoch_s, clock, outbound.send, meters.record)
     outbound.handle = driver.handle
     driver.carry_out(restored)
 

@@ -15,6 +15,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 import structlog
+from treadle.engine.v1.engine_pb2 import StepFinished
 from treadle_core.model import DecodeCurve
 from treadle_core.steps.preemptive_queue import Admit, Prefill, QueueFull, QueuePolicy, StepQueue
 from treadle_runtime.bus import Bus
@@ -71,13 +72,14 @@ class StepRunner:
         contexts: Contexts,
         policy: QueuePolicy,
         curve: Callable[[], DecodeCurve | None],
+        note: Callable[[StepFinished], None] = lambda _: None,
     ) -> None:
         self.queue = StepQueue(policy, self._prefill_of)
         self._slots = policy.slots
         self.meter = LoadMeter()
         self._engine, self._watch, self._contexts = engine, watch, contexts
         self._bus, self._facts = bus, facts
-        self._curve = curve
+        self._curve, self._note = curve, note
         self._wake: asyncio.TimerHandle | None = None
         self._steps: dict[str, RunningStep] = {}
         self._tasks: asyncio.TaskGroup | None = None
@@ -230,6 +232,7 @@ class StepRunner:
             self._contexts.remember(trajectory_id, step.record.context)
             self.queue.remove(ticket_id)
             step.emit(finished)
+            self._note(finished)
             self.decide()
             await self._bus.publish(self._facts.finished(step.order, finished, step.record.output, before))
         except TreadleError as error:

@@ -1,6 +1,7 @@
 """Assemble the sidecar of one engine."""
 
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -14,7 +15,8 @@ from treadle_core.progress import EngineProgress
 from treadle_core.steps.preemptive_queue import QueuePolicy
 from treadle_runtime.idempotency import RequestRecords
 from treadle_runtime.server import Runtime, Wiring
-from treadle_runtime.times import timestamp
+from treadle_runtime.telemetry import Metrics
+from treadle_runtime.times import seconds, timestamp
 
 from treadle_sidecar import convert
 from treadle_sidecar.config import SidecarSettings
@@ -47,7 +49,7 @@ async def wire(runtime: Runtime) -> Wiring:
         hysteresis=settings.hysteresis,
         min_run_tokens=settings.min_run_tokens,
     )
-    runner = StepRunner(engine, watch, runtime.bus, facts, contexts, policy, known_curve)
+    runner = StepRunner(engine, watch, runtime.bus, facts, contexts, policy, known_curve, counting(runtime.metrics))
     storage = Path(settings.kv_storage_dir) if settings.kv_storage_dir else None
     prefixes = Prefixes(engine, watch, contexts, storage, settings.export_wait_s, runtime.channel)
     weights = Weights(engine, watch, runner, prefixes, runtime.bus, facts)
@@ -96,3 +98,23 @@ async def wire(runtime: Runtime) -> Wiring:
         tasks=tasks,
         close=engine.close,
     )
+
+
+def counting(metrics: Metrics) -> Callable[[engine_pb2.StepFinished], None]:
+    """What counts and times each step that has ended (README.md has the table)."""
+    step_s = metrics.seconds("step", "Where the time of steps went, by part")
+    steps = metrics.total("steps", "Steps by why they ended")
+    tokens = metrics.total("tokens", "Sampled tokens")
+    preemptions = metrics.total("preemptions", "Evictions of running steps")
+
+    def count(finished: engine_pb2.StepFinished) -> None:
+        timing = finished.timing
+        waits_s = seconds(timing.preempted) + seconds(timing.weights)
+        step_s(max(0.0, seconds(timing.queue) - waits_s), {"part": "queue"})
+        for part in ("prefill", "decode", "preempted", "weights"):
+            step_s(seconds(getattr(timing, part)), {"part": part})
+        steps(1, {"reason": engine_pb2.FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_").lower()})
+        tokens(sum(span.end_token - span.start_token for span in finished.version_spans))
+        preemptions(finished.preemptions)
+
+    return count

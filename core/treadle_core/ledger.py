@@ -1,0 +1,77 @@
+"""Where the time of a trajectory went: what the scheduler, engines and clients account for, and all of it together."""
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+
+class StepTimes(NamedTuple):  # which costs less than a dataclass, at each step
+    """Seconds of steps at engines, each second in one part: waiting before it first ran, prefill, decode, waiting since
+    an eviction, waiting while the engine was paused for other weights."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    preempted_s: float = 0.0
+    weights_s: float = 0.0
+
+    def plus(self, other: "StepTimes", times: float = 1.0) -> "StepTimes":
+        """The sum of both, the other one so many times."""
+        if other is NO_TIMES:
+            return self
+        return StepTimes(
+            self.queue_s + times * other.queue_s,
+            self.prefill_s + times * other.prefill_s,
+            self.decode_s + times * other.decode_s,
+            self.preempted_s + times * other.preempted_s,
+            self.weights_s + times * other.weights_s,
+        )
+
+    @property
+    def total_s(self) -> float:
+        return sum(self)
+
+
+NO_TIMES = StepTimes()
+
+
+class ClientTimes(NamedTuple):
+    """What a client has measured of a trajectory by its own clock, from the opening until its last report.
+
+    tool_s: between steps, while a tool ran. control_s: its calls without what the services took for them, and its own
+    work between steps. lost: of steps that it had to replace, as it saw them, since no engine accounts for these.
+    since_opening_s: how long the trajectory had been open when these were measured; 0 where that is not known.
+    """
+
+    tool_s: float = 0.0
+    control_s: float = 0.0
+    lost: StepTimes = NO_TIMES
+    since_opening_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Where the seconds of a trajectory went, from its opening on; each second is in one part (ADR 0040).
+
+    held_s: a requested step waited in the scheduler for room or for an engine. queue_s, prefill_s, decode_s,
+    preempted_s: as in StepTimes. move_s: a step waited until its KV had moved. tool_s, control_s: as in ClientTimes.
+    weights_s: a step waited while an engine loaded weights, in the scheduler or at the engine.
+    """
+
+    held_s: float = 0.0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    preempted_s: float = 0.0
+    move_s: float = 0.0
+    tool_s: float = 0.0
+    weights_s: float = 0.0
+    control_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """The sum of all parts."""
+        total_s: float = sum(getattr(self, name) for name in LEDGER_PARTS)
+        return total_s
+
+
+LEDGER_PARTS = tuple(part.name for part in fields(Ledger))  # in the order in which a step goes through them

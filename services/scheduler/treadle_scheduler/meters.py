@@ -1,0 +1,31 @@
+"""Count and time what the controller decides, for an operator (README.md has the table)."""
+
+from treadle_core import actions as act
+from treadle_core.ledger import LEDGER_PARTS
+from treadle_runtime.telemetry import Metrics
+
+
+class Meters:
+    """The scheduler's instruments."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._held = metrics.seconds("held", "From a request for a ticket to its ticket")
+        self._steps = metrics.total("steps", "Tickets")
+        self._trajectory = metrics.seconds("trajectory", "Where the time of closed trajectories went, by part")
+        self._closed = metrics.total("trajectories_closed", "Trajectories by outcome")
+        self._moves = metrics.total("moves", "Moves that were asked for")
+        self.record_plan = metrics.seconds("plan", "From the question for a plan to its answer")
+
+    def record(self, action: act.Action) -> None:
+        """Note an action that the controller wants done."""
+        match action:
+            case act.IssueTicket(ticket):
+                self._held(ticket.waited_s)
+                self._steps(1)
+            case act.AnnounceClosed(record, outcome):
+                self._closed(1, {"outcome": outcome.value})
+                ledger = record.ledger
+                for part in LEDGER_PARTS:
+                    self._trajectory(getattr(ledger, part), {"part": part.removesuffix("_s")})
+            case act.StartMigration():
+                self._moves(1)
