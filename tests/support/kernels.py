@@ -18,6 +18,8 @@ from treadle_core.tools.gpu import GpuManager
 from treadle_core.tools.grants import Service
 from treadle_placement.servicer import PlacementServicer
 from treadle_placement.wire import warm_up
+from treadle_runtime.config import Settings
+from treadle_runtime.telemetry import Metrics
 from treadle_sim.cluster import Cluster
 from treadle_tools.scheduling import resources
 
@@ -37,7 +39,7 @@ def compiled_after_placement() -> Signatures:
     """By a question under each cost model, of which some trajectories have started, after the service's warm-up."""
     warm_up(DecodeCurve())
     before = _signatures()
-    servicer = PlacementServicer(CostModel.CRITICAL_PATH, DecodeCurve())
+    servicer = PlacementServicer(CostModel.CRITICAL_PATH, DecodeCurve(), Metrics(Settings(nats_url="nats://unused")))
     for model in pb.CostModel.values():
         request = pb.PlanPlacementRequest(
             engines=[pb.PlacementEngine(engine_id=name, slot_limit=4) for name in "abc"],

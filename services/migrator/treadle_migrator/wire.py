@@ -20,7 +20,16 @@ async def wire(runtime: Runtime) -> Wiring:
     store = MigrationStore(bucket, settings.retention_s)
     await store.load()
 
+    move_s = runtime.metrics.seconds("move", "From the start of a move to its end, by how it ended")
+    moves = runtime.metrics.total("moves", "Moves by how they ended")
+    tokens = runtime.metrics.total("tokens", "Tokens of the prefixes that moved")
+
     async def announce(migration: Migration) -> None:
+        ended = {"state": migration.state.name.lower()}
+        moves(1, ended)
+        if migration.started_at_s is not None and migration.ended_at_s is not None:
+            move_s(migration.ended_at_s - migration.started_at_s, ended)
+        tokens(migration.prefix.tokens if migration.prefix is not None else 0)
         await runtime.bus.publish(fact_of(migration))
         await runtime.bus.flush()
 

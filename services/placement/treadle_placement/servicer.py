@@ -8,6 +8,7 @@ from treadle.placement.v1 import placement_pb2 as pb
 from treadle.placement.v1 import placement_pb2_grpc
 from treadle_core.model import CostModel, DecodeCurve
 from treadle_core.placing.placement import plan
+from treadle_runtime.telemetry import Metrics
 
 from treadle_placement.convert import columns_of, engines_of, model_of, response_of
 
@@ -18,9 +19,11 @@ LARGE = 1_000  # trajectories and engines together
 class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
     """`model` is the cost model of a request that names none, `curve` that of engines where none has a curve."""
 
-    def __init__(self, model: CostModel, curve: DecodeCurve) -> None:
+    def __init__(self, model: CostModel, curve: DecodeCurve, metrics: Metrics) -> None:
         self._model = model
         self._curve = curve
+        self._plan_s = metrics.seconds("plan", "What the solver took for a plan")
+        self._placed = metrics.total("trajectories", "Trajectories of the plans")
 
     async def PlanPlacement(self, request: pb.PlanPlacementRequest, context: Any) -> pb.PlanPlacementResponse:
         if len(request.trajectories) + len(request.engines) >= LARGE:
@@ -32,4 +35,7 @@ class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
         columns, engines = columns_of(request), engines_of(request, self._curve)
         began = time.perf_counter()
         found = plan(engines=engines, model=model, bound=True, **columns)
-        return response_of(request, found, columns["lengths"], time.perf_counter() - began)
+        took_s = time.perf_counter() - began
+        self._plan_s(took_s)
+        self._placed(len(request.trajectories))
+        return response_of(request, found, columns["lengths"], took_s)

@@ -27,7 +27,7 @@ async def wire(runtime: Runtime) -> Wiring:
         settings.default_prefill_tokens_per_s,
     )
     await asyncio.to_thread(warm_up, curve)
-    servicer = PlacementServicer(CostModel[settings.cost_model.upper()], curve)
+    servicer = PlacementServicer(CostModel[settings.cost_model.upper()], curve, runtime.metrics)
     return Wiring(
         services={"treadle.placement.v1.PlacementService": partial(add_PlacementServiceServicer_to_server, servicer)},
         # The core names the fields as the request does.

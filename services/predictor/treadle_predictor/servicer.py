@@ -2,6 +2,9 @@
 siblings, history, the prior."""
 
 import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -10,6 +13,7 @@ from treadle.predictor.v1 import predictor_pb2, predictor_pb2_grpc
 from treadle_core.ranking.estimator import Estimator, Forecast, Progress, Source
 from treadle_core.ranking.evidence import Evidence
 from treadle_runtime.errors import require
+from treadle_runtime.telemetry import Metrics
 
 from treadle_predictor.convert import ESTIMATORS, context_of, prediction_of, progress_of
 from treadle_predictor.facts import Learner
@@ -35,19 +39,28 @@ class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
     """
 
     def __init__(
-        self, evidence: Evidence, estimator: Estimator, learned: "LearnedPart | None", learner: Learner
+        self,
+        evidence: Evidence,
+        estimator: Estimator,
+        learned: "LearnedPart | None",
+        learner: Learner,
+        metrics: Metrics,
     ) -> None:
         self._evidence = evidence
         self._estimator = estimator
         self._learned = learned
         self._learner = learner
+        self._answer_s = metrics.seconds("answer", "What a call with questions took")
+        self._answers = metrics.total("predictions", "Answers by estimator")
 
     async def PredictRemaining(
         self, request: predictor_pb2.PredictRemainingRequest, context: Context
     ) -> predictor_pb2.PredictRemainingResponse:
         require(request.HasField("query"), "query", "must be set")
         progress = progress_of(request.query, "query")
+        began_s = time.monotonic()
         forecast = await self._forecast(progress, context_of(request.query))
+        self._count(began_s, [forecast])
         return predictor_pb2.PredictRemainingResponse(prediction=prediction_of(progress.trajectory_id, forecast))
 
     async def BatchPredictRemaining(
@@ -55,6 +68,7 @@ class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
     ) -> predictor_pb2.BatchPredictRemainingResponse:
         count = len(request.queries)
         require(1 <= count <= MOST_QUERIES, "queries", f"must be 1 to {MOST_QUERIES}, are {count}")
+        began_s = time.monotonic()
         asked = [progress_of(query, f"queries[{index}]") for index, query in enumerate(request.queries)]
         if self._learned is not None and self._learned.loader.leads:
             contexts = [context_of(query) for query in request.queries]
@@ -65,6 +79,7 @@ class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
                 forecasts.append(self._estimator.estimate(progress))
                 if index % QUERIES_AT_ONCE == 0:
                     await asyncio.sleep(0)
+        self._count(began_s, forecasts)
         return predictor_pb2.BatchPredictRemainingResponse(
             predictions=[
                 prediction_of(progress.trajectory_id, forecast)
@@ -87,6 +102,11 @@ class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
             updated_at=self._learner.updated_at,
             learned=_describe(self._learned) if self._learned is not None else None,
         )
+
+    def _count(self, began_s: float, forecasts: Sequence[Forecast]) -> None:
+        self._answer_s(time.monotonic() - began_s)
+        for source, count in Counter(forecast.source for forecast in forecasts).items():
+            self._answers(count, {"estimator": source.name.lower()})
 
     async def _forecast(self, progress: Progress, context: list[int]) -> Forecast:
         """An answer within the model's deadline. context: the trajectory's token ids by its query, or none; they are

@@ -38,7 +38,7 @@ async def wire(runtime: Runtime) -> Wiring:
     # Not durable: the state is in memory, so each process takes in all kept facts from the first.
     await runtime.bus.subscribe(FACT_KINDS, learner.on_fact, replay=True)
     await runtime.bus.catch_up()
-    servicer = PredictorServicer(evidence, Estimator(evidence, prior), learned, learner)
+    servicer = PredictorServicer(evidence, Estimator(evidence, prior), learned, learner, runtime.metrics)
     return Wiring(
         services={"treadle.predictor.v1.PredictorService": partial(add_PredictorServiceServicer_to_server, servicer)},
         tasks=[store.run, *tasks],

@@ -1,5 +1,6 @@
 """Serve RolloutService: check the request, convert it, ask the rollout, convert the answer."""
 
+import time
 import uuid
 from collections.abc import AsyncIterator
 
@@ -9,6 +10,7 @@ from treadle.rollout.v1 import rollout_pb2_grpc
 from treadle_core.rollouts.buffer import DropReason
 from treadle_runtime.errors import FailedPrecondition, identifier
 from treadle_runtime.idempotency import RequestRecords, answered_once
+from treadle_runtime.telemetry import Metrics
 
 from treadle_rollout import convert
 from treadle_rollout.rollouts import Rollout, Rollouts
@@ -22,7 +24,12 @@ BATCH_FRAME_BYTES = 64 * 1024
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     """Owns nothing: state is in `rollouts`."""
 
-    def __init__(self, rollouts: Rollouts, records: RequestRecords, *, max_message_bytes: int) -> None:
+    def __init__(
+        self, rollouts: Rollouts, records: RequestRecords, metrics: Metrics, *, max_message_bytes: int
+    ) -> None:
+        self._submit_s = metrics.seconds("submit", "From a submission to its verdict")
+        self._samples = metrics.total("samples", "Submitted samples by verdict")
+        self._batches = metrics.total("batches", "Batches that were taken")
         self._rollouts = rollouts
         self.records = records
         self._batch_bytes = max(1, max_message_bytes - BATCH_FRAME_BYTES)
@@ -75,7 +82,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         """The verdict on a finished trajectory."""
         rollout = await self._find(request.rollout_id)
         sample = convert.sample_from(request.trajectory, rollout.buffer)
-        return convert.verdict_to(await rollout.submit(sample, request.trajectory.SerializeToString()))
+        began_s = time.monotonic()
+        verdict = await rollout.submit(sample, request.trajectory.SerializeToString())
+        self._submit_s(time.monotonic() - began_s)
+        self._samples(1, {"verdict": "kept" if verdict.drop_reason is None else verdict.drop_reason.name.lower()})
+        return convert.verdict_to(verdict)
 
     async def GetBatch(self, request: pb.GetBatchRequest, context: Context) -> pb.GetBatchResponse:
         """Whole groups for training, in one message.
@@ -85,6 +96,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         asked = convert.batch_request_from(request)
         rollout = await self._find(request.rollout_id)
         batch = await rollout.take(asked, self._batch_bytes)
+        self._batches(1)
         size_bytes = rollout.buffer.bytes_of(batch)
         if size_bytes > self._batch_bytes:  # StreamBatch took it
             raise FailedPrecondition(
@@ -99,6 +111,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         asked = convert.batch_request_from(request)
         rollout = await self._find(request.rollout_id)
         batch = await rollout.take(asked)
+        self._batches(1)
         for prompt_id, trajectory_ids in batch.groups:
             for trajectory_id in trajectory_ids:
                 async for data, last in rollout.chunks_of(trajectory_id):

@@ -47,7 +47,7 @@ async def wire(runtime: Runtime) -> Wiring:
     payloads = PayloadStore(bucket, jetstream, runtime.bus.max_payload_bytes, settings.payload_bytes)
     rollouts = Rollouts(records, payloads)
     await rollouts.load()
-    servicer = RolloutServicer(rollouts, runtime.records, max_message_bytes=settings.max_message_bytes)
+    servicer = RolloutServicer(rollouts, runtime.records, runtime.metrics, max_message_bytes=settings.max_message_bytes)
 
     async def sweep() -> None:
         """Remove what nobody can ask for any more. A sweep that NATS interrupts is taken up by the next one."""

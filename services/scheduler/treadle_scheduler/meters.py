@@ -14,6 +14,7 @@ class Meters:
         self._trajectory = metrics.seconds("trajectory", "Where the time of closed trajectories went, by part")
         self._closed = metrics.total("trajectories_closed", "Trajectories by outcome")
         self._moves = metrics.total("moves", "Moves that were asked for")
+        self._moves(0)  # it is seen though none was asked for
         self.record_plan = metrics.seconds("plan", "From the question for a plan to its answer")
 
     def record(self, action: act.Action) -> None:
