@@ -291,13 +291,20 @@ def trace(
     traces: Annotated[
         Path | None, typer.Option(help="Write the run's trajectories to this trace file (docs/traces.md) instead.")
     ] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(help="Write the run's steps as Chrome trace events for ui.perfetto.dev instead.")
+    ] = None,
 ) -> None:
     """Draw the report of a finished run again, from its trajectories.jsonl and summary.json."""
     from treadle_cli.predictor.sources import write_run
     from treadle_cli.report.page import render_run
+    from treadle_cli.report.perfetto import write_perfetto
+    from treadle_cli.report.records import read_run
 
     with exits.end_with_one_line():
-        if traces is None:
+        if perfetto is not None:
+            typer.echo(f"{perfetto}: {write_perfetto(read_run(run), perfetto)} slices")
+        elif traces is None:
             render_run(run, out)
         else:
             typer.echo(f"{traces}: {write_run(run, traces)} trajectories")

@@ -11,7 +11,7 @@ from support.collector import collecting
 from support.fake_migration_peers import MigratorCalls
 from support.fake_sglang import fake_sglang
 from support.mesh_in_process import QUICK, generate
-from support.processes import StartService, free_port
+from support.processes import ServiceProcess, StartService, free_port
 from support.scheduler import scheduler_client
 from treadle.migrator.v1 import migrator_pb2
 
@@ -36,6 +36,7 @@ async def test_each_service_sends_the_figures_that_its_readme_has_and_each_names
     start_service: StartService,
 ) -> None:
     """A rollout on two engines, a batch, a move that fails; then all services are stopped."""
+    processes: list[ServiceProcess] = []
     async with collecting() as (collector, endpoint), fake_sglang() as first, fake_sglang() as second:
 
         async def start(service: str, **own: str) -> str:
@@ -44,7 +45,6 @@ async def test_each_service_sends_the_figures_that_its_readme_has_and_each_names
             processes.append(process)
             return process.address
 
-        processes = []
         peers = {name: await start(name) for name in ("predictor", "placement", "rollout")}
         address = f"127.0.0.1:{free_port()}"
         migrator = await start("migrator", SCHEDULER=address)

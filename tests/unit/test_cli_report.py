@@ -2,6 +2,7 @@
 the run as a trace file."""
 
 import io
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -223,3 +224,26 @@ def test_a_run_becomes_trajectories_with_their_tools_seconds_and_what_was_cut_ma
     assert (first.reward, first.censored, second.reward, second.censored) == (1.0, False, None, True)
     assert [work.sample for work in (first, second, third)] == [0, 1, 2]
     assert third.gen_tokens == 7
+
+
+def test_a_run_as_trace_events_has_each_step_on_a_track_of_its_engine_and_an_arrow_for_each_move(
+    tmp_path: Path,
+) -> None:
+    run = small_run()
+    write_run(tmp_path, run)
+
+    result = CliRunner().invoke(app, ["trace", str(tmp_path), "--perfetto", str(tmp_path / "trace.json")])
+
+    assert result.exit_code == 0, result.output
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    slices = [event for event in events if event["ph"] == "X"]
+    spans = [span for t in run.trajectories for span in t.spans if span.kind != "migration"]
+    assert sorted(event["dur"] / 1e6 for event in slices) == sorted(span.end_s - span.start_s for span in spans)
+    for first, second in itertools.combinations(slices, 2):
+        if (first["pid"], first["tid"]) == (second["pid"], second["tid"]):
+            assert first["ts"] + first["dur"] <= second["ts"] or second["ts"] + second["dur"] <= first["ts"]
+    left, arrived = (next(event for event in events if event["ph"] == phase) for phase in ("s", "f"))
+    assert tracks[left["pid"], left["tid"]].startswith("engine-0")
+    assert tracks[arrived["pid"], arrived["tid"]].startswith("engine-1")
+    assert left["id"] == arrived["id"] and (left["ts"], arrived["ts"]) == (1e6, 8e6)

@@ -188,17 +188,18 @@ class AnyEvents(RuleBasedStateMachine):
         next_turn = self.scenario.controller.trajectory(name).next_turn if name in self.known() else 0
         self.hand(ev.StepRequested(self.scenario.request_id(), name, max(0, next_turn + ahead), 100, 64, tool_s=tool_s))
 
-    @rule(name=TRAJECTORIES, index=INDEX)
-    def client_asks_again_after_a_lost_stream(self, name: str, index: int) -> None:
+    @rule(name=TRAJECTORIES, index=INDEX, refused=st.booleans())
+    def client_asks_again_after_a_lost_stream(self, name: str, index: int, refused: bool = False) -> None:
         lost = self.pick(index, name)
         if lost is not None:
-            self.hand(ev.StepRequested(self.scenario.request_id(), name, lost.turn, 100, 64, lost.ticket_id, 3))
+            asked = self.scenario.request_id(), name, lost.turn, 100, 64, lost.ticket_id, 3
+            self.hand(ev.StepRequested(*asked, engine_refused=refused))
 
     @rule(index=INDEX)
     def client_repeats(self, index: int) -> None:
         ticket = self.pick(index)
         if ticket is not None:
-            names = (field.name for field in fields(ev.StepRequested) if field.name not in ("tool_s", "client_times"))
+            names = (field.name for field in fields(ev.StepRequested) if hasattr(ticket, field.name))
             self.hand(ev.StepRequested(*(getattr(ticket, name) for name in names)))
 
     @rule(name=TRAJECTORIES, outcome=st.sampled_from(list(Outcome)), request=st.integers(0, 7))

@@ -134,18 +134,18 @@ def _work(said: pb.GetTrajectoryResponse) -> TrajectoryWork:
         first = steps[0].context_tokens if steps else t.context_tokens
         found.append(Step(unknown, max(0, first - t.prompt_tokens - unknown), 0.0))
     for step, following in zip(steps, [*steps[1:], None], strict=True):
-        observed, tool_s = 0, seconds(t.ledger.tool) - sum(seconds(each.tool_time) for each in steps)
+        observed, tool_s = 0, seconds(t.ledger.tool) - sum(seconds(other.tool_time) for other in steps)
         if following is not None:
             observed = max(0, following.context_tokens - step.context_tokens - step.output_tokens)
             tool_s = seconds(following.tool_time)
         found.append(Step(step.output_tokens, observed, max(tool_s, 0.0)))
     merged = [found[0]]
-    for step in found[1:]:
+    for each in found[1:]:
         last = merged[-1]
         if last.obs_tokens == 0 and last.tool_s < TOOL_S:
-            merged[-1] = Step(last.gen_tokens + step.gen_tokens, step.obs_tokens, step.tool_s)
+            merged[-1] = Step(last.gen_tokens + each.gen_tokens, each.obs_tokens, each.tool_s)
         else:
-            merged.append(step)
+            merged.append(each)
     return TrajectoryWork(t.prompt_id, t.sample, t.prompt_tokens, tuple(merged))
 
 

@@ -248,18 +248,10 @@ class Mesh:
         """A fresh deadline with waits by the client's policy."""
         return Backoff(self._retry, self._rng, timeout_s)
 
-    async def call(
-        self,
-        method: grpc.aio.UnaryUnaryMultiCallable[Q, A],
-        request: Q,
-        timeout_s: float,
-        update: Callable[[Q], None] = lambda _: None,
-    ) -> A:
-        """The response; TreadleError when the server refuses or the deadline passes. update: called with the request
-        before each try."""
+    async def call(self, method: grpc.aio.UnaryUnaryMultiCallable[Q, A], request: Q, timeout_s: float) -> A:
+        """The response; TreadleError when the server refuses or the deadline passes."""
         backoff = self.backoff(timeout_s)
         while True:
-            update(request)
             try:
                 return await method(request, timeout=max(backoff.remaining_s, 0.001))
             except grpc.aio.AioRpcError as failure:

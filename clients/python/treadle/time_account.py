@@ -32,7 +32,6 @@ class TimeAccount:
         self._ran_s = 0.0  # of tools of the mesh, since the mark
         self._stepped = False  # a step has ended since the opening
         self._streams = False
-        self._closes = False
         self._seen_s: Mapping[str, float] = {}  # of the last step that ended without its engine's account
 
     def add_tool(self, seconds: float) -> None:
@@ -61,12 +60,10 @@ class TimeAccount:
             self._control_s += self._mark(now) - (sum(seen_s.values()) if accounted_s is None else accounted_s)
 
     def close(self, now: float, *, asks: bool) -> pb.ClientTimes:
-        """The sums at the end, for each try of the closing. asks: for a ticket since the mark, which is a wait that the
-        scheduler counts."""
-        if asks and not self._closes:
+        """The sums at the end. asks: for a ticket since the mark, which is a wait that the scheduler counts."""
+        if asks:
             self._mark(now)
-        self._end_gap(now, goes_on=self._closes)
-        self._closes = True
+        self._end_gap(now, goes_on=False)
         return self.report()
 
     def report(self) -> pb.ClientTimes:

@@ -102,7 +102,7 @@ class Trajectory:
         self._on_change, self._on_close = on_change or (lambda *_: None), on_close
         self._run: StepRun | None = None
         self._calls = 0  # that the scheduler has counted as turns: one a step, or several of a long one
-        self._close_id = request_id()
+        self._closing: scheduler_pb2.CloseTrajectoryRequest | None = None  # repeated as it is
         self._turn_ended_s = self.opened_s
         self._sessions: list[Session] = []
 
@@ -191,20 +191,18 @@ class Trajectory:
 
     async def _close_at_scheduler(self) -> None:
         assert self.outcome is not None
-        request = scheduler_pb2.CloseTrajectoryRequest(
-            request_id=self._close_id,
-            trajectory_id=self.trajectory_id,
-            outcome=scheduler_pb2.Outcome.Value(f"OUTCOME_{self.outcome.upper()}"),
-            reward=self.reward,
-        )
+        if self._closing is None:
+            asks = self._run is not None and self._run.unanswered is not None
+            self._closing = scheduler_pb2.CloseTrajectoryRequest(
+                request_id=request_id(),
+                trajectory_id=self.trajectory_id,
+                outcome=scheduler_pb2.Outcome.Value(f"OUTCOME_{self.outcome.upper()}"),
+                reward=self.reward,
+                times=self._times.close(self._mesh.clock(), asks=asks),
+            )
         timeouts = self._mesh.timeouts
         timeout_s = timeouts.cleanup_s if self.outcome == "cancelled" else timeouts.control_s
-        asks = self._run is not None and self._run.unanswered is not None
-
-        def report(request: scheduler_pb2.CloseTrajectoryRequest) -> None:
-            request.times.CopyFrom(self._times.close(self._mesh.clock(), asks=asks))
-
-        await self._mesh.call(self._mesh.scheduler.CloseTrajectory, request, timeout_s, report)
+        await self._mesh.call(self._mesh.scheduler.CloseTrajectory, self._closing, timeout_s)
         self.closed_s = self._mesh.clock()
         self._on_close(self)
 

@@ -55,8 +55,8 @@ def open_trajectory(state: State, event: TrajectoryOpened, now: float) -> list[a
     engine = state.siting.choose(record)
     if engine is not None:
         record = copy_with(record, engine_id=engine.spec.engine_id, revision=1)
-        pattern, values = state.siting.why
-        state.histories.decide(record.trajectory_id, now, "placed", engine.spec.engine_id, pattern, *values)
+        pattern, why = state.siting.why
+        state.histories.decide(record.trajectory_id, now, "placed", engine.spec.engine_id, pattern, *why)
     record = copy_with(record, priority=state.priority(record))
     state.table.put(record)
     state.planner.note_opening(record)

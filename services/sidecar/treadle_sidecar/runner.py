@@ -15,7 +15,6 @@ from contextlib import aclosing
 from dataclasses import replace
 
 import structlog
-from treadle.engine.v1.engine_pb2 import StepFinished
 from treadle_core.model import DecodeCurve
 from treadle_core.steps.preemptive_queue import Admit, Prefill, QueueFull, QueuePolicy, StepQueue
 from treadle_runtime.bus import Bus
@@ -25,7 +24,7 @@ from treadle_sidecar.convert import StepFacts
 from treadle_sidecar.engine.client import EngineClient, EngineLost, EngineRefused
 from treadle_sidecar.engine.watch import EngineWatch, engine_lost
 from treadle_sidecar.prefixes import BLOCK_TOKENS, Contexts, hash_blocks
-from treadle_sidecar.step import ABORTED, LENGTH, STOP, Reason, RunningStep, StepOrder
+from treadle_sidecar.step import ABORTED, LENGTH, STOP, Finished, Reason, RunningStep, StepOrder
 
 log = structlog.get_logger()
 
@@ -58,7 +57,7 @@ class LoadMeter:
 
 class StepRunner:
     """policy.slots: steps that decode at once; 0: as many as the engine was started for. curve: of the engine, None
-    while it is not known.
+    while it is not known. note: given each step that has ended.
 
     Whoever uses the engine while it is idle holds `borrowed`, and gives it back when `wanted` is set.
     """
@@ -72,7 +71,7 @@ class StepRunner:
         contexts: Contexts,
         policy: QueuePolicy,
         curve: Callable[[], DecodeCurve | None],
-        note: Callable[[StepFinished], None] = lambda _: None,
+        note: Callable[[Finished], None] = lambda _: None,
     ) -> None:
         self.queue = StepQueue(policy, self._prefill_of)
         self._slots = policy.slots

@@ -29,6 +29,7 @@ SEED_BYTES = 7  # below SGLang's limit of 63 bits
 TAIL_TOKENS = 64  # of an output resumed from elsewhere, enough for the text in which a stop string may have begun
 
 Reason: TypeAlias = pb.FinishReason.ValueType
+Finished: TypeAlias = pb.StepFinished
 STOP, LENGTH, ABORTED = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_ABORTED
 
 StepEvent: TypeAlias = pb.StepStarted | pb.TokenChunk | pb.StepPreempted | pb.StepFinished
