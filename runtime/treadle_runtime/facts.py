@@ -141,9 +141,9 @@ class FactSubscription:
         """Continue with the durable consumer of an earlier process, or subscribe and then make a consumer."""
         info = await self._js.stream_info(STREAM)
         self._stream_created = info.created
-        adopted = await self._adopt()
+        # First, since a process that hangs still listens there, and would get all that is sent again.
         await self._client.subscribe(self._deliver_subject, cb=self._on_message)
-        if not adopted:
+        if not await self._adopt():
             if not self._replay:
                 # From here on, also if the consumer is lost before the first fact.
                 self._next_sequence = info.state.last_seq + 1

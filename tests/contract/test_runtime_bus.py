@@ -116,6 +116,25 @@ async def test_facts_that_a_dead_subscriber_had_not_acknowledged_come_at_once_to
     assert second.heard == [str(index) for index in range(5)]
 
 
+async def test_facts_come_at_once_to_the_successor_of_a_subscriber_that_hangs(nats_url: str) -> None:
+    """The first one is connected all the time, receives everything and acknowledges nothing."""
+    received: list[Fact] = []
+
+    async def hang(fact: Fact) -> None:
+        received.append(fact)
+        await asyncio.Event().wait()
+
+    second = Ear()
+    async with open_bus(nats_url, "hangs") as hangs, open_bus(nats_url, "test") as bus:
+        await hangs.subscribe(["engine_lost"], hang, durable="loom")
+        for index in range(5):
+            await bus.publish(lost(str(index)))
+        await until(lambda: len(received) == 5)
+        await bus.subscribe(["engine_lost"], second, durable="loom")
+        await until(lambda: len(second.heard) == 5, within_s=10)
+    assert second.heard == [str(index) for index in range(5)]
+
+
 async def test_a_handler_that_fails_gets_the_fact_again_a_bounded_number_of_times(bus: Bus) -> None:
     ear = Ear(failures={"shaky": 2, "hopeless": 1000})
     await bus.subscribe(["engine_lost"], ear)
