@@ -275,9 +275,8 @@ class Driver:
         """Background task: tell the controller that time passes, and store what is not stored yet."""
         while True:
             await asyncio.sleep(TICK_S)
-            if self._store.lease.is_held:  # else another process may lead, and nothing is to end that goes on there
-                self.handle(Tick())
-                await self._store.settle_all()
+            self.handle(Tick())
+            await self._store.settle_all()
 
     def carry_out(self, actions: list[act.Action]) -> set[str]:
         """Note state to be stored and send the rest. Returns the keys whose state a request must wait for."""
