@@ -24,6 +24,7 @@ from treadle_bench.controller.measure import BENCH as CONTROLLER
 from treadle_bench.controller.replan import BENCH as REPLAN
 from treadle_bench.engine.measure import BENCH as ENGINE
 from treadle_bench.fidelity.measure import BENCH as FIDELITY
+from treadle_bench.fleet.measure import BENCH as FLEET
 from treadle_bench.heddle4.measure import BENCH as HEDDLE4
 from treadle_bench.heddle12.measure import BENCH as HEDDLE12
 from treadle_bench.heddle_tables.measure import BENCH as HEDDLE_TABLES
@@ -49,6 +50,7 @@ BENCHES: Mapping[str, Bench] = {
             CONTROL_PLANE,
             ENGINE,
             FIDELITY,
+            FLEET,
             LIVE,
             MIGRATION,
             CONTROLLER,

@@ -23,7 +23,7 @@ SERVICE_STAGE = 2  # the service is stopped before NATS
 @asynccontextmanager
 async def run_mesh(engines: EnginePlan, options: BenchOptions) -> AsyncIterator[Mesh]:
     """A mesh on this machine. Raises ProcessError."""
-    async with _run_tree(options) as (tree, folder):
+    async with run_tree(options) as (tree, folder):
         with StartBoard(options.progress) as board:
             mesh = await Mesh.start(MeshPlan(engines, folder / "state"), tree, board)
         yield mesh
@@ -32,7 +32,7 @@ async def run_mesh(engines: EnginePlan, options: BenchOptions) -> AsyncIterator[
 @asynccontextmanager
 async def run_engine(plan: EnginePlan, options: BenchOptions) -> AsyncIterator[Engine]:
     """The first engine of a plan, without the rest of the mesh. Raises ProcessError."""
-    async with _run_tree(options) as (tree, folder):
+    async with run_tree(options) as (tree, folder):
         kv = place_kv(tree, plan, folder)
         (engine,) = start_engines(tree, replace(plan, count=1), await prepare_model(tree, plan), kv)
         await until_healthy(engine)
@@ -50,7 +50,7 @@ class Service:
 @asynccontextmanager
 async def run_service(name: str, options: BenchOptions, **settings: str) -> AsyncIterator[Service]:
     """One service without the rest of the mesh. settings: in upper case, without the prefix. Raises ProcessError."""
-    async with _run_tree(options) as (tree, folder):
+    async with run_tree(options) as (tree, folder):
         _, nats_url = await start_nats(tree, folder)
         own = {"LISTEN": f"{HOST}:0", "READY_FILE": str(folder / "ready.json"), "NATS_URL": nats_url, **settings}
         env = {f"TREADLE_{name.upper()}_{key}": value for key, value in own.items()}
@@ -60,7 +60,8 @@ async def run_service(name: str, options: BenchOptions, **settings: str) -> Asyn
 
 
 @asynccontextmanager
-async def _run_tree(options: BenchOptions) -> AsyncIterator[tuple[ProcessTree, Path]]:
+async def run_tree(options: BenchOptions) -> AsyncIterator[tuple[ProcessTree, Path]]:
+    """A tree of child processes and a folder, both gone at the end of the block."""
     with tempfile.TemporaryDirectory(prefix="treadle-bench-", ignore_cleanup_errors=True) as name:
         async with ProcessTree(Path(name) / "logs", hurry=options.hurry) as tree:
             yield tree, Path(name)

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from treadle_runtime.config import DEFAULT_FACTS_BYTES
 
@@ -80,30 +81,44 @@ def choose_addresses(ports: Ports, base_port: int, engine_ids: Sequence[str]) ->
 
 
 class ControlPlane:
-    """NATS, the services and the sidecars of one mesh, as children of `tree`; their files go to `folder`."""
+    """NATS, the services and the sidecars of one mesh, as children of `tree`; their files go to `folder`.
+    lease_ttl_s: of engines."""
 
-    def __init__(self, tree: ProcessTree, where: Addresses, folder: Path) -> None:
-        self._tree, self._where, self._folder = tree, where, folder
-        self._children: list[Child] = []
+    def __init__(self, tree: ProcessTree, where: Addresses, folder: Path, lease_ttl_s: float = LEASE_TTL_S) -> None:
+        self._tree, self._where, self._folder, self._lease_ttl_s = tree, where, folder, lease_ttl_s
+        self._children: dict[str, Child] = {}
         self.nats_url = ""
 
     async def start(self) -> None:
         """Start NATS, then the services at once; return when all are ready."""
-        (self._folder / "nats").mkdir(parents=True, exist_ok=True)
-        nats, self.nats_url = await start_nats(self._tree, self._folder / "nats")
-        self._children.append(nats)
+        await self.start_nats()
+        async with asyncio.TaskGroup() as group:
+            for name in self._where.services:
+                group.create_task(self.start_service(name))
+
+    async def start_nats(self) -> None:
+        """Start NATS; again at the same port, with what it had stored, after it has ended."""
+        folder = self._folder / "nats"
+        folder.mkdir(parents=True, exist_ok=True)
+        child, self.nats_url = await start_nats(self._tree, folder, urlsplit(self.nats_url).port)
+        self._children[child.name] = child
+
+    async def start_service(self, name: str) -> None:
+        """Start a service; again at the same address after it has ended."""
         peers = {f"TREADLE_SCHEDULER_{name.upper()}": address for name, address in self._where.services.items()}
         peers.pop("TREADLE_SCHEDULER_SCHEDULER")
         peers["TREADLE_SCHEDULER_RESOURCES"] = self._where.resources
         own = {
-            "scheduler": {**peers, "TREADLE_SCHEDULER_LEASE_TTL_S": str(LEASE_TTL_S)},
+            "scheduler": {**peers, "TREADLE_SCHEDULER_LEASE_TTL_S": str(self._lease_ttl_s)},
             "migrator": {"TREADLE_MIGRATOR_SCHEDULER": self._where.scheduler},
             # Nobody restarts the service here, so its sandboxes end with it.
             "tools": {"TREADLE_TOOLS_STATE_DIR": str(self._folder / "tools"), "TREADLE_TOOLS_KEEP_S": "0"},
         }
-        async with asyncio.TaskGroup() as group:
-            for name, address in self._where.services.items():
-                group.create_task(self._start(name, name, address, own.get(name, {})))
+        await self._start(name, name, self._where.services[name], own.get(name, {}))
+
+    def child(self, name: str) -> Child:
+        """The process of "nats", of a service or of "sidecar-ENGINE_ID", as started last."""
+        return self._children[name]
 
     @functools.cached_property
     def _reserved(self) -> dict[str, str]:
@@ -120,11 +135,12 @@ class ControlPlane:
 
     async def stop(self) -> None:
         """Stop the services, then NATS."""
-        await self._tree.stop([child for child in self._children if child.stage == STAGE])
-        await self._tree.stop(self._children)
+        await self._tree.stop([child for child in self._children.values() if child.stage == STAGE])
+        await self._tree.stop(list(self._children.values()))
 
     async def _start(self, name: str, service: str, address: str, own: Mapping[str, str]) -> Child:
         ready_file = self._folder / f"{name}.ready.json"
+        ready_file.unlink(missing_ok=True)  # of a process that was killed
         variables = {
             "TREADLE_NATS_URL": self.nats_url,
             "TREADLE_DRAIN_GRACE_S": str(DRAIN_GRACE_S),
@@ -134,14 +150,15 @@ class ControlPlane:
             **own,
         }
         child = self._tree.start(name, [sys.executable, "-m", f"treadle_{service}"], variables, stage=STAGE)
-        self._children.append(child)
+        self._children[name] = child
         await read_ready_file(child, ready_file.parent, ready_file.name, START_TIMEOUT_S)
         return child
 
 
-async def start_nats(tree: ProcessTree, folder: Path) -> tuple[Child, str]:
-    """Start nats-server on any free port with its store in `folder`; return it and its URL once it listens."""
-    command = [str(nats_server()), "-a", HOST, "-p", "-1", "-js", "-sd", str(folder / "jetstream")]
+async def start_nats(tree: ProcessTree, folder: Path, port: int | None = None) -> tuple[Child, str]:
+    """Start nats-server on `port`, or any free one, with its store in `folder`; return it and its URL once it
+    listens."""
+    command = [str(nats_server()), "-a", HOST, "-p", str(port or -1), "-js", "-sd", str(folder / "jetstream")]
     child = tree.start("nats", [*command, "--ports_file_dir", str(folder)], stage=NATS_STAGE)
     ports = await read_ready_file(child, folder, f"*_{child.pid}.ports", NATS_TIMEOUT_S)
     return child, str(ports["nats"][0])
