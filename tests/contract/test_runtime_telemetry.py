@@ -9,6 +9,7 @@ from typing import Any
 import grpc.aio
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from support.collector import serving
 from support.conditions import until
 from support.facts import hear
 from support.probe_service import PROBE, ProbeSettings, plan
@@ -44,14 +45,8 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 async def collecting() -> AsyncIterator[tuple[Collector, str]]:
     """A collector and its endpoint."""
     collector = Collector()
-    server = grpc.aio.server()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield collector, f"http://127.0.0.1:{port}"
-    finally:
-        await server.stop(0)
+    async with serving(collector, trace_service_pb2_grpc.add_TraceServiceServicer_to_server) as endpoint:
+        yield collector, endpoint
 
 
 def log_lines(text: str) -> Iterator[dict[str, Any]]:

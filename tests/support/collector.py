@@ -1,6 +1,6 @@
 """An OTLP collector in this process, which keeps the figures that services send."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -36,11 +36,18 @@ class Collector(metrics_service_pb2_grpc.MetricsServiceServicer):
 async def collecting() -> AsyncIterator[tuple[Collector, str]]:
     """A collector and its endpoint."""
     collector = Collector()
+    async with serving(collector, metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server) as endpoint:
+        yield collector, endpoint
+
+
+@asynccontextmanager
+async def serving(servicer: object, add: Callable[[Any, grpc.aio.Server], None]) -> AsyncIterator[str]:
+    """The endpoint of a servicer of OTLP."""
     server = grpc.aio.server()
-    metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]
+    add(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        yield collector, f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{port}"
     finally:
         await server.stop(0)
