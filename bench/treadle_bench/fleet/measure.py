@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 from treadle import Client
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -50,6 +51,7 @@ CLIENTS, CLIENT = 2, "client"
 ENGINE_PROCESSES = 3  # the engine that is killed has one of its own beside them
 POLL_S = 0.1
 POLL_RECORDS_S = 2.0  # reading them takes a while
+ASK_TIMEOUT_S = 10.0
 LEASE_TTL_S = 10.0  # of engines: the scheduler's default
 OPEN_TIMEOUT_S, DETECT_TIMEOUT_S, END_TIMEOUT_S = 300.0, 60.0, 1200.0
 GROUPS_AT_ONCE = 8
@@ -171,9 +173,9 @@ class Fleet:
         return time.time()
 
     async def _is_registered(self, count: int) -> bool:
-        async with Client(self.scheduler) as client:
-            stub: scheduler_pb2_grpc.SchedulerServiceAsyncStub = client._connected()[0].scheduler
-            answer = await stub.ListEngines(scheduler_pb2.ListEnginesRequest(), timeout=10)
+        async with grpc.aio.insecure_channel(self.scheduler) as channel:
+            stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+            answer = await stub.ListEngines(scheduler_pb2.ListEnginesRequest(), timeout=ASK_TIMEOUT_S)
         return len(answer.engines) == count
 
     def _start_engines(self, name: str, ports: Sequence[int]) -> None:
