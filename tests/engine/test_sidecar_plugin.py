@@ -116,6 +116,18 @@ for width in (576, 1536, 10):
 assert not multiply(torch.zeros(2, 576), pack(torch.randn(5, 576))).any()
 """
 
+LAPTOP = """
+from treadle_sidecar.sglang_cpu.entry import define_vision_operators
+define_vision_operators()
+from sglang.srt.mem_cache.pool_host import base
+from treadle_sidecar.sglang_cpu.cpu_platform import TreadleCpuPlatform
+
+TreadleCpuPlatform().init_backend()
+base.available_host_memory_bytes = lambda **_options: 4 * 2**30
+base.ranks_per_host = lambda: 1
+assert base.host_memory_budget_bytes() == 3 * 2**30
+"""
+
 
 def run(code: str) -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TREADLE_")}
@@ -137,6 +149,10 @@ def test_the_copies_move_the_pages_that_the_kernels_would() -> None:
 
 def test_attention_of_the_new_tokens_is_what_sglang_computes_for_them() -> None:
     run(ATTENTION)
+
+
+def test_on_a_machine_with_4_gb_free_host_pools_of_3_gb_may_be_made() -> None:
+    run(LAPTOP)
 
 
 @pytest.mark.skipif(choose_weights("auto", cpu=True) == "float", reason="8-bit products need avx512_vnni")

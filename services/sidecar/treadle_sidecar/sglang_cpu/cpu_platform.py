@@ -14,6 +14,8 @@ replacements, made in `init_backend`, which every worker calls once:
 - `murmur_hash32`: the hash behind seeded sampling; SGLang's CPU version lives in sgl_kernel.
 - `CpuAttention` (`attention.py`), under the name torch_native.
 
+And one figure: beside host pools SGLang keeps 10 GiB of memory free, more than a laptop has (`HOST_RESERVE_BYTES`).
+
 SGLang honours `sampling_seed` only with --enable-deterministic-inference, which requires a batch-invariant attention
 backend and Triton kernels. torch-native attention works sequence by sequence, so it is registered as one; the kernels
 are left out, so logits may still differ in the last bit between batch sizes. The seed's noise depends on the seed and
@@ -33,6 +35,8 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 from treadle_sidecar.storage_keys import chained_digest
 
 Words = npt.NDArray[np.uint32]
+
+HOST_RESERVE_BYTES = 2**30  # stays free beside the host pools: one gigabyte, as the engine itself is this small
 
 
 class TreadleCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
@@ -72,11 +76,13 @@ class TreadleCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         from sglang.srt.layers import sampler
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
         from sglang.srt.mem_cache import utils
+        from sglang.srt.mem_cache.pool_host import base
 
         from treadle_sidecar.sglang_cpu.attention import CpuAttention
 
         install_transfers()
         register_attention_backend("torch_native")(CpuAttention)
+        base.HICACHE_HOST_MEMORY_RESERVE_BYTES = HOST_RESERVE_BYTES
         utils.get_native_hash = page_hash  # of the radix tree and the storage
         sampler.murmur_hash32 = murmur_hash32
         batch_invariant_ops.enable_batch_invariant_mode = lambda *_args, **_kwargs: None
