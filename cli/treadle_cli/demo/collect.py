@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from nats.aio.msg import Msg
 from treadle import TrajectoryResult
 from treadle.telemetry.v1.facts_pb2 import Fact, MigrationEnded, TrajectoryPredicted
+from treadle_runtime.times import seconds
 
 from treadle_cli.report.records import ForecastRecord, SpanRecord, TrajectoryRecord
 
@@ -43,6 +44,9 @@ class CollectedFacts:
             case "step_queued":
                 step = fact.step_queued.step
                 self.queued_s.setdefault((step.trajectory_id, step.turn), time_s)
+            case "step_started":  # a step that did not wait has no StepQueued
+                step, waited_s = fact.step_started.step, seconds(fact.step_started.queue_time)
+                self.queued_s.setdefault((step.trajectory_id, step.turn), time_s - waited_s)
             case "step_finished":
                 step = fact.step_finished.step
                 self.finished_s[step.trajectory_id, step.turn] = time_s

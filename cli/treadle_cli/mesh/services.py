@@ -25,7 +25,7 @@ from treadle_cli.mesh.ports import HOST, Ports, is_free
 from treadle_cli.mesh.processes import Child, ProcessTree
 from treadle_cli.problems import UsageProblem
 
-START_TIMEOUT_S = 90.0  # about 2 s on an idle machine; engines may be loading on the same cores
+START_TIMEOUT_S = 300.0  # about 2 s; a first start compiles for a minute, while engines load on the same cores
 DRAIN_GRACE_S = 1.0  # when the tree stops, no other client waits for a call in flight
 LEASE_TTL_S = 4.0  # shorter than the default, which is made for networks
 STAGE = 2  # stopped first

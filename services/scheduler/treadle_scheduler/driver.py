@@ -33,9 +33,9 @@ log = structlog.get_logger()
 POLICY_KEY = "policy"
 # An expired lease is noticed at most this much late; a tick only looks at what is due and at the engines.
 TICK_S = 0.5
-# ScheduleStep answers STEP_HELD after this long without a ticket: no call lasts for a whole rollout, and a client that
-# went away is noticed.
-HOLD_S = 20.0
+# ScheduleStep answers STEP_HELD after this long without a ticket, so that no call lasts for a whole rollout. Thousands
+# may wait, and each question costs as much as a step.
+HOLD_S = 120.0
 # Between the beginnings of two batches of writes. Fewer and larger ones save a busy scheduler a sixth of its work; one
 # that is not busy does not wait.
 BATCH_INTERVAL_S = 0.003

@@ -223,8 +223,9 @@ class StepRunner:
     async def _run_step(self, step: RunningStep) -> None:
         ticket_id, trajectory_id = step.order.ticket_id, step.order.trajectory_id
         try:
-            await self._bus.publish(self._facts.queued(step.order))
             self.decide()
+            if not step.admitted:
+                await self._bus.publish(self._facts.queued(step.order))
             reason = step.reason_to_end() or await self._run_attempts(step)
             finished = step.record.finish(reason, time.monotonic())
             before = self._contexts.get(trajectory_id)
@@ -281,6 +282,7 @@ class StepRunner:
             async with aclosing(self._engine.generate(request)) as chunks:
                 async for chunk in chunks:
                     now = time.monotonic()
+                    self._watch.hear_weight_version(chunk.weight_version, now)
                     if chunk.token_ids and not step.stop_found:
                         step.emit(step.record.add_tokens(chunk, now))
                         self.meter.add(len(chunk.token_ids), now)

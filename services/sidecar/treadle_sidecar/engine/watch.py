@@ -8,6 +8,7 @@ until it generates again: SGLang answers polls without the process that generate
 import asyncio
 import dataclasses
 import json
+import math
 import time
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -160,6 +161,7 @@ class EngineWatch:
         self._changed = asyncio.Event()
         self._poll_now = asyncio.Event()
         self._weight_reports = 0
+        self._version_told_s = -math.inf  # when a stream last told the version; monotonic
 
     async def run(self) -> None:
         """Background task: poll the engine."""
@@ -211,6 +213,11 @@ class EngineWatch:
         if self.profile is not None and weight_version != self.profile.weight_version:
             self.profile = dataclasses.replace(self.profile, weight_version=weight_version)
 
+    def hear_weight_version(self, weight_version: str, now: float) -> None:
+        """A stream has told the version; the engine is not asked for it meanwhile. now: monotonic seconds."""
+        self._version_told_s = now
+        self.set_weight_version(weight_version)
+
     def require_profile(self) -> EngineProfile:
         """The profile of a healthy engine. Raises Unavailable ENGINE_LOST."""
         if self.profile is None or not self.healthy:
@@ -255,7 +262,7 @@ class EngineWatch:
             log.info("engine answers", profile=self.profile)
             if not self.profile.incremental:
                 log.warning(f"long outputs take less of the processor with SGLang's {INCREMENTAL_FLAG}")
-        else:
+        elif time.monotonic() - self._version_told_s > POLL_S:
             reports = self._weight_reports
             version = await self._engine.weight_version()
             if reports == self._weight_reports:  # else an update has overtaken the answer

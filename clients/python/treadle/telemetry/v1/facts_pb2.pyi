@@ -134,6 +134,8 @@ Global___StepRef: typing_extensions.TypeAlias = StepRef
 
 @typing.final
 class StepQueued(google.protobuf.message.Message):
+    """a step waits at its engine; one that starts at once has StepStarted alone"""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     STEP_FIELD_NUMBER: builtins.int
