@@ -252,9 +252,23 @@ def explain(
         if trace is None:
             explanation = await explain_live(trajectory, scheduler, exits.err)
         else:
-            options = (None, None, None, "best", "siblings", 0, 1, profile)
+            request = Request(
+                str(trace),
+                llm,
+                accelerator,
+                gpus,
+                slots,
+                prompts=None,
+                samples=None,
+                systems=None,
+                degrees="best",
+                predictor="siblings",
+                seed=0,
+                repeats=1,
+                profile=profile,
+            )
             with exits.err.status("playing the trace file"):
-                explanation = explain_trace(trajectory, Request(str(trace), llm, accelerator, gpus, slots, *options))
+                explanation = await asyncio.to_thread(explain_trace, trajectory, request)
         if as_json:
             typer.echo(json.dumps(explanation.as_json()))
         else:
@@ -302,6 +316,8 @@ def trace(
     from treadle_cli.report.records import read_run
 
     with exits.end_with_one_line():
+        if perfetto is not None and traces is not None:
+            raise UsageProblem("trace takes either --traces FILE or --perfetto FILE")
         if perfetto is not None:
             typer.echo(f"{perfetto}: {write_perfetto(read_run(run), perfetto)} slices")
         elif traces is None:

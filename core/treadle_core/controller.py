@@ -28,7 +28,10 @@ def _register_engine(state: State, event: ev.EngineRegistered, now: float) -> li
     return [*leases.register_engine(state, event, now), *weights.ask_engine(state, event.spec.engine_id, now)]
 
 
-def _tick(state: State, _event: ev.Tick, now: float) -> list[Action]:
+def _tick(state: State, event: ev.Tick, now: float) -> list[Action]:
+    if event.late_s:
+        state.engines.extend_leases(event.late_s)
+        state.jobs.extend_leases(event.late_s)
     return [
         *leases.expire_engines(state, now),
         *leases.expire_jobs(state, now),

@@ -258,4 +258,7 @@ class WeightsUpdated(Event):
 
 @dataclass(frozen=True, slots=True)
 class Tick(Event):
-    """Time passed. Drivers send one about every second."""
+    """Time passed. Drivers send one about every second. late_s: for so long the driver handled nothing, and so no
+    renewal either."""
+
+    late_s: float = 0.0

@@ -15,7 +15,9 @@ _KEY_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123
 def kv_key(*parts: str) -> str:
     """A valid key of a bucket out of any strings; distinct parts give distinct keys, joined by dots."""
     return ".".join(
-        "".join(char if char in _KEY_CHARS else "".join(f"={byte:02X}" for byte in char.encode()) for char in part)
+        part
+        if _KEY_CHARS.issuperset(part)
+        else "".join(char if char in _KEY_CHARS else "".join(f"={byte:02X}" for byte in char.encode()) for char in part)
         for part in parts
     )
 

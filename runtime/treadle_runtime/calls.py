@@ -136,7 +136,7 @@ class Channels:
             ("grpc.http2.max_pings_without_data", 0),
         )
         self._interceptors = [*tracing, UnaryDeadlines(), StreamDeadlines()]
-        self._open: dict[str, grpc.aio.Channel] = {}
+        self._open: dict[tuple[str, Options], grpc.aio.Channel] = {}
 
     def get(self, address: str) -> grpc.aio.Channel:
         """The channel to `address` (host:port), made at the first use."""
@@ -148,9 +148,10 @@ class Channels:
         return follow(addresses, lambda address: self._get(address, options))
 
     def _get(self, address: str, options: Options) -> grpc.aio.Channel:
-        if address not in self._open:
-            self._open[address] = grpc.aio.insecure_channel(address, options=options, interceptors=self._interceptors)
-        return self._open[address]
+        key = (address, options)
+        if key not in self._open:
+            self._open[key] = grpc.aio.insecure_channel(address, options=options, interceptors=self._interceptors)
+        return self._open[key]
 
     async def close(self) -> None:
         """Close all channels; calls in flight on them are cancelled."""

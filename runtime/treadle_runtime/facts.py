@@ -105,6 +105,8 @@ def _about(message: Message) -> str:
 
 def _token(text: str) -> str:
     """One token of a NATS subject: no dot, space or wildcard."""
+    if text.isalnum():
+        return text
     return "".join(char if char.isalnum() or char in "-_:" else "_" for char in text)
 
 

@@ -118,7 +118,7 @@ class Driver:
             gpus=self._cluster.gpus,
             events=self._events,
             engine_spans=tuple(tuple(engine.spans or ()) for engine in self._engines),
-            ledgers=tuple(self.controller.trajectory(progress.trajectory_id).ledger for progress in self._all),
+            ledgers=tuple(progress.ledger for progress in self._all if progress.ledger is not None),
         )
 
     def _make_engine(self, index: int, model: EngineModel) -> SimEngine:
@@ -301,6 +301,8 @@ class Driver:
             self._predictor.finish(progress.index)
         closing = (f"c{progress.index}", progress.trajectory_id, Ending.FINISHED, progress.work.reward)
         self._send(events.TrajectoryClosed(*closing, progress.client_times))
+        # Kept here, since the controller forgets a closed trajectory after a while.
+        progress.ledger = self.controller.trajectory(progress.trajectory_id).ledger
 
     def _resume_elsewhere(self, steps: Sequence[EngineStep]) -> None:
         """An engine failed with these steps: their clients' streams break, and they go on from the tokens they have."""

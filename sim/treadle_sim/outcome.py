@@ -82,7 +82,7 @@ class Progress:
     long turn takes several. part_tokens: sampled in earlier calls of the present turn. resumed_tokens: of the present
     call, sampled on an engine that failed. requested_s: when the present call's ticket was requested. tools_s: of tool
     calls that have ended. control_s, lost: as in ClientTimes; until marked_s all time is in a sum of this client, or is
-    the scheduler's or an engine's to account for. asks: it waits for a ticket.
+    the scheduler's or an engine's to account for. asks: it waits for a ticket. ledger: once it is closed.
     """
 
     index: int
@@ -102,6 +102,7 @@ class Progress:
     lost: StepTimes = NO_TIMES
     marked_s: float = 0.0
     asks: bool = False
+    ledger: Ledger | None = None
 
     @property
     def trajectory_id(self) -> str:

@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 import grpc
 import grpc.aio
+import numpy as np
 import pytest
 import pytest_asyncio
 from support.rpc import refusal_of
@@ -124,3 +125,50 @@ async def test_a_plan_of_the_papers_size_is_made_beside_small_ones(stub: Stub) -
     assert sum(len(group.trajectory_ids) for group in plan.groups) == 6_400
     assert all(group.trajectory_ids for group in plan.groups)
     assert all(other.groups[0].trajectory_ids == ["t1"] for other in others)
+
+
+def columns(trajectories: int, **changed: bytes) -> placement_pb2.PlacedColumns:
+    floats = np.zeros(trajectories, "<f8").tobytes()
+    given = {
+        "remaining_tokens_float64": (100.0 * np.arange(trajectories)).astype("<f8").tobytes(),
+        "context_tokens_float64": floats,
+        "current_engine_int32": np.full(trajectories, -1, "<i4").tobytes(),
+        "log_sigma_float64": floats,
+        "room_tokens_float64": floats,
+        "remaining_tool_s_float64": floats,
+        "remaining_observed_tokens_float64": floats,
+        "prompt_int32": np.arange(trajectories).astype("<i4").tobytes(),
+        "started_uint8": bytes(trajectories),
+        "unread_uint8": bytes(trajectories),
+    }
+    return placement_pb2.PlacedColumns(**{**given, **changed})
+
+
+@pytest.mark.parametrize("trajectories", [20, 3_000])
+async def test_columns_give_the_plan_of_the_same_trajectories(stub: Stub, trajectories: int) -> None:
+    """Small ones are planned on the event loop, large ones in a thread."""
+    slow = {"base_s": 0.02, "per_sequence_s": 0.002}
+    engines = [engine(0, decode_curve=slow), engine(1), engine(2, decode_curve=slow)]
+    named = placement_pb2.PlanPlacementRequest(
+        trajectories=[trajectory(number) for number in range(trajectories)], engines=engines
+    )
+    packed = placement_pb2.PlanPlacementRequest(columns=columns(trajectories), engines=engines)
+    plan, other = [await stub.PlanPlacement(request, timeout=CALL_S) for request in (named, packed)]
+    engine_of = {name: number for number, group in enumerate(plan.groups) for name in group.trajectory_ids}
+    assert np.frombuffer(other.engine_int32, "<i4").tolist() == [
+        engine_of[f"t{number}"] for number in range(trajectories)
+    ]
+    assert [group.trajectory_ids for group in other.groups] == [[], [], []]
+    assert [each.predicted_time for each in other.groups] == [each.predicted_time for each in plan.groups]
+
+
+async def test_columns_that_do_not_agree_are_refused_by_name(stub: Stub) -> None:
+    for request, field in (
+        ({"columns": columns(2), "trajectories": [trajectory(0)]}, "trajectories"),
+        ({"columns": columns(2, started_uint8=bytes(3))}, "columns.started_uint8"),
+        ({"columns": columns(2, room_tokens_float64=bytes(15))}, "columns.room_tokens_float64"),
+        ({"columns": columns(1, current_engine_int32=bytes([1, 0, 0, 0]))}, "columns.current_engine_int32"),
+        ({"columns": columns(1, log_sigma_float64=np.array([math.nan]).tobytes())}, "trajectories[0].log_sigma"),
+    ):
+        asked = placement_pb2.PlanPlacementRequest(engines=[engine(0)], **request)
+        assert (await refusal_of(stub.PlanPlacement(asked, timeout=CALL_S))).fields == (field,)

@@ -29,6 +29,7 @@ from support.scheduler import scheduler_client
 from treadle.common.v1 import status_pb2
 from treadle.migrator.v1 import migrator_pb2
 from treadle.scheduler.v1 import scheduler_pb2 as pb
+from treadle_cli.scheduler import reach_scheduler
 from treadle_runtime.buckets import entries_of
 from treadle_runtime.bus import Bus
 from treadle_runtime.server import ALIVE, TASK_FAILED_EXIT_CODE
@@ -174,6 +175,8 @@ async def test_a_process_that_stands_by_is_alive_serves_nothing_and_says_who_lea
             assert (info.reason, dict(info.metadata)) == ("NOT_LEADER", {"leader": first.address})
             refused = await refusal_of(calls.call("GetPolicy", pb.GetPolicyRequest()))
             assert refused.reason == "NOT_LEADER" and refused.retry_after_s
+        async with reach_scheduler(f"{second.address},{first.address}") as stub:
+            await stub.GetPolicy(pb.GetPolicyRequest(), timeout=CALL_S)
         async with treadle.Client(f"{second.address}, {first.address}", retry=QUICK) as client:
             await client.open(prompt_id="p", sample=0, prompt=[1])
             os.kill(second.pid, signal.SIGSTOP)
@@ -305,3 +308,23 @@ async def test_after_nats_was_away_the_same_scheduler_leads_and_all_work_is_fini
         await running
         await until_all_is_counted(made, 0)
         assert [process.returncode for process in made.schedulers] == [None, None]
+
+
+async def test_a_scheduler_alone_that_was_stopped_for_longer_than_all_leases_ends_none_of_them(
+    start_service: StartService,
+) -> None:
+    async with mesh(start_service, schedulers=1) as made, treadle.Client(made.addresses, seed=0) as client:
+        trajectory = await client.open(prompt_id="p", sample=0, prompt=[5, 6, 7])
+        await generate(trajectory, TOKENS, ignore_eos=True)
+        process = made.schedulers[0]
+        os.kill(process.pid, signal.SIGSTOP)
+        await asyncio.sleep(LEASE_S + 3.0)
+        os.kill(process.pid, signal.SIGCONT)
+        trajectory.observe([OBSERVED])
+        await generate(trajectory, TOKENS, ignore_eos=True)
+        await trajectory.close(reward=1.0)
+        state = await made.state(0)
+        assert state["engines"] == ["e0", "e1"]
+        assert [each.state for each in state["trajectories"].values()] == [pb.TRAJECTORY_STATE_FINISHED]
+        assert trajectory.steps[0].engine_ids == trajectory.steps[1].engine_ids
+        assert process.returncode is None

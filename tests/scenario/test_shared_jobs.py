@@ -70,7 +70,9 @@ async def test_two_jobs_get_tokens_in_the_proportion_of_their_weights_each_under
             name: asyncio.create_task(flood(client, name, 24, tokens))
             for name, client in (("heavy", heavy), ("light", light))
         }
-        await until_said(lambda: jobs(mesh), lambda said: all(each.live_tickets > 1 for each in said.values()))
+        await until_said(
+            lambda: jobs(mesh), lambda said: len(said) == 2 and all(each.live_tickets > 1 for each in said.values())
+        )
         before = Counter(tokens)
         await asyncio.sleep(LOADED_S)
         got = tokens - before

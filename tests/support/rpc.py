@@ -13,6 +13,7 @@ from treadle.common.v1 import status_pb2
 DETAILS_KEY = "grpc-status-details-bin"
 TYPE_URL_PREFIX = "type.googleapis.com/google.rpc."
 ANSWER_S = 60.0
+ASK_AGAIN_S = 0.05
 
 Answer = TypeVar("Answer")
 
@@ -64,6 +65,7 @@ async def answer_of(call: Callable[[], Awaitable[Answer]], within_s: float = ANS
                 return await call()
             except grpc.aio.AioRpcError as error:
                 assert error.code() is grpc.StatusCode.UNAVAILABLE
+                await asyncio.sleep(ASK_AGAIN_S)
 
 
 @contextmanager

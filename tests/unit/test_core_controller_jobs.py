@@ -327,3 +327,15 @@ def test_one_job_alone_decides_as_if_there_were_no_jobs() -> None:
         logs.append([(each.ticket.ticket_id, each.ticket.engine_id, each.ticket.issued_s) for each in issued])
     assert len(logs[0]) == 20
     assert logs[0] == logs[1]
+
+
+def test_a_driver_that_handled_nothing_for_minutes_ends_no_lease() -> None:
+    """The renewals of that time wait in front of it."""
+    scenario = Scenario(RESERVE, Tuning(job_lease_s=45.0, lease_ttl_s=10.0), engines=["e0"])
+    scenario.send(ev.JobOpened("open-j", "j"))
+    scenario.open("t", job_id="j")
+    scenario.now += 300.0
+    late = scenario.send(ev.Tick(late_s=299.0))
+    assert not all_of(late, act.RemoveEngine) and not all_of(late, act.RemoveJob)
+    gone = scenario.advance(46.0)
+    assert one(gone, act.RemoveEngine).engine_id == "e0" and one(gone, act.RemoveJob).job_id == "j"

@@ -1,5 +1,6 @@
 """Answers of other services on their way through the scheduler: predictions and plans."""
 
+import numpy as np
 import pytest
 from support.control import Scenario, all_of
 from treadle.common.v1.estimate_pb2 import Quantiles
@@ -7,7 +8,14 @@ from treadle.placement.v1 import placement_pb2
 from treadle.predictor.v1 import predictor_pb2
 from treadle_core.actions import AnnounceClosed, AnnouncePredicted, AskPrediction
 from treadle_core.model import Estimate
-from treadle_scheduler.convert_peers import fact_of, plan_arrived, predictions_arrived, predictions_request
+from treadle_placement.convert import columns_of
+from treadle_scheduler.convert_peers import (
+    fact_of,
+    plan_arrived,
+    plan_request,
+    predictions_arrived,
+    predictions_request,
+)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +39,7 @@ def test_the_fact_says_whether_a_learned_model_made_it(
     assert (fact.model_version, fact.learned, fact.remaining_tokens.p90) == ("v7", learned, 3.0)
 
 
-def test_a_plan_says_the_engine_of_each_trajectory_and_what_was_not_asked_about_is_passed_over() -> None:
+def test_a_plan_says_the_engine_of_each_trajectory_and_one_of_other_trajectories_is_none() -> None:
     scenario = Scenario()
     for name in ("e0", "e1"):
         scenario.engine(name)
@@ -39,11 +47,37 @@ def test_a_plan_says_the_engine_of_each_trajectory_and_what_was_not_asked_about_
         scenario.open(name)
     scenario.advance(1.0)
     ask = scenario.plans[-1]
-    groups = {"e1": ["c", "unknown"], "e0": ["a"], "e9": ["b"]}
-    said = [placement_pb2.EngineGroup(engine_id=name, trajectory_ids=ids) for name, ids in groups.items()]
-    arrived = plan_arrived(ask, placement_pb2.PlanPlacementResponse(groups=said))
-    assert arrived.engine_of is not None
-    assert dict(zip(ask.work.trajectory_ids, arrived.engine_of.tolist(), strict=True)) == {"a": 0, "b": -1, "c": 1}
+    said = placement_pb2.PlanPlacementResponse(engine_int32=np.array([1, 0, 1], "<i4").tobytes())
+    engine_of = plan_arrived(ask, said).engine_of
+    assert engine_of is not None and engine_of.tolist() == [1, 0, 1]
+    for wrong in ([0, 1], [0, 1, 2], [0, 1, -1]):
+        with pytest.raises(ValueError, match="a plan of"):
+            plan_arrived(ask, placement_pb2.PlanPlacementResponse(engine_int32=np.array(wrong, "<i4").tobytes()))
+
+
+def test_the_question_for_a_plan_says_in_columns_what_is_known_of_each_trajectory() -> None:
+    """One trajectory has run a step, another has not, and samples of one prompt share it."""
+    scenario = Scenario(engines=("e0", "e1"))
+    for sample, name in enumerate(("a", "b")):
+        scenario.open(name, prompt_id="p", sample=sample)
+    scenario.finish(scenario.step("a", 0))
+    scenario.advance(1.0)
+    ask = scenario.plans[-1]
+    columns = columns_of(plan_request(ask))
+    for column, field in {
+        "lengths": "remaining_tokens",
+        "contexts": "context_tokens",
+        "current": "current",
+        "room_tokens": "room_tokens",
+        "observed_tokens": "observed_tokens",
+        "tool_s": "tool_s",
+        "log_sigma": "log_sigma",
+        "started": "started",
+        "read": "read",
+        "prompts": "prompts",
+    }.items():
+        assert columns[column].tolist() == getattr(ask.work, field).tolist(), column
+    assert sorted(columns["started"].tolist()) == [False, True]
 
 
 def test_what_tools_took_is_told_to_the_predictor_and_what_they_will_take_comes_back() -> None:

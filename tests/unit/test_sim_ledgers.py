@@ -81,3 +81,13 @@ def test_a_step_without_an_engine_is_held_until_one_is_there() -> None:
 
     assert ledger.held_s == pytest.approx(50.0, abs=0.5), "the lease ran for 10 s before"
     assert ledger.control_s == pytest.approx(10.0, abs=0.5), "in which the client was refused by the dead engine"
+
+
+def test_a_trajectory_that_ended_hours_before_the_others_has_a_ledger() -> None:
+    """The controller forgets what closed an hour ago."""
+    works = [trajectory(0, [(10, 5, 1.0)]), trajectory(1, [(10, 5, 9_000.0)] * 2)]
+
+    outcome = play(works, Cluster((engine(),))).outcome
+
+    for ledger, times in zip(outcome.ledgers, outcome.times, strict=True):
+        assert ledger.total_s == pytest.approx(times.finished_s)

@@ -119,15 +119,15 @@ async def run(scheduler: str, job: str, prompts: int, samples: int, tool_share: 
         opened += event.kind == "opened"
 
     async def write() -> None:
-        before = 0
+        if await asyncio.to_thread(records.exists):  # this goes on with work that had begun
+            all_open.set()
         while True:
             await asyncio.sleep(RECORD_S)
-            if opened == before > 0:
+            if opened == prompts * samples:
                 all_open.set()
-            before = opened
             calls, recorder.calls = recorder.calls, []
             with records.open("a") as file:
-                file.write(json.dumps({"calls": calls}) + "\n")
+                file.write("\n" + json.dumps({"calls": calls}) + "\n")  # the line before may be cut off by a kill
 
     async def agent(trajectory: Trajectory, prompt: Prompt) -> float:
         await all_open.wait()

@@ -13,9 +13,9 @@ Keys: `lost`: trajectories that no batch held with the tokens that were expected
 once. `steps_per_s`: tickets a second in the quiet time, from the last first ticket until the client is killed, without
 the times from each death to its recovery; `p50_ms`, `p99_ms`: of ScheduleStep there, seen by the clients.
 `all_p99_ms`: without leaving out the recoveries. `first_p50_ms`: of first tickets, which wait for a slot. `rss_mb`: the
-most that the scheduler held. `chaos`: of each death `detected_s`, until the mesh, or who starts the process again, had
-noticed it, and `recovered_s` from there: until every call for a ticket that waited at that moment (`waited`) was
-answered, or, for the client, until it has opened a trajectory again. `recovered_s` beside it: the longest.
+most that a scheduler process held. `chaos`: of each death `detected_s`, until the mesh, or who starts the process
+again, had noticed it, and `recovered_s` from there: until every call for a ticket that waited at that moment (`waited`)
+was answered, or, for the client, until it has opened a trajectory again. `recovered_s` beside it: the longest.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -96,6 +97,7 @@ class Fleet:
         self.scheduler = where.scheduler
         self.plane = ControlPlane(tree, where, folder, LEASE_TTL_S)
         self.clients: list[Child] = []
+        self._most_mb = 0.0
 
     async def start(self) -> None:
         """Raises ProcessError."""
@@ -162,6 +164,7 @@ class Fleet:
 
     async def kill_scheduler(self) -> float:
         """Detected: it was started again and serves."""
+        self._note_memory()
         await kill(self.plane.child("scheduler"))
         await self.plane.start_service("scheduler")
         return time.time()
@@ -171,6 +174,16 @@ class Fleet:
         await kill(self.plane.child("nats"))
         await self.plane.start_nats()
         return time.time()
+
+    def scheduler_mb(self) -> float:
+        """The most memory that a scheduler process has held until now."""
+        self._note_memory()
+        return self._most_mb
+
+    def _note_memory(self) -> None:
+        status = Path(f"/proc/{self.plane.child('scheduler').pid}/status").read_text()
+        (line,) = (line for line in status.splitlines() if line.startswith("VmHWM"))
+        self._most_mb = max(self._most_mb, round(int(line.split()[1]) / 1024, 1))
 
     async def _is_registered(self, count: int) -> bool:
         async with grpc.aio.insecure_channel(self.scheduler) as channel:
@@ -215,7 +228,7 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
         for error in itertools.chain.from_iterable(own[-1]["errors"][:3] for own in lines):
             options.progress.print(f"a trajectory failed: {error}", highlight=False)
         batches = [each async for each in take_all(fleet, [own[-1]["rollout_id"] for own in lines])]
-        rss_mb = _peak_mb(fleet.plane.child("scheduler").pid)
+        rss_mb = fleet.scheduler_mb()
     calls = [calls_of(own) for own in lines]
     return {
         "engines": size.engines,
@@ -257,20 +270,20 @@ async def take_all(fleet: Fleet, rollout_ids: Iterable[str]) -> AsyncIterator[Tr
 
 def count_samples(size: Size, found: Sequence[TrainingTrajectory]) -> dict[str, int]:
     """`lost` and `doubled`, see the top of this module."""
-    counts: dict[tuple[str, int], int] = {}
+    came: Counter[tuple[str, int]] = Counter()
+    right = set()
     for trajectory in found:
         key = trajectory.prompt_id, trajectory.sample
-        counts[key] = counts.get(key, 0) + (list(trajectory.tokens) == expected_tokens(*key))
+        came[key] += 1
+        if list(trajectory.tokens) == expected_tokens(*key):
+            right.add(key)
     asked = [
         (prompt_of(job_of(number), index).id, sample)
         for number in range(CLIENTS)
         for index in range(size.prompts)
         for sample in range(size.samples)
     ]
-    return {
-        "lost": sum(not counts.get(key) for key in asked),
-        "doubled": sum(max(count - 1, 0) for count in counts.values()),
-    }
+    return {"lost": sum(key not in right for key in asked), "doubled": sum(count - 1 for count in came.values())}
 
 
 def expected_tokens(prompt_id: str, sample: int) -> list[int]:
@@ -288,10 +301,12 @@ def expected_tokens(prompt_id: str, sample: int) -> list[int]:
 
 def summarize(calls: Sequence[Sequence[Call]], deaths: Sequence[Death], started_s: float) -> dict[str, Any]:
     """Figures of the calls of each client; `deaths` end with that of the first client."""
-    together = [call for own in calls for call in own if call.turn != OPENING]
-    chaos = {death.what: recover(death, calls[0] if death.what == CLIENT else together) for death in deaths}
+    together = logical_calls(call for own in calls for call in own if call.turn != OPENING)
+    chaos = {
+        death.what: recover(death, logical_calls(calls[0]) if death.what == CLIENT else together) for death in deaths
+    }
     ended_s = deaths[-1].killed_s
-    loud = [(death.killed_s, death.detected_s + chaos[death.what]["recovered_s"]) for death in deaths[:-1]]
+    loud = join_spans((death.killed_s, death.detected_s + chaos[death.what]["recovered_s"]) for death in deaths[:-1])
     steady = [call for call in together if call.answered and started_s <= call.begun_s and call.ended_s <= ended_s]
     quiet = [
         call
@@ -313,11 +328,11 @@ def summarize(calls: Sequence[Sequence[Call]], deaths: Sequence[Death], started_
 
 def recover(death: Death, calls: Sequence[Call]) -> dict[str, float]:
     """What became of the calls that waited when a death had been noticed."""
-    at_s, logical = death.detected_s, logical_calls(calls)
+    at_s = death.detected_s
     if death.what == CLIENT:
-        waited = [min(call.ended_s for call in logical if call.begun_s > at_s and call.answered)]
+        waited = [min(call.ended_s for call in calls if call.begun_s > at_s and call.answered)]
     else:
-        waited = [call.ended_s for call in logical if call.begun_s <= at_s < call.ended_s]
+        waited = [call.ended_s for call in calls if call.begun_s <= at_s < call.ended_s and call.answered]
     return {
         "detected_s": round(at_s - death.killed_s, 3),
         "recovered_s": round(max(waited, default=at_s) - at_s, 3),
@@ -326,25 +341,33 @@ def recover(death: Death, calls: Sequence[Call]) -> dict[str, float]:
 
 
 def logical_calls(calls: Iterable[Call]) -> list[Call]:
-    """Calls for tickets with their repeats: from the first attempt to the last one."""
-    found: dict[tuple[str, int, bool], Call] = {}
+    """Calls with their repeats: each from its first attempt to the answer, or to the last attempt where none came."""
+    answered: list[Call] = []
+    tried: dict[tuple[str, int, bool], Call] = {}
     for call in sorted(calls, key=lambda call: call.begun_s):
         key = call.trajectory_id, call.turn, call.lost
-        before = found.get(key)
-        if before is None or before.answered:
-            found[key] = call
+        first = tried.pop(key, call)
+        call = call._replace(begun_s=first.begun_s)
+        if call.answered:
+            answered.append(call)
         else:
-            found[key] = call._replace(begun_s=before.begun_s)
-    return list(found.values())
+            tried[key] = call
+    return [*answered, *tried.values()]
+
+
+def join_spans(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Spans of time in order, those that overlap as one."""
+    joined: list[tuple[float, float]] = []
+    for begun_s, until_s in sorted(spans):
+        if joined and begun_s <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(until_s, joined[-1][1]))
+        else:
+            joined.append((begun_s, until_s))
+    return joined
 
 
 def _ms(calls: Sequence[Call], quantile: float) -> float:
     return round(float(np.quantile([call.ended_s - call.begun_s for call in calls], quantile)) * 1e3, 3)
-
-
-def _peak_mb(pid: int) -> float:
-    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return round(int(line.split()[1]) / 1024, 1)
 
 
 async def kill(child: Child) -> None:

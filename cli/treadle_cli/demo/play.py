@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 from rich.console import Console
 from treadle import Client, Prompt, RolloutEvent, Timeouts
-from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from treadle.scheduler.v1 import scheduler_pb2
 
 from treadle_cli.demo.agents import Player
 from treadle_cli.demo.chatml import ChatML
@@ -23,6 +23,7 @@ from treadle_cli.demo.tasks import make_prompts
 from treadle_cli.problems import UsageProblem
 from treadle_cli.report.page import render_run
 from treadle_cli.report.records import PlayRecord, Run, RunRecord, TrajectoryRecord, write_run
+from treadle_cli.scheduler import reach_scheduler
 
 CLEANUP_S = 2.0  # after Ctrl-C the mesh ends too: no need to close every trajectory
 ASK_TIMEOUT_S = 10.0
@@ -128,8 +129,7 @@ async def run_attached(
 
 async def _ask(scheduler: str) -> tuple[list[scheduler_pb2.RegisteredEngine], str]:
     """The engines of the mesh, and its policy in words."""
-    async with grpc.aio.insecure_channel(scheduler) as channel:
-        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+    async with reach_scheduler(scheduler) as stub:
         try:
             engines = await stub.ListEngines(scheduler_pb2.ListEnginesRequest(), timeout=ASK_TIMEOUT_S)
             policy = (await stub.GetPolicy(scheduler_pb2.GetPolicyRequest(), timeout=ASK_TIMEOUT_S)).policy

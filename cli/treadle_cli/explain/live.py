@@ -21,6 +21,7 @@ from treadle_sim.workloads.workload import Step, TrajectoryWork
 
 from treadle_cli.explain.explanation import Explanation, Fate
 from treadle_cli.explain.replay import MOST_REPLAYED, compare
+from treadle_cli.scheduler import reach_scheduler
 
 CALL_S = 10.0
 MOST_CALLS = 16  # at once
@@ -31,9 +32,8 @@ STATES = words_of(pb.TrajectoryState)
 
 
 async def explain_live(trajectory_id: str, scheduler: str, progress: Console) -> Explanation:
-    """Raises TreadleError."""
-    async with grpc.aio.insecure_channel(scheduler) as channel:
-        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+    """Explain a trajectory of the mesh at `scheduler`. Raises TreadleError, UsageProblem."""
+    async with reach_scheduler(scheduler) as stub:
         try:
             asked = await _history(stub, trajectory_id)
             rollout = await _rollout(stub, asked.trajectory.rollout_id) if asked.trajectory.rollout_id else [asked]
@@ -41,7 +41,7 @@ async def explain_live(trajectory_id: str, scheduler: str, progress: Console) ->
         except grpc.aio.AioRpcError as failure:
             raise error_from(failure) from failure
     with progress.status("playing the rollout under other policies"):
-        return _explain(asked, rollout, [engine.info for engine in engines])
+        return await asyncio.to_thread(_explain, asked, rollout, [engine.info for engine in engines])
 
 
 async def _history(stub: scheduler_pb2_grpc.SchedulerServiceAsyncStub, trajectory_id: str) -> pb.GetTrajectoryResponse:
@@ -52,22 +52,32 @@ async def _history(stub: scheduler_pb2_grpc.SchedulerServiceAsyncStub, trajector
 async def _rollout(
     stub: scheduler_pb2_grpc.SchedulerServiceAsyncStub, rollout_id: str
 ) -> list[pb.GetTrajectoryResponse]:
-    """All trajectories of a rollout that the scheduler still knows, in the order of opening."""
+    """All trajectories of a rollout that the scheduler still knows, in the order of opening; none where there are more
+    than MOST_REPLAYED."""
     names: list[str] = []
     request = pb.ListTrajectoriesRequest(rollout_id=rollout_id, page_size=PAGE)
     while True:
         page = await stub.ListTrajectories(request, timeout=CALL_S)
         names += [each.trajectory_id for each in page.trajectories]
         request.page_token = page.next_page_token
-        if not request.page_token or len(names) > MOST_REPLAYED:
+        if len(names) > MOST_REPLAYED:
+            return []
+        if not request.page_token:
             break
-    turns = asyncio.Semaphore(MOST_CALLS)
+    turns, known = asyncio.Semaphore(MOST_CALLS), dict[str, pb.GetTrajectoryResponse]()
 
-    async def ask(name: str) -> pb.GetTrajectoryResponse:
+    async def ask(name: str) -> None:
         async with turns:
-            return await _history(stub, name)
+            try:
+                known[name] = await _history(stub, name)
+            except grpc.aio.AioRpcError as failure:
+                if failure.code() is not grpc.StatusCode.NOT_FOUND:  # forgotten meanwhile
+                    raise
 
-    return list(await asyncio.gather(*(ask(name) for name in names)))
+    async with asyncio.TaskGroup() as group:
+        for name in names:
+            group.create_task(ask(name))
+    return [known[name] for name in names if name in known]
 
 
 def _explain(
@@ -79,10 +89,10 @@ def _explain(
     begun = [each for each in rollout if each.trajectory.gen_tokens]
     names = [each.trajectory.trajectory_id for each in begun]
     notes, policies, recorded = [], list[Fate](), None
-    if t.trajectory_id not in names:
-        notes.append("It has sampled nothing yet, so there is nothing to play under other policies.")
-    elif len(rollout) > MOST_REPLAYED:
+    if not rollout:
         notes.append(f"The rollout has more than {MOST_REPLAYED} trajectories, and is not played under other policies.")
+    elif t.trajectory_id not in names:
+        notes.append("It has sampled nothing yet, so there is nothing to play under other policies.")
     elif not infos:
         notes.append("No engine is registered, so the rollout is not played under other policies.")
     else:
@@ -130,15 +140,18 @@ def _work(said: pb.GetTrajectoryResponse) -> TrajectoryWork:
     t, steps = said.trajectory, list(said.steps)
     found: list[Step] = []
     unknown = t.gen_tokens - sum(step.output_tokens for step in steps)
+    rest_s = max(0.0, seconds(t.ledger.tool) - sum(seconds(step.tool_time) for step in steps))
     if unknown > 0:
         first = steps[0].context_tokens if steps else t.context_tokens
-        found.append(Step(unknown, max(0, first - t.prompt_tokens - unknown), 0.0))
+        before_s = seconds(steps[0].tool_time) if steps else 0.0
+        found.append(Step(unknown, max(0, first - t.prompt_tokens - unknown), before_s + rest_s))
+        rest_s = 0.0
     for step, following in zip(steps, [*steps[1:], None], strict=True):
-        observed, tool_s = 0, seconds(t.ledger.tool) - sum(seconds(other.tool_time) for other in steps)
+        observed, tool_s = 0, rest_s
         if following is not None:
             observed = max(0, following.context_tokens - step.context_tokens - step.output_tokens)
             tool_s = seconds(following.tool_time)
-        found.append(Step(step.output_tokens, observed, max(tool_s, 0.0)))
+        found.append(Step(step.output_tokens, observed, tool_s))
     merged = [found[0]]
     for each in found[1:]:
         last = merged[-1]

@@ -1,5 +1,6 @@
 """Play a recorded rollout under each policy in the simulator; and the whole explanation of one of a trace file."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -31,7 +32,8 @@ def play(system: System, workload: Workload, cluster: Cluster) -> tuple[Outcome,
     """The rollout under a policy, and the controller that decided."""
     predictor = make_predictor(PREDICTOR, workload) if system is TREADLE else None
     driver = Driver(
-        *(workload, cluster, system.policy, system.tuning, predictor),
+        # The controller keeps what it decided about a trajectory for as long as it keeps the trajectory.
+        *(workload, cluster, system.policy, replace(system.tuning, keep_closed_s=math.inf), predictor),
         call_tokens=system.call_tokens,
         paced=system.paced,
     )

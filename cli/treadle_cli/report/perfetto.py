@@ -73,5 +73,12 @@ def _flow(
         return
     ends = (("s", max(before, key=lambda span: span.end_s)), ("f", min(after, key=lambda span: span.start_s)))
     for phase, span in ends:
-        flow = {"ph": phase, "pid": pid, "tid": track_of[id(span)], "id": number, "name": "move", "cat": "move"}
+        flow = {
+            "ph": phase,
+            "pid": pid,
+            "tid": track_of[id(span)],
+            "id": f"{pid}.{number}",
+            "name": "move",
+            "cat": "move",
+        }
         yield {**flow, "ts": span.start_s * MICROSECONDS, **({"bp": "e"} if phase == "f" else {})}

@@ -16,12 +16,13 @@ from rich.console import Console
 from treadle.errors import error_from
 from treadle.resources.v1 import resources_pb2 as pb
 from treadle.resources.v1 import resources_pb2_grpc
-from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from treadle.scheduler.v1 import scheduler_pb2
 from treadle.types import duration
 from treadle_runtime import errors
 
 from treadle_cli.problems import UsageProblem
 from treadle_cli.resources.servicer import ResourceServicer
+from treadle_cli.scheduler import reach_scheduler
 
 ASK_TIMEOUT_S = 10.0
 OVERHEAD_S = 600.0  # of a change beside drain and starts: until what stops is gone, twice
@@ -92,8 +93,7 @@ def describe(planned: pb.ApplyPlanResponse) -> str:
 @asynccontextmanager
 async def resources(scheduler: str, namespace: str | None, out: Console) -> AsyncIterator[tuple[Apply, Show]]:
     """How to apply a plan and to show the present one, of a cluster or of the mesh at `scheduler` (host:port)."""
-    async with grpc.aio.insecure_channel(scheduler) as to_scheduler:
-        stub = scheduler_pb2_grpc.SchedulerServiceStub(to_scheduler)
+    async with reach_scheduler(scheduler) as stub:
         if namespace is not None:
             try:
                 from treadle_cli.resources.kubernetes import KubernetesEngines

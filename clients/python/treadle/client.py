@@ -183,7 +183,8 @@ class Client:
         With Client(resume=True), a rollout of the same prompts (by id, in order) and parameters that was begun in this
         job, and whose call never returned, is gone on with, also in a new process: samples that were submitted are not
         run again (`TrajectoryResult.submitted_before`), nor those of settled groups; all others run from their prompts.
-        A call that has returned has ended its rollout: the same call again runs a new one.
+        A call that has returned has ended its rollout: the same call again runs a new one, or, with a rollout_id,
+        returns what was submitted to it.
 
         One process in Python plays some thousand trajectories at once. More work on one rollout together, each in a
         client of its own, where all give it the same rollout_id, prompts and parameters, and the i-th of n part=(i, n),

@@ -149,8 +149,10 @@ class StepRun:
                 else:
                     assembly.enter("queue", self._mesh.clock())
                     fruitless = fruitless + received if len(assembly.token_ids) == known else 0
+                    self.refused = (
+                        error.refused or error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+                    )  # its queue is full
                     if fruitless >= MAX_FRUITLESS_LOSSES or not _may_resume_elsewhere(error):
-                        self.refused = error.refused
                         raise error
                     reason = _reason_if_complete(assembly.token_ids[assembly.called :], limit, plan.sampling)
                 if reason is None:

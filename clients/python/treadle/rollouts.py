@@ -149,6 +149,8 @@ class RolloutRun:
             violation = FieldViolation("rollout_id", "has other prompts or parameters; give this one another id")
             message = f"{violation.field}: {self._rollout_id} {violation.description}"
             raise TreadleError(grpc.StatusCode.INVALID_ARGUMENT, message, field_violations=(violation,))
+        if found.state == rollout_pb2.ROLLOUT_STATE_CANCELLED:
+            raise refused("ROLLOUT_CANCELLED", f"{self._rollout_id} was cancelled: give this one another id")
         return found
 
     @asynccontextmanager
@@ -177,7 +179,7 @@ class RolloutRun:
                 return
             except grpc.aio.AioRpcError as failure:
                 error = error_from(failure)
-                if not error.retryable:
+                if not error.retryable and error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:  # it watches anew
                     raise error from None
                 await backoff.wait(error, error.retry_after_s)
 

@@ -69,7 +69,9 @@ def answer_waiting(state: State, event: ev.Event, now: float) -> list[Action]:
     match event:
         case ev.StepFinished() | ev.TrajectoryClosed() | ev.StepUnknown():
             record = state.table.get(event.trajectory_id)
-            return _start_first_steps(state, record.engine_id, now) if record is not None else []
+            if record is None:
+                return []
+            return _start_first_steps(state, record.engine_id, now, state.shares.divide(state.waiting.jobs, now))
         case ev.MoveEnded() | ev.SwitchRequested():
             return _start_after_move(state, event.trajectory_id, now)
         case ev.PlanArrived() | ev.EngineRegistered() | ev.Tick():
@@ -78,29 +80,30 @@ def answer_waiting(state: State, event: ev.Event, now: float) -> list[Action]:
                 _enqueue(state, trajectory_id, now)
                 actions += _start_after_move(state, trajectory_id, now)
             sent = [*_place_waiting(state, now), *_follow_plan(state, now)]
+            shared = state.shares.divide(state.waiting.jobs, now)
             # A step of a job below its share may wait elsewhere.
-            anywhere = state.shares.are_shared
             for engine_id in (
-                [each.spec.engine_id for each in state.engines] if anywhere else state.waiting.queued_engines()
+                [each.spec.engine_id for each in state.engines] if shared else state.waiting.queued_engines()
             ):
-                actions += _start_first_steps(state, engine_id, now)
+                actions += _start_first_steps(state, engine_id, now, shared)
             # Trajectories that start now were saved with their tickets.
             return actions + [SaveTrajectory(state.table.require(each)) for each in sent if each in state.waiting]
         case _:
             return []
 
 
-def _start_first_steps(state: State, engine_id: str, now: float) -> list[Action]:
-    """Start trajectories on an engine while it has room, of one job highest priority first."""
+def _start_first_steps(state: State, engine_id: str, now: float, shared: bool) -> list[Action]:
+    """Start trajectories on an engine while it has room, of one job highest priority first. shared: whether several
+    jobs use the engines."""
     engine = state.engines.get(engine_id)
     loads = engine is not None and engine.behind
     state.open_waits.note_queue(engine_id, state.waiting.waiting_for(engine_id), loads, now)
     if engine is None or loads:
         return []
-    if state.shares.divide(state.waiting.jobs, now):
+    if shared:
         return _start_by_share(state, engine, now)
     actions: list[Action] = []
-    for job in list(state.waiting.jobs):  # one at most
+    for job in list(state.waiting.jobs):
         queue, refused = state.waiting.jobs[job].get(engine_id, ()), 0
         while (record := _next_in_queue(state, queue, refused, engine_id)) and _fits(state, record, engine.spec):
             issued = _issue(state, record, now)
@@ -182,6 +185,7 @@ def _enqueue(state: State, trajectory_id: str, now: float) -> None:
         state.waiting.enqueue(record.engine_id, trajectory_id, record.priority, record.job)
         engine = state.engines.get(record.engine_id)
         loads = engine is not None and engine.behind
+        state.open_waits.note_queue(record.engine_id, state.waiting.waiting_for(record.engine_id), loads, now)
         state.open_waits.note(trajectory_id, Cause.WEIGHTS if loads else Cause.HELD, now)
     else:
         state.waiting.dequeue(trajectory_id)
@@ -216,8 +220,9 @@ def _explain_wait(state: State, record: TrajectoryRecord) -> tuple[str, object, 
     tally, spec = state.table.tally(record.engine_id), engine.spec
     if not _has_slot(state, record, tally.live, spec.slot_limit):
         return "no slot: {} steps have tickets, for {} slots", tally.live_tickets, spec.slot_limit
-    if not tally.has_room(record, tickets.reserve_tokens(state, record), spec):
-        return "no room: {} KV tokens are reserved, and it needs {}", tally.kv_reserve_tokens, record.prompt_tokens
+    needs_tokens = tickets.reserve_tokens(state, record)
+    if not tally.has_room(record, needs_tokens, spec):
+        return "no room: {} KV tokens are reserved, and it needs {}", tally.kv_reserve_tokens, needs_tokens
     return "others wait, or a plan is due: {} wait, {} have begun", len(state.waiting.requests), tally.started
 
 

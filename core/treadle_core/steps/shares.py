@@ -75,7 +75,7 @@ class Shares:
             self._served.begin_waiting(job)
         for job in (former.keys() | self._parts.keys()) - set(waiting):
             self._served.end_waiting(job)
-        return self.are_shared
+        return len(self._parts) > 1
 
     def parts(self, waiting: Iterable[str]) -> list[Part]:
         """The parts of all jobs now, by name."""
@@ -91,11 +91,6 @@ class Shares:
                 part.live_tickets += tally.live_tickets
                 part.kv_tokens += tally.kv_reserve_tokens if spec.kv_room_tokens else 0
         return parts
-
-    @property
-    def are_shared(self) -> bool:
-        """Whether more than one job has a part."""
-        return len(self._parts) > 1
 
     def next(self, jobs: Iterable[str]) -> str:
         """Which of these jobs starts a trajectory next; all of them wait."""
@@ -126,4 +121,5 @@ class Shares:
         """Whether an engine's KV that is its job's share has room for a trajectory. mine: what the job has there."""
         part = self._parts[record.job]
         kv_tokens -= record.prompt_tokens if record.prompt_id in mine.prompts else 0
-        return part.is_below and mine.kv_reserve_tokens + kv_tokens <= part.share * spec.kv_room_tokens
+        mine_tokens, room_tokens = mine.kv_reserve_tokens + kv_tokens, spec.kv_room_tokens
+        return part.is_below and (not room_tokens or mine_tokens <= part.share * room_tokens)

@@ -16,6 +16,7 @@ from treadle_core.model import EngineSpec, TicketRecord, TicketStatus, Trajector
 from treadle_core.ranking import priorities
 from treadle_core.refusals import (
     BadField,
+    ContextTooLong,
     NoEngineWithTags,
     RequestIdReused,
     StepInFlight,
@@ -192,7 +193,7 @@ def issue_ticket(
     )
     if engine is None:
         lack = state.siting.explain_lack(record, now)
-        if isinstance(lack, NoEngineWithTags):  # the client does not go on waiting, and counts what it waited
+        if isinstance(lack, NoEngineWithTags | ContextTooLong):  # the client does not wait, and counts what it waited
             state.open_waits.end(record.trajectory_id)
         else:
             loads = any(other.behind and not other.load_error for other in state.engines)

@@ -84,6 +84,11 @@ class EngineTable:
         self._put(renewed)
         return renewed
 
+    def extend_leases(self, seconds: float) -> None:
+        """Let all leases end later."""
+        for record in self:
+            self._put(replace(record, lease_expires_s=record.lease_expires_s + seconds))
+
     def suspect(self, engine_id: str, now: float) -> None:
         """Send no new steps there until the next renewal, as a client has lost a stream."""
         record = self._engines.get(engine_id)

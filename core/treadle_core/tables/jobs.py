@@ -83,6 +83,11 @@ class JobTable:
         if job_id in self._expires_s:
             self._expires_s[job_id] = now + self._lease_s
 
+    def extend_leases(self, seconds: float) -> None:
+        """Let all leases end later."""
+        for job_id in self._expires_s:
+            self._expires_s[job_id] += seconds
+
     def end(self, record: JobRecord, now: float, successor_id: str = "") -> JobRecord | None:
         """End a job; returns it as it is kept for a client that resumes it, None where it is removed."""
         self._expires_s.pop(record.job_id, None)

@@ -8,7 +8,7 @@ from treadle_runtime.server import Runtime, Wiring
 
 from treadle_migrator.config import MigratorSettings
 from treadle_migrator.convert import fact_of
-from treadle_migrator.migrations import BUCKET, Migration, MigrationStore
+from treadle_migrator.migrations import BUCKET, Migration, MigrationStore, State
 from treadle_migrator.mover import Mover, Runner
 from treadle_migrator.servicer import MigratorServicer
 
@@ -25,13 +25,14 @@ async def wire(runtime: Runtime) -> Wiring:
     tokens = runtime.metrics.total("tokens", "Tokens of the prefixes that moved")
 
     async def announce(migration: Migration) -> None:
+        await runtime.bus.publish(fact_of(migration))
+        await runtime.bus.flush()
         ended = {"state": migration.state.name.lower()}
         moves(1, ended)
         if migration.started_at_s is not None and migration.ended_at_s is not None:
             move_s(migration.ended_at_s - migration.started_at_s, ended)
-        tokens(migration.prefix.tokens if migration.prefix is not None else 0)
-        await runtime.bus.publish(fact_of(migration))
-        await runtime.bus.flush()
+        if migration.prefix is not None and migration.state is State.DONE:
+            tokens(migration.prefix.tokens)
 
     runner = Runner(store, Mover(store, runtime.channel, runtime.follow(settings.scheduler), announce))
     await runner.recover()

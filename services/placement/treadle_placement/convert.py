@@ -10,7 +10,7 @@ from treadle.placement.v1 import placement_pb2 as pb
 from treadle_core.model import CostModel, DecodeCurve
 from treadle_core.placing.placement import Plan
 from treadle_core.placing.question import PlanEngine, slowest_curve
-from treadle_runtime.errors import InvalidArgument
+from treadle_runtime.errors import InvalidArgument, require
 from treadle_runtime.times import duration, seconds
 
 
@@ -25,9 +25,11 @@ def model_of(request: pb.PlanPlacementRequest, default: CostModel) -> CostModel:
 
 def columns_of(request: pb.PlanPlacementRequest) -> dict[str, Any]:
     """The trajectories as `placement.plan` takes them. Raises InvalidArgument for an empty id or one that comes twice,
-    of an engine too."""
+    of an engine too, and for columns of unlike lengths."""
     trajectories = request.trajectories
     index_of = _number("engines", "engine_id", [each.engine_id for each in request.engines])
+    if request.HasField("columns"):
+        return _unpack(request)
     _number("trajectories", "trajectory_id", [each.trajectory_id for each in trajectories])
     return {
         "lengths": np.array([each.remaining_tokens for each in trajectories], np.float64),
@@ -66,8 +68,9 @@ def response_of(
 ) -> pb.PlanPlacementResponse:
     """The plan by engine, in the order of the request; in each group the longest trajectory first."""
     groups: list[list[str]] = [[] for _ in request.engines]
+    packed = request.HasField("columns")
     engine_of = plan.engine_of.tolist()
-    for index in np.argsort(-lengths, kind="stable").tolist():
+    for index in () if packed else np.argsort(-lengths, kind="stable").tolist():
         groups[engine_of[index]].append(request.trajectories[index].trajectory_id)
     return pb.PlanPlacementResponse(
         groups=[
@@ -77,7 +80,37 @@ def response_of(
         predicted_makespan=duration(plan.makespan_s),
         lower_bound=duration(plan.lower_bound_s or 0.0),
         solve_time=duration(solve_s),
+        engine_int32=plan.engine_of.astype("<i4").tobytes() if packed else b"",
     )
+
+
+def _unpack(request: pb.PlanPlacementRequest) -> dict[str, Any]:
+    require(not request.trajectories, "trajectories", "must be empty where there are columns")
+    columns = request.columns
+    count = len(columns.remaining_tokens_float64) // np.dtype("<f8").itemsize
+
+    def column(name: str, dtype: str) -> npt.NDArray[Any]:
+        data, wanted = getattr(columns, name), count * np.dtype(dtype).itemsize
+        require(len(data) == wanted, f"columns.{name}", f"must have {wanted} bytes, {count} numbers, has {len(data)}")
+        return np.frombuffer(data, dtype)
+
+    room_tokens = column("room_tokens_float64", "<f8")
+    started, unread = column("started_uint8", "u1") != 0, column("unread_uint8", "u1") != 0
+    current = column("current_engine_int32", "<i4").astype(np.int64)
+    known = np.all((current >= -1) & (current < len(request.engines)))
+    require(bool(known), "columns.current_engine_int32", "must hold indexes of engines, or -1")
+    return {
+        "lengths": column("remaining_tokens_float64", "<f8"),
+        "contexts": column("context_tokens_float64", "<f8"),
+        "current": current,
+        "log_sigma": column("log_sigma_float64", "<f8"),
+        "room_tokens": np.where(room_tokens == 0.0, math.inf, room_tokens),
+        "observed_tokens": column("remaining_observed_tokens_float64", "<f8"),
+        "tool_s": column("remaining_tool_s_float64", "<f8"),
+        "started": started,
+        "read": started & ~unread,
+        "prompts": column("prompt_int32", "<i4").astype(np.int64),
+    }
 
 
 def _prompts(prompt_ids: list[str]) -> npt.NDArray[np.int64]:

@@ -13,7 +13,7 @@ from treadle_runtime.telemetry import Metrics
 from treadle_placement.convert import columns_of, engines_of, model_of, response_of
 
 # From this size on a plan is made in a thread: a smaller one takes under 2 ms, about what the hand-over could cost.
-LARGE = 1_000  # trajectories and engines together
+LARGE_BYTES = 50_000  # a thousand trajectories in columns
 
 
 class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
@@ -26,7 +26,7 @@ class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
         self._placed = metrics.total("trajectories", "Trajectories of the plans")
 
     async def PlanPlacement(self, request: pb.PlanPlacementRequest, context: Any) -> pb.PlanPlacementResponse:
-        if len(request.trajectories) + len(request.engines) >= LARGE:
+        if request.ByteSize() >= LARGE_BYTES:
             return await asyncio.to_thread(self._solve, request)
         return self._solve(request)
 
@@ -37,5 +37,5 @@ class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
         found = plan(engines=engines, model=model, bound=True, **columns)
         took_s = time.perf_counter() - began
         self._plan_s(took_s)
-        self._placed(len(request.trajectories))
+        self._placed(len(columns["lengths"]))
         return response_of(request, found, columns["lengths"], took_s)

@@ -15,14 +15,8 @@ from treadle_runtime.times import require_duration, seconds
 LONGEST_PROMPT_ID_CHARS = 256
 TOKEN_ID_BYTES = 4  # int32
 
-FACT_KINDS = (
-    "trajectory_opened",
-    "step_started",
-    "step_finished",
-    "trajectory_closed",
-    "engine_joined",
-    "weights_updated",
-)
+FACT_KINDS = ("trajectory_opened", "step_finished", "trajectory_closed")
+LEARNED_FACT_KINDS = (*FACT_KINDS, "step_started", "engine_joined", "weights_updated")  # with a model that reads text
 
 ESTIMATORS = {source: predictor_pb2.Estimator.Value(f"ESTIMATOR_{source.name}") for source in Source}
 COUNTS = ("turn", "gen_tokens", "context_tokens", "prompt_tokens", "max_total_tokens")  # of a query and of Progress

@@ -12,7 +12,7 @@ from treadle_runtime.errors import StartError
 from treadle_runtime.server import Runtime, Wiring
 
 from treadle_predictor.config import PredictorSettings
-from treadle_predictor.convert import FACT_KINDS
+from treadle_predictor.convert import FACT_KINDS, LEARNED_FACT_KINDS
 from treadle_predictor.facts import Learner
 from treadle_predictor.history import HistoryStore
 from treadle_predictor.servicer import PredictorServicer
@@ -36,7 +36,7 @@ async def wire(runtime: Runtime) -> Wiring:
     heard = (learned.recordings, learned.on_start, learned.worker.forget) if learned is not None else ()
     learner = Learner(store, *heard)
     # Not durable: the state is in memory, so each process takes in all kept facts from the first.
-    await runtime.bus.subscribe(FACT_KINDS, learner.on_fact, replay=True)
+    await runtime.bus.subscribe(LEARNED_FACT_KINDS if learned else FACT_KINDS, learner.on_fact, replay=True)
     await runtime.bus.catch_up()
     servicer = PredictorServicer(evidence, Estimator(evidence, prior), learned, learner, runtime.metrics)
     return Wiring(

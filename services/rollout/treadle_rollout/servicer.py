@@ -29,7 +29,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> None:
         self._submit_s = metrics.seconds("submit", "From a submission to its verdict")
         self._samples = metrics.total("samples", "Submitted samples by verdict")
-        self._batches = metrics.total("batches", "Batches that were taken")
+        self._batches = metrics.total("batches", "Answers with a batch, repeats included")
         self._rollouts = rollouts
         self.records = records
         self._batch_bytes = max(1, max_message_bytes - BATCH_FRAME_BYTES)
@@ -96,7 +96,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         asked = convert.batch_request_from(request)
         rollout = await self._find(request.rollout_id)
         batch = await rollout.take(asked, self._batch_bytes)
-        self._batches(1)
         size_bytes = rollout.buffer.bytes_of(batch)
         if size_bytes > self._batch_bytes:  # StreamBatch took it
             raise FailedPrecondition(
@@ -104,6 +103,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 f"the batch has {size_bytes} bytes, a message may have {self._batch_bytes}: call StreamBatch with the"
                 " same request_id",
             )
+        self._batches(1)
         return convert.batch_to(batch, await rollout.payloads_of(batch))
 
     async def StreamBatch(self, request: pb.GetBatchRequest, context: Context) -> AsyncIterator[pb.StreamBatchResponse]:

@@ -1,9 +1,11 @@
 """Convert the scheduler's actions to requests of other services and facts, and their answers and facts to events."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import grpc.aio
 import numpy as np
+import numpy.typing as npt
 from treadle.common.v1.estimate_pb2 import Quantiles
 from treadle.engine.v1 import engine_pb2
 from treadle.migrator.v1 import migrator_pb2
@@ -91,26 +93,20 @@ def predictions_arrived(
 
 
 def plan_request(ask: act.AskPlan) -> placement_pb2.PlanPlacementRequest:
-    engine_ids = [*(engine.engine_id for engine in ask.engines), ""]  # the index -1 is the last: on no engine
     work = ask.work
-    columns = {
-        "trajectory_id": work.trajectory_ids,
-        "remaining_tokens": work.remaining_tokens.tolist(),
-        "context_tokens": work.context_tokens.astype(np.int64).tolist(),
-        "current_engine_id": [engine_ids[current] for current in work.current.tolist()],
-        "log_sigma": work.log_sigma.tolist(),
-        "room_tokens": np.where(np.isfinite(work.room_tokens), work.room_tokens, 0.0).tolist(),
-        "remaining_observed_tokens": work.observed_tokens.tolist(),
-        "remaining_tool_time": [duration(tool_s) for tool_s in work.tool_s.tolist()],
-        "started": work.started.tolist(),
-        "unread": (work.started & ~work.read).tolist(),
-        "prompt_id": [str(prompt) for prompt in work.prompts.tolist()],
-    }
     return placement_pb2.PlanPlacementRequest(
-        trajectories=[
-            placement_pb2.PlacedTrajectory(**dict(zip(columns, row, strict=True)))
-            for row in zip(*columns.values(), strict=True)
-        ],
+        columns=placement_pb2.PlacedColumns(
+            remaining_tokens_float64=_packed(work.remaining_tokens, "<f8"),
+            context_tokens_float64=_packed(work.context_tokens, "<f8"),
+            current_engine_int32=_packed(work.current, "<i4"),
+            log_sigma_float64=_packed(work.log_sigma, "<f8"),
+            room_tokens_float64=_packed(np.where(np.isfinite(work.room_tokens), work.room_tokens, 0.0), "<f8"),
+            remaining_tool_s_float64=_packed(work.tool_s, "<f8"),
+            remaining_observed_tokens_float64=_packed(work.observed_tokens, "<f8"),
+            prompt_int32=_packed(work.prompts, "<i4"),
+            started_uint8=_packed(work.started, "u1"),
+            unread_uint8=_packed(work.started & ~work.read, "u1"),
+        ),
         engines=[
             placement_pb2.PlacementEngine(**fields_of(engine, ENGINE), decode_curve=curve_message(engine.decode_curve))
             for engine in ask.engines
@@ -119,14 +115,15 @@ def plan_request(ask: act.AskPlan) -> placement_pb2.PlanPlacementRequest:
     )
 
 
+def _packed(column: npt.NDArray[Any], dtype: str) -> bytes:
+    return column.astype(dtype).tobytes()
+
+
 def plan_arrived(ask: act.AskPlan, response: placement_pb2.PlanPlacementResponse) -> ev.PlanArrived:
-    """Trajectories and engines that were not in the question are passed over."""
-    place = {trajectory_id: at for at, trajectory_id in enumerate(ask.work.trajectory_ids)}
-    index_of = {engine.engine_id: index for index, engine in enumerate(ask.engines)}
-    engine_of = np.full(len(ask.work), -1, np.int64)
-    for group in response.groups:
-        at = [place[trajectory_id] for trajectory_id in group.trajectory_ids if trajectory_id in place]
-        engine_of[at] = index_of.get(group.engine_id, -1)
+    """Raises ValueError for a plan of other trajectories or engines."""
+    engine_of = np.frombuffer(response.engine_int32, "<i4").astype(np.int64)
+    if len(engine_of) != len(ask.work) or not np.all((engine_of >= 0) & (engine_of < len(ask.engines))):
+        raise ValueError(f"a plan of {len(engine_of)} trajectories for {len(ask.work)}, or of engines without a number")
     return ev.PlanArrived(ask.plan_id, engine_of)
 
 

@@ -13,7 +13,7 @@ older one stored and the other way round.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NewType, TypeVar, cast
 
@@ -33,6 +33,9 @@ log = structlog.get_logger()
 POLICY_KEY = "policy"
 # An expired lease is noticed at most this much late; a tick only looks at what is due and at the engines.
 TICK_S = 0.5
+# A tick that comes later than this says so: this process did not run, as it was stopped or the machine was busy, and
+# handled no renewals meanwhile.
+LATE_S = 0.1
 # ScheduleStep answers STEP_HELD after this long without a ticket, so that no call lasts for a whole rollout. Thousands
 # may wait, and each question costs as much as a step.
 HOLD_S = 120.0
@@ -124,6 +127,11 @@ class Store:
     async def load(self) -> tuple[list[TrajectoryRecord], list[EngineRecord], list[JobRecord], MeshRecord | None]:
         """What the bucket holds when this process begins to lead. Raises CorruptRecord."""
         values = {entry.key: entry.value or b"" for entry in await entries_of(self.lease.bucket)}
+        return await asyncio.to_thread(self._decode, values)  # the lease is renewed meanwhile
+
+    def _decode(
+        self, values: dict[str, bytes]
+    ) -> tuple[list[TrajectoryRecord], list[EngineRecord], list[JobRecord], MeshRecord | None]:
         values.pop(LEADER_KEY, None)
         mesh = values.pop(POLICY_KEY, None)
         trajectories = [values.pop(key) for key in list(values) if key.startswith("trajectory.")]
@@ -204,7 +212,7 @@ class Driver:
 
     Owns the controller and its clock. Events are handled one at a time, because the controller never awaits; writes and
     calls overlap. A request is answered once its state is stored and not before. `send` takes the actions that go to
-    other services; it must not block. `note` is given all actions, to be counted.
+    other services; it must not block. `note` is given the actions of each event, to be counted.
     """
 
     def __init__(
@@ -214,7 +222,7 @@ class Driver:
         epoch_s: float,
         clock: Callable[[], float],
         send: Callable[[act.Action], None],
-        note: Callable[[act.Action], None] = lambda _: None,
+        note: Callable[[Sequence[act.Action]], None] = lambda _: None,
     ) -> None:
         self.controller = controller
         self._store = store
@@ -272,17 +280,24 @@ class Driver:
         return self._clock()
 
     async def tick(self) -> None:
-        """Background task: tell the controller that time passes, and store what is not stored yet."""
+        """Background task: tell the controller that time passes."""
+        while True:
+            slept_since_s = self._clock()
+            await asyncio.sleep(TICK_S)
+            late_s = self._clock() - slept_since_s - TICK_S
+            self.handle(Tick(late_s if late_s > LATE_S else 0.0))
+
+    async def store(self) -> None:
+        """Background task: store what nobody waits for."""
         while True:
             await asyncio.sleep(TICK_S)
-            self.handle(Tick())
             await self._store.settle_all()
 
     def carry_out(self, actions: list[act.Action]) -> set[str]:
         """Note state to be stored and send the rest. Returns the keys whose state a request must wait for."""
         keys: set[str] = set()
+        self._note(actions)
         for action in actions:
-            self._note(action)
             match action:
                 case act.SaveTrajectory(record):
                     keys.add(key := trajectory_key(record.trajectory_id))

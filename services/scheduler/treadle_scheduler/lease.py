@@ -37,6 +37,7 @@ RETRY_S = 0.2  # after a renewal that NATS did not answer
 # How long a call waits for a lease that is overdue. A leader that was stopped learns within milliseconds whether it
 # still leads. Where NATS is away nobody leads in its place, and it answers what needs no store.
 ADMIT_S = 0.5
+MOST_REFUSALS = 5  # of a write, each with the revision that the lease then had
 WILDCARD_HOSTS = ("0.0.0.0", "[::]")
 
 
@@ -158,24 +159,26 @@ class Lease:
 
     async def admit(self) -> None:
         """Wait before a call is served, where the lease is overdue. Raises NotLeader once another process leads."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(ADMIT_S):
-                await self._until_known()
+        if not self.is_held:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ADMIT_S):
+                    await self._until_known()
         self._require_lead()
 
     async def write(self, values: Mapping[str, bytes | None]) -> dict[str, Exception]:
         """Write keys, None to delete one, with `writing` held. Returns the keys that are not known to be written, with
-        the reason. Raises NotLeader."""
+        the reason. Raises NotLeader, and RuntimeError where NATS knows no such writes."""
         failed: dict[str, Exception] = {}
-        while values:
+        for _ in range(MOST_REFUSALS):
             self._require_lead()
             missing = await self._bus.write_entries(BUCKET, values, fence=(LEADER_KEY, self._revision))
             refused = {key for key, error in missing.items() if is_refusal(error)}
             failed |= {key: error for key, error in missing.items() if key not in refused}
             values = {key: values[key] for key in values if key in refused}
-            if refused:
-                await self._find_revision()
-        return failed
+            if not refused:
+                return failed
+            await self._find_revision()
+        raise RuntimeError("NATS refuses writes that name the lease's right revision: it must be 2.11 or newer")
 
     async def _until_known(self) -> None:
         """Return once it is known whether this process leads."""

@@ -25,6 +25,7 @@ from treadle_runtime.bus import Bus
 
 from treadle_scheduler import convert_peers as convert
 from treadle_scheduler.config import SchedulerSettings
+from treadle_scheduler.meters import Meters
 
 T = TypeVar("T")
 Command = act.StartMigration | act.CancelMigration | act.AbortStep | act.AskStep | act.ReleasePrefix
@@ -108,8 +109,7 @@ class Queues(Generic[T]):
 
 class Outbound:
     """`connect` opens channels; `may_send` returns when this process leads, so that one that was stopped for a while
-    sends nothing late; `handle` is set once, before the workers run, and takes the events that answers become.
-    record_plan: given the seconds that a plan took."""
+    sends nothing late; `handle` is set once, before the workers run, and takes the events that answers become."""
 
     handle: Callable[[Event], object]
 
@@ -119,12 +119,12 @@ class Outbound:
         bus: Bus,
         connect: Callable[[str], grpc.aio.Channel],
         may_send: Callable[[], Awaitable[None]] | None = None,
-        record_plan: Callable[[float], None] = lambda _: None,
+        meters: Meters | None = None,
     ) -> None:
         self._settings = settings
         self._bus = bus
         self._connect = connect
-        self._record_plan = record_plan
+        self._meters = meters
         self._predictions: Queues[act.AskPrediction] = Queues(
             self._predict, most=MOST_QUERIES, gather_s=GATHER_QUERIES_S, may_work=may_send
         )
@@ -158,7 +158,9 @@ class Outbound:
             case act.ReleasePrefix(address, trajectory_id):
                 self._commands.put(address, f"release {trajectory_id}", action)
             case _ if isinstance(action, convert.Announcement):
-                self._announcements.put("", uuid.uuid4().hex, action)
+                # A closing that still waits is not announced a second time.
+                key = action.record.trajectory_id if isinstance(action, act.AnnounceClosed) else uuid.uuid4().hex
+                self._announcements.put("", key, action)
             case _:
                 raise TypeError(f"{action} is not for another service")
 
@@ -198,9 +200,10 @@ class Outbound:
             try:
                 response = await placement.PlanPlacement(convert.plan_request(ask), timeout=PLAN_TIMEOUT_S)
                 event = convert.plan_arrived(ask, response)
-            except grpc.aio.AioRpcError as error:
+            except (grpc.aio.AioRpcError, ValueError) as error:
                 log.warning("no plan", trajectories=len(ask.work), error=_brief(error))
-            self._record_plan(time.monotonic() - began_s)
+            if self._meters is not None:
+                self._meters.record_plan(time.monotonic() - began_s)
         self.handle(event)
 
     async def _reprioritize(self, address: str, changes: list[tuple[str, float]]) -> None:
@@ -260,11 +263,13 @@ class Outbound:
     async def _announce(self, _: str, actions: list[convert.Announcement]) -> None:
         for action in actions:
             await self._bus.publish(convert.fact_of(action))
-        closed = [action.record.trajectory_id for action in actions if isinstance(action, act.AnnounceClosed)]
+        closed = [action for action in actions if isinstance(action, act.AnnounceClosed)]
         if closed:
             await self._bus.flush()
-            for trajectory_id in closed:
-                self.handle(ClosedAnnounced(trajectory_id))
+            for closing in closed:
+                if self._meters is not None:
+                    self._meters.record_closing(closing)
+                self.handle(ClosedAnnounced(closing.record.trajectory_id))
 
 
 def _brief(error: Exception) -> str:

@@ -114,17 +114,16 @@ async def restore(runtime: Runtime, store: Store) -> tuple[Driver, list[Callable
     """The driver of the state that the store holds now, which hears facts from now on, and its background tasks."""
     settings = cast(SchedulerSettings, runtime.settings)
     clock = steady_clock()
-    now = clock()
     trajectories, engines, jobs, mesh = await store.load()
     if mesh is None:
-        mesh = MeshRecord(TREADLE_POLICY, epoch_s=now)
+        mesh = MeshRecord(TREADLE_POLICY, epoch_s=clock())
         store.put(POLICY_KEY, mesh)
         await store.settle([POLICY_KEY])
     controller = Controller(mesh.policy, tuning_of(settings), mesh.epoch_s)
-    restored = controller.restore(trajectories, engines, now, jobs, mesh.weights)
+    restored = controller.restore(trajectories, engines, clock(), jobs, mesh.weights)
     log.info("restored", trajectories=len(trajectories), engines=len(engines), jobs=len(jobs))
     meters = Meters(runtime.metrics)
-    outbound = Outbound(settings, runtime.bus, runtime.channel, store.lease.until_held, meters.record_plan)
+    outbound = Outbound(settings, runtime.bus, runtime.channel, store.lease.until_held, meters)
     driver = Driver(controller, store, mesh.epoch_s, clock, outbound.send, meters.record)
     outbound.handle = driver.handle
     driver.carry_out(restored)
@@ -142,7 +141,7 @@ async def restore(runtime: Runtime, store: Store) -> tuple[Driver, list[Callable
             driver.end_waiting()
 
     await runtime.bus.subscribe(SUBSCRIBED_KINDS, receive, durable=DURABLE)
-    return driver, [driver.tick, store.purge_markers, end_waiting, *outbound.tasks]
+    return driver, [driver.tick, driver.store, store.purge_markers, end_waiting, *outbound.tasks]
 
 
 async def warm_up() -> None:

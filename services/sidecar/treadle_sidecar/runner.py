@@ -240,11 +240,12 @@ class StepRunner:
             step.emit(error)
         finally:
             step.end_attempt()
-            self.queue.remove(ticket_id)
             del self._steps[ticket_id]
             step.over.set()
             self._slot_freed.set()
-            self.decide()
+            if ticket_id in self.queue:
+                self.queue.remove(ticket_id)
+                self.decide()
 
     async def _run_attempts(self, step: RunningStep) -> Reason:
         while await step.wait_for_slot():

@@ -140,12 +140,61 @@ class PlacementEngine(google.protobuf.message.Message):
 Global___PlacementEngine: typing_extensions.TypeAlias = PlacementEngine
 
 @typing.final
+class PlacedColumns(google.protobuf.message.Message):
+    """What PlacedTrajectory says, a column each, for thousands of trajectories: little-endian numbers, one for each of them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REMAINING_TOKENS_FLOAT64_FIELD_NUMBER: builtins.int
+    CONTEXT_TOKENS_FLOAT64_FIELD_NUMBER: builtins.int
+    CURRENT_ENGINE_INT32_FIELD_NUMBER: builtins.int
+    LOG_SIGMA_FLOAT64_FIELD_NUMBER: builtins.int
+    ROOM_TOKENS_FLOAT64_FIELD_NUMBER: builtins.int
+    REMAINING_TOOL_S_FLOAT64_FIELD_NUMBER: builtins.int
+    REMAINING_OBSERVED_TOKENS_FLOAT64_FIELD_NUMBER: builtins.int
+    PROMPT_INT32_FIELD_NUMBER: builtins.int
+    STARTED_UINT8_FIELD_NUMBER: builtins.int
+    UNREAD_UINT8_FIELD_NUMBER: builtins.int
+    remaining_tokens_float64: builtins.bytes
+    context_tokens_float64: builtins.bytes
+    current_engine_int32: builtins.bytes
+    """index into `engines`, -1 where not placed yet"""
+    log_sigma_float64: builtins.bytes
+    room_tokens_float64: builtins.bytes
+    remaining_tool_s_float64: builtins.bytes
+    remaining_observed_tokens_float64: builtins.bytes
+    prompt_int32: builtins.bytes
+    """the same number for samples of one prompt"""
+    started_uint8: builtins.bytes
+    """0 or 1"""
+    unread_uint8: builtins.bytes
+    """0 or 1"""
+    def __init__(
+        self,
+        *,
+        remaining_tokens_float64: builtins.bytes = ...,
+        context_tokens_float64: builtins.bytes = ...,
+        current_engine_int32: builtins.bytes = ...,
+        log_sigma_float64: builtins.bytes = ...,
+        room_tokens_float64: builtins.bytes = ...,
+        remaining_tool_s_float64: builtins.bytes = ...,
+        remaining_observed_tokens_float64: builtins.bytes = ...,
+        prompt_int32: builtins.bytes = ...,
+        started_uint8: builtins.bytes = ...,
+        unread_uint8: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context_tokens_float64", b"context_tokens_float64", "current_engine_int32", b"current_engine_int32", "log_sigma_float64", b"log_sigma_float64", "prompt_int32", b"prompt_int32", "remaining_observed_tokens_float64", b"remaining_observed_tokens_float64", "remaining_tokens_float64", b"remaining_tokens_float64", "remaining_tool_s_float64", b"remaining_tool_s_float64", "room_tokens_float64", b"room_tokens_float64", "started_uint8", b"started_uint8", "unread_uint8", b"unread_uint8"]) -> None: ...
+
+Global___PlacedColumns: typing_extensions.TypeAlias = PlacedColumns
+
+@typing.final
 class PlanPlacementRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TRAJECTORIES_FIELD_NUMBER: builtins.int
     ENGINES_FIELD_NUMBER: builtins.int
     COST_MODEL_FIELD_NUMBER: builtins.int
+    COLUMNS_FIELD_NUMBER: builtins.int
     cost_model: Global___CostModel.ValueType
     @property
     def trajectories(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PlacedTrajectory]:
@@ -155,14 +204,20 @@ class PlanPlacementRequest(google.protobuf.message.Message):
     def engines(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PlacementEngine]:
         """at least one"""
 
+    @property
+    def columns(self) -> Global___PlacedColumns:
+        """in place of `trajectories`"""
+
     def __init__(
         self,
         *,
         trajectories: collections.abc.Iterable[Global___PlacedTrajectory] | None = ...,
         engines: collections.abc.Iterable[Global___PlacementEngine] | None = ...,
         cost_model: Global___CostModel.ValueType = ...,
+        columns: Global___PlacedColumns | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cost_model", b"cost_model", "engines", b"engines", "trajectories", b"trajectories"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["columns", b"columns"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["columns", b"columns", "cost_model", b"cost_model", "engines", b"engines", "trajectories", b"trajectories"]) -> None: ...
 
 Global___PlanPlacementRequest: typing_extensions.TypeAlias = PlanPlacementRequest
 
@@ -176,7 +231,7 @@ class EngineGroup(google.protobuf.message.Message):
     engine_id: builtins.str
     @property
     def trajectory_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """longest first"""
+        """longest first; none for a request with `columns`"""
 
     @property
     def predicted_time(self) -> google.protobuf.duration_pb2.Duration: ...
@@ -200,6 +255,9 @@ class PlanPlacementResponse(google.protobuf.message.Message):
     PREDICTED_MAKESPAN_FIELD_NUMBER: builtins.int
     LOWER_BOUND_FIELD_NUMBER: builtins.int
     SOLVE_TIME_FIELD_NUMBER: builtins.int
+    ENGINE_INT32_FIELD_NUMBER: builtins.int
+    engine_int32: builtins.bytes
+    """for `columns`: of each trajectory, the index of its engine"""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EngineGroup]:
         """one for each engine, in the order of the request"""
@@ -219,8 +277,9 @@ class PlanPlacementResponse(google.protobuf.message.Message):
         predicted_makespan: google.protobuf.duration_pb2.Duration | None = ...,
         lower_bound: google.protobuf.duration_pb2.Duration | None = ...,
         solve_time: google.protobuf.duration_pb2.Duration | None = ...,
+        engine_int32: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["lower_bound", b"lower_bound", "predicted_makespan", b"predicted_makespan", "solve_time", b"solve_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["groups", b"groups", "lower_bound", b"lower_bound", "predicted_makespan", b"predicted_makespan", "solve_time", b"solve_time"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine_int32", b"engine_int32", "groups", b"groups", "lower_bound", b"lower_bound", "predicted_makespan", b"predicted_makespan", "solve_time", b"solve_time"]) -> None: ...
 
 Global___PlanPlacementResponse: typing_extensions.TypeAlias = PlanPlacementResponse
