@@ -84,6 +84,7 @@ class Bus:
         self._client = Client()
         self._js = _JetStream(self._client, timeout=ANSWER_TIMEOUT_S)
         self._tracer = tracer
+        self._traces = not isinstance(tracer, trace.NoOpTracer)
         self._outbox: asyncio.Queue[Message] = asyncio.Queue(OUTBOX_CAPACITY)  # accepted facts
         self._unacknowledged = 0  # facts accepted and not yet in the stream
         self._subscriptions: list[FactSubscription] = []
@@ -106,7 +107,8 @@ class Bus:
         if len(payload) > self._client.max_payload:
             raise ValueError(f"fact of {len(payload)} bytes; NATS takes {self._client.max_payload} at most")
         headers = {"Nats-Msg-Id": fact.fact_id}
-        propagate.inject(headers)
+        if self._traces:
+            propagate.inject(headers)
         await self._outbox.put((subject_of(fact), payload, headers))
         self._unacknowledged += 1
 

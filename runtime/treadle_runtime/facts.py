@@ -9,14 +9,18 @@ process handles a fact_id once.
 
 import asyncio
 import datetime
+import string
+import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cache, reduce
 
 import nats.errors
 import nats.js.errors
 import structlog
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 from nats.aio.client import Client
 from nats.aio.msg import Msg
@@ -36,6 +40,7 @@ KINDS: frozenset[str] = frozenset(field.name for field in Fact.DESCRIPTOR.oneofs
 # The id in a fact's subject is the first of these that is set; facts about a step have it in `step`.
 _SUBJECT_FIELDS = ("trajectory_id", "engine_id", "migration_id")
 _NESTED_FIELDS = ("step", "info")
+_TOKEN_CHARS = frozenset(string.ascii_letters + string.digits + "-_:")
 
 Handler = Callable[[Fact], Awaitable[None]]
 
@@ -69,7 +74,7 @@ def make_fact(source: str, **kind_message: Message) -> Fact:
     if len(kind_message) != 1 or not KINDS.issuperset(kind_message):
         raise TypeError(f"a fact has exactly one kind of {sorted(KINDS)}, not {sorted(kind_message)}")
     fact = Fact(fact_id=uuid.uuid4().hex, source=source, **kind_message)  # type: ignore[arg-type]
-    fact.time.GetCurrentTime()
+    fact.time.FromNanoseconds(time.time_ns())
     return fact
 
 
@@ -84,7 +89,9 @@ def kind_of(fact: Fact) -> str:
 def subject_of(fact: Fact) -> str:
     """treadle.facts.<kind>.<trajectory or engine id>; `none` where the fact is about neither."""
     kind = kind_of(fact)
-    return f"{SUBJECT_ROOT}.{_token(kind.replace('_', '-'))}.{_token(_about(getattr(fact, kind)) or 'none')}"
+    said = getattr(fact, kind)
+    values = (reduce(getattr, path, said) for path in _id_paths(said.DESCRIPTOR))
+    return f"{SUBJECT_ROOT}.{kind.replace('_', '-')}.{_token(next(filter(None, values), 'none'))}"
 
 
 def subjects_of(kinds: Sequence[str]) -> list[str]:
@@ -95,17 +102,18 @@ def subjects_of(kinds: Sequence[str]) -> list[str]:
     return [f"{SUBJECT_ROOT}.{kind.replace('_', '-')}.>" for kind in kinds] or [f"{SUBJECT_ROOT}.>"]
 
 
-def _about(message: Message) -> str:
-    names = message.DESCRIPTOR.fields_by_name
+@cache
+def _id_paths(kind: Descriptor) -> tuple[tuple[str, ...], ...]:
+    """The fields of a kind of fact that may name what it is about, each as a path."""
     for nested in _NESTED_FIELDS:
-        if nested in names:
-            return _about(getattr(message, nested))
-    return next((str(value) for name in _SUBJECT_FIELDS if name in names and (value := getattr(message, name))), "")
+        if nested in kind.fields_by_name:
+            return tuple((nested, *path) for path in _id_paths(kind.fields_by_name[nested].message_type))
+    return tuple((name,) for name in _SUBJECT_FIELDS if name in kind.fields_by_name)
 
 
 def _token(text: str) -> str:
     """One token of a NATS subject: no dot, space or wildcard."""
-    if text.isalnum():
+    if _TOKEN_CHARS.issuperset(text):
         return text
     return "".join(char if char.isalnum() or char in "-_:" else "_" for char in text)
 
@@ -241,6 +249,12 @@ class FactSubscription:
         except nats.errors.Error as error:
             log.debug("a fact was not acknowledged and comes again", subject=message.subject, error=repr(error))
 
+    def _span(self, kind: str, message: Msg) -> AbstractContextManager[object]:
+        if isinstance(self._tracer, trace.NoOpTracer):
+            return nullcontext()
+        context = propagate.extract(message.headers or {})
+        return self._tracer.start_as_current_span(f"{kind} process", context, trace.SpanKind.CONSUMER)
+
     async def _handle(self, message: Msg) -> bool:
         """True once the fact is handled, dropped or given up, False where it is delivered again."""
         try:
@@ -254,8 +268,7 @@ class FactSubscription:
             return False
         if fact.fact_id not in self._handled:
             self._in_hand.add(fact.fact_id)
-            context = propagate.extract(message.headers or {})
-            with self._tracer.start_as_current_span(f"{kind} process", context, trace.SpanKind.CONSUMER):
+            with self._span(kind, message):
                 try:
                     await self._handler(fact)
                 except Exception:  # whatever it is, the fact is delivered again, and no other fact waits for it

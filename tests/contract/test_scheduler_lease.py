@@ -12,7 +12,7 @@ from treadle_runtime.bus import Bus, open_bus
 from treadle_scheduler.driver import MeshRecord, Store, trajectory_key
 from treadle_scheduler.lease import BUCKET, LONGEST_GAP_S, Lease, NotLeader, Silence
 
-TTL_S = 1.0
+TTL_S = 2.5  # longer than a busy machine takes for a renewal
 WAIT_S = 20.0
 NEVER_S = 3600.0  # a time to live that no test lives through
 
