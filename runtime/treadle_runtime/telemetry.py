@@ -2,9 +2,8 @@
 
 Owns structlog's configuration (JSON lines on stderr, with service and, where a span is active, trace_id and span_id;
 the standard library's loggers go the same way) and the OpenTelemetry tracer. Tracing is off, with no provider,
-exporter or interceptor, until `otlp_endpoint` is set. There is no meter provider, and an instrument does nothing,
-until it is set and the service asks for a meter: a collector that only takes traces gets nothing from a service
-without metrics. Anywhere: `log = structlog.get_logger()`.
+exporter or interceptor, until `otlp_endpoint` is set; nor is there a meter provider, and an instrument does nothing.
+The collector must take traces and metrics. Anywhere: `log = structlog.get_logger()`.
 """
 
 import asyncio
@@ -85,7 +84,7 @@ class Metrics:
         self._provider: MeterProvider | None = None
 
     def meter(self) -> metrics.Meter:
-        """Makes instruments; they are sent from now on, where metrics are exported."""
+        """Make instruments; they are sent from now on, where metrics are exported."""
         if not self._settings.otlp_endpoint:
             return metrics.NoOpMeter(SCOPE)
         if self._provider is None:
@@ -95,12 +94,12 @@ class Metrics:
         return self._provider.get_meter(SCOPE)
 
     def seconds(self, name: str, what: str) -> Callable[..., None]:
-        """Makes the histogram `treadle_<service>_<name>_seconds`; returns what records a value, with labels."""
+        """Make the histogram `treadle_<service>_<name>_seconds`; returns what records a value, with labels."""
         full = f"treadle_{self._settings.service}_{name}_seconds"
         return self.meter().create_histogram(full, "s", what, explicit_bucket_boundaries_advisory=BOUNDS_S).record
 
     def total(self, name: str, what: str) -> Callable[..., None]:
-        """Makes the counter `treadle_<service>_<name>_total`; returns what adds to it, with labels."""
+        """Make the counter `treadle_<service>_<name>_total`; returns what adds to it, with labels."""
         return self.meter().create_counter(f"treadle_{self._settings.service}_{name}_total", "1", what).add
 
     async def shutdown(self) -> None:

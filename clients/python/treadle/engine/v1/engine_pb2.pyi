@@ -317,7 +317,7 @@ class StepTiming(google.protobuf.message.Message):
     def finished_at(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
     @property
     def preempted(self) -> google.protobuf.duration_pb2.Duration:
-        """of `queue`, from an eviction for another step until it ran again"""
+        """of `queue`, from an eviction until it ran again, without `weights`"""
 
     @property
     def weights(self) -> google.protobuf.duration_pb2.Duration:
