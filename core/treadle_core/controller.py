@@ -61,7 +61,7 @@ HANDLERS: Mapping[type[ev.Event], Callable[[State, Any, float], list[Action]]] =
     ev.MoveEnded: moves.end_move,
     ev.SwitchRequested: moves.switch_engine,
     ev.EngineRegistered: _register_engine,
-    ev.LeaseRenewed: leases.renew_lease,
+    ev.LeaseRenewed: weights.renew_lease,
     ev.EngineDeregistered: leases.deregister_engine,
     ev.WeightsSet: weights.set_weights,
     ev.WeightsUpdated: weights.update_weights,

@@ -232,7 +232,7 @@ class ClosedAnnounced(Event):
 
 @dataclass(frozen=True, slots=True)
 class WeightsSet(Event):
-    """An operator or trainer asks that all engines serve these weights."""
+    """An operator or trainer asks that all engines serve these weights. model_path: empty where they are pushed."""
 
     weight_version: str
     model_path: str

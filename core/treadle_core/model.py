@@ -201,9 +201,14 @@ class EngineLoad:
     engine_healthy: bool = True
 
 
+# How the version begins that an engine reports while it holds parts of the rest of the name only.
+INCOMPLETE = "incomplete-"
+
+
 @dataclass(frozen=True, slots=True)
 class WeightsRecord:
-    """The weights that all engines are to serve. model_path: a folder or file that each engine's machine can read."""
+    """The weights that all engines are to serve. model_path: a folder or file that each engine's machine can read;
+    empty: a trainer pushes them."""
 
     weight_version: str
     model_path: str
@@ -212,7 +217,8 @@ class WeightsRecord:
 @dataclass(frozen=True, slots=True)
 class EngineRecord:
     """An engine and its lease. `suspect_s`: when a client lost a stream there; None again after the next renewal.
-    behind: it does not serve the desired weights. load_error: why it could not load them."""
+    behind: it does not serve the desired weights, or has parts of weights only. load_error: why it could not load
+    the desired ones, or that they were not pushed to it."""
 
     spec: EngineSpec
     lease_id: str

@@ -14,7 +14,7 @@ BUDGETS = {
     "bench": (8_590, 56),
     "cli": (6_550, 54),
     "clients/python": (2_760, 13),
-    "core": (11_370, 65),
+    "core": (11_400, 65),
     "examples": (90, 2),
     "learned": (2_170, 15),
     "runtime": (2_330, 13),
@@ -24,11 +24,11 @@ BUDGETS = {
     "services/predictor": (1_270, 13),
     "services/rollout": (1_030, 9),
     "services/scheduler": (1_900, 11),
-    "services/sidecar": (3_490, 26),
+    "services/sidecar": (3_930, 26),
     "services/tools": (9_270, 66),
     "sim": (6_380, 38),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 58_330, 391, 36_700
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 58_790, 391, 37_200
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 WIDE_FOLDERS: dict[str, int] = {}  # folders with leave for more, each with its reason

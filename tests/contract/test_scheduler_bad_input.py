@@ -159,7 +159,6 @@ MALFORMED: list[tuple[str, Any, str]] = [
     ("DeregisterEngine", leaving(request_id="r", lease_id="l"), "engine_id"),
     ("SetWeights", pb.SetWeightsRequest(weight_version="v", model_path="/m"), "request_id"),
     ("SetWeights", pb.SetWeightsRequest(request_id="r", model_path="/m"), "weight_version"),
-    ("SetWeights", pb.SetWeightsRequest(request_id="r", weight_version="v"), "model_path"),
     ("SetPolicy", pb.SetPolicyRequest(request_id="r"), "policy"),
     ("SetPolicy", pb.SetPolicyRequest(policy=pb.Policy(**POLICY)), "request_id"),
     ("SetPolicy", policy(ordering=pb.ORDERING_UNSPECIFIED), "policy.ordering"),

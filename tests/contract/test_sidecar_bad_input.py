@@ -102,6 +102,18 @@ def prefetch(source: tuple[str, str] | None = None, **fields: Any) -> pb.Prefetc
     return pb.PrefetchPrefixRequest(**{"request_id": "q", "trajectory_id": "t", **fields})
 
 
+def push(**fields: Any) -> pb.PushWeightsRequest:
+    """Without `fields`, a good one."""
+    given = {"request_id": "q", "weight_version": "v2", "push_id": "p", "tensor": b"{}", **fields}
+    return pb.PushWeightsRequest(**{name: value for name, value in given.items() if value is not None})
+
+
+def join(**fields: Any) -> pb.JoinWeightsGroupRequest:
+    """Without `fields`, a good one."""
+    given = {"group_name": "g", "master_address": "h:1", "rank_offset": 1, "world_size": 2}
+    return pb.JoinWeightsGroupRequest(request_id="q", **{**given, **fields})
+
+
 TOO_FAST = pb.WatchLoadRequest(interval=Duration(nanos=10_000_000))
 NO_NUMBER = pb.PriorityChange(ticket_id="t", priority=float("inf"))
 BAD_CALLS: list[tuple[Any, str]] = [
@@ -114,6 +126,24 @@ BAD_CALLS: list[tuple[Any, str]] = [
     (pb.UpdateWeightsRequest(request_id="q", model_path="/m"), "weight_version"),
     (pb.UpdateWeightsRequest(request_id="q", weight_version="v2"), "model_path"),
     (pb.UpdateWeightsRequest(request_id="q", weight_version="default", model_path="/m"), "weight_version"),
+    (pb.UpdateWeightsRequest(request_id="q", weight_version="asleep-v2", model_path="/m"), "weight_version"),
+    (push(request_id=""), "request_id"),
+    (push(weight_version=""), "weight_version"),
+    (push(weight_version="default"), "weight_version"),
+    (push(weight_version="incomplete-v2"), "weight_version"),
+    (push(push_id=""), "push_id"),
+    (push(part=-1), "part"),
+    (push(tensor=None), "body"),
+    (push(tensor=b"{"), "tensor"),
+    (push(tensor=None, ipc=b"[]"), "ipc"),
+    (join(group_name=""), "group_name"),
+    (join(master_address="h"), "master_address"),
+    (join(rank_offset=0), "rank_offset"),
+    (join(rank_offset=2), "rank_offset"),
+    (pb.LeaveWeightsGroupRequest(request_id="q"), "group_name"),
+    (pb.SleepRequest(request_id="q"), "mode"),
+    (pb.SleepRequest(request_id="q", mode=pb.PAUSE_MODE_KEEP, tags=["cpu"]), "tags"),
+    (pb.WakeRequest(request_id="q", tags=["cpu"]), "tags"),
     (prefetch(), "prefix"),
     (prefetch(trajectory_id="", token_ids=packed([5])), "trajectory_id"),
     (prefetch(token_ids=TokenIds()), "token_ids"),
@@ -133,6 +163,12 @@ async def call(side: Sidecar, request: Any, timeout_s: float | None = T) -> None
     if isinstance(answer, grpc.aio.UnaryStreamCall):
         answer = answer.read()
     await answer
+
+
+def test_every_rpc_has_a_case() -> None:
+    requests = {type(request) for request, _ in BAD_CALLS} | {pb.GenerateRequest, pb.GetLoadRequest}
+    named = {kind.__name__.removesuffix("Request") for kind in (*requests, pb.GetEngineInfoRequest)}
+    assert named == {method.name for method in pb.DESCRIPTOR.services_by_name["EngineService"].methods}
 
 
 async def test_a_bad_call_names_its_field(side: Sidecar) -> None:

@@ -3,7 +3,8 @@ context alone.
 
 It is honest where the sidecar depends on it: streams are incremental or cumulative, an abort ends a stream with a token
 or two more and a finish reason of type abort, an abort of an unknown request is ignored, the KV of a context is cached
-by salt in pages, only `max_running` requests run; while it hangs, what needs SGLang's scheduler process is not
+by salt in pages, only `max_running` requests run, pushed weights need a session, memory is given away once and taken
+back once; while it hangs, what needs SGLang's scheduler process is not
 answered, and the rest is. What it leaves out: text models. A token's text is one letter; the next token is a hash of
 position and predecessor.
 """
@@ -66,6 +67,12 @@ class FakeSglang:
         self._goes_on = asyncio.Event()
         self._goes_on.set()
         self.after_abort = after_abort
+        self.pushes: list[tuple[str, dict[str, Any]]] = []  # way and body
+        self.push_s, self.refuse_push = 0.0, False
+        self.pushing, self.session = False, False  # whether a push is under way; whether weights are unpacked for it
+        self.groups: list[dict[str, Any]] = []
+        self.asleep: set[str] = set()
+        self.called: list[str] = []  # of the calls that change weights or memory, in order
         self.weight_version = "default"
         self.model_path = "fake/model"
         self.storage = stored is not None
@@ -103,6 +110,12 @@ class FakeSglang:
                 web.get("/model_info", self._model_info),
                 web.get("/v1/loads", self._loads),
                 web.post("/update_weights_from_disk", self._update_weights),
+                web.post("/update_weight_version", self._name_weights),
+                web.post("/{verb:begin|end}_weight_update", self._change_session),
+                web.post("/update_weights_from_{way:distributed|tensor|ipc}", self._push),
+                web.post("/init_weights_update_group", self._join),
+                web.post("/destroy_weights_update_group", self._leave),
+                web.post("/{verb:release|resume}_memory_occupation", self._change_memory),
                 web.post("/flush_cache", self._flush),
                 web.post("/detokenize", self._detokenize),
             ]
@@ -131,6 +144,9 @@ class FakeSglang:
             self._runner = None
         self._cached.clear()
         self._running.clear()
+        self.groups.clear()
+        self.asleep.clear()
+        self.session = False
         self.weight_version = "default"
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
@@ -139,6 +155,7 @@ class FakeSglang:
         if body.get("token_ids_logprob") == [-1]:
             message = f"token_ids_logprob contains out-of-vocabulary token id -1; valid range is [0, {VOCAB})."
             return web.json_response({"error": {"message": message}}, status=400)
+        assert not self.asleep, "an engine without its memory dies of a request"
         ids, params, salt = list(body["input_ids"]), body["sampling_params"], body.get("cache_salt", "")
         cached, storage = self._hit(ids, salt)
         if not body.get("stream"):
@@ -270,16 +287,74 @@ class FakeSglang:
         await asyncio.sleep(self.load_s)
         self.loading = False
         self.weight_version = body["weight_version"]
-        return web.json_response({"success": True, "message": "ok"})
+        return _outcome()
+
+    async def _name_weights(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        assert body["abort_all_requests"] is False, "it would abort what other callers run"
+        self.weight_version = body["new_version"]
+        self.called.append(f"name {self.weight_version}")
+        return _outcome()
+
+    async def _change_session(self, request: web.Request) -> web.Response:
+        verb = request.match_info["verb"]
+        if self.session == (verb == "begin"):
+            return _outcome("a weight-update session is already open" if self.session else "no session is open")
+        self.session = not self.session
+        self.called.append(verb)
+        return _outcome()
+
+    async def _push(self, request: web.Request) -> web.Response:
+        way = request.match_info["way"]
+        assert not self._running and "weights" not in self.asleep
+        if not self.session and way != "ipc":
+            return _outcome("must run between begin_weight_update() and end_weight_update()")
+        self.pushing = True
+        await asyncio.sleep(self.push_s)
+        self.pushing = False
+        if self.refuse_push:
+            return _outcome("the weights are partially updated")
+        self.pushes.append((way, await request.json()))
+        self.called.append(way)
+        return _outcome()
+
+    async def _join(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if body["backend"] == "none":
+            return _outcome("Failed to initialize custom process group: no such backend")
+        self.groups.append(body)
+        return _outcome()
+
+    async def _leave(self, request: web.Request) -> web.Response:
+        name = (await request.json())["group_name"]
+        left = [group for group in self.groups if group["group_name"] == name]
+        self.groups = [group for group in self.groups if group not in left]
+        return _outcome("" if left else "The group to be destroyed does not exist.")
+
+    async def _change_memory(self, request: web.Request) -> web.Response:
+        verb, tags = request.match_info["verb"], set((await request.json())["tags"])
+        if verb == "release":
+            assert not self._running and tags.isdisjoint(self.asleep), "SGLang dies of it"
+            self.asleep |= tags
+        else:
+            assert tags <= self.asleep, "SGLang dies of it"
+            self.asleep -= tags
+        self.called.append(f"{verb} {'+'.join(sorted(tags))}")
+        return web.json_response(None)
 
     async def _flush(self, _: web.Request) -> web.Response:
         if self._running:
             return web.Response(status=400, text="busy")
         self._cached.clear()
+        self.called.append("flush")
         return web.Response(text="Cache flushed.")
 
     async def _detokenize(self, request: web.Request) -> web.Response:
         return web.json_response({"text": text_of((await request.json())["tokens"])})
+
+
+def _outcome(problem: str = "") -> web.Response:
+    return web.json_response({"success": not problem, "message": problem or "ok"}, status=400 if problem else 200)
 
 
 def _shared(ids: Sequence[int], known: Sequence[int]) -> int:

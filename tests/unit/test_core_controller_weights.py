@@ -4,6 +4,7 @@ import pytest
 from support.control import Scenario, all_of, one
 from treadle_core import actions as act
 from treadle_core import events as ev
+from treadle_core.model import EngineLoad
 from treadle_core.refusals import BadField, NoEngine
 
 
@@ -106,3 +107,80 @@ def test_what_cannot_be_desired_is_refused() -> None:
     set_weights(scenario)
     with pytest.raises(BadField, match="desired already"):
         set_weights(scenario, path="/elsewhere")
+    with pytest.raises(BadField, match="desired already"):
+        set_weights(scenario, path="")
+    with pytest.raises(BadField, match="must not begin with"):
+        set_weights(scenario, "incomplete-v2")
+
+
+def load_error(scenario: Scenario, engine_id: str) -> str:
+    engine = scenario.controller.engine(engine_id)
+    assert engine is not None
+    return engine.load_error
+
+
+def test_pushed_weights_are_loaded_by_nobody_and_an_engine_gets_steps_once_it_has_them() -> None:
+    scenario = Scenario(engines=["e0", "e1"])
+    scenario.open("t")
+    ticket = scenario.step("t", 0)
+    scenario.finish(ticket)
+    other = "e1" if ticket.engine_id == "e0" else "e0"
+    assert not set_weights(scenario, path="")
+    for engine_id in ("e0", "e1"):
+        scenario.renew(engine_id, EngineLoad(weight_version="incomplete-v1", paused=True))
+    with pytest.raises(NoEngine, match="desired weights"):
+        scenario.ask("t", 1)
+    scenario.send(ev.WeightsUpdated(other, "v1"))
+    with pytest.raises(NoEngine):
+        scenario.ask("t", 1)  # it waits for its own engine, which is being pushed to as well
+    scenario.send(ev.WeightsUpdated(ticket.engine_id, "v1"))
+    assert scenario.step("t", 1).engine_id == ticket.engine_id
+    assert not all_of(scenario.heard, act.LoadWeights)
+
+
+def test_an_engine_that_a_push_has_missed_says_so_and_loads_once_the_version_has_a_path() -> None:
+    """e0 does not report the pushed version within a minute, and e2 joins later. Result: both stay behind with an
+    error that says what to do, also after a restart, and trajectories go elsewhere, until a path is set."""
+    scenario = Scenario(engines=["e0", "e1"])
+    scenario.open("t")
+    ticket = scenario.step("t", 0)
+    scenario.finish(ticket)
+    missed, whole = ticket.engine_id, "e1" if ticket.engine_id == "e0" else "e0"
+    set_weights(scenario, path="")
+    scenario.send(ev.WeightsUpdated(whole, "v1"))
+    assert load_error(scenario, missed) == "", "it may be pushed to at this moment"
+    for _ in range(round(scenario.tuning.load_again_s / 5.0)):
+        scenario.renew("e0")
+        scenario.renew("e1")
+        scenario.advance(5.0)
+    scenario.engine("e2")
+    for engine_id in (missed, "e2"):
+        assert "push the version again, or set it with a model_path" in load_error(scenario, engine_id)
+    assert scenario.step("t", 1).engine_id == whole
+    scenario.restart()
+    assert "was not pushed to it" in load_error(scenario, "e2")
+
+    assert sorted(set_weights(scenario)) == sorted([missed, "e2"])
+    assert load_error(scenario, "e2") == ""
+
+
+def test_an_engine_with_parts_of_weights_gets_no_step_also_where_no_version_is_desired() -> None:
+    scenario = Scenario(engines=["e0"])
+    scenario.open("t")
+    scenario.renew("e0", EngineLoad(weight_version="incomplete-v1", paused=True))
+    with pytest.raises(NoEngine):
+        scenario.ask("t", 0)
+    scenario.send(ev.WeightsUpdated("e0", "v1"))
+    assert scenario.step("t", 0).weight_version == "v1"
+
+
+def test_an_engine_that_does_not_serve_the_desired_weights_any_more_is_asked_soon() -> None:
+    """Its memory was given to a trainer, or somebody has loaded other weights past the scheduler."""
+    scenario = Scenario(engines=["e0", "e1"])
+    set_weights(scenario)
+    for engine_id in ("e0", "e1"):
+        scenario.send(ev.WeightsUpdated(engine_id, "v1"))
+    assert not all_of(scenario.renew("e0", EngineLoad(weight_version="incomplete-v1")), act.LoadWeights)
+    scenario.send(ev.WeightsUpdated("e1", "v7"))
+    asked = all_of(scenario.advance(scenario.tuning.load_retry_s), act.LoadWeights)
+    assert {load.engine_id for load in asked} == {"e0", "e1"}

@@ -5,13 +5,16 @@ new step, and its sidecar is asked to load, again and again until the engine ser
 that joins or restarts later, and a scheduler that restarts in between, since the desired version is stored. The steps
 that run on an engine wait in its sidecar while it loads, and trajectories between two steps wait for their own engine.
 
+Without a path, a trainer pushes the weights to the engines, and none is asked to load. An engine that the push has
+missed stays behind, with an error, until it is pushed to again or the version is given a path.
+
 An engine that cannot load is left alone for a while; its trajectories go to other engines, and the fleet goes on. So
 do those of an engine that still loads when it is asked again and others have loaded: it may hang.
 """
 
 from treadle_core import actions as act
-from treadle_core.events import LoadFailed, WeightsSet, WeightsUpdated
-from treadle_core.model import WeightsRecord
+from treadle_core.events import LeaseRenewed, LoadFailed, WeightsSet, WeightsUpdated
+from treadle_core.model import INCOMPLETE, EngineRecord, WeightsRecord
 from treadle_core.refusals import BadField
 from treadle_core.steps import leases
 from treadle_core.steps.state import State
@@ -19,8 +22,11 @@ from treadle_core.steps.state import State
 
 def set_weights(state: State, event: WeightsSet, now: float) -> list[act.Action]:
     """Make a version the desired one. Raises BadField."""
+    if event.weight_version.startswith(INCOMPLETE):
+        raise BadField("weight_version", f"must not begin with {INCOMPLETE}, which names parts of weights")
     wanted, known = WeightsRecord(event.weight_version, event.model_path), state.engines.desired
-    if known is not None and known.weight_version == event.weight_version and known.model_path != event.model_path:
+    same = known is not None and known.weight_version == event.weight_version
+    if known is not None and same and known.model_path not in ("", event.model_path):
         raise BadField("weight_version", f"is that of {known.model_path}, which is desired already; name a new one")
     state.engines.desire(wanted)
     state.planner.note_engines()
@@ -33,12 +39,20 @@ def ask_engines(state: State, now: float) -> list[act.Action]:
 
 
 def ask_engine(state: State, engine_id: str, now: float) -> list[act.Action]:
-    """Have an engine load the desired weights, if it is behind; a sidecar that loads them already notes nothing new."""
+    """Have an engine load the desired weights, if it is behind; a sidecar that loads them already notes nothing new.
+
+    Weights without a path cannot be loaded: once another engine has them, the push has missed this one.
+    """
     engine, wanted = state.engines.get(engine_id), state.engines.desired
     if engine is None or wanted is None or not engine.behind:
         return []
     state.loads.set(engine_id, now + state.tuning.load_again_s)
-    return [act.LoadWeights(engine_id, engine.spec.address, wanted.weight_version, wanted.model_path)]
+    if wanted.model_path:
+        return [act.LoadWeights(engine_id, engine.spec.address, wanted.weight_version, wanted.model_path)]
+    if engine.load_error or not any(other.able for other in state.engines):
+        return []
+    missed = f"{wanted.weight_version} was not pushed to it: push the version again, or set it with a model_path"
+    return _leave_out(state, engine_id, missed, now)
 
 
 def ask_again(state: State, now: float) -> list[act.Action]:
@@ -52,7 +66,22 @@ def ask_again(state: State, now: float) -> list[act.Action]:
     return actions
 
 
-def update_weights(state: State, event: WeightsUpdated, _now: float) -> list[act.Action]:
+def renew_lease(state: State, event: LeaseRenewed, now: float) -> list[act.Action]:
+    """Renew a lease, and look after an engine that serves the desired weights no more. Raises LeaseNotFound."""
+    before, actions = state.engines.get(event.engine_id), leases.renew_lease(state, event, now)
+    _note_behind(state, before, now)
+    return actions
+
+
+def _note_behind(state: State, before: EngineRecord | None, now: float) -> None:
+    """Ask an engine soon that is behind since `before`; a report that was overtaken by another one is over then."""
+    engine_id = before.spec.engine_id if before is not None else ""
+    engine = state.engines.get(engine_id)
+    if engine is not None and before is not None and engine.behind and not before.behind:
+        state.loads.set(engine_id, now + state.tuning.load_retry_s)
+
+
+def update_weights(state: State, event: WeightsUpdated, now: float) -> list[act.Action]:
     """Note the version that an engine serves, which later tickets carry."""
     before = state.engines.get(event.engine_id)
     record = state.engines.set_weight_version(event.engine_id, event.weight_version)
@@ -60,6 +89,7 @@ def update_weights(state: State, event: WeightsUpdated, _now: float) -> list[act
         return []
     if before is not None and before.behind != record.behind:
         state.planner.note_engines()
+    _note_behind(state, before, now)
     return [act.SaveEngine(record)]
 
 

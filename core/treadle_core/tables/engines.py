@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from treadle_core.events import EngineRegistered, LeaseRenewed
-from treadle_core.model import EngineRecord, EngineSpec, WeightsRecord
+from treadle_core.model import INCOMPLETE, EngineRecord, EngineSpec, WeightsRecord
 from treadle_core.refusals import LeaseNotFound, RequestIdReused
 
 
@@ -135,7 +135,9 @@ class EngineTable:
         return record
 
     def _put(self, record: EngineRecord) -> None:
-        behind = self.desired is not None and record.spec.weight_version != self.desired.weight_version
+        version = record.spec.weight_version
+        differs = self.desired is not None and version != self.desired.weight_version
+        behind = differs or version.startswith(INCOMPLETE)
         record = replace(record, behind=behind, load_error=record.load_error if behind else "")
         old = self._engines.get(record.spec.engine_id)
         if old is None or old.spec is not record.spec or old.usable is not record.usable:

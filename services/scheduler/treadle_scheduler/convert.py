@@ -180,10 +180,8 @@ def _policy(message: pb.Policy) -> Policy:
 
 
 def weights_set(request: pb.SetWeightsRequest) -> ev.WeightsSet:
-    """What every engine is to load."""
-    return ev.WeightsSet(
-        identifier("weight_version", request.weight_version), non_empty("model_path", request.model_path)
-    )
+    """What every engine is to serve."""
+    return ev.WeightsSet(identifier("weight_version", request.weight_version), request.model_path)
 
 
 def weights_message(desired: WeightsRecord | None, engines: Iterable[EngineRecord]) -> pb.Weights:

@@ -37,6 +37,8 @@ class SidecarSettings(Settings):
     # An engine without progress for so long, beyond what its work takes by its curve, counts as lost. SGLang's own
     # check of its health gives it 20 s.
     engine_stall_s: Annotated[float, Field(gt=0)] = 30.0
+    # A push of weights of which no part comes for so long is given up; the engine then waits for another one.
+    push_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     tell_tokens: Count = 0  # most ids of a step's output that its fact carries, for a learned predictor; 0: none
     hardware_tags: Annotated[tuple[str, ...], Json] = ()  # JSON list, e.g. ["h200", "compute-bound"]
     probe_s: NotNegative = 10.0  # longest probe of an idle engine for its decode curve; 0: none

@@ -3,20 +3,23 @@
 A function that takes a request raises InvalidArgument naming the field that is wrong.
 """
 
+import json
 from array import array
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from treadle.common.v1 import tokens_pb2
 from treadle.common.v1.ticket_pb2 import Ticket
 from treadle.engine.v1 import engine_pb2 as pb
 from treadle.telemetry.v1 import facts_pb2 as facts
-from treadle_core.model import DecodeCurve
+from treadle_core.model import INCOMPLETE, DecodeCurve
 from treadle_runtime.errors import endpoint, finite, identifier, non_negative, optional_identifier, positive, require
 from treadle_runtime.facts import make_fact
 from treadle_runtime.times import require_timestamp, seconds
 
 from treadle_sidecar.config import SidecarSettings
-from treadle_sidecar.engine.watch import EngineProfile
+from treadle_sidecar.engine.watch import ASLEEP, MEMORY, EngineProfile
 from treadle_sidecar.step import StepOrder
 
 INT32_BYTES = 4
@@ -25,6 +28,18 @@ DEFAULT_TOKEN_INTERVAL_S = 0.05  # a caller's process takes in some 10,000 messa
 LONGEST_TOKEN_INTERVAL_S = 10.0  # what is not sent is lost with the sidecar
 # The prompt is published with the first step alone; a trajectory's length depends on it most.
 PROMPT_SHARE = 4
+
+
+@dataclass(frozen=True)
+class PushPart:
+    """A part of pushed weights. way: distributed, tensor or ipc; empty: nothing but the end. body: SGLang's own."""
+
+    push_id: str
+    weight_version: str
+    index: int
+    way: str
+    body: Mapping[str, Any]
+    last: bool
 
 
 def step_order(request: pb.GenerateRequest) -> StepOrder:
@@ -77,6 +92,62 @@ def sampling(given: tokens_pb2.SamplingParams) -> tokens_pb2.SamplingParams:
     require(all(given.stop), "sampling.stop", "must not hold an empty string")
     require(min(given.stop_token_ids, default=0) >= 0, "sampling.stop_token_ids", "must not hold a negative id")
     return given
+
+
+def ends_steps(mode: pb.PauseMode.ValueType) -> bool:
+    """Whether a pause ends the steps."""
+    known = (pb.PAUSE_MODE_ABORT, pb.PAUSE_MODE_KEEP)
+    require(mode in known, "mode", "must be PAUSE_MODE_ABORT or PAUSE_MODE_KEEP")
+    return mode == pb.PAUSE_MODE_ABORT
+
+
+def weight_version(given: str) -> str:
+    """A name that no engine has for itself while its weights are incomplete or asleep."""
+    own = (INCOMPLETE, ASLEEP)
+    require(not given.startswith(own), "weight_version", f"must not begin with {' or '.join(own)}, is {given!r}")
+    return identifier("weight_version", given)
+
+
+def push_part(request: pb.PushWeightsRequest) -> PushPart:
+    way = request.WhichOneof("body") or ""
+    require(way or request.last, "body", "must be set, but for the last part: distributed, tensor or ipc")
+    body = {}
+    if way:
+        try:
+            body = json.loads(getattr(request, way))
+        except ValueError as error:
+            require(False, way, f"must be SGLang's request as JSON: {error}")
+        require(isinstance(body, dict), way, "must be SGLang's request: a JSON object")
+    return PushPart(
+        push_id=identifier("push_id", request.push_id),
+        weight_version=weight_version(request.weight_version),
+        index=non_negative("part", request.part),
+        way=way,
+        body=body,
+        last=request.last,
+    )
+
+
+def group(request: pb.JoinWeightsGroupRequest) -> dict[str, object]:
+    """SGLang's request."""
+    host, _, port = endpoint("master_address", request.master_address).rpartition(":")
+    inside = 0 < request.rank_offset < request.world_size
+    require(inside, "rank_offset", f"must be in [1, world_size), is {request.rank_offset} of {request.world_size}")
+    return {
+        "master_address": host.strip("[]"),
+        "master_port": int(port),
+        "rank_offset": request.rank_offset,
+        "world_size": request.world_size,
+        "group_name": identifier("group_name", request.group_name),
+        "backend": request.backend or "nccl",
+    }
+
+
+def memory_tags(tags: Iterable[str]) -> frozenset[str]:
+    """None stands for all."""
+    unknown = sorted(set(tags) - set(MEMORY))
+    require(not unknown, "tags", f"must be of {', '.join(MEMORY)}; not {', '.join(unknown)}")
+    return frozenset(tags)
 
 
 def prefix_source(request: pb.PrefetchPrefixRequest) -> "array[int] | pb.PrefixRef":

@@ -166,6 +166,12 @@ class StepRunner:
             await self._slot_freed.wait()
         return 0, len(self._steps)
 
+    def hold(self) -> None:
+        """Pause without waiting until nothing runs."""
+        self._set_paused(True)
+        self.wanted.set()
+        self.decide()
+
     def resume(self) -> None:
         """Admit steps again."""
         self._set_paused(False)

@@ -103,9 +103,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     @answered_once
     async def Pause(self, request: pb.PauseRequest, context: Any) -> pb.PauseResponse:
-        known = (pb.PAUSE_MODE_ABORT, pb.PAUSE_MODE_KEEP)
-        require(request.mode in known, "mode", "must be PAUSE_MODE_ABORT or PAUSE_MODE_KEEP")
-        aborted, kept = await self.weights.pause(abort=request.mode == pb.PAUSE_MODE_ABORT)
+        aborted, kept = await self.weights.pause(abort=convert.ends_steps(request.mode))
         return pb.PauseResponse(aborted_steps=aborted, kept_steps=kept)
 
     @answered_once
@@ -115,9 +113,36 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     @answered_once
     async def UpdateWeights(self, request: pb.UpdateWeightsRequest, context: Any) -> pb.UpdateWeightsResponse:
-        version = identifier("weight_version", request.weight_version)
+        version = convert.weight_version(request.weight_version)
         loaded = await self.weights.update(non_empty("model_path", request.model_path), version)
         return pb.UpdateWeightsResponse(load_time=duration(loaded.load_s), previous_weight_version=loaded.previous)
+
+    @answered_once
+    async def PushWeights(self, request: pb.PushWeightsRequest, context: Any) -> pb.PushWeightsResponse:
+        pushed = await self.weights.push(convert.push_part(request))
+        return pb.PushWeightsResponse(push_time=duration(pushed.load_s), previous_weight_version=pushed.previous)
+
+    @answered_once
+    async def JoinWeightsGroup(self, request: pb.JoinWeightsGroupRequest, context: Any) -> pb.JoinWeightsGroupResponse:
+        await self.weights.join_group(convert.group(request))
+        return pb.JoinWeightsGroupResponse()
+
+    @answered_once
+    async def LeaveWeightsGroup(
+        self, request: pb.LeaveWeightsGroupRequest, context: Any
+    ) -> pb.LeaveWeightsGroupResponse:
+        await self.weights.leave_group(identifier("group_name", request.group_name))
+        return pb.LeaveWeightsGroupResponse()
+
+    @answered_once
+    async def Sleep(self, request: pb.SleepRequest, context: Any) -> pb.SleepResponse:
+        abort, tags = convert.ends_steps(request.mode), convert.memory_tags(request.tags)
+        (aborted, kept), asleep = await self.weights.sleep(tags, abort=abort)
+        return pb.SleepResponse(aborted_steps=aborted, kept_steps=kept, asleep_tags=sorted(asleep))
+
+    @answered_once
+    async def Wake(self, request: pb.WakeRequest, context: Any) -> pb.WakeResponse:
+        return pb.WakeResponse(asleep_tags=sorted(await self.weights.wake(convert.memory_tags(request.tags))))
 
     @answered_once
     async def PrefetchPrefix(self, request: pb.PrefetchPrefixRequest, context: Any) -> pb.PrefetchPrefixResponse:

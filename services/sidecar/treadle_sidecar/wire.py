@@ -52,7 +52,7 @@ async def wire(runtime: Runtime) -> Wiring:
     runner = StepRunner(engine, watch, runtime.bus, facts, contexts, policy, known_curve, counting(runtime.metrics))
     storage = Path(settings.kv_storage_dir) if settings.kv_storage_dir else None
     prefixes = Prefixes(engine, watch, contexts, storage, settings.export_wait_s, runtime.channel)
-    weights = Weights(engine, watch, runner, prefixes, runtime.bus, facts)
+    weights = Weights(engine, watch, runner, prefixes, runtime.bus, facts, settings.push_timeout_s)
 
     def curve() -> engine_pb2.DecodeCurve | None:
         return convert.curve_message(known_curve())
@@ -77,6 +77,7 @@ async def wire(runtime: Runtime) -> Wiring:
             oldest_wait_s=runner.oldest_wait_s,
             measured_at=timestamp(time.time()),
             engine_healthy=watch.healthy,
+            asleep_tags=sorted(watch.profile.asleep) if watch.profile else (),
         )
 
     # Records of this engine's own: sidecars share a NATS, and the same request id may go to several of them.

@@ -12,7 +12,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from treadle_core.progress import EngineProgress
 
 # For questions; a CPU engine answers between two forward passes, and a long prefill takes seconds.
 ANSWER_TIMEOUT_S = 10.0
-WEIGHTS_TIMEOUT_S = 1800.0  # loading hundreds of GB from a network disk takes minutes
+WEIGHTS_TIMEOUT_S = 1800.0  # loading hundreds of GB from a network disk takes minutes; a collective gives up as late
 # For one request that the engine has forgotten while it serves others; no prefill takes so long.
 FORGOTTEN_S = 1800.0
 LONGEST_LINE_BYTES = 4 * 1024 * 1024  # the last chunk of a long step carries a little of everything
@@ -158,8 +158,8 @@ class EngineClient:
         server = await self._ask("GET", "/server_info")
         return server, await self._ask("GET", "/model_info"), await self._vocab_size()
 
-    async def weight_version(self) -> str:
-        """The name of the present weights."""
+    async def name_of_weights(self) -> str:
+        """How the engine names its present weights."""
         return str((await self._ask("GET", "/model_info"))["weight_version"])
 
     async def kv_tokens_used(self) -> int:
@@ -175,11 +175,46 @@ class EngineClient:
         # Not flushed with the load: a refused flush would fail a load that took place. The salt keeps old KV from
         # being hit.
         body = {"model_path": model_path, "weight_version": weight_version, "flush_cache": False}
-        self._progress.begin_load()
+        await self._load("/update_weights_from_disk", body)
+
+    async def name_weights(self, name: str) -> None:
+        """Name the present weights."""
+        await self._ask("POST", "/update_weight_version", {"new_version": name, "abort_all_requests": False})
+
+    async def begin_push(self) -> None:
+        """Make the weights ready to be overwritten; pushes by "distributed" and "tensor" need it."""
         try:
-            await self._ask("POST", "/update_weights_from_disk", body, timeout_s=WEIGHTS_TIMEOUT_S)
-        finally:
-            self._progress.end_load(time.monotonic())
+            await self._load("/begin_weight_update", {})
+        except EngineRefused as error:
+            if "already open" not in str(error):
+                raise
+            await self.end_push()  # a push that was broken off has not
+            await self._load("/begin_weight_update", {})
+
+    async def end_push(self) -> None:
+        """Make the pushed weights ready to be used. Refused where `begin_push` was not called."""
+        await self._load("/end_weight_update", {})
+
+    async def push_weights(self, way: str, body: Mapping[str, Any]) -> None:
+        """Take weights by "distributed", "tensor" or "ipc", without naming them. The engine must be idle."""
+        given = {name: value for name, value in body.items() if name != "weight_version"}
+        await self._load(f"/update_weights_from_{way}", {**given, "flush_cache": False})
+
+    async def join_group(self, body: Mapping[str, Any]) -> None:
+        """Join a process group; returns once all ranks are there."""
+        await self._load("/init_weights_update_group", body)
+
+    async def leave_group(self, group_name: str) -> None:
+        """Leave a process group."""
+        await self._load("/destroy_weights_update_group", {"group_name": group_name})
+
+    async def release_memory(self, tags: Collection[str]) -> None:
+        """Give memory away. An engine that is not idle dies of it."""
+        await self._load("/release_memory_occupation", {"tags": sorted(tags)})
+
+    async def resume_memory(self, tags: Collection[str]) -> None:
+        """Take memory back. An engine that has not given one of the tags away dies of it."""
+        await self._load("/resume_memory_occupation", {"tags": sorted(tags)})
 
     async def flush_cache(self) -> bool:
         """Drop all KV on the engine; False where it refuses because something runs."""
@@ -209,6 +244,14 @@ class EngineClient:
             found = _VALID_RANGE.search(str(error))
             return int(found[1]) if found else 0
         return 0
+
+    async def _load(self, path: str, body: object) -> None:
+        """Ask for what keeps the engine from showing progress."""
+        self._progress.begin_load()
+        try:
+            await self._ask("POST", path, body, timeout_s=WEIGHTS_TIMEOUT_S)
+        finally:
+            self._progress.end_load(time.monotonic())
 
     async def _ask(self, method: str, path: str, body: object = None, timeout_s: float | None = None) -> Any:
         """The answer's JSON; None where it is text."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-from treadle_core.model import DecodeCurve
+from treadle_core.model import INCOMPLETE, DecodeCurve
 from treadle_core.progress import EngineProgress
 from treadle_runtime.errors import FailedPrecondition, Unavailable, require
 
@@ -34,6 +34,9 @@ GIB = 1024**3
 GB = 10**9
 # SGLang keeps these below its context length (Scheduler: max_req_len, and num_reserved tokens of max_req_input_len).
 INPUT_MARGIN_TOKENS = 4
+MEMORY = ("weights", "kv_cache", "cuda_graph")  # SGLang's tags of what it can give away
+# So an engine names its weights while some of its memory is given away: asleep-<tags with + between>:<version>.
+ASLEEP = "asleep-"
 STREAMING = "incremental_streaming_output"  # the argument in SGLang's /server_info
 
 
@@ -57,6 +60,14 @@ class EngineProfile:
     tokens_a_chunk: int
     vocab_size: int
     end_token_ids: frozenset[int]
+    memory_saver: bool  # it can give memory away
+    keeps_weights: bool  # a copy of the weights stays in the host's memory meanwhile
+    asleep: frozenset[str] = frozenset()  # of MEMORY
+
+    @property
+    def can_run(self) -> bool:
+        """Whether its weights are whole and all of its memory is there."""
+        return not self.asleep and not self.weight_version.startswith(INCOMPLETE)
 
     @property
     def storage_suffixes(self) -> tuple[str, ...]:
@@ -84,9 +95,10 @@ def read_profile(server: Mapping[str, Any], model: Mapping[str, Any], vocab_size
     requests = int(state.get("effective_max_running_requests_per_dp") or server.get("max_running_requests") or 1)
     model_path = str(model["model_path"])
     configs = list(_model_files(model_path))
+    weight_version, asleep = read_name(str(model["weight_version"]))
     return EngineProfile(
         model_path=model_path,
-        weight_version=str(model["weight_version"]),
+        weight_version=weight_version,
         max_input_tokens=max_input,
         max_sequence_tokens=max_input + INPUT_MARGIN_TOKENS,
         kv_tokens=kv_tokens,
@@ -101,7 +113,22 @@ def read_profile(server: Mapping[str, Any], model: Mapping[str, Any], vocab_size
         tokens_a_chunk=int(server.get("stream_interval") or 1),
         vocab_size=vocab_size,
         end_token_ids=frozenset(token for config in configs for token in _end_tokens(config)),
+        memory_saver=bool(server.get("enable_memory_saver")),
+        keeps_weights=bool(server.get("enable_weights_cpu_backup")),
+        asleep=asleep,
     )
+
+
+def read_name(name: str) -> tuple[str, frozenset[str]]:
+    """The weight version and the memory that sleeps, of how an engine names its weights."""
+    tags, _, version = name.removeprefix(ASLEEP).partition(":")
+    asleep = frozenset(tags.split("+"))
+    return (version, asleep) if name.startswith(ASLEEP) and asleep <= set(MEMORY) else (name, frozenset())
+
+
+def write_name(weight_version: str, asleep: frozenset[str]) -> str:
+    """How the engine is to name its weights. The engine alone keeps this, so that it goes when the engine does."""
+    return f"{ASLEEP}{'+'.join(sorted(asleep))}:{weight_version}" if asleep else weight_version
 
 
 def _require_supported(server: Mapping[str, Any], model: Mapping[str, Any]) -> None:
@@ -147,12 +174,14 @@ def _end_tokens(config: Mapping[str, Any]) -> list[int]:
 class EngineWatch:
     """`profile` is None until the engine has answered for the first time; it is kept while the engine is away.
 
-    curve: of the engine, None while it is not known. `healthy`: it answers, and is not suspected.
+    curve: of the engine, None while it is not known. `healthy`: it answers, and is not suspected. `on_name`: called
+    when the profile has other weights, or other memory that sleeps, before anything runs under them.
     """
 
     def __init__(self, engine: EngineClient, progress: EngineProgress, curve: Callable[[], DecodeCurve | None]) -> None:
         self._engine, self._progress, self._curve = engine, progress, curve
         self.profile: EngineProfile | None = None
+        self.on_name: Callable[[], None] = lambda: None
         self.answers = False
         self.healthy = False
         self.kv_tokens_used = 0
@@ -207,16 +236,19 @@ class EngineWatch:
         """Why the engine is not healthy."""
         return "the engine answers but makes no progress" if self.answers else self._problem
 
-    def set_weight_version(self, weight_version: str) -> None:
-        """Record the weights that the engine reported."""
+    def set_name(self, name: str) -> None:
+        """Record how the engine names its weights (`read_name`)."""
         self._weight_reports += 1
-        if self.profile is not None and weight_version != self.profile.weight_version:
-            self.profile = dataclasses.replace(self.profile, weight_version=weight_version)
+        profile = self.profile
+        version, asleep = read_name(name)
+        if profile is not None and (version, asleep) != (profile.weight_version, profile.asleep):
+            self.profile = dataclasses.replace(profile, weight_version=version, asleep=asleep)
+            self.on_name()
 
     def hear_weight_version(self, weight_version: str, now: float) -> None:
         """A stream has told the version; the engine is not asked for it meanwhile. now: monotonic seconds."""
         self._version_told_s = now
-        self.set_weight_version(weight_version)
+        self.set_name(weight_version)
 
     def require_profile(self) -> EngineProfile:
         """The profile of a healthy engine. Raises Unavailable ENGINE_LOST."""
@@ -257,6 +289,7 @@ class EngineWatch:
     async def _poll(self) -> None:
         if not self.answers or self.profile is None:
             self.profile = read_profile(*await self._engine.describe())
+            self.on_name()
             self._engine.incremental = self.profile.incremental
             self._progress.tokens_a_chunk = self.profile.tokens_a_chunk
             log.info("engine answers", profile=self.profile)
@@ -264,9 +297,9 @@ class EngineWatch:
                 log.warning(f"long outputs take less of the processor with SGLang's {INCREMENTAL_FLAG}")
         elif time.monotonic() - self._version_told_s > POLL_S:
             reports = self._weight_reports
-            version = await self._engine.weight_version()
+            name = await self._engine.name_of_weights()
             if reports == self._weight_reports:  # else an update has overtaken the answer
-                self.set_weight_version(version)
+                self.set_name(name)
         self.kv_tokens_used = await self._engine.kv_tokens_used()
 
     def _note_problem(self, problem: str) -> None:

@@ -443,6 +443,7 @@ class Load(google.protobuf.message.Message):
     OLDEST_WAIT_S_FIELD_NUMBER: builtins.int
     MEASURED_AT_FIELD_NUMBER: builtins.int
     ENGINE_HEALTHY_FIELD_NUMBER: builtins.int
+    ASLEEP_TAGS_FIELD_NUMBER: builtins.int
     running_steps: builtins.int
     waiting_steps: builtins.int
     slot_limit: builtins.int
@@ -452,10 +453,15 @@ class Load(google.protobuf.message.Message):
     """over the last seconds, all running steps together"""
     paused: builtins.bool
     weight_version: builtins.str
+    """that the engine reports; "incomplete-..." while it has parts of a version only"""
     oldest_wait_s: builtins.float
     engine_healthy: builtins.bool
     @property
     def measured_at(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    @property
+    def asleep_tags(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """memory that Sleep has given away"""
+
     def __init__(
         self,
         *,
@@ -470,9 +476,10 @@ class Load(google.protobuf.message.Message):
         oldest_wait_s: builtins.float = ...,
         measured_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         engine_healthy: builtins.bool = ...,
+        asleep_tags: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["measured_at", b"measured_at"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["decode_tokens_per_s", b"decode_tokens_per_s", "engine_healthy", b"engine_healthy", "kv_tokens_capacity", b"kv_tokens_capacity", "kv_tokens_used", b"kv_tokens_used", "measured_at", b"measured_at", "oldest_wait_s", b"oldest_wait_s", "paused", b"paused", "running_steps", b"running_steps", "slot_limit", b"slot_limit", "waiting_steps", b"waiting_steps", "weight_version", b"weight_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["asleep_tags", b"asleep_tags", "decode_tokens_per_s", b"decode_tokens_per_s", "engine_healthy", b"engine_healthy", "kv_tokens_capacity", b"kv_tokens_capacity", "kv_tokens_used", b"kv_tokens_used", "measured_at", b"measured_at", "oldest_wait_s", b"oldest_wait_s", "paused", b"paused", "running_steps", b"running_steps", "slot_limit", b"slot_limit", "waiting_steps", b"waiting_steps", "weight_version", b"weight_version"]) -> None: ...
 
 Global___Load: typing_extensions.TypeAlias = Load
 
@@ -644,6 +651,230 @@ class UpdateWeightsResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["load_time", b"load_time", "previous_weight_version", b"previous_weight_version"]) -> None: ...
 
 Global___UpdateWeightsResponse: typing_extensions.TypeAlias = UpdateWeightsResponse
+
+@typing.final
+class PushWeightsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: builtins.int
+    PUSH_ID_FIELD_NUMBER: builtins.int
+    PART_FIELD_NUMBER: builtins.int
+    DISTRIBUTED_FIELD_NUMBER: builtins.int
+    TENSOR_FIELD_NUMBER: builtins.int
+    IPC_FIELD_NUMBER: builtins.int
+    LAST_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    weight_version: builtins.str
+    """required; new, not the current one"""
+    push_id: builtins.str
+    """required; the same in all parts of one push, new for each push"""
+    part: builtins.int
+    """0, then one more each time. Part 0 of another push of the same version takes the place of the first"""
+    distributed: builtins.bytes
+    """of /update_weights_from_distributed; answers once the broadcast is over"""
+    tensor: builtins.bytes
+    """of /update_weights_from_tensor"""
+    ipc: builtins.bytes
+    """of /update_weights_from_ipc"""
+    last: builtins.bool
+    """names the version once this part is there"""
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        weight_version: builtins.str = ...,
+        push_id: builtins.str = ...,
+        part: builtins.int = ...,
+        distributed: builtins.bytes = ...,
+        tensor: builtins.bytes = ...,
+        ipc: builtins.bytes = ...,
+        last: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "distributed", b"distributed", "ipc", b"ipc", "tensor", b"tensor"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "distributed", b"distributed", "ipc", b"ipc", "last", b"last", "part", b"part", "push_id", b"push_id", "request_id", b"request_id", "tensor", b"tensor", "weight_version", b"weight_version"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["distributed", "tensor", "ipc"] | None: ...
+
+Global___PushWeightsRequest: typing_extensions.TypeAlias = PushWeightsRequest
+
+@typing.final
+class PushWeightsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PUSH_TIME_FIELD_NUMBER: builtins.int
+    PREVIOUS_WEIGHT_VERSION_FIELD_NUMBER: builtins.int
+    previous_weight_version: builtins.str
+    @property
+    def push_time(self) -> google.protobuf.duration_pb2.Duration:
+        """since part 0"""
+
+    def __init__(
+        self,
+        *,
+        push_time: google.protobuf.duration_pb2.Duration | None = ...,
+        previous_weight_version: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["push_time", b"push_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["previous_weight_version", b"previous_weight_version", "push_time", b"push_time"]) -> None: ...
+
+Global___PushWeightsResponse: typing_extensions.TypeAlias = PushWeightsResponse
+
+@typing.final
+class JoinWeightsGroupRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    GROUP_NAME_FIELD_NUMBER: builtins.int
+    MASTER_ADDRESS_FIELD_NUMBER: builtins.int
+    RANK_OFFSET_FIELD_NUMBER: builtins.int
+    WORLD_SIZE_FIELD_NUMBER: builtins.int
+    BACKEND_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    group_name: builtins.str
+    master_address: builtins.str
+    """host:port of the trainer's rank 0"""
+    rank_offset: builtins.int
+    """at least 1; of the first of the engine's tensor_parallel processes"""
+    world_size: builtins.int
+    """all ranks of trainer and engines"""
+    backend: builtins.str
+    """nccl, gloo, ...; empty: nccl"""
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        group_name: builtins.str = ...,
+        master_address: builtins.str = ...,
+        rank_offset: builtins.int = ...,
+        world_size: builtins.int = ...,
+        backend: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["backend", b"backend", "group_name", b"group_name", "master_address", b"master_address", "rank_offset", b"rank_offset", "request_id", b"request_id", "world_size", b"world_size"]) -> None: ...
+
+Global___JoinWeightsGroupRequest: typing_extensions.TypeAlias = JoinWeightsGroupRequest
+
+@typing.final
+class JoinWeightsGroupResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___JoinWeightsGroupResponse: typing_extensions.TypeAlias = JoinWeightsGroupResponse
+
+@typing.final
+class LeaveWeightsGroupRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    GROUP_NAME_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    group_name: builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        group_name: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["group_name", b"group_name", "request_id", b"request_id"]) -> None: ...
+
+Global___LeaveWeightsGroupRequest: typing_extensions.TypeAlias = LeaveWeightsGroupRequest
+
+@typing.final
+class LeaveWeightsGroupResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___LeaveWeightsGroupResponse: typing_extensions.TypeAlias = LeaveWeightsGroupResponse
+
+@typing.final
+class SleepRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    MODE_FIELD_NUMBER: builtins.int
+    TAGS_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    mode: Global___PauseMode.ValueType
+    @property
+    def tags(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """of weights, kv_cache, cuda_graph; none: all"""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        mode: Global___PauseMode.ValueType = ...,
+        tags: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["mode", b"mode", "request_id", b"request_id", "tags", b"tags"]) -> None: ...
+
+Global___SleepRequest: typing_extensions.TypeAlias = SleepRequest
+
+@typing.final
+class SleepResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ABORTED_STEPS_FIELD_NUMBER: builtins.int
+    KEPT_STEPS_FIELD_NUMBER: builtins.int
+    ASLEEP_TAGS_FIELD_NUMBER: builtins.int
+    aborted_steps: builtins.int
+    kept_steps: builtins.int
+    @property
+    def asleep_tags(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        aborted_steps: builtins.int = ...,
+        kept_steps: builtins.int = ...,
+        asleep_tags: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aborted_steps", b"aborted_steps", "asleep_tags", b"asleep_tags", "kept_steps", b"kept_steps"]) -> None: ...
+
+Global___SleepResponse: typing_extensions.TypeAlias = SleepResponse
+
+@typing.final
+class WakeRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    TAGS_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    @property
+    def tags(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """none: all that sleep"""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        tags: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["request_id", b"request_id", "tags", b"tags"]) -> None: ...
+
+Global___WakeRequest: typing_extensions.TypeAlias = WakeRequest
+
+@typing.final
+class WakeResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ASLEEP_TAGS_FIELD_NUMBER: builtins.int
+    @property
+    def asleep_tags(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """that still sleep"""
+
+    def __init__(
+        self,
+        *,
+        asleep_tags: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["asleep_tags", b"asleep_tags"]) -> None: ...
+
+Global___WakeResponse: typing_extensions.TypeAlias = WakeResponse
 
 @typing.final
 class PrefixRef(google.protobuf.message.Message):

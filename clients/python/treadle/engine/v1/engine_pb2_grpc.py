@@ -74,6 +74,31 @@ class EngineServiceStub(object):
                 request_serializer=treadle_dot_engine_dot_v1_dot_engine__pb2.UpdateWeightsRequest.SerializeToString,
                 response_deserializer=treadle_dot_engine_dot_v1_dot_engine__pb2.UpdateWeightsResponse.FromString,
                 _registered_method=True)
+        self.PushWeights = channel.unary_unary(
+                '/treadle.engine.v1.EngineService/PushWeights',
+                request_serializer=treadle_dot_engine_dot_v1_dot_engine__pb2.PushWeightsRequest.SerializeToString,
+                response_deserializer=treadle_dot_engine_dot_v1_dot_engine__pb2.PushWeightsResponse.FromString,
+                _registered_method=True)
+        self.JoinWeightsGroup = channel.unary_unary(
+                '/treadle.engine.v1.EngineService/JoinWeightsGroup',
+                request_serializer=treadle_dot_engine_dot_v1_dot_engine__pb2.JoinWeightsGroupRequest.SerializeToString,
+                response_deserializer=treadle_dot_engine_dot_v1_dot_engine__pb2.JoinWeightsGroupResponse.FromString,
+                _registered_method=True)
+        self.LeaveWeightsGroup = channel.unary_unary(
+                '/treadle.engine.v1.EngineService/LeaveWeightsGroup',
+                request_serializer=treadle_dot_engine_dot_v1_dot_engine__pb2.LeaveWeightsGroupRequest.SerializeToString,
+                response_deserializer=treadle_dot_engine_dot_v1_dot_engine__pb2.LeaveWeightsGroupResponse.FromString,
+                _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/treadle.engine.v1.EngineService/Sleep',
+                request_serializer=treadle_dot_engine_dot_v1_dot_engine__pb2.SleepRequest.SerializeToString,
+                response_deserializer=treadle_dot_engine_dot_v1_dot_engine__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/treadle.engine.v1.EngineService/Wake',
+                request_serializer=treadle_dot_engine_dot_v1_dot_engine__pb2.WakeRequest.SerializeToString,
+                response_deserializer=treadle_dot_engine_dot_v1_dot_engine__pb2.WakeResponse.FromString,
+                _registered_method=True)
         self.PrefetchPrefix = channel.unary_unary(
                 '/treadle.engine.v1.EngineService/PrefetchPrefix',
                 request_serializer=treadle_dot_engine_dot_v1_dot_engine__pb2.PrefetchPrefixRequest.SerializeToString,
@@ -155,6 +180,47 @@ class EngineServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PushWeights(self, request, context):
+        """Has the engine take a part of the weights that a trainer pushes. From part 0 until the part with `last` has succeeded, no step
+        runs here, and the engine's weight version is "incomplete-" and the pushed one. It stays so after a part that failed, or after
+        which none came for TREADLE_SIDECAR_PUSH_TIMEOUT_S, until a push begun anew with part 0 succeeds or weights are loaded from disk.
+        Errors: FAILED_PRECONDITION PUSH_UNDER_WAY (another push; metadata weight_version) | PUSH_OUT_OF_ORDER (metadata part: the one
+        that is due) | WEIGHTS_NOT_PUSHED | ENGINE_ASLEEP, UNAVAILABLE ENGINE_LOST.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def JoinWeightsGroup(self, request, context):
+        """Joins the engine's processes to the trainer's process group, over which distributed parts are broadcast from rank 0; answers
+        once all ranks are there. The engine does nothing else meanwhile. FAILED_PRECONDITION GROUP_NOT_JOINED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LeaveWeightsGroup(self, request, context):
+        """FAILED_PRECONDITION GROUP_NOT_LEFT, as where the engine is not in the group.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Sleep(self, request, context):
+        """Takes all steps off the engine, drops its KV and gives its device memory to a trainer. Steps wait until all of it is back.
+        Errors: FAILED_PRECONDITION NO_MEMORY_SAVER (start SGLang with --enable-memory-saver) | PUSH_UNDER_WAY | ENGINE_BUSY.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """Takes memory back. What is awake already stays as it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PrefetchPrefix(self, request, context):
         """Brings a prefix's KV to this engine without generating: from shared storage where it is there, else by prefilling.
         Errors: FAILED_PRECONDITION PREFIX_NOT_STORED | WEIGHT_VERSION_MISMATCH | ENGINE_PAUSED, NOT_FOUND PREFIX_NOT_FOUND at the source,
@@ -226,6 +292,31 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.UpdateWeights,
                     request_deserializer=treadle_dot_engine_dot_v1_dot_engine__pb2.UpdateWeightsRequest.FromString,
                     response_serializer=treadle_dot_engine_dot_v1_dot_engine__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'PushWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.PushWeights,
+                    request_deserializer=treadle_dot_engine_dot_v1_dot_engine__pb2.PushWeightsRequest.FromString,
+                    response_serializer=treadle_dot_engine_dot_v1_dot_engine__pb2.PushWeightsResponse.SerializeToString,
+            ),
+            'JoinWeightsGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.JoinWeightsGroup,
+                    request_deserializer=treadle_dot_engine_dot_v1_dot_engine__pb2.JoinWeightsGroupRequest.FromString,
+                    response_serializer=treadle_dot_engine_dot_v1_dot_engine__pb2.JoinWeightsGroupResponse.SerializeToString,
+            ),
+            'LeaveWeightsGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.LeaveWeightsGroup,
+                    request_deserializer=treadle_dot_engine_dot_v1_dot_engine__pb2.LeaveWeightsGroupRequest.FromString,
+                    response_serializer=treadle_dot_engine_dot_v1_dot_engine__pb2.LeaveWeightsGroupResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=treadle_dot_engine_dot_v1_dot_engine__pb2.SleepRequest.FromString,
+                    response_serializer=treadle_dot_engine_dot_v1_dot_engine__pb2.SleepResponse.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=treadle_dot_engine_dot_v1_dot_engine__pb2.WakeRequest.FromString,
+                    response_serializer=treadle_dot_engine_dot_v1_dot_engine__pb2.WakeResponse.SerializeToString,
             ),
             'PrefetchPrefix': grpc.unary_unary_rpc_method_handler(
                     servicer.PrefetchPrefix,
@@ -464,6 +555,141 @@ class EngineService(object):
             '/treadle.engine.v1.EngineService/UpdateWeights',
             treadle_dot_engine_dot_v1_dot_engine__pb2.UpdateWeightsRequest.SerializeToString,
             treadle_dot_engine_dot_v1_dot_engine__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PushWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/treadle.engine.v1.EngineService/PushWeights',
+            treadle_dot_engine_dot_v1_dot_engine__pb2.PushWeightsRequest.SerializeToString,
+            treadle_dot_engine_dot_v1_dot_engine__pb2.PushWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def JoinWeightsGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/treadle.engine.v1.EngineService/JoinWeightsGroup',
+            treadle_dot_engine_dot_v1_dot_engine__pb2.JoinWeightsGroupRequest.SerializeToString,
+            treadle_dot_engine_dot_v1_dot_engine__pb2.JoinWeightsGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LeaveWeightsGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/treadle.engine.v1.EngineService/LeaveWeightsGroup',
+            treadle_dot_engine_dot_v1_dot_engine__pb2.LeaveWeightsGroupRequest.SerializeToString,
+            treadle_dot_engine_dot_v1_dot_engine__pb2.LeaveWeightsGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/treadle.engine.v1.EngineService/Sleep',
+            treadle_dot_engine_dot_v1_dot_engine__pb2.SleepRequest.SerializeToString,
+            treadle_dot_engine_dot_v1_dot_engine__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/treadle.engine.v1.EngineService/Wake',
+            treadle_dot_engine_dot_v1_dot_engine__pb2.WakeRequest.SerializeToString,
+            treadle_dot_engine_dot_v1_dot_engine__pb2.WakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -153,6 +153,86 @@ _EngineServiceUpdateWeightsType = typing_extensions.TypeVar(
     ],
 )
 
+_EngineServicePushWeightsType = typing_extensions.TypeVar(
+    '_EngineServicePushWeightsType',
+    grpc.UnaryUnaryMultiCallable[
+        treadle.engine.v1.engine_pb2.PushWeightsRequest,
+        treadle.engine.v1.engine_pb2.PushWeightsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.engine.v1.engine_pb2.PushWeightsRequest,
+        treadle.engine.v1.engine_pb2.PushWeightsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        treadle.engine.v1.engine_pb2.PushWeightsRequest,
+        treadle.engine.v1.engine_pb2.PushWeightsResponse,
+    ],
+)
+
+_EngineServiceJoinWeightsGroupType = typing_extensions.TypeVar(
+    '_EngineServiceJoinWeightsGroupType',
+    grpc.UnaryUnaryMultiCallable[
+        treadle.engine.v1.engine_pb2.JoinWeightsGroupRequest,
+        treadle.engine.v1.engine_pb2.JoinWeightsGroupResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.engine.v1.engine_pb2.JoinWeightsGroupRequest,
+        treadle.engine.v1.engine_pb2.JoinWeightsGroupResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        treadle.engine.v1.engine_pb2.JoinWeightsGroupRequest,
+        treadle.engine.v1.engine_pb2.JoinWeightsGroupResponse,
+    ],
+)
+
+_EngineServiceLeaveWeightsGroupType = typing_extensions.TypeVar(
+    '_EngineServiceLeaveWeightsGroupType',
+    grpc.UnaryUnaryMultiCallable[
+        treadle.engine.v1.engine_pb2.LeaveWeightsGroupRequest,
+        treadle.engine.v1.engine_pb2.LeaveWeightsGroupResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.engine.v1.engine_pb2.LeaveWeightsGroupRequest,
+        treadle.engine.v1.engine_pb2.LeaveWeightsGroupResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        treadle.engine.v1.engine_pb2.LeaveWeightsGroupRequest,
+        treadle.engine.v1.engine_pb2.LeaveWeightsGroupResponse,
+    ],
+)
+
+_EngineServiceSleepType = typing_extensions.TypeVar(
+    '_EngineServiceSleepType',
+    grpc.UnaryUnaryMultiCallable[
+        treadle.engine.v1.engine_pb2.SleepRequest,
+        treadle.engine.v1.engine_pb2.SleepResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.engine.v1.engine_pb2.SleepRequest,
+        treadle.engine.v1.engine_pb2.SleepResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        treadle.engine.v1.engine_pb2.SleepRequest,
+        treadle.engine.v1.engine_pb2.SleepResponse,
+    ],
+)
+
+_EngineServiceWakeType = typing_extensions.TypeVar(
+    '_EngineServiceWakeType',
+    grpc.UnaryUnaryMultiCallable[
+        treadle.engine.v1.engine_pb2.WakeRequest,
+        treadle.engine.v1.engine_pb2.WakeResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.engine.v1.engine_pb2.WakeRequest,
+        treadle.engine.v1.engine_pb2.WakeResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        treadle.engine.v1.engine_pb2.WakeRequest,
+        treadle.engine.v1.engine_pb2.WakeResponse,
+    ],
+)
+
 _EngineServicePrefetchPrefixType = typing_extensions.TypeVar(
     '_EngineServicePrefetchPrefixType',
     grpc.UnaryUnaryMultiCallable[
@@ -217,7 +297,7 @@ _EngineServiceGetEngineInfoType = typing_extensions.TypeVar(
     ],
 )
 
-class EngineServiceStub(typing.Generic[_EngineServiceGenerateType, _EngineServiceAbortType, _EngineServiceReprioritizeType, _EngineServiceGetLoadType, _EngineServiceWatchLoadType, _EngineServicePauseType, _EngineServiceResumeType, _EngineServiceUpdateWeightsType, _EngineServicePrefetchPrefixType, _EngineServiceExportPrefixType, _EngineServiceReleasePrefixType, _EngineServiceGetEngineInfoType]):
+class EngineServiceStub(typing.Generic[_EngineServiceGenerateType, _EngineServiceAbortType, _EngineServiceReprioritizeType, _EngineServiceGetLoadType, _EngineServiceWatchLoadType, _EngineServicePauseType, _EngineServiceResumeType, _EngineServiceUpdateWeightsType, _EngineServicePushWeightsType, _EngineServiceJoinWeightsGroupType, _EngineServiceLeaveWeightsGroupType, _EngineServiceSleepType, _EngineServiceWakeType, _EngineServicePrefetchPrefixType, _EngineServiceExportPrefixType, _EngineServiceReleasePrefixType, _EngineServiceGetEngineInfoType]):
     @typing.overload
     def __init__(self: EngineServiceStub[
         grpc.UnaryStreamMultiCallable[
@@ -251,6 +331,26 @@ class EngineServiceStub(typing.Generic[_EngineServiceGenerateType, _EngineServic
         grpc.UnaryUnaryMultiCallable[
             treadle.engine.v1.engine_pb2.UpdateWeightsRequest,
             treadle.engine.v1.engine_pb2.UpdateWeightsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            treadle.engine.v1.engine_pb2.PushWeightsRequest,
+            treadle.engine.v1.engine_pb2.PushWeightsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            treadle.engine.v1.engine_pb2.JoinWeightsGroupRequest,
+            treadle.engine.v1.engine_pb2.JoinWeightsGroupResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            treadle.engine.v1.engine_pb2.LeaveWeightsGroupRequest,
+            treadle.engine.v1.engine_pb2.LeaveWeightsGroupResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            treadle.engine.v1.engine_pb2.SleepRequest,
+            treadle.engine.v1.engine_pb2.SleepResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            treadle.engine.v1.engine_pb2.WakeRequest,
+            treadle.engine.v1.engine_pb2.WakeResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             treadle.engine.v1.engine_pb2.PrefetchPrefixRequest,
@@ -305,6 +405,26 @@ class EngineServiceStub(typing.Generic[_EngineServiceGenerateType, _EngineServic
             treadle.engine.v1.engine_pb2.UpdateWeightsResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            treadle.engine.v1.engine_pb2.PushWeightsRequest,
+            treadle.engine.v1.engine_pb2.PushWeightsResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            treadle.engine.v1.engine_pb2.JoinWeightsGroupRequest,
+            treadle.engine.v1.engine_pb2.JoinWeightsGroupResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            treadle.engine.v1.engine_pb2.LeaveWeightsGroupRequest,
+            treadle.engine.v1.engine_pb2.LeaveWeightsGroupResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            treadle.engine.v1.engine_pb2.SleepRequest,
+            treadle.engine.v1.engine_pb2.SleepResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            treadle.engine.v1.engine_pb2.WakeRequest,
+            treadle.engine.v1.engine_pb2.WakeResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             treadle.engine.v1.engine_pb2.PrefetchPrefixRequest,
             treadle.engine.v1.engine_pb2.PrefetchPrefixResponse,
         ],
@@ -347,6 +467,30 @@ class EngineServiceStub(typing.Generic[_EngineServiceGenerateType, _EngineServic
     """Loads weights and makes `weight_version` current. KV of older versions is never hit afterwards (cache_salt).
     Steps here wait meanwhile and go on under the new version. FAILED_PRECONDITION WEIGHTS_NOT_LOADED leaves the old weights.
     """
+
+    PushWeights: _EngineServicePushWeightsType
+    """Has the engine take a part of the weights that a trainer pushes. From part 0 until the part with `last` has succeeded, no step
+    runs here, and the engine's weight version is "incomplete-" and the pushed one. It stays so after a part that failed, or after
+    which none came for TREADLE_SIDECAR_PUSH_TIMEOUT_S, until a push begun anew with part 0 succeeds or weights are loaded from disk.
+    Errors: FAILED_PRECONDITION PUSH_UNDER_WAY (another push; metadata weight_version) | PUSH_OUT_OF_ORDER (metadata part: the one
+    that is due) | WEIGHTS_NOT_PUSHED | ENGINE_ASLEEP, UNAVAILABLE ENGINE_LOST.
+    """
+
+    JoinWeightsGroup: _EngineServiceJoinWeightsGroupType
+    """Joins the engine's processes to the trainer's process group, over which distributed parts are broadcast from rank 0; answers
+    once all ranks are there. The engine does nothing else meanwhile. FAILED_PRECONDITION GROUP_NOT_JOINED.
+    """
+
+    LeaveWeightsGroup: _EngineServiceLeaveWeightsGroupType
+    """FAILED_PRECONDITION GROUP_NOT_LEFT, as where the engine is not in the group."""
+
+    Sleep: _EngineServiceSleepType
+    """Takes all steps off the engine, drops its KV and gives its device memory to a trainer. Steps wait until all of it is back.
+    Errors: FAILED_PRECONDITION NO_MEMORY_SAVER (start SGLang with --enable-memory-saver) | PUSH_UNDER_WAY | ENGINE_BUSY.
+    """
+
+    Wake: _EngineServiceWakeType
+    """Takes memory back. What is awake already stays as it is."""
 
     PrefetchPrefix: _EngineServicePrefetchPrefixType
     """Brings a prefix's KV to this engine without generating: from shared storage where it is there, else by prefilling.
@@ -394,6 +538,26 @@ EngineServiceAsyncStub: typing_extensions.TypeAlias = EngineServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         treadle.engine.v1.engine_pb2.UpdateWeightsRequest,
         treadle.engine.v1.engine_pb2.UpdateWeightsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.engine.v1.engine_pb2.PushWeightsRequest,
+        treadle.engine.v1.engine_pb2.PushWeightsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.engine.v1.engine_pb2.JoinWeightsGroupRequest,
+        treadle.engine.v1.engine_pb2.JoinWeightsGroupResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.engine.v1.engine_pb2.LeaveWeightsGroupRequest,
+        treadle.engine.v1.engine_pb2.LeaveWeightsGroupResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.engine.v1.engine_pb2.SleepRequest,
+        treadle.engine.v1.engine_pb2.SleepResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.engine.v1.engine_pb2.WakeRequest,
+        treadle.engine.v1.engine_pb2.WakeResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         treadle.engine.v1.engine_pb2.PrefetchPrefixRequest,
@@ -479,6 +643,55 @@ class EngineServiceServicer(metaclass=abc.ABCMeta):
         """Loads weights and makes `weight_version` current. KV of older versions is never hit afterwards (cache_salt).
         Steps here wait meanwhile and go on under the new version. FAILED_PRECONDITION WEIGHTS_NOT_LOADED leaves the old weights.
         """
+
+    @abc.abstractmethod
+    def PushWeights(
+        self,
+        request: treadle.engine.v1.engine_pb2.PushWeightsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[treadle.engine.v1.engine_pb2.PushWeightsResponse, collections.abc.Awaitable[treadle.engine.v1.engine_pb2.PushWeightsResponse]]:
+        """Has the engine take a part of the weights that a trainer pushes. From part 0 until the part with `last` has succeeded, no step
+        runs here, and the engine's weight version is "incomplete-" and the pushed one. It stays so after a part that failed, or after
+        which none came for TREADLE_SIDECAR_PUSH_TIMEOUT_S, until a push begun anew with part 0 succeeds or weights are loaded from disk.
+        Errors: FAILED_PRECONDITION PUSH_UNDER_WAY (another push; metadata weight_version) | PUSH_OUT_OF_ORDER (metadata part: the one
+        that is due) | WEIGHTS_NOT_PUSHED | ENGINE_ASLEEP, UNAVAILABLE ENGINE_LOST.
+        """
+
+    @abc.abstractmethod
+    def JoinWeightsGroup(
+        self,
+        request: treadle.engine.v1.engine_pb2.JoinWeightsGroupRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[treadle.engine.v1.engine_pb2.JoinWeightsGroupResponse, collections.abc.Awaitable[treadle.engine.v1.engine_pb2.JoinWeightsGroupResponse]]:
+        """Joins the engine's processes to the trainer's process group, over which distributed parts are broadcast from rank 0; answers
+        once all ranks are there. The engine does nothing else meanwhile. FAILED_PRECONDITION GROUP_NOT_JOINED.
+        """
+
+    @abc.abstractmethod
+    def LeaveWeightsGroup(
+        self,
+        request: treadle.engine.v1.engine_pb2.LeaveWeightsGroupRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[treadle.engine.v1.engine_pb2.LeaveWeightsGroupResponse, collections.abc.Awaitable[treadle.engine.v1.engine_pb2.LeaveWeightsGroupResponse]]:
+        """FAILED_PRECONDITION GROUP_NOT_LEFT, as where the engine is not in the group."""
+
+    @abc.abstractmethod
+    def Sleep(
+        self,
+        request: treadle.engine.v1.engine_pb2.SleepRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[treadle.engine.v1.engine_pb2.SleepResponse, collections.abc.Awaitable[treadle.engine.v1.engine_pb2.SleepResponse]]:
+        """Takes all steps off the engine, drops its KV and gives its device memory to a trainer. Steps wait until all of it is back.
+        Errors: FAILED_PRECONDITION NO_MEMORY_SAVER (start SGLang with --enable-memory-saver) | PUSH_UNDER_WAY | ENGINE_BUSY.
+        """
+
+    @abc.abstractmethod
+    def Wake(
+        self,
+        request: treadle.engine.v1.engine_pb2.WakeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[treadle.engine.v1.engine_pb2.WakeResponse, collections.abc.Awaitable[treadle.engine.v1.engine_pb2.WakeResponse]]:
+        """Takes memory back. What is awake already stays as it is."""
 
     @abc.abstractmethod
     def PrefetchPrefix(

@@ -193,9 +193,9 @@ class _WeightsStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     WEIGHTS_STATE_CURRENT: _WeightsState.ValueType  # 1
     """it serves the desired version"""
     WEIGHTS_STATE_BEHIND: _WeightsState.ValueType  # 2
-    """it has been asked to load"""
+    """it has been asked to load, or waits for the push"""
     WEIGHTS_STATE_FAILED: _WeightsState.ValueType  # 3
-    """it could not load; it is asked again after a while"""
+    """it could not load and is asked again after a while, or the push has missed it"""
 
 class WeightsState(_WeightsState, metaclass=_WeightsStateEnumTypeWrapper): ...
 
@@ -203,9 +203,9 @@ WEIGHTS_STATE_UNSPECIFIED: WeightsState.ValueType  # 0
 WEIGHTS_STATE_CURRENT: WeightsState.ValueType  # 1
 """it serves the desired version"""
 WEIGHTS_STATE_BEHIND: WeightsState.ValueType  # 2
-"""it has been asked to load"""
+"""it has been asked to load, or waits for the push"""
 WEIGHTS_STATE_FAILED: WeightsState.ValueType  # 3
-"""it could not load; it is asked again after a while"""
+"""it could not load and is asked again after a while, or the push has missed it"""
 Global___WeightsState: typing_extensions.TypeAlias = WeightsState
 
 @typing.final
@@ -1352,7 +1352,7 @@ class SetWeightsRequest(google.protobuf.message.Message):
     weight_version: builtins.str
     """required"""
     model_path: builtins.str
-    """required: a folder or file that each engine's machine can read"""
+    """a folder or file that each engine's machine can read; empty: a trainer pushes the weights"""
     def __init__(
         self,
         *,

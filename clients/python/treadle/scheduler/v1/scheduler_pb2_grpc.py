@@ -251,8 +251,8 @@ class SchedulerServiceServicer(object):
 
     def SetWeights(self, request, context):
         """Sets the weights that all engines are to serve, those too that register later, and returns at once. An engine that serves
-        others gets no new step until it has loaded them; its running steps wait and go on. INVALID_ARGUMENT for the version that is
-        desired already with another path.
+        others gets no new step until it has loaded them; its running steps wait and go on. Without a path a trainer pushes them, and no
+        engine is asked to load; the same version may be given a path later. INVALID_ARGUMENT for any other change of its path.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -547,8 +547,8 @@ class SchedulerServiceStub(typing.Generic[_SchedulerServiceOpenJobType, _Schedul
 
     SetWeights: _SchedulerServiceSetWeightsType
     """Sets the weights that all engines are to serve, those too that register later, and returns at once. An engine that serves
-    others gets no new step until it has loaded them; its running steps wait and go on. INVALID_ARGUMENT for the version that is
-    desired already with another path.
+    others gets no new step until it has loaded them; its running steps wait and go on. Without a path a trainer pushes them, and no
+    engine is asked to load; the same version may be given a path later. INVALID_ARGUMENT for any other change of its path.
     """
 
     GetWeights: _SchedulerServiceGetWeightsType
@@ -779,8 +779,8 @@ class SchedulerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[treadle.scheduler.v1.scheduler_pb2.SetWeightsResponse, collections.abc.Awaitable[treadle.scheduler.v1.scheduler_pb2.SetWeightsResponse]]:
         """Sets the weights that all engines are to serve, those too that register later, and returns at once. An engine that serves
-        others gets no new step until it has loaded them; its running steps wait and go on. INVALID_ARGUMENT for the version that is
-        desired already with another path.
+        others gets no new step until it has loaded them; its running steps wait and go on. Without a path a trainer pushes them, and no
+        engine is asked to load; the same version may be given a path later. INVALID_ARGUMENT for any other change of its path.
         """
 
     @abc.abstractmethod
