@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import treadle
@@ -111,3 +112,152 @@ async def test_an_engine_that_cannot_load_is_left_out_and_the_fleet_goes_on(flee
     await until_states(fleet, FAILED, CURRENT)
     ran = await asyncio.gather(*(fleet.run(f"t{index}") for index in range(4)))
     assert {engine_id for trajectory in ran for engine_id in trajectory.steps[0].engine_ids} == {"e1"}
+
+
+async def parts(fleet: Fleet, ways: list[Any]) -> AsyncIterator[treadle.WeightPush]:
+    """Of a trainer that broadcasts in the line after `yield`; it does not get on while an engine is not there."""
+    for number, way in enumerate(ways):
+        yield treadle.WeightPush(way, {"names": [f"w{number}"]})
+        if way == "distributed":
+            await until(lambda: all(engine.pushing for engine in fleet.engines))
+
+
+async def test_pushed_weights_reach_every_engine_and_steps_go_on_under_them(fleet: Fleet) -> None:
+    """Four trajectories run while a trainer joins a group with both engines and pushes three parts, two of them by
+    broadcast. Result: each engine has its rank, the broadcast has begun when the trainer gets on to it, trajectories
+    end under the new version, and nobody loads anything."""
+    ranks: list[int] = []
+
+    async def join(world_size: int) -> None:
+        ranks.append(world_size)
+
+    assert await fleet.client.join_weights_group("10.0.0.1:29500", join, backend="gloo") == {}
+    assert ranks == [3]
+    assert [engine.groups[0]["rank_offset"] for engine in fleet.engines] == [1, 2]
+    running = [asyncio.create_task(fleet.run(f"before-{index}", 400)) for index in range(4)]
+    await until(lambda: len(fleet.sampling) == len(running))
+    for engine in fleet.engines:
+        engine.push_s = 0.5
+    pushes = parts(fleet, ["distributed", "tensor", "distributed"])
+    assert await fleet.client.push_weights("v2", pushes) == {}
+    await until_states(fleet, CURRENT, CURRENT)
+    for trajectory in await asyncio.gather(*running):
+        assert [span.weight_version for span in trajectory.version_spans] == ["default", "v2"]
+    for engine in fleet.engines:
+        assert [way for way, _ in engine.pushes] == ["distributed", "tensor", "distributed"]
+        assert not engine.loads
+    assert await fleet.client.leave_weights_group() == {}
+    assert "e1" in await fleet.client.leave_weights_group()
+
+
+async def test_an_engine_that_fails_in_a_push_runs_nothing_until_it_is_pushed_to_again(fleet: Fleet) -> None:
+    """e0 refuses a part. Result: the push by tensors goes on with e1, trajectories run there, and the same version goes
+    to e0 alone when it is pushed again; of a broadcast both have failed, and the trainer's part is cancelled."""
+    first, second = fleet.engines
+    first.refuse_push = True
+    tensors = [treadle.WeightPush("tensor", {"names": []})] * 2
+    errors = await fleet.client.push_weights("v2", tensors)
+    assert list(errors) == ["e0"] and "WEIGHTS_NOT_PUSHED" in errors["e0"]
+    await asyncio.gather(*(fleet.run(f"t{index}") for index in range(4)))
+    first.refuse_push, asked = False, len(first.requests)
+    assert await fleet.client.push_weights("v2", tensors) == {}
+    assert (len(first.pushes), len(second.pushes)) == (2, 2)
+    await until_states(fleet, CURRENT, CURRENT)
+    assert salts(first, asked) <= {"v2"}
+
+    first.refuse_push, second.push_s = True, 1.0
+    errors = await fleet.client.push_weights("v3", parts(fleet, ["distributed"]))
+    assert "engine e0 has failed" in errors["e1"]
+    assert {engine.weight_version for engine in fleet.engines} == {"incomplete-v3"}
+
+
+async def test_an_engine_that_the_push_has_missed_loads_the_version_from_a_path(fleet: Fleet) -> None:
+    """e0 restarts after a push. Result: it gets no step and says what to do, until the version has a path."""
+    assert await fleet.client.push_weights("v2", [treadle.WeightPush("ipc", {"zmq_handles": {}})]) == {}
+    engine = fleet.engines[0]
+    await engine.stop()
+    await fleet.control.until_registered(1)
+    asked = len(engine.requests)
+    await engine.start()
+    await fleet.control.until_registered(2)
+    await until_states(fleet, FAILED, CURRENT)
+    await asyncio.gather(*(fleet.run(f"meanwhile-{index}") for index in range(4)))
+    assert await fleet.client.update_weights("/m/v2", "v2") == {}
+    await until_states(fleet, CURRENT, CURRENT)
+    await asyncio.gather(*(fleet.run(f"after-{index}") for index in range(6)))
+    assert salts(engine, asked) == {"v2"}
+
+
+@pytest.mark.parametrize("victim", ["trainer", "scheduler", "sidecar", "engine"])
+async def test_a_push_that_a_death_interrupts_leaves_no_engine_half_named(fleet: Fleet, victim: str) -> None:
+    """One of them dies while both engines take the second of three parts, and is started again. Result: no step runs
+    on parts of the weights or under a wrong name; once the version is pushed again, all go on under it."""
+    running = [asyncio.create_task(fleet.run(f"t{index}", 300)) for index in range(4)]
+    await until(lambda: len(fleet.sampling) == len(running))
+
+    async def dying() -> AsyncIterator[treadle.WeightPush]:
+        for number in range(3):
+            if number == 1:
+                for engine in fleet.engines:
+                    engine.push_s = 1.0
+            yield treadle.WeightPush("tensor", {"names": [f"w{number}"]})
+
+    pushing = asyncio.create_task(fleet.client.push_weights("v2", dying(), timeout_s=30.0))
+    await until(lambda: all(engine.pushing for engine in fleet.engines))
+    asked = [len(engine.requests) for engine in fleet.engines]
+    if victim == "trainer":
+        pushing.cancel()
+        await asyncio.wait({pushing})
+    elif victim == "scheduler":
+        await fleet.restart_scheduler()
+    elif victim == "sidecar":
+        fleet.sidecars[0].kill()
+        await fleet.start_sidecar(0)
+    else:
+        await fleet.engines[0].stop()
+        await fleet.engines[0].start()
+    if victim != "trainer":
+        assert set(await pushing) == ({"e0"} if victim != "scheduler" else set())
+    await fleet.control.until_registered(2)
+
+    async def push_again() -> dict[str, str]:
+        return await fleet.client.push_weights("v2", [treadle.WeightPush("tensor", {"names": []})])
+
+    await until_said(push_again, lambda errors: not errors)  # a sidecar that was killed holds its lease for a while
+    await until_states(fleet, CURRENT, CURRENT)
+    await asyncio.gather(*running, *(fleet.run(f"after-{index}") for index in range(6)))
+    for engine, before in zip(fleet.engines, asked, strict=True):
+        assert salts(engine, before) <= {"v2"}
+
+
+async def test_a_trainer_on_the_same_devices_takes_turns_with_the_engines(fleet: Fleet) -> None:
+    """Sleep, train, wake the weights, push, wake the rest, while trajectories run; e1 has no memory saver at first.
+    Result: e1 says so; then every trajectory waits and ends under the new version."""
+    first, second = fleet.engines
+    for engine in (first, second):
+        await engine.stop()
+    await fleet.control.until_registered(0)
+    first.arguments["enable_memory_saver"] = True
+    for engine in (first, second):
+        await engine.start()
+    await fleet.control.until_registered(2)
+    errors = await fleet.client.sleep()
+    assert list(errors) == ["e1"] and "--enable-memory-saver" in errors["e1"]
+    assert await fleet.client.wake() == {}
+    second.arguments["enable_memory_saver"] = True
+    await second.stop()
+    await fleet.control.until_registered(1)
+    await second.start()
+    await fleet.control.until_registered(2)
+
+    assert await fleet.client.push_weights("v1", [treadle.WeightPush("tensor", {"names": []})]) == {}
+    running = [asyncio.create_task(fleet.run(f"t{index}", 300)) for index in range(4)]
+    await until(lambda: len(fleet.sampling) == len(running))
+    assert await fleet.client.sleep() == {}
+    assert first.asleep == second.asleep == {"weights", "kv_cache", "cuda_graph"}
+    assert await fleet.client.wake(["weights"]) == {}
+    assert await fleet.client.push_weights("v2", [treadle.WeightPush("tensor", {"names": []})]) == {}
+    assert not any(task.done() for task in running)
+    assert await fleet.client.wake() == {}
+    for trajectory in await asyncio.gather(*running):
+        assert [span.weight_version for span in trajectory.version_spans] == ["v1", "v2"]

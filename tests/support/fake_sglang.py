@@ -72,6 +72,7 @@ class FakeSglang:
         self.pushing, self.session = False, False  # whether a push is under way; whether weights are unpacked for it
         self.groups: list[dict[str, Any]] = []
         self.asleep: set[str] = set()
+        self.loads = 0  # from disk
         self.called: list[str] = []  # of the calls that change weights or memory, in order
         self.weight_version = "default"
         self.model_path = "fake/model"
@@ -284,6 +285,7 @@ class FakeSglang:
         assert not self._running, "the engine is not idle"
         body = await request.json()
         self.loading = True
+        self.loads += 1
         await asyncio.sleep(self.load_s)
         self.loading = False
         self.weight_version = body["weight_version"]
@@ -309,12 +311,13 @@ class FakeSglang:
         assert not self._running and "weights" not in self.asleep
         if not self.session and way != "ipc":
             return _outcome("must run between begin_weight_update() and end_weight_update()")
+        body = await request.json()
         self.pushing = True
         await asyncio.sleep(self.push_s)
         self.pushing = False
         if self.refuse_push:
             return _outcome("the weights are partially updated")
-        self.pushes.append((way, await request.json()))
+        self.pushes.append((way, body))
         self.called.append(way)
         return _outcome()
 

@@ -25,6 +25,7 @@ from treadle.types import (
     TrajectoryResult,
     VersionSpan,
 )
+from treadle.weights import WeightPush
 
 __all__ = [
     "Batch",
@@ -52,4 +53,5 @@ __all__ = [
     "TrajectoryResult",
     "TreadleError",
     "VersionSpan",
+    "WeightPush",
 ]

@@ -10,14 +10,17 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
+from treadle import weights
 from treadle.batches import take_batch
 from treadle.connection import Mesh, RetryPolicy, Timeouts, finish, request_id
+from treadle.engine.v1 import engine_pb2
 from treadle.errors import TreadleError
 from treadle.jobs import Job, policy_message
 from treadle.rewards import PendingReward, request_reward
@@ -26,6 +29,7 @@ from treadle.rollouts import Agent, RolloutRun
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.trajectory import TRAJECTORY_CLOSED, OnChange, Trajectory
 from treadle.types import Batch, Policy, Prompt, RolloutEvent, RolloutResult
+from treadle.weights import WeightPush
 
 # Some 10 to 20 seconds of decoding, against a ticket and the prefill of one token (ADR 0011).
 CALL_TOKENS = 1_024
@@ -216,18 +220,79 @@ class Client:
         INVALID_ARGUMENT, DEADLINE_EXCEEDED (default timeouts.weights_s), after which the update still goes on.
         """
         mesh, _ = self._connected()
-        request = scheduler_pb2.SetWeightsRequest(
-            request_id=request_id(), weight_version=weight_version, model_path=model_path
+        desired = await weights.set_weights(mesh, weight_version, model_path)
+        return await weights.until_served(mesh, desired, timeout_s or mesh.timeouts.weights_s)
+
+    async def push_weights(
+        self,
+        weight_version: str,
+        pushes: AsyncIterable[WeightPush] | Iterable[WeightPush],
+        model_path: str = "",
+        timeout_s: float | None = None,
+    ) -> dict[str, str]:
+        """Push weights to all registered engines that do not serve the version; returns once they serve it.
+
+        pushes: the parts. Each goes to all engines at once. A "distributed" part is broadcast by the trainer: `pushes`
+        is advanced as soon as the part is on its way, so that an async generator broadcasts in the line after `yield`,
+        without blocking the event loop. After a "tensor" or "ipc" part it is advanced once all engines have copied it.
+        A part must be at most 16 MiB of JSON. model_path: where engines that the push has missed, or that join later,
+        load the same version from; without it they get no step until it is pushed to them again. timeout_s: of each
+        part (default timeouts.weights_s).
+
+        Returns the error of each engine that has not taken the push, by id: it runs nothing until the version is pushed
+        again or loaded. Where one engine fails in a "distributed" part, all have failed, and what `pushes` waits for is
+        cancelled: a broadcast needs all ranks. Errors: ValueError; TreadleError INVALID_ARGUMENT, DEADLINE_EXCEEDED;
+        what `pushes` raises.
+        """
+        mesh, _ = self._connected()
+        return await weights.push_weights(
+            mesh, weight_version, pushes, model_path, timeout_s or mesh.timeouts.weights_s
         )
-        weights = (await mesh.call(mesh.scheduler.SetWeights, request, mesh.timeouts.control_s)).weights
-        backoff = mesh.backoff(timeout_s or mesh.timeouts.weights_s)
-        while any(engine.state == scheduler_pb2.WEIGHTS_STATE_BEHIND for engine in weights.engines):
-            behind = [e.engine_id for e in weights.engines if e.state == scheduler_pb2.WEIGHTS_STATE_BEHIND]
-            message = f"these engines do not serve {weight_version} yet: {', '.join(behind)}"
-            await backoff.wait(TreadleError(grpc.StatusCode.DEADLINE_EXCEEDED, message), None)
-            question = scheduler_pb2.GetWeightsRequest()
-            weights = (await mesh.call(mesh.scheduler.GetWeights, question, mesh.timeouts.control_s)).weights
-        return {engine.engine_id: engine.error for engine in weights.engines if engine.error}
+
+    async def join_weights_group(
+        self,
+        master_address: str,
+        trainer: Callable[[int], Awaitable[object]],
+        *,
+        group_name: str = "treadle",
+        backend: str = "nccl",
+        trainer_ranks: int = 1,
+        engine_ids: Collection[str] | None = None,
+        timeout_s: float | None = None,
+    ) -> dict[str, str]:
+        """Join all engines, or those named, to a process group with the trainer, for "distributed" parts.
+
+        master_address: host:port of the trainer's rank 0, which broadcasts. trainer: called with the world size;
+        joins the trainer's ranks, 0 to trainer_ranks - 1, meanwhile, without blocking the event loop. The engines have
+        the ranks after these, each as many as its tensor parallelism, in the order of their ids. They generate nothing
+        until all ranks are there. Returns errors by engine id; where one engine fails, all have failed.
+        """
+        mesh, _ = self._connected()
+        return await weights.join_group(
+            *(mesh, master_address, trainer, group_name, backend, trainer_ranks, engine_ids),
+            timeout_s or mesh.timeouts.weights_s,
+        )
+
+    async def leave_weights_group(
+        self, group_name: str = "treadle", engine_ids: Collection[str] | None = None
+    ) -> dict[str, str]:
+        """Take all engines, or those named, out of a process group. Returns errors by engine id."""
+        request = engine_pb2.LeaveWeightsGroupRequest(request_id=request_id(), group_name=group_name)
+        return await self._call_engines("LeaveWeightsGroup", request, engine_ids)
+
+    async def sleep(self, tags: Collection[str] = (), *, abort: bool = False) -> dict[str, str]:
+        """Take the device memory of all engines for a trainer; their steps wait until `wake` has given all of it back.
+
+        tags: of "weights", "kv_cache" and "cuda_graph"; none: all. abort: end running steps with the tokens they have.
+        After "weights" an engine has no weights that may be used until they are pushed or loaded, unless SGLang runs
+        with --enable-weights-cpu-backup. Returns errors by engine id, as of an engine without --enable-memory-saver.
+        """
+        mode = engine_pb2.PAUSE_MODE_ABORT if abort else engine_pb2.PAUSE_MODE_KEEP
+        return await self._call_engines("Sleep", engine_pb2.SleepRequest(request_id=request_id(), mode=mode, tags=tags))
+
+    async def wake(self, tags: Collection[str] = ()) -> dict[str, str]:
+        """Give memory back to all engines. tags: as of `sleep`; none: all. Returns errors by engine id."""
+        return await self._call_engines("Wake", engine_pb2.WakeRequest(request_id=request_id(), tags=tags))
 
     async def score(
         self, trajectory_id: str, reward: str, arguments: Mapping[str, Any], job: str = ""
@@ -263,6 +328,16 @@ class Client:
             wait=wait,
         )
         return await take_batch(mesh, request, timeout_s or mesh.timeouts.batch_s)
+
+    async def _call_engines(
+        self, name: str, request: Message, engine_ids: Collection[str] | None = None
+    ) -> dict[str, str]:
+        mesh, _ = self._connected()
+        return await weights.call_all(
+            mesh,
+            await weights.list_engines(mesh, engine_ids),
+            lambda stub: getattr(stub, name)(request, timeout=mesh.timeouts.weights_s),
+        )
 
     async def _close(self) -> None:
         """Close the open trajectories, all at once, then the job and the channels.

@@ -32,6 +32,8 @@ from treadle_sidecar.runner import StepRunner
 
 log = structlog.get_logger()
 
+ALMOST_IDLE_S = 5.0  # SGLang is idle some passes after its last request has ended
+
 T = TypeVar("T")
 
 
@@ -52,7 +54,8 @@ class Push:
     parts: that have been accepted. newest: the answer to the last of them. in_session: the engine expects parts.
     """
 
-    first: PushPart
+    push_id: str
+    weight_version: str
     previous: str
     began_s: float = field(default_factory=time.monotonic)
     parts: int = 0
@@ -197,12 +200,15 @@ class Weights:
         await self.engine.name_weights(name)
         self.watch.set_name(name)
 
-    async def _drop_kv(self) -> bool:
+    async def _ask_profile(self) -> EngineProfile:
+        """The profile with what the engine says at this moment: it may have restarted since the last poll."""
+        self.watch.set_name(await self.engine.name_of_weights())
+        return self.watch.require_profile()
+
+    async def _drop_kv(self) -> None:
         self.prefixes.contexts.forget_read()
-        dropped = await self.engine.flush_cache()
-        if not dropped:
+        if not await self.engine.flush_cache():
             log.warning("old KV was not flushed; it is never hit and is evicted as space is needed")
-        return dropped
 
     async def _load(self, model_path: str, weight_version: str) -> Loaded:
         async with self._idle():
@@ -225,15 +231,15 @@ class Weights:
     def _admit(self, part: PushPart) -> Push:
         """The push that the part belongs to, which is the next one due; part 0 begins one."""
         push = self._push
-        restarts = push is not None and part.index == 0 and part.weight_version == push.first.weight_version
+        restarts = push is not None and part.index == 0 and part.weight_version == push.weight_version
         if push is None or restarts:
             if part.index > 0:
                 raise _out_of_order(0, "no such push is under way: it has failed, or no part came in time")
             profile = self._require_weights()
             if profile.weight_version == part.weight_version:
                 raise _not_new(part.weight_version)
-            push = self._push = Push(part, profile.weight_version)
-        elif (part.push_id, part.weight_version) != (push.first.push_id, push.first.weight_version):
+            push = self._push = Push(part.push_id, part.weight_version, profile.weight_version)
+        elif (part.push_id, part.weight_version) != (push.push_id, push.weight_version):
             raise _under_way(push)
         elif part.index != push.parts:
             raise _out_of_order(push.parts, f"part {part.index} came instead")
@@ -266,7 +272,7 @@ class Weights:
         async with self.watch.calling("the pushed weights", "WEIGHTS_NOT_PUSHED", weight_version=part.weight_version):
             if part.index == 0:
                 await self._name(incomplete, asleep)
-            elif await self.engine.name_of_weights() != write_name(incomplete, asleep):
+            elif (await self._ask_profile()).weight_version != incomplete:
                 raise _out_of_order(0, "the engine has restarted since")  # with its own weights, without the parts
             # What SGLang takes by IPC it makes ready itself.
             if part.way not in ("", "ipc") and not push.in_session:
@@ -284,22 +290,23 @@ class Weights:
         """The push is over; without its last part, the engine stays incomplete."""
         if self._push is push:
             self._push = None
-        if problem:
-            log.warning("a push was given up", weight_version=push.first.weight_version, problem=problem)
+            if problem:
+                log.warning("a push was given up", weight_version=push.weight_version, problem=problem)
 
     async def _sleep(self, tags: frozenset[str], *, abort: bool) -> tuple[tuple[int, int], frozenset[str]]:
         async with self._idle(abort=abort) as counts:
             if self._push is not None:
                 raise _under_way(self._push)
-            profile = self.watch.require_profile()
-            asleep, version = profile.asleep | (tags or frozenset(MEMORY)), profile.weight_version
-            fresh = asleep - profile.asleep  # to give away twice kills an engine
-            if "weights" in fresh and not profile.keeps_weights:
-                version = INCOMPLETE + version.removeprefix(INCOMPLETE)  # they come back as whatever is there then
             async with self.watch.calling("to sleep"):
-                if fresh and not await self._drop_kv():
+                profile = await self._ask_profile()
+                asleep, version = profile.asleep | (tags or frozenset(MEMORY)), profile.weight_version
+                fresh = asleep - profile.asleep  # to give away twice kills an engine
+                if "weights" in fresh and not profile.keeps_weights:
+                    version = INCOMPLETE + version.removeprefix(INCOMPLETE)  # they come back as whatever is there then
+                if fresh and not await self.engine.flush_cache(ALMOST_IDLE_S):
                     raise FailedPrecondition("ENGINE_BUSY", "the engine runs requests that are not of this sidecar")
                 if fresh:
+                    self.prefixes.contexts.forget_read()
                     # First the name: a sidecar that restarts in between must not run steps without the memory.
                     await self._name(version, asleep)
                     await self.engine.release_memory(fresh)
@@ -307,10 +314,10 @@ class Weights:
 
     async def _wake(self, tags: frozenset[str]) -> frozenset[str]:
         async with self._idle():
-            profile = self.watch.require_profile()
-            back = profile.asleep & (tags or profile.asleep)
-            if back:
-                async with self.watch.calling("to wake", "ENGINE_NOT_AWAKE"):
+            async with self.watch.calling("to wake", "ENGINE_NOT_AWAKE"):
+                profile = await self._ask_profile()
+                back = profile.asleep & (tags or profile.asleep)
+                if back:
                     await self.engine.resume_memory(back)
                     await self._name(profile.weight_version, profile.asleep - back)
             return profile.asleep - back
@@ -337,7 +344,7 @@ async def _settle(change: Coroutine[Any, Any, T], ended: "asyncio.Future[T]") ->
 
 
 def _is_part_of(push: Push, part: PushPart, index: int) -> bool:
-    return (part.push_id, part.weight_version, part.index) == (push.first.push_id, push.first.weight_version, index)
+    return (part.push_id, part.weight_version, part.index) == (push.push_id, push.weight_version, index)
 
 
 def _not_new(weight_version: str) -> InvalidArgument:
@@ -345,7 +352,7 @@ def _not_new(weight_version: str) -> InvalidArgument:
 
 
 def _under_way(push: Push) -> FailedPrecondition:
-    version = push.first.weight_version
+    version = push.weight_version
     return FailedPrecondition(
         "PUSH_UNDER_WAY", f"weights {version!r} are being pushed to this engine by another push", weight_version=version
     )

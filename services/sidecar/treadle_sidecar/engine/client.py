@@ -216,10 +216,10 @@ class EngineClient:
         """Take memory back. An engine that has not given one of the tags away dies of it."""
         await self._load("/resume_memory_occupation", {"tags": sorted(tags)})
 
-    async def flush_cache(self) -> bool:
-        """Drop all KV on the engine; False where it refuses because something runs."""
+    async def flush_cache(self, wait_s: float = 0.0) -> bool:
+        """Drop all KV on the engine; False where it refuses because something runs after `wait_s`."""
         try:
-            await self._ask("POST", "/flush_cache")
+            await self._ask("POST", f"/flush_cache?timeout={wait_s:g}")
         except EngineRefused:
             return False
         return True

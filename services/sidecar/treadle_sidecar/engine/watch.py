@@ -121,9 +121,12 @@ def read_profile(server: Mapping[str, Any], model: Mapping[str, Any], vocab_size
 
 def read_name(name: str) -> tuple[str, frozenset[str]]:
     """The weight version and the memory that sleeps, of how an engine names its weights."""
-    tags, _, version = name.removeprefix(ASLEEP).partition(":")
-    asleep = frozenset(tags.split("+"))
-    return (version, asleep) if name.startswith(ASLEEP) and asleep <= set(MEMORY) else (name, frozenset())
+    if name.startswith(ASLEEP):
+        tags, _, version = name.removeprefix(ASLEEP).partition(":")
+        asleep = frozenset(tags.split("+"))
+        if asleep <= set(MEMORY):
+            return version, asleep
+    return name, frozenset()
 
 
 def write_name(weight_version: str, asleep: frozenset[str]) -> str:
