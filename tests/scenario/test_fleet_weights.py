@@ -171,6 +171,24 @@ async def test_an_engine_that_fails_in_a_push_runs_nothing_until_it_is_pushed_to
     assert {engine.weight_version for engine in fleet.engines} == {"incomplete-v3"}
 
 
+async def test_what_the_trainers_generator_raises_reaches_the_caller(fleet: Fleet) -> None:
+    """Its broadcast fails, and another one has no parts. Result: the errors are the caller's, and the version can be
+    pushed again at once."""
+
+    async def failing() -> AsyncIterator[treadle.WeightPush]:
+        yield treadle.WeightPush("distributed", {"names": ["w"]})
+        raise ConnectionError("the broadcast has failed")
+
+    for engine in fleet.engines:
+        engine.push_s = 0.3
+    with pytest.raises(ConnectionError, match="the broadcast has failed"):
+        await fleet.client.push_weights("v2", failing())
+    with pytest.raises(ValueError, match="at least one"):
+        await fleet.client.push_weights("v2", [])
+    assert await fleet.client.push_weights("v2", parts(fleet, ["distributed"])) == {}
+    await until_states(fleet, CURRENT, CURRENT)
+
+
 async def test_an_engine_that_the_push_has_missed_loads_the_version_from_a_path(fleet: Fleet) -> None:
     """e0 restarts after a push. Result: it gets no step and says what to do, until the version has a path."""
     assert await fleet.client.push_weights("v2", [treadle.WeightPush("ipc", {"zmq_handles": {}})]) == {}
