@@ -84,8 +84,7 @@ def finish_tool(state: State, event: ev.ToolFinished, _now: float) -> list[Actio
 
 
 def take_prediction(state: State, event: ev.PredictionArrived, now: float) -> list[Action]:
-    """Take a prediction unless a newer one is here; send an engine the new priority of a step, or start a move. It is
-    saved with the next change of its trajectory, as losing it costs little."""
+    """Store a prediction unless a newer one is here; send an engine the new priority of a step, or start a move."""
     record = state.table.get(event.trajectory_id)
     if record is None or not record.is_open:
         return []
@@ -96,7 +95,7 @@ def take_prediction(state: State, event: ev.PredictionArrived, now: float) -> li
     record = copy_with(record, priority=state.priority(record))
     state.table.put(record)
     state.planner.note_prediction(record, first=known is None)
-    actions: list[Action] = [AnnouncePredicted(record)]
+    actions: list[Action] = [SaveTrajectory(record), AnnouncePredicted(record)]
     ticket = record.live_ticket
     if ticket is None:
         return actions + moves.start_move(state, record, now)
