@@ -25,7 +25,7 @@ from treadle.scheduler.v1.scheduler_pb2 import OpenTrajectoryRequest, ScheduleSt
 
 PROMPT_TOKENS = 256
 TURNS, GEN_TOKENS, OBSERVED_TOKENS = (6, 10), (48, 144), (16, 48)
-TOOL_S = (9.0, 27.0)  # so that 6,400 trajectories take 300 steps a second and more
+TOOL_S = (9.0, 27.0)  # with these 6,400 trajectories would take 300 steps a second and more
 START_S = 40.0  # over which first steps are spread, as the sidecars of all engines share these cores
 TOKEN_INTERVAL_S = 2.0
 RECORD_S = 1.0

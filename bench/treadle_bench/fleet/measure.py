@@ -54,7 +54,7 @@ POLL_S = 0.1
 POLL_RECORDS_S = 2.0  # reading them takes a while
 ASK_TIMEOUT_S = 10.0
 LEASE_TTL_S = 10.0  # of engines: the scheduler's default
-OPEN_TIMEOUT_S, DETECT_TIMEOUT_S, END_TIMEOUT_S = 300.0, 60.0, 1200.0
+OPEN_TIMEOUT_S, DETECT_TIMEOUT_S, END_TIMEOUT_S = 900.0, 60.0, 2400.0
 GROUPS_AT_ONCE = 8
 STAGE = 3  # stopped before services and sidecars
 
@@ -74,7 +74,7 @@ class Size:
         return CLIENTS * self.prompts * self.samples
 
 
-FULL, QUICK = Size(64, 200, 16, 1.0, 15.0), Size(3, 2, 4, 0.15, 1.0)
+FULL, QUICK = Size(64, 200, 16, 5.0, 30.0), Size(3, 2, 4, 0.15, 1.0)
 
 
 @dataclass(frozen=True)

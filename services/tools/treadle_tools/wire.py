@@ -38,7 +38,7 @@ from treadle_tools.sandbox.backends import start_backends
 from treadle_tools.sandbox.sandboxes import ReusedSandboxes
 from treadle_tools.scheduling.actions import Actions
 from treadle_tools.scheduling.demand import Demands
-from treadle_tools.scheduling.resources import find_node, tune_garbage_collection, warm_up
+from treadle_tools.scheduling.resources import find_node, warm_up
 from treadle_tools.scheduling.scheduler import ActionScheduler
 from treadle_tools.scheduling.usage import Meters
 from treadle_tools.sessions.sessions import Sessions
@@ -141,7 +141,6 @@ async def wire(runtime: Runtime) -> Wiring:
     tasks = [run, scheduler.run, sessions.expire, sessions.recall, reused.expire]
     if declared.gpus is not None:
         tasks.append(functools.partial(residents.watch, declared.gpus.watch_s))
-    tune_garbage_collection()
     tools_servicer = ToolsServicer(gateway, runtime.records, background)
     rewards_servicer = RewardsServicer(registry, rewards, runtime.records)
     return Wiring(

@@ -1,6 +1,5 @@
 """Find this machine's cores and memory, and prepare the process to decide who gets them."""
 
-import gc
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,8 +70,6 @@ Shape = tuple[Range | UnitSet, Elasticity]
 SMOOTH: Shape = (Range(1, 4), Amdahl(0.1))
 ROUGH: Shape = (UnitSet((1, 2, 4)), Measured(((1, 1.0), (2, 0.5), (4, 0.9))))  # not convex: arranged by the table
 
-FULL_COLLECTION_EVERY = 1_000  # collections of the middle generation; Python's own 10 is one a second under load
-
 
 def warm_up() -> None:
     """Have the solvers compiled before any action waits: decide on actions of all shapes."""
@@ -95,15 +92,3 @@ def _decide_all(manager: CpuManager | GpuManager, key: str, shapes: Sequence[Sha
         now_s += 1.0
         for started in dispatcher.decide(now_s):
             dispatcher.end(started.action.action_id, now_s)
-
-
-def tune_garbage_collection() -> None:
-    """Exempt all objects that exist now from garbage collection, and make full collections rare.
-
-    Measured with 1,536 actions waiting: a full collection stops the loop for 130 ms, 25 ms once what the modules
-    brought is set aside; young ones for 0.2 to 1.5 ms.
-    """
-    gc.collect()
-    gc.freeze()
-    young, middle, _ = gc.get_threshold()
-    gc.set_threshold(young, middle, FULL_COLLECTION_EVERY)
