@@ -4,6 +4,7 @@ Real processes: nats-server, schedulers, a migrator, sidecars in front of fake e
 """
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -33,7 +34,7 @@ from treadle_cli.scheduler import reach_scheduler
 from treadle_runtime.buckets import entries_of
 from treadle_runtime.bus import Bus
 from treadle_runtime.server import ALIVE, TASK_FAILED_EXIT_CODE
-from treadle_scheduler.lease import BUCKET
+from treadle_scheduler.lease import BUCKET, LEADER_KEY
 
 TOKENS = 12
 TURNS = 4
@@ -328,3 +329,28 @@ async def test_a_scheduler_alone_that_was_stopped_for_longer_than_all_leases_end
         assert [each.state for each in state["trajectories"].values()] == [pb.TRAJECTORY_STATE_FINISHED]
         assert trajectory.steps[0].engine_ids == trajectory.steps[1].engine_ids
         assert process.returncode is None
+
+
+async def test_a_process_that_is_killed_as_soon_as_it_has_taken_over_leaves_all_to_the_next(
+    start_service: StartService, bus: Bus
+) -> None:
+    bucket = await bus.key_value(BUCKET)
+    async with mesh(start_service, schedulers=3) as made, treadle.Client(made.addresses, seed=0) as client:
+        work = Work(client)
+        running = asyncio.create_task(work.run_all())
+        await until(partial(work.has_run, TRAJECTORIES), DONE_S)
+        killed = {made.schedulers[0].address}
+        made.schedulers[0].kill()
+
+        async def successor() -> str:
+            entry = await bucket.get(LEADER_KEY)
+            return str(json.loads(entry.value or b"{}")["address"])
+
+        await until_said(successor, lambda address: address not in killed, DONE_S)
+        address = await successor()
+        (index,) = (at for at, each in enumerate(made.schedulers) if each.address == address)
+        made.schedulers[index].kill()
+        last = ({0, 1, 2} - {0, index}).pop()
+        await made.until_leads(last)
+        await running
+        await until_all_is_counted(made, last)
