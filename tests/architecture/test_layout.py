@@ -11,24 +11,24 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Hand-written lines and modules at most, by folder of the tree; MOST_LINES and MOST_MODULES hold for all together.
 BUDGETS = {
-    "bench": (8_590, 56),
-    "cli": (6_550, 54),
+    "bench": (8_620, 56),
+    "cli": (6_630, 55),
     "clients/python": (3_050, 14),
-    "core": (11_400, 65),
+    "core": (11_420, 65),
     "examples": (90, 2),
     "learned": (2_170, 15),
-    "runtime": (2_330, 13),
+    "runtime": (2_360, 13),
     "scripts": (150, 1),
     "services/migrator": (850, 9),
-    "services/placement": (250, 7),
+    "services/placement": (290, 7),
     "services/predictor": (1_270, 13),
     "services/rollout": (1_030, 9),
-    "services/scheduler": (1_900, 11),
+    "services/scheduler": (1_940, 11),
     "services/sidecar": (3_930, 26),
     "services/tools": (9_270, 66),
     "sim": (6_380, 38),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 59_090, 392, 37_600
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 59_300, 393, 37_760
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 WIDE_FOLDERS: dict[str, int] = {}  # folders with leave for more, each with its reason

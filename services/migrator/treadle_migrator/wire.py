@@ -31,8 +31,8 @@ async def wire(runtime: Runtime) -> Wiring:
         moves(1, ended)
         if migration.started_at_s is not None and migration.ended_at_s is not None:
             move_s(migration.ended_at_s - migration.started_at_s, ended)
-        if migration.prefix is not None and migration.state is State.DONE:
-            tokens(migration.prefix.tokens)
+        prefix = migration.prefix if migration.state is State.DONE else None
+        tokens(0 if prefix is None else prefix.tokens)  # with 0 it is seen though nothing has moved
 
     runner = Runner(store, Mover(store, runtime.channel, runtime.follow(settings.scheduler), announce))
     await runner.recover()
