@@ -21,7 +21,8 @@ CONNECT_S = 10.0  # another scheduler leads within 5 s
 
 @asynccontextmanager
 async def reach_scheduler(addresses: str) -> AsyncIterator[SchedulerServiceAsyncStub]:
-    """The scheduler that serves, of those at host:port, with commas between. Raises UsageProblem where none does."""
+    """Call the scheduler that serves. addresses: host:port of each scheduler, with commas between. Raises UsageProblem
+    where none serves within CONNECT_S."""
     async with AsyncExitStack() as stack:
         channels: list[grpc.aio.Channel] = []
 

@@ -48,7 +48,8 @@ ALIVE = "alive"  # the service name under which health is SERVING while the proc
 SHORTEST_PING_MS = 1_000  # clients that follow the serving one of several processes ping each 2 s
 KILLED_EXIT_CODE = 128  # plus the signal's number, as shells say it
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# More containers than were freed, for one collection of the young; and how many of each generation for one of the next.
+# For gc.set_threshold: so many objects are made and not freed before the youngest generation is collected, and so many
+# collections of one generation come before one of the next older.
 COLLECTIONS = (10_000, 10, 100)
 
 
@@ -163,10 +164,8 @@ async def _main(settings: Settings, wire: Wire) -> None:
 
 
 def _tune_garbage_collection() -> None:
-    """Exempt all objects that exist now, most of which modules have brought, and make collections rare.
-
-    A full collection of those stops the loop of the tools service for 130 ms.
-    """
+    """Leave the objects that exist now, most of them of imported modules, out of garbage collections, and make these
+    rare. A full collection with them stops the loop of the tools service for 130 ms."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECTIONS)
