@@ -76,18 +76,25 @@ class Runtime:
 class Turn:
     """Whether it is this process's turn to serve, where one process of a service serves and the others stand by.
 
-    decided: set once this process serves, or knows that another one does. serves: set once it serves; until then its
-    health is NOT_SERVING. admit: awaited before each call; what it raises is the answer.
+    decided: set once this process serves, or knows that another one does. serves: its health is SERVING then, and
+    NOT_SERVING before and while it pauses. admit: awaited before each call; what it raises is the answer.
     """
 
     def __init__(self, admit: Callable[[], Awaitable[None]]) -> None:
         self.admit = admit
-        self.decided, self.serves = asyncio.Event(), asyncio.Event()
+        self.decided, self.changed = asyncio.Event(), asyncio.Event()
+        self.serves = False
 
     def serve(self) -> None:
-        """Begin to serve."""
-        self.serves.set()
+        """Begin to serve, or go on after a pause."""
+        self.serves = True
         self.decided.set()
+        self.changed.set()
+
+    def pause(self) -> None:
+        """Have callers go to a process that serves, if there is one."""
+        self.serves = False
+        self.changed.set()
 
 
 @dataclass(frozen=True)
@@ -241,15 +248,18 @@ async def _listening(runtime: Runtime, wiring: Wiring) -> AsyncIterator[str]:
     await server.start()
     names = ("", *wiring.services)
 
-    async def report(status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
+    async def report() -> None:
+        serves = turn is None or turn.serves
+        status = health_pb2.HealthCheckResponse.SERVING if serves else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in names:
             await healthy.set(name, status)
 
     async def report_turn() -> None:
-        """Background task: report that this process serves, once it does."""
-        if turn is not None:
-            await turn.serves.wait()
-            await report(health_pb2.HealthCheckResponse.SERVING)
+        """Background task: report whether this process serves, at each change."""
+        while turn is not None:
+            await turn.changed.wait()
+            turn.changed.clear()
+            await report()
 
     await healthy.set(ALIVE, health_pb2.HealthCheckResponse.SERVING)
     ready = Path(settings.ready_file) if settings.ready_file else None
@@ -257,15 +267,14 @@ async def _listening(runtime: Runtime, wiring: Wiring) -> AsyncIterator[str]:
         async with run_beside([report_turn]):
             runtime.listening.set_result(address)
             if turn is not None:
-                await report(health_pb2.HealthCheckResponse.NOT_SERVING)
+                await report()
                 await turn.decided.wait()
-            if turn is None or turn.serves.is_set():
-                await report(health_pb2.HealthCheckResponse.SERVING)
+            await report()
             if ready is not None:
                 unfinished = ready.with_name(f"{ready.name}.{os.getpid()}")
                 unfinished.write_text(json.dumps({"address": address, "pid": os.getpid()}) + "\n")
                 unfinished.replace(ready)
-            log.info("serving" if turn is None or turn.serves.is_set() else "standing by", address=address)
+            log.info("serving" if turn is None or turn.serves else "standing by", address=address)
             yield address
     finally:
         log.info("draining", grace_s=settings.drain_grace_s)

@@ -17,18 +17,18 @@ BUDGETS = {
     "core": (11_420, 65),
     "examples": (90, 2),
     "learned": (2_170, 15),
-    "runtime": (2_360, 13),
+    "runtime": (2_370, 13),
     "scripts": (150, 1),
     "services/migrator": (850, 9),
     "services/placement": (290, 7),
     "services/predictor": (1_270, 13),
     "services/rollout": (1_030, 9),
-    "services/scheduler": (1_940, 11),
+    "services/scheduler": (1_950, 11),
     "services/sidecar": (3_930, 26),
     "services/tools": (9_270, 66),
     "sim": (6_380, 38),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 59_300, 393, 37_760
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 59_330, 393, 37_850
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 WIDE_FOLDERS: dict[str, int] = {}  # folders with leave for more, each with its reason

@@ -27,6 +27,7 @@ from support.nats_server import NatsServer
 from support.processes import ServiceProcess, StartService, free_port
 from support.rpc import refusal_of, status_of
 from support.scheduler import scheduler_client
+from support.tcp_proxy import proxy
 from treadle.common.v1 import status_pb2
 from treadle.migrator.v1 import migrator_pb2
 from treadle.scheduler.v1 import scheduler_pb2 as pb
@@ -63,9 +64,10 @@ class Mesh:
         """Of the schedulers, as clients and sidecars take them."""
         return ",".join(process.address for process in self.schedulers)
 
-    async def add_scheduler(self) -> None:
-        """Start one more."""
-        self.schedulers.append(await self._start_at(f"127.0.0.1:{free_port()}"))
+    async def add_scheduler(self, nats_url: str = "") -> None:
+        """Start one more. nats_url: where it reaches NATS, if not where the others do."""
+        settings = {"TREADLE_NATS_URL": nats_url} if nats_url else {}
+        self.schedulers.append(await self._start_at(f"127.0.0.1:{free_port()}", settings))
 
     async def restart_scheduler(self, index: int) -> None:
         """Start one that has ended, at its address."""
@@ -104,17 +106,20 @@ class Mesh:
                 "policy": await calls.call("GetPolicy", pb.GetPolicyRequest()),
             }
 
-    async def _start_at(self, listen: str) -> ServiceProcess:
-        return await self._start("treadle_scheduler", {**self._settings, "TREADLE_SCHEDULER_LISTEN": listen})
+    async def _start_at(self, listen: str, settings: dict[str, str] | None = None) -> ServiceProcess:
+        own = {**self._settings, "TREADLE_SCHEDULER_LISTEN": listen, **(settings or {})}
+        return await self._start("treadle_scheduler", own)
 
 
 @asynccontextmanager
-async def mesh(start: StartService, schedulers: int = 2, engines: int = 2) -> AsyncIterator[Mesh]:
+async def mesh(
+    start: StartService, schedulers: int = 2, engines: int = 2, first_nats_url: str = ""
+) -> AsyncIterator[Mesh]:
     """The first scheduler leads, and the engines are registered."""
     made = Mesh(start)
     async with AsyncExitStack() as stack:
-        for _ in range(schedulers):
-            await made.add_scheduler()
+        for index in range(schedulers):
+            await made.add_scheduler(first_nats_url if index == 0 else "")
         for _ in range(engines):
             await made.add_engine(stack)
         async with scheduler_client(made.schedulers[0].address) as calls:
@@ -329,6 +334,31 @@ async def test_a_scheduler_alone_that_was_stopped_for_longer_than_all_leases_end
         assert [each.state for each in state["trajectories"].values()] == [pb.TRAJECTORY_STATE_FINISHED]
         assert trajectory.steps[0].engine_ids == trajectory.steps[1].engine_ids
         assert process.returncode is None
+
+
+async def test_a_leader_that_only_nats_cannot_reach_is_replaced_and_stores_nothing_more(
+    start_service: StartService, nats_server: NatsServer
+) -> None:
+    """Clients still reach it. Result: their calls go to the one that leads then, which finishes all work, and the first
+    stores nothing when it is back, and ends."""
+    port = int(nats_server.url.rpartition(":")[2])
+    async with (
+        proxy(port) as between,
+        mesh(start_service, first_nats_url=f"nats://127.0.0.1:{between.port}") as made,
+        treadle.Client(made.addresses, seed=0) as client,
+    ):
+        work = Work(client)
+        running = asyncio.create_task(work.run_all())
+        await until(partial(work.has_run, TRAJECTORIES), DONE_S)
+        between.cut()
+        await made.until_leads(1)
+        await until_said(partial(made.health, 0), lambda status: status == NOT_SERVING)
+        await running
+        await until_all_is_counted(made, 1)
+        before = await made.state(1)
+        between.join()
+        assert await made.schedulers[0].wait() == TASK_FAILED_EXIT_CODE
+        assert await made.state(1) == before
 
 
 async def test_a_process_that_is_killed_as_soon_as_it_has_taken_over_leaves_all_to_the_next(

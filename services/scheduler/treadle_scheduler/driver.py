@@ -252,7 +252,7 @@ class Driver:
         try:
             touched = self.handle(event)
             if not self._holds:
-                self.end_waiting()
+                self.hold(False)
             async with asyncio.timeout(HOLD_S if timeout_s is None else min(HOLD_S, timeout_s)):
                 ticket = await issued
         except TimeoutError as error:
@@ -263,11 +263,12 @@ class Driver:
         await self._store.settle({*touched, trajectory_key(event.trajectory_id)})
         return ticket
 
-    def end_waiting(self) -> None:
-        """Answer STEP_HELD to all that wait for a ticket, now and later: the process ends, and another one leads."""
-        self._holds = False
+    def hold(self, holds: bool) -> None:
+        """Whether calls may wait for a ticket. False: they are answered STEP_HELD, now and later, as another process
+        leads or may lead."""
+        self._holds = holds
         for trajectory_id, waiting in self._waiting.items():
-            if not waiting.done():
+            if not holds and not waiting.done():
                 waiting.set_exception(StepHeld(trajectory_id))
 
     def handle(self, event: Event) -> set[str]:
@@ -280,10 +281,11 @@ class Driver:
         return self._clock()
 
     async def tick(self) -> None:
-        """Background task: tell the controller that time passes."""
+        """Background task: tell the controller that time passes, while this process is known to lead."""
         while True:
             slept_since_s = self._clock()
             await asyncio.sleep(TICK_S)
+            await self._store.lease.until_held()
             late_s = self._clock() - slept_since_s - TICK_S
             self.handle(Tick(late_s if late_s > LATE_S else 0.0))
 

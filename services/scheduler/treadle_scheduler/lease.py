@@ -157,6 +157,14 @@ class Lease:
         if self._ended.is_set():
             await asyncio.Event().wait()
 
+    async def until_overdue(self) -> None:
+        """Return once nobody has been able to say for ADMIT_S whether this process leads."""
+        with suppress(TimeoutError):
+            while True:
+                await asyncio.sleep(self._renewed_s + self._ttl_s - time.monotonic())
+                async with asyncio.timeout(ADMIT_S):
+                    await self.until_held()
+
     async def admit(self) -> None:
         """Wait before a call is served, where the lease is overdue. Raises NotLeader once another process leads."""
         if not self.is_held:

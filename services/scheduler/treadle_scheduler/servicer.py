@@ -19,16 +19,19 @@ ANSWER_S = 0.2  # of a call's time, kept to answer STEP_HELD before the deadline
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """The core's refusals pass through; `wire.py` maps them to gRPC errors. `serve` comes before the first call."""
+    """The core's refusals pass through; `wire.py` maps them to gRPC errors. `serve` comes before the first call;
+    `has_state` says whether it has."""
 
     records: RequestRecords
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self._settings = settings
+        self.has_state = False
 
     def serve(self, driver: Driver, records: RequestRecords) -> None:
         """Answer from this driver's state, which is read when the process begins to lead."""
         self._driver, self._controller, self.records = driver, driver.controller, records
+        self.has_state = True
 
     async def OpenJob(self, request: pb.OpenJobRequest, context: Any) -> pb.OpenJobResponse:
         event = convert.job_opened(request)

@@ -81,7 +81,7 @@ async def wire(runtime: Runtime) -> Wiring:
     servicer = SchedulerServicer(settings)
 
     async def admit() -> None:
-        if not turn.serves.is_set():
+        if not servicer.has_state:
             raise NotLeader(lease.leader_address)
         await lease.admit()
 
@@ -98,7 +98,8 @@ async def wire(runtime: Runtime) -> Wiring:
                 servicer.serve(driver, await RequestRecords.open(runtime.bus, settings.service))
                 for task in tasks:
                     group.create_task(task())
-                turn.serve()
+                while not runtime.stopping.is_set():
+                    await serve_while_held(turn, driver, lease)
         finally:
             await store.hand_over()
 
@@ -108,6 +109,21 @@ async def wire(runtime: Runtime) -> Wiring:
         errors=ERRORS,
         turn=turn,
     )
+
+
+async def serve_while_held(turn: Turn, driver: Driver, lease: Lease) -> None:
+    """Serve until another process may lead, and return when it is known that none does.
+
+    Meanwhile callers go to that process, if there is one. A call that comes here all the same is answered where nothing
+    has to be stored for it.
+    """
+    turn.serve()
+    driver.hold(True)
+    await lease.until_overdue()
+    log.warning("NATS does not answer: it is not known which scheduler leads")
+    turn.pause()
+    driver.hold(False)
+    await lease.until_held()
 
 
 async def restore(runtime: Runtime, store: Store) -> tuple[Driver, list[Callable[[], Coroutine[Any, Any, None]]]]:
@@ -138,7 +154,7 @@ async def restore(runtime: Runtime, store: Store) -> tuple[Driver, list[Callable
         try:
             await runtime.stopping.wait()
         finally:
-            driver.end_waiting()
+            driver.hold(False)
 
     await runtime.bus.subscribe(SUBSCRIBED_KINDS, receive, durable=DURABLE)
     return driver, [driver.tick, driver.store, store.purge_markers, end_waiting, *outbound.tasks]
