@@ -45,6 +45,10 @@ LAST_WORDS_S = 0.2  # once our calls are done only watches of health are left, a
 START_FAILED_EXIT_CODE = 1
 TASK_FAILED_EXIT_CODE = 3
 ALIVE = "alive"  # the service name under which health is SERVING while the process runs, also where it stands by
+# Calls that may wait until Python takes them. By default gRPC cancels calls above a thousand, and thousands of clients
+# open their trajectories at once, or repeat their calls at once after a restart.
+WAITING_CALLS = ("grpc.server.max_pending_requests", "grpc.server.max_pending_requests_hard_limit")
+MOST_CALLS = 1_000_000
 SHORTEST_PING_MS = 1_000  # clients that follow the serving one of several processes ping each 2 s
 KILLED_EXIT_CODE = 128  # plus the signal's number, as shells say it
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -237,6 +241,7 @@ async def _listening(runtime: Runtime, wiring: Wiring) -> AsyncIterator[str]:
             ("grpc.max_receive_message_length", receive_limit_bytes(settings)),
             ("grpc.http2.min_ping_interval_without_data_ms", SHORTEST_PING_MS),  # else pings are punished
             ("grpc.so_reuseport", 0),  # else a second server on the same port takes half of the calls, silently
+            *((name, MOST_CALLS) for name in WAITING_CALLS),
         ],
     )
     for add in wiring.services.values():

@@ -63,6 +63,20 @@ async def test_sigterm_lets_a_call_in_flight_finish_and_turns_health_to_not_serv
     await until(lambda: [fact.engine_id for fact in heard] == ["slow"])
 
 
+async def test_thousands_of_calls_at_once_wait_and_are_answered(start_service: StartService) -> None:
+    """They come while the process stands still. Result: no call is cancelled."""
+    process = await start_service(PROBE, {}, service="probe")
+    async with grpc.aio.insecure_channel(process.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        await health.Check(health_pb2.HealthCheckRequest(), timeout=10)
+        os.kill(process.pid, signal.SIGSTOP)
+        calls = [health.Check(health_pb2.HealthCheckRequest(), timeout=60) for _ in range(4000)]
+        await asyncio.sleep(0.5)
+        os.kill(process.pid, signal.SIGCONT)
+        answers = await asyncio.gather(*calls)
+    assert {answer.status for answer in answers} == {SERVING}
+
+
 async def test_a_call_that_outlasts_the_grace_is_cut_and_the_process_ends_all_the_same(
     start_service: StartService,
 ) -> None:
