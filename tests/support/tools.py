@@ -130,7 +130,8 @@ def serve(*builtin: str, **settings: str) -> Any:
 def daemon_of(calls: ToolsCalls) -> psutil.Process:
     """The sandbox daemon that this run of the service has started."""
     started = psutil.Process(calls.process.pid).children()
-    return next(process for process in started if "treadle_tools.sandbox.daemon" in process.cmdline())
+    alive = (process for process in started if process.status() != psutil.STATUS_ZOMBIE)
+    return next(process for process in alive if "treadle_tools.sandbox.daemon" in process.cmdline())
 
 
 def groups_of(daemon: psutil.Process) -> list[Path]:
