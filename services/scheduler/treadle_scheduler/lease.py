@@ -35,17 +35,17 @@ POLL_S = 0.25  # between two looks of a process that stands by; a read is one sm
 LONGEST_GAP_S = 4 * POLL_S  # between two looks; what is longer was not watched, and does not count
 RETRY_S = 0.2  # after a renewal that NATS did not answer
 # How long a call waits for a lease that is overdue. A leader that was stopped learns within milliseconds whether it
-# still leads. Where NATS is away nobody leads in its place, and it answers what needs no store.
+# still leads.
 ADMIT_S = 0.5
 MOST_REFUSALS = 5  # of a write, each with the revision that the lease then had
 WILDCARD_HOSTS = ("0.0.0.0", "[::]")
 
 
 class NotLeader(Exception):  # noqa: N818 - named as what is so
-    """This process does not lead. address: of the one that does, as far as it is known."""
+    """This process does not lead, as far as it knows. address: of the one that does; empty: not known."""
 
     def __init__(self, address: str) -> None:
-        super().__init__(f"another scheduler leads: {address or 'not known yet'}")
+        super().__init__(f"another scheduler leads: {address}" if address else "it is not known which scheduler leads")
         self.address = address
 
 
@@ -166,12 +166,15 @@ class Lease:
                     await self.until_held()
 
     async def admit(self) -> None:
-        """Wait before a call is served, where the lease is overdue. Raises NotLeader once another process leads."""
+        """Wait before a call is served, where the lease is overdue. Raises NotLeader once another process leads, and
+        where it is not known for ADMIT_S who leads."""
         if not self.is_held:
             with suppress(TimeoutError):
                 async with asyncio.timeout(ADMIT_S):
                     await self._until_known()
-        self._require_lead()
+            self._require_lead()
+            if not self.is_held:
+                raise NotLeader("")
 
     async def write(self, values: Mapping[str, bytes | None]) -> dict[str, Exception]:
         """Write keys, None to delete one, with `writing` held. Returns the keys that are not known to be written, with

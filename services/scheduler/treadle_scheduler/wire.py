@@ -112,11 +112,8 @@ async def wire(runtime: Runtime) -> Wiring:
 
 
 async def serve_while_held(turn: Turn, driver: Driver, lease: Lease) -> None:
-    """Serve until another process may lead, and return when it is known that none does.
-
-    Meanwhile callers go to that process, if there is one. A call that comes here all the same is answered where nothing
-    has to be stored for it.
-    """
+    """Serve until another process may lead, and return when it is known that none does. Meanwhile callers go to that
+    process, if there is one, and `admit` refuses those that come here."""
     turn.serve()
     driver.hold(True)
     await lease.until_overdue()
