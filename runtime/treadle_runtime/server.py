@@ -80,8 +80,8 @@ class Runtime:
 class Turn:
     """Whether it is this process's turn to serve, where one process of a service serves and the others stand by.
 
-    decided: set once this process serves, or knows that another one does. serves: its health is SERVING then, and
-    NOT_SERVING before and while it pauses. admit: awaited before each call; what it raises is the answer.
+    decided: set once this process serves, or knows that another one does. serves: whether its health is
+    SERVING; false before `serve` and after `pause`. admit: awaited before each call; what it raises is the answer.
     """
 
     def __init__(self, admit: Callable[[], Awaitable[None]]) -> None:
@@ -96,7 +96,7 @@ class Turn:
         self.changed.set()
 
     def pause(self) -> None:
-        """Have callers go to a process that serves, if there is one."""
+        """Stop serving for a while: callers go to another process, if one serves."""
         self.serves = False
         self.changed.set()
 

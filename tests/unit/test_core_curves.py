@@ -154,8 +154,8 @@ def test_nothing_is_declared_before_there_is_evidence_and_a_batch_of_one_tells_i
 @settings(max_examples=30, deadline=None)
 def test_a_drift_is_declared_once_and_not_at_each_look(factor: float, up: bool, spread: float, seed: int) -> None:
     """Result: as long as the engine is the same, nothing; then one new curve, or a second one that is nearer, and also
-    for batches that have not run since. Steps vary by 15% at most: with 20% and a drift of 1.4, three engines of a
-    hundred take three to six curves."""
+    for batches that have not run since. The time of a step varies by 15% at most: with 20%, and an engine that
+    becomes 1.4 times as fast, 3 engines in 100 declare three to six curves."""
     factor = factor if up else 1.0 / factor
     rng = random.Random(seed)
     measured, engine = learn(SMALL, 4, lambda: rng.lognormvariate(0.0, spread))

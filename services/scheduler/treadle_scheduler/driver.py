@@ -264,8 +264,8 @@ class Driver:
         return ticket
 
     def hold(self, holds: bool) -> None:
-        """Whether calls may wait for a ticket. False: they are answered STEP_HELD, now and later, as another process
-        leads or may lead."""
+        """Say whether calls may wait for a ticket. While they may not, each is answered STEP_HELD at once, as another
+        process leads or may lead."""
         self._holds = holds
         for trajectory_id, waiting in self._waiting.items():
             if not holds and not waiting.done():

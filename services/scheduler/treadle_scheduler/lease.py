@@ -158,7 +158,7 @@ class Lease:
             await asyncio.Event().wait()
 
     async def until_overdue(self) -> None:
-        """Return once nobody has been able to say for ADMIT_S whether this process leads."""
+        """Return once the lease has been overdue for ADMIT_S: another process may lead."""
         with suppress(TimeoutError):
             while True:
                 await asyncio.sleep(self._renewed_s + self._ttl_s - time.monotonic())

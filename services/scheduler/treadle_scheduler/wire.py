@@ -112,8 +112,10 @@ async def wire(runtime: Runtime) -> Wiring:
 
 
 async def serve_while_held(turn: Turn, driver: Driver, lease: Lease) -> None:
-    """Serve until another process may lead, and return when it is known that none does. Meanwhile callers go to that
-    process, if there is one, and `admit` refuses those that come here."""
+    """Serve until it is not known whether this process still leads. Then pause, and return when it is known again.
+
+    In the pause, health sends callers to the process that leads, if there is one, and `admit` refuses all others.
+    """
     turn.serve()
     driver.hold(True)
     await lease.until_overdue()
