@@ -25,6 +25,7 @@ import nats.errors
 import structlog
 from google.protobuf.message import DecodeError
 from treadle.connection import FOLLOWING, Options, follow, merge_options
+from treadle.errors import error_from
 
 from treadle_runtime.errors import (
     DETAILS_KEY,
@@ -337,7 +338,7 @@ def _leaf(error: Exception) -> Exception:
 def _upstream(error: grpc.aio.AioRpcError) -> TreadleError:
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded("UPSTREAM_DEADLINE_EXCEEDED", f"a service this one asks was late: {error.details()}")
-    if error.code() is grpc.StatusCode.UNAVAILABLE:
+    if error_from(error).lost_connection:
         message = f"a service this one asks is not reachable: {error.details()}"
         return Unavailable("UPSTREAM_UNAVAILABLE", message, retry_after_s=RETRY_S)
     return Internal("UPSTREAM_ERROR", f"a service this one asks failed: {error.code()} {error.details()}")

@@ -14,7 +14,7 @@ from support.nats_server import NatsServer
 from support.probe_service import ProbeSettings, plan, wire
 from support.rpc import error_of, refusal_of, status_of
 from treadle.migrator.v1 import migrator_pb2, migrator_pb2_grpc
-from treadle.placement.v1 import placement_pb2_grpc
+from treadle.placement.v1 import placement_pb2, placement_pb2_grpc
 from treadle_runtime.server import serving
 
 LIMIT = 65_536
@@ -128,8 +128,19 @@ async def test_a_stream_may_fail_after_its_first_message(channel: grpc.aio.Chann
     assert error[:2] == (grpc.StatusCode.NOT_FOUND, "MIGRATION_NOT_FOUND")
 
 
+class Cutting(placement_pb2_grpc.PlacementServiceServicer):
+    """Answers as gRPC does for calls that still wait when their server ends."""
+
+    async def PlanPlacement(
+        self, request: placement_pb2.PlanPlacementRequest, context: Any
+    ) -> placement_pb2.PlanPlacementResponse:
+        del request
+        await context.abort(grpc.StatusCode.CANCELLED)
+        raise AssertionError
+
+
 async def test_a_failure_of_an_asked_service_is_told_from_one_s_own(shared_nats_url: str) -> None:
-    """A probe asks one that refuses, then one that is not there.
+    """A probe asks one that refuses, one that ends and cuts the call (CANCELLED), then one that is not there.
 
     Result: a refusal is this service's fault (INTERNAL), an absence is UNAVAILABLE with RetryInfo.
     """
@@ -138,12 +149,20 @@ async def test_a_failure_of_an_asked_service_is_told_from_one_s_own(shared_nats_
         probe_channel(shared_nats_url, upstream.address) as channel,
     ):
         refused = await failure(channel, "upstream:invalid")
+    ending = grpc.aio.server()
+    placement_pb2_grpc.add_PlacementServiceServicer_to_server(Cutting(), ending)
+    port = ending.add_insecure_port("127.0.0.1:0")
+    await ending.start()
+    async with probe_channel(shared_nats_url, f"127.0.0.1:{port}") as channel:
+        cut = await failure(channel, "upstream:")
+    await ending.stop(0)
     async with probe_channel(shared_nats_url, upstream.address) as channel:
         absent = await failure(channel, "upstream:")
     assert error_of(refused)[:2] == (grpc.StatusCode.INTERNAL, "UPSTREAM_ERROR")
-    code, reason, _, retry_after_s = error_of(absent)
-    assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "UPSTREAM_UNAVAILABLE")
-    assert retry_after_s
+    for lost in (cut, absent):
+        code, reason, _, retry_after_s = error_of(lost)
+        assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "UPSTREAM_UNAVAILABLE")
+        assert retry_after_s
 
 
 @pytest.mark.usefixtures("impatient")

@@ -248,7 +248,7 @@ async def test_a_leader_that_was_stopped_and_replaced_changes_nothing_when_it_go
             os.kill(first.pid, signal.SIGCONT)
             assert await first.wait() == TASK_FAILED_EXIT_CODE
             refusals = [await each for each in late]
-        assert {refusal.code for refusal in refusals} == {grpc.StatusCode.UNAVAILABLE}
+        assert {refusal.code for refusal in refusals} <= {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
         assert {refusal.reason for refusal in refusals} <= {"NOT_LEADER", ""}, "or the connection was closed"
         assert "another scheduler leads: this one ends" in first.stderr_text()
         assert await revisions(bus) == stored

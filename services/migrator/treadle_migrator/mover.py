@@ -314,6 +314,6 @@ def _reason_of(error: TreadleError, peer: str) -> str:
     """The peer's own reason where it gave one; a deadline that passes is ours: the move gave up."""
     if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return GAVE_UP
-    if error.code is grpc.StatusCode.UNAVAILABLE:  # the target says it of the source too
+    if error.lost_connection:  # the target says it of the source too
         return error.reason if error.reason == "SOURCE_UNAVAILABLE" else f"{peer}_UNAVAILABLE"
     return error.reason or f"{peer}_{error.code.name}"
