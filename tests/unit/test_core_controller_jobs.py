@@ -285,7 +285,7 @@ def test_a_step_of_a_job_below_its_share_comes_to_an_engine_with_room_from_where
     assert held(scenario) == {"big": 4, "small": 1}
     scenario.engine("e1", kv_tokens_capacity=4_000)
     scenario.advance(1.0)
-    assert held(scenario) == {"big": 6, "small": 2}
+    assert held(scenario) == {"big": 7, "small": 2}
     assert scenario.ticket("small1").engine_id == "e1"
 
 

@@ -154,7 +154,7 @@ def _next_elsewhere(state: State, engine: EngineRecord, job: str) -> TrajectoryR
         if (
             record is not None
             and _waits_to_start(record)
-            and record.policy.placement is PlacementRule.PLANNED
+            and record.policy.placement in (PlacementRule.PLANNED, PlacementRule.LEAST_LOAD)
             and not record.pinned_engine_id
             and carries_tags(engine, record)
             and fits_context(engine, state.waiting.request(trajectory_id).context_tokens)

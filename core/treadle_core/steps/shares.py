@@ -2,7 +2,7 @@
 
 A job's share is its weight over the weights of all jobs that have a live ticket, reserved KV or a first step that
 waits. What it uses is its dominant share (dominant resource fairness, Ghodsi et al., NSDI 2011): the part of all slots
-that its live tickets take, or the part of all KV that is reserved for it, whichever is more. Jobs that use less than
+that its steps hold, or the part of all KV that is reserved for it, whichever is more. Jobs that use less than
 their share go before those that do not, then the job that was served least for its weight (`fair_share`), so that a
 share of less than one trajectory is kept as a mean over time.
 
@@ -12,6 +12,7 @@ Nothing of it is stored: after a restart all jobs have been served alike.
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from operator import itemgetter
 
 from treadle_core.fair_share import FairShare
 from treadle_core.model import EngineSpec, TrajectoryRecord
@@ -22,14 +23,22 @@ from treadle_core.tables.trajectories import NOTHING, Tally, TrajectoryTable
 # Seconds of all engines by which a job may have been served more than one whose next step does not fit, before it stops
 # to pass that step. Long enough for a job of few short trajectories, and it bounds how long a large one is passed.
 PASS_LAG_S = 10.0
+# An engine shares its slots among the jobs that have steps there, and trajectories that have started stay where they
+# are. So the tickets of a job that uses less than it is due get a larger weight while it has more to do: larger by the
+# ratio of the two each BOOST_S, and by MOST_BOOST at most. Of three simulated engines with eight slots, two jobs of
+# weights 3:1 had slots as 3.5:1 without it and as 3.2:1 with it.
+BOOST_S = 10.0
+MOST_BOOST = 2.0
+FIRST = itemgetter(0)
 # While steps wait, ticks come more often than this; after a longer pause nobody has waited for anybody.
 LONGEST_PAUSE_S = 5.0
 
 
 @dataclass(slots=True)
 class Part:
-    """What one job has of the mesh. share: that it is due, above 0 and at most 1. kv_tokens: reserved for it, on
-    engines that say how many they hold. slots, kv_room_tokens: of all engines."""
+    """What one job has of the mesh. share: that it is due, above 0 and at most 1. held_slots: of its live tickets, that
+    the engines' queues let run. kv_tokens: reserved for it, on engines that say how many they hold. slots,
+    kv_room_tokens: of all engines."""
 
     job: str
     weight: float
@@ -37,18 +46,34 @@ class Part:
     kv_room_tokens: int
     share: float = 1.0
     live_tickets: int = 0
+    held_slots: float = 0.0
     kv_tokens: int = 0
 
     @property
     def used(self) -> float:
         """The dominant share: 0 to about 1."""
         kv = self.kv_tokens / self.kv_room_tokens if self.kv_room_tokens else 0.0
-        return max(kv, self.live_tickets / self.slots if self.slots else 0.0)
+        return max(kv, self.held_slots / self.slots if self.slots else 0.0)
 
     @property
     def is_below(self) -> bool:
         """Whether it uses less than it is due."""
         return self.used < self.share
+
+
+def _divide_slots(slots: int, tickets: list[tuple[float, int, float, Part]]) -> None:
+    """Give each job the slots of an engine that its queue does: those of its share, and of what others do not need
+    (max-min fairness). tickets: live ones for its weight, live ones, weight and part of each job that has any."""
+    left, weights = float(slots), 0.0
+    for each in tickets:
+        weights += each[2]
+    tickets.sort(key=FIRST)
+    for _, count, weight, part in tickets:
+        due = left * weight / weights
+        held = count if count < due else due
+        part.held_slots += held
+        left -= held
+        weights -= weight
 
 
 class Shares:
@@ -58,6 +83,7 @@ class Shares:
         self._engines, self._table, self._jobs = engines, table, jobs
         self._served = FairShare()  # in seconds of all engines
         self._parts: dict[str, Part] = {}
+        self._boosts: dict[str, float] = {}  # of the weights, where above 1
         self._now = 0.0
 
     def divide(self, waiting: Collection[str], now: float) -> bool:
@@ -67,9 +93,10 @@ class Shares:
             return False
         took_s, self._now = now - self._now, now
         if took_s > LONGEST_PAUSE_S:
-            self._served = FairShare()
+            self._served, self._parts, self._boosts = FairShare(), {}, {}
         for part in self._parts.values():
             self._served.charge(part.job, part.used * took_s, part.weight)
+            self._boost(part, took_s, part.job in waiting)
         former, self._parts = self._parts, {part.job: part for part in self.parts(waiting)}
         for job in waiting:
             self._served.begin_waiting(job)
@@ -77,19 +104,40 @@ class Shares:
             self._served.end_waiting(job)
         return len(self._parts) > 1
 
+    def _boost(self, part: Part, took_s: float, waits: bool) -> None:
+        """Change the boost of a job for the time since the last look; one with nothing more to do collects none."""
+        has_more = waits or part.live_tickets > part.held_slots
+        lack = min(part.share / part.used, MOST_BOOST) if part.used else MOST_BOOST
+        boost = self._boosts.pop(part.job, 1.0) * (lack if has_more else 1 / MOST_BOOST) ** (took_s / BOOST_S)
+        if boost > 1.0:
+            self._boosts[part.job] = min(boost, MOST_BOOST)
+
+    def ticket_weight(self, job: str) -> float:
+        """With which a job's tickets share the slots of their engines."""
+        return self._jobs.weight(job) * self._boosts.get(job, 1.0)
+
     def parts(self, waiting: Iterable[str]) -> list[Part]:
         """The parts of all jobs now, by name."""
         specs = [engine.spec for engine in self._engines]
         tallies = [self._table.tallies_of_jobs(spec.engine_id) for spec in specs]
         names = sorted({*waiting, *(job for each in tallies for job, tally in each.items() if tally.uses_engine)})
-        slots, room = sum(spec.slot_limit for spec in specs), sum(spec.kv_room_tokens for spec in specs)
-        parts = [Part(name, self._jobs.weight(name), slots, room) for name in names]
+        rooms = [spec.kv_room_tokens for spec in specs]
+        slots = sum(spec.slot_limit for spec in specs)
+        parts = [Part(name, self._jobs.weight(name), slots, sum(rooms)) for name in names]
         weights = sum(part.weight for part in parts)
         for part in parts:
             part.share = part.weight / weights
-            for spec, tally in zip(specs, (each.get(part.job, NOTHING) for each in tallies), strict=True):
-                part.live_tickets += tally.live_tickets
-                part.kv_tokens += tally.kv_reserve_tokens if spec.kv_room_tokens else 0
+        by_weight = [(part, self.ticket_weight(part.job)) for part in parts]
+        for spec, room, tally in zip(specs, rooms, tallies, strict=True):
+            tickets = []
+            for part, weight in by_weight:
+                mine = tally.get(part.job, NOTHING)
+                if count := len(mine.live):
+                    tickets.append((count / weight, count, weight, part))
+                    part.live_tickets += count
+                if room:
+                    part.kv_tokens += mine.kv_reserve_tokens
+            _divide_slots(spec.slot_limit, tickets)
         return parts
 
     def next(self, jobs: Iterable[str]) -> str:
@@ -105,7 +153,7 @@ class Shares:
         """A first step has got its ticket since `divide`."""
         if record.ticket is not None:
             part = self._parts[record.job]
-            part.live_tickets += 1
+            part.held_slots += 1
             part.kv_tokens += record.ticket.kv_reserve_tokens
 
     def may_pass(self, job: str, blocked: str) -> bool:

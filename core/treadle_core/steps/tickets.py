@@ -266,7 +266,7 @@ def _add_ticket(
         preemptible=record.policy.preempt,
         kv_reserve_tokens=reserve_tokens(state, record) if record.policy.reserve else 0,
         job=record.job,
-        weight=state.jobs.weight(record.job),
+        weight=state.shares.ticket_weight(record.job),
         waited_s=waited_s,
     )
     return copy_with(record, priority=priority, ticket=ticket), ticket
