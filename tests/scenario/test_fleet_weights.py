@@ -169,7 +169,8 @@ async def test_an_engine_that_fails_in_a_push_runs_nothing_until_it_is_pushed_to
     first.refuse_push, second.push_s = True, 1.0
     errors = await fleet.client.push_weights("v3", parts(fleet, ["distributed"]))
     assert "engine e0 has failed" in errors["e1"]
-    assert {engine.weight_version for engine in fleet.engines} == {"incomplete-v3"}
+    assert first.weight_version == "incomplete-v3"
+    assert second.weight_version in ("incomplete-v3", "v2"), "v2 where e0 has failed before the part came to e1"
 
 
 async def test_what_the_trainers_generator_raises_reaches_the_caller(fleet: Fleet) -> None:
