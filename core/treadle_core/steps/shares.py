@@ -98,6 +98,7 @@ class Shares:
             self._served.charge(part.job, part.used * took_s, part.weight)
             self._boost(part, took_s, part.job in waiting)
         former, self._parts = self._parts, {part.job: part for part in self.parts(waiting)}
+        self._boosts = {job: boost for job, boost in self._boosts.items() if job in self._parts}
         for job in waiting:
             self._served.begin_waiting(job)
         for job in (former.keys() | self._parts.keys()) - set(waiting):
