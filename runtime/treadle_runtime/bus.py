@@ -23,7 +23,7 @@ import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
-from nats.js.api import Header, KeyValueConfig, PubAck, StorageType
+from nats.js.api import DiscardPolicy, Header, KeyValueConfig, PubAck, StorageType
 from nats.js.kv import KV_DEL, KV_OP, KeyValue
 from opentelemetry import propagate, trace
 from treadle.telemetry.v1.facts_pb2 import Fact
@@ -143,15 +143,19 @@ class Bus:
         for subscription in self._subscriptions:
             await subscription.catch_up(last)
 
-    async def key_value(self, bucket: str, *, ttl_s: float | None = None, max_bytes: int | None = None) -> KeyValue:
+    async def key_value(
+        self, bucket: str, *, ttl_s: float | None = None, max_bytes: int | None = None, oldest_go: bool = False
+    ) -> KeyValue:
         """Open a bucket, and make it first if it is not there: on disk, with one revision a key, which is kept for
-        `ttl_s`. max_bytes: what it may hold, also where it is there already; JetStream reserves that and refuses writes
-        beyond it. None: as it is. Raises StartError where JetStream has not that much left.
+        `ttl_s`. max_bytes: what it may hold, also where it is there already; JetStream reserves that, and refuses
+        writes beyond it or, with `oldest_go`, forgets the oldest keys. None: as it is. Raises StartError where
+        JetStream has not that much left.
         """
         store = await self._open_bucket(bucket, ttl_s)
         if max_bytes is not None:
             config = (await self._js.stream_info(store._stream)).config
             config.max_bytes = max_bytes
+            config.discard = DiscardPolicy.OLD if oldest_go else DiscardPolicy.NEW
             with _explain_no_storage(f"{max_bytes} bytes for bucket {bucket}"):
                 await self._js.update_stream(config)
         return store

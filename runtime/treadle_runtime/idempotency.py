@@ -1,9 +1,10 @@
 """Answer a repeated mutation from the record of its first answer, by request_id.
 
 Invariants: a record is made of an answer, never of an error, so a call that failed may be tried again with the same id.
-The first record of an id wins. Records are in a bucket `treadle_requests_<service>` (kept 1 h) and in a cache in front
-of it. A new id costs one write, which the caller need not wait for (`later`), and no read: the ids of earlier processes
-of the service are read once at start. One process at a time serves a service's mutations.
+The first record of an id wins. Records are in a bucket `treadle_requests_<service>` (kept 1 h, or until newer ones fill
+what `bound` allows) and in a cache in front of it. A new id costs one write, which the caller need not wait for
+(`later`), and no read: the ids of earlier processes of the service are read once at start. One process at a time serves
+a service's mutations.
 """
 
 import asyncio
@@ -59,6 +60,7 @@ class RequestRecords:
     def __init__(self, bus: Bus, service: str) -> None:
         self._bus = bus
         self._service = service
+        self._most_bytes: int | None = None
         # Keys that are in the bucket and not in the cache, oldest first, each with the loop time at which it may go.
         self._elsewhere: OrderedDict[str, float] = OrderedDict()
         self._cache: OrderedDict[str, _Record] = OrderedDict()
@@ -77,7 +79,15 @@ class RequestRecords:
         return records
 
     async def _open_bucket(self) -> None:
-        self._bucket: KeyValue = await self._bus.key_value(f"treadle_requests_{self._service}", ttl_s=RECORDS_KEPT_S)
+        self._bucket: KeyValue = await self._bus.key_value(
+            f"treadle_requests_{self._service}", ttl_s=RECORDS_KEPT_S, max_bytes=self._most_bytes, oldest_go=True
+        )
+
+    async def bound(self, most_bytes: int) -> None:
+        """Let the oldest records go from now on where all together have so many bytes, which JetStream reserves: for
+        services whose answers hold what foreign code says. Raises StartError where JetStream has not that much."""
+        self._most_bytes = most_bytes
+        await self._open_bucket()
 
     async def once(
         self,
@@ -151,9 +161,11 @@ class RequestRecords:
         try:
             await self._bucket.create(key, head)
         except nats.js.errors.KeyWrongLastSequenceError:
-            # An earlier try arrived although its acknowledgement did not: the same record is there.
+            # An earlier try arrived although its acknowledgement did not: the same record is there. Or its head alone.
             present = await self._load(key)
-            if present is None or present.fingerprint != record.fingerprint:
+            if present is None:
+                await self._bucket.put(key, head)
+            elif present.fingerprint != record.fingerprint:
                 raise
         except nats.js.errors.NoStreamResponseError:  # a NATS server that lost its store
             await self._open_bucket()

@@ -113,6 +113,20 @@ async def test_when_the_first_is_cancelled_a_waiting_repeat_takes_its_turn(mutat
     assert first.cancelled()
 
 
+async def test_the_oldest_records_go_where_a_bound_is_reached(nats_server: NatsServer) -> None:
+    """Ten answers of three parts each, with room for five or so. Result: each call is answered; in a new process the
+    last ones are recalled, and the first one is made again and recorded again."""
+    answer_bytes = 3 * idempotency.PART_BYTES
+    async with mutation(nats_server.url, answer_bytes=answer_bytes) as mutate:
+        await mutate.records.bound(6 * answer_bytes)
+        assert [await mutate(f"r-{number}") for number in range(10)] == list(range(1, 11))
+    async with mutation(nats_server.url, answer_bytes=answer_bytes) as again:
+        assert [await again(f"r-{number}") for number in (7, 8, 9)] == [8, 9, 10]
+        assert await again("r-0") == 1 == again.executions
+    async with mutation(nats_server.url, answer_bytes=answer_bytes) as last:
+        assert await last("r-0") == 1 and last.executions == 0
+
+
 @pytest.mark.parametrize("answer_bytes", [0, 3 * idempotency.PART_BYTES + 17])
 async def test_records_outlive_the_process_and_the_nats_server(nats_server: NatsServer, answer_bytes: int) -> None:
     async with mutation(nats_server.url, answer_bytes=answer_bytes) as mutate:
