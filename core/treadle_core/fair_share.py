@@ -7,7 +7,7 @@ at most the largest piece of service of each, divided by its weight (theorem 1 t
 
 Used for slots of an engine (`steps.preemptive_queue`), for slots and KV of the mesh (`steps.shares`), and for the pool
 that computes the rewards of all jobs (RollArt §4, principle 3), where a job that submits ten thousand at once must not
-delay a job that submits ten.
+delay a job that submits ten. `FairOrder` does the same for the actions of tools.
 
 Pure state machines: no clock, no task. All service has one unit, which the caller chooses.
 """
@@ -96,3 +96,36 @@ class FairQueue(Generic[T]):
     def settle(self, job: str, charged: float, actual: float) -> None:
         """Work of `job` for which `charged` was taken has really cost `actual`."""
         self._share.charge(job, actual - charged)
+
+
+class FairOrder:
+    """Places in a queue that is sorted by them, so that jobs of equal weight share what it waits for: the start tags of
+    the paper. Service is in seconds, expected when a place is given and known at the end.
+
+    A place is a number; smaller is earlier, and each is larger than those that the job was given before.
+    """
+
+    def __init__(self) -> None:
+        self._now_us = 0
+        self._next_us: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        """Jobs with places behind the one that began last."""
+        return len(self._next_us)
+
+    def place(self, job: str, service_s: float) -> int:
+        """A place for work of a job that should take so long."""
+        place = max(self._now_us, self._next_us.get(job, 0))
+        self._next_us[job] = place + 1 + round(1e6 * service_s)
+        return place
+
+    def begin(self, place: int) -> None:
+        """The work at a place begins."""
+        if place > self._now_us:
+            self._now_us = place
+            self._next_us = {job: next_us for job, next_us in self._next_us.items() if next_us > place}
+
+    def settle(self, job: str, service_s: float, took_s: float) -> None:
+        """Work for which `service_s` was expected took so long in the end, 0 where it was given up."""
+        if job in self._next_us:
+            self._next_us[job] += round(1e6 * (took_s - service_s))

@@ -14,7 +14,7 @@ BUDGETS = {
     "bench": (8_620, 56),
     "cli": (6_630, 55),
     "clients/python": (3_050, 14),
-    "core": (11_465, 65),
+    "core": (11_500, 65),
     "examples": (90, 2),
     "learned": (2_170, 15),
     "runtime": (2_390, 13),
@@ -28,7 +28,7 @@ BUDGETS = {
     "services/tools": (9_270, 66),
     "sim": (6_380, 38),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 59_395, 393, 37_925
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 59_430, 393, 37_970
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 WIDE_FOLDERS: dict[str, int] = {}  # folders with leave for more, each with its reason

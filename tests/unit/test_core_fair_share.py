@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from treadle_core.fair_share import FairQueue, FairShare
+from treadle_core.fair_share import FairOrder, FairQueue, FairShare
 
 COSTS = st.floats(0.0, 20.0, allow_nan=False)
 
@@ -123,3 +123,47 @@ def test_a_job_that_did_not_wait_begins_beside_the_least_served_and_former_jobs_
 def test_a_bad_cost_is_refused(bad: float) -> None:
     with pytest.raises(ValueError, match="cost"):
         FairQueue[int]().add("job", 0, bad)
+
+
+def served(order: FairOrder, asked: dict[str, list[float]]) -> list[str]:
+    """Whose work one server does next, where all ask at once, and each takes as long as was expected."""
+    waiting = [(order.place(job, service_s), job) for job, services in asked.items() for service_s in services]
+    for place, _ in sorted(waiting):
+        order.begin(place)
+    return [job for _, job in sorted(waiting)]
+
+
+def test_places_of_a_job_that_asks_for_little_come_between_those_of_one_that_asks_for_a_lot() -> None:
+    order = FairOrder()
+    assert served(order, {"many": [1.0] * 100, "few": [1.0] * 3})[:6].count("few") == 3
+    first = Counter(served(order, {"short": [1.0] * 40, "long": [4.0] * 40})[:25])
+    assert first["short"] == pytest.approx(4 * first["long"], abs=4)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), COSTS), max_size=60))
+def test_each_place_of_a_job_is_behind_those_that_it_has(work: list[tuple[str, float]]) -> None:
+    order, last = FairOrder(), dict[str, int]()
+    for job, service_s in work:
+        place = order.place(job, service_s)
+        assert place > last.get(job, -1)
+        last[job] = place
+
+
+def test_a_job_that_was_idle_saves_nothing_and_what_took_longer_than_expected_counts() -> None:
+    order = FairOrder()
+    for _ in range(10):
+        place = order.place("busy", 1.0)
+        order.begin(place)
+    assert order.place("idle", 1.0) == place
+    order.settle("busy", 1.0, 5.0)
+    assert order.place("busy", 1.0) == pytest.approx(place + 5e6, abs=10)
+    order.settle("busy", 1.0, 0.0)
+    assert order.place("busy", 1.0) == pytest.approx(place + 5e6, abs=10), "given up, it costs nothing"
+
+
+def test_a_job_that_waits_for_nothing_is_forgotten() -> None:
+    order = FairOrder()
+    for number in range(100):
+        order.begin(order.place(f"job-{number}", 1.0))
+    order.begin(order.place("job-0", 1.0) + 2_000_000)
+    assert len(order) == 0
