@@ -1,14 +1,36 @@
-"""A reasoning-gym task: the question first, Python on the way, one answer that is scored by the task's own rule."""
+"""A reasoning-gym task: the question first, Python on the way, one answer that is scored by the task's own rule.
 
+Invariant: an answer is never run as code. Some rules evaluate it as Python: those about lists and strings take Python's
+literals here, and those about formulas get numbers, letters, operators and functions of mathematics alone.
+"""
+
+import ast
+import io
+import math
+import tokenize
 from collections.abc import Mapping
 from typing import Any
 
 import reasoning_gym
+from reasoning_gym.algorithmic import binary_matrix, spiral_matrix, string_insertion
 from reasoning_gym.factory import DATASETS
+from reasoning_gym.games import n_queens
 
 from treadle_tools.tool import InvalidArguments, Outcome, Sandbox
 
 MOST_NAMED = 8  # task names in a refusal
+FORMULAS = frozenset(
+    ("simple_integration", "intermediate_integration", "polynomial_multiplication", "puzzle24", "countdown")
+)
+OPERATORS = frozenset("+-*/^(),") | {"**"}
+FUNCTIONS = frozenset((
+    "sqrt", "exp", "log", "ln", "abs", "Abs", "pi", "sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan",
+    "sinh", "cosh", "tanh", "asinh", "acosh", "atanh",
+))  # fmt: skip
+LAYOUT = (tokenize.NEWLINE, tokenize.NL, tokenize.ENDMARKER)
+
+for module in (binary_matrix, n_queens, spiral_matrix, string_insertion):
+    module.eval = ast.literal_eval  # their score_answer evaluates the answer
 
 
 class ReasoningTask:
@@ -22,6 +44,7 @@ class ReasoningTask:
         if task not in DATASETS:
             some = f"{', '.join(sorted(DATASETS)[:MOST_NAMED])} and {len(DATASETS) - MOST_NAMED} more"
             raise InvalidArguments("task", f"{task!r} is no task of reasoning-gym; there are {some}")
+        self._task = task
         self._dataset = reasoning_gym.create_dataset(task, seed=seed, size=index + 1)
         self._entry = self._dataset[index]
         self._sandbox = sandbox
@@ -34,5 +57,29 @@ class ReasoningTask:
         """`code` runs Python and shows its output; `answer` is scored from 0 to 1 and ends the task."""
         if "code" in arguments:
             return self._sandbox.python(str(arguments["code"]))
-        score = float(self._dataset.score_answer(str(arguments["answer"]), self._entry))
+        score = self._score(str(arguments["answer"]))
         return Outcome(output=f"score {score:g}", reward=score, done=True)
+
+    def _score(self, answer: str) -> float:
+        if self._task in FORMULAS and not is_formula(answer):
+            return 0.0
+        try:
+            score = float(self._dataset.score_answer(answer, self._entry))
+        except Exception:  # noqa: BLE001 - some rules raise for what they cannot read, and an answer is given once
+            return 0.0
+        return min(max(score, 0.0), 1.0) if math.isfinite(score) else 0.0
+
+
+def is_formula(text: str) -> bool:
+    """Whether a text is made of numbers, single letters, operators and functions of mathematics alone."""
+    try:
+        tokens = list(tokenize.generate_tokens(io.StringIO(text.strip()).readline))
+    except (tokenize.TokenError, SyntaxError):
+        return False
+    return all(
+        token.type in LAYOUT
+        or token.type == tokenize.NUMBER
+        or (token.type == tokenize.OP and token.string in OPERATORS)
+        or (token.type == tokenize.NAME and (len(token.string) == 1 or token.string in FUNCTIONS))
+        for token in tokens
+    )

@@ -1,0 +1,83 @@
+"""Answers of reasoning-gym tasks are never run as code, whichever task's rule reads them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reasoning_gym.factory import DATASETS
+from treadle_tools.environments.reasoning import ReasoningTask, is_formula
+from treadle_tools.tool import Outcome
+
+NEEDS_MORE = frozenset({"composite"})  # tasks that are made of others, which an opening does not name
+
+
+class NoSandbox:
+    """No code is run beside the environment."""
+
+    cores = 1
+
+    def python(self, code: str) -> Outcome:
+        raise AssertionError(code)
+
+
+def hostile(path: Path) -> list[str]:
+    """Answers that make a file where they are run."""
+    make = f"open({str(path)!r}, 'w')"
+    return [
+        make,
+        f"[{make}]",
+        f"[[{make}, 1], [2, 3]]",
+        f"exec({make!r})",
+        f"__import__('os').system('touch {path}')",
+        f"(lambda: {make})()",
+        f"sqrt(4)+{make}.close()",
+        f"x.__class__.__base__.__subclasses__()[{make}]",
+        f"{{{make}: 1}}",
+        f"\n{make}\n",
+    ]
+
+
+# One library of questions leaves its file open.
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("task", sorted(DATASETS.keys() - NEEDS_MORE))
+def test_no_answer_is_run(task: str, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"task": task, "seed": 3}
+    made = ReasoningTask(arguments, NoSandbox())
+    for answer in hostile(tmp_path / "run"):
+        outcome = made.step({"answer": answer})
+        assert outcome.done
+        assert outcome.reward is not None
+        assert 0.0 <= outcome.reward <= 1.0
+        assert not (tmp_path / "run").exists(), answer
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [
+        ("x**2/2 + C", True),
+        ("  (3 + 4.5)*2 - 1e3 ", True),
+        ("sqrt(2)*sin(x)", True),
+        ("24", True),
+        ("", True),
+        ("x.real", False),
+        ("().__class__", False),
+        ("exec(x)", False),
+        ("'a'", False),
+        ("[x]", False),
+        ("x = 1", False),
+        ("lambda: 1", False),
+        ("x if y else z", False),
+        ("f(", False),
+        ("1; 2", False),
+        ("x\n  y", False),
+    ],
+)
+def test_a_formula_has_numbers_letters_and_functions_of_mathematics_alone(text: str, is_one: bool) -> None:
+    assert is_formula(text) is is_one
+
+
+@pytest.mark.parametrize("task", ["string_insertion", "n_queens", "puzzle24", "countdown", "simple_integration"])
+def test_a_right_answer_still_scores(task: str) -> None:
+    made = ReasoningTask({"task": task, "seed": 1}, NoSandbox())
+    outcome = made.step({"answer": str(made._entry["answer"])})
+    assert outcome.reward == 1.0
