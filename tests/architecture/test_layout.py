@@ -25,10 +25,10 @@ BUDGETS = {
     "services/rollout": (1_030, 9),
     "services/scheduler": (1_950, 11),
     "services/sidecar": (3_930, 26),
-    "services/tools": (9_320, 66),
+    "services/tools": (10_060, 68),
     "sim": (6_380, 38),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 59_480, 393, 38_055
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 60_230, 396, 39_000
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 WIDE_FOLDERS: dict[str, int] = {}  # folders with leave for more, each with its reason

@@ -20,6 +20,7 @@ import ctypes, os, resource, stat
 libc = ctypes.CDLL(None)
 for folder in ("/tmp", "/dev/shm"):
     print(folder, os.listdir(folder), stat.S_IMODE(os.stat(folder).st_mode), os.listxattr(folder))
+    print(os.stat(folder).st_mtime == 987654321)
 print([libc.shmget(7, 0, 0), libc.semget(7, 0, 0), libc.msgget(7, 0)])
 print([resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")])
 print(os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0), os.sched_getaffinity(0))
@@ -29,6 +30,20 @@ try:
     print("others run")
 except ProcessLookupError:
     print("alone")
+"""
+
+# Looks for an earlier call's code and output in all that this process was forked with. Its own code has the mark in two
+# parts.
+SEARCH = """
+import gc, sys
+mark, found, frame = "EARLIER", [], sys._getframe()
+while frame:
+    found += [name for name, value in frame.f_locals.items() if f"{mark}-SECRET" in repr(value)]
+    frame = frame.f_back
+for each in gc.get_objects():
+    values = each.values() if type(each) is dict else each if type(each) is list else ()
+    found += [type(each) for value in list(values) if type(value) in (str, bytes) and f"{mark}-SECRET" in str(value)]
+print(found or "contained")
 """
 
 REMOVED = {
@@ -41,6 +56,7 @@ for folder in ("/tmp", "/dev/shm"):
     os.symlink("/usr", f"{folder}/link")
     os.mkfifo(f"{folder}/.a/fifo")
 """,
+    "times of a folder": "import os; os.utime('/tmp', (123456789, 987654321))",
     "a work folder that nobody may enter": "import os; os.chmod('/tmp', 0); os.chmod('/dev/shm', 0o7777)",
     "processes": """
 import subprocess, sys
@@ -59,6 +75,18 @@ TOO_MUCH = {
     "a message queue": "import ctypes; print(ctypes.CDLL(None).msgget(7, 0o1600) >= 0)",
     "a limit of process 1": "import resource; print(bool(resource.prlimit(1, resource.RLIMIT_NOFILE, (99, 99))))",
     "a nice process 1": "import os; os.setpriority(os.PRIO_PROCESS, 1, os.nice(0) + 3); print(True)",
+    "no processes for process 1": "import resource; print(bool(resource.prlimit(1, resource.RLIMIT_NPROC, (0, 0))))",
+    "a rank of process 1 at disks": """
+import ctypes, platform
+ioprio_set = {"x86_64": 251, "aarch64": 30}[platform.machine()]
+print(ctypes.CDLL(None).syscall(ioprio_set, 1, 1, (2 << 13) | 7) == 0)
+""",
+    "flags of a folder": """
+import fcntl, os
+no_dump = 0x40
+fcntl.ioctl(os.open("/tmp", os.O_RDONLY), 0x40086602, no_dump.to_bytes(8, "little"))
+print(True)
+""",
     "folders too deep to be walked": """
 import os
 os.chdir("/tmp")
@@ -148,3 +176,11 @@ async def test_as_many_wait_as_are_allowed(calls: ToolsCalls) -> None:
         await where(calls, name)
     assert [await runs_in_a_fresh_sandbox(calls, name) for name in names[1:]] == [False] * KEPT
     assert await runs_in_a_fresh_sandbox(calls, names[0])
+
+
+async def test_a_call_finds_nothing_of_the_one_before_in_its_memory(calls: ToolsCalls) -> None:
+    """A process of foreign code is a fork of one that has passed on the call before."""
+    for _ in range(3):
+        told = await calls.python("print('EARLIER-SECRET')", trajectory_id="t-memory")
+        assert told.output == "EARLIER-SECRET\n"
+        assert (await calls.python(SEARCH, trajectory_id="t-memory")).output == "contained\n"

@@ -72,7 +72,7 @@ async def test_a_function_without_a_score_fails_its_reward_alone(rewards: Reward
     ended = await rewards.ended(*(one.reward_id for one in accepted))
     assert [one.state for one in ended] == [FAILED, FAILED, FAILED, DONE]
     assert [one.HasField("score") for one in ended] == [False, False, False, True]
-    for one, word in zip(ended, ["no reward", "nan", "RuntimeError: no such luck", ""], strict=True):
+    for one, word in zip(ended, ["no reward", "must be finite", "RuntimeError: no such luck", ""], strict=True):
         assert word in one.error
 
 

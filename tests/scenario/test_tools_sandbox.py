@@ -1,6 +1,9 @@
 """What code in the sandbox cannot do, tried for real: each attempt is contained and the service goes on."""
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -23,6 +26,7 @@ TROUBLE = (pb.RESULT_STATUS_TOOL_ERROR, pb.RESULT_STATUS_CRASHED, pb.RESULT_STAT
 
 with_cgroups = serve("python")
 without_cgroups = serve("python", CGROUPS="off")
+as_a_user = serve("python", CGROUPS="off", as_user=True)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +42,7 @@ async def plain_calls(with_cgroups: ServiceProcess) -> AsyncIterator[ToolsCalls]
         yield made
 
 
-@pytest.fixture(params=["with_cgroups", "without_cgroups", "in_docker"])
+@pytest.fixture(params=["with_cgroups", "without_cgroups", "as_a_user", "in_docker"])
 def service(request: pytest.FixtureRequest) -> ServiceProcess:
     """One after the other: what holds where memory is counted by control groups holds where it is watched."""
     process: ServiceProcess = request.getfixturevalue(request.param)
@@ -95,18 +99,43 @@ print("contained" if ctypes.CDLL(None).syscall(add_key, b"user", b"k", b"v", 1, 
 }
 
 
-async def test_no_attempt_gets_out(plain_calls: ToolsCalls, tmp_path: Path) -> None:
-    """Every row of the table, in one service, which serves afterwards as before."""
+# Of the attempts, those that change nothing on a machine where they succeed, or only the process itself.
+HARMLESS = (
+    "capabilities and set-user-id programs", "a namespace of its own", "a descriptor of another process",
+    "sockets beside the network's", "watches of the file system, which the kernel counts for all", "the host's files",
+    "other processes", "a kernel keyring",
+)  # fmt: skip
+
+
+@pytest.fixture
+def names(tmp_path: Path) -> str:
+    """What the attempts read, but for PORT and SERVICE."""
     secret = tmp_path / "secret"
     secret.write_text("the host's own")
     secret.chmod(0o644)
-    port = plain_calls.process.address.rpartition(":")[2]
-    settings = f"PORT = {port}; SECRET = {str(secret)!r}; SERVICE = {plain_calls.process.pid}; FOLDERS = ['/dev']\n"
+    return f"SECRET = {str(secret)!r}; FOLDERS = ['/dev']\n"
+
+
+@pytest.mark.parametrize("service", ["with_cgroups", "without_cgroups", "as_a_user"], indirect=True)
+async def test_no_attempt_gets_out(calls: ToolsCalls, names: str) -> None:
+    """Every row of the table, in one service, which serves afterwards as before. As a user a sandbox has a /proc, as
+    root it has none."""
+    port = calls.process.address.rpartition(":")[2]
+    settings = f"PORT = {port}; SERVICE = {calls.process.pid}; {names}"
     for trajectory_id in ("", "agent"):  # in a sandbox each; one after the other in the same
         for name, code in ATTEMPTS.items():
-            result = await plain_calls.python(settings + code, trajectory_id=trajectory_id)
+            result = await calls.python(settings + code, trajectory_id=trajectory_id)
             assert (name, result.output, result.error) == (name, "contained\n", "")
-    assert (await plain_calls.python("1 + 1")).output == "2\n"
+    assert (await calls.python("1 + 1")).output == "2\n"
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_the_attempts_succeed_outside_a_sandbox(name: str, names: str) -> None:
+    """Else their rows would show nothing. As root: as another user some need what only root has."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    outside = subprocess.run([sys.executable, "-c", names + ATTEMPTS[name]], capture_output=True, text=True)
+    assert (outside.stdout != "contained\n", outside.stderr) == (True, "")
 
 
 async def test_a_flood_of_output_is_cut_and_says_so(plain_calls: ToolsCalls) -> None:

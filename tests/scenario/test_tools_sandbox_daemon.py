@@ -1,6 +1,7 @@
 """The sandbox daemon by itself, with a real bubblewrap: broken connections, its own end, its folder."""
 
 import asyncio
+import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -64,7 +65,8 @@ async def run(sandbox: Sandbox, code: str, request_id: str) -> dict[str, Any]:
 
 def request(code: str, request_id: str) -> bytes:
     limits = {"memory_bytes": LIMITS.memory_bytes, "wall_s": 10.0, "output_bytes": LIMITS.output_bytes, "cpu_cores": 1}
-    return frames.encode({"op": "call", "id": request_id, "arguments": {"code": code}, "limits": limits})
+    body = json.dumps({"code": code}).encode()
+    return frames.encode({"op": "call", "id": request_id, "limits": limits, "body": len(body)}) + body
 
 
 async def test_an_answer_that_was_read_by_half_is_received_whole(tmp_path: Path) -> None:

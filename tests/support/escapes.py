@@ -59,6 +59,30 @@ for folder in FOLDERS + more:
         pass
 print(written or "contained")
 """,
+    "a descriptor of another process": """
+import ctypes, os
+libc = ctypes.CDLL(None)
+print("contained" if libc.syscall(438, os.pidfd_open(os.getpid()), 1, 0) < 0 else "taken")
+""",
+    # AF_VSOCK, AF_ALG, AF_PACKET, AF_TIPC: their addresses, or what they ask of the kernel, are everybody's.
+    "sockets beside the network's": """
+import socket
+made = []
+for family in (40, 38, 17, 30):
+    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET, socket.SOCK_RAW):
+        try:
+            socket.socket(family, kind)
+            made.append(family)
+        except OSError as error:
+            if error.errno != 97:
+                made.append((family, error.errno))
+print(made or "contained")
+""",
+    "watches of the file system, which the kernel counts for all": """
+import ctypes
+fanotify_init = {"x86_64": 300, "aarch64": 262}[__import__("platform").machine()]
+print("contained" if ctypes.CDLL(None).syscall(fanotify_init, 0x200, 0) < 0 else "made")
+""",
     "process 1, its memory and its connection to the service": """
 import ctypes, os
 reached = []

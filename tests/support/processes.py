@@ -16,6 +16,7 @@ from treadle_cli.mesh.ports import Ports
 
 END_DEADLINE_S = 20.0
 SUPPORT = Path(__file__).parent
+AS_USER = ("unshare", "--user", "--map-user=1000", "--map-group=1000")
 PORTS = Ports()
 
 
@@ -128,8 +129,11 @@ def import_path(*more: Path) -> str:
     return os.pathsep.join(map(str, (SUPPORT.parent, *more, *filter(None, [os.environ.get("PYTHONPATH")]))))
 
 
-def start_process(module: str, service: str, env: Mapping[str, str], folder: Path) -> ServiceProcess:
-    """Start `python -m module` on a free port; its ready file and stderr go to `folder`."""
+def start_process(
+    module: str, service: str, env: Mapping[str, str], folder: Path, *, as_user: bool = False
+) -> ServiceProcess:
+    """Start `python -m module` on a free port; its ready file and stderr go to `folder`. as_user: as a user who is not
+    root and has no right over the machine, in a namespace where this user is another one."""
     folder.mkdir(parents=True, exist_ok=True)
     prefix = f"TREADLE_{service.upper()}_"
     own = {
@@ -139,6 +143,9 @@ def start_process(module: str, service: str, env: Mapping[str, str], folder: Pat
     }
     with (folder / "stderr").open("ab") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-m", module], env=clean_environment({**own, **env}), stdout=stderr, stderr=stderr
+            [*(AS_USER if as_user and os.geteuid() == 0 else ()), sys.executable, "-m", module],
+            env=clean_environment({**own, **env}),
+            stdout=stderr,
+            stderr=stderr,
         )
     return ServiceProcess(process, folder)

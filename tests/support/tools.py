@@ -1,9 +1,10 @@
 """A tools service as a real process, and short ways to call it."""
 
 import asyncio
+import contextlib
 import json
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -98,13 +99,19 @@ async def tools(start_service: StartService, *builtin: str, **settings: str) -> 
         yield calls
 
 
-@contextmanager
-def shared_tools(folder: Path, *builtin: str, **settings: str) -> Iterator[ServiceProcess]:
+def shared_tools(folder: Path, *builtin: str, **settings: str) -> contextlib.AbstractContextManager[ServiceProcess]:
     """A tools service with a nats-server of its own."""
+    return _tools_alone(folder, builtin, settings, as_user=False)
+
+
+@contextmanager
+def _tools_alone(
+    folder: Path, builtin: tuple[str, ...], settings: Mapping[str, str], *, as_user: bool
+) -> Iterator[ServiceProcess]:
     nats = NatsServer(folder / "nats")
     nats.start()
     env = {"TREADLE_NATS_URL": nats.url, **environment(*builtin, **settings)}
-    process = start_process("treadle_tools", "tools", env, folder / "tools")
+    process = start_process("treadle_tools", "tools", env, folder / "tools", as_user=as_user)
     try:
         asyncio.run(process.ready(60.0))
         yield process
@@ -113,15 +120,15 @@ def shared_tools(folder: Path, *builtin: str, **settings: str) -> Iterator[Servi
         nats.kill()
 
 
-def serve(*builtin: str, **settings: str) -> Any:
+def serve(*builtin: str, as_user: bool = False, **settings: str) -> Any:
     """A fixture: one tools service for the tests of a module, which leave nothing in it; see `environment`.
 
-    As `service` of the module it is the one that the fixtures `calls` and `rewards` call.
+    as_user: see `start_process`. As `service` of the module it is the one that the fixtures `calls` and `rewards` call.
     """
 
     @pytest.fixture(scope="module")
     def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
-        with shared_tools(tmp_path_factory.mktemp("tools"), *builtin, **settings) as process:
+        with _tools_alone(tmp_path_factory.mktemp("tools"), builtin, settings, as_user=as_user) as process:
             yield process
 
     return service

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from treadle_tools.sandbox.bubblewrap.cgroups import OOM_EVENTS, SWAP_MOST, Cgroups, Root, Slot, find_cgroups
-from treadle_tools.sandbox.bubblewrap.fork_server import PAGE_BYTES, read_private_bytes
+from treadle_tools.sandbox.bubblewrap.fork_server import read_private_bytes
 
 
 def slot_of(version: int, folder: Path) -> tuple[Slot, dict[str, Path]]:
@@ -120,18 +120,20 @@ def test_without_controllers_there_are_no_slots(tmp_path: Path) -> None:
     assert [path.name for path in own.iterdir()] == ["cgroup.controllers"]
 
 
-def fake_process(proc: Path, pid: int, pages: int, shared: int, children: str) -> None:
+def fake_process(proc: Path, pid: int, own_kb: int, shared_kb: int, children: str) -> None:
     thread = proc / str(pid) / "task" / str(pid)
     thread.mkdir(parents=True)
-    (proc / str(pid) / "statm").write_text(f"9999 {pages} {shared} 1 0 1 0\n")
+    lines = ["VmRSS:\t 99999 kB", f"RssAnon:\t {own_kb} kB", "RssFile:\t 999 kB", f"RssShmem:\t {shared_kb} kB", ""]
+    (proc / str(pid) / "status").write_text("\n".join(lines))
     (thread / "children").write_text(children)
 
 
 def test_memory_is_summed_over_descendants(tmp_path: Path) -> None:
-    fake_process(tmp_path, 1, 100, 40, "2 3 ")
-    fake_process(tmp_path, 2, 200, 40, "4 ")
-    fake_process(tmp_path, 3, 50, 50, "5 ")  # 5 has just ended
+    """Their own, and shared memory; not what files on a disk back."""
+    fake_process(tmp_path, 1, 60, 0, "2 3 ")
+    fake_process(tmp_path, 2, 100, 60, "4 ")
+    fake_process(tmp_path, 3, 0, 0, "5 ")  # 5 has just ended
     fake_process(tmp_path, 4, 70, 0, "")
-    assert read_private_bytes(1, proc=tmp_path) == (60 + 160 + 0 + 70) * PAGE_BYTES
-    assert read_private_bytes(1, 60 * PAGE_BYTES, proc=tmp_path) == (0 + 100 + 0 + 10) * PAGE_BYTES
+    assert read_private_bytes(1, proc=tmp_path) == (60 + 160 + 0 + 70) * 1024
+    assert read_private_bytes(1, 60 * 1024, proc=tmp_path) == (0 + 100 + 0 + 10) * 1024
     assert read_private_bytes(99, proc=tmp_path) == 0

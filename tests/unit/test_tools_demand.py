@@ -27,13 +27,13 @@ def ended(execution_s: float, cores: int = 1, overhead_s: float = 0.0) -> Result
 def test_a_tool_without_scaling_asks_for_its_cores_and_a_session_for_memory_but_for_no_more_than_there_is() -> None:
     demands = Demands(4, GIB, {})
     limits = Limits(cpu_cores=8, memory_bytes=4 * GIB)
-    once = demands.action("x", "x", 3, tool(cores=8), limits)
-    assert (dict(once.cost), once.node_id, once.arrival, once.scalable) == ({CPU_CORES: Fixed(4)}, NODE_ID, 3, False)
+    once = demands.action("x", "x", tool(cores=8), limits)
+    assert (dict(once.cost), once.node_id, once.scalable) == ({CPU_CORES: Fixed(4)}, NODE_ID, False)
     lake = replace(FROZEN_LAKE, reserve_bytes=2 * GIB)
-    stays = demands.action("x", "session", 0, lake, limits)
+    stays = demands.action("x", "session", lake, limits)
     assert dict(stays.cost) == {CPU_CORES: Fixed(4), MEMORY_BYTES: Fixed(GIB)}
     assert (stays.trajectory_id, stays.node_id) == ("session", None)
-    assert demands.action("x", "x", 0, lake, Limits(memory_bytes=MIB)).cost[MEMORY_BYTES] == Fixed(MIB)
+    assert demands.action("x", "x", lake, Limits(memory_bytes=MIB)).cost[MEMORY_BYTES] == Fixed(MIB)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_tool_without_scaling_asks_for_its_cores_and_a_session_for_memory_but_
 )
 def test_a_tool_that_scales_asks_for_what_it_can_use(cores: tuple[int, ...], most: int, demand: object) -> None:
     scaling = Scaling(cores, serial_share=0.1, single_core_s=20.0)
-    action = Demands(16, GIB, {}).action("x", "x", 0, tool(scaling), Limits(cpu_cores=most))
+    action = Demands(16, GIB, {}).action("x", "x", tool(scaling), Limits(cpu_cores=most))
     assert action.cost[CPU_CORES] == demand
     assert action.scalable
     assert (action.elasticity, action.single_unit_s) == (Amdahl(0.1), 20.0)
@@ -61,7 +61,7 @@ def test_durations_are_learned_for_one_core_and_told_for_as_many_as_lately() -> 
     scaled = tool(Scaling((1, 8), efficiency=((1, 1.0), (8, 0.5))))
 
     def next_of(tool: Tool) -> Action:
-        return demands.action("x", "x", 0, tool, Limits(cpu_cores=8))
+        return demands.action("x", "x", tool, Limits(cpu_cores=8))
 
     assert (next_of(scaled).single_unit_s, demands.expected_s(scaled)) == (None, 0.0)
     demands.learn(scaled, ended(1.0, cores=8, overhead_s=0.1))

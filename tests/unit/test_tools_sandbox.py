@@ -6,14 +6,15 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from treadle_tools.builtin import FROZEN_LAKE, PYTHON, TOOLS
 from treadle_tools.sandbox.bubblewrap.command import Bubblewrap, BubblewrapMissing, find_bubblewrap, find_code
-from treadle_tools.sandbox.inside import frames
-from treadle_tools.sandbox.inside.child import Captured
+from treadle_tools.sandbox.inside import answers, content, frames
+from treadle_tools.sandbox.inside.content import Content
 
 SITE = Path(sysconfig.get_path("purelib"))
 
@@ -74,7 +75,7 @@ def test_frames_pass_and_bad_ones_are_refused() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         frames.send(ours, {"text": "\ud800 é", "number": 1})
-        assert frames.receive(theirs) == ({"text": "\ud800 é", "number": 1}, None)
+        assert frames.receive(theirs) == ({"text": "\ud800 é", "number": 1}, [])
         ours.sendall(frames.HEADER.pack(3) + b"[1]")
         with pytest.raises(frames.FrameError, match="not a JSON object"):
             frames.receive(theirs)
@@ -90,12 +91,55 @@ def test_frames_pass_and_bad_ones_are_refused() -> None:
         frames.encode({"text": "x" * frames.MAX_FRAME_BYTES})
 
 
+def said(answer: object, printed: bytes = b"", most: int = 5, **header: object) -> dict[str, object]:
+    """What a reader makes of an answer."""
+    return answers.read({"id": "one", "most_output": most, **header}, printed, json.dumps(answer).encode())
+
+
 def test_output_is_cut_at_a_character_and_says_so() -> None:
-    captured = Captured(5)
-    captured.add(b"abc")
-    captured.add("éé".encode())
-    assert captured.cut
-    assert captured.text() == "abcé\n[output cut at 5 bytes]"
-    whole = Captured(8)
-    whole.add(b"ok \xff")
-    assert (whole.text(), whole.cut) == ("ok \\xff", False)
+    cut, whole = said({}, "abcé".encode(), truncated=True), said({}, b"ok \xff", 8)
+    assert (cut["output"], cut["truncated"]) == ("abcé\n[output cut at 5 bytes]", True)
+    assert (whole["output"], whole["truncated"]) == ("ok \\xff", False)
+    assert said({"output": "ééé"}, b"a")["output"] == "aéé\n[output cut at 5 bytes]"
+
+
+def test_an_answer_says_nothing_that_its_supervisor_says() -> None:
+    """It may name any field. Result: those of the supervisor and of the service's side are not taken from it."""
+    own = ("id", "alive", "again", "soiled", "truncated", "execution_s", "cpu_s", "oom_kills", "file")
+    answer = {"status": "ok", "reward": 1, **dict.fromkeys(own, "forged")}
+    reply = said(answer, alive=True, again=False)
+    assert reply == {
+        "id": "one", "alive": True, "again": False, "status": "ok", "reward": 1, "output": "", "error": "",
+        "truncated": False,
+    }  # fmt: skip
+    assert said(answer, status="timed_out", error="late") == {
+        "id": "one", "status": "timed_out", "error": "late", "output": "", "truncated": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", [[], "text", {"output": 1}, {"error": []}, {"output": "", "error": None}])
+def test_an_answer_that_is_none_is_crashed(answer: object) -> None:
+    assert (said(answer)["status"], said(answer)["error"]) == ("crashed", answers.NOT_VALID)
+
+
+def test_content_leaves_nothing_in_memory() -> None:
+    """Through a socket and a pipe, in pieces, cut at the end. Result: the file has it, and no object of the process."""
+    secret = os.urandom(50_000).hex().encode()
+    ours, theirs = socket.socketpair()
+    read_end, write_end = os.pipe()
+    content_, out = Content(150_000), Content(10)
+    with ours, theirs:
+        sender = threading.Thread(target=ours.sendall, args=(secret,))
+        sender.start()
+        content_.receive_exactly(theirs, len(secret))
+        sender.join()
+    os.write(write_end, secret[:50_000])
+    while content_.size < 150_000:
+        content_.read(read_end)
+    assert os.pread(content_.file, 200_000, 0) == secret + secret[:50_000]
+    os.write(write_end, secret[:20])
+    assert out.read(read_end) == 20
+    assert (out.size, out.cut, os.pread(out.file, 20, 0)) == (10, True, secret[:10])
+    assert not any(content._buffer)
+    for each in (read_end, write_end, content_.file, out.file):
+        os.close(each)

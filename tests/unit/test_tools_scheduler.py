@@ -1,7 +1,6 @@
 """Actions start first come, first served, never on more than there is, and nothing is lost when a caller gives up."""
 
 import asyncio
-import itertools
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -36,28 +35,25 @@ async def turns_of(
         running.cancel()
 
 
-ARRIVALS = itertools.count()
-
-
 def wants(name: str, cores: int, **cost: Demand) -> Action:
-    return Action(name, name, next(ARRIVALS), {CPU_CORES: Fixed(cores), **cost})
+    return Action(name, name, 0, {CPU_CORES: Fixed(cores), **cost})
 
 
 def scales(name: str, most: int) -> Action:
-    return Action(name, name, next(ARRIVALS), {CPU_CORES: Range(1, most)}, 10.0, CPU_CORES, Amdahl(0.0))
+    return Action(name, name, 0, {CPU_CORES: Range(1, most)}, 10.0, CPU_CORES, Amdahl(0.0))
 
 
 class Holder:
     """An action that holds what it gets until it is told to let go."""
 
-    def __init__(self, group: asyncio.TaskGroup, turns: ActionScheduler, action: Action) -> None:
+    def __init__(self, group: asyncio.TaskGroup, turns: ActionScheduler, action: Action, job: str = "one") -> None:
         self.holds = asyncio.Event()
         self.let_go = asyncio.Event()
         self.cores: tuple[int, ...] = ()
-        self.task = group.create_task(self._run(turns, action))
+        self.task = group.create_task(self._run(turns, action, job))
 
-    async def _run(self, turns: ActionScheduler, action: Action) -> None:
-        async with turns.hold(action) as turn:
+    async def _run(self, turns: ActionScheduler, action: Action, job: str) -> None:
+        async with turns.hold(action, job) as turn:
             assert turn.started.grant.cpu is not None
             self.cores = turn.started.grant.cpu.cores
             self.holds.set()
@@ -88,14 +84,35 @@ async def test_a_large_action_is_not_passed_by_later_small_ones() -> None:
         small.let_go.set()
 
 
+async def test_a_job_that_asks_for_a_lot_does_not_keep_others_waiting() -> None:
+    """One core. A job has ten actions in the queue when another one asks for two. Result: they take turns, and later
+    the first job's go in their order."""
+    order: list[str] = []
+    async with turns_of(1, max_waiting=20) as turns, asyncio.TaskGroup() as group:
+        held = Holder(group, turns, wants("held", 1))
+        await settled()
+        waiting = {f"many-{at}": Holder(group, turns, wants(f"many-{at}", 1), "many") for at in range(10)}
+        await settled()
+        waiting |= {f"few-{at}": Holder(group, turns, wants(f"few-{at}", 1), "few") for at in range(2)}
+        await settled()
+        held.let_go.set()
+        while waiting:
+            await until(lambda: any(holder.holds.is_set() for holder in waiting.values()))
+            (name,) = [name for name, holder in waiting.items() if holder.holds.is_set()]
+            order.append(name)
+            waiting.pop(name).let_go.set()
+    assert {name for name in order[:4] if name.startswith("few")} == {"few-0", "few-1"}
+    assert [name for name in order if name.startswith("many")] == [f"many-{at}" for at in range(10)]
+
+
 async def test_where_nobody_may_wait_what_fits_starts_all_the_same() -> None:
     async with turns_of(2, max_waiting=0) as turns:
-        async with turns.hold(scales("scales", 2)) as turn:
+        async with turns.hold(scales("scales", 2), "") as turn:
             assert turn.started.units == 2
             with pytest.raises(ResourceExhausted):
-                async with turns.hold(wants("fixed", 1)):
+                async with turns.hold(wants("fixed", 1), ""):
                     pass
-        async with turns.hold(wants("fixed", 2)):
+        async with turns.hold(wants("fixed", 2), ""):
             pass
 
 
@@ -127,11 +144,11 @@ async def test_an_action_that_gives_up_leaves_the_queue() -> None:
 
 async def test_a_turn_that_does_not_come_in_time_is_given_up() -> None:
     async with turns_of(1, max_waiting=10) as turns:
-        async with turns.hold(wants("first", 1)):
+        async with turns.hold(wants("first", 1), ""):
             with pytest.raises(TimeoutError):
-                async with turns.hold(wants("second", 1), within_s=0.01):
+                async with turns.hold(wants("second", 1), "", within_s=0.01):
                     pass
-        async with turns.hold(wants("third", 1)):
+        async with turns.hold(wants("third", 1), ""):
             pass
 
 
@@ -155,12 +172,12 @@ async def test_a_provider_that_refuses_is_left_alone_until_it_said_and_then_call
     now_s = 7.0
     search = BasicManager(Provider("search", concurrency=1))
     async with turns_of(2, 10, search, clock=lambda: now_s) as turns:
-        async with turns.hold(wants("refused", 1, **search.cost())) as turn:
+        async with turns.hold(wants("refused", 1, **search.cost()), "") as turn:
             turn.ended = Ended(End.REFUSED, 0.05)
         async with asyncio.TaskGroup() as group:
             call = Holder(group, turns, wants("again", 1, **search.cost()))
             await settled()
-            async with turns.hold(wants("other", 1)):
+            async with turns.hold(wants("other", 1), ""):
                 assert not call.holds.is_set()
             now_s += 0.05
             await call.holds.wait()
@@ -183,8 +200,8 @@ async def test_a_turn_that_comes_by_the_clock_as_a_decision_is_made_is_not_misse
 
     search = BasicManager(Provider("search", quotas=(Quota(5, 3600.0),)))
     async with turns_of(2, 10, search, clock=clock) as turns:
-        async with turns.hold(wants("refused", 1, **search.cost())) as turn:
+        async with turns.hold(wants("refused", 1, **search.cost()), "") as turn:
             turn.ended = Ended(End.REFUSED, 0.05)
         until_s = time.monotonic() + search.rests_s(time.monotonic())
-        async with turns.hold(wants("again", 1, **search.cost()), within_s=20.0):
+        async with turns.hold(wants("again", 1, **search.cost()), "", within_s=20.0):
             pass

@@ -10,7 +10,7 @@ from treadle_tools.sessions.session import Opening
 from treadle_tools.sessions.sessions import open_with_retries
 from treadle_tools.tool import Result, Status
 
-OPENING = Opening(FROZEN_LAKE, {}, FROZEN_LAKE.limits, "t", "r")
+OPENING = Opening(FROZEN_LAKE, {}, FROZEN_LAKE.limits, "t", "r", "j")
 OK = Result(Status.OK, output="here")
 CRASHED = Result(Status.CRASHED, error="killed by SIGKILL", alive=False)
 TIMED_OUT = Result(Status.TIMED_OUT, error="stopped after 10 s", alive=False)

@@ -135,7 +135,7 @@ class Trajectory:
 
         A tool that fails is a result; TreadleError: TOOL_NOT_FOUND and the like.
         """
-        return await self._invoke(tools_pb2.InvokeRequest(tool=name), arguments)
+        return await self._invoke(tools_pb2.InvokeRequest(tool=name, job=self._mesh.job), arguments)
 
     async def open_session(self, name: str, arguments: Mapping[str, Any]) -> Session:
         """Start a stateful environment; it ends with the trajectory at the latest."""
@@ -144,6 +144,7 @@ class Trajectory:
             trajectory_id=self.trajectory_id,
             tool=name,
             arguments_json=json.dumps(dict(arguments)),
+            job=self._mesh.job,
         )
         tools, timeout_s = await self._mesh.tools(), self._mesh.timeouts.tool_s
         opened = await self._timed(lambda: self._mesh.call(tools.OpenSession, request, timeout_s))

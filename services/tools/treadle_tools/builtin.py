@@ -10,6 +10,7 @@ LARGEST_INDEX = 9999
 
 SEED = {"type": "integer", "minimum": 0, "maximum": LARGEST_SEED}
 TEXT = {"type": "string"}
+SHARE = (0.0, 1.0)
 
 
 def _object(properties: Mapping[str, Any], *required: str, **more: int) -> dict[str, Any]:
@@ -24,6 +25,7 @@ PYTHON = Tool(
     description="Runs Python: what it prints, then the value of the last expression. Nothing is kept between calls.",
     entry="treadle_tools.sandbox.inside.program:run_snippet",
     arguments_schema=_object({"code": {**TEXT, "description": "Python source"}}, "code"),
+    runs_code=True,
 )
 
 FROZEN_LAKE = Tool(
@@ -40,6 +42,7 @@ FROZEN_LAKE = Tool(
     ),
     arguments_schema=_object({"action": {"enum": ["left", "down", "right", "up"]}}, "action"),
     limits=Limits(output_bytes=16 * 1024),
+    reward_range=SHARE,
     reserve_bytes=16 * MIB,  # of which it takes a half
 )
 
@@ -65,6 +68,7 @@ REASONING_GYM = Tool(
         maxProperties=1,
     ),
     limits=Limits(memory_bytes=1024 * MIB),
+    reward_range=SHARE,
     reserve_bytes=32 * MIB,
 )
 
@@ -92,6 +96,7 @@ EXACT_MATCH = Tool(
         "answer",
         "expected",
     ),
+    reward_range=SHARE,
 )
 
 MATH_EQUAL = Tool(
@@ -102,6 +107,7 @@ MATH_EQUAL = Tool(
     preload=("math_verify",),
     arguments_schema=_object({"answer": TEXT, "expected": EXPECTED}, "answer", "expected"),
     limits=Limits(wall_s=20.0),
+    reward_range=SHARE,
 )
 
 PYTHON_TESTS = Tool(
@@ -123,6 +129,7 @@ PYTHON_TESTS = Tool(
         "tests",
     ),
     limits=Limits(cpu_cores=32, memory_bytes=4096 * MIB, wall_s=300.0),
+    reward_range=SHARE,
     processes=256,
     # Collecting the tests and starting the workers of pytest-xdist takes about as long as a few tests.
     scaling=Scaling(cores=(1, 2, 4, 8, 16, 32), serial_share=0.2),

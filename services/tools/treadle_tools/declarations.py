@@ -38,6 +38,7 @@ A misspelled field, a header whose variable is not set or a host that is not all
 import json
 import re
 import string
+import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -105,7 +106,8 @@ class HttpFunction(_Declared):
     first byte of one that may have to start; `idle_s` after its last answer it may. Warm ones are waited for as long as
     they were seen to take, unless `learns` is off: then all for cold_s. tries: in all. idempotent: whether a call whose
     answer was lost may be sent again; one that was refused always may. response_bytes: a longer answer is an error.
-    at_once: calls under way. provider: whose limits each try counts against; empty: nobody's.
+    at_once: calls under way. provider: whose limits each try counts against; empty: nobody's. low, high: of a reward;
+    an answer outside is an error.
     """
 
     name: str
@@ -126,6 +128,14 @@ class HttpFunction(_Declared):
     response_bytes: Count = MIB
     at_once: Count = 64
     provider: str = ""
+    low: float = -sys.float_info.max
+    high: float = sys.float_info.max
+
+    @model_validator(mode="after")
+    def _check(self) -> "HttpFunction":
+        if not self.low < self.high:
+            raise ValueError("`low` must be below `high`")
+        return self
 
     def tool(self) -> Tool:
         """The tool or reward that calls it."""
@@ -138,6 +148,7 @@ class HttpFunction(_Declared):
             limits=Limits(wall_s=self.limits.wall_s, output_bytes=self.limits.output_bytes),
             provider=self.provider,
             remote=self,
+            reward_range=(self.low, self.high),
         )
 
 

@@ -3,9 +3,11 @@
 `FunctionTools` runs such a tool as one action; `Caller` makes the HTTP calls: it waits longer for a function that may
 have been scaled to zero, retries, honours Retry-After, and counts each try against the limits of the tool's provider.
 
-Invariants: a call ends by its deadline, waits included. Redirects are not followed, so a call goes to the host that was
-allowed. A refused call (429, 502, 503, 504, no connection) is sent again; a call whose answer was lost is sent again
-only where the function is idempotent; always under the same Idempotency-Key.
+Invariants: a call ends by its deadline, waits included. What the caller reads, errors included, holds no secret of the
+operator: a function is called by its name and not by its URL, and secrets that it sends back are removed. Redirects are
+not followed, so a call goes to the host that was allowed. A refused call (429, 502, 503, 504, no connection) is sent
+again; a call whose answer was lost is sent again only where the function is idempotent; always under the same
+Idempotency-Key.
 """
 
 import asyncio
@@ -27,8 +29,9 @@ from treadle_runtime.calls import remaining_s
 from treadle_runtime.errors import Unavailable
 
 from treadle_tools.declarations import HttpFunction
+from treadle_tools.replies import Reply, result_of_function
 from treadle_tools.scheduling.actions import Facts
-from treadle_tools.scheduling.demand import RecentMeans
+from treadle_tools.scheduling.demand import UNORDERED, RecentMeans
 from treadle_tools.scheduling.scheduler import ActionScheduler
 from treadle_tools.scheduling.usage import Meters
 from treadle_tools.tool import Kind, Limits, Result, Status, Tool
@@ -42,6 +45,7 @@ RETRIED = AWAY | {429}
 FIRST_PAUSE_S = 0.2  # drawn from 0 to this, doubling: full jitter
 LONGEST_PAUSE_S = 20.0
 QUOTED_CHARS = 300  # of a refusal's body
+REDACTED, SHORTEST_SECRET = b"[redacted]", 4
 PIECE_BYTES = 64 * 1024  # of a body that is read
 
 MEAN_SHARE = 1 / 8  # of the newest wait in the mean, RFC 6298
@@ -61,9 +65,16 @@ class FunctionTools:
         self._learned_s = RecentMeans()
 
     async def run(
-        self, tool: Tool, function: HttpFunction, arguments: Mapping[str, Any], limits: Limits, trajectory_id: str
+        self,
+        tool: Tool,
+        function: HttpFunction,
+        arguments: Mapping[str, Any],
+        limits: Limits,
+        trajectory_id: str,
+        job: str = "",
     ) -> Result:
-        """Call `function`. queue_s of the result: until its last try began; execution_s: of that try.
+        """Call `function`. job: whose share of its provider's limits each try takes. queue_s of the result: until its
+        last try began; execution_s: of that try.
 
         Raises Unavailable for a reward whose function does not answer now.
         """
@@ -73,10 +84,10 @@ class FunctionTools:
         await self._facts.started(trajectory_id, tool.name, self._learned_s.get(tool.name, 0.0))
         result = Result(Status.CRASHED, error="cancelled", alive=False)
         try:
-            reply = await self._caller.call(function, arguments, within_s)
+            reply = await self._caller.call(function, arguments, within_s, job)
             total_s = time.monotonic() - arrived
             self._learned_s.add(tool.name, total_s)
-            result = result_of_reply(reply, tool.kind, limits.output_bytes)
+            result = result_of_function(reply, tool, limits.output_bytes)
             result = replace(result, queue_s=reply.waited_s, execution_s=total_s - reply.waited_s)
             return result
         except CallFailed as failure:
@@ -92,15 +103,6 @@ class FunctionTools:
         finally:
             await self._facts.finished(trajectory_id, tool.name, result)
             self._meters.record_action(tool, result)
-
-
-@dataclass(frozen=True)
-class Reply:
-    """An answer of status 2xx. waited_s: until the try that got it began."""
-
-    body: bytes
-    content_type: str
-    waited_s: float = 0.0
 
 
 @dataclass(eq=False)
@@ -119,58 +121,13 @@ class CallFailed(Exception):  # noqa: N818 - what happened, as callers speak of 
     ended: Ended = SERVED
 
 
-def result_of_reply(reply: Reply, kind: Kind, output_bytes: int) -> Result:
-    """The Result of an HTTP answer; an answer that cannot be read is a TOOL_ERROR.
-
-    A JSON object with `output` has the fields of `tool.Outcome` (output, reward, done, data, error); any other JSON is
-    data, and its text the output; all else is text. A reward's score is a number, or an object's `score` or `reward`.
-    """
-    body = reply.body.decode("utf-8", "replace")
-    if "json" not in reply.content_type:
-        return _cut(Result(Status.OK, output=body), output_bytes)
-    try:
-        value = json.loads(body)
-    except ValueError as error:
-        return Result(Status.TOOL_ERROR, error=f"the answer says it is JSON and is none: {error}")
-    fields = value if isinstance(value, dict) else {}
-    is_outcome = isinstance(fields.get("output"), str)
-    if kind is Kind.REWARD:
-        reward = _number(fields.get("reward", fields.get("score")) if isinstance(value, dict) else value)
-    else:
-        reward = _number(fields.get("reward")) if is_outcome else None
-    if not is_outcome:
-        return _cut(Result(Status.OK, output=body, data_json=json.dumps(value), reward=reward), output_bytes)
-    problem = str(fields.get("error") or "")
-    outcome = Result(
-        Status.TOOL_ERROR if problem else Status.OK,
-        output=fields["output"],
-        error=problem,
-        reward=reward,
-        done=fields.get("done") is True,
-        data_json=json.dumps(fields["data"]) if fields.get("data") is not None else "",
-    )
-    return _cut(outcome, output_bytes)
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _cut(result: Result, output_bytes: int) -> Result:
-    encoded = result.output.encode("utf-8", "backslashreplace")
-    if len(encoded) <= output_bytes:
-        return result
-    text = encoded[:output_bytes].decode("utf-8", "ignore")
-    return replace(result, output=f"{text}\n[output cut at {output_bytes} bytes]", truncated=True)
-
-
 @dataclass(eq=False)
 class Caller:
     """Calls functions. Owns the HTTP session, and each function's patience and slots.
 
     Each try of a function that has a provider is an action of its own: what a provider allows, and how long it is left
     alone after it refused or failed, is decided by its Basic manager (ARL-Tangram §5.1), for all jobs and tools.
-    numbers: of actions, ascending over all users of the scheduler. environment: where headers' secrets are.
+    numbers: of actions, each once over all users of the scheduler. environment: where headers' secrets are.
     """
 
     scheduler: ActionScheduler
@@ -188,7 +145,7 @@ class Caller:
         """Break off calls under way."""
         await self._session.close()
 
-    async def call(self, function: HttpFunction, arguments: Any, within_s: float) -> Reply:
+    async def call(self, function: HttpFunction, arguments: Any, within_s: float, job: str = "") -> Reply:
         """The answer to `arguments`. Raises CallFailed, at the latest when `within_s` are over."""
         began = time.monotonic()
         headers = self._headers(function)
@@ -203,7 +160,7 @@ class Caller:
 
         async def send_in_turn() -> Reply:
             async with slots:
-                return await self._send_in_turn(send, function.provider, within_s - (time.monotonic() - began))
+                return await self._send_in_turn(send, function.provider, within_s - (time.monotonic() - began), job)
 
         retrying = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception(lambda error: isinstance(error, CallFailed) and error.again),
@@ -220,7 +177,9 @@ class Caller:
         except TimeoutError:
             raise CallFailed(f"no answer within {within_s:g} s", tries=tries, timed_out=True) from None
 
-    async def _send_in_turn(self, send: Callable[[], Awaitable[Reply]], provider: str, within_s: float) -> Reply:
+    async def _send_in_turn(
+        self, send: Callable[[], Awaitable[Reply]], provider: str, within_s: float, job: str
+    ) -> Reply:
         """Send once the provider's limits allow it; "": at once.
 
         Raises CallFailed where the provider is to be left alone for longer than `within_s`.
@@ -232,8 +191,8 @@ class Caller:
         if rest_s > within_s:
             why = f"provider {provider!r} is left alone for another {rest_s:.1f} s"
             raise CallFailed(why, again=True, retry_after_s=rest_s)
-        number = next(self.numbers)
-        async with self.scheduler.hold(Action(f"call-{number}", f"call-{number}", number, manager.cost())) as running:
+        call_id = f"call-{next(self.numbers)}"
+        async with self.scheduler.hold(Action(call_id, call_id, UNORDERED, manager.cost()), job) as running:
             try:
                 return await send()
             except CallFailed as failed:
@@ -246,6 +205,14 @@ class Caller:
             headers[name] = self.environment[variable]
         propagate.inject(headers)
         return headers
+
+    def _redact(self, function: HttpFunction, body: bytes) -> bytes:
+        """The body without the values of headers that come from the environment, whole or behind their scheme."""
+        for variable in function.headers_from_env.values():
+            secret = self.environment[variable].strip()
+            for text in (secret, secret.rpartition(" ")[2]):
+                body = body.replace(text.encode(), REDACTED) if len(text) >= SHORTEST_SECRET else body
+        return body
 
     async def _send(self, function: HttpFunction, arguments: Any, headers: Mapping[str, str], left_s: float) -> Reply:
         patience = self._patience.setdefault(function.url, Patience(function.cold_s, function.idle_s))
@@ -265,14 +232,16 @@ class Caller:
                     patience.failed()  # it is a proxy that answers: the function may still have to start
                 elif response.status not in RETRIED:
                     patience.answered(began, time.monotonic())
-                return _reply(response, await _read_body(response, function.response_bytes))
+                content = await _read_body(function, response)
+                return _reply(function, response, self._redact(function, content))
         except (aiohttp.ClientError, ConnectionError) as error:
             patience.failed()
             if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
-                raise CallFailed(f"no connection to {function.url}: {error}", again=True, ended=FAILED) from error
+                why = f"no connection to {_name(function)} ({type(error).__name__})"
+                raise CallFailed(why, again=True, ended=FAILED) from error
             silent = isinstance(error, aiohttp.SocketTimeoutError)
-            problem = f"was silent for {silence_s:.1f} s" if silent else f"broke off: {error!r}"
-            raise CallFailed(f"{function.url} {problem}", again=function.idempotent, ended=FAILED) from error
+            problem = f"was silent for {silence_s:.1f} s" if silent else f"broke off ({type(error).__name__})"
+            raise CallFailed(f"{_name(function)} {problem}", again=function.idempotent, ended=FAILED) from error
 
 
 def _pause_s(state: tenacity.RetryCallState) -> float:
@@ -283,18 +252,22 @@ def _pause_s(state: tenacity.RetryCallState) -> float:
     return max(jittered, asked_s or 0.0)
 
 
-async def _read_body(response: aiohttp.ClientResponse, most: int) -> bytes:
+def _name(function: HttpFunction) -> str:
+    return f"function {function.name!r}"
+
+
+async def _read_body(function: HttpFunction, response: aiohttp.ClientResponse) -> bytes:
     content = bytearray()
     async for piece in response.content.iter_chunked(PIECE_BYTES):
         content += piece
-        if len(content) > most:
-            raise CallFailed(f"{response.url} answered with more than {most} bytes")
+        if len(content) > function.response_bytes:
+            raise CallFailed(f"{_name(function)} answered with more than {function.response_bytes} bytes")
     return bytes(content)
 
 
-def _reply(response: aiohttp.ClientResponse, content: bytes) -> Reply:
+def _reply(function: HttpFunction, response: aiohttp.ClientResponse, content: bytes) -> Reply:
     quoted = " ".join(content[:QUOTED_CHARS].decode(errors="replace").split())
-    refusal = f"HTTP {response.status} from {response.url}: {quoted}"
+    refusal = f"HTTP {response.status} from {_name(function)}: {quoted}"
     if response.status in RETRIED:
         if (after_s := retry_after_s(response.headers.get("Retry-After", ""), time.time())) is not None:
             refusal = f"{refusal} (retry after {after_s:g} s)"

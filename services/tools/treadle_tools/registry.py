@@ -74,6 +74,7 @@ class Registry:
                 or (tool.remote.name, tool.remote.provider) == (tool.name, tool.provider)
             ),
             f"network {tool.network!r} is not in TREADLE_TOOLS_NETWORKS": tool.network in ("", *self._networks),
+            "reward_range must be (lowest, highest)": tool.reward_range[0] < tool.reward_range[1],
         }
         try:
             check_scaling(tool)

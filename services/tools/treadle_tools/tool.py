@@ -5,6 +5,7 @@ named by `entry` and imported inside the sandbox; the service itself never impor
 """
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
@@ -93,6 +94,8 @@ class Tool:
     (PROVIDERS_FILE); empty: nobody's. remote: an HttpFunction or Judge, which runs it instead; `entry` is then empty.
     backend: where it runs (bubblewrap, docker, kubernetes); empty: where the service runs tools (BACKEND).
     image: of its containers; empty: IMAGE. network: of the operator's (NETWORKS), for its containers; empty: none.
+    reward_range: lowest and highest reward of an answer; another one is no answer. runs_code: an argument is code that
+    runs in the process that answers, so that a reward, data or refusal in its answer means nothing.
     """
 
     name: str
@@ -112,6 +115,8 @@ class Tool:
     backend: str = ""
     image: str = ""
     network: str = ""
+    reward_range: tuple[float, float] = (-math.inf, math.inf)
+    runs_code: bool = False
 
 
 @dataclass(frozen=True)

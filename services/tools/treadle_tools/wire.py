@@ -46,6 +46,7 @@ from treadle_tools.sessions.snapshots import Snapshots
 from treadle_tools.tool import Tool
 
 SERVICE = tools_pb2.DESCRIPTOR.services_by_name["ToolsService"].full_name
+RECORDS_BYTES = 256 * 1024 * 1024  # of answers to repeated calls: sixty of the longest, a hundred thousand usual ones
 REWARDS_SERVICE = rewards_pb2.DESCRIPTOR.services_by_name["RewardsService"].full_name
 
 
@@ -108,9 +109,11 @@ async def wire(runtime: Runtime) -> Wiring:
             return JudgeScorer(tool.remote, rounds, caller)
         return ToolScorer(tool, gateway.call, settings.reward_slots or node.cores)
 
+    journal = RewardJournal(await bus.key_value(REWARDS_BUCKET), bus.jetstream, bus.max_payload_bytes)
     rewards = RewardPool(
         {tool.name: scorer_of(tool) for tool in registry.rewards},
-        RewardJournal(await bus.key_value(REWARDS_BUCKET), bus.jetstream, bus.max_payload_bytes),
+        journal,
+        await journal.secret(),
         read=lambda name, text: registry.step_arguments(registry.reward(name), text),
         publish=facts.reward_ended,
         most_waiting=settings.max_rewards,
@@ -141,6 +144,7 @@ async def wire(runtime: Runtime) -> Wiring:
     tasks = [run, scheduler.run, sessions.expire, sessions.recall, reused.expire]
     if declared.gpus is not None:
         tasks.append(functools.partial(residents.watch, declared.gpus.watch_s))
+    await runtime.records.bound(RECORDS_BYTES)
     tools_servicer = ToolsServicer(gateway, runtime.records, background)
     rewards_servicer = RewardsServicer(registry, rewards, runtime.records)
     return Wiring(

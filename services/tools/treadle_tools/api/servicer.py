@@ -4,7 +4,6 @@ Invariant: a request's fields, tool and session are checked before it is refused
 """
 
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -56,10 +55,12 @@ class Gateway:
     functions: FunctionTools
     reused: ReusedSandboxes
 
-    async def call(self, tool: Tool, arguments: Mapping[str, Any], limits: Limits, trajectory_id: str) -> Result:
-        """Run a stateless tool. The caller's going away stops it."""
+    async def call(
+        self, tool: Tool, arguments: Mapping[str, Any], limits: Limits, trajectory_id: str, job: str = ""
+    ) -> Result:
+        """Run a stateless tool. The caller's going away stops it. job: whose share of cores and providers it takes."""
         if isinstance(tool.remote, HttpFunction):
-            return await self.functions.run(tool, tool.remote, arguments, limits, trajectory_id)
+            return await self.functions.run(tool, tool.remote, arguments, limits, trajectory_id, job)
         backend = self.backends.require(tool)
 
         async def work(granted: Granted) -> Mapping[str, Any]:
@@ -69,7 +70,7 @@ class Gateway:
                     return reply
             return await self._ask(await backend.take(tool.name), tool, arguments, granted, trajectory_id)
 
-        result = await self.actions.run(tool, trajectory_id, limits, work)
+        result = await self.actions.run(tool, trajectory_id, limits, work, job=job)
         refuse_invalid(result)
         return result
 
@@ -117,7 +118,7 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
         tool = self.gateway.registry.stateless(request.tool)
         arguments = self.gateway.registry.step_arguments(tool, request.arguments_json)
         limits = convert.limits_of(request.limits, tool.limits)
-        result = await self.gateway.call(tool, arguments, limits, request.trajectory_id)
+        result = await self.gateway.call(tool, arguments, limits, request.trajectory_id, _job(request.job))
         return pb.InvokeResponse(result=convert.result_message(result))
 
     async def _step(self, request: pb.InvokeRequest) -> pb.InvokeResponse:
@@ -145,7 +146,16 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
             else:
                 tool, arguments = snapshot.tool, {}
             limits = convert.limits_of(request.limits, tool.limits)
-            opening = Opening(tool, arguments, limits, request.trajectory_id, request.request_id, ends_at, snapshot)
+            opening = Opening(
+                tool=tool,
+                arguments=arguments,
+                limits=limits,
+                trajectory_id=request.trajectory_id,
+                request_id=request.request_id,
+                job=_job(request.job),
+                ends_at=ends_at,
+                snapshot=snapshot,
+            )
             self.gateway.backends.require(tool)
             session, first = await self.gateway.sessions.open(opening)
             return pb.OpenSessionResponse(session=convert.session_message(session), first=convert.result_message(first))
@@ -183,6 +193,10 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
         return convert.resources_message(self.gateway.dispatcher, self.gateway.providers, time.monotonic())
 
 
+def _job(job: str) -> str:
+    return identifier("job", job or DEFAULT_JOB)
+
+
 def _trajectory(trajectory_id: str) -> None:
     if trajectory_id:
         identifier("trajectory_id", trajectory_id)
@@ -205,10 +219,9 @@ class RewardsServicer(rewards_pb2_grpc.RewardsServiceServicer):
     ) -> rewards.ScoreTrajectoryResponse:
         tool = self.registry.reward(request.reward)
         reward = Reward(
-            # Derived, not drawn: a repeat whose first answer was not recorded must find what it made.
-            reward_id=f"w-{uuid.uuid5(uuid.NAMESPACE_OID, request.request_id).hex}",
+            reward_id=self.pool.id_of(request.request_id),
             trajectory_id=identifier("trajectory_id", request.trajectory_id),
-            job=identifier("job", request.job or DEFAULT_JOB),
+            job=_job(request.job),
             name=tool.name,
             accepted_at=time.time(),
         )

@@ -20,7 +20,7 @@ from treadle_runtime.errors import TreadleError, Unavailable
 from treadle_tools.background import Background
 from treadle_tools.declarations import Declarations, GpuService, Server
 from treadle_tools.gpu.servers import Residents
-from treadle_tools.scheduling.demand import RecentMeans
+from treadle_tools.scheduling.demand import UNORDERED, RecentMeans
 from treadle_tools.scheduling.scheduler import ActionScheduler, RunningAction
 
 RETRY_S = 1.0
@@ -51,7 +51,7 @@ class Round:
 
 @dataclass(eq=False)
 class Rounds:
-    """All rounds. numbers: of actions, ascending over all users of the scheduler."""
+    """All rounds. numbers: of actions, each once over all users of the scheduler."""
 
     declared: Declarations
     scheduler: ActionScheduler
@@ -101,7 +101,7 @@ class Rounds:
     async def _run(self, one: Round) -> None:
         """Never raises: what goes wrong is raised in those who wait for the round."""
         try:
-            async with self.scheduler.hold(self._action(one.service)) as running:
+            async with self.scheduler.hold(self._action(one.service), "") as running:
                 if one.asked:
                     await self._serve(one, running)
                 else:
@@ -142,12 +142,12 @@ class Rounds:
         return self._servers[service.name, service.degree, chunk.node_id, chunk.first]
 
     def _action(self, service: GpuService) -> Action:
-        number = next(self.numbers)
+        action_id = f"round-{next(self.numbers)}"
         degrees = tuple(sorted(service.bytes_per_gpu))
         return Action(
-            f"round-{number}",
-            f"round-{number}",
-            number,
+            action_id,
+            action_id,
+            UNORDERED,
             {GPUS: Fixed(degrees[0]) if len(degrees) == 1 else UnitSet(degrees)},
             self._single_gpu_s.get(service.name),
             key=GPUS,

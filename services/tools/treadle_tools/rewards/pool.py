@@ -2,10 +2,15 @@
 
 Invariants: an accepted reward is in the journal before its caller knows, and stays there until it has ended; after a
 restart the rewards that had not ended are scored, a second time where the first was cut; a function that cannot be
-asked for the moment is asked again, and one that crashes `MOST_TRIES` times in all.
+asked for the moment is asked again, and one that crashes `MOST_TRIES` times in all. No reward ends the pool, or the
+service twice: one that has not ended at a restart is marked while it is scored, one with a mark is scored while no
+other one with a mark is, and one with `MOST_ENDS` marks has failed.
 """
 
 import asyncio
+import contextlib
+import hmac
+import json
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
@@ -18,6 +23,7 @@ from treadle_core.fair_share import FairQueue
 from treadle_runtime import errors
 from treadle_runtime.errors import InvalidArgument, NotFound, ResourceExhausted, TreadleError
 
+from treadle_tools.replies import MOST_ERROR_BYTES, cut
 from treadle_tools.rewards.reward import Reward, RewardJournal, State
 from treadle_tools.rewards.scorers import Scorer
 from treadle_tools.scheduling.demand import RecentMeans
@@ -25,13 +31,17 @@ from treadle_tools.tool import Result, Status
 
 log = structlog.get_logger()
 
+ID_BYTES = 16  # of a reward's id
 MOST_TRIES = 3
+MOST_ENDS = 2
 FIRST_PAUSE_S = 0.5  # before a function is asked again
 LONGEST_PAUSE_S = 30.0
 FULL_RETRY_S = 1.0
 SWEEP_PERIOD_S = 60.0
-LONGEST_DATA_CHARS = 128 * 1024  # of data_json in UTF-8 and JSON: within half of NATS's default max_payload
-LONGEST_OUTPUT_CHARS = 16 * 1024  # kept in memory, as the judge's reasons or a traceback, for as long as the reward
+# Together, as JSON, within half of NATS's default max_payload (a letter takes up to 6 bytes there, an emoji 12); kept
+# in memory for as long as the reward.
+MOST_DATA_BYTES = 256 * 1024  # of data_json; longer is left out
+MOST_OUTPUT_BYTES = 16 * 1024  # as the judge's reasons or a traceback; longer is cut
 
 UNKNOWN_S = 1.0  # what a function is taken to cost before it has run
 
@@ -46,12 +56,14 @@ Matches = Callable[[Reward], bool]
 class RewardPool:
     """Owns the rewards, their action queues, and a task for each reward that runs.
 
-    read: the arguments of a function by its name, out of their JSON; raises TreadleError. publish: publishes a reward
-    that has ended. most_waiting: rewards that may wait. kept_s: how long a reward that has ended is kept.
+    secret: of the journal. read: the arguments of a function by its name, out of their JSON; raises TreadleError.
+    publish: publishes a reward that has ended. most_waiting: rewards that may wait. kept_s: how long a reward that has
+    ended is kept.
     """
 
     scorers: Mapping[str, Scorer]
     journal: RewardJournal
+    secret: bytes
     read: Callable[[str, str], Arguments]
     publish: Callable[[Reward], Awaitable[None]]
     most_waiting: int
@@ -60,11 +72,18 @@ class RewardPool:
     _learned_s: RecentMeans = field(default_factory=RecentMeans, init=False)  # of a slot, by function
     _arguments: dict[str, Arguments] = field(default_factory=dict, init=False)
     _running: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
+    _found: set[str] = field(default_factory=set, init=False)  # had not ended when the service started
+    _marked: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)  # of one with a mark that is scored
     _unwanted: set[str] = field(default_factory=set, init=False)  # cancelled by a caller, not by the drain
     _wake: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def __post_init__(self) -> None:
         self._queues = {scorer.queue: _Queue(scorer.slots) for scorer in self.scorers.values()}
+
+    def id_of(self, request_id: str) -> str:
+        """The id of the reward that a request asks for: the same for a repeat whose first answer was not recorded, and
+        not to be guessed from the request's id."""
+        return f"w-{hmac.digest(self.secret, request_id.encode(), 'sha256')[:ID_BYTES].hex()}"
 
     async def accept(self, reward: Reward, arguments_json: str) -> Reward:
         """Accept a reward, or return the one of the same id.
@@ -109,8 +128,13 @@ class RewardPool:
                 await self.publish(reward)  # its end may not have been published; the fact has the same id
                 continue
             try:
+                if arguments_json is None:
+                    raise InvalidArgument("arguments_json", "cannot be read any more")
+                if reward.ends >= MOST_ENDS:
+                    raise InvalidArgument("reward_id", f"the service ended {MOST_ENDS} times while this was scored")
+                self._found.add(reward.reward_id)
                 self._enqueue(reward, self.read(reward.name, arguments_json))
-            except TreadleError as error:  # the function is no longer there, or reads other arguments
+            except TreadleError as error:  # or the function is no longer there, or reads other arguments
                 await self._end(replace(reward, state=State.FAILED, error=error.message))
 
     async def run(self) -> None:
@@ -140,7 +164,7 @@ class RewardPool:
         busy_s = 0.0
         try:
             if reward is not None and not reward.ended:  # else it was cancelled while it waited
-                ended = await self._score(reward)
+                ended = await self._score_safely(reward)
                 busy_s = time.monotonic() - begun
                 self._learned_s.add(reward.name, busy_s)
                 await self._end(ended)
@@ -153,6 +177,24 @@ class RewardPool:
             queue.free += 1
             queue.share.settle(waited.job, charged_s, busy_s)
             self._wake.set()
+
+    async def _score_safely(self, reward: Reward) -> Reward:
+        """Score, whatever that raises; with a mark in the journal where the reward may have ended the service."""
+        try:
+            if reward.reward_id not in self._found:
+                return await self._score(reward)
+            async with self._marked if reward.ends else contextlib.nullcontext():
+                marked = replace(reward, ends=reward.ends + 1)
+                await _until_written(lambda: self.journal.note(marked))
+                try:
+                    return await self._score(marked)
+                except asyncio.CancelledError:  # by the drain, or by its caller
+                    with contextlib.suppress(nats.errors.Error):
+                        await self.journal.note(reward)
+                    raise
+        except Exception as error:
+            log.exception("a reward could not be scored", reward=reward.name, reward_id=reward.reward_id)
+            return replace(reward, state=State.FAILED, error=f"scoring failed unexpectedly ({type(error).__name__})")
 
     async def _score(self, reward: Reward) -> Reward:
         """Score until there is a result, and return the reward as it ends."""
@@ -179,16 +221,13 @@ class RewardPool:
 
     async def _end(self, reward: Reward) -> None:
         """Store and publish how it ended. While NATS is away, waits."""
-        reward = replace(reward, ended_at=time.time(), revision=reward.revision + 1)
-        pause_s = FIRST_PAUSE_S
-        while True:
-            try:
-                await self.journal.end(reward)
-                break
-            except nats.errors.Error as error:
-                log.warning("a reward's end is not written", reward_id=reward.reward_id, error=repr(error))
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        error, _ = cut(reward.error, MOST_ERROR_BYTES)
+        reward = replace(reward, error=error, ended_at=time.time(), revision=reward.revision + 1)
+        try:
+            await _until_written(lambda: self.journal.end(reward))
+        except nats.errors.MaxPayloadError:  # of a NATS that takes less than half of what is usual
+            reward = replace(reward, output="", data_json="")
+            await _until_written(lambda: self.journal.end(reward))
         self._arguments.pop(reward.reward_id, None)
         self._unwanted.discard(reward.reward_id)
         self.table.put(reward)
@@ -208,14 +247,30 @@ class RewardPool:
             await asyncio.sleep(min(SWEEP_PERIOD_S, self.kept_s / 2))
 
 
+async def _until_written(write: Callable[[], Awaitable[None]]) -> None:
+    """Try until it is written. Raises nats.errors.MaxPayloadError, which no waiting cures."""
+    pause_s = FIRST_PAUSE_S
+    while True:
+        try:
+            await write()
+        except nats.errors.MaxPayloadError:
+            raise
+        except nats.errors.Error as error:
+            log.warning("the state of a reward is not written", error=repr(error))
+        else:
+            return
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
 def _end_of(reward: Reward, result: Result) -> Reward:
     done = result.status is Status.OK
     return replace(
         reward,
         state=State.DONE if done else State.FAILED,
         score=result.reward if done else None,
-        output=result.output[:LONGEST_OUTPUT_CHARS],
-        data_json=result.data_json if len(result.data_json) <= LONGEST_DATA_CHARS else "",
+        output=cut(result.output, MOST_OUTPUT_BYTES)[0],
+        data_json="" if len(json.dumps(result.data_json)) > MOST_DATA_BYTES else result.data_json,
         error="" if done else f"{result.status}: {result.error}",
         queue_s=reward.queue_s + result.queue_s,
         overhead_s=result.overhead_s,

@@ -3,15 +3,21 @@
 Invariants: a reward ends for good, as DONE (with a score), FAILED or CANCELLED; `revision` moves at each change.
 """
 
+import contextlib
 import dataclasses
 import enum
 import json
+import os
 import zlib
 from dataclasses import dataclass
 
+import structlog
 from nats.js import JetStreamContext
+from nats.js.errors import KeyWrongLastSequenceError
 from nats.js.kv import KeyValue
 from treadle_runtime.buckets import entries_of
+
+log = structlog.get_logger()
 
 DEFAULT_JOB = "default"
 
@@ -19,6 +25,7 @@ BUCKET = "treadle-tools-rewards"
 PART_BYTES = 512 * 1024  # half of NATS's default max_payload (1 MiB), which headers and subject count against
 STATE = "state"
 PART = "part"
+SECRET, SECRET_BYTES = "secret", 32
 
 
 class State(enum.StrEnum):
@@ -36,7 +43,8 @@ class Reward:
     """name: of the reward function. tries: begun until now, since the service started.
 
     accepted_at, ended_at: seconds since the epoch, 0.0 before. queue_s: from acceptance to the last try; overhead_s and
-    execution_s: of that try. The fields are stored: names are only added.
+    execution_s: of that try. ends: how often the service has ended, after its first restart with this reward, while it
+    was scored. The fields are stored: names are only added.
     """
 
     reward_id: str
@@ -54,6 +62,7 @@ class Reward:
     overhead_s: float = 0.0
     execution_s: float = 0.0
     ended_at: float = 0.0
+    ends: int = 0
     revision: int = 1
 
     @property
@@ -74,43 +83,56 @@ class RewardJournal:
         self._jetstream = jetstream
         self._part_bytes = max(1, min(PART_BYTES, max_payload_bytes // 2))
 
+    async def secret(self) -> bytes:
+        """A random secret of this journal, the same at each restart. Raises nats.errors.Error."""
+        with contextlib.suppress(KeyWrongLastSequenceError):  # it is there
+            await self._bucket.create(SECRET, os.urandom(SECRET_BYTES))
+        return (await self._bucket.get(SECRET)).value or b""
+
     async def accept(self, reward: Reward, arguments_json: str) -> None:
         """Returns once both are on disk. Raises nats.errors.Error."""
         data = zlib.compress(arguments_json.encode("utf-8", "surrogatepass"))
         for index, start in enumerate(range(0, len(data), self._part_bytes)):
             await self._bucket.put(f"{reward.reward_id}.{PART}.{index}", data[start : start + self._part_bytes])
-        await self._put_state(reward)
+        await self.note(reward)
 
     async def end(self, reward: Reward) -> None:
         """Store how it ended, and remove its arguments. Raises nats.errors.Error."""
-        await self._put_state(reward)
+        await self.note(reward)
         await self._purge(f"{reward.reward_id}.{PART}.*")
 
     async def forget(self, reward_id: str) -> None:
         """Remove all of a reward. Raises nats.errors.Error."""
         await self._purge(f"{reward_id}.>")
 
-    async def load(self) -> list[tuple[Reward, str]]:
-        """Every reward, in the order of acceptance, with its arguments; "" of those that have ended."""
+    async def load(self) -> list[tuple[Reward, str | None]]:
+        """Every reward, in the order of acceptance, with its arguments; "" of those that have ended, None where they
+        cannot be read. A state that cannot be read stays where it is, and in the log."""
         rewards: list[Reward] = []
         parts: dict[str, dict[int, bytes]] = {}
+        unreadable: set[str] = set()
         for entry in await entries_of(self._bucket):
+            if entry.key == SECRET:
+                continue
             reward_id, kind, *index = entry.key.split(".")
-            if kind == STATE:
+            if kind != STATE:
+                parts.setdefault(reward_id, {})[int(index[0])] = entry.value or b""
+                continue
+            try:
                 document = json.loads(entry.value or b"")
                 rewards.append(Reward(**{**document, "state": State(document["state"])}))
-            else:
-                parts.setdefault(reward_id, {})[int(index[0])] = entry.value or b""
-        for orphan in parts.keys() - {reward.reward_id for reward in rewards}:
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                log.error("a stored reward cannot be read", reward_id=reward_id, error=repr(error))
+                unreadable.add(reward_id)
+        for orphan in parts.keys() - unreadable - {reward.reward_id for reward in rewards}:
             await self.forget(orphan)  # never accepted: the service ended before its state was written
-        found = []
-        for reward in sorted(rewards, key=lambda reward: reward.accepted_at):
-            of_reward = parts.get(reward.reward_id, {})
-            data = b"".join(of_reward[index] for index in sorted(of_reward))
-            found.append((reward, "" if reward.ended else zlib.decompress(data).decode("utf-8", "surrogatepass")))
-        return found
+        return [
+            (reward, "" if reward.ended else _join(parts.get(reward.reward_id, {})))
+            for reward in sorted(rewards, key=lambda reward: reward.accepted_at)
+        ]
 
-    async def _put_state(self, reward: Reward) -> None:
+    async def note(self, reward: Reward) -> None:
+        """Store its state. Raises nats.errors.Error."""
         # By the standard library, as pydantic refuses the lone surrogates that a tool's output may hold.
         data = json.dumps(dataclasses.asdict(reward), separators=(",", ":")).encode()
         await self._bucket.put(f"{reward.reward_id}.{STATE}", data)
@@ -118,3 +140,10 @@ class RewardJournal:
     async def _purge(self, keys: str) -> None:
         """The subjects themselves: deleting by key would leave a marker behind each."""
         await self._jetstream.purge_stream(f"KV_{BUCKET}", subject=f"$KV.{BUCKET}.{keys}")
+
+
+def _join(parts: dict[int, bytes]) -> str | None:
+    try:
+        return zlib.decompress(b"".join(parts[index] for index in sorted(parts))).decode("utf-8", "surrogatepass")
+    except (zlib.error, UnicodeDecodeError):
+        return None

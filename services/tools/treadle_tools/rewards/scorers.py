@@ -16,8 +16,9 @@ from typing import Any, Protocol
 from treadle_runtime.errors import Unavailable
 
 from treadle_tools.declarations import HttpFunction, Judge
-from treadle_tools.functions import Caller, CallFailed, Reply
+from treadle_tools.functions import Caller, CallFailed
 from treadle_tools.gpu.rounds import Round, Rounds
+from treadle_tools.replies import BadReply, Reply, read_json
 from treadle_tools.tool import Limits, Result, Status, Tool
 
 SANDBOX_QUEUE = "(sandbox)"  # no name of a tool
@@ -27,6 +28,7 @@ RETRY_S = 1.0  # before a judge that did not answer is asked again
 TRIES_AT_ONE = 2  # of one endpoint, before another one is asked
 ANSWER_BYTES = 4 * 1024 * 1024
 AGAIN_TEMPERATURE = 0.7  # asked again at 0 a model says the same
+QUOTED_CHARS = 200  # of an answer, in an error
 AVOIDED_S = 10.0  # an endpoint that failed; a server restarts in minutes, a network hiccup is over in seconds
 
 Call = Callable[[Tool, Mapping[str, Any], Limits, str], Awaitable[Result]]
@@ -172,8 +174,8 @@ def chat_request(judge: Judge, arguments: Mapping[str, Any], *, again: bool = Fa
 def read_answer(reply: Reply) -> str:
     """The text of a chat completion. Raises NoScore where the reply is no chat completion, or has no text."""
     try:
-        text = json.loads(reply.body)["choices"][0]["message"]["content"]
-    except (ValueError, KeyError, IndexError, TypeError):
+        text = read_json("the server's answer", reply.body.decode())["choices"][0]["message"]["content"]
+    except (BadReply, UnicodeDecodeError, KeyError, IndexError, TypeError):
         raise NoScore("the server's answer is no chat completion") from None
     if not isinstance(text, str):
         raise NoScore("the judge said nothing")  # all its tokens went into reasoning, or into a call of a tool
@@ -183,11 +185,11 @@ def read_answer(reply: Reply) -> str:
 def read_score(judge: Judge, text: str) -> float:
     """The last score in `text`, from 0 to 1. Raises NoScore."""
     if not (found := list(re.finditer(judge.score, text))):
-        raise NoScore(f"the judge gave no score: {text[-200:]!r}")
+        raise NoScore(f"the judge gave no score: {text[-QUOTED_CHARS:]!r}")
     try:
         value = float(found[-1][1])
     except ValueError:
-        raise NoScore(f"the judge's score is no number: {found[-1][1]!r}") from None
+        raise NoScore(f"the judge's score is no number: {found[-1][1][:QUOTED_CHARS]!r}") from None
     if not (math.isfinite(value) and judge.low <= value <= judge.high):
         raise NoScore(f"the judge's score is not within {judge.low:g} and {judge.high:g}: {value:g}")
     return (value - judge.low) / (judge.high - judge.low)

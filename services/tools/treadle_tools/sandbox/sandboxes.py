@@ -6,6 +6,7 @@ Backends: the client of the sandbox daemon for bubblewrap (`daemon/client.py`), 
 
 import asyncio
 import itertools
+import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -72,10 +73,11 @@ class Sandbox(ABC):
         that the step starts. Granted cores (`Granted.cores`, numbers of this machine) are released with the answer.
         Raises SandboxLost; then the caller closes the sandbox.
         """
-        request = {"op": op, "id": request_id, "arguments": arguments, "limits": limits.message(), "again": again}
+        body = json.dumps(arguments, separators=(",", ":")).encode("ascii")  # a lone surrogate stays legal on the wire
+        request = {"op": op, "id": request_id, "limits": limits.message(), "again": again, "body": len(body)}
         above_memory = f"stopped above {limits.memory_bytes} bytes of memory"
         try:
-            reply = await self._exchange(request, limits, processes, file)
+            reply = await self._exchange(request, body, limits, processes, file)
         except TimeoutError:
             raise SandboxLost(f"stopped after {limits.wall_s:g} s", Status.TIMED_OUT) from None
         except SandboxLost as lost:
@@ -88,9 +90,10 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def _exchange(
-        self, request: dict[str, Any], limits: Limits, processes: int, file: int | None
+        self, header: dict[str, Any], body: bytes, limits: Limits, processes: int, file: int | None
     ) -> dict[str, Any]:
-        """Send a request; its answer. Raises SandboxLost, and TimeoutError where none comes within the limits."""
+        """Send a request; its answer (`answers.read`). Raises SandboxLost, and TimeoutError where none comes within the
+        limits."""
 
     @abstractmethod
     def _was_killed_for_memory(self) -> bool:

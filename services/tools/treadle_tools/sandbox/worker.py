@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
-from treadle_tools.tool import Tool
+from treadle_tools.tool import Kind, Tool
 
 NOBODY = 65534
 PACKAGE = "treadle_tools"
@@ -34,6 +34,7 @@ def worker_arguments(tool: Tool, module: str, paths: Sequence[str], **more: Any)
         "preload": list(tool.preload),
         "work_bytes": tool.work_bytes,
         "processes": tool.processes,
+        "hidden": tool.kind is Kind.REWARD,
         **more,
     }
     return ["-c", BOOT.format(module=module), json.dumps(config)]

@@ -14,6 +14,7 @@ from treadle_core.tools.providers import BasicManager
 from treadle_runtime.calls import remaining_s
 from treadle_runtime.errors import Unavailable
 
+from treadle_tools.replies import result_of
 from treadle_tools.sandbox.sandboxes import SandboxLost, WorkerFailed
 from treadle_tools.scheduling.demand import Demands
 from treadle_tools.scheduling.scheduler import ActionScheduler, RunningAction
@@ -23,14 +24,6 @@ from treadle_tools.tool import Granted, Kind, Limits, Result, Status, Tool
 RETRY_WORKER_S = 2.0  # about what a worker takes to start
 # Of the caller's time left, what a refused call may wait for another turn: the rest is for the answer to arrive.
 RETRY_SHARE = 0.9
-LONGEST_REST_S = 86_400.0  # what a tool says that its provider asked for; quotas of a day are the longest in use
-
-# What is taken from a worker's reply as it is, and how it is read.
-READ: Mapping[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("output", "error", "data_json"), str),
-    **dict.fromkeys(("truncated", "done", "alive"), bool),
-    **dict.fromkeys(("reward", "execution_s", "cpu_s"), float),
-}
 
 Work = Callable[[Granted], Awaitable[Mapping[str, Any]]]
 
@@ -50,6 +43,7 @@ class _Call:
     tool: Tool
     limits: Limits
     work: Work
+    job: str
     holder: str
     arrived: float
     queue_s: float = 0.0
@@ -57,7 +51,7 @@ class _Call:
 
 @dataclass(eq=False)
 class Actions:
-    """pinned: whether an action runs on its cores only. numbers: of actions, ascending over all users of scheduler."""
+    """pinned: whether an action runs on its cores only. numbers: of actions, each once over all users of scheduler."""
 
     scheduler: ActionScheduler
     facts: Facts
@@ -67,14 +61,16 @@ class Actions:
     meters: Meters
     numbers: Iterator[int]
 
-    async def run(self, tool: Tool, trajectory_id: str, limits: Limits, work: Work, holder: str = "") -> Result:
+    async def run(
+        self, tool: Tool, trajectory_id: str, limits: Limits, work: Work, *, job: str = "", holder: str = ""
+    ) -> Result:
         """Run `work`, which asks a sandbox and may raise SandboxLost or WorkerFailed.
 
-        holder: the session whose memory is held until the scheduler forgets it; empty: held for the action only. Raises
-        ResourceExhausted when too many actions wait, Unavailable where the tool's worker does not start or its provider
-        cannot be asked within the caller's time.
+        job: whose share of the cores it takes. holder: the session whose memory is held until the scheduler forgets it;
+        empty: held for the action only. Raises ResourceExhausted when too many actions wait, Unavailable where the
+        tool's worker does not start or its provider cannot be asked within the caller's time.
         """
-        call = _Call(next(self.numbers), tool, limits, work, holder, time.monotonic())
+        call = _Call(next(self.numbers), tool, limits, work, job, holder, time.monotonic())
         await self.facts.started(trajectory_id, tool.name, self.demands.expected_s(tool))
         result = Result(Status.CRASHED, error="cancelled", alive=False)
         try:
@@ -116,9 +112,9 @@ class Actions:
         """Try once. Raises TimeoutError where the action does not start `within_s`."""
         asked = time.monotonic()
         action_id = f"action-{call.number}"
-        action = self.demands.action(action_id, call.holder or action_id, call.number, call.tool, call.limits)
+        action = self.demands.action(action_id, call.holder or action_id, call.tool, call.limits)
         try:
-            async with self.scheduler.hold(action, within_s) as running:
+            async with self.scheduler.hold(action, call.job, within_s) as running:
                 call.queue_s += time.monotonic() - asked
                 result = await self._execute(call, running)
                 running.ended = ended_of(call.tool, result)
@@ -139,7 +135,7 @@ class Actions:
         )
         began = time.monotonic()
         try:
-            result = result_of(await call.work(granted))
+            result = result_of(await call.work(granted), call.tool, granted.output_bytes)
         except SandboxLost as lost:
             result = Result(lost.status, error=str(lost), alive=False)
         except WorkerFailed as failure:
@@ -154,19 +150,3 @@ def ended_of(tool: Tool, result: Result) -> Ended:
         return Ended(End.REFUSED, result.refused_s)
     failed = tool.provider and result.status is not Status.OK and result.invalid is None
     return Ended(End.FAILED) if failed else SERVED
-
-
-def result_of(reply: Mapping[str, Any]) -> Result:
-    """Parse a worker's reply."""
-    fields = {name: read(reply[name]) for name, read in READ.items() if reply.get(name) is not None}
-    result = Result(Status(reply["status"]), **fields)
-    if reply.get("invalid") is not None:
-        name, description = reply["invalid"]
-        result = replace(result, invalid=(str(name), str(description)))
-    if reply.get("retry_after_s") is None:
-        return result
-    refused_s = min(max(0.0, float(reply["retry_after_s"])), LONGEST_REST_S)
-    if result.status is not Status.OK:
-        return replace(result, refused_s=refused_s)
-    error = result.error or f"the provider refuses for {refused_s:g} s"
-    return replace(result, status=Status.TOOL_ERROR, error=error, refused_s=refused_s)

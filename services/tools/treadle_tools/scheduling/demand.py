@@ -11,6 +11,7 @@ from treadle_core.tools.providers import BasicManager
 from treadle_tools.scheduling.resources import NODE_ID
 from treadle_tools.tool import Kind, Limits, Result, Scaling, Tool
 
+UNORDERED = 0  # the arrival of an action until the scheduler has given it its place
 RECENT_SHARE = 0.2  # of the newest in the average: five actions back still count for a third
 
 
@@ -55,7 +56,7 @@ class Demands:
             return 0.0
         return self._overhead_s[tool.name] + self._single_core_s[tool.name] / self._speedup[tool.name]
 
-    def action(self, action_id: str, holder: str, arrival: int, tool: Tool, limits: Limits) -> core.Action:
+    def action(self, action_id: str, holder: str, tool: Tool, limits: Limits) -> core.Action:
         """One action of `tool`. holder: the session, whose memory is held until its end, or the action itself.
 
         What is called once asks for no memory, as no more such calls run than there are cores: else they would wait for
@@ -72,7 +73,7 @@ class Demands:
         return core.Action(
             action_id,
             holder,
-            arrival,
+            UNORDERED,
             cost,
             self._next_single_core_s(tool),
             key=core.CPU_CORES,

@@ -1,8 +1,9 @@
 """Start actions when the dispatcher grants them cores, memory and requests to providers.
 
 What arrives and what ends in one iteration of the event loop is decided on together; an action without a choice of
-units starts at once while none waits. Owns the dispatcher, and the future of each waiting action. Invariant: what an
-action holds is given back once, whether it ends, fails or is cancelled.
+units starts at once while none waits. Owns the dispatcher, and the future of each waiting action. Invariants: what an
+action holds is given back once, whether it ends, fails or is cancelled; jobs share what actions wait for equally, and
+within a job the first come is the first served.
 """
 
 import asyncio
@@ -10,8 +11,9 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from treadle_core.fair_share import FairOrder
 from treadle_core.tools.action import Action
 from treadle_core.tools.dispatcher import Dispatcher, Started
 from treadle_core.tools.grants import NEVER_S, SERVED, End, Ended
@@ -39,21 +41,33 @@ class ActionScheduler:
     clock: Callable[[], float] = time.monotonic
     _futures: dict[str, asyncio.Future[RunningAction]] = field(default_factory=dict, init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _order: FairOrder = field(default_factory=FairOrder, init=False)
 
     @asynccontextmanager
-    async def hold(self, action: Action, within_s: float | None = None) -> AsyncIterator[RunningAction]:
-        """Wait until the action is granted what it asks for, and hold that for the block.
+    async def hold(self, action: Action, job: str, within_s: float | None = None) -> AsyncIterator[RunningAction]:
+        """Wait until the action is granted what it asks for, and hold that for the block. job: whose share it takes;
+        the action's `arrival` is set here.
 
         Raises ResourceExhausted when too many actions wait, TimeoutError where it does not start `within_s`.
         """
-        running = await self._start(action, within_s)
+        self.dispatcher.check(action)
+        expected_s = self.dispatcher.typical_s if action.single_unit_s is None else action.single_unit_s
+        action = replace(action, arrival=self._order.place(job, expected_s))
+        began_s, took_s = self.clock(), 0.0
         try:
-            yield running
-        except BaseException:
-            running.ended = Ended(End.ABANDONED)
-            raise
+            running = await self._start(action, within_s)
+            self._order.begin(action.arrival)
+            began_s = self.clock()
+            try:
+                yield running
+            except BaseException:
+                running.ended = Ended(End.ABANDONED)
+                raise
+            finally:
+                took_s = self.clock() - began_s
+                self._end(action, running.ended)
         finally:
-            self._end(action, running.ended)
+            self._order.settle(job, expected_s, took_s)
 
     def forget(self, holder: str) -> None:
         """Free what a session holds beyond its actions."""
@@ -61,7 +75,6 @@ class ActionScheduler:
         self._wake()
 
     async def _start(self, action: Action, within_s: float | None) -> RunningAction:
-        self.dispatcher.check(action)
         if (started := self.dispatcher.start_at_once(action, self.clock())) is not None:
             return RunningAction(started)
         waiting = len(self.dispatcher)

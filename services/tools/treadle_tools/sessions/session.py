@@ -12,7 +12,7 @@ from treadle_tools.sandbox.sandboxes import Backend, Sandbox
 from treadle_tools.sessions.snapshots import RESULT, Snapshot
 from treadle_tools.tool import Limits, Result, Tool
 
-FIXED = ("session_id", "trajectory_id", "opened_by", "opened_at")  # fields that are stored as they are
+FIXED = ("session_id", "trajectory_id", "job", "opened_by", "opened_at")  # fields that are stored as they are
 CHANGING = ("steps", "ended", "last_key", "last_used_at")
 
 
@@ -25,6 +25,7 @@ class Opening:
     limits: Limits
     trajectory_id: str
     request_id: str
+    job: str
     ends_at: float | None = None
     snapshot: Snapshot | None = None
 
@@ -48,6 +49,7 @@ class Session:
     trajectory_id: str
     limits: Limits
     opened_by: str
+    job: str
     sandbox: Sandbox | None = None
     steps: int = 0
     ended: str = ""

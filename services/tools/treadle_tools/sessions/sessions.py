@@ -12,6 +12,7 @@ import contextlib
 import math
 import time
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -20,9 +21,10 @@ import structlog
 from treadle_runtime.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
 
 from treadle_tools.registry import Registry, refuse_invalid
+from treadle_tools.replies import result_of
 from treadle_tools.sandbox.backends import Backends
 from treadle_tools.sandbox.sandboxes import SandboxLost
-from treadle_tools.scheduling.actions import Actions, result_of
+from treadle_tools.scheduling.actions import Actions, Work
 from treadle_tools.sessions.session import Opening, Session
 from treadle_tools.sessions.snapshots import Snapshot, Snapshots
 from treadle_tools.tool import Granted, Limits, Result, Status
@@ -32,6 +34,9 @@ log = structlog.get_logger()
 OPEN_PAUSES_S = (0.2, 1.0)  # before each further try: a worker that died is back within a second or two
 FULL_RETRY_S = 1.0  # sessions are closed when their trajectory ends; one in many does within seconds
 EXPIRE_INTERVAL_S = 30.0  # an idle session holds memory, not cores: half a minute more costs nothing
+# A job may have so many sessions for each one that is free (dynamic thresholds, Choudhury and Hahne, 1998): one job
+# alone has seven of eight, and leaves the next job as many of the rest.
+MOST_TO_FREE = 7
 WORTH_RETRYING = (Status.CRASHED, Status.TIMED_OUT)
 DONE = "done"
 LOST = "its sandbox was lost while the service was down"
@@ -76,7 +81,7 @@ class Sessions:
         self._idle_s = idle_s
         self._snapshots = snapshots
         self._sessions: dict[str, Session] = {}
-        self._opening = 0
+        self._opening = Counter[str]()
         self._opened_before: dict[str, Session] = {}
         self._closed_before: dict[str, str] = {}
 
@@ -113,13 +118,15 @@ class Sessions:
             await self._recall(before)
             if before.session_id in self._sessions and before.last_key == opening.key and before.last is not None:
                 return before, before.last
-        if len(self._sessions) + self._opening >= self._most:
-            why = f"{self._most} sessions are open already: close some"
+        mine = sum(session.job == opening.job for session in self._sessions.values()) + self._opening[opening.job]
+        free = self._most - len(self._sessions) - self._opening.total()
+        if mine >= MOST_TO_FREE * free:
+            why = f"job {opening.job!r} has {mine} sessions open, and {free} of {self._most} are free: close some"
             raise ResourceExhausted("SESSIONS_FULL", why, retry_after_s=FULL_RETRY_S)
         tool, session_id = opening.tool, f"s-{uuid.uuid4().hex}"
         backend = self._backends.require(tool)
-        session = Session(session_id, tool, backend, opening.trajectory_id, opening.limits, opening.key)
-        self._opening += 1
+        session = Session(session_id, tool, backend, opening.trajectory_id, opening.limits, opening.key, opening.job)
+        self._opening[opening.job] += 1
         try:
             result = await open_with_retries(opening, partial(self._attempt, session, opening))
             refuse_invalid(result)
@@ -128,10 +135,15 @@ class Sessions:
             self._drop(session, "failed")
             raise
         finally:
-            self._opening -= 1
+            self._opening[opening.job] -= 1
         self._sessions[session.session_id] = session
         await session.backend.flush()
         return session, result
+
+    async def _run(self, session: Session, limits: Limits, work: Work) -> Result:
+        return await self._actions.run(
+            session.tool, session.trajectory_id, limits, work, job=session.job, holder=session.session_id
+        )
 
     async def _attempt(self, session: Session, opening: Opening) -> Result:
         """Start the environment in a fresh sandbox; its first answer."""
@@ -148,7 +160,7 @@ class Sessions:
                 return await sandbox.ask("restore", first, granted, processes, request_id=key, file=file.fileno())
 
         self._release(session)
-        return await self._actions.run(opening.tool, opening.trajectory_id, opening.limits, start, session.session_id)
+        return await self._run(session, opening.limits, start)
 
     async def snapshot(self, session: Session) -> Snapshot:
         """Take a snapshot of the session, once no step runs. It costs the environment nothing but the time.
@@ -199,7 +211,7 @@ class Sessions:
             async def step(granted: Granted) -> Mapping[str, Any]:
                 return await sandbox.ask("step", arguments, granted, session.tool.processes, request_id=key)
 
-            result = await self._actions.run(session.tool, session.trajectory_id, limits, step, session.session_id)
+            result = await self._run(session, limits, step)
             session.touch()
             refuse_invalid(result)
             session.steps += 1
@@ -257,7 +269,7 @@ class Sessions:
         except SandboxLost as lost:
             self._lose(session, str(lost))
             return
-        result = result_of(reply) if reply["id"] else None
+        result = result_of(reply, session.tool, session.limits.output_bytes) if reply["id"] else None
         if not session.last_key and (result is None or result.invalid is not None):
             self._drop(session, "never opened")  # or refused to open; no caller knows its id
         elif result is not None and result.invalid is None:

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctreadle/tools/v1/tools.proto\x12\x10treadle.tools.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"u\n\x06Limits\x12\x11\n\tcpu_cores\x18\x01 \x01(\x05\x12\x14\n\x0cmemory_bytes\x18\x02 \x01(\x03\x12,\n\twall_time\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0coutput_bytes\x18\x04 \x01(\x03\"\xc0\x01\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\x04kind\x18\x02 \x01(\x0e\x32\x1a.treadle.tools.v1.ToolKind\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\x12\x1d\n\x15\x61rguments_schema_json\x18\x04 \x01(\t\x12(\n\x06limits\x18\x05 \x01(\x0b\x32\x18.treadle.tools.v1.Limits\x12\"\n\x1aopen_arguments_schema_json\x18\x06 \x01(\t\"\x12\n\x10ListToolsRequest\"K\n\x11ListToolsResponse\x12%\n\x05tools\x18\x01 \x03(\x0b\x32\x16.treadle.tools.v1.Tool\x12\x0f\n\x07sandbox\x18\x02 \x01(\t\"\xe6\x01\n\nToolResult\x12.\n\x06status\x18\x01 \x01(\x0e\x32\x1e.treadle.tools.v1.ResultStatus\x12\x0e\n\x06output\x18\x02 \x01(\t\x12\x18\n\x10output_truncated\x18\x03 \x01(\x08\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x13\n\x06reward\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04\x64one\x18\x06 \x01(\x08\x12\x11\n\tdata_json\x18\x07 \x01(\t\x12.\n\x06timing\x18\x08 \x01(\x0b\x32\x1e.treadle.tools.v1.ActionTimingB\t\n\x07_reward\"\x93\x01\n\x0c\x41\x63tionTiming\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08overhead\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\texecution\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x9e\x01\n\rInvokeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04tool\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x04 \x01(\t\x12\x15\n\rtrajectory_id\x18\x05 \x01(\t\x12(\n\x06limits\x18\x06 \x01(\x0b\x32\x18.treadle.tools.v1.Limits\">\n\x0eInvokeResponse\x12,\n\x06result\x18\x01 \x01(\x0b\x32\x1c.treadle.tools.v1.ToolResult\"\xa4\x01\n\x12OpenSessionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04tool\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\x12\x15\n\rtrajectory_id\x18\x04 \x01(\t\x12(\n\x06limits\x18\x05 \x01(\x0b\x32\x18.treadle.tools.v1.Limits\x12\x13\n\x0bsnapshot_id\x18\x06 \x01(\t\"\xc0\x01\n\x07Session\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04tool\x18\x02 \x01(\t\x12\x15\n\rtrajectory_id\x18\x03 \x01(\t\x12\r\n\x05steps\x18\x04 \x01(\x05\x12\x0c\n\x04\x64one\x18\x05 \x01(\x08\x12-\n\topened_at\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x30\n\x0clast_used_at\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"n\n\x13OpenSessionResponse\x12*\n\x07session\x18\x01 \x01(\x0b\x32\x19.treadle.tools.v1.Session\x12+\n\x05\x66irst\x18\x02 \x01(\x0b\x32\x1c.treadle.tools.v1.ToolResult\"=\n\x13\x43loseSessionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\"\x16\n\x14\x43loseSessionResponse\"\'\n\x11GetSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"@\n\x12GetSessionResponse\x12*\n\x07session\x18\x01 \x01(\x0b\x32\x19.treadle.tools.v1.Session\"\x15\n\x13GetResourcesRequest\"\xa6\x01\n\x14GetResourcesResponse\x12-\n\tresources\x18\x01 \x03(\x0b\x32\x1a.treadle.tools.v1.Resource\x12-\n\tproviders\x18\x02 \x03(\x0b\x32\x1a.treadle.tools.v1.Provider\x12\x17\n\x0f\x61\x63tions_waiting\x18\x03 \x01(\x05\x12\x17\n\x0f\x61\x63tions_running\x18\x04 \x01(\x05\"n\n\x08Resource\x12\x11\n\tdimension\x18\x01 \x01(\t\x12\x10\n\x08\x63\x61pacity\x18\x02 \x01(\x03\x12\x0c\n\x04held\x18\x03 \x01(\x03\x12\x0c\n\x04\x66ree\x18\x04 \x01(\x03\x12\x0f\n\x07waiting\x18\x05 \x01(\x05\x12\x10\n\x04lent\x18\x06 \x01(\x03\x42\x02\x18\x01\"s\n\x08Provider\x12\x0c\n\x04name\x18\x01 \x01(\t\x12/\n\x07\x62reaker\x18\x02 \x01(\x0e\x32\x1e.treadle.tools.v1.BreakerState\x12(\n\x05rests\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"@\n\x16SnapshotSessionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\"\xc2\x01\n\x08Snapshot\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x0c\n\x04tool\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\r\n\x05steps\x18\x04 \x01(\x05\x12\x12\n\nsize_bytes\x18\x05 \x01(\x03\x12,\n\x08taken_at\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nexpires_at\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"G\n\x17SnapshotSessionResponse\x12,\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1a.treadle.tools.v1.Snapshot*Y\n\x08ToolKind\x12\x19\n\x15TOOL_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13TOOL_KIND_STATELESS\x10\x01\x12\x19\n\x15TOOL_KIND_ENVIRONMENT\x10\x02*\xba\x01\n\x0cResultStatus\x12\x1d\n\x19RESULT_STATUS_UNSPECIFIED\x10\x00\x12\x14\n\x10RESULT_STATUS_OK\x10\x01\x12\x1c\n\x18RESULT_STATUS_TOOL_ERROR\x10\x02\x12\x1b\n\x17RESULT_STATUS_TIMED_OUT\x10\x03\x12\x1f\n\x1bRESULT_STATUS_OUT_OF_MEMORY\x10\x04\x12\x19\n\x15RESULT_STATUS_CRASHED\x10\x05*|\n\x0c\x42reakerState\x12\x1d\n\x19\x42REAKER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x42REAKER_STATE_CLOSED\x10\x01\x12\x16\n\x12\x42REAKER_STATE_OPEN\x10\x02\x12\x1b\n\x17\x42REAKER_STATE_HALF_OPEN\x10\x03\x32\x8c\x05\n\x0cToolsService\x12T\n\tListTools\x12\".treadle.tools.v1.ListToolsRequest\x1a#.treadle.tools.v1.ListToolsResponse\x12K\n\x06Invoke\x12\x1f.treadle.tools.v1.InvokeRequest\x1a .treadle.tools.v1.InvokeResponse\x12Z\n\x0bOpenSession\x12$.treadle.tools.v1.OpenSessionRequest\x1a%.treadle.tools.v1.OpenSessionResponse\x12]\n\x0c\x43loseSession\x12%.treadle.tools.v1.CloseSessionRequest\x1a&.treadle.tools.v1.CloseSessionResponse\x12W\n\nGetSession\x12#.treadle.tools.v1.GetSessionRequest\x1a$.treadle.tools.v1.GetSessionResponse\x12]\n\x0cGetResources\x12%.treadle.tools.v1.GetResourcesRequest\x1a&.treadle.tools.v1.GetResourcesResponse\x12\x66\n\x0fSnapshotSession\x12(.treadle.tools.v1.SnapshotSessionRequest\x1a).treadle.tools.v1.SnapshotSessionResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctreadle/tools/v1/tools.proto\x12\x10treadle.tools.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"u\n\x06Limits\x12\x11\n\tcpu_cores\x18\x01 \x01(\x05\x12\x14\n\x0cmemory_bytes\x18\x02 \x01(\x03\x12,\n\twall_time\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0coutput_bytes\x18\x04 \x01(\x03\"\xc0\x01\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\x04kind\x18\x02 \x01(\x0e\x32\x1a.treadle.tools.v1.ToolKind\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\x12\x1d\n\x15\x61rguments_schema_json\x18\x04 \x01(\t\x12(\n\x06limits\x18\x05 \x01(\x0b\x32\x18.treadle.tools.v1.Limits\x12\"\n\x1aopen_arguments_schema_json\x18\x06 \x01(\t\"\x12\n\x10ListToolsRequest\"K\n\x11ListToolsResponse\x12%\n\x05tools\x18\x01 \x03(\x0b\x32\x16.treadle.tools.v1.Tool\x12\x0f\n\x07sandbox\x18\x02 \x01(\t\"\xe6\x01\n\nToolResult\x12.\n\x06status\x18\x01 \x01(\x0e\x32\x1e.treadle.tools.v1.ResultStatus\x12\x0e\n\x06output\x18\x02 \x01(\t\x12\x18\n\x10output_truncated\x18\x03 \x01(\x08\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x13\n\x06reward\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04\x64one\x18\x06 \x01(\x08\x12\x11\n\tdata_json\x18\x07 \x01(\t\x12.\n\x06timing\x18\x08 \x01(\x0b\x32\x1e.treadle.tools.v1.ActionTimingB\t\n\x07_reward\"\x93\x01\n\x0c\x41\x63tionTiming\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08overhead\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\texecution\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xab\x01\n\rInvokeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04tool\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x04 \x01(\t\x12\x15\n\rtrajectory_id\x18\x05 \x01(\t\x12(\n\x06limits\x18\x06 \x01(\x0b\x32\x18.treadle.tools.v1.Limits\x12\x0b\n\x03job\x18\x07 \x01(\t\">\n\x0eInvokeResponse\x12,\n\x06result\x18\x01 \x01(\x0b\x32\x1c.treadle.tools.v1.ToolResult\"\xb1\x01\n\x12OpenSessionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04tool\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\x12\x15\n\rtrajectory_id\x18\x04 \x01(\t\x12(\n\x06limits\x18\x05 \x01(\x0b\x32\x18.treadle.tools.v1.Limits\x12\x13\n\x0bsnapshot_id\x18\x06 \x01(\t\x12\x0b\n\x03job\x18\x07 \x01(\t\"\xc0\x01\n\x07Session\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04tool\x18\x02 \x01(\t\x12\x15\n\rtrajectory_id\x18\x03 \x01(\t\x12\r\n\x05steps\x18\x04 \x01(\x05\x12\x0c\n\x04\x64one\x18\x05 \x01(\x08\x12-\n\topened_at\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x30\n\x0clast_used_at\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"n\n\x13OpenSessionResponse\x12*\n\x07session\x18\x01 \x01(\x0b\x32\x19.treadle.tools.v1.Session\x12+\n\x05\x66irst\x18\x02 \x01(\x0b\x32\x1c.treadle.tools.v1.ToolResult\"=\n\x13\x43loseSessionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\"\x16\n\x14\x43loseSessionResponse\"\'\n\x11GetSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"@\n\x12GetSessionResponse\x12*\n\x07session\x18\x01 \x01(\x0b\x32\x19.treadle.tools.v1.Session\"\x15\n\x13GetResourcesRequest\"\xa6\x01\n\x14GetResourcesResponse\x12-\n\tresources\x18\x01 \x03(\x0b\x32\x1a.treadle.tools.v1.Resource\x12-\n\tproviders\x18\x02 \x03(\x0b\x32\x1a.treadle.tools.v1.Provider\x12\x17\n\x0f\x61\x63tions_waiting\x18\x03 \x01(\x05\x12\x17\n\x0f\x61\x63tions_running\x18\x04 \x01(\x05\"n\n\x08Resource\x12\x11\n\tdimension\x18\x01 \x01(\t\x12\x10\n\x08\x63\x61pacity\x18\x02 \x01(\x03\x12\x0c\n\x04held\x18\x03 \x01(\x03\x12\x0c\n\x04\x66ree\x18\x04 \x01(\x03\x12\x0f\n\x07waiting\x18\x05 \x01(\x05\x12\x10\n\x04lent\x18\x06 \x01(\x03\x42\x02\x18\x01\"s\n\x08Provider\x12\x0c\n\x04name\x18\x01 \x01(\t\x12/\n\x07\x62reaker\x18\x02 \x01(\x0e\x32\x1e.treadle.tools.v1.BreakerState\x12(\n\x05rests\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"@\n\x16SnapshotSessionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\"\xc2\x01\n\x08Snapshot\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x0c\n\x04tool\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\r\n\x05steps\x18\x04 \x01(\x05\x12\x12\n\nsize_bytes\x18\x05 \x01(\x03\x12,\n\x08taken_at\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nexpires_at\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"G\n\x17SnapshotSessionResponse\x12,\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1a.treadle.tools.v1.Snapshot*Y\n\x08ToolKind\x12\x19\n\x15TOOL_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13TOOL_KIND_STATELESS\x10\x01\x12\x19\n\x15TOOL_KIND_ENVIRONMENT\x10\x02*\xba\x01\n\x0cResultStatus\x12\x1d\n\x19RESULT_STATUS_UNSPECIFIED\x10\x00\x12\x14\n\x10RESULT_STATUS_OK\x10\x01\x12\x1c\n\x18RESULT_STATUS_TOOL_ERROR\x10\x02\x12\x1b\n\x17RESULT_STATUS_TIMED_OUT\x10\x03\x12\x1f\n\x1bRESULT_STATUS_OUT_OF_MEMORY\x10\x04\x12\x19\n\x15RESULT_STATUS_CRASHED\x10\x05*|\n\x0c\x42reakerState\x12\x1d\n\x19\x42REAKER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x42REAKER_STATE_CLOSED\x10\x01\x12\x16\n\x12\x42REAKER_STATE_OPEN\x10\x02\x12\x1b\n\x17\x42REAKER_STATE_HALF_OPEN\x10\x03\x32\x8c\x05\n\x0cToolsService\x12T\n\tListTools\x12\".treadle.tools.v1.ListToolsRequest\x1a#.treadle.tools.v1.ListToolsResponse\x12K\n\x06Invoke\x12\x1f.treadle.tools.v1.InvokeRequest\x1a .treadle.tools.v1.InvokeResponse\x12Z\n\x0bOpenSession\x12$.treadle.tools.v1.OpenSessionRequest\x1a%.treadle.tools.v1.OpenSessionResponse\x12]\n\x0c\x43loseSession\x12%.treadle.tools.v1.CloseSessionRequest\x1a&.treadle.tools.v1.CloseSessionResponse\x12W\n\nGetSession\x12#.treadle.tools.v1.GetSessionRequest\x1a$.treadle.tools.v1.GetSessionResponse\x12]\n\x0cGetResources\x12%.treadle.tools.v1.GetResourcesRequest\x1a&.treadle.tools.v1.GetResourcesResponse\x12\x66\n\x0fSnapshotSession\x12(.treadle.tools.v1.SnapshotSessionRequest\x1a).treadle.tools.v1.SnapshotSessionResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,12 +35,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RESOURCE'].fields_by_name['lent']._loaded_options = None
   _globals['_RESOURCE'].fields_by_name['lent']._serialized_options = b'\030\001'
-  _globals['_TOOLKIND']._serialized_start=2559
-  _globals['_TOOLKIND']._serialized_end=2648
-  _globals['_RESULTSTATUS']._serialized_start=2651
-  _globals['_RESULTSTATUS']._serialized_end=2837
-  _globals['_BREAKERSTATE']._serialized_start=2839
-  _globals['_BREAKERSTATE']._serialized_end=2963
+  _globals['_TOOLKIND']._serialized_start=2585
+  _globals['_TOOLKIND']._serialized_end=2674
+  _globals['_RESULTSTATUS']._serialized_start=2677
+  _globals['_RESULTSTATUS']._serialized_end=2863
+  _globals['_BREAKERSTATE']._serialized_start=2865
+  _globals['_BREAKERSTATE']._serialized_end=2989
   _globals['_LIMITS']._serialized_start=115
   _globals['_LIMITS']._serialized_end=232
   _globals['_TOOL']._serialized_start=235
@@ -54,37 +54,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ACTIONTIMING']._serialized_start=760
   _globals['_ACTIONTIMING']._serialized_end=907
   _globals['_INVOKEREQUEST']._serialized_start=910
-  _globals['_INVOKEREQUEST']._serialized_end=1068
-  _globals['_INVOKERESPONSE']._serialized_start=1070
-  _globals['_INVOKERESPONSE']._serialized_end=1132
-  _globals['_OPENSESSIONREQUEST']._serialized_start=1135
-  _globals['_OPENSESSIONREQUEST']._serialized_end=1299
-  _globals['_SESSION']._serialized_start=1302
-  _globals['_SESSION']._serialized_end=1494
-  _globals['_OPENSESSIONRESPONSE']._serialized_start=1496
-  _globals['_OPENSESSIONRESPONSE']._serialized_end=1606
-  _globals['_CLOSESESSIONREQUEST']._serialized_start=1608
-  _globals['_CLOSESESSIONREQUEST']._serialized_end=1669
-  _globals['_CLOSESESSIONRESPONSE']._serialized_start=1671
-  _globals['_CLOSESESSIONRESPONSE']._serialized_end=1693
-  _globals['_GETSESSIONREQUEST']._serialized_start=1695
-  _globals['_GETSESSIONREQUEST']._serialized_end=1734
-  _globals['_GETSESSIONRESPONSE']._serialized_start=1736
-  _globals['_GETSESSIONRESPONSE']._serialized_end=1800
-  _globals['_GETRESOURCESREQUEST']._serialized_start=1802
-  _globals['_GETRESOURCESREQUEST']._serialized_end=1823
-  _globals['_GETRESOURCESRESPONSE']._serialized_start=1826
-  _globals['_GETRESOURCESRESPONSE']._serialized_end=1992
-  _globals['_RESOURCE']._serialized_start=1994
-  _globals['_RESOURCE']._serialized_end=2104
-  _globals['_PROVIDER']._serialized_start=2106
-  _globals['_PROVIDER']._serialized_end=2221
-  _globals['_SNAPSHOTSESSIONREQUEST']._serialized_start=2223
-  _globals['_SNAPSHOTSESSIONREQUEST']._serialized_end=2287
-  _globals['_SNAPSHOT']._serialized_start=2290
-  _globals['_SNAPSHOT']._serialized_end=2484
-  _globals['_SNAPSHOTSESSIONRESPONSE']._serialized_start=2486
-  _globals['_SNAPSHOTSESSIONRESPONSE']._serialized_end=2557
-  _globals['_TOOLSSERVICE']._serialized_start=2966
-  _globals['_TOOLSSERVICE']._serialized_end=3618
+  _globals['_INVOKEREQUEST']._serialized_end=1081
+  _globals['_INVOKERESPONSE']._serialized_start=1083
+  _globals['_INVOKERESPONSE']._serialized_end=1145
+  _globals['_OPENSESSIONREQUEST']._serialized_start=1148
+  _globals['_OPENSESSIONREQUEST']._serialized_end=1325
+  _globals['_SESSION']._serialized_start=1328
+  _globals['_SESSION']._serialized_end=1520
+  _globals['_OPENSESSIONRESPONSE']._serialized_start=1522
+  _globals['_OPENSESSIONRESPONSE']._serialized_end=1632
+  _globals['_CLOSESESSIONREQUEST']._serialized_start=1634
+  _globals['_CLOSESESSIONREQUEST']._serialized_end=1695
+  _globals['_CLOSESESSIONRESPONSE']._serialized_start=1697
+  _globals['_CLOSESESSIONRESPONSE']._serialized_end=1719
+  _globals['_GETSESSIONREQUEST']._serialized_start=1721
+  _globals['_GETSESSIONREQUEST']._serialized_end=1760
+  _globals['_GETSESSIONRESPONSE']._serialized_start=1762
+  _globals['_GETSESSIONRESPONSE']._serialized_end=1826
+  _globals['_GETRESOURCESREQUEST']._serialized_start=1828
+  _globals['_GETRESOURCESREQUEST']._serialized_end=1849
+  _globals['_GETRESOURCESRESPONSE']._serialized_start=1852
+  _globals['_GETRESOURCESRESPONSE']._serialized_end=2018
+  _globals['_RESOURCE']._serialized_start=2020
+  _globals['_RESOURCE']._serialized_end=2130
+  _globals['_PROVIDER']._serialized_start=2132
+  _globals['_PROVIDER']._serialized_end=2247
+  _globals['_SNAPSHOTSESSIONREQUEST']._serialized_start=2249
+  _globals['_SNAPSHOTSESSIONREQUEST']._serialized_end=2313
+  _globals['_SNAPSHOT']._serialized_start=2316
+  _globals['_SNAPSHOT']._serialized_end=2510
+  _globals['_SNAPSHOTSESSIONRESPONSE']._serialized_start=2512
+  _globals['_SNAPSHOTSESSIONRESPONSE']._serialized_end=2583
+  _globals['_TOOLSSERVICE']._serialized_start=2992
+  _globals['_TOOLSSERVICE']._serialized_end=3644
 # @@protoc_insertion_point(module_scope)

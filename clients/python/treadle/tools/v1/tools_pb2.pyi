@@ -267,6 +267,7 @@ class InvokeRequest(google.protobuf.message.Message):
     ARGUMENTS_JSON_FIELD_NUMBER: builtins.int
     TRAJECTORY_ID_FIELD_NUMBER: builtins.int
     LIMITS_FIELD_NUMBER: builtins.int
+    JOB_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     tool: builtins.str
     """required unless session_id is given"""
@@ -275,6 +276,8 @@ class InvokeRequest(google.protobuf.message.Message):
     """an object"""
     trajectory_id: builtins.str
     """optional, for telemetry and affinity"""
+    job: builtins.str
+    """whose share of the cores it takes, while others want them; a step's is its session's"""
     @property
     def limits(self) -> Global___Limits:
         """optional, lower than the tool's own"""
@@ -288,9 +291,10 @@ class InvokeRequest(google.protobuf.message.Message):
         arguments_json: builtins.str = ...,
         trajectory_id: builtins.str = ...,
         limits: Global___Limits | None = ...,
+        job: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["limits", b"limits"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["arguments_json", b"arguments_json", "limits", b"limits", "request_id", b"request_id", "session_id", b"session_id", "tool", b"tool", "trajectory_id", b"trajectory_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arguments_json", b"arguments_json", "job", b"job", "limits", b"limits", "request_id", b"request_id", "session_id", b"session_id", "tool", b"tool", "trajectory_id", b"trajectory_id"]) -> None: ...
 
 Global___InvokeRequest: typing_extensions.TypeAlias = InvokeRequest
 
@@ -321,6 +325,7 @@ class OpenSessionRequest(google.protobuf.message.Message):
     TRAJECTORY_ID_FIELD_NUMBER: builtins.int
     LIMITS_FIELD_NUMBER: builtins.int
     SNAPSHOT_ID_FIELD_NUMBER: builtins.int
+    JOB_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     tool: builtins.str
     """an environment"""
@@ -329,6 +334,8 @@ class OpenSessionRequest(google.protobuf.message.Message):
     trajectory_id: builtins.str
     snapshot_id: builtins.str
     """instead of arguments_json: start where this snapshot was taken; tool may be left out"""
+    job: builtins.str
+    """whose session it is: jobs share cores and sessions"""
     @property
     def limits(self) -> Global___Limits: ...
     def __init__(
@@ -340,9 +347,10 @@ class OpenSessionRequest(google.protobuf.message.Message):
         trajectory_id: builtins.str = ...,
         limits: Global___Limits | None = ...,
         snapshot_id: builtins.str = ...,
+        job: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["limits", b"limits"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["arguments_json", b"arguments_json", "limits", b"limits", "request_id", b"request_id", "snapshot_id", b"snapshot_id", "tool", b"tool", "trajectory_id", b"trajectory_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arguments_json", b"arguments_json", "job", b"job", "limits", b"limits", "request_id", b"request_id", "snapshot_id", b"snapshot_id", "tool", b"tool", "trajectory_id", b"trajectory_id"]) -> None: ...
 
 Global___OpenSessionRequest: typing_extensions.TypeAlias = OpenSessionRequest
 

@@ -4,14 +4,16 @@ A `ForkServer` is a bubblewrap whose Python has imported a tool; it forks a `Spa
 of its own and forks one sandbox after the other (`SandboxProcess`) into that group. Owns: the processes' handles and
 control sockets. Invariant: after `close` or `kill` returns, no process of it runs.
 
-Where there are no control groups, memory is summed over the process tree ten times a second: a tree can exceed its
-limit for one interval, and RLIMIT_AS and the limit on processes bound by how much.
+Where there are no control groups, memory is summed over the process tree ten times a second, shared memory once for
+each process that has it mapped: a tree can exceed its limit for one interval, and RLIMIT_AS and the limit on processes
+bound by how much. What no process has mapped is refused (`isolation.refuse_unmapped_memory`), but for the buffers of
+sockets.
 """
 
 import asyncio
 import contextlib
 import os
-import resource
+import re
 import select
 import signal
 import socket
@@ -26,6 +28,7 @@ import structlog
 from treadle_tools.sandbox.bubblewrap.cgroups import Cgroups, Slot
 from treadle_tools.sandbox.bubblewrap.command import Recipe, run_as
 from treadle_tools.sandbox.inside import frames
+from treadle_tools.sandbox.inside.fork_server import SANDBOX, SPAWNER, UNCOUNTED_SANDBOX
 from treadle_tools.sandbox.sandboxes import SandboxLost, WorkerFailed
 
 log = structlog.get_logger()
@@ -36,7 +39,7 @@ STDERR_LOGGED_CHARS = 8192  # the last of it: a traceback through a deep import
 CHILD_POLL_S = 0.005  # bubblewrap forks some ms after its start
 KILL_TIMEOUT_S = 10.0  # a killed process that is still there then is stuck in the kernel
 MEMORY_INTERVAL_S = 0.1  # a look costs about 0.1 ms of CPU for a handful of processes
-PAGE_BYTES = resource.getpagesize()
+RESIDENT = re.compile(r"^Rss(?:Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)  # of /proc/PID/status
 ENDED_EARLY = "the worker ended before it was ready"
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
@@ -115,7 +118,8 @@ class Spawner(_Forked):
 
     async def spawn(self) -> SandboxProcess:
         """A new sandbox. The one before must be dead. Raises SandboxLost, OSError or TimeoutError."""
-        async with _order(self._control, b"sandbox") as (control, body, pid):
+        order = UNCOUNTED_SANDBOX if self.slot is None else SANDBOX
+        async with _order(self._control, order) as (control, body, pid):
             hello = frames.decode(body[frames.HEADER.size :])
             if "failed" in hello:
                 raise SandboxLost(f"the sandbox cannot be isolated: {hello['failed']}")
@@ -209,7 +213,7 @@ class ForkServer:
     async def open_spawner(self, cgroups: Cgroups | None) -> Spawner:
         """A new spawner. Raises WorkerFailed; the fork server should be closed then."""
         try:
-            async with _order(self._control, b"spawner") as (control, _, pid):
+            async with _order(self._control, SPAWNER) as (control, _, pid):
                 slot = None if cgroups is None else cgroups.take()
                 if slot is not None:
                     await asyncio.to_thread(slot.join, pid)  # a slot that cannot be joined is not given back
@@ -258,7 +262,7 @@ def _list_children(pid: int) -> list[int]:
 
 
 def read_private_bytes(pid: int, inherited_bytes: int = 0, proc: Path = Path("/proc")) -> int:
-    """Resident bytes of `pid` and its descendants that no file backs; 0 once it has ended.
+    """Resident bytes of `pid` and its descendants that no file on a disk backs; 0 once it has ended.
 
     inherited_bytes: what each of them shares with the worker it was forked from, not counted again for each.
     """
@@ -276,10 +280,10 @@ def read_private_bytes(pid: int, inherited_bytes: int = 0, proc: Path = Path("/p
 
 def _read_own_bytes(process: Path) -> int:
     try:
-        resident, shared = (process / "statm").read_text().split()[1:3]
+        status = (process / "status").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    return max(0, int(resident) - int(shared)) * PAGE_BYTES
+    return 1024 * sum(int(size) for size in RESIDENT.findall(status))
 
 
 async def wait_for_growth(pid: int, more_bytes: int) -> None:

@@ -14,7 +14,7 @@ from treadle_runtime.bus import run_beside
 
 from treadle_tools.sandbox.bubblewrap.cgroups import Slot
 from treadle_tools.sandbox.bubblewrap.fork_server import wait_for_growth
-from treadle_tools.sandbox.inside import frames
+from treadle_tools.sandbox.inside import answers, frames
 from treadle_tools.sandbox.sandboxes import KEEPS_MEMORY_LIMIT, Sandbox, SandboxLost
 from treadle_tools.tool import BACKSTOP_S, WORKER_BYTES, WORKER_PROCESSES, Granted, Limits
 
@@ -48,21 +48,20 @@ class BubblewrapSandbox(Sandbox):
         return not poll.poll(0)
 
     async def _exchange(
-        self, request: dict[str, Any], limits: Limits, processes: int, file: int | None
+        self, header: dict[str, Any], body: bytes, limits: Limits, processes: int, file: int | None
     ) -> dict[str, Any]:
         self._kills_before = self._count_memory_kills()
-        slot = None if request["op"] == "recall" else self._slot
-        used_s = None if slot is None else self._limit(slot, request["op"], limits, processes)
+        slot = None if header["op"] == "recall" else self._slot
+        used_s = None if slot is None else self._limit(slot, header["op"], limits, processes)
         try:
             async with asyncio.timeout(limits.wall_s + BACKSTOP_S):
                 # Without a control group this kills the sandbox above its memory limit.
                 watches = [] if self._slot is not None else [partial(self._kill_above, limits.memory_bytes)]
                 async with run_beside(watches):
-                    reply = await self._exchange_messages(request, file)
+                    reply = await self._exchange_messages(header, body, file)
         finally:
             if slot is not None:
                 slot.unpin()
-        reply.pop("cpu_s", None)  # not counted there, whatever the sandbox may say
         if slot is not None and used_s is not None and (now_s := slot.cpu_s()) is not None:
             reply["cpu_s"] = now_s - used_s
         return reply
@@ -97,25 +96,30 @@ class BubblewrapSandbox(Sandbox):
         self._memory_kills += 1
         self._end()
 
-    async def _exchange_messages(self, request: Mapping[str, Any], file: int | None) -> dict[str, Any]:
+    async def _exchange_messages(self, header: Mapping[str, Any], body: bytes, file: int | None) -> dict[str, Any]:
         try:
-            data = frames.encode(request)
+            data = frames.encode(header) + body
             if file is not None:  # an idle sandbox's socket is empty: it takes a part of the frame at once
                 data = data[socket.send_fds(self._connection, [data], [file]) :]
             await asyncio.get_running_loop().sock_sendall(self._connection, data)
-            length = frames.read_length(await self._receive(frames.HEADER.size))
-            return frames.decode(await self._receive(length))
+            received = bytearray()
+            length = frames.read_length(await self._take(received, frames.HEADER.size))
+            said = frames.decode(await self._take(received, length))
+            printed = await self._take(received, answers.size_of(said, "printed"))
+            return answers.read(said, printed, await self._take(received, answers.size_of(said, "answer")))
         except (OSError, frames.FrameError) as error:
             raise SandboxLost(f"the worker ended without an answer ({error})") from error
 
-    async def _receive(self, count: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < count:
-            piece = await asyncio.get_running_loop().sock_recv(self._connection, min(count - len(parts), PIECE_BYTES))
+    async def _take(self, received: bytearray, count: int) -> bytes:
+        """The next bytes of the answer. received: what has come of it, and was not taken."""
+        while len(received) < count:
+            piece = await asyncio.get_running_loop().sock_recv(self._connection, PIECE_BYTES)
             if not piece:
                 raise SandboxLost("the worker ended without an answer")
-            parts += piece
-        return bytes(parts)
+            received += piece
+        taken = bytes(received[:count])
+        del received[:count]
+        return taken
 
     def close(self) -> None:
         if self._connection.fileno() >= 0:

@@ -10,14 +10,14 @@ import base64
 import contextlib
 import os
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import structlog
 from tenacity import retry_if_exception_type
 
 from treadle_tools.sandbox.containers.hosts import Allotment, ContainerLost, Ending, Host, HostFailed, Pipe, retry_after
-from treadle_tools.sandbox.inside import frames
+from treadle_tools.sandbox.inside import answers, frames
 from treadle_tools.sandbox.inside.container import HELLO
 from treadle_tools.sandbox.sandboxes import KEEPS_MEMORY_LIMIT, Sandbox, SandboxLost
 from treadle_tools.tool import BACKSTOP_S, WORKER_BYTES, Granted, Limits
@@ -75,13 +75,24 @@ class Connection:
                 if message.get(HELLO) == word:
                     return message
 
-    async def exchange(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request and return its answer. Raises Disconnected."""
-        await self._write(_encode(request))
+    async def exchange(self, header: Mapping[str, Any], *contents: bytes) -> tuple[dict[str, Any], bytes]:
+        """Send a request with its body, and with a file where it has one; its answer, and the file that was written.
+
+        Raises Disconnected.
+        """
+        await self._write(b"\n".join([_encode(header)[:-1], *contents, b""]))
         try:
-            return frames.decode(await self._next())
+            said = frames.decode(await self._next())
+            printed, answer = [await self._content(said, name) for name in ("printed", "answer")]
+            return answers.read(said, printed, answer), await self._content({"file": 0, **said}, "file")
         except frames.FrameError as error:
             raise Disconnected(str(error)) from error
+
+    async def _content(self, header: Mapping[str, Any], name: str) -> bytes:
+        try:
+            return await self._stdout.readexactly(answers.size_of(header, name))
+        except asyncio.IncompleteReadError:
+            raise Disconnected("it has ended") from None
 
     async def close(self) -> None:
         """Disconnect. Safe to call again."""
@@ -145,16 +156,18 @@ class ContainerSandbox(Sandbox):
         await self._allot("call", limits)
 
     async def _exchange(
-        self, request: dict[str, Any], limits: Limits, processes: int, file: int | None
+        self, header: dict[str, Any], body: bytes, limits: Limits, processes: int, file: int | None
     ) -> dict[str, Any]:
         """processes: set when the container was made."""
         self._oom_kills_before = self._oom_kills
-        if request["op"] == "restore" and file is not None:
-            request["file"] = await asyncio.to_thread(_read, file)
+        contents = [body]
+        if header["op"] == "restore" and file is not None:
+            contents.append(await asyncio.to_thread(_read, file))
+            header["file"] = len(contents[-1])
         try:
-            await self._prepare(request["op"], limits)
+            await self._prepare(header["op"], limits)
             async with asyncio.timeout(limits.wall_s + BACKSTOP_S):
-                reply = await self._exchange_once(request)
+                reply, written = await self._exchange_once(header, contents)
         except ContainerLost as lost:
             raise SandboxLost(f"the container is gone ({lost})") from lost
         except HostFailed as failed:
@@ -163,12 +176,12 @@ class ContainerSandbox(Sandbox):
             raise SandboxLost(str(error)) from error
         except Disconnected:
             raise await self._explain_loss() from None
-        if (written := reply.pop("file", None)) is not None and file is not None:
+        if reply.pop("file", 0) and file is not None:
             await asyncio.to_thread(_write, file, written)
         before_s, self._cpu_used_s = self._cpu_used_s, reply.pop("cpu_used_s", None)
         if before_s is not None and self._cpu_used_s is not None:
             reply["cpu_s"] = self._cpu_used_s - before_s
-        self._oom_kills = int(reply.pop("oom_kills", 0))
+        self._oom_kills = int(reply.pop("oom_kills", self._oom_kills))
         return reply
 
     def _was_killed_for_memory(self) -> bool:
@@ -222,22 +235,24 @@ class ContainerSandbox(Sandbox):
             await self.host.allot(self.name, allotment)
             self._allotted = allotment
 
-    async def _exchange_once(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def _exchange_once(
+        self, header: Mapping[str, Any], contents: Sequence[bytes]
+    ) -> tuple[dict[str, Any], bytes]:
         """The answer, also where the connection breaks on the way but not the container."""
         connection = await self._connect()
         for pause_s in RECONNECT_PAUSES_S:
             try:
-                return await connection.exchange(request)
+                return await connection.exchange(header, *contents)
             except Disconnected:
-                if not request["id"] or not (await self.host.ending(self.name)).runs:
+                if not header["id"] or not (await self.host.ending(self.name)).runs:
                     raise
             log.warning("a container is connected to again", container=self.name)
             await asyncio.sleep(pause_s)
             connection = await self._connect()
-            last = await connection.exchange({**request, "op": "recall", "arguments": None})
-            if last["id"] == request["id"]:
-                return last
-        return await connection.exchange(request)
+            last, written = await connection.exchange({**header, "op": "recall", "body": 0}, b"")
+            if last["id"] == header["id"]:
+                return last, written
+        return await connection.exchange(header, *contents)
 
     async def _explain_loss(self) -> SandboxLost:
         try:
@@ -259,11 +274,11 @@ class ContainerSandbox(Sandbox):
         return ending
 
 
-def _read(file: int) -> str:
+def _read(file: int) -> bytes:
     with os.fdopen(os.dup(file), "rb") as state:
-        return base64.b64encode(state.read()).decode("ascii")
+        return base64.b64encode(state.read())
 
 
-def _write(file: int, written: str) -> None:
+def _write(file: int, written: bytes) -> None:
     with os.fdopen(os.dup(file), "wb") as state:
-        state.write(base64.b64decode(written))
+        state.write(written)

@@ -1,7 +1,8 @@
 """A forked process whose output is captured, and which answers over a socket until a deadline.
 
 Owns: the fork, its pipes, its resource limits. Invariants: the parent never blocks on what the child writes or does not
-write; the child holds no descriptor but its own pipe and socket; its memory is hidden until it shows it itself.
+write, and never has it in its memory; the child holds no descriptor but its own pipe and socket; its memory is hidden
+until it shows it itself.
 """
 
 import contextlib
@@ -15,13 +16,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from treadle_tools.sandbox.inside import frames, isolation
+from treadle_tools.sandbox.inside import answers, frames, isolation
+from treadle_tools.sandbox.inside.content import BUFFER_BYTES as READ_BYTES
+from treadle_tools.sandbox.inside.content import Content
 
-READ_BYTES = 64 * 1024  # a pipe's whole buffer at a time
 MOST_DESCRIPTORS = 256
 CPU_GRACE_S = 1  # of CPU seconds above wall clock x cores, so that the wall clock ends the action first
 
@@ -56,23 +57,13 @@ class Budget:
             resource.setrlimit(resource.RLIMIT_CPU, (soft, soft + 1))
 
 
-class Captured:
-    """The first `most` bytes of an output. cut: there was more."""
+@dataclass(frozen=True)
+class Event:
+    """kind: of what came (answers.py); 0: nothing. late: the deadline has come. wait_status: the child has ended."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._bytes = bytearray()
-        self.cut = False
-
-    def add(self, piece: bytes) -> None:
-        room = self._most - len(self._bytes)
-        self._bytes += piece[:room]
-        self.cut = self.cut or len(piece) > room
-
-    def text(self) -> str:
-        """The output, with a last line that says so where it was cut."""
-        text = self._bytes.decode("utf-8", "ignore" if self.cut else "backslashreplace")
-        return f"{text}\n[output cut at {self._most} bytes]" if self.cut else text
+    kind: int = 0
+    late: bool = False
+    wait_status: int | None = None
 
 
 class Child:
@@ -90,38 +81,50 @@ class Child:
         self.link.setblocking(False)
         self._output = output
         self._ended = os.pidfd_open(self.pid)
-        self._received = bytearray()
         self._poll = select.poll()
         for descriptor in (self._output, self.link.fileno(), self._ended):
             self._poll.register(descriptor, select.POLLIN)
 
-    def send(self, message: dict[str, object], file: int | None = None) -> None:
-        """Send a message to the child, and an open file with it. Raises OSError where the child is gone."""
+    def send(self, message: Mapping[str, object], *files: int) -> None:
+        """Send a message to the child, and open files with it. Raises OSError where the child is gone."""
         self.link.setblocking(True)
         try:
-            frames.send(self.link, message, file)
+            frames.send(self.link, message, *files)
         finally:
             self.link.setblocking(False)
 
-    def next_event(self, deadline: float, captured: Captured) -> dict[str, Any] | int | None:
-        """The child's next message; its wait status, where it has ended; None at the deadline (time.monotonic), if it
-        still runs. Adds its output to `captured`. Raises FrameError where it sends something else than frames."""
+    def next_event(self, deadline: float, printed: Content, answer: Content) -> Event:
+        """What the child does next, until the deadline (time.monotonic). Adds its output to `printed`, and what it
+        sends to `answer`, which is cleared. Raises FrameError where it sends something else than answers.py describes.
+        """
+        answer.clear(answers.MOST_BYTES)
+        head, size = b"", 0
         while True:
-            if (message := frames.take_message(self._received)) is not None:
-                self._drain(captured)
-                return message
+            if len(head) == answers.HEAD.size and answer.size == size:
+                self._drain(printed)
+                return Event(kind=head[0])
             left = deadline - time.monotonic()
             if left <= 0:
-                self._drain(captured)
-                return None
+                self._drain(printed)
+                return Event(late=True)
             ready = {descriptor for descriptor, _ in self._poll.poll(math.ceil(left * 1e3))}
             if self._output in ready:
-                self._drain(captured, at_most=READ_BYTES)
-            if self.link.fileno() in ready and self._receive():
-                continue
+                self._drain(printed, at_most=READ_BYTES)
+            if self.link.fileno() in ready:
+                with contextlib.suppress(BlockingIOError, ConnectionResetError):
+                    came = 1
+                    if len(head) < answers.HEAD.size:
+                        piece = self.link.recv(answers.HEAD.size - len(head))
+                        head += piece
+                        size, came = _size_of(head), len(piece)
+                    if came and answer.size < size:
+                        came = answer.receive(self.link, size - answer.size)
+                    if came:
+                        continue
+                    self._poll.unregister(self.link.fileno())
             if self._ended in ready:
-                self._drain(captured)
-                return os.waitpid(self.pid, 0)[1]
+                self._drain(printed)
+                return Event(wait_status=os.waitpid(self.pid, 0)[1])
 
     def kill(self) -> None:
         """Kill the process and its process group, and reap it."""
@@ -134,28 +137,27 @@ class Child:
         os.close(self._output)
         self.link.close()
 
-    def _receive(self) -> bool:
-        try:
-            piece = self.link.recv(READ_BYTES)
-        except (BlockingIOError, ConnectionResetError):
-            return False
-        if not piece:
-            self._poll.unregister(self.link.fileno())
-        self._received += piece
-        return bool(piece)
-
-    def _drain(self, captured: Captured, at_most: int = 4 * READ_BYTES) -> None:
+    def _drain(self, printed: Content, at_most: int = 4 * READ_BYTES) -> None:
         while at_most > 0:
             try:
-                piece = os.read(self._output, READ_BYTES)
+                came = printed.read(self._output)
             except BlockingIOError:
                 return
-            if not piece:
+            if not came:
                 with contextlib.suppress(KeyError):
                     self._poll.unregister(self._output)
                 return
-            captured.add(piece)
-            at_most -= len(piece)
+            at_most -= came
+
+
+def _size_of(head: bytes) -> int:
+    """The size of an answer; 0 while its head is incomplete. Raises FrameError."""
+    if len(head) < answers.HEAD.size:
+        return 0
+    kind, size = answers.HEAD.unpack(head)
+    if kind not in (answers.ANSWER, answers.LAST, answers.ORDER) or size > answers.MOST_BYTES:
+        raise frames.FrameError(f"an answer of kind {kind} and {size} bytes")
+    return int(size)
 
 
 def _run(main: Callable[[socket.socket], None], link: socket.socket, output: int) -> None:

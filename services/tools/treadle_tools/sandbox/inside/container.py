@@ -1,8 +1,9 @@
 """The init of a container or a pod: imports a tool once, then answers the service on its standard input and output.
 
-Each message is one line: the body of a frame (ASCII JSON holds no line break). A service may be killed in the middle of
-a message: the next one begins with an empty line, which is a border, then says hello with a random word and ignores
-everything until that word comes back. Invariants: foreign code never runs in this process and cannot reach its input or
+A request is a line with its header and a line with its arguments (ASCII JSON holds no line break); an answer is a line
+with its header, and as many bytes behind it as that says. A service may be killed in the middle of a request: the next
+one begins with an empty line, which is a border, then says hello with a random word and ignores everything until that
+word comes back. Invariants: foreign code never runs in this process and cannot reach its input or
 output, so nothing in the container answers in its place; it ends where no request comes for `silence_s`, so that a
 container which no service knows any more ends too.
 """
@@ -18,10 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from treadle_tools.sandbox.inside import frames, isolation
-from treadle_tools.sandbox.inside.supervisor import Supervisor, Worker, hide_standard_streams
+from treadle_tools.sandbox.inside.content import Content, take
+from treadle_tools.sandbox.inside.supervisor import Request, Supervisor, Worker, hide_standard_streams
+from treadle_tools.tool import Status
 
 HELLO = "hello"
-READ_BYTES = 1024 * 1024
+READ_BYTES = 64 * 1024
+LONGEST_HEADER_BYTES = 64 * 1024
 # The kernel counts a user's processes over all containers together; the container's own limit holds instead.
 ANY_PROCESSES = 1 << 22
 MOST_STATE_BYTES = frames.MAX_FRAME_BYTES * 3 // 4 - 65536  # of a snapshot: it travels within a message
@@ -44,68 +48,103 @@ class LineRequests:
         self._requests = requests
         self._answers = answers
         self._silence_ms = int(silence_s * 1e3)
-        self._received = bytearray()
-        self._searched = 0
-        self._state: int | None = None  # a copy of the file that the present request writes
+        self._read = bytearray(READ_BYTES)
+        self._buffer = memoryview(self._read)
+        self._begin = self._end = 0  # what the buffer holds unread
+        self._state: int | None = None  # the file that the present request writes
 
-    def next_request(self) -> tuple[dict[str, Any], int | None] | None:
-        """The next request, and the file that it writes or reads; None where no more comes within `silence_s`."""
-        while (line := self._next_line()) is not None:
-            with contextlib.suppress(frames.FrameError):  # half a message: its sender was killed
-                request = frames.decode(line)
-                if request.get("op") != HELLO:
-                    return request, self._open_file(request)
-                self.answer({HELLO: request[HELLO], "resident_bytes": read_resident_bytes()})
-        return None
+    def next_request(self) -> Request | None:
+        """The next request; None where no more comes within `silence_s`."""
+        line = Content(LONGEST_HEADER_BYTES)
+        try:
+            while self._take_line(line):
+                with contextlib.suppress(frames.FrameError):  # half a message: its sender was killed
+                    header = frames.decode(os.pread(line.file, line.size, 0))
+                    if header.get("op") == HELLO:
+                        os.write(self._answers, b"\n")  # a border here too: contents have no line break at their end
+                        self._write({HELLO: header[HELLO], "resident_bytes": read_resident_bytes()})
+                    elif (request := self._receive(header)) is not None:
+                        return request
+            return None
+        finally:
+            line.close()
 
-    def answer(self, message: Mapping[str, Any]) -> None:
-        """Send an answer, with what the kernel has counted here: processes killed for memory, CPU seconds."""
-        whole = {**message, **self._read_state(), "oom_kills": count_oom_kills(), "cpu_used_s": read_cpu_used_s()}
+    def answer(self, header: Mapping[str, Any], printed: Content, answer: Content) -> None:
+        """Send an answer, with what the kernel has counted here: processes killed for memory, CPU seconds. After the
+        header come both contents, and the file that was written, if any."""
+        contents = [printed, answer]
+        state = None
+        if self._state is not None:
+            state, self._state = Content(0, self._state), None
+            header = {**header, "file": state.size}
+            contents.append(state)
+            if state.size > MOST_STATE_BYTES:
+                error = f"a state of {state.size} bytes; {MOST_STATE_BYTES} are the most that leave a container"
+                state.clear()
+                header |= {"file": 0, "status": Status.TOOL_ERROR, "error": error}
+        self._write(header)
+        for content in contents:
+            content.send(self._answers)
+        if state is not None:
+            state.close()
+
+    def _receive(self, header: dict[str, Any]) -> Request | None:
+        """Read the rest of a request: its body, and the file that an environment is read from, in base64. None where
+        it is half a message."""
+        body = Content(frames.MAX_FRAME_BYTES)
+        if not self._take_line(body) or body.size != header["body"]:
+            body.close()
+            return None
+        if header["op"] == "snapshot":
+            file = os.memfd_create("state")
+            self._state = os.dup(file)
+            return Request(header, body, file)
+        if header["op"] != "restore":
+            return Request(header, body, None)
+        encoded = Content(frames.MAX_FRAME_BYTES)
+        if not self._take_line(encoded) or encoded.size != header["file"]:
+            body.close()
+            encoded.close()
+            return None
+        return Request(header, body, _decode_in_fork(encoded))
+
+    def _write(self, message: Mapping[str, Any]) -> None:
+        whole = {**message, "oom_kills": count_oom_kills(), "cpu_used_s": read_cpu_used_s()}
         left = memoryview(frames.encode(whole)[frames.HEADER.size :] + b"\n")
         while left:
             left = left[os.write(self._answers, left) :]
 
-    def _open_file(self, request: dict[str, Any]) -> int | None:
-        """A file in memory for a snapshot, whose content travels within a message: no descriptor can reach here."""
-        if request["op"] not in ("snapshot", "restore"):
-            return None
-        file = os.memfd_create("state")
-        if request["op"] == "snapshot":
-            self._state = os.dup(file)
-        else:
-            with os.fdopen(os.dup(file), "wb") as state:
-                state.write(base64.b64decode(request.pop("file")))
-            os.lseek(file, 0, os.SEEK_SET)
-        return file
-
-    def _read_state(self) -> dict[str, Any]:
-        if self._state is None:
-            return {}
-        with os.fdopen(self._state, "rb") as state:
-            self._state = None
-            state.seek(0)
-            body = state.read()
-        if len(body) > MOST_STATE_BYTES:
-            error = f"a state of {len(body)} bytes; {MOST_STATE_BYTES} are the most that leave a container"
-            return {"status": "tool_error", "error": error}
-        return {"file": base64.b64encode(body).decode("ascii")}
-
-    def _next_line(self) -> bytes | None:
+    def _take_line(self, content: Content) -> bool:
+        """Read one line, without its end, into `content`. False where none comes in time, or one is too long."""
+        content.clear()
         poll = select.poll()
         poll.register(self._requests, select.POLLIN)
         while True:
-            end = self._received.find(b"\n", self._searched)
-            if end >= 0:
-                line = bytes(self._received[:end])
-                del self._received[: end + 1]
-                self._searched = 0
-                return line
-            self._searched = len(self._received)
-            if self._searched > frames.MAX_FRAME_BYTES or not poll.poll(self._silence_ms):
-                return None
-            if not (piece := os.read(self._requests, READ_BYTES)):
-                return None
-            self._received += piece
+            buffered = self._read.find(b"\n", self._begin, self._end)
+            content.add(self._buffer[self._begin : self._end if buffered < 0 else buffered])
+            if buffered >= 0:
+                self._begin = buffered + 1
+                return not content.cut
+            self._begin = self._end = 0
+            if content.cut or not poll.poll(self._silence_ms):
+                return False
+            self._end = os.readv(self._requests, [self._buffer])
+            if not self._end:
+                return False
+
+
+def _decode_in_fork(encoded: Content) -> int:
+    """A file in memory with what `encoded` has in base64, which is closed. Decoding makes copies, so a fork does it."""
+    file = os.memfd_create("state")
+    child = os.fork()
+    if child == 0:
+        with os.fdopen(file, "wb") as state:
+            state.write(base64.b64decode(take(encoded.file)))
+        os._exit(0)
+    os.waitpid(child, 0)
+    encoded.close()
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
 
 
 def read_resident_bytes() -> int:

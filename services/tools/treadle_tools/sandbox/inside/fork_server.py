@@ -14,10 +14,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from treadle_tools.sandbox.inside import frames, isolation
-from treadle_tools.sandbox.inside.supervisor import Supervisor, Worker, hide_standard_streams
+from treadle_tools.sandbox.inside.content import Content, send_with
+from treadle_tools.sandbox.inside.supervisor import Request, Supervisor, Worker, hide_standard_streams
 
 LONGEST_ORDER_BYTES = 4096
 NOBODY = 65534
+# Orders of the daemon. counted: by a control group, as to its memory.
+SPAWNER, SANDBOX, UNCOUNTED_SANDBOX = b"spawner", b"sandbox", b"uncounted sandbox"
 
 
 def main(config: Mapping[str, Any]) -> None:
@@ -41,8 +44,8 @@ def _carry_out_orders(control: socket.socket, worker: Worker, *, isolated: bool)
         if not order:
             return
         given = socket.socket(fileno=descriptors[0])
-        if order == b"sandbox":
-            _start_sandbox(worker, control, given, isolated=isolated)
+        if order in (SANDBOX, UNCOUNTED_SANDBOX):
+            _start_sandbox(worker, control, given, isolated=isolated, counted=order == SANDBOX)
         elif os.fork() == 0:
             control.close()
             control = given
@@ -52,13 +55,15 @@ def _carry_out_orders(control: socket.socket, worker: Worker, *, isolated: bool)
         given.close()
 
 
-def _start_sandbox(worker: Worker, control: socket.socket, given: socket.socket, *, isolated: bool) -> None:
+def _start_sandbox(
+    worker: Worker, control: socket.socket, given: socket.socket, *, isolated: bool, counted: bool
+) -> None:
     """Fork a sandbox that lives as long as the daemon holds the other end of `given`."""
 
     def run_init() -> None:
         control.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        supervisor = Supervisor(worker)
+        supervisor = Supervisor(worker, counted=counted)
         frames.send(given, {"hello": os.getpid()})
         supervisor.serve(NewestConnection(given))
 
@@ -112,8 +117,8 @@ class NewestConnection:
         self._control = control
         self._connection: socket.socket | None = None
 
-    def next_request(self) -> tuple[dict[str, Any], int | None] | None:
-        """See Requests; None once the daemon has closed `control`. The caller closes the file."""
+    def next_request(self) -> Request | None:
+        """See Requests; None once the daemon has closed `control`."""
         while True:
             poll = select.poll()
             poll.register(self._control, select.POLLIN)
@@ -125,14 +130,14 @@ class NewestConnection:
                     return None
             elif self._connection is not None:
                 with contextlib.suppress(OSError, frames.FrameError):
-                    if (request := frames.receive(self._connection)) is not None:
+                    if (request := _receive_request(self._connection)) is not None:
                         return request
                 self._drop()
 
-    def answer(self, message: Mapping[str, Any]) -> None:
+    def answer(self, header: Mapping[str, Any], printed: Content, answer: Content) -> None:
         if self._connection is not None:
             try:
-                frames.send(self._connection, message)
+                send_with(self._connection, frames.encode(header), printed, answer)
             except OSError:
                 self._drop()
 
@@ -152,3 +157,17 @@ class NewestConnection:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+def _receive_request(connection: socket.socket) -> Request | None:
+    if (received := frames.receive(connection)) is None:
+        return None
+    header, files = received
+    body = Content(frames.MAX_FRAME_BYTES)
+    request = Request(header, body, files[0] if files else None)
+    try:
+        body.receive_exactly(connection, int(header["body"]))
+    except BaseException:
+        request.close()
+        raise
+    return request

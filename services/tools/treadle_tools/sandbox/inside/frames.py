@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 HEADER = struct.Struct(">I")
+MOST_FILES = 2  # that come with one frame
 MAX_FRAME_BYTES = 16 * 1024 * 1024  # the largest arguments or output that pass; gRPC messages end at the same size
 
 
@@ -39,7 +40,7 @@ def decode(body: bytes) -> dict[str, Any]:
     """Decode a frame's body. Raises FrameError unless it is a JSON object."""
     try:
         message = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FrameError(f"a frame that is not JSON: {error}") from error
     if not isinstance(message, dict):
         raise FrameError("a frame that is not a JSON object")
@@ -58,26 +59,26 @@ def take_message(received: bytearray) -> dict[str, Any] | None:
     return decode(body)
 
 
-def send(link: socket.socket, message: Mapping[str, Any], file: int | None = None) -> None:
-    """Send one frame over a blocking socket, and an open file with it, which the caller still closes."""
+def send(link: socket.socket, message: Mapping[str, Any], *files: int) -> None:
+    """Send one frame over a blocking socket, and open files with it, which the caller still closes."""
     data = encode(message)
-    if file is not None:
-        data = data[socket.send_fds(link, [data], [file]) :]
+    if files:
+        data = data[socket.send_fds(link, [data], list(files)) :]
     if data:  # an empty send fails where the other side has already answered and ended
         link.sendall(data)
 
 
-def receive(link: socket.socket) -> tuple[dict[str, Any], int | None] | None:
-    """Receive the next message and the open file that came with it, which the caller closes; None at an orderly end."""
-    header, files, _, _ = socket.recv_fds(link, HEADER.size, 1, socket.MSG_CMSG_CLOEXEC)
+def receive(link: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """Receive the next message and the open files that came with it, which the caller closes; None at an orderly
+    end."""
+    header, files, _, _ = socket.recv_fds(link, HEADER.size, MOST_FILES, socket.MSG_CMSG_CLOEXEC)
     if not header:
         return None
-    file = files[0] if files else None
     try:
         header += _receive_exactly(link, HEADER.size - len(header))
-        return decode(_receive_exactly(link, read_length(header))), file
+        return decode(_receive_exactly(link, read_length(header))), list(files)
     except BaseException:
-        if file is not None:
+        for file in files:
             os.close(file)
         raise
 

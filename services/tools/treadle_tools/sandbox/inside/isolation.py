@@ -9,11 +9,14 @@ further namespace. The standard library lacks these system calls; every failure 
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import platform
+import resource
 import signal
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from treadle_tools.tool import WORK_FOLDER_INODES
 
@@ -36,11 +39,17 @@ NAMESPACES = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_N
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 16384, 1 << 18
 
+# Of what the kernel counts by user, and all sandboxes have the same user outside their namespaces.
+PTYS = 16
+MOST_SIGNALS = 256  # that wait to be taken
+MOST_INOTIFY = {"max_inotify_instances": 16, "max_inotify_watches": 8192}
 OOM_SCORE = 500  # as if it held half of the machine's memory
 
 _SHM_INFO, _MSG_INFO, _SEM_INFO = 14, 12, 19
 _INFO_BYTES = 256  # more than any of their structures has
 
+_FS_IOC_GETFLAGS = 0x80086601
+_PR_GET_TIMERSLACK = 30
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_GET_NO_NEW_PRIVS = 39
@@ -83,13 +92,19 @@ def _isolate(work_bytes: int) -> None:
     for folder in ("/tmp", "/dev/shm"):
         options = f"size={work_bytes},nr_inodes={WORK_FOLDER_INODES},mode=0700,uid={uid},gid={gid}"
         _mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, options)
+    # Terminals of its own, few of them: the kernel limits how many there are on the machine.
+    _mount("devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, f"newinstance,ptmxmode=0666,mode=0600,max={PTYS}")
     with contextlib.suppress(PermissionError):  # where memory runs out, the kernel should kill a sandbox first
         _write("/proc/self/oom_score_adj", str(OOM_SCORE))
+    for name, most in MOST_INOTIFY.items():
+        with contextlib.suppress(OSError):  # /proc/sys may be read-only
+            _write(f"/proc/sys/user/{name}", str(most))
     flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
     try:
         _mount("proc", "/proc", "proc", flags)
     except PermissionError:  # bubblewrap started as root covers parts of /proc, and the kernel allows no new one
         _mount("tmpfs", "/proc", "tmpfs", flags | MS_RDONLY, "mode=0555")
+    resource.setrlimit(resource.RLIMIT_SIGPENDING, (MOST_SIGNALS, MOST_SIGNALS))
     drop_privileges()
 
 
@@ -98,7 +113,7 @@ def drop_privileges() -> None:
     handler of SIGINT, because a signal that init does not handle never reaches it from inside its namespace."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     drop_capabilities()
-    _filter_system_calls()
+    _filter_system_calls(_FILTER)
     set_dumpable(False)
     os.chdir("/tmp")
 
@@ -111,7 +126,7 @@ def _clone(flags: int) -> int:
     """
     if platform.machine() not in _MACHINES:
         raise OSError(errno.ENOSYS, f"clone: no table for {platform.machine()}")
-    number = _MACHINES[platform.machine()][1]
+    number = _MACHINES[platform.machine()][1][0]
     _python.PyOS_BeforeFork()  # os.fork calls these three too
     pid = _holding.syscall(number, flags | signal.SIGCHLD, None, None, None, None)
     failed = ctypes.get_errno()
@@ -158,6 +173,24 @@ def drop_capabilities() -> None:
     _check(_libc.capset(ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)())), "capset")
 
 
+def read_inode_flags(folder: Path) -> int:
+    """What chattr shows of a folder; 0 where its file system has none."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        return int.from_bytes(fcntl.ioctl(descriptor, _FS_IOC_GETFLAGS, bytes(8)), "little")
+    except OSError:
+        return 0
+    finally:
+        os.close(descriptor)
+
+
+def read_io_and_timer_ranks() -> tuple[int, int]:
+    """The I/O priority of this process, and how late its timers may be in ns."""
+    number = {"x86_64": 252, "aarch64": 31}.get(platform.machine())
+    io_rank = -1 if number is None else int(_libc.syscall(number, 1, 0))
+    return io_rank, int(_libc.prctl(_PR_GET_TIMERSLACK, 0, 0, 0, 0))
+
+
 def count_ipc_objects() -> int:
     """How many shared memory segments, semaphore sets and message queues of System V this IPC namespace has."""
     counted = ctypes.create_string_buffer(_INFO_BYTES)
@@ -173,55 +206,92 @@ def count_ipc_objects() -> int:
 
 
 # The filter refuses what no tool needs and what escapes and leaks between actions use: more namespaces, other
-# processes' memory, kernel keyrings (they outlive an action), and programs that the kernel interprets.
-# Per machine: audit architecture, clone, clone3, then the refused calls: unshare setns ptrace process_vm_readv
-# process_vm_writev add_key request_key keyctl bpf perf_event_open userfaultfd io_uring_setup.
+# processes' memory and descriptors, kernel keyrings (they outlive an action), programs that the kernel interprets,
+# watches whose number the kernel limits for all sandboxes together, sockets of families whose addresses are shared.
+# Per machine: audit architecture; clone, clone3, socket, socketpair; the refused calls: unshare setns ptrace
+# process_vm_readv process_vm_writev add_key request_key keyctl bpf perf_event_open userfaultfd io_uring_setup
+# pidfd_getfd fanotify_init; those that make memory which no process has mapped: memfd_create memfd_secret shmget.
 _MACHINES = {
-    "x86_64": (0xC000003E, 56, 435, (272, 308, 101, 310, 311, 248, 249, 250, 321, 298, 323, 425)),
-    "aarch64": (0xC00000B7, 220, 435, (97, 268, 117, 270, 271, 217, 218, 219, 280, 241, 282, 425)),
+    "x86_64": (
+        0xC000003E,
+        (56, 435, 41, 53),
+        (272, 308, 101, 310, 311, 248, 249, 250, 321, 298, 323, 425, 438, 300),
+        (319, 447, 29),
+    ),
+    "aarch64": (
+        0xC00000B7,
+        (220, 435, 198, 199),
+        (97, 268, 117, 270, 271, 217, 218, 219, 280, 241, 282, 425, 438, 262),
+        (279, 447, 194),
+    ),
 }
+_SOCKETS = (1, 2, 10, 16)  # AF_UNIX, AF_INET, AF_INET6, AF_NETLINK
 _X32_CALLS = 0x40000000  # x86_64's second table of numbers
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER_AT, _ARCHITECTURE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16  # offsets in struct seccomp_data, little-endian
-_ALLOW, _NO_PERMISSION, _NO_SUCH_CALL = 0x7FFF0000, 0x00050000 | 1, 0x00050000 | 38
+_ALLOW, _NO_PERMISSION, _NO_SUCH_CALL, _NO_FAMILY = 0x7FFF0000, 0x00050000 | 1, 0x00050000 | 38, 0x00050000 | 97
 
 
-def _filter_program() -> bytes | None:
-    """The filter as the kernel reads it (struct sock_filter[]); None on a machine that is not in `_MACHINES`."""
-    if platform.machine() not in _MACHINES:
-        return None
-    architecture, clone, clone3, refused = _MACHINES[platform.machine()]
-    program = [
+def _head(machine: str) -> list[tuple[int, int, int, int]]:
+    """The begin of a filter: refuse calls of another machine's table, then load the number of the call."""
+    return [
         (_LOAD, 0, 0, _ARCHITECTURE_AT),
-        (_JUMP_EQUAL, 1, 0, architecture),
+        (_JUMP_EQUAL, 1, 0, _MACHINES[machine][0]),
         (_RETURN, 0, 0, _NO_SUCH_CALL),
         (_LOAD, 0, 0, _NUMBER_AT),
         (_JUMP_AT_LEAST, 0, 1, _X32_CALLS),
         (_RETURN, 0, 0, _NO_SUCH_CALL),
-        # glibc falls back to clone, whose flags the filter can read; those of clone3 are behind a pointer.
-        (_JUMP_EQUAL, 0, 1, clone3),
-        (_RETURN, 0, 0, _NO_SUCH_CALL),
     ]
-    for number in refused:
-        program += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _NO_PERMISSION)]
-    program += [
+
+
+def _refuse(numbers: Iterable[int]) -> list[tuple[int, int, int, int]]:
+    return [step for number in numbers for step in ((_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _NO_PERMISSION))]
+
+
+def _filter_program(machine: str) -> list[tuple[int, int, int, int]]:
+    """What every sandbox is refused."""
+    _, (clone, clone3, *sockets), refused, _ = _MACHINES[machine]
+    # glibc falls back to clone, whose flags the filter can read; those of clone3 are behind a pointer.
+    program = [*_head(machine), (_JUMP_EQUAL, 0, 1, clone3), (_RETURN, 0, 0, _NO_SUCH_CALL), *_refuse(refused)]
+    for number in sockets:
+        program += [(_JUMP_EQUAL, 0, len(_SOCKETS) + 3, number), (_LOAD, 0, 0, _FIRST_ARGUMENT_AT)]
+        program += [(_JUMP_EQUAL, len(_SOCKETS) - at, 0, family) for at, family in enumerate(_SOCKETS)]
+        program += [(_RETURN, 0, 0, _NO_FAMILY), (_RETURN, 0, 0, _ALLOW)]
+    return [
+        *program,
         (_JUMP_EQUAL, 0, 3, clone),
         (_LOAD, 0, 0, _FIRST_ARGUMENT_AT),
         (_JUMP_SET, 0, 1, CLONE_NEWUSER),
         (_RETURN, 0, 0, _NO_PERMISSION),
         (_RETURN, 0, 0, _ALLOW),
     ]
-    return b"".join(struct.pack("=HBBI", *step) for step in program)
 
 
-def _filter_system_calls() -> None:
+def _memory_program(machine: str) -> list[tuple[int, int, int, int]]:
+    """What is refused where nobody but the service counts memory."""
+    return [*_head(machine), *_refuse(_MACHINES[machine][3]), (_RETURN, 0, 0, _ALLOW)]
+
+
+def _packed(program: Callable[[str], list[tuple[int, int, int, int]]]) -> bytes | None:
+    """A filter as the kernel reads it (struct sock_filter[]); None on a machine that is not in `_MACHINES`."""
+    machine = platform.machine()
+    return b"".join(struct.pack("=HBBI", *step) for step in program(machine)) if machine in _MACHINES else None
+
+
+def _filter_system_calls(program: bytes | None) -> None:
     """Refuse these calls from now on, for children too; cannot be undone. Nothing on a machine without a table."""
-    if _FILTER is None:
+    if program is None:
         return
-    code = ctypes.create_string_buffer(_FILTER)
+    code = ctypes.create_string_buffer(program)
     # struct sock_fprog: a 16-bit count, padding, a pointer.
-    fprog = ctypes.create_string_buffer(struct.pack("@H6xP", len(_FILTER) // 8, ctypes.addressof(code)))
+    fprog = ctypes.create_string_buffer(struct.pack("@H6xP", len(program) // 8, ctypes.addressof(code)))
     _check(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(fprog), 0, 0), "seccomp")
 
 
-_FILTER = _filter_program()
+def refuse_unmapped_memory() -> None:
+    """Refuse memory that no process has mapped, which a look at the processes does not see."""
+    _filter_system_calls(_MEMORY_FILTER)
+
+
+_FILTER = _packed(_filter_program)
+_MEMORY_FILTER = _packed(_memory_program)

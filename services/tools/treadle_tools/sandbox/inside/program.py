@@ -14,13 +14,13 @@ import socket
 import sys
 import tarfile
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from treadle_tools.sandbox.inside import frames, isolation
+from treadle_tools.sandbox.inside import answers, frames, isolation
 from treadle_tools.sandbox.inside.child import Budget
+from treadle_tools.sandbox.inside.content import take
 from treadle_tools.tool import Environment, InvalidArguments, Outcome, Status
 
 CORES = "TREADLE_CORES"  # environment variable: how many cores the program was granted
@@ -31,39 +31,46 @@ STATE, FILES = "state", "tmp"  # in the tar of a snapshot: the pickled environme
 _links: list[socket.socket] = []
 
 
-def run_order(program: Callable[..., Any], link: socket.socket) -> None:
-    """Wait for this process's one order and carry it out, within the order's budget. program: of the tool."""
+def run_order(program: Callable[..., Any], link: socket.socket, *, hidden: bool, counted: bool) -> None:
+    """Wait for this process's one order and carry it out, within the order's budget. program: of the tool. hidden: the
+    program starts foreign code, which must not reach into its memory or take its link. counted: a control group counts
+    its memory."""
     if (received := frames.receive(link)) is None:
         return
-    order, file = received
+    order, (body, *files) = received
     Budget(**order["budget"]).enforce()
-    op, arguments = order["op"], order["arguments"]
+    if not counted:
+        isolation.refuse_unmapped_memory()
+    op, arguments = order["op"], json.loads(take(body))
     os.environ[CORES] = str(order["cores"])
     if op in ("open", "restore"):
-        _serve_environment(program, arguments, file, link)
+        _serve_environment(program, arguments, files, link)
     else:
-        isolation.set_dumpable(True)  # nothing to hide, and some programs read their own /proc
+        if not hidden:
+            isolation.set_dumpable(True)  # some programs read their own /proc
         _answer(link, partial(run_snippet if op == "python" else program, arguments))
 
 
 def _answer(link: socket.socket, program: Callable[[], Outcome], *, fatal: bool = False) -> bool:
-    """Run foreign code and send its outcome. fatal: a failure ends the environment. False where it does."""
+    """Run foreign code and send its outcome. fatal: a failure is the last of it. False where it has failed."""
+    failed = True
     try:
         message = _encode(program())
+        failed = False
     except InvalidArguments as refusal:
-        message = {"status": Status.TOOL_ERROR, "invalid": [refusal.name, refusal.description], "fatal": fatal}
+        message = {"status": Status.TOOL_ERROR, "invalid": [refusal.name, refusal.description]}
     except MemoryError:
-        message = {"status": Status.OUT_OF_MEMORY, "error": "MemoryError", "fatal": fatal}
+        message = {"status": Status.OUT_OF_MEMORY, "error": "MemoryError"}
     except BaseException as error:  # noqa: BLE001 - foreign code may raise anything; it is the answer
-        message = {**_encode(_report_error(error)), "fatal": fatal}
-    frames.send(link, message)
-    return not message.get("fatal", False)
+        message = _encode(_report_error(error))
+    answers.send(link, answers.LAST if fatal and failed else answers.ANSWER, message)
+    return not failed
 
 
 def _encode(outcome: Outcome) -> dict[str, Any]:
-    message = asdict(outcome)
+    message = dict(vars(outcome))  # not asdict, which copies what is inside too
     data = message.pop("data")
-    return {**message, "data_json": "" if data is None else json.dumps(data)}
+    return {**message, "data_json": "" if data is None else json.dumps(data, allow_nan=False)}
 
 
 def _report_error(error: BaseException) -> Outcome:
@@ -73,7 +80,8 @@ def _report_error(error: BaseException) -> Outcome:
         tracing = tracing.tb_next
     traceback.print_exception(type(error), error, tracing)
     sys.stderr.flush()
-    return Outcome(status=Status.TOOL_ERROR, error=traceback.format_exception_only(error)[-1].strip())
+    last = traceback.format_exception_only(error)[-1].strip()
+    return Outcome(status=Status.TOOL_ERROR, error=last[: answers.MOST_ERROR_CHARS])
 
 
 def run_snippet(arguments: Mapping[str, Any]) -> Outcome:
@@ -117,11 +125,14 @@ class LinkedSandbox:
 
     def python(self, code: str) -> Outcome:
         """Run Python beside the environment."""
-        frames.send(self._link, {"python": code})
+        answers.send(self._link, answers.ORDER, {"code": code})
         if (received := frames.receive(self._link)) is None:
             raise frames.FrameError("the supervisor has ended")
-        reply, _ = received
-        return Outcome(output=str(reply["output"]), status=Status(reply["status"]), error=str(reply["error"]))
+        header, files = received
+        printed, answer = (take(file) for file in files)
+        reply = answers.read(header, printed, answer)
+        status = reply["status"] if reply["status"] in tuple(Status) else Status.CRASHED
+        return Outcome(output=reply["output"], status=Status(status), error=reply["error"])
 
 
 def _find_sandbox() -> LinkedSandbox:
@@ -130,21 +141,22 @@ def _find_sandbox() -> LinkedSandbox:
 
 
 def _serve_environment(
-    program: Callable[..., Environment], arguments: Any, file: int | None, link: socket.socket
+    program: Callable[..., Environment], arguments: Any, files: Sequence[int], link: socket.socket
 ) -> None:
     """Answer with the first observation of an environment, then serve its steps and snapshots.
 
-    file: a snapshot that it continues from; `arguments` are then its last observation, the first of this session.
+    files: a snapshot that it continues from, if any; `arguments` are then its last observation, the first of this
+    session.
     """
     made: list[Environment] = []
     _links.append(link)
 
     def first() -> Outcome:
-        if file is None:
+        if not files:
             made.append(program(arguments, LinkedSandbox(link)))
             return made[0].first()
-        made.append(read_snapshot(file))
-        os.close(file)
+        made.append(read_snapshot(files[0]))
+        os.close(files[0])
         data = json.loads(arguments["data_json"]) if arguments["data_json"] else None
         return Outcome(output=str(arguments["output"]), reward=arguments["reward"], data=data)
 
@@ -152,14 +164,13 @@ def _serve_environment(
         return
     (environment,) = made
     while (received := frames.receive(link)) is not None:
-        request, target = received
-        if target is not None:
-            _write_in_fork(environment, target, link)
-            os.close(target)
+        request, (file,) = received
+        os.environ[CORES] = str(request["cores"])
+        if request["op"] == "snapshot":
+            _write_in_fork(environment, file, link)
+            os.close(file)
         else:
-            arguments = request["step"]
-            os.environ[CORES] = str(request["cores"])
-            _answer(link, partial(environment.step, arguments))
+            _answer(link, partial(environment.step, json.loads(take(file))))
 
 
 def _write_in_fork(environment: Environment, file: int, link: socket.socket) -> None:
@@ -172,7 +183,8 @@ def _write_in_fork(environment: Environment, file: int, link: socket.socket) -> 
             os._exit(0)
     _, status = os.waitpid(child, 0)
     if status != 0:
-        frames.send(link, {"status": Status.CRASHED, "error": "the process that wrote the snapshot was killed"})
+        error = "the process that wrote the snapshot was killed"
+        answers.send(link, answers.ANSWER, {"status": Status.CRASHED, "error": error})
 
 
 def write_snapshot(environment: Any, file: int) -> Outcome:

@@ -1,8 +1,10 @@
 """The init of a sandbox: takes the service's requests, runs the tool in processes of its own, answers how each ended.
 
 Owns: the sandbox's child processes and their deadlines. Invariants: foreign code never runs in this process, so that
-nothing in the sandbox can answer the service in its place; the kernel lets no process inside the sandbox kill or stop
-init. What a call left is removed before another of the same trajectory runs; where that fails, none runs again.
+nothing in the sandbox can answer the service in its place; this process never has in its memory what an action says or
+hears (content.py), as the processes of foreign code are its forks; the kernel lets no process inside the sandbox kill
+or stop init. What a call left is removed before another of the same trajectory runs; where that fails, none runs again.
+What an agent's code left running in a session is killed before the session's next step.
 """
 
 import contextlib
@@ -14,13 +16,15 @@ import shutil
 import signal
 import stat
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from treadle_tools.sandbox.inside import frames, isolation
-from treadle_tools.sandbox.inside.child import Budget, Captured, Child
+from treadle_tools.sandbox.inside import answers, frames, isolation
+from treadle_tools.sandbox.inside.child import Budget, Child, Event
+from treadle_tools.sandbox.inside.content import Content
 from treadle_tools.sandbox.inside.program import run_order
 from treadle_tools.tool import Limits, Status
 
@@ -28,14 +32,19 @@ ENVIRONMENT_GRACE_S = 1.0  # for an environment to answer after code that it ran
 WRITABLE = (Path("/tmp"), Path("/dev/shm"))  # all folders that a sandbox can write
 WRITABLE_MODE = 0o700
 ALL_CORES = range(1024)  # the widest mask that the standard library can set
+HIGHEST_PID = 1 << 22  # of Linux
+MOST_SWEEPS = 10  # over all processes, as those that are killed may have forked
+MOST_WAITS, WAIT_S = 100, 0.001  # a process is reaped once its parent has ended
 RESOURCE_LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
 
 
 @dataclass(frozen=True)
 class Worker:
-    """A tool that this process has imported. program: what the tool's `entry` names. baseline_bytes: address space."""
+    """A tool that this process has imported. program: what the tool's `entry` names. hidden: foreign code runs beside
+    it, and must not reach into it. baseline_bytes: address space."""
 
     program: Callable[..., Any]
+    hidden: bool
     work_bytes: int
     processes: int
     baseline_bytes: int
@@ -50,7 +59,8 @@ class Worker:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         gc.collect()
         gc.freeze()  # so that a fork's garbage collector does not copy every page of the preloaded modules
-        return cls(program, int(config["work_bytes"]), int(config["processes"]), pages * resource.getpagesize())
+        baseline_bytes = pages * resource.getpagesize()
+        return cls(program, bool(config["hidden"]), int(config["work_bytes"]), int(config["processes"]), baseline_bytes)
 
 
 def hide_standard_streams() -> tuple[int, int]:
@@ -63,14 +73,29 @@ def hide_standard_streams() -> tuple[int, int]:
     return streams
 
 
+@dataclass(frozen=True)
+class Request:
+    """op, id, limits, again: as of `Sandbox.ask`. body: its arguments, which only the process that it is for reads.
+    file: an open file that came with it."""
+
+    header: Mapping[str, Any]
+    body: Content
+    file: int | None
+
+    def close(self) -> None:
+        self.body.close()
+        if self.file is not None:
+            os.close(self.file)
+
+
 class Requests(Protocol):
     """Where requests come from and answers go."""
 
-    def next_request(self) -> tuple[dict[str, Any], int | None] | None:
-        """The next request, and the open file that came with it; None where there will be no more."""
+    def next_request(self) -> Request | None:
+        """The next request, which the caller closes; None where there will be no more."""
 
-    def answer(self, message: Mapping[str, Any]) -> None:
-        """Send an answer, if anybody still listens."""
+    def answer(self, header: Mapping[str, Any], printed: Content, answer: Content) -> None:
+        """Send an answer (`answers.read`), if anybody still listens. The header says how long both contents are."""
 
 
 class Supervisor:
@@ -79,54 +104,86 @@ class Supervisor:
     The last answer stays here, with its request's id: the next service can `recall` what a killed one did not pass on.
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, *, counted: bool = True) -> None:
+        """counted: whether a control group counts the memory of this sandbox."""
+        self._run_order = partial(run_order, worker.program, hidden=worker.hidden, counted=counted)
         self._worker = worker
         self._environment: Child | None = None
         self._warm: Child | None = None
         self._finished: Child | None = None
         self._has_run_python = False
         self._last: dict[str, Any] = {"id": ""}
+        self._printed, self._answer = Content(0), Content(0)  # of the last answer
+        self._aside = Content(0), Content(0)  # of a snapshot's answer, and of what an environment prints
         self._before = _read_init_state()
         self._soiled = ""
+        self._newest = 0
         self._fork()
 
     def serve(self, requests: Requests) -> None:
         """Answer one request after the other until there are no more."""
-        while (received := requests.next_request()) is not None:
-            request, file = received
-            if request["op"] == "snapshot":  # changes nothing, so that the last answer stays the last step's
-                requests.answer(self._answer(request, file))
+        while (request := requests.next_request()) is not None:
+            op = request.header["op"]
+            printed, answer = self._printed, self._answer
+            if op == "snapshot":  # changes nothing, so that the last answer stays the last step's
+                printed, answer = self._aside
+                header = self._carry_out(request, printed, answer)
+            elif op != "recall":
+                header = self._last = self._carry_out(request, printed, answer)
             else:
-                if request["op"] != "recall":
-                    self._last = self._answer(request, file)
-                requests.answer(self._last)
+                header = self._last
+            sizes = {"printed": printed.size, "answer": answer.size, "truncated": printed.cut}
+            requests.answer({**header, **sizes}, printed, answer)
             if self._finished is not None:  # after the answer, because it takes half a millisecond
                 self._finished.kill()
                 self._finished = None
-                if self._last["again"]:
-                    self._soiled = _clean(self._before)
+                if header["again"] and not (soiled := _clean(self._before)):
                     self._fork()
-            if file is not None:
-                os.close(file)
+                elif header["again"]:
+                    self._soiled = soiled
+            request.close()
             if self._has_run_python:
+                self._kill_leftovers()
                 self._fork()
+                self._has_run_python = False
 
-    def _answer(self, request: Mapping[str, Any], file: int | None) -> dict[str, Any]:
+    def _carry_out(self, request: Request, printed: Content, answer: Content) -> dict[str, Any]:
         started = time.monotonic()
-        reply = self._carry_out(request, Limits(**request["limits"]), file)
-        reply["id"] = request["id"]
-        reply["execution_s"] = time.monotonic() - started
-        reply["alive"] = self._environment is not None
-        # Only process 1 of namespaces of its own can remove what a call left: every other process is the call's.
-        reply["again"] = bool(request.get("again")) and not self._soiled and os.getpid() == 1
-        return reply
+        limits = Limits(**request.header["limits"])
+        printed.clear(limits.output_bytes)
+        answer.clear(answers.MOST_BYTES)
+        status = self._start_and_wait(request, limits, printed, answer)
+        return {
+            **status,
+            "id": request.header["id"],
+            "most_output": limits.output_bytes,
+            "execution_s": time.monotonic() - started,
+            "alive": self._environment is not None,
+            # Only process 1 of namespaces of its own can remove what a call left: every other process is the call's.
+            "again": bool(request.header.get("again")) and not self._soiled and os.getpid() == 1,
+        }
+
+    def _start_and_wait(self, request: Request, limits: Limits, printed: Content, answer: Content) -> dict[str, Any]:
+        """Have the request carried out. How it ended, where that is not in the answer."""
+        op, body, file = request.header["op"], request.body, request.file
+        if op == "call" and self._soiled:
+            return {"status": Status.CRASHED, "error": self._soiled, "soiled": True}
+        if op == "call":
+            self._finished = self._start(op, limits, body)
+            return _wait(self._finished, limits, printed, answer)
+        if op in ("open", "restore"):
+            self._environment = self._start(op, limits, body, file)
+        elif self._environment is not None:
+            content = file if op == "snapshot" and file is not None else body.file
+            self._environment.send({"op": op, "cores": limits.cpu_cores}, content)
+        return self._wait_for_environment(limits, printed, answer)
 
     def _fork(self) -> None:
         """Have a process ready for the next order: forking one of a worker with large libraries takes milliseconds."""
         if self._warm is None:
-            self._warm = Child(lambda link: run_order(self._worker.program, link))
+            self._warm = Child(self._run_order)
 
-    def _start(self, op: str, arguments: Any, limits: Limits, file: int | None = None) -> Child:
+    def _start(self, op: str, limits: Limits, body: Content, file: int | None = None) -> Child:
         """Give a process its order. An environment's CPU seconds add up over its steps, so it has no limit there."""
         self._fork()
         child, self._warm = self._warm, None
@@ -138,86 +195,123 @@ class Supervisor:
             processes=self._worker.processes,
             cpu_s=None if op in ("open", "restore") else limits.wall_s * limits.cpu_cores,
         )
-        child.send({"op": op, "arguments": arguments, "budget": asdict(budget), "cores": limits.cpu_cores}, file)
+        files = [body.file] if file is None else [body.file, file]
+        child.send({"op": op, "budget": vars(budget), "cores": limits.cpu_cores}, *files)
         return child
 
-    def _carry_out(self, request: Mapping[str, Any], limits: Limits, file: int | None) -> dict[str, Any]:
-        op, arguments = str(request["op"]), request["arguments"]
-        if op == "call" and self._soiled:
-            return _reply(Status.CRASHED, Captured(0), error=self._soiled) | {"soiled": True}
-        if op == "call":
-            self._finished = self._start(op, arguments, limits)
-            return _receive_answer(self._finished, limits)
-        if op in ("open", "restore"):
-            self._environment = self._start(op, arguments, limits, file)
-        elif self._environment is not None:
-            self._environment.send({op: arguments, "cores": limits.cpu_cores}, file)
-        return self._receive_environment_answer(limits)
-
-    def _receive_environment_answer(self, limits: Limits) -> dict[str, Any]:
-        """Wait for the environment's next answer, and run the Python that it asks for until then."""
+    def _wait_for_environment(self, limits: Limits, printed: Content, answer: Content) -> dict[str, Any]:
+        """Wait for the environment's next answer, and run the Python that it orders until then."""
         if (environment := self._environment) is None:
-            return _reply(Status.CRASHED, Captured(0), error="the environment has ended")
+            return {"status": Status.CRASHED, "error": "the environment has ended"}
         deadline = time.monotonic() + limits.wall_s
-        unread = Captured(0)  # what an environment prints is no observation
+        unread = self._aside[0]
+        unread.clear(0)  # what an environment prints is no observation
         try:
-            while True:
-                event = environment.next_event(deadline, unread)
-                if not isinstance(event, dict) or "python" not in event:
-                    break
-                self._has_run_python = True
-                child = self._start("python", {"code": event["python"]}, limits)
-                try:
-                    answer = _receive_answer(child, limits)
-                finally:
-                    child.kill()
-                environment.send(answer)
+            while (event := environment.next_event(deadline, unread, answer)).kind == answers.ORDER:
+                self._run_python(environment, limits, answer)
                 deadline = max(deadline, time.monotonic() + ENVIRONMENT_GRACE_S)
         except (frames.FrameError, OSError) as error:
-            event = {"status": Status.CRASHED, "error": str(error), "fatal": True}
-        captured = Captured(limits.output_bytes)
-        if not isinstance(event, dict) or event.pop("fatal", False):
+            event, ended = Event(late=True), {"status": Status.CRASHED, "error": str(error)}
+        else:
+            ended = _ending(event, limits)
+        if event.kind != answers.ANSWER:
             environment.kill()
             self._environment = None
-        return _reply_to(event, captured, limits)
+        return ended
+
+    def _run_python(self, environment: Child, limits: Limits, order: Content) -> None:
+        """Run a piece of Python that an environment has ordered, and tell it what came of that."""
+        if self._has_run_python:
+            self._kill_leftovers()  # of the piece before
+        self._has_run_python = True
+        printed, answer = Content(limits.output_bytes), Content(answers.MOST_BYTES)
+        try:
+            child = self._start("python", limits, order)
+            try:
+                ended = _wait(child, limits, printed, answer)
+            finally:
+                child.kill()
+            header = {**ended, "truncated": printed.cut, "most_output": limits.output_bytes}
+            environment.send(header, printed.file, answer.file)
+        finally:
+            printed.close()
+            answer.close()
+
+    def _kill_leftovers(self) -> None:
+        """Kill and reap every process but this one, the environment with those that it started, and a warm one, which
+        it forks."""
+        if os.getpid() != 1:  # without namespaces of its own a sandbox does not know which processes are its
+            return
+        last = HIGHEST_PID
+        with contextlib.suppress(OSError):  # foreign code has used up the processes
+            self._fork()
+        if self._warm is not None:
+            # The kernel numbers processes upwards, and begins anew above the highest number.
+            last = self._warm.pid if self._warm.pid > self._newest else HIGHEST_PID
+            self._newest = self._warm.pid
+        kept = [child.pid for child in (self._environment, self._warm) if child is not None]
+        for _ in range(MOST_SWEEPS):
+            others = [pid for pid in range(2, last) if _session_of(pid) not in (None, *kept)]
+            if not others:
+                return
+            _end(others)
 
 
-def _receive_answer(child: Child, limits: Limits) -> dict[str, Any]:
-    """Wait for the one answer of a child, which the caller kills afterwards."""
-    captured = Captured(limits.output_bytes)
+def _wait(child: Child, limits: Limits, printed: Content, answer: Content) -> dict[str, Any]:
+    """Wait for the one answer of a child, which the caller kills afterwards. How it ended, where it sent none."""
     try:
-        event = child.next_event(time.monotonic() + limits.wall_s, captured)
+        return _ending(child.next_event(time.monotonic() + limits.wall_s, printed, answer), limits)
     except frames.FrameError as error:
-        return _reply(Status.CRASHED, captured, error=str(error))
-    return _reply_to(event, captured, limits)
+        return {"status": Status.CRASHED, "error": f"{answers.NOT_VALID}: {error}"}
 
 
-def _reply_to(event: dict[str, Any] | int | None, captured: Captured, limits: Limits) -> dict[str, Any]:
-    """The answer of an event of `Child.next_event`."""
-    if event is None:
-        return _reply(Status.TIMED_OUT, captured, error=f"stopped after {limits.wall_s:g} s")
-    if isinstance(event, int) and os.WIFSIGNALED(event):
-        number = os.WTERMSIG(event)
-        if number == signal.SIGXCPU:
-            cpu_s = limits.wall_s * limits.cpu_cores
-            return _reply(Status.TIMED_OUT, captured, error=f"stopped after more than {cpu_s:g} CPU seconds")
-        return _reply(Status.CRASHED, captured, error=f"killed by {signal.Signals(number).name}")
-    if isinstance(event, int):
-        code = os.waitstatus_to_exitcode(event)
-        return _reply(Status.CRASHED, captured, error=f"ended without an answer, exit code {code}")
-    captured.add(str(event.pop("output", "")).encode("utf-8", "backslashreplace"))
-    reply = _reply(Status(str(event.pop("status", Status.CRASHED))), captured)
-    return {**event, **reply, "error": str(event.get("error", ""))}
+def _ending(event: Event, limits: Limits) -> dict[str, Any]:
+    """The status and error of an event that is no answer."""
+    if event.late:
+        return {"status": Status.TIMED_OUT, "error": f"stopped after {limits.wall_s:g} s"}
+    if event.wait_status is None:
+        return {}
+    if not os.WIFSIGNALED(event.wait_status):
+        code = os.waitstatus_to_exitcode(event.wait_status)
+        return {"status": Status.CRASHED, "error": f"ended without an answer, exit code {code}"}
+    number = os.WTERMSIG(event.wait_status)
+    if number == signal.SIGXCPU:
+        cpu_s = limits.wall_s * limits.cpu_cores
+        return {"status": Status.TIMED_OUT, "error": f"stopped after more than {cpu_s:g} CPU seconds"}
+    names = {each.value: each.name for each in signal.Signals}  # of real-time signals only two have one
+    return {"status": Status.CRASHED, "error": f"killed by {names.get(number, f'signal {number}')}"}
 
 
-def _reply(status: Status, captured: Captured, *, error: str = "") -> dict[str, Any]:
-    return {"status": status, "output": captured.text(), "truncated": captured.cut, "error": error}
+def _end(pids: Sequence[int]) -> None:
+    """Kill processes, and reap those that nobody else will."""
+    left = set(pids)
+    for _ in range(MOST_WAITS):
+        for pid in sorted(left):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):  # its parent has not ended yet
+                os.waitpid(pid, os.WNOHANG)
+        left = {pid for pid in left if _session_of(pid) is not None}
+        if not left:
+            return
+        time.sleep(WAIT_S)
+
+
+def _session_of(pid: int) -> int | None:
+    """The session of a process, which is that of the `Child` it descends from unless it made its own; None: no such
+    process. Without /proc, which a sandbox of root's has not."""
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
 
 
 def _read_init_state() -> tuple[object, ...]:
-    """What processes of the same user may change of init, and its children inherit."""
+    """What processes of the same user may change of init and of the folders, and later calls would find."""
     limits = [resource.getrlimit(which) for which in RESOURCE_LIMITS]
-    return *limits, os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)
+    folders = [isolation.read_inode_flags(folder) for folder in WRITABLE]
+    ranks = os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0), *isolation.read_io_and_timer_ranks()
+    return *limits, *folders, *ranks
 
 
 def _clean(before: tuple[object, ...]) -> str:
@@ -240,7 +334,7 @@ def _clean(before: tuple[object, ...]) -> str:
         return f"left behind: {error}"
     if isolation.count_ipc_objects():
         return "left behind: System V IPC objects"
-    return "" if _read_init_state() == before else "init has other limits than before"
+    return "" if _read_init_state() == before else "init, or a folder, is not as it was"
 
 
 def _empty(folder: Path) -> None:
@@ -253,3 +347,4 @@ def _empty(folder: Path) -> None:
             each.unlink()
     for name in os.listxattr(folder):
         os.removexattr(folder, name)
+    os.utime(folder, (0, 0))
