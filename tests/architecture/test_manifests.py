@@ -61,14 +61,25 @@ def test_every_treadle_variable_in_a_manifest_is_a_setting(variables: Any) -> No
     assert named <= known, f"no such setting: {sorted(named - known)}"
 
 
-def test_every_test_that_the_page_of_faults_names_exists() -> None:
-    named = set(re.findall(r"(test_\w+\.py)::(\w+)", (ROOT / "docs" / "faults.md").read_text()))
-    written = {
+def written_tests() -> set[tuple[str, str]]:
+    """File and name of every function there."""
+    return {
         (path.name, node.name)
         for path in (ROOT / "tests").rglob("test_*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
+
+
+def test_every_test_that_the_page_of_faults_names_exists() -> None:
+    named = set(re.findall(r"(test_\w+\.py)::(\w+)", (ROOT / "docs" / "faults.md").read_text()))
+    assert named
+    assert named <= written_tests(), f"no such test: {sorted(named - written_tests())}"
+
+
+def test_every_test_that_the_page_of_security_names_exists() -> None:
+    named = set(re.findall(r"`(test_\w+(?:\.py)?)`", (ROOT / "docs" / "security.md").read_text()))
+    written = {name for pair in written_tests() for name in pair}
     assert named
     assert named <= written, f"no such test: {sorted(named - written)}"
 
