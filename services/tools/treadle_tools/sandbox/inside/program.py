@@ -35,6 +35,7 @@ def run_order(program: Callable[..., Any], link: socket.socket, *, hidden: bool,
     """Wait for this process's one order and carry it out, within the order's budget. program: of the tool. hidden: the
     program starts foreign code, which must not reach into its memory or take its link. counted: a control group counts
     its memory."""
+    run_snippet({"code": "None"})  # the first touch of a page after a fork copies it: some 90 that no caller waits for
     if (received := frames.receive(link)) is None:
         return
     order, (body, *files) = received
