@@ -40,9 +40,14 @@ class DockerDaemon:
             "ps", *every, "--filter", f"label=treadle.tools.owner={owner}", "--format", "{{.Names}}"
         ).split()
 
-    def inspect(self, name: str) -> dict[str, object]:
-        """What the daemon says of a container."""
-        (about,) = json.loads(self._run("inspect", name))
+    def inspect(self, name: str) -> dict[str, object] | None:
+        """What the daemon says of a container; None once it has been removed."""
+        try:
+            (about,) = json.loads(self._run("inspect", name))
+        except subprocess.CalledProcessError as error:
+            if "No such object" in error.stderr:
+                return None
+            raise
         return dict(about)
 
     def kill(self, name: str) -> None:
