@@ -110,6 +110,8 @@ class Settings(BaseModel):
     max_message_bytes: Annotated[int, Field(ge=SMALLEST_MAX_MESSAGE_BYTES)] = DEFAULT_MAX_MESSAGE_BYTES
     # Of the stream of facts, from which JetStream discards the oldest; the same for all services of a mesh.
     facts_bytes: Annotated[int, Field(ge=SMALLEST_FACTS_BYTES)] = DEFAULT_FACTS_BYTES
+    # A unix socket that says the health of this process, as `treadle_runtime.probe` asks for it; empty: none.
+    health_socket: str = ""
     ready_file: str = ""  # written once the server listens: {"address": "host:port", "pid": N}; empty: none
 
     @field_validator("listen")

@@ -28,6 +28,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from opentelemetry import trace
 
+from treadle_runtime import probe
 from treadle_runtime.bus import Bus, open_bus, run_beside
 from treadle_runtime.calls import Channels, Interceptor
 from treadle_runtime.config import Settings, read_settings
@@ -44,6 +45,7 @@ LOWEST_RECEIVE_LIMIT_BYTES = 64 * 1024 * 1024
 LAST_WORDS_S = 0.2  # once our calls are done only watches of health are left, and they never end by themselves
 START_FAILED_EXIT_CODE = 1
 TASK_FAILED_EXIT_CODE = 3
+NOT_SERVING = "NOT_SERVING"
 ALIVE = "alive"  # the service name under which health is SERVING while the process runs, also where it stands by
 # Calls that may wait until Python takes them. By default gRPC cancels calls above a thousand, and thousands of clients
 # open their trajectories at once, or repeat their calls at once after a restart.
@@ -252,12 +254,15 @@ async def _listening(runtime: Runtime, wiring: Wiring) -> AsyncIterator[str]:
     address = _bind(server, settings.listen)
     await server.start()
     names = ("", *wiring.services)
+    statuses: dict[str, str] = {}
+
+    async def set_health(name: str, status: str) -> None:
+        statuses[name] = status
+        await healthy.set(name, health_pb2.HealthCheckResponse.ServingStatus.Value(status))
 
     async def report() -> None:
-        serves = turn is None or turn.serves
-        status = health_pb2.HealthCheckResponse.SERVING if serves else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in names:
-            await healthy.set(name, status)
+            await set_health(name, probe.SERVING if turn is None or turn.serves else NOT_SERVING)
 
     async def report_turn() -> None:
         """Background task: report whether this process serves, at each change."""
@@ -266,10 +271,13 @@ async def _listening(runtime: Runtime, wiring: Wiring) -> AsyncIterator[str]:
             turn.changed.clear()
             await report()
 
-    await healthy.set(ALIVE, health_pb2.HealthCheckResponse.SERVING)
+    await set_health(ALIVE, probe.SERVING)
     ready = Path(settings.ready_file) if settings.ready_file else None
     try:
-        async with run_beside([report_turn]):
+        async with (
+            probe.saying_health(settings.health_socket, lambda name: statuses.get(name, probe.UNKNOWN)),
+            run_beside([report_turn]),
+        ):
             runtime.listening.set_result(address)
             if turn is not None:
                 await report()

@@ -17,18 +17,18 @@ BUDGETS = {
     "core": (11_500, 65),
     "examples": (90, 2),
     "learned": (2_170, 15),
-    "runtime": (2_390, 13),
+    "runtime": (2_490, 14),
     "scripts": (150, 1),
     "services/migrator": (850, 9),
     "services/placement": (290, 7),
     "services/predictor": (1_270, 13),
     "services/rollout": (1_030, 9),
-    "services/scheduler": (1_950, 11),
-    "services/sidecar": (3_930, 26),
+    "services/scheduler": (1_960, 11),
+    "services/sidecar": (3_960, 26),
     "services/tools": (10_060, 68),
     "sim": (6_380, 38),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 60_230, 396, 39_000
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 60_370, 397, 39_270
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 WIDE_FOLDERS: dict[str, int] = {}  # folders with leave for more, each with its reason
