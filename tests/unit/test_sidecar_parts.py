@@ -4,6 +4,7 @@ an engine."""
 import asyncio
 import hashlib
 import json
+import os
 from array import array
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from treadle_core.curves import EngineWork
 from treadle_core.progress import EngineProgress
 from treadle_runtime.errors import FailedPrecondition
 from treadle_sidecar.engine.client import EngineClient, EngineRefused
-from treadle_sidecar.engine.process import EngineSpec, choose_weights, cpu_dtype, engine_command
+from treadle_sidecar.engine.process import EngineSpec, choose_weights, cpu_dtype, engine_command, main
 from treadle_sidecar.engine.watch import EngineWatch, read_profile
 from treadle_sidecar.prefixes import Contexts, Prefixes
 from treadle_sidecar.runner import WINDOW_S, LoadMeter
@@ -122,6 +123,16 @@ async def test_the_loop_runs_other_tasks_while_a_long_prefix_is_looked_up(tmp_pa
 def spec(**options: object) -> EngineSpec:
     defaults = {"engine_id": "e0", "port": 31000, "cpu": True, "model_path": "/m", "venv_python": Path("/v/bin/python")}
     return EngineSpec(**{**defaults, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("folder", ["/proc/none", "/proc/self"])
+def test_a_folder_that_takes_no_page_is_refused_before_the_engine_starts(
+    folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that cannot be made, and one that is there. Also root cannot write to these."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["--cpu", "--model", "/m", "--hicache-dir", folder])
+    assert f"hicache-dir: user {os.getuid()} cannot write pages of KV to {folder}" in capsys.readouterr().err
 
 
 def test_a_cpu_engine_is_pinned_has_one_thread_a_core_and_chooses_the_platform() -> None:

@@ -14,6 +14,7 @@ import math
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,7 +210,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     if known.hicache_dir is not None:
-        known.hicache_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            known.hicache_dir.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=known.hicache_dir):
+                pass
+        except OSError as error:
+            parser.error(f"hicache-dir: user {os.getuid()} cannot write pages of KV to {known.hicache_dir}: {error}")
     os.execve(shutil.which(command.argv[0]) or command.argv[0], command.argv, command.env)
 
 

@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -117,6 +118,7 @@ class CheckedPages(HiCacheFile):  # type: ignore[misc]
 
     def __init__(self, storage_config: HiCacheStorageConfig, _options: object = None) -> None:
         super().__init__(storage_config)
+        _try_to_write(Path(self.file_path))
         self._config = storage_config
         self.pages_folder = PagesFolder(Path(self.file_path), _limit_bytes(storage_config.extra_config or {}))
 
@@ -221,6 +223,16 @@ class CheckedPages(HiCacheFile):  # type: ignore[misc]
 
     def _path(self, key: str) -> Path:
         return Path(self.file_path, f"{self._get_suffixed_key(key)}.bin")
+
+
+def _try_to_write(folder: Path) -> None:
+    """Raises OSError where no page can be written there: an engine that starts all the same would promise moves of KV
+    that always recompute."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OSError(f"user {os.getuid()} cannot write pages of KV to {folder}: {error}") from error
 
 
 def _limit_bytes(options: dict[str, Any]) -> int:
