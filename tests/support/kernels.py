@@ -17,7 +17,7 @@ from treadle_core.tools.dispatcher import Resources
 from treadle_core.tools.gpu import GpuManager
 from treadle_core.tools.grants import Service
 from treadle_placement.servicer import PlacementServicer
-from treadle_placement.wire import warm_up
+from treadle_placement.wire import compile_kernels
 from treadle_runtime.config import Settings
 from treadle_runtime.telemetry import Metrics
 from treadle_sim.cluster import Cluster
@@ -37,7 +37,7 @@ def compiled_after_scheduler() -> Signatures:
 
 def compiled_after_placement() -> Signatures:
     """By a question under each cost model, of which some trajectories have started, after the service's warm-up."""
-    warm_up(DecodeCurve())
+    compile_kernels()
     before = _signatures()
     servicer = PlacementServicer(CostModel.CRITICAL_PATH, DecodeCurve(), Metrics(Settings(nats_url="nats://unused")))
     for model in pb.CostModel.values():
@@ -61,7 +61,7 @@ def compiled_after_placement() -> Signatures:
 
 def compiled_after_tools() -> Signatures:
     """By decisions on CPU and GPU actions with all kinds of curves, after the tools service's warm-up."""
-    resources.warm_up()
+    resources.compile_kernels()
     before = _signatures()
     machines = [Machine(name, (tuple(range(6)), tuple(range(6, 10))), 1 << 20) for name in "ab"]
     gpus = GpuManager({"c": range(8), "d": (2, 3)}, 80, [Service("judge", degree, 20) for degree in (1, 2, 4)])

@@ -92,7 +92,7 @@ def _unpack(request: pb.PlanPlacementRequest) -> dict[str, Any]:
     def column(name: str, dtype: str) -> npt.NDArray[Any]:
         data, wanted = getattr(columns, name), count * np.dtype(dtype).itemsize
         require(len(data) == wanted, f"columns.{name}", f"must have {wanted} bytes, {count} numbers, has {len(data)}")
-        return np.frombuffer(data, dtype)
+        return np.frombuffer(bytearray(data), dtype)  # kernels would be compiled again for arrays that are read-only
 
     room_tokens = column("room_tokens_float64", "<f8")
     started, unread = column("started_uint8", "u1") != 0, column("unread_uint8", "u1") != 0

@@ -26,7 +26,7 @@ async def wire(runtime: Runtime) -> Wiring:
         settings.default_per_kv_token_s,
         settings.default_prefill_tokens_per_s,
     )
-    await asyncio.to_thread(warm_up, curve)
+    await asyncio.to_thread(compile_kernels)
     servicer = PlacementServicer(CostModel[settings.cost_model.upper()], curve, runtime.metrics)
     return Wiring(
         services={"treadle.placement.v1.PlacementService": partial(add_PlacementServiceServicer_to_server, servicer)},
@@ -35,9 +35,10 @@ async def wire(runtime: Runtime) -> Wiring:
     )
 
 
-def warm_up(curve: DecodeCurve) -> None:
+def compile_kernels() -> None:
     """Run every kernel once: a small plan under each cost model, for unlike engines and trajectories."""
-    engines = [PlanEngine("warm-up", 1, 0, 1, curve), PlanEngine("warm-up-too", 2, 0, 1, curve)]
+    curve = DecodeCurve()
+    engines = [PlanEngine("some", 1, 0, 1, curve), PlanEngine("other", 2, 0, 1, curve)]
     ones, current, started = np.ones(2), np.zeros(2, np.int64), np.array([True, False])
     for model in CostModel:
         plan(ones, ones, current, engines, model, bound=True, log_sigma=0.5 * ones, started=started)

@@ -160,8 +160,13 @@ async def restore(runtime: Runtime, store: Store) -> tuple[Driver, list[Callable
 
 
 async def warm_up() -> None:
-    """Background task: compile or load the kernels of re-planning while the first requests are served."""
-    await asyncio.to_thread(snapshot.warm_up)
+    """Background task: compile or load the kernels while the first requests are served."""
+    await asyncio.to_thread(compile_kernels)
+
+
+def compile_kernels() -> None:
+    """Run the kernels of re-planning once."""
+    snapshot.warm_up()
 
 
 def tuning_of(settings: SchedulerSettings) -> Tuning:

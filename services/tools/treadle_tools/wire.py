@@ -38,7 +38,7 @@ from treadle_tools.sandbox.backends import start_backends
 from treadle_tools.sandbox.sandboxes import ReusedSandboxes
 from treadle_tools.scheduling.actions import Actions
 from treadle_tools.scheduling.demand import Demands
-from treadle_tools.scheduling.resources import find_node, warm_up
+from treadle_tools.scheduling.resources import compile_kernels, find_node
 from treadle_tools.scheduling.scheduler import ActionScheduler
 from treadle_tools.scheduling.usage import Meters
 from treadle_tools.sessions.sessions import Sessions
@@ -67,7 +67,7 @@ async def wire(runtime: Runtime) -> Wiring:
     background = Background()
     facts = FactPublisher(bus, f"tools/{socket.gethostname()}")
     node = find_node(settings.cores, settings.memory_bytes)
-    await asyncio.to_thread(warm_up)
+    await asyncio.to_thread(compile_kernels)
     managers: list[Manager] = [CpuManager([node.machine]), *providers.values(), *gpu_managers]
     dispatcher = Dispatcher(Resources(managers), time.monotonic())
     meters = Meters(runtime.metrics.meter())

@@ -71,7 +71,7 @@ SMOOTH: Shape = (Range(1, 4), Amdahl(0.1))
 ROUGH: Shape = (UnitSet((1, 2, 4)), Measured(((1, 1.0), (2, 0.5), (4, 0.9))))  # not convex: arranged by the table
 
 
-def warm_up() -> None:
+def compile_kernels() -> None:
     """Have the solvers compiled before any action waits: decide on actions of all shapes."""
     for shapes in ((SMOOTH, SMOOTH), (SMOOTH, ROUGH)):
         _decide_all(CpuManager([Machine("warm", (tuple(range(8)),), 1 << 30)]), CPU_CORES, shapes)
