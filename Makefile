@@ -7,7 +7,7 @@ MESH_READY := $(VENV)/.treadle-mesh-ready
 ENGINE_READY := $(ENGINE_VENV)/.treadle-engine-ready
 RUFF_PATHS := clients core learned runtime services sim cli bench examples tests scripts
 
-.PHONY: help setup demo test test-quick test-engine check lint types manifests wheels verify protos bench-tools clean
+.PHONY: help setup demo test test-quick test-engine test-compose check lint types manifests wheels verify protos bench-tools clean
 
 help:            ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -38,6 +38,9 @@ test-quick: setup ## everything that needs no engine
 
 test-engine: setup ## what only a real SGLang engine can show
 	@$(BIN)/python -m pytest -m engine $(ARGS)
+
+test-compose: $(MESH_READY) ## the compose file on a real Docker daemon: built, used, each container killed; docs/operations.md
+	@$(BIN)/python tests/compose/run.py $(ARGS)
 
 check: setup lint types manifests   ## everything that needs no run
 

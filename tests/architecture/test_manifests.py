@@ -107,12 +107,12 @@ def test_the_dockerfile_copies_the_folder_of_every_package_and_installs_an_extra
 def test_no_probe_ends_an_engine_that_loads_weights() -> None:
     """SGLang answers /health and /server_info by its scheduler process, which is silent while weights are loaded; and
     /health takes more than the second that Kubernetes gives a probe by default."""
-    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["engine-0"]
+    engines = [compose(file)["services"]["engine-0"] for file in ("compose.cpu.yml", "compose.gpu.yml")]
     [pod, gpu] = [
         yaml.safe_load((ROOT / "k8s" / file).read_text())["spec"]["template"]["spec"]["containers"][0]
         for file in ("engine/statefulset.yaml", "components/gpu-engines/gpu/gpu.yaml")
     ]
-    for command in (compose["healthcheck"]["test"], pod["livenessProbe"]["exec"]["command"]):
+    for command in (*(each["healthcheck"]["test"] for each in engines), pod["livenessProbe"]["exec"]["command"]):
         assert command[-1].endswith("/model_info")
     assert "livenessProbe" not in gpu, "it is the pod's"
     for probe in (pod["startupProbe"], gpu["startupProbe"]):
@@ -125,7 +125,12 @@ def test_a_scheduler_that_stands_by_is_not_restarted_and_is_found_by_its_name() 
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
     for name in ("scheduler", "scheduler-standby"):
         assert services[name]["healthcheck"]["test"][-1] == ALIVE
-    assert services["scheduler-standby"]["networks"]["mesh"]["aliases"] == ["scheduler"]
+    document = compose("docker-compose.yml")["services"]
+    both = [document[name]["environment"]["TREADLE_SCHEDULER_LISTEN"] for name in ("scheduler", "scheduler-standby")]
+    assert len(set(both)) == 2
+    for name in ("sidecar-0", "sidecar-1", "migrator"):
+        variable = f"TREADLE_{name.partition('-')[0].upper()}_SCHEDULER"
+        assert document[name]["environment"][variable].split(",") == both
     deployment, service = yaml.safe_load_all((ROOT / "k8s/base/scheduler.yaml").read_text())
     [pod] = deployment["spec"]["template"]["spec"]["containers"]
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -142,7 +147,9 @@ def compose(*files: str) -> dict[str, Any]:
     container, everything else by the last layer."""
     merged: dict[str, Any] = {}
     for file in files:
-        text = re.sub(r"\$\{(\w+)\}", lambda match: DOTENV[match[1]], (ROOT / file).read_text())
+        text = re.sub(
+            r"\$\{(\w+)(?::-(.*?))?\}", lambda match: DOTENV.get(match[1], match[2]), (ROOT / file).read_text()
+        )
         _merge(merged, yaml.safe_load(text))
     return merged
 
@@ -168,13 +175,15 @@ def value_of(flag: str, arguments: list[str]) -> str:
     return value
 
 
-@pytest.mark.parametrize("layers", [("docker-compose.yml",), ("docker-compose.yml", "compose.gpu.yml")])
-def test_compose_shows_the_sidecar_the_folder_that_its_engine_writes_kv_to(layers: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("engines", ["compose.cpu.yml", "compose.gpu.yml"])
+def test_compose_shows_the_sidecar_the_folder_and_the_port_of_its_engine(engines: str) -> None:
     """Otherwise a move is planned as one through storage, and prefills."""
-    document = compose(*layers)
+    document = compose("docker-compose.yml", engines)
     for index in (0, 1):
         engine, sidecar = (document["services"][f"{name}-{index}"] for name in ("engine", "sidecar"))
         folder = sidecar["environment"]["TREADLE_SIDECAR_KV_STORAGE_DIR"]
+        url = sidecar["environment"]["TREADLE_SIDECAR_ENGINE_URL"]
+        assert url == f"http://127.0.0.1:{value_of('--port', engine['command'])}"
         if "--cpu" in engine["command"]:
             assert value_of("--hicache-dir", engine["command"]) == folder
         else:
@@ -189,7 +198,7 @@ def test_compose_starts_gpu_engines_with_the_storage_flags_of_treadle_up() -> No
     words = list(argv[argv.index("--page-size") :])
     expected = {flag: value for flag, value in zip(words, [*words[1:], ""], strict=True) if flag.startswith("--")}
     engine = compose("docker-compose.yml", "compose.gpu.yml")["services"]["engine-0"]
-    given = engine["command"][engine["command"].index("--page-size=16") :]
+    given = engine["entrypoint"][engine["entrypoint"].index("--page-size=16") :]
     parsed = {each.partition("=")[0]: each.partition("=")[2] for each in given}
     options = "--hicache-storage-backend-extra-config"
     assert json.loads(parsed.pop(options)) == json.loads(expected.pop(options))
@@ -198,6 +207,33 @@ def test_compose_starts_gpu_engines_with_the_storage_flags_of_treadle_up() -> No
     assert env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] == KV_FOLDER
     module = mounts(engine)[engine["environment"]["PYTHONPATH"]]
     assert (ROOT / module).samefile(env["PYTHONPATH"])
+
+
+def test_compose_opens_nothing_to_other_machines() -> None:
+    """What listens has no certificates: it is on the loopback of the machine, which all containers share."""
+    for engines in ("compose.cpu.yml", "compose.gpu.yml"):
+        for name, service in compose("docker-compose.yml", engines)["services"].items():
+            assert service["network_mode"] == "host"
+            assert "ports" not in service
+            variables = service.get("environment", {})
+            given = [*service.get("entrypoint", []), *service.get("command", []), *variables.values()]
+            assert not [word for word in map(str, given) if "0.0.0.0" in word], name
+            listens = [value for key, value in variables.items() if key.endswith("_LISTEN")]
+            assert all(value.startswith("127.0.0.1:") for value in listens)
+            assert listens or [word for word in map(str, given) if "127.0.0.1" in word], name
+
+
+@pytest.mark.parametrize("engines", ["compose.cpu.yml", "compose.gpu.yml"])
+def test_each_port_of_compose_has_one_listener(engines: str) -> None:
+    services = compose("docker-compose.yml", engines)["services"].values()
+    listens = [each for service in services for key, each in service.get("environment", {}).items() if "_LISTEN" in key]
+    assert len(listens) == len(set(listens)) == 9
+
+
+def test_containers_of_compose_have_no_rights_and_write_nothing_beside_their_volumes() -> None:
+    for name, service in compose("docker-compose.yml", "compose.cpu.yml")["services"].items():
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
 
 
 def test_the_place_for_kv_is_larger_than_the_limit_and_every_engine_may_write_there() -> None:
