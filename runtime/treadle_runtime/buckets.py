@@ -1,12 +1,23 @@
-"""Name the keys of a JetStream bucket, read it whole, and remove what deleted keys have left in it."""
+"""Name the keys of a JetStream bucket, read it whole, remove what deleted keys have left, and reserve its room."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
 
 import nats.errors
+import nats.js.errors
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 from nats.js.kv import KV_DEL, KV_MARKER_REASON, KV_OP, KV_PURGE, KeyValue
+
+from treadle_runtime.errors import StartError
 
 BATCH = 256  # messages of one request when a bucket is read; values are a few KB
 BATCH_TIMEOUT_S = 5.0  # of one such request
 CONSUMER_KEPT_S = 30.0  # the server forgets the reader of a bucket this long after its last request
+# err_codes of JetStream: the bytes that a stream reserves are more than the server has left; replicas without a
+# cluster, or more of them than it has servers.
+NO_STORAGE, NO_CLUSTER, NO_PEERS = 10047, 10074, 10005
+PEERS_TIMEOUT_S, PEERS_PAUSE_S = 20.0, 0.2  # for the servers of a cluster to see each other
 MOST_READS = 3  # of a bucket, where the connection loses messages
 
 _KEY_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-/")
@@ -86,3 +97,27 @@ async def _read_bucket(bucket: KeyValue, keys_only: bool) -> list[KeyValue.Entry
     finally:
         await consumer.unsubscribe()
     return list(entries.values())
+
+
+async def reserve(what: str, replicas: int | None, ask: Callable[[], Awaitable[object]]) -> None:
+    """Ask for a stream or a change of one, again while servers of a cluster that has just started miss each other.
+
+    Raises StartError where JetStream cannot reserve `what`, or has not so many servers.
+    """
+    ends_at = time.monotonic() + PEERS_TIMEOUT_S
+    while True:
+        try:
+            await ask()
+            return
+        except nats.js.errors.APIError as error:
+            if error.err_code == NO_PEERS and time.monotonic() < ends_at:
+                await asyncio.sleep(PEERS_PAUSE_S)
+                continue
+            if error.err_code in (NO_PEERS, NO_CLUSTER):
+                what = f"TREADLE_NATS_REPLICAS={replicas} replicas"
+                cure = "lower it, or give NATS a cluster of that many servers"
+            elif error.err_code == NO_STORAGE:
+                cure = "lower it, or give nats-server a larger max_file_store (by default 75% of the free disk)"
+            else:
+                raise
+            raise StartError(f"JetStream cannot reserve {what} ({error.description}): {cure}") from error

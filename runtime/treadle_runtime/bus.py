@@ -12,8 +12,8 @@ it; the stream's duplicate window makes that harmless.
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -28,6 +28,7 @@ from nats.js.kv import KV_DEL, KV_OP, KeyValue
 from opentelemetry import propagate, trace
 from treadle.telemetry.v1.facts_pb2 import Fact
 
+from treadle_runtime.buckets import NO_CLUSTER, reserve
 from treadle_runtime.config import DEFAULT_FACTS_BYTES
 from treadle_runtime.errors import StartError
 from treadle_runtime.facts import STREAM, FactSubscription, Handler, stream_config, subject_of, subjects_of
@@ -37,7 +38,6 @@ log = structlog.get_logger()
 WRONG_LAST_SEQUENCE = frozenset({10071, 10164})  # err_codes of JetStream: a write did not find what it expects
 # The subject that Nats-Expected-Last-Subject-Sequence speaks of, where it is not the message's own.
 EXPECTED_LAST_SUBJECT_SEQUENCE_SUBJECT = "Nats-Expected-Last-Subject-Sequence-Subject"
-NO_STORAGE = 10047  # err_code of JetStream: the bytes that a stream reserves are more than the server has left
 OUTBOX_CAPACITY = 65_536  # facts; about 30 MB, minutes of a busy mesh without NATS. When full, publishing waits.
 MOST_UNACKNOWLEDGED = 256  # facts sent together; about 100 KB, and far more than come in a round trip
 FIRST_RETRY_S = 0.05
@@ -78,9 +78,10 @@ class _JetStream(JetStreamContext):
 class Bus:
     """A connection to NATS. Made by `open_bus`."""
 
-    def __init__(self, name: str, tracer: trace.Tracer, facts_bytes: int | None) -> None:
+    def __init__(self, name: str, tracer: trace.Tracer, facts_bytes: int | None, replicas: int | None) -> None:
         self._name = name
         self._facts_bytes = facts_bytes
+        self._replicas = replicas
         self._client = Client()
         self._js = _JetStream(self._client, timeout=ANSWER_TIMEOUT_S)
         self._tracer = tracer
@@ -152,12 +153,17 @@ class Bus:
         JetStream has not that much left.
         """
         store = await self._open_bucket(bucket, ttl_s)
+        config = (await self._js.stream_info(store._stream)).config
+        wanted = config.evolve()
+        if self._replicas is not None:
+            # A server that is behind the others may answer a direct read, and a leader would read an old lease.
+            wanted = wanted.evolve(num_replicas=self._replicas, allow_direct=self._replicas == 1)
         if max_bytes is not None:
-            config = (await self._js.stream_info(store._stream)).config
-            config.max_bytes = max_bytes
-            config.discard = DiscardPolicy.OLD if oldest_go else DiscardPolicy.NEW
-            with _explain_no_storage(f"{max_bytes} bytes for bucket {bucket}"):
-                await self._js.update_stream(config)
+            wanted = wanted.evolve(max_bytes=max_bytes, discard=DiscardPolicy.OLD if oldest_go else DiscardPolicy.NEW)
+        if wanted != config:
+            what = f"{max_bytes} bytes for bucket {bucket}"
+            await reserve(what, self._replicas, partial(self._js.update_stream, wanted))
+            store = await self._js.key_value(bucket)
         return store
 
     async def _open_bucket(self, bucket: str, ttl_s: float | None) -> KeyValue:
@@ -230,7 +236,7 @@ class Bus:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._client.connect(
-                    url,
+                    url.split(","),
                     name=self._name,
                     max_reconnect_attempts=-1,
                     reconnect_time_wait=RECONNECT_WAIT_S,  # type: ignore[arg-type]  # seconds, may be fractions
@@ -240,8 +246,8 @@ class Bus:
                     disconnected_cb=self._on_disconnect,
                     reconnected_cb=self._on_reconnect,
                 )
-                with _explain_no_storage(f"TREADLE_FACTS_BYTES={self._facts_bytes or DEFAULT_FACTS_BYTES}"):
-                    await self._make_stream()
+                what = f"TREADLE_FACTS_BYTES={self._facts_bytes or DEFAULT_FACTS_BYTES}"
+                await reserve(what, self._replicas, self._make_stream)
                 self._connected.set()
         except TimeoutError:
             silent = f"NATS at {url} did not answer within {timeout_s:g} s ({self._last_error!r}): is it running?"
@@ -251,14 +257,19 @@ class Bus:
                 await self._client.close()
 
     async def _make_stream(self) -> None:
-        config = stream_config(self._facts_bytes or DEFAULT_FACTS_BYTES)
+        config = stream_config(self._facts_bytes or DEFAULT_FACTS_BYTES, self._replicas or 1)
         while True:
             try:
                 await self._js.add_stream(config)
                 return
-            except nats.js.errors.BadRequestError:  # it is there, with other settings
+            except nats.js.errors.BadRequestError as error:
+                if error.err_code == NO_CLUSTER:
+                    raise
+                present = (await self._js.stream_info(STREAM)).config  # it is there, with other settings
                 if self._facts_bytes is None:
-                    config.max_bytes = (await self._js.stream_info(STREAM)).config.max_bytes
+                    config.max_bytes = present.max_bytes
+                if self._replicas is None:
+                    config.num_replicas = present.num_replicas
                 await self._js.update_stream(config)
                 return
             except nats.errors.NoRespondersError as error:
@@ -360,11 +371,20 @@ class Bus:
 
 @asynccontextmanager
 async def open_bus(
-    url: str, name: str, *, timeout_s: float = 60.0, tracer: trace.Tracer | None = None, facts_bytes: int | None = None
+    url: str,
+    name: str,
+    *,
+    timeout_s: float = 60.0,
+    tracer: trace.Tracer | None = None,
+    facts_bytes: int | None = None,
+    replicas: int | None = None,
 ) -> AsyncIterator[Bus]:
     """A connected bus for the time of the block, drained at its end. Raises StartError where NATS or JetStream does not
-    answer. facts_bytes: what the stream of facts may hold; None leaves a stream that is there as it is."""
-    bus = Bus(name, tracer or trace.NoOpTracer(), facts_bytes)
+    answer.
+
+    url: of one server, or of several with commas between. facts_bytes: what the stream of facts may hold. replicas: the
+    servers that store each stream and bucket. None leaves those that are there as they are."""
+    bus = Bus(name, tracer or trace.NoOpTracer(), facts_bytes, replicas)
     await bus._connect(url, timeout_s)
     begun = asyncio.Event()
     async with run_beside([bus._send_accepted, bus._keep_subscriptions, partial(bus._run_handlers, begun)]):
@@ -417,15 +437,3 @@ def _fence(bucket: str, key: str, revision: int) -> dict[str, str]:
 def is_refusal(error: Exception) -> bool:
     """Whether a write was refused because a key is not at the revision that it names."""
     return isinstance(error, nats.js.errors.APIError) and error.err_code in WRONG_LAST_SEQUENCE
-
-
-@contextmanager
-def _explain_no_storage(what: str) -> Iterator[None]:
-    """Raise StartError where JetStream cannot reserve `what`."""
-    try:
-        yield
-    except nats.js.errors.APIError as error:
-        if error.err_code != NO_STORAGE:
-            raise
-        cure = "lower the setting, or give nats-server a larger max_file_store (by default 75% of the free disk)"
-        raise StartError(f"JetStream cannot reserve {what} ({error.description}): {cure}") from error

@@ -86,7 +86,12 @@ OptionalAddress = Annotated[str, AfterValidator(lambda value: value and address(
 OptionalAddresses = Annotated[str, AfterValidator(lambda value: value and addresses(value))]
 OptionalFolder = Annotated[str, AfterValidator(lambda value: value and _absolute(value))]
 NatsUrl = Annotated[
-    str, AfterValidator(lambda value: url(value, ("nats", "tls", "ws", "wss"), "nats://127.0.0.1:4222"))
+    str,
+    AfterValidator(
+        lambda value: ",".join(
+            url(each.strip(), ("nats", "tls", "ws", "wss"), "nats://127.0.0.1:4222") for each in value.split(",")
+        )
+    ),
 ]
 CollectorUrl = Annotated[
     str, AfterValidator(lambda value: value and url(value, ("http", "https"), "http://127.0.0.1:4317"))
@@ -110,6 +115,7 @@ class Settings(BaseModel):
     max_message_bytes: Annotated[int, Field(ge=SMALLEST_MAX_MESSAGE_BYTES)] = DEFAULT_MAX_MESSAGE_BYTES
     # Of the stream of facts, from which JetStream discards the oldest; the same for all services of a mesh.
     facts_bytes: Annotated[int, Field(ge=SMALLEST_FACTS_BYTES)] = DEFAULT_FACTS_BYTES
+    nats_replicas: Annotated[int, Field(ge=1, le=5)] = 1  # servers of a NATS cluster that store each stream and bucket
     # A unix socket that says the health of this process, as `treadle_runtime.probe` asks for it; empty: none.
     health_socket: str = ""
     ready_file: str = ""  # written once the server listens: {"address": "host:port", "pid": N}; empty: none

@@ -53,14 +53,16 @@ CAUGHT_UP_POLL_S = 0.02  # how often the server is asked how far a replay is
 INACTIVE_THRESHOLD_S = 60.0  # the server forgets a consumer without subscriber after this, unless durable
 
 
-def stream_config(max_bytes: int) -> StreamConfig:
-    """The stream of facts. Beyond `max_bytes` the oldest go: refusing new ones would stop the services that publish."""
+def stream_config(max_bytes: int, replicas: int) -> StreamConfig:
+    """The stream of facts. Beyond `max_bytes` the oldest go: refusing new ones would stop the services that publish.
+    replicas: the servers that store it."""
     return StreamConfig(
         name=STREAM,
         subjects=[f"{SUBJECT_ROOT}.>"],
         storage=StorageType.FILE,
         max_age=FACTS_KEPT_S,
         max_bytes=max_bytes,
+        num_replicas=replicas,
         discard=DiscardPolicy.OLD,
         duplicate_window=DUPLICATE_WINDOW_S,
     )

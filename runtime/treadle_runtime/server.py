@@ -202,6 +202,7 @@ async def serving(settings: Settings, wire: Wire, *, tracing: Tracing | None = N
             timeout_s=settings.startup_timeout_s,
             tracer=tracing.tracer,
             facts_bytes=settings.facts_bytes,
+            replicas=settings.nats_replicas,
         ) as bus:
             try:
                 records = await RequestRecords.open(bus, settings.service)

@@ -17,7 +17,7 @@ BUDGETS = {
     "core": (11_500, 65),
     "examples": (90, 2),
     "learned": (2_170, 15),
-    "runtime": (2_490, 14),
+    "runtime": (2_550, 14),
     "scripts": (150, 1),
     "services/migrator": (850, 9),
     "services/placement": (290, 7),
@@ -28,7 +28,7 @@ BUDGETS = {
     "services/tools": (10_060, 68),
     "sim": (6_380, 38),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 60_370, 397, 39_270
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 60_440, 397, 39_450
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 WIDE_FOLDERS: dict[str, int] = {}  # folders with leave for more, each with its reason

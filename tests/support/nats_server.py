@@ -25,11 +25,12 @@ def nats_server_binary() -> str:
 
 class NatsServer:
     """`start` may be called again after `kill`: the same port, the same store, which may hold `max_file_store` bytes
-    (0: 75% of the free disk)."""
+    (0: 75% of the free disk). more: lines of its configuration file."""
 
-    def __init__(self, folder: Path, max_file_store: int = 0) -> None:
+    def __init__(self, folder: Path, max_file_store: int = 0, more: str = "") -> None:
         self._folder = folder
         self._max_file_store = max_file_store
+        self._more = more
         self._port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -49,7 +50,7 @@ class NatsServer:
         self._folder.mkdir(parents=True, exist_ok=True)
         store, config = self._folder / "store", self._folder / "config"
         limit = f", max_file_store: {self._max_file_store}" if self._max_file_store else ""
-        config.write_text(f"jetstream {{ store_dir: {json.dumps(str(store))}{limit} }}\n")
+        config.write_text(f"jetstream {{ store_dir: {json.dumps(str(store))}{limit} }}\n{self._more}")
         command = [nats_server_binary(), "-c", str(config), "-a", "127.0.0.1", "-p", str(self._port)]
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -74,3 +75,30 @@ class NatsServer:
     def _listens(self) -> bool:
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", self._port)) == 0
+
+
+class NatsCluster:
+    """Servers that share streams. url: of all of them."""
+
+    def __init__(self, folder: Path, count: int = 3) -> None:
+        ports = [free_port() for _ in range(count)]
+        routes = json.dumps([f"nats://127.0.0.1:{port}" for port in ports])
+        self.servers: dict[str, NatsServer] = {}
+        for index, port in enumerate(ports):
+            name, listen = f"nats-{index}", json.dumps(f"127.0.0.1:{port}")
+            more = f"server_name: {name}\ncluster {{ name: test, listen: {listen}, routes: {routes} }}\n"
+            self.servers[name] = NatsServer(folder / name, more=more)
+
+    @property
+    def url(self) -> str:
+        """With commas between the servers."""
+        return ",".join(server.url for server in self.servers.values())
+
+    def start(self) -> None:
+        """Returns once each accepts connections; they need a second more to agree who leads."""
+        for server in self.servers.values():
+            server.start()
+
+    def kill(self) -> None:
+        for server in self.servers.values():
+            server.kill()
