@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 "$bin/check-jsonschema" --builtin-schema vendor.compose-spec docker-compose.yml compose.*.yml
 rendered=$(mktemp)
 trap 'rm -f "$rendered"' EXIT
-for folder in k8s/base $(find k8s/components k8s/overlays -mindepth 1 -maxdepth 1 -type d 2>/dev/null | grep overlays || true); do
+for folder in k8s/overlays/*/; do
   "$bin/kubectl" kustomize "$folder" >"$rendered"
   "$bin/kubernetes-validate" --strict --quiet "$rendered"
   echo "ok -- $folder renders and validates"

@@ -5,7 +5,10 @@ import ast
 import importlib
 import json
 import re
+import subprocess
+import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,17 @@ from treadle_sidecar.engine.process import EngineSpec, engine_command
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("predictor", "scheduler", "placement", "migrator", "tools", "rollout", "sidecar")
+
+
+OVERLAYS = sorted(folder.name for folder in (ROOT / "k8s" / "overlays").iterdir())
+
+
+@cache
+def rendered(overlay: str) -> tuple[dict[str, Any], ...]:
+    """What an operator applies."""
+    command = [str(Path(sys.executable).with_name("kubectl")), "kustomize", str(ROOT / "k8s" / "overlays" / overlay)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return tuple(yaml.safe_load_all(done.stdout))
 
 
 def settings_of(service: str) -> type[Settings]:
@@ -35,8 +49,7 @@ def variables_in_compose() -> set[str]:
 
 
 def variables_in_kubernetes() -> set[str]:
-    documents = [each for path in (ROOT / "k8s").rglob("*.yaml") for each in yaml.safe_load_all(path.read_text())]
-    return set(_environment(documents))
+    return set(_environment([each for overlay in OVERLAYS for each in rendered(overlay)]))
 
 
 def _environment(node: Any) -> list[str]:
@@ -109,8 +122,8 @@ def test_no_probe_ends_an_engine_that_loads_weights() -> None:
     /health takes more than the second that Kubernetes gives a probe by default."""
     engines = [compose(file)["services"]["engine-0"] for file in ("compose.cpu.yml", "compose.gpu.yml")]
     [pod, gpu] = [
-        yaml.safe_load((ROOT / "k8s" / file).read_text())["spec"]["template"]["spec"]["containers"][0]
-        for file in ("engine/statefulset.yaml", "components/gpu-engines/gpu/gpu.yaml")
+        yaml.safe_load((ROOT / "k8s" / file).read_text())["spec"]["template"]["spec"]["initContainers"][0]
+        for file in ("base/engine/engine.yaml", "components/gpu/gpu/gpu.yaml")
     ]
     for command in (*(each["healthcheck"]["test"] for each in engines), pod["livenessProbe"]["exec"]["command"]):
         assert command[-1].endswith("/model_info")
@@ -131,7 +144,7 @@ def test_a_scheduler_that_stands_by_is_not_restarted_and_is_found_by_its_name() 
     for name in ("sidecar-0", "sidecar-1", "migrator"):
         variable = f"TREADLE_{name.partition('-')[0].upper()}_SCHEDULER"
         assert document[name]["environment"][variable].split(",") == both
-    deployment, service = yaml.safe_load_all((ROOT / "k8s/base/scheduler.yaml").read_text())
+    deployment, service, _ = yaml.safe_load_all((ROOT / "k8s/base/scheduler/scheduler.yaml").read_text())
     [pod] = deployment["spec"]["template"]["spec"]["containers"]
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert pod[probe]["grpc"]["service"] == ALIVE
@@ -242,12 +255,75 @@ def test_the_place_for_kv_is_larger_than_the_limit_and_every_engine_may_write_th
     assert int(size.removesuffix("g")) * 2**30 > float(DOTENV["KV_LIMIT_GB"]) * 1.1e9
     assert "mode=0777" in options, "docker gives a volume to root, and the engine's image has another user"
 
-    claim, _ = yaml.safe_load_all((ROOT / "k8s/base/engine.yaml").read_text())
+    claim, *_ = yaml.safe_load_all((ROOT / "k8s/base/engines/engines.yaml").read_text())
     claimed = claim["spec"]["resources"]["requests"]["storage"]
-    pod = yaml.safe_load((ROOT / "k8s/engine/statefulset.yaml").read_text())["spec"]["template"]["spec"]
-    engine, sidecar = pod["containers"]
+    pod = yaml.safe_load((ROOT / "k8s/base/engine/engine.yaml").read_text())["spec"]["template"]["spec"]
+    [engine], [sidecar] = pod["initContainers"], pod["containers"]
     assert int(claimed.removesuffix("Gi")) * 2**30 > float(value_of("--hicache-limit-gb", engine["args"])) * 1.1e9
     folder = next(each["value"] for each in sidecar["env"] if each["name"] == "TREADLE_SIDECAR_KV_STORAGE_DIR")
     assert value_of("--hicache-dir", engine["args"]) == folder
     for container in (engine, sidecar):
         assert {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}[folder] == "hicache"
+
+
+def pods(overlay: str) -> dict[str, dict[str, Any]]:
+    """The specification of each pod, by namespace and name."""
+    return {
+        f"{each['metadata']['namespace']}/{each['metadata']['name']}": each["spec"]["template"]["spec"]
+        for each in rendered(overlay)
+        if each["kind"] in ("Deployment", "StatefulSet")
+    }
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_pods_are_restricted_but_that_of_bubblewrap(overlay: str) -> None:
+    """And their namespaces refuse others: Kubernetes' own standard `restricted`. No pod writes its root."""
+    levels = {
+        each["metadata"]["name"]: each["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
+        for each in rendered(overlay)
+        if each["kind"] == "Namespace"
+    }
+    freer = {name for name, level in levels.items() if level != "restricted"}
+    assert freer == (set() if overlay == "tools-pods" else {"treadle-tools"})
+    for name, pod in pods(overlay).items():
+        assert pod["securityContext"]["runAsNonRoot"] is True, name
+        assert pod["priorityClassName"].startswith("treadle-")
+        profile = "Unconfined" if name.partition("/")[0] in freer else "RuntimeDefault"
+        assert pod["securityContext"]["seccompProfile"]["type"] == profile, name
+        for container in (*pod.get("initContainers", []), *pod["containers"]):
+            security = container["securityContext"]
+            assert security["allowPrivilegeEscalation"] is False, name
+            assert security["readOnlyRootFilesystem"] is True, name
+            assert security["capabilities"] == {"drop": ["ALL"]}, name
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_an_engine_starts_before_its_sidecar_and_ends_after_it(overlay: str) -> None:
+    engines = [pod for name, pod in pods(overlay).items() if name.startswith("treadle/engine")]
+    assert engines
+    for pod in engines:
+        [engine], [sidecar] = pod["initContainers"], pod["containers"]
+        assert (engine["name"], engine["restartPolicy"], sidecar["name"]) == ("engine", "Always", "sidecar")
+
+
+def test_every_port_of_the_mesh_is_open_to_who_calls_it_and_to_nobody_else() -> None:
+    """Policies select pods by the labels that they have, and name the ports on which these listen."""
+    documents = rendered("prod")
+    policies = {each["metadata"]["name"]: each["spec"] for each in documents if each["kind"] == "NetworkPolicy"}
+    assert policies.pop("default-deny")["podSelector"] == {}
+    for each in documents:
+        if each["kind"] not in ("Deployment", "StatefulSet"):
+            continue
+        template = each["spec"]["template"]
+        component = template["metadata"]["labels"]["app.kubernetes.io/component"]
+        opened = {port["port"] for rule in policies[component]["ingress"] for port in rule["ports"]}
+        listens = {port["containerPort"] for port in template["spec"]["containers"][0]["ports"]}
+        assert opened == listens - {8222}, component
+    named = {
+        peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
+        for policy in policies.values()
+        for rule in policy["ingress"]
+        for peer in rule["from"]
+        if "podSelector" in peer
+    }
+    assert named <= set(policies)

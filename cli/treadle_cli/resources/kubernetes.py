@@ -1,9 +1,9 @@
 """Engines of a Kubernetes cluster: a StatefulSet for each class, whose replicas are its engines.
 
 A StatefulSet belongs to a mesh's engines by the label app.kubernetes.io/component=engine, and says its class in the
-labels ACCELERATOR, DEGREE and SLOTS; the namespace has each class once. A pod's name is its engine's id (k8s/engine).
-Kubernetes takes away the pods with the highest numbers first, which are the last of `running`. This process may have to
-list StatefulSets and patch their scale, list pods, and get their logs (k8s/components/gpu-engines).
+labels ACCELERATOR, DEGREE and SLOTS; the namespace has each class once. A pod's name is its engine's id
+(k8s/base/engine). Kubernetes takes away the pods with the highest numbers first, which are the last of `running`. This
+process may have to list StatefulSets and patch their scale, list pods, and get their logs (k8s/components/gpu).
 """
 
 import json
@@ -90,9 +90,7 @@ class KubernetesEngines:
                 raise InvalidArgument(f"plan.engines[{index}].flags", said)
             if kind not in sets:
                 known = "; ".join(str(each) for each in sets) or "none"
-                said = (
-                    f"no StatefulSet has this class ({kind}); there are: {known}. Add one (k8s/components/gpu-engines)"
-                )
+                said = f"no StatefulSet has this class ({kind}); there are: {known}. Add one (k8s/components/gpu)"
                 raise InvalidArgument(f"plan.engines[{index}]", said)
         for each in sets.values():
             await self._scale(each.name, plan.get(each.kind, 0), dry_run="All")
