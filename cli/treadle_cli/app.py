@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from treadle_cli import exits
+from treadle_cli.authority import DEFAULT_DAYS, DEFAULT_TENANT, make_certificates
 from treadle_cli.mesh import checks
 from treadle_cli.mesh.engines import DEFAULT_MODEL, EnginePlan, default_model_folder
 from treadle_cli.predictor.commands import commands as predictor_commands
@@ -110,6 +111,9 @@ def up(
         float | None, typer.Option(min=0.1, help="Most GB of KV pages there. By default an eighth of what is free.")
     ] = None,
     port: Annotated[int, typer.Option(help="Port of the scheduler; the others follow. 0: free ports.")] = DEFAULT_PORT,
+    secure: Annotated[
+        bool, typer.Option("--secure", help="Encrypt every connection, and let nobody call without a certificate.")
+    ] = False,
     out_folder: Out = DEFAULT_OUT,
 ) -> None:
     """Run a whole mesh on this machine until Ctrl-C: NATS, the services, engines and their sidecars.
@@ -122,7 +126,7 @@ def up(
         plan = engine_plan(engines, slots, model, seed, ctx.args, weights)
         plan = replace(plan, kv_folder=kv_folder, kv_limit_gb=kv_limit_gb)
         folder = new_run_folder(out_folder)
-        return run_up(MeshPlan(plan, folder / "state", port), folder / "logs", out, hurry)
+        return run_up(MeshPlan(plan, folder / "state", port, secure=secure), folder / "logs", out, hurry)
 
     exits.run(begin)
 
@@ -147,6 +151,20 @@ def apply(
     from treadle_cli.resources.command import run_apply
 
     exits.run(lambda _: run_apply(plan, scheduler, kubernetes, dry_run, drain, start_timeout, out))
+
+
+@app.command()
+def certs(
+    folder: Annotated[Path, typer.Argument(help="Where the certificates go; kept between runs.")],
+    tenant: Annotated[
+        list[str] | None, typer.Option(help="Whose clients get a certificate; may be given several times.")
+    ] = None,
+    days: Annotated[float, typer.Option(min=0.001, help="How long the certificates are valid.")] = DEFAULT_DAYS,
+) -> None:
+    """Make certificates for all parts of a mesh and for its clients; run again, make new ones of the same authority."""
+    with exits.end_with_one_line():
+        make_certificates(folder, tenant or [DEFAULT_TENANT], days)
+        out.print(f"{folder}: certificates for {days:g} days. Set TREADLE_TLS_FOLDER to the folder of each service.")
 
 
 @app.command()

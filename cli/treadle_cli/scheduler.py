@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 import grpc.aio
+from treadle.certificates import FOLDER_VARIABLE, Certificates, open_channel
 from treadle.connection import FOLLOWING, follow
 from treadle.scheduler.v1 import scheduler_pb2_grpc
 
@@ -19,15 +20,24 @@ if TYPE_CHECKING:
 CONNECT_S = 10.0  # another scheduler leads within 5 s
 
 
+def own_certificates() -> Certificates | None:
+    """Those of TREADLE_TLS_FOLDER; None where it is not set. Raises UsageProblem."""
+    try:
+        return Certificates.of_environment()
+    except ValueError as error:
+        raise UsageProblem(f"{FOLDER_VARIABLE}: {error}") from None
+
+
 @asynccontextmanager
 async def reach_scheduler(addresses: str) -> AsyncIterator[SchedulerServiceAsyncStub]:
     """Call the scheduler that serves. addresses: host:port of each scheduler, with commas between. Raises UsageProblem
     where none serves within CONNECT_S."""
+    certificates = own_certificates()
     async with AsyncExitStack() as stack:
         channels: list[grpc.aio.Channel] = []
 
         def connect(address: str) -> grpc.aio.Channel:
-            channel = grpc.aio.insecure_channel(address, FOLLOWING)
+            channel = open_channel(address, "scheduler", certificates, FOLLOWING)
             stack.push_async_callback(channel.close)
             channels.append(channel)
             return channel
@@ -38,5 +48,8 @@ async def reach_scheduler(addresses: str) -> AsyncIterator[SchedulerServiceAsync
         for each in ready:
             each.cancel()
         if not done:
+            asked = [] if certificates is None else [certificates.refusal(a, "scheduler") for a in addresses.split(",")]
+            for refusal in filter(None, await asyncio.gather(*asked)):
+                raise UsageProblem(f"--scheduler {addresses}: {refusal.message}")
             raise UsageProblem(f"--scheduler {addresses}: no scheduler serves there")
         yield scheduler_pb2_grpc.SchedulerServiceStub(followed)

@@ -6,11 +6,14 @@ from collections.abc import Awaitable, Callable
 
 import nats.errors
 import nats.js.errors
-from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, Header
 from nats.js.kv import KV_DEL, KV_MARKER_REASON, KV_OP, KV_PURGE, KeyValue
 
 from treadle_runtime.errors import StartError
 
+WRONG_LAST_SEQUENCE = frozenset({10071, 10164})  # err_codes of JetStream: a write did not find what it expects
+# The subject that Nats-Expected-Last-Subject-Sequence speaks of, where it is not the message's own.
+EXPECTED_LAST_SUBJECT_SEQUENCE_SUBJECT = "Nats-Expected-Last-Subject-Sequence-Subject"
 BATCH = 256  # messages of one request when a bucket is read; values are a few KB
 BATCH_TIMEOUT_S = 5.0  # of one such request
 CONSUMER_KEPT_S = 30.0  # the server forgets the reader of a bucket this long after its last request
@@ -121,3 +124,16 @@ async def reserve(what: str, replicas: int | None, ask: Callable[[], Awaitable[o
             else:
                 raise
             raise StartError(f"JetStream cannot reserve {what} ({error.description}): {cure}") from error
+
+
+def fence_of(bucket: str, key: str, revision: int) -> dict[str, str]:
+    """Headers of a write that is refused unless the key is at this revision."""
+    return {
+        Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value: str(revision),
+        EXPECTED_LAST_SUBJECT_SEQUENCE_SUBJECT: f"$KV.{bucket}.{key}",
+    }
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether a write was refused because a key is not at the revision that it names."""
+    return isinstance(error, nats.js.errors.APIError) and error.err_code in WRONG_LAST_SEQUENCE

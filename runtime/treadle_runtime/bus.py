@@ -23,21 +23,20 @@ import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
-from nats.js.api import DiscardPolicy, Header, KeyValueConfig, PubAck, StorageType
+from nats.js.api import DiscardPolicy, KeyValueConfig, PubAck, StorageType
 from nats.js.kv import KV_DEL, KV_OP, KeyValue
 from opentelemetry import propagate, trace
+from treadle.certificates import Certificates
 from treadle.telemetry.v1.facts_pb2 import Fact
 
-from treadle_runtime.buckets import NO_CLUSTER, reserve
+from treadle_runtime.buckets import NO_CLUSTER, fence_of, reserve
 from treadle_runtime.config import DEFAULT_FACTS_BYTES
 from treadle_runtime.errors import StartError
 from treadle_runtime.facts import STREAM, FactSubscription, Handler, stream_config, subject_of, subjects_of
 
 log = structlog.get_logger()
 
-WRONG_LAST_SEQUENCE = frozenset({10071, 10164})  # err_codes of JetStream: a write did not find what it expects
-# The subject that Nats-Expected-Last-Subject-Sequence speaks of, where it is not the message's own.
-EXPECTED_LAST_SUBJECT_SEQUENCE_SUBJECT = "Nats-Expected-Last-Subject-Sequence-Subject"
+NATS_NAME = "nats.treadle"  # in a NATS server's certificate
 OUTBOX_CAPACITY = 65_536  # facts; about 30 MB, minutes of a busy mesh without NATS. When full, publishing waits.
 MOST_UNACKNOWLEDGED = 256  # facts sent together; about 100 KB, and far more than come in a round trip
 FIRST_RETRY_S = 0.05
@@ -78,11 +77,20 @@ class _JetStream(JetStreamContext):
 class Bus:
     """A connection to NATS. Made by `open_bus`."""
 
-    def __init__(self, name: str, tracer: trace.Tracer, facts_bytes: int | None, replicas: int | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        tracer: trace.Tracer,
+        facts_bytes: int | None,
+        replicas: int | None,
+        certificates: Certificates | None,
+    ) -> None:
         self._name = name
         self._facts_bytes = facts_bytes
         self._replicas = replicas
         self._client = Client()
+        self._certificates = certificates
+        self._tls = None if certificates is None else certificates.context()
         self._js = _JetStream(self._client, timeout=ANSWER_TIMEOUT_S)
         self._tracer = tracer
         self._traces = not isinstance(tracer, trace.NoOpTracer)
@@ -183,9 +191,9 @@ class Bus:
         that are not known to be written, with the reason.
 
         fence: a key of the bucket and its revision. Each value is then written only while that key is at this revision;
-        see `is_refusal`. NATS 2.11 or newer.
+        see `buckets.is_refusal`. NATS 2.11 or newer.
         """
-        fenced = {} if fence is None else _fence(bucket, *fence)
+        fenced = {} if fence is None else fence_of(bucket, *fence)
         messages = [
             (f"$KV.{bucket}.{key}", value or b"", fenced | ({KV_OP: KV_DEL} if value is None else {}))
             for key, value in values.items()
@@ -195,8 +203,8 @@ class Bus:
 
     async def update_entry(self, bucket: str, key: str, value: bytes, *, revision: int) -> int:
         """Write a key of a bucket that is at this revision (0: it is not there). Returns the new revision. Raises
-        nats.errors.Error, which `is_refusal` where it is at another one."""
-        (result,) = await self._send_all([(f"$KV.{bucket}.{key}", value, _fence(bucket, key, revision))])
+        nats.errors.Error, which `buckets.is_refusal` where it is at another one."""
+        (result,) = await self._send_all([(f"$KV.{bucket}.{key}", value, fence_of(bucket, key, revision))])
         if isinstance(result, Exception):
             raise result
         return result.seq
@@ -238,12 +246,16 @@ class Bus:
                 await self._client.connect(
                     url.split(","),
                     name=self._name,
+                    inbox_prefix=f"_INBOX.{self._name}",  # what a server lets this service read
                     max_reconnect_attempts=-1,
                     reconnect_time_wait=RECONNECT_WAIT_S,  # type: ignore[arg-type]  # seconds, may be fractions
                     connect_timeout=CONNECT_TIMEOUT_S,  # type: ignore[arg-type]
                     drain_timeout=ANSWER_TIMEOUT_S,  # type: ignore[arg-type]
                     error_cb=self._on_error,
                     disconnected_cb=self._on_disconnect,
+                    tls=self._tls,
+                    tls_hostname=None if self._tls is None else NATS_NAME,
+                    tls_handshake_first=self._tls is not None,  # else a server may say that it wants none
                     reconnected_cb=self._on_reconnect,
                 )
                 what = f"TREADLE_FACTS_BYTES={self._facts_bytes or DEFAULT_FACTS_BYTES}"
@@ -356,6 +368,8 @@ class Bus:
 
     async def _on_disconnect(self) -> None:
         self._connected.clear()
+        if self._certificates is not None and self._tls is not None:
+            self._certificates.renew(self._tls)
         for timeout in self._ack_timeouts:
             if not timeout.expired():  # the acknowledgements will not come any more
                 timeout.reschedule(asyncio.get_running_loop().time())
@@ -378,13 +392,15 @@ async def open_bus(
     tracer: trace.Tracer | None = None,
     facts_bytes: int | None = None,
     replicas: int | None = None,
+    certificates: Certificates | None = None,
 ) -> AsyncIterator[Bus]:
     """A connected bus for the time of the block, drained at its end. Raises StartError where NATS or JetStream does not
     answer.
 
     url: of one server, or of several with commas between. facts_bytes: what the stream of facts may hold. replicas: the
-    servers that store each stream and bucket. None leaves those that are there as they are."""
-    bus = Bus(name, tracer or trace.NoOpTracer(), facts_bytes, replicas)
+    servers that store each stream and bucket. None leaves those that are there as they are. certificates: None for a
+    server that takes plaintext."""
+    bus = Bus(name, tracer or trace.NoOpTracer(), facts_bytes, replicas, certificates)
     await bus._connect(url, timeout_s)
     begun = asyncio.Event()
     async with run_beside([bus._send_accepted, bus._keep_subscriptions, partial(bus._run_handlers, begun)]):
@@ -424,16 +440,3 @@ def _outcome(result: asyncio.Future[PubAck] | Exception) -> PubAck | Exception:
     if result.cancelled():
         return nats.errors.TimeoutError()
     return cast(Exception | None, result.exception()) or result.result()
-
-
-def _fence(bucket: str, key: str, revision: int) -> dict[str, str]:
-    """Headers of a write that is refused unless the key is at this revision."""
-    return {
-        Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value: str(revision),
-        EXPECTED_LAST_SUBJECT_SEQUENCE_SUBJECT: f"$KV.{bucket}.{key}",
-    }
-
-
-def is_refusal(error: Exception) -> bool:
-    """Whether a write was refused because a key is not at the revision that it names."""
-    return isinstance(error, nats.js.errors.APIError) and error.err_code in WRONG_LAST_SEQUENCE

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,7 +24,8 @@ import grpc.aio
 import nats.errors
 import structlog
 from google.protobuf.message import DecodeError
-from treadle.connection import FOLLOWING, Options, follow, merge_options
+from treadle.certificates import Certificates, Options, open_channel
+from treadle.connection import FOLLOWING, follow, merge_options
 from treadle.errors import error_from
 
 from treadle_runtime.errors import (
@@ -39,6 +40,8 @@ from treadle_runtime.errors import (
     message_of,
     status_of,
 )
+from treadle_runtime.identity.callers import caller_of
+from treadle_runtime.identity.tenants import Border, TenantLimits
 
 log = structlog.get_logger()
 
@@ -123,9 +126,15 @@ class StreamDeadlines(grpc.aio.UnaryStreamClientInterceptor):
 
 
 class Channels:
-    """The channels of one process, one for each address."""
+    """The channels of one process, one for each address. certificates: None for plaintext."""
 
-    def __init__(self, receive_limit_bytes: int, tracing: Sequence[grpc.aio.ClientInterceptor] = ()) -> None:
+    def __init__(
+        self,
+        receive_limit_bytes: int,
+        tracing: Sequence[grpc.aio.ClientInterceptor] = (),
+        certificates: Certificates | None = None,
+    ) -> None:
+        self._certificates = certificates
         self._options: Options = (
             ("grpc.max_receive_message_length", receive_limit_bytes),
             ("grpc.initial_reconnect_backoff_ms", FIRST_RECONNECT_BACKOFF_MS),
@@ -137,21 +146,21 @@ class Channels:
             ("grpc.http2.max_pings_without_data", 0),
         )
         self._interceptors = [*tracing, UnaryDeadlines(), StreamDeadlines()]
-        self._open: dict[tuple[str, Options], grpc.aio.Channel] = {}
+        self._open: dict[tuple[str, str, Options], grpc.aio.Channel] = {}
 
-    def get(self, address: str) -> grpc.aio.Channel:
-        """The channel to `address` (host:port), made at the first use."""
-        return self._get(address, self._options)
+    def get(self, address: str, service: str) -> grpc.aio.Channel:
+        """The channel to the `service` (scheduler, sidecar, ...) at `address` (host:port), made at the first use."""
+        return self._get(address, service, self._options)
 
-    def follow(self, addresses: str) -> grpc.aio.Channel:
+    def follow(self, addresses: str, service: str) -> grpc.aio.Channel:
         """The channel to a service of several processes (with commas between) of which one serves at a time."""
         options = merge_options(self._options, FOLLOWING)
-        return follow(addresses, lambda address: self._get(address, options))
+        return follow(addresses, lambda address: self._get(address, service, options))
 
-    def _get(self, address: str, options: Options) -> grpc.aio.Channel:
-        key = (address, options)
+    def _get(self, address: str, service: str, options: Options) -> grpc.aio.Channel:
+        key = (address, service, options)
         if key not in self._open:
-            self._open[key] = grpc.aio.insecure_channel(address, options=options, interceptors=self._interceptors)
+            self._open[key] = open_channel(address, service, self._certificates, options, self._interceptors)
         return self._open[key]
 
     async def close(self) -> None:
@@ -163,7 +172,8 @@ class Channels:
 
 class Interceptor(grpc.aio.ServerInterceptor):
     """One per server. `domain` goes into each ErrorInfo; `tracing` is OpenTelemetry's interceptor, or None. `admit` is
-    awaited before each call, and what it raises is the answer."""
+    awaited before each call, and what it raises is the answer. tenants: what each may ask for, where callers have
+    certificates; None in plaintext, where nobody is asked who it is."""
 
     def __init__(
         self,
@@ -174,7 +184,9 @@ class Interceptor(grpc.aio.ServerInterceptor):
         stopping: asyncio.Event,
         tracing: grpc.aio.ServerInterceptor | None = None,
         admit: Callable[[], Awaitable[None]] | None = None,
+        tenants: TenantLimits | None = None,
     ) -> None:
+        self._tenants = tenants
         self._domain = domain
         self._errors: ErrorTable = {**_RUNTIME_ERRORS, **errors}
         self._max_message_bytes = max_message_bytes
@@ -205,7 +217,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
     async def _guarded(
         self, handler: grpc.RpcMethodHandler[Any, Any], details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        behavior: Any = self._behavior(handler, details.method.rpartition("/")[2])
+        behavior: Any = self._behavior(handler, details.method)
         deserialize = self._limited(handler.request_deserializer)
         if self._tracing is not None:
             # To OpenTelemetry both kinds are one coroutine; given a generator, it would close ours late and elsewhere.
@@ -220,7 +232,9 @@ class Interceptor(grpc.aio.ServerInterceptor):
             return grpc.unary_stream_rpc_method_handler(behavior, deserialize, handler.response_serializer)
         return grpc.unary_unary_rpc_method_handler(behavior, deserialize, handler.response_serializer)
 
-    def _behavior(self, handler: grpc.RpcMethodHandler[Any, Any], name: str) -> Callable[[Any, Any], Awaitable[Any]]:
+    def _behavior(self, handler: grpc.RpcMethodHandler[Any, Any], method: str) -> Callable[[Any, Any], Awaitable[Any]]:
+        name = method.rpartition("/")[2]
+        border = None if self._tenants is None else Border(method, self._tenants)
         serve: Any = handler.unary_stream if handler.response_streaming else handler.unary_unary
 
         async def respond(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
@@ -236,7 +250,11 @@ class Interceptor(grpc.aio.ServerInterceptor):
         async def behavior(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             self._count(context)
             try:
-                with self._admit(request, context, name):
+                with ExitStack() as admitted:
+                    if border is not None:
+                        now = asyncio.get_running_loop().time()
+                        admitted.enter_context(border.admit(caller_of(context), request, now))
+                    admitted.enter_context(self._admit(request, context, name))
                     if self._may_serve is not None:
                         await self._may_serve()
                     return await respond(request, context)

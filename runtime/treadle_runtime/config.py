@@ -11,8 +11,9 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -24,6 +25,7 @@ from pydantic import (
     SecretStr,
     ValidationError,
     field_validator,
+    model_validator,
 )
 
 # A context of 1M tokens is 4 MiB of int32 ids; a batch of them needs some room.
@@ -46,6 +48,15 @@ def address(value: str, *, lowest_port: int = 1) -> str:
     if not (colon and host and port.isascii() and port.isdigit() and lowest_port <= int(port) <= 65535):
         raise ValueError(f"host:port with a port in {lowest_port}..65535, e.g. 127.0.0.1:7401")
     return value
+
+
+def is_loopback(value: str) -> bool:
+    """Whether host:port is of this machine alone."""
+    host = value.rpartition(":")[0].strip("[]")
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
 
 
 def addresses(value: str) -> str:
@@ -118,12 +129,26 @@ class Settings(BaseModel):
     nats_replicas: Annotated[int, Field(ge=1, le=5)] = 1  # servers of a NATS cluster that store each stream and bucket
     # A unix socket that says the health of this process, as `treadle_runtime.probe` asks for it; empty: none.
     health_socket: str = ""
+    # The folder of this process's certificate (treadle.certificates): with it every connection is encrypted, and both
+    # ends are known. Empty: plaintext, and nobody is.
+    tls_folder: OptionalFolder = ""
+    insecure_plaintext: bool = False  # serve in plaintext to other machines
+    tenant_calls_per_s: Annotated[float, Field(ge=0)] = 0.0  # that one tenant may make here; 0: as many as it likes
+    tenant_calls: Annotated[int, Field(ge=0)] = 0  # at once, streams included; 0: as many as it likes
     ready_file: str = ""  # written once the server listens: {"address": "host:port", "pid": N}; empty: none
 
     @field_validator("listen")
     @classmethod
     def _is_an_address(cls, value: str) -> str:  # a validator of the class, since each service declares `listen` again
         return address(value, lowest_port=0)
+
+    @model_validator(mode="after")
+    def _keeps_plaintext_here(self) -> Self:
+        if not (self.tls_folder or self.insecure_plaintext or is_loopback(self.listen)):
+            name = f"{COMMON_PREFIX}{self.service.upper()}_LISTEN"
+            cure = "set TREADLE_TLS_FOLDER to a folder of `treadle certs`, or TREADLE_INSECURE_PLAINTEXT=true"
+            raise ValueError(f"{name}={self.listen} would serve other machines in plaintext: {cure}")
+        return self
 
 
 def prefix_of(cls: type[Settings]) -> str:

@@ -83,6 +83,18 @@ class DeadlineExceeded(TreadleError):  # noqa: N818
     code = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
+class Unauthenticated(TreadleError):  # noqa: N818
+    """It is not known who calls."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class PermissionDenied(TreadleError):  # noqa: N818
+    """Whoever calls may not do this."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+
+
 class Unimplemented(TreadleError):  # noqa: N818
     """This service does not answer that RPC."""
 

@@ -27,6 +27,7 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from opentelemetry import trace
+from treadle.certificates import Certificates
 
 from treadle_runtime import probe
 from treadle_runtime.bus import Bus, open_bus, run_beside
@@ -34,6 +35,8 @@ from treadle_runtime.calls import Channels, Interceptor
 from treadle_runtime.config import Settings, read_settings
 from treadle_runtime.errors import ErrorTable, StartError
 from treadle_runtime.idempotency import RequestRecords
+from treadle_runtime.identity.callers import server_credentials
+from treadle_runtime.identity.tenants import TenantLimits
 from treadle_runtime.telemetry import Metrics, Tracing, configure_logging, configure_tracing
 
 log = structlog.get_logger()
@@ -63,20 +66,22 @@ COLLECTIONS = (10_000, 10, 100)
 class Runtime:
     """What a service is given to work with.
 
-    stopping: set when the drain begins. channel: from an address (host:port) to its channel: one per address, closed at
-    drain; deadline and trace go with it. follow: the same to a service of several processes, of which one serves at a
-    time. listening: resolves to the address that the server listens at.
+    stopping: set when the drain begins. channel: from an address (host:port) and the service there to its channel: one
+    per address, closed at drain; deadline and trace go with it. follow: the same to a service of several processes, of
+    which one serves at a time. listening: resolves to the address that the server listens at. certificates: None in
+    plaintext.
     """
 
     settings: Settings
     bus: Bus
     records: RequestRecords
     stopping: asyncio.Event
-    channel: Callable[[str], grpc.aio.Channel]
-    follow: Callable[[str], grpc.aio.Channel]
+    channel: Callable[[str, str], grpc.aio.Channel]
+    follow: Callable[[str, str], grpc.aio.Channel]
     tracing: Tracing
     metrics: Metrics
     listening: asyncio.Future[str]
+    certificates: Certificates | None
 
 
 class Turn:
@@ -190,11 +195,12 @@ async def serving(settings: Settings, wire: Wire, *, tracing: Tracing | None = N
 
     Raises StartError, and whatever a background task raises (in an ExceptionGroup).
     """
+    certificates = _certificates(settings)
     tracing = tracing or configure_tracing(settings)
     metrics = Metrics(settings)
     stopping = asyncio.Event()
     name = f"treadle-{settings.service}"
-    channels = Channels(receive_limit_bytes(settings), tracing.client_interceptors())
+    channels = Channels(receive_limit_bytes(settings), tracing.client_interceptors(), certificates)
     try:
         async with open_bus(
             settings.nats_url,
@@ -203,6 +209,7 @@ async def serving(settings: Settings, wire: Wire, *, tracing: Tracing | None = N
             tracer=tracing.tracer,
             facts_bytes=settings.facts_bytes,
             replicas=settings.nats_replicas,
+            certificates=certificates,
         ) as bus:
             try:
                 records = await RequestRecords.open(bus, settings.service)
@@ -210,7 +217,16 @@ async def serving(settings: Settings, wire: Wire, *, tracing: Tracing | None = N
                 raise StartError(f"JetStream at {settings.nats_url} does not hold records: {error!r}") from error
             listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
             runtime = Runtime(
-                settings, bus, records, stopping, channels.get, channels.follow, tracing, metrics, listening
+                settings,
+                bus,
+                records,
+                stopping,
+                channels.get,
+                channels.follow,
+                tracing,
+                metrics,
+                listening,
+                certificates,
             )
             wiring = await wire(runtime)
             try:
@@ -237,6 +253,7 @@ async def _listening(runtime: Runtime, wiring: Wiring) -> AsyncIterator[str]:
         stopping=runtime.stopping,
         tracing=runtime.tracing.server_interceptor(),
         admit=None if turn is None else turn.admit,
+        tenants=TenantLimits(settings.tenant_calls_per_s, settings.tenant_calls) if runtime.certificates else None,
     )
     server = grpc.aio.server(
         interceptors=[interceptor],
@@ -252,7 +269,7 @@ async def _listening(runtime: Runtime, wiring: Wiring) -> AsyncIterator[str]:
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     reflection.enable_server_reflection([*wiring.services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-    address = _bind(server, settings.listen)
+    address = bind(server, settings.listen, runtime.certificates)
     await server.start()
     names = ("", *wiring.services)
     statuses: dict[str, str] = {}
@@ -317,9 +334,21 @@ def receive_limit_bytes(settings: Settings) -> int:
     return max(RECEIVE_LIMIT_FACTOR * settings.max_message_bytes, LOWEST_RECEIVE_LIMIT_BYTES)
 
 
-def _bind(server: grpc.aio.Server, listen: str) -> str:
+def _certificates(settings: Settings) -> Certificates | None:
     try:
-        port = server.add_insecure_port(listen)
+        return Certificates(settings.tls_folder) if settings.tls_folder else None
+    except ValueError as error:
+        raise StartError(f"TREADLE_TLS_FOLDER: {error}") from None
+
+
+def bind(server: grpc.aio.Server, listen: str, certificates: Certificates | None) -> str:
+    """Have the server listen at host:port, in plaintext without certificates; return where it does. Raises
+    StartError."""
+    try:
+        if certificates is None:
+            port = server.add_insecure_port(listen)
+        else:
+            port = server.add_secure_port(listen, server_credentials(certificates))
     except RuntimeError as error:
         raise StartError(f"cannot listen on {listen}: {error}") from None
     if port == 0:

@@ -11,24 +11,24 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Hand-written lines and modules at most, by folder of the tree; MOST_LINES and MOST_MODULES hold for all together.
 BUDGETS = {
-    "bench": (8_620, 56),
-    "cli": (6_630, 55),
-    "clients/python": (3_050, 14),
+    "bench": (8_770, 57),
+    "cli": (6_980, 57),
+    "clients/python": (3_290, 15),
     "core": (11_500, 65),
     "examples": (90, 2),
     "learned": (2_170, 15),
-    "runtime": (2_550, 14),
+    "runtime": (3_020, 18),
     "scripts": (150, 1),
     "services/migrator": (850, 9),
     "services/placement": (290, 7),
     "services/predictor": (1_270, 13),
     "services/rollout": (1_030, 9),
-    "services/scheduler": (1_960, 11),
+    "services/scheduler": (1_980, 11),
     "services/sidecar": (3_960, 26),
     "services/tools": (10_060, 68),
     "sim": (6_380, 38),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 60_440, 397, 39_450
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 61_770, 406, 40_260
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 WIDE_FOLDERS: dict[str, int] = {}  # folders with leave for more, each with its reason

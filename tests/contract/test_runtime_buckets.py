@@ -5,8 +5,8 @@ import asyncio
 import nats.errors
 import pytest
 from support.nats_server import NatsServer
-from treadle_runtime.buckets import BATCH, entries_of, purge_markers
-from treadle_runtime.bus import Bus, is_refusal, open_bus
+from treadle_runtime.buckets import BATCH, entries_of, is_refusal, purge_markers
+from treadle_runtime.bus import Bus, open_bus
 
 PART_BYTES = 512 * 1024  # large values arrive slower than the answers about them
 

@@ -35,8 +35,8 @@ async def test_the_deadline_of_a_call_goes_along_with_the_calls_it_makes(nats_ur
 
 async def test_a_channel_is_shared_per_address_and_gives_a_deadline_only_where_there_is_one(nats_url: str) -> None:
     async with serving(ProbeSettings(nats_url=nats_url), wire) as server:
-        channel = server.runtime.channel(server.address)
-        assert server.runtime.channel(server.address) is channel
+        channel = server.runtime.channel(server.address, "probe")
+        assert server.runtime.channel(server.address, "probe") is channel
         stub = placement_pb2_grpc.PlacementServiceStub(channel)
         await stub.PlanPlacement(plan(""), timeout=10)
         with limit_to(0.0):

@@ -72,8 +72,12 @@ async def test_a_ticket_is_for_one_engine_one_time_and_once(side: Sidecar) -> No
     await run_step(side.stub, used)
     late, elsewhere = step(), step_request(ticket("e1"), PROMPT, SamplingParams(max_new_tokens=5))
     late.ticket.expires_at.FromNanoseconds(round((time.time() - 1) * 1e9))
-    for request, reason in ((used, "TICKET_USED"), (late, "TICKET_EXPIRED"), (elsewhere, "TICKET_WRONG_ENGINE")):
-        with refused(reason, PRECONDITION):
+    for request, reason, code in (
+        (used, "TICKET_USED", PRECONDITION),
+        (late, "TICKET_EXPIRED", grpc.StatusCode.PERMISSION_DENIED),
+        (elsewhere, "TICKET_WRONG_ENGINE", PRECONDITION),
+    ):
+        with refused(reason, code):
             await run_step(side.stub, request)
     for field in ("expires_at", "ticket_id"):
         without = step()

@@ -162,7 +162,7 @@ async def one_step_taken(
         channels = Channels(MAX_BYTES)  # which notice a process that is stopped, as those of a sidecar do
         stack.push_async_callback(channels.close)
         gates = {state: Gate() for state in STATES}
-        at_source = SourceGates(engine_pb2_grpc.EngineServiceStub(channels.get(source.address)), gates)  # type: ignore[abstract]
+        at_source = SourceGates(engine_pb2_grpc.EngineServiceStub(channels.get(source.address, "sidecar")), gates)  # type: ignore[abstract]
         at_scheduler = SwitchGate(scheduler.stub, gates)  # type: ignore[abstract]
         to_source = Port(engine_pb2_grpc.add_EngineServiceServicer_to_server, at_source)
         to_scheduler = Port(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, at_scheduler)

@@ -71,7 +71,7 @@ class Probe(placement_pb2_grpc.PlacementServiceServicer):
         elif what in FAILURES:
             raise FAILURES[what]
         elif what.startswith("upstream:"):
-            stub = placement_pb2_grpc.PlacementServiceStub(self._runtime.channel(self._settings.upstream))
+            stub = placement_pb2_grpc.PlacementServiceStub(self._runtime.channel(self._settings.upstream, "probe"))
             return await stub.PlanPlacement(plan(what.removeprefix("upstream:")))
         elif what == "remaining":
             response.solve_time.FromNanoseconds(round((remaining_s() or 0.0) * 1e9))

@@ -112,3 +112,15 @@ def test_a_secret_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert "hunter2" not in repr(read_settings(Strict, {"TREADLE_LOOM_PIN": "hunter2"}))
     assert "did you mean" in refusal(capsys, {"TREADLE_LOOM_TOKE": "hunter2"})
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:7401", "[::]:7401", "10.0.0.7:7401", "scheduler:7401"])
+def test_plaintext_is_for_this_machine_unless_it_is_said(listen: str, capsys: pytest.CaptureFixture[str]) -> None:
+    variables = {"TREADLE_LOOM_LISTEN": listen}
+    with pytest.raises(SystemExit):
+        read_settings(LoomSettings, variables)
+    assert f"TREADLE_LOOM_LISTEN={listen} would serve other machines in plaintext" in capsys.readouterr().err
+    for said in ({"TREADLE_INSECURE_PLAINTEXT": "true"}, {"TREADLE_TLS_FOLDER": "/tls"}):
+        assert read_settings(LoomSettings, variables | said).listen == listen
+    for here in ("127.0.0.1:0", "localhost:7401", "[::1]:7401", "127.8.0.1:7401"):
+        assert read_settings(LoomSettings, {"TREADLE_LOOM_LISTEN": here}).listen == here

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
+from treadle.common.v1.ticket_pb2 import Ticket
 from treadle_core.curves import EngineWork
 from treadle_core.progress import EngineProgress
-from treadle_runtime.errors import FailedPrecondition
+from treadle_runtime.errors import FailedPrecondition, PermissionDenied
 from treadle_sidecar.engine.client import EngineClient, EngineRefused
 from treadle_sidecar.engine.process import EngineSpec, choose_weights, cpu_dtype, engine_command, main
 from treadle_sidecar.engine.watch import EngineWatch, read_profile
@@ -23,14 +24,14 @@ from treadle_sidecar.storage_keys import StoredPages, page_keys
 
 
 def test_a_used_ticket_is_remembered_until_its_date_refuses_it() -> None:
-    book = TicketBook("e0")
-    book.check("k1", "e0", 100.0, 50.0)
+    book, ticket = TicketBook("e0", None), Ticket(ticket_id="k1", engine_id="e0")
+    book.check(ticket, 100.0, 50.0)
     book.use("k1", 100.0, 50.0)
     with pytest.raises(FailedPrecondition, match="before"):
-        book.check("k1", "e0", 100.0, 60.0)
+        book.check(ticket, 100.0, 60.0)
     book.use("k2", 300.0, 150.0)
-    with pytest.raises(FailedPrecondition, match="expired"):
-        book.check("k1", "e0", 100.0, 150.0)
+    with pytest.raises(PermissionDenied, match="expired"):
+        book.check(ticket, 100.0, 150.0)
     assert book._used == {"k2"}
 
 
@@ -110,7 +111,7 @@ async def test_the_loop_runs_other_tasks_while_a_long_prefix_is_looked_up(tmp_pa
         (tmp_path / f"{key}{watch.profile.storage_suffixes[0]}").touch()
     contexts = Contexts()
     contexts.remember("t", ids)
-    prefixes = Prefixes(engine, watch, contexts, tmp_path, 0.0, grpc.aio.insecure_channel)
+    prefixes = Prefixes(engine, watch, contexts, tmp_path, 0.0, lambda address, _: grpc.aio.insecure_channel(address))
     export = asyncio.create_task(prefixes.export("t", counts_only=True))
     while not export.done():
         await asyncio.sleep(0)

@@ -39,7 +39,7 @@ def test_a_bad_value_is_refused_by_name(name: str, value: str, capsys: pytest.Ca
 
 
 def test_an_address_that_nobody_can_reach_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    given = {"ENGINE_ID": "e0", "LISTEN": "0.0.0.0:7410", "SCHEDULER": "scheduler:7401"}
+    given = {"ENGINE_ID": "e0", "LISTEN": "0.0.0.0:7410", "SCHEDULER": "scheduler:7401", "INSECURE_PLAINTEXT": "true"}
     with pytest.raises(SystemExit):
         read_settings(SidecarSettings, {f"TREADLE_SIDECAR_{name}": value for name, value in given.items()})
     assert "TREADLE_SIDECAR_ADVERTISE" in capsys.readouterr().err

@@ -14,9 +14,11 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 from treadle import Prompt, RolloutEvent
+from treadle.certificates import open_channel
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
 
 from treadle_cli.mesh.mesh import Board
+from treadle_cli.scheduler import own_certificates
 
 POLL_S = 1.0  # between questions to the sidecars
 POLL_TIMEOUT_S = 2.0
@@ -106,7 +108,8 @@ class LiveBoard(Board):
     async def _poll(self) -> None:
         """Ask the sidecars for their load until cancelled."""
         printed_s = time.monotonic()
-        channels = {engine_id: grpc.aio.insecure_channel(address) for engine_id, address in self._sidecars.items()}
+        certificates = own_certificates()
+        channels = {name: open_channel(at, "sidecar", certificates) for name, at in self._sidecars.items()}
         try:
             while True:
                 for engine_id, channel in channels.items():

@@ -23,6 +23,7 @@ import grpc
 import psutil
 from rich.console import Console
 from treadle import Prompt
+from treadle.certificates import FOLDER_VARIABLE
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.tools.v1 import tools_pb2, tools_pb2_grpc
 
@@ -95,6 +96,7 @@ async def run_demo(
     keep_logs: bool,
 ) -> int:
     """Play all epochs, draw the report in `folder`, and return the exit code: 1 where a trajectory failed."""
+    os.environ.pop(FOLDER_VARIABLE, None)  # of a mesh elsewhere; this one is plaintext on the loopback interface
     logs, state = folder / "logs", folder / "state"
     started_at = time_stamp()
     plays: list[PlayRecord] = []

@@ -22,9 +22,11 @@ import grpc
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from treadle.certificates import FOLDER_VARIABLE, Certificates, open_channel
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from treadle_runtime.errors import require
 
+from treadle_cli.authority import DEFAULT_TENANT, OPERATOR, make_certificates
 from treadle_cli.mesh import checks, engines
 from treadle_cli.mesh.engines import Engine, EnginePlan
 from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree, describe_exit
@@ -86,12 +88,14 @@ class StartBoard(Board):
 @dataclass(frozen=True)
 class MeshPlan:
     """What to start. folder: for state that is deleted with the mesh. base_port: the scheduler's; 0: free ports.
-    takes_resource_plans: whether this process is to answer `where.resources`."""
+    takes_resource_plans: whether this process is to answer `where.resources`. secure: with certificates, made in
+    `folder`, on every connection but that of an engine with its sidecar."""
 
     engines: EnginePlan
     folder: Path
     base_port: int = 0
     takes_resource_plans: bool = False
+    secure: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,7 @@ class Mesh:
         self.engine_deaths: list[EngineDeath] = []
         self.model_path = ""
         plan.folder.mkdir(parents=True, exist_ok=True)
+        self.certificates = make_certificates(plan.folder.absolute() / "certificates") if plan.secure else None
         self.kv = engines.place_kv(tree, plan.engines, plan.folder)
         self.board = board  # changed by whoever displays
         self._tree = tree
@@ -174,16 +179,24 @@ class Mesh:
 
     async def set_policy(self, policy: scheduler_pb2.Policy) -> None:
         """Set the policy of the trajectories that are opened from now on."""
-        async with grpc.aio.insecure_channel(self.where.scheduler) as channel:
+        async with self._to_scheduler() as channel:
             request = scheduler_pb2.SetPolicyRequest(request_id=uuid.uuid4().hex, policy=policy)
             await scheduler_pb2_grpc.SchedulerServiceStub(channel).SetPolicy(request, timeout=POLICY_TIMEOUT_S)
 
     async def list_engines(self) -> list[scheduler_pb2.RegisteredEngine]:
         """The engines that are registered with the scheduler, by id."""
-        async with grpc.aio.insecure_channel(self.where.scheduler) as channel:
+        async with self._to_scheduler() as channel:
             stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
             answer = await stub.ListEngines(scheduler_pb2.ListEnginesRequest(), timeout=ASK_TIMEOUT_S)
         return sorted(answer.engines, key=lambda engine: str(engine.info.engine_id))
+
+    @property
+    def own_certificates(self) -> Certificates | None:
+        """Of this process."""
+        return None if self.certificates is None else Certificates(self.certificates / OPERATOR)
+
+    def _to_scheduler(self) -> grpc.aio.Channel:
+        return open_channel(self.where.scheduler, "scheduler", self.own_certificates)
 
     def start_engine(self, kind: EngineClass, units: tuple[str, ...]) -> str:
         """Start one more engine on these cores or accelerators and return its id; `until_up` waits for it."""
@@ -231,7 +244,8 @@ class Mesh:
     def _plan_control(self) -> None:
         where = choose_addresses(self._tree.ports, self.plan.base_port, self.plan.engines.engine_ids)
         self.where = where if self.plan.takes_resource_plans else replace(where, resources="")
-        self._control = ControlPlane(self._tree, self.where, self.plan.folder / f"control-{self._generation}")
+        folder = self.plan.folder / f"control-{self._generation}"
+        self._control = ControlPlane(self._tree, self.where, folder, certificates=self.certificates)
 
     async def _start_control(self) -> None:
         with self.board.part("NATS and services"):
@@ -314,8 +328,12 @@ async def run_up(plan: MeshPlan, logs: Path, console: Console, hurry: asyncio.Ev
                 mesh = await Mesh.start(replace(plan, takes_resource_plans=True), tree, board)
             mesh.board = Board(console)
             local = LocalEngines(mesh, checks.list_units())
-            async with serve_resources(mesh.where.resources, local, mesh.where.scheduler, mesh.board.note):
+            own, scheduler = mesh.own_certificates, mesh.where.scheduler
+            async with serve_resources(mesh.where.resources, local, scheduler, mesh.board.note, own):
                 console.print(_table(mesh))
+                if mesh.certificates is not None:
+                    told = f"Clients: export {FOLDER_VARIABLE}={mesh.certificates / f'trainer-{DEFAULT_TENANT}'}"
+                    console.print(f"{told}  (or {OPERATOR})", highlight=False, soft_wrap=True)
                 console.print(f"Logs: {logs}. Ctrl-C stops everything.", highlight=False, soft_wrap=True)
                 await mesh.until_broken()
     finally:

@@ -18,11 +18,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from treadle.certificates import FOLDER_VARIABLE
 from treadle_runtime.config import DEFAULT_FACTS_BYTES
 
+from treadle_cli.authority import NATS
 from treadle_cli.mesh.checks import nats_server
 from treadle_cli.mesh.ports import HOST, Ports, is_free
 from treadle_cli.mesh.processes import Child, ProcessTree
+from treadle_cli.nats_rules import nats_config
 from treadle_cli.problems import UsageProblem
 
 START_TIMEOUT_S = 300.0  # about 2 s; a first start compiles for a minute, while engines load on the same cores
@@ -82,10 +85,18 @@ def choose_addresses(ports: Ports, base_port: int, engine_ids: Sequence[str]) ->
 
 class ControlPlane:
     """NATS, the services and the sidecars of one mesh, as children of `tree`; their files go to `folder`.
-    lease_ttl_s: of engines."""
+    lease_ttl_s: of engines. certificates: a folder of theirs (`authority`); None for plaintext."""
 
-    def __init__(self, tree: ProcessTree, where: Addresses, folder: Path, lease_ttl_s: float = LEASE_TTL_S) -> None:
+    def __init__(
+        self,
+        tree: ProcessTree,
+        where: Addresses,
+        folder: Path,
+        lease_ttl_s: float = LEASE_TTL_S,
+        certificates: Path | None = None,
+    ) -> None:
         self._tree, self._where, self._folder, self._lease_ttl_s = tree, where, folder, lease_ttl_s
+        self._certificates = certificates
         self._children: dict[str, Child] = {}
         self.nats_url = ""
 
@@ -100,7 +111,8 @@ class ControlPlane:
         """Start NATS; again at the same port, with what it had stored, after it has ended."""
         folder = self._folder / "nats"
         folder.mkdir(parents=True, exist_ok=True)
-        child, self.nats_url = await start_nats(self._tree, folder, urlsplit(self.nats_url).port)
+        port = urlsplit(self.nats_url).port
+        child, self.nats_url = await start_nats(self._tree, folder, port, self._certificates)
         self._children[child.name] = child
 
     async def start_service(self, name: str) -> None:
@@ -146,6 +158,7 @@ class ControlPlane:
             "TREADLE_DRAIN_GRACE_S": str(DRAIN_GRACE_S),
             f"TREADLE_{service.upper()}_LISTEN": address,
             f"TREADLE_{service.upper()}_READY_FILE": str(ready_file),
+            FOLDER_VARIABLE: "" if self._certificates is None else str(self._certificates / service),
             **self._reserved,
             **own,
         }
@@ -155,13 +168,19 @@ class ControlPlane:
         return child
 
 
-async def start_nats(tree: ProcessTree, folder: Path, port: int | None = None) -> tuple[Child, str]:
+async def start_nats(
+    tree: ProcessTree, folder: Path, port: int | None = None, certificates: Path | None = None
+) -> tuple[Child, str]:
     """Start nats-server on `port`, or any free one, with its store in `folder`; return it and its URL once it
-    listens."""
+    listens. certificates: a folder of theirs (`authority`); None for plaintext."""
     command = [str(nats_server()), "-a", HOST, "-p", str(port or -1), "-js", "-sd", str(folder / "jetstream")]
+    if certificates is not None:
+        config = folder / "nats.conf"
+        config.write_text(nats_config(certificates / NATS))
+        command += ["-c", str(config)]
     child = tree.start("nats", [*command, "--ports_file_dir", str(folder)], stage=NATS_STAGE)
     ports = await read_ready_file(child, folder, f"*_{child.pid}.ports", NATS_TIMEOUT_S)
-    return child, str(ports["nats"][0])
+    return child, f"nats://{urlsplit(ports['nats'][0]).netloc}"
 
 
 async def read_ready_file(child: Child, folder: Path, pattern: str, timeout_s: float) -> Any:

@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 from google.protobuf import json_format
 from rich.console import Console
+from treadle.certificates import open_channel
 from treadle.errors import error_from
 from treadle.resources.v1 import resources_pb2 as pb
 from treadle.resources.v1 import resources_pb2_grpc
@@ -22,11 +23,11 @@ from treadle_runtime import errors
 
 from treadle_cli.problems import UsageProblem
 from treadle_cli.resources.servicer import ResourceServicer
-from treadle_cli.scheduler import reach_scheduler
+from treadle_cli.scheduler import own_certificates, reach_scheduler
 
 ASK_TIMEOUT_S = 10.0
 OVERHEAD_S = 600.0  # of a change beside drain and starts: until what stops is gone, twice
-CORRECTABLE = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
+CORRECTABLE = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.PERMISSION_DENIED)
 
 Apply = Callable[[pb.ApplyPlanRequest], Awaitable[pb.ApplyPlanResponse]]
 Show = Callable[[], Awaitable[pb.GetResourcesResponse]]
@@ -107,7 +108,7 @@ async def resources(scheduler: str, namespace: str | None, out: Console) -> Asyn
         if not found.resources_address:
             advice = "only `treadle up` starts engines; for a cluster give --kubernetes NAMESPACE"
             raise UsageProblem(f"--scheduler {scheduler}: this mesh takes no resource plans: {advice}")
-        async with grpc.aio.insecure_channel(found.resources_address) as channel:
+        async with open_channel(found.resources_address, "resources", own_certificates()) as channel:
             calls = resources_pb2_grpc.ResourceServiceStub(channel)
 
             async def apply(request: pb.ApplyPlanRequest) -> pb.ApplyPlanResponse:

@@ -9,11 +9,14 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc.aio
+from treadle.certificates import Certificates, open_channel
 from treadle.resources.v1 import resources_pb2 as pb
 from treadle.resources.v1 import resources_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle_runtime.calls import Interceptor, detached_context
 from treadle_runtime.errors import FailedPrecondition, identifier, non_negative, require
+from treadle_runtime.identity.tenants import TenantLimits
+from treadle_runtime.server import bind
 from treadle_runtime.times import seconds
 
 from treadle_cli.resources.apply import START_TIMEOUT_S, Applied, Engines, apply_plan
@@ -94,20 +97,25 @@ def response_of(applied: Applied) -> pb.ApplyPlanResponse:
 
 @asynccontextmanager
 async def serve_resources(
-    listen: str, engines: Engines, scheduler: str, note: Callable[[str], None]
+    listen: str, engines: Engines, scheduler: str, note: Callable[[str], None], certificates: Certificates | None = None
 ) -> AsyncIterator[None]:
     """Serve at `listen` for the time of the block; what is being applied then is cancelled. scheduler: host:port.
+    certificates: None for plaintext.
 
     Raises RuntimeError where the port is taken."""
     stopping = asyncio.Event()
     interceptor = Interceptor(
-        domain="resources.treadle", errors={}, max_message_bytes=LARGEST_PLAN_BYTES, stopping=stopping
+        domain="resources.treadle",
+        errors={},
+        max_message_bytes=LARGEST_PLAN_BYTES,
+        stopping=stopping,
+        tenants=TenantLimits(0.0, 0) if certificates else None,
     )
     server = grpc.aio.server(interceptors=[interceptor], options=[("grpc.so_reuseport", 0)])
-    async with grpc.aio.insecure_channel(scheduler) as channel:
+    async with open_channel(scheduler, "scheduler", certificates) as channel:
         servicer = ResourceServicer(engines, scheduler_pb2_grpc.SchedulerServiceStub(channel), note)
         resources_pb2_grpc.add_ResourceServiceServicer_to_server(servicer, server)
-        server.add_insecure_port(listen)
+        bind(server, listen, certificates)
         await server.start()
         try:
             yield

@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import AsyncIterable, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -19,6 +20,7 @@ from google.protobuf.message import Message
 
 from treadle import weights
 from treadle.batches import take_batch
+from treadle.certificates import Certificates
 from treadle.connection import Mesh, RetryPolicy, Timeouts, finish, request_id
 from treadle.engine.v1 import engine_pb2
 from treadle.errors import TreadleError
@@ -39,19 +41,19 @@ TOKEN_INTERVAL_S, LONGEST_TOKEN_INTERVAL_S = 0.05, 10.0  # of a sidecar
 class Client:
     """A client of the mesh whose scheduler listens at `address` (host:port; several processes: with commas between).
 
-    timeouts: deadlines of logical calls. retry: how attempts are spaced. credentials: for TLS; none means plain text.
-    interceptors: of grpc.aio, e.g. OpenTelemetry's, which adds the trace context. seed: of the jitter. call_tokens: a
-    turn longer than this is generated in several calls with a ticket each, so that its trajectory is ranked again and
-    may move in the middle of it; the caller sees one step. 0 for one call a turn. token_interval_s: sampled tokens come
-    together for so long, at most 10 s; 0 sends each at once, for a person who watches. A longer one spares a process
-    with thousands of trajectories work, and what was not sent is sampled again where an engine is lost. job: whose
-    share of the engines and of the pooled rewards this client uses, e.g. the name of the training run; of rewards, each
-    rollout without one is a job. weight: of the job's share of slots and KV, while other jobs want them too; all
-    clients of one name have one share, of the largest weight given, and all without a name have one of weight 1; None:
-    1, or that of the job which is resumed. policy: how the job's trajectories are ranked and placed; None: as the mesh
-    is set, or as the job which is resumed.
-    resume: go on with the rollouts that a client of the same job, which died or was interrupted, has begun and not
-    ended (see `rollout`); of several clients of a job, one at a time resumes it. Raises ValueError.
+    timeouts: deadlines of logical calls. retry: how attempts are spaced. tls_folder: of this client's certificate
+    (`treadle.certificates`); None: TREADLE_TLS_FOLDER, and plaintext where that is not set. interceptors: of grpc.aio,
+    e.g. OpenTelemetry's, which adds the trace context. seed: of the jitter. call_tokens: a turn longer than this is
+    generated in several calls with a ticket each, so that its trajectory is ranked again and may move in the middle of
+    it; the caller sees one step. 0 for one call a turn. token_interval_s: sampled tokens come together for so long, at
+    most 10 s; 0 sends each at once, for a person who watches. A longer one spares a process with thousands of
+    trajectories work, and what was not sent is sampled again where an engine is lost. job: whose share of the engines
+    and of the pooled rewards this client uses, e.g. the name of the training run; of rewards, each rollout without one
+    is a job. weight: of the job's share of slots and KV, while other jobs want them too; all clients of one name have
+    one share, of the largest weight given, and all without a name have one of weight 1; None: 1, or that of the job
+    which is resumed. policy: how the job's trajectories are ranked and placed; None: as the mesh is set, or as the job
+    which is resumed. resume: go on with the rollouts that a client of the same job, which died or was interrupted, has
+    begun and not ended (see `rollout`); of several clients of a job, one at a time resumes it. Raises ValueError.
 
     When a client dies, the scheduler closes its trajectories as failed once its lease has ended, resume or not: their
     tokens were in the dead process, and what they hold blocks others. A client that resumes the job has them closed at
@@ -65,7 +67,7 @@ class Client:
         *,
         timeouts: Timeouts | None = None,
         retry: RetryPolicy | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
+        tls_folder: str | Path | None = None,
         interceptors: Sequence[grpc.aio.ClientInterceptor] = (),
         seed: int | None = None,
         call_tokens: int = CALL_TOKENS,
@@ -90,7 +92,7 @@ class Client:
         self._connect = partial(
             Mesh,
             address,
-            credentials,
+            Certificates(tls_folder) if tls_folder else Certificates.of_environment(),
             interceptors,
             timeouts or Timeouts(),
             retry or RetryPolicy(),

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import grpc
 
+from treadle.certificates import Certificates, Options, open_channel
 from treadle.engine.v1 import engine_pb2_grpc
 from treadle.errors import TreadleError, error_from, refused
 from treadle.rollout.v1 import rollout_pb2_grpc
@@ -48,7 +49,6 @@ A = TypeVar("A")
 
 # SubmitTrajectory carries a whole trajectory; gRPC's own limit of 4 MiB is about 450k tokens with logprobs and mask.
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
-Options = tuple[tuple[str, int | str], ...]
 _OPTIONS: Options = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -200,7 +200,7 @@ class Mesh:
     def __init__(
         self,
         address: str,
-        credentials: grpc.ChannelCredentials | None,
+        certificates: Certificates | None,
         interceptors: Sequence[grpc.aio.ClientInterceptor],
         timeouts: Timeouts,
         retry: RetryPolicy,
@@ -211,7 +211,7 @@ class Mesh:
     ) -> None:
         self.timeouts, self.call_tokens, self.job = timeouts, call_tokens, job
         self.token_interval_s = token_interval_s
-        self._credentials, self._interceptors = credentials, tuple(interceptors)
+        self._certificates, self._interceptors = certificates, tuple(interceptors)
         self._retry, self._rng = retry, rng
         self._clock_offset_s = time.time() - time.monotonic()
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -219,7 +219,9 @@ class Mesh:
         self._directory: scheduler_pb2.GetDirectoryResponse | None = None
         self._directory_lock = asyncio.Lock()
         self._warned: set[str] = set()  # messages that were logged
-        schedulers = follow(address, partial(self._channel, options=merge_options(_OPTIONS, FOLLOWING)))
+        self._schedulers = address.split(",")
+        connect = partial(self._channel, service="scheduler", options=merge_options(_OPTIONS, FOLLOWING))
+        schedulers = follow(address, connect)
         self.scheduler = scheduler_pb2_grpc.SchedulerServiceStub(schedulers)
 
     def clock(self) -> float:
@@ -229,20 +231,20 @@ class Mesh:
     def engine(self, address: str) -> EngineServiceAsyncStub:
         """The sidecar at host:port; made once an address, because each step asks for it."""
         if address not in self._engines:
-            self._engines[address] = engine_pb2_grpc.EngineServiceStub(self._channel(address))
+            self._engines[address] = engine_pb2_grpc.EngineServiceStub(self._channel(address, "sidecar"))
         return self._engines[address]
 
     async def tools(self) -> ToolsServiceAsyncStub:
         """The tools service; FAILED_PRECONDITION NO_TOOLS_SERVICE where the mesh runs none."""
-        return tools_pb2_grpc.ToolsServiceStub(self._channel(await self._address_of("tools")))
+        return tools_pb2_grpc.ToolsServiceStub(self._channel(await self._address_of("tools"), "tools"))
 
     async def rewards(self) -> RewardsServiceAsyncStub:
         """The rewards of the tools service; FAILED_PRECONDITION NO_TOOLS_SERVICE where the mesh runs none."""
-        return rewards_pb2_grpc.RewardsServiceStub(self._channel(await self._address_of("tools")))
+        return rewards_pb2_grpc.RewardsServiceStub(self._channel(await self._address_of("tools"), "tools"))
 
     async def rollout(self) -> RolloutServiceAsyncStub:
         """The rollout service; FAILED_PRECONDITION NO_ROLLOUT_SERVICE where the mesh runs none."""
-        return rollout_pb2_grpc.RolloutServiceStub(self._channel(await self._address_of("rollout")))
+        return rollout_pb2_grpc.RolloutServiceStub(self._channel(await self._address_of("rollout"), "rollout"))
 
     def backoff(self, timeout_s: float) -> Backoff:
         """A fresh deadline with waits by the client's policy."""
@@ -258,6 +260,8 @@ class Mesh:
                 error = error_from(failure)
             if not error.retryable:
                 raise error
+            if not error.reason:
+                await self._require_trust()
             if error.reason in _WAITS and error.message not in self._warned:
                 self._warned.add(error.message)
                 _log.warning("%s: %s", _WAITS[error.reason], error.message)
@@ -274,13 +278,19 @@ class Mesh:
         for channel in channels:
             await channel.close()
 
-    def _channel(self, address: str, options: Options = _OPTIONS) -> grpc.aio.Channel:
+    async def _require_trust(self) -> None:
+        """After a connection failed: raise TreadleError UNAUTHENTICATED where a certificate is why; no retry cures
+        that."""
+        if self._certificates is None:
+            return
+        for address in self._schedulers:
+            if refusal := await self._certificates.refusal(address.strip(), "scheduler"):
+                raise refusal
+
+    def _channel(self, address: str, service: str, options: Options = _OPTIONS) -> grpc.aio.Channel:
         channel = self._channels.get(address)
         if channel is None:
-            if self._credentials is None:
-                channel = grpc.aio.insecure_channel(address, options, interceptors=self._interceptors)
-            else:
-                channel = grpc.aio.secure_channel(address, self._credentials, options, interceptors=self._interceptors)
+            channel = open_channel(address, service, self._certificates, options, self._interceptors)
             self._channels[address] = channel
         return channel
 

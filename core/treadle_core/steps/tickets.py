@@ -29,6 +29,7 @@ from treadle_core.tables.open_waits import Cause
 
 # 48 bits in front of every ticket id: the engine matches ids by prefix when it aborts, so no ticket id may be a prefix
 # of another.
+TENANT_MARK = "::"  # a name that belongs to a tenant begins with the tenant's and this
 TICKET_DIGEST_CHARACTERS = 12
 
 MOST_UNCOUNTED = 8  # tickets of a trajectory; more only where `step_finished` is lost for good
@@ -45,14 +46,17 @@ class StepKind(enum.Enum):
 
 
 def ticket_id(trajectory_id: str, turn: int, attempt: int) -> str:
-    """The id of a ticket; unique, and no prefix of another."""
-    name = f"{trajectory_id}.{turn}.{attempt}"
-    return f"{hashlib.sha256(name.encode()).hexdigest()[:TICKET_DIGEST_CHARACTERS]}.{name}"
+    """The id of a ticket; unique, no prefix of another, and of the trajectory's tenant."""
+    tenant, mark, name = f"{trajectory_id}.{turn}.{attempt}".rpartition(TENANT_MARK)
+    digest = hashlib.sha256(f"{tenant}{mark}{name}".encode()).hexdigest()[:TICKET_DIGEST_CHARACTERS]
+    return f"{tenant}{mark}{digest}.{name}"
 
 
 def trajectory_of(ticket_id: str) -> str:
     """The trajectory of a ticket; empty where the id is that of none."""
-    return ticket_id.partition(".")[2].rpartition(".")[0].rpartition(".")[0]
+    tenant, mark, named = ticket_id.rpartition(TENANT_MARK)
+    name = named.partition(".")[2].rpartition(".")[0].rpartition(".")[0]
+    return f"{tenant}{mark}{name}" if name else ""
 
 
 def check_request(record: TrajectoryRecord, event: StepRequested) -> StepKind:

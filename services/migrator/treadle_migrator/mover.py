@@ -128,7 +128,7 @@ class Mover:
     def __init__(
         self,
         store: MigrationStore,
-        channel: Callable[[str], grpc.aio.Channel],
+        channel: Callable[[str, str], grpc.aio.Channel],
         scheduler: grpc.aio.Channel,
         announce: Callable[[Migration], Awaitable[None]],
     ) -> None:
@@ -284,7 +284,7 @@ class Mover:
         await self._store_surely(lambda: self._store.change(migration.migration_id, state, failure_reason=reason))
 
     def _engine(self, endpoint: Endpoint) -> "engine_pb2_grpc.EngineServiceAsyncStub":
-        return engine_pb2_grpc.EngineServiceStub(self._channel(endpoint.address))
+        return engine_pb2_grpc.EngineServiceStub(self._channel(endpoint.address, "sidecar"))
 
     async def _store_surely(self, write: Callable[[], Awaitable[Any]]) -> None:
         """Try until it is stored: an end must be, however long NATS is away."""

@@ -34,7 +34,7 @@ async def wire(runtime: Runtime) -> Wiring:
         prefix = migration.prefix if migration.state is State.DONE else None
         tokens(0 if prefix is None else prefix.tokens)  # with 0 it is seen though nothing has moved
 
-    runner = Runner(store, Mover(store, runtime.channel, runtime.follow(settings.scheduler), announce))
+    runner = Runner(store, Mover(store, runtime.channel, runtime.follow(settings.scheduler, "scheduler"), announce))
     await runner.recover()
     servicer = MigratorServicer(store, runner, runtime.records, give_up_s=settings.give_up_s)
     return Wiring(

@@ -1,7 +1,6 @@
 """Serve RolloutService: check the request, convert it, ask the rollout, convert the answer."""
 
 import time
-import uuid
 from collections.abc import AsyncIterator
 
 import grpc.aio
@@ -10,6 +9,7 @@ from treadle.rollout.v1 import rollout_pb2_grpc
 from treadle_core.rollouts.buffer import DropReason
 from treadle_runtime.errors import FailedPrecondition, identifier
 from treadle_runtime.idempotency import RequestRecords, answered_once
+from treadle_runtime.identity.tenants import minted
 from treadle_runtime.telemetry import Metrics
 
 from treadle_rollout import convert
@@ -37,8 +37,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     @answered_once
     async def CreateRollout(self, request: pb.CreateRolloutRequest, context: Context) -> pb.CreateRolloutResponse:
         # Derived, not drawn: a repeat of a request whose answer was not recorded must find what it created.
-        minted = f"r-{uuid.uuid5(uuid.NAMESPACE_OID, request.request_id).hex}"
-        rollout_id = identifier("rollout_id", request.rollout_id or minted)
+        rollout_id = identifier("rollout_id", request.rollout_id or minted("r", request.request_id))
         rollout = await self._rollouts.create(rollout_id, convert.spec_from(request.spec), request.request_id)
         return pb.CreateRolloutResponse(rollout=convert.rollout_to(rollout))
 

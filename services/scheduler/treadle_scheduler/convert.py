@@ -4,7 +4,6 @@ A function that takes a request raises InvalidArgument naming the first field th
 """
 
 import enum
-import hashlib
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -45,6 +44,7 @@ from treadle_runtime.errors import (
     positive,
     require,
 )
+from treadle_runtime.identity.tenants import like, minted
 from treadle_runtime.times import duration, require_duration, require_timestamp, timestamp
 
 # A ticket id holds the trajectory id, the turn and the attempt, and must itself be an identifier of 128 characters.
@@ -79,7 +79,7 @@ def job_opened(request: pb.OpenJobRequest) -> ev.JobOpened:
     request_id = identifier("request_id", request.request_id)
     return ev.JobOpened(
         request_id=request_id,
-        job_id=_minted("j", request_id),
+        job_id=minted("j", request_id),
         name=optional_identifier("job", request.job),
         resume=request.resume,
         weight=_weight(request.weight),
@@ -102,7 +102,7 @@ def trajectory_opened(request: pb.OpenTrajectoryRequest) -> ev.TrajectoryOpened:
     request_id = identifier("request_id", request.request_id)
     return ev.TrajectoryOpened(
         request_id=request_id,
-        trajectory_id=_trajectory_id(request.trajectory_id or _minted("t", request_id)),
+        trajectory_id=_trajectory_id(request.trajectory_id or minted("t", request_id)),
         prompt_id=at_most("prompt_id", non_empty("prompt_id", request.prompt_id), LONGEST_PROMPT_ID_CHARS),
         rollout_id=optional_identifier("rollout_id", request.rollout_id),
         sample=non_negative("sample", request.sample),
@@ -246,7 +246,7 @@ def engine_deregistered(request: pb.DeregisterEngineRequest) -> ev.EngineDeregis
 
 
 def ticket_message(ticket: TicketRecord) -> Ticket:
-    """The cache salt is the weight version: KV of other weights is never hit."""
+    """The cache salt is of the weight version and the tenant: KV of others is never hit."""
     return Ticket(
         ticket_id=ticket.ticket_id,
         trajectory_id=ticket.trajectory_id,
@@ -254,7 +254,7 @@ def ticket_message(ticket: TicketRecord) -> Ticket:
         engine_id=ticket.engine_id,
         engine_address=ticket.engine_address,
         priority=ticket.priority,
-        cache_salt=ticket.weight_version,
+        cache_salt=like(ticket.trajectory_id, ticket.weight_version),
         weight_version=ticket.weight_version,
         revision=ticket.revision,
         expires_at=timestamp(ticket.expires_s),
@@ -368,10 +368,6 @@ def _decode_curve(field: str, message: engine_pb2.DecodeCurve) -> DecodeCurve:
     prefill = figures["prefill_tokens_per_s"] or DEFAULT_PREFILL_TOKENS_PER_S
     known = figures if message.base_s + message.per_sequence_s > 0 else {}
     return DecodeCurve(**{**known, "prefill_tokens_per_s": prefill})
-
-
-def _minted(kind: str, request_id: str) -> str:
-    return f"{kind}-{hashlib.sha256(request_id.encode()).hexdigest()[:20]}"
 
 
 def _trajectory_id(value: str) -> str:

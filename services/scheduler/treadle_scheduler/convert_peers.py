@@ -18,6 +18,7 @@ from treadle_core import events as ev
 from treadle_core.ledger import StepTimes
 from treadle_core.model import EngineSpec, Estimate, Prediction
 from treadle_runtime.facts import make_fact
+from treadle_runtime.identity.tenants import like
 from treadle_runtime.times import duration, seconds
 
 from treadle_scheduler.convert import (
@@ -135,7 +136,7 @@ def migration_request(action: act.StartMigration) -> migrator_pb2.StartMigration
         target=_endpoint(action.target),
         expected_revision=action.expected_revision,
         remaining_tokens=action.remaining_tokens,
-        cache_salt=action.cache_salt,
+        cache_salt=like(action.trajectory_id, action.cache_salt),
         allow_prefill=action.allow_prefill,
         give_up_after=duration(action.give_up_after_s),
     )

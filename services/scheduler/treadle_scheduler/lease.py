@@ -24,7 +24,8 @@ import nats.js.errors
 import structlog
 from nats.js.kv import KeyValue
 from pydantic import TypeAdapter
-from treadle_runtime.bus import Bus, is_refusal
+from treadle_runtime.buckets import is_refusal
+from treadle_runtime.bus import Bus
 
 log = structlog.get_logger()
 

@@ -117,7 +117,7 @@ class Outbound:
         self,
         settings: SchedulerSettings,
         bus: Bus,
-        connect: Callable[[str], grpc.aio.Channel],
+        connect: Callable[[str, str], grpc.aio.Channel],
         may_send: Callable[[], Awaitable[None]] | None = None,
         meters: Meters | None = None,
     ) -> None:
@@ -180,7 +180,7 @@ class Outbound:
         ]
 
     async def _predict(self, address: str, asks: list[act.AskPrediction]) -> None:
-        predictor = PredictorServiceStub(self._connect(address))
+        predictor = PredictorServiceStub(self._connect(address, "predictor"))
         request = convert.predictions_request(asks)
         try:
             response = await predictor.BatchPredictRemaining(request, timeout=PREDICTION_TIMEOUT_S)
@@ -195,7 +195,7 @@ class Outbound:
         (ask,) = asks
         event = PlanArrived(ask.plan_id)  # without engines, the core plans by itself
         if address:
-            placement = PlacementServiceStub(self._connect(address))
+            placement = PlacementServiceStub(self._connect(address, "placement"))
             began_s = time.monotonic()
             try:
                 response = await placement.PlanPlacement(convert.plan_request(ask), timeout=PLAN_TIMEOUT_S)
@@ -209,7 +209,7 @@ class Outbound:
     async def _reprioritize(self, address: str, changes: list[tuple[str, float]]) -> None:
         request = convert.reprioritize_request(changes, uuid.uuid4().hex)
         try:
-            await EngineServiceStub(self._connect(address)).Reprioritize(request, timeout=COMMAND_TIMEOUT_S)
+            await EngineServiceStub(self._connect(address, "sidecar")).Reprioritize(request, timeout=COMMAND_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             log.info("priorities were not changed", address=address, error=_brief(error))
 
@@ -228,28 +228,30 @@ class Outbound:
                 if isinstance(command, act.StartMigration):
                     self._refuse_move(command)
             case act.StartMigration():
-                migrator = MigratorServiceStub(self._connect(address))
+                migrator = MigratorServiceStub(self._connect(address, "migrator"))
                 accepted = await migrator.StartMigration(convert.migration_request(command), timeout=COMMAND_TIMEOUT_S)
                 self.handle(convert.move_accepted(command, accepted))
             case act.CancelMigration(_, migration_id):
-                migrator = MigratorServiceStub(self._connect(address))
+                migrator = MigratorServiceStub(self._connect(address, "migrator"))
                 await migrator.CancelMigration(convert.cancel_request(migration_id), timeout=COMMAND_TIMEOUT_S)
             case act.AbortStep():
-                engine = EngineServiceStub(self._connect(address))
+                engine = EngineServiceStub(self._connect(address, "sidecar"))
                 await engine.Abort(convert.abort_request(command), timeout=COMMAND_TIMEOUT_S)
             case act.AskStep(ticket):
                 ask = convert.reprioritize_request([(ticket.ticket_id, ticket.priority)], uuid.uuid4().hex)
-                engine = EngineServiceStub(self._connect(address))
+                engine = EngineServiceStub(self._connect(address, "sidecar"))
                 if (await engine.Reprioritize(ask, timeout=COMMAND_TIMEOUT_S)).unknown_ticket_ids:
                     self.handle(StepUnknown(ticket.trajectory_id, ticket.ticket_id))
             case act.ReleasePrefix():
                 release = convert.release_request(command, uuid.uuid4().hex)
-                await EngineServiceStub(self._connect(address)).ReleasePrefix(release, timeout=COMMAND_TIMEOUT_S)
+                await EngineServiceStub(self._connect(address, "sidecar")).ReleasePrefix(
+                    release, timeout=COMMAND_TIMEOUT_S
+                )
 
     async def _load(self, address: str, loads: list[act.LoadWeights]) -> None:
         (load,) = loads
         try:
-            await EngineServiceStub(self._connect(address)).UpdateWeights(
+            await EngineServiceStub(self._connect(address, "sidecar")).UpdateWeights(
                 convert.update_request(load, uuid.uuid4().hex), timeout=LOAD_TIMEOUT_S
             )
             self.handle(WeightsUpdated(load.engine_id, load.weight_version))

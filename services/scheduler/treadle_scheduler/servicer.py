@@ -8,6 +8,9 @@ from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle_runtime.calls import remaining_s
 from treadle_runtime.errors import identifier, optional_identifier
 from treadle_runtime.idempotency import RequestRecords, answered_once
+from treadle_runtime.identity.callers import tenant_of
+from treadle_runtime.identity.seals import Sealer
+from treadle_runtime.identity.tenants import owner_of
 from treadle_runtime.pages import page_of
 from treadle_runtime.times import duration
 
@@ -20,12 +23,12 @@ ANSWER_S = 0.2  # of a call's time, kept to answer STEP_HELD before the deadline
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     """The core's refusals pass through; `wire.py` maps them to gRPC errors. `serve` comes before the first call;
-    `has_state` says whether it has."""
+    `has_state` says whether it has. sealer: of tickets; None in plaintext."""
 
     records: RequestRecords
 
-    def __init__(self, settings: SchedulerSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: SchedulerSettings, sealer: Sealer | None) -> None:
+        self._settings, self._sealer = settings, sealer
         self.has_state = False
 
     def serve(self, driver: Driver, records: RequestRecords) -> None:
@@ -53,7 +56,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return pb.CloseJobResponse()
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsResponse:
-        return pb.ListJobsResponse(jobs=map(convert.job_use, self._controller.jobs()))
+        tenant = tenant_of(context)
+        jobs = (use for use in self._controller.jobs() if tenant in (None, owner_of(use.job)))
+        return pb.ListJobsResponse(jobs=map(convert.job_use, jobs))
 
     async def OpenTrajectory(self, request: pb.OpenTrajectoryRequest, context: Any) -> pb.OpenTrajectoryResponse:
         event = convert.trajectory_opened(request)
@@ -63,8 +68,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def ScheduleStep(self, request: pb.ScheduleStepRequest, context: Any) -> pb.ScheduleStepResponse:
         event = convert.step_requested(request)
         left_s = remaining_s()
-        ticket = await self._driver.request_step(event, None if left_s is None else max(0.0, left_s - ANSWER_S))
-        return pb.ScheduleStepResponse(ticket=convert.ticket_message(ticket))
+        record = await self._driver.request_step(event, None if left_s is None else max(0.0, left_s - ANSWER_S))
+        response = pb.ScheduleStepResponse(ticket=convert.ticket_message(record))
+        if self._sealer is not None:
+            response.ticket.seal = self._sealer.seal(response.ticket)
+        return response
 
     async def CloseTrajectory(self, request: pb.CloseTrajectoryRequest, context: Any) -> pb.CloseTrajectoryResponse:
         event = convert.trajectory_closed(request)
@@ -82,10 +90,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def ListTrajectories(self, request: pb.ListTrajectoriesRequest, context: Any) -> pb.ListTrajectoriesResponse:
         rollout_id = optional_identifier("rollout_id", request.rollout_id)
+        tenant = tenant_of(context)
         wanted = (
             record
             for record in self._controller.trajectories()
-            if rollout_id in ("", record.rollout_id) and (record.is_open or not request.open_only)
+            if tenant in (None, owner_of(record.trajectory_id))
+            and rollout_id in ("", record.rollout_id)
+            and (record.is_open or not request.open_only)
         )
         records, token = page_of(
             wanted, lambda record: (record.opened_s, record.trajectory_id), request.page_size, request.page_token

@@ -27,6 +27,7 @@ from treadle_runtime.errors import (
     Unavailable,
 )
 from treadle_runtime.idempotency import RequestRecords
+from treadle_runtime.identity.seals import Sealer
 from treadle_runtime.server import Runtime, Turn, Wiring
 
 from treadle_scheduler.config import SchedulerSettings
@@ -78,7 +79,7 @@ ERRORS: ErrorTable = {
 async def wire(runtime: Runtime) -> Wiring:
     settings = cast(SchedulerSettings, runtime.settings)
     lease = await Lease.open(runtime.bus, settings.leader_ttl_s)
-    servicer = SchedulerServicer(settings)
+    servicer = SchedulerServicer(settings, Sealer(runtime.certificates) if runtime.certificates else None)
 
     async def admit() -> None:
         if not servicer.has_state:

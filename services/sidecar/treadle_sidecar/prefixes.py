@@ -23,6 +23,7 @@ from treadle.engine.v1 import engine_pb2 as pb
 from treadle.engine.v1 import engine_pb2_grpc
 from treadle_runtime.calls import remaining_s
 from treadle_runtime.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from treadle_runtime.identity.tenants import like
 from treadle_runtime.times import duration
 
 from treadle_sidecar import convert
@@ -115,7 +116,7 @@ class Prefixes:
     contexts: Contexts
     storage: Path | None
     export_wait_s: float
-    channel: Callable[[str], grpc.aio.Channel]
+    channel: Callable[[str, str], grpc.aio.Channel]
     paused: bool = False
     _permits: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(SPARE_REQUESTS), init=False)
 
@@ -126,12 +127,13 @@ class Prefixes:
         if context is None:
             raise _prefix_not_found(trajectory_id, f"no context of trajectory {trajectory_id!r} is here")
         profile = self.watch.require_profile()
+        salt = like(trajectory_id, profile.weight_version)
         # Storage that fails is waited for once, not again by the export for a prefill.
         wait_s = 0.0 if counts_only else self.export_wait_s - self.contexts.age_s(trajectory_id)
         return pb.ExportPrefixResponse(
             token_ids=None if counts_only else convert.packed(context),
-            cache_salt=profile.weight_version,
-            stored_tokens=await self._stored_within(context, profile, wait_s),
+            cache_salt=salt,
+            stored_tokens=await self._stored_within(context, profile, salt, wait_s),
             prefix_tokens=len(context),
         )
 
@@ -150,18 +152,19 @@ class Prefixes:
                     "ENGINE_PAUSED", "the engine is paused; its device may be used for something else"
                 )
             profile = self.watch.require_profile()
-            salt = cache_salt or source_salt or profile.weight_version
-            if salt != profile.weight_version:
+            own = like(trajectory_id, profile.weight_version)
+            salt = cache_salt or source_salt or own
+            if salt != own:
                 raise FailedPrecondition(
                     "WEIGHT_VERSION_MISMATCH",
-                    f"the prefix is of weights {salt!r}, this engine serves {profile.weight_version!r}",
+                    f"the prefix is of weights {salt!r}, this engine serves {own!r}",
                     cache_salt=salt,
                 )
             if not 0 < len(prefix) <= profile.max_input_tokens:
                 raise InvalidArgument("token_ids", f"must be 1 to {profile.max_input_tokens} tokens, is {len(prefix)}")
             profile.require_known("token_ids", prefix)
             if storage_only:
-                await self._require_stored(prefix, profile)
+                await self._require_stored(prefix, profile, salt)
             async with self.watch.calling("the prefix"):
                 found = await self.engine.prefill(f"{uuid.uuid4().hex}-prefix", prefix.tolist(), salt)
         self.contexts.remember(trajectory_id, prefix)
@@ -188,7 +191,7 @@ class Prefixes:
 
     async def _fetch(self, reference: pb.PrefixRef) -> tuple["array[int]", str]:
         """Token ids and salt of a context that another sidecar has."""
-        stub = engine_pb2_grpc.EngineServiceStub(self.channel(reference.engine_address))
+        stub = engine_pb2_grpc.EngineServiceStub(self.channel(reference.engine_address, "sidecar"))
         request = pb.ExportPrefixRequest(trajectory_id=reference.trajectory_id)
         timeout_s = min(remaining_s() or EXPORT_TIMEOUT_S, EXPORT_TIMEOUT_S)
         try:
@@ -200,10 +203,10 @@ class Prefixes:
             raise Unavailable("SOURCE_UNAVAILABLE", what, retry_after_s=RETRY_SOURCE_S) from error
         return convert.token_ids("token_ids", response.token_ids), response.cache_salt
 
-    async def _require_stored(self, prefix: "array[int]", profile: EngineProfile) -> None:
+    async def _require_stored(self, prefix: "array[int]", profile: EngineProfile, salt: str) -> None:
         # The engine always computes the last token itself, so the pages before it are all that can come from storage.
         due = (len(prefix) - 1) // profile.page_tokens * profile.page_tokens
-        stored = (await self._look(prefix, profile)).tokens
+        stored = (await self._look(prefix, profile, salt)).tokens
         if stored < due:
             raise FailedPrecondition(
                 "PREFIX_NOT_STORED",
@@ -212,8 +215,8 @@ class Prefixes:
                 due_tokens=due,
             )
 
-    async def _stored_within(self, context: "array[int]", profile: EngineProfile, wait_s: float) -> int:
-        pages = await self._look(context, profile)
+    async def _stored_within(self, context: "array[int]", profile: EngineProfile, salt: str, wait_s: float) -> int:
+        pages = await self._look(context, profile, salt)
         ends_at = time.monotonic() + wait_s
         # The last sampled token has no KV: it was never an input.
         due = (len(context) - 1) // profile.page_tokens * profile.page_tokens
@@ -222,9 +225,8 @@ class Prefixes:
             await asyncio.to_thread(pages.look)
         return min(pages.tokens, len(context))
 
-    async def _look(self, tokens: "array[int]", profile: EngineProfile) -> StoredPages:
-        suffixes, salt = profile.storage_suffixes, profile.weight_version
-        pages = StoredPages(self.storage, suffixes, tokens, profile.page_tokens, salt)
+    async def _look(self, tokens: "array[int]", profile: EngineProfile, salt: str) -> StoredPages:
+        pages = StoredPages(self.storage, profile.storage_suffixes, tokens, profile.page_tokens, salt)
         await asyncio.to_thread(pages.look)
         return pages
 

@@ -7,10 +7,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from treadle.common.v1.ticket_pb2 import Ticket
 from treadle.engine.v1 import engine_pb2 as pb
 from treadle.engine.v1 import engine_pb2_grpc
-from treadle_runtime.errors import FailedPrecondition, finite, identifier, non_empty, require
+from treadle_runtime.errors import FailedPrecondition, PermissionDenied, finite, identifier, non_empty, require
 from treadle_runtime.idempotency import RequestRecords, answered_once
+from treadle_runtime.identity.seals import SealCheck
 from treadle_runtime.times import duration, seconds
 
 from treadle_sidecar import convert
@@ -23,21 +25,25 @@ DEFAULT_WATCH_S = 1.0
 
 
 class TicketBook:
-    """Accepts each ticket of one engine once: used ones are remembered until they expire. Times are Unix seconds."""
+    """Accepts each ticket of one engine once: used ones are remembered until they expire. Times are Unix seconds.
+    seals: of the scheduler; None in plaintext."""
 
-    def __init__(self, engine_id: str) -> None:
-        self._engine_id = engine_id
+    def __init__(self, engine_id: str, seals: SealCheck | None) -> None:
+        self._engine_id, self._seals = engine_id, seals
         self._used: set[str] = set()
         self._expiries: list[tuple[float, str]] = []
 
-    def check(self, ticket_id: str, engine_id: str, expires_at: float, now: float) -> None:
-        """Raises FailedPrecondition TICKET_WRONG_ENGINE, TICKET_EXPIRED, TICKET_USED."""
+    def check(self, ticket: Ticket, expires_at: float, now: float) -> None:
+        """Raises PermissionDenied TICKET_EXPIRED, SEAL_REFUSED; FailedPrecondition TICKET_WRONG_ENGINE, TICKET_USED."""
+        ticket_id, engine_id = ticket.ticket_id, ticket.engine_id
+        if self._seals is not None:
+            self._seals.check(ticket)
+        if expires_at <= now:
+            message = f"the ticket expired {now - expires_at:.1f} s ago; schedule the step again"
+            raise PermissionDenied("TICKET_EXPIRED", message, ticket_id=ticket_id)
         if engine_id != self._engine_id:
             reason = "TICKET_WRONG_ENGINE"
             message = f"the ticket is for engine {engine_id!r}, this is {self._engine_id!r}"
-        elif expires_at <= now:
-            reason = "TICKET_EXPIRED"
-            message = f"the ticket expired {now - expires_at:.1f} s ago; schedule the step again"
         elif ticket_id in self._used:
             reason, message = "TICKET_USED", "the ticket was presented before; schedule the step again"
         else:
@@ -67,7 +73,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         order = convert.step_order(request)
         expires_at, now = convert.ticket_expiry(request.ticket), time.time()
-        self.tickets.check(order.ticket_id, request.ticket.engine_id, expires_at, now)
+        self.tickets.check(request.ticket, expires_at, now)
         step = self.runner.submit(order)
         self.tickets.use(order.ticket_id, expires_at, now)
         try:

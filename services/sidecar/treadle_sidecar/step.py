@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeAlias
 from treadle.common.v1.tokens_pb2 import Logprobs, SamplingParams, TokenIds, VersionSpan
 from treadle.engine.v1 import engine_pb2 as pb
 from treadle_runtime.errors import TreadleError, require
+from treadle_runtime.identity.tenants import like, owner_of
 from treadle_runtime.times import duration, timestamp
 
 from treadle_sidecar.engine.client import EngineChunk, EngineClient, EngineRequest
@@ -134,7 +135,8 @@ class StepRecord:
         self.preemptions += 1
         self._enter("preempted", now)
         self._waits_since = now
-        return pb.StepPreempted(output_tokens=len(self.output), by_ticket_id=by)
+        told = by if owner_of(by) == owner_of(self.order.ticket_id) else ""  # nothing of another tenant's
+        return pb.StepPreempted(output_tokens=len(self.output), by_ticket_id=told)
 
     def wait(self, now: float, *, paused: bool) -> None:
         """The step waits from now on for the end of a pause, or for a slot. Changes nothing while it runs."""
@@ -341,7 +343,8 @@ class RunningStep:
         return LENGTH if len(output) >= self._output_limit else None
 
     def attempt_request(self, weight_version: str) -> EngineRequest:
-        """The input and the tokens that are left. The salt is the engine's weight version, whatever the ticket says."""
+        """The input and the tokens that are left. The salt is of the engine's weight version, whatever the ticket says,
+        and the trajectory's tenant."""
         sampling = self.order.sampling
         params: dict[str, object] = {
             "max_new_tokens": self._output_limit - len(self.record.output),
@@ -358,7 +361,7 @@ class RunningStep:
                 params[name] = getattr(sampling, name)
         # The random part comes first and has a fixed length, so that no rid is the beginning of another.
         rid = f"{uuid.uuid4().hex}-{self.order.ticket_id}"
-        return EngineRequest(rid, self.record.context.tolist(), params, weight_version)
+        return EngineRequest(rid, self.record.context.tolist(), params, like(self.order.trajectory_id, weight_version))
 
     def _default_seed(self) -> int:
         # An engine that honours seeds gives all requests without one the same seed; the samples of a prompt would be

@@ -14,6 +14,7 @@ from treadle_core.model import DecodeCurve
 from treadle_core.progress import EngineProgress
 from treadle_core.steps.preemptive_queue import QueuePolicy
 from treadle_runtime.idempotency import RequestRecords
+from treadle_runtime.identity.seals import SealCheck
 from treadle_runtime.server import Runtime, Wiring
 from treadle_runtime.telemetry import Metrics
 from treadle_runtime.times import seconds, timestamp
@@ -83,7 +84,8 @@ async def wire(runtime: Runtime) -> Wiring:
     # Records of this engine's own: sidecars share a NATS, and the same request id may go to several of them.
     name = "".join(char if char.isalnum() or char == "-" else "_" for char in settings.engine_id)
     records = await RequestRecords.open(runtime.bus, f"sidecar_{name}")
-    servicer = EngineServicer(runner, TicketBook(settings.engine_id), prefixes, weights, records, load, info)
+    seals = SealCheck(runtime.certificates, "scheduler") if runtime.certificates else None
+    servicer = EngineServicer(runner, TicketBook(settings.engine_id, seals), prefixes, weights, records, load, info)
 
     probe = CurveProbe(engine, watch, runner, measured, settings.probe_s)
     tasks = [watch.run, runner.run, weights.run, GenerationProbe(engine, watch, runner, progress).run]
@@ -92,7 +94,7 @@ async def wire(runtime: Runtime) -> Wiring:
     else:
         tasks.append(probe.run)
     if settings.scheduler:
-        scheduler = SchedulerServiceStub(runtime.follow(settings.scheduler))
+        scheduler = SchedulerServiceStub(runtime.follow(settings.scheduler, "scheduler"))
         tasks.append(Registration(scheduler, watch, info, load, curve, probe.first_over, runtime.stopping).run)
     return Wiring(
         services={"treadle.engine.v1.EngineService": partial(add_EngineServiceServicer_to_server, servicer)},

@@ -19,6 +19,7 @@ from treadle_core.tools.providers import BasicManager
 from treadle_runtime.calls import remaining_s
 from treadle_runtime.errors import InvalidArgument, identifier, require
 from treadle_runtime.idempotency import RequestRecords, answered_once
+from treadle_runtime.identity.tenants import like
 
 from treadle_tools.api import convert
 from treadle_tools.background import Background
@@ -118,7 +119,9 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
         tool = self.gateway.registry.stateless(request.tool)
         arguments = self.gateway.registry.step_arguments(tool, request.arguments_json)
         limits = convert.limits_of(request.limits, tool.limits)
-        result = await self.gateway.call(tool, arguments, limits, request.trajectory_id, _job(request.job))
+        result = await self.gateway.call(
+            tool, arguments, limits, request.trajectory_id, _job(request.job, request.request_id)
+        )
         return pb.InvokeResponse(result=convert.result_message(result))
 
     async def _step(self, request: pb.InvokeRequest) -> pb.InvokeResponse:
@@ -152,7 +155,7 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
                 limits=limits,
                 trajectory_id=request.trajectory_id,
                 request_id=request.request_id,
-                job=_job(request.job),
+                job=_job(request.job, request.request_id),
                 ends_at=ends_at,
                 snapshot=snapshot,
             )
@@ -193,8 +196,8 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
         return convert.resources_message(self.gateway.dispatcher, self.gateway.providers, time.monotonic())
 
 
-def _job(job: str) -> str:
-    return identifier("job", job or DEFAULT_JOB)
+def _job(job: str, request_id: str) -> str:
+    return identifier("job", job or like(request_id, DEFAULT_JOB))
 
 
 def _trajectory(trajectory_id: str) -> None:
@@ -221,7 +224,7 @@ class RewardsServicer(rewards_pb2_grpc.RewardsServiceServicer):
         reward = Reward(
             reward_id=self.pool.id_of(request.request_id),
             trajectory_id=identifier("trajectory_id", request.trajectory_id),
-            job=_job(request.job),
+            job=_job(request.job, request.request_id),
             name=tool.name,
             accepted_at=time.time(),
         )

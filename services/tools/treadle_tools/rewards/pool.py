@@ -22,6 +22,7 @@ import structlog
 from treadle_core.fair_share import FairQueue
 from treadle_runtime import errors
 from treadle_runtime.errors import InvalidArgument, NotFound, ResourceExhausted, TreadleError
+from treadle_runtime.identity.tenants import like
 
 from treadle_tools.replies import MOST_ERROR_BYTES, cut
 from treadle_tools.rewards.reward import Reward, RewardJournal, State
@@ -83,7 +84,8 @@ class RewardPool:
     def id_of(self, request_id: str) -> str:
         """The id of the reward that a request asks for: the same for a repeat whose first answer was not recorded, and
         not to be guessed from the request's id."""
-        return f"w-{hmac.digest(self.secret, request_id.encode(), 'sha256')[:ID_BYTES].hex()}"
+        drawn = hmac.digest(self.secret, request_id.encode(), "sha256")[:ID_BYTES]
+        return like(request_id, f"w-{drawn.hex()}")
 
     async def accept(self, reward: Reward, arguments_json: str) -> Reward:
         """Accept a reward, or return the one of the same id.

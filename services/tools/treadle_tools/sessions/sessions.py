@@ -19,6 +19,7 @@ from typing import Any
 
 import structlog
 from treadle_runtime.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
+from treadle_runtime.identity.tenants import like
 
 from treadle_tools.registry import Registry, refuse_invalid
 from treadle_tools.replies import result_of
@@ -123,7 +124,7 @@ class Sessions:
         if mine >= MOST_TO_FREE * free:
             why = f"job {opening.job!r} has {mine} sessions open, and {free} of {self._most} are free: close some"
             raise ResourceExhausted("SESSIONS_FULL", why, retry_after_s=FULL_RETRY_S)
-        tool, session_id = opening.tool, f"s-{uuid.uuid4().hex}"
+        tool, session_id = opening.tool, like(opening.request_id, f"s-{uuid.uuid4().hex}")
         backend = self._backends.require(tool)
         session = Session(session_id, tool, backend, opening.trajectory_id, opening.limits, opening.key, opening.job)
         self._opening[opening.job] += 1
@@ -171,7 +172,7 @@ class Sessions:
         async with session.lock:
             sandbox = session.require()
             session.touch()
-            with self._snapshots.write() as (file, finish):
+            with self._snapshots.write(session.session_id) as (file, finish):
                 try:
                     reply = await sandbox.ask("snapshot", None, session.limits, session.tool.processes, file=file)
                 except SandboxLost as lost:

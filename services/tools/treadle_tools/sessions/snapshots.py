@@ -19,6 +19,7 @@ from typing import BinaryIO
 import structlog
 from pydantic import TypeAdapter
 from treadle_runtime.errors import NotFound, ResourceExhausted
+from treadle_runtime.identity.tenants import like
 
 from treadle_tools.tool import Result, Tool
 
@@ -68,13 +69,16 @@ class Snapshots:
                 path.unlink()
 
     @contextlib.contextmanager
-    def write(self) -> Iterator[tuple[int, Callable[[Tool, str, int, Result], Snapshot]]]:
-        """A new snapshot's descriptor, and what lists it; not listed, it is removed. Raises ResourceExhausted."""
+    def write(self, session_id: str) -> Iterator[tuple[int, Callable[[Tool, str, int, Result], Snapshot]]]:
+        """The descriptor of a new snapshot of a session, and what lists it; not listed, it is removed.
+
+        Raises ResourceExhausted.
+        """
         self.expire()
         if len(self._snapshots) + self._writing >= self._most:
             why = f"{self._most} snapshots are kept already"
             raise ResourceExhausted("SNAPSHOTS_FULL", why, retry_after_s=FULL_RETRY_S)
-        snapshot_id = f"snap-{uuid.uuid4().hex}"
+        snapshot_id = like(session_id, f"snap-{uuid.uuid4().hex}")
         file = os.open(self._tar(snapshot_id), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         self._writing += 1
         try:

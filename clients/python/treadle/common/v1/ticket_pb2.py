@@ -24,15 +24,20 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from treadle.common.v1 import access_pb2 as treadle_dot_common_dot_v1_dot_access__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etreadle/common/v1/ticket.proto\x12\x11treadle.common.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xe1\x02\n\x06Ticket\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x15\n\rtrajectory_id\x18\x02 \x01(\t\x12\x0c\n\x04turn\x18\x03 \x01(\x05\x12\x11\n\tengine_id\x18\x04 \x01(\t\x12\x16\n\x0e\x65ngine_address\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x01\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x16\n\x0eweight_version\x18\x08 \x01(\t\x12\x10\n\x08revision\x18\t \x01(\x03\x12.\n\nexpires_at\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x18\n\x0bpreemptible\x18\x0b \x01(\x08H\x00\x88\x01\x01\x12\x0b\n\x03job\x18\x0c \x01(\t\x12\x12\n\njob_weight\x18\r \x01(\x01\x12)\n\x06waited\x18\x0e \x01(\x0b\x32\x19.google.protobuf.DurationB\x0e\n\x0c_preemptibleb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etreadle/common/v1/ticket.proto\x12\x11treadle.common.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1etreadle/common/v1/access.proto\"\xfb\x02\n\x06Ticket\x12\x17\n\tticket_id\x18\x01 \x01(\tB\x04\xd0\xa5\x19\x01\x12\x1b\n\rtrajectory_id\x18\x02 \x01(\tB\x04\xd0\xa5\x19\x01\x12\x0c\n\x04turn\x18\x03 \x01(\x05\x12\x11\n\tengine_id\x18\x04 \x01(\t\x12\x16\n\x0e\x65ngine_address\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x01\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x16\n\x0eweight_version\x18\x08 \x01(\t\x12\x10\n\x08revision\x18\t \x01(\x03\x12.\n\nexpires_at\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x18\n\x0bpreemptible\x18\x0b \x01(\x08H\x00\x88\x01\x01\x12\x0b\n\x03job\x18\x0c \x01(\t\x12\x12\n\njob_weight\x18\r \x01(\x01\x12)\n\x06waited\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0c\n\x04seal\x18\x0f \x01(\tB\x0e\n\x0c_preemptibleb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'treadle.common.v1.ticket_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TICKET']._serialized_start=119
-  _globals['_TICKET']._serialized_end=472
+  _globals['_TICKET'].fields_by_name['ticket_id']._loaded_options = None
+  _globals['_TICKET'].fields_by_name['ticket_id']._serialized_options = b'\320\245\031\001'
+  _globals['_TICKET'].fields_by_name['trajectory_id']._loaded_options = None
+  _globals['_TICKET'].fields_by_name['trajectory_id']._serialized_options = b'\320\245\031\001'
+  _globals['_TICKET']._serialized_start=151
+  _globals['_TICKET']._serialized_end=530
 # @@protoc_insertion_point(module_scope)

@@ -38,6 +38,7 @@ class Ticket(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     JOB_WEIGHT_FIELD_NUMBER: builtins.int
     WAITED_FIELD_NUMBER: builtins.int
+    SEAL_FIELD_NUMBER: builtins.int
     ticket_id: builtins.str
     """unique; also the request's identity on the engine"""
     trajectory_id: builtins.str
@@ -49,7 +50,7 @@ class Ticket(google.protobuf.message.Message):
     priority: builtins.float
     """larger runs first; the scheduler may change it later through Engine.Reprioritize"""
     cache_salt: builtins.str
-    """equals weight_version: KV of other weights is never hit"""
+    """weight_version, of a tenant TENANT::weight_version: KV of other weights or tenants is never hit"""
     weight_version: builtins.str
     """the version the scheduler believes the engine serves; version spans say what sampled each token"""
     revision: builtins.int
@@ -62,6 +63,10 @@ class Ticket(google.protobuf.message.Message):
     """whose share of the engine's slots the step takes; empty: of all clients without a job name"""
     job_weight: builtins.float
     """of that share; 0, as from an older scheduler: 1"""
+    seal: builtins.str
+    """A JSON Web Token (ES256) of the scheduler that says the other fields, with its certificate as `x5c`: a sidecar that has
+    certificates checks it alone, and refuses a ticket that was changed or made by anybody else. Empty without certificates.
+    """
     @property
     def expires_at(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """a sidecar refuses the ticket afterwards"""
@@ -89,9 +94,10 @@ class Ticket(google.protobuf.message.Message):
         job: builtins.str = ...,
         job_weight: builtins.float = ...,
         waited: google.protobuf.duration_pb2.Duration | None = ...,
+        seal: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_preemptible", b"_preemptible", "expires_at", b"expires_at", "preemptible", b"preemptible", "waited", b"waited"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_preemptible", b"_preemptible", "cache_salt", b"cache_salt", "engine_address", b"engine_address", "engine_id", b"engine_id", "expires_at", b"expires_at", "job", b"job", "job_weight", b"job_weight", "preemptible", b"preemptible", "priority", b"priority", "revision", b"revision", "ticket_id", b"ticket_id", "trajectory_id", b"trajectory_id", "turn", b"turn", "waited", b"waited", "weight_version", b"weight_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_preemptible", b"_preemptible", "cache_salt", b"cache_salt", "engine_address", b"engine_address", "engine_id", b"engine_id", "expires_at", b"expires_at", "job", b"job", "job_weight", b"job_weight", "preemptible", b"preemptible", "priority", b"priority", "revision", b"revision", "seal", b"seal", "ticket_id", b"ticket_id", "trajectory_id", b"trajectory_id", "turn", b"turn", "waited", b"waited", "weight_version", b"weight_version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_preemptible", b"_preemptible"]) -> typing.Literal["preemptible"] | None: ...
 
 Global___Ticket: typing_extensions.TypeAlias = Ticket

@@ -126,7 +126,8 @@ class EngineServiceServicer(object):
 
     def Generate(self, request, context):
         """Runs one step. The stream is unbroken for the caller: preemptions show as events, never as an end; token offsets are contiguous.
-        Errors: INVALID_ARGUMENT (empty prompt, bad sampling), FAILED_PRECONDITION TICKET_USED | TICKET_EXPIRED | TICKET_WRONG_ENGINE,
+        Errors: INVALID_ARGUMENT (empty prompt, bad sampling), FAILED_PRECONDITION TICKET_USED | TICKET_WRONG_ENGINE,
+        PERMISSION_DENIED TICKET_EXPIRED | SEAL_REFUSED (changed, or not by the scheduler of this mesh),
         RESOURCE_EXHAUSTED QUEUE_FULL with RetryInfo, UNAVAILABLE ENGINE_LOST (resume elsewhere with the tokens received so far).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

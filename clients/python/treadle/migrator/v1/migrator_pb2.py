@@ -24,43 +24,54 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from treadle.common.v1 import access_pb2 as treadle_dot_common_dot_v1_dot_access__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"treadle/migrator/v1/migrator.proto\x12\x13treadle.migrator.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xd8\x03\n\tMigration\x12\x14\n\x0cmigration_id\x18\x01 \x01(\t\x12\x15\n\rtrajectory_id\x18\x02 \x01(\t\x12\x18\n\x10source_engine_id\x18\x03 \x01(\t\x12\x18\n\x10target_engine_id\x18\x04 \x01(\t\x12\x32\n\x05state\x18\x05 \x01(\x0e\x32#.treadle.migrator.v1.MigrationState\x12\x10\n\x08revision\x18\x06 \x01(\x03\x12\x30\n\x04path\x18\x07 \x01(\x0e\x32\".treadle.migrator.v1.MigrationPath\x12\x15\n\rprefix_tokens\x18\x08 \x01(\x05\x12\x1b\n\x13tokens_from_storage\x18\t \x01(\x05\x12\x18\n\x10tokens_prefilled\x18\n \x01(\x05\x12.\n\ncreated_at\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nstarted_at\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nded_at\x18\r \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0e\x66\x61ilure_reason\x18\x0e \x01(\t\".\n\x08\x45ndpoint\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"\xb2\x02\n\x15StartMigrationRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rtrajectory_id\x18\x02 \x01(\t\x12-\n\x06source\x18\x03 \x01(\x0b\x32\x1d.treadle.migrator.v1.Endpoint\x12-\n\x06target\x18\x04 \x01(\x0b\x32\x1d.treadle.migrator.v1.Endpoint\x12\x19\n\x11\x65xpected_revision\x18\x05 \x01(\x03\x12\x18\n\x10remaining_tokens\x18\x06 \x01(\x01\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x15\n\rallow_prefill\x18\x08 \x01(\x08\x12\x30\n\rgive_up_after\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\"K\n\x16StartMigrationResponse\x12\x31\n\tmigration\x18\x01 \x01(\x0b\x32\x1e.treadle.migrator.v1.Migration\"+\n\x13GetMigrationRequest\x12\x14\n\x0cmigration_id\x18\x01 \x01(\t\"I\n\x14GetMigrationResponse\x12\x31\n\tmigration\x18\x01 \x01(\x0b\x32\x1e.treadle.migrator.v1.Migration\"-\n\x15WatchMigrationRequest\x12\x14\n\x0cmigration_id\x18\x01 \x01(\t\"K\n\x16WatchMigrationResponse\x12\x31\n\tmigration\x18\x01 \x01(\x0b\x32\x1e.treadle.migrator.v1.Migration\"B\n\x16\x43\x61ncelMigrationRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0cmigration_id\x18\x02 \x01(\t\"L\n\x17\x43\x61ncelMigrationResponse\x12\x31\n\tmigration\x18\x01 \x01(\x0b\x32\x1e.treadle.migrator.v1.Migration\"U\n\x15ListMigrationsRequest\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"e\n\x16ListMigrationsResponse\x12\x32\n\nmigrations\x18\x01 \x03(\x0b\x32\x1e.treadle.migrator.v1.Migration\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t*\xe1\x01\n\x0eMigrationState\x12\x1f\n\x1bMIGRATION_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17MIGRATION_STATE_PENDING\x10\x01\x12\x1d\n\x19MIGRATION_STATE_PREPARING\x10\x02\x12\x1d\n\x19MIGRATION_STATE_SWITCHING\x10\x03\x12\x18\n\x14MIGRATION_STATE_DONE\x10\x04\x12\x1a\n\x16MIGRATION_STATE_FAILED\x10\x05\x12\x1d\n\x19MIGRATION_STATE_CANCELLED\x10\x06*g\n\rMigrationPath\x12\x1e\n\x1aMIGRATION_PATH_UNSPECIFIED\x10\x00\x12\x1a\n\x16MIGRATION_PATH_STORAGE\x10\x01\x12\x1a\n\x16MIGRATION_PATH_PREFILL\x10\x02\x32\xa7\x04\n\x0fMigratorService\x12i\n\x0eStartMigration\x12*.treadle.migrator.v1.StartMigrationRequest\x1a+.treadle.migrator.v1.StartMigrationResponse\x12\x63\n\x0cGetMigration\x12(.treadle.migrator.v1.GetMigrationRequest\x1a).treadle.migrator.v1.GetMigrationResponse\x12k\n\x0eWatchMigration\x12*.treadle.migrator.v1.WatchMigrationRequest\x1a+.treadle.migrator.v1.WatchMigrationResponse0\x01\x12l\n\x0f\x43\x61ncelMigration\x12+.treadle.migrator.v1.CancelMigrationRequest\x1a,.treadle.migrator.v1.CancelMigrationResponse\x12i\n\x0eListMigrations\x12*.treadle.migrator.v1.ListMigrationsRequest\x1a+.treadle.migrator.v1.ListMigrationsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"treadle/migrator/v1/migrator.proto\x12\x13treadle.migrator.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1etreadle/common/v1/access.proto\"\xd8\x03\n\tMigration\x12\x14\n\x0cmigration_id\x18\x01 \x01(\t\x12\x15\n\rtrajectory_id\x18\x02 \x01(\t\x12\x18\n\x10source_engine_id\x18\x03 \x01(\t\x12\x18\n\x10target_engine_id\x18\x04 \x01(\t\x12\x32\n\x05state\x18\x05 \x01(\x0e\x32#.treadle.migrator.v1.MigrationState\x12\x10\n\x08revision\x18\x06 \x01(\x03\x12\x30\n\x04path\x18\x07 \x01(\x0e\x32\".treadle.migrator.v1.MigrationPath\x12\x15\n\rprefix_tokens\x18\x08 \x01(\x05\x12\x1b\n\x13tokens_from_storage\x18\t \x01(\x05\x12\x18\n\x10tokens_prefilled\x18\n \x01(\x05\x12.\n\ncreated_at\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nstarted_at\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nded_at\x18\r \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0e\x66\x61ilure_reason\x18\x0e \x01(\t\".\n\x08\x45ndpoint\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"\xb2\x02\n\x15StartMigrationRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rtrajectory_id\x18\x02 \x01(\t\x12-\n\x06source\x18\x03 \x01(\x0b\x32\x1d.treadle.migrator.v1.Endpoint\x12-\n\x06target\x18\x04 \x01(\x0b\x32\x1d.treadle.migrator.v1.Endpoint\x12\x19\n\x11\x65xpected_revision\x18\x05 \x01(\x03\x12\x18\n\x10remaining_tokens\x18\x06 \x01(\x01\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x15\n\rallow_prefill\x18\x08 \x01(\x08\x12\x30\n\rgive_up_after\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\"K\n\x16StartMigrationResponse\x12\x31\n\tmigration\x18\x01 \x01(\x0b\x32\x1e.treadle.migrator.v1.Migration\"+\n\x13GetMigrationRequest\x12\x14\n\x0cmigration_id\x18\x01 \x01(\t\"I\n\x14GetMigrationResponse\x12\x31\n\tmigration\x18\x01 \x01(\x0b\x32\x1e.treadle.migrator.v1.Migration\"-\n\x15WatchMigrationRequest\x12\x14\n\x0cmigration_id\x18\x01 \x01(\t\"K\n\x16WatchMigrationResponse\x12\x31\n\tmigration\x18\x01 \x01(\x0b\x32\x1e.treadle.migrator.v1.Migration\"B\n\x16\x43\x61ncelMigrationRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0cmigration_id\x18\x02 \x01(\t\"L\n\x17\x43\x61ncelMigrationResponse\x12\x31\n\tmigration\x18\x01 \x01(\x0b\x32\x1e.treadle.migrator.v1.Migration\"U\n\x15ListMigrationsRequest\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"e\n\x16ListMigrationsResponse\x12\x32\n\nmigrations\x18\x01 \x03(\x0b\x32\x1e.treadle.migrator.v1.Migration\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t*\xe1\x01\n\x0eMigrationState\x12\x1f\n\x1bMIGRATION_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17MIGRATION_STATE_PENDING\x10\x01\x12\x1d\n\x19MIGRATION_STATE_PREPARING\x10\x02\x12\x1d\n\x19MIGRATION_STATE_SWITCHING\x10\x03\x12\x18\n\x14MIGRATION_STATE_DONE\x10\x04\x12\x1a\n\x16MIGRATION_STATE_FAILED\x10\x05\x12\x1d\n\x19MIGRATION_STATE_CANCELLED\x10\x06*g\n\rMigrationPath\x12\x1e\n\x1aMIGRATION_PATH_UNSPECIFIED\x10\x00\x12\x1a\n\x16MIGRATION_PATH_STORAGE\x10\x01\x12\x1a\n\x16MIGRATION_PATH_PREFILL\x10\x02\x32\xd8\x04\n\x0fMigratorService\x12r\n\x0eStartMigration\x12*.treadle.migrator.v1.StartMigrationRequest\x1a+.treadle.migrator.v1.StartMigrationResponse\"\x07\xca\xa5\x19\x03\n\x01\x04\x12m\n\x0cGetMigration\x12(.treadle.migrator.v1.GetMigrationRequest\x1a).treadle.migrator.v1.GetMigrationResponse\"\x08\xca\xa5\x19\x04\n\x02\x04\x03\x12u\n\x0eWatchMigration\x12*.treadle.migrator.v1.WatchMigrationRequest\x1a+.treadle.migrator.v1.WatchMigrationResponse\"\x08\xca\xa5\x19\x04\n\x02\x04\x03\x30\x01\x12v\n\x0f\x43\x61ncelMigration\x12+.treadle.migrator.v1.CancelMigrationRequest\x1a,.treadle.migrator.v1.CancelMigrationResponse\"\x08\xca\xa5\x19\x04\n\x02\x04\x03\x12s\n\x0eListMigrations\x12*.treadle.migrator.v1.ListMigrationsRequest\x1a+.treadle.migrator.v1.ListMigrationsResponse\"\x08\xca\xa5\x19\x04\n\x02\x04\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'treadle.migrator.v1.migrator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MIGRATIONSTATE']._serialized_start=1614
-  _globals['_MIGRATIONSTATE']._serialized_end=1839
-  _globals['_MIGRATIONPATH']._serialized_start=1841
-  _globals['_MIGRATIONPATH']._serialized_end=1944
-  _globals['_MIGRATION']._serialized_start=125
-  _globals['_MIGRATION']._serialized_end=597
-  _globals['_ENDPOINT']._serialized_start=599
-  _globals['_ENDPOINT']._serialized_end=645
-  _globals['_STARTMIGRATIONREQUEST']._serialized_start=648
-  _globals['_STARTMIGRATIONREQUEST']._serialized_end=954
-  _globals['_STARTMIGRATIONRESPONSE']._serialized_start=956
-  _globals['_STARTMIGRATIONRESPONSE']._serialized_end=1031
-  _globals['_GETMIGRATIONREQUEST']._serialized_start=1033
-  _globals['_GETMIGRATIONREQUEST']._serialized_end=1076
-  _globals['_GETMIGRATIONRESPONSE']._serialized_start=1078
-  _globals['_GETMIGRATIONRESPONSE']._serialized_end=1151
-  _globals['_WATCHMIGRATIONREQUEST']._serialized_start=1153
-  _globals['_WATCHMIGRATIONREQUEST']._serialized_end=1198
-  _globals['_WATCHMIGRATIONRESPONSE']._serialized_start=1200
-  _globals['_WATCHMIGRATIONRESPONSE']._serialized_end=1275
-  _globals['_CANCELMIGRATIONREQUEST']._serialized_start=1277
-  _globals['_CANCELMIGRATIONREQUEST']._serialized_end=1343
-  _globals['_CANCELMIGRATIONRESPONSE']._serialized_start=1345
-  _globals['_CANCELMIGRATIONRESPONSE']._serialized_end=1421
-  _globals['_LISTMIGRATIONSREQUEST']._serialized_start=1423
-  _globals['_LISTMIGRATIONSREQUEST']._serialized_end=1508
-  _globals['_LISTMIGRATIONSRESPONSE']._serialized_start=1510
-  _globals['_LISTMIGRATIONSRESPONSE']._serialized_end=1611
-  _globals['_MIGRATORSERVICE']._serialized_start=1947
-  _globals['_MIGRATORSERVICE']._serialized_end=2498
+  _globals['_MIGRATORSERVICE'].methods_by_name['StartMigration']._loaded_options = None
+  _globals['_MIGRATORSERVICE'].methods_by_name['StartMigration']._serialized_options = b'\312\245\031\003\n\001\004'
+  _globals['_MIGRATORSERVICE'].methods_by_name['GetMigration']._loaded_options = None
+  _globals['_MIGRATORSERVICE'].methods_by_name['GetMigration']._serialized_options = b'\312\245\031\004\n\002\004\003'
+  _globals['_MIGRATORSERVICE'].methods_by_name['WatchMigration']._loaded_options = None
+  _globals['_MIGRATORSERVICE'].methods_by_name['WatchMigration']._serialized_options = b'\312\245\031\004\n\002\004\003'
+  _globals['_MIGRATORSERVICE'].methods_by_name['CancelMigration']._loaded_options = None
+  _globals['_MIGRATORSERVICE'].methods_by_name['CancelMigration']._serialized_options = b'\312\245\031\004\n\002\004\003'
+  _globals['_MIGRATORSERVICE'].methods_by_name['ListMigrations']._loaded_options = None
+  _globals['_MIGRATORSERVICE'].methods_by_name['ListMigrations']._serialized_options = b'\312\245\031\004\n\002\004\003'
+  _globals['_MIGRATIONSTATE']._serialized_start=1646
+  _globals['_MIGRATIONSTATE']._serialized_end=1871
+  _globals['_MIGRATIONPATH']._serialized_start=1873
+  _globals['_MIGRATIONPATH']._serialized_end=1976
+  _globals['_MIGRATION']._serialized_start=157
+  _globals['_MIGRATION']._serialized_end=629
+  _globals['_ENDPOINT']._serialized_start=631
+  _globals['_ENDPOINT']._serialized_end=677
+  _globals['_STARTMIGRATIONREQUEST']._serialized_start=680
+  _globals['_STARTMIGRATIONREQUEST']._serialized_end=986
+  _globals['_STARTMIGRATIONRESPONSE']._serialized_start=988
+  _globals['_STARTMIGRATIONRESPONSE']._serialized_end=1063
+  _globals['_GETMIGRATIONREQUEST']._serialized_start=1065
+  _globals['_GETMIGRATIONREQUEST']._serialized_end=1108
+  _globals['_GETMIGRATIONRESPONSE']._serialized_start=1110
+  _globals['_GETMIGRATIONRESPONSE']._serialized_end=1183
+  _globals['_WATCHMIGRATIONREQUEST']._serialized_start=1185
+  _globals['_WATCHMIGRATIONREQUEST']._serialized_end=1230
+  _globals['_WATCHMIGRATIONRESPONSE']._serialized_start=1232
+  _globals['_WATCHMIGRATIONRESPONSE']._serialized_end=1307
+  _globals['_CANCELMIGRATIONREQUEST']._serialized_start=1309
+  _globals['_CANCELMIGRATIONREQUEST']._serialized_end=1375
+  _globals['_CANCELMIGRATIONRESPONSE']._serialized_start=1377
+  _globals['_CANCELMIGRATIONRESPONSE']._serialized_end=1453
+  _globals['_LISTMIGRATIONSREQUEST']._serialized_start=1455
+  _globals['_LISTMIGRATIONSREQUEST']._serialized_end=1540
+  _globals['_LISTMIGRATIONSRESPONSE']._serialized_start=1542
+  _globals['_LISTMIGRATIONSRESPONSE']._serialized_end=1643
+  _globals['_MIGRATORSERVICE']._serialized_start=1979
+  _globals['_MIGRATORSERVICE']._serialized_end=2579
 # @@protoc_insertion_point(module_scope)

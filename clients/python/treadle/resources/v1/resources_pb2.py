@@ -23,29 +23,34 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from treadle.common.v1 import access_pb2 as treadle_dot_common_dot_v1_dot_access__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$treadle/resources/v1/resources.proto\x12\x14treadle.resources.v1\x1a\x1egoogle/protobuf/duration.proto\"_\n\x0b\x45ngineClass\x12\x13\n\x0b\x61\x63\x63\x65lerator\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65gree\x18\x02 \x01(\x05\x12\r\n\x05slots\x18\x03 \x01(\x05\x12\r\n\x05\x66lags\x18\x04 \x03(\t\x12\r\n\x05\x63ount\x18\x05 \x01(\x05\"B\n\x0cResourcePlan\x12\x32\n\x07\x65ngines\x18\x01 \x03(\x0b\x32!.treadle.resources.v1.EngineClass\"\xc5\x01\n\x10\x41pplyPlanRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x30\n\x04plan\x18\x02 \x01(\x0b\x32\".treadle.resources.v1.ResourcePlan\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\x12(\n\x05\x64rain\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\rstart_timeout\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xf3\x01\n\x11\x41pplyPlanResponse\x12\x33\n\x07outcome\x18\x01 \x01(\x0e\x32\".treadle.resources.v1.ApplyOutcome\x12\x17\n\x0fkeep_engine_ids\x18\x02 \x03(\t\x12\x17\n\x0fstop_engine_ids\x18\x03 \x03(\t\x12\x30\n\x05start\x18\x04 \x03(\x0b\x32!.treadle.resources.v1.EngineClass\x12\x1a\n\x12started_engine_ids\x18\x05 \x03(\t\x12\x18\n\x10\x66\x61iled_engine_id\x18\x06 \x01(\t\x12\x0f\n\x07problem\x18\x07 \x01(\t\"\x15\n\x13GetResourcesRequest\"s\n\x14GetResourcesResponse\x12\x30\n\x04plan\x18\x01 \x01(\x0b\x32\".treadle.resources.v1.ResourcePlan\x12\x13\n\x0b\x61\x63\x63\x65lerator\x18\x02 \x01(\t\x12\x14\n\x0c\x61\x63\x63\x65lerators\x18\x03 \x01(\x05*\x82\x01\n\x0c\x41pplyOutcome\x12\x1d\n\x19\x41PPLY_OUTCOME_UNSPECIFIED\x10\x00\x12\x19\n\x15\x41PPLY_OUTCOME_DRY_RUN\x10\x01\x12\x19\n\x15\x41PPLY_OUTCOME_APPLIED\x10\x02\x12\x1d\n\x19\x41PPLY_OUTCOME_ROLLED_BACK\x10\x03\x32\xd6\x01\n\x0fResourceService\x12\\\n\tApplyPlan\x12&.treadle.resources.v1.ApplyPlanRequest\x1a\'.treadle.resources.v1.ApplyPlanResponse\x12\x65\n\x0cGetResources\x12).treadle.resources.v1.GetResourcesRequest\x1a*.treadle.resources.v1.GetResourcesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$treadle/resources/v1/resources.proto\x12\x14treadle.resources.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1etreadle/common/v1/access.proto\"_\n\x0b\x45ngineClass\x12\x13\n\x0b\x61\x63\x63\x65lerator\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65gree\x18\x02 \x01(\x05\x12\r\n\x05slots\x18\x03 \x01(\x05\x12\r\n\x05\x66lags\x18\x04 \x03(\t\x12\r\n\x05\x63ount\x18\x05 \x01(\x05\"B\n\x0cResourcePlan\x12\x32\n\x07\x65ngines\x18\x01 \x03(\x0b\x32!.treadle.resources.v1.EngineClass\"\xc5\x01\n\x10\x41pplyPlanRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x30\n\x04plan\x18\x02 \x01(\x0b\x32\".treadle.resources.v1.ResourcePlan\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\x12(\n\x05\x64rain\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\rstart_timeout\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xf3\x01\n\x11\x41pplyPlanResponse\x12\x33\n\x07outcome\x18\x01 \x01(\x0e\x32\".treadle.resources.v1.ApplyOutcome\x12\x17\n\x0fkeep_engine_ids\x18\x02 \x03(\t\x12\x17\n\x0fstop_engine_ids\x18\x03 \x03(\t\x12\x30\n\x05start\x18\x04 \x03(\x0b\x32!.treadle.resources.v1.EngineClass\x12\x1a\n\x12started_engine_ids\x18\x05 \x03(\t\x12\x18\n\x10\x66\x61iled_engine_id\x18\x06 \x01(\t\x12\x0f\n\x07problem\x18\x07 \x01(\t\"\x15\n\x13GetResourcesRequest\"s\n\x14GetResourcesResponse\x12\x30\n\x04plan\x18\x01 \x01(\x0b\x32\".treadle.resources.v1.ResourcePlan\x12\x13\n\x0b\x61\x63\x63\x65lerator\x18\x02 \x01(\t\x12\x14\n\x0c\x61\x63\x63\x65lerators\x18\x03 \x01(\x05*\x82\x01\n\x0c\x41pplyOutcome\x12\x1d\n\x19\x41PPLY_OUTCOME_UNSPECIFIED\x10\x00\x12\x19\n\x15\x41PPLY_OUTCOME_DRY_RUN\x10\x01\x12\x19\n\x15\x41PPLY_OUTCOME_APPLIED\x10\x02\x12\x1d\n\x19\x41PPLY_OUTCOME_ROLLED_BACK\x10\x03\x32\xe8\x01\n\x0fResourceService\x12\x65\n\tApplyPlan\x12&.treadle.resources.v1.ApplyPlanRequest\x1a\'.treadle.resources.v1.ApplyPlanResponse\"\x07\xca\xa5\x19\x03\n\x01\x03\x12n\n\x0cGetResources\x12).treadle.resources.v1.GetResourcesRequest\x1a*.treadle.resources.v1.GetResourcesResponse\"\x07\xca\xa5\x19\x03\n\x01\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'treadle.resources.v1.resources_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_APPLYOUTCOME']._serialized_start=846
-  _globals['_APPLYOUTCOME']._serialized_end=976
-  _globals['_ENGINECLASS']._serialized_start=94
-  _globals['_ENGINECLASS']._serialized_end=189
-  _globals['_RESOURCEPLAN']._serialized_start=191
-  _globals['_RESOURCEPLAN']._serialized_end=257
-  _globals['_APPLYPLANREQUEST']._serialized_start=260
-  _globals['_APPLYPLANREQUEST']._serialized_end=457
-  _globals['_APPLYPLANRESPONSE']._serialized_start=460
-  _globals['_APPLYPLANRESPONSE']._serialized_end=703
-  _globals['_GETRESOURCESREQUEST']._serialized_start=705
-  _globals['_GETRESOURCESREQUEST']._serialized_end=726
-  _globals['_GETRESOURCESRESPONSE']._serialized_start=728
-  _globals['_GETRESOURCESRESPONSE']._serialized_end=843
-  _globals['_RESOURCESERVICE']._serialized_start=979
-  _globals['_RESOURCESERVICE']._serialized_end=1193
+  _globals['_RESOURCESERVICE'].methods_by_name['ApplyPlan']._loaded_options = None
+  _globals['_RESOURCESERVICE'].methods_by_name['ApplyPlan']._serialized_options = b'\312\245\031\003\n\001\003'
+  _globals['_RESOURCESERVICE'].methods_by_name['GetResources']._loaded_options = None
+  _globals['_RESOURCESERVICE'].methods_by_name['GetResources']._serialized_options = b'\312\245\031\003\n\001\003'
+  _globals['_APPLYOUTCOME']._serialized_start=878
+  _globals['_APPLYOUTCOME']._serialized_end=1008
+  _globals['_ENGINECLASS']._serialized_start=126
+  _globals['_ENGINECLASS']._serialized_end=221
+  _globals['_RESOURCEPLAN']._serialized_start=223
+  _globals['_RESOURCEPLAN']._serialized_end=289
+  _globals['_APPLYPLANREQUEST']._serialized_start=292
+  _globals['_APPLYPLANREQUEST']._serialized_end=489
+  _globals['_APPLYPLANRESPONSE']._serialized_start=492
+  _globals['_APPLYPLANRESPONSE']._serialized_end=735
+  _globals['_GETRESOURCESREQUEST']._serialized_start=737
+  _globals['_GETRESOURCESREQUEST']._serialized_end=758
+  _globals['_GETRESOURCESRESPONSE']._serialized_start=760
+  _globals['_GETRESOURCESRESPONSE']._serialized_end=875
+  _globals['_RESOURCESERVICE']._serialized_start=1011
+  _globals['_RESOURCESERVICE']._serialized_end=1243
 # @@protoc_insertion_point(module_scope)

@@ -1,0 +1,221 @@
+"""The certificate by which a process is known in a mesh, and the channels that present it.
+
+A folder holds `tls.crt`, `tls.key` and `ca.crt` (PEM, named as in a Kubernetes TLS secret). It is read again when its
+files change, so that certificates are replaced while processes run: a new connection presents the new one, and calls
+under way end on the connection that they began on. A server proves its service by the DNS name `SERVICE.treadle`,
+wherever it listens; a caller proves who it is by a URI, `treadle://client/TENANT` (all kinds stand in
+protos/treadle/common/v1/access.proto).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import ssl
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from treadle.errors import TreadleError
+
+FOLDER_VARIABLE = "TREADLE_TLS_FOLDER"
+CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
+LOOK_EVERY_S = 1.0  # at the folder, for new files
+LAST_CALLS_S = 24 * 3600.0  # how long calls may still run on a connection with the certificate before
+HANDSHAKE_S = 5.0
+HANDSHAKES, HANDSHAKE_PAUSE_S = 2, 0.3  # a server that is ending closes a connection too, but not twice
+Options = tuple[tuple[str, int | str], ...]
+
+_log = logging.getLogger("treadle")
+
+
+@dataclass(frozen=True, eq=False)
+class Certificate:
+    """PEM: the private key, the certificate with those between it and the authority, and the authorities to trust."""
+
+    key: bytes
+    chain: bytes
+    authorities: bytes
+
+
+class Certificates:
+    """The files of one folder. Raises ValueError, which says what is wrong with which of them."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._seen = self._stamp()
+        self._current = self._read()
+        self._look_at = time.monotonic() + LOOK_EVERY_S
+
+    @classmethod
+    def of_environment(cls) -> Certificates | None:
+        """Those of TREADLE_TLS_FOLDER; None where it is not set."""
+        folder = os.environ.get(FOLDER_VARIABLE, "")
+        return cls(folder) if folder else None
+
+    def current(self) -> Certificate:
+        """The same object until the files change. Where the new ones do not fit together, as while they are being
+        written, the ones before stay. Any thread may call."""
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + LOOK_EVERY_S
+            try:
+                stamp = self._stamp()
+                if stamp != self._seen:
+                    self._current, self._seen = self._read(), stamp
+            except ValueError as error:
+                _log.warning("the certificate before stays in use: %s", error)
+        return self._current
+
+    def context(self) -> ssl.SSLContext:
+        """For a connection that is not gRPC's."""
+        context = ssl.create_default_context(cafile=str(self.folder / AUTHORITY))
+        context.load_cert_chain(self.folder / CERTIFICATE, self.folder / KEY)
+        return context
+
+    def renew(self, context: ssl.SSLContext) -> None:
+        """Have the next connection of `context` present the certificate of the moment."""
+        try:
+            context.load_cert_chain(self.folder / CERTIFICATE, self.folder / KEY)
+            context.load_verify_locations(self.folder / AUTHORITY)
+        except (ssl.SSLError, OSError) as error:
+            _log.warning("the certificate before stays in use: %s", error)
+
+    async def refusal(self, address: str, service: str) -> TreadleError | None:
+        """Whether certificates are why there is no connection to the server at `address` (host:port): UNAUTHENTICATED
+        CERTIFICATE_REFUSED, by it or by us; gRPC says UNAVAILABLE of everything. None where they are not."""
+        for attempt in range(HANDSHAKES):
+            if attempt:
+                await asyncio.sleep(HANDSHAKE_PAUSE_S)
+            said = await self._try_handshake(address, service)
+            if not said:
+                return None
+        message = f"{address}: {said}; see {self.folder / CERTIFICATE} and {AUTHORITY}"
+        return TreadleError(grpc.StatusCode.UNAUTHENTICATED, message, "CERTIFICATE_REFUSED", "client.treadle")
+
+    async def _try_handshake(self, address: str, service: str) -> str:
+        """What is wrong with a certificate; empty: none is refused, or nobody answers."""
+        host, _, port = address.rpartition(":")
+        context = self.context()
+        context.set_alpn_protocols(["h2"])
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                reader, writer = await asyncio.open_connection(
+                    host.strip("[]"), int(port), ssl=context, server_hostname=f"{service}.treadle"
+                )
+                try:
+                    first = await reader.read(1)
+                finally:
+                    writer.close()
+        except ssl.SSLCertVerificationError as error:
+            return f"the server is not the {service} of this mesh: {error.verify_message}"
+        except ssl.SSLError as error:
+            return f"the server refuses this certificate: {error.reason}"
+        except (OSError, TimeoutError):
+            return ""
+        # In TLS 1.3 a server looks at the client's certificate after the handshake; one of gRPC then closes without a
+        # word, and else speaks first.
+        refused = "the server refuses this certificate: it has expired, or the server does not trust its authority"
+        return "" if first else refused
+
+    def _stamp(self) -> tuple[int, ...]:
+        try:
+            return tuple((self.folder / name).stat().st_mtime_ns for name in (CERTIFICATE, KEY, AUTHORITY))
+        except OSError as error:
+            raise ValueError(f"{error.filename}: {error.strerror}; make certificates with `treadle certs`") from None
+
+    def _read(self) -> Certificate:
+        try:
+            self.context()  # the key is the certificate's, and all can be parsed
+            key, chain, authorities = ((self.folder / name).read_bytes() for name in (KEY, CERTIFICATE, AUTHORITY))
+        except (ssl.SSLError, OSError) as error:
+            raise ValueError(f"{self.folder} holds no key with its certificate and authority: {error}") from None
+        return Certificate(key, chain, authorities)
+
+
+def open_channel(
+    address: str,
+    service: str,
+    certificates: Certificates | None,
+    options: Options = (),
+    interceptors: Sequence[grpc.aio.ClientInterceptor] = (),
+) -> grpc.aio.Channel:
+    """A channel to the `service` (scheduler, sidecar, ...) at `address`; in plaintext without certificates."""
+    if certificates is None:
+        return grpc.aio.insecure_channel(address, options, interceptors=interceptors)
+    named = (*options, ("grpc.ssl_target_name_override", f"{service}.treadle"))
+
+    def connect(certificate: Certificate) -> grpc.aio.Channel:
+        credentials = grpc.ssl_channel_credentials(certificate.authorities, certificate.key, certificate.chain)
+        return grpc.aio.secure_channel(address, credentials, named, interceptors=interceptors)
+
+    return _RenewedChannel(certificates, connect)
+
+
+class _RenewedChannel(grpc.aio.Channel):
+    """A channel whose calls begin on a connection with the present certificate."""
+
+    def __init__(self, certificates: Certificates, connect: Callable[[Certificate], grpc.aio.Channel]) -> None:
+        self._certificates, self._connect = certificates, connect
+        self._certificate = certificates.current()
+        self._channel = connect(self._certificate)
+        self._ending: dict[asyncio.Task[None], grpc.aio.Channel] = {}
+
+    def _current(self) -> grpc.aio.Channel:
+        certificate = self._certificates.current()
+        if certificate is not self._certificate:
+            before, self._channel = self._channel, self._connect(certificate)
+            self._certificate = certificate
+            ending = asyncio.get_running_loop().create_task(before.close(LAST_CALLS_S))
+            self._ending[ending] = before
+            ending.add_done_callback(self._ending.pop)
+        return self._channel
+
+    def _calls(self, kind: str, arguments: Any, options: Any) -> Any:
+        made: list[Any] = [None, None]  # the channel, and its way to call
+
+        def call(*request: Any, **limits: Any) -> Any:
+            channel = self._current()
+            if made[0] is not channel:
+                made[:] = channel, getattr(channel, kind)(*arguments, **options)
+            return made[1](*request, **limits)
+
+        return call
+
+    def unary_unary(self, *arguments: Any, **options: Any) -> Any:
+        return self._calls("unary_unary", arguments, options)
+
+    def unary_stream(self, *arguments: Any, **options: Any) -> Any:
+        return self._calls("unary_stream", arguments, options)
+
+    def stream_unary(self, *arguments: Any, **options: Any) -> Any:
+        return self._calls("stream_unary", arguments, options)
+
+    def stream_stream(self, *arguments: Any, **options: Any) -> Any:
+        return self._calls("stream_stream", arguments, options)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._current().get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._current().wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._current().channel_ready()
+
+    async def close(self, grace: float | None = None) -> None:
+        for before in (*self._ending.values(), self._channel):
+            await before.close(grace)
+        await asyncio.gather(*self._ending, return_exceptions=True)
+
+    async def __aenter__(self) -> _RenewedChannel:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()

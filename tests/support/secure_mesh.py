@@ -1,0 +1,106 @@
+"""A whole mesh with certificates: a real nats-server and real services as processes, before fake engines."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import grpc.aio
+import treadle
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+from support.conditions import until_said
+from support.fake_sglang import FakeSglang, fake_sglang
+from support.mesh_in_process import QUICK
+from treadle.certificates import Certificates, open_channel
+from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from treadle_cli.authority import make_certificates
+from treadle_cli.mesh.processes import ProcessTree
+from treadle_cli.mesh.services import Addresses, ControlPlane, choose_addresses
+
+SERVICES = {  # of the protos, and who answers
+    "treadle.engine.v1.EngineService": "sidecar",
+    "treadle.migrator.v1.MigratorService": "migrator",
+    "treadle.placement.v1.PlacementService": "placement",
+    "treadle.predictor.v1.PredictorService": "predictor",
+    "treadle.rollout.v1.RolloutService": "rollout",
+    "treadle.scheduler.v1.SchedulerService": "scheduler",
+    "treadle.tools.v1.RewardsService": "tools",
+    "treadle.tools.v1.ToolsService": "tools",
+}
+TENANTS = ("acme", "beta")
+ANSWER_S = 10.0
+ENGINES = ("e0", "e1")
+
+
+def rpcs() -> list[MethodDescriptor]:
+    """All of the protos, but those of a process that is no service (`resources`)."""
+    folder = Path(treadle.__file__).parents[1]
+    stubs = sorted(path.relative_to(folder).with_suffix("") for path in folder.rglob("treadle/**/*_pb2.py"))
+    files = [import_module(".".join(stub.parts)).DESCRIPTOR for stub in stubs]
+    services = [service for file in files for service in file.services_by_name.values()]
+    return [rpc for service in services if service.name != "ResourceService" for rpc in service.methods]
+
+
+@dataclass
+class SecureMesh:
+    """certificates: a folder for each identity."""
+
+    plane: ControlPlane
+    where: Addresses
+    engines: dict[str, FakeSglang]
+    certificates: Path
+
+    def address(self, service: str) -> str:
+        """host:port"""
+        return self.where.sidecars["e0"] if service == "sidecar" else self.where.services[service]
+
+    def client(self, identity: str, **options: object) -> treadle.Client:
+        """Of an identity, e.g. client-acme."""
+        given = {"retry": QUICK, "seed": 0, "tls_folder": self.certificates / identity, **options}
+        return treadle.Client(self.where.scheduler, **given)  # type: ignore[arg-type]
+
+    def channel(self, identity: str | Path, service: str) -> grpc.aio.Channel:
+        """To a service, as an identity or with the certificates of another folder."""
+        return open_channel(self.address(service), service, Certificates(self.certificates / identity))
+
+    async def registered(self) -> list[str]:
+        """The engines that the scheduler knows."""
+        async with self.channel("operator", "scheduler") as channel:
+            stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+            answer = await stub.ListEngines(scheduler_pb2.ListEnginesRequest(), timeout=ANSWER_S)
+        return [each.info.engine_id for each in answer.engines]
+
+
+async def call(channel: grpc.aio.Channel, rpc: MethodDescriptor, request: Message) -> object:
+    """The answer, or the first message of a stream. Raises AioRpcError."""
+    path = f"/{rpc.containing_service.full_name}/{rpc.name}"
+    write, read = type(request).SerializeToString, GetMessageClass(rpc.output_type).FromString
+    if not rpc.server_streaming:
+        return await channel.unary_unary(path, write, read)(request, timeout=ANSWER_S)
+    stream = channel.unary_stream(path, write, read)(request, timeout=ANSWER_S)
+    answer = await stream.read()
+    stream.cancel()
+    return answer
+
+
+@asynccontextmanager
+async def secure_mesh(folder: Path, *, token_s: float = 0.002) -> AsyncIterator[SecureMesh]:
+    """A running one, whose engines e0 and e1 are registered."""
+    certificates = make_certificates(folder / "certificates", TENANTS)
+    async with AsyncExitStack() as stack:
+        engines = {name: await stack.enter_async_context(fake_sglang(token_s=token_s)) for name in ENGINES}
+        tree = await stack.enter_async_context(ProcessTree(folder / "logs", grace_s=5.0))
+        where = choose_addresses(tree.ports, 0, ENGINES)
+        plane = ControlPlane(tree, where, folder / "state", certificates=certificates)
+        mesh = SecureMesh(plane, where, engines, certificates)
+        await plane.start()
+        async with asyncio.TaskGroup() as group:
+            for name, engine in engines.items():
+                settings = {"TREADLE_SIDECAR_ENGINE_URL": engine.url, "TREADLE_SIDECAR_PROBE_S": "0"}
+                group.create_task(plane.start_sidecar(name, settings))
+        await until_said(mesh.registered, lambda engines: len(engines) == len(ENGINES))
+        yield mesh
