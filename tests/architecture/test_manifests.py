@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from treadle_cli.nats_rules import nats_config
 from treadle_runtime.config import Settings, prefix_of
 from treadle_runtime.server import ALIVE
 from treadle_sidecar.engine.process import EngineSpec, engine_command
@@ -327,3 +328,30 @@ def test_every_port_of_the_mesh_is_open_to_who_calls_it_and_to_nobody_else() -> 
         if "podSelector" in peer
     }
     assert named <= set(policies)
+
+
+def test_prod_speaks_no_plaintext_between_pods() -> None:
+    documents = rendered("prod")
+    [settings] = [
+        each
+        for each in documents
+        if each["kind"] == "ConfigMap"
+        and each["metadata"]["name"] == "treadle"
+        and each["metadata"]["namespace"] == "treadle"
+    ]
+    assert settings["data"]["TREADLE_TLS_FOLDER"] == "/tls" and "TREADLE_INSECURE_PLAINTEXT" not in settings["data"]
+    pods = [each for each in documents if each["kind"] in ("Deployment", "StatefulSet")]
+    assert {each["metadata"]["name"] for each in pods} >= {*SERVICES, "nats"} - {"sidecar"}
+    for each in pods:
+        spec = each["spec"]["template"]["spec"]
+        name = each["metadata"]["name"]
+        secret = f"tls-{'sidecar' if name.startswith('engine') else name}"
+        assert [volume["secret"]["secretName"] for volume in spec["volumes"] if volume["name"] == "tls"] == [secret]
+        main = spec["containers"][0]
+        assert {"name": "tls", "mountPath": "/tls", "readOnly": True} in main["volumeMounts"], name
+        assert not [key for key in main if key.endswith("Probe") and "exec" not in main[key]], "the kubelet has none"
+
+
+def test_the_nats_server_of_a_pod_lets_services_reach_what_the_rules_say() -> None:
+    written = (ROOT / "k8s/components/mtls/nats.conf").read_text()
+    assert written == nats_config(Path("/tls"), in_pod=True), "write it again: treadle_cli.nats_rules"
