@@ -28,6 +28,7 @@ from treadle_bench.fleet.measure import BENCH as FLEET
 from treadle_bench.heddle4.measure import BENCH as HEDDLE4
 from treadle_bench.heddle12.measure import BENCH as HEDDLE12
 from treadle_bench.heddle_tables.measure import BENCH as HEDDLE_TABLES
+from treadle_bench.identity.measure import BENCH as IDENTITY
 from treadle_bench.live.measure import BENCH as LIVE
 from treadle_bench.long_tail.measure import BENCH as LONG_TAIL
 from treadle_bench.migration.measure import BENCH as MIGRATION
@@ -51,6 +52,7 @@ BENCHES: Mapping[str, Bench] = {
             ENGINE,
             FIDELITY,
             FLEET,
+            IDENTITY,
             LIVE,
             MIGRATION,
             CONTROLLER,

@@ -21,11 +21,11 @@ SERVICE_STAGE = 2  # the service is stopped before NATS
 
 
 @asynccontextmanager
-async def run_mesh(engines: EnginePlan, options: BenchOptions) -> AsyncIterator[Mesh]:
-    """A mesh on this machine. Raises ProcessError."""
+async def run_mesh(engines: EnginePlan, options: BenchOptions, *, secure: bool = False) -> AsyncIterator[Mesh]:
+    """A mesh on this machine. secure: with certificates. Raises ProcessError."""
     async with run_tree(options) as (tree, folder):
         with StartBoard(options.progress) as board:
-            mesh = await Mesh.start(MeshPlan(engines, folder / "state"), tree, board)
+            mesh = await Mesh.start(MeshPlan(engines, folder / "state", secure=secure), tree, board)
         yield mesh
 
 
