@@ -82,6 +82,7 @@ class FakeSglang:
         self.aborts: list[str] = []
         self.requests: list[dict[str, Any]] = []
         self.most_running = 0
+        self.sampled = 0  # tokens, of all streams
         self._stored = stored if stored is not None else {}
         self._cached: dict[str, list[list[int]]] = {}
         self._running: dict[str, asyncio.Event] = {}
@@ -202,6 +203,7 @@ class FakeSglang:
                 fresh = [token]
                 ids.append(token)
                 output.append(token)
+                self.sampled += 1
                 ending = self._ending(token, output, params, limit)
             sent = fresh if self.incremental else output
             answer = self._answer(rid, sent, len(output), text_of(sent), *hit, ending)

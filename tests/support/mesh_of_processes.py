@@ -1,6 +1,6 @@
 """Meshes of real services as processes in front of fake engines, for tests that kill clients and services."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -119,10 +119,16 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet(
-    start: StartService, *, sidecars: int = 2, token_s: float = 0.01, lease_ttl_s: float = 3.0, **sidecar: str
+    start: StartService,
+    *,
+    sidecars: int = 2,
+    token_s: float = 0.01,
+    lease_ttl_s: float = 3.0,
+    scheduler_settings: Mapping[str, str] | None = None,
+    **sidecar: str,
 ) -> AsyncIterator[Fleet]:
-    """With so many of the two engines registered."""
-    own = {"LISTEN": f"127.0.0.1:{free_port()}", "LEASE_TTL_S": str(lease_ttl_s)}
+    """With so many of the two engines registered. scheduler_settings: more of them, in upper case."""
+    own = {"LISTEN": f"127.0.0.1:{free_port()}", "LEASE_TTL_S": str(lease_ttl_s), **(scheduler_settings or {})}
     settings = {f"TREADLE_SCHEDULER_{name}": value for name, value in own.items()}
     scheduler = await start("treadle_scheduler", settings)
     async with (
