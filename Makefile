@@ -7,7 +7,8 @@ MESH_READY := $(VENV)/.treadle-mesh-ready
 ENGINE_READY := $(ENGINE_VENV)/.treadle-engine-ready
 RUFF_PATHS := clients core learned runtime services sim cli bench examples tests scripts
 
-.PHONY: help setup demo test test-quick test-engine test-compose check lint types manifests wheels verify protos bench-tools clean
+.PHONY: help setup demo test test-quick test-engine test-compose check lint types manifests check-protos wheels verify protos protos-bundle \
+  protos-release bench-tools clean
 
 help:            ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -42,7 +43,7 @@ test-engine: setup ## what only a real SGLang engine can show
 test-compose: $(MESH_READY) ## the compose file on a real Docker daemon: built, used, each container killed; docs/operations.md
 	@$(BIN)/python tests/compose/run.py $(ARGS)
 
-check: setup lint types manifests   ## everything that needs no run
+check: setup lint types manifests check-protos ## everything that needs no run
 
 lint:            ## ruff: style and format
 	@$(BIN)/ruff check $(RUFF_PATHS)
@@ -57,8 +58,17 @@ manifests:       ## compose and Kubernetes files against their schemas
 bench-tools: $(MESH_READY) ## tools and rewards: ARL-Tangram's evaluation, and the live service; ARGS="--data DIR" for public runs
 	@$(BIN)/treadle bench tools $(ARGS)
 
-protos:          ## regenerate the stubs under clients/python
+check-protos:    ## lint of protos/, and no change that would break clients of the last release
+	@scripts/check-protos.sh
+
+protos:          ## regenerate the stubs under clients/python, and docs/rpc.md
 	@scripts/generate-protos.sh
+
+protos-bundle:   ## dist/treadle-protos-VERSION.tar.gz: the protos with their documentation, for teams in other languages
+	@scripts/bundle-protos.sh
+
+protos-release:  ## for whoever makes a release: later protos must be compatible with those of now
+	@scripts/check-protos.sh --release
 
 wheels: $(MESH_READY) ## build the wheels, install them into empty environments, start every service from them
 	@$(BIN)/python scripts/check_wheels.py
@@ -67,4 +77,4 @@ verify: check wheels test   ## what must be green before every commit
 	@test -z "$$(git status --porcelain)" || { echo "verify: the tree is not clean:"; git status --short; exit 1; }
 
 clean:           ## remove what setup made
-	rm -rf $(VENV) $(ENGINE_VENV) .venv-codegen build
+	rm -rf $(VENV) $(ENGINE_VENV) .venv-codegen build dist

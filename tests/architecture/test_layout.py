@@ -18,7 +18,7 @@ BUDGETS = {
     "examples": (90, 2),
     "learned": (2_170, 15),
     "runtime": (3_020, 18),
-    "scripts": (150, 1),
+    "scripts": (300, 2),
     "services/migrator": (850, 9),
     "services/placement": (290, 7),
     "services/predictor": (1_270, 13),
@@ -28,7 +28,7 @@ BUDGETS = {
     "services/tools": (10_060, 68),
     "sim": (6_380, 38),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 61_770, 406, 40_260
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 61_920, 407, 40_520
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 WIDE_FOLDERS: dict[str, int] = {}  # folders with leave for more, each with its reason

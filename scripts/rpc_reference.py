@@ -1,0 +1,149 @@
+"""Write the reference of every RPC in Markdown from the comments of protos/.
+
+    python scripts/rpc_reference.py DESCRIPTOR_SET > docs/rpc.md      # `make protos` does it
+
+DESCRIPTOR_SET: of protoc, with imports and source info. Runs with protobuf alone, in the venv of the generator."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from google.protobuf import descriptor_pool, message_factory, text_format
+from google.protobuf.descriptor_pb2 import (
+    DescriptorProto,
+    EnumDescriptorProto,
+    FieldDescriptorProto,
+    FileDescriptorProto,
+    FileDescriptorSet,
+    MethodDescriptorProto,
+    MethodOptions,
+)
+
+HEAD = """# Reference of every RPC
+
+Generated from the comments of [protos/](../protos/README.md) by `make protos`. Which call comes when, and what to do on
+which error: [clients.md](clients.md). Every call needs a deadline. A `request_id` is new for each logical call, and the
+same in its repeats.
+"""
+OWN = "treadle."
+METHOD_OPTIONS = MethodOptions.DESCRIPTOR
+Location = tuple[int, ...]  # of an element within its file, as SourceCodeInfo counts
+# Field numbers of descriptor.proto.
+PACKAGE, MESSAGES, ENUMS, SERVICES, MEMBERS, NESTED_MESSAGES, NESTED_ENUMS = 2, 4, 5, 6, 2, 3, 4
+
+
+class Reference:
+    """The page, by package."""
+
+    def __init__(self, files: FileDescriptorSet) -> None:
+        self._files = [file for file in files.file if file.package.startswith(OWN)]
+        pool = self._pool = descriptor_pool.DescriptorPool()
+        if METHOD_OPTIONS.file.name not in {file.name for file in files.file}:  # no option of Treadle's own needs it
+            pool.AddSerializedFile(METHOD_OPTIONS.file.serialized_pb)
+        for file in files.file:
+            pool.Add(file)
+
+    def lines(self) -> Iterator[str]:
+        """Of the page."""
+        yield HEAD
+        yield "| service | RPCs |\n|---|---|"
+        for file in self._files:
+            for service in file.service:
+                name = f"{file.package}.{service.name}"
+                rpcs = ", ".join(f"[{method.name}](#{name}.{method.name})" for method in service.method)
+                yield f"| [{name}](#{name}) | {rpcs} |"
+        for file in self._files:
+            yield f"\n## {file.name}\n"
+            yield from self._file(file, _Comments(file))
+
+    def _file(self, file: FileDescriptorProto, comments: "_Comments") -> Iterator[str]:
+        yield f"`package {file.package}` {comments.of((PACKAGE,))}".rstrip()
+        for i, service in enumerate(file.service):
+            yield from _heading(f"{file.package}.{service.name}", comments.of((SERVICES, i)))
+            for j, method in enumerate(service.method):
+                name, words = f"{file.package}.{service.name}.{method.name}", comments.of((SERVICES, i, MEMBERS, j))
+                yield f'\n<a id="{name}"></a>**{method.name}** {self._signature(method)}' + (
+                    f"\\\n{words}" if words else ""
+                )
+        for i, message in enumerate(file.message_type):
+            yield from self._message(f"{file.package}.{message.name}", message, (MESSAGES, i), comments)
+        for i, enum in enumerate(file.enum_type):
+            yield from _enum(f"{file.package}.{enum.name}", enum, (ENUMS, i), comments)
+
+    def _signature(self, method: MethodDescriptorProto) -> str:
+        """Its types, and the options that are Treadle's own."""
+        streams = ("stream " if method.client_streaming else "", "stream " if method.server_streaming else "")
+        shown = f"({streams[0]}{_link(method.input_type)}) → {streams[1]}{_link(method.output_type)}"
+        kind = message_factory.GetMessageClass(self._pool.FindMessageTypeByName(METHOD_OPTIONS.full_name))
+        for option, value in kind.FromString(method.options.SerializeToString()).ListFields():
+            if option.is_extension:
+                shown += f", {option.name}: `{text_format.MessageToString(value, as_one_line=True)}`"
+        return shown
+
+    def _message(self, name: str, message: DescriptorProto, path: Location, comments: "_Comments") -> Iterator[str]:
+        yield from _heading(name, comments.of(path))
+        if message.field:
+            yield "\n| # | field | type | |\n|---|---|---|---|"
+        for i, field in enumerate(message.field):
+            kind = _type(field, message)
+            yield f"| {field.number} | `{field.name}` | {kind} | {comments.of((*path, MEMBERS, i), table=True)} |"
+        for i, nested in enumerate(message.nested_type):
+            if not nested.options.map_entry:
+                yield from self._message(f"{name}.{nested.name}", nested, (*path, NESTED_MESSAGES, i), comments)
+        for i, enum in enumerate(message.enum_type):
+            yield from _enum(f"{name}.{enum.name}", enum, (*path, NESTED_ENUMS, i), comments)
+
+
+class _Comments:
+    def __init__(self, file: FileDescriptorProto) -> None:
+        self._by_path = {
+            tuple(each.path): f"{each.leading_comments} {each.trailing_comments}"
+            for each in file.source_code_info.location
+        }
+
+    def of(self, path: Location, *, table: bool = False) -> str:
+        """The words before and after an element, on one line."""
+        words = " ".join(self._by_path.get(path, "").split()).replace("<", "&lt;")
+        return words.replace("|", "\\|") if table else words
+
+
+def _heading(name: str, comment: str) -> Iterator[str]:
+    yield f'\n<a id="{name}"></a>\n### {name.removeprefix(OWN)}'
+    if comment:
+        yield f"\n{comment}"
+
+
+def _enum(name: str, enum: EnumDescriptorProto, path: Location, comments: _Comments) -> Iterator[str]:
+    yield from _heading(name, comments.of(path))
+    yield "\n| # | value | |\n|---|---|---|"
+    for i, value in enumerate(enum.value):
+        yield f"| {value.number} | `{value.name}` | {comments.of((*path, MEMBERS, i), table=True)} |"
+
+
+def _link(type_name: str) -> str:
+    name = type_name.removeprefix(".")
+    return f"[{name.rpartition('.')[2]}](#{name})" if name.startswith(OWN) else name
+
+
+def _type(field: FieldDescriptorProto, message: DescriptorProto) -> str:
+    for nested in message.nested_type:
+        if nested.options.map_entry and field.type_name.endswith(f".{message.name}.{nested.name}"):
+            key, value = nested.field
+            return f"map&lt;{_type(key, nested)}, {_type(value, nested)}>"
+    name = _link(field.type_name) if field.type_name else FieldDescriptorProto.Type.Name(field.type)[5:].lower()
+    if field.label == FieldDescriptorProto.LABEL_REPEATED:
+        return f"repeated {name}"
+    if field.proto3_optional:
+        return f"optional {name}"
+    if field.HasField("oneof_index"):
+        return f"{name} (one of `{message.oneof_decl[field.oneof_index].name}`)"
+    return name
+
+
+def main(descriptors: str) -> None:
+    files = FileDescriptorSet.FromString(Path(descriptors).read_bytes())
+    sys.stdout.write("\n".join(Reference(files).lines()) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
