@@ -56,7 +56,7 @@ def _users() -> Iterator[dict[str, object]]:
 def _facts(service: str) -> list[str]:
     """What a service asks of the stream of facts: whoever starts first makes it."""
     asks = [f"$JS.API.STREAM.{verb}.{STREAM}" for verb in ("CREATE", "UPDATE", "INFO")]
-    verbs = ("CREATE", "DURABLE.CREATE", "INFO", "DELETE") if service in HEARS_FACTS else ()
+    verbs = ("CREATE", "DURABLE.CREATE", "INFO", "RESET", "DELETE") if service in HEARS_FACTS else ()
     hears = [*(f"$JS.API.CONSUMER.{verb}.{STREAM}.>" for verb in verbs), *([f"$JS.ACK.{STREAM}.>"] if verbs else ())]
     return [*(f"{SUBJECT_ROOT}.{kind}.>" for kind in PUBLISHES.get(service, ())), *asks, *hears]
 

@@ -49,6 +49,7 @@ def rpcs() -> list[MethodDescriptor]:
 class SecureMesh:
     """certificates: a folder for each identity."""
 
+    tree: ProcessTree
     plane: ControlPlane
     where: Addresses
     engines: dict[str, FakeSglang]
@@ -66,6 +67,16 @@ class SecureMesh:
     def channel(self, identity: str | Path, service: str) -> grpc.aio.Channel:
         """To a service, as an identity or with the certificates of another folder."""
         return open_channel(self.address(service), service, Certificates(self.certificates / identity))
+
+    async def start_sidecar(self, engine_id: str) -> None:
+        """The first time or again."""
+        settings = {"TREADLE_SIDECAR_ENGINE_URL": self.engines[engine_id].url, "TREADLE_SIDECAR_PROBE_S": "0"}
+        await self.plane.start_sidecar(engine_id, settings)
+
+    async def restart(self, name: str) -> None:
+        """A service, or the sidecar of an engine: SIGTERM, its drain, and the next process at the same address."""
+        await self.tree.stop([self.plane.child(f"sidecar-{name}" if name in self.engines else name)])
+        await (self.start_sidecar(name) if name in self.engines else self.plane.start_service(name))
 
     async def registered(self) -> list[str]:
         """The engines that the scheduler knows."""
@@ -96,11 +107,10 @@ async def secure_mesh(folder: Path, *, token_s: float = 0.002) -> AsyncIterator[
         tree = await stack.enter_async_context(ProcessTree(folder / "logs", grace_s=5.0))
         where = choose_addresses(tree.ports, 0, ENGINES)
         plane = ControlPlane(tree, where, folder / "state", certificates=certificates)
-        mesh = SecureMesh(plane, where, engines, certificates)
+        mesh = SecureMesh(tree, plane, where, engines, certificates)
         await plane.start()
         async with asyncio.TaskGroup() as group:
-            for name, engine in engines.items():
-                settings = {"TREADLE_SIDECAR_ENGINE_URL": engine.url, "TREADLE_SIDECAR_PROBE_S": "0"}
-                group.create_task(plane.start_sidecar(name, settings))
+            for name in engines:
+                group.create_task(mesh.start_sidecar(name))
         await until_said(mesh.registered, lambda engines: len(engines) == len(ENGINES))
         yield mesh
