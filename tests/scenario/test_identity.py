@@ -20,7 +20,9 @@ from support.rpc import error_of, refused
 from support.secure_mesh import SERVICES, SecureMesh, call, rpcs, secure_mesh
 from treadle.common.v1 import access_pb2, tokens_pb2
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
+from treadle.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from treadle.tools.v1 import tools_pb2, tools_pb2_grpc
 from treadle_cli.authority import Authority, Identity, make_certificates
 from treadle_runtime.identity.callers import KINDS, may_call
 
@@ -188,6 +190,38 @@ async def test_a_tenant_sees_its_own_and_nothing_else(mesh: SecureMesh) -> None:
             stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
             everything = await stub.ListTrajectories(ALL, timeout=TIMEOUT_S)
         assert {own.trajectory_id, other.trajectory_id} <= {each.trajectory_id for each in everything.trajectories}
+
+
+async def test_a_tenant_has_sessions_snapshots_rewards_and_batches(mesh: SecureMesh) -> None:
+    async def agent(trajectory: treadle.Trajectory, _: treadle.Prompt) -> treadle.PendingReward:
+        async for _chunk in trajectory.generate(treadle.Sampling(max_new_tokens=4, temperature=0.0)):
+            pass
+        async with await trajectory.open_session("frozen_lake", {"seed": 1}) as session:
+            assert (await session.step({"action": "right"})).ok
+        return await trajectory.score("exact_match", {"answer": "a", "expected": "a"})
+
+    async with mesh.client("trainer-acme", job="whole") as client:
+        result = await client.rollout([treadle.Prompt("p", PROMPT)], agent, samples_per_prompt=2, rollout_id="chosen")
+        assert [(each.outcome, each.reward) for each in result.trajectories] == [("finished", 1.0)] * 2
+        batch = await client.get_batch(result.rollout_id)
+        assert [len(group.trajectories) for group in batch.groups] == [2]
+    async with mesh.channel("trainer-beta", "rollout") as channel:
+        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+        with refused("ROLLOUT_NOT_FOUND"):  # its own of this name
+            await stub.GetRollout(rollout_pb2.GetRolloutRequest(rollout_id="chosen"), timeout=TIMEOUT_S)
+    async with mesh.channel("client-acme", "tools") as channel:
+        tools = tools_pb2_grpc.ToolsServiceStub(channel)
+        opening = tools_pb2.OpenSessionRequest(request_id="open", tool="frozen_lake", arguments_json="{}")
+        session = (await tools.OpenSession(opening, timeout=TIMEOUT_S)).session.session_id
+        taking = tools_pb2.SnapshotSessionRequest(request_id="take", session_id=session)
+        snapshot = (await tools.SnapshotSession(taking, timeout=TIMEOUT_S)).snapshot.snapshot_id
+        again = tools_pb2.OpenSessionRequest(request_id="again", snapshot_id=snapshot)
+        other = (await tools.OpenSession(again, timeout=TIMEOUT_S)).session.session_id
+        assert {name.partition("::")[0] for name in (session, snapshot, other)} == {"acme"}
+        for name in (session, other):
+            await tools.CloseSession(
+                tools_pb2.CloseSessionRequest(request_id=f"close-{name[-6:]}", session_id=name), timeout=TIMEOUT_S
+            )
 
 
 async def test_the_same_request_of_two_tenants_makes_two_trajectories(mesh: SecureMesh) -> None:

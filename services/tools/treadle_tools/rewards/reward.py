@@ -15,7 +15,7 @@ import structlog
 from nats.js import JetStreamContext
 from nats.js.errors import KeyWrongLastSequenceError
 from nats.js.kv import KeyValue
-from treadle_runtime.buckets import entries_of
+from treadle_runtime.buckets import entries_of, kv_key
 
 log = structlog.get_logger()
 
@@ -76,6 +76,7 @@ class RewardJournal:
 
     A reward is two kinds of keys: `<id>.part.<n>`, its arguments, compressed and cut below NATS's message limit, and
     `<id>.state`, which is written after them, so that a reward with a state is whole. Its end removes the arguments.
+    The id is as `kv_key` writes it.
     """
 
     def __init__(self, bucket: KeyValue, jetstream: JetStreamContext, max_payload_bytes: int) -> None:
@@ -93,17 +94,17 @@ class RewardJournal:
         """Returns once both are on disk. Raises nats.errors.Error."""
         data = zlib.compress(arguments_json.encode("utf-8", "surrogatepass"))
         for index, start in enumerate(range(0, len(data), self._part_bytes)):
-            await self._bucket.put(f"{reward.reward_id}.{PART}.{index}", data[start : start + self._part_bytes])
+            await self._bucket.put(f"{kv_key(reward.reward_id)}.{PART}.{index}", data[start : start + self._part_bytes])
         await self.note(reward)
 
     async def end(self, reward: Reward) -> None:
         """Store how it ended, and remove its arguments. Raises nats.errors.Error."""
         await self.note(reward)
-        await self._purge(f"{reward.reward_id}.{PART}.*")
+        await self._purge(f"{kv_key(reward.reward_id)}.{PART}.*")
 
     async def forget(self, reward_id: str) -> None:
         """Remove all of a reward. Raises nats.errors.Error."""
-        await self._purge(f"{reward_id}.>")
+        await self._purge(f"{kv_key(reward_id)}.>")
 
     async def load(self) -> list[tuple[Reward, str | None]]:
         """Every reward, in the order of acceptance, with its arguments; "" of those that have ended, None where they
@@ -114,20 +115,20 @@ class RewardJournal:
         for entry in await entries_of(self._bucket):
             if entry.key == SECRET:
                 continue
-            reward_id, kind, *index = entry.key.split(".")
+            key, kind, *index = entry.key.split(".")
             if kind != STATE:
-                parts.setdefault(reward_id, {})[int(index[0])] = entry.value or b""
+                parts.setdefault(key, {})[int(index[0])] = entry.value or b""
                 continue
             try:
                 document = json.loads(entry.value or b"")
                 rewards.append(Reward(**{**document, "state": State(document["state"])}))
             except (ValueError, TypeError, KeyError, RecursionError) as error:
-                log.error("a stored reward cannot be read", reward_id=reward_id, error=repr(error))
-                unreadable.add(reward_id)
-        for orphan in parts.keys() - unreadable - {reward.reward_id for reward in rewards}:
-            await self.forget(orphan)  # never accepted: the service ended before its state was written
+                log.error("a stored reward cannot be read", reward_id=key, error=repr(error))
+                unreadable.add(key)
+        for orphan in parts.keys() - unreadable - {kv_key(reward.reward_id) for reward in rewards}:
+            await self._purge(f"{orphan}.>")  # never accepted: the service ended before its state was written
         return [
-            (reward, "" if reward.ended else _join(parts.get(reward.reward_id, {})))
+            (reward, "" if reward.ended else _join(parts.get(kv_key(reward.reward_id), {})))
             for reward in sorted(rewards, key=lambda reward: reward.accepted_at)
         ]
 
@@ -135,7 +136,7 @@ class RewardJournal:
         """Store its state. Raises nats.errors.Error."""
         # By the standard library, as pydantic refuses the lone surrogates that a tool's output may hold.
         data = json.dumps(dataclasses.asdict(reward), separators=(",", ":")).encode()
-        await self._bucket.put(f"{reward.reward_id}.{STATE}", data)
+        await self._bucket.put(f"{kv_key(reward.reward_id)}.{STATE}", data)
 
     async def _purge(self, keys: str) -> None:
         """The subjects themselves: deleting by key would leave a marker behind each."""
