@@ -11,6 +11,8 @@ import (
 	"bytes"
 	"context"
 	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
 	"encoding/binary"
 	"encoding/hex"
 	"encoding/json"
@@ -27,6 +29,7 @@ import (
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/keepalive"
 	"google.golang.org/grpc/status"
@@ -50,10 +53,28 @@ const (
 
 // ---- Calls: deadlines, repeats, errors
 
-// connect opens the connection to host:port. Pings notice a machine that vanished without a word.
-func connect(address string) (*grpc.ClientConn, error) {
-	return grpc.NewClient(address,
-		grpc.WithTransportCredentials(insecure.NewCredentials()),
+// connect opens the connection to a service at host:port, with the certificate in TREADLE_TLS_FOLDER where that is set.
+// Pings notice a machine that vanished without a word.
+func connect(address, service string) (*grpc.ClientConn, error) {
+	security := grpc.WithTransportCredentials(insecure.NewCredentials())
+	if folder := os.Getenv("TREADLE_TLS_FOLDER"); folder != "" {
+		own, err := tls.LoadX509KeyPair(folder+"/tls.crt", folder+"/tls.key")
+		if err != nil {
+			return nil, err
+		}
+		authorities, err := os.ReadFile(folder + "/ca.crt")
+		if err != nil {
+			return nil, err
+		}
+		trusted := x509.NewCertPool()
+		trusted.AppendCertsFromPEM(authorities)
+		security = grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{
+			Certificates: []tls.Certificate{own},
+			RootCAs:      trusted,
+			ServerName:   service + ".treadle", // a service is known by this name, wherever it listens
+		}))
+	}
+	return grpc.NewClient(address, security,
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 10 * time.Second, Timeout: 5 * time.Second}))
 }
 
@@ -146,7 +167,7 @@ type mesh struct {
 
 // connectMesh asks the scheduler at address where the other services are.
 func connectMesh(address string) (*mesh, error) {
-	connection, err := connect(address)
+	connection, err := connect(address, "scheduler")
 	if err != nil {
 		return nil, err
 	}
@@ -158,7 +179,7 @@ func connectMesh(address string) (*mesh, error) {
 	if directory.GetToolsAddress() == "" {
 		return nil, errors.New("the mesh runs no tools service")
 	}
-	if connection, err = connect(directory.GetToolsAddress()); err != nil {
+	if connection, err = connect(directory.GetToolsAddress(), "tools"); err != nil {
 		return nil, err
 	}
 	m.tools, m.rewards = tools.NewToolsServiceClient(connection), tools.NewRewardsServiceClient(connection)
@@ -167,7 +188,7 @@ func connectMesh(address string) (*mesh, error) {
 
 func (m *mesh) engine(address string) (engine.EngineServiceClient, error) {
 	if m.engines[address] == nil {
-		connection, err := connect(address)
+		connection, err := connect(address, "sidecar")
 		if err != nil {
 			return nil, err
 		}

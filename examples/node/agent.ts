@@ -7,6 +7,7 @@
 // stopped, on another engine. Which call comes when, and what to do on which error: docs/clients.md.
 
 import { randomUUID } from "node:crypto";
+import { readFileSync } from "node:fs";
 import { setTimeout as sleep } from "node:timers/promises";
 import { parseArgs } from "node:util";
 import { type DescMessage, fromBinary, type MessageShape } from "@bufbuild/protobuf";
@@ -30,11 +31,21 @@ const MAX_FRUITLESS_LOSSES = 5; // engines lost in a row without one new token: 
 
 const transports = new Map<string, Transport>();
 
-/** The connection to host:port. Pings notice a machine that vanished without a word. */
-function connect(address: string): Transport {
+/** The connection to a service at host:port, with the certificate in TREADLE_TLS_FOLDER where that is set. Pings notice a
+ * machine that vanished without a word. */
+function connect(address: string, service: string): Transport {
   let transport = transports.get(address);
   if (!transport) {
-    transport = createGrpcTransport({ baseUrl: `http://${address}`, pingIntervalMs: 10_000, pingTimeoutMs: 5_000 });
+    const folder = process.env.TREADLE_TLS_FOLDER;
+    const file = (name: string) => readFileSync(`${folder}/${name}`);
+    const nodeOptions = folder && {
+      ca: file("ca.crt"),
+      cert: file("tls.crt"),
+      key: file("tls.key"),
+      servername: `${service}.treadle`, // a service is known by this name, wherever it listens
+    };
+    const baseUrl = `${folder ? "https" : "http"}://${address}`;
+    transport = createGrpcTransport({ baseUrl, pingIntervalMs: 10_000, pingTimeoutMs: 5_000, ...(nodeOptions && { nodeOptions }) });
     transports.set(address, transport);
   }
   return transport;
@@ -86,10 +97,10 @@ async function call<Q, A>(method: (request: Q, options: CallOptions) => Promise<
 
 /** Clients of the mesh whose scheduler listens at `address`: it knows where the other services are. */
 async function connectMesh(address: string) {
-  const scheduler = createClient(SchedulerService, connect(address));
+  const scheduler = createClient(SchedulerService, connect(address, "scheduler"));
   const { toolsAddress } = await call(scheduler.getDirectory, {}, CONTROL_MS);
   if (!toolsAddress) throw new Error("the mesh runs no tools service");
-  const tools = connect(toolsAddress);
+  const tools = connect(toolsAddress, "tools");
   return { scheduler, tools: createClient(ToolsService, tools), rewards: createClient(RewardsService, tools) };
 }
 type Mesh = Awaited<ReturnType<typeof connectMesh>>;
@@ -181,7 +192,7 @@ async function stream(ticket: Ticket, prompt: number[], maxNewTokens: number, st
     sampling: { maxNewTokens, temperature: 0 },
     resumedOutput: { int32Le: packIds(step.token_ids) }, // what lost engines have sent
   };
-  const engine = createClient(EngineService, connect(ticket.engineAddress));
+  const engine = createClient(EngineService, connect(ticket.engineAddress, "sidecar"));
   const leaving = new AbortController(); // left early, the engine must not go on; after the end it changes nothing
   const options = { timeoutMs: STREAM_MS, signal: leaving.signal };
   try {

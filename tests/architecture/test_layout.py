@@ -24,11 +24,11 @@ BUDGETS = {
     "services/predictor": (1_270, 13),
     "services/rollout": (1_030, 9),
     "services/scheduler": (1_980, 11),
-    "services/sidecar": (3_960, 26),
-    "services/tools": (10_060, 68),
+    "services/sidecar": (3_980, 26),
+    "services/tools": (10_090, 68),
     "sim": (6_380, 38),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 61_920, 407, 40_520
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 61_930, 407, 40_620
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 WIDE_FOLDERS: dict[str, int] = {}  # folders with leave for more, each with its reason

@@ -26,6 +26,7 @@ from support.fake_sglang import expected
 from support.mesh_in_process import fake_mesh
 from support.mesh_of_processes import Fleet, fleet
 from support.processes import StartService
+from support.secure_mesh import secure_mesh
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,10 +117,12 @@ def agent(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return build(tmp_path_factory.mktemp(request.param))
 
 
-async def run_agent(agent: list[str], scheduler: str, *more: str) -> tuple[int, str, str]:
+async def run_agent(
+    agent: list[str], scheduler: str, *more: str, env: Mapping[str, str] | None = None
+) -> tuple[int, str, str]:
     prompt = ",".join(map(str, PROMPT))
     words = ("--scheduler", scheduler, "--prompt", prompt, "--turns", "2", "--max-new-tokens", str(TOKENS), *more)
-    return await output_of(*agent, *words, cwd=ROOT)
+    return await output_of(*agent, *words, cwd=ROOT, env=env)
 
 
 @asynccontextmanager
@@ -168,6 +171,18 @@ async def test_a_trajectory_in_another_language_loses_an_engine_and_no_token(
         assert closed.trajectory.gen_tokens == 2 * TOKENS
         jobs = await f.control.call("ListJobs", pb.ListJobsRequest())
         assert not any(job.clients for job in jobs.jobs)
+
+
+async def test_a_trajectory_in_another_language_shows_its_certificate(agent: list[str], tmp_path: Path) -> None:
+    async with secure_mesh(tmp_path) as mesh:
+        folder = {"TREADLE_TLS_FOLDER": str(mesh.certificates / "client-acme")}
+        code, stdout, stderr = await run_agent(agent, mesh.where.scheduler, env=folder)
+        assert code == 0, stderr
+        answer = json.loads(stdout)
+        assert answer["trajectory_id"].startswith("acme::") and answer["score"] == 1.0
+        assert [len(step["token_ids"]) for step in answer["steps"]] == [TOKENS, TOKENS]
+        code, stdout, _ = await run_agent(agent, mesh.where.scheduler, env={**folder, "TREADLE_TLS_FOLDER": "/nowhere"})
+        assert (code, stdout) == (1, "")
 
 
 async def test_a_missing_token_fails_the_trajectory(agent: list[str]) -> None:
