@@ -215,6 +215,16 @@ class Bus:
         return self._js
 
     @property
+    def unacknowledged(self) -> int:
+        """Facts that were accepted and are not in the stream yet."""
+        return self._unacknowledged
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection to NATS now."""
+        return self._connected.is_set()
+
+    @property
     def max_payload_bytes(self) -> int:
         """The longest message that this NATS server takes."""
         return self._client.max_payload

@@ -1,4 +1,4 @@
-"""What happens to every call: deadlines, size limits, errors and spans of calls served; channels for calls made.
+"""What happens to every call: deadlines, size limits, errors, times and spans of calls served; channels for calls made.
 
 Invariants of calls served: a servicer raises and never aborts, because a call that has been aborted counts as finished
 for gRPC although the servicer still runs, so that a drain would not wait for it (grpc/grpc#37239). A cancelled call
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ import grpc.aio
 import nats.errors
 import structlog
 from google.protobuf.message import DecodeError
+from opentelemetry import trace
 from treadle.certificates import Certificates, Options, open_channel
 from treadle.connection import FOLLOWING, follow, merge_options
 from treadle.errors import error_from
@@ -42,12 +44,16 @@ from treadle_runtime.errors import (
 )
 from treadle_runtime.identity.callers import caller_of
 from treadle_runtime.identity.tenants import Border, TenantLimits
+from treadle_runtime.telemetry import BOUNDS_S, Metrics
 
 log = structlog.get_logger()
 
 MESSAGE_FIELD = "(message)"  # stands for the whole request where no field is to blame
 RETRY_S = 0.2  # a NATS server or service that was restarted is back about then
 RETRY_DRAINING_S = 0.5  # by then a client has found another server, or this one has been replaced
+
+# Fields of requests that spans have as `treadle.<field>`.
+SPAN_FIELDS = ("trajectory_id", "rollout_id", "engine_id", "ticket_id", "migration_id", "tool")
 
 # gRPC's own services have rules of their own: health checks and reflection come without a deadline from common tools.
 _FOREIGN = "/grpc."
@@ -125,13 +131,41 @@ class StreamDeadlines(grpc.aio.UnaryStreamClientInterceptor):
     intercept_unary_stream = UnaryDeadlines.intercept_unary_unary
 
 
+class CallTimes(grpc.aio.UnaryUnaryClientInterceptor):
+    """Records how long unary calls take and how they end, also those that reach no server."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        what = "Duration of calls made, by the answer's status"
+        self._record = metrics.histogram("rpc.client.call.duration", "s", what, BOUNDS_S)
+
+    async def intercept_unary_unary(
+        self, continuation: Callable[..., Any], client_call_details: grpc.aio.ClientCallDetails, request: Any
+    ) -> Any:
+        began_s, code = time.monotonic(), grpc.StatusCode.CANCELLED
+        call = await continuation(client_call_details, request)
+        try:
+            code = await call.code()
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        finally:
+            self._record(time.monotonic() - began_s, _rpc_labels(client_call_details.method, code))
+        return call
+
+
+def _rpc_labels(method: str | bytes, code: grpc.StatusCode) -> dict[str, str]:
+    """OpenTelemetry's attributes of an RPC."""
+    name = method.decode() if isinstance(method, bytes) else method
+    return {"rpc.system.name": "grpc", "rpc.method": name.lstrip("/"), "rpc.response.status_code": code.name}
+
+
 class Channels:
     """The channels of one process, one for each address. certificates: None for plaintext."""
 
     def __init__(
         self,
         receive_limit_bytes: int,
-        tracing: Sequence[grpc.aio.ClientInterceptor] = (),
+        telemetry: Sequence[grpc.aio.ClientInterceptor] = (),
         certificates: Certificates | None = None,
     ) -> None:
         self._certificates = certificates
@@ -145,7 +179,7 @@ class Channels:
             ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
             ("grpc.http2.max_pings_without_data", 0),
         )
-        self._interceptors = [*tracing, UnaryDeadlines(), StreamDeadlines()]
+        self._interceptors = [*telemetry, UnaryDeadlines(), StreamDeadlines()]
         self._open: dict[tuple[str, str, Options], grpc.aio.Channel] = {}
 
     def get(self, address: str, service: str) -> grpc.aio.Channel:
@@ -173,7 +207,8 @@ class Channels:
 class Interceptor(grpc.aio.ServerInterceptor):
     """One per server. `domain` goes into each ErrorInfo; `tracing` is OpenTelemetry's interceptor, or None. `admit` is
     awaited before each call, and what it raises is the answer. tenants: what each may ask for, where callers have
-    certificates; None in plaintext, where nobody is asked who it is."""
+    certificates; None in plaintext, where nobody is asked who it is. `metrics` get the time and the status of each
+    call."""
 
     def __init__(
         self,
@@ -182,6 +217,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
         errors: ErrorTable,
         max_message_bytes: int,
         stopping: asyncio.Event,
+        metrics: Metrics,
         tracing: grpc.aio.ServerInterceptor | None = None,
         admit: Callable[[], Awaitable[None]] | None = None,
         tenants: TenantLimits | None = None,
@@ -191,6 +227,8 @@ class Interceptor(grpc.aio.ServerInterceptor):
         self._errors: ErrorTable = {**_RUNTIME_ERRORS, **errors}
         self._max_message_bytes = max_message_bytes
         self._stopping = stopping
+        what = "Duration of calls served, by status; of a stream, until its end"
+        self._record = metrics.histogram("rpc.server.call.duration", "s", what, BOUNDS_S)
         self._tracing = tracing
         self._may_serve = admit
         self._handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
@@ -249,6 +287,8 @@ class Interceptor(grpc.aio.ServerInterceptor):
 
         async def behavior(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             self._count(context)
+            _note_ids(request)
+            began_s, code = time.monotonic(), grpc.StatusCode.OK
             try:
                 with ExitStack() as admitted:
                     if border is not None:
@@ -258,8 +298,16 @@ class Interceptor(grpc.aio.ServerInterceptor):
                     if self._may_serve is not None:
                         await self._may_serve()
                     return await respond(request, context)
-            except Exception as error:  # noqa: BLE001 - the one place that turns any exception into a status
-                await self._abort(error, context, name)
+            except asyncio.CancelledError:
+                late = context.time_remaining() == 0
+                code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
+                raise
+            except Exception as raised:  # noqa: BLE001 - the one place that turns any exception into a status
+                error = self._mapped(raised, name, context.time_remaining() == 0)
+                code = error.code
+                await self._abort(error, context)
+            finally:
+                self._record(time.monotonic() - began_s, _rpc_labels(method, code))
 
         return behavior
 
@@ -322,8 +370,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
 
         return limited
 
-    async def _abort(self, raised: Exception, context: grpc.aio.ServicerContext[Any, Any], name: str) -> None:
-        error = self._mapped(raised, name, context.time_remaining() == 0)
+    async def _abort(self, error: TreadleError, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         details = status_of(error, self._domain).SerializeToString()
         await context.abort(error.code, message_of(error), ((DETAILS_KEY, details),))
 
@@ -342,6 +389,16 @@ class Interceptor(grpc.aio.ServerInterceptor):
 
 
 _END = object()
+
+
+def _note_ids(request: Any) -> None:
+    """Put what the request is about on the span of the call."""
+    span = trace.get_current_span()
+    if span.is_recording():
+        for said in (request, getattr(request, "ticket", None), getattr(request, "trajectory", None)):
+            for name in SPAN_FIELDS:
+                if value := getattr(said, name, ""):
+                    span.set_attribute(f"treadle.{name}", value)
 
 
 def _leaf(error: Exception) -> Exception:

@@ -31,7 +31,7 @@ from treadle.certificates import Certificates
 
 from treadle_runtime import probe
 from treadle_runtime.bus import Bus, open_bus, run_beside
-from treadle_runtime.calls import Channels, Interceptor
+from treadle_runtime.calls import CallTimes, Channels, Interceptor
 from treadle_runtime.config import Settings, read_settings
 from treadle_runtime.errors import ErrorTable, StartError
 from treadle_runtime.idempotency import RequestRecords
@@ -55,6 +55,7 @@ ALIVE = "alive"  # the service name under which health is SERVING while the proc
 WAITING_CALLS = ("grpc.server.max_pending_requests", "grpc.server.max_pending_requests_hard_limit")
 MOST_CALLS = 1_000_000
 SHORTEST_PING_MS = 1_000  # clients that follow the serving one of several processes ping each 2 s
+OF_ALL = "runtime"  # in the names of gauges that each service has
 KILLED_EXIT_CODE = 128  # plus the signal's number, as shells say it
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # For gc.set_threshold: so many objects are made and not freed before the youngest generation is collected, and so many
@@ -200,7 +201,8 @@ async def serving(settings: Settings, wire: Wire, *, tracing: Tracing | None = N
     metrics = Metrics(settings)
     stopping = asyncio.Event()
     name = f"treadle-{settings.service}"
-    channels = Channels(receive_limit_bytes(settings), tracing.client_interceptors(), certificates)
+    times = [CallTimes(metrics)] if settings.otlp_endpoint else []
+    channels = Channels(receive_limit_bytes(settings), [*tracing.client_interceptors(), *times], certificates)
     try:
         async with open_bus(
             settings.nats_url,
@@ -230,7 +232,10 @@ async def serving(settings: Settings, wire: Wire, *, tracing: Tracing | None = N
             )
             wiring = await wire(runtime)
             try:
-                async with run_beside(wiring.tasks), _listening(runtime, wiring) as address:
+                facts, gauge = "Facts that NATS has not acknowledged", metrics.gauge
+                gauge("outbox", "fact", facts, lambda: bus.unacknowledged, of=OF_ALL)
+                gauge("connected", "connection", "1 while NATS answers, else 0", lambda: int(bus.connected), of=OF_ALL)
+                async with run_beside([*wiring.tasks, metrics.watch]), _listening(runtime, wiring) as address:
                     yield Serving(address, runtime)
             finally:
                 stopping.set()
@@ -251,6 +256,7 @@ async def _listening(runtime: Runtime, wiring: Wiring) -> AsyncIterator[str]:
         errors=wiring.errors,
         max_message_bytes=settings.max_message_bytes,
         stopping=runtime.stopping,
+        metrics=runtime.metrics,
         tracing=runtime.tracing.server_interceptor(),
         admit=None if turn is None else turn.admit,
         tenants=TenantLimits(settings.tenant_calls_per_s, settings.tenant_calls) if runtime.certificates else None,

@@ -1,21 +1,25 @@
 """Write logs, and send traces and metrics of a process.
 
 Owns structlog's configuration (JSON lines on stderr, with service and, where a span is active, trace_id and span_id;
-the standard library's loggers go the same way) and the OpenTelemetry tracer. Tracing is off, with no provider,
-exporter or interceptor, until `otlp_endpoint` is set; nor is there a meter provider, and an instrument does nothing.
-The collector must take traces and metrics. Anywhere: `log = structlog.get_logger()`.
+the standard library's loggers go the same way) and the OpenTelemetry tracer and meter. Tracing is off, with no
+provider, exporter or interceptor, until `otlp_endpoint` is set; nor is there a meter provider, and an instrument does
+nothing. The collector must take traces and metrics. Anywhere: `log = structlog.get_logger()`.
 """
 
 import asyncio
+import contextvars
 import logging
+import os
+import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
 import structlog
 from opentelemetry import metrics, trace
+from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.instrumentation.grpc import aio_client_interceptors, aio_server_interceptor
@@ -24,14 +28,31 @@ from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
 from treadle_runtime.config import Settings
 
 FLUSH_TIMEOUT_S = 5.0  # a collector that is away must not hold up the end of the process
 SPANS_EXPORT_INTERVAL_S = 1.0  # spans are seen soon, still many at a time
 METRICS_EXPORT_INTERVAL_S = 10.0  # metrics are looked at over minutes
+READ_GAUGES_S = 5.0  # twice as often as they are exported
 SCOPE = "treadle"
 BOUNDS_S = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)  # of histograms of seconds
+
+
+_given_ids: contextvars.ContextVar[trace.SpanContext | None] = contextvars.ContextVar("treadle_ids", default=None)
+
+
+class _Ids(RandomIdGenerator):
+    """Random ids, but for a span that has them already."""
+
+    def generate_trace_id(self) -> int:
+        given = _given_ids.get()
+        return super().generate_trace_id() if given is None else given.trace_id
+
+    def generate_span_id(self) -> int:
+        given = _given_ids.get()
+        return super().generate_span_id() if given is None else given.span_id
 
 
 @dataclass(frozen=True)
@@ -58,6 +79,17 @@ class Tracing:
             return ()
         return aio_client_interceptors(tracer_provider=self.provider)  # type: ignore[no-untyped-call, no-any-return]
 
+    def record_span(self, span: trace.SpanContext, name: str, start_s: float, end_s: float, **attributes: Any) -> None:
+        """Send a span without parent that another process has begun and does not send, with Unix times."""
+        if self.provider is None:
+            return
+        token = _given_ids.set(span)
+        try:
+            begun = self.tracer.start_span(name, Context(), start_time=round(start_s * 1e9), attributes=attributes)
+        finally:
+            _given_ids.reset(token)
+        begun.end(round(end_s * 1e9))
+
     async def shutdown(self) -> None:
         """Send what is still buffered, for `FLUSH_TIMEOUT_S` at most."""
         if self.provider is None:
@@ -70,21 +102,76 @@ def configure_tracing(settings: Settings) -> Tracing:
     """The tracer that `settings` ask for."""
     if not settings.otlp_endpoint:
         return Tracing()
-    provider = TracerProvider(resource=_resource_of(settings))
+    provider = TracerProvider(resource=_resource_of(settings), id_generator=_Ids())
     exporter = OTLPSpanExporter(**_collector(settings))
     provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=SPANS_EXPORT_INTERVAL_S * 1000))
     return Tracing(provider)
 
 
+Readings = Iterable[tuple[float, Mapping[str, str]]]
+
+
 class Metrics:
-    """The metrics of one process: counters, histograms, gauges."""
+    """The metrics of one process. Names are `treadle.<service>.<noun>`; docs/metrics.md has all of them.
+
+    Labels must have few values each: ids of trajectories, steps and rollouts belong on spans and in logs.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._prefix = f"treadle.{settings.service}."
         self._provider: MeterProvider | None = None
+        self._gauges: list[tuple[metrics._Gauge, Callable[[], Readings]]] = []
 
-    def meter(self) -> metrics.Meter:
-        """Make instruments; they are sent from now on, where metrics are exported."""
+    def seconds(self, noun: str, what: str, bounds_s: Sequence[float] = BOUNDS_S) -> Callable[..., None]:
+        """Make a histogram of seconds; returns what records a value, with labels."""
+        return self.histogram(self._prefix + noun, "s", what, bounds_s)
+
+    def histogram(self, name: str, unit: str, what: str, bounds: Sequence[float]) -> Callable[..., None]:
+        """Make a histogram of any name and unit; returns what records a value, with labels."""
+        return self._meter().create_histogram(name, unit, what, explicit_bucket_boundaries_advisory=bounds).record
+
+    def total(self, noun: str, unit: str, what: str) -> Callable[..., None]:
+        """Make a counter of `{unit}`, or of seconds (`s`); returns what adds to it, with labels."""
+        return self._meter().create_counter(self._prefix + noun, _annotated(unit), what).add
+
+    def gauge(
+        self, noun: str, unit: str, what: str, read: Callable[[], float] | Callable[[], Readings], *, of: str = ""
+    ) -> None:
+        """Make a gauge of `{unit}`, or of seconds (`s`). read: its value now, or its values with their labels; called
+        on the event loop, by `watch`. of: in place of the service's name, where several services have the gauge."""
+        gauge = self._meter().create_gauge(
+            f"treadle.{of}.{noun}" if of else self._prefix + noun, _annotated(unit), what
+        )
+
+        def readings() -> Readings:
+            value = read()
+            return ((value, {}),) if isinstance(value, int | float) else value
+
+        self._gauges.append((gauge, readings))
+
+    async def watch(self) -> None:
+        """Background task: read the gauges. The exporter does not, since it runs on another thread."""
+        if not self._settings.otlp_endpoint:
+            return
+        try:
+            while True:
+                self._read_gauges()
+                await asyncio.sleep(READ_GAUGES_S)
+        finally:
+            self._read_gauges()
+
+    async def shutdown(self) -> None:
+        """Send the last values, for `FLUSH_TIMEOUT_S` at most."""
+        if self._provider is not None:
+            await asyncio.to_thread(self._provider.shutdown, FLUSH_TIMEOUT_S * 1000)
+
+    def _read_gauges(self) -> None:
+        for gauge, readings in self._gauges:
+            for value, labels in readings():
+                gauge.set(value, labels)
+
+    def _meter(self) -> metrics.Meter:
         if not self._settings.otlp_endpoint:
             return metrics.NoOpMeter(SCOPE)
         if self._provider is None:
@@ -93,19 +180,10 @@ class Metrics:
             self._provider = MeterProvider([reader], _resource_of(self._settings), shutdown_on_exit=False)
         return self._provider.get_meter(SCOPE)
 
-    def seconds(self, name: str, what: str) -> Callable[..., None]:
-        """Make the histogram `treadle_<service>_<name>_seconds`; returns what records a value, with labels."""
-        full = f"treadle_{self._settings.service}_{name}_seconds"
-        return self.meter().create_histogram(full, "s", what, explicit_bucket_boundaries_advisory=BOUNDS_S).record
 
-    def total(self, name: str, what: str) -> Callable[..., None]:
-        """Make the counter `treadle_<service>_<name>_total`; returns what adds to it, with labels."""
-        return self.meter().create_counter(f"treadle_{self._settings.service}_{name}_total", "1", what).add
-
-    async def shutdown(self) -> None:
-        """Send the last values, for `FLUSH_TIMEOUT_S` at most."""
-        if self._provider is not None:
-            await asyncio.to_thread(self._provider.shutdown, FLUSH_TIMEOUT_S * 1000)
+def _annotated(unit: str) -> str:
+    """The unit as UCUM has it: what is counted stands in braces."""
+    return unit if unit == "s" else f"{{{unit}}}"
 
 
 def _collector(settings: Settings) -> dict[str, Any]:
@@ -114,8 +192,12 @@ def _collector(settings: Settings) -> dict[str, Any]:
 
 
 def _resource_of(settings: Settings) -> Resource:
-    """The attributes that name this service in traces and metrics."""
-    return Resource.create({"service.name": f"treadle-{settings.service}", "service.namespace": "treadle"})
+    """The attributes that name this process in traces and metrics."""
+    port = settings.listen.rpartition(":")[2]
+    # A process that is started again at its port goes on with the series of the one before it.
+    instance = f"{socket.gethostname()}:{port if port != '0' else f'pid-{os.getpid()}'}"
+    names = {"service.name": f"treadle-{settings.service}", "service.namespace": "treadle"}
+    return Resource.create({**names, "service.instance.id": instance})
 
 
 def configure_logging(settings: Settings) -> None:

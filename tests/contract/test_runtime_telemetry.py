@@ -1,15 +1,13 @@
 """Telemetry against an OTLP collector in this process: one trace from the client's call to the handler of a fact."""
 
 import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import grpc.aio
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
-from support.collector import serving
+from support.collector import collecting
 from support.conditions import until
 from support.facts import hear
 from support.probe_service import PROBE, ProbeSettings, plan
@@ -19,34 +17,6 @@ from treadle.migrator.v1 import migrator_pb2, migrator_pb2_grpc
 from treadle.placement.v1 import placement_pb2_grpc
 from treadle_runtime.bus import open_bus
 from treadle_runtime.telemetry import Tracing, configure_tracing
-
-
-class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps every span it is sent, with the name of its service."""
-
-    def __init__(self) -> None:
-        self.spans: list[tuple[str, Span]] = []
-
-    async def Export(
-        self, request: trace_service_pb2.ExportTraceServiceRequest, context: Any
-    ) -> trace_service_pb2.ExportTraceServiceResponse:
-        del context
-        for resource in request.resource_spans:
-            service = next(a.value.string_value for a in resource.resource.attributes if a.key == "service.name")
-            self.spans += [(service, span) for scope in resource.scope_spans for span in scope.spans]
-        return trace_service_pb2.ExportTraceServiceResponse()
-
-    def named(self, part: str, kind: "Span.SpanKind.ValueType") -> list[Span]:
-        """The spans of a kind whose name contains `part`."""
-        return [span for _, span in self.spans if part in span.name and span.kind == kind]
-
-
-@asynccontextmanager
-async def collecting() -> AsyncIterator[tuple[Collector, str]]:
-    """A collector and its endpoint."""
-    collector = Collector()
-    async with serving(collector, trace_service_pb2_grpc.add_TraceServiceServicer_to_server) as endpoint:
-        yield collector, endpoint
 
 
 def log_lines(text: str) -> Iterator[dict[str, Any]]:

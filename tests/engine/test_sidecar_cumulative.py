@@ -1,4 +1,4 @@
-"""A real SGLang engine that was started without --incremental-streaming-output, and the same engine when it hangs."""
+"""A real SGLang engine without --incremental-streaming-output: its steps, its spans, and how it hangs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 import grpc.aio
 import pytest
-from support.conditions import until_said
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from support.collector import collecting
+from support.conditions import until, until_said
 from support.engine_steps import Step, run_step, step_request, ticket
-from support.processes import StartService
+from support.processes import StartService, free_port
 from support.real_engines import RealEngine
 from support.rpc import refused
 from support.scheduler import scheduler_client
@@ -18,12 +20,15 @@ from treadle.engine.v1 import engine_pb2_grpc
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
+COLLECTOR_PORT = free_port()  # of the engine's spans
+
 
 @pytest.fixture(scope="module")
 def cumulative(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEngine]:
     """One running engine; each chunk of its streams has all tokens so far."""
     folder = tmp_path_factory.mktemp("cumulative")
-    engine = RealEngine(3, folder, weights="float", without="--incremental-streaming-output")
+    endpoint = f"http://127.0.0.1:{COLLECTOR_PORT}"
+    engine = RealEngine(3, folder, weights="float", without="--incremental-streaming-output", otlp_endpoint=endpoint)
     engine.start()
     engine.wait_ready()
     yield engine
@@ -52,6 +57,37 @@ async def test_a_step_on_cumulative_streams_has_the_engines_own_tokens(nats_url:
     assert result.tokens.tolist() == output[:58]
     logprobs = [entry[0] for entry in whole["meta_info"]["output_token_logprobs"]]
     assert result.logprobs.tolist() == pytest.approx(logprobs[:58], abs=0.8)  # as in test_sidecar_steps
+
+
+async def test_the_engines_own_spans_belong_to_the_trace_of_the_caller(nats_url: str, cumulative: RealEngine) -> None:
+    """
+    GIVEN   a collector, to which the engine sends its spans, and a sidecar
+    WHEN    a caller's step runs, with a W3C trace context in its metadata
+    Result: SGLang's spans are in that trace, the uppermost of them under the sidecar's span of the call, and its
+            prefill and decode among them"""
+    trace_id, caller = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    async with collecting(COLLECTOR_PORT) as (collector, endpoint):
+        async with sidecar(nats_url, cumulative.url, otlp_endpoint=endpoint) as side:
+            request = step_request(ticket("e0"), list(range(10, 40)), SamplingParams(max_new_tokens=4))
+            metadata = (("traceparent", f"00-{trace_id}-{caller}-01"),)
+            async for _ in side.stub.Generate(request, timeout=60.0, metadata=metadata):
+                pass
+
+        def spans(service: str) -> list[Span]:
+            return [span for name, span in collector.spans if name == service and span.trace_id.hex() == trace_id]
+
+        def uppermost() -> list[Span]:
+            ids = {span.span_id for span in spans("treadle-engine")}
+            return [span for span in spans("treadle-engine") if span.parent_span_id not in ids]
+
+        # Its processes send one by one what they have, the span of the whole request last.
+        await until(lambda: uppermost() and all(span.name.startswith(" Req") for span in uppermost()))
+    [served] = spans("treadle-sidecar")
+    assert served.parent_span_id.hex() == caller
+    assert [span.parent_span_id for span in uppermost()] == [served.span_id]
+    names = {span.name for span in spans("treadle-engine")}
+    assert {"prefill_forward", "decode_forward"} <= names
+    assert "decode_loop" not in names, "one for each token"
 
 
 async def test_an_engine_whose_scheduler_process_is_stopped_is_lost_until_it_is_continued(

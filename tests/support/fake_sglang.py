@@ -81,6 +81,7 @@ class FakeSglang:
         self.refuse_weights = False
         self.aborts: list[str] = []
         self.requests: list[dict[str, Any]] = []
+        self.traceparents: list[str] = []  # of the requests
         self.most_running = 0
         self.sampled = 0  # tokens, of all streams
         self._stored = stored if stored is not None else {}
@@ -154,6 +155,7 @@ class FakeSglang:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.requests.append(body)
+        self.traceparents.append(request.headers.get("traceparent", ""))
         if body.get("token_ids_logprob") == [-1]:
             message = f"token_ids_logprob contains out-of-vocabulary token id -1; valid range is [0, {VOCAB})."
             return web.json_response({"error": {"message": message}}, status=400)

@@ -43,7 +43,13 @@ class RealEngine:
     """One engine; `start` may be called again after `kill`. without: an argument of SGLang that it does not get."""
 
     def __init__(
-        self, index: int, folder: Path, extra_args: tuple[str, ...] = (), weights: str = "auto", without: str = ""
+        self,
+        index: int,
+        folder: Path,
+        extra_args: tuple[str, ...] = (),
+        weights: str = "auto",
+        without: str = "",
+        otlp_endpoint: str = "",
     ) -> None:
         cores = sorted(os.sched_getaffinity(0))
         self.log = folder / f"engine-{index}.log"
@@ -62,6 +68,7 @@ class RealEngine:
             hicache_dir=self.kv,
             hicache_limit_gb=KV_LIMIT_GB,
             extra_args=extra_args,
+            otlp_endpoint=otlp_endpoint,
         )
         self._without = without
         self._process: subprocess.Popen[bytes] | None = None

@@ -86,8 +86,8 @@ def test_what_tools_took_is_told_to_the_predictor_and_what_they_will_take_comes_
     scenario.finish(scenario.step("t", 0))
     scenario.finish(scenario.step("t", 1, tool_s=4.0, context_tokens=180))
     ask = all_of(scenario.heard, AskPrediction)[-1]
-    (query,) = predictions_request([ask]).queries
-    assert (query.tool_time.seconds, query.context_tokens) == (4, 190)
+    (query,) = predictions_request([ask], "trace of {}".format).queries
+    assert (query.tool_time.seconds, query.context_tokens, query.traceparent) == (4, 190, "trace of t")
 
     said = Quantiles(p10=1.0, p50=2.0, p90=3.0)
     answer = predictor_pb2.Prediction(

@@ -14,9 +14,11 @@ from treadle.resources.v1 import resources_pb2 as pb
 from treadle.resources.v1 import resources_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle_runtime.calls import Interceptor, detached_context
+from treadle_runtime.config import Settings
 from treadle_runtime.errors import FailedPrecondition, identifier, non_negative, require
 from treadle_runtime.identity.tenants import TenantLimits
 from treadle_runtime.server import bind
+from treadle_runtime.telemetry import Metrics
 from treadle_runtime.times import seconds
 
 from treadle_cli.resources.apply import START_TIMEOUT_S, Applied, Engines, apply_plan
@@ -110,6 +112,7 @@ async def serve_resources(
         max_message_bytes=LARGEST_PLAN_BYTES,
         stopping=stopping,
         tenants=TenantLimits(0.0, 0) if certificates else None,
+        metrics=Metrics(Settings()),
     )
     server = grpc.aio.server(interceptors=[interceptor], options=[("grpc.so_reuseport", 0)])
     async with open_channel(scheduler, "scheduler", certificates) as channel:

@@ -29,6 +29,7 @@ from treadle.rewards import PendingReward, request_reward
 from treadle.rollout.v1 import rollout_pb2
 from treadle.rollouts import Agent, RolloutRun
 from treadle.scheduler.v1 import scheduler_pb2
+from treadle.tracing import TrajectoryTrace
 from treadle.trajectory import TRAJECTORY_CLOSED, OnChange, Trajectory
 from treadle.types import Batch, Policy, Prompt, RolloutEvent, RolloutResult
 from treadle.weights import WeightPush
@@ -43,7 +44,7 @@ class Client:
 
     timeouts: deadlines of logical calls. retry: how attempts are spaced. tls_folder: of this client's certificate
     (`treadle.certificates`); None: TREADLE_TLS_FOLDER, and plaintext where that is not set. interceptors: of grpc.aio,
-    e.g. OpenTelemetry's, which adds the trace context. seed: of the jitter. call_tokens: a turn longer than this is
+    e.g. OpenTelemetry's, for spans of each call. seed: of the jitter. call_tokens: a turn longer than this is
     generated in several calls with a ticket each, so that its trajectory is ranked again and may move in the middle of
     it; the caller sees one step. 0 for one call a turn. token_interval_s: sampled tokens come together for so long, at
     most 10 s; 0 sends each at once, for a person who watches. A longer one spares a process with thousands of
@@ -147,8 +148,9 @@ class Client:
         )
 
         async def admit() -> Trajectory:
-            opened = await job.open_trajectory(request)
-            trajectory = Trajectory(mesh, opened, prompt, max_total_tokens, on_change, self._open.discard)
+            trace = TrajectoryTrace()
+            opened = await job.open_trajectory(request, trace)
+            trajectory = Trajectory(mesh, opened, prompt, max_total_tokens, on_change, self._open.discard, trace)
             self._open.add(trajectory)
             return trajectory
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from treadle.rollout.v1.rollout_pb2_grpc import RolloutServiceAsyncStub
     from treadle.tools.v1.rewards_pb2_grpc import RewardsServiceAsyncStub
     from treadle.tools.v1.tools_pb2_grpc import ToolsServiceAsyncStub
+    from treadle.tracing import TrajectoryTrace
 
 T = TypeVar("T")
 Q = TypeVar("Q")
@@ -250,12 +251,20 @@ class Mesh:
         """A fresh deadline with waits by the client's policy."""
         return Backoff(self._retry, self._rng, timeout_s)
 
-    async def call(self, method: grpc.aio.UnaryUnaryMultiCallable[Q, A], request: Q, timeout_s: float) -> A:
-        """The response; TreadleError when the server refuses or the deadline passes."""
+    async def call(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[Q, A],
+        request: Q,
+        timeout_s: float,
+        trace: TrajectoryTrace | None = None,
+    ) -> A:
+        """The response; TreadleError when the server refuses or the deadline passes. trace: that the call belongs
+        to."""
+        start = method if trace is None else trace.bind(method)
         backoff = self.backoff(timeout_s)
         while True:
             try:
-                return await method(request, timeout=max(backoff.remaining_s, 0.001))
+                return await start(request, timeout=max(backoff.remaining_s, 0.001))
             except grpc.aio.AioRpcError as failure:
                 error = error_from(failure)
             if not error.retryable:

@@ -25,6 +25,7 @@ from treadle.errors import StreamBroken, TreadleError, error_from
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.step_stream import StepAssembly
 from treadle.time_account import TimeAccount
+from treadle.tracing import TrajectoryTrace
 from treadle.types import Chunk, FinishReason, Sampling, Step, duration, pack_ids, seconds
 
 if TYPE_CHECKING:
@@ -61,8 +62,8 @@ class StepPlan:
 
 
 class StepRun:
-    """A step in flight. `begin` is awaited when the first token is asked for; `commit` takes the step. times: of the
-    trajectory."""
+    """A step in flight. `begin` is awaited when the first token is asked for; `commit` takes the step. times, trace: of
+    the trajectory."""
 
     def __init__(
         self,
@@ -70,8 +71,9 @@ class StepRun:
         begin: Callable[[StepRun], Awaitable[StepPlan]],
         commit: Callable[[Step], None],
         times: TimeAccount,
+        trace: TrajectoryTrace,
     ) -> None:
-        self._mesh, self._begin, self._commit, self._times = mesh, begin, commit, times
+        self._mesh, self._begin, self._commit, self._times, self._trace = mesh, begin, commit, times, trace
         self._assembly: StepAssembly | None = None
         self._ticket: ticket_pb2.Ticket | None = None
         self._call: GenerateCall | None = None  # set while the engine may be generating for it
@@ -274,7 +276,7 @@ class StepRun:
         if output:
             generate.resumed_output.int32_le = pack_ids(output)
         engine = mesh.engine(ticket.engine_address)
-        self._call = engine.Generate(generate, timeout=mesh.timeouts.stream_s)
+        self._call = self._trace.bind(engine.Generate)(generate, timeout=mesh.timeouts.stream_s)
         return self._call
 
     async def _next_event(
@@ -316,7 +318,7 @@ class StepRun:
         self.unanswered = request
         try:
             timeout_s = self._mesh.timeouts.schedule_s
-            answer = await self._mesh.call(self._mesh.scheduler.ScheduleStep, request, timeout_s)
+            answer = await self._mesh.call(self._mesh.scheduler.ScheduleStep, request, timeout_s, self._trace)
         except TreadleError as error:
             if error.refused:  # that is an answer
                 self.unanswered = None
@@ -353,7 +355,7 @@ class StepRun:
             engine = self._mesh.engine(ticket.engine_address)
             request = engine_pb2.AbortRequest(request_id=request_id(), ticket_id=ticket.ticket_id)
             try:
-                await engine.Abort(request, timeout=self._mesh.timeouts.cleanup_s)
+                await self._trace.bind(engine.Abort)(request, timeout=self._mesh.timeouts.cleanup_s)
             except grpc.aio.AioRpcError:
                 keep_stream = False  # the cancelled stream below is the second way to say it
             if not keep_stream:

@@ -14,6 +14,7 @@ import grpc
 from treadle.connection import Mesh, request_id
 from treadle.errors import TreadleError
 from treadle.scheduler.v1 import scheduler_pb2 as pb
+from treadle.tracing import TrajectoryTrace
 from treadle.types import Policy, seconds
 
 JOB_NOT_FOUND = "JOB_NOT_FOUND"  # ErrorInfo.reason: the lease has run out
@@ -43,13 +44,13 @@ class Job:
                     await self._open()
         return self._job_id
 
-    async def open_trajectory(self, request: pb.OpenTrajectoryRequest) -> pb.Trajectory:
+    async def open_trajectory(self, request: pb.OpenTrajectoryRequest, trace: TrajectoryTrace) -> pb.Trajectory:
         """Open a trajectory that lives as long as the job. Errors: as Client.open, and JOB_TAKEN_OVER."""
         while True:
             request.job_id = await self.hold()
             try:
-                mesh = self._mesh
-                return (await mesh.call(mesh.scheduler.OpenTrajectory, request, mesh.timeouts.control_s)).trajectory
+                mesh, timeout_s = self._mesh, self._mesh.timeouts.control_s
+                return (await mesh.call(mesh.scheduler.OpenTrajectory, request, timeout_s, trace)).trajectory
             except TreadleError as error:
                 if error.reason != JOB_NOT_FOUND:
                     raise

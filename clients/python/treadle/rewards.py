@@ -14,6 +14,7 @@ import grpc
 from treadle.connection import Mesh, request_id
 from treadle.errors import TreadleError, error_from
 from treadle.tools.v1 import rewards_pb2
+from treadle.tracing import TrajectoryTrace
 from treadle.types import seconds
 
 _STATES: dict[int, Literal["done", "failed", "cancelled"]] = {
@@ -79,7 +80,12 @@ class PendingReward:
 
 
 async def request_reward(
-    mesh: Mesh, trajectory_id: str, reward: str, arguments: Mapping[str, Any], job: str
+    mesh: Mesh,
+    trajectory_id: str,
+    reward: str,
+    arguments: Mapping[str, Any],
+    job: str,
+    trace: TrajectoryTrace | None = None,
 ) -> PendingReward:
     """Request a reward; see Client.score. TypeError for arguments that are not JSON."""
     request = rewards_pb2.ScoreTrajectoryRequest(
@@ -90,7 +96,7 @@ async def request_reward(
         arguments_json=json.dumps(dict(arguments)),
     )
     stub = await mesh.rewards()
-    accepted = await mesh.call(stub.ScoreTrajectory, request, mesh.timeouts.control_s)
+    accepted = await mesh.call(stub.ScoreTrajectory, request, mesh.timeouts.control_s, trace)
     return PendingReward(mesh, accepted.reward.reward_id)
 
 

@@ -20,6 +20,7 @@ from treadle.errors import FieldViolation, TokensSpent, TreadleError, error_from
 from treadle.jobs import JOB_TAKEN_OVER, Job
 from treadle.rewards import PendingReward
 from treadle.rollout.v1 import rollout_pb2
+from treadle.tracing import TrajectoryTrace
 from treadle.trajectory import TRAJECTORY_CLOSED, Trajectory
 from treadle.types import (
     Outcome,
@@ -219,17 +220,19 @@ class RolloutRun:
         """Run one sample from its opening to its submission."""
         key = (prompt.id, sample)
         pending: PendingReward | None = None
+        trace: TrajectoryTrace | None = None
         async with slots:
             try:
                 trajectory = await self._open_one(prompt, sample)
             except TreadleError as error:
                 result = TrajectoryResult("", prompt.id, sample, outcome="failed", error=f"open: {error}")
             else:
+                trace = trajectory.trace
                 result, pending = await self._play(trajectory, prompt)
             self._unfinished.pop(key, None)
         if pending is not None:  # waited for outside of `slots`, so that another sample runs
             result = await _await_score(result, pending)
-        self._results[key] = await self._submit(result)
+        self._results[key] = await self._submit(result, trace)
 
     async def _open_one(self, prompt: Prompt, sample: int) -> Trajectory:
         trajectory = await self._open(
@@ -261,7 +264,7 @@ class RolloutRun:
         close_error = await finish(self._end(trajectory, outcome, reward))
         return _result(trajectory, error_line or close_error), pending
 
-    async def _submit(self, result: TrajectoryResult) -> TrajectoryResult:
+    async def _submit(self, result: TrajectoryResult, trace: TrajectoryTrace | None) -> TrajectoryResult:
         """Submit; when the answer settles the group, its unfinished siblings are cancelled.
 
         While the service's store of tokens is full, it is sent again: the trainer frees room as it takes batches.
@@ -274,7 +277,7 @@ class RolloutRun:
         )
         try:
             service = await mesh.rollout()
-            answer = await mesh.call(service.SubmitTrajectory, request, mesh.timeouts.submit_s)
+            answer = await mesh.call(service.SubmitTrajectory, request, mesh.timeouts.submit_s, trace)
         except TreadleError as error:
             if error.reason == SAMPLE_TAKEN and self._job.resume:
                 # The client before this one had sent it when it was replaced.

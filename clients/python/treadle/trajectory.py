@@ -21,6 +21,7 @@ from treadle.scheduler.v1 import scheduler_pb2
 from treadle.step_stream import shift_spans
 from treadle.time_account import TimeAccount
 from treadle.tools.v1 import tools_pb2
+from treadle.tracing import TrajectoryTrace
 from treadle.types import Chunk, Outcome, Sampling, Span, Step, ToolResult, ToolStatus, VersionSpan, seconds, words_of
 
 T = TypeVar("T")
@@ -34,9 +35,9 @@ _STATUS: dict[int, ToolStatus] = words_of(tools_pb2.ResultStatus)
 class Session:
     """A running environment. first: its first observation. invoke: the trajectory's tool call."""
 
-    def __init__(self, mesh: Mesh, session_id: str, first: ToolResult, invoke: Invoke) -> None:
+    def __init__(self, mesh: Mesh, session_id: str, first: ToolResult, invoke: Invoke, trace: TrajectoryTrace) -> None:
         self.session_id, self.first = session_id, first
-        self._mesh, self._invoke = mesh, invoke
+        self._mesh, self._invoke, self._trace = mesh, invoke, trace
         self._closed = False
 
     async def step(self, arguments: Mapping[str, Any]) -> ToolResult:
@@ -51,7 +52,7 @@ class Session:
         request = tools_pb2.CloseSessionRequest(request_id=request_id(), session_id=self.session_id)
         try:
             tools = await self._mesh.tools()
-            await self._mesh.call(tools.CloseSession, request, self._mesh.timeouts.cleanup_s)
+            await self._mesh.call(tools.CloseSession, request, self._mesh.timeouts.cleanup_s, self._trace)
         except TreadleError as error:
             if error.reason != "SESSION_NOT_FOUND":
                 raise
@@ -68,7 +69,7 @@ class Trajectory:
 
     tokens: prompt, outputs and observations in order. loss_mask, logprobs: one a token; 0 and 0.0 where the policy
     did not sample. version_spans: over indexes of `tokens`. steps: finished generations. spans: where the time went,
-    in order of their ends.
+    in order of their ends. trace: that all its calls belong to.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Trajectory:
         max_total_tokens: int,
         on_change: OnChange | None,
         on_close: Callable[[Trajectory], None],
+        trace: TrajectoryTrace,
     ) -> None:
         self.trajectory_id = opened.trajectory_id
         self.rollout_id = opened.rollout_id
@@ -98,7 +100,8 @@ class Trajectory:
         self.opened_s = mesh.clock()
         self.closed_s: float | None = None
         self._times = TimeAccount(self.opened_s, seconds(opened.ledger.wall))
-        self._mesh = mesh
+        self._mesh, self.trace = mesh, trace
+        trace.name(trajectory_id=self.trajectory_id, rollout_id=self.rollout_id, prompt_id=self.prompt_id)
         self._on_change, self._on_close = on_change or (lambda *_: None), on_close
         self._run: StepRun | None = None
         self._calls = 0  # that the scheduler has counted as turns: one a step, or several of a long one
@@ -121,7 +124,9 @@ class Trajectory:
         the same turn anew. Errors: StreamBroken, TokensSpent, TreadleError (INVALID_ARGUMENT with field_violations;
         DEADLINE_EXCEEDED by timeouts.step_s).
         """
-        return StepRun(self._mesh, lambda run: self._begin(run, sampling), self._commit, self._times).chunks()
+        return StepRun(
+            self._mesh, lambda run: self._begin(run, sampling), self._commit, self._times, self.trace
+        ).chunks()
 
     def observe(self, token_ids: Sequence[int]) -> None:
         """Append tokens that the policy did not sample: a tool's output, a chat template."""
@@ -147,8 +152,8 @@ class Trajectory:
             job=self._mesh.job,
         )
         tools, timeout_s = await self._mesh.tools(), self._mesh.timeouts.tool_s
-        opened = await self._timed(lambda: self._mesh.call(tools.OpenSession, request, timeout_s))
-        session = Session(self._mesh, opened.session.session_id, _result_of(opened.first), self._invoke)
+        opened = await self._timed(lambda: self._mesh.call(tools.OpenSession, request, timeout_s, self.trace))
+        session = Session(self._mesh, opened.session.session_id, _result_of(opened.first), self._invoke, self.trace)
         self._sessions.append(session)
         return session
 
@@ -158,7 +163,7 @@ class Trajectory:
         Call it at the end, before or after `close`. reward, arguments, errors: see Client.score.
         """
         return await request_reward(
-            self._mesh, self.trajectory_id, reward, arguments, self._mesh.job or self.rollout_id
+            self._mesh, self.trajectory_id, reward, arguments, self._mesh.job or self.rollout_id, self.trace
         )
 
     async def close(self, reward: float | None = None, outcome: Outcome = "finished") -> None:
@@ -203,7 +208,8 @@ class Trajectory:
             )
         timeouts = self._mesh.timeouts
         timeout_s = timeouts.cleanup_s if self.outcome == "cancelled" else timeouts.control_s
-        await self._mesh.call(self._mesh.scheduler.CloseTrajectory, self._closing, timeout_s)
+        await self._mesh.call(self._mesh.scheduler.CloseTrajectory, self._closing, timeout_s, self.trace)
+        self.trace.end(self.outcome)
         self.closed_s = self._mesh.clock()
         self._on_close(self)
 
@@ -250,7 +256,8 @@ class Trajectory:
         call.request_id, call.trajectory_id = request_id(), self.trajectory_id
         call.arguments_json = json.dumps(dict(arguments))
         tools, timeout_s = await self._mesh.tools(), self._mesh.timeouts.tool_s
-        return _result_of((await self._timed(lambda: self._mesh.call(tools.Invoke, call, timeout_s))).result)
+        answer = await self._timed(lambda: self._mesh.call(tools.Invoke, call, timeout_s, self.trace))
+        return _result_of(answer.result)
 
     async def _timed(self, work: Callable[[], Awaitable[T]]) -> T:
         """Await a tool call, after leaving a step in flight, and record its span, also when it fails."""

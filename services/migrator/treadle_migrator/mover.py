@@ -7,6 +7,7 @@ best effort: a sidecar drops an unused prefix by itself.
 """
 
 import asyncio
+import contextvars
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -20,6 +21,7 @@ from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
 from treadle.errors import TreadleError, error_from
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from treadle_core.steps.transfers import next_transfers
+from treadle_runtime.calls import detached_context
 
 from treadle_migrator.convert import transfer_from
 from treadle_migrator.migrations import Endpoint, Migration, MigrationStore, Path, Prefix, State
@@ -60,10 +62,17 @@ class Runner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._moving: set[str] = set()  # those of the tasks that a cancelled migration stops
         self._engines: dict[str, frozenset[str]] = {}  # taken part in, by migration
+        self._asked_in: dict[str, contextvars.Context] = {}  # the context of the call that asked, by migration
 
     def wake(self) -> None:
         """Call this after each change of the store."""
         self._woken.set()
+
+    def accept(self, migration_id: str) -> None:
+        """Call this once a move is stored that the present RPC asks for: the move belongs to its trace."""
+        if self._store.is_open(migration_id) and migration_id not in self._tasks:
+            self._asked_in[migration_id] = detached_context()
+        self.wake()
 
     async def run(self) -> None:
         """Run moves until cancelled, which leaves moves under way as they are for the next process."""
@@ -101,7 +110,8 @@ class Runner:
 
     def _start(self, group: asyncio.TaskGroup, migration: Migration) -> None:
         migration_id = migration.migration_id
-        task = group.create_task(self._mover.move(migration), name=f"migration {migration_id}")
+        asked_in = self._asked_in.pop(migration_id, None)
+        task = group.create_task(self._mover.move(migration), name=f"migration {migration_id}", context=asked_in)
         self._tasks[migration_id] = task
         task.add_done_callback(lambda _: self._forget_task(migration_id))
 

@@ -30,7 +30,7 @@ class MigratorServicer(migrator_pb2_grpc.MigratorServiceServicer):
         """Store a move, then answer; it runs as soon as its engines are free."""
         move = move_from(request, self._give_up_s)
         migration = await self._store.create(migration_id_of(request.request_id), move)
-        self._runner.wake()
+        self._runner.accept(migration.migration_id)
         return pb.StartMigrationResponse(migration=migration_to(migration))
 
     async def GetMigration(self, request: pb.GetMigrationRequest, context: Context) -> pb.GetMigrationResponse:

@@ -20,19 +20,21 @@ async def wire(runtime: Runtime) -> Wiring:
     store = MigrationStore(bucket, settings.retention_s)
     await store.load()
 
-    move_s = runtime.metrics.seconds("move", "From the start of a move to its end, by how it ended")
-    moves = runtime.metrics.total("moves", "Moves by how they ended")
-    tokens = runtime.metrics.total("tokens", "Tokens of the prefixes that moved")
+    metrics = runtime.metrics
+    move_s = metrics.seconds("move", "From the start of a move to its end, by how it ended")
+    moves = metrics.total("moves", "move", "Moves that have ended, by how and why")
+    tokens = metrics.total("tokens", "token", "Tokens of the prefixes that moved, by the way that their KV took")
+    metrics.gauge("open_moves", "move", "Moves that wait or run", lambda: len(store.open()))
 
     async def announce(migration: Migration) -> None:
         await runtime.bus.publish(fact_of(migration))
         await runtime.bus.flush()
         ended = {"state": migration.state.name.lower()}
-        moves(1, ended)
+        moves(1, {**ended, "reason": migration.failure_reason.lower() or "none"})
         if migration.started_at_s is not None and migration.ended_at_s is not None:
             move_s(migration.ended_at_s - migration.started_at_s, ended)
-        prefix = migration.prefix if migration.state is State.DONE else None
-        tokens(0 if prefix is None else prefix.tokens)  # with 0 it is seen though nothing has moved
+        if migration.state is State.DONE and migration.prefix is not None:
+            tokens(migration.prefix.tokens, {"path": migration.prefix.path.value})
 
     runner = Runner(store, Mover(store, runtime.channel, runtime.follow(settings.scheduler, "scheduler"), announce))
     await runner.recover()

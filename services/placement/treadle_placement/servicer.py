@@ -23,7 +23,7 @@ class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
         self._model = model
         self._curve = curve
         self._plan_s = metrics.seconds("plan", "What the solver took for a plan")
-        self._placed = metrics.total("trajectories", "Trajectories of the plans")
+        self._placed = metrics.total("trajectories", "trajectory", "Trajectories of the plans")
 
     async def PlanPlacement(self, request: pb.PlanPlacementRequest, context: Any) -> pb.PlanPlacementResponse:
         if request.ByteSize() >= LARGE_BYTES:

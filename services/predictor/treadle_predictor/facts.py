@@ -31,14 +31,15 @@ Decode = Callable[[list[int]], str]
 
 class Learner:
     """Takes in facts. updated_at: the time of the newest fact, None before the first. recordings: of a learned model.
-    on_start: called when a trajectory's first step starts, with its prompt; on_end: when a trajectory ends."""
+    on_start: called when a trajectory's first step starts, with its prompt; on_end: when a trajectory ends, with its
+    generated tokens, or None where it did not end by itself."""
 
     def __init__(
         self,
         store: HistoryStore,
         recordings: "Recordings | None" = None,
         on_start: Callable[[str, str], None] = lambda trajectory_id, prompt: None,
-        on_end: Callable[[str], None] = lambda trajectory_id: None,
+        on_end: Callable[[str, int | None], None] = lambda trajectory_id, gen_tokens: None,
     ) -> None:
         self._store = store
         self._recordings = recordings
@@ -57,7 +58,7 @@ class Learner:
             if started is not None and started.prompt:
                 self._on_start(started.trajectory_id, started.prompt)
         if ended is not None:
-            self._on_end(ended.trajectory_id)
+            self._on_end(ended.trajectory_id, ended.gen_tokens if ended.own_end else None)
             self._store.write_soon(ended.prompt_id)
         if self.updated_at is None or seconds(fact.time) > seconds(self.updated_at):
             self.updated_at = fact.time

@@ -4,17 +4,19 @@ siblings, history, the prior."""
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc.aio
+from opentelemetry import propagate, trace
 from treadle.predictor.v1 import predictor_pb2, predictor_pb2_grpc
 from treadle_core.ranking.estimator import Estimator, Forecast, Progress, Source
 from treadle_core.ranking.evidence import Evidence
 from treadle_runtime.errors import require
-from treadle_runtime.telemetry import Metrics
+from treadle_runtime.telemetry import SCOPE, Metrics
 
+from treadle_predictor.calibration import Calibration
 from treadle_predictor.convert import ESTIMATORS, context_of, prediction_of, progress_of
 from treadle_predictor.facts import Learner
 from treadle_predictor.question import make_question
@@ -44,6 +46,7 @@ class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
         estimator: Estimator,
         learned: "LearnedPart | None",
         learner: Learner,
+        calibration: Calibration,
         metrics: Metrics,
     ) -> None:
         self._evidence = evidence
@@ -51,7 +54,8 @@ class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
         self._learned = learned
         self._learner = learner
         self._answer_s = metrics.seconds("answer", "What a call with questions took")
-        self._answers = metrics.total("predictions", "Answers by estimator")
+        self._answers = metrics.total("predictions", "prediction", "Answers by estimator")
+        self._calibration = calibration
 
     async def PredictRemaining(
         self, request: predictor_pb2.PredictRemainingRequest, context: Context
@@ -60,7 +64,7 @@ class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
         progress = progress_of(request.query, "query")
         began_s = time.monotonic()
         forecast = await self._forecast(progress, context_of(request.query))
-        self._count(began_s, [forecast])
+        self._count(began_s, [progress], [forecast])
         return predictor_pb2.PredictRemainingResponse(prediction=prediction_of(progress.trajectory_id, forecast))
 
     async def BatchPredictRemaining(
@@ -68,7 +72,7 @@ class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
     ) -> predictor_pb2.BatchPredictRemainingResponse:
         count = len(request.queries)
         require(1 <= count <= MOST_QUERIES, "queries", f"must be 1 to {MOST_QUERIES}, are {count}")
-        began_s = time.monotonic()
+        began_s, began_ns = time.monotonic(), time.time_ns()
         asked = [progress_of(query, f"queries[{index}]") for index, query in enumerate(request.queries)]
         if self._learned is not None and self._learned.loader.leads:
             contexts = [context_of(query) for query in request.queries]
@@ -79,7 +83,8 @@ class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
                 forecasts.append(self._estimator.estimate(progress))
                 if index % QUERIES_AT_ONCE == 0:
                     await asyncio.sleep(0)
-        self._count(began_s, forecasts)
+        self._count(began_s, asked, forecasts)
+        _trace_queries(request.queries, began_ns)
         return predictor_pb2.BatchPredictRemainingResponse(
             predictions=[
                 prediction_of(progress.trajectory_id, forecast)
@@ -103,8 +108,10 @@ class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
             learned=_describe(self._learned) if self._learned is not None else None,
         )
 
-    def _count(self, began_s: float, forecasts: Sequence[Forecast]) -> None:
+    def _count(self, began_s: float, asked: Sequence[Progress], forecasts: Sequence[Forecast]) -> None:
         self._answer_s(time.monotonic() - began_s)
+        for progress, forecast in zip(asked, forecasts, strict=True):
+            self._calibration.note(progress, forecast)
         for source, count in Counter(forecast.source for forecast in forecasts).items():
             self._answers(count, {"estimator": source.name.lower()})
 
@@ -138,3 +145,16 @@ def _describe(part: "LearnedPart") -> predictor_pb2.LearnedModel:
         replaced=counts.replaced,
         harvested=len(part.recordings.ended),
     )
+
+
+def _trace_queries(queries: Iterable[predictor_pb2.Query], began_ns: int) -> None:
+    """Send a span for each query of the present call, in the trace of its trajectory: one call asks about many."""
+    call = trace.get_current_span()
+    if not call.is_recording():
+        return
+    tracer, links = trace.get_tracer(SCOPE), [trace.Link(call.get_span_context())]
+    for query in queries:
+        if query.traceparent:
+            context = propagate.extract({"traceparent": query.traceparent})
+            said: dict[str, str | int] = {"treadle.trajectory_id": query.trajectory_id, "treadle.turn": query.turn}
+            tracer.start_span("predict", context, attributes=said, links=links, start_time=began_ns).end()

@@ -11,6 +11,7 @@ from treadle_core.ranking.evidence import Evidence
 from treadle_runtime.errors import StartError
 from treadle_runtime.server import Runtime, Wiring
 
+from treadle_predictor.calibration import Calibration
 from treadle_predictor.config import PredictorSettings
 from treadle_predictor.convert import FACT_KINDS, LEARNED_FACT_KINDS
 from treadle_predictor.facts import Learner
@@ -33,12 +34,21 @@ async def wire(runtime: Runtime) -> Wiring:
     )
     learned, tasks = await _load_learned(settings) if settings.models else (None, [])
     store = await HistoryStore.open(runtime.bus, evidence)
-    heard = (learned.recordings, learned.on_start, learned.worker.forget) if learned is not None else ()
-    learner = Learner(store, *heard)
+    calibration = Calibration(runtime.metrics)
+
+    def on_end(trajectory_id: str, gen_tokens: int | None) -> None:
+        calibration.judge(trajectory_id, gen_tokens)
+        if learned is not None:
+            learned.worker.forget(trajectory_id)
+
+    if learned is not None:
+        learner = Learner(store, learned.recordings, learned.on_start, on_end)
+    else:
+        learner = Learner(store, on_end=on_end)
     # Not durable: the state is in memory, so each process takes in all kept facts from the first.
     await runtime.bus.subscribe(LEARNED_FACT_KINDS if learned else FACT_KINDS, learner.on_fact, replay=True)
     await runtime.bus.catch_up()
-    servicer = PredictorServicer(evidence, Estimator(evidence, prior), learned, learner, runtime.metrics)
+    servicer = PredictorServicer(evidence, Estimator(evidence, prior), learned, learner, calibration, runtime.metrics)
     return Wiring(
         services={"treadle.predictor.v1.PredictorService": partial(add_PredictorServiceServicer_to_server, servicer)},
         tasks=[store.run, *tasks],

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
 
 import nats.errors
 import structlog
@@ -48,6 +48,8 @@ class Rollout:
         self.buffer = SampleBuffer(created.spec)
         self.payload_names: dict[str, str] = {}  # by trajectory, of those whose tokens are stored
         self.batch_times_s: dict[str, float] = {}
+        self.arrivals_s: list[float] = []  # Unix times of submitted samples, until the rollout is over
+        self.finished_by = ""  # the trajectory whose sample was the last that it needed
         self.changed = asyncio.Event()  # replaced at each change: take it, look, then wait on it
         self._fingerprints: dict[str, str] = {}
         self._log = log
@@ -63,9 +65,13 @@ class Rollout:
         body = record.body
         if isinstance(body, Created):
             raise ValueError(f"rollout {self.rollout_id} is created twice in its log")
+        was_over = self.buffer.over
         self.buffer.apply(body)
         self._position += 1
         self.touched_at_s = record.at_s
+        if isinstance(body, Arrived) and not was_over:
+            self.arrivals_s.append(record.at_s)
+            self.finished_by = body.sample.trajectory_id if self.buffer.over else ""
         if isinstance(body, Arrived) and record.payload:
             self.payload_names[body.sample.trajectory_id] = record.payload
         elif isinstance(body, Batch):
@@ -150,6 +156,11 @@ class Rollout:
         if name is None:
             raise payload_lost(trajectory_id)
         return self._payloads.chunks(self.rollout_id, trajectory_id, name)
+
+    @property
+    def tail_s(self) -> float:
+        """Seconds from the arrival of nine tenths of the samples so far to that of the last."""
+        return self.arrivals_s[-1] - self.arrivals_s[ceil(0.9 * len(self.arrivals_s)) - 1]
 
     @property
     def can_free_room(self) -> bool:

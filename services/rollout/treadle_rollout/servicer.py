@@ -28,8 +28,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, rollouts: Rollouts, records: RequestRecords, metrics: Metrics, *, max_message_bytes: int
     ) -> None:
         self._submit_s = metrics.seconds("submit", "From a submission to its verdict")
-        self._samples = metrics.total("samples", "Submitted samples by verdict")
-        self._batches = metrics.total("batches", "Answers with a batch, repeats included")
+        self._samples = metrics.total("samples", "sample", "Submitted samples by verdict")
+        self._batches = metrics.total("batches", "batch", "Answers with a batch, repeats included")
+        self._makespan_s = metrics.seconds("makespan", "From a rollout's creation to its last sample")
+        self._tail_s = metrics.seconds("tail", "From nine tenths of a rollout's samples to its last one")
+        metrics.gauge("open", "rollout", "Rollouts that are not over", lambda: sum(not r.buffer.over for r in rollouts))
+        kept = "Kept samples that no batch has taken"
+        metrics.gauge("buffered", "sample", kept, lambda: sum(each.buffer.buffered for each in rollouts))
         self._rollouts = rollouts
         self.records = records
         self._batch_bytes = max(1, max_message_bytes - BATCH_FRAME_BYTES)
@@ -85,6 +90,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         verdict = await rollout.submit(sample, request.trajectory.SerializeToString())
         self._submit_s(time.monotonic() - began_s)
         self._samples(1, {"verdict": "kept" if verdict.drop_reason is None else verdict.drop_reason.name.lower()})
+        if rollout.finished_by == sample.trajectory_id:
+            self._makespan_s(rollout.arrivals_s[-1] - rollout.created_at_s)
+            self._tail_s(rollout.tail_s)
         return convert.verdict_to(verdict)
 
     async def GetBatch(self, request: pb.GetBatchRequest, context: Context) -> pb.GetBatchResponse:

@@ -1,6 +1,6 @@
 """Convert the scheduler's actions to requests of other services and facts, and their answers and facts to events."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import grpc.aio
@@ -52,7 +52,10 @@ Announcement = (
 )
 
 
-def predictions_request(asks: Iterable[act.AskPrediction]) -> predictor_pb2.BatchPredictRemainingRequest:
+def predictions_request(
+    asks: Iterable[act.AskPrediction], traceparent: Callable[[str], str]
+) -> predictor_pb2.BatchPredictRemainingRequest:
+    """traceparent: from a trajectory's id to its trace, or an empty text."""
     return predictor_pb2.BatchPredictRemainingRequest(
         queries=[
             predictor_pb2.Query(
@@ -60,6 +63,7 @@ def predictions_request(asks: Iterable[act.AskPrediction]) -> predictor_pb2.Batc
                 turn=record.next_turn,
                 context_tokens=record.context_tokens or record.prompt_tokens,
                 tool_time=duration(record.tools_s),
+                traceparent=traceparent(record.trajectory_id),
             )
             for record in (ask.record for ask in asks)
         ]

@@ -276,6 +276,11 @@ class Driver:
         return self.carry_out(self.controller.on_event(event, self._clock()))
 
     @property
+    def held_calls(self) -> int:
+        """Calls that wait for a ticket."""
+        return len(self._waiting)
+
+    @property
     def now(self) -> float:
         """The time of the controller's clock."""
         return self._clock()

@@ -22,10 +22,12 @@ from treadle.predictor.v1.predictor_pb2_grpc import PredictorServiceStub
 from treadle_core import actions as act
 from treadle_core.events import ClosedAnnounced, Event, MoveEnded, PlanArrived, StepUnknown, WeightsUpdated
 from treadle_runtime.bus import Bus
+from treadle_runtime.telemetry import Tracing
 
 from treadle_scheduler import convert_peers as convert
 from treadle_scheduler.config import SchedulerSettings
 from treadle_scheduler.meters import Meters
+from treadle_scheduler.traces import Traces
 
 T = TypeVar("T")
 Command = act.StartMigration | act.CancelMigration | act.AbortStep | act.AskStep | act.ReleasePrefix
@@ -120,11 +122,13 @@ class Outbound:
         connect: Callable[[str, str], grpc.aio.Channel],
         may_send: Callable[[], Awaitable[None]] | None = None,
         meters: Meters | None = None,
+        traces: Traces | None = None,
     ) -> None:
         self._settings = settings
         self._bus = bus
         self._connect = connect
         self._meters = meters
+        self._traces = traces or Traces(Tracing())
         self._predictions: Queues[act.AskPrediction] = Queues(
             self._predict, most=MOST_QUERIES, gather_s=GATHER_QUERIES_S, may_work=may_send
         )
@@ -181,7 +185,7 @@ class Outbound:
 
     async def _predict(self, address: str, asks: list[act.AskPrediction]) -> None:
         predictor = PredictorServiceStub(self._connect(address, "predictor"))
-        request = convert.predictions_request(asks)
+        request = convert.predictions_request(asks, self._traces.traceparent)
         try:
             response = await predictor.BatchPredictRemaining(request, timeout=PREDICTION_TIMEOUT_S)
             events = convert.predictions_arrived(asks, response)
@@ -215,8 +219,10 @@ class Outbound:
 
     async def _command(self, address: str, commands: list[Command]) -> None:
         (command,) = commands
+        about = command.ticket.trajectory_id if isinstance(command, act.AskStep) else ""
         try:
-            await self._carry_out(address, command)
+            with self._traces.within(about or getattr(command, "trajectory_id", "")):
+                await self._carry_out(address, command)
         except grpc.aio.AioRpcError as error:
             log.info("a command failed, which is allowed", command=str(command), error=_brief(error))
             if isinstance(command, act.StartMigration):
@@ -264,13 +270,16 @@ class Outbound:
 
     async def _announce(self, _: str, actions: list[convert.Announcement]) -> None:
         for action in actions:
-            await self._bus.publish(convert.fact_of(action))
+            record = getattr(action, "record", None)
+            with self._traces.within(record.trajectory_id if record is not None else ""):
+                await self._bus.publish(convert.fact_of(action))
         closed = [action for action in actions if isinstance(action, act.AnnounceClosed)]
         if closed:
             await self._bus.flush()
             for closing in closed:
                 if self._meters is not None:
                     self._meters.record_closing(closing)
+                self._traces.close(closing.record)
                 self.handle(ClosedAnnounced(closing.record.trajectory_id))
 
 

@@ -17,6 +17,7 @@ from treadle_runtime.times import duration
 from treadle_scheduler import convert
 from treadle_scheduler.config import SchedulerSettings
 from treadle_scheduler.driver import POLICY_KEY, Driver, engine_key, job_key, trajectory_key
+from treadle_scheduler.traces import Traces
 
 ANSWER_S = 0.2  # of a call's time, kept to answer STEP_HELD before the deadline
 
@@ -27,8 +28,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     records: RequestRecords
 
-    def __init__(self, settings: SchedulerSettings, sealer: Sealer | None) -> None:
-        self._settings, self._sealer = settings, sealer
+    def __init__(self, settings: SchedulerSettings, sealer: Sealer | None, traces: Traces) -> None:
+        self._settings, self._sealer, self._traces = settings, sealer, traces
         self.has_state = False
 
     def serve(self, driver: Driver, records: RequestRecords) -> None:
@@ -62,11 +63,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def OpenTrajectory(self, request: pb.OpenTrajectoryRequest, context: Any) -> pb.OpenTrajectoryResponse:
         event = convert.trajectory_opened(request)
+        self._traces.note(event.trajectory_id)
         await self._driver.request(event, trajectory_key(event.trajectory_id))
         return pb.OpenTrajectoryResponse(trajectory=self._trajectory(event.trajectory_id))
 
     async def ScheduleStep(self, request: pb.ScheduleStepRequest, context: Any) -> pb.ScheduleStepResponse:
         event = convert.step_requested(request)
+        self._traces.note(event.trajectory_id)
         left_s = remaining_s()
         record = await self._driver.request_step(event, None if left_s is None else max(0.0, left_s - ANSWER_S))
         response = pb.ScheduleStepResponse(ticket=convert.ticket_message(record))
@@ -76,6 +79,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def CloseTrajectory(self, request: pb.CloseTrajectoryRequest, context: Any) -> pb.CloseTrajectoryResponse:
         event = convert.trajectory_closed(request)
+        self._traces.note(event.trajectory_id)
         await self._driver.request(event, trajectory_key(event.trajectory_id))
         return pb.CloseTrajectoryResponse(trajectory=self._trajectory(event.trajectory_id))
 

@@ -37,6 +37,7 @@ from treadle_scheduler.lease import Lease, NotLeader
 from treadle_scheduler.meters import Meters
 from treadle_scheduler.outbound import Outbound
 from treadle_scheduler.servicer import SchedulerServicer
+from treadle_scheduler.traces import Traces
 
 log = structlog.get_logger()
 
@@ -79,7 +80,8 @@ ERRORS: ErrorTable = {
 async def wire(runtime: Runtime) -> Wiring:
     settings = cast(SchedulerSettings, runtime.settings)
     lease = await Lease.open(runtime.bus, settings.leader_ttl_s)
-    servicer = SchedulerServicer(settings, Sealer(runtime.certificates) if runtime.certificates else None)
+    traces = Traces(runtime.tracing)
+    servicer = SchedulerServicer(settings, Sealer(runtime.certificates) if runtime.certificates else None, traces)
 
     async def admit() -> None:
         if not servicer.has_state:
@@ -87,6 +89,7 @@ async def wire(runtime: Runtime) -> Wiring:
         await lease.admit()
 
     turn = Turn(admit)
+    runtime.metrics.gauge("leads", "process", "1 in the process that leads, else 0", lambda: int(turn.serves))
 
     async def lead() -> None:
         """Background task: wait for the lead, then serve until another process leads or this one drains."""
@@ -95,7 +98,7 @@ async def wire(runtime: Runtime) -> Wiring:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(lease.keep())
-                driver, tasks = await restore(runtime, store)
+                driver, tasks = await restore(runtime, store, traces)
                 servicer.serve(driver, await RequestRecords.open(runtime.bus, settings.service))
                 for task in tasks:
                     group.create_task(task())
@@ -126,7 +129,9 @@ async def serve_while_held(turn: Turn, driver: Driver, lease: Lease) -> None:
     await lease.until_held()
 
 
-async def restore(runtime: Runtime, store: Store) -> tuple[Driver, list[Callable[[], Coroutine[Any, Any, None]]]]:
+async def restore(
+    runtime: Runtime, store: Store, traces: Traces
+) -> tuple[Driver, list[Callable[[], Coroutine[Any, Any, None]]]]:
     """The driver of the state that the store holds now, which hears facts from now on, and its background tasks."""
     settings = cast(SchedulerSettings, runtime.settings)
     clock = steady_clock()
@@ -139,9 +144,10 @@ async def restore(runtime: Runtime, store: Store) -> tuple[Driver, list[Callable
     restored = controller.restore(trajectories, engines, clock(), jobs, mesh.weights)
     log.info("restored", trajectories=len(trajectories), engines=len(engines), jobs=len(jobs))
     meters = Meters(runtime.metrics)
-    outbound = Outbound(settings, runtime.bus, runtime.channel, store.lease.until_held, meters)
+    outbound = Outbound(settings, runtime.bus, runtime.channel, store.lease.until_held, meters, traces)
     driver = Driver(controller, store, mesh.epoch_s, clock, outbound.send, meters.record)
     outbound.handle = driver.handle
+    meters.watch(controller, lambda: driver.held_calls)
     driver.carry_out(restored)
 
     async def receive(fact: Any) -> None:

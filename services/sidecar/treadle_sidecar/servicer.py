@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from opentelemetry import trace
 from treadle.common.v1.ticket_pb2 import Ticket
 from treadle.engine.v1 import engine_pb2 as pb
 from treadle.engine.v1 import engine_pb2_grpc
@@ -78,6 +79,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self.tickets.use(order.ticket_id, expires_at, now)
         try:
             async for event in step.events():
+                if (kind := event.WhichOneof("event") or "") != "tokens":
+                    trace.get_current_span().add_event(kind)
                 yield event
         finally:
             self.runner.abandon(step)

@@ -81,6 +81,8 @@ async def wire(runtime: Runtime) -> Wiring:
             asleep_tags=sorted(watch.profile.asleep) if watch.profile else (),
         )
 
+    watch_load(runtime.metrics, load)
+
     # Records of this engine's own: sidecars share a NATS, and the same request id may go to several of them.
     name = "".join(char if char.isalnum() or char == "-" else "_" for char in settings.engine_id)
     records = await RequestRecords.open(runtime.bus, f"sidecar_{name}")
@@ -103,12 +105,29 @@ async def wire(runtime: Runtime) -> Wiring:
     )
 
 
+def watch_load(metrics: Metrics, load: Callable[[], engine_pb2.Load]) -> None:
+    """Have the state of the engine read from now on."""
+    gauges = (
+        ("running", "step", "Steps that run on the engine", "running_steps"),
+        ("waiting", "step", "Steps in the queue in front of the engine", "waiting_steps"),
+        ("slots", "step", "Steps that may run at once", "slot_limit"),
+        ("oldest_wait", "s", "Wait of the step that waits longest", "oldest_wait_s"),
+        ("kv.used", "token", "KV that running steps hold", "kv_tokens_used"),
+        ("kv.capacity", "token", "KV that the engine has room for", "kv_tokens_capacity"),
+        ("healthy", "engine", "1 while the engine generates, else 0", "engine_healthy"),
+    )
+    for noun, unit, what, field in gauges:
+        metrics.gauge(noun, unit, what, lambda field=field: getattr(load(), field) * 1)
+
+
 def counting(metrics: Metrics) -> Callable[[engine_pb2.StepFinished], None]:
-    """What counts and times each step that has ended (README.md has the table)."""
+    """What counts and times each step that has ended (docs/metrics.md)."""
     step_s = metrics.seconds("step", "Where the time of steps went, by part")
-    steps = metrics.total("steps", "Steps by why they ended")
-    tokens = metrics.total("tokens", "Sampled tokens")
-    preemptions = metrics.total("preemptions", "Evictions of running steps")
+    steps = metrics.total("steps", "step", "Steps by why they ended; one that ended with an error is not among them")
+    tokens = metrics.total("tokens", "token", "Sampled tokens")
+    cached = metrics.total("cached", "token", "Prompt tokens of steps whose KV was there")
+    preemptions = metrics.total("preemptions", "preemption", "Evictions of running steps")
+    resumed = metrics.total("resumed", "token", "Tokens that preempted steps sent again, by whether their KV was kept")
 
     def count(finished: engine_pb2.StepFinished) -> None:
         timing = finished.timing
@@ -118,6 +137,9 @@ def counting(metrics: Metrics) -> Callable[[engine_pb2.StepFinished], None]:
             step_s(seconds(getattr(timing, part)), {"part": part})
         steps(1, {"reason": engine_pb2.FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_").lower()})
         tokens(sum(span.end_token - span.start_token for span in finished.version_spans))
+        cached(finished.cached_tokens)
         preemptions(finished.preemptions)
+        resumed(finished.resumed_cached_tokens, {"kv": "kept"})
+        resumed(finished.resumed_prompt_tokens - finished.resumed_cached_tokens, {"kv": "lost"})
 
     return count

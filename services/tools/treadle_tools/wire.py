@@ -70,7 +70,8 @@ async def wire(runtime: Runtime) -> Wiring:
     await asyncio.to_thread(compile_kernels)
     managers: list[Manager] = [CpuManager([node.machine]), *providers.values(), *gpu_managers]
     dispatcher = Dispatcher(Resources(managers), time.monotonic())
-    meters = Meters(runtime.metrics.meter())
+    meters = Meters(runtime.metrics)
+    meters.watch(dispatcher)
     scheduler = ActionScheduler(dispatcher, settings.max_waiting, meters.record_decision)
     numbers = itertools.count()
     actions = Actions(
@@ -152,7 +153,7 @@ async def wire(runtime: Runtime) -> Wiring:
             SERVICE: functools.partial(tools_pb2_grpc.add_ToolsServiceServicer_to_server, tools_servicer),
             REWARDS_SERVICE: functools.partial(rewards_pb2_grpc.add_RewardsServiceServicer_to_server, rewards_servicer),
         },
-        tasks=(*tasks, functools.partial(meters.watch, dispatcher), *(backend.run for backend in backends)),
+        tasks=(*tasks, *(backend.run for backend in backends)),
         close=close,
     )
 

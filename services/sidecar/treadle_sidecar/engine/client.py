@@ -19,6 +19,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp.http import HttpProcessingError
+from opentelemetry import propagate
 from treadle_core.curves import EngineWork
 from treadle_core.progress import EngineProgress
 
@@ -111,7 +112,7 @@ class EngineClient:
         }
         url, timeout, stream = f"{self._base_url}/generate", self._stream_timeout, _Stream(self.incremental)
         with self._translate_errors("/generate", timeout.sock_read), self._noted(request):
-            async with self._session.post(url, json=body, timeout=timeout) as response:
+            async with self._session.post(url, json=body, timeout=timeout, headers=_trace_headers()) as response:
                 if response.status != 200:
                     raise EngineRefused(await _message(response))
                 async for line in response.content:
@@ -257,7 +258,8 @@ class EngineClient:
         """The answer's JSON; None where it is text."""
         timeout = aiohttp.ClientTimeout(timeout_s or ANSWER_TIMEOUT_S)
         with self._translate_errors(path, timeout.total):
-            async with self._session.request(method, f"{self._base_url}{path}", json=body, timeout=timeout) as response:
+            url, headers = f"{self._base_url}{path}", _trace_headers()
+            async with self._session.request(method, url, json=body, timeout=timeout, headers=headers) as response:
                 if response.status != 200:
                     raise EngineRefused(await _message(response))
                 return await response.json() if response.content_type == "application/json" else None
@@ -293,6 +295,13 @@ class EngineClient:
             raise EngineLost(f"{where} sends too much at once; start it with {INCREMENTAL_FLAG}: {error!r}") from error
         except TimeoutError as error:
             raise EngineLost(f"{where} was silent on {path} for {timeout_s:g} s") from error
+
+
+def _trace_headers() -> dict[str, str]:
+    """The W3C trace context of the present call: SGLang's spans (--enable-trace) go on from it."""
+    headers: dict[str, str] = {}
+    propagate.inject(headers)
+    return headers
 
 
 class _Stream:

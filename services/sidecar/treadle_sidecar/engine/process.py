@@ -56,6 +56,7 @@ PAGE_TOKENS = 16  # KV page: what HiCache stores and moves; a prefix is shared i
 STORAGE_BACKEND = Path(__file__).parents[1] / "hicache"  # on the engine's path: its venv need not hold Treadle
 HICACHE_RATIO = 2  # host copies of the device pool; write-through passes KV through host memory on its way to storage
 HICACHE_LIMIT_GB = 8.0  # of the folder of KV pages, where nobody says more: 50,000 tokens of an 8B model
+TRACE_LEVEL = "2"  # of SGLang's spans; its default, 3, sends one for each token
 SPARE_REQUESTS = 2  # engine slots above the queue's, so that a prefetch of a prefix never waits for a decoding step
 _REMOVED = (
     "SGLANG_USE_CPU_ENGINE",
@@ -77,7 +78,8 @@ class EngineSpec:
     by the engines between which KV moves (None: a move recomputes), and `hicache_limit_gb` the most that it may hold,
     the same for all of them. `extra_args` are SGLang flags and win over the ones chosen here. `nccl_port` is for the
     engine's own processes (0: SGLang chooses a port, and binds it seconds later, when another process may have taken
-    it).
+    it). `otlp_endpoint` is the collector of SGLang's own spans (http://host:port, "": none), which belong to the trace
+    of the step's trajectory; the engine's venv needs OpenTelemetry for that.
     """
 
     engine_id: str
@@ -95,6 +97,7 @@ class EngineSpec:
     extra_args: tuple[str, ...] = ()
     seed: int = 0
     nccl_port: int = 0
+    otlp_endpoint: str = ""
 
 
 class EngineCommand(NamedTuple):
@@ -127,6 +130,9 @@ def engine_command(spec: EngineSpec, environ: Mapping[str, str] | None = None) -
         *("--incremental-streaming-output", "--enable-cache-report", "--enable-metrics"),
         *("--sleep-on-idle", "--log-level", "warning"),
     ]
+    if spec.otlp_endpoint:
+        argv += ["--enable-trace", "--otlp-traces-endpoint", spec.otlp_endpoint]
+        argv += ["--otlp-service-name", "treadle-engine"]
     if spec.nccl_port:
         argv += ["--nccl-port", str(spec.nccl_port)]
     if spec.kv_tokens:
@@ -173,6 +179,8 @@ def _environment(spec: EngineSpec, environ: Mapping[str, str]) -> dict[str, str]
     # Left over from a shell, these would change which platform or which folder the engine uses.
     for name in _REMOVED:
         env.pop(name, None)
+    if spec.otlp_endpoint:
+        env.setdefault("SGLANG_TRACE_LEVEL", TRACE_LEVEL)
     if spec.hicache_dir is not None:
         env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(spec.hicache_dir.absolute())
         env["PYTHONPATH"] = str(STORAGE_BACKEND)
@@ -203,6 +211,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--hicache-dir", type=Path, default=None, help="folder of KV pages that engines share")
     limit_help = "most GB of pages in that folder; the same for all engines that share it"
     parser.add_argument("--hicache-limit-gb", type=float, default=HICACHE_LIMIT_GB, help=limit_help)
+    otlp_help = "OTLP gRPC collector of SGLang's spans, http://host:port (default: TREADLE_OTLP_ENDPOINT)"
+    parser.add_argument("--otlp-endpoint", default=os.environ.get("TREADLE_OTLP_ENDPOINT", ""), help=otlp_help)
     known, extra = parser.parse_known_args(arguments)
     known.cores = tuple(known.cores) or None
     try:

@@ -29,7 +29,7 @@ from treadle.common.v1 import estimate_pb2 as treadle_dot_common_dot_v1_dot_esti
 from treadle.common.v1 import tokens_pb2 as treadle_dot_common_dot_v1_dot_tokens__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$treadle/predictor/v1/predictor.proto\x12\x14treadle.predictor.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1etreadle/common/v1/access.proto\x1a treadle/common/v1/estimate.proto\x1a\x1etreadle/common/v1/tokens.proto\"\x88\x02\n\x05Query\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x11\n\tprompt_id\x18\x02 \x01(\t\x12\x0e\n\x06sample\x18\x03 \x01(\x05\x12\x0c\n\x04turn\x18\x04 \x01(\x05\x12\x12\n\ngen_tokens\x18\x05 \x01(\x03\x12\x16\n\x0e\x63ontext_tokens\x18\x06 \x01(\x05\x12\x15\n\rprompt_tokens\x18\x07 \x01(\x05\x12\x18\n\x10max_total_tokens\x18\x08 \x01(\x03\x12,\n\x07\x63ontext\x18\t \x01(\x0b\x32\x1b.treadle.common.v1.TokenIds\x12,\n\ttool_time\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\"\xd6\x02\n\nPrediction\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x36\n\x10remaining_tokens\x18\x02 \x01(\x0b\x32\x1c.treadle.common.v1.Quantiles\x12\x35\n\x0fremaining_turns\x18\x03 \x01(\x0b\x32\x1c.treadle.common.v1.Quantiles\x12\x32\n\testimator\x18\x04 \x01(\x0e\x32\x1f.treadle.predictor.v1.Estimator\x12\x15\n\rmodel_version\x18\x05 \x01(\t\x12\x36\n\x10remaining_tool_s\x18\x06 \x01(\x0b\x32\x1c.treadle.common.v1.Quantiles\x12?\n\x19remaining_observed_tokens\x18\x07 \x01(\x0b\x32\x1c.treadle.common.v1.Quantiles\"E\n\x17PredictRemainingRequest\x12*\n\x05query\x18\x01 \x01(\x0b\x32\x1b.treadle.predictor.v1.Query\"P\n\x18PredictRemainingResponse\x12\x34\n\nprediction\x18\x01 \x01(\x0b\x32 .treadle.predictor.v1.Prediction\"L\n\x1c\x42\x61tchPredictRemainingRequest\x12,\n\x07queries\x18\x01 \x03(\x0b\x32\x1b.treadle.predictor.v1.Query\"V\n\x1d\x42\x61tchPredictRemainingResponse\x12\x35\n\x0bpredictions\x18\x01 \x03(\x0b\x32 .treadle.predictor.v1.Prediction\"\x15\n\x13GetModelInfoRequest\"\x81\x02\n\x14GetModelInfoResponse\x12\x15\n\rmodel_version\x18\x01 \x01(\t\x12\x37\n\x0e\x62\x65st_estimator\x18\x02 \x01(\x0e\x32\x1f.treadle.predictor.v1.Estimator\x12\x1d\n\x15\x66inished_trajectories\x18\x03 \x01(\x03\x12\x15\n\rknown_prompts\x18\x04 \x01(\x03\x12.\n\nupdated_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x33\n\x07learned\x18\x06 \x01(\x0b\x32\".treadle.predictor.v1.LearnedModel\"\x84\x01\n\x0cLearnedModel\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05leads\x18\x02 \x01(\x08\x12\x0f\n\x07refused\x18\x03 \x01(\t\x12\x10\n\x08\x61nswered\x18\x04 \x01(\x03\x12\x0c\n\x04late\x18\x05 \x01(\x03\x12\x10\n\x08replaced\x18\x06 \x01(\x03\x12\x11\n\tharvested\x18\x07 \x01(\x03*\x7f\n\tEstimator\x12\x19\n\x15\x45STIMATOR_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x45STIMATOR_PRIOR\x10\x01\x12\x15\n\x11\x45STIMATOR_HISTORY\x10\x02\x12\x16\n\x12\x45STIMATOR_SIBLINGS\x10\x03\x12\x13\n\x0f\x45STIMATOR_MODEL\x10\x04\x32\x8d\x03\n\x10PredictorService\x12{\n\x10PredictRemaining\x12-.treadle.predictor.v1.PredictRemainingRequest\x1a..treadle.predictor.v1.PredictRemainingResponse\"\x08\xca\xa5\x19\x04\n\x02\x04\x03\x12\x8a\x01\n\x15\x42\x61tchPredictRemaining\x12\x32.treadle.predictor.v1.BatchPredictRemainingRequest\x1a\x33.treadle.predictor.v1.BatchPredictRemainingResponse\"\x08\xca\xa5\x19\x04\n\x02\x04\x03\x12o\n\x0cGetModelInfo\x12).treadle.predictor.v1.GetModelInfoRequest\x1a*.treadle.predictor.v1.GetModelInfoResponse\"\x08\xca\xa5\x19\x04\n\x02\x04\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$treadle/predictor/v1/predictor.proto\x12\x14treadle.predictor.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1etreadle/common/v1/access.proto\x1a treadle/common/v1/estimate.proto\x1a\x1etreadle/common/v1/tokens.proto\"\x9d\x02\n\x05Query\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x11\n\tprompt_id\x18\x02 \x01(\t\x12\x0e\n\x06sample\x18\x03 \x01(\x05\x12\x0c\n\x04turn\x18\x04 \x01(\x05\x12\x12\n\ngen_tokens\x18\x05 \x01(\x03\x12\x16\n\x0e\x63ontext_tokens\x18\x06 \x01(\x05\x12\x15\n\rprompt_tokens\x18\x07 \x01(\x05\x12\x18\n\x10max_total_tokens\x18\x08 \x01(\x03\x12,\n\x07\x63ontext\x18\t \x01(\x0b\x32\x1b.treadle.common.v1.TokenIds\x12,\n\ttool_time\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\"\xd6\x02\n\nPrediction\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x36\n\x10remaining_tokens\x18\x02 \x01(\x0b\x32\x1c.treadle.common.v1.Quantiles\x12\x35\n\x0fremaining_turns\x18\x03 \x01(\x0b\x32\x1c.treadle.common.v1.Quantiles\x12\x32\n\testimator\x18\x04 \x01(\x0e\x32\x1f.treadle.predictor.v1.Estimator\x12\x15\n\rmodel_version\x18\x05 \x01(\t\x12\x36\n\x10remaining_tool_s\x18\x06 \x01(\x0b\x32\x1c.treadle.common.v1.Quantiles\x12?\n\x19remaining_observed_tokens\x18\x07 \x01(\x0b\x32\x1c.treadle.common.v1.Quantiles\"E\n\x17PredictRemainingRequest\x12*\n\x05query\x18\x01 \x01(\x0b\x32\x1b.treadle.predictor.v1.Query\"P\n\x18PredictRemainingResponse\x12\x34\n\nprediction\x18\x01 \x01(\x0b\x32 .treadle.predictor.v1.Prediction\"L\n\x1c\x42\x61tchPredictRemainingRequest\x12,\n\x07queries\x18\x01 \x03(\x0b\x32\x1b.treadle.predictor.v1.Query\"V\n\x1d\x42\x61tchPredictRemainingResponse\x12\x35\n\x0bpredictions\x18\x01 \x03(\x0b\x32 .treadle.predictor.v1.Prediction\"\x15\n\x13GetModelInfoRequest\"\x81\x02\n\x14GetModelInfoResponse\x12\x15\n\rmodel_version\x18\x01 \x01(\t\x12\x37\n\x0e\x62\x65st_estimator\x18\x02 \x01(\x0e\x32\x1f.treadle.predictor.v1.Estimator\x12\x1d\n\x15\x66inished_trajectories\x18\x03 \x01(\x03\x12\x15\n\rknown_prompts\x18\x04 \x01(\x03\x12.\n\nupdated_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x33\n\x07learned\x18\x06 \x01(\x0b\x32\".treadle.predictor.v1.LearnedModel\"\x84\x01\n\x0cLearnedModel\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05leads\x18\x02 \x01(\x08\x12\x0f\n\x07refused\x18\x03 \x01(\t\x12\x10\n\x08\x61nswered\x18\x04 \x01(\x03\x12\x0c\n\x04late\x18\x05 \x01(\x03\x12\x10\n\x08replaced\x18\x06 \x01(\x03\x12\x11\n\tharvested\x18\x07 \x01(\x03*\x7f\n\tEstimator\x12\x19\n\x15\x45STIMATOR_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x45STIMATOR_PRIOR\x10\x01\x12\x15\n\x11\x45STIMATOR_HISTORY\x10\x02\x12\x16\n\x12\x45STIMATOR_SIBLINGS\x10\x03\x12\x13\n\x0f\x45STIMATOR_MODEL\x10\x04\x32\x8d\x03\n\x10PredictorService\x12{\n\x10PredictRemaining\x12-.treadle.predictor.v1.PredictRemainingRequest\x1a..treadle.predictor.v1.PredictRemainingResponse\"\x08\xca\xa5\x19\x04\n\x02\x04\x03\x12\x8a\x01\n\x15\x42\x61tchPredictRemaining\x12\x32.treadle.predictor.v1.BatchPredictRemainingRequest\x1a\x33.treadle.predictor.v1.BatchPredictRemainingResponse\"\x08\xca\xa5\x19\x04\n\x02\x04\x03\x12o\n\x0cGetModelInfo\x12).treadle.predictor.v1.GetModelInfoRequest\x1a*.treadle.predictor.v1.GetModelInfoResponse\"\x08\xca\xa5\x19\x04\n\x02\x04\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,26 +42,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREDICTORSERVICE'].methods_by_name['BatchPredictRemaining']._serialized_options = b'\312\245\031\004\n\002\004\003'
   _globals['_PREDICTORSERVICE'].methods_by_name['GetModelInfo']._loaded_options = None
   _globals['_PREDICTORSERVICE'].methods_by_name['GetModelInfo']._serialized_options = b'\312\245\031\004\n\002\004\003'
-  _globals['_ESTIMATOR']._serialized_start=1574
-  _globals['_ESTIMATOR']._serialized_end=1701
+  _globals['_ESTIMATOR']._serialized_start=1595
+  _globals['_ESTIMATOR']._serialized_end=1722
   _globals['_QUERY']._serialized_start=226
-  _globals['_QUERY']._serialized_end=490
-  _globals['_PREDICTION']._serialized_start=493
-  _globals['_PREDICTION']._serialized_end=835
-  _globals['_PREDICTREMAININGREQUEST']._serialized_start=837
-  _globals['_PREDICTREMAININGREQUEST']._serialized_end=906
-  _globals['_PREDICTREMAININGRESPONSE']._serialized_start=908
-  _globals['_PREDICTREMAININGRESPONSE']._serialized_end=988
-  _globals['_BATCHPREDICTREMAININGREQUEST']._serialized_start=990
-  _globals['_BATCHPREDICTREMAININGREQUEST']._serialized_end=1066
-  _globals['_BATCHPREDICTREMAININGRESPONSE']._serialized_start=1068
-  _globals['_BATCHPREDICTREMAININGRESPONSE']._serialized_end=1154
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1156
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1177
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1180
-  _globals['_GETMODELINFORESPONSE']._serialized_end=1437
-  _globals['_LEARNEDMODEL']._serialized_start=1440
-  _globals['_LEARNEDMODEL']._serialized_end=1572
-  _globals['_PREDICTORSERVICE']._serialized_start=1704
-  _globals['_PREDICTORSERVICE']._serialized_end=2101
+  _globals['_QUERY']._serialized_end=511
+  _globals['_PREDICTION']._serialized_start=514
+  _globals['_PREDICTION']._serialized_end=856
+  _globals['_PREDICTREMAININGREQUEST']._serialized_start=858
+  _globals['_PREDICTREMAININGREQUEST']._serialized_end=927
+  _globals['_PREDICTREMAININGRESPONSE']._serialized_start=929
+  _globals['_PREDICTREMAININGRESPONSE']._serialized_end=1009
+  _globals['_BATCHPREDICTREMAININGREQUEST']._serialized_start=1011
+  _globals['_BATCHPREDICTREMAININGREQUEST']._serialized_end=1087
+  _globals['_BATCHPREDICTREMAININGRESPONSE']._serialized_start=1089
+  _globals['_BATCHPREDICTREMAININGRESPONSE']._serialized_end=1175
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1177
+  _globals['_GETMODELINFOREQUEST']._serialized_end=1198
+  _globals['_GETMODELINFORESPONSE']._serialized_start=1201
+  _globals['_GETMODELINFORESPONSE']._serialized_end=1458
+  _globals['_LEARNEDMODEL']._serialized_start=1461
+  _globals['_LEARNEDMODEL']._serialized_end=1593
+  _globals['_PREDICTORSERVICE']._serialized_start=1725
+  _globals['_PREDICTORSERVICE']._serialized_end=2122
 # @@protoc_insertion_point(module_scope)

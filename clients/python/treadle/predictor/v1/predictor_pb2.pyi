@@ -68,6 +68,7 @@ class Query(google.protobuf.message.Message):
     MAX_TOTAL_TOKENS_FIELD_NUMBER: builtins.int
     CONTEXT_FIELD_NUMBER: builtins.int
     TOOL_TIME_FIELD_NUMBER: builtins.int
+    TRACEPARENT_FIELD_NUMBER: builtins.int
     trajectory_id: builtins.str
     prompt_id: builtins.str
     sample: builtins.int
@@ -80,6 +81,8 @@ class Query(google.protobuf.message.Message):
     prompt_tokens: builtins.int
     max_total_tokens: builtins.int
     """cap on gen_tokens; 0 for none. Predictions never exceed what the cap leaves."""
+    traceparent: builtins.str
+    """optional: W3C trace context of the trajectory, as one call asks about many"""
     @property
     def context(self) -> treadle.common.v1.tokens_pb2.TokenIds:
         """optional: what a learned model reads"""
@@ -101,9 +104,10 @@ class Query(google.protobuf.message.Message):
         max_total_tokens: builtins.int = ...,
         context: treadle.common.v1.tokens_pb2.TokenIds | None = ...,
         tool_time: google.protobuf.duration_pb2.Duration | None = ...,
+        traceparent: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context", "tool_time", b"tool_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context", b"context", "context_tokens", b"context_tokens", "gen_tokens", b"gen_tokens", "max_total_tokens", b"max_total_tokens", "prompt_id", b"prompt_id", "prompt_tokens", b"prompt_tokens", "sample", b"sample", "tool_time", b"tool_time", "trajectory_id", b"trajectory_id", "turn", b"turn"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "context_tokens", b"context_tokens", "gen_tokens", b"gen_tokens", "max_total_tokens", b"max_total_tokens", "prompt_id", b"prompt_id", "prompt_tokens", b"prompt_tokens", "sample", b"sample", "tool_time", b"tool_time", "traceparent", b"traceparent", "trajectory_id", b"trajectory_id", "turn", b"turn"]) -> None: ...
 
 Global___Query: typing_extensions.TypeAlias = Query
 
