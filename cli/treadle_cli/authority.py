@@ -16,8 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-from treadle.certificates import AUTHORITY, CERTIFICATE, KEY
-from treadle_runtime.bus import NATS_NAME
+from treadle.certificates import AUTHORITY, CERTIFICATE, KEY, NATS_NAME
 from treadle_runtime.identity.callers import OF_TENANTS, SCHEME, caller_in
 
 from treadle_cli.problems import UsageProblem

@@ -26,7 +26,7 @@ from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy, KeyValueConfig, PubAck, StorageType
 from nats.js.kv import KV_DEL, KV_OP, KeyValue
 from opentelemetry import propagate, trace
-from treadle.certificates import Certificates
+from treadle.certificates import NATS_NAME, Certificates
 from treadle.telemetry.v1.facts_pb2 import Fact
 
 from treadle_runtime.buckets import NO_CLUSTER, fence_of, reserve
@@ -36,11 +36,9 @@ from treadle_runtime.facts import STREAM, FactSubscription, Handler, stream_conf
 
 log = structlog.get_logger()
 
-NATS_NAME = "nats.treadle"  # in a NATS server's certificate
 OUTBOX_CAPACITY = 65_536  # facts; about 30 MB, minutes of a busy mesh without NATS. When full, publishing waits.
 MOST_UNACKNOWLEDGED = 256  # facts sent together; about 100 KB, and far more than come in a round trip
-FIRST_RETRY_S = 0.05
-LONGEST_RETRY_S = 1.0
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 1.0
 RECONNECT_WAIT_S = 0.1  # NATS is back within a second of a restart
 CONNECT_TIMEOUT_S = 2.0  # of one attempt
 ANSWER_TIMEOUT_S = 2.0  # of one JetStream request; a healthy server answers in under 1 ms

@@ -13,25 +13,27 @@ ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = {
     "bench": (8_770, 57),
     "cli": (6_980, 57),
-    "clients/python": (3_290, 15),
+    "clients/python": (3_380, 16),
     "core": (11_500, 65),
     "examples": (90, 2),
     "learned": (2_170, 15),
-    "runtime": (3_020, 18),
+    "runtime": (3_140, 18),
     "scripts": (300, 2),
-    "services/migrator": (850, 9),
+    "services/migrator": (860, 9),
     "services/placement": (290, 7),
-    "services/predictor": (1_270, 13),
-    "services/rollout": (1_030, 9),
-    "services/scheduler": (1_980, 11),
-    "services/sidecar": (3_980, 26),
+    "services/predictor": (1_330, 13),
+    "services/rollout": (1_050, 9),
+    "services/scheduler": (2_070, 12),
+    "services/sidecar": (4_010, 26),
     "services/tools": (10_090, 68),
     "sim": (6_380, 38),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 61_930, 407, 40_620
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 62_240, 409, 41_010
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
-WIDE_FOLDERS: dict[str, int] = {}  # folders with leave for more, each with its reason
+WIDE_FOLDERS: dict[str, int] = {
+    "clients/python/treadle": 16
+}  # the client is one flat package, beside the stubs of each area
 
 
 def hand_written() -> dict[Path, int]:

@@ -156,6 +156,9 @@ KV_FOLDER = "/hicache"
 DOTENV = dict(line.split("=", 1) for line in (ROOT / ".env").read_text().splitlines() if "=" in line and line[0] != "#")
 
 
+SENDS = {"TREADLE_OTLP_ENDPOINT": f"http://127.0.0.1:{DOTENV['OTLP_PORT']}"}
+
+
 def compose(*files: str) -> dict[str, Any]:
     """The layers merged as compose does for what these tests read: maps by key, `volumes` by their path in the
     container, everything else by the last layer."""
@@ -242,6 +245,27 @@ def test_each_port_of_compose_has_one_listener(engines: str) -> None:
     services = compose("docker-compose.yml", engines)["services"].values()
     listens = [each for service in services for key, each in service.get("environment", {}).items() if "_LISTEN" in key]
     assert len(listens) == len(set(listens)) == 9
+
+
+def test_all_of_compose_send_telemetry_to_the_collector_and_what_takes_it_is_open_to_no_other_machine() -> None:
+    mesh, watched = compose("docker-compose.yml", "compose.cpu.yml"), compose("compose.observability.yml")["services"]
+    senders = mesh["services"].keys() - {"nats"}
+    assert {name for name, each in watched.items() if each.get("environment") == SENDS} == senders
+    added = {name: each for name, each in watched.items() if name not in senders}
+    assert set(added) == {"collector", "prometheus", "tempo", "grafana"}
+    for name, each in added.items():
+        assert (each["network_mode"], each["read_only"], each["cap_drop"]) == ("host", True, ["ALL"]), name
+        assert "ports" not in each
+        assert all((ROOT / source).exists() for source in mounts(each).values() if source.startswith("./")), name
+    assert f"--web.listen-address=127.0.0.1:{DOTENV['PROMETHEUS_PORT']}" in added["prometheus"]["command"]
+    assert added["grafana"]["environment"]["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"
+    files = [ROOT / "compose.observability.yml", *(ROOT / "observability").glob("*.yml")]
+    named = {address for path in files for address in re.findall(r"\b\d+\.\d+\.\d+\.\d+\b", path.read_text())}
+    assert named == {"127.0.0.1"}
+    collector = yaml.safe_load((ROOT / "observability/collector.yml").read_text())
+    [scraped] = yaml.safe_load((ROOT / "observability/prometheus.yml").read_text())["scrape_configs"]
+    assert scraped["static_configs"][0]["targets"] == [collector["exporters"]["prometheus"]["endpoint"]]
+    assert scraped["honor_labels"], "job and instance are those of the services"
 
 
 def test_containers_of_compose_have_no_rights_and_write_nothing_beside_their_volumes() -> None:

@@ -22,6 +22,7 @@ SERVICES = {
 # Of a trajectory's trace: a plan is about all trajectories, and has a trace of its own.
 ON_THE_WAY = SERVICES - {"treadle-placement"}
 TOKENS = 4
+READY_S = 120.0  # a service may have to compile its kernels first
 TOOL = {"code": "import time; time.sleep(0.5); print(1)"}
 KINDS = {"sum": "counter", "gauge": "gauge", "histogram": "histogram"}
 
@@ -58,7 +59,8 @@ class Mesh:
 
     async def _service(self, service: str, **own: str) -> str:
         variables = {f"TREADLE_{service.upper()}_{name}": value for name, value in own.items()}
-        process = await self._start(f"treadle_{service}", {**variables, "TREADLE_OTLP_ENDPOINT": self._endpoint})
+        variables["TREADLE_OTLP_ENDPOINT"] = self._endpoint
+        process = await self._start(f"treadle_{service}", variables, ready_within_s=READY_S)
         self._processes.append(process)
         return process.address
 

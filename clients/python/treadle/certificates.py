@@ -26,6 +26,7 @@ from treadle.errors import TreadleError
 
 FOLDER_VARIABLE = "TREADLE_TLS_FOLDER"
 CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
+NATS_NAME = "nats.treadle"  # of a server of NATS
 LOOK_EVERY_S = 1.0  # at the folder, for new files
 LAST_CALLS_S = 24 * 3600.0  # how long calls may still run on a connection with the certificate before
 HANDSHAKE_S = 5.0
