@@ -7,13 +7,11 @@ ARG BUILD_IMAGE=debian:bookworm-slim
 ARG SERVICE_IMAGE=gcr.io/distroless/python3-debian12:nonroot
 ARG TOOLS_IMAGE=debian:bookworm-slim
 
-FROM ${BUILD_IMAGE} AS build
-ARG SERVICE
+FROM ${BUILD_IMAGE} AS source
 ARG OFFLINE
-# A compiler for what the tools' environments build from source.
+# Compilers for the kernels, and for what the tools' environments build from source.
 RUN if [ -z "${OFFLINE}" ]; then \
-      apt-get update && apt-get install -y --no-install-recommends python3-venv \
-        $([ "${SERVICE}" != tools ] || echo gcc libc6-dev python3-dev); \
+      apt-get update && apt-get install -y --no-install-recommends g++ libc6-dev python3-dev python3-venv; \
     fi
 COPY pyproject.toml README.md LICENSE requirements-mesh.txt wheelhous[e] /src/
 COPY clients/python /src/clients/python
@@ -23,14 +21,30 @@ COPY runtime /src/runtime
 COPY services /src/services
 COPY sim /src/sim
 COPY cli /src/cli
-# The kernels are compiled for any processor of the architecture: the image may run on another one than built it.
-ENV TREADLE_SERVICE=${SERVICE} NUMBA_CPU_NAME=generic NUMBA_CACHE_DIR=/opt/treadle/kernels
+ENV PIP_NO_CACHE_DIR=1 PIP_CONSTRAINT=/src/requirements-mesh.txt
+
+# Compiled once for all services: numba and its compiler stay here (ADR 0048).
+FROM source AS kernels
+ARG OFFLINE
+COPY scripts/compile_kernels.py /src/scripts/
+RUN python3 -m venv /opt/compiler \
+ && /opt/compiler/bin/pip install ${OFFLINE:+--no-index --find-links /src} setuptools /src/clients/python "/src[placement]" \
+ && mkdir /opt/kernels && /opt/compiler/bin/python /src/scripts/compile_kernels.py /opt/kernels
+
+FROM source AS build
+ARG SERVICE
+ARG OFFLINE
+COPY --from=kernels /opt/kernels /opt/kernels
+# Left out: what the kernels were compiled with; matplotlib, with which a library of reasoning-gym can draw; tests; debug symbols, which
+# are most of uvloop. numpy's libraries stay as they are: they were patched to find each other, which a strip can undo.
 RUN python3 -m venv /opt/treadle \
- && /opt/treadle/bin/pip install --no-cache-dir ${OFFLINE:+--no-index --find-links /src} -c /src/requirements-mesh.txt \
-      /src/clients/python "/src[${SERVICE}]" \
- && /opt/treadle/bin/python -m treadle_runtime.start --compile \
- && /opt/treadle/bin/pip uninstall -q -y setuptools pip \
- && find /opt/treadle -name tests -type d -path '*/numpy/*' -prune -exec rm -r {} +
+ && /opt/treadle/bin/pip install ${OFFLINE:+--no-index --find-links /src} /src/clients/python "/src[${SERVICE}]" \
+ && /opt/treadle/bin/pip uninstall -q -y numba llvmlite \
+      matplotlib contourpy cycler fonttools kiwisolver pillow pyparsing setuptools pip \
+ && cd /opt/treadle/lib/python3*/site-packages \
+ && cp /opt/kernels/* . \
+ && find . \( -path './numpy/*' -o -path './sympy/*' -o -path './mpmath/*' \) -name tests -type d -prune -exec rm -r {} + \
+ && find . -name '*.so' -not -path './numpy*' -exec strip --strip-debug {} +
 
 FROM ${TOOLS_IMAGE} AS tools
 ARG SERVICE=tools
@@ -41,7 +55,6 @@ RUN if [ -z "${OFFLINE}" ]; then \
     fi
 COPY --from=build /opt/treadle /opt/treadle
 ENV PATH=/opt/treadle/bin:$PATH PYTHONUNBUFFERED=1 TREADLE_SERVICE=${SERVICE} TREADLE_HEALTH_SOCKET=/tmp/health
-ENV NUMBA_CPU_NAME=generic NUMBA_CACHE_DIR=/tmp/kernels TREADLE_KERNELS=/opt/treadle/kernels
 USER 65532:65532
 ENTRYPOINT ["/opt/treadle/bin/python", "-m", "treadle_runtime.start"]
 
@@ -49,6 +62,5 @@ FROM ${SERVICE_IMAGE} AS service
 ARG SERVICE
 COPY --from=build /opt/treadle /opt/treadle
 ENV PATH=/opt/treadle/bin:$PATH PYTHONUNBUFFERED=1 TREADLE_SERVICE=${SERVICE} TREADLE_HEALTH_SOCKET=/tmp/health
-ENV NUMBA_CPU_NAME=generic NUMBA_CACHE_DIR=/tmp/kernels TREADLE_KERNELS=/opt/treadle/kernels
 USER 65532:65532
 ENTRYPOINT ["/opt/treadle/bin/python", "-m", "treadle_runtime.start"]

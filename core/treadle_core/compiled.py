@@ -1,20 +1,28 @@
-"""Compile kernels with numba where it is installed; without it the same Python runs, slower, with the same floats.
+"""Compile kernels, or take them compiled; where neither can be, the same Python runs, slower, with the same floats.
 
-Compiled code is cached on disk, so that only the first process on a machine compiles. Where no folder can be written
-(a read-only container without NUMBA_CACHE_DIR) each process compiles for itself.
+The images of the services have kernels that were compiled ahead of time (`scripts/compile_kernels.py`), in a module
+that is imported here. Elsewhere numba compiles them, where it is installed, and caches them on disk, so that only the
+first process on a machine compiles; where no folder can be written, each process does.
 """
 
+import importlib
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
-numba: Any
+AHEAD_MODULE = "treadle_kernels"
+
+ahead: Any = None
+numba: Any = None
 try:
-    import numba
-except ImportError:  # the `placement` extra is not installed
-    numba = None
+    ahead = importlib.import_module(AHEAD_MODULE)
+except ModuleNotFoundError:
+    try:
+        import numba
+    except ImportError:  # the `placement` extra is not installed
+        numba = None
 
 # The arrays of kernels.
 Floats = npt.NDArray[np.float64]
@@ -25,7 +33,7 @@ Names = npt.NDArray[np.object_]  # ids
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
-HAVE_NUMBA = numba is not None
+HAVE_KERNELS = ahead is not None or numba is not None
 BF16_FLAGS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})  # the last is ARM's
 VNNI_FLAG = "avx512_vnni"
 
@@ -48,7 +56,14 @@ def inlined(function: Callable[Params, Result]) -> Callable[Params, Result]:
     return _compile(function, _nrt=False, forceinline=True)
 
 
+def name_ahead(function: Callable[..., object]) -> str:
+    """What a kernel is called among those that are compiled ahead of time."""
+    return f"{function.__module__}.{function.__name__}".replace(".", "_")
+
+
 def _compile(function: Callable[Params, Result], **options: bool) -> Callable[Params, Result]:
+    if ahead is not None:  # without those that are parts of others
+        return cast("Callable[Params, Result]", getattr(ahead, name_ahead(function), function))
     if numba is None:
         return function
     try:

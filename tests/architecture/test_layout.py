@@ -14,11 +14,11 @@ BUDGETS = {
     "bench": (8_770, 57),
     "cli": (6_980, 57),
     "clients/python": (3_380, 16),
-    "core": (11_500, 65),
+    "core": (11_520, 65),
     "examples": (90, 2),
     "learned": (2_170, 15),
     "runtime": (3_140, 18),
-    "scripts": (300, 2),
+    "scripts": (440, 3),
     "services/migrator": (860, 9),
     "services/placement": (290, 7),
     "services/predictor": (1_330, 13),
@@ -28,12 +28,10 @@ BUDGETS = {
     "services/tools": (10_090, 68),
     "sim": (6_380, 38),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 62_240, 409, 41_010
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 62_400, 410, 41_160
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
-WIDE_FOLDERS: dict[str, int] = {
-    "clients/python/treadle": 16
-}  # the client is one flat package, beside the stubs of each area
+WIDE_FOLDERS = {"clients/python/treadle": 16}  # the client is one package, beside folders of stubs
 
 
 def hand_written() -> dict[Path, int]:

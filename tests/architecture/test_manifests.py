@@ -272,6 +272,12 @@ def test_containers_of_compose_have_no_rights_and_write_nothing_beside_their_vol
     for name, service in compose("docker-compose.yml", "compose.cpu.yml")["services"].items():
         assert service["read_only"] is True, name
         assert service["cap_drop"] == ["ALL"], name
+        build = service["build"]
+        stages = re.split(r"^FROM ", (ROOT / build.get("dockerfile", "Dockerfile")).read_text(), flags=re.MULTILINE)
+        target = (
+            stages[-1] if "target" not in build else next(each for each in stages if f"AS {build['target']}\n" in each)
+        )
+        assert "\nUSER 65532:65532\n" in target, f"{name} would run as root"
 
 
 def test_the_place_for_kv_is_larger_than_the_limit_and_every_engine_may_write_there() -> None:

@@ -129,7 +129,7 @@ def check_images(report: Report) -> None:
         most = {"tools": TOOLS_MB}.get(name, SERVICE_MB)
         others = name == "nats" or name.startswith("engine")
         size = report.check(others or size_mb <= most, f"{size_mb:.0f}")
-        user = report.check(name == "nats" or user.startswith("65532"), user or "root")
+        user = report.check(user.startswith("65532"), user or "root")
         frozen = report.check(read_only, "read-only" if read_only else "writable")
         report.say(f"| {name} | {size} | {user} | {frozen} | {report.check(dropped == ['ALL'], 'none')} |")
 

@@ -51,11 +51,11 @@ def group_seconds(costs: Costs, bounds: npt.NDArray[np.int64]) -> list[float]:
     return [group_cost(costs.table, e, int(bounds[e]), int(bounds[e + 1])) for e in range(len(bounds) - 1)]
 
 
-def check_without_numba(script: str, results: int) -> None:
-    """The same last bits with and without compiled kernels; so many of the lines say `HAVE_NUMBA`."""
+def check_without_numba(script: str, results: int, also: str = "") -> None:
+    """The same last bits with numba and without it, where `also` runs first; so many lines begin with False there."""
     plain, compiled = (
         subprocess.run([sys.executable, "-c", before + script], capture_output=True, text=True, check=True).stdout
-        for before in ("import sys; sys.modules['numba'] = None", "")
+        for before in (f"import sys; sys.modules['numba'] = None; {also}", "")
     )
     assert plain.count("False") == results
     assert plain.replace("False", "True") == compiled

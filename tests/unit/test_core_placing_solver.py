@@ -177,6 +177,6 @@ for model in CostModel:
     bounds, makespan_s = partition(costs)
     print(bounds.tolist(), makespan_s.hex(), float(lower_bound(costs)).hex(), costs.order.tolist())
     found = plan(lengths, contexts, rng.integers(-1, 6, 300), engines, model)
-    print(compiled.HAVE_NUMBA, found.engine_of.tolist(), [each.hex() for each in found.finish_s.tolist()])
+    print(compiled.HAVE_KERNELS, found.engine_of.tolist(), [each.hex() for each in found.finish_s.tolist()])
 """
     check_without_numba(script, len(CostModel))

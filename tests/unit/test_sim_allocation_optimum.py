@@ -169,6 +169,6 @@ lengths, contexts = rng.lognormal(7, 1, 30), rng.uniform(0, 900, 30)
 kinds = [EngineKind(d, 6, 80_000 * d, DecodeCurve(0.01 / d**0.6, 1e-4, 1e-8, 1e4)) for d in (1, 2)]
 for model in (CostModel.GROUP_SIZE, CostModel.LINEAR_INTEGRAL):
     found = allocate(lengths, contexts, 10, kinds, model)
-    print(compiled.HAVE_NUMBA, found.degrees, found.makespan_s.hex(), float(found.lower_bound_s).hex())
+    print(compiled.HAVE_KERNELS, found.degrees, found.makespan_s.hex(), float(found.lower_bound_s).hex())
 """
     check_without_numba(script, len(MODELS))

@@ -1,5 +1,7 @@
 """Answers of reasoning-gym tasks are never run as code, whichever task's rule reads them."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,28 @@ def test_no_answer_is_run(task: str, tmp_path: Path) -> None:
         assert outcome.reward is not None
         assert 0.0 <= outcome.reward <= 1.0
         assert not (tmp_path / "run").exists(), answer
+
+
+def test_no_task_needs_matplotlib() -> None:
+    """It is left out of the image of the tools service. An agent's code, which runs in a fork, finds none either."""
+    script = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("matplotlib", "mpl_toolkits"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Missing())
+from treadle_tools.environments.reasoning import ReasoningTask
+for task in ("game_of_life", "game_of_life_halting"):
+    made = ReasoningTask({"task": task}, None)
+    print(made.step({"answer": str(made._entry["answer"])}).reward)
+try:
+    import matplotlib.pyplot
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.stdout.split(), done.stderr) == (["1.0", "1.0", "matplotlib"], "")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from treadle_core.compiled import HAVE_NUMBA, Flags, Floats, Indexes, compiled, lean
+from treadle_core.compiled import HAVE_KERNELS, Flags, Floats, Indexes, compiled, lean
 
 Source = TypeVar("Source", bound=tuple[Any, ...])
 
@@ -68,7 +68,7 @@ def rank(
     needs no prefill. KV work is length * (context + length / 2): tokens of KV read until it is done.
     """
     n = len(lengths)
-    if not HAVE_NUMBA or n == 0:
+    if not HAVE_KERNELS or n == 0:
         return rank_by_numpy(lengths, contexts, placed)
     memory = (workspace or Workspace()).floats(3 * n + COLUMNS * (n + 1), "ranks")
     order = memory[:n].view(np.int64)

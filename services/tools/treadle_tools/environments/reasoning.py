@@ -7,16 +7,31 @@ literals here, and those about formulas get numbers, letters, operators and func
 import ast
 import io
 import math
+import sys
 import tokenize
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
-import reasoning_gym
-from reasoning_gym.algorithmic import binary_matrix, spiral_matrix, string_insertion
-from reasoning_gym.factory import DATASETS
-from reasoning_gym.games import n_queens
-
 from treadle_tools.tool import InvalidArguments, Outcome, Sandbox
+
+# cellpylib, which two tasks use, imports matplotlib to draw, and no task draws. So it finds empty modules: the image of
+# the tools service has no matplotlib, and elsewhere each worker saves 30 MB. They are gone before an agent's code runs.
+DRAWING = (
+    *("matplotlib", "matplotlib.animation", "matplotlib.collections", "matplotlib.pyplot"),
+    *("mpl_toolkits", "mpl_toolkits.mplot3d"),
+)
+stand_ins = {name: ModuleType(name) for name in DRAWING if name not in sys.modules}
+for module in stand_ins.values():
+    vars(module)["Axes3D"] = None  # the one name that is imported from one of them
+sys.modules.update(stand_ins)
+import reasoning_gym  # noqa: E402
+from reasoning_gym.algorithmic import binary_matrix, spiral_matrix, string_insertion  # noqa: E402
+from reasoning_gym.factory import DATASETS  # noqa: E402
+from reasoning_gym.games import n_queens  # noqa: E402
+
+for name in stand_ins:
+    del sys.modules[name]
 
 MOST_NAMED = 8  # task names in a refusal
 FORMULAS = frozenset(

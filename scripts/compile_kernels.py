@@ -1,0 +1,152 @@
+"""Compile the core's kernels ahead of time, into the extension module `treadle_kernels`: for the build of the images.
+
+An image then needs neither numba nor llvmlite, which are larger than all that a service has besides, and no start
+compiles or loads anything. `treadle_core.compiled` takes kernels from the module where there is one. It is for this
+version of Python, numpy and the core, and for every processor of the architecture that numpy's own wheels run on.
+
+    python scripts/compile_kernels.py FOLDER      # needs numba, setuptools and a C++ compiler
+
+The kernels are those that Python calls where the services run `compile_kernels`, before they serve. numba's
+ahead-of-time compiler (`numba.pycc`) does the work, with three changes: kernels run without the interpreter's lock, as
+`treadle_core.compiled` has it; arguments that a kernel was not compiled for are refused, where numba would read them
+as something else; and results are made without a pickle, which took longer than many a kernel.
+"""
+
+import importlib
+import os
+import platform
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+from llvmlite import ir
+
+# x86-64-v2 is of 2009, and numpy's wheels need it too. v3 (AVX2) made kernels faster by less than a tenth.
+TARGET_CPU = {"x86_64": "x86-64-v2"}.get(platform.machine(), "generic")
+WARM_UPS = ("treadle_scheduler.wire", "treadle_placement.wire", "treadle_tools.scheduling.resources")
+READ_ARRAY = r"""
+#define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
+#include <Python.h>
+#include <numpy/arrayobject.h>
+
+int NRT_adapt_ndarray_from_python(PyObject *, void *); /* numba's: looks at nothing before it copies pointers */
+
+int treadle_read_array(PyObject *object, void *array, int type, int dimensions, int contiguous)
+{
+    if (!PyArray_API && PyArray_ImportNumPyAPI() < 0) return -1;
+    PyArrayObject *found = (PyArrayObject *)object;
+    if (!PyArray_Check(object) || PyArray_TYPE(found) != type || PyArray_NDIM(found) != dimensions
+        || !PyArray_ISBEHAVED_RO(found) || (contiguous && !PyArray_IS_C_CONTIGUOUS(found))) {
+        PyErr_SetString(PyExc_TypeError, "an argument is no array of the type, dimensions and layout "
+                        "for which this kernel was compiled ahead of time");
+        return -1;
+    }
+    return NRT_adapt_ndarray_from_python(object, array);
+}
+"""
+
+
+def import_untyped(name: str) -> Any:
+    """A module of numba's inner parts, which say nothing of their types."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # numba has said for years that pycc will be replaced
+        return importlib.import_module(f"numba.{name}")
+
+
+os.environ.update(NUMBA_CPU_NAME=TARGET_CPU, NUMBA_CPU_FEATURES="")  # read when numba is imported
+boxing, cgutils, compiler, dispatcher, pythonapi, types, typing = (
+    import_untyped(f"core.{name}")
+    for name in ("boxing", "cgutils", "compiler", "dispatcher", "pythonapi", "types", "typing")
+)
+numpy_support, pycc, pycc_compiler = map(import_untyped, ("np.numpy_support", "pycc", "pycc.compiler"))
+compiled = importlib.import_module("treadle_core.compiled")
+
+
+def main(folder: Path) -> None:
+    signatures = find_signatures()
+    change_wrappers()
+    module = pycc.CC(compiled.AHEAD_MODULE, source_module=__name__)
+    module.output_dir = str(folder)
+    module.target_cpu = TARGET_CPU
+    for kernel, signature in signatures.items():
+        module.export(compiled.name_ahead(kernel.py_func), signature)(kernel.py_func)
+    with tempfile.TemporaryDirectory() as scratch:
+        source = Path(scratch) / "read_array.c"
+        source.write_text(READ_ARRAY)
+        module._mixin_sources = [*module._mixin_sources, str(source)]
+        module.compile()
+    print(f"{len(signatures)} kernels for {TARGET_CPU}")
+
+
+def find_signatures() -> dict[Any, Any]:
+    """Every kernel that Python calls to the signature for which it is compiled; exits where there are several."""
+    called: dict[Any, None] = {}
+    compile_for_args = dispatcher.Dispatcher._compile_for_args  # where a call from Python finds nothing compiled
+
+    def note(kernel: Any, *arguments: Any, **named: Any) -> Any:
+        called[kernel] = None
+        return compile_for_args(kernel, *arguments, **named)
+
+    dispatcher.Dispatcher._compile_for_args = note
+    for name in WARM_UPS:
+        importlib.import_module(name).compile_kernels()
+    dispatcher.Dispatcher._compile_for_args = compile_for_args
+    found = {}
+    for kernel in called:
+        signatures = {
+            typing.signature(each.signature.return_type, *map(general_type, arguments))
+            for arguments, each in kernel.overloads.items()
+        }
+        if len(signatures) != 1:
+            sys.exit(f"{compiled.name_ahead(kernel.py_func)} has several types: {sorted(map(str, signatures))}")
+        found[kernel] = signatures.pop()
+    return found
+
+
+def general_type(argument: Any) -> Any:
+    """The type that also takes other values than one constant, and arrays that may be written to or not."""
+    return argument.copy(readonly=False) if isinstance(argument, types.Array) else types.unliteral(argument)
+
+
+def change_wrappers() -> None:
+    """Make the three changes of the module's docstring. Nothing can be compiled in memory afterwards."""
+    pycc_compiler.Flags = make_flags
+    pythonapi._unboxers.functions[types.Array] = read_array
+    pythonapi._boxers.functions[types.Array] = make_array
+
+
+def make_flags() -> Any:
+    flags = compiler.Flags()
+    flags.release_gil = True
+    return flags
+
+
+def read_array(kind: Any, pointer: Any, wrapper: Any) -> Any:
+    """`unbox` of an array argument, by `treadle_read_array`."""
+    array = wrapper.context.make_array(kind)(wrapper.context, wrapper.builder)
+    address = array._getpointer()
+    number = ir.IntType(32)
+    shape = ir.FunctionType(number, [wrapper.pyapi.pyobj, wrapper.pyapi.voidptr, number, number, number])
+    function = cgutils.get_or_insert_function(wrapper.builder.module, shape, "treadle_read_array")
+    wanted = (numpy_support.as_dtype(kind.dtype).num, kind.ndim, int(kind.layout == "C"))
+    arguments = [pointer, wrapper.builder.bitcast(address, wrapper.pyapi.voidptr), *map(number, wanted)]
+    failed = cgutils.is_not_null(wrapper.builder, wrapper.builder.call(function, arguments))
+    return pythonapi.NativeValue(wrapper.builder.load(address), is_error=failed)
+
+
+def make_array(kind: Any, value: Any, wrapper: Any) -> Any:
+    """`box` of an array result, with its class as a constant of the module and not as a pickle."""
+    constants = wrapper.env_manager
+    array_class = constants.read_const(constants.add_const(kind.box_type))
+    wrapper.pyapi.unserialize = lambda _pickle: array_class
+    made = boxing.box_array(kind, value, wrapper)
+    del wrapper.pyapi.unserialize
+    return made
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    main(Path(sys.argv[1]))
