@@ -157,6 +157,7 @@ def status_of(error: TreadleError, domain: str) -> status_pb2.Status:
 
 
 def _shortened(text: str, longest: int) -> str:
+    text = text.encode(errors="replace").decode()  # no message carries the lone surrogates of what it quotes
     return text if len(text) <= longest else f"{text[:longest]}… ({len(text)} characters)"
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import grpc
 import pytest
+from aiohttp import web
 from support.conditions import until_said
 from support.engine_steps import Step, run_step, step_request, ticket
-from support.fake_sglang import expected, fake_sglang, text_of
+from support.fake_sglang import FakeSglang, expected, fake_sglang, text_of
 from support.rpc import refused
 from support.sidecar_in_process import sidecar
 from treadle.common.v1.tokens_pb2 import SamplingParams
@@ -70,3 +72,40 @@ async def test_an_engine_that_cannot_run_a_step_says_which_argument_to_change(na
             await until_said(problem, lambda said: "--disaggregation-mode prefill" in said)
             with refused("ENGINE_LOST", says="--disaggregation-mode prefill"):
                 await run_step(side.stub, greedy(5))
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("output_ids", ["x"]),
+        ("output_ids", [2**31]),
+        ("output_ids", [-1]),
+        ("completion_tokens", "1"),
+        ("completion_tokens", 21),
+        ("weight_version", "\ud800"),
+        ("weight_version", None),
+        ("output_token_logprobs", [[math.nan, 1, None]]),
+        ("output_token_logprobs", [[0.5, 1, None]]),
+        ("cached_tokens", 2**70),
+        ("finish_reason", "stop"),
+    ],
+)
+async def test_a_chunk_that_no_message_can_carry_ends_its_step_alone(nats_url: str, part: str, value: object) -> None:
+    """Result: an error with a reason, and the sidecar runs the next step; it ended with all of its steps."""
+
+    class FakeOddSglang(FakeSglang):
+        odd = True
+
+        async def send(self, response: web.StreamResponse, answer: dict[str, Any]) -> None:
+            if self.odd:
+                (answer if part in answer else answer["meta_info"])[part] = value
+            await super().send(response, answer)
+
+    engine = FakeOddSglang()
+    await engine.start()
+    async with sidecar(nats_url, engine.url) as side:
+        with refused("ENGINE_LOST", grpc.StatusCode.UNAVAILABLE, says="does not speak the protocol"):
+            await run_step(side.stub, greedy(20))
+        engine.odd = False
+        assert (await run_step(side.stub, greedy(20))).tokens.tolist() == expected(PROMPT, 20)
+    await engine.stop()

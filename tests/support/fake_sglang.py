@@ -61,6 +61,7 @@ class FakeSglang:
             "incremental_streaming_output": incremental if says_incremental is None else says_incremental,
             "disaggregation_mode": "null",
         }
+        self.middlewares: list[Any] = []  # of aiohttp
         self.prefill_s = 0.0  # before the first token of a stream
         self.load_s, self.loading = 0.0, False  # what an update of the weights takes; whether one is under way
         self.probes = 0  # requests for one token that no step makes
@@ -104,7 +105,7 @@ class FakeSglang:
 
     async def start(self) -> None:
         """Listens; again on the same port after `stop`."""
-        app = web.Application(client_max_size=64 * 1024 * 1024)
+        app = web.Application(client_max_size=64 * 1024 * 1024, middlewares=self.middlewares)
         app.add_routes(
             [
                 web.post("/generate", self._generate),
@@ -209,10 +210,14 @@ class FakeSglang:
                 ending = self._ending(token, output, params, limit)
             sent = fresh if self.incremental else output
             answer = self._answer(rid, sent, len(output), text_of(sent), *hit, ending)
-            await response.write(b"data: " + json.dumps(answer).encode() + b"\n\n")
+            await self.send(response, answer)
             if ending is not None:
                 await response.write(b"data: [DONE]\n\n")
                 return
+
+    async def send(self, response: web.StreamResponse, answer: dict[str, Any]) -> None:
+        """A chunk of a stream."""
+        await response.write(b"data: " + json.dumps(answer).encode() + b"\n\n")
 
     def _ending(self, token: int, output: list[int], params: dict[str, Any], limit: int) -> dict[str, Any] | None:
         ends = {END_TOKEN, *params.get("stop_token_ids", ())}

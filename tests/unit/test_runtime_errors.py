@@ -66,3 +66,8 @@ def test_a_duration_that_is_none_is_refused_by_its_field(value: Duration) -> Non
 def test_a_time_that_is_none_is_refused_by_its_field(value: Timestamp) -> None:
     with pytest.raises(InvalidArgument, match="deadline: must be a time between 1970 and 9999"):
         require_timestamp("deadline", value)
+
+
+def test_an_error_may_quote_what_no_message_carries() -> None:
+    status = fields.status_of(fields.NotFound("NOT_THERE", "\ud800 is not here", name="\udfff"), "x.treadle")
+    assert status.message == "? is not here"

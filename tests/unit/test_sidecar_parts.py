@@ -4,6 +4,7 @@ an engine."""
 import asyncio
 import hashlib
 import json
+import math
 import os
 from array import array
 from pathlib import Path
@@ -14,7 +15,7 @@ from treadle.common.v1.ticket_pb2 import Ticket
 from treadle_core.curves import EngineWork
 from treadle_core.progress import EngineProgress
 from treadle_runtime.errors import FailedPrecondition, PermissionDenied
-from treadle_sidecar.engine.client import EngineClient, EngineRefused
+from treadle_sidecar.engine.client import EngineClient, EngineLost, EngineRefused
 from treadle_sidecar.engine.process import EngineSpec, choose_weights, cpu_dtype, engine_command, main
 from treadle_sidecar.engine.watch import EngineWatch, read_profile
 from treadle_sidecar.prefixes import Contexts, Prefixes
@@ -233,6 +234,25 @@ def test_a_profile_says_what_the_hosts_memory_keeps(flags: dict[str, object], ho
     server = {**flags, "incremental_streaming_output": True, "internal_states": [{"memory_usage": memory}]}
     profile = read_profile(server, {"model_path": "m", "weight_version": "default"}, 0)
     assert profile.host_kv_tokens == host_kv_tokens
+
+
+@pytest.mark.parametrize(
+    ("server", "model"),
+    [
+        ({"max_req_input_len": 2**31}, {}),
+        ({"page_size": -1}, {}),
+        ({"tp_size": math.inf}, {}),
+        ({"internal_states": [7]}, {}),
+        ({"internal_states": {"a": 1}}, {}),
+        ({}, {"model_path": "\ud800"}),
+        ({}, {"model_path": "x" * 70_000}),
+        ({}, {"weight_version": None}),
+    ],
+)
+def test_a_profile_that_no_engine_has_is_refused(server: dict[str, object], model: dict[str, object]) -> None:
+    known = {"model_path": "m", "weight_version": "default"}
+    with pytest.raises(EngineLost, match="does not speak the protocol"):
+        read_profile({"incremental_streaming_output": True, **server}, {**known, **model}, 0)
 
 
 def test_a_profile_takes_the_end_tokens_from_the_models_own_files(tmp_path: Path) -> None:

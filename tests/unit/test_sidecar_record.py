@@ -2,6 +2,7 @@
 
 from array import array
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from treadle.common.v1.tokens_pb2 import SamplingParams
@@ -69,11 +70,21 @@ def test_the_engines_own_spans_replace_what_the_chunks_said() -> None:
     assert spans_of(record.finish(STOP, 6.0)) == [("v1", 5, 8), ("v2", 8, 11)]
 
 
-def test_an_account_that_does_not_cover_the_attempt_is_left_aside() -> None:
+@pytest.mark.parametrize(
+    "account",
+    [
+        [("v2", 0, 2)],
+        [("v2", 1, 3)],
+        [("v2", 0, 2), ("v3", 1, 3)],
+        [("v2", 0, 1), ("v3", 2, 3)],
+        [("v2", 0, 4), ("v3", 4, 3)],
+    ],
+)
+def test_an_account_that_does_not_cover_the_attempt_is_left_aside(account: list[tuple[str, int, int]]) -> None:
     record = StepRecord(order(), now=0.0, wall=0.0)
     record.start_attempt(0.0)
     record.add_tokens(EngineChunk([1, 2, 3], [0.0] * 3, "", "v1", 0), 1.0)
-    record.correct_spans([("v2", 0, 2)])
+    record.correct_spans(account)
     assert spans_of(record.finish(STOP, 2.0)) == [("v1", 0, 3)]
 
 

@@ -123,7 +123,9 @@ class StepRecord:
 
     def correct_spans(self, engine_spans: Sequence[tuple[str, int, int]]) -> None:
         """Replace the spans of the chunks by the engine's final account, where that covers the attempt."""
-        if not engine_spans or engine_spans[-1][2] != self.attempt_tokens:
+        bounds = [0, *(end for _, _, end in engine_spans)]
+        starts = [start for _, start, _ in engine_spans]
+        if not starts or starts != bounds[:-1] or bounds != sorted(bounds) or bounds[-1] != self.attempt_tokens:
             return
         self._spans = [span for span in self._spans if span.start_token < self._attempt_start]
         if self._spans:

@@ -12,10 +12,10 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 from aiohttp.http import HttpProcessingError
@@ -30,8 +30,15 @@ WEIGHTS_TIMEOUT_S = 1800.0  # loading hundreds of GB from a network disk takes m
 FORGOTTEN_S = 1800.0
 LONGEST_LINE_BYTES = 4 * 1024 * 1024  # the last chunk of a long step carries a little of everything
 INCREMENTAL_FLAG = "--incremental-streaming-output"
+LARGEST_INT32, LARGEST_INT64, LARGEST_FLOAT32 = 2**31 - 1, 2**63 - 1, 3.4e38
+ROUNDING = 1e-3  # by which the logarithm of a probability may come out above 0
 _CONNECTION_ERRORS = (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError)
-_VALID_RANGE = re.compile(r"valid range is \[0, (\d+)\)")
+# Reading an answer that SGLang would not give raises these: other types, missing parts, no JSON, numbers beyond their
+# range, lists in lists in lists.
+PROTOCOL_ERRORS = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+_VALID_RANGE = re.compile(r"valid range is \[0, (\d{1,9})\)")
+
+T = TypeVar("T")
 
 
 class EngineLost(Exception):  # noqa: N818 - what happened, as callers speak of it
@@ -110,7 +117,8 @@ class EngineClient:
             "stream": True,
             "return_logprob": True,
         }
-        url, timeout, stream = f"{self._base_url}/generate", self._stream_timeout, _Stream(self.incremental)
+        url, timeout = f"{self._base_url}/generate", self._stream_timeout
+        stream = _Stream(self.incremental, as_count(request.sampling["max_new_tokens"]))
         with self._translate_errors("/generate", timeout.sock_read), self._noted(request):
             async with self._session.post(url, json=body, timeout=timeout, headers=_trace_headers()) as response:
                 if response.status != 200:
@@ -140,12 +148,11 @@ class EngineClient:
             "cache_salt": cache_salt,
         }
         with self._watched(rid, len(input_ids)):
-            answer = await self._ask("POST", "/generate", body, timeout_s=FORGOTTEN_S)
+            prefill = await self._ask(
+                "POST", "/generate", body, timeout_s=FORGOTTEN_S, read=lambda answer: _prefill(answer, len(input_ids))
+            )
             self._progress.note_tokens(rid, time.monotonic())
-        meta = answer["meta_info"]
-        details = meta.get("cached_tokens_details") or {}
-        cached, storage = int(meta["cached_tokens"]), int(details.get("storage") or 0)
-        return Prefill(cached=cached - storage, from_storage=storage, computed=len(input_ids) - cached)
+        return prefill
 
     async def sample_token(self, rid: str) -> None:
         """Have the engine generate one token, in the time in which a working engine does."""
@@ -156,20 +163,19 @@ class EngineClient:
 
     async def describe(self) -> tuple[Mapping[str, Any], Mapping[str, Any], int]:
         """The engine's /server_info and /model_info, and its vocabulary's size, 0 where it does not tell."""
-        server = await self._ask("GET", "/server_info")
+        server: Mapping[str, Any] = await self._ask("GET", "/server_info")
         return server, await self._ask("GET", "/model_info"), await self._vocab_size()
 
     async def name_of_weights(self) -> str:
         """How the engine names its present weights."""
-        return str((await self._ask("GET", "/model_info"))["weight_version"])
+        return await self._ask("GET", "/model_info", read=lambda answer: as_text(answer["weight_version"]))
 
     async def kv_tokens_used(self) -> int:
         """KV tokens that running requests hold."""
         # SGLang's HTTP server answers with what the generating process wrote last, whether or not that one hangs.
-        loads = (await self._ask("GET", "/v1/loads?include=core"))["loads"]
-        unread_tokens = sum(int(load.get("num_waiting_uncached_tokens") or 0) for load in loads)
+        used_tokens, unread_tokens = await self._ask("GET", "/v1/loads?include=core", read=_loads)
         self._progress.note_unread(unread_tokens, time.monotonic())
-        return sum(int(load["num_used_tokens"]) for load in loads)
+        return used_tokens
 
     async def update_weights(self, model_path: str, weight_version: str) -> None:
         """Load weights and name them. The engine must be idle."""
@@ -227,8 +233,8 @@ class EngineClient:
 
     async def text_of(self, token_ids: Sequence[int]) -> str:
         """The tokens' text, special tokens included."""
-        answer = await self._ask("POST", "/detokenize", {"tokens": list(token_ids), "skip_special_tokens": False})
-        return str(answer["text"])
+        body = {"tokens": list(token_ids), "skip_special_tokens": False}
+        return await self._ask("POST", "/detokenize", body, read=lambda answer: str(answer["text"]))
 
     async def _vocab_size(self) -> int:
         # An id outside of the vocabulary kills the engine, and no endpoint tells the size. The refusal of this request
@@ -250,19 +256,28 @@ class EngineClient:
         """Ask for what keeps the engine from showing progress."""
         self._progress.begin_load()
         try:
-            await self._ask("POST", path, body, timeout_s=WEIGHTS_TIMEOUT_S)
+            answer: Any = await self._ask("POST", path, body, timeout_s=WEIGHTS_TIMEOUT_S)
+            if isinstance(answer, dict) and answer.get("success") is False:
+                raise EngineRefused(str(answer.get("message")))
         finally:
             self._progress.end_load(time.monotonic())
 
-    async def _ask(self, method: str, path: str, body: object = None, timeout_s: float | None = None) -> Any:
-        """The answer's JSON; None where it is text."""
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        timeout_s: float | None = None,
+        read: Callable[[Any], T] = lambda answer: answer,
+    ) -> T:
+        """What `read` makes of the answer's JSON, or of None where it is text."""
         timeout = aiohttp.ClientTimeout(timeout_s or ANSWER_TIMEOUT_S)
         with self._translate_errors(path, timeout.total):
             url, headers = f"{self._base_url}{path}", _trace_headers()
             async with self._session.request(method, url, json=body, timeout=timeout, headers=headers) as response:
                 if response.status != 200:
                     raise EngineRefused(await _message(response))
-                return await response.json() if response.content_type == "application/json" else None
+                return read(await response.json() if response.content_type == "application/json" else None)
 
     @contextmanager
     def _noted(self, request: EngineRequest) -> Iterator[None]:
@@ -289,12 +304,12 @@ class EngineClient:
             yield
         except _CONNECTION_ERRORS as error:
             raise EngineLost(f"{where} does not answer {path}: {error!r}") from error
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise EngineLost(f"{where} does not speak the protocol of SGLang 0.5: {error!r}") from error
         except HttpProcessingError as error:  # a line that is too long
             raise EngineLost(f"{where} sends too much at once; start it with {INCREMENTAL_FLAG}: {error!r}") from error
         except TimeoutError as error:
             raise EngineLost(f"{where} was silent on {path} for {timeout_s:g} s") from error
+        except PROTOCOL_ERRORS as error:
+            raise protocol_broken(where, path, error) from error
 
 
 def _trace_headers() -> dict[str, str]:
@@ -305,22 +320,24 @@ def _trace_headers() -> dict[str, str]:
 
 
 class _Stream:
-    """Reads the chunks of one stream of /generate. incremental: as of EngineClient."""
+    """Reads the chunks of one stream of /generate. incremental: as of EngineClient. limit: most tokens."""
 
-    def __init__(self, incremental: bool) -> None:
-        self._incremental = incremental
+    def __init__(self, incremental: bool, limit: int) -> None:
+        self._incremental, self._limit = incremental, limit
         self._received = 0  # tokens
         self._last: object = None  # token
         self._text = 0  # characters
 
     def read(self, answer: Mapping[str, Any]) -> EngineChunk:
-        """What is new in a chunk. Raises EngineLost where it has not the tokens that are due."""
+        """What is new in a chunk. Raises EngineLost where it has not the tokens that are due, and PROTOCOL_ERRORS."""
         if "error" in answer:
             raise EngineRefused(str(answer["error"].get("message", answer["error"])))
-        meta, text = answer["meta_info"], answer.get("text") or ""
+        meta, text = answer["meta_info"], str(answer.get("text") or "")
         finish = meta["finish_reason"] or {}
         ids, entries = answer["output_ids"], meta.get("output_token_logprobs") or ()
-        count = int(meta["completion_tokens"])
+        count = as_count(meta["completion_tokens"])
+        if count > self._limit:
+            raise ValueError(f"{count} tokens, of which {self._limit} were asked for")
         if self._incremental:
             due = count - self._received
             # The echo of an abort that found its request waiting repeats the last token, with the logprobs of all
@@ -343,15 +360,58 @@ class _Stream:
         self._received, self._text = count, self._text + len(text)
         self._last = ids[-1] if ids else self._last
         return EngineChunk(
-            token_ids=ids,
-            logprobs=[entry[0] for entry in entries],
+            token_ids=[as_count(token) for token in ids],
+            logprobs=[_logprob(entry[0]) for entry in entries],
             text=text,
-            weight_version=meta["weight_version"],
-            cached_tokens=int(meta.get("cached_tokens") or 0),
-            finish=finish.get("type", ""),
-            spans=[(span["version"], span["start"], span["end"]) for span in meta.get("weight_versions") or ()],
+            weight_version=as_text(meta["weight_version"]),
+            cached_tokens=as_count(meta.get("cached_tokens") or 0),
+            finish=as_text(finish.get("type", "")),
+            spans=[
+                (as_text(span["version"]), as_count(span["start"]), as_count(span["end"]))
+                for span in meta.get("weight_versions") or ()
+            ],
             message=str(finish.get("message") or ""),
         )
+
+
+def as_count(value: object, most: int = LARGEST_INT32) -> int:
+    """An int from 0 to `most`, which a message can carry. Raises ValueError."""
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{str(value)[:64]!r} is no number from 0 to {most}")
+    return value
+
+
+def as_text(value: object) -> str:
+    """A string that a message can carry. Raises ValueError."""
+    if not isinstance(value, str):
+        raise ValueError(f"{str(value)[:64]!r} is no text")
+    value.encode()  # a lone surrogate is an error
+    return value
+
+
+def _logprob(value: Any) -> float:
+    if type(value) not in (int, float) or not -LARGEST_FLOAT32 <= value <= ROUNDING:
+        raise ValueError(f"{str(value)[:64]!r} is no log-probability")
+    return float(value)
+
+
+def _prefill(answer: Mapping[str, Any], count: int) -> Prefill:
+    meta = answer["meta_info"]
+    details = meta.get("cached_tokens_details") or {}
+    cached, storage = as_count(meta["cached_tokens"], count), as_count(details.get("storage") or 0)
+    return Prefill(cached=as_count(cached - storage), from_storage=storage, computed=count - cached)
+
+
+def _loads(answer: Mapping[str, Any]) -> tuple[int, int]:
+    """KV tokens in use, and tokens of waiting requests that are not cached."""
+    loads = answer["loads"]
+    used = sum(as_count(load["num_used_tokens"]) for load in loads)
+    return used, sum(as_count(load.get("num_waiting_uncached_tokens") or 0) for load in loads)
+
+
+def protocol_broken(where: str, path: str, error: Exception) -> EngineLost:
+    """The error for an answer that SGLang would not give."""
+    return EngineLost(f"{where} does not speak the protocol of SGLang 0.5 on {path}: {error!r}")
 
 
 async def _message(response: aiohttp.ClientResponse) -> str:

@@ -22,7 +22,18 @@ from treadle_core.model import INCOMPLETE, DecodeCurve
 from treadle_core.progress import EngineProgress
 from treadle_runtime.errors import FailedPrecondition, Unavailable, require
 
-from treadle_sidecar.engine.client import INCREMENTAL_FLAG, EngineClient, EngineLost, EngineRefused
+from treadle_sidecar.engine.client import (
+    INCREMENTAL_FLAG,
+    LARGEST_INT32,
+    LARGEST_INT64,
+    PROTOCOL_ERRORS,
+    EngineClient,
+    EngineLost,
+    EngineRefused,
+    as_count,
+    as_text,
+    protocol_broken,
+)
 from treadle_sidecar.engine.process import SPARE_REQUESTS
 
 log = structlog.get_logger()
@@ -84,18 +95,26 @@ class EngineProfile:
 def read_profile(server: Mapping[str, Any], model: Mapping[str, Any], vocab_size: int) -> EngineProfile:
     """The profile out of what `EngineClient.describe` returns, and the model's own files where they are here.
 
-    Raises EngineRefused for an engine with which no step can run, naming SGLang's argument.
+    Raises EngineRefused for an engine with which no step can run, naming SGLang's argument, and EngineLost for answers
+    that SGLang would not give.
     """
+    try:
+        return _read_profile(server, model, vocab_size)
+    except (*PROTOCOL_ERRORS, OSError) as error:  # a path may be no path
+        raise protocol_broken("the engine", "/server_info and /model_info", error) from None
+
+
+def _read_profile(server: Mapping[str, Any], model: Mapping[str, Any], vocab_size: int) -> EngineProfile:
     _require_supported(server, model)
     state = (server.get("internal_states") or [{}])[0]
     memory = state.get("memory_usage") or {}
-    kv_tokens = int(memory.get("token_capacity") or server.get("max_total_num_tokens") or 0)
-    max_input = int(server.get("max_req_input_len") or 0)
+    kv_tokens = as_count(memory.get("token_capacity") or server.get("max_total_num_tokens") or 0)
+    max_input = as_count(server.get("max_req_input_len") or 0, LARGEST_INT32 - INPUT_MARGIN_TOKENS)
     kv_bytes = float(memory.get("kvcache") or 0.0) * GIB / kv_tokens if kv_tokens else 0.0
-    requests = int(state.get("effective_max_running_requests_per_dp") or server.get("max_running_requests") or 1)
-    model_path = str(model["model_path"])
+    slots = state.get("effective_max_running_requests_per_dp") or server.get("max_running_requests") or 1
+    model_path = as_text(model["model_path"])
     configs = list(_model_files(model_path))
-    weight_version, asleep = read_name(str(model["weight_version"]))
+    weight_version, asleep = read_name(as_text(model["weight_version"]))
     return EngineProfile(
         model_path=model_path,
         weight_version=weight_version,
@@ -103,14 +122,14 @@ def read_profile(server: Mapping[str, Any], model: Mapping[str, Any], vocab_size
         max_sequence_tokens=max_input + INPUT_MARGIN_TOKENS,
         kv_tokens=kv_tokens,
         host_kv_tokens=_host_kv_tokens(server, kv_tokens, kv_bytes),
-        kv_bytes_per_token=round(kv_bytes),
-        slots=max(requests - SPARE_REQUESTS, 1),
-        page_tokens=int(server.get("page_size") or 1),
-        tensor_parallel=int(server.get("tp_size") or 1),
+        kv_bytes_per_token=as_count(round(kv_bytes)),
+        slots=max(as_count(slots) - SPARE_REQUESTS, 1),
+        page_tokens=as_count(server.get("page_size") or 1),
+        tensor_parallel=as_count(server.get("tp_size") or 1),
         storage=bool(server.get("hicache_storage_backend")),
         deterministic=bool(server.get("enable_deterministic_inference")),
         incremental=bool(server[STREAMING]),
-        tokens_a_chunk=int(server.get("stream_interval") or 1),
+        tokens_a_chunk=as_count(server.get("stream_interval") or 1),
         vocab_size=vocab_size,
         end_token_ids=frozenset(token for config in configs for token in _end_tokens(config)),
         memory_saver=bool(server.get("enable_memory_saver")),
@@ -152,9 +171,8 @@ def _host_kv_tokens(server: Mapping[str, Any], kv_tokens: int, kv_bytes: float) 
     if not server.get("enable_hierarchical_cache"):
         return 0
     size_bytes = float(server.get("hicache_size") or 0.0) * GB
-    return int(
-        size_bytes / kv_bytes if size_bytes and kv_bytes else float(server.get("hicache_ratio") or 0.0) * kv_tokens
-    )
+    ratio = float(server.get("hicache_ratio") or 0.0)
+    return as_count(int(size_bytes / kv_bytes if size_bytes and kv_bytes else ratio * kv_tokens), LARGEST_INT64)
 
 
 def _model_files(model_path: str) -> Iterator[dict[str, Any]]:
