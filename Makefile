@@ -7,7 +7,7 @@ MESH_READY := $(VENV)/.treadle-mesh-ready
 ENGINE_READY := $(ENGINE_VENV)/.treadle-engine-ready
 RUFF_PATHS := clients core learned runtime services sim cli bench examples tests scripts
 
-.PHONY: help setup demo test test-quick test-engine test-compose check lint types manifests check-protos wheels verify protos protos-bundle \
+.PHONY: help setup demo test test-quick fuzz test-engine test-compose check lint types manifests check-protos wheels verify protos protos-bundle \
   protos-release bench-tools clean
 
 help:            ## what there is
@@ -36,6 +36,10 @@ test: setup      ## the whole test suite, real engines included
 # These wait more than they compute: three at a time on two cores. A file's tests stay together, since they share fixtures.
 test-quick: setup ## everything that needs no engine
 	@$(BIN)/python -m pytest -m "not engine" -n 3 --dist loadfile $(ARGS)
+
+# `make test` tries 200 of each, the same ones each time.
+fuzz: setup      ## 10,000 hostile requests to each service and as many answers of engines, others each time
+	@TREADLE_TEST_FUZZ_EXAMPLES=$${TREADLE_TEST_FUZZ_EXAMPLES:-10000} $(BIN)/python -m pytest tests/fuzz $(ARGS)
 
 test-engine: setup ## what only a real SGLang engine can show
 	@$(BIN)/python -m pytest -m engine $(ARGS)

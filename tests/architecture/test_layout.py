@@ -24,11 +24,11 @@ BUDGETS = {
     "services/predictor": (1_330, 13),
     "services/rollout": (1_050, 9),
     "services/scheduler": (2_070, 12),
-    "services/sidecar": (4_010, 26),
+    "services/sidecar": (4_090, 26),
     "services/tools": (10_090, 68),
     "sim": (6_380, 38),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 62_400, 410, 41_160
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 62_480, 410, 42_310
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 WIDE_FOLDERS = {"clients/python/treadle": 16}  # the client is one package, beside folders of stubs

@@ -1,11 +1,12 @@
 """A whole mesh with certificates: a real nats-server and real services as processes, before fake engines."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 
 import grpc.aio
 import treadle
@@ -99,11 +100,15 @@ async def call(channel: grpc.aio.Channel, rpc: MethodDescriptor, request: Messag
 
 
 @asynccontextmanager
-async def secure_mesh(folder: Path, *, token_s: float = 0.002) -> AsyncIterator[SecureMesh]:
-    """A running one, whose engines e0 and e1 are registered."""
+async def secure_mesh(
+    folder: Path, *, token_s: float = 0.002, arguments: Mapping[str, object] = MappingProxyType({})
+) -> AsyncIterator[SecureMesh]:
+    """A running one, whose engines e0 and e1 are registered. arguments: of SGLang, as its /server_info tells them."""
     certificates = make_certificates(folder / "certificates", TENANTS)
     async with AsyncExitStack() as stack:
         engines = {name: await stack.enter_async_context(fake_sglang(token_s=token_s)) for name in ENGINES}
+        for engine in engines.values():
+            engine.arguments.update(arguments)
         tree = await stack.enter_async_context(ProcessTree(folder / "logs", grace_s=5.0))
         where = choose_addresses(tree.ports, 0, ENGINES)
         plane = ControlPlane(tree, where, folder / "state", certificates=certificates)
