@@ -4,6 +4,7 @@ must not wait for a reader to find it."""
 import ast
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -385,3 +386,22 @@ def test_prod_speaks_no_plaintext_between_pods() -> None:
 def test_the_nats_server_of_a_pod_lets_services_reach_what_the_rules_say() -> None:
     written = (ROOT / "k8s/components/mtls/nats.conf").read_text()
     assert written == nats_config(Path("/tls"), in_pod=True), "write it again: treadle_cli.nats_rules"
+
+
+@pytest.mark.parametrize("component", sorted(folder.name for folder in (ROOT / "k8s" / "components").iterdir()))
+def test_every_component_goes_with_the_base(component: str, tmp_path: Path) -> None:
+    """Also those that no overlay has: rendered, and valid by Kubernetes' schemas."""
+    k8s = os.path.relpath(ROOT / "k8s", tmp_path)
+    overlay = {"resources": [f"{k8s}/base"], "components": [f"{k8s}/components/{component}"]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    tools = Path(sys.executable).parent
+    done = subprocess.run([tools / "kubectl", "kustomize", tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "rendered.yaml").write_text(done.stdout)
+    subprocess.run([tools / "kubernetes-validate", "--strict", "--quiet", tmp_path / "rendered.yaml"], check=True)
+
+
+def test_engines_grow_by_a_metric_that_is_there() -> None:
+    scaler = yaml.safe_load((ROOT / "k8s/components/autoscaling/engines.yaml").read_text())
+    [metric] = scaler["spec"]["metrics"]
+    assert f"`{metric['external']['metric']['name']}`" in (ROOT / "docs/metrics.md").read_text()
