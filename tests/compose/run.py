@@ -27,6 +27,8 @@ UP = ("up", "--detach", "--no-build", "--wait", "--wait-timeout", str(HEALTHY_WI
 SAMPLES, TURNS, TOKENS = 8, 4, 16
 PROMPTS = [treadle.Prompt(f"p{number}", [504, 2365, 354, 314, 253 + number]) for number in range(4)]
 SERVICE_MB, TOOLS_MB = 250, 400
+# What examples/README.md builds; those that are not there are not run.
+EXAMPLES = {"node": ("node", "examples/node/agent.js"), "go": ("examples/go/treadle-agent",)}
 LONGEST_ROLLOUT_S = 600.0
 
 
@@ -119,6 +121,18 @@ async def kill_amid_a_rollout(name: str, report: Report) -> None:
     report.say(f"| {name} | {healthy_s:.0f} s | {report.check(not lost, lost or 'nothing')} |")
 
 
+def run_examples(report: Report) -> None:
+    """Agents in other languages, through the published ports."""
+    report.say("\n| example | score | engines |\n|---|---|---|")
+    for language, command in EXAMPLES.items():
+        if not (ROOT / command[-1]).exists():
+            report.say(f"| {language} | not built, so not run | |")
+            continue
+        answer = json.loads(run(*command, "--scheduler", SCHEDULER))
+        engines = ", ".join(sorted({name for step in answer["steps"] for name in step["engine_ids"]}))
+        report.say(f"| {language} | {report.check(answer['score'] == 1.0, str(answer['score']))} | {engines} |")
+
+
 def check_images(report: Report) -> None:
     report.say("\n| image | MB | user | root file system | capabilities |\n|---|---|---|---|---|")
     for name, container in sorted(containers().items()):
@@ -151,6 +165,7 @@ async def main() -> int:
         report.say(f"healthy {report.check(healthy_s <= 180.0, f'after {healthy_s:.0f} s')}")
         check_images(report)
         report.say("\n" + run(sys.executable, "examples/quickstart.py", SCHEDULER))
+        run_examples(report)
         lost = what_is_lost(await rollout())
         report.say(
             f"a rollout of {len(PROMPTS) * SAMPLES} trajectories loses {report.check(not lost, lost or 'nothing')}"
