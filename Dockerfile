@@ -28,7 +28,7 @@ FROM source AS kernels
 ARG OFFLINE
 COPY scripts/compile_kernels.py /src/scripts/
 RUN python3 -m venv /opt/compiler \
- && /opt/compiler/bin/pip install ${OFFLINE:+--no-index --find-links /src} setuptools /src/clients/python "/src[placement]" \
+ && /opt/compiler/bin/pip install ${OFFLINE:+--no-index --find-links /src} setuptools /src/clients/python "/src[placement,scheduler]" \
  && mkdir /opt/kernels && /opt/compiler/bin/python /src/scripts/compile_kernels.py /opt/kernels
 
 FROM source AS build
