@@ -82,17 +82,24 @@ def main(folder: Path) -> None:
 
 def find_signatures() -> dict[Any, Any]:
     """Every kernel that Python calls to the signature for which it is compiled; exits where there are several."""
+    warm_ups = [importlib.import_module(name).compile_kernels for name in WARM_UPS]
+    for warm_up in warm_ups:
+        warm_up()
+    # Once more, now that all is compiled: a kernel must not see what takes the place of another one.
     called: dict[Any, None] = {}
-    compile_for_args = dispatcher.Dispatcher._compile_for_args  # where a call from Python finds nothing compiled
-
-    def note(kernel: Any, *arguments: Any, **named: Any) -> Any:
-        called[kernel] = None
-        return compile_for_args(kernel, *arguments, **named)
-
-    dispatcher.Dispatcher._compile_for_args = note
-    for name in WARM_UPS:
-        importlib.import_module(name).compile_kernels()
-    dispatcher.Dispatcher._compile_for_args = compile_for_args
+    replaced = [
+        (module, name, value)
+        for module_name, module in list(sys.modules.items())
+        if module_name.startswith("treadle_core.")
+        for name, value in list(vars(module).items())
+        if isinstance(value, dispatcher.Dispatcher)
+    ]
+    for module, name, kernel in replaced:
+        setattr(module, name, note_calls(kernel, called))
+    for warm_up in warm_ups:
+        warm_up()
+    for module, name, kernel in replaced:
+        setattr(module, name, kernel)
     found = {}
     for kernel in called:
         signatures = {
@@ -103,6 +110,16 @@ def find_signatures() -> dict[Any, Any]:
             sys.exit(f"{compiled.name_ahead(kernel.py_func)} has several types: {sorted(map(str, signatures))}")
         found[kernel] = signatures.pop()
     return found
+
+
+def note_calls(kernel: Any, called: dict[Any, None]) -> Any:
+    """What calls the kernel and notes that Python did."""
+
+    def call(*arguments: Any) -> Any:
+        called[kernel] = None
+        return kernel(*arguments)
+
+    return call
 
 
 def general_type(argument: Any) -> Any:
