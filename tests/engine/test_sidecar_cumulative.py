@@ -80,8 +80,12 @@ async def test_the_engines_own_spans_belong_to_the_trace_of_the_caller(nats_url:
             ids = {span.span_id for span in spans("treadle-engine")}
             return [span for span in spans("treadle-engine") if span.parent_span_id not in ids]
 
-        # Its processes send one by one what they have, the span of the whole request last.
-        await until(lambda: uppermost() and all(span.name.startswith(" Req") for span in uppermost()))
+        def complete() -> bool:
+            """Its processes send one by one what they have."""
+            whole = {span.name for span in spans("treadle-engine")} >= {"prefill_forward", "decode_forward"}
+            return whole and all(span.name.startswith(" Req") for span in uppermost())
+
+        await until(complete, within_s=60.0)
     [served] = spans("treadle-sidecar")
     assert served.parent_span_id.hex() == caller
     assert [span.parent_span_id for span in uppermost()] == [served.span_id]
