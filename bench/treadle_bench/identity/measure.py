@@ -22,6 +22,7 @@ from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle_cli.mesh.engines import EnginePlan
 
 from treadle_bench.bench import Bench, BenchOptions
+from treadle_bench.control_plane.measure import AT_ONCE
 from treadle_bench.processes import run_mesh
 
 MS = 1000.0
@@ -88,6 +89,7 @@ def summarize(tickets: dict[str, list[float]], steps: dict[str, list[float]]) ->
 
 async def _start(plan: EnginePlan, name: str, options: BenchOptions, stack: AsyncExitStack) -> Caller:
     mesh = await stack.enter_async_context(run_mesh(plan, options, secure=name == "certificates"))
+    await mesh.set_policy(AT_ONCE)
     folder = None if mesh.certificates is None else mesh.certificates / "client-default"
     client = await stack.enter_async_context(Client(mesh.where.scheduler, tls_folder=folder))
     certificates = None if folder is None else Certificates(folder)
