@@ -8,7 +8,8 @@ from treadle_core import actions as act
 from treadle_core import events as ev
 from treadle_core import refusals
 from treadle_core.model import Outcome, TicketStatus, TrajectoryState
-from treadle_core.steps.tickets import ticket_id
+from treadle_core.steps.tickets import ticket_id, trajectory_of
+from treadle_runtime.identity.tenants import owner_of
 
 
 @pytest.fixture
@@ -215,10 +216,17 @@ def test_opening_and_closing_answer_repeats_and_what_is_closed_or_unknown_takes_
 
 def test_no_ticket_id_is_the_prefix_of_another() -> None:
     """The engine's abort matches request ids by prefix."""
-    ids = {ticket_id(t, turn, attempt) for t in ("a", "a.1", "a.1.1") for turn in range(12) for attempt in range(12)}
+    ids = {ticket_id(t, turn, attempt) for t in ("a", "a.1", "b::a") for turn in range(12) for attempt in range(12)}
     assert len(ids) == 3 * 12 * 12
     ordered = sorted(ids)
     assert not [x for x, y in pairwise(ordered) if y.startswith(x)]
+
+
+def test_a_ticket_belongs_to_the_tenant_of_its_trajectory() -> None:
+    for trajectory_id in ("acme::t.1", "acme::t", "t"):
+        ticket = ticket_id(trajectory_id, 2, 1)
+        assert (owner_of(ticket), trajectory_of(ticket)) == (owner_of(trajectory_id), trajectory_id)
+    assert trajectory_of("acme::other") == ""
 
 
 def test_a_lost_ticket_that_still_finishes_is_counted(scenario: Scenario) -> None:
