@@ -14,7 +14,7 @@ BUDGETS = {
     "bench": (8_770, 57),
     "cli": (6_980, 57),
     "clients/python": (3_380, 16),
-    "core": (11_520, 65),
+    "core": (12_310, 69),
     "examples": (90, 2),
     "learned": (2_170, 15),
     "runtime": (3_140, 18),
@@ -28,7 +28,7 @@ BUDGETS = {
     "services/tools": (10_090, 68),
     "sim": (6_380, 38),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 62_500, 410, 42_360
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 63_290, 414, 42_900
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 WIDE_FOLDERS = {"clients/python/treadle": 16}  # the client is one package, beside folders of stubs
