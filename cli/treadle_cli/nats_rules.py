@@ -18,6 +18,7 @@ PUBLISHES = {
     "sidecar": ("step-queued", "step-started", "step-preempted", "step-finished", "weights-updated"),
     "tools": ("tool-started", "tool-finished", "reward-ended"),
     "migrator": ("migration-ended",),
+    "rollout": ("group-settled",),
 }
 HEARS_FACTS = frozenset({"scheduler", "predictor", "tools"})
 BUCKETS = {

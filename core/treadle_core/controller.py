@@ -49,6 +49,7 @@ HANDLERS: Mapping[type[ev.Event], Callable[[State, Any, float], list[Action]]] =
     ev.TrajectoryOpened: lifecycle.open_trajectory,
     ev.TrajectoryClosed: lifecycle.close_trajectory,
     ev.ClosedAnnounced: lifecycle.confirm_announcement,
+    ev.GroupSettled: lifecycle.end_group,
     ev.StepRequested: requests.request_step,
     ev.StepPreempted: requests.note_preemption,
     ev.StepFinished: requests.finish_step,

@@ -94,6 +94,15 @@ class TrajectoryClosed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class GroupSettled(Event):
+    """Enough samples of a prompt are in (rollout service): those numbered below `samples` are no longer wanted."""
+
+    rollout_id: str
+    prompt_id: str
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
 class SwitchRequested(Event):
     """The migrator asks to make `target_engine_id` the owner, if the revision is still the expected one."""
 

@@ -54,9 +54,12 @@ class TrajectoryExists(Refusal):
 
 
 class TrajectoryIsClosed(Refusal):
-    """A closed trajectory takes no more steps."""
+    """A closed trajectory takes no more steps. `state`: as what it was closed."""
 
     reason = "TRAJECTORY_CLOSED"
+
+    def __init__(self, trajectory_id: str, state: str) -> None:
+        super().__init__(f"{trajectory_id} is {state} already", trajectory_id=trajectory_id, state=state)
 
 
 class TurnOutOfOrder(Refusal):

@@ -1,5 +1,6 @@
 """Bad input to every RPC of RolloutService: the right code, naming the field or the reason."""
 
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -46,6 +47,22 @@ async def test_a_bad_field_of_a_request_is_named(calls: RolloutCalls) -> None:
         ("CreateRollout", creation(prompt_ids=[]), "spec.prompt_ids"),
         ("CreateRollout", creation(prompt_ids=["a", "a"]), "spec.prompt_ids"),
         ("CreateRollout", creation(prompt_ids=["a", ""]), "spec.prompt_ids[1]"),
+        ("CreateRollout", creation(samples=[1, 1]), "spec.samples"),
+        ("CreateRollout", creation(samples_per_prompt=2, samples=[1]), "spec.samples[0]"),
+        ("CreateRollout", creation(keep_groups=2), "spec.keep_groups"),
+        ("CreateRollout", creation(max_open_groups=-1), "spec.max_open_groups"),
+        ("CreateRollout", creation(replace_stale=True), "spec.replace_stale"),
+        ("CreateRollout", creation(replace_stale=True, max_staleness=0, keep_groups=1), "spec.replace_stale"),
+        ("CreateRollout", creation(selection={"rule": 99}), "spec.selection.rule"),
+        ("CreateRollout", creation(selection={"rule": "SELECTION_RULE_MIXED"}), "spec.keep_per_prompt"),
+        ("CreateRollout", creation(selection={"longest": 1}), "spec.selection.longest"),
+        (
+            "CreateRollout",
+            creation(selection={"rule": "SELECTION_RULE_DUAL_END", "longest": 2}),
+            "spec.selection.longest",
+        ),
+        ("CreateRollout", creation(selection={"saturated_samples": -1}), "spec.selection.saturated_samples"),
+        ("CreateRollout", creation(selection={"success_reward": math.nan}), "spec.selection.success_reward"),
         ("CreateRollout", creation("create", "r", prompt_ids=["a", "b"]), "request_id"),  # used with another request
         ("CancelRollout", pb.CancelRolloutRequest(rollout_id="r"), "request_id"),
         ("SubmitTrajectory", pb.SubmitTrajectoryRequest(rollout_id="r", trajectory=finished("a")), "request_id"),
@@ -53,7 +70,16 @@ async def test_a_bad_field_of_a_request_is_named(calls: RolloutCalls) -> None:
         ("GetBatch", batch(max_groups=0), "max_groups"),
         ("GetBatch", batch(max_groups=-3), "max_groups"),
         ("GetBatch", batch(weight_version=-1), "weight_version"),
+        ("GetBatch", batch(part=1), "part"),
+        ("GetBatch", batch(part=-1, parts=2), "part"),
+        ("GetBatch", batch(parts=-1), "parts"),
+        ("GetBatch", batch(wait_at_most={"seconds": -1}), "wait_at_most"),
         ("ConfirmBatch", pb.ConfirmBatchRequest(request_id="f", rollout_id="r"), "batch_request_id"),
+        (
+            "ConfirmBatch",
+            pb.ConfirmBatchRequest(request_id="f", rollout_id="r", batch_request_id="b", part=2, parts=2),
+            "part",
+        ),
     ]
     await calls.create()
     for rpc, request, field in bad:

@@ -3,6 +3,7 @@
 import asyncio
 
 import grpc.aio
+import pytest
 from support.finished_trajectories import CALL_S, RolloutCalls, finished, members
 from support.processes import StartService
 from treadle.rollout.v1 import rollout_pb2 as pb
@@ -64,4 +65,7 @@ async def test_a_service_that_is_told_to_stop_sends_those_away_who_wait(start_se
         service.terminate()
         assert await service.wait() == 0
         assert await waiting.code() is grpc.StatusCode.UNAVAILABLE
-        assert await watch.code() is grpc.StatusCode.UNAVAILABLE
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            while await watch.read() is not grpc.aio.EOF:  # what changed before
+                pass
+        assert ended.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -5,7 +5,8 @@ from support.control import Scenario, all_of, one
 from treadle_core import actions as act
 from treadle_core import events as ev
 from treadle_core.model import Ordering, PlacementRule, Policy, TicketStatus, TrajectoryState
-from treadle_core.refusals import BadField, JobNotFound, JobTakenOver, RequestIdReused
+from treadle_core.refusals import BadField, JobNotFound, JobTakenOver, RequestIdReused, TrajectoryIsClosed
+from treadle_core.steps import lifecycle
 from treadle_core.tuning import Tuning
 
 TUNING = Tuning(job_lease_s=45.0, job_resume_s=600.0, lease_ttl_s=1e9, plan_interval_s=1e9)
@@ -339,3 +340,28 @@ def test_a_driver_that_handled_nothing_for_minutes_ends_no_lease() -> None:
     assert not all_of(late, act.RemoveEngine) and not all_of(late, act.RemoveJob)
     gone = scenario.advance(46.0)
     assert one(gone, act.RemoveEngine).engine_id == "e0" and one(gone, act.RemoveJob).job_id == "j"
+
+
+def test_the_open_samples_of_a_settled_group_are_closed_and_no_others() -> None:
+    """Of rollout r, prompt p: sample 0 steps, 1 waits for the slot, 2 was begun after the group had settled. Others:
+    another prompt, another rollout.
+
+    Result: 0 and 1 are cancelled, the step of 0 is aborted, and the next in line gets its slot.
+    """
+    scenario = Scenario(Policy(reserve=True), TUNING, engines=["e0"], slots=1)
+    for name, prompt, sample, rollout in (
+        ("t0", "p", 0, "r"), ("t1", "p", 1, "r"), ("t2", "p", 2, "r"), ("q", "q", 0, "r"), ("s", "p", 0, "s"),
+    ):  # fmt: skip
+        scenario.open(name, prompt_id=prompt, sample=sample, rollout_id=rollout, tokens=100.0)
+    ticket = scenario.step("t0", 0)
+    for name in ("t1", "t2"):
+        assert one(scenario.ask(name), act.KeepWaiting)
+    ended = scenario.send(ev.GroupSettled("r", "p", samples=2))
+    assert [state_of(scenario, name) for name in ("t0", "t1")] == [TrajectoryState.CANCELLED] * 2
+    assert all(state_of(scenario, name) not in lifecycle.CLOSED_STATES.values() for name in ("t2", "q", "s"))
+    assert one(ended, act.AbortStep).ticket_id == ticket.ticket_id
+    assert one(ended, act.IssueTicket).ticket.trajectory_id == "t2"
+    assert scenario.send(ev.GroupSettled("r", "p", samples=2)) == [], "told again"
+    with pytest.raises(TrajectoryIsClosed) as closed:
+        scenario.ask("t1")
+    assert closed.value.metadata["state"] == "cancelled"

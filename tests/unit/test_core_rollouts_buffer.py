@@ -12,13 +12,13 @@ from treadle_core.rollouts.buffer import (
     DropReason,
     Event,
     GroupTooLargeError,
-    RolloutSpec,
     RolloutState,
     Sample,
     SampleBuffer,
     SampleTakenError,
     Verdict,
 )
+from treadle_core.rollouts.spec import RolloutSpec, RuleName, Selection
 
 ROOMY = 1 << 30
 
@@ -154,12 +154,36 @@ COMMANDS = st.lists(
 )
 
 
-@given(commands=COMMANDS, keep=st.integers(1, 4), bound=st.one_of(st.none(), st.integers(0, 3)))
+PROMPTS = tuple(f"p{number}" for number in range(4))
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> RolloutSpec:
+    """Of four prompts with four or more samples each: every rule, bound and kind of redundancy."""
+    bound = draw(st.one_of(st.none(), st.integers(0, 3)))
+    keep = draw(st.integers(1, 4))
+    rule = draw(st.sampled_from([each for each in RuleName if keep > 1 or each is not RuleName.MIXED]))
+    replace = draw(st.booleans()) and bound is not None
+    return RolloutSpec(
+        PROMPTS,
+        samples_per_prompt=4,
+        keep_per_prompt=keep,
+        max_staleness=bound,
+        selection=Selection(rule, longest=draw(st.integers(0, keep)), saturated_at=draw(st.sampled_from([0, 5]))),
+        samples=draw(st.sampled_from([(), (4, 5, 4, 6)])),
+        keep_groups=None if replace else draw(st.one_of(st.none(), st.integers(1, 4))),
+        max_open_groups=draw(st.one_of(st.none(), st.integers(1, 4))),
+        replace_stale=replace,
+    )
+
+
+@given(commands=COMMANDS, spec=specs())
 def test_every_kept_trajectory_leaves_once_within_the_bound_and_a_replay_gives_the_same_buffer(
-    commands: list[tuple[object, ...]], keep: int, bound: int | None
+    commands: list[tuple[object, ...]], spec: RolloutSpec
 ) -> None:
-    buffer = buffer_of(4, samples=4, keep=keep, bound=bound)
-    replay = buffer_of(4, samples=4, keep=keep, bound=bound)
+    keep, bound = spec.keep_per_prompt, spec.max_staleness
+    buffer, replay = SampleBuffer(spec), SampleBuffer(spec)
+    admitted = 0
     taken: list[str] = []
     ids = itertools.count()
 
@@ -172,7 +196,8 @@ def test_every_kept_trajectory_leaves_once_within_the_bound_and_a_replay_gives_t
         match command:
             case ("in", int(prompt), int(index), bool(failed), int(version)):
                 trajectory = f"p{prompt}-{index}"
-                sample = Sample(trajectory, f"p{prompt}", index, failed, version)
+                fields: dict[str, Any] = {"length_tokens": (prompt + 3 * index) % 5, "reward": float(index % 2)}
+                sample = Sample(trajectory, f"p{prompt}", index, failed, version, **fields)
                 arrived = buffer.decide_arrival(sample)
                 if trajectory in buffer.samples:
                     assert arrived.verdict == buffer.groups[f"p{prompt}"].verdicts[trajectory]
@@ -191,11 +216,136 @@ def test_every_kept_trajectory_leaves_once_within_the_bound_and_a_replay_gives_t
                     taken.extend(trajectory_ids)
             case _:
                 happen(buffer.decide_cancel())
+        assert admitted <= buffer.groups_admitted, "what may have begun stays so"
+        admitted = buffer.groups_admitted
         assert len(taken) == len(set(taken)) == buffer.taken_total
         assert buffer.taken_total + buffer.buffered + sum(buffer.drops.values()) == len(buffer.samples)
         waiting = sum(len(group.kept) for group in buffer.groups.values() if not group.taken)
         assert waiting == buffer.buffered
     assert vars(replay) == vars(buffer)
+
+
+def buffer_with(prompts: int = 1, per_prompt: int = 4, keep: int = 2, **fields: Any) -> SampleBuffer:
+    return SampleBuffer(RolloutSpec(PROMPTS[:prompts], per_prompt, keep, **fields))
+
+
+def kept_of(buffer: SampleBuffer, prompt: str = "p0") -> list[str]:
+    return [sample.trajectory_id for sample in buffer.groups[prompt].kept]
+
+
+def test_dual_end_sampling_waits_for_all_samples_and_drops_those_in_the_middle() -> None:
+    """Of lengths 30, 10, 40 and 20, one of each end is trained.
+
+    Result: all are kept until the last, with which the two in the middle, itself among them, are dropped.
+    """
+    buffer = buffer_with(selection=Selection(RuleName.DUAL_END, longest=1))
+    verdicts = [
+        hand_in(buffer, name, index=index, length_tokens=length)
+        for index, (name, length) in enumerate({"a": 30, "b": 10, "c": 40, "d": 20}.items())
+    ]
+    assert [each.kept for each in verdicts] == [True, True, True, False]
+    assert verdicts[-1] == Verdict(DropReason.NOT_CHOSEN, group_settled=True)
+    assert kept_of(buffer) == ["b", "c"] and buffer.drops == {DropReason.NOT_CHOSEN: 2}
+
+
+def test_a_saturated_prompt_is_pruned_once_enough_short_samples_are_in() -> None:
+    selection = Selection(RuleName.DUAL_END, longest=1, saturated_at=5)
+    buffer = buffer_with(prompts=2, per_prompt=5, selection=selection, samples=(5, 4))
+    for prompt in ("p0", "p1"):
+        for index in range(2):
+            last = hand_in(buffer, f"{prompt}-{index}", prompt, index, length_tokens=10 + index)
+        assert last.group_settled is (prompt == "p0")
+
+
+def test_a_mixed_group_settles_with_a_success_and_a_failure_and_a_uniform_one_is_dropped() -> None:
+    buffer = buffer_with(prompts=2, selection=Selection(RuleName.MIXED))
+    rewards = {"p0": (1.0, 1.0, 0.0), "p1": (1.0, 1.0, 1.0, 1.0)}
+    for prompt, values in rewards.items():
+        for index, reward in enumerate(values):
+            last = hand_in(buffer, f"{prompt}-{index}", prompt, index, reward=reward)
+        assert last.group_settled
+    assert kept_of(buffer, "p0") == ["p0-0", "p0-2"]
+    assert kept_of(buffer, "p1") == [] and buffer.state is RolloutState.FINISHED
+    assert buffer.drops == {DropReason.NOT_CHOSEN: 5}
+
+
+def test_groups_beyond_those_that_are_kept_are_withdrawn() -> None:
+    """Two of three groups are needed. When the second has settled, what came of the third is dropped.
+
+    Result: the rollout is over, and what comes later is withdrawn too.
+    """
+    buffer = buffer_with(prompts=3, per_prompt=2, keep_groups=2)
+    hand_in(buffer, "c0", "p2")
+    for prompt in ("p0", "p1"):
+        for index in range(2):
+            hand_in(buffer, f"{prompt}-{index}", prompt, index)
+    assert buffer.state is RolloutState.FINISHED and not buffer.groups["p2"].settled
+    assert kept_of(buffer, "p2") == [] and buffer.drops == {DropReason.WITHDRAWN: 1}
+    assert hand_in(buffer, "c1", "p2", 1) == Verdict(DropReason.WITHDRAWN, group_settled=True)
+    batch = take(buffer, "b", 3, wait=True)
+    assert batch is not None and [prompt for prompt, _ in batch.groups] == ["p0", "p1"] and batch.exhausted
+
+
+def test_a_group_in_which_nothing_is_left_does_not_count_as_one_of_those_that_are_kept() -> None:
+    buffer = buffer_with(prompts=2, per_prompt=1, keep=1, keep_groups=1)
+    hand_in(buffer, "a", "p0", failed=True)
+    assert not buffer.over
+    hand_in(buffer, "b", "p1")
+    assert kept_of(buffer, "p1") == ["b"] and buffer.state is RolloutState.FINISHED
+
+
+def test_a_sample_that_grew_too_old_is_replaced_by_one_more_and_its_group_leaves_whole() -> None:
+    """Both samples settle the group; the trainer goes on, and one of them is too old by then.
+
+    Result: the group opens again for a sample with the next number, and leaves with two.
+    """
+    buffer = buffer_with(per_prompt=2, max_staleness=0, replace_stale=True)
+    hand_in(buffer, "old", index=0, oldest_version=1)
+    hand_in(buffer, "new", index=1, oldest_version=2)
+    advance(buffer, 2)
+    assert not buffer.groups["p0"].settled and buffer.groups["p0"].started == 3
+    assert not buffer.over and take(buffer, "b0", 1, wait=True) is None
+    assert hand_in(buffer, "again", index=2, oldest_version=2).group_settled
+    batch = take(buffer, "b1", 1, wait=True)
+    assert batch == Batch("b1", (("p0", ("new", "again")),), exhausted=True)
+    assert buffer.state is RolloutState.FINISHED
+
+
+def test_a_sample_that_comes_too_old_is_replaced_too() -> None:
+    buffer = buffer_with(per_prompt=2, max_staleness=0, replace_stale=True)
+    advance(buffer, 3)
+    assert hand_in(buffer, "old", index=0, oldest_version=2) == Verdict(DropReason.STALE, group_settled=False)
+    assert not hand_in(buffer, "a", index=1, oldest_version=3).group_settled
+    assert hand_in(buffer, "b", index=2, oldest_version=3).group_settled
+
+
+def test_only_so_many_groups_are_begun_before_one_is_taken() -> None:
+    """Two may be open at a time: a group that is taken, or that settled with nothing, makes room for the next."""
+    buffer = buffer_with(prompts=4, per_prompt=1, keep=1, max_open_groups=2)
+    assert buffer.groups_admitted == 2
+    hand_in(buffer, "b", "p1")
+    assert buffer.groups_admitted == 2, "it waits to be taken"
+    take(buffer, "batch", 1)
+    assert buffer.groups_admitted == 3
+    hand_in(buffer, "a", "p0", failed=True)
+    assert buffer.groups_admitted == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"samples": (4, 4)}, "samples"),
+        ({"samples": (1,)}, "samples"),
+        ({"keep_groups": 2}, "keep_groups"),
+        ({"max_open_groups": 0}, "max_open_groups"),
+        ({"replace_stale": True}, "replace_stale"),
+        ({"replace_stale": True, "max_staleness": 1, "keep_groups": 1}, "replace_stale"),
+        ({"selection": Selection(RuleName.DUAL_END, longest=3)}, "longest"),
+    ],
+)
+def test_a_spec_whose_numbers_do_not_fit_together_is_refused(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        buffer_with(**fields)
 
 
 def test_a_group_settles_when_enough_samples_are_kept_and_drops_the_rest() -> None:

@@ -1,17 +1,8 @@
 """Stored records of a rollout: what goes in comes out."""
 
 import pytest
-from treadle_core.rollouts.buffer import (
-    Advanced,
-    Arrived,
-    Batch,
-    Cancelled,
-    DropReason,
-    Event,
-    RolloutSpec,
-    Sample,
-    Verdict,
-)
+from treadle_core.rollouts.buffer import Advanced, Arrived, Batch, Cancelled, DropReason, Event, Sample, Verdict
+from treadle_core.rollouts.spec import RolloutSpec
 from treadle_rollout.storage import COMPRESS_FROM_BYTES, Created, Record, decode, encode
 
 SPEC = RolloutSpec(("p.0", "p:1"), 4, 2, max_staleness=1, max_total_tokens=100)
@@ -39,8 +30,8 @@ def test_a_record_comes_out_as_it_went_in(body: Created | Event) -> None:
             Created("r", SPEC, "req"),
         ),
         (
-            b'{"kind":"arrived","at_s":1.5,"sample":{"trajectory_id":"t","prompt_id":"p.0","sample":3,"failed":true,'
-            b'"oldest_version":null,"payload_bytes":0},"verdict":{"drop_reason":"failed","group_settled":true}}',
+            b'{"kind":"arrived","at_s":1.5,"sample":{"trajectory_id":"t","prompt_id":"p.0","sample":3,"failed":true},'
+            b'"verdict":{"drop_reason":"failed","group_settled":true}}',
             Arrived(Sample("t", "p.0", 3, failed=True), Verdict(DropReason.FAILED, group_settled=True)),
         ),
         (
@@ -52,6 +43,15 @@ def test_a_record_comes_out_as_it_went_in(body: Created | Event) -> None:
 def test_records_are_stored_in_this_form(stored: bytes, body: Created | Event) -> None:
     assert encode(Record(1.5, body)) == stored
     assert decode(stored) == Record(1.5, body)
+
+
+def test_a_record_of_an_earlier_version_is_read() -> None:
+    stored = (
+        b'{"kind":"arrived","at_s":1.5,"sample":{"trajectory_id":"t","prompt_id":"p.0","sample":3,"failed":true,'
+        b'"oldest_version":null,"payload_bytes":0},"verdict":{"drop_reason":"failed","group_settled":true}}'
+    )
+    expected = Arrived(Sample("t", "p.0", 3, failed=True), Verdict(DropReason.FAILED, group_settled=True))
+    assert decode(stored) == Record(1.5, expected)
 
 
 def test_a_rollout_of_ten_thousand_prompts_fits_into_one_nats_message() -> None:

@@ -32,7 +32,11 @@ async def take_batch(mesh: Mesh, request: rollout_pb2.GetBatchRequest, timeout_s
             raise error
         await backoff.wait(error, error.retry_after_s)
     confirm = rollout_pb2.ConfirmBatchRequest(
-        request_id=request_id(), rollout_id=request.rollout_id, batch_request_id=request.request_id
+        request_id=request_id(),
+        rollout_id=request.rollout_id,
+        batch_request_id=request.request_id,
+        part=request.part,
+        parts=request.parts,
     )
     with suppress(TreadleError):
         await mesh.call(service.ConfirmBatch, confirm, mesh.timeouts.cleanup_s)

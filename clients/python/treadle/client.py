@@ -28,10 +28,11 @@ from treadle.jobs import Job, policy_message
 from treadle.rewards import PendingReward, request_reward
 from treadle.rollout.v1 import rollout_pb2
 from treadle.rollouts import Agent, RolloutRun
+from treadle.samples import check_part, shaping_fields
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.tracing import TrajectoryTrace
 from treadle.trajectory import TRAJECTORY_CLOSED, OnChange, Trajectory
-from treadle.types import Batch, Policy, Prompt, RolloutEvent, RolloutResult
+from treadle.types import Batch, Policy, Prompt, RolloutEvent, RolloutResult, Shaping, duration
 from treadle.weights import WeightPush
 
 # Some 10 to 20 seconds of decoding, against a ticket and the prefill of one token (ADR 0011).
@@ -176,6 +177,7 @@ class Client:
         pin: Callable[[Prompt, int], str] | None = None,
         rollout_id: str = "",
         part: tuple[int, int] = (0, 1),
+        shaping: Shaping | None = None,
     ) -> RolloutResult:
         """Run `agent(trajectory, prompt)` on samples_per_prompt samples of each prompt and submit each finished one.
 
@@ -198,10 +200,12 @@ class Client:
         client of its own, where all give it the same rollout_id, prompts and parameters, and the i-th of n part=(i, n),
         from 0: each runs every n-th sample and returns those. Who comes first creates the rollout; a group settles
         with the samples of all; a call that is cancelled leaves the rollout to the others. Raises ValueError.
+
+        shaping: which samples are chosen and how many are begun; see Shaping. The scheduler ends a sample that is no
+        longer wanted, whatever its agent does.
         """
-        index, count = part
-        if not 0 <= index < count:
-            raise ValueError(f"part must be (i, n) with 0 <= i < n, is {part}")
+        check_part(part)
+        count = part[1]
         if count > 1 and not rollout_id:
             raise ValueError("part needs rollout_id=...: the name by which the other processes find the rollout")
         spec = rollout_pb2.RolloutSpec(
@@ -210,6 +214,7 @@ class Client:
             max_staleness=max_staleness,
             prompt_ids=[prompt.id for prompt in prompts],
             max_total_tokens=max_total_tokens,
+            **shaping_fields(shaping or Shaping()),
         )
         run = RolloutRun(*self._connected(), self.open, agent, spec, on_event, pin, rollout_id, part)
         return await run.run(prompts, concurrency)
@@ -317,19 +322,32 @@ class Client:
         weight_version: int = 0,
         wait: bool = True,
         timeout_s: float | None = None,
+        wait_at_most_s: float = 0.0,
+        batch_id: str = "",
+        part: tuple[int, int] = (0, 1),
     ) -> Batch:
         """Take up to max_groups settled groups for training, oldest first, none staler than the rollout's bound.
 
         weight_version: the trainer's present one. wait: for max_groups rather than answer with fewer, up to timeout_s
-        (default timeouts.batch_s). Errors: TreadleError NOT_FOUND ROLLOUT_NOT_FOUND, DEADLINE_EXCEEDED.
+        (default timeouts.batch_s), or for wait_at_most_s, after which the batch has what there is. Ranks of one trainer
+        share a batch: each gives the same arguments, a batch_id that none had before, such as "step-7", and the i-th of
+        n part=(i, n), from 0; each gets other groups, about as many and as large as the others. A batch_id gives the
+        same batch again until it has arrived. Errors: ValueError; TreadleError NOT_FOUND ROLLOUT_NOT_FOUND,
+        DEADLINE_EXCEEDED.
         """
         mesh, _ = self._connected()
+        check_part(part)
+        if part[1] > 1 and not batch_id:
+            raise ValueError("part needs batch_id=...: the name by which the other ranks find the batch")
         request = rollout_pb2.GetBatchRequest(
-            request_id=request_id(),
+            request_id=batch_id or request_id(),
             rollout_id=rollout_id,
             max_groups=max_groups,
             weight_version=weight_version,
             wait=wait,
+            wait_at_most=duration(wait_at_most_s) if wait_at_most_s else None,
+            part=part[0],
+            parts=part[1],
         )
         return await take_batch(mesh, request, timeout_s or mesh.timeouts.batch_s)
 

@@ -7,61 +7,38 @@ client whose job was taken over submits nothing more.
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import asdict, replace
-from typing import Any, Literal, TypeVar
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
 import grpc
 
-from treadle.common.v1 import tokens_pb2
 from treadle.connection import Mesh, finish, request_id
-from treadle.errors import FieldViolation, TokensSpent, TreadleError, error_from, refused
+from treadle.errors import FieldViolation, TreadleError, error_from, refused
 from treadle.jobs import JOB_TAKEN_OVER, Job
 from treadle.rewards import PendingReward
 from treadle.rollout.v1 import rollout_pb2
+from treadle.samples import (
+    DROP_REASONS,
+    await_score,
+    ending_of,
+    finished_message,
+    is_unwanted,
+    oldest_version_of,
+    play_to_end,
+    result_of,
+    submitted_of,
+)
 from treadle.tracing import TrajectoryTrace
 from treadle.trajectory import TRAJECTORY_CLOSED, Trajectory
-from treadle.types import (
-    Outcome,
-    Prompt,
-    RolloutEvent,
-    RolloutResult,
-    TrajectoryResult,
-    duration,
-    pack_ids,
-    pack_logprobs,
-    words_of,
-)
+from treadle.types import Outcome, Prompt, RolloutEvent, RolloutResult, TrajectoryResult
 
 # ErrorInfo.reason
 ROLLOUT_EXISTS, ROLLOUT_NOT_FOUND, SAMPLE_TAKEN = "ROLLOUT_EXISTS", "ROLLOUT_NOT_FOUND", "SAMPLE_TAKEN"
-_DROP_REASONS = {0: "", **words_of(rollout_pb2.DropReason)}
 
-
-def finished_message(result: TrajectoryResult) -> rollout_pb2.FinishedTrajectory:
-    """A trajectory for SubmitTrajectory. No reward counts as 0; a cancelled trajectory as failed.
-
-    A sample without a trajectory is submitted under an id of its own, so that its group does not wait for it.
-    """
-    return rollout_pb2.FinishedTrajectory(
-        trajectory_id=result.trajectory_id or f"unopened-{request_id()}",
-        prompt_id=result.prompt_id,
-        sample=result.sample,
-        tokens=tokens_pb2.TokenIds(int32_le=pack_ids(result.tokens)),
-        loss_mask=bytes(result.loss_mask),
-        logprobs=tokens_pb2.Logprobs(float32_le=pack_logprobs(result.logprobs)),
-        version_spans=[tokens_pb2.VersionSpan(**asdict(span)) for span in result.version_spans],
-        reward=result.reward or 0.0,
-        truncated=result.outcome == "truncated",
-        failed=result.outcome in ("failed", "cancelled"),
-        turns=len(result.steps),
-        elapsed=duration(result.elapsed_s),
-    )
-
-
-T = TypeVar("T")
 Agent = Callable[[Trajectory, Prompt], Coroutine[Any, Any, float | PendingReward | None]]
+Key = tuple[str, int]  # prompt and sample
 
 
 class RolloutRun:
@@ -82,10 +59,26 @@ class RolloutRun:
         self._mesh, self._job, self._open, self._agent, self._spec = mesh, job, open_trajectory, agent, spec
         self._on_event, self._pin = on_event or (lambda _: None), pin
         self._rollout_id, self._shared, (self._part, self._parts) = rollout_id, bool(rollout_id), part
+        self._prompts: dict[str, Prompt] = {}
+        self._offsets: dict[str, int] = {}  # of a prompt's samples among those of all prompts
+        self._begun: dict[str, int] = {}  # samples of a prompt that were looked at
         self._settled: set[str] = set()  # prompts
-        # Samples whose agent has not ended, by prompt and sample: a settled group cancels its own.
-        self._unfinished: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._results: dict[tuple[str, int], TrajectoryResult] = {}
+        # Samples whose agent has not ended: a settled group cancels its own.
+        self._unfinished: dict[Key, asyncio.Task[None]] = {}
+        self._playing: dict[Key, Trajectory] = {}
+        self._stale: set[Key] = set()  # cancelled to begin again
+        self._submitted: dict[Key, TrajectoryResult] = {}  # by another client
+        self._results: dict[Key, TrajectoryResult] = {}
+
+    @property
+    def _lasts(self) -> bool:
+        """Whether more samples may be wanted until the rollout is over."""
+        return bool(self._spec.max_open_groups or self._spec.replace_stale)
+
+    @property
+    def _watches(self) -> bool:
+        """Whether others change which samples are wanted: clients with other parts, groups, a trainer's versions."""
+        return self._parts > 1 or self._lasts or bool(self._spec.keep_groups) or self._spec.max_staleness >= 0
 
     async def run(self, prompts: Sequence[Prompt], concurrency: int | None) -> RolloutResult:
         """The samples of this part, in the order of prompts; results in that order. TreadleError where the rollout
@@ -93,21 +86,17 @@ class RolloutRun:
         mesh, started_s = self._mesh, self._mesh.clock()
         rollout = await self._find_left_over() or await self._create()
         self._rollout_id = rollout.rollout_id
-        order = [(prompt, sample) for prompt in prompts for sample in range(self._spec.samples_per_prompt)]
-        order = order[self._part :: self._parts]
-        slots = asyncio.Semaphore(concurrency or len(order))
-        submitted = _submitted_of(rollout)
-        self._settled = {group.prompt_id for group in rollout.groups if group.settled}
+        self._slots = asyncio.Semaphore(concurrency or sys.maxsize)
+        self._submitted = submitted_of(rollout)
+        offset = 0
+        for prompt, samples in zip(prompts, self._samples(len(prompts)), strict=True):
+            self._prompts[prompt.id], self._offsets[prompt.id] = prompt, offset
+            offset += samples
         try:
-            async with asyncio.TaskGroup() as tasks, self._watching(tasks):
-                for prompt, sample in order:
-                    key = (prompt.id, sample)
-                    if key in submitted:
-                        self._results[key] = submitted[key]
-                        continue
-                    self._results[key] = TrajectoryResult("", prompt.id, sample, outcome="cancelled")
-                    if prompt.id not in self._settled:
-                        self._unfinished[key] = tasks.create_task(self._sample(prompt, sample, slots))
+            async with asyncio.TaskGroup() as tasks:
+                self._hear(rollout, tasks)
+                if self._watches:
+                    await self._watch(tasks)
         except BaseException as failure:
             if self._job.resume:
                 self._job.leave_rollout(self._rollout_id)
@@ -118,8 +107,61 @@ class RolloutRun:
             raise
         if self._job.resume:
             await self._job.end_rollout(self._rollout_id)
-        results = tuple(self._results[prompt.id, sample] for prompt, sample in order)
-        return RolloutResult(self._rollout_id, results, mesh.clock() - started_s)
+        for prompt_id, samples in zip(self._prompts, self._samples(len(prompts)), strict=True):
+            self._begin(prompt_id, samples, None)  # of groups that were never admitted
+        results = (self._results[key] for prompt in prompts for key in self._keys(prompt.id, self._begun[prompt.id]))
+        return RolloutResult(self._rollout_id, tuple(results), mesh.clock() - started_s)
+
+    def _samples(self, prompts: int) -> Sequence[int]:
+        """What each prompt is to have at first."""
+        return self._spec.samples or [self._spec.samples_per_prompt] * prompts
+
+    def _keys(self, prompt_id: str, samples: int, begun: int = 0) -> list[Key]:
+        """This part's samples of a prompt."""
+        offset = self._offsets[prompt_id]
+        return [(prompt_id, each) for each in range(begun, samples) if (offset + each) % self._parts == self._part]
+
+    def _hear(self, rollout: rollout_pb2.Rollout, tasks: asyncio.TaskGroup) -> None:
+        """Do what the state of the rollout, or a change of it, asks for: end, begin and repeat samples."""
+        for group in rollout.groups:
+            if group.settled:
+                self._settle(group.prompt_id)
+            else:
+                self._settled.discard(group.prompt_id)  # it has opened again
+        if rollout.state in (rollout_pb2.ROLLOUT_STATE_FINISHED, rollout_pb2.ROLLOUT_STATE_CANCELLED):
+            for prompt_id in self._prompts:
+                self._end_samples(prompt_id)
+        started = {group.prompt_id: group.started for group in rollout.groups}
+        wanted = self._samples(len(self._prompts))
+        admitted = rollout.groups_admitted or len(wanted)  # 0: of a service that knows no such bound
+        for index, prompt_id in enumerate(self._prompts):
+            if index < admitted:
+                self._begin(prompt_id, started.get(prompt_id) or wanted[index], tasks)
+        if rollout.HasField("newest_version"):
+            self._repeat_stale(rollout.newest_version)
+
+    def _begin(self, prompt_id: str, samples: int, tasks: asyncio.TaskGroup | None) -> None:
+        """Begin those samples of a prompt that are new and wanted."""
+        begun = self._begun.get(prompt_id, 0)
+        if samples <= begun:
+            return
+        self._begun[prompt_id] = samples
+        for key in self._keys(prompt_id, samples, begun):
+            if key in self._submitted:
+                self._results[key] = self._submitted[key]
+                continue
+            self._results[key] = TrajectoryResult("", *key, outcome="cancelled")
+            if tasks is not None and prompt_id not in self._settled:
+                self._unfinished[key] = tasks.create_task(self._sample_until_fresh(self._prompts[prompt_id], key[1]))
+
+    def _repeat_stale(self, version: int) -> None:
+        """Begin those samples again of which the first tokens are too old for a trainer at `version` by now."""
+        bound = self._spec.max_staleness
+        for key, trajectory in self._playing.items() if bound >= 0 else ():
+            oldest = oldest_version_of(trajectory.version_spans)
+            if oldest is not None and version - oldest > bound and key in self._unfinished:
+                self._stale.add(key)
+                self._unfinished[key].cancel()
 
     async def _create(self) -> rollout_pb2.Rollout:
         mesh = self._mesh
@@ -154,29 +196,25 @@ class RolloutRun:
             raise refused("ROLLOUT_CANCELLED", f"{self._rollout_id} was cancelled: give this one another id")
         return found
 
-    @asynccontextmanager
-    async def _watching(self, tasks: asyncio.TaskGroup) -> AsyncIterator[None]:
-        """Where other processes run parts: note during the block which groups they settle. The block has ended once
-        all samples that it has begun have."""
-        if self._parts == 1:
-            yield
+    async def _watch(self, tasks: asyncio.TaskGroup) -> None:
+        """Hear what changes until the rollout is over or, where no more samples can be wanted, all of this part have
+        ended."""
+        watch = tasks.create_task(self._hear_changes(tasks))
+        if self._lasts:
+            await watch
             return
-        watch = tasks.create_task(self._watch_groups())
-        yield
-        if self._unfinished:
+        while self._unfinished:
             await asyncio.wait(set(self._unfinished.values()))
         watch.cancel()
 
-    async def _watch_groups(self) -> None:
+    async def _hear_changes(self, tasks: asyncio.TaskGroup) -> None:
         mesh, service = self._mesh, await self._mesh.rollout()
         request, backoff = rollout_pb2.WatchRolloutRequest(rollout_id=self._rollout_id), mesh.backoff(math.inf)
         while True:
             try:
                 async for message in service.WatchRollout(request, timeout=mesh.timeouts.stream_s):
                     backoff.restart()
-                    for group in message.rollout.groups:
-                        if group.settled:
-                            self._settle(group.prompt_id)
+                    self._hear(message.rollout, tasks)
                 return
             except grpc.aio.AioRpcError as failure:
                 error = error_from(failure)
@@ -216,12 +254,25 @@ class RolloutRun:
                 return found
         return None
 
-    async def _sample(self, prompt: Prompt, sample: int, slots: asyncio.Semaphore) -> None:
+    async def _sample_until_fresh(self, prompt: Prompt, sample: int) -> None:
+        """Run one sample, again where its first tokens grow too old while it runs."""
+        key = (prompt.id, sample)
+        while True:
+            try:
+                return await self._sample(prompt, sample)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                assert task is not None
+                if key not in self._stale or task.uncancel():
+                    raise
+                self._stale.discard(key)
+
+    async def _sample(self, prompt: Prompt, sample: int) -> None:
         """Run one sample from its opening to its submission."""
         key = (prompt.id, sample)
         pending: PendingReward | None = None
         trace: TrajectoryTrace | None = None
-        async with slots:
+        async with self._slots:
             try:
                 trajectory = await self._open_one(prompt, sample)
             except TreadleError as error:
@@ -231,8 +282,9 @@ class RolloutRun:
                 result, pending = await self._play(trajectory, prompt)
             self._unfinished.pop(key, None)
         if pending is not None:  # waited for outside of `slots`, so that another sample runs
-            result = await _await_score(result, pending)
-        self._results[key] = await self._submit(result, trace)
+            result = await await_score(result, pending)
+        unwanted = result.outcome == "cancelled" and prompt.id in self._settled
+        self._results[key] = result if unwanted else await self._submit(result, trace)
 
     async def _open_one(self, prompt: Prompt, sample: int) -> Trajectory:
         trajectory = await self._open(
@@ -249,20 +301,26 @@ class RolloutRun:
 
     async def _play(self, trajectory: Trajectory, prompt: Prompt) -> tuple[TrajectoryResult, PendingReward | None]:
         """Run the agent and close its trajectory, however the agent ends. Returns the reward to wait for, if any."""
+        key = (trajectory.prompt_id, trajectory.sample)
+        self._playing[key] = trajectory
         try:
-            played = await _play_to_end(self._agent(trajectory, prompt))
+            played = await play_to_end(self._agent(trajectory, prompt))
         except asyncio.CancelledError:
             error_line = await finish(self._end(trajectory, "cancelled"))
-            self._results[trajectory.prompt_id, trajectory.sample] = _result(trajectory, error_line)
+            self._results[key] = result_of(trajectory, error_line)
             raise
+        finally:
+            del self._playing[key]
         # From here on a settled group does not cancel it any more.
-        self._unfinished.pop((trajectory.prompt_id, trajectory.sample), None)
-        reward, outcome, error_line = _ending(trajectory, played)
+        self._unfinished.pop(key, None)
+        reward, outcome, error_line = ending_of(trajectory, played)
+        if not played.cancelled() and is_unwanted(played.exception()):
+            self._settle(trajectory.prompt_id)
         pending, reward = (reward, None) if isinstance(reward, PendingReward) else (None, reward)
         if trajectory.outcome is not None and trajectory.reward is None:
             trajectory.reward = reward  # the agent closed it and then returned the reward
         close_error = await finish(self._end(trajectory, outcome, reward))
-        return _result(trajectory, error_line or close_error), pending
+        return result_of(trajectory, error_line or close_error), pending
 
     async def _submit(self, result: TrajectoryResult, trace: TrajectoryTrace | None) -> TrajectoryResult:
         """Submit; when the answer settles the group, its unfinished siblings are cancelled.
@@ -283,11 +341,13 @@ class RolloutRun:
                 # The client before this one had sent it when it was replaced.
                 look = rollout_pb2.GetRolloutRequest(rollout_id=self._rollout_id)
                 found = await mesh.call(service.GetRollout, look, mesh.timeouts.control_s)
-                return _submitted_of(found.rollout)[result.prompt_id, result.sample]
+                return submitted_of(found.rollout)[result.prompt_id, result.sample]
+            if self._lasts:  # its group would wait for it for ever
+                raise
             return replace(result, error=result.error or f"submit: {error}")
         if answer.group_settled:
             self._settle(result.prompt_id)
-        reason = _DROP_REASONS.get(answer.drop_reason, str(answer.drop_reason))  # a number: newer than this client
+        reason = DROP_REASONS.get(answer.drop_reason, str(answer.drop_reason))  # a number: newer than this client
         return replace(result, kept=answer.kept, drop_reason=reason)
 
     async def _require_job(self) -> None:
@@ -302,10 +362,14 @@ class RolloutRun:
     def _settle(self, prompt_id: str) -> None:
         if prompt_id in self._settled:
             return
+        self._end_samples(prompt_id)
+        self._on_event(RolloutEvent("settled", self._mesh.clock(), prompt_id))
+
+    def _end_samples(self, prompt_id: str) -> None:
         self._settled.add(prompt_id)
         for key in [key for key in self._unfinished if key[0] == prompt_id]:
+            self._stale.discard(key)
             self._unfinished.pop(key).cancel()
-        self._on_event(RolloutEvent("settled", self._mesh.clock(), prompt_id))
 
     async def _end(self, trajectory: Trajectory, outcome: Outcome, reward: float | None = None) -> str:
         """Close; the error line where that fails. The scheduler closes it once the lease has ended. One that it has
@@ -313,6 +377,11 @@ class RolloutRun:
         try:
             await trajectory.close(reward, outcome)
         except TreadleError as error:
+            if is_unwanted(error):
+                whole = not trajectory.steps or trajectory.steps[-1].finish_reason != "aborted"
+                trajectory.reward, trajectory.outcome = (reward, outcome) if whole else (None, "cancelled")
+                self._settle(trajectory.prompt_id)
+                return ""
             if error.reason == TRAJECTORY_CLOSED:
                 trajectory.reward, trajectory.outcome = None, "failed"
             return f"close: {error}"
@@ -334,81 +403,3 @@ class RolloutRun:
         t = trajectory
         event = RolloutEvent(kind, self._mesh.clock(), t.prompt_id, t.sample, t.trajectory_id)
         self._on_event(replace(event, gen_tokens=t.gen_tokens, turns=len(t.steps), outcome=t.outcome))
-
-
-async def _play_to_end(agent: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """The agent's finished task, whatever it raised. A cancellation of the caller ends the agent first."""
-    task = asyncio.get_running_loop().create_task(agent)
-    try:
-        await asyncio.wait({task})
-    except asyncio.CancelledError:
-        task.cancel()
-        await finish(asyncio.wait({task}))
-        if not task.cancelled():
-            task.exception()  # retrieved, so that asyncio does not log it
-        raise
-    return task
-
-
-def _ending(trajectory: Trajectory, played: asyncio.Task[Any]) -> tuple[float | PendingReward | None, Outcome, str]:
-    """Reward, outcome and error line of an agent that has ended."""
-    if played.cancelled():
-        return None, "cancelled", ""
-    error = played.exception()
-    if isinstance(error, TokensSpent):
-        return None, "truncated", ""
-    if error is not None:
-        return None, "failed", " ".join(f"{type(error).__name__}: {error}".split())
-    reward = played.result()
-    if reward is not None and not isinstance(reward, (int, float, PendingReward)):
-        return None, "failed", f"TypeError: the agent returned {type(reward).__name__}, not a reward"
-    return reward, "truncated" if trajectory.tokens_left == 0 else "finished", ""
-
-
-async def _await_score(result: TrajectoryResult, pending: PendingReward) -> TrajectoryResult:
-    """The result with its score. A trajectory that gets none has failed."""
-    try:
-        scored = await pending.result()
-        if scored.score is None:
-            what = f"reward {scored.reward_id} is {scored.state}: {scored.error or 'no score'}"
-            raise refused("NO_SCORE", what)
-    except TreadleError as error:
-        return replace(result, outcome="failed", error=result.error or f"reward: {error}")
-    return replace(result, reward=scored.score)
-
-
-def _submitted_of(rollout: rollout_pb2.Rollout) -> dict[tuple[str, int], TrajectoryResult]:
-    """What is known of samples that another client has submitted, by prompt and sample."""
-    return {
-        (group.prompt_id, submitted.sample): TrajectoryResult(
-            trajectory_id=submitted.trajectory_id,
-            prompt_id=group.prompt_id,
-            sample=submitted.sample,
-            outcome="failed" if submitted.drop_reason == rollout_pb2.DROP_REASON_FAILED else "finished",
-            kept=submitted.kept,
-            drop_reason=_DROP_REASONS.get(submitted.drop_reason, str(submitted.drop_reason)),
-            submitted_before=True,
-        )
-        for group in rollout.groups
-        for submitted in group.samples
-    }
-
-
-def _result(trajectory: Trajectory, error: str) -> TrajectoryResult:
-    """The result before the rollout service has answered."""
-    closed_s = trajectory.closed_s if trajectory.closed_s is not None else trajectory.opened_s
-    return TrajectoryResult(
-        trajectory_id=trajectory.trajectory_id,
-        prompt_id=trajectory.prompt_id,
-        sample=trajectory.sample,
-        tokens=trajectory.tokens,
-        loss_mask=trajectory.loss_mask,
-        logprobs=trajectory.logprobs,
-        version_spans=tuple(trajectory.version_spans),
-        steps=tuple(trajectory.steps),
-        spans=tuple(trajectory.spans),
-        reward=trajectory.reward,
-        outcome=trajectory.outcome or "failed",
-        error=error,
-        elapsed_s=closed_s - trajectory.opened_s,
-    )

@@ -52,6 +52,30 @@ class Policy:
     reserve: bool = True
 
 
+@dataclass(frozen=True)
+class Shaping:
+    """Which samples of a rollout are worth finishing and training; each part is off unless it is set.
+
+    rule: how the samples of a group are chosen, "first" as they come; "dual_end" the shortest and `longest` of the
+    longest, once all have come (DARTS), where a prompt with `saturated_samples` or more has "shortest" instead, which
+    ends a group with enough samples that no cap has cut; "mixed" the first ones among which one has `success_reward`
+    or more and one has not, where a group that never has both is dropped unless keep_uniform.
+    samples: of each prompt, in their order, where they differ. keep_groups: end with so many groups (RollArt §5.3).
+    max_open_groups: groups begun and not yet taken by a trainer. replace_stale: run one more sample for each kept one
+    that grows too old under max_staleness; the rollout then lasts until all of its groups are taken.
+    """
+
+    rule: Literal["first", "dual_end", "shortest", "mixed"] = "first"
+    longest: int = 0
+    saturated_samples: int = 0
+    success_reward: float = 1.0
+    keep_uniform: bool = False
+    samples: tuple[int, ...] = ()
+    keep_groups: int = 0
+    max_open_groups: int = 0
+    replace_stale: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """New tokens of a running step. offset: index of the first one within the step's output."""

@@ -1,9 +1,13 @@
 """The sample buffer of one rollout: groups on their way from submission to training (RollArt's SampleBuffer).
 
-A prompt is sampled `samples_per_prompt` times. Its group settles once `keep_per_prompt` samples are kept (first-K:
-RollArt's redundant environment rollouts, DARTS' early stopping) or all samples are in, however many of them failed. A
-settled group stays settled; a trajectory keeps its first verdict; a sample that would be dropped now would be dropped
-at any later time, so a caller may act on an early look at the verdict.
+A prompt is sampled several times. Its group settles as its rule says (`selection.py`), or once all samples are in,
+however many of them failed; samples that came and that the rule does not choose are dropped then. Once `keep_groups`
+groups have settled with samples, the others are withdrawn (redundant groups, RollArt §5.3). A trajectory keeps its
+first verdict; a sample that would be dropped now would be dropped at any later time, so a caller may act on an early
+look at the verdict.
+
+A settled group stays settled, unless `replace_stale` is asked for: then each sample that grows too old (RollArt's
+asynchronous bound) is replaced by one more, for which its group opens again until it is taken.
 
 `decide_*` changes nothing and returns what would happen; `apply` folds what did happen, so that a stored list of events
 rebuilds the buffer even after the policy has changed. A kept trajectory leaves exactly once, taken or dropped; a group
@@ -11,9 +15,13 @@ leaves whole; a batch id always names the same batch; `revision` is the number o
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import inf
+
+from treadle_core.rollouts.selection import Candidate, Rule
+from treadle_core.rollouts.spec import RolloutSpec
 
 NO_VERSION = inf  # ranks groups without a weight version behind those that can grow stale
 
@@ -25,28 +33,8 @@ class DropReason(Enum):
     STALE = "stale"
     FAILED = "failed"
     CANCELLED = "cancelled"
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutSpec:
-    """What one rollout asks for. `max_staleness` and `max_total_tokens` are None where there is no bound."""
-
-    prompt_ids: tuple[str, ...]
-    samples_per_prompt: int
-    keep_per_prompt: int  # K, 1..samples_per_prompt
-    max_staleness: int | None = None  # weight versions
-    max_total_tokens: int | None = None  # sampled tokens of one trajectory
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for a spec no group could satisfy."""
-        if not self.prompt_ids or len(set(self.prompt_ids)) != len(self.prompt_ids):
-            raise ValueError("prompt_ids must be at least one, and distinct")
-        if not 1 <= self.keep_per_prompt <= self.samples_per_prompt:
-            raise ValueError("keep_per_prompt must be 1..samples_per_prompt")
-        if self.max_staleness is not None and self.max_staleness < 0:
-            raise ValueError("max_staleness must be >= 0, or None for no bound")
-        if self.max_total_tokens is not None and self.max_total_tokens < 1:
-            raise ValueError("max_total_tokens must be >= 1, or None for no cap")
+    NOT_CHOSEN = "not_chosen"  # by the rule of its group
+    WITHDRAWN = "withdrawn"  # its group was not needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +43,13 @@ class Sample:
 
     trajectory_id: str
     prompt_id: str
-    sample: int  # 0..samples_per_prompt - 1
+    sample: int  # 0..its group's `started` - 1
     failed: bool = False
     oldest_version: int | None = None  # weight version of its oldest sampled token; None where no bound asks for it
     payload_bytes: int = 0
+    length_tokens: int = 0  # sampled
+    reward: float | None = None
+    truncated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +83,13 @@ def is_stale(oldest_version: int | None, newest_version: int | None, bound: int 
 
 @dataclass
 class Group:
-    """The samples of one prompt. `kept`: those that wait to be taken, or were, in order of arrival; `verdicts`: by
-    trajectory; `owners`: the trajectory of each sample index; `settled_order`: rank among the settled groups;
-    `revision`: that of the buffer when a sample last came or was dropped."""
+    """The samples of one prompt. `started`: how many it may have; `kept`: those that wait to be taken, or were, in
+    order of arrival; `verdicts`: by trajectory; `owners`: the trajectory of each sample index; `settled_order`: rank
+    among the settled groups; `revision`: that of the buffer when it last changed."""
 
     prompt_id: str
+    started: int
+    rule: Rule
     kept: list[Sample] = field(default_factory=list)
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     owners: dict[int, str] = field(default_factory=dict)
@@ -118,6 +111,11 @@ class Group:
         return self.settled and not self.taken and bool(self.kept)
 
     @property
+    def gone(self) -> bool:
+        """Whether nothing of it will be taken any more."""
+        return self.taken or (self.settled and not self.kept)
+
+    @property
     def payload_bytes(self) -> int:
         return sum(sample.payload_bytes for sample in self.kept)
 
@@ -126,6 +124,17 @@ class Group:
         """What groups leave by, the least first: the version of the oldest token, then the order of settling."""
         versions = (s.oldest_version for s in self.kept if s.oldest_version is not None)
         return min(versions, default=NO_VERSION), self.settled_order or 0
+
+    def candidates(self, sample: Sample, reason: DropReason | None) -> list[Candidate]:
+        """What its rule sees once the sample has come; what was dropped is there as failed."""
+        kept = {each.trajectory_id: each for each in self.kept}
+        came = [_candidate(kept[name]) if name in kept else Candidate(name, 0, failed=True) for name in self.verdicts]
+        last = Candidate(sample.trajectory_id, 0, failed=True) if reason is not None else _candidate(sample)
+        return [*came, last]
+
+
+def _candidate(sample: Sample) -> Candidate:
+    return Candidate(sample.trajectory_id, sample.length_tokens, sample.reward, sample.truncated)
 
 
 class RolloutState(Enum):
@@ -138,10 +147,12 @@ class RolloutState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A sample was submitted and got its verdict."""
+    """A sample was submitted and got its verdict. dropped: samples that were kept until it came, of its group not
+    chosen, of others withdrawn."""
 
     sample: Sample
     verdict: Verdict
+    dropped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +175,15 @@ class Batch:
     def members(self) -> list[str]:
         """Its trajectories."""
         return [trajectory_id for _, trajectory_ids in self.groups for trajectory_id in trajectory_ids]
+
+    def part(self, index: int, parts: int, payload_bytes: Mapping[str, int]) -> "Batch":
+        """What the rank `index` of `parts` takes of it. payload_bytes: by trajectory. Groups are dealt from the largest
+        on, forwards and backwards in turn, so that the ranks have about the same work."""
+        size = {prompt_id: sum(payload_bytes[name] for name in names) for prompt_id, names in self.groups}
+        descending = sorted(self.groups, key=lambda group: -size[group[0]])
+        turn = [*range(parts), *reversed(range(parts))]
+        dealt = {group[0] for place, group in enumerate(descending) if turn[place % len(turn)] == index}
+        return replace(self, groups=tuple(group for group in self.groups if group[0] in dealt))
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +209,11 @@ class SampleBuffer:
 
     def __init__(self, spec: RolloutSpec) -> None:
         self.spec = spec
-        self.groups = {prompt_id: Group(prompt_id) for prompt_id in spec.prompt_ids}
+        self.groups: dict[str, Group] = {}
+        for index, prompt_id in enumerate(spec.prompt_ids):
+            samples = spec.samples_of(index)
+            rule = spec.selection.rule_of(spec.keep_per_prompt, samples)
+            self.groups[prompt_id] = Group(prompt_id, samples, rule)
         self.samples: dict[str, Sample] = {}  # every sample submitted, by trajectory
         self.batches: dict[str, Batch] = {}
         self.drops: Counter[DropReason] = Counter()
@@ -198,16 +222,38 @@ class SampleBuffer:
         self.revision = 0
         self.taken_total = 0
         self.settled_total = 0
+        self.settlements = 0  # one that is repeated counts again
+        self.withdrawn = False  # groups that have not settled are not needed
 
     @property
     def state(self) -> RolloutState:
         if self.cancelled:
             return RolloutState.CANCELLED
-        return RolloutState.FINISHED if self.settled_total == len(self.groups) else RolloutState.RUNNING
+        if self.spec.replace_stale and self.complete:  # what waits may still be replaced
+            return RolloutState.FINISHED if all(each.gone for each in self.groups.values()) else RolloutState.RUNNING
+        return RolloutState.FINISHED if self.complete else RolloutState.RUNNING
 
     @property
     def over(self) -> bool:
         return self.state is not RolloutState.RUNNING
+
+    @property
+    def complete(self) -> bool:
+        """Whether no sample is wanted now."""
+        return self.cancelled or self.withdrawn or self.settled_total == len(self.groups)
+
+    @property
+    def groups_admitted(self) -> int:
+        """How many groups may have begun, in the order of the prompts."""
+        room = self.spec.max_open_groups
+        if room is None:
+            return len(self.groups)
+        for index, group in enumerate(self.groups.values()):
+            if not group.gone:
+                if not room:
+                    return index
+                room -= 1
+        return len(self.groups)
 
     @property
     def buffered(self) -> int:
@@ -225,9 +271,29 @@ class SampleBuffer:
         if owner is not None:
             raise SampleTakenError(sample.prompt_id, sample.sample, owner)
         reason = self._drop_reason(sample, group)
-        enough = reason is None and len(group.kept) + 1 >= self.spec.keep_per_prompt
-        everything_in = group.received + 1 >= self.spec.samples_per_prompt
-        return Arrived(sample, Verdict(reason, group.settled or self.cancelled or enough or everything_in))
+        if group.settled or self.complete:
+            return Arrived(sample, Verdict(reason, group_settled=True))
+        candidates = group.candidates(sample, reason)
+        if not group.rule.settled(candidates, group.started + self._is_replaced(reason)):
+            return Arrived(sample, Verdict(reason, group_settled=False))
+        chosen = set(group.rule.choose(candidates))
+        if reason is None and sample.trajectory_id not in chosen:
+            reason = DropReason.NOT_CHOSEN
+        dropped = [each.trajectory_id for each in group.kept if each.trajectory_id not in chosen]
+        if self._enough(bool(chosen)):
+            others = (each for each in self.groups.values() if each is not group and not each.settled)
+            dropped += [each.trajectory_id for other in others for each in other.kept]
+        return Arrived(sample, Verdict(reason, group_settled=True), tuple(dropped))
+
+    def _enough(self, more: int = 0) -> bool:
+        """Whether as many groups as are kept have settled with samples, with so `more` of them."""
+        if self.spec.keep_groups is None:
+            return False
+        filled = sum(group.settled and bool(group.kept) for group in self.groups.values())
+        return filled + more >= self.spec.keep_groups
+
+    def _is_replaced(self, reason: DropReason | None) -> bool:
+        return self.spec.replace_stale and reason is DropReason.STALE
 
     def _drop_reason(self, sample: Sample, group: Group) -> DropReason | None:
         if self.cancelled:
@@ -236,6 +302,8 @@ class SampleBuffer:
             return DropReason.FAILED
         if group.settled:
             return DropReason.GROUP_SETTLED
+        if self.withdrawn:
+            return DropReason.WITHDRAWN
         stale = is_stale(sample.oldest_version, self.newest_version, self.spec.max_staleness)
         return DropReason.STALE if stale else None
 
@@ -276,10 +344,10 @@ class SampleBuffer:
         if ready and not chosen:
             raise GroupTooLargeError(ready[0].prompt_id, ready[0].payload_bytes, max_bytes)
         full = len(chosen) == max_groups or len(chosen) < len(ready)
-        if wait and not full and not self.over:
+        if wait and not full and not self.complete:
             return None
         groups = tuple((g.prompt_id, tuple(s.trajectory_id for s in g.kept)) for g in chosen)
-        return Batch(batch_id, groups, exhausted=self.over and len(chosen) == len(ready))
+        return Batch(batch_id, groups, exhausted=self.complete and len(chosen) == len(ready))
 
     def decide_cancel(self) -> Cancelled | None:
         """What cancelling drops: kept samples of groups that have not settled; None where the rollout is over."""
@@ -296,7 +364,7 @@ class SampleBuffer:
                 self._apply_arrival(event)
             case Advanced():
                 self.newest_version = event.version
-                self._drop(event.stale, DropReason.STALE)
+                self._drop_stale(event.stale)
             case Batch():
                 self.batches[event.batch_id] = event
                 for prompt_id, trajectory_ids in event.groups:
@@ -317,11 +385,31 @@ class SampleBuffer:
             group.kept.append(sample)
         else:
             self.drops[verdict.drop_reason] += 1
-        if verdict.group_settled and not group.settled:
-            group.settled_order = self.settled_total
+        if self.complete or group.settled:
+            return
+        group.started += self._is_replaced(verdict.drop_reason)
+        own = [name for name in event.dropped if self.samples[name].prompt_id == group.prompt_id]
+        self._drop(own, DropReason.NOT_CHOSEN)
+        self._drop([name for name in event.dropped if name not in own], DropReason.WITHDRAWN)
+        if verdict.group_settled:
+            group.settled_order = self.settlements
+            self.settlements += 1
             self.settled_total += 1
+            self.withdrawn = self._enough()
 
-    def _drop(self, trajectory_ids: tuple[str, ...], reason: DropReason) -> None:
+    def _drop_stale(self, trajectory_ids: tuple[str, ...]) -> None:
+        """Drop what grew too old, and where it is replaced open its group again."""
+        self._drop(trajectory_ids, DropReason.STALE)
+        if not self.spec.replace_stale:
+            return
+        for trajectory_id in trajectory_ids:
+            group = self.groups[self.samples[trajectory_id].prompt_id]
+            group.started += 1
+            if group.settled:
+                group.settled_order = None
+                self.settled_total -= 1
+
+    def _drop(self, trajectory_ids: Iterable[str], reason: DropReason) -> None:
         for trajectory_id in trajectory_ids:
             sample = self.samples[trajectory_id]
             group = self.groups[sample.prompt_id]

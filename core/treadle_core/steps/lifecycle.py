@@ -3,7 +3,7 @@
 from dataclasses import fields
 
 from treadle_core import actions as act
-from treadle_core.events import ClosedAnnounced, TrajectoryClosed, TrajectoryOpened
+from treadle_core.events import ClosedAnnounced, GroupSettled, TrajectoryClosed, TrajectoryOpened
 from treadle_core.model import Outcome, TrajectoryRecord, TrajectoryState, copy_with
 from treadle_core.refusals import EngineNotFound, RequestIdReused, TrajectoryExists, TrajectoryIsClosed
 from treadle_core.steps import tickets
@@ -16,7 +16,8 @@ CLOSED_STATES = {
     Outcome.CANCELLED: TrajectoryState.CANCELLED,
 }
 
-ABANDONED = "abandoned"  # close_request_id of a trajectory that the scheduler closed itself
+# close_request_id of a trajectory that the scheduler closed itself
+ABANDONED, SETTLED = "abandoned", "settled"
 
 # Fields that the request and the record of an opening have in common.
 OPENING_FIELDS = [field.name for field in fields(TrajectoryOpened) if field.name != "request_id"]
@@ -73,9 +74,7 @@ def close_trajectory(state: State, event: TrajectoryClosed, now: float) -> list[
     state.jobs.touch(record.job_id, now)
     if not record.is_open:
         if record.close_request_id != event.request_id:
-            raise TrajectoryIsClosed(
-                f"{event.trajectory_id} is {record.state.value} already", trajectory_id=event.trajectory_id
-            )
+            raise TrajectoryIsClosed(record.trajectory_id, record.state.value)
         if (record.outcome, record.reward) != (event.outcome, event.reward):
             raise RequestIdReused(
                 "request_id", f"{event.request_id} has closed {event.trajectory_id} with another outcome or reward"
@@ -87,6 +86,17 @@ def close_trajectory(state: State, event: TrajectoryClosed, now: float) -> list[
         times = times._replace(control_s=times.control_s + max(late_s, 0.0))  # the request was on its way for so long
     record = copy_with(record, client_times=times or record.client_times)
     return _close(state, record, event.request_id, event.outcome, event.reward, now)
+
+
+def end_group(state: State, event: GroupSettled, now: float) -> list[act.Action]:
+    """Close the samples of a settled group that are still open, whatever their clients are doing."""
+    unwanted = [
+        record
+        for record in state.table.open_records()
+        if (record.rollout_id, record.prompt_id) == (event.rollout_id, event.prompt_id)
+        and record.sample < event.samples
+    ]
+    return [action for record in unwanted for action in _close(state, record, SETTLED, Outcome.CANCELLED, None, now)]
 
 
 def confirm_announcement(state: State, event: ClosedAnnounced, _now: float) -> list[act.Action]:

@@ -206,7 +206,7 @@ def switch_engine(state: State, event: SwitchRequested, now: float) -> list[Acti
             raise RequestIdReused("request_id", f"{event.request_id} has switched {event.trajectory_id} elsewhere")
         return []
     if not record.is_open:
-        raise TrajectoryIsClosed(f"{event.trajectory_id} is {record.state.value}", trajectory_id=event.trajectory_id)
+        raise TrajectoryIsClosed(record.trajectory_id, record.state.value)
     if record.pinned_engine_id or record.policy.placement is PlacementRule.PINNED:
         raise TrajectoryPinned(
             f"{event.trajectory_id} is pinned to {record.engine_id}", trajectory_id=event.trajectory_id

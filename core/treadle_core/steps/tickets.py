@@ -62,7 +62,7 @@ def trajectory_of(ticket_id: str) -> str:
 def check_request(record: TrajectoryRecord, event: StepRequested) -> StepKind:
     """The kind of a request. Raises TrajectoryIsClosed, TurnOutOfOrder, StepInFlight, BadField, RequestIdReused."""
     if not record.is_open:
-        raise TrajectoryIsClosed(f"{record.trajectory_id} is {record.state.value}", trajectory_id=record.trajectory_id)
+        raise TrajectoryIsClosed(record.trajectory_id, record.state.value)
     ticket = record.ticket
     if ticket is not None and ticket.request_id == event.request_id:
         if REQUEST_FIELDS(ticket) != REQUEST_FIELDS(event):

@@ -2,19 +2,29 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from math import inf
 
 import numpy as np
 import numpy.typing as npt
 from treadle.common.v1.tokens_pb2 import VersionSpan
 from treadle.rollout.v1 import rollout_pb2 as pb
-from treadle_core.rollouts.buffer import Batch, DropReason, RolloutSpec, RolloutState, Sample, SampleBuffer, Verdict
-from treadle_runtime.errors import finite, identifier, non_negative, positive, require
-from treadle_runtime.times import require_duration, timestamp
+from treadle.telemetry.v1.facts_pb2 import Fact, GroupSettled
+from treadle_core.rollouts.buffer import Batch, DropReason, Group, RolloutState, Sample, SampleBuffer, Verdict
+from treadle_core.rollouts.spec import RolloutSpec, RuleName, Selection
+from treadle_runtime.errors import InvalidArgument, finite, identifier, non_negative, positive, require
+from treadle_runtime.facts import make_fact
+from treadle_runtime.times import require_duration, seconds, timestamp
 
 from treadle_rollout.rollouts import BatchRequest, Rollout
 
 STATES = {state: pb.RolloutState.Value(f"ROLLOUT_STATE_{state.name}") for state in RolloutState}
+RULES = {
+    pb.SELECTION_RULE_UNSPECIFIED: RuleName.FIRST,
+    **{pb.SelectionRule.Value(f"SELECTION_RULE_{rule.name}"): rule for rule in RuleName},
+}
+RULE_NUMBERS = {rule: number for number, rule in RULES.items()}
 DROP_REASONS = {reason: pb.DropReason.Value(f"DROP_REASON_{reason.name}") for reason in DropReason}
+MOST_PARTS = 65_536  # far more ranks than one trainer has
 NO_BOUND = -1  # of max_staleness on the wire
 # SGLang's name for the weights that it was launched with, unless --weight-version names them.
 LAUNCH_VERSION = "default"
@@ -22,7 +32,7 @@ ITEM_BYTES = 4  # of an int32 token id and of a float32 log-probability
 
 
 def spec_from(spec: pb.RolloutSpec) -> RolloutSpec:
-    """The spec of a request, where keep 0 is all, staleness -1 and tokens 0 no bound. Raises InvalidArgument."""
+    """The spec of a request, where keep 0 is all, staleness -1 and other numbers 0 no bound. Raises InvalidArgument."""
     positive("spec.samples_per_prompt", spec.samples_per_prompt)
     require(
         0 <= spec.keep_per_prompt <= spec.samples_per_prompt,
@@ -33,28 +43,78 @@ def spec_from(spec: pb.RolloutSpec) -> RolloutSpec:
         spec.max_staleness >= -1, "spec.max_staleness", f"must be >= 0, or -1 for no bound, is {spec.max_staleness}"
     )
     non_negative("spec.max_total_tokens", spec.max_total_tokens)
-    require(spec.prompt_ids, "spec.prompt_ids", "must name at least one prompt")
+    prompts, keep = len(spec.prompt_ids), spec.keep_per_prompt or spec.samples_per_prompt
+    require(prompts, "spec.prompt_ids", "must name at least one prompt")
     for index, prompt_id in enumerate(spec.prompt_ids):
         identifier(f"spec.prompt_ids[{index}]", prompt_id)
-    require(len(set(spec.prompt_ids)) == len(spec.prompt_ids), "spec.prompt_ids", "must be distinct")
+    require(len(set(spec.prompt_ids)) == prompts, "spec.prompt_ids", "must be distinct")
+    require(
+        len(spec.samples) in (0, prompts),
+        "spec.samples",
+        f"must be empty, or one number for each of {prompts} prompts, has {len(spec.samples)}",
+    )
+    for index, samples in enumerate(spec.samples):
+        require(samples >= keep, f"spec.samples[{index}]", f"must be keep_per_prompt ({keep}) or more, is {samples}")
+    require(0 <= spec.keep_groups <= prompts, "spec.keep_groups", f"must be 0 (all) or 1..{prompts} (prompts)")
+    non_negative("spec.max_open_groups", spec.max_open_groups)
+    bounded, all_groups = spec.max_staleness != NO_BOUND, not spec.keep_groups
+    require(not spec.replace_stale or bounded, "spec.replace_stale", "needs max_staleness >= 0")
+    require(not spec.replace_stale or all_groups, "spec.replace_stale", "needs keep_groups = 0: all groups")
     return RolloutSpec(
         prompt_ids=tuple(spec.prompt_ids),
         samples_per_prompt=spec.samples_per_prompt,
-        keep_per_prompt=spec.keep_per_prompt or spec.samples_per_prompt,
+        keep_per_prompt=keep,
         max_staleness=None if spec.max_staleness == NO_BOUND else spec.max_staleness,
         max_total_tokens=spec.max_total_tokens or None,
+        selection=_selection_from(spec.selection, keep),
+        samples=tuple(spec.samples),
+        keep_groups=spec.keep_groups or None,
+        max_open_groups=spec.max_open_groups or None,
+        replace_stale=spec.replace_stale,
+    )
+
+
+def _selection_from(selection: pb.Selection, keep: int) -> Selection:
+    rule = RULES.get(selection.rule)
+    if rule is None:
+        raise InvalidArgument("spec.selection.rule", f"is {selection.rule}, which is newer than this service")
+    dual_end = rule is RuleName.DUAL_END
+    least = 2 if rule is RuleName.MIXED else 1
+    require(keep >= least, "spec.keep_per_prompt", f"must be {least} or more under selection.rule MIXED, is {keep}")
+    for name in ("longest", "saturated_samples"):
+        value = getattr(selection, name)
+        non_negative(f"spec.selection.{name}", value)
+        require(dual_end or not value, f"spec.selection.{name}", "is of rule DUAL_END alone: leave it out")
+    require(selection.longest <= keep, "spec.selection.longest", f"must be 0..keep_per_prompt ({keep})")
+    finite("spec.selection.success_reward", selection.success_reward)
+    return Selection(
+        rule=rule,
+        longest=selection.longest,
+        saturated_at=selection.saturated_samples,
+        success_at=selection.success_reward if selection.HasField("success_reward") else Selection().success_at,
+        drop_uniform=not selection.keep_uniform,
     )
 
 
 def spec_to(spec: RolloutSpec) -> pb.RolloutSpec:
-    """The spec as it is in force: keep_per_prompt is never 0."""
-    return pb.RolloutSpec(
+    """The spec as it is in force: keep_per_prompt is never 0, and a selection is there where it is not the default."""
+    chosen = spec.selection
+    message = pb.RolloutSpec(
         prompt_ids=spec.prompt_ids,
         samples_per_prompt=spec.samples_per_prompt,
         keep_per_prompt=spec.keep_per_prompt,
         max_staleness=NO_BOUND if spec.max_staleness is None else spec.max_staleness,
         max_total_tokens=spec.max_total_tokens or 0,
+        samples=spec.samples,
+        keep_groups=spec.keep_groups or 0,
+        max_open_groups=spec.max_open_groups or 0,
+        replace_stale=spec.replace_stale,
     )
+    if chosen != Selection():
+        message.selection.rule = RULE_NUMBERS[chosen.rule]
+        message.selection.longest, message.selection.saturated_samples = chosen.longest, chosen.saturated_at
+        message.selection.success_reward, message.selection.keep_uniform = chosen.success_at, not chosen.drop_uniform
+    return message
 
 
 def watch_to(rollout: Rollout, since_revision: int | None) -> pb.WatchRolloutResponse:
@@ -86,7 +146,13 @@ def rollout_to(rollout: Rollout, since_revision: int | None = None) -> pb.Rollou
         state=STATES[buffer.state],
         revision=buffer.revision,
         groups=[
-            pb.GroupStatus(prompt_id=each.prompt_id, received=each.received, kept=len(each.kept), settled=each.settled)
+            pb.GroupStatus(
+                prompt_id=each.prompt_id,
+                received=each.received,
+                kept=len(each.kept),
+                settled=each.settled,
+                started=each.started,
+            )
             for each in buffer.groups.values()
             if since_revision is None or each.revision > since_revision
         ],
@@ -94,7 +160,17 @@ def rollout_to(rollout: Rollout, since_revision: int | None = None) -> pb.Rollou
         buffered_trajectories=buffer.buffered,
         taken_trajectories=buffer.taken_total,
         created_at=timestamp(rollout.created_at_s),
+        groups_admitted=buffer.groups_admitted,
+        newest_version=buffer.newest_version,
     )
+
+
+def settled_fact(rollout: Rollout, group: Group) -> Fact:
+    """What the rest of the mesh hears of a group of which no further sample is wanted, with the same id each time."""
+    settled = GroupSettled(rollout_id=rollout.rollout_id, prompt_id=group.prompt_id, samples=group.started)
+    fact = make_fact("rollout", group_settled=settled)
+    fact.fact_id = f"group-settled-{rollout.rollout_id}-{group.prompt_id}-{group.started}"
+    return fact
 
 
 def verdict_to(verdict: Verdict) -> pb.SubmitTrajectoryResponse:
@@ -111,13 +187,29 @@ def batch_request_from(request: pb.GetBatchRequest) -> BatchRequest:
     """What the request asks for; its fingerprint is the same after a restart. Raises InvalidArgument."""
     positive("max_groups", request.max_groups)
     non_negative("weight_version", request.weight_version)
+    require_duration("wait_at_most", request.wait_at_most)
+    part, parts = part_from(request)
+    whole = pb.GetBatchRequest()
+    whole.CopyFrom(request)
+    whole.ClearField("part")
     return BatchRequest(
         request_id=identifier("request_id", request.request_id),
-        fingerprint=hashlib.sha256(request.SerializeToString(deterministic=True)).hexdigest()[:16],
+        fingerprint=hashlib.sha256(whole.SerializeToString(deterministic=True)).hexdigest()[:16],
         max_groups=request.max_groups,
         weight_version=request.weight_version,
         wait=request.wait,
+        wait_at_most_s=seconds(request.wait_at_most) or inf,
+        part=part,
+        parts=parts,
     )
+
+
+def part_from(request: pb.GetBatchRequest | pb.ConfirmBatchRequest) -> tuple[int, int]:
+    """Which of how many parts of a batch. Raises InvalidArgument."""
+    require(0 <= request.parts <= MOST_PARTS, "parts", f"must be 0 (one part) or 1..{MOST_PARTS}")
+    parts = request.parts or 1
+    require(0 <= request.part < parts, "part", f"must be 0..{parts - 1} (parts - 1), is {request.part}")
+    return request.part, parts
 
 
 def batch_to(batch: Batch, payloads: Mapping[str, bytes]) -> pb.GetBatchResponse:
@@ -138,11 +230,8 @@ def sample_from(trajectory: pb.FinishedTrajectory, buffer: SampleBuffer) -> Samp
     spec = buffer.spec
     identifier("trajectory.prompt_id", trajectory.prompt_id)
     require(trajectory.prompt_id in buffer.groups, "trajectory.prompt_id", "must be a prompt of the rollout")
-    require(
-        0 <= trajectory.sample < spec.samples_per_prompt,
-        "trajectory.sample",
-        f"must be 0..{spec.samples_per_prompt - 1}, is {trajectory.sample}",
-    )
+    started = buffer.groups[trajectory.prompt_id].started
+    require(0 <= trajectory.sample < started, "trajectory.sample", f"must be 0..{started - 1}, is {trajectory.sample}")
     finite("trajectory.reward", trajectory.reward)
     non_negative("trajectory.turns", trajectory.turns)
     require_duration("trajectory.elapsed", trajectory.elapsed)
@@ -160,6 +249,9 @@ def sample_from(trajectory: pb.FinishedTrajectory, buffer: SampleBuffer) -> Samp
         failed=trajectory.failed,
         oldest_version=_check_spans(trajectory.version_spans, mask, bounded=spec.max_staleness is not None),
         payload_bytes=trajectory.ByteSize(),
+        length_tokens=sampled,
+        reward=trajectory.reward,
+        truncated=trajectory.truncated,
     )
 
 

@@ -7,13 +7,15 @@ next decision. Each rollout makes its own changes one at a time.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, inf
 
 import nats.errors
 import structlog
-from treadle_core.rollouts.buffer import Arrived, Batch, Event, RolloutSpec, Sample, SampleBuffer, Verdict
+from treadle_core.rollouts.buffer import Arrived, Batch, Event, Group, Sample, SampleBuffer, Verdict
+from treadle_core.rollouts.spec import RolloutSpec
 from treadle_runtime.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable
 
 from treadle_rollout.storage import Created, PayloadStore, Record, RolloutLog, decode, encode, payload_lost
@@ -21,6 +23,8 @@ from treadle_rollout.storage import Created, PayloadStore, Record, RolloutLog, d
 # A waiting batch reads the log again that often: an entry may be there that this process never saw acknowledged, or
 # that the process it is about to replace has written. One read costs about 0.2 ms.
 RECHECK_S = 1.0
+# What settled so shortly before the last record of a rollout may not have been told when the process before this ended.
+TELL_AGAIN_S = 60.0
 RETRY_DRAINING_S = 0.5  # by then the process that comes after this one listens
 
 log = structlog.get_logger()
@@ -28,19 +32,29 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """What GetBatch or StreamBatch asks for. Of one id a repeat has the same `fingerprint`, another request has not."""
+    """What GetBatch or StreamBatch asks for. Of one id a repeat has the same `fingerprint`, and so has another part of
+    the batch; another request has not."""
 
     request_id: str
     fingerprint: str
     max_groups: int
     weight_version: int
     wait: bool
+    wait_at_most_s: float = inf
+    part: int = 0
+    parts: int = 1
+
+
+# Is told a rollout and a group of which no further sample is wanted; again after a restart of the service.
+TellSettled = Callable[["Rollout", Group], Awaitable[None]]
 
 
 class Rollout:
     """One rollout. `buffer` is read by anybody and changed here only."""
 
-    def __init__(self, created: Created, created_at_s: float, log: RolloutLog, payloads: PayloadStore) -> None:
+    def __init__(
+        self, created: Created, created_at_s: float, log: RolloutLog, payloads: PayloadStore, tell: TellSettled
+    ) -> None:
         self.rollout_id = created.rollout_id
         self.created = created
         self.created_at_s = created_at_s
@@ -54,6 +68,8 @@ class Rollout:
         self._fingerprints: dict[str, str] = {}
         self._log = log
         self._payloads = payloads
+        self._tell = tell
+        self._untold: list[tuple[float, Group]] = []  # Unix time at which its samples ceased to be wanted
         self._lock = asyncio.Lock()
         self._position = 1  # of the next entry; the first is the creation
         self._unsure = True  # another process may have written since the log was read
@@ -65,8 +81,15 @@ class Rollout:
         body = record.body
         if isinstance(body, Created):
             raise ValueError(f"rollout {self.rollout_id} is created twice in its log")
-        was_over = self.buffer.over
+        was_over, was_complete = self.buffer.over, self.buffer.complete
+        group = self.buffer.groups[body.sample.prompt_id] if isinstance(body, Arrived) else None
+        was_settled = group is not None and group.settled
         self.buffer.apply(body)
+        if group is not None and group.settled and not was_settled:
+            self._untold.append((record.at_s, group))
+        if self.buffer.complete and not was_complete:
+            rest = (each for each in self.buffer.groups.values() if not each.settled)
+            self._untold += [(record.at_s, each) for each in rest]
         self._position += 1
         self.touched_at_s = record.at_s
         if isinstance(body, Arrived) and not was_over:
@@ -79,6 +102,13 @@ class Rollout:
             self._fingerprints[body.batch_id] = record.request
         self.changed.set()
         self.changed = asyncio.Event()
+
+    async def tell_settled(self, since_s: float = 0.0) -> None:
+        """Tell the groups that have settled, or were withdrawn, since `since_s` (Unix time) and were not told yet."""
+        while self._untold:
+            at_s, group = self._untold.pop(0)
+            if at_s >= since_s and (group.settled or self.buffer.complete):  # it may have opened again
+                await self._tell(self, group)
 
     async def submit(self, sample: Sample, payload: bytes) -> Verdict:
         """Decide on a sample; its tokens are stored before its verdict is. Raises SampleTakenError."""
@@ -103,25 +133,29 @@ class Rollout:
         return verdict
 
     async def take(self, request: BatchRequest, max_bytes: float = inf) -> Batch:
-        """The batch of a request, now or, where it waits, as soon as it is full or the rollout is over.
+        """The part of a request's batch, now or, where it waits, as soon as it is full, nothing more can come, or it
+        has waited for as long as it may.
 
         While NATS is away a request that waits goes on waiting; another raises nats.errors.Error.
         """
+        until_s = time.monotonic() + request.wait_at_most_s
         while True:
             changed = self.changed
             try:
                 async with self._lock:
                     if not self._is_repeat(request):
                         await self._commit(lambda: self.buffer.decide_version(request.weight_version))
-                        await self._commit(lambda: self._decide_batch(request, max_bytes), request=request.fingerprint)
+                        waits = request.wait and time.monotonic() < until_s
+                        decide = partial(self._decide_batch, request, waits, max_bytes)
+                        await self._commit(decide, request=request.fingerprint)
             except nats.errors.Error as error:
                 if not request.wait:
                     raise
                 log.warning("batch not decided, trying again", rollout_id=self.rollout_id, error=repr(error))
             if self._is_repeat(request):
-                return self.buffer.batches[request.request_id]
+                return self.part_of(request.request_id, request.part, request.parts)
             try:
-                async with asyncio.timeout(RECHECK_S):
+                async with asyncio.timeout(min(RECHECK_S, max(until_s - time.monotonic(), 0.0))):
                     await self.wait(changed)
             except TimeoutError:
                 self._unsure = True
@@ -131,14 +165,19 @@ class Rollout:
         async with self._lock:
             await self._commit(self.buffer.decide_cancel)
 
-    async def confirm(self, batch_id: str) -> None:
-        """Remove the tokens of a batch that has arrived; it cannot be repeated any more. Raises NotFound."""
-        async with self._lock:
-            await self._read_news()
+    def part_of(self, batch_id: str, part: int, parts: int) -> Batch:
+        """What one of so many ranks takes of a batch. Raises NotFound."""
         batch = self.buffer.batches.get(batch_id)
         if batch is None:
             raise NotFound("BATCH_NOT_FOUND", f"rollout {self.rollout_id} gave no batch to {batch_id}", batch=batch_id)
-        await self._release(batch.members)
+        sizes = {name: self.buffer.samples[name].payload_bytes for name in batch.members}
+        return batch.part(part, parts, sizes)
+
+    async def confirm(self, batch_id: str, part: int, parts: int) -> None:
+        """Remove the tokens of a part that has arrived; it cannot be repeated any more. Raises NotFound."""
+        async with self._lock:
+            await self._read_news()
+        await self._release(self.part_of(batch_id, part, parts).members)
 
     async def payloads_of(self, batch: Batch) -> dict[str, bytes]:
         """The tokens of a batch's trajectories, by trajectory. Raises FailedPrecondition (in a group)."""
@@ -222,10 +261,10 @@ class Rollout:
             )
         return True
 
-    def _decide_batch(self, request: BatchRequest, max_bytes: float) -> Event | None:
+    def _decide_batch(self, request: BatchRequest, waits: bool, max_bytes: float) -> Event | None:
         if request.request_id in self.buffer.batches:  # written by a request before this one, read back just now
             return None
-        return self.buffer.decide_batch(request.request_id, request.max_groups, request.wait, max_bytes)
+        return self.buffer.decide_batch(request.request_id, request.max_groups, waits, max_bytes)
 
     async def _read_news(self) -> None:
         """Apply what another process may have written. Raises NotFound for a rollout that is forgotten."""
@@ -248,15 +287,17 @@ class Rollout:
             if await self._log.append(self.rollout_id, self._position, encode(record)):
                 self._unsure = False
                 self.apply(record)
+                await self.tell_settled()
                 return
 
 
 class Rollouts:
     """All rollouts of this process."""
 
-    def __init__(self, log: RolloutLog, payloads: PayloadStore) -> None:
+    def __init__(self, log: RolloutLog, payloads: PayloadStore, tell: TellSettled) -> None:
         self._log = log
         self._payloads = payloads
+        self._tell = tell
         self._by_id: dict[str, Rollout] = {}
         payloads.can_be_freed = lambda: any(rollout.can_free_room for rollout in self)
 
@@ -268,11 +309,13 @@ class Rollouts:
         async for rollout_id, position, data in self._log.everything():
             record = decode(data)
             if isinstance(record.body, Created):
-                self._by_id[rollout_id] = Rollout(record.body, record.at_s, self._log, self._payloads)
+                self._by_id[rollout_id] = Rollout(record.body, record.at_s, self._log, self._payloads, self._tell)
             elif rollout_id in self._by_id:
                 self._by_id[rollout_id].apply(record)
             else:
                 log.warning("log entry without its rollout", rollout_id=rollout_id, position=position)
+        for rollout in self:
+            await rollout.tell_settled(rollout.touched_at_s - TELL_AGAIN_S)
 
     async def find(self, rollout_id: str) -> Rollout:
         """A rollout by id, created here or by another process. Raises NotFound."""
@@ -280,7 +323,7 @@ class Rollouts:
             entries = [decode(data) for data in await self._log.read_from(rollout_id, 0)]
             if not entries or not isinstance(entries[0].body, Created):
                 raise _unknown(rollout_id)
-            rollout = Rollout(entries[0].body, entries[0].at_s, self._log, self._payloads)
+            rollout = Rollout(entries[0].body, entries[0].at_s, self._log, self._payloads, self._tell)
             for record in entries[1:]:
                 rollout.apply(record)
             self._by_id.setdefault(rollout_id, rollout)

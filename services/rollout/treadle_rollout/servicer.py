@@ -61,7 +61,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         sent_revision: int | None = None
         while True:
             changed, buffer = rollout.changed, rollout.buffer
-            news = (buffer.state, buffer.settled_total, buffer.taken_total, buffer.drops[DropReason.STALE])
+            news = (
+                *(buffer.state, buffer.settlements, buffer.taken_total, buffer.drops[DropReason.STALE]),
+                *(buffer.newest_version, buffer.groups_admitted),
+            )
             over = buffer.over  # at the same moment: the state moves on while we send
             if news != seen:
                 seen = news
@@ -131,7 +134,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def ConfirmBatch(self, request: pb.ConfirmBatchRequest, context: Context) -> pb.ConfirmBatchResponse:
         """Frees the room of a batch that has arrived."""
         batch_id = identifier("batch_request_id", request.batch_request_id)
-        await (await self._find(request.rollout_id)).confirm(batch_id)
+        part, parts = convert.part_from(request)
+        await (await self._find(request.rollout_id)).confirm(batch_id, part, parts)
         return pb.ConfirmBatchResponse()
 
     async def _find(self, rollout_id: str) -> Rollout:

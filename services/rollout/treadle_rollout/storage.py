@@ -20,7 +20,8 @@ from nats.js import JetStreamContext
 from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError, ServiceUnavailableError
 from nats.js.kv import KeyValue
 from pydantic import TypeAdapter
-from treadle_core.rollouts.buffer import Advanced, Arrived, Batch, Cancelled, Event, RolloutSpec
+from treadle_core.rollouts.buffer import Advanced, Arrived, Batch, Cancelled, Event
+from treadle_core.rollouts.spec import RolloutSpec
 from treadle_runtime.buckets import entries_of
 from treadle_runtime.errors import FailedPrecondition, ResourceExhausted, require
 
@@ -79,7 +80,11 @@ class Record:
 def encode(record: Record) -> bytes:
     """JSON of a record, compressed where it is long."""
     kind = KINDS[type(record.body)]
-    document = {"kind": kind, "at_s": record.at_s, **STORED[kind].dump_python(record.body, mode="json")}
+    document = {
+        "kind": kind,
+        "at_s": record.at_s,
+        **STORED[kind].dump_python(record.body, mode="json", exclude_defaults=True),
+    }
     if record.request:
         document["request"] = record.request
     if record.payload:

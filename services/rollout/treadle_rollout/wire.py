@@ -8,12 +8,13 @@ from typing import cast
 import nats.errors
 import structlog
 from treadle.rollout.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
-from treadle_core.rollouts.buffer import GroupTooLargeError, SampleTakenError
+from treadle_core.rollouts.buffer import Group, GroupTooLargeError, SampleTakenError
 from treadle_runtime.errors import AlreadyExists, ErrorTable, FailedPrecondition, InvalidArgument, StartError
 from treadle_runtime.server import Runtime, Wiring
 
+from treadle_rollout import convert
 from treadle_rollout.config import RolloutSettings
-from treadle_rollout.rollouts import Rollouts
+from treadle_rollout.rollouts import Rollout, Rollouts
 from treadle_rollout.servicer import RolloutServicer
 from treadle_rollout.storage import LOG_BUCKET, PAYLOAD_BUCKET, PayloadStore, RolloutLog
 
@@ -45,7 +46,11 @@ async def wire(runtime: Runtime) -> Wiring:
     except StartError as error:
         raise StartError(f"TREADLE_ROLLOUT_PAYLOAD_BYTES={settings.payload_bytes}: {error}") from error
     payloads = PayloadStore(bucket, jetstream, runtime.bus.max_payload_bytes, settings.payload_bytes)
-    rollouts = Rollouts(records, payloads)
+
+    async def tell_settled(rollout: Rollout, group: Group) -> None:
+        await runtime.bus.publish(convert.settled_fact(rollout, group))
+
+    rollouts = Rollouts(records, payloads, tell_settled)
     await rollouts.load()
     servicer = RolloutServicer(rollouts, runtime.records, runtime.metrics, max_message_bytes=settings.max_message_bytes)
 

@@ -41,6 +41,7 @@ SUBSCRIBED_KINDS = (
     "tool_finished",
     "migration_ended",
     "weights_updated",
+    "group_settled",
 )
 
 # Fields that a question of the core and its message have under the same name.
@@ -217,6 +218,9 @@ def event_of(fact: facts_pb2.Fact) -> ev.Event | None:
             )
         case "weights_updated":
             return ev.WeightsUpdated(fact.weights_updated.engine_id, fact.weights_updated.weight_version)
+        case "group_settled":
+            settled = fact.group_settled
+            return ev.GroupSettled(settled.rollout_id, settled.prompt_id, settled.samples)
         case _:
             return None
 

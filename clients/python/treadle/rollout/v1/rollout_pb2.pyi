@@ -22,6 +22,37 @@ else:
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
+class _SelectionRule:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _SelectionRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_SelectionRule.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    SELECTION_RULE_UNSPECIFIED: _SelectionRule.ValueType  # 0
+    """FIRST"""
+    SELECTION_RULE_FIRST: _SelectionRule.ValueType  # 1
+    """the first ones that come"""
+    SELECTION_RULE_DUAL_END: _SelectionRule.ValueType  # 2
+    """once all have come: the shortest, and the longest of those that no cap has cut (DARTS)"""
+    SELECTION_RULE_SHORTEST: _SelectionRule.ValueType  # 3
+    """the first ones that come and that no cap has cut"""
+    SELECTION_RULE_MIXED: _SelectionRule.ValueType  # 4
+    """the first ones among which there is a success and a failure"""
+
+class SelectionRule(_SelectionRule, metaclass=_SelectionRuleEnumTypeWrapper): ...
+
+SELECTION_RULE_UNSPECIFIED: SelectionRule.ValueType  # 0
+"""FIRST"""
+SELECTION_RULE_FIRST: SelectionRule.ValueType  # 1
+"""the first ones that come"""
+SELECTION_RULE_DUAL_END: SelectionRule.ValueType  # 2
+"""once all have come: the shortest, and the longest of those that no cap has cut (DARTS)"""
+SELECTION_RULE_SHORTEST: SelectionRule.ValueType  # 3
+"""the first ones that come and that no cap has cut"""
+SELECTION_RULE_MIXED: SelectionRule.ValueType  # 4
+"""the first ones among which there is a success and a failure"""
+Global___SelectionRule: typing_extensions.TypeAlias = SelectionRule
+
 class _RolloutState:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -55,6 +86,10 @@ class _DropReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     DROP_REASON_STALE: _DropReason.ValueType  # 2
     DROP_REASON_FAILED: _DropReason.ValueType  # 3
     DROP_REASON_CANCELLED: _DropReason.ValueType  # 4
+    DROP_REASON_NOT_CHOSEN: _DropReason.ValueType  # 5
+    """by the rule of its group"""
+    DROP_REASON_WITHDRAWN: _DropReason.ValueType  # 6
+    """the rollout had enough other groups"""
 
 class DropReason(_DropReason, metaclass=_DropReasonEnumTypeWrapper): ...
 
@@ -64,6 +99,10 @@ DROP_REASON_GROUP_SETTLED: DropReason.ValueType  # 1
 DROP_REASON_STALE: DropReason.ValueType  # 2
 DROP_REASON_FAILED: DropReason.ValueType  # 3
 DROP_REASON_CANCELLED: DropReason.ValueType  # 4
+DROP_REASON_NOT_CHOSEN: DropReason.ValueType  # 5
+"""by the rule of its group"""
+DROP_REASON_WITHDRAWN: DropReason.ValueType  # 6
+"""the rollout had enough other groups"""
 Global___DropReason: typing_extensions.TypeAlias = DropReason
 
 @typing.final
@@ -75,6 +114,11 @@ class RolloutSpec(google.protobuf.message.Message):
     MAX_STALENESS_FIELD_NUMBER: builtins.int
     PROMPT_IDS_FIELD_NUMBER: builtins.int
     MAX_TOTAL_TOKENS_FIELD_NUMBER: builtins.int
+    SELECTION_FIELD_NUMBER: builtins.int
+    SAMPLES_FIELD_NUMBER: builtins.int
+    KEEP_GROUPS_FIELD_NUMBER: builtins.int
+    MAX_OPEN_GROUPS_FIELD_NUMBER: builtins.int
+    REPLACE_STALE_FIELD_NUMBER: builtins.int
     samples_per_prompt: builtins.int
     """started, >= 1"""
     keep_per_prompt: builtins.int
@@ -83,11 +127,25 @@ class RolloutSpec(google.protobuf.message.Message):
     """weight versions a kept trajectory's oldest token may lag behind at GetBatch; -1 for no bound."""
     max_total_tokens: builtins.int
     """length cap of a trajectory, 0 for none"""
+    keep_groups: builtins.int
+    """the rollout ends once so many groups have settled with samples; 0 for all"""
+    max_open_groups: builtins.int
+    """groups that may be begun and not yet taken, in the order of prompt_ids; 0 for no bound"""
+    replace_stale: builtins.bool
+    """a kept sample that grows too old before it is taken is replaced by one more; needs"""
     @property
     def prompt_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Under a bound versions are integers; "default", SGLang's name for launch weights, counts as 0
         at least one, distinct
         """
+
+    @property
+    def selection(self) -> Global___Selection:
+        """which samples of a group are kept; absent: the first ones"""
+
+    @property
+    def samples(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """of each prompt, in the order of prompt_ids, where they differ: keep_per_prompt or more"""
 
     def __init__(
         self,
@@ -97,10 +155,51 @@ class RolloutSpec(google.protobuf.message.Message):
         max_staleness: builtins.int = ...,
         prompt_ids: collections.abc.Iterable[builtins.str] | None = ...,
         max_total_tokens: builtins.int = ...,
+        selection: Global___Selection | None = ...,
+        samples: collections.abc.Iterable[builtins.int] | None = ...,
+        keep_groups: builtins.int = ...,
+        max_open_groups: builtins.int = ...,
+        replace_stale: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["keep_per_prompt", b"keep_per_prompt", "max_staleness", b"max_staleness", "max_total_tokens", b"max_total_tokens", "prompt_ids", b"prompt_ids", "samples_per_prompt", b"samples_per_prompt"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["selection", b"selection"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["keep_groups", b"keep_groups", "keep_per_prompt", b"keep_per_prompt", "max_open_groups", b"max_open_groups", "max_staleness", b"max_staleness", "max_total_tokens", b"max_total_tokens", "prompt_ids", b"prompt_ids", "replace_stale", b"replace_stale", "samples", b"samples", "samples_per_prompt", b"samples_per_prompt", "selection", b"selection"]) -> None: ...
 
 Global___RolloutSpec: typing_extensions.TypeAlias = RolloutSpec
+
+@typing.final
+class Selection(google.protobuf.message.Message):
+    """Which samples of a group are kept. All but FIRST change the distribution that is trained on."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RULE_FIELD_NUMBER: builtins.int
+    LONGEST_FIELD_NUMBER: builtins.int
+    SATURATED_SAMPLES_FIELD_NUMBER: builtins.int
+    SUCCESS_REWARD_FIELD_NUMBER: builtins.int
+    KEEP_UNIFORM_FIELD_NUMBER: builtins.int
+    rule: Global___SelectionRule.ValueType
+    longest: builtins.int
+    """of DUAL_END: so many of those kept are the longest, 0..keep_per_prompt"""
+    saturated_samples: builtins.int
+    """of DUAL_END: a prompt with so many samples or more has SHORTEST instead; 0 for none"""
+    success_reward: builtins.float
+    """of MIXED: a success has at least this reward; absent: 1"""
+    keep_uniform: builtins.bool
+    """of MIXED: keep the first ones of a group whose samples all succeeded, or all failed"""
+    def __init__(
+        self,
+        *,
+        rule: Global___SelectionRule.ValueType = ...,
+        longest: builtins.int = ...,
+        saturated_samples: builtins.int = ...,
+        success_reward: builtins.float | None = ...,
+        keep_uniform: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_success_reward", b"_success_reward", "success_reward", b"success_reward"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_success_reward", b"_success_reward", "keep_uniform", b"keep_uniform", "longest", b"longest", "rule", b"rule", "saturated_samples", b"saturated_samples", "success_reward", b"success_reward"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_success_reward", b"_success_reward"]) -> typing.Literal["success_reward"] | None: ...
+
+Global___Selection: typing_extensions.TypeAlias = Selection
 
 @typing.final
 class GroupStatus(google.protobuf.message.Message):
@@ -111,10 +210,13 @@ class GroupStatus(google.protobuf.message.Message):
     KEPT_FIELD_NUMBER: builtins.int
     SETTLED_FIELD_NUMBER: builtins.int
     SAMPLES_FIELD_NUMBER: builtins.int
+    STARTED_FIELD_NUMBER: builtins.int
     prompt_id: builtins.str
     received: builtins.int
     kept: builtins.int
     settled: builtins.bool
+    started: builtins.int
+    """samples that it may have, numbered from 0: more where stale ones are replaced"""
     @property
     def samples(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SubmittedSample]:
         """in the order of submission; GetRollout alone fills them"""
@@ -127,8 +229,9 @@ class GroupStatus(google.protobuf.message.Message):
         kept: builtins.int = ...,
         settled: builtins.bool = ...,
         samples: collections.abc.Iterable[Global___SubmittedSample] | None = ...,
+        started: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["kept", b"kept", "prompt_id", b"prompt_id", "received", b"received", "samples", b"samples", "settled", b"settled"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kept", b"kept", "prompt_id", b"prompt_id", "received", b"received", "samples", b"samples", "settled", b"settled", "started", b"started"]) -> None: ...
 
 Global___GroupStatus: typing_extensions.TypeAlias = GroupStatus
 
@@ -189,6 +292,8 @@ class Rollout(google.protobuf.message.Message):
     BUFFERED_TRAJECTORIES_FIELD_NUMBER: builtins.int
     TAKEN_TRAJECTORIES_FIELD_NUMBER: builtins.int
     CREATED_AT_FIELD_NUMBER: builtins.int
+    GROUPS_ADMITTED_FIELD_NUMBER: builtins.int
+    NEWEST_VERSION_FIELD_NUMBER: builtins.int
     rollout_id: builtins.str
     state: Global___RolloutState.ValueType
     revision: builtins.int
@@ -196,6 +301,10 @@ class Rollout(google.protobuf.message.Message):
     buffered_trajectories: builtins.int
     """kept and not yet taken"""
     taken_trajectories: builtins.int
+    groups_admitted: builtins.int
+    """so many of prompt_ids, from the first, may be begun"""
+    newest_version: builtins.int
+    """of weights, that a trainer has named"""
     @property
     def spec(self) -> Global___RolloutSpec: ...
     @property
@@ -216,9 +325,12 @@ class Rollout(google.protobuf.message.Message):
         buffered_trajectories: builtins.int = ...,
         taken_trajectories: builtins.int = ...,
         created_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        groups_admitted: builtins.int = ...,
+        newest_version: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["created_at", b"created_at", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["buffered_trajectories", b"buffered_trajectories", "created_at", b"created_at", "drops", b"drops", "groups", b"groups", "revision", b"revision", "rollout_id", b"rollout_id", "spec", b"spec", "state", b"state", "taken_trajectories", b"taken_trajectories"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_newest_version", b"_newest_version", "created_at", b"created_at", "newest_version", b"newest_version", "spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_newest_version", b"_newest_version", "buffered_trajectories", b"buffered_trajectories", "created_at", b"created_at", "drops", b"drops", "groups", b"groups", "groups_admitted", b"groups_admitted", "newest_version", b"newest_version", "revision", b"revision", "rollout_id", b"rollout_id", "spec", b"spec", "state", b"state", "taken_trajectories", b"taken_trajectories"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_newest_version", b"_newest_version"]) -> typing.Literal["newest_version"] | None: ...
 
 Global___Rollout: typing_extensions.TypeAlias = Rollout
 
@@ -487,6 +599,9 @@ class GetBatchRequest(google.protobuf.message.Message):
     MAX_GROUPS_FIELD_NUMBER: builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: builtins.int
     WAIT_FIELD_NUMBER: builtins.int
+    WAIT_AT_MOST_FIELD_NUMBER: builtins.int
+    PART_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """a repeat gives the same batch"""
     rollout_id: builtins.str
@@ -496,6 +611,16 @@ class GetBatchRequest(google.protobuf.message.Message):
     """the trainer's present version; must be a number for staleness to mean something"""
     wait: builtins.bool
     """wait for max_groups rather than answer with fewer"""
+    part: builtins.int
+    """Ranks of one trainer that send the same request otherwise get parts 0..parts - 1 of one batch: each of its groups is in one
+    part, their numbers of groups differ by one at most, and their sizes by little.
+    """
+    parts: builtins.int
+    """0 for 1"""
+    @property
+    def wait_at_most(self) -> google.protobuf.duration_pb2.Duration:
+        """of `wait`: then answer with what there is, also nothing; 0 or absent: no limit"""
+
     def __init__(
         self,
         *,
@@ -504,8 +629,12 @@ class GetBatchRequest(google.protobuf.message.Message):
         max_groups: builtins.int = ...,
         weight_version: builtins.int = ...,
         wait: builtins.bool = ...,
+        wait_at_most: google.protobuf.duration_pb2.Duration | None = ...,
+        part: builtins.int = ...,
+        parts: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["max_groups", b"max_groups", "request_id", b"request_id", "rollout_id", b"rollout_id", "wait", b"wait", "weight_version", b"weight_version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["wait_at_most", b"wait_at_most"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["max_groups", b"max_groups", "part", b"part", "parts", b"parts", "request_id", b"request_id", "rollout_id", b"rollout_id", "wait", b"wait", "wait_at_most", b"wait_at_most", "weight_version", b"weight_version"]) -> None: ...
 
 Global___GetBatchRequest: typing_extensions.TypeAlias = GetBatchRequest
 
@@ -593,18 +722,25 @@ class ConfirmBatchRequest(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     ROLLOUT_ID_FIELD_NUMBER: builtins.int
     BATCH_REQUEST_ID_FIELD_NUMBER: builtins.int
+    PART_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     rollout_id: builtins.str
     batch_request_id: builtins.str
     """request_id of the GetBatch or StreamBatch"""
+    part: builtins.int
+    """as in that request"""
+    parts: builtins.int
     def __init__(
         self,
         *,
         request_id: builtins.str = ...,
         rollout_id: builtins.str = ...,
         batch_request_id: builtins.str = ...,
+        part: builtins.int = ...,
+        parts: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batch_request_id", b"batch_request_id", "request_id", b"request_id", "rollout_id", b"rollout_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_request_id", b"batch_request_id", "part", b"part", "parts", b"parts", "request_id", b"request_id", "rollout_id", b"rollout_id"]) -> None: ...
 
 Global___ConfirmBatchRequest: typing_extensions.TypeAlias = ConfirmBatchRequest
 

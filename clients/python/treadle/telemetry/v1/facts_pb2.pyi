@@ -48,6 +48,7 @@ class Fact(google.protobuf.message.Message):
     MIGRATION_ENDED_FIELD_NUMBER: builtins.int
     WEIGHTS_UPDATED_FIELD_NUMBER: builtins.int
     REWARD_ENDED_FIELD_NUMBER: builtins.int
+    GROUP_SETTLED_FIELD_NUMBER: builtins.int
     fact_id: builtins.str
     source: builtins.str
     """service and instance, e.g. sidecar/engine-0"""
@@ -81,6 +82,8 @@ class Fact(google.protobuf.message.Message):
     def weights_updated(self) -> Global___WeightsUpdated: ...
     @property
     def reward_ended(self) -> Global___RewardEnded: ...
+    @property
+    def group_settled(self) -> Global___GroupSettled: ...
     def __init__(
         self,
         *,
@@ -101,10 +104,11 @@ class Fact(google.protobuf.message.Message):
         migration_ended: Global___MigrationEnded | None = ...,
         weights_updated: Global___WeightsUpdated | None = ...,
         reward_ended: Global___RewardEnded | None = ...,
+        group_settled: Global___GroupSettled | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["engine_joined", b"engine_joined", "engine_lost", b"engine_lost", "fact", b"fact", "migration_ended", b"migration_ended", "reward_ended", b"reward_ended", "step_finished", b"step_finished", "step_preempted", b"step_preempted", "step_queued", b"step_queued", "step_started", b"step_started", "time", b"time", "tool_finished", b"tool_finished", "tool_started", b"tool_started", "trajectory_closed", b"trajectory_closed", "trajectory_opened", b"trajectory_opened", "trajectory_predicted", b"trajectory_predicted", "weights_updated", b"weights_updated"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["engine_joined", b"engine_joined", "engine_lost", b"engine_lost", "fact", b"fact", "fact_id", b"fact_id", "migration_ended", b"migration_ended", "reward_ended", b"reward_ended", "source", b"source", "step_finished", b"step_finished", "step_preempted", b"step_preempted", "step_queued", b"step_queued", "step_started", b"step_started", "time", b"time", "tool_finished", b"tool_finished", "tool_started", b"tool_started", "trajectory_closed", b"trajectory_closed", "trajectory_opened", b"trajectory_opened", "trajectory_predicted", b"trajectory_predicted", "weights_updated", b"weights_updated"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["fact", b"fact"]) -> typing.Literal["step_queued", "step_started", "step_preempted", "step_finished", "tool_started", "tool_finished", "trajectory_opened", "trajectory_closed", "trajectory_predicted", "engine_joined", "engine_lost", "migration_ended", "weights_updated", "reward_ended"] | None: ...
+    def HasField(self, field_name: typing.Literal["engine_joined", b"engine_joined", "engine_lost", b"engine_lost", "fact", b"fact", "group_settled", b"group_settled", "migration_ended", b"migration_ended", "reward_ended", b"reward_ended", "step_finished", b"step_finished", "step_preempted", b"step_preempted", "step_queued", b"step_queued", "step_started", b"step_started", "time", b"time", "tool_finished", b"tool_finished", "tool_started", b"tool_started", "trajectory_closed", b"trajectory_closed", "trajectory_opened", b"trajectory_opened", "trajectory_predicted", b"trajectory_predicted", "weights_updated", b"weights_updated"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["engine_joined", b"engine_joined", "engine_lost", b"engine_lost", "fact", b"fact", "fact_id", b"fact_id", "group_settled", b"group_settled", "migration_ended", b"migration_ended", "reward_ended", b"reward_ended", "source", b"source", "step_finished", b"step_finished", "step_preempted", b"step_preempted", "step_queued", b"step_queued", "step_started", b"step_started", "time", b"time", "tool_finished", b"tool_finished", "tool_started", b"tool_started", "trajectory_closed", b"trajectory_closed", "trajectory_opened", b"trajectory_opened", "trajectory_predicted", b"trajectory_predicted", "weights_updated", b"weights_updated"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["fact", b"fact"]) -> typing.Literal["step_queued", "step_started", "step_preempted", "step_finished", "tool_started", "tool_finished", "trajectory_opened", "trajectory_closed", "trajectory_predicted", "engine_joined", "engine_lost", "migration_ended", "weights_updated", "reward_ended", "group_settled"] | None: ...
 
 Global___Fact: typing_extensions.TypeAlias = Fact
 
@@ -583,3 +587,27 @@ class RewardEnded(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_score", b"_score"]) -> typing.Literal["score"] | None: ...
 
 Global___RewardEnded: typing_extensions.TypeAlias = RewardEnded
+
+@typing.final
+class GroupSettled(google.protobuf.message.Message):
+    """Enough samples of a prompt are in: those still open are no longer wanted. Told again after a restart with the same fact_id."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROLLOUT_ID_FIELD_NUMBER: builtins.int
+    PROMPT_ID_FIELD_NUMBER: builtins.int
+    SAMPLES_FIELD_NUMBER: builtins.int
+    rollout_id: builtins.str
+    prompt_id: builtins.str
+    samples: builtins.int
+    """the group's samples are numbered below this; a sample that is started later has a higher number"""
+    def __init__(
+        self,
+        *,
+        rollout_id: builtins.str = ...,
+        prompt_id: builtins.str = ...,
+        samples: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["prompt_id", b"prompt_id", "rollout_id", b"rollout_id", "samples", b"samples"]) -> None: ...
+
+Global___GroupSettled: typing_extensions.TypeAlias = GroupSettled

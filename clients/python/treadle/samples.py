@@ -1,0 +1,164 @@
+"""One sample of a rollout: play its agent to the end, and tell the rollout service what came of it."""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import asdict, replace
+from typing import Any, TypeVar
+
+from treadle.common.v1 import tokens_pb2
+from treadle.connection import finish, request_id
+from treadle.errors import TokensSpent, TreadleError, refused
+from treadle.rewards import PendingReward
+from treadle.rollout.v1 import rollout_pb2
+from treadle.trajectory import TRAJECTORY_CLOSED, Trajectory
+from treadle.types import Outcome, Shaping, TrajectoryResult, VersionSpan, duration, pack_ids, pack_logprobs, words_of
+
+DROP_REASONS = {0: "", **words_of(rollout_pb2.DropReason)}
+
+LAUNCH_VERSION = "default"
+
+T = TypeVar("T")
+
+
+def check_part(part: tuple[int, int]) -> None:
+    """Raise ValueError for what is not one of so many parts."""
+    index, count = part
+    if not 0 <= index < count:
+        raise ValueError(f"part must be (i, n) with 0 <= i < n, is {part}")
+
+
+def shaping_fields(shaping: Shaping) -> dict[str, Any]:
+    """Fields of RolloutSpec, those that are not the default. Raises ValueError for an unknown rule."""
+    rules = {word: number for number, word in words_of(rollout_pb2.SelectionRule).items()}
+    if shaping.rule not in rules:
+        raise ValueError(f"shaping.rule must be one of {sorted(rules)}, is {shaping.rule!r}")
+    selection = rollout_pb2.Selection(
+        rule=rollout_pb2.SelectionRule.ValueType(rules[shaping.rule]),
+        longest=shaping.longest,
+        saturated_samples=shaping.saturated_samples,
+        success_reward=shaping.success_reward,
+        keep_uniform=shaping.keep_uniform,
+    )
+    first = rules[Shaping().rule]
+    return {
+        "selection": selection if selection.rule != first else None,
+        "samples": shaping.samples,
+        "keep_groups": shaping.keep_groups,
+        "max_open_groups": shaping.max_open_groups,
+        "replace_stale": shaping.replace_stale,
+    }
+
+
+def finished_message(result: TrajectoryResult) -> rollout_pb2.FinishedTrajectory:
+    """A trajectory for SubmitTrajectory. No reward counts as 0; a cancelled trajectory as failed.
+
+    A sample without a trajectory is submitted under an id of its own, so that its group does not wait for it.
+    """
+    return rollout_pb2.FinishedTrajectory(
+        trajectory_id=result.trajectory_id or f"unopened-{request_id()}",
+        prompt_id=result.prompt_id,
+        sample=result.sample,
+        tokens=tokens_pb2.TokenIds(int32_le=pack_ids(result.tokens)),
+        loss_mask=bytes(result.loss_mask),
+        logprobs=tokens_pb2.Logprobs(float32_le=pack_logprobs(result.logprobs)),
+        version_spans=[tokens_pb2.VersionSpan(**asdict(span)) for span in result.version_spans],
+        reward=result.reward or 0.0,
+        truncated=result.outcome == "truncated",
+        failed=result.outcome in ("failed", "cancelled"),
+        turns=len(result.steps),
+        elapsed=duration(result.elapsed_s),
+    )
+
+
+async def play_to_end(agent: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """The agent's finished task, whatever it raised. A cancellation of the caller ends the agent first."""
+    task = asyncio.get_running_loop().create_task(agent)
+    try:
+        await asyncio.wait({task})
+    except asyncio.CancelledError:
+        task.cancel()
+        await finish(asyncio.wait({task}))
+        if not task.cancelled():
+            task.exception()  # retrieved, so that asyncio does not log it
+        raise
+    return task
+
+
+def ending_of(trajectory: Trajectory, played: asyncio.Task[Any]) -> tuple[float | PendingReward | None, Outcome, str]:
+    """Reward, outcome and error line of an agent that has ended."""
+    if played.cancelled():
+        return None, "cancelled", ""
+    error = played.exception()
+    if isinstance(error, TokensSpent):
+        return None, "truncated", ""
+    if is_unwanted(error):
+        return None, "cancelled", ""
+    if error is not None:
+        return None, "failed", " ".join(f"{type(error).__name__}: {error}".split())
+    reward = played.result()
+    if reward is not None and not isinstance(reward, (int, float, PendingReward)):
+        return None, "failed", f"TypeError: the agent returned {type(reward).__name__}, not a reward"
+    return reward, "truncated" if trajectory.tokens_left == 0 else "finished", ""
+
+
+def is_unwanted(error: BaseException | None) -> bool:
+    """Whether the scheduler has closed the trajectory because its group has settled, which ends steps under way."""
+    if not isinstance(error, TreadleError) or error.reason != TRAJECTORY_CLOSED:
+        return False
+    return error.metadata.get("state") == "cancelled"
+
+
+async def await_score(result: TrajectoryResult, pending: PendingReward) -> TrajectoryResult:
+    """The result with its score. A trajectory that gets none has failed."""
+    try:
+        scored = await pending.result()
+        if scored.score is None:
+            what = f"reward {scored.reward_id} is {scored.state}: {scored.error or 'no score'}"
+            raise refused("NO_SCORE", what)
+    except TreadleError as error:
+        return replace(result, outcome="failed", error=result.error or f"reward: {error}")
+    return replace(result, reward=scored.score)
+
+
+def oldest_version_of(spans: Sequence[VersionSpan]) -> int | None:
+    """The oldest weight version of a trajectory's tokens; None where there are none, or a name is no number. The name
+    of SGLang's launch weights counts as 0, as in the rollout service."""
+    numbers = ["0" if span.weight_version == LAUNCH_VERSION else span.weight_version for span in spans]
+    return min(map(int, numbers)) if numbers and all(each.isdecimal() for each in numbers) else None
+
+
+def submitted_of(rollout: rollout_pb2.Rollout) -> dict[tuple[str, int], TrajectoryResult]:
+    """What is known of samples that another client has submitted, by prompt and sample."""
+    return {
+        (group.prompt_id, submitted.sample): TrajectoryResult(
+            trajectory_id=submitted.trajectory_id,
+            prompt_id=group.prompt_id,
+            sample=submitted.sample,
+            outcome="failed" if submitted.drop_reason == rollout_pb2.DROP_REASON_FAILED else "finished",
+            kept=submitted.kept,
+            drop_reason=DROP_REASONS.get(submitted.drop_reason, str(submitted.drop_reason)),
+            submitted_before=True,
+        )
+        for group in rollout.groups
+        for submitted in group.samples
+    }
+
+
+def result_of(trajectory: Trajectory, error: str) -> TrajectoryResult:
+    """The result before the rollout service has answered."""
+    closed_s = trajectory.closed_s if trajectory.closed_s is not None else trajectory.opened_s
+    return TrajectoryResult(
+        trajectory_id=trajectory.trajectory_id,
+        prompt_id=trajectory.prompt_id,
+        sample=trajectory.sample,
+        tokens=trajectory.tokens,
+        loss_mask=trajectory.loss_mask,
+        logprobs=trajectory.logprobs,
+        version_spans=tuple(trajectory.version_spans),
+        steps=tuple(trajectory.steps),
+        spans=tuple(trajectory.spans),
+        reward=trajectory.reward,
+        outcome=trajectory.outcome or "failed",
+        error=error,
+        elapsed_s=closed_s - trajectory.opened_s,
+    )
