@@ -20,14 +20,14 @@ PUBLISHES = {
     "migrator": ("migration-ended",),
     "rollout": ("group-settled",),
 }
-HEARS_FACTS = frozenset({"scheduler", "predictor", "tools"})
+HEARS_FACTS = frozenset({"scheduler", "predictor", "tools", "rollout"})
 BUCKETS = {
     "scheduler": ("treadle_trajectories",),
     "predictor": ("TREADLE_PREDICTOR_HISTORY",),
     "placement": (),
     "migrator": ("treadle-migrations",),
     "tools": ("treadle-tools-gpus", "treadle-tools-rewards"),
-    "rollout": ("treadle-rollout-log", "treadle-rollout-payload"),
+    "rollout": ("treadle-rollout-log", "treadle-rollout-payload", "treadle-rollout-history"),
     "sidecar": (),  # one for each engine: all but those of `_of_others`
 }
 

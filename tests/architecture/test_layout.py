@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = {
     "bench": (8_770, 57),
     "cli": (6_980, 57),
-    "clients/python": (3_580, 17),
-    "core": (12_500, 70),
+    "clients/python": (3_710, 17),
+    "core": (12_690, 72),
     "examples": (90, 2),
     "learned": (2_170, 15),
     "runtime": (3_140, 18),
@@ -22,13 +22,13 @@ BUDGETS = {
     "services/migrator": (860, 9),
     "services/placement": (290, 7),
     "services/predictor": (1_330, 13),
-    "services/rollout": (1_200, 9),
+    "services/rollout": (1_450, 9),
     "services/scheduler": (2_070, 12),
     "services/sidecar": (4_090, 26),
     "services/tools": (10_090, 68),
     "sim": (6_380, 38),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 63_850, 416, 43_390
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 64_420, 419, 43_620
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 WIDE_FOLDERS = {"clients/python/treadle": 17}  # the client is one package, beside folders of stubs

@@ -14,7 +14,9 @@ from support.fake_engine import FakeEngine, Script, leased_engines
 from support.mesh_in_process import QUICK, WAIT_S, generate
 from support.processes import StartService
 from treadle.trajectory import TRAJECTORY_CLOSED
+from treadle_runtime.bus import Bus
 
+POLL_S = 0.1
 PROMPTS = [treadle.Prompt(f"p{number}", [number, number + 1]) for number in range(4)]
 
 
@@ -28,11 +30,11 @@ class Mesh:
 
 
 @pytest.fixture
-async def mesh(start_service: StartService) -> AsyncIterator[Mesh]:
+async def mesh(start_service: StartService, bus: Bus) -> AsyncIterator[Mesh]:
     rollout = await start_service("treadle_rollout")
     scheduler = await start_service("treadle_scheduler", {"TREADLE_SCHEDULER_ROLLOUT": rollout.address})
     async with (
-        leased_engines(None, scheduler.address, ["e0", "e1"]) as engines,
+        leased_engines(bus, scheduler.address, ["e0", "e1"]) as engines,
         treadle.Client(scheduler.address, retry=QUICK) as client,
         treadle.Client(scheduler.address, retry=QUICK) as other,
     ):
@@ -253,3 +255,79 @@ async def test_each_rank_of_a_trainer_gets_its_part_of_a_batch(mesh: Mesh) -> No
         await mesh.other.get_batch(result.rollout_id, max_groups=3, batch_id="step-1", part=(0, 3))
     with pytest.raises(ValueError, match="batch_id"):
         await mesh.other.get_batch(result.rollout_id, part=(0, 3))
+
+
+async def test_prompts_whose_lengths_vary_more_get_more_samples_in_the_next_rollout(mesh: Mesh) -> None:
+    """In the first rollout the samples of p0 have lengths far apart, those of the others equal ones. Six samples may be
+    started for two prompts of two kept ones each.
+
+    Result: of the second rollout p0 has four samples and p1 two; the report counts both rollouts.
+    """
+
+    async def agent(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> float:
+        await generate(trajectory, 4 + 30 * trajectory.sample * (prompt.id == "p0"))
+        return float(trajectory.sample % 2)
+
+    shaping = treadle.Shaping(history="run-7", budget=1.5)
+    results = [
+        await mesh.client.rollout(PROMPTS[:2], agent, samples_per_prompt=4, keep_per_prompt=2, shaping=shaping)
+        for _ in range(2)
+    ]
+    first, second = ([t.prompt_id for t in result.trajectories] for result in results)
+    assert (first.count("p0"), first.count("p1")) == (3, 3)
+    assert (second.count("p0"), second.count("p1")) == (4, 2)
+    report = await mesh.client.shaping_report(history="run-7")
+    assert (report.trained, report.sampled >= 8) == (8, True)
+    assert report.kept_fraction == pytest.approx(report.trained / report.sampled)
+    with pytest.raises(treadle.TreadleError, match="HISTORY_NOT_FOUND"):
+        await mesh.client.shaping_report(history="run-8")
+
+
+async def test_a_cap_follows_successful_lengths_and_shapes_the_rewards_near_it(mesh: Mesh) -> None:
+    """Ten successes of 1 to 10 tokens teach a cap; the ceiling is 40 tokens and the cap moves by 10% a rollout.
+
+    Result: the next rollout has a cap of 36, which its trajectories are opened with; the report says so. A success
+    beyond the soft limit gets less, and its trainer is told the whole reward too.
+    """
+    left: list[int | None] = []
+
+    async def agent(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> float:
+        left.append(trajectory.tokens_left)
+        await generate(trajectory, 1 + trajectory.sample)
+        return 1.0
+
+    cap = treadle.LengthCap(ceiling_tokens=40, floor_tokens=2, least_successes=10, percentile=0.9, soft_percentile=0.5,
+                            most_cut_share=0.2)  # fmt: skip
+    shaping = treadle.Shaping(history="run-7", length_cap=cap)
+    for _ in range(2):
+        result = await mesh.client.rollout(PROMPTS[:1], agent, samples_per_prompt=10, shaping=shaping)
+    assert left == [40] * 10 + [36] * 10
+    report = await mesh.client.shaping_report(history="run-7")
+    assert 0 < report.length_cap_tokens < 36 and "successes" in report.length_cap_report
+    batch = await mesh.client.get_batch(result.rollout_id, max_groups=1)
+    trained = {t.sample: (t.reward, t.unshaped_reward) for t in batch.groups[0].trajectories}
+    assert trained[0] == (1.0, None)
+    assert 0.0 < trained[9][0] < 1.0 and trained[9][1] == 1.0
+
+
+async def test_samples_that_were_ended_early_count_as_sampled(mesh: Mesh) -> None:
+    """The first of two samples settles the group while the other one is in its second turn."""
+
+    async def agent(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> float:
+        await generate(trajectory, 4)
+        if trajectory.sample == 1:
+            turned.set()
+            await asyncio.Event().wait()
+        await turned.wait()
+        return 1.0
+
+    turned = asyncio.Event()
+    result = await mesh.client.rollout(PROMPTS[:1], agent, samples_per_prompt=2, keep_per_prompt=1)
+    report = await mesh.client.shaping_report(result.rollout_id)
+    for _ in range(int(WAIT_S / POLL_S)):
+        if report.sampled == 2:
+            break
+        await asyncio.sleep(POLL_S)  # the scheduler tells of closings once their last tokens are counted
+        report = await mesh.client.shaping_report(result.rollout_id)
+    assert (report.trained, report.sampled_tokens, report.trained_tokens) == (1, 8, 4)
+    assert report.drops == {"aborted": 1}

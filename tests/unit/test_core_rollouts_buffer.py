@@ -9,15 +9,13 @@ from hypothesis import strategies as st
 from treadle_core.rollouts.buffer import (
     Advanced,
     Batch,
-    DropReason,
     Event,
     GroupTooLargeError,
     RolloutState,
-    Sample,
     SampleBuffer,
     SampleTakenError,
-    Verdict,
 )
+from treadle_core.rollouts.group import DropReason, Sample, Verdict
 from treadle_core.rollouts.spec import RolloutSpec, RuleName, Selection
 
 ROOMY = 1 << 30

@@ -11,10 +11,10 @@ from nats.js.api import StreamState
 from support.finished_trajectories import CALL_S, RolloutCalls, finished, members, rollout_service
 from support.rpc import refusal_of
 from treadle.rollout.v1 import rollout_pb2 as pb
-from treadle_core.rollouts.buffer import Group, Sample
+from treadle_core.rollouts.group import Group, Sample
 from treadle_core.rollouts.spec import RolloutSpec
 from treadle_rollout.rollouts import BatchRequest, Rollout, Rollouts
-from treadle_rollout.storage import LOG_BUCKET, PAYLOAD_BUCKET, PayloadStore, RolloutLog
+from treadle_rollout.storage import HISTORY_BUCKET, LOG_BUCKET, PAYLOAD_BUCKET, HistoryStore, PayloadStore, RolloutLog
 from treadle_runtime.bus import Bus
 from treadle_runtime.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 
@@ -199,6 +199,10 @@ async def stored(bus: Bus) -> StreamState:
 ROOM_BYTES = 2_000_000
 
 
+async def history_store(bus: Bus) -> HistoryStore:
+    return HistoryStore(await bus.key_value(HISTORY_BUCKET))
+
+
 async def tell_nobody(_rollout: Rollout, _group: Group) -> None:
     """Of settled groups."""
 
@@ -213,7 +217,8 @@ async def test_two_processes_over_one_log_never_hand_a_group_out_twice(bus: Bus)
     Result: the other loses the position in its log, reads it again and answers with an empty batch.
     """
     log, payloads = await stores(bus)
-    one, other = Rollouts(log, payloads, tell_nobody), Rollouts(log, payloads, tell_nobody)
+    histories = await history_store(bus)
+    one, other = Rollouts(log, payloads, histories, tell_nobody), Rollouts(log, payloads, histories, tell_nobody)
     await one.create("r", RolloutSpec(("p0",), 1, 1), "req")
     here, there = await one.find("r"), await other.find("r")
     await here.submit(Sample("t0", "p0", 0), b"tokens")
@@ -235,10 +240,13 @@ async def test_groups_that_settled_last_are_told_again_by_the_next_process(bus: 
         told.append(group.prompt_id)
 
     log, payloads = await stores(bus)
-    first = await Rollouts(log, payloads, tell_nobody).create("r", RolloutSpec(("p0", "p1", "p2"), 1, 1), "req")
+    histories = await history_store(bus)
+    first = await Rollouts(log, payloads, histories, tell_nobody).create(
+        "r", RolloutSpec(("p0", "p1", "p2"), 1, 1), "req"
+    )
     for number in range(2):
         await first.submit(Sample(f"t{number}", f"p{number}", 0), b"tokens")
-    following = Rollouts(log, payloads, tell)
+    following = Rollouts(log, payloads, histories, tell)
     await following.load()
     assert told == ["p0", "p1"]
     rollout = await following.find("r")
@@ -275,7 +283,7 @@ async def test_tokens_that_fit_exactly_are_stored_and_one_byte_more_is_refused_f
 @pytest.mark.parametrize("settled", [True, False])
 async def test_a_full_store_says_whether_batches_can_free_it(bus: Bus, settled: bool) -> None:
     """A group holds most of it, and has settled or not."""
-    rollouts = Rollouts(*await stores(bus, ROOM_BYTES), tell_nobody)
+    rollouts = Rollouts(*await stores(bus, ROOM_BYTES), await history_store(bus), tell_nobody)
     rollout = await rollouts.create("r", RolloutSpec(("p0", "p1"), 2, 2), "req")
     await rollout.submit(Sample("t0", "p0", 0), b"x" * 1_500_000)
     if settled:
@@ -291,7 +299,8 @@ async def test_a_sweep_removes_what_nobody_can_ask_for_and_nothing_else(bus: Bus
     """One trajectory taken, one waiting. Past the time of repeats the taken one's tokens go, the other's stay; past the
     retention the whole rollout goes."""
     log, payloads = await stores(bus)
-    rollouts = Rollouts(log, payloads, tell_nobody)
+    histories = await history_store(bus)
+    rollouts = Rollouts(log, payloads, histories, tell_nobody)
     sweep = partial(rollouts.sweep, batch_replay_s=60.0, retention_s=1000.0)
     rollout = await rollouts.create("r", RolloutSpec(("p0", "p1"), 1, 1), "req")
     for index in range(2):

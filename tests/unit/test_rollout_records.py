@@ -1,7 +1,8 @@
 """Stored records of a rollout: what goes in comes out."""
 
 import pytest
-from treadle_core.rollouts.buffer import Advanced, Arrived, Batch, Cancelled, DropReason, Event, Sample, Verdict
+from treadle_core.rollouts.buffer import Advanced, Arrived, Batch, Cancelled, Event
+from treadle_core.rollouts.group import DropReason, Sample, Verdict
 from treadle_core.rollouts.spec import RolloutSpec
 from treadle_rollout.storage import COMPRESS_FROM_BYTES, Created, Record, decode, encode
 

@@ -75,4 +75,5 @@ def _training(message: rollout_pb2.FinishedTrajectory) -> TrainingTrajectory:
         failed=message.failed,
         turns=message.turns,
         elapsed_s=seconds(message.elapsed),
+        unshaped_reward=message.unshaped_reward if message.HasField("unshaped_reward") else None,
     )

@@ -28,11 +28,11 @@ from treadle.jobs import Job, policy_message
 from treadle.rewards import PendingReward, request_reward
 from treadle.rollout.v1 import rollout_pb2
 from treadle.rollouts import Agent, RolloutRun
-from treadle.samples import check_part, shaping_fields
+from treadle.samples import check_part, report_of, shaping_fields
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.tracing import TrajectoryTrace
 from treadle.trajectory import TRAJECTORY_CLOSED, OnChange, Trajectory
-from treadle.types import Batch, Policy, Prompt, RolloutEvent, RolloutResult, Shaping, duration
+from treadle.types import Batch, Policy, Prompt, RolloutEvent, RolloutResult, Shaping, ShapingReport, duration
 from treadle.weights import WeightPush
 
 # Some 10 to 20 seconds of decoding, against a ticket and the prefill of one token (ADR 0011).
@@ -214,7 +214,7 @@ class Client:
             max_staleness=max_staleness,
             prompt_ids=[prompt.id for prompt in prompts],
             max_total_tokens=max_total_tokens,
-            **shaping_fields(shaping or Shaping()),
+            **shaping_fields(shaping or Shaping(), samples_per_prompt),
         )
         run = RolloutRun(*self._connected(), self.open, agent, spec, on_event, pin, rollout_id, part)
         return await run.run(prompts, concurrency)
@@ -350,6 +350,16 @@ class Client:
             parts=part[1],
         )
         return await take_batch(mesh, request, timeout_s or mesh.timeouts.batch_s)
+
+    async def shaping_report(self, rollout_id: str = "", history: str = "") -> ShapingReport:
+        """What shaping does to the distribution that is trained on: of a rollout, or of all rollouts of a history that
+        are over. Errors: ValueError; TreadleError NOT_FOUND ROLLOUT_NOT_FOUND | HISTORY_NOT_FOUND."""
+        if bool(rollout_id) == bool(history):
+            raise ValueError("give rollout_id or history, and not both")
+        mesh, _ = self._connected()
+        service = await mesh.rollout()
+        request = rollout_pb2.GetShapingRequest(rollout_id=rollout_id, history=history)
+        return report_of(await mesh.call(service.GetShaping, request, mesh.timeouts.control_s))
 
     async def _call_engines(
         self, name: str, request: Message, engine_ids: Collection[str] | None = None

@@ -60,8 +60,10 @@ class RolloutRun:
         self._on_event, self._pin = on_event or (lambda _: None), pin
         self._rollout_id, self._shared, (self._part, self._parts) = rollout_id, bool(rollout_id), part
         self._prompts: dict[str, Prompt] = {}
-        self._offsets: dict[str, int] = {}  # of a prompt's samples among those of all prompts
-        self._begun: dict[str, int] = {}  # samples of a prompt that were looked at
+        self._places: dict[str, int] = {}  # of a prompt among all
+        self._cap_tokens = spec.max_total_tokens
+        self._started: dict[str, int] = {}  # samples that a prompt may have
+        self._begun: dict[str, int] = {}  # of these, those that were looked at
         self._settled: set[str] = set()  # prompts
         # Samples whose agent has not ended: a settled group cancels its own.
         self._unfinished: dict[Key, asyncio.Task[None]] = {}
@@ -88,10 +90,10 @@ class RolloutRun:
         self._rollout_id = rollout.rollout_id
         self._slots = asyncio.Semaphore(concurrency or sys.maxsize)
         self._submitted = submitted_of(rollout)
-        offset = 0
-        for prompt, samples in zip(prompts, self._samples(len(prompts)), strict=True):
-            self._prompts[prompt.id], self._offsets[prompt.id] = prompt, offset
-            offset += samples
+        self._prompts = {prompt.id: prompt for prompt in prompts}
+        self._places = {prompt.id: place for place, prompt in enumerate(prompts)}
+        self._started = dict.fromkeys(self._prompts, self._spec.samples_per_prompt)
+        self._cap_tokens = rollout.length_cap_tokens or self._spec.max_total_tokens
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._hear(rollout, tasks)
@@ -107,18 +109,14 @@ class RolloutRun:
             raise
         if self._job.resume:
             await self._job.end_rollout(self._rollout_id)
-        for prompt_id, samples in zip(self._prompts, self._samples(len(prompts)), strict=True):
-            self._begin(prompt_id, samples, None)  # of groups that were never admitted
+        for prompt_id in self._prompts:
+            self._begin(prompt_id, None)  # of groups that were never admitted
         results = (self._results[key] for prompt in prompts for key in self._keys(prompt.id, self._begun[prompt.id]))
         return RolloutResult(self._rollout_id, tuple(results), mesh.clock() - started_s)
 
-    def _samples(self, prompts: int) -> Sequence[int]:
-        """What each prompt is to have at first."""
-        return self._spec.samples or [self._spec.samples_per_prompt] * prompts
-
     def _keys(self, prompt_id: str, samples: int, begun: int = 0) -> list[Key]:
         """This part's samples of a prompt."""
-        offset = self._offsets[prompt_id]
+        offset = self._places[prompt_id] * self._spec.samples_per_prompt
         return [(prompt_id, each) for each in range(begun, samples) if (offset + each) % self._parts == self._part]
 
     def _hear(self, rollout: rollout_pb2.Rollout, tasks: asyncio.TaskGroup) -> None:
@@ -131,18 +129,16 @@ class RolloutRun:
         if rollout.state in (rollout_pb2.ROLLOUT_STATE_FINISHED, rollout_pb2.ROLLOUT_STATE_CANCELLED):
             for prompt_id in self._prompts:
                 self._end_samples(prompt_id)
-        started = {group.prompt_id: group.started for group in rollout.groups}
-        wanted = self._samples(len(self._prompts))
-        admitted = rollout.groups_admitted or len(wanted)  # 0: of a service that knows no such bound
-        for index, prompt_id in enumerate(self._prompts):
-            if index < admitted:
-                self._begin(prompt_id, started.get(prompt_id) or wanted[index], tasks)
+        self._started |= {group.prompt_id: group.started for group in rollout.groups if group.started}
+        admitted = rollout.groups_admitted or len(self._prompts)  # 0: of a service that knows no such bound
+        for prompt_id in list(self._prompts)[:admitted]:
+            self._begin(prompt_id, tasks)
         if rollout.HasField("newest_version"):
             self._repeat_stale(rollout.newest_version)
 
-    def _begin(self, prompt_id: str, samples: int, tasks: asyncio.TaskGroup | None) -> None:
+    def _begin(self, prompt_id: str, tasks: asyncio.TaskGroup | None) -> None:
         """Begin those samples of a prompt that are new and wanted."""
-        begun = self._begun.get(prompt_id, 0)
+        begun, samples = self._begun.get(prompt_id, 0), self._started[prompt_id]
         if samples <= begun:
             return
         self._begun[prompt_id] = samples
@@ -292,7 +288,7 @@ class RolloutRun:
             sample=sample,
             prompt=prompt.tokens,
             rollout_id=self._rollout_id,
-            max_total_tokens=self._spec.max_total_tokens,
+            max_total_tokens=self._cap_tokens,
             pinned_engine_id=self._pin(prompt, sample) if self._pin else "",
             on_change=self._report,
         )

@@ -11,7 +11,19 @@ from treadle.errors import TokensSpent, TreadleError, refused
 from treadle.rewards import PendingReward
 from treadle.rollout.v1 import rollout_pb2
 from treadle.trajectory import TRAJECTORY_CLOSED, Trajectory
-from treadle.types import Outcome, Shaping, TrajectoryResult, VersionSpan, duration, pack_ids, pack_logprobs, words_of
+from treadle.types import (
+    Distribution,
+    LengthCap,
+    Outcome,
+    Shaping,
+    ShapingReport,
+    TrajectoryResult,
+    VersionSpan,
+    duration,
+    pack_ids,
+    pack_logprobs,
+    words_of,
+)
 
 DROP_REASONS = {0: "", **words_of(rollout_pb2.DropReason)}
 
@@ -27,8 +39,8 @@ def check_part(part: tuple[int, int]) -> None:
         raise ValueError(f"part must be (i, n) with 0 <= i < n, is {part}")
 
 
-def shaping_fields(shaping: Shaping) -> dict[str, Any]:
-    """Fields of RolloutSpec, those that are not the default. Raises ValueError for an unknown rule."""
+def shaping_fields(shaping: Shaping, most: int) -> dict[str, Any]:
+    """Fields of RolloutSpec, those that are not the default. most: samples of a prompt. Raises ValueError."""
     rules = {word: number for number, word in words_of(rollout_pb2.SelectionRule).items()}
     if shaping.rule not in rules:
         raise ValueError(f"shaping.rule must be one of {sorted(rules)}, is {shaping.rule!r}")
@@ -39,14 +51,50 @@ def shaping_fields(shaping: Shaping) -> dict[str, Any]:
         success_reward=shaping.success_reward,
         keep_uniform=shaping.keep_uniform,
     )
-    first = rules[Shaping().rule]
+    cap, first = shaping.length_cap, rules[Shaping().rule]
+    if shaping.budget and shaping.samples:
+        raise ValueError("shaping.budget gives each prompt its samples: leave shaping.samples out")
     return {
         "selection": selection if selection.rule != first else None,
+        "history": shaping.history,
+        "redundancy": rollout_pb2.Redundancy(budget=shaping.budget, most_samples=most) if shaping.budget else None,
+        "length_cap": _cap_message(cap) if cap is not None else None,
         "samples": shaping.samples,
         "keep_groups": shaping.keep_groups,
         "max_open_groups": shaping.max_open_groups,
         "replace_stale": shaping.replace_stale,
     }
+
+
+def _cap_message(cap: LengthCap) -> rollout_pb2.LengthCap:
+    ways = {word: number for number, word in words_of(rollout_pb2.CutReward).items()}
+    if cap.cut_reward not in ways:
+        raise ValueError(f"length_cap.cut_reward must be one of {sorted(ways)}, is {cap.cut_reward!r}")
+    return rollout_pb2.LengthCap(**asdict(cap) | {"cut_reward": ways[cap.cut_reward]})
+
+
+def report_of(answer: rollout_pb2.GetShapingResponse) -> ShapingReport:
+    """The report of its message."""
+
+    def distribution(message: rollout_pb2.Distribution) -> Distribution:
+        return Distribution(tuple(message.sampled), tuple(message.trained), message.distance)
+
+    return ShapingReport(
+        length=distribution(answer.length),
+        reward=distribution(answer.reward),
+        success_rate=distribution(answer.success_rate),
+        sampled=answer.sampled,
+        trained=answer.trained,
+        sampled_tokens=answer.sampled_tokens,
+        trained_tokens=answer.trained_tokens,
+        kept_fraction=answer.kept_fraction,
+        kept_verdict=answer.kept_verdict,
+        drops=dict(answer.drops),
+        stale_tokens=dict(answer.stale_tokens),
+        alarms=tuple(answer.alarms),
+        length_cap_tokens=answer.length_cap_tokens,
+        length_cap_report=answer.length_cap_report,
+    )
 
 
 def finished_message(result: TrajectoryResult) -> rollout_pb2.FinishedTrajectory:

@@ -53,6 +53,26 @@ class Policy:
 
 
 @dataclass(frozen=True)
+class LengthCap:
+    """A cap on the sampled tokens of a trajectory that follows a percentile of successful ones, slowly.
+
+    ceiling_tokens: of a rollout without a cap, as some are, to see how long successes would be. floor_tokens: the cap
+    never falls below. cut_reward: of a trajectory that reaches the cap, or comes near: "soft" falls linearly to 0 from
+    the soft percentile to the cap (DAPO), "zero" is 0 once it is cut, "ignore" does not train it. most_cut_share: of
+    successes; where the cap would cut more, it opens. least_successes: known before there is a cap.
+    """
+
+    ceiling_tokens: int
+    floor_tokens: int
+    percentile: float = 0.98
+    soft_percentile: float = 0.95
+    cut_reward: Literal["soft", "zero", "ignore"] = "soft"
+    success_reward: float = 1.0
+    most_cut_share: float = 0.05
+    least_successes: int = 200
+
+
+@dataclass(frozen=True)
 class Shaping:
     """Which samples of a rollout are worth finishing and training; each part is off unless it is set.
 
@@ -63,6 +83,10 @@ class Shaping:
     samples: of each prompt, in their order, where they differ. keep_groups: end with so many groups (RollArt §5.3).
     max_open_groups: groups begun and not yet taken by a trainer. replace_stale: run one more sample for each kept one
     that grows too old under max_staleness; the rollout then lasts until all of its groups are taken.
+    history: a name that the rollouts of a training run share, by which they learn from each other: of lengths for
+    `budget`, of successes for length_cap, and for Client.shaping_report. budget: samples of all prompts together, over
+    those that are kept; prompts whose lengths vary more get more of them, samples_per_prompt at most; 0 for as many of
+    each prompt (DARTS §4.2).
     """
 
     rule: Literal["first", "dual_end", "shortest", "mixed"] = "first"
@@ -74,6 +98,45 @@ class Shaping:
     keep_groups: int = 0
     max_open_groups: int = 0
     replace_stale: bool = False
+    history: str = ""
+    budget: float = 0.0
+    length_cap: LengthCap | None = None
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """10th, 50th and 90th percentile of what was sampled and what was trained; distance: of Kolmogorov and Smirnov, 0
+    alike, 1 apart."""
+
+    sampled: tuple[float, ...]
+    trained: tuple[float, ...]
+    distance: float
+
+
+@dataclass(frozen=True)
+class ShapingReport:
+    """What shaping does to the distribution that is trained on.
+
+    length: sampled tokens of a trajectory. success_rate: of its prompt. sampled, trained: trajectories; of those that
+    were ended early, `sampled` has those that had begun. drops: samples by why they were not trained. stale_tokens:
+    trained tokens by weight versions behind, where versions are known. alarms: each a sentence that says what is
+    starved, by how much, and what to change. length_cap_tokens: of the next rollout of a history, 0 for none.
+    """
+
+    length: Distribution
+    reward: Distribution
+    success_rate: Distribution
+    sampled: int
+    trained: int
+    sampled_tokens: int
+    trained_tokens: int
+    kept_fraction: float
+    kept_verdict: str
+    drops: dict[str, int]
+    stale_tokens: dict[int, int]
+    alarms: tuple[str, ...]
+    length_cap_tokens: int
+    length_cap_report: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +287,10 @@ class RolloutEvent:
 
 @dataclass(frozen=True)
 class TrainingTrajectory:
-    """A trajectory as GetBatch gives it to a trainer; equally long lists as in TrajectoryResult."""
+    """A trajectory as GetBatch gives it to a trainer; equally long lists as in TrajectoryResult.
+
+    unshaped_reward: what the agent gave, where a length cap has changed `reward`; else None.
+    """
 
     trajectory_id: str
     prompt_id: str
@@ -238,6 +304,7 @@ class TrainingTrajectory:
     failed: bool
     turns: int
     elapsed_s: float
+    unshaped_reward: float | None = None
 
 
 @dataclass(frozen=True)

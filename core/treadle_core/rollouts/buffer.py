@@ -16,53 +16,12 @@ leaves whole; a batch id always names the same batch; `revision` is the number o
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import inf
 
-from treadle_core.rollouts.selection import Candidate, Rule
+from treadle_core.rollouts.group import DropReason, Group, Sample, Verdict, is_stale
 from treadle_core.rollouts.spec import RolloutSpec
-
-NO_VERSION = inf  # ranks groups without a weight version behind those that can grow stale
-
-
-class DropReason(Enum):
-    """Why a trajectory is not trained on. The values are stored: do not rename them."""
-
-    GROUP_SETTLED = "group_settled"
-    STALE = "stale"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-    NOT_CHOSEN = "not_chosen"  # by the rule of its group
-    WITHDRAWN = "withdrawn"  # its group was not needed
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A trajectory that was submitted, without its tokens."""
-
-    trajectory_id: str
-    prompt_id: str
-    sample: int  # 0..its group's `started` - 1
-    failed: bool = False
-    oldest_version: int | None = None  # weight version of its oldest sampled token; None where no bound asks for it
-    payload_bytes: int = 0
-    length_tokens: int = 0  # sampled
-    reward: float | None = None
-    truncated: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What happened to a sample when it was submitted. `drop_reason` is None where it was kept."""
-
-    drop_reason: DropReason | None
-    group_settled: bool  # then its running siblings are no longer wanted
-
-    @property
-    def kept(self) -> bool:
-        """Whether the sample waits for training."""
-        return self.drop_reason is None
 
 
 class SampleTakenError(Exception):
@@ -72,69 +31,6 @@ class SampleTakenError(Exception):
         super().__init__(f"sample {sample} of prompt {prompt_id} was handed in by trajectory {trajectory_id}")
         self.prompt_id = prompt_id
         self.trajectory_id = trajectory_id
-
-
-def is_stale(oldest_version: int | None, newest_version: int | None, bound: int | None) -> bool:
-    """Whether the oldest sampled token is over `bound` versions behind the newest (RollArt's asynchronous bound)."""
-    if oldest_version is None or newest_version is None or bound is None:
-        return False
-    return newest_version - oldest_version > bound
-
-
-@dataclass
-class Group:
-    """The samples of one prompt. `started`: how many it may have; `kept`: those that wait to be taken, or were, in
-    order of arrival; `verdicts`: by trajectory; `owners`: the trajectory of each sample index; `settled_order`: rank
-    among the settled groups; `revision`: that of the buffer when it last changed."""
-
-    prompt_id: str
-    started: int
-    rule: Rule
-    kept: list[Sample] = field(default_factory=list)
-    verdicts: dict[str, Verdict] = field(default_factory=dict)
-    owners: dict[int, str] = field(default_factory=dict)
-    settled_order: int | None = None
-    taken: bool = False
-    revision: int = 0
-
-    @property
-    def received(self) -> int:
-        """The number of samples submitted."""
-        return len(self.verdicts)
-
-    @property
-    def settled(self) -> bool:
-        return self.settled_order is not None
-
-    @property
-    def ready(self) -> bool:
-        return self.settled and not self.taken and bool(self.kept)
-
-    @property
-    def gone(self) -> bool:
-        """Whether nothing of it will be taken any more."""
-        return self.taken or (self.settled and not self.kept)
-
-    @property
-    def payload_bytes(self) -> int:
-        return sum(sample.payload_bytes for sample in self.kept)
-
-    @property
-    def age(self) -> tuple[float, int]:
-        """What groups leave by, the least first: the version of the oldest token, then the order of settling."""
-        versions = (s.oldest_version for s in self.kept if s.oldest_version is not None)
-        return min(versions, default=NO_VERSION), self.settled_order or 0
-
-    def candidates(self, sample: Sample, reason: DropReason | None) -> list[Candidate]:
-        """What its rule sees once the sample has come; what was dropped is there as failed."""
-        kept = {each.trajectory_id: each for each in self.kept}
-        came = [_candidate(kept[name]) if name in kept else Candidate(name, 0, failed=True) for name in self.verdicts]
-        last = Candidate(sample.trajectory_id, 0, failed=True) if reason is not None else _candidate(sample)
-        return [*came, last]
-
-
-def _candidate(sample: Sample) -> Candidate:
-    return Candidate(sample.trajectory_id, sample.length_tokens, sample.reward, sample.truncated)
 
 
 class RolloutState(Enum):
@@ -193,7 +89,16 @@ class Cancelled:
     dropped: tuple[str, ...]
 
 
-Event = Arrived | Advanced | Batch | Cancelled
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """A sample was ended before it was submitted, after so many sampled tokens."""
+
+    prompt_id: str
+    trajectory_id: str
+    tokens: int
+
+
+Event = Arrived | Advanced | Batch | Cancelled | Aborted
 
 
 class GroupTooLargeError(Exception):
@@ -217,6 +122,7 @@ class SampleBuffer:
         self.samples: dict[str, Sample] = {}  # every sample submitted, by trajectory
         self.batches: dict[str, Batch] = {}
         self.drops: Counter[DropReason] = Counter()
+        self.dropped_later: dict[str, DropReason] = {}  # samples that were kept at first
         self.newest_version: int | None = None
         self.cancelled = False
         self.revision = 0
@@ -259,6 +165,16 @@ class SampleBuffer:
     def buffered(self) -> int:
         """The number of trajectories kept and not yet taken."""
         return sum(len(group.kept) for group in self.groups.values() if not group.taken)
+
+    def samples_of(self, group: Group) -> list[Sample]:
+        """Those that came, in their order."""
+        return [self.samples[name] for name in group.verdicts]
+
+    def drop_reason_of(self, trajectory_id: str) -> DropReason | None:
+        """Why a sample that came is not kept; None where it is."""
+        later = self.dropped_later.get(trajectory_id)
+        group = self.groups[self.samples[trajectory_id].prompt_id]
+        return later if later is not None else group.verdicts[trajectory_id].drop_reason
 
     def decide_arrival(self, sample: Sample) -> Arrived:
         """The verdict for a sample; for a known trajectory its first one. Raises KeyError for an unknown prompt,
@@ -304,6 +220,8 @@ class SampleBuffer:
             return DropReason.GROUP_SETTLED
         if self.withdrawn:
             return DropReason.WITHDRAWN
+        if sample.left_out:
+            return DropReason.CUT
         stale = is_stale(sample.oldest_version, self.newest_version, self.spec.max_staleness)
         return DropReason.STALE if stale else None
 
@@ -369,10 +287,13 @@ class SampleBuffer:
                 self.batches[event.batch_id] = event
                 for prompt_id, trajectory_ids in event.groups:
                     self.groups[prompt_id].taken = True
+                    self.groups[prompt_id].taken_version = self.newest_version
                     self.taken_total += len(trajectory_ids)
             case Cancelled():
                 self.cancelled = True
                 self._drop(event.dropped, DropReason.CANCELLED)
+            case Aborted():
+                self.groups[event.prompt_id].aborted[event.trajectory_id] = event.tokens
 
     def _apply_arrival(self, event: Arrived) -> None:
         sample, verdict = event.sample, event.verdict
@@ -416,3 +337,4 @@ class SampleBuffer:
             group.kept.remove(sample)
             group.revision = self.revision
             self.drops[reason] += 1
+            self.dropped_later[trajectory_id] = reason

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from treadle_core.rollouts.length_cap import CapPolicy, CutReward
 from treadle_core.rollouts.selection import DualEnd, FirstK, FirstMixed, Rule, ShortestFirst, darts_rule
 
 
@@ -42,10 +43,30 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True)
+class Redundancy:
+    """Numbers of samples by the variance of lengths (DARTS §4.2). budget: of all prompts together, over those kept.
+    most: of one prompt."""
+
+    budget: float
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The length cap of one rollout, in sampled tokens of a trajectory. in_force: it is not the ceiling."""
+
+    limit_tokens: int
+    soft_tokens: int
+    reward: CutReward
+    in_force: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutSpec:
     """What one rollout asks for. None is no bound.
 
-    samples: of each prompt, where they differ. keep_groups: the rollout ends with so many groups, the others are
+    samples: of each prompt, where they differ. history: what it learns from, and is learned from it; with redundancy it
+    gives `samples`, with cap it gives `cut`. keep_groups: the rollout ends with so many groups, the others are
     withdrawn. max_open_groups: those that may be begun and not yet taken, in the order of the prompts.
     """
 
@@ -59,6 +80,10 @@ class RolloutSpec:
     keep_groups: int | None = None
     max_open_groups: int | None = None
     replace_stale: bool = False
+    history: str = ""
+    redundancy: Redundancy | None = None
+    cap: CapPolicy | None = None
+    cut: Cut | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError for a spec no group could satisfy."""
@@ -80,7 +105,15 @@ class RolloutSpec:
             raise ValueError("max_open_groups must be >= 1, or None for no bound")
         if self.replace_stale and (self.max_staleness is None or self.keep_groups is not None):
             raise ValueError("replace_stale needs max_staleness, and all groups: no keep_groups")
+        if (self.redundancy is not None or self.cap is not None) and not self.history:
+            raise ValueError("redundancy and cap need history")
         self.selection.rule_of(self.keep_per_prompt, self.samples_per_prompt)
+
+    @property
+    def limit_tokens(self) -> int | None:
+        """Most sampled tokens of a trajectory."""
+        bounds = [self.max_total_tokens, self.cut.limit_tokens if self.cut is not None else None]
+        return min((each for each in bounds if each is not None), default=None)
 
     def samples_of(self, index: int) -> int:
         """Of the prompt at `index`."""

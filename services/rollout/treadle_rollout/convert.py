@@ -1,6 +1,7 @@
 """Convert between the messages of the contract and the core's values, and check those of a request."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import inf
 
@@ -8,21 +9,20 @@ import numpy as np
 import numpy.typing as npt
 from treadle.common.v1.tokens_pb2 import VersionSpan
 from treadle.rollout.v1 import rollout_pb2 as pb
+from treadle.scheduler.v1.scheduler_pb2 import OUTCOME_CANCELLED
 from treadle.telemetry.v1.facts_pb2 import Fact, GroupSettled
-from treadle_core.rollouts.buffer import Batch, DropReason, Group, RolloutState, Sample, SampleBuffer, Verdict
-from treadle_core.rollouts.spec import RolloutSpec, RuleName, Selection
-from treadle_runtime.errors import InvalidArgument, finite, identifier, non_negative, positive, require
+from treadle_core.rollouts.buffer import Aborted, Batch, RolloutState, SampleBuffer
+from treadle_core.rollouts.group import DropReason, Group, Sample, Verdict
+from treadle_core.rollouts.length_cap import CutReward
+from treadle_core.rollouts.spec import RolloutSpec
+from treadle_runtime.errors import finite, identifier, non_negative, positive, require
 from treadle_runtime.facts import make_fact
 from treadle_runtime.times import require_duration, seconds, timestamp
 
+from treadle_rollout.convert_shaping import cap_from, fill_shaping, redundancy_from, selection_from
 from treadle_rollout.rollouts import BatchRequest, Rollout
 
 STATES = {state: pb.RolloutState.Value(f"ROLLOUT_STATE_{state.name}") for state in RolloutState}
-RULES = {
-    pb.SELECTION_RULE_UNSPECIFIED: RuleName.FIRST,
-    **{pb.SelectionRule.Value(f"SELECTION_RULE_{rule.name}"): rule for rule in RuleName},
-}
-RULE_NUMBERS = {rule: number for number, rule in RULES.items()}
 DROP_REASONS = {reason: pb.DropReason.Value(f"DROP_REASON_{reason.name}") for reason in DropReason}
 MOST_PARTS = 65_536  # far more ranks than one trainer has
 NO_BOUND = -1  # of max_staleness on the wire
@@ -60,60 +60,40 @@ def spec_from(spec: pb.RolloutSpec) -> RolloutSpec:
     bounded, all_groups = spec.max_staleness != NO_BOUND, not spec.keep_groups
     require(not spec.replace_stale or bounded, "spec.replace_stale", "needs max_staleness >= 0")
     require(not spec.replace_stale or all_groups, "spec.replace_stale", "needs keep_groups = 0: all groups")
+    has_history = bool(spec.HasField("redundancy") or spec.HasField("length_cap"))
+    require(spec.history or not has_history, "spec.history", "must be given with redundancy or length_cap")
     return RolloutSpec(
         prompt_ids=tuple(spec.prompt_ids),
         samples_per_prompt=spec.samples_per_prompt,
         keep_per_prompt=keep,
         max_staleness=None if spec.max_staleness == NO_BOUND else spec.max_staleness,
         max_total_tokens=spec.max_total_tokens or None,
-        selection=_selection_from(spec.selection, keep),
+        selection=selection_from(spec.selection, keep),
         samples=tuple(spec.samples),
         keep_groups=spec.keep_groups or None,
         max_open_groups=spec.max_open_groups or None,
         replace_stale=spec.replace_stale,
-    )
-
-
-def _selection_from(selection: pb.Selection, keep: int) -> Selection:
-    rule = RULES.get(selection.rule)
-    if rule is None:
-        raise InvalidArgument("spec.selection.rule", f"is {selection.rule}, which is newer than this service")
-    dual_end = rule is RuleName.DUAL_END
-    least = 2 if rule is RuleName.MIXED else 1
-    require(keep >= least, "spec.keep_per_prompt", f"must be {least} or more under selection.rule MIXED, is {keep}")
-    for name in ("longest", "saturated_samples"):
-        value = getattr(selection, name)
-        non_negative(f"spec.selection.{name}", value)
-        require(dual_end or not value, f"spec.selection.{name}", "is of rule DUAL_END alone: leave it out")
-    require(selection.longest <= keep, "spec.selection.longest", f"must be 0..keep_per_prompt ({keep})")
-    finite("spec.selection.success_reward", selection.success_reward)
-    return Selection(
-        rule=rule,
-        longest=selection.longest,
-        saturated_at=selection.saturated_samples,
-        success_at=selection.success_reward if selection.HasField("success_reward") else Selection().success_at,
-        drop_uniform=not selection.keep_uniform,
+        history=identifier("spec.history", spec.history) if spec.history else "",
+        redundancy=redundancy_from(spec, keep) if spec.HasField("redundancy") else None,
+        cap=cap_from(spec.length_cap) if spec.HasField("length_cap") else None,
     )
 
 
 def spec_to(spec: RolloutSpec) -> pb.RolloutSpec:
     """The spec as it is in force: keep_per_prompt is never 0, and a selection is there where it is not the default."""
-    chosen = spec.selection
     message = pb.RolloutSpec(
         prompt_ids=spec.prompt_ids,
         samples_per_prompt=spec.samples_per_prompt,
         keep_per_prompt=spec.keep_per_prompt,
         max_staleness=NO_BOUND if spec.max_staleness is None else spec.max_staleness,
         max_total_tokens=spec.max_total_tokens or 0,
-        samples=spec.samples,
+        samples=spec.samples if spec.redundancy is None else (),
+        history=spec.history,
         keep_groups=spec.keep_groups or 0,
         max_open_groups=spec.max_open_groups or 0,
         replace_stale=spec.replace_stale,
     )
-    if chosen != Selection():
-        message.selection.rule = RULE_NUMBERS[chosen.rule]
-        message.selection.longest, message.selection.saturated_samples = chosen.longest, chosen.saturated_at
-        message.selection.success_reward, message.selection.keep_uniform = chosen.success_at, not chosen.drop_uniform
+    fill_shaping(message, spec)
     return message
 
 
@@ -162,6 +142,7 @@ def rollout_to(rollout: Rollout, since_revision: int | None = None) -> pb.Rollou
         created_at=timestamp(rollout.created_at_s),
         groups_admitted=buffer.groups_admitted,
         newest_version=buffer.newest_version,
+        length_cap_tokens=buffer.spec.limit_tokens or 0,
     )
 
 
@@ -171,6 +152,14 @@ def settled_fact(rollout: Rollout, group: Group) -> Fact:
     fact = make_fact("rollout", group_settled=settled)
     fact.fact_id = f"group-settled-{rollout.rollout_id}-{group.prompt_id}-{group.started}"
     return fact
+
+
+def aborted_from(fact: Fact) -> tuple[str, Aborted] | None:
+    """The rollout and the sample of a trajectory that was ended early; None for one that was not, or had no tokens."""
+    closed = fact.trajectory_closed
+    if not closed.rollout_id or closed.outcome != OUTCOME_CANCELLED or not closed.gen_tokens:
+        return None
+    return closed.rollout_id, Aborted(closed.prompt_id, closed.trajectory_id, closed.gen_tokens)
 
 
 def verdict_to(verdict: Verdict) -> pb.SubmitTrajectoryResponse:
@@ -236,22 +225,26 @@ def sample_from(trajectory: pb.FinishedTrajectory, buffer: SampleBuffer) -> Samp
     non_negative("trajectory.turns", trajectory.turns)
     require_duration("trajectory.elapsed", trajectory.elapsed)
     mask = _check_tokens(trajectory)
-    sampled, cap = int(mask.sum()), spec.max_total_tokens
+    sampled, cap = int(mask.sum()), spec.limit_tokens
     require(
         cap is None or sampled <= cap,
         "trajectory.tokens",
-        f"must hold at most {cap} sampled tokens (max_total_tokens of the rollout), holds {sampled}",
+        f"must hold at most {cap} sampled tokens (length_cap_tokens of the rollout), holds {sampled}",
     )
+    versions = _check_spans(trajectory.version_spans, mask, bounded=spec.max_staleness is not None)
+    cut = spec.cut is not None and trajectory.truncated
     return Sample(
         trajectory_id=identifier("trajectory.trajectory_id", trajectory.trajectory_id),
         prompt_id=trajectory.prompt_id,
         sample=trajectory.sample,
         failed=trajectory.failed,
-        oldest_version=_check_spans(trajectory.version_spans, mask, bounded=spec.max_staleness is not None),
+        oldest_version=min(versions, default=None),
         payload_bytes=trajectory.ByteSize(),
         length_tokens=sampled,
         reward=trajectory.reward,
         truncated=trajectory.truncated,
+        left_out=cut and spec.cut is not None and spec.cut.reward is CutReward.IGNORE,
+        version_tokens=tuple(sorted(versions.items())),
     )
 
 
@@ -283,14 +276,14 @@ def _check_tokens(trajectory: pb.FinishedTrajectory) -> npt.NDArray[np.uint8]:
     return mask
 
 
-def _check_spans(spans: Sequence[VersionSpan], mask: npt.NDArray[np.uint8], *, bounded: bool) -> int | None:
-    """The oldest weight version where staleness is bounded, else None.
+def _check_spans(spans: Sequence[VersionSpan], mask: npt.NDArray[np.uint8], *, bounded: bool) -> dict[int, int]:
+    """Sampled tokens by weight version where staleness is bounded, else nothing.
 
     Spans must lie over sampled tokens, none twice. Under a bound they must cover them all, with integers as versions;
     launch weights without a name count as version 0.
     """
     covered = np.zeros(len(mask), dtype=bool)
-    versions: list[int] = []
+    versions: Counter[int] = Counter()
     for index, span in enumerate(spans):
         name = f"trajectory.version_spans[{index}]"
         start, end = span.start_token, span.end_token
@@ -309,10 +302,10 @@ def _check_spans(spans: Sequence[VersionSpan], mask: npt.NDArray[np.uint8], *, b
                 f"must be an integer >= 0 (or {LAUNCH_VERSION!r}, which counts as 0), because the rollout bounds"
                 f" staleness, is {text[:64]!r}: start the engines with --weight-version N",
             )
-            versions.append(int(number))
+            versions[int(number)] += end - start
     require(
         not bounded or int(covered.sum()) == int(mask.sum()),
         "trajectory.version_spans",
         "must cover every sampled token, because the rollout bounds staleness",
     )
-    return min(versions, default=None)
+    return versions

@@ -14,11 +14,22 @@ from math import ceil, inf
 
 import nats.errors
 import structlog
-from treadle_core.rollouts.buffer import Arrived, Batch, Event, Group, Sample, SampleBuffer, Verdict
+from treadle_core.rollouts.buffer import Aborted, Arrived, Batch, Event, SampleBuffer
+from treadle_core.rollouts.group import Group, Sample, Verdict
+from treadle_core.rollouts.history import RolloutHistory
 from treadle_core.rollouts.spec import RolloutSpec
 from treadle_runtime.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable
 
-from treadle_rollout.storage import Created, PayloadStore, Record, RolloutLog, decode, encode, payload_lost
+from treadle_rollout.storage import (
+    Created,
+    HistoryStore,
+    PayloadStore,
+    Record,
+    RolloutLog,
+    decode,
+    encode,
+    payload_lost,
+)
 
 # A waiting batch reads the log again that often: an entry may be there that this process never saw acknowledged, or
 # that the process it is about to replace has written. One read costs about 0.2 ms.
@@ -63,6 +74,7 @@ class Rollout:
         self.payload_names: dict[str, str] = {}  # by trajectory, of those whose tokens are stored
         self.batch_times_s: dict[str, float] = {}
         self.arrivals_s: list[float] = []  # Unix times of submitted samples, until the rollout is over
+        self.folded = False  # into its history
         self.finished_by = ""  # the trajectory whose sample was the last that it needed
         self.changed = asyncio.Event()  # replaced at each change: take it, look, then wait on it
         self._fingerprints: dict[str, str] = {}
@@ -159,6 +171,17 @@ class Rollout:
                     await self.wait(changed)
             except TimeoutError:
                 self._unsure = True
+
+    async def note_aborted(self, aborted: Aborted) -> None:
+        """Note a sample that was ended before it was submitted; again, or of a foreign prompt, changes nothing."""
+
+        def decide() -> Aborted | None:
+            group, name = self.buffer.groups.get(aborted.prompt_id), aborted.trajectory_id
+            known = group is None or name in group.aborted or name in self.buffer.samples
+            return None if known else aborted
+
+        async with self._lock:
+            await self._commit(decide)
 
     async def cancel(self) -> None:
         """Cancel; cancelling what is over changes nothing."""
@@ -294,9 +317,10 @@ class Rollout:
 class Rollouts:
     """All rollouts of this process."""
 
-    def __init__(self, log: RolloutLog, payloads: PayloadStore, tell: TellSettled) -> None:
+    def __init__(self, log: RolloutLog, payloads: PayloadStore, histories: HistoryStore, tell: TellSettled) -> None:
         self._log = log
         self._payloads = payloads
+        self._histories = histories
         self._tell = tell
         self._by_id: dict[str, Rollout] = {}
         payloads.can_be_freed = lambda: any(rollout.can_free_room for rollout in self)
@@ -330,7 +354,12 @@ class Rollouts:
         return self._by_id[rollout_id]
 
     async def create(self, rollout_id: str, spec: RolloutSpec, request_id: str) -> Rollout:
-        """Create one, or find what the same request created. Raises AlreadyExists."""
+        """Create one, or find what the same request created. Raises AlreadyExists.
+
+        Its numbers of samples and its cap follow from its history, where it has one.
+        """
+        if spec.history:
+            spec = (await self.fold(spec.history)).begin(spec)
         created = Created(rollout_id, spec, request_id)
         await self._log.append(rollout_id, 0, encode(Record(time.time(), created)))
         rollout = await self.find(rollout_id)
@@ -340,8 +369,24 @@ class Rollouts:
             )
         return rollout
 
+    async def fold(self, name: str) -> RolloutHistory:
+        """Count the rollouts of a history that are over, each once, and return the history."""
+        while True:
+            history, revision = await self._histories.read(name)
+            known = set(history.folded)
+            over = [each for each in self if each.buffer.spec.history == name and each.buffer.over and not each.folded]
+            for rollout in over:
+                history.fold(rollout.rollout_id, rollout.buffer)
+            if set(history.folded) == known or await self._histories.write(name, history, revision):
+                for rollout in over:
+                    rollout.folded = True
+                return history
+
     async def sweep(self, now_s: float, *, batch_replay_s: float, retention_s: float) -> None:
-        """Forget rollouts that nobody touched for `retention_s`, and tokens of batches older than `batch_replay_s`."""
+        """Fold rollouts that are over into their histories, forget those that nobody touched for `retention_s`, and
+        tokens of batches older than `batch_replay_s`."""
+        for name in {each.buffer.spec.history for each in self if each.buffer.over and not each.folded} - {""}:
+            await self.fold(name)
         for rollout in self:
             if now_s - rollout.touched_at_s > retention_s:
                 log.info("rollout forgotten", rollout_id=rollout.rollout_id)

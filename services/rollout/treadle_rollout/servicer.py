@@ -4,16 +4,20 @@ import time
 from collections.abc import AsyncIterator
 
 import grpc.aio
+import structlog
 from treadle.rollout.v1 import rollout_pb2 as pb
 from treadle.rollout.v1 import rollout_pb2_grpc
-from treadle_core.rollouts.buffer import DropReason
-from treadle_runtime.errors import FailedPrecondition, identifier
+from treadle_core.rollouts.group import DropReason
+from treadle_core.rollouts.history import bias_of
+from treadle_runtime.errors import FailedPrecondition, NotFound, identifier, require
 from treadle_runtime.idempotency import RequestRecords, answered_once
 from treadle_runtime.identity.tenants import minted
 from treadle_runtime.telemetry import Metrics
 
-from treadle_rollout import convert
+from treadle_rollout import convert, convert_shaping
 from treadle_rollout.rollouts import Rollout, Rollouts
+
+log = structlog.get_logger()
 
 Context = grpc.aio.ServicerContext[object, object]
 
@@ -35,6 +39,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         metrics.gauge("open", "rollout", "Rollouts that are not over", lambda: sum(not r.buffer.over for r in rollouts))
         kept = "Kept samples that no batch has taken"
         metrics.gauge("buffered", "sample", kept, lambda: sum(each.buffer.buffered for each in rollouts))
+        fraction = "Trained over sampled trajectories of the rollout that finished last; below 0.5 most are thrown away"
+        self._kept_fraction = 1.0
+        metrics.gauge("kept_fraction", "share", fraction, lambda: self._kept_fraction)
         self._rollouts = rollouts
         self.records = records
         self._batch_bytes = max(1, max_message_bytes - BATCH_FRAME_BYTES)
@@ -90,13 +97,22 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         rollout = await self._find(request.rollout_id)
         sample = convert.sample_from(request.trajectory, rollout.buffer)
         began_s = time.monotonic()
-        verdict = await rollout.submit(sample, request.trajectory.SerializeToString())
+        trained = convert_shaping.shaped(request.trajectory, sample, rollout.buffer.spec)
+        verdict = await rollout.submit(sample, trained.SerializeToString())
         self._submit_s(time.monotonic() - began_s)
         self._samples(1, {"verdict": "kept" if verdict.drop_reason is None else verdict.drop_reason.name.lower()})
         if rollout.finished_by == sample.trajectory_id:
             self._makespan_s(rollout.arrivals_s[-1] - rollout.created_at_s)
             self._tail_s(rollout.tail_s)
+            self._judge(rollout)
         return convert.verdict_to(verdict)
+
+    def _judge(self, rollout: Rollout) -> None:
+        """Measure what shaping did in a rollout that has finished, and warn where it starves a kind of samples."""
+        guard = bias_of(rollout.buffer)
+        self._kept_fraction = guard.kept.value
+        for alarm in guard.alarms():
+            log.warning("shaping changes what is trained", rollout_id=rollout.rollout_id, alarm=alarm)
 
     async def GetBatch(self, request: pb.GetBatchRequest, context: Context) -> pb.GetBatchResponse:
         """Whole groups for training, in one message.
@@ -137,6 +153,18 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         part, parts = convert.part_from(request)
         await (await self._find(request.rollout_id)).confirm(batch_id, part, parts)
         return pb.ConfirmBatchResponse()
+
+    async def GetShaping(self, request: pb.GetShapingRequest, context: Context) -> pb.GetShapingResponse:
+        """What shaping does to what is trained."""
+        one = bool(request.rollout_id) != bool(request.history)
+        require(one, "rollout_id", "give it or `history`, and not both")
+        if request.rollout_id:
+            return convert_shaping.shaping_to(bias_of((await self._find(request.rollout_id)).buffer))
+        history = await self._rollouts.fold(identifier("history", request.history))
+        if not history.folded:
+            what = f"no rollout of history {request.history} is over yet"
+            raise NotFound("HISTORY_NOT_FOUND", what, history=request.history)
+        return convert_shaping.shaping_to(history.bias, history.cap, history.cap_report)
 
     async def _find(self, rollout_id: str) -> Rollout:
         return await self._rollouts.find(identifier("rollout_id", rollout_id))

@@ -1,5 +1,6 @@
-"""Store rollouts in two JetStream buckets: a log of records for each rollout, and the tokens of trajectories,
-which has a bound of its own so that it cannot fill the JetStream that the scheduler needs (ADR 0033).
+"""Store rollouts in JetStream buckets: a log of records for each rollout, what training runs have learned from theirs,
+and the tokens of trajectories. Tokens have a bound of their own, so that they cannot fill the JetStream that the
+scheduler needs (ADR 0033).
 
 A log entry is a key of its own, `<rollout>.<position>`, created and never changed: creating it is a compare-and-swap,
 so that two processes cannot both write one position. Payloads are cut into chunks below NATS's message limit and named
@@ -20,7 +21,8 @@ from nats.js import JetStreamContext
 from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError, ServiceUnavailableError
 from nats.js.kv import KeyValue
 from pydantic import TypeAdapter
-from treadle_core.rollouts.buffer import Advanced, Arrived, Batch, Cancelled, Event
+from treadle_core.rollouts.buffer import Aborted, Advanced, Arrived, Batch, Cancelled, Event
+from treadle_core.rollouts.history import RolloutHistory
 from treadle_core.rollouts.spec import RolloutSpec
 from treadle_runtime.buckets import entries_of
 from treadle_runtime.errors import FailedPrecondition, ResourceExhausted, require
@@ -28,6 +30,7 @@ from treadle_runtime.errors import FailedPrecondition, ResourceExhausted, requir
 # A rollout of thousands of prompts, or a batch of them, comes near NATS's 1 MiB; ids compress to a fraction.
 COMPRESS_FROM_BYTES = 64 * 1024
 LOG_BUCKET = "treadle-rollout-log"
+HISTORY_BUCKET = "treadle-rollout-history"
 PAYLOAD_BUCKET = "treadle-rollout-payload"
 CHUNK_BYTES = 512 * 1024  # half of NATS's default max_payload (1 MiB), which headers and subject count against
 # Requests in flight to NATS for one batch: enough to hide the round trip, few enough to share the connection.
@@ -59,6 +62,7 @@ BODIES: dict[str, type[Any]] = {
     "advanced": Advanced,
     "batch": Batch,
     "cancelled": Cancelled,
+    "aborted": Aborted,
 }
 KINDS = {body: kind for kind, body in BODIES.items()}
 STORED: dict[str, TypeAdapter[Any]] = {kind: TypeAdapter(body) for kind, body in BODIES.items()}
@@ -140,6 +144,33 @@ class RolloutLog:
     async def forget(self, rollout_id: str) -> None:
         """Remove a rollout's log."""
         await _remove(self._jetstream, LOG_BUCKET, f"{_hex(rollout_id)}.*")
+
+
+_HISTORY = TypeAdapter(RolloutHistory)
+
+
+class HistoryStore:
+    """What training runs have learned, by their name: one compressed JSON each, changed by compare-and-swap."""
+
+    def __init__(self, bucket: KeyValue) -> None:
+        self._bucket = bucket
+
+    async def read(self, name: str) -> tuple[RolloutHistory, int]:
+        """The history and its revision; an empty one of revision 0 where there is none."""
+        try:
+            entry = await self._bucket.get(_hex(name))
+        except KeyNotFoundError:
+            return RolloutHistory(), 0
+        return _HISTORY.validate_json(zlib.decompress(entry.value or b"")), entry.revision or 0
+
+    async def write(self, name: str, history: RolloutHistory, revision: int) -> bool:
+        """Write what was made of `revision`; False where another writer was first."""
+        data = zlib.compress(_HISTORY.dump_json(history))
+        try:
+            await self._bucket.update(_hex(name), data, last=revision)
+        except KeyWrongLastSequenceError:
+            return False
+        return True
 
 
 class PayloadStore:

@@ -2,22 +2,25 @@
 
 import asyncio
 import time
+from contextlib import suppress
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import nats.errors
 import structlog
 from treadle.rollout.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
-from treadle_core.rollouts.buffer import Group, GroupTooLargeError, SampleTakenError
-from treadle_runtime.errors import AlreadyExists, ErrorTable, FailedPrecondition, InvalidArgument, StartError
+from treadle_core.rollouts.buffer import GroupTooLargeError, SampleTakenError
+from treadle_core.rollouts.group import Group
+from treadle_runtime.errors import AlreadyExists, ErrorTable, FailedPrecondition, InvalidArgument, NotFound, StartError
 from treadle_runtime.server import Runtime, Wiring
 
 from treadle_rollout import convert
 from treadle_rollout.config import RolloutSettings
 from treadle_rollout.rollouts import Rollout, Rollouts
 from treadle_rollout.servicer import RolloutServicer
-from treadle_rollout.storage import LOG_BUCKET, PAYLOAD_BUCKET, PayloadStore, RolloutLog
+from treadle_rollout.storage import HISTORY_BUCKET, LOG_BUCKET, PAYLOAD_BUCKET, HistoryStore, PayloadStore, RolloutLog
 
+DURABLE = "rollout"  # the name under which the bus keeps this service's position among the facts
 SWEEP_PERIOD_S = 60.0  # disk is cheap for a minute, and a sweep looks at every rollout
 
 log = structlog.get_logger()
@@ -50,8 +53,19 @@ async def wire(runtime: Runtime) -> Wiring:
     async def tell_settled(rollout: Rollout, group: Group) -> None:
         await runtime.bus.publish(convert.settled_fact(rollout, group))
 
-    rollouts = Rollouts(records, payloads, tell_settled)
+    histories = HistoryStore(await runtime.bus.key_value(HISTORY_BUCKET))
+    rollouts = Rollouts(records, payloads, histories, tell_settled)
     await rollouts.load()
+
+    async def receive(fact: Any) -> None:
+        """A trajectory that was ended early counts as sampled, with the tokens that it had."""
+        ended = convert.aborted_from(fact)
+        if ended is not None:
+            rollout_id, aborted = ended
+            with suppress(NotFound):  # forgotten
+                await (await rollouts.find(rollout_id)).note_aborted(aborted)
+
+    await runtime.bus.subscribe(["trajectory_closed"], receive, durable=DURABLE)
     servicer = RolloutServicer(rollouts, runtime.records, runtime.metrics, max_message_bytes=settings.max_message_bytes)
 
     async def sweep() -> None:

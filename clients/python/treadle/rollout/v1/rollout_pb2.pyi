@@ -22,6 +22,34 @@ else:
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
+class _CutReward:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _CutRewardEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_CutReward.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    CUT_REWARD_UNSPECIFIED: _CutReward.ValueType  # 0
+    """SOFT"""
+    CUT_REWARD_SOFT: _CutReward.ValueType  # 1
+    """it falls linearly to 0 from the soft percentile to the cap (DAPO)"""
+    CUT_REWARD_ZERO: _CutReward.ValueType  # 2
+    """of one that was cut it is 0"""
+    CUT_REWARD_IGNORE: _CutReward.ValueType  # 3
+    """one that was cut is not trained"""
+
+class CutReward(_CutReward, metaclass=_CutRewardEnumTypeWrapper):
+    """What becomes of the reward of a trajectory that reaches the cap, or comes near."""
+
+CUT_REWARD_UNSPECIFIED: CutReward.ValueType  # 0
+"""SOFT"""
+CUT_REWARD_SOFT: CutReward.ValueType  # 1
+"""it falls linearly to 0 from the soft percentile to the cap (DAPO)"""
+CUT_REWARD_ZERO: CutReward.ValueType  # 2
+"""of one that was cut it is 0"""
+CUT_REWARD_IGNORE: CutReward.ValueType  # 3
+"""one that was cut is not trained"""
+Global___CutReward: typing_extensions.TypeAlias = CutReward
+
 class _SelectionRule:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -90,6 +118,8 @@ class _DropReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """by the rule of its group"""
     DROP_REASON_WITHDRAWN: _DropReason.ValueType  # 6
     """the rollout had enough other groups"""
+    DROP_REASON_CUT: _DropReason.ValueType  # 7
+    """by the length cap, under CUT_REWARD_IGNORE"""
 
 class DropReason(_DropReason, metaclass=_DropReasonEnumTypeWrapper): ...
 
@@ -103,6 +133,8 @@ DROP_REASON_NOT_CHOSEN: DropReason.ValueType  # 5
 """by the rule of its group"""
 DROP_REASON_WITHDRAWN: DropReason.ValueType  # 6
 """the rollout had enough other groups"""
+DROP_REASON_CUT: DropReason.ValueType  # 7
+"""by the length cap, under CUT_REWARD_IGNORE"""
 Global___DropReason: typing_extensions.TypeAlias = DropReason
 
 @typing.final
@@ -119,6 +151,9 @@ class RolloutSpec(google.protobuf.message.Message):
     KEEP_GROUPS_FIELD_NUMBER: builtins.int
     MAX_OPEN_GROUPS_FIELD_NUMBER: builtins.int
     REPLACE_STALE_FIELD_NUMBER: builtins.int
+    HISTORY_FIELD_NUMBER: builtins.int
+    REDUNDANCY_FIELD_NUMBER: builtins.int
+    LENGTH_CAP_FIELD_NUMBER: builtins.int
     samples_per_prompt: builtins.int
     """started, >= 1"""
     keep_per_prompt: builtins.int
@@ -133,6 +168,11 @@ class RolloutSpec(google.protobuf.message.Message):
     """groups that may be begun and not yet taken, in the order of prompt_ids; 0 for no bound"""
     replace_stale: builtins.bool
     """a kept sample that grows too old before it is taken is replaced by one more; needs"""
+    history: builtins.str
+    """max_staleness, excludes keep_groups. The rollout is over once all groups are taken
+    What rollouts of one training run learn from each other: lengths by prompt, successful lengths, what shaping does to the
+    distribution that is trained on. A name of the caller's; needed by redundancy and length_cap.
+    """
     @property
     def prompt_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Under a bound versions are integers; "default", SGLang's name for launch weights, counts as 0
@@ -147,6 +187,12 @@ class RolloutSpec(google.protobuf.message.Message):
     def samples(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """of each prompt, in the order of prompt_ids, where they differ: keep_per_prompt or more"""
 
+    @property
+    def redundancy(self) -> Global___Redundancy:
+        """in place of `samples`, which must be empty"""
+
+    @property
+    def length_cap(self) -> Global___LengthCap: ...
     def __init__(
         self,
         *,
@@ -160,11 +206,83 @@ class RolloutSpec(google.protobuf.message.Message):
         keep_groups: builtins.int = ...,
         max_open_groups: builtins.int = ...,
         replace_stale: builtins.bool = ...,
+        history: builtins.str = ...,
+        redundancy: Global___Redundancy | None = ...,
+        length_cap: Global___LengthCap | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["selection", b"selection"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["keep_groups", b"keep_groups", "keep_per_prompt", b"keep_per_prompt", "max_open_groups", b"max_open_groups", "max_staleness", b"max_staleness", "max_total_tokens", b"max_total_tokens", "prompt_ids", b"prompt_ids", "replace_stale", b"replace_stale", "samples", b"samples", "samples_per_prompt", b"samples_per_prompt", "selection", b"selection"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["length_cap", b"length_cap", "redundancy", b"redundancy", "selection", b"selection"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["history", b"history", "keep_groups", b"keep_groups", "keep_per_prompt", b"keep_per_prompt", "length_cap", b"length_cap", "max_open_groups", b"max_open_groups", "max_staleness", b"max_staleness", "max_total_tokens", b"max_total_tokens", "prompt_ids", b"prompt_ids", "redundancy", b"redundancy", "replace_stale", b"replace_stale", "samples", b"samples", "samples_per_prompt", b"samples_per_prompt", "selection", b"selection"]) -> None: ...
 
 Global___RolloutSpec: typing_extensions.TypeAlias = RolloutSpec
+
+@typing.final
+class Redundancy(google.protobuf.message.Message):
+    """Numbers of samples by what the history knows of lengths: prompts whose lengths vary more get more (DARTS)."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BUDGET_FIELD_NUMBER: builtins.int
+    MOST_SAMPLES_FIELD_NUMBER: builtins.int
+    budget: builtins.float
+    """samples of all prompts together, over those that are kept: 1 or more"""
+    most_samples: builtins.int
+    """of one prompt: keep_per_prompt or more, samples_per_prompt at most; 0 for samples_per_prompt"""
+    def __init__(
+        self,
+        *,
+        budget: builtins.float = ...,
+        most_samples: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["budget", b"budget", "most_samples", b"most_samples"]) -> None: ...
+
+Global___Redundancy: typing_extensions.TypeAlias = Redundancy
+
+@typing.final
+class LengthCap(google.protobuf.message.Message):
+    """A cap on the sampled tokens of a trajectory that follows the lengths of successful ones. Some rollouts have none, to see how long
+    successes would be, and so do those after which the cap cut too many.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CEILING_TOKENS_FIELD_NUMBER: builtins.int
+    FLOOR_TOKENS_FIELD_NUMBER: builtins.int
+    PERCENTILE_FIELD_NUMBER: builtins.int
+    SOFT_PERCENTILE_FIELD_NUMBER: builtins.int
+    CUT_REWARD_FIELD_NUMBER: builtins.int
+    SUCCESS_REWARD_FIELD_NUMBER: builtins.int
+    MOST_CUT_SHARE_FIELD_NUMBER: builtins.int
+    LEAST_SUCCESSES_FIELD_NUMBER: builtins.int
+    ceiling_tokens: builtins.int
+    """of a rollout without a cap, e.g. the context length; required"""
+    floor_tokens: builtins.int
+    """the cap never falls below; required"""
+    percentile: builtins.float
+    """of successful lengths; 0 for 0.98"""
+    soft_percentile: builtins.float
+    """of successful lengths, where CUT_REWARD_SOFT begins; 0 for 0.95"""
+    cut_reward: Global___CutReward.ValueType
+    success_reward: builtins.float
+    """a success has at least this reward; 0 for 1"""
+    most_cut_share: builtins.float
+    """of successes: where the cap would cut more, it opens; 0 for 0.05"""
+    least_successes: builtins.int
+    """known before there is a cap; 0 for 200"""
+    def __init__(
+        self,
+        *,
+        ceiling_tokens: builtins.int = ...,
+        floor_tokens: builtins.int = ...,
+        percentile: builtins.float = ...,
+        soft_percentile: builtins.float = ...,
+        cut_reward: Global___CutReward.ValueType = ...,
+        success_reward: builtins.float = ...,
+        most_cut_share: builtins.float = ...,
+        least_successes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ceiling_tokens", b"ceiling_tokens", "cut_reward", b"cut_reward", "floor_tokens", b"floor_tokens", "least_successes", b"least_successes", "most_cut_share", b"most_cut_share", "percentile", b"percentile", "soft_percentile", b"soft_percentile", "success_reward", b"success_reward"]) -> None: ...
+
+Global___LengthCap: typing_extensions.TypeAlias = LengthCap
 
 @typing.final
 class Selection(google.protobuf.message.Message):
@@ -294,6 +412,7 @@ class Rollout(google.protobuf.message.Message):
     CREATED_AT_FIELD_NUMBER: builtins.int
     GROUPS_ADMITTED_FIELD_NUMBER: builtins.int
     NEWEST_VERSION_FIELD_NUMBER: builtins.int
+    LENGTH_CAP_TOKENS_FIELD_NUMBER: builtins.int
     rollout_id: builtins.str
     state: Global___RolloutState.ValueType
     revision: builtins.int
@@ -305,6 +424,8 @@ class Rollout(google.protobuf.message.Message):
     """so many of prompt_ids, from the first, may be begun"""
     newest_version: builtins.int
     """of weights, that a trainer has named"""
+    length_cap_tokens: builtins.int
+    """most sampled tokens of one of its trajectories; 0 for no bound"""
     @property
     def spec(self) -> Global___RolloutSpec: ...
     @property
@@ -327,9 +448,10 @@ class Rollout(google.protobuf.message.Message):
         created_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         groups_admitted: builtins.int = ...,
         newest_version: builtins.int | None = ...,
+        length_cap_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_newest_version", b"_newest_version", "created_at", b"created_at", "newest_version", b"newest_version", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_newest_version", b"_newest_version", "buffered_trajectories", b"buffered_trajectories", "created_at", b"created_at", "drops", b"drops", "groups", b"groups", "groups_admitted", b"groups_admitted", "newest_version", b"newest_version", "revision", b"revision", "rollout_id", b"rollout_id", "spec", b"spec", "state", b"state", "taken_trajectories", b"taken_trajectories"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_newest_version", b"_newest_version", "buffered_trajectories", b"buffered_trajectories", "created_at", b"created_at", "drops", b"drops", "groups", b"groups", "groups_admitted", b"groups_admitted", "length_cap_tokens", b"length_cap_tokens", "newest_version", b"newest_version", "revision", b"revision", "rollout_id", b"rollout_id", "spec", b"spec", "state", b"state", "taken_trajectories", b"taken_trajectories"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_newest_version", b"_newest_version"]) -> typing.Literal["newest_version"] | None: ...
 
 Global___Rollout: typing_extensions.TypeAlias = Rollout
@@ -501,6 +623,7 @@ class FinishedTrajectory(google.protobuf.message.Message):
     FAILED_FIELD_NUMBER: builtins.int
     TURNS_FIELD_NUMBER: builtins.int
     ELAPSED_FIELD_NUMBER: builtins.int
+    UNSHAPED_REWARD_FIELD_NUMBER: builtins.int
     trajectory_id: builtins.str
     prompt_id: builtins.str
     sample: builtins.int
@@ -510,6 +633,8 @@ class FinishedTrajectory(google.protobuf.message.Message):
     truncated: builtins.bool
     failed: builtins.bool
     turns: builtins.int
+    unshaped_reward: builtins.float
+    """in a batch, where the length cap has changed `reward`"""
     @property
     def tokens(self) -> treadle.common.v1.tokens_pb2.TokenIds:
         """prompt, outputs and observations in order"""
@@ -539,9 +664,11 @@ class FinishedTrajectory(google.protobuf.message.Message):
         failed: builtins.bool = ...,
         turns: builtins.int = ...,
         elapsed: google.protobuf.duration_pb2.Duration | None = ...,
+        unshaped_reward: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["elapsed", b"elapsed", "logprobs", b"logprobs", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["elapsed", b"elapsed", "failed", b"failed", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "prompt_id", b"prompt_id", "reward", b"reward", "sample", b"sample", "tokens", b"tokens", "trajectory_id", b"trajectory_id", "truncated", b"truncated", "turns", b"turns", "version_spans", b"version_spans"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_unshaped_reward", b"_unshaped_reward", "elapsed", b"elapsed", "logprobs", b"logprobs", "tokens", b"tokens", "unshaped_reward", b"unshaped_reward"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_unshaped_reward", b"_unshaped_reward", "elapsed", b"elapsed", "failed", b"failed", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "prompt_id", b"prompt_id", "reward", b"reward", "sample", b"sample", "tokens", b"tokens", "trajectory_id", b"trajectory_id", "truncated", b"truncated", "turns", b"turns", "unshaped_reward", b"unshaped_reward", "version_spans", b"version_spans"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_unshaped_reward", b"_unshaped_reward"]) -> typing.Literal["unshaped_reward"] | None: ...
 
 Global___FinishedTrajectory: typing_extensions.TypeAlias = FinishedTrajectory
 
@@ -753,3 +880,157 @@ class ConfirmBatchResponse(google.protobuf.message.Message):
     ) -> None: ...
 
 Global___ConfirmBatchResponse: typing_extensions.TypeAlias = ConfirmBatchResponse
+
+@typing.final
+class GetShapingRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROLLOUT_ID_FIELD_NUMBER: builtins.int
+    HISTORY_FIELD_NUMBER: builtins.int
+    rollout_id: builtins.str
+    """one of the two; of a rollout: its groups that have settled"""
+    history: builtins.str
+    """its rollouts that are over"""
+    def __init__(
+        self,
+        *,
+        rollout_id: builtins.str = ...,
+        history: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["history", b"history", "rollout_id", b"rollout_id"]) -> None: ...
+
+Global___GetShapingRequest: typing_extensions.TypeAlias = GetShapingRequest
+
+@typing.final
+class GetShapingResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class DropsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    @typing.final
+    class StaleTokensEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.int
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.int = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    LENGTH_FIELD_NUMBER: builtins.int
+    REWARD_FIELD_NUMBER: builtins.int
+    SUCCESS_RATE_FIELD_NUMBER: builtins.int
+    SAMPLED_FIELD_NUMBER: builtins.int
+    TRAINED_FIELD_NUMBER: builtins.int
+    SAMPLED_TOKENS_FIELD_NUMBER: builtins.int
+    TRAINED_TOKENS_FIELD_NUMBER: builtins.int
+    KEPT_FRACTION_FIELD_NUMBER: builtins.int
+    KEPT_VERDICT_FIELD_NUMBER: builtins.int
+    DROPS_FIELD_NUMBER: builtins.int
+    STALE_TOKENS_FIELD_NUMBER: builtins.int
+    ALARMS_FIELD_NUMBER: builtins.int
+    LENGTH_CAP_TOKENS_FIELD_NUMBER: builtins.int
+    LENGTH_CAP_REPORT_FIELD_NUMBER: builtins.int
+    sampled: builtins.int
+    """trajectories, those included that were ended early"""
+    trained: builtins.int
+    sampled_tokens: builtins.int
+    trained_tokens: builtins.int
+    kept_fraction: builtins.float
+    """trained over sampled"""
+    kept_verdict: builtins.str
+    """what it says, for a person"""
+    length_cap_tokens: builtins.int
+    """of the next rollout of the history; 0: none"""
+    length_cap_report: builtins.str
+    """why there is no cap now, or what share of successes it would cut; for a person"""
+    @property
+    def length(self) -> Global___Distribution:
+        """sampled tokens of a trajectory"""
+
+    @property
+    def reward(self) -> Global___Distribution: ...
+    @property
+    def success_rate(self) -> Global___Distribution:
+        """of the prompt, of each of its samples"""
+
+    @property
+    def drops(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """samples by the reason for which they are not trained; "aborted": ended early"""
+
+    @property
+    def stale_tokens(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.int]:
+        """trained tokens by weight versions behind, where versions are known"""
+
+    @property
+    def alarms(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """each a sentence: what is starved, by how much, what to change"""
+
+    def __init__(
+        self,
+        *,
+        length: Global___Distribution | None = ...,
+        reward: Global___Distribution | None = ...,
+        success_rate: Global___Distribution | None = ...,
+        sampled: builtins.int = ...,
+        trained: builtins.int = ...,
+        sampled_tokens: builtins.int = ...,
+        trained_tokens: builtins.int = ...,
+        kept_fraction: builtins.float = ...,
+        kept_verdict: builtins.str = ...,
+        drops: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        stale_tokens: collections.abc.Mapping[builtins.int, builtins.int] | None = ...,
+        alarms: collections.abc.Iterable[builtins.str] | None = ...,
+        length_cap_tokens: builtins.int = ...,
+        length_cap_report: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["length", b"length", "reward", b"reward", "success_rate", b"success_rate"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["alarms", b"alarms", "drops", b"drops", "kept_fraction", b"kept_fraction", "kept_verdict", b"kept_verdict", "length", b"length", "length_cap_report", b"length_cap_report", "length_cap_tokens", b"length_cap_tokens", "reward", b"reward", "sampled", b"sampled", "sampled_tokens", b"sampled_tokens", "stale_tokens", b"stale_tokens", "success_rate", b"success_rate", "trained", b"trained", "trained_tokens", b"trained_tokens"]) -> None: ...
+
+Global___GetShapingResponse: typing_extensions.TypeAlias = GetShapingResponse
+
+@typing.final
+class Distribution(google.protobuf.message.Message):
+    """10th, 50th and 90th percentile."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SAMPLED_FIELD_NUMBER: builtins.int
+    TRAINED_FIELD_NUMBER: builtins.int
+    DISTANCE_FIELD_NUMBER: builtins.int
+    distance: builtins.float
+    """of Kolmogorov and Smirnov: 0 alike, 1 apart"""
+    @property
+    def sampled(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    @property
+    def trained(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        sampled: collections.abc.Iterable[builtins.float] | None = ...,
+        trained: collections.abc.Iterable[builtins.float] | None = ...,
+        distance: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["distance", b"distance", "sampled", b"sampled", "trained", b"trained"]) -> None: ...
+
+Global___Distribution: typing_extensions.TypeAlias = Distribution

@@ -74,6 +74,11 @@ class RolloutServiceStub(object):
                 request_serializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.ConfirmBatchRequest.SerializeToString,
                 response_deserializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.ConfirmBatchResponse.FromString,
                 _registered_method=True)
+        self.GetShaping = channel.unary_unary(
+                '/treadle.rollout.v1.RolloutService/GetShaping',
+                request_serializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.GetShapingRequest.SerializeToString,
+                response_deserializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.GetShapingResponse.FromString,
+                _registered_method=True)
 
 
 class RolloutServiceServicer(object):
@@ -139,6 +144,14 @@ class RolloutServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetShaping(self, request, context):
+        """What shaping does to the distribution that is trained on, of one rollout or of a history: trained beside sampled lengths,
+        rewards and success rates, drops, staleness of trained tokens, and alarms. NOT_FOUND ROLLOUT_NOT_FOUND | HISTORY_NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RolloutServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -181,6 +194,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.ConfirmBatch,
                     request_deserializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.ConfirmBatchRequest.FromString,
                     response_serializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.ConfirmBatchResponse.SerializeToString,
+            ),
+            'GetShaping': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetShaping,
+                    request_deserializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.GetShapingRequest.FromString,
+                    response_serializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.GetShapingResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -399,6 +417,33 @@ class RolloutService(object):
             '/treadle.rollout.v1.RolloutService/ConfirmBatch',
             treadle_dot_rollout_dot_v1_dot_rollout__pb2.ConfirmBatchRequest.SerializeToString,
             treadle_dot_rollout_dot_v1_dot_rollout__pb2.ConfirmBatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetShaping(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/treadle.rollout.v1.RolloutService/GetShaping',
+            treadle_dot_rollout_dot_v1_dot_rollout__pb2.GetShapingRequest.SerializeToString,
+            treadle_dot_rollout_dot_v1_dot_rollout__pb2.GetShapingResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -153,7 +153,23 @@ _RolloutServiceConfirmBatchType = typing_extensions.TypeVar(
     ],
 )
 
-class RolloutServiceStub(typing.Generic[_RolloutServiceCreateRolloutType, _RolloutServiceGetRolloutType, _RolloutServiceWatchRolloutType, _RolloutServiceCancelRolloutType, _RolloutServiceSubmitTrajectoryType, _RolloutServiceGetBatchType, _RolloutServiceStreamBatchType, _RolloutServiceConfirmBatchType]):
+_RolloutServiceGetShapingType = typing_extensions.TypeVar(
+    '_RolloutServiceGetShapingType',
+    grpc.UnaryUnaryMultiCallable[
+        treadle.rollout.v1.rollout_pb2.GetShapingRequest,
+        treadle.rollout.v1.rollout_pb2.GetShapingResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.rollout.v1.rollout_pb2.GetShapingRequest,
+        treadle.rollout.v1.rollout_pb2.GetShapingResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        treadle.rollout.v1.rollout_pb2.GetShapingRequest,
+        treadle.rollout.v1.rollout_pb2.GetShapingResponse,
+    ],
+)
+
+class RolloutServiceStub(typing.Generic[_RolloutServiceCreateRolloutType, _RolloutServiceGetRolloutType, _RolloutServiceWatchRolloutType, _RolloutServiceCancelRolloutType, _RolloutServiceSubmitTrajectoryType, _RolloutServiceGetBatchType, _RolloutServiceStreamBatchType, _RolloutServiceConfirmBatchType, _RolloutServiceGetShapingType]):
     @typing.overload
     def __init__(self: RolloutServiceStub[
         grpc.UnaryUnaryMultiCallable[
@@ -187,6 +203,10 @@ class RolloutServiceStub(typing.Generic[_RolloutServiceCreateRolloutType, _Rollo
         grpc.UnaryUnaryMultiCallable[
             treadle.rollout.v1.rollout_pb2.ConfirmBatchRequest,
             treadle.rollout.v1.rollout_pb2.ConfirmBatchResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            treadle.rollout.v1.rollout_pb2.GetShapingRequest,
+            treadle.rollout.v1.rollout_pb2.GetShapingResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -224,6 +244,10 @@ class RolloutServiceStub(typing.Generic[_RolloutServiceCreateRolloutType, _Rollo
             treadle.rollout.v1.rollout_pb2.ConfirmBatchRequest,
             treadle.rollout.v1.rollout_pb2.ConfirmBatchResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            treadle.rollout.v1.rollout_pb2.GetShapingRequest,
+            treadle.rollout.v1.rollout_pb2.GetShapingResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     CreateRollout: _RolloutServiceCreateRolloutType
@@ -258,6 +282,11 @@ class RolloutServiceStub(typing.Generic[_RolloutServiceCreateRolloutType, _Rollo
     nobody confirms is removed once it can no longer be repeated (BATCH_REPLAY_S of the service).
     """
 
+    GetShaping: _RolloutServiceGetShapingType
+    """What shaping does to the distribution that is trained on, of one rollout or of a history: trained beside sampled lengths,
+    rewards and success rates, drops, staleness of trained tokens, and alarms. NOT_FOUND ROLLOUT_NOT_FOUND | HISTORY_NOT_FOUND.
+    """
+
 RolloutServiceAsyncStub: typing_extensions.TypeAlias = RolloutServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         treadle.rollout.v1.rollout_pb2.CreateRolloutRequest,
@@ -290,6 +319,10 @@ RolloutServiceAsyncStub: typing_extensions.TypeAlias = RolloutServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         treadle.rollout.v1.rollout_pb2.ConfirmBatchRequest,
         treadle.rollout.v1.rollout_pb2.ConfirmBatchResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.rollout.v1.rollout_pb2.GetShapingRequest,
+        treadle.rollout.v1.rollout_pb2.GetShapingResponse,
     ],
 ]
 
@@ -364,6 +397,16 @@ class RolloutServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[treadle.rollout.v1.rollout_pb2.ConfirmBatchResponse, collections.abc.Awaitable[treadle.rollout.v1.rollout_pb2.ConfirmBatchResponse]]:
         """Says that the whole batch has arrived, so that its tokens can be removed. The batch cannot be repeated afterwards. A batch that
         nobody confirms is removed once it can no longer be repeated (BATCH_REPLAY_S of the service).
+        """
+
+    @abc.abstractmethod
+    def GetShaping(
+        self,
+        request: treadle.rollout.v1.rollout_pb2.GetShapingRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[treadle.rollout.v1.rollout_pb2.GetShapingResponse, collections.abc.Awaitable[treadle.rollout.v1.rollout_pb2.GetShapingResponse]]:
+        """What shaping does to the distribution that is trained on, of one rollout or of a history: trained beside sampled lengths,
+        rewards and success rates, drops, staleness of trained tokens, and alarms. NOT_FOUND ROLLOUT_NOT_FOUND | HISTORY_NOT_FOUND.
         """
 
 def add_RolloutServiceServicer_to_server(servicer: RolloutServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
