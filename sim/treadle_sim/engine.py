@@ -80,6 +80,31 @@ class SimEngine:
             self._advance()
             self._decide()
 
+    def cancel(self, step_ids: Iterable[str]) -> list[EngineStep]:
+        """Abort steps for good, at once; returns those that had not ended, each with the tokens that it has sampled.
+
+        A prefill goes on for the steps beside them, and ends where there are none. KV of what is aborted is not kept.
+        """
+        self._advance()
+        cancelled = [self._steps.pop(step_id) for step_id in step_ids if step_id in self._steps]
+        for step in cancelled:
+            if step.step_id in self._batch.steps:
+                self._stop(step, cached=False)
+            elif step in self._prefilling:
+                self._prefilling.remove(step)
+                step.book("prefill", self._timeline.now)
+                self.cache.stop(step, 0)
+                if not self._prefilling:
+                    self._book_busy(self._prefill_began_s, -1)
+            else:
+                step.book("queue", self._timeline.now)
+                if step in self._pending:
+                    self._pending.remove(step)
+            self._queue.remove(step.step_id)
+        if cancelled:
+            self._decide()
+        return cancelled
+
     def note_finished(self, prompt_id: str) -> None:
         """A sample of the prompt has ended anywhere: use it for drafts from the next decode step on."""
         if self._batch.is_changed_by(prompt_id):

@@ -26,9 +26,9 @@ BUDGETS = {
     "services/scheduler": (2_070, 12),
     "services/sidecar": (4_090, 26),
     "services/tools": (10_090, 68),
-    "sim": (6_380, 38),
+    "sim": (7_180, 43),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 64_420, 419, 43_620
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 65_220, 424, 44_010
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 WIDE_FOLDERS = {"clients/python/treadle": 17}  # the client is one package, beside folders of stubs

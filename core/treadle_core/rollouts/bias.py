@@ -8,6 +8,7 @@ sample counts as sampled with the tokens that it had, a lower bound of its lengt
 The kept fraction and its three regimes are a public lesson's on long-tail rollouts.
 """
 
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -45,7 +46,7 @@ class Histogram:
 
     def add(self, value: float, weight: float = 1.0) -> None:
         """Count a value."""
-        self.counts[min(int(np.searchsorted(self.edges, value)), len(self.edges) - 1)] += weight
+        self.counts[min(bisect_left(self.edges, value), len(self.edges) - 1)] += weight
 
     @property
     def total(self) -> float:
@@ -64,7 +65,7 @@ class Histogram:
 
     def share_above(self, value: float) -> float:
         """Share of what was counted in bins above the one of `value`."""
-        at = int(np.searchsorted(self.edges, value))
+        at = bisect_left(self.edges, value)
         return float(1.0 - self.shares()[at]) if at < len(self.edges) and self.total > 0.0 else 0.0
 
 
