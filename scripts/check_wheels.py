@@ -56,7 +56,7 @@ def main() -> None:
             environment = make_environment(work / service, wheels, f"treadle[{service}]")
             asyncio.run(check_service(environment, service, work))
             shutil.rmtree(environment)
-        environment = make_environment(work / "all", wheels, "treadle[all]", "treadle-bench")
+        environment = make_environment(work / "all", wheels, "treadle[all]", "treadle-client[arrow]", "treadle-bench")
         count = run(python(environment), "-I", "-c", IMPORT_ALL, json.dumps(NEEDS_SGLANG))
         run(environment / "bin/treadle", "bench", "--help")
         say(f"all: {count.strip()} modules import, the command line finds the benches")

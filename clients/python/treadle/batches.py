@@ -1,46 +1,41 @@
 """Take batches of settled groups from the rollout service, for training.
 
-A batch is streamed in parts and confirmed once it is here. Tokens, loss mask and logprobs of a trajectory are equally
-long; one where they are not raises StreamBroken.
+A batch is streamed in parts, and can be repeated under its id until it is confirmed. Tokens, loss mask and logprobs of
+a trajectory are equally long; one where they are not raises StreamBroken.
 """
 
 from collections.abc import AsyncIterable
-from contextlib import suppress
 
 import grpc
 
 from treadle.connection import Mesh, request_id
-from treadle.errors import StreamBroken, TreadleError, error_from
+from treadle.errors import StreamBroken, error_from
 from treadle.rollout.v1 import rollout_pb2
 from treadle.types import Batch, Group, TrainingTrajectory, VersionSpan, seconds, unpack_ids, unpack_logprobs
 
 
 async def take_batch(mesh: Mesh, request: rollout_pb2.GetBatchRequest, timeout_s: float) -> Batch:
-    """A batch as a trainer reads it; a stream that breaks is read again from its beginning.
-
-    Once it is here, the service may remove its tokens. Where it does not hear of that, it removes them later.
-    """
+    """A batch as a trainer reads it; a stream that breaks is read again from its beginning."""
     service = await mesh.rollout()
     backoff = mesh.backoff(timeout_s)
     while True:
         try:
-            batch = await _read_batch(service.StreamBatch(request, timeout=max(backoff.remaining_s, 0.001)))
-            break
+            return await _read_batch(service.StreamBatch(request, timeout=max(backoff.remaining_s, 0.001)))
         except grpc.aio.AioRpcError as failure:
             error = error_from(failure)
         if not error.retryable:
             raise error
         await backoff.wait(error, error.retry_after_s)
-    confirm = rollout_pb2.ConfirmBatchRequest(
-        request_id=request_id(),
-        rollout_id=request.rollout_id,
-        batch_request_id=request.request_id,
-        part=request.part,
-        parts=request.parts,
-    )
-    with suppress(TreadleError):
-        await mesh.call(service.ConfirmBatch, confirm, mesh.timeouts.cleanup_s)
     return batch
+
+
+async def confirm_batch(mesh: Mesh, rollout_id: str, batch_id: str, part: tuple[int, int]) -> None:
+    """Let the service remove the tokens of a part of a batch; it cannot be repeated any more."""
+    confirm = rollout_pb2.ConfirmBatchRequest(
+        request_id=request_id(), rollout_id=rollout_id, batch_request_id=batch_id, part=part[0], parts=part[1]
+    )
+    service = await mesh.rollout()
+    await mesh.call(service.ConfirmBatch, confirm, mesh.timeouts.cleanup_s)
 
 
 async def _read_batch(parts: AsyncIterable[rollout_pb2.StreamBatchResponse]) -> Batch:

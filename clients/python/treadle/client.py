@@ -11,6 +11,7 @@ import asyncio
 import math
 import random
 from collections.abc import AsyncIterable, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import grpc
 from google.protobuf.message import Message
 
 from treadle import weights
-from treadle.batches import take_batch
+from treadle.batches import confirm_batch, take_batch
 from treadle.certificates import Certificates
 from treadle.connection import Mesh, RetryPolicy, Timeouts, finish, request_id
 from treadle.engine.v1 import engine_pb2
@@ -329,11 +330,13 @@ class Client:
         """Take up to max_groups settled groups for training, oldest first, none staler than the rollout's bound.
 
         weight_version: the trainer's present one. wait: for max_groups rather than answer with fewer, up to timeout_s
-        (default timeouts.batch_s), or for wait_at_most_s, after which the batch has what there is. Ranks of one trainer
-        share a batch: each gives the same arguments, a batch_id that none had before, such as "step-7", and the i-th of
-        n part=(i, n), from 0; each gets other groups, about as many and as large as the others. A batch_id gives the
-        same batch again until it has arrived. Errors: ValueError; TreadleError NOT_FOUND ROLLOUT_NOT_FOUND,
-        DEADLINE_EXCEEDED.
+        (default timeouts.batch_s), or for wait_at_most_s, after which the batch has what there is. batch_id: a name, e.g.
+        that of the training step, under which the same call gives the same batch again, also to a trainer that was
+        killed and started again, until `confirm_batch`; without it the batch is confirmed as soon as it is here. Ranks
+        of one trainer share a batch: each gives the same arguments, a batch_id, and the i-th of n part=(i, n), from 0;
+        each gets other groups, about as many and as large as the others. Errors: ValueError; TreadleError NOT_FOUND
+        ROLLOUT_NOT_FOUND, DEADLINE_EXCEEDED, INVALID_ARGUMENT where a repeat has other parameters, FAILED_PRECONDITION
+        BATCH_EXPIRED.
         """
         mesh, _ = self._connected()
         check_part(part)
@@ -349,7 +352,18 @@ class Client:
             part=part[0],
             parts=part[1],
         )
-        return await take_batch(mesh, request, timeout_s or mesh.timeouts.batch_s)
+        batch = await take_batch(mesh, request, timeout_s or mesh.timeouts.batch_s)
+        if not batch_id:
+            with suppress(TreadleError):  # a service that does not hear of it removes the tokens later
+                await confirm_batch(mesh, rollout_id, request.request_id, part)
+        return batch
+
+    async def confirm_batch(self, rollout_id: str, batch_id: str, part: tuple[int, int] = (0, 1)) -> None:
+        """Remove the tokens of a batch, or of one rank's part of it, that was trained on and cannot be repeated any
+        more; once again does nothing. Errors: TreadleError NOT_FOUND (ROLLOUT_NOT_FOUND, BATCH_NOT_FOUND)."""
+        mesh, _ = self._connected()
+        check_part(part)
+        await confirm_batch(mesh, rollout_id, batch_id, part)
 
     async def shaping_report(self, rollout_id: str = "", history: str = "") -> ShapingReport:
         """What shaping does to the distribution that is trained on: of a rollout, or of all rollouts of a history that
