@@ -15,7 +15,7 @@ BUDGETS = {
     "cli": (6_980, 57),
     "clients/python": (5_200, 26),
     "core": (12_690, 72),
-    "examples": (90, 2),
+    "examples": (650, 5),
     "learned": (2_170, 15),
     "runtime": (3_140, 18),
     "scripts": (460, 3),
@@ -28,7 +28,7 @@ BUDGETS = {
     "services/tools": (10_090, 68),
     "sim": (7_180, 43),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 66_710, 433, 44_510
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 66_710, 433, 44_650
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 WIDE_FOLDERS = {"clients/python/treadle": 17}  # the client is one package, beside folders of stubs
