@@ -26,7 +26,6 @@ async def take_batch(mesh: Mesh, request: rollout_pb2.GetBatchRequest, timeout_s
         if not error.retryable:
             raise error
         await backoff.wait(error, error.retry_after_s)
-    return batch
 
 
 async def confirm_batch(mesh: Mesh, rollout_id: str, batch_id: str, part: tuple[int, int]) -> None:

@@ -330,13 +330,13 @@ class Client:
         """Take up to max_groups settled groups for training, oldest first, none staler than the rollout's bound.
 
         weight_version: the trainer's present one. wait: for max_groups rather than answer with fewer, up to timeout_s
-        (default timeouts.batch_s), or for wait_at_most_s, after which the batch has what there is. batch_id: a name, e.g.
-        that of the training step, under which the same call gives the same batch again, also to a trainer that was
-        killed and started again, until `confirm_batch`; without it the batch is confirmed as soon as it is here. Ranks
-        of one trainer share a batch: each gives the same arguments, a batch_id, and the i-th of n part=(i, n), from 0;
-        each gets other groups, about as many and as large as the others. Errors: ValueError; TreadleError NOT_FOUND
-        ROLLOUT_NOT_FOUND, DEADLINE_EXCEEDED, INVALID_ARGUMENT where a repeat has other parameters, FAILED_PRECONDITION
-        BATCH_EXPIRED.
+        (default timeouts.batch_s), or for wait_at_most_s, after which the batch has what there is. batch_id: a name,
+        such as that of the training step, under which the same call gives the same batch again, also to a trainer that
+        was killed and started again, until `confirm_batch`; without it the batch is confirmed as soon as it is here.
+        Ranks of one trainer share a batch: each gives the same arguments, a batch_id, and the i-th of n part=(i, n),
+        from 0; each gets other groups, about as many and as large as the others. Errors: ValueError; TreadleError
+        NOT_FOUND ROLLOUT_NOT_FOUND, DEADLINE_EXCEEDED, INVALID_ARGUMENT where a repeat has other parameters,
+        FAILED_PRECONDITION BATCH_EXPIRED.
         """
         mesh, _ = self._connected()
         check_part(part)
