@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from treadle_core.rollouts.buffer import is_stale
+from treadle_core.rollouts.group import is_stale
 
 from treadle_sim.batch import EngineStep
 from treadle_sim.engine import SimEngine
