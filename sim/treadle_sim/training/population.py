@@ -55,11 +55,19 @@ class Prompts:
         return len(self.log_mean)
 
 
-def make_prompts(count: int, seed: int, *, best_mean: float = BEST_MEAN, median: float = MEDIAN_TOKENS) -> Prompts:
-    """Prompts whose log lengths have MATH's variance, WITHIN_PROMPT of it within a prompt. best_mean: of `best`."""
+def make_prompts(
+    count: int,
+    seed: int,
+    *,
+    best_mean: float = BEST_MEAN,
+    median: float = MEDIAN_TOKENS,
+    sigma: float = MATH.tokens_sigma,
+) -> Prompts:
+    """Prompts whose log lengths deviate by `sigma`, WITHIN_PROMPT of its square within a prompt. best_mean: of
+    `best`."""
     rng = np.random.default_rng([seed, count])
     z, best = rng.standard_normal(count), rng.normal(best_mean, BEST_SIGMA, count)
-    between, within = MATH.tokens_sigma * np.sqrt([1.0 - WITHIN_PROMPT, WITHIN_PROMPT])
+    between, within = sigma * np.sqrt([1.0 - WITHIN_PROMPT, WITHIN_PROMPT])
     # The mean of s² over prompts is `within`².
     spread = within * np.exp(SPREAD_SIGMA * rng.standard_normal(count) - SPREAD_SIGMA**2)
     # Long prompts are the harder ones. Whatever `best` is, an answer of the median length has the same odds.
