@@ -8,7 +8,7 @@ ENGINE_READY := $(ENGINE_VENV)/.treadle-engine-ready
 RUFF_PATHS := clients core learned runtime services sim cli bench examples tests scripts
 
 .PHONY: help setup demo test test-quick fuzz test-engine test-compose check lint types manifests check-protos wheels verify protos protos-bundle \
-  protos-release bench-tools clean
+  protos-release bench-tools bench-shaping clean
 
 help:            ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
@@ -61,6 +61,9 @@ manifests:       ## compose and Kubernetes files against their schemas
 
 bench-tools: $(MESH_READY) ## tools and rewards: ARL-Tangram's evaluation, and the live service; ARGS="--data DIR" for public runs
 	@$(BIN)/treadle bench tools $(ARGS)
+
+bench-shaping: $(MESH_READY) ## which samples are trained: DARTS, RollArt, a lesson's patches, with a model of learning; 20 minutes
+	@$(BIN)/treadle bench shaping --repeats 3 --pictures bench/results $(ARGS)
 
 check-protos:    ## lint of protos/, and no change that would break clients of the last release
 	@scripts/check-protos.sh

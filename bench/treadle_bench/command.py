@@ -36,6 +36,7 @@ from treadle_bench.placement.measure import BENCH as PLACEMENT
 from treadle_bench.predictor.measure import BENCH as PREDICTOR
 from treadle_bench.real.measure import BENCH as REAL
 from treadle_bench.resources.measure import BENCH as RESOURCES
+from treadle_bench.shaping.measure import BENCH as SHAPING
 from treadle_bench.simulator.measure import BENCH as SIMULATOR
 from treadle_bench.tail.measure import BENCH as TAIL
 from treadle_bench.tools.measure import BENCH as TOOLS
@@ -72,6 +73,7 @@ BENCHES: Mapping[str, Bench] = {
             HEDDLE16,
             HEDDLE_TABLES,
             AFFINITY,
+            SHAPING,
             PREDICTOR,
             TOOLS,
             SIMULATOR,
@@ -99,7 +101,7 @@ def bench(
         Path | None, typer.Option(help="JSON of a run that was stopped: its finished cells are kept (real).")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small sizes: whether it runs, not what it says (tools).")
+        bool, typer.Option("--quick", help="Small sizes: whether it runs, not what it says (tools, shaping).")
     ] = False,
     slots: Slots = DEFAULT_SLOTS,
     model: Model = DEFAULT_MODEL,

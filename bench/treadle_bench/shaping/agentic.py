@@ -54,10 +54,12 @@ def measure_latency(latency: tuple[float, float], seed: int, share: float = 1.0)
 
 
 def measure_redundancy(more_groups: float, size: int, seed: int, share: float = 1.0) -> dict[str, float]:
-    """Seconds until GROUPS groups of KEEP math agents have come of so many more."""
+    """Seconds until GROUPS groups of KEEP math agents have come of so many more. More of either has all that fewer
+    have."""
     needed = round(GROUPS * share)
-    works = _draw("math", math.ceil(needed * more_groups), size, seed)
-    grouped = [GroupWork(prompt, tuple(samples), FirstK(KEEP)) for prompt, samples in groups(works).items()]
+    drawn = groups(_draw("math", math.ceil(needed * max(MORE_GROUPS)), max(SIZES), seed))
+    chosen = list(drawn.items())[: math.ceil(needed * more_groups)]
+    grouped = [GroupWork(prompt, tuple(samples[:size]), FirstK(KEEP)) for prompt, samples in chosen]
     return {"seconds": _play(grouped, needed, share, barrier=False)}
 
 
