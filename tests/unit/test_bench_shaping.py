@@ -89,8 +89,9 @@ def test_a_cap_and_paged_batches_shorten_a_rollout() -> None:
 
 def test_batch_level_turns_and_missing_redundancy_cost_time() -> None:
     assert measure_latency((5.0, 5.0), 0, SHARE)["ratio"] > 1.2
-    plain, more = (measure_redundancy(*each, 0, SHARE)["seconds"] for each in ((1.0, 8), (1.5, 12)))
-    assert more < plain
+    sizes = ((1.0, 8), (1.0, 12), (1.5, 12))
+    plain, larger, more = (measure_redundancy(*each, 0, SHARE)["seconds"] for each in sizes)
+    assert max(larger, more) < plain
     rows = bound_rows({(bound,): [{"step_s": 10.0 / bound}] for bound in BOUNDS})
     assert [row["speedup"] for row in rows] == pytest.approx(list(BOUNDS))
 
