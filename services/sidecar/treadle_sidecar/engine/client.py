@@ -28,6 +28,9 @@ ANSWER_TIMEOUT_S = 10.0
 WEIGHTS_TIMEOUT_S = 1800.0  # loading hundreds of GB from a network disk takes minutes; a collective gives up as late
 # For one request that the engine has forgotten while it serves others; no prefill takes so long.
 FORGOTTEN_S = 1800.0
+# SGLang closes a connection that was idle for 5 s. A request that is sent on it at that moment breaks, as if the engine
+# were lost, so connections are closed here before.
+IDLE_CONNECTION_S = 2.0
 LONGEST_LINE_BYTES = 4 * 1024 * 1024  # the last chunk of a long step carries a little of everything
 INCREMENTAL_FLAG = "--incremental-streaming-output"
 LARGEST_INT32, LARGEST_INT64, LARGEST_FLOAT32 = 2**31 - 1, 2**63 - 1, 3.4e38
@@ -98,7 +101,7 @@ class EngineClient:
         self._work, self._progress = work, progress
         self._stream_timeout = aiohttp.ClientTimeout(total=None, sock_read=FORGOTTEN_S)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
             read_bufsize=LONGEST_LINE_BYTES,
             timeout=aiohttp.ClientTimeout(ANSWER_TIMEOUT_S),
         )
