@@ -24,11 +24,11 @@ BUDGETS = {
     "services/predictor": (1_330, 13),
     "services/rollout": (1_450, 9),
     "services/scheduler": (2_070, 12),
-    "services/sidecar": (4_090, 26),
+    "services/sidecar": (4_120, 26),
     "services/tools": (10_090, 68),
     "sim": (7_180, 43),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 67_110, 437, 44_800
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 67_140, 437, 44_860
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 WIDE_FOLDERS = {"clients/python/treadle": 17}  # the client is one package, beside folders of stubs

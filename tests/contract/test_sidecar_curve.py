@@ -13,11 +13,12 @@ from support.engine_steps import Step, run_step, step_request, ticket
 from support.facts import hear
 from support.fake_scheduler import FakeScheduler
 from support.fake_servicer import Port
-from support.fake_sglang import FakeSglang, expected, fake_sglang
+from support.fake_sglang import CONTEXT, FakeSglang, expected, fake_sglang
 from support.sidecar_in_process import Sidecar, sidecar
 from treadle.common.v1.tokens_pb2 import SamplingParams
 from treadle.engine.v1 import engine_pb2
 from treadle.scheduler.v1.scheduler_pb2_grpc import add_SchedulerServiceServicer_to_server
+from treadle_sidecar import probe
 from treadle_sidecar.probe import CONTEXTS, ROUNDS, TOKENS
 
 T = 20.0
@@ -72,10 +73,11 @@ def step_s(scheduler: FakeScheduler) -> float:
 
 
 async def test_an_engine_is_registered_with_the_curve_of_its_probe(
-    nats_url: str, engine: FakeSglang, scheduler: FakeScheduler
+    nats_url: str, engine: FakeSglang, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Result: the scheduler has a curve from the first moment; the probe was as small as documented, shared a prompt a
-    round, and was no step to anybody."""
+    """An engine that is too slow for long prompts. Result: the scheduler has a curve from the first moment; the probe
+    was as small as documented, shared a prompt a round, and was no step to anybody."""
+    monkeypatch.setattr(probe, "PREFILL_S", 0.0)
     async with sidecar(nats_url, engine.url, scheduler=scheduler.address, probe_s=PROBE_S, slots=4) as side:
         facts = await hear(side.runtime.bus)
         await until(lambda: scheduler.requests("RegisterEngine"))
@@ -103,6 +105,19 @@ async def test_an_engine_is_registered_with_the_curve_of_its_probe(
         load = await side.load()
         assert (load.running_steps, load.waiting_steps, load.decode_tokens_per_s) == (0, 0, 0.0)
         assert facts == []
+
+
+async def test_a_probe_of_a_fast_engine_has_longer_prompts_after_its_first_round(
+    nats_url: str, engine: FakeSglang, scheduler: FakeScheduler
+) -> None:
+    """Result: the later rounds have prompts as long as the engine takes with room for an output."""
+    async with sidecar(nats_url, engine.url, scheduler=scheduler.address, probe_s=PROBE_S, slots=4):
+        await until(lambda: scheduler.requests("RegisterEngine"))
+        sizes = [len(request["input_ids"]) for request in probes(engine)]
+        later = sizes[-len(CONTEXTS) * (ROUNDS - 1) :]
+        assert max(sizes[: -len(later)]) == max(CONTEXTS)
+        assert max(later) == CONTEXT - 6 - TOKENS
+        assert sorted(later[-len(CONTEXTS) :]) == later[-len(CONTEXTS) :]
 
 
 async def test_without_a_probe_the_curve_is_learned_from_the_steps(

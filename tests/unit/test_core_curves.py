@@ -1,5 +1,6 @@
 """The decode curve that is learned from an engine's tokens is the engine's own, whatever else took time."""
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import astuple
@@ -217,3 +218,19 @@ def test_aborted_requests_and_lost_leads_leave_no_wrong_window() -> None:
     assert taken == [Window(4, 4, 12 + 13 + 14 + 15, 0, 0, 4.0)]
     work.end("c")
     work.end("c")
+
+
+def test_long_prompts_tell_the_speed_of_prefill_where_short_ones_take_as_long_as_it_takes_to_begin() -> None:
+    """A GPU that takes 50 ms to begin a request and computes 27,000 tokens a second, and the prompts of a probe."""
+
+    def fit(*rounds: tuple[int, ...]) -> float:
+        windows = [Window(4, 4 * batch, 4 * batch * 256, 0, 0, 4 * (0.0065 + 2e-5 * batch)) for batch in (1, 16, 32)]
+        for contexts in rounds:
+            for before, context in itertools.pairwise((0, *contexts)):
+                new = context - before
+                windows.append(Window(5, 4, 4 * context, new, new * (context - new / 2), 0.0825 + new / 27_000))
+        return fit_windows(windows)[0].prefill_tokens_per_s
+
+    short = (64, 256, 512)
+    assert fit(short, short, short) < 27_000 / 5
+    assert fit(short, (426, 1_706, 3_412), (1_024, 4_096, 8_192)) > 27_000 / 2

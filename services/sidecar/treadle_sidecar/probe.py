@@ -1,12 +1,13 @@
 """Probes of an engine without steps: what its decode curve is, and whether it still generates.
 
 The curve is learned from all that runs on the engine (`treadle_core.curves`). A probe is work of which the curve can be
-told: a few requests alone, half and all of the slots at once, at three lengths of context, and twice more alone. There
-is one at the start, so that the first plan has a curve, and one after each change that the engine's own work has shown.
+told: a few requests alone, half and all of the slots at once, at three lengths of context, and twice more alone, at
+longer ones where the engine is fast. There is one at the start, so that the first plan has a curve, and one after each
+change that the engine's own work has shown.
 
 Invariants: a probe ends at once when a step or a pause comes, and after `limit_s`. It samples TOKENS for each of at
 most 3 * (1 + 32 + 64) + 6 requests. Each round has its own prompt of random tokens, which its requests share, so that
-the engine computes its 512 tokens once, and no step's prefix is ever one of them. Requests of a probe are no steps:
+the engine computes its tokens once, and no step's prefix is ever one of them. Requests of a probe are no steps:
 they pass by the queue, and no fact or load speaks of them.
 
 The other probe asks for one token (`treadle_core.progress` says when), because SGLang answers questions without the
@@ -15,9 +16,11 @@ process that generates. A pause waits for it, as the device of a paused engine m
 
 import asyncio
 import itertools
+import math
 import random
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 
@@ -32,7 +35,12 @@ from treadle_sidecar.runner import REPEAT_ABORT_S, StepRunner
 
 log = structlog.get_logger()
 
-CONTEXTS = (64, 256, 512)  # tokens; a step may have to wait for what is new of the longest: half a second on a CPU
+CONTEXTS = (64, 256, 512)  # tokens, of the first round
+# To the first token of 512 takes a GPU as long as to that of 2,000, so short prompts declare it as six times too slow
+# (bench/results/h100.md). Therefore the next round's longest context is as long as takes PREFILL_S by the round before,
+# which is what a step may have to wait for. That is 512 tokens on a CPU.
+PREFILL_S = 0.5
+MOST_PROMPT_TOKENS = 8192  # one chunk of SGLang's prefill on most GPUs
 TOKENS = 9  # two windows of four steps after the prefill
 # The first prefill of a length is slower than later ones: an engine prepares its kernels for a shape it has not seen.
 # Rounds after the first have one request at each length.
@@ -86,31 +94,41 @@ class CurveProbe:
             try:
                 async with asyncio.TaskGroup() as tasks:
                     stopper = tasks.create_task(self._stop_in_time())
+                    contexts: Sequence[int] = CONTEXTS
                     for batches in rounds:
                         # Special tokens stand at the ends of a vocabulary; the text between is what steps are of.
                         low, high = profile.vocab_size // 10, profile.vocab_size // 2
-                        prompt = [rng.randrange(low, high) for _ in range(max(CONTEXTS))]
-                        for context, batch in itertools.product(CONTEXTS, batches):
+                        prompt = [rng.randrange(low, high) for _ in range(max(contexts))]
+                        firsts_s = []
+                        for context, batch in itertools.product(contexts, batches):
                             async with asyncio.TaskGroup() as streams:
-                                for _ in range(0 if self._cut else batch):
+                                sent = [
                                     streams.create_task(self._generate(prompt[:context], profile.weight_version))
+                                    for _ in range(0 if self._cut else batch)
+                                ]
+                            firsts_s += [task.result() for task in sent if batch == 1]
+                        contexts = lengthen(contexts, firsts_s[-1] if firsts_s else math.inf, longest_prompt(profile))
                     stopper.cancel()
             except* (EngineLost, EngineRefused, TreadleError) as errors:
                 log.warning("a probe of the engine failed", errors=[str(error) for error in errors.exceptions])
                 self._cut = True
         return not self._cut
 
-    async def _generate(self, prompt: list[int], salt: str) -> None:
+    async def _generate(self, prompt: list[int], salt: str) -> float:
+        """Seconds to the first token."""
+        began_s, first_s = time.monotonic(), math.inf
         rid = f"{uuid.uuid4().hex}-probe"
         sampling = {"max_new_tokens": TOKENS, "ignore_eos": True, "temperature": 1.0}
         self._rids.add(rid)
         try:
             request = EngineRequest(rid, prompt, sampling, salt)
             async with self.watch.calling("a probe"), aclosing(self.engine.generate(request)) as chunks:
-                async for _ in chunks:
-                    pass
+                async for chunk in chunks:
+                    if chunk.token_ids:
+                        first_s = min(first_s, time.monotonic() - began_s)
         finally:
             self._rids.remove(rid)
+        return first_s
 
     async def _stop_in_time(self) -> None:
         """Wait until a step comes or the time is over; then abort what the probe has on the engine."""
@@ -122,6 +140,21 @@ class CurveProbe:
             for rid in tuple(self._rids):
                 await self.engine.abort(rid)
             await asyncio.sleep(REPEAT_ABORT_S)
+
+
+def longest_prompt(profile: EngineProfile) -> int:
+    """Tokens of the longest prompt of a probe of this engine: it takes a quarter of the engine's KV at most."""
+    return min(MOST_PROMPT_TOKENS, profile.max_input_tokens - TOKENS, profile.kv_tokens // 4)
+
+
+def lengthen(contexts: Sequence[int], first_s: float, most: int) -> Sequence[int]:
+    """The contexts of the next round, of which none is shorter than before. first_s: seconds to the first token of the
+    longest one, of which all tokens after the second longest were new. most: tokens of the longest."""
+    new_tokens = contexts[-1] - contexts[-2]
+    longest = min(int(PREFILL_S / first_s * new_tokens), most)
+    if longest <= contexts[-1]:
+        return contexts
+    return tuple(context * longest // contexts[-1] for context in contexts)
 
 
 @dataclass(eq=False)
