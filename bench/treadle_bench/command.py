@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from treadle_cli import exits
-from treadle_cli.app import DEFAULT_SLOTS, Model, Seed, Slots, engine_plan
+from treadle_cli.app import DEFAULT_SLOTS, PASS_FLAGS, Model, Seed, Slots, engine_plan
 from treadle_cli.mesh.engines import DEFAULT_MODEL
 from treadle_cli.problems import UsageProblem
 
@@ -25,6 +25,7 @@ from treadle_bench.controller.replan import BENCH as REPLAN
 from treadle_bench.engine.measure import BENCH as ENGINE
 from treadle_bench.fidelity.measure import BENCH as FIDELITY
 from treadle_bench.fleet.measure import BENCH as FLEET
+from treadle_bench.h100.measure import BENCH as H100
 from treadle_bench.heddle4.measure import BENCH as HEDDLE4
 from treadle_bench.heddle12.measure import BENCH as HEDDLE12
 from treadle_bench.heddle_tables.measure import BENCH as HEDDLE_TABLES
@@ -53,6 +54,7 @@ BENCHES: Mapping[str, Bench] = {
             ENGINE,
             FIDELITY,
             FLEET,
+            H100,
             IDENTITY,
             LIVE,
             MIGRATION,
@@ -82,8 +84,9 @@ BENCHES: Mapping[str, Bench] = {
 }
 
 
-@app.command()
+@app.command(context_settings=PASS_FLAGS)
 def bench(
+    ctx: typer.Context,
     name: Annotated[str, typer.Argument(help="Which figure; without it the names are listed.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     seed: Seed = 0,
@@ -106,7 +109,10 @@ def bench(
     slots: Slots = DEFAULT_SLOTS,
     model: Model = DEFAULT_MODEL,
 ) -> None:
-    """Measure a figure on this machine."""
+    """Measure a figure on this machine.
+
+    What stands after -- is passed to SGLang.
+    """
     if name not in BENCHES:
         known = "\n".join(f"  {bench.name}: {bench.summary}" for bench in BENCHES.values())
         exits.end(UsageProblem(f"{f'there is no bench {name!r}; ' if name else ''}the benches are\n{known}"))
@@ -120,7 +126,7 @@ def bench(
     earlier = _read_figures("--resume", resume) if resume is not None else None
 
     async def measure(hurry: asyncio.Event) -> int:
-        plan = engine_plan(chosen.engines, slots, model, seed, []) if chosen.engines else None
+        plan = engine_plan(chosen.engines, slots, model, seed, ctx.args) if chosen.engines else None
         options = BenchOptions(
             *(plan, seed, repeats, traces, data, pictures),
             hurry=hurry,

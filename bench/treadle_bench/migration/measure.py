@@ -99,10 +99,11 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
         migrator = migrator_pb2_grpc.MigratorServiceStub(to_migrator)
         stage = Stage(mesh, client, migrator, scheduler, infos_of(await mesh.list_engines()))
         await warm_engines(mesh.engines, draw_tokens(random.Random(options.seed), OTHER_PROMPT_TOKENS))
-        await _compare(stage, random.Random(f"warm {options.seed}"))  # not counted: the first of each kind
+        # Not counted: the first of each kind.
+        await compare_prefix(stage, random.Random(f"warm {options.seed}"), PREFIX_TOKENS)
         others = OtherPrograms()
         for seed in options.seeds:
-            compared.append(one := await _compare(stage, random.Random(seed)))
+            compared.append(one := await compare_prefix(stage, random.Random(seed), PREFIX_TOKENS))
             rounds.append(await _disturb(stage, random.Random(f"disturb {seed}")))
             line = f"first token {one.moved_s:.2f} s after a move, {one.cold_s:.2f} s cold; "
             line += f"moves of {', '.join(f'{move_s:.2f}' for move_s, _ in rounds[-1].moves)} s"
@@ -111,8 +112,9 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
     return {**report(compared, rounds), "seeds": options.seeds, "other_programs_share": share}
 
 
-async def _compare(stage: Stage, rng: random.Random) -> Compared:
-    prompt, observed = (draw_tokens(rng, count) for count in (PREFIX_TOKENS - FIRST_TOKENS, OBSERVED_TOKENS))
+async def compare_prefix(stage: Stage, rng: random.Random, prefix_tokens: int) -> Compared:
+    """One context of so many tokens. Raises TreadleError, ValueError for a move that failed."""
+    prompt, observed = (draw_tokens(rng, count) for count in (prefix_tokens - FIRST_TOKENS, OBSERVED_TOKENS))
     async with await stage.client.open(prompt_id="moved", sample=0, prompt=prompt) as trajectory:
         await _generate(trajectory, FIRST_TOKENS)
         move = await move_away(stage.migrator, stage.scheduler, trajectory, stage.infos)
