@@ -1,9 +1,10 @@
 """The task: sums of one-digit numbers (reasoning-gym's chain_sum), worked out line by line, and how long that takes.
 
-The base model has learned from demonstrations that calculate, one line for each operator, and then check: they
-write CHECK and calculate again with probability CHECK_AGAIN. So the number of passes is geometric, and the longest of
-a hundred trajectories is several times as long as the mean one, as in rollouts of large models. A share MISTAKE of
-the lines is wrong, so that the base model samples wrong lines too, which training can remove.
+The base model has learned from demonstrations of several authors, who sign first, then calculate, one line for each
+operator, and then check: they write CHECK and calculate again with probability CHECK_AGAIN. So the number of passes is
+geometric, and the longest of a hundred trajectories is several times as long as the mean one, as in rollouts of large
+models. Three in five demonstrations are by a careless author, so that a quarter of all lines are wrong: the base model
+samples wrong lines too, which rewards can teach it to leave.
 """
 
 import random
@@ -15,8 +16,9 @@ from tokenizers import Tokenizer
 
 TERMS = (3, 4)
 CHECK = "?"
-CHECK_AGAIN = 0.6
-MISTAKE = 0.25
+CHECK_AGAIN = 0.5
+# Signature of an author: part of the demonstrations, part of the lines that are wrong. None is longer than another.
+AUTHORS = {"A": (0.6, 0.4), "B": (0.4, 0.03)}
 END = "<|im_end|>"
 
 
@@ -60,9 +62,11 @@ class Sums:
         question = self._encode_question(
             f"{terms[0]}" + "".join(f"{s}{t}" for s, t in zip(signs, terms[1:], strict=True))
         )
-        text = calculate(terms, signs, draw)
+        [author] = draw.choices(list(AUTHORS), [share for share, _ in AUTHORS.values()])
+        mistakes = AUTHORS[author][1]
+        text = author + calculate(terms, signs, mistakes, draw)
         while draw.random() < CHECK_AGAIN:
-            text += CHECK + calculate(terms, signs, draw)
+            text += CHECK + calculate(terms, signs, mistakes, draw)
         answer = [*self._encode(text), self.end_id]
         tokens = question + answer
         return Demonstration("", tokens, [0] * len(question) + [1] * len(answer), [0.0] * len(tokens))
@@ -74,12 +78,12 @@ class Sums:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def calculate(terms: list[int], signs: list[str], draw: random.Random) -> str:
-    """One pass: a line for each operator, each wrong with probability MISTAKE; later lines go on from there."""
+def calculate(terms: list[int], signs: list[str], mistakes: float, draw: random.Random) -> str:
+    """One pass: a line for each operator, each wrong with probability `mistakes`; later lines go on from there."""
     total, lines = terms[0], ""
     for sign, term in zip(signs, terms[1:], strict=True):
         result = total + term if sign == "+" else total - term
-        if draw.random() < MISTAKE:
+        if draw.random() < mistakes:
             result += draw.choice((-3, -2, -1, 1, 2, 3))
         lines += f"{total}{sign}{term}={result}\n"
         total = result

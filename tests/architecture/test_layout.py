@@ -11,11 +11,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Hand-written lines and modules at most, by folder of the tree; MOST_LINES and MOST_MODULES hold for all together.
 BUDGETS = {
-    "bench": (10_230, 65),
+    "bench": (10_700, 67),
     "cli": (6_980, 57),
     "clients/python": (5_200, 26),
     "core": (12_690, 72),
-    "examples": (650, 5),
+    "examples": (660, 5),
     "learned": (2_170, 15),
     "runtime": (3_140, 18),
     "scripts": (460, 3),
@@ -28,7 +28,7 @@ BUDGETS = {
     "services/tools": (10_090, 68),
     "sim": (7_180, 43),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 67_810, 440, 44_950
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 68_300, 442, 45_110
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 WIDE_FOLDERS = {"clients/python/treadle": 17}  # the client is one package, beside folders of stubs

@@ -61,26 +61,33 @@ def test_the_cut_tokenizer_has_the_first_ids_and_encodes_any_text_with_them(
     assert cut.decode(ids) == text
 
 
-def test_a_calculation_without_mistakes_ends_in_the_answer_of_the_question(
-    example: Any, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_calculation_without_mistakes_ends_in_the_answer_of_the_question(example: Any, base: Path) -> None:
     task = example("sums")
-    monkeypatch.setattr(task, "MISTAKE", 0.0)
     sums = task.Sums(str(base / "tokenizer.json"))
     for prompt in sums.make_prompts("p", 20, seed=3):
         question = sums._tokenizer.decode(prompt.tokens).strip()
         terms = [int(letter) for letter in question[::2]]
-        text = task.calculate(terms, list(question[1::2]), random.Random(0))
+        text = task.calculate(terms, list(question[1::2]), 0.0, random.Random(0))
         answer = [*sums._encode(text), sums.end_id]
         assert sums.read_answer(answer) == prompt.data
         assert sums.read_answer(answer[:-1]) == ""
 
 
 def test_mistakes_come_as_often_as_they_should(example: Any) -> None:
-    task = example("sums")
     draw = random.Random(1)
-    right = sum(task.calculate([1, 2], ["+"], draw) == "1+2=3\n" for _ in range(4_000))
-    assert right / 4_000 == pytest.approx(1.0 - task.MISTAKE, abs=0.03)
+    right = sum(example("sums").calculate([1, 2], ["+"], 0.3, draw) == "1+2=3\n" for _ in range(4_000))
+    assert right / 4_000 == pytest.approx(0.7, abs=0.03)
+
+
+def test_no_two_steps_of_a_run_have_a_question_in_common(example: Any, base: Path) -> None:
+    """reasoning-gym's question of seed s and index i is that of seed s + 1 and index i - 1."""
+    train = example("train")
+    sums = example("sums").Sums(str(base / "tokenizer.json"))
+    seeds = [train.question_seed(seed, step) for seed in range(3) for step in range(4)]
+    assert all(abs(a - b) >= 500 for a in seeds for b in seeds if a != b) and len(set(seeds)) == 12
+    first, second = (sums.make_prompts("p", 16, seed) for seed in seeds[:2])
+    shared = {tuple(prompt.tokens) for prompt in first} & {tuple(prompt.tokens) for prompt in second}
+    assert len(shared) <= 2  # by chance: there are some ten thousand questions
 
 
 def batch_of(example: Any, base: Path, count: int = 6) -> list[Any]:
@@ -88,6 +95,16 @@ def batch_of(example: Any, base: Path, count: int = 6) -> list[Any]:
     sums, draw = example("sums").Sums(str(base / "tokenizer.json")), random.Random(5)
     made = [sums.demonstrate(draw) for _ in range(count)]
     return [dataclasses.replace(each, logprobs=[-1.0 * mask for mask in each.loss_mask]) for each in made]
+
+
+def test_a_token_has_the_logprob_in_a_packed_row_that_it_has_in_its_trajectory_alone(example: Any, base: Path) -> None:
+    module = example("policy")
+    policy, batch = module.Policy(base, 1e-3, seed=0), batch_of(example, base)
+    [row] = pack(batch, 4 * module.ROW_TOKENS)
+    [together] = policy.logprobs([row])
+    for member, start, end in zip(row.members, row.cu_seqlens[:-1], row.cu_seqlens[1:], strict=True):
+        [alone] = policy.logprobs(pack([batch[member]], module.ROW_TOKENS))
+        assert np.allclose(together[start:end], alone, atol=1e-5)
 
 
 def test_the_weights_that_an_engine_loads_compute_what_the_trained_policy_computes(

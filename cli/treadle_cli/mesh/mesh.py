@@ -217,6 +217,14 @@ class Mesh:
         """Raises KeyError."""
         return {engine.engine_id: engine for engine in self.engines}[engine_id]
 
+    def service(self, name: str) -> Child:
+        """The process of a service, as started last."""
+        return self._control.child(name)
+
+    async def restart_service(self, name: str) -> None:
+        """Start a service that has ended, again at its address. Raises ProcessError."""
+        await self._control.start_service(name)
+
     async def stop_engines(self, engine_ids: Sequence[str]) -> None:
         """Stop these engines for good, after their sidecars, which take them from the scheduler."""
         sidecars = {f"sidecar-{engine_id}" for engine_id in engine_ids}
