@@ -25,6 +25,7 @@ from treadle_bench.controller.replan import BENCH as REPLAN
 from treadle_bench.engine.measure import BENCH as ENGINE
 from treadle_bench.fidelity.measure import BENCH as FIDELITY
 from treadle_bench.fleet.measure import BENCH as FLEET
+from treadle_bench.grpo.measure import BENCH as GRPO
 from treadle_bench.h100.measure import BENCH as H100
 from treadle_bench.heddle4.measure import BENCH as HEDDLE4
 from treadle_bench.heddle12.measure import BENCH as HEDDLE12
@@ -54,6 +55,7 @@ BENCHES: Mapping[str, Bench] = {
             ENGINE,
             FIDELITY,
             FLEET,
+            GRPO,
             H100,
             IDENTITY,
             LIVE,
