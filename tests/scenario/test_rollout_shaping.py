@@ -5,6 +5,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -156,6 +157,9 @@ async def test_no_more_groups_are_begun_than_may_be_open_until_a_trainer_takes_o
         begun.append(prompt.id)
         return await one_turn(trajectory, prompt)
 
+    def has_begun(count: int) -> bool:
+        return len(begun) == count
+
     shaping = treadle.Shaping(max_open_groups=2)
     call = asyncio.create_task(
         mesh.client.rollout(PROMPTS, agent, samples_per_prompt=1, rollout_id="epoch", shaping=shaping)
@@ -163,7 +167,7 @@ async def test_no_more_groups_are_begun_than_may_be_open_until_a_trainer_takes_o
     async with running(call):
         taken: list[str] = []
         for opened in (2, 3, 4):
-            await until(lambda opened=opened: len(begun) == opened)  # type: ignore[misc]
+            await until(partial(has_begun, opened))
             batch = await mesh.other.get_batch("epoch", max_groups=1)
             taken += [group.prompt_id for group in batch.groups]
         async with asyncio.timeout(WAIT_S):

@@ -13,6 +13,7 @@ from support.rpc import refusal_of
 from treadle.rollout.v1 import rollout_pb2 as pb
 from treadle_core.rollouts.group import Group, Sample
 from treadle_core.rollouts.spec import RolloutSpec
+from treadle_rollout.convert import settled_fact
 from treadle_rollout.rollouts import BatchRequest, Rollout, Rollouts
 from treadle_rollout.storage import HISTORY_BUCKET, LOG_BUCKET, PAYLOAD_BUCKET, HistoryStore, PayloadStore, RolloutLog
 from treadle_runtime.bus import Bus
@@ -227,6 +228,16 @@ async def test_two_processes_over_one_log_never_hand_a_group_out_twice(bus: Bus)
     first = await here.take(asks("b0"))
     second = await there.take(asks("b1"))
     assert (len(first.groups), len(second.groups)) == (1, 0)
+
+
+async def test_no_two_groups_are_told_by_one_fact(bus: Bus) -> None:
+    """Rollout r-1 with prompt 2, and rollout r with prompt 1-2, are two groups."""
+    rollouts = Rollouts(*await stores(bus), await history_store(bus), tell_nobody)
+    ids = set()
+    for rollout_id, prompt_id in (("r-1", "2"), ("r", "1-2")):
+        rollout = await rollouts.create(rollout_id, RolloutSpec((prompt_id,), 1, 1), f"req-{rollout_id}")
+        ids.add(settled_fact(rollout, rollout.buffer.groups[prompt_id]).fact_id)
+    assert len(ids) == 2
 
 
 async def test_groups_that_settled_last_are_told_again_by_the_next_process(bus: Bus) -> None:

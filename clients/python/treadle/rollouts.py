@@ -124,7 +124,7 @@ class RolloutRun:
         for group in rollout.groups:
             if group.settled:
                 self._settle(group.prompt_id)
-            else:
+            elif self._spec.replace_stale:
                 self._settled.discard(group.prompt_id)  # it has opened again
         if rollout.state in (rollout_pb2.ROLLOUT_STATE_FINISHED, rollout_pb2.ROLLOUT_STATE_CANCELLED):
             for prompt_id in self._prompts:

@@ -150,7 +150,8 @@ def settled_fact(rollout: Rollout, group: Group) -> Fact:
     """What the rest of the mesh hears of a group of which no further sample is wanted, with the same id each time."""
     settled = GroupSettled(rollout_id=rollout.rollout_id, prompt_id=group.prompt_id, samples=group.started)
     fact = make_fact("rollout", group_settled=settled)
-    fact.fact_id = f"group-settled-{rollout.rollout_id}-{group.prompt_id}-{group.started}"
+    # No id may hold a slash, so that no two groups have one fact.
+    fact.fact_id = f"group-settled/{rollout.rollout_id}/{group.prompt_id}/{group.started}"
     return fact
 
 
