@@ -1,5 +1,7 @@
 """Scenarios of one trajectory through treadle.Client, against fakes behind real servers."""
 
+import asyncio
+
 import pytest
 import treadle
 from support.fake_engine import logprob_at, token_at
@@ -90,6 +92,19 @@ async def test_leaving_the_client_closes_what_is_left_open() -> None:
         assert not mesh.tools.sessions
         with pytest.raises(treadle.TreadleError, match="TRAJECTORY_CLOSED"):
             t.observe([1])
+
+
+async def test_a_caller_that_is_cancelled_while_it_closes_leaves_no_trajectory_open() -> None:
+    """Cancelled once the call has begun and before the scheduler has it."""
+    async with fake_mesh() as mesh, mesh.client() as client:
+        t = await client.open(prompt_id="p0", sample=0, prompt=[1])
+        closing = asyncio.create_task(t.close(reward=1.0))
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert mesh.scheduler.outcomes == {t.trajectory_id: scheduler_pb2.OUTCOME_FINISHED}
+        assert not mesh.scheduler.open_trajectories
 
 
 async def test_an_empty_prompt_is_refused_with_its_field() -> None:

@@ -13,7 +13,7 @@ import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from treadle.connection import Mesh, request_id
+from treadle.connection import Mesh, finish, request_id
 from treadle.errors import TokensSpent, TreadleError, refused
 from treadle.generation import StepPlan, StepRun
 from treadle.rewards import PendingReward, request_reward
@@ -170,11 +170,14 @@ class Trajectory:
         """End the step, the sessions and the trajectory, here and at the scheduler. Does nothing once closed.
 
         After a TreadleError (the scheduler could not be reached) it may be called again and repeats the first request.
+        A caller that is cancelled meanwhile hears of it once the trajectory is closed.
         """
         if self.outcome is None:
             self.reward, self.outcome = reward, outcome
-        if self.closed_s is not None:
-            return
+        if self.closed_s is None:
+            await finish(self._end())
+
+    async def _end(self) -> None:
         if self._run is not None:
             await self._run.stop()
         try:
