@@ -22,16 +22,16 @@ BUDGETS = {
     "services/migrator": (860, 9),
     "services/placement": (290, 7),
     "services/predictor": (1_330, 13),
-    "services/rollout": (1_450, 9),
+    "services/rollout": (1_790, 10),
     "services/scheduler": (2_070, 12),
     "services/sidecar": (4_120, 26),
     "services/tools": (10_090, 68),
     "sim": (7_180, 43),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 68_300, 442, 45_110
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 68_910, 444, 45_340
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
-WIDE_FOLDERS = {"clients/python/treadle": 17}  # the client is one package, beside folders of stubs
+WIDE_FOLDERS = {"clients/python/treadle": 18}  # the client is one package, beside folders of stubs
 
 
 def hand_written() -> dict[Path, int]:

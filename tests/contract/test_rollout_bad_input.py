@@ -35,6 +35,19 @@ def batch(**fields: Any) -> pb.GetBatchRequest:
     return pb.GetBatchRequest(**{"request_id": "b", "rollout_id": "r", "max_groups": 1, **fields})
 
 
+def pushed(**chunk: Any) -> pb.PushTokensRequest:
+    """One sampled token of trajectory a."""
+    given = {
+        "trajectory_id": "a",
+        "prompt_id": "p0",
+        "tokens": TokenIds(int32_le=b"\1\0\0\0"),
+        "loss_mask": b"\1",
+        "logprobs": Logprobs(float32_le=b"\0" * 4),
+        **chunk,
+    }
+    return pb.PushTokensRequest(rollout_id="r", chunk=pb.TokenChunk(**given))
+
+
 async def test_a_bad_field_of_a_request_is_named(calls: RolloutCalls) -> None:
     bad: list[tuple[str, Any, str]] = [
         ("CreateRollout", creation(request_id=""), "request_id"),
@@ -108,11 +121,27 @@ async def test_a_bad_field_of_a_request_is_named(calls: RolloutCalls) -> None:
             pb.ConfirmBatchRequest(request_id="f", rollout_id="r", batch_request_id="b", part=2, parts=2),
             "part",
         ),
+        ("PushTokens", pushed(prompt_id="other"), "chunk.prompt_id"),
+        ("PushTokens", pushed(trajectory_id="a/b"), "chunk.trajectory_id"),
+        ("PushTokens", pushed(sample=1), "chunk.sample"),
+        ("PushTokens", pushed(start_token=-1), "chunk.start_token"),
+        ("PushTokens", pushed(tokens=TokenIds(int32_le=b"123")), "chunk.tokens"),
+        ("PushTokens", pushed(tokens=TokenIds()), "chunk.tokens"),
+        ("PushTokens", pushed(tokens=TokenIds(int32_le=b"\xff" * 4)), "chunk.tokens"),
+        ("PushTokens", pushed(loss_mask=b""), "chunk.loss_mask"),
+        ("PushTokens", pushed(loss_mask=b"\2"), "chunk.loss_mask"),
+        ("PushTokens", pushed(logprobs=Logprobs()), "chunk.logprobs"),
+        ("PushTokens", pushed(logprobs=Logprobs(float32_le=NAN)), "chunk.logprobs"),
+        ("PushTokens", pushed(start_token=3, **spans(("0", 2, 4))), "chunk.version_spans[0]"),
     ]
     await calls.create()
     for rpc, request, field in bad:
         error = await refusal(calls, rpc, request)
         assert (error.code, error.fields) == (INVALID, (field,)), request
+    for fields, named in (({"min_tokens": -1}, "min_tokens"), ({"part": 1}, "part"), ({"parts": -1}, "parts")):
+        stream = pb.StreamTokensRequest(rollout_id="r", **fields)
+        error = await refusal_of(calls.stub.StreamTokens(stream, timeout=CALL_S).read())
+        assert (error.code, error.fields) == (INVALID, (named,)), stream
 
 
 async def test_every_rpc_says_that_a_rollout_is_unknown_and_refuses_an_empty_id(calls: RolloutCalls) -> None:
@@ -129,6 +158,10 @@ async def test_every_rpc_says_that_a_rollout_is_unknown_and_refuses_an_empty_id(
                 pb.ConfirmBatchRequest(request_id="f", rollout_id=rollout_id, batch_request_id="b"),
             ),
             await refusal_of(calls.stub.WatchRollout(pb.WatchRolloutRequest(rollout_id=rollout_id)).read()),
+            await refusal(calls, "PushTokens", pb.PushTokensRequest(rollout_id=rollout_id, chunk=pushed().chunk)),
+            await refusal_of(
+                calls.stub.StreamTokens(pb.StreamTokensRequest(rollout_id=rollout_id), timeout=CALL_S).read()
+            ),
         ]
         said = {(error.code, error.reason, error.fields) for error in errors}
         unknown = (grpc.StatusCode.NOT_FOUND, "ROLLOUT_NOT_FOUND", ())

@@ -11,6 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 from support.fake_servicer import FakeServicer, Refusal, answer, refuse
 from treadle.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from treadle.tools.v1 import tools_pb2, tools_pb2_grpc
+from treadle.types import unpack_ids
 
 _OK = tools_pb2.RESULT_STATUS_OK
 ENVIRONMENTS = ("count", "frozen_lake")
@@ -24,6 +25,7 @@ class FakeRollout(FakeServicer, rollout_pb2_grpc.RolloutServiceServicer):
         self.specs: dict[str, rollout_pb2.RolloutSpec] = {}
         self.cancelled: set[str] = set()
         self.kept: dict[str, list[rollout_pb2.FinishedTrajectory]] = {}
+        self.pushed: dict[str, list[int]] = {}  # tokens by running trajectory
         self.batches: dict[str, list[rollout_pb2.FinishedTrajectory]] = {}  # by request_id
 
     @answer
@@ -69,6 +71,14 @@ class FakeRollout(FakeServicer, rollout_pb2_grpc.RolloutServiceServicer):
         if (refusal := self.next_refusal("StreamBatch")) is not None:
             await refuse(context, refusal)
         yield rollout_pb2.StreamBatchResponse(batch_end=True, exhausted=not self.kept)
+
+    @answer
+    def PushTokens(self, request: rollout_pb2.PushTokensRequest) -> rollout_pb2.PushTokensResponse:
+        chunk, known = request.chunk, self.pushed.get(request.chunk.trajectory_id, [])
+        if chunk.start_token <= len(known):
+            known[chunk.start_token :] = unpack_ids(chunk.tokens.int32_le)
+            self.pushed[chunk.trajectory_id] = known
+        return rollout_pb2.PushTokensResponse(next_token=len(known), wanted=True)
 
     @answer
     def ConfirmBatch(self, request: rollout_pb2.ConfirmBatchRequest) -> rollout_pb2.ConfirmBatchResponse:

@@ -8,7 +8,7 @@ import grpc.aio
 from treadle.common.v1.tokens_pb2 import Logprobs, TokenIds, VersionSpan
 from treadle.rollout.v1 import rollout_pb2 as pb
 from treadle.rollout.v1 import rollout_pb2_grpc
-from treadle_rollout.config import RolloutSettings
+from treadle_rollout.config import DEFAULT_TOKEN_STREAM_BYTES, RolloutSettings
 from treadle_rollout.wire import wire
 from treadle_runtime.config import DEFAULT_MAX_MESSAGE_BYTES
 from treadle_runtime.server import serving
@@ -43,8 +43,8 @@ def finished(
 class RolloutCalls:
     """One rollout as a trainer and its workers see it. Request ids are the callers' to give where they matter."""
 
-    def __init__(self, channel: grpc.aio.Channel, rollout_id: str = "r") -> None:
-        self.channel = channel
+    def __init__(self, channel: grpc.aio.Channel, rollout_id: str = "r", address: str = "") -> None:
+        self.channel, self.address = channel, address
         self.stub = rollout_pb2_grpc.RolloutServiceStub(channel)
         self.rollout_id = rollout_id
 
@@ -124,14 +124,20 @@ def members(batch: pb.GetBatchResponse) -> list[list[str]]:
 
 @asynccontextmanager
 async def rollout_service(
-    nats_url: str, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+    nats_url: str,
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    token_stream_bytes: int = DEFAULT_TOKEN_STREAM_BYTES,
 ) -> AsyncIterator[RolloutCalls]:
     """The service in this process, by a channel that takes large batches."""
     config = RolloutSettings(
-        listen="127.0.0.1:0", nats_url=nats_url, drain_grace_s=1.0, max_message_bytes=max_message_bytes
+        listen="127.0.0.1:0",
+        nats_url=nats_url,
+        drain_grace_s=1.0,
+        max_message_bytes=max_message_bytes,
+        token_stream_bytes=token_stream_bytes,
     )
     async with (
         serving(config, wire) as served,
         grpc.aio.insecure_channel(served.address, options=[("grpc.max_receive_message_length", -1)]) as channel,
     ):
-        yield RolloutCalls(channel)
+        yield RolloutCalls(channel, address=served.address)

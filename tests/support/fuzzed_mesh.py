@@ -46,6 +46,7 @@ WAITING = {
     "Generate",
     "GetBatch",
     "StreamBatch",
+    "StreamTokens",
     "Invoke",
     "OpenSession",
     "SnapshotSession",
@@ -138,6 +139,9 @@ WORDS = Words(
         "float32_le": [bytes(32)],
         "loss_mask": [bytes([0] * 4 + [1] * 4)],
         "start_token": [4],
+        "TokenChunk.start_token": [0, 0, 4],
+        "StreamTokensRequest.part": [0],
+        "min_tokens": [0, 3],
         "end_token": [8],
         "samples_per_prompt": [1, 2],
         "keep_per_prompt": [0, 1],
@@ -314,6 +318,15 @@ class FuzzedMesh:
         await self.ask(
             identity, rollout.SubmitTrajectoryRequest(request_id=_fresh(), rollout_id=rollout_id, trajectory=done)
         )
+        beginning = rollout.TokenChunk(
+            trajectory_id=_fresh(),
+            prompt_id=prompt_id,
+            sample=1,
+            tokens=done.tokens,
+            loss_mask=done.loss_mask,
+            logprobs=done.logprobs,
+        )
+        await self.ask(identity, rollout.PushTokensRequest(rollout_id=rollout_id, chunk=beginning))
         name("batch", _fresh())
         batch = rollout.GetBatchRequest(request_id=names[f"<{whose}batch>"], rollout_id=rollout_id, max_groups=1)
         await self.ask(identity, batch)

@@ -15,6 +15,7 @@ from treadle_core.rollouts.group import Group, Sample
 from treadle_core.rollouts.spec import RolloutSpec
 from treadle_rollout.convert import settled_fact
 from treadle_rollout.rollouts import BatchRequest, Rollout, Rollouts
+from treadle_rollout.running import TokenRoom
 from treadle_rollout.storage import HISTORY_BUCKET, LOG_BUCKET, PAYLOAD_BUCKET, HistoryStore, PayloadStore, RolloutLog
 from treadle_runtime.bus import Bus
 from treadle_runtime.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
@@ -219,7 +220,10 @@ async def test_two_processes_over_one_log_never_hand_a_group_out_twice(bus: Bus)
     """
     log, payloads = await stores(bus)
     histories = await history_store(bus)
-    one, other = Rollouts(log, payloads, histories, tell_nobody), Rollouts(log, payloads, histories, tell_nobody)
+    one, other = (
+        Rollouts(log, payloads, histories, TokenRoom(0), tell_nobody),
+        Rollouts(log, payloads, histories, TokenRoom(0), tell_nobody),
+    )
     await one.create("r", RolloutSpec(("p0",), 1, 1), "req")
     here, there = await one.find("r"), await other.find("r")
     await here.submit(Sample("t0", "p0", 0), b"tokens")
@@ -232,7 +236,7 @@ async def test_two_processes_over_one_log_never_hand_a_group_out_twice(bus: Bus)
 
 async def test_no_two_groups_are_told_by_one_fact(bus: Bus) -> None:
     """Rollout r-1 with prompt 2, and rollout r with prompt 1-2, are two groups."""
-    rollouts = Rollouts(*await stores(bus), await history_store(bus), tell_nobody)
+    rollouts = Rollouts(*await stores(bus), await history_store(bus), TokenRoom(0), tell_nobody)
     ids = set()
     for rollout_id, prompt_id in (("r-1", "2"), ("r", "1-2")):
         rollout = await rollouts.create(rollout_id, RolloutSpec((prompt_id,), 1, 1), f"req-{rollout_id}")
@@ -252,12 +256,12 @@ async def test_groups_that_settled_last_are_told_again_by_the_next_process(bus: 
 
     log, payloads = await stores(bus)
     histories = await history_store(bus)
-    first = await Rollouts(log, payloads, histories, tell_nobody).create(
+    first = await Rollouts(log, payloads, histories, TokenRoom(0), tell_nobody).create(
         "r", RolloutSpec(("p0", "p1", "p2"), 1, 1), "req"
     )
     for number in range(2):
         await first.submit(Sample(f"t{number}", f"p{number}", 0), b"tokens")
-    following = Rollouts(log, payloads, histories, tell)
+    following = Rollouts(log, payloads, histories, TokenRoom(0), tell)
     await following.load()
     assert told == ["p0", "p1"]
     rollout = await following.find("r")
@@ -294,7 +298,7 @@ async def test_tokens_that_fit_exactly_are_stored_and_one_byte_more_is_refused_f
 @pytest.mark.parametrize("settled", [True, False])
 async def test_a_full_store_says_whether_batches_can_free_it(bus: Bus, settled: bool) -> None:
     """A group holds most of it, and has settled or not."""
-    rollouts = Rollouts(*await stores(bus, ROOM_BYTES), await history_store(bus), tell_nobody)
+    rollouts = Rollouts(*await stores(bus, ROOM_BYTES), await history_store(bus), TokenRoom(0), tell_nobody)
     rollout = await rollouts.create("r", RolloutSpec(("p0", "p1"), 2, 2), "req")
     await rollout.submit(Sample("t0", "p0", 0), b"x" * 1_500_000)
     if settled:
@@ -311,7 +315,7 @@ async def test_a_sweep_removes_what_nobody_can_ask_for_and_nothing_else(bus: Bus
     retention the whole rollout goes."""
     log, payloads = await stores(bus)
     histories = await history_store(bus)
-    rollouts = Rollouts(log, payloads, histories, tell_nobody)
+    rollouts = Rollouts(log, payloads, histories, TokenRoom(0), tell_nobody)
     sweep = partial(rollouts.sweep, batch_replay_s=60.0, retention_s=1000.0)
     rollout = await rollouts.create("r", RolloutSpec(("p0", "p1"), 1, 1), "req")
     for index in range(2):

@@ -5,17 +5,52 @@ a trajectory are equally long; one where they are not raises StreamBroken.
 """
 
 from collections.abc import AsyncIterable
+from contextlib import suppress
 
 import grpc
 
 from treadle.connection import Mesh, request_id
-from treadle.errors import StreamBroken, error_from
+from treadle.errors import StreamBroken, TreadleError, error_from
 from treadle.rollout.v1 import rollout_pb2
-from treadle.types import Batch, Group, TrainingTrajectory, VersionSpan, seconds, unpack_ids, unpack_logprobs
+from treadle.samples import check_part
+from treadle.types import Batch, Group, TrainingTrajectory, VersionSpan, duration, seconds, unpack_ids, unpack_logprobs
 
 
-async def take_batch(mesh: Mesh, request: rollout_pb2.GetBatchRequest, timeout_s: float) -> Batch:
-    """A batch as a trainer reads it; a stream that breaks is read again from its beginning."""
+async def take_batch(
+    mesh: Mesh,
+    rollout_id: str,
+    *,
+    max_groups: int,
+    weight_version: int,
+    wait: bool,
+    wait_at_most_s: float,
+    batch_id: str,
+    part: tuple[int, int],
+    timeout_s: float,
+) -> Batch:
+    """A batch as a trainer reads it; see Client.get_batch. Without a batch_id it is confirmed once it is here."""
+    check_part(part)
+    if part[1] > 1 and not batch_id:
+        raise ValueError("part needs batch_id=...: the name by which the other ranks find the batch")
+    request = rollout_pb2.GetBatchRequest(
+        request_id=batch_id or request_id(),
+        rollout_id=rollout_id,
+        max_groups=max_groups,
+        weight_version=weight_version,
+        wait=wait,
+        wait_at_most=duration(wait_at_most_s) if wait_at_most_s else None,
+        part=part[0],
+        parts=part[1],
+    )
+    batch = await _until_whole(mesh, request, timeout_s)
+    if not batch_id:
+        with suppress(TreadleError):  # a service that does not hear of it removes the tokens later
+            await confirm_batch(mesh, rollout_id, request.request_id, part)
+    return batch
+
+
+async def _until_whole(mesh: Mesh, request: rollout_pb2.GetBatchRequest, timeout_s: float) -> Batch:
+    """A stream that breaks is read again from its beginning."""
     service = await mesh.rollout()
     backoff = mesh.backoff(timeout_s)
     while True:
@@ -30,6 +65,7 @@ async def take_batch(mesh: Mesh, request: rollout_pb2.GetBatchRequest, timeout_s
 
 async def confirm_batch(mesh: Mesh, rollout_id: str, batch_id: str, part: tuple[int, int]) -> None:
     """Let the service remove the tokens of a part of a batch; it cannot be repeated any more."""
+    check_part(part)
     confirm = rollout_pb2.ConfirmBatchRequest(
         request_id=request_id(), rollout_id=rollout_id, batch_request_id=batch_id, part=part[0], parts=part[1]
     )

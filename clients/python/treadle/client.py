@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import AsyncIterable, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,22 @@ from treadle.jobs import Job, policy_message
 from treadle.rewards import PendingReward, request_reward
 from treadle.rollout.v1 import rollout_pb2
 from treadle.rollouts import Agent, RolloutRun
+from treadle.running_tokens import read_tokens
 from treadle.samples import check_part, report_of, shaping_fields
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.tracing import TrajectoryTrace
 from treadle.trajectory import TRAJECTORY_CLOSED, OnChange, Trajectory
-from treadle.types import Batch, Policy, Prompt, RolloutEvent, RolloutResult, Shaping, ShapingReport, duration
+from treadle.types import (
+    Batch,
+    Policy,
+    Prompt,
+    RolloutEvent,
+    RolloutResult,
+    RunningTokens,
+    Shaping,
+    ShapingReport,
+    TrajectoryEnded,
+)
 from treadle.weights import WeightPush
 
 # Some 10 to 20 seconds of decoding, against a ticket and the prefill of one token (ADR 0011).
@@ -179,6 +189,7 @@ class Client:
         rollout_id: str = "",
         part: tuple[int, int] = (0, 1),
         shaping: Shaping | None = None,
+        stream_tokens: int = 0,
     ) -> RolloutResult:
         """Run `agent(trajectory, prompt)` on samples_per_prompt samples of each prompt and submit each finished one.
 
@@ -203,7 +214,8 @@ class Client:
         with the samples of all; a call that is cancelled leaves the rollout to the others. Raises ValueError.
 
         shaping: which samples are chosen and how many are begun; see Shaping. The scheduler ends a sample that is no
-        longer wanted, whatever its agent does.
+        longer wanted, whatever its agent does. stream_tokens: of a trajectory that runs, so many new tokens at a time
+        go to those who read Client.stream_tokens; 0 for none.
         """
         check_part(part)
         count = part[1]
@@ -217,7 +229,7 @@ class Client:
             max_total_tokens=max_total_tokens,
             **shaping_fields(shaping or Shaping(), samples_per_prompt),
         )
-        run = RolloutRun(*self._connected(), self.open, agent, spec, on_event, pin, rollout_id, part)
+        run = RolloutRun(*self._connected(), self.open, agent, spec, on_event, pin, rollout_id, part, stream_tokens)
         return await run.run(prompts, concurrency)
 
     async def update_weights(
@@ -339,31 +351,37 @@ class Client:
         FAILED_PRECONDITION BATCH_EXPIRED.
         """
         mesh, _ = self._connected()
-        check_part(part)
-        if part[1] > 1 and not batch_id:
-            raise ValueError("part needs batch_id=...: the name by which the other ranks find the batch")
-        request = rollout_pb2.GetBatchRequest(
-            request_id=batch_id or request_id(),
-            rollout_id=rollout_id,
+        return await take_batch(
+            *(mesh, rollout_id),
             max_groups=max_groups,
             weight_version=weight_version,
             wait=wait,
-            wait_at_most=duration(wait_at_most_s) if wait_at_most_s else None,
-            part=part[0],
-            parts=part[1],
+            wait_at_most_s=wait_at_most_s,
+            batch_id=batch_id,
+            part=part,
+            timeout_s=timeout_s or mesh.timeouts.batch_s,
         )
-        batch = await take_batch(mesh, request, timeout_s or mesh.timeouts.batch_s)
-        if not batch_id:
-            with suppress(TreadleError):  # a service that does not hear of it removes the tokens later
-                await confirm_batch(mesh, rollout_id, request.request_id, part)
-        return batch
 
     async def confirm_batch(self, rollout_id: str, batch_id: str, part: tuple[int, int] = (0, 1)) -> None:
         """Remove the tokens of a batch, or of one rank's part of it, that was trained on and cannot be repeated any
         more; once again does nothing. Errors: TreadleError NOT_FOUND (ROLLOUT_NOT_FOUND, BATCH_NOT_FOUND)."""
         mesh, _ = self._connected()
-        check_part(part)
         await confirm_batch(mesh, rollout_id, batch_id, part)
+
+    async def stream_tokens(
+        self, rollout_id: str, min_tokens: int = 1, part: tuple[int, int] = (0, 1)
+    ) -> AsyncIterator[RunningTokens | TrajectoryEnded]:
+        """Read the tokens of trajectories while they run, so that a forward pass need not wait for their ends (DARTS,
+        section 4.3.2); ends with the rollout. Its clients must push them: Client.rollout(stream_tokens=...).
+
+        min_tokens: of each piece. What is left at a trajectory's end, and what is trained on, comes with its batch. A
+        piece whose start_token lies before the end of what came takes back what followed. part: ranks that share the
+        work, the i-th of n, from 0, have every n-th prompt; a batch may give a trajectory to another rank. Ends of
+        trajectories that fall into a restart of the service are not told. Errors: ValueError; TreadleError NOT_FOUND.
+        """
+        mesh, _ = self._connected()
+        async for event in read_tokens(mesh, rollout_id, min_tokens, part):
+            yield event
 
     async def shaping_report(self, rollout_id: str = "", history: str = "") -> ShapingReport:
         """What shaping does to the distribution that is trained on: of a rollout, or of all rollouts of a history that

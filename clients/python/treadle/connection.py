@@ -23,7 +23,7 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -279,6 +279,21 @@ class Mesh:
                 await asyncio.sleep(error.retry_after_s or 0.0)
                 backoff = self.backoff(timeout_s)
             else:
+                await backoff.wait(error, error.retry_after_s)
+
+    async def watch(self, listen: Callable[[], AsyncIterable[A]], backoff: Backoff) -> AsyncIterator[A]:
+        """The messages of a stream to its end, which is opened again where it breaks. TreadleError when the server
+        refuses."""
+        while True:
+            try:
+                async for message in listen():
+                    backoff.restart()
+                    yield message
+                return
+            except grpc.aio.AioRpcError as failure:
+                error = error_from(failure)
+                if not error.retryable and error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:  # it lasts too long
+                    raise error from None
                 await backoff.wait(error, error.retry_after_s)
 
     async def close(self) -> None:

@@ -62,18 +62,20 @@ class StepPlan:
 
 
 class StepRun:
-    """A step in flight. `begin` is awaited when the first token is asked for; `commit` takes the step. times, trace: of
-    the trajectory."""
+    """A step in flight. `begin` is awaited when the first token is asked for; `note` is told how many tokens there are
+    after each chunk; `commit` takes the step. times, trace: of the trajectory."""
 
     def __init__(
         self,
         mesh: Mesh,
         begin: Callable[[StepRun], Awaitable[StepPlan]],
+        note: Callable[[int], None],
         commit: Callable[[Step], None],
         times: TimeAccount,
         trace: TrajectoryTrace,
     ) -> None:
-        self._mesh, self._begin, self._commit, self._times, self._trace = mesh, begin, commit, times, trace
+        self._mesh, self._begin, self._note, self._commit = mesh, begin, note, commit
+        self._times, self._trace = times, trace
         self._assembly: StepAssembly | None = None
         self._ticket: ticket_pb2.Ticket | None = None
         self._call: GenerateCall | None = None  # set while the engine may be generating for it
@@ -96,6 +98,11 @@ class StepRun:
     def next_call(self) -> int:
         """The call after this run's: the one that is still without a ticket, or the one after the last ticket's."""
         return self.call + 1 if self._ticket is not None and self._ticket.turn == self.call else self.call
+
+    @property
+    def uncommitted(self) -> StepAssembly | None:
+        """The step as far as it has come, while it runs and is not in its trajectory."""
+        return None if self._committed or self._ended.is_set() else self._assembly
 
     async def chunks(self) -> AsyncGenerator[Chunk, None]:
         """Tokens as they come; StreamBroken, or TreadleError when the step cannot go on (Timeouts.step_s)."""
@@ -333,6 +340,7 @@ class StepRun:
             raise StreamBroken(f"{kind} after StepFinished in turn {assembly.turn}")
         if kind == "tokens":
             chunk = assembly.add_chunk(event.tokens, now)
+            self._note(len(assembly.token_ids))
             return chunk if chunk.token_ids else None
         if kind == "started":
             assembly.enter("prefill", now)

@@ -15,10 +15,11 @@ from typing import Any, Literal
 import grpc
 
 from treadle.connection import Mesh, finish, request_id
-from treadle.errors import FieldViolation, TreadleError, error_from, refused
+from treadle.errors import FieldViolation, TreadleError, refused
 from treadle.jobs import JOB_TAKEN_OVER, Job
 from treadle.rewards import PendingReward
 from treadle.rollout.v1 import rollout_pb2
+from treadle.running_tokens import pushing
 from treadle.samples import (
     DROP_REASONS,
     await_score,
@@ -42,7 +43,7 @@ Key = tuple[str, int]  # prompt and sample
 
 
 class RolloutRun:
-    """One call of Client.rollout. open_trajectory: Client.open. rollout_id, part, pin: see Client.rollout."""
+    """One call of Client.rollout. open_trajectory: Client.open. rollout_id, part, pin, stream_tokens: see there."""
 
     def __init__(
         self,
@@ -55,9 +56,11 @@ class RolloutRun:
         pin: Callable[[Prompt, int], str] | None,
         rollout_id: str,
         part: tuple[int, int],
+        stream_tokens: int,
     ) -> None:
         self._mesh, self._job, self._open, self._agent, self._spec = mesh, job, open_trajectory, agent, spec
         self._on_event, self._pin = on_event or (lambda _: None), pin
+        self._stream_tokens = stream_tokens
         self._rollout_id, self._shared, (self._part, self._parts) = rollout_id, bool(rollout_id), part
         self._prompts: dict[str, Prompt] = {}
         self._places: dict[str, int] = {}  # of a prompt among all
@@ -206,17 +209,8 @@ class RolloutRun:
     async def _hear_changes(self, tasks: asyncio.TaskGroup) -> None:
         mesh, service = self._mesh, await self._mesh.rollout()
         request, backoff = rollout_pb2.WatchRolloutRequest(rollout_id=self._rollout_id), mesh.backoff(math.inf)
-        while True:
-            try:
-                async for message in service.WatchRollout(request, timeout=mesh.timeouts.stream_s):
-                    backoff.restart()
-                    self._hear(message.rollout, tasks)
-                return
-            except grpc.aio.AioRpcError as failure:
-                error = error_from(failure)
-                if not error.retryable and error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:  # it watches anew
-                    raise error from None
-                await backoff.wait(error, error.retry_after_s)
+        async for message in mesh.watch(lambda: service.WatchRollout(request, timeout=mesh.timeouts.stream_s), backoff):
+            self._hear(message.rollout, tasks)
 
     def _wanted(self) -> rollout_pb2.RolloutSpec:
         """The spec as the service answers it."""
@@ -300,7 +294,8 @@ class RolloutRun:
         key = (trajectory.prompt_id, trajectory.sample)
         self._playing[key] = trajectory
         try:
-            played = await play_to_end(self._agent(trajectory, prompt))
+            async with pushing(self._mesh, trajectory, self._stream_tokens):
+                played = await play_to_end(self._agent(trajectory, prompt))
         except asyncio.CancelledError:
             error_line = await finish(self._end(trajectory, "cancelled"))
             self._results[key] = result_of(trajectory, error_line)

@@ -38,6 +38,11 @@ class StepAssembly:
         """Whether the step waits for its engine, and does not run."""
         return self._kind == "queue"
 
+    @property
+    def version_spans(self) -> list[VersionSpan]:
+        """Over the step's output so far."""
+        return list(self._versions)
+
     def set_engine(self, engine_id: str) -> None:
         """A ticket for engine_id was issued; its stream begins at the present count of tokens."""
         self._engine_id = engine_id

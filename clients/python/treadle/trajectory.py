@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from treadle.connection import Mesh, finish, request_id
@@ -103,6 +104,7 @@ class Trajectory:
         self._mesh, self.trace = mesh, trace
         trace.name(trajectory_id=self.trajectory_id, rollout_id=self.rollout_id, prompt_id=self.prompt_id)
         self._on_change, self._on_close = on_change or (lambda *_: None), on_close
+        self.on_tokens: Callable[[int], None] | None = None  # told how many tokens there are, those of a step included
         self._run: StepRun | None = None
         self._calls = 0  # that the scheduler has counted as turns: one a step, or several of a long one
         self._closing: scheduler_pb2.CloseTrajectoryRequest | None = None  # repeated as it is
@@ -124,9 +126,24 @@ class Trajectory:
         the same turn anew. Errors: StreamBroken, TokensSpent, TreadleError (INVALID_ARGUMENT with field_violations;
         DEADLINE_EXCEEDED by timeouts.step_s).
         """
-        return StepRun(
-            self._mesh, lambda run: self._begin(run, sampling), self._commit, self._times, self.trace
-        ).chunks()
+        begin = partial(self._begin, sampling)
+        return StepRun(self._mesh, begin, self._note, self._commit, self._times, self.trace).chunks()
+
+    def tokens_from(self, start: int, most: int) -> tuple[list[int], list[int], list[float], list[VersionSpan]]:
+        """Tokens from place `start` on, `most` at most, those of a running step included: ids, loss mask, logprobs, and
+        version spans over indexes of the trajectory's tokens."""
+        tokens, loss_mask = self.tokens[start : start + most], self.loss_mask[start : start + most]
+        logprobs = self.logprobs[start : start + most]
+        spans, step = list(self.version_spans), self._run and self._run.uncommitted
+        if step:
+            left, at = most - len(tokens), max(start - len(self.tokens), 0)
+            tokens += step.token_ids[at : at + left]
+            logprobs += step.logprobs[at : at + left]
+            loss_mask += [1] * (len(tokens) - len(loss_mask))
+            spans += shift_spans(step.version_spans, len(self.tokens))
+        end = start + len(tokens)
+        cut = (VersionSpan(s.weight_version, max(s.start_token, start), min(s.end_token, end)) for s in spans)
+        return tokens, loss_mask, logprobs, [span for span in cut if span.start_token < span.end_token]
 
     def observe(self, token_ids: Sequence[int]) -> None:
         """Append tokens that the policy did not sample: a tool's output, a chat template."""
@@ -216,7 +233,7 @@ class Trajectory:
         self.closed_s = self._mesh.clock()
         self._on_close(self)
 
-    async def _begin(self, run: StepRun, sampling: Sampling) -> StepPlan:
+    async def _begin(self, sampling: Sampling, run: StepRun) -> StepPlan:
         await self._leave_step()
         left = self.tokens_left
         if left == 0:
@@ -229,6 +246,7 @@ class Trajectory:
             run.lost_ticket_id, run.refused = before.lost_ticket_id, before.refused
         else:
             run.call = self._calls
+        self._note(0)
         tool_s = self._mesh.clock() - self._turn_ended_s if self.steps else 0.0
         return StepPlan(self.trajectory_id, len(self.steps), list(self.tokens), sampling, tool_s)
 
@@ -236,6 +254,10 @@ class Trajectory:
         self._require_open()
         if self._run is not None:
             await self._run.stop()
+
+    def _note(self, step_tokens: int) -> None:
+        if self.on_tokens is not None:
+            self.on_tokens(len(self.tokens) + step_tokens)
 
     def _append(self, token_ids: Sequence[int], logprobs: Sequence[float], *, loss_mask: int) -> None:
         """loss_mask: 1 for sampled tokens, which are trained on; 0 for the prompt and observations."""

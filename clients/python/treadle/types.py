@@ -158,6 +158,34 @@ class VersionSpan:
     end_token: int
 
 
+@dataclass(frozen=True)
+class RunningTokens:
+    """Tokens of a trajectory that still runs, the first at place `start_token`: where that is before the end of what
+    came, these take the place of what came from there on. tokens, loss_mask, logprobs: equally long. version_spans:
+    over indexes of the trajectory's tokens."""
+
+    trajectory_id: str
+    prompt_id: str
+    sample: int
+    start_token: int
+    tokens: list[int]
+    loss_mask: list[int]
+    logprobs: list[float]
+    version_spans: tuple[VersionSpan, ...]
+
+
+@dataclass(frozen=True)
+class TrajectoryEnded:
+    """A trajectory of which no more running tokens come. kept: it will be in a batch, unless it grows too old;
+    drop_reason: else."""
+
+    trajectory_id: str
+    prompt_id: str
+    sample: int
+    kept: bool
+    drop_reason: str
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """Where wall time went: one wait, prefill, stretch of decoding, or tool call. engine_id is empty for a tool."""

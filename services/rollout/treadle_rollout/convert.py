@@ -7,7 +7,7 @@ from math import inf
 
 import numpy as np
 import numpy.typing as npt
-from treadle.common.v1.tokens_pb2 import VersionSpan
+from treadle.common.v1.tokens_pb2 import Logprobs, TokenIds, VersionSpan
 from treadle.rollout.v1 import rollout_pb2 as pb
 from treadle.scheduler.v1.scheduler_pb2 import OUTCOME_CANCELLED
 from treadle.telemetry.v1.facts_pb2 import Fact, GroupSettled
@@ -21,6 +21,7 @@ from treadle_runtime.times import require_duration, seconds, timestamp
 
 from treadle_rollout.convert_shaping import cap_from, fill_shaping, redundancy_from, selection_from
 from treadle_rollout.rollouts import BatchRequest, Rollout
+from treadle_rollout.running import ITEM_BYTES, Ended, Stretch
 
 STATES = {state: pb.RolloutState.Value(f"ROLLOUT_STATE_{state.name}") for state in RolloutState}
 DROP_REASONS = {reason: pb.DropReason.Value(f"DROP_REASON_{reason.name}") for reason in DropReason}
@@ -28,7 +29,6 @@ MOST_PARTS = 65_536  # far more ranks than one trainer has
 NO_BOUND = -1  # of max_staleness on the wire
 # SGLang's name for the weights that it was launched with, unless --weight-version names them.
 LAUNCH_VERSION = "default"
-ITEM_BYTES = 4  # of an int32 token id and of a float32 log-probability
 
 
 def spec_from(spec: pb.RolloutSpec) -> RolloutSpec:
@@ -194,8 +194,8 @@ def batch_request_from(request: pb.GetBatchRequest) -> BatchRequest:
     )
 
 
-def part_from(request: pb.GetBatchRequest | pb.ConfirmBatchRequest) -> tuple[int, int]:
-    """Which of how many parts of a batch. Raises InvalidArgument."""
+def part_from(request: pb.GetBatchRequest | pb.ConfirmBatchRequest | pb.StreamTokensRequest) -> tuple[int, int]:
+    """Which of how many parts. Raises InvalidArgument."""
     require(0 <= request.parts <= MOST_PARTS, "parts", f"must be 0 (one part) or 1..{MOST_PARTS}")
     parts = request.parts or 1
     require(0 <= request.part < parts, "part", f"must be 0..{parts - 1} (parts - 1), is {request.part}")
@@ -225,7 +225,7 @@ def sample_from(trajectory: pb.FinishedTrajectory, buffer: SampleBuffer) -> Samp
     finite("trajectory.reward", trajectory.reward)
     non_negative("trajectory.turns", trajectory.turns)
     require_duration("trajectory.elapsed", trajectory.elapsed)
-    mask = _check_tokens(trajectory)
+    mask = _check_tokens("trajectory", trajectory, may_be_empty=trajectory.failed)
     sampled, cap = int(mask.sum()), spec.limit_tokens
     require(
         cap is None or sampled <= cap,
@@ -249,31 +249,85 @@ def sample_from(trajectory: pb.FinishedTrajectory, buffer: SampleBuffer) -> Samp
     )
 
 
-def _check_tokens(trajectory: pb.FinishedTrajectory) -> npt.NDArray[np.uint8]:
-    ids, probabilities = trajectory.tokens.int32_le, trajectory.logprobs.float32_le
-    require(
-        len(ids) % ITEM_BYTES == 0, "trajectory.tokens", f"must be {ITEM_BYTES} bytes a token, has {len(ids)} bytes"
+def stretch_from(chunk: pb.TokenChunk, buffer: SampleBuffer) -> Stretch:
+    """Tokens of a running trajectory. Raises InvalidArgument."""
+    identifier("chunk.prompt_id", chunk.prompt_id)
+    require(chunk.prompt_id in buffer.groups, "chunk.prompt_id", "must be a prompt of the rollout")
+    started, start = buffer.groups[chunk.prompt_id].started, chunk.start_token
+    require(0 <= chunk.sample < started, "chunk.sample", f"must be 0..{started - 1}, is {chunk.sample}")
+    non_negative("chunk.start_token", start)
+    mask = _check_tokens("chunk", chunk, may_be_empty=False)
+    spans = [(span.weight_version, span.start_token, span.end_token) for span in chunk.version_spans]
+    for index, (_, low, high) in enumerate(spans):
+        inside = start <= low < high <= start + len(mask)
+        what = f"must lie within the chunk, {start}..{start + len(mask)}, and not be empty, is {low}..{high}"
+        require(inside, f"chunk.version_spans[{index}]", what)
+    return Stretch(
+        trajectory_id=identifier("chunk.trajectory_id", chunk.trajectory_id),
+        prompt_id=chunk.prompt_id,
+        sample=chunk.sample,
+        start=start,
+        ids=bytearray(chunk.tokens.int32_le),
+        loss_mask=bytearray(chunk.loss_mask),
+        logprobs=bytearray(chunk.logprobs.float32_le),
+        spans=spans,
     )
+
+
+def event_to(event: Stretch | Ended) -> pb.StreamTokensResponse:
+    """What a reader of tokens is sent."""
+    if isinstance(event, Ended):
+        reason = event.drop_reason
+        ended = pb.TokensEnded(
+            trajectory_id=event.trajectory_id,
+            prompt_id=event.prompt_id,
+            sample=event.sample,
+            kept=reason is None,
+            drop_reason=pb.DROP_REASON_UNSPECIFIED if reason is None else DROP_REASONS[reason],
+        )
+        return pb.StreamTokensResponse(ended=ended)
+    chunk = pb.TokenChunk(
+        trajectory_id=event.trajectory_id,
+        prompt_id=event.prompt_id,
+        sample=event.sample,
+        start_token=event.start,
+        tokens=TokenIds(int32_le=bytes(event.ids)),
+        loss_mask=bytes(event.loss_mask),
+        logprobs=Logprobs(float32_le=bytes(event.logprobs)),
+        version_spans=[
+            VersionSpan(weight_version=version, start_token=low, end_token=high) for version, low, high in event.spans
+        ],
+    )
+    return pb.StreamTokensResponse(chunk=chunk)
+
+
+def _check_tokens(
+    name: str, given: pb.FinishedTrajectory | pb.TokenChunk, *, may_be_empty: bool
+) -> npt.NDArray[np.uint8]:
+    """The loss mask of a message that has tokens; `name` is its field. Raises InvalidArgument."""
+    ids, probabilities = given.tokens.int32_le, given.logprobs.float32_le
+    require(len(ids) % ITEM_BYTES == 0, f"{name}.tokens", f"must be {ITEM_BYTES} bytes a token, has {len(ids)} bytes")
     count = len(ids) // ITEM_BYTES
-    require(count or trajectory.failed, "trajectory.tokens", "must not be empty unless the trajectory failed")
+    without = " unless the trajectory failed" if name == "trajectory" else ""
+    require(count or may_be_empty, f"{name}.tokens", f"must not be empty{without}")
     require(
-        len(trajectory.loss_mask) == count,
-        "trajectory.loss_mask",
-        f"must have one byte a token ({count}), has {len(trajectory.loss_mask)}",
+        len(given.loss_mask) == count,
+        f"{name}.loss_mask",
+        f"must have one byte a token ({count}), has {len(given.loss_mask)}",
     )
     require(
         len(probabilities) == count * ITEM_BYTES,
-        "trajectory.logprobs",
+        f"{name}.logprobs",
         f"must have {ITEM_BYTES} bytes for each of {count} tokens, has {len(probabilities)}",
     )
     require(
-        count == 0 or np.frombuffer(ids, dtype="<i4").min() >= 0, "trajectory.tokens", "must be token ids, none below 0"
+        count == 0 or np.frombuffer(ids, dtype="<i4").min() >= 0, f"{name}.tokens", "must be token ids, none below 0"
     )
-    mask = np.frombuffer(trajectory.loss_mask, dtype=np.uint8)
-    require(count == 0 or mask.max() <= 1, "trajectory.loss_mask", "must be 0 or 1 in each byte")
+    mask = np.frombuffer(given.loss_mask, dtype=np.uint8)
+    require(count == 0 or mask.max() <= 1, f"{name}.loss_mask", "must be 0 or 1 in each byte")
     values = np.frombuffer(probabilities, dtype="<f4")
-    require(not np.isnan(values).any(), "trajectory.logprobs", "must not hold NaN")
-    require(not values[mask == 0].any(), "trajectory.logprobs", "must be 0.0 where loss_mask is 0")
+    require(not np.isnan(values).any(), f"{name}.logprobs", "must not hold NaN")
+    require(not values[mask == 0].any(), f"{name}.logprobs", "must be 0.0 where loss_mask is 0")
     return mask
 
 

@@ -20,6 +20,7 @@ from treadle_core.rollouts.history import RolloutHistory
 from treadle_core.rollouts.spec import RolloutSpec
 from treadle_runtime.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable
 
+from treadle_rollout.running import RunningTokens, TokenRoom
 from treadle_rollout.storage import (
     Created,
     HistoryStore,
@@ -64,13 +65,20 @@ class Rollout:
     """One rollout. `buffer` is read by anybody and changed here only."""
 
     def __init__(
-        self, created: Created, created_at_s: float, log: RolloutLog, payloads: PayloadStore, tell: TellSettled
+        self,
+        created: Created,
+        created_at_s: float,
+        log: RolloutLog,
+        payloads: PayloadStore,
+        room: TokenRoom,
+        tell: TellSettled,
     ) -> None:
         self.rollout_id = created.rollout_id
         self.created = created
         self.created_at_s = created_at_s
         self.touched_at_s = created_at_s
         self.buffer = SampleBuffer(created.spec)
+        self.running = RunningTokens(self.buffer, room)
         self.payload_names: dict[str, str] = {}  # by trajectory, of those whose tokens are stored
         self.batch_times_s: dict[str, float] = {}
         self.arrivals_s: list[float] = []  # Unix times of submitted samples, until the rollout is over
@@ -112,6 +120,7 @@ class Rollout:
         elif isinstance(body, Batch):
             self.batch_times_s[body.batch_id] = record.at_s
             self._fingerprints[body.batch_id] = record.request
+        self.running.settle(None if group is None or self.buffer.complete else group.prompt_id)
         self.changed.set()
         self.changed = asyncio.Event()
 
@@ -266,6 +275,7 @@ class Rollout:
     def end(self, reason: Exception) -> None:
         """Raise `reason` in everybody who waits for a change, now or later; changes under way go on."""
         self._ended = reason
+        self.running.close(reason)
         self.changed.set()
 
     async def wait(self, changed: asyncio.Event) -> None:
@@ -317,9 +327,12 @@ class Rollout:
 class Rollouts:
     """All rollouts of this process."""
 
-    def __init__(self, log: RolloutLog, payloads: PayloadStore, histories: HistoryStore, tell: TellSettled) -> None:
+    def __init__(
+        self, log: RolloutLog, payloads: PayloadStore, histories: HistoryStore, room: TokenRoom, tell: TellSettled
+    ) -> None:
         self._log = log
         self._payloads = payloads
+        self._room = room
         self._histories = histories
         self._tell = tell
         self._by_id: dict[str, Rollout] = {}
@@ -333,7 +346,7 @@ class Rollouts:
         async for rollout_id, position, data in self._log.everything():
             record = decode(data)
             if isinstance(record.body, Created):
-                self._by_id[rollout_id] = Rollout(record.body, record.at_s, self._log, self._payloads, self._tell)
+                self._by_id[rollout_id] = self._rollout(record.body, record.at_s)
             elif rollout_id in self._by_id:
                 self._by_id[rollout_id].apply(record)
             else:
@@ -341,13 +354,16 @@ class Rollouts:
         for rollout in self:
             await rollout.tell_settled(rollout.touched_at_s - TELL_AGAIN_S)
 
+    def _rollout(self, created: Created, created_at_s: float) -> Rollout:
+        return Rollout(created, created_at_s, self._log, self._payloads, self._room, self._tell)
+
     async def find(self, rollout_id: str) -> Rollout:
         """A rollout by id, created here or by another process. Raises NotFound."""
         if rollout_id not in self._by_id:
             entries = [decode(data) for data in await self._log.read_from(rollout_id, 0)]
             if not entries or not isinstance(entries[0].body, Created):
                 raise _unknown(rollout_id)
-            rollout = Rollout(entries[0].body, entries[0].at_s, self._log, self._payloads, self._tell)
+            rollout = self._rollout(entries[0].body, entries[0].at_s)
             for record in entries[1:]:
                 rollout.apply(record)
             self._by_id.setdefault(rollout_id, rollout)

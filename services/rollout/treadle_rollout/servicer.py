@@ -9,13 +9,14 @@ from treadle.rollout.v1 import rollout_pb2 as pb
 from treadle.rollout.v1 import rollout_pb2_grpc
 from treadle_core.rollouts.group import DropReason
 from treadle_core.rollouts.history import bias_of
-from treadle_runtime.errors import FailedPrecondition, NotFound, identifier, require
+from treadle_runtime.errors import FailedPrecondition, NotFound, identifier, non_negative, require
 from treadle_runtime.idempotency import RequestRecords, answered_once
 from treadle_runtime.identity.tenants import minted
 from treadle_runtime.telemetry import Metrics
 
 from treadle_rollout import convert, convert_shaping
 from treadle_rollout.rollouts import Rollout, Rollouts
+from treadle_rollout.running import TokenRoom
 
 log = structlog.get_logger()
 
@@ -29,7 +30,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     """Owns nothing: state is in `rollouts`."""
 
     def __init__(
-        self, rollouts: Rollouts, records: RequestRecords, metrics: Metrics, *, max_message_bytes: int
+        self, rollouts: Rollouts, records: RequestRecords, metrics: Metrics, room: TokenRoom, *, max_message_bytes: int
     ) -> None:
         self._submit_s = metrics.seconds("submit", "From a submission to its verdict")
         self._samples = metrics.total("samples", "sample", "Submitted samples by verdict")
@@ -42,6 +43,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         fraction = "Trained over sampled trajectories of the rollout that finished last; below 0.5 most are thrown away"
         self._kept_fraction = 1.0
         metrics.gauge("kept_fraction", "share", fraction, lambda: self._kept_fraction)
+        held = "Memory that tokens of running trajectories take"
+        metrics.gauge("streaming", "By", held, lambda: room.taken_bytes)
         self._rollouts = rollouts
         self.records = records
         self._batch_bytes = max(1, max_message_bytes - BATCH_FRAME_BYTES)
@@ -153,6 +156,23 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         part, parts = convert.part_from(request)
         await (await self._find(request.rollout_id)).confirm(batch_id, part, parts)
         return pb.ConfirmBatchResponse()
+
+    async def PushTokens(self, request: pb.PushTokensRequest, context: Context) -> pb.PushTokensResponse:
+        """Needs no record: a repeat changes nothing."""
+        rollout = await self._find(request.rollout_id)
+        next_token, wanted = rollout.running.push(convert.stretch_from(request.chunk, rollout.buffer))
+        return pb.PushTokensResponse(next_token=next_token, wanted=wanted)
+
+    async def StreamTokens(
+        self, request: pb.StreamTokensRequest, context: Context
+    ) -> AsyncIterator[pb.StreamTokensResponse]:
+        """Tokens of running trajectories, until the rollout is over."""
+        non_negative("min_tokens", request.min_tokens)
+        part, parts = convert.part_from(request)
+        rollout = await self._find(request.rollout_id)
+        prompt_ids = rollout.buffer.spec.prompt_ids[part::parts]
+        async for event in rollout.running.read(max(request.min_tokens, 1), prompt_ids):
+            yield convert.event_to(event)
 
     async def GetShaping(self, request: pb.GetShapingRequest, context: Context) -> pb.GetShapingResponse:
         """What shaping does to what is trained."""

@@ -17,6 +17,7 @@ from treadle_runtime.server import Runtime, Wiring
 from treadle_rollout import convert
 from treadle_rollout.config import RolloutSettings
 from treadle_rollout.rollouts import Rollout, Rollouts
+from treadle_rollout.running import TokenRoom
 from treadle_rollout.servicer import RolloutServicer
 from treadle_rollout.storage import HISTORY_BUCKET, LOG_BUCKET, PAYLOAD_BUCKET, HistoryStore, PayloadStore, RolloutLog
 
@@ -54,7 +55,8 @@ async def wire(runtime: Runtime) -> Wiring:
         await runtime.bus.publish(convert.settled_fact(rollout, group))
 
     histories = HistoryStore(await runtime.bus.key_value(HISTORY_BUCKET))
-    rollouts = Rollouts(records, payloads, histories, tell_settled)
+    room = TokenRoom(settings.token_stream_bytes)
+    rollouts = Rollouts(records, payloads, histories, room, tell_settled)
     await rollouts.load()
 
     async def receive(fact: Any) -> None:
@@ -66,7 +68,9 @@ async def wire(runtime: Runtime) -> Wiring:
                 await (await rollouts.find(rollout_id)).note_aborted(aborted)
 
     await runtime.bus.subscribe(["trajectory_closed"], receive, durable=DURABLE)
-    servicer = RolloutServicer(rollouts, runtime.records, runtime.metrics, max_message_bytes=settings.max_message_bytes)
+    servicer = RolloutServicer(
+        rollouts, runtime.records, runtime.metrics, room, max_message_bytes=settings.max_message_bytes
+    )
 
     async def sweep() -> None:
         """Remove what nobody can ask for any more. A sweep that NATS interrupts is taken up by the next one."""

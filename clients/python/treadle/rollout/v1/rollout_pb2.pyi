@@ -882,6 +882,177 @@ class ConfirmBatchResponse(google.protobuf.message.Message):
 Global___ConfirmBatchResponse: typing_extensions.TypeAlias = ConfirmBatchResponse
 
 @typing.final
+class TokenChunk(google.protobuf.message.Message):
+    """A stretch of a running trajectory's tokens: as in FinishedTrajectory, from start_token on."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TRAJECTORY_ID_FIELD_NUMBER: builtins.int
+    PROMPT_ID_FIELD_NUMBER: builtins.int
+    SAMPLE_FIELD_NUMBER: builtins.int
+    START_TOKEN_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    LOSS_MASK_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    VERSION_SPANS_FIELD_NUMBER: builtins.int
+    trajectory_id: builtins.str
+    prompt_id: builtins.str
+    sample: builtins.int
+    start_token: builtins.int
+    """place of its first token in the trajectory"""
+    loss_mask: builtins.bytes
+    @property
+    def tokens(self) -> treadle.common.v1.tokens_pb2.TokenIds: ...
+    @property
+    def logprobs(self) -> treadle.common.v1.tokens_pb2.Logprobs: ...
+    @property
+    def version_spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[treadle.common.v1.tokens_pb2.VersionSpan]:
+        """over indexes of the trajectory's tokens"""
+
+    def __init__(
+        self,
+        *,
+        trajectory_id: builtins.str = ...,
+        prompt_id: builtins.str = ...,
+        sample: builtins.int = ...,
+        start_token: builtins.int = ...,
+        tokens: treadle.common.v1.tokens_pb2.TokenIds | None = ...,
+        loss_mask: builtins.bytes = ...,
+        logprobs: treadle.common.v1.tokens_pb2.Logprobs | None = ...,
+        version_spans: collections.abc.Iterable[treadle.common.v1.tokens_pb2.VersionSpan] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["logprobs", b"logprobs", "tokens", b"tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["logprobs", b"logprobs", "loss_mask", b"loss_mask", "prompt_id", b"prompt_id", "sample", b"sample", "start_token", b"start_token", "tokens", b"tokens", "trajectory_id", b"trajectory_id", "version_spans", b"version_spans"]) -> None: ...
+
+Global___TokenChunk: typing_extensions.TypeAlias = TokenChunk
+
+@typing.final
+class PushTokensRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROLLOUT_ID_FIELD_NUMBER: builtins.int
+    CHUNK_FIELD_NUMBER: builtins.int
+    rollout_id: builtins.str
+    @property
+    def chunk(self) -> Global___TokenChunk:
+        """other tokens than were pushed before take their place, and all that followed"""
+
+    def __init__(
+        self,
+        *,
+        rollout_id: builtins.str = ...,
+        chunk: Global___TokenChunk | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["chunk", b"chunk"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "rollout_id", b"rollout_id"]) -> None: ...
+
+Global___PushTokensRequest: typing_extensions.TypeAlias = PushTokensRequest
+
+@typing.final
+class PushTokensResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NEXT_TOKEN_FIELD_NUMBER: builtins.int
+    WANTED_FIELD_NUMBER: builtins.int
+    next_token: builtins.int
+    """so many tokens are here: the next chunk begins there, or before"""
+    wanted: builtins.bool
+    """false: how the trajectory ended is known; push no more"""
+    def __init__(
+        self,
+        *,
+        next_token: builtins.int = ...,
+        wanted: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["next_token", b"next_token", "wanted", b"wanted"]) -> None: ...
+
+Global___PushTokensResponse: typing_extensions.TypeAlias = PushTokensResponse
+
+@typing.final
+class StreamTokensRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROLLOUT_ID_FIELD_NUMBER: builtins.int
+    MIN_TOKENS_FIELD_NUMBER: builtins.int
+    PART_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
+    rollout_id: builtins.str
+    min_tokens: builtins.int
+    """of a chunk, so that each is worth a forward pass; 0 for 1"""
+    part: builtins.int
+    """ranks that share the work: the i-th, from 0, of `parts` has every parts-th prompt"""
+    parts: builtins.int
+    """0 for 1"""
+    def __init__(
+        self,
+        *,
+        rollout_id: builtins.str = ...,
+        min_tokens: builtins.int = ...,
+        part: builtins.int = ...,
+        parts: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["min_tokens", b"min_tokens", "part", b"part", "parts", b"parts", "rollout_id", b"rollout_id"]) -> None: ...
+
+Global___StreamTokensRequest: typing_extensions.TypeAlias = StreamTokensRequest
+
+@typing.final
+class StreamTokensResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHUNK_FIELD_NUMBER: builtins.int
+    ENDED_FIELD_NUMBER: builtins.int
+    @property
+    def chunk(self) -> Global___TokenChunk:
+        """one that begins before the end of the last takes back what followed its start"""
+
+    @property
+    def ended(self) -> Global___TokensEnded:
+        """nothing more comes of this trajectory"""
+
+    def __init__(
+        self,
+        *,
+        chunk: Global___TokenChunk | None = ...,
+        ended: Global___TokensEnded | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["chunk", b"chunk", "ended", b"ended", "event", b"event"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "ended", b"ended", "event", b"event"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["chunk", "ended"] | None: ...
+
+Global___StreamTokensResponse: typing_extensions.TypeAlias = StreamTokensResponse
+
+@typing.final
+class TokensEnded(google.protobuf.message.Message):
+    """How a trajectory ended of which tokens were pushed. The rest of one that is kept comes with its batch."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TRAJECTORY_ID_FIELD_NUMBER: builtins.int
+    PROMPT_ID_FIELD_NUMBER: builtins.int
+    SAMPLE_FIELD_NUMBER: builtins.int
+    KEPT_FIELD_NUMBER: builtins.int
+    DROP_REASON_FIELD_NUMBER: builtins.int
+    trajectory_id: builtins.str
+    prompt_id: builtins.str
+    sample: builtins.int
+    kept: builtins.bool
+    """when its group settled: it may still grow too old before it is taken"""
+    drop_reason: Global___DropReason.ValueType
+    """set where not kept"""
+    def __init__(
+        self,
+        *,
+        trajectory_id: builtins.str = ...,
+        prompt_id: builtins.str = ...,
+        sample: builtins.int = ...,
+        kept: builtins.bool = ...,
+        drop_reason: Global___DropReason.ValueType = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drop_reason", b"drop_reason", "kept", b"kept", "prompt_id", b"prompt_id", "sample", b"sample", "trajectory_id", b"trajectory_id"]) -> None: ...
+
+Global___TokensEnded: typing_extensions.TypeAlias = TokensEnded
+
+@typing.final
 class GetShapingRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

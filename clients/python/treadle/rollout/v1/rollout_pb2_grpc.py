@@ -74,6 +74,16 @@ class RolloutServiceStub(object):
                 request_serializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.ConfirmBatchRequest.SerializeToString,
                 response_deserializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.ConfirmBatchResponse.FromString,
                 _registered_method=True)
+        self.PushTokens = channel.unary_unary(
+                '/treadle.rollout.v1.RolloutService/PushTokens',
+                request_serializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.PushTokensRequest.SerializeToString,
+                response_deserializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.PushTokensResponse.FromString,
+                _registered_method=True)
+        self.StreamTokens = channel.unary_stream(
+                '/treadle.rollout.v1.RolloutService/StreamTokens',
+                request_serializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.StreamTokensRequest.SerializeToString,
+                response_deserializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.StreamTokensResponse.FromString,
+                _registered_method=True)
         self.GetShaping = channel.unary_unary(
                 '/treadle.rollout.v1.RolloutService/GetShaping',
                 request_serializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.GetShapingRequest.SerializeToString,
@@ -144,6 +154,23 @@ class RolloutServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PushTokens(self, request, context):
+        """Takes tokens of a trajectory that still runs, for those who read StreamTokens. They are kept in memory alone, since the trajectory
+        comes whole with SubmitTrajectory: what is lost here costs time and nothing else. RESOURCE_EXHAUSTED TOKENS_FULL with RetryInfo
+        while TOKEN_STREAM_BYTES of the service are taken.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StreamTokens(self, request, context):
+        """Tokens while their trajectories are sampled, so that a trainer's forward pass runs beside the rollout (DARTS, section 4.3.2): what
+        there is of each, then what comes, and how each ended. A slow reader gets several chunks in one. Ends with the rollout.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetShaping(self, request, context):
         """What shaping does to the distribution that is trained on, of one rollout or of a history: trained beside sampled lengths,
         rewards and success rates, drops, staleness of trained tokens, and alarms. NOT_FOUND ROLLOUT_NOT_FOUND | HISTORY_NOT_FOUND.
@@ -194,6 +221,16 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.ConfirmBatch,
                     request_deserializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.ConfirmBatchRequest.FromString,
                     response_serializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.ConfirmBatchResponse.SerializeToString,
+            ),
+            'PushTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.PushTokens,
+                    request_deserializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.PushTokensRequest.FromString,
+                    response_serializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.PushTokensResponse.SerializeToString,
+            ),
+            'StreamTokens': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamTokens,
+                    request_deserializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.StreamTokensRequest.FromString,
+                    response_serializer=treadle_dot_rollout_dot_v1_dot_rollout__pb2.StreamTokensResponse.SerializeToString,
             ),
             'GetShaping': grpc.unary_unary_rpc_method_handler(
                     servicer.GetShaping,
@@ -417,6 +454,60 @@ class RolloutService(object):
             '/treadle.rollout.v1.RolloutService/ConfirmBatch',
             treadle_dot_rollout_dot_v1_dot_rollout__pb2.ConfirmBatchRequest.SerializeToString,
             treadle_dot_rollout_dot_v1_dot_rollout__pb2.ConfirmBatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PushTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/treadle.rollout.v1.RolloutService/PushTokens',
+            treadle_dot_rollout_dot_v1_dot_rollout__pb2.PushTokensRequest.SerializeToString,
+            treadle_dot_rollout_dot_v1_dot_rollout__pb2.PushTokensResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/treadle.rollout.v1.RolloutService/StreamTokens',
+            treadle_dot_rollout_dot_v1_dot_rollout__pb2.StreamTokensRequest.SerializeToString,
+            treadle_dot_rollout_dot_v1_dot_rollout__pb2.StreamTokensResponse.FromString,
             options,
             channel_credentials,
             insecure,

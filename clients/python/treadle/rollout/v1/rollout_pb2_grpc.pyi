@@ -153,6 +153,38 @@ _RolloutServiceConfirmBatchType = typing_extensions.TypeVar(
     ],
 )
 
+_RolloutServicePushTokensType = typing_extensions.TypeVar(
+    '_RolloutServicePushTokensType',
+    grpc.UnaryUnaryMultiCallable[
+        treadle.rollout.v1.rollout_pb2.PushTokensRequest,
+        treadle.rollout.v1.rollout_pb2.PushTokensResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.rollout.v1.rollout_pb2.PushTokensRequest,
+        treadle.rollout.v1.rollout_pb2.PushTokensResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        treadle.rollout.v1.rollout_pb2.PushTokensRequest,
+        treadle.rollout.v1.rollout_pb2.PushTokensResponse,
+    ],
+)
+
+_RolloutServiceStreamTokensType = typing_extensions.TypeVar(
+    '_RolloutServiceStreamTokensType',
+    grpc.UnaryStreamMultiCallable[
+        treadle.rollout.v1.rollout_pb2.StreamTokensRequest,
+        treadle.rollout.v1.rollout_pb2.StreamTokensResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        treadle.rollout.v1.rollout_pb2.StreamTokensRequest,
+        treadle.rollout.v1.rollout_pb2.StreamTokensResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        treadle.rollout.v1.rollout_pb2.StreamTokensRequest,
+        treadle.rollout.v1.rollout_pb2.StreamTokensResponse,
+    ],
+)
+
 _RolloutServiceGetShapingType = typing_extensions.TypeVar(
     '_RolloutServiceGetShapingType',
     grpc.UnaryUnaryMultiCallable[
@@ -169,7 +201,7 @@ _RolloutServiceGetShapingType = typing_extensions.TypeVar(
     ],
 )
 
-class RolloutServiceStub(typing.Generic[_RolloutServiceCreateRolloutType, _RolloutServiceGetRolloutType, _RolloutServiceWatchRolloutType, _RolloutServiceCancelRolloutType, _RolloutServiceSubmitTrajectoryType, _RolloutServiceGetBatchType, _RolloutServiceStreamBatchType, _RolloutServiceConfirmBatchType, _RolloutServiceGetShapingType]):
+class RolloutServiceStub(typing.Generic[_RolloutServiceCreateRolloutType, _RolloutServiceGetRolloutType, _RolloutServiceWatchRolloutType, _RolloutServiceCancelRolloutType, _RolloutServiceSubmitTrajectoryType, _RolloutServiceGetBatchType, _RolloutServiceStreamBatchType, _RolloutServiceConfirmBatchType, _RolloutServicePushTokensType, _RolloutServiceStreamTokensType, _RolloutServiceGetShapingType]):
     @typing.overload
     def __init__(self: RolloutServiceStub[
         grpc.UnaryUnaryMultiCallable[
@@ -203,6 +235,14 @@ class RolloutServiceStub(typing.Generic[_RolloutServiceCreateRolloutType, _Rollo
         grpc.UnaryUnaryMultiCallable[
             treadle.rollout.v1.rollout_pb2.ConfirmBatchRequest,
             treadle.rollout.v1.rollout_pb2.ConfirmBatchResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            treadle.rollout.v1.rollout_pb2.PushTokensRequest,
+            treadle.rollout.v1.rollout_pb2.PushTokensResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            treadle.rollout.v1.rollout_pb2.StreamTokensRequest,
+            treadle.rollout.v1.rollout_pb2.StreamTokensResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             treadle.rollout.v1.rollout_pb2.GetShapingRequest,
@@ -245,6 +285,14 @@ class RolloutServiceStub(typing.Generic[_RolloutServiceCreateRolloutType, _Rollo
             treadle.rollout.v1.rollout_pb2.ConfirmBatchResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            treadle.rollout.v1.rollout_pb2.PushTokensRequest,
+            treadle.rollout.v1.rollout_pb2.PushTokensResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            treadle.rollout.v1.rollout_pb2.StreamTokensRequest,
+            treadle.rollout.v1.rollout_pb2.StreamTokensResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             treadle.rollout.v1.rollout_pb2.GetShapingRequest,
             treadle.rollout.v1.rollout_pb2.GetShapingResponse,
         ],
@@ -280,6 +328,17 @@ class RolloutServiceStub(typing.Generic[_RolloutServiceCreateRolloutType, _Rollo
     ConfirmBatch: _RolloutServiceConfirmBatchType
     """Says that the whole batch has arrived, so that its tokens can be removed. The batch cannot be repeated afterwards. A batch that
     nobody confirms is removed once it can no longer be repeated (BATCH_REPLAY_S of the service).
+    """
+
+    PushTokens: _RolloutServicePushTokensType
+    """Takes tokens of a trajectory that still runs, for those who read StreamTokens. They are kept in memory alone, since the trajectory
+    comes whole with SubmitTrajectory: what is lost here costs time and nothing else. RESOURCE_EXHAUSTED TOKENS_FULL with RetryInfo
+    while TOKEN_STREAM_BYTES of the service are taken.
+    """
+
+    StreamTokens: _RolloutServiceStreamTokensType
+    """Tokens while their trajectories are sampled, so that a trainer's forward pass runs beside the rollout (DARTS, section 4.3.2): what
+    there is of each, then what comes, and how each ended. A slow reader gets several chunks in one. Ends with the rollout.
     """
 
     GetShaping: _RolloutServiceGetShapingType
@@ -319,6 +378,14 @@ RolloutServiceAsyncStub: typing_extensions.TypeAlias = RolloutServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         treadle.rollout.v1.rollout_pb2.ConfirmBatchRequest,
         treadle.rollout.v1.rollout_pb2.ConfirmBatchResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.rollout.v1.rollout_pb2.PushTokensRequest,
+        treadle.rollout.v1.rollout_pb2.PushTokensResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        treadle.rollout.v1.rollout_pb2.StreamTokensRequest,
+        treadle.rollout.v1.rollout_pb2.StreamTokensResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         treadle.rollout.v1.rollout_pb2.GetShapingRequest,
@@ -397,6 +464,27 @@ class RolloutServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[treadle.rollout.v1.rollout_pb2.ConfirmBatchResponse, collections.abc.Awaitable[treadle.rollout.v1.rollout_pb2.ConfirmBatchResponse]]:
         """Says that the whole batch has arrived, so that its tokens can be removed. The batch cannot be repeated afterwards. A batch that
         nobody confirms is removed once it can no longer be repeated (BATCH_REPLAY_S of the service).
+        """
+
+    @abc.abstractmethod
+    def PushTokens(
+        self,
+        request: treadle.rollout.v1.rollout_pb2.PushTokensRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[treadle.rollout.v1.rollout_pb2.PushTokensResponse, collections.abc.Awaitable[treadle.rollout.v1.rollout_pb2.PushTokensResponse]]:
+        """Takes tokens of a trajectory that still runs, for those who read StreamTokens. They are kept in memory alone, since the trajectory
+        comes whole with SubmitTrajectory: what is lost here costs time and nothing else. RESOURCE_EXHAUSTED TOKENS_FULL with RetryInfo
+        while TOKEN_STREAM_BYTES of the service are taken.
+        """
+
+    @abc.abstractmethod
+    def StreamTokens(
+        self,
+        request: treadle.rollout.v1.rollout_pb2.StreamTokensRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[treadle.rollout.v1.rollout_pb2.StreamTokensResponse], collections.abc.AsyncIterator[treadle.rollout.v1.rollout_pb2.StreamTokensResponse]]:
+        """Tokens while their trajectories are sampled, so that a trainer's forward pass runs beside the rollout (DARTS, section 4.3.2): what
+        there is of each, then what comes, and how each ended. A slow reader gets several chunks in one. Ends with the rollout.
         """
 
     @abc.abstractmethod
