@@ -13,9 +13,9 @@ ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = {
     "bench": (10_700, 67),
     "cli": (6_980, 57),
-    "clients/python": (5_200, 26),
+    "clients/python": (6_550, 28),
     "core": (12_690, 72),
-    "examples": (660, 5),
+    "examples": (720, 6),
     "learned": (2_170, 15),
     "runtime": (3_140, 18),
     "scripts": (460, 3),
@@ -28,10 +28,10 @@ BUDGETS = {
     "services/tools": (10_090, 68),
     "sim": (7_180, 43),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 68_910, 444, 45_340
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 71_040, 450, 45_990
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
-WIDE_FOLDERS = {"clients/python/treadle": 18}  # the client is one package, beside folders of stubs
+WIDE_FOLDERS = {"clients/python/treadle": 19}  # the client is one package, beside folders of stubs
 
 
 def hand_written() -> dict[Path, int]:

@@ -31,3 +31,23 @@ async def test_the_example_of_rewards_has_its_trajectories_scored(start_service:
         lines = stdout.splitlines()
         assert len(lines) == 4
         assert all("finished: reward 0.0" in line or "finished: reward 1.0" in line for line in lines), lines
+
+
+async def test_the_example_of_declarations_plays_in_limits_and_has_its_trajectories_scored(
+    start_service: StartService,
+) -> None:
+    """WHEN it runs with its declared tags, and without. Result: two of three samples of each prompt are kept."""
+    settings = {"TREADLE_TOOLS_BUILTIN": "frozen_lake", "TREADLE_TOOLS_REWARDS": "exact_match"}
+    tools = await start_service("treadle_tools", settings)
+    for arguments, tags in ((["--hardware"], {"p0": ["compute"], "p1": ["bandwidth"]}), ([], {"p0": [], "p1": []})):
+        async with fake_mesh() as mesh:
+            mesh.scheduler.directory.tools_address = tools.address
+            code, stdout, _ = await output_of(sys.executable, "declared.py", mesh.address, *arguments, cwd=EXAMPLES)
+            assert code == 0
+            lines = stdout.splitlines()
+            assert len(lines) == 6
+            kept = [line for line in lines if "finished: reward 0.0, kept" in line or "reward 1.0, kept" in line]
+            assert len(kept) == 4, lines
+            opened = mesh.scheduler.requests("OpenTrajectory")
+            assert {request.prompt_id: list(request.hardware_tags) for request in opened} == tags
+            assert not mesh.scheduler.open_trajectories

@@ -6,6 +6,7 @@ protos/.
 
 from treadle.client import Client
 from treadle.connection import RetryPolicy, Timeouts
+from treadle.declare import agent, environment, reward
 from treadle.errors import FieldViolation, StreamBroken, TokensSpent, TreadleError
 from treadle.rewards import PendingReward, RewardResult
 from treadle.trajectory import Session, Trajectory
@@ -15,6 +16,7 @@ from treadle.types import (
     Distribution,
     Group,
     LengthCap,
+    Limits,
     Policy,
     Prompt,
     RolloutEvent,
@@ -41,6 +43,7 @@ __all__ = [
     "FieldViolation",
     "Group",
     "LengthCap",
+    "Limits",
     "PendingReward",
     "Policy",
     "Prompt",
@@ -66,4 +69,7 @@ __all__ = [
     "TreadleError",
     "VersionSpan",
     "WeightPush",
+    "agent",
+    "environment",
+    "reward",
 ]

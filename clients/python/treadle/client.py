@@ -22,6 +22,7 @@ from treadle import weights
 from treadle.batches import confirm_batch, take_batch
 from treadle.certificates import Certificates
 from treadle.connection import Mesh, RetryPolicy, Timeouts, finish, request_id
+from treadle.declare import RolloutArguments
 from treadle.engine.v1 import engine_pb2
 from treadle.errors import TreadleError
 from treadle.jobs import Job, policy_message
@@ -29,12 +30,13 @@ from treadle.rewards import PendingReward, request_reward
 from treadle.rollout.v1 import rollout_pb2
 from treadle.rollouts import Agent, RolloutRun
 from treadle.running_tokens import read_tokens
-from treadle.samples import check_part, report_of, shaping_fields
+from treadle.samples import check_part, report_of
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.tracing import TrajectoryTrace
 from treadle.trajectory import TRAJECTORY_CLOSED, OnChange, Trajectory
 from treadle.types import (
     Batch,
+    HardwareTags,
     Policy,
     Prompt,
     RolloutEvent,
@@ -144,9 +146,13 @@ class Client:
         """Open a trajectory.
 
         prompt: token ids, at least one. max_total_tokens: cap on generated tokens of all turns, 0 for none.
-        hardware_tags: only engines that carry all of them. pinned_engine_id: run there and never migrate. on_change:
-        called after each step and tool call. Errors: TreadleError INVALID_ARGUMENT with field_violations.
+        hardware_tags: only engines that carry all of them run it; while none does, its steps wait, and once that is so
+        for MISSING_TAGS_S of the scheduler (180 s) they raise NO_ENGINE_WITH_TAGS. pinned_engine_id: run there and
+        never migrate. on_change: called after each step and tool call. Errors: TypeError; TreadleError INVALID_ARGUMENT
+        with field_violations.
         """
+        if isinstance(hardware_tags, str):  # it is a sequence too: of its letters
+            raise TypeError(f"hardware_tags must be a sequence of tags such as ({hardware_tags!r},), is a text")
         mesh, job = self._connected()
         request = scheduler_pb2.OpenTrajectoryRequest(
             request_id=request_id(),
@@ -179,28 +185,32 @@ class Client:
         self,
         prompts: Sequence[Prompt],
         agent: Agent,
-        samples_per_prompt: int = 4,
-        keep_per_prompt: int = 0,
-        max_staleness: int = -1,
+        samples_per_prompt: int | None = None,
+        keep_per_prompt: int | None = None,
+        max_staleness: int | None = None,
         concurrency: int | None = None,
         on_event: Callable[[RolloutEvent], None] | None = None,
-        max_total_tokens: int = 0,
+        max_total_tokens: int | None = None,
         pin: Callable[[Prompt, int], str] | None = None,
         rollout_id: str = "",
         part: tuple[int, int] = (0, 1),
         shaping: Shaping | None = None,
         stream_tokens: int = 0,
+        hardware_tags: HardwareTags | None = None,
     ) -> RolloutResult:
         """Run `agent(trajectory, prompt)` on samples_per_prompt samples of each prompt and submit each finished one.
 
+        An argument that is None is what the agent declares (`treadle.agent`), or else its default.
+
         agent: returns the reward, None, or the PendingReward of Trajectory.score, whose trajectory is closed at once
         and submitted when the score is there; may close the trajectory itself with another outcome. One that raises
-        fails its trajectory alone. keep_per_prompt: a group settles once that many are in, and its unfinished
-        siblings are cancelled; 0 keeps all. max_staleness: weight versions that a kept token may lag behind at
-        get_batch, -1 for no bound. concurrency: trajectories open at once, None for all. on_event: called from the
-        event loop, must not block. max_total_tokens: cap a trajectory, 0 for none. pin: (prompt, sample) -> engine_id
-        to run on without migration. Cancelling the caller aborts every step, closes every trajectory as "cancelled"
-        and cancels the rollout, unless the client resumes its job.
+        fails its trajectory alone. samples_per_prompt: default 4. keep_per_prompt: a group settles once that many are
+        in, and its unfinished siblings are cancelled; 0, the default, keeps all. max_staleness: weight versions that a
+        kept token may lag behind at get_batch, default -1: no bound. concurrency: trajectories open at once, default 0:
+        all. on_event: called from the event loop, must not block. max_total_tokens: cap a trajectory, default 0: none.
+        pin: (prompt, sample) -> engine_id to run on without migration. hardware_tags: of all trajectories, or
+        (prompt, sample) -> tags; see `open`. Cancelling the caller aborts every step, closes every trajectory as
+        "cancelled" and cancels the rollout, unless the client resumes its job.
 
         With Client(resume=True), a rollout of the same prompts (by id, in order) and parameters that was begun in this
         job, and whose call never returned, is gone on with, also in a new process: samples that were submitted are not
@@ -221,16 +231,21 @@ class Client:
         count = part[1]
         if count > 1 and not rollout_id:
             raise ValueError("part needs rollout_id=...: the name by which the other processes find the rollout")
-        spec = rollout_pb2.RolloutSpec(
+        arguments = RolloutArguments.of(
+            agent,
             samples_per_prompt=samples_per_prompt,
             keep_per_prompt=keep_per_prompt,
             max_staleness=max_staleness,
-            prompt_ids=[prompt.id for prompt in prompts],
+            concurrency=concurrency,
             max_total_tokens=max_total_tokens,
-            **shaping_fields(shaping or Shaping(), samples_per_prompt),
+            shaping=shaping,
+            hardware_tags=hardware_tags,
         )
-        run = RolloutRun(*self._connected(), self.open, agent, spec, on_event, pin, rollout_id, part, stream_tokens)
-        return await run.run(prompts, concurrency)
+        spec, tags = arguments.spec(prompts), arguments.hardware_tags
+        run = RolloutRun(
+            *(*self._connected(), self.open, agent, spec, on_event, pin, tags, rollout_id, part, stream_tokens)
+        )
+        return await run.run(prompts, arguments.concurrency)
 
     async def update_weights(
         self, model_path: str, weight_version: str, timeout_s: float | None = None

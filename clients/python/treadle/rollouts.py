@@ -33,7 +33,7 @@ from treadle.samples import (
 )
 from treadle.tracing import TrajectoryTrace
 from treadle.trajectory import TRAJECTORY_CLOSED, Trajectory
-from treadle.types import Outcome, Prompt, RolloutEvent, RolloutResult, TrajectoryResult
+from treadle.types import HardwareTags, Outcome, Prompt, RolloutEvent, RolloutResult, TrajectoryResult
 
 # ErrorInfo.reason
 ROLLOUT_EXISTS, ROLLOUT_NOT_FOUND, SAMPLE_TAKEN = "ROLLOUT_EXISTS", "ROLLOUT_NOT_FOUND", "SAMPLE_TAKEN"
@@ -43,7 +43,7 @@ Key = tuple[str, int]  # prompt and sample
 
 
 class RolloutRun:
-    """One call of Client.rollout. open_trajectory: Client.open. rollout_id, part, pin, stream_tokens: see there."""
+    """One call of Client.rollout. open_trajectory: Client.open. The others: see Client.rollout."""
 
     def __init__(
         self,
@@ -54,6 +54,7 @@ class RolloutRun:
         spec: rollout_pb2.RolloutSpec,
         on_event: Callable[[RolloutEvent], None] | None,
         pin: Callable[[Prompt, int], str] | None,
+        hardware_tags: HardwareTags,
         rollout_id: str,
         part: tuple[int, int],
         stream_tokens: int,
@@ -61,6 +62,7 @@ class RolloutRun:
         self._mesh, self._job, self._open, self._agent, self._spec = mesh, job, open_trajectory, agent, spec
         self._on_event, self._pin = on_event or (lambda _: None), pin
         self._stream_tokens = stream_tokens
+        self._tags = hardware_tags if callable(hardware_tags) else (lambda *_: hardware_tags)
         self._rollout_id, self._shared, (self._part, self._parts) = rollout_id, bool(rollout_id), part
         self._prompts: dict[str, Prompt] = {}
         self._places: dict[str, int] = {}  # of a prompt among all
@@ -85,7 +87,7 @@ class RolloutRun:
         """Whether others change which samples are wanted: clients with other parts, groups, a trainer's versions."""
         return self._parts > 1 or self._lasts or bool(self._spec.keep_groups) or self._spec.max_staleness >= 0
 
-    async def run(self, prompts: Sequence[Prompt], concurrency: int | None) -> RolloutResult:
+    async def run(self, prompts: Sequence[Prompt], concurrency: int) -> RolloutResult:
         """The samples of this part, in the order of prompts; results in that order. TreadleError where the rollout
         cannot be created."""
         mesh, started_s = self._mesh, self._mesh.clock()
@@ -283,6 +285,7 @@ class RolloutRun:
             prompt=prompt.tokens,
             rollout_id=self._rollout_id,
             max_total_tokens=self._cap_tokens,
+            hardware_tags=self._tags(prompt, sample),
             pinned_engine_id=self._pin(prompt, sample) if self._pin else "",
             on_change=self._report,
         )

@@ -23,7 +23,20 @@ from treadle.step_stream import shift_spans
 from treadle.time_account import TimeAccount
 from treadle.tools.v1 import tools_pb2
 from treadle.tracing import TrajectoryTrace
-from treadle.types import Chunk, Outcome, Sampling, Span, Step, ToolResult, ToolStatus, VersionSpan, seconds, words_of
+from treadle.types import (
+    Chunk,
+    Limits,
+    Outcome,
+    Sampling,
+    Span,
+    Step,
+    ToolResult,
+    ToolStatus,
+    VersionSpan,
+    duration,
+    seconds,
+    words_of,
+)
 
 T = TypeVar("T")
 OnChange = Callable[["Trajectory", Literal["step", "tool"]], None]
@@ -159,13 +172,18 @@ class Trajectory:
         """
         return await self._invoke(tools_pb2.InvokeRequest(tool=name, job=self._mesh.job), arguments)
 
-    async def open_session(self, name: str, arguments: Mapping[str, Any]) -> Session:
-        """Start a stateful environment; it ends with the trajectory at the latest."""
+    async def open_session(self, name: str, arguments: Mapping[str, Any], limits: Limits | None = None) -> Session:
+        """Start a stateful environment; it ends with the trajectory at the latest.
+
+        limits: of its start and of each of its steps; None: the tool's own. Errors: TreadleError NOT_FOUND
+        TOOL_NOT_FOUND; INVALID_ARGUMENT with field_violations, also for limits above the tool's own.
+        """
         request = tools_pb2.OpenSessionRequest(
             request_id=request_id(),
             trajectory_id=self.trajectory_id,
             tool=name,
             arguments_json=json.dumps(dict(arguments)),
+            limits=_limits_message(limits) if limits is not None else None,
             job=self._mesh.job,
         )
         tools, timeout_s = await self._mesh.tools(), self._mesh.timeouts.tool_s
@@ -299,6 +317,15 @@ class Trajectory:
     def _require_open(self) -> None:
         if self.outcome is not None:
             raise refused(TRAJECTORY_CLOSED, f"trajectory {self.trajectory_id} was closed as {self.outcome}")
+
+
+def _limits_message(limits: Limits) -> tools_pb2.Limits:
+    return tools_pb2.Limits(
+        cpu_cores=limits.cpu_cores,
+        memory_bytes=limits.memory_bytes,
+        wall_time=duration(limits.wall_s),
+        output_bytes=limits.output_bytes,
+    )
 
 
 def _result_of(message: tools_pb2.ToolResult) -> ToolResult:

@@ -7,9 +7,10 @@ token ids and logprobs are packed little-endian int32 and float32 (see treadle/c
 
 from __future__ import annotations
 
+import math
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -256,6 +257,28 @@ class Prompt:
     id: str
     tokens: list[int]
     data: Any = None
+
+
+# Which engines may run a trajectory: those that carry all of these tags, for every sample or by (prompt, sample).
+HardwareTags = Sequence[str] | Callable[[Prompt, int], Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one action of a tool or environment may use: cores, memory, seconds, bytes of output.
+
+    0 is the tool's own limit, which is also the most that may be asked for (ListTools). Raises ValueError.
+    """
+
+    cpu_cores: int = 0
+    memory_bytes: int = 0
+    wall_s: float = 0.0
+    output_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be a number >= 0, is {value}; 0 is the tool's own limit")
 
 
 @dataclass(frozen=True)
