@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = {
     "bench": (10_700, 67),
     "cli": (6_980, 57),
-    "clients/python": (6_550, 28),
+    "clients/python": (5_200, 26),
     "core": (12_690, 72),
     "examples": (720, 6),
     "learned": (2_170, 15),
@@ -28,10 +28,9 @@ BUDGETS = {
     "services/tools": (10_090, 68),
     "sim": (7_180, 43),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 71_040, 450, 45_990
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 69_330, 448, 45_830
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
-WIDE_FOLDERS = {"clients/python/treadle": 19}  # the client is one package, beside folders of stubs
 
 
 def hand_written() -> dict[Path, int]:
@@ -68,7 +67,7 @@ def test_the_tests_keep_their_budget() -> None:
 
 def test_no_folder_holds_more_modules_than_a_reader_can_survey() -> None:
     modules = Counter(str(path.parent) for path in hand_written() if path.parts[0] != "tests")
-    assert not {name: n for name, n in modules.items() if n > WIDE_FOLDERS.get(name, MOST_MODULES_A_FOLDER)}
+    assert not {name: n for name, n in modules.items() if n > MOST_MODULES_A_FOLDER}
 
 
 def test_no_module_holds_more_than_one_noun() -> None:

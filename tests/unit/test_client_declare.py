@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import treadle
-from treadle.declare import RolloutArguments
+from treadle.rollouts.declare import RolloutArguments
 
 PROMPT = treadle.Prompt("p0", [1, 2], data={"task": "lake", "seed": 7})
 

@@ -1,7 +1,7 @@
 """What a client measures of its trajectory: each second of its clock is in one sum, or left for a service to count."""
 
 from treadle.scheduler.v1 import scheduler_pb2 as pb
-from treadle.time_account import TimeAccount
+from treadle.steps.time_account import TimeAccount
 from treadle.types import seconds
 
 

@@ -6,9 +6,9 @@ protos/.
 
 from treadle.client import Client
 from treadle.connection import RetryPolicy, Timeouts
-from treadle.declare import agent, environment, reward
 from treadle.errors import FieldViolation, StreamBroken, TokensSpent, TreadleError
 from treadle.rewards import PendingReward, RewardResult
+from treadle.rollouts.declare import agent, environment, reward
 from treadle.trajectory import Session, Trajectory
 from treadle.types import (
     Batch,

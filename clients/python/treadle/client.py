@@ -19,18 +19,17 @@ import grpc
 from google.protobuf.message import Message
 
 from treadle import weights
-from treadle.batches import confirm_batch, take_batch
 from treadle.certificates import Certificates
 from treadle.connection import Mesh, RetryPolicy, Timeouts, finish, request_id
-from treadle.declare import RolloutArguments
 from treadle.engine.v1 import engine_pb2
 from treadle.errors import TreadleError
 from treadle.jobs import Job, policy_message
 from treadle.rewards import PendingReward, request_reward
-from treadle.rollout.v1 import rollout_pb2
-from treadle.rollouts import Agent, RolloutRun
-from treadle.running_tokens import read_tokens
-from treadle.samples import check_part, report_of
+from treadle.rollouts.batches import confirm_batch, take_batch
+from treadle.rollouts.declare import RolloutArguments
+from treadle.rollouts.run import Agent, RolloutRun
+from treadle.rollouts.running_tokens import read_tokens
+from treadle.rollouts.samples import check_part, read_shaping
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.tracing import TrajectoryTrace
 from treadle.trajectory import TRAJECTORY_CLOSED, OnChange, Trajectory
@@ -401,12 +400,8 @@ class Client:
     async def shaping_report(self, rollout_id: str = "", history: str = "") -> ShapingReport:
         """What shaping does to the distribution that is trained on: of a rollout, or of all rollouts of a history that
         are over. Errors: ValueError; TreadleError NOT_FOUND ROLLOUT_NOT_FOUND | HISTORY_NOT_FOUND."""
-        if bool(rollout_id) == bool(history):
-            raise ValueError("give rollout_id or history, and not both")
         mesh, _ = self._connected()
-        service = await mesh.rollout()
-        request = rollout_pb2.GetShapingRequest(rollout_id=rollout_id, history=history)
-        return report_of(await mesh.call(service.GetShaping, request, mesh.timeouts.control_s))
+        return await read_shaping(mesh, rollout_id, history)
 
     async def _call_engines(
         self, name: str, request: Message, engine_ids: Collection[str] | None = None

@@ -16,11 +16,11 @@ from typing import Any, Literal, TypeVar
 
 from treadle.connection import Mesh, finish, request_id
 from treadle.errors import TokensSpent, TreadleError, refused
-from treadle.generation import StepPlan, StepRun
 from treadle.rewards import PendingReward, request_reward
 from treadle.scheduler.v1 import scheduler_pb2
-from treadle.step_stream import shift_spans
-from treadle.time_account import TimeAccount
+from treadle.steps.assembly import shift_spans
+from treadle.steps.generation import StepPlan, StepRun
+from treadle.steps.time_account import TimeAccount
 from treadle.tools.v1 import tools_pb2
 from treadle.tracing import TrajectoryTrace
 from treadle.types import (

@@ -27,7 +27,7 @@ from typing import Any
 
 from treadle.rewards import PendingReward
 from treadle.rollout.v1 import rollout_pb2
-from treadle.samples import shaping_fields
+from treadle.rollouts.samples import shaping_fields
 from treadle.trajectory import Session, Trajectory
 from treadle.types import HardwareTags, Limits, Prompt, Shaping
 

@@ -19,8 +19,8 @@ from treadle.errors import FieldViolation, TreadleError, refused
 from treadle.jobs import JOB_TAKEN_OVER, Job
 from treadle.rewards import PendingReward
 from treadle.rollout.v1 import rollout_pb2
-from treadle.running_tokens import pushing
-from treadle.samples import (
+from treadle.rollouts.running_tokens import pushing
+from treadle.rollouts.samples import (
     DROP_REASONS,
     await_score,
     ending_of,

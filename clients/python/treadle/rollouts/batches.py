@@ -12,7 +12,7 @@ import grpc
 from treadle.connection import Mesh, request_id
 from treadle.errors import StreamBroken, TreadleError, error_from
 from treadle.rollout.v1 import rollout_pb2
-from treadle.samples import check_part
+from treadle.rollouts.samples import check_part
 from treadle.types import Batch, Group, TrainingTrajectory, VersionSpan, duration, seconds, unpack_ids, unpack_logprobs
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from treadle.common.v1 import tokens_pb2
-from treadle.connection import finish, request_id
+from treadle.connection import Mesh, finish, request_id
 from treadle.errors import TokensSpent, TreadleError, refused
 from treadle.rewards import PendingReward
 from treadle.rollout.v1 import rollout_pb2
@@ -73,8 +73,16 @@ def _cap_message(cap: LengthCap) -> rollout_pb2.LengthCap:
     return rollout_pb2.LengthCap(**asdict(cap) | {"cut_reward": ways[cap.cut_reward]})
 
 
-def report_of(answer: rollout_pb2.GetShapingResponse) -> ShapingReport:
-    """The report of its message."""
+async def read_shaping(mesh: Mesh, rollout_id: str, history: str) -> ShapingReport:
+    """See Client.shaping_report."""
+    if bool(rollout_id) == bool(history):
+        raise ValueError("give rollout_id or history, and not both")
+    service = await mesh.rollout()
+    request = rollout_pb2.GetShapingRequest(rollout_id=rollout_id, history=history)
+    return _report_of(await mesh.call(service.GetShaping, request, mesh.timeouts.control_s))
+
+
+def _report_of(answer: rollout_pb2.GetShapingResponse) -> ShapingReport:
 
     def distribution(message: rollout_pb2.Distribution) -> Distribution:
         return Distribution(tuple(message.sampled), tuple(message.trained), message.distance)

@@ -15,7 +15,7 @@ from treadle.common.v1 import tokens_pb2
 from treadle.connection import Mesh, finish
 from treadle.errors import TreadleError
 from treadle.rollout.v1 import rollout_pb2
-from treadle.samples import DROP_REASONS, check_part
+from treadle.rollouts.samples import DROP_REASONS, check_part
 from treadle.trajectory import Trajectory
 from treadle.types import (
     RunningTokens,

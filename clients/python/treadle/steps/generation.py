@@ -23,8 +23,8 @@ from treadle.connection import Backoff, Mesh, finish, request_id
 from treadle.engine.v1 import engine_pb2
 from treadle.errors import StreamBroken, TreadleError, error_from
 from treadle.scheduler.v1 import scheduler_pb2
-from treadle.step_stream import StepAssembly
-from treadle.time_account import TimeAccount
+from treadle.steps.assembly import StepAssembly
+from treadle.steps.time_account import TimeAccount
 from treadle.tracing import TrajectoryTrace
 from treadle.types import Chunk, FinishReason, Sampling, Step, duration, pack_ids, seconds
 
