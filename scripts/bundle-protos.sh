@@ -9,5 +9,5 @@ name=treadle-protos-$version
 mkdir -p "$folder"
 tar -C "$root" --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner --mode=u=rwX,go=rX --transform="s,^,$name/," \
   --exclude=released.binpb --exclude={node_modules,gen,agent.js,treadle-agent,go.sum,__pycache__} \
-  -c LICENSE protos docs/clients.md docs/rpc.md docs/training.md examples | gzip -n >"$folder/$name.tar.gz"
+  -c LICENSE protos docs/clients.md docs/rpc.md docs/training.md docs/rewards.md examples | gzip -n >"$folder/$name.tar.gz"
 echo "$folder/$name.tar.gz"

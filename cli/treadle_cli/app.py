@@ -5,7 +5,7 @@ import json
 import time
 import uuid
 from collections.abc import Coroutine
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -291,6 +291,27 @@ def explain(
             typer.echo(json.dumps(explanation.as_json()))
         else:
             explanation.print(out)
+        return 0
+
+    exits.run(run)
+
+
+@app.command()
+def shaping(
+    rollout: Annotated[str, typer.Argument(help="Id of a rollout of the mesh.")] = "",
+    history: Annotated[str, typer.Option(help="Instead: a history, of which all rollouts that are over count.")] = "",
+    scheduler: Annotated[str, typer.Option(help="host:port of the mesh's scheduler.")] = f"127.0.0.1:{DEFAULT_PORT}",
+    as_json: AsJson = False,
+) -> None:
+    """Say what shaping does to the distribution that is trained on, and which kinds of samples it starves."""
+    from treadle_cli.shaping import print_shaping, read_shaping
+
+    async def run(_: asyncio.Event) -> int:
+        report = await read_shaping(scheduler, rollout, history)
+        if as_json:
+            typer.echo(json.dumps(asdict(report)))
+        else:
+            print_shaping(report, rollout or history, out)
         return 0
 
     exits.run(run)

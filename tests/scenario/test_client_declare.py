@@ -29,6 +29,13 @@ class FakeRewards(FakeServicer, rewards_pb2_grpc.RewardsServiceServicer):
         accepted = rewards_pb2.Reward(reward_id=f"w-{request.trajectory_id}", state=rewards_pb2.REWARD_STATE_RUNNING)
         return rewards_pb2.ScoreTrajectoryResponse(reward=accepted)
 
+    @answer
+    def ListRewards(self, request: rewards_pb2.ListRewardsRequest) -> rewards_pb2.ListRewardsResponse:
+        rewards = [("exact_match", False), ("graded", True)]
+        return rewards_pb2.ListRewardsResponse(
+            rewards=[rewards_pb2.RewardFunction(name=name, serverless=far) for name, far in rewards]
+        )
+
     async def WatchRewards(
         self, request: rewards_pb2.WatchRewardsRequest, context: Any
     ) -> AsyncIterator[rewards_pb2.WatchRewardsResponse]:
@@ -300,3 +307,27 @@ async def test_an_agent_that_has_a_reward_or_has_failed_asks_for_none(
     ]
     [asked] = rewards.requests("ScoreTrajectory")
     assert asked.trajectory_id == result.trajectories[3].trajectory_id
+
+
+async def test_a_reward_that_must_be_serverless_is_looked_up_before_anything_begins(
+    mesh: FakeMesh, client: treadle.Client, rewards: FakeRewards
+) -> None:
+    """The mesh has `graded` behind a URL, `exact_match` in its sandboxes, and no `judged`."""
+
+    def declared(name: str) -> Any:
+        reward = treadle.reward(name, serverless=True)(lambda trajectory, prompt: {"answer": prompt.id})
+
+        @treadle.agent(reward=reward, samples_per_prompt=1)
+        async def play(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> None:
+            await generate(trajectory, 3)
+
+        return play
+
+    for name, reason in (("exact_match", "REWARD_NOT_SERVERLESS"), ("judged", "REWARD_FUNCTION_NOT_FOUND")):
+        with pytest.raises(treadle.TreadleError) as refused:
+            await client.rollout([LAKE], declared(name))
+        assert refused.value.reason == reason
+    assert not mesh.rollout.specs and not mesh.scheduler.requests("OpenTrajectory")
+    result = await client.rollout([LAKE], declared("graded"))
+    assert [t.reward for t in result.trajectories] == [SCORE]
+    assert len(rewards.requests("ListRewards")) == 3

@@ -16,7 +16,7 @@ from support.processes import ServiceProcess, free_port
 from support.rewards import RewardCalls
 from support.rpc import refusal_of
 from support.tools import ToolsCalls, limits, shared_tools
-from treadle.tools.v1 import tools_pb2
+from treadle.tools.v1 import rewards_pb2, tools_pb2
 from treadle.tools.v1.rewards_pb2 import REWARD_STATE_DONE as DONE
 from treadle.tools.v1.rewards_pb2 import REWARD_STATE_FAILED as FAILED
 from treadle_core.tools.dispatcher import Dispatcher, Resources
@@ -228,6 +228,11 @@ async def test_no_more_calls_than_allowed_are_under_way(calls: ToolsCalls) -> No
         await asyncio.gather(*(calls.invoke({}, tool="narrow") for _ in range(12)))
         assert server.most_at_once == 3
         assert len(server.requests) == 12
+
+
+async def test_rewards_say_whether_they_run_behind_a_url(rewards: RewardCalls) -> None:
+    listed = await rewards.stub.ListRewards(rewards_pb2.ListRewardsRequest(), timeout=9)
+    assert {one.name: one.serverless for one in listed.rewards} == {"graded": True, **{j["name"]: True for j in JUDGES}}
 
 
 async def test_a_reward_that_is_a_function_is_asked_until_it_answers(rewards: RewardCalls) -> None:

@@ -140,6 +140,7 @@ async def test_agents_do_not_see_rewards(calls: ToolsCalls, rewards: RewardCalls
         await calls.invoke({"score": 1}, tool="given")
     listed = await rewards.stub.ListRewards(pb.ListRewardsRequest(), timeout=CALL_S)
     assert {one.name for one in listed.rewards} >= {"given", "waiting"}
+    assert not any(one.serverless for one in listed.rewards), "each runs in a sandbox here"
 
 
 PASSING = "def double(x):\n    return 2 * x\n"

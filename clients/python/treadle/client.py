@@ -26,7 +26,7 @@ from treadle.errors import TreadleError
 from treadle.jobs import Job, policy_message
 from treadle.rewards import PendingReward, request_reward
 from treadle.rollouts.batches import confirm_batch, take_batch
-from treadle.rollouts.declare import RolloutArguments
+from treadle.rollouts.declare import RolloutArguments, require_declared
 from treadle.rollouts.run import Agent, RolloutRun
 from treadle.rollouts.running_tokens import read_tokens
 from treadle.rollouts.samples import check_part, read_shaping
@@ -240,10 +240,9 @@ class Client:
             shaping=shaping,
             hardware_tags=hardware_tags,
         )
-        spec, tags = arguments.spec(prompts), arguments.hardware_tags
-        run = RolloutRun(
-            *(*self._connected(), self.open, agent, spec, on_event, pin, tags, rollout_id, part, stream_tokens)
-        )
+        spec, tags, (mesh, job) = arguments.spec(prompts), arguments.hardware_tags, self._connected()
+        await require_declared(mesh, agent)
+        run = RolloutRun(mesh, job, self.open, agent, spec, on_event, pin, tags, rollout_id, part, stream_tokens)
         return await run.run(prompts, arguments.concurrency)
 
     async def update_weights(

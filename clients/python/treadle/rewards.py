@@ -12,7 +12,7 @@ from typing import Any, Literal
 import grpc
 
 from treadle.connection import Mesh, request_id
-from treadle.errors import TreadleError, error_from
+from treadle.errors import TreadleError, error_from, refused
 from treadle.tools.v1 import rewards_pb2
 from treadle.tracing import TrajectoryTrace
 from treadle.types import seconds
@@ -98,6 +98,19 @@ async def request_reward(
     stub = await mesh.rewards()
     accepted = await mesh.call(stub.ScoreTrajectory, request, mesh.timeouts.control_s, trace)
     return PendingReward(mesh, accepted.reward.reward_id)
+
+
+async def require_serverless(mesh: Mesh, reward: str) -> None:
+    """Raise TreadleError where the mesh has no such reward, or computes it in sandboxes of the tools service."""
+    stub = await mesh.rewards()
+    listed = await mesh.call(stub.ListRewards, rewards_pb2.ListRewardsRequest(), mesh.timeouts.control_s)
+    by_name = {each.name: each for each in listed.rewards}
+    if reward not in by_name:
+        message = f"{reward} is no reward of this mesh; it has {', '.join(sorted(by_name)) or 'none'}"
+        raise TreadleError(grpc.StatusCode.NOT_FOUND, message, "REWARD_FUNCTION_NOT_FOUND", "client.treadle")
+    if not by_name[reward].serverless:
+        why = "runs in sandboxes of the tools service: declare it in FUNCTIONS, or without serverless=True"
+        raise refused("REWARD_NOT_SERVERLESS", f"{reward} {why}")
 
 
 def _result_of(message: rewards_pb2.Reward) -> RewardResult:

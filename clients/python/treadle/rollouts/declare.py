@@ -25,7 +25,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from treadle.rewards import PendingReward
+from treadle.connection import Mesh
+from treadle.rewards import PendingReward, require_serverless
 from treadle.rollout.v1 import rollout_pb2
 from treadle.rollouts.samples import shaping_fields
 from treadle.trajectory import Session, Trajectory
@@ -62,6 +63,7 @@ class Reward:
 
     name: str
     arguments: RewardArguments
+    serverless: bool
 
     def __call__(self, trajectory: Trajectory, prompt: Prompt) -> Mapping[str, Any]:
         return _mapping("reward", self.name, self.arguments(trajectory, prompt))
@@ -160,17 +162,24 @@ def environment(tool: str, *, limits: Limits | None = None) -> Callable[[Environ
     return declare
 
 
-def reward(name: str) -> Callable[[RewardArguments], Reward]:
+async def require_declared(mesh: Mesh, agent: object) -> None:
+    """Raise TreadleError where the mesh cannot do what an agent declares, before anything begins."""
+    if isinstance(agent, DeclaredAgent) and agent.reward is not None and agent.reward.serverless:
+        await require_serverless(mesh, agent.reward.name)
+
+
+def reward(name: str, *, serverless: bool = False) -> Callable[[RewardArguments], Reward]:
     """Declare a reward: the decorated function gives the arguments of the reward function for a trajectory.
 
-    name: of a reward function of the tools service. Whether it runs in a sandbox, behind a URL or on a model's GPUs is
-    what the operator has declared (FUNCTIONS). Raises TypeError.
+    name: of a reward function of the tools service. serverless: it must run behind a URL, where the operator has put it
+    (FUNCTIONS), and not in sandboxes that the tools of agents use too; Client.rollout raises TreadleError
+    REWARD_NOT_SERVERLESS before anything begins. False: wherever it runs. Raises TypeError.
     """
     _require_name("reward", name, "exact_match")
 
     def declare(function: RewardArguments) -> Reward:
         _require_signature(f"reward {name!r}", function, ["trajectory", "prompt"], is_async=False)
-        return Reward(name, function)
+        return Reward(name, function, serverless)
 
     return declare
 

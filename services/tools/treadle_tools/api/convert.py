@@ -143,6 +143,7 @@ def function_message(tool: Tool) -> rewards_pb2.RewardFunction:
         description=tool.description,
         arguments_schema_json=json.dumps(tool.arguments_schema),
         limits=limits_message(tool.limits),
+        serverless=tool.remote is not None,
     )
 
 

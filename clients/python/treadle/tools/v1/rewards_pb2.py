@@ -27,7 +27,7 @@ from treadle.common.v1 import access_pb2 as treadle_dot_common_dot_v1_dot_access
 from treadle.tools.v1 import tools_pb2 as treadle_dot_tools_dot_v1_dot_tools__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etreadle/tools/v1/rewards.proto\x12\x10treadle.tools.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1etreadle/common/v1/access.proto\x1a\x1ctreadle/tools/v1/tools.proto\"|\n\x0eRewardFunction\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x1d\n\x15\x61rguments_schema_json\x18\x03 \x01(\t\x12(\n\x06limits\x18\x04 \x01(\x0b\x32\x18.treadle.tools.v1.Limits\"\x14\n\x12ListRewardsRequest\"H\n\x13ListRewardsResponse\x12\x31\n\x07rewards\x18\x01 \x03(\x0b\x32 .treadle.tools.v1.RewardFunction\"\xfd\x02\n\x06Reward\x12\x11\n\treward_id\x18\x01 \x01(\t\x12\x15\n\rtrajectory_id\x18\x02 \x01(\t\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\x0e\n\x06reward\x18\x04 \x01(\t\x12,\n\x05state\x18\x05 \x01(\x0e\x32\x1d.treadle.tools.v1.RewardState\x12\x12\n\x05score\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x0e\n\x06output\x18\x07 \x01(\t\x12\x11\n\tdata_json\x18\x08 \x01(\t\x12\r\n\x05\x65rror\x18\t \x01(\t\x12\r\n\x05tries\x18\n \x01(\x05\x12.\n\x06timing\x18\x0b \x01(\x0b\x32\x1e.treadle.tools.v1.ActionTiming\x12/\n\x0b\x61\x63\x63\x65pted_at\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nded_at\x18\r \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08revision\x18\x0e \x01(\x03\x42\x08\n\x06_score\"\x8a\x01\n\x16ScoreTrajectoryRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xd0\xa5\x19\x01\x12\x1b\n\rtrajectory_id\x18\x02 \x01(\tB\x04\xd0\xa5\x19\x01\x12\x11\n\x03job\x18\x03 \x01(\tB\x04\xd0\xa5\x19\x01\x12\x0e\n\x06reward\x18\x04 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x05 \x01(\t\"C\n\x17ScoreTrajectoryResponse\x12(\n\x06reward\x18\x01 \x01(\x0b\x32\x18.treadle.tools.v1.Reward\"+\n\x10GetRewardRequest\x12\x17\n\treward_id\x18\x01 \x01(\tB\x04\xd0\xa5\x19\x01\"=\n\x11GetRewardResponse\x12(\n\x06reward\x18\x01 \x01(\x0b\x32\x18.treadle.tools.v1.Reward\"_\n\x13WatchRewardsRequest\x12\x18\n\nreward_ids\x18\x01 \x03(\tB\x04\xd0\xa5\x19\x01\x12\x11\n\x03job\x18\x02 \x01(\tB\x04\xd0\xa5\x19\x01\x12\x1b\n\rtrajectory_id\x18\x03 \x01(\tB\x04\xd0\xa5\x19\x01\"@\n\x14WatchRewardsResponse\x12(\n\x06reward\x18\x01 \x01(\x0b\x32\x18.treadle.tools.v1.Reward\"H\n\x13\x43\x61ncelRewardRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xd0\xa5\x19\x01\x12\x17\n\treward_id\x18\x02 \x01(\tB\x04\xd0\xa5\x19\x01\"@\n\x14\x43\x61ncelRewardResponse\x12(\n\x06reward\x18\x01 \x01(\x0b\x32\x18.treadle.tools.v1.Reward*\xab\x01\n\x0bRewardState\x12\x1c\n\x18REWARD_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14REWARD_STATE_PENDING\x10\x01\x12\x18\n\x14REWARD_STATE_RUNNING\x10\x02\x12\x15\n\x11REWARD_STATE_DONE\x10\x03\x12\x17\n\x13REWARD_STATE_FAILED\x10\x04\x12\x1a\n\x16REWARD_STATE_CANCELLED\x10\x05\x32\x9f\x04\n\x0eRewardsService\x12\x65\n\x0bListRewards\x12$.treadle.tools.v1.ListRewardsRequest\x1a%.treadle.tools.v1.ListRewardsResponse\"\t\xca\xa5\x19\x05\n\x03\x01\x02\x03\x12p\n\x0fScoreTrajectory\x12(.treadle.tools.v1.ScoreTrajectoryRequest\x1a).treadle.tools.v1.ScoreTrajectoryResponse\"\x08\xca\xa5\x19\x04\n\x02\x01\x02\x12_\n\tGetReward\x12\".treadle.tools.v1.GetRewardRequest\x1a#.treadle.tools.v1.GetRewardResponse\"\t\xca\xa5\x19\x05\n\x03\x01\x02\x03\x12j\n\x0cWatchRewards\x12%.treadle.tools.v1.WatchRewardsRequest\x1a&.treadle.tools.v1.WatchRewardsResponse\"\t\xca\xa5\x19\x05\n\x03\x01\x02\x03\x30\x01\x12g\n\x0c\x43\x61ncelReward\x12%.treadle.tools.v1.CancelRewardRequest\x1a&.treadle.tools.v1.CancelRewardResponse\"\x08\xca\xa5\x19\x04\n\x02\x01\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etreadle/tools/v1/rewards.proto\x12\x10treadle.tools.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1etreadle/common/v1/access.proto\x1a\x1ctreadle/tools/v1/tools.proto\"\x90\x01\n\x0eRewardFunction\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x1d\n\x15\x61rguments_schema_json\x18\x03 \x01(\t\x12(\n\x06limits\x18\x04 \x01(\x0b\x32\x18.treadle.tools.v1.Limits\x12\x12\n\nserverless\x18\x05 \x01(\x08\"\x14\n\x12ListRewardsRequest\"H\n\x13ListRewardsResponse\x12\x31\n\x07rewards\x18\x01 \x03(\x0b\x32 .treadle.tools.v1.RewardFunction\"\xfd\x02\n\x06Reward\x12\x11\n\treward_id\x18\x01 \x01(\t\x12\x15\n\rtrajectory_id\x18\x02 \x01(\t\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\x0e\n\x06reward\x18\x04 \x01(\t\x12,\n\x05state\x18\x05 \x01(\x0e\x32\x1d.treadle.tools.v1.RewardState\x12\x12\n\x05score\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x0e\n\x06output\x18\x07 \x01(\t\x12\x11\n\tdata_json\x18\x08 \x01(\t\x12\r\n\x05\x65rror\x18\t \x01(\t\x12\r\n\x05tries\x18\n \x01(\x05\x12.\n\x06timing\x18\x0b \x01(\x0b\x32\x1e.treadle.tools.v1.ActionTiming\x12/\n\x0b\x61\x63\x63\x65pted_at\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nded_at\x18\r \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08revision\x18\x0e \x01(\x03\x42\x08\n\x06_score\"\x8a\x01\n\x16ScoreTrajectoryRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xd0\xa5\x19\x01\x12\x1b\n\rtrajectory_id\x18\x02 \x01(\tB\x04\xd0\xa5\x19\x01\x12\x11\n\x03job\x18\x03 \x01(\tB\x04\xd0\xa5\x19\x01\x12\x0e\n\x06reward\x18\x04 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x05 \x01(\t\"C\n\x17ScoreTrajectoryResponse\x12(\n\x06reward\x18\x01 \x01(\x0b\x32\x18.treadle.tools.v1.Reward\"+\n\x10GetRewardRequest\x12\x17\n\treward_id\x18\x01 \x01(\tB\x04\xd0\xa5\x19\x01\"=\n\x11GetRewardResponse\x12(\n\x06reward\x18\x01 \x01(\x0b\x32\x18.treadle.tools.v1.Reward\"_\n\x13WatchRewardsRequest\x12\x18\n\nreward_ids\x18\x01 \x03(\tB\x04\xd0\xa5\x19\x01\x12\x11\n\x03job\x18\x02 \x01(\tB\x04\xd0\xa5\x19\x01\x12\x1b\n\rtrajectory_id\x18\x03 \x01(\tB\x04\xd0\xa5\x19\x01\"@\n\x14WatchRewardsResponse\x12(\n\x06reward\x18\x01 \x01(\x0b\x32\x18.treadle.tools.v1.Reward\"H\n\x13\x43\x61ncelRewardRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xd0\xa5\x19\x01\x12\x17\n\treward_id\x18\x02 \x01(\tB\x04\xd0\xa5\x19\x01\"@\n\x14\x43\x61ncelRewardResponse\x12(\n\x06reward\x18\x01 \x01(\x0b\x32\x18.treadle.tools.v1.Reward*\xab\x01\n\x0bRewardState\x12\x1c\n\x18REWARD_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14REWARD_STATE_PENDING\x10\x01\x12\x18\n\x14REWARD_STATE_RUNNING\x10\x02\x12\x15\n\x11REWARD_STATE_DONE\x10\x03\x12\x17\n\x13REWARD_STATE_FAILED\x10\x04\x12\x1a\n\x16REWARD_STATE_CANCELLED\x10\x05\x32\x9f\x04\n\x0eRewardsService\x12\x65\n\x0bListRewards\x12$.treadle.tools.v1.ListRewardsRequest\x1a%.treadle.tools.v1.ListRewardsResponse\"\t\xca\xa5\x19\x05\n\x03\x01\x02\x03\x12p\n\x0fScoreTrajectory\x12(.treadle.tools.v1.ScoreTrajectoryRequest\x1a).treadle.tools.v1.ScoreTrajectoryResponse\"\x08\xca\xa5\x19\x04\n\x02\x01\x02\x12_\n\tGetReward\x12\".treadle.tools.v1.GetRewardRequest\x1a#.treadle.tools.v1.GetRewardResponse\"\t\xca\xa5\x19\x05\n\x03\x01\x02\x03\x12j\n\x0cWatchRewards\x12%.treadle.tools.v1.WatchRewardsRequest\x1a&.treadle.tools.v1.WatchRewardsResponse\"\t\xca\xa5\x19\x05\n\x03\x01\x02\x03\x30\x01\x12g\n\x0c\x43\x61ncelReward\x12%.treadle.tools.v1.CancelRewardRequest\x1a&.treadle.tools.v1.CancelRewardResponse\"\x08\xca\xa5\x19\x04\n\x02\x01\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -62,32 +62,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REWARDSSERVICE'].methods_by_name['WatchRewards']._serialized_options = b'\312\245\031\005\n\003\001\002\003'
   _globals['_REWARDSSERVICE'].methods_by_name['CancelReward']._loaded_options = None
   _globals['_REWARDSSERVICE'].methods_by_name['CancelReward']._serialized_options = b'\312\245\031\004\n\002\001\002'
-  _globals['_REWARDSTATE']._serialized_start=1375
-  _globals['_REWARDSTATE']._serialized_end=1546
-  _globals['_REWARDFUNCTION']._serialized_start=147
-  _globals['_REWARDFUNCTION']._serialized_end=271
-  _globals['_LISTREWARDSREQUEST']._serialized_start=273
-  _globals['_LISTREWARDSREQUEST']._serialized_end=293
-  _globals['_LISTREWARDSRESPONSE']._serialized_start=295
-  _globals['_LISTREWARDSRESPONSE']._serialized_end=367
-  _globals['_REWARD']._serialized_start=370
-  _globals['_REWARD']._serialized_end=751
-  _globals['_SCORETRAJECTORYREQUEST']._serialized_start=754
-  _globals['_SCORETRAJECTORYREQUEST']._serialized_end=892
-  _globals['_SCORETRAJECTORYRESPONSE']._serialized_start=894
-  _globals['_SCORETRAJECTORYRESPONSE']._serialized_end=961
-  _globals['_GETREWARDREQUEST']._serialized_start=963
-  _globals['_GETREWARDREQUEST']._serialized_end=1006
-  _globals['_GETREWARDRESPONSE']._serialized_start=1008
-  _globals['_GETREWARDRESPONSE']._serialized_end=1069
-  _globals['_WATCHREWARDSREQUEST']._serialized_start=1071
-  _globals['_WATCHREWARDSREQUEST']._serialized_end=1166
-  _globals['_WATCHREWARDSRESPONSE']._serialized_start=1168
-  _globals['_WATCHREWARDSRESPONSE']._serialized_end=1232
-  _globals['_CANCELREWARDREQUEST']._serialized_start=1234
-  _globals['_CANCELREWARDREQUEST']._serialized_end=1306
-  _globals['_CANCELREWARDRESPONSE']._serialized_start=1308
-  _globals['_CANCELREWARDRESPONSE']._serialized_end=1372
-  _globals['_REWARDSSERVICE']._serialized_start=1549
-  _globals['_REWARDSSERVICE']._serialized_end=2092
+  _globals['_REWARDSTATE']._serialized_start=1396
+  _globals['_REWARDSTATE']._serialized_end=1567
+  _globals['_REWARDFUNCTION']._serialized_start=148
+  _globals['_REWARDFUNCTION']._serialized_end=292
+  _globals['_LISTREWARDSREQUEST']._serialized_start=294
+  _globals['_LISTREWARDSREQUEST']._serialized_end=314
+  _globals['_LISTREWARDSRESPONSE']._serialized_start=316
+  _globals['_LISTREWARDSRESPONSE']._serialized_end=388
+  _globals['_REWARD']._serialized_start=391
+  _globals['_REWARD']._serialized_end=772
+  _globals['_SCORETRAJECTORYREQUEST']._serialized_start=775
+  _globals['_SCORETRAJECTORYREQUEST']._serialized_end=913
+  _globals['_SCORETRAJECTORYRESPONSE']._serialized_start=915
+  _globals['_SCORETRAJECTORYRESPONSE']._serialized_end=982
+  _globals['_GETREWARDREQUEST']._serialized_start=984
+  _globals['_GETREWARDREQUEST']._serialized_end=1027
+  _globals['_GETREWARDRESPONSE']._serialized_start=1029
+  _globals['_GETREWARDRESPONSE']._serialized_end=1090
+  _globals['_WATCHREWARDSREQUEST']._serialized_start=1092
+  _globals['_WATCHREWARDSREQUEST']._serialized_end=1187
+  _globals['_WATCHREWARDSRESPONSE']._serialized_start=1189
+  _globals['_WATCHREWARDSRESPONSE']._serialized_end=1253
+  _globals['_CANCELREWARDREQUEST']._serialized_start=1255
+  _globals['_CANCELREWARDREQUEST']._serialized_end=1327
+  _globals['_CANCELREWARDRESPONSE']._serialized_start=1329
+  _globals['_CANCELREWARDRESPONSE']._serialized_end=1393
+  _globals['_REWARDSSERVICE']._serialized_start=1570
+  _globals['_REWARDSSERVICE']._serialized_end=2113
 # @@protoc_insertion_point(module_scope)

@@ -54,10 +54,13 @@ class RewardFunction(google.protobuf.message.Message):
     DESCRIPTION_FIELD_NUMBER: builtins.int
     ARGUMENTS_SCHEMA_JSON_FIELD_NUMBER: builtins.int
     LIMITS_FIELD_NUMBER: builtins.int
+    SERVERLESS_FIELD_NUMBER: builtins.int
     name: builtins.str
     description: builtins.str
     arguments_schema_json: builtins.str
     """JSON Schema of ScoreTrajectoryRequest.arguments_json"""
+    serverless: builtins.bool
+    """behind a URL (a function, a judge); false: in the sandboxes of the tools service"""
     @property
     def limits(self) -> treadle.tools.v1.tools_pb2.Limits: ...
     def __init__(
@@ -67,9 +70,10 @@ class RewardFunction(google.protobuf.message.Message):
         description: builtins.str = ...,
         arguments_schema_json: builtins.str = ...,
         limits: treadle.tools.v1.tools_pb2.Limits | None = ...,
+        serverless: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["limits", b"limits"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["arguments_schema_json", b"arguments_schema_json", "description", b"description", "limits", b"limits", "name", b"name"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arguments_schema_json", b"arguments_schema_json", "description", b"description", "limits", b"limits", "name", b"name", "serverless", b"serverless"]) -> None: ...
 
 Global___RewardFunction: typing_extensions.TypeAlias = RewardFunction
 

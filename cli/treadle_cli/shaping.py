@@ -1,0 +1,81 @@
+"""Show what shaping does to the distribution that is trained on, at a glance: of a rollout, or of a history."""
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.text import Text
+from treadle import Client, Distribution, ShapingReport, Timeouts
+
+from treadle_cli.problems import UsageProblem
+from treadle_cli.report.palette import COLOURS
+from treadle_cli.scheduler import own_certificates
+
+CALL_S = 10.0
+WIDTH = 48  # characters of a line from the least to the largest value
+KINDS = (("sampled", COLOURS["queue"]), ("trained", COLOURS["decode"]))
+HARDLY = 0.1  # a distance of Kolmogorov and Smirnov that a few hundred samples show by chance
+
+
+async def read_shaping(scheduler: str, rollout_id: str, history: str) -> ShapingReport:
+    """Ask the mesh. Raises UsageProblem, TreadleError."""
+    if bool(rollout_id) == bool(history):
+        raise UsageProblem("shaping takes either a ROLLOUT or --history NAME")
+    own_certificates()  # says what is wrong with them, where something is
+    async with Client(scheduler, timeouts=Timeouts(control_s=CALL_S)) as client:
+        return await client.shaping_report(rollout_id, history)
+
+
+def print_shaping(report: ShapingReport, name: str, console: Console) -> None:
+    """Alarms first, then each distribution as two lines on one axis, then why samples were not trained."""
+    console.print(Text(f"{name}: {report.trained} of {report.sampled} sampled trajectories are trained", "bold"))
+    console.print(f"kept fraction {report.kept_fraction:.2f}: {report.kept_verdict}\n")
+    for alarm in report.alarms:
+        console.print(Text(f"ALARM  {alarm}\n", "bold red"))
+    if not report.alarms:
+        console.print("No kind of samples is starved.\n")
+    console.print("Lines go from the 10th to the 90th percentile; ● is the median.\n")
+    rows = (
+        ("tokens of a trajectory", report.length, ".0f"),
+        ("reward", report.reward, ".2f"),
+        ("success rate of its prompt", report.success_rate, ".2f"),
+    )
+    for title, values, shown in rows:
+        for line in draw_pair(title, values, shown):
+            console.print(line, highlight=False)
+    drops = dict(sorted(report.drops.items(), key=lambda each: -each[1]))
+    ages = {f"{age} version{'s' if age != 1 else ''} old": n for age, n in sorted(report.stale_tokens.items())}
+    for title, counts in (("samples that are not trained, by reason", drops), ("trained tokens, by age", ages)):
+        console.print(Text(title, "bold"))
+        for line in draw_counts(counts):
+            console.print(line, highlight=False)
+    if report.length_cap_tokens or report.length_cap_report:
+        cap = f"{report.length_cap_tokens} tokens" if report.length_cap_tokens else "none"
+        console.print(f"length cap of the next rollout: {cap}; {report.length_cap_report}")
+
+
+def draw_pair(title: str, values: Distribution, shown: str) -> Iterator[Text]:
+    """A title, then from the 10th to the 90th percentile a line with the median for what was sampled and trained."""
+    if not values.sampled:
+        return
+    apart = "alike" if values.distance < HARDLY else f"{values.distance:.0%} apart"
+    yield Text.assemble((title, "bold"), f", {apart}")
+    both = [each for kind, _ in KINDS for each in getattr(values, kind)]
+    low, high = min(*both, 0.0), max(both)
+    for kind, colour in KINDS:
+        percentiles: Sequence[float] = getattr(values, kind)
+        if percentiles:
+            first, middle, last = (round((each - low) / ((high - low) or 1.0) * (WIDTH - 1)) for each in percentiles)
+            line = [" "] * WIDTH
+            line[first : last + 1] = "━" * (last + 1 - first)
+            line[middle] = "●"
+            numbers = "  ".join(format(each, shown) for each in percentiles)
+            yield Text.assemble(f"  {kind:8}", ("".join(line), colour), f"  {numbers}")
+    yield Text("")
+
+
+def draw_counts(counts: dict[str, int]) -> Iterator[Text]:
+    """A bar a row."""
+    for name, count in counts.items():
+        bar = "━" * max(1, round(count / max(counts.values()) * WIDTH))
+        yield Text.assemble(f"  {name:16}", (bar, COLOURS["queue"]), f" {count}")
+    yield Text("" if counts else "  none\n")
