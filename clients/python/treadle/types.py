@@ -75,19 +75,27 @@ class LengthCap:
 
 @dataclass(frozen=True)
 class Shaping:
-    """Which samples of a rollout are worth finishing and training; each part is off unless it is set.
+    """Which samples of a rollout are worth finishing and training. Each part is off unless it is set.
 
-    rule: how the samples of a group are chosen, "first" as they come; "dual_end" the shortest and `longest` of the
-    longest, once all have come (DARTS), where a prompt with `saturated_samples` or more has "shortest" instead, which
-    ends a group with enough samples that no cap has cut; "mixed" the first ones among which one has `success_reward`
-    or more and one has not, where a group that never has both is dropped unless keep_uniform.
-    samples: of each prompt, in their order, where they differ. keep_groups: end with so many groups (RollArt §5.3).
-    max_open_groups: groups begun and not yet taken by a trainer. replace_stale: run one more sample for each kept one
-    that grows too old under max_staleness; the rollout then lasts until all of its groups are taken.
+    Which samples of a group are kept, by `rule`:
+
+    - "first": as they come.
+    - "dual_end": the shortest, and `longest` of the longest, once all have come (DARTS, section 4.1). A prompt with
+      `saturated_samples` or more has "shortest" instead.
+    - "shortest": the first that no cap has cut; the others are ended.
+    - "mixed": the first ones among which one has `success_reward` or more and one has not. A group that never has both
+      is dropped, unless `keep_uniform`.
+
+    How many are begun: samples, of each prompt in their order, where they differ. budget: samples of all prompts
+    together, over those that are kept; prompts whose lengths vary more get more of them, samples_per_prompt at most; 0
+    for as many of each prompt (DARTS, section 4.2). keep_groups: end with so many groups (RollArt, section 5.3).
+
+    How far rollouts run ahead: max_open_groups, groups begun and not yet taken by a trainer. replace_stale: run one
+    more sample for each kept one that grows too old under max_staleness; the rollout lasts until all of its groups are
+    taken.
+
     history: a name that the rollouts of a training run share, by which they learn from each other: of lengths for
-    `budget`, of successes for length_cap, and for Client.shaping_report. budget: samples of all prompts together, over
-    those that are kept; prompts whose lengths vary more get more of them, samples_per_prompt at most; 0 for as many of
-    each prompt (DARTS §4.2).
+    `budget`, of successes for length_cap, and for Client.shaping_report.
     """
 
     rule: Literal["first", "dual_end", "shortest", "mixed"] = "first"

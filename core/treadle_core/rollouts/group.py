@@ -61,22 +61,19 @@ def is_stale(oldest_version: int | None, newest_version: int | None, bound: int 
 
 @dataclass
 class Group:
-    """The samples of one prompt. `started`: how many it may have; `kept`: those that wait to be taken, or were, in
-    order of arrival; `verdicts`: by trajectory; `owners`: the trajectory of each sample index; `aborted`: tokens of
-    samples that were ended early, by trajectory; `settled_order`: rank among the settled groups; `taken_version`: of
-    the trainer's weights when it was taken; `revision`: that of the buffer when it last changed."""
+    """The samples of one prompt."""
 
     prompt_id: str
-    started: int
+    started: int  # samples that it may have
     rule: Rule
-    kept: list[Sample] = field(default_factory=list)
-    verdicts: dict[str, Verdict] = field(default_factory=dict)
-    owners: dict[int, str] = field(default_factory=dict)
-    aborted: dict[str, int] = field(default_factory=dict)
-    taken_version: int | None = None
-    settled_order: int | None = None
+    kept: list[Sample] = field(default_factory=list)  # that wait to be taken, or were, in order of arrival
+    verdicts: dict[str, Verdict] = field(default_factory=dict)  # by trajectory
+    owners: dict[int, str] = field(default_factory=dict)  # the trajectory of each sample index
+    aborted: dict[str, int] = field(default_factory=dict)  # tokens of samples that were ended early, by trajectory
+    taken_version: int | None = None  # of the trainer's weights when it was taken
+    settled_order: int | None = None  # its place among the settled groups
     taken: bool = False
-    revision: int = 0
+    revision: int = 0  # of the buffer when it last changed
 
     @property
     def received(self) -> int:
