@@ -2,9 +2,9 @@
 
 The base model has learned from demonstrations of several authors, who sign first, then calculate, one line for each
 operator, and then check: they write CHECK and calculate again with probability CHECK_AGAIN. So the number of passes is
-geometric, and the longest of a hundred trajectories is several times as long as the mean one, as in rollouts of large
-models. Three in five demonstrations are by a careless author, so that a quarter of all lines are wrong: the base model
-samples wrong lines too, which rewards can teach it to leave.
+geometric, five in the mean, and the longest of a hundred trajectories is four times as long as the mean one, as in
+rollouts of large models. Three in five demonstrations are by a careless author, so that a quarter of all lines are
+wrong: the base model samples wrong lines too, which rewards can teach it to leave.
 """
 
 import random
@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 TERMS = (3, 4)
 CHECK = "?"
-CHECK_AGAIN = 0.5
+CHECK_AGAIN = 0.8
 # Signature of an author: part of the demonstrations, part of the lines that are wrong. None is longer than another.
 AUTHORS = {"A": (0.6, 0.4), "B": (0.4, 0.03)}
 END = "<|im_end|>"

@@ -29,7 +29,7 @@ from policy import ROW_TOKENS, Policy, pretrain
 from sums import Sums
 from treadle.training import group_advantages, measure_drift, measure_staleness, pack
 
-LONGEST_ANSWER = 320  # tokens; with the prompt less than a row
+LONGEST_ANSWER = 512  # tokens; with the prompt less than a row
 EVALUATION_SEED = 1_000_000  # of held-out questions
 OVERSAMPLING = 1.5
 TOKEN_INTERVAL_S = 0.5  # nobody watches, and the streams of 200 trajectories share the cores with the engines
@@ -54,10 +54,22 @@ class Setup:
     evaluated: int
 
 
-# Arguments of Client.rollout for each way to shape a rollout. A rule of the rollout service is one more entry.
+def oversample(setup: Setup, **shaping: Any) -> dict[str, Any]:
+    """Start more samples than are kept; the fields of Shaping say which are."""
+    samples = round(OVERSAMPLING * setup.keep)
+    return {
+        "samples_per_prompt": samples,
+        "keep_per_prompt": setup.keep,
+        "shaping": treadle.Shaping(**shaping) if shaping else None,
+    }
+
+
+# Arguments of Client.rollout for each way to shape a rollout.
 SHAPINGS: Mapping[str, Callable[[Setup], dict[str, Any]]] = {
     "none": lambda setup: {"samples_per_prompt": setup.keep},
-    "first-k": lambda setup: {"samples_per_prompt": round(OVERSAMPLING * setup.keep), "keep_per_prompt": setup.keep},
+    "first-k": oversample,
+    "mixed": lambda setup: oversample(setup, rule="mixed", keep_uniform=True),
+    "dual-end": lambda setup: oversample(setup, rule="dual_end", longest=1),
 }
 
 
@@ -289,7 +301,7 @@ def main() -> None:
     parser.add_argument("--bound", type=int, default=1)
     parser.add_argument("--shaping", choices=sorted(SHAPINGS), default="none")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--keep", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--minibatches", type=int, default=2)

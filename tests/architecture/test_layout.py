@@ -15,7 +15,7 @@ BUDGETS = {
     "cli": (7_080, 58),
     "clients/python": (5_200, 26),
     "core": (12_690, 72),
-    "examples": (720, 6),
+    "examples": (730, 6),
     "learned": (2_170, 15),
     "runtime": (3_140, 18),
     "scripts": (460, 3),
@@ -28,7 +28,7 @@ BUDGETS = {
     "services/tools": (10_090, 68),
     "sim": (7_180, 43),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 69_460, 449, 45_940
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 69_480, 449, 45_970
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 

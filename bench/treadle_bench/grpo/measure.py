@@ -43,11 +43,11 @@ from treadle_bench.processes import run_tree
 from treadle_bench.summary import rounded
 
 PROGRAM = Path(__file__).resolve().parents[3] / "examples" / "grpo" / "train.py"
-PRETRAIN_STEPS = 4_000
+PRETRAIN_STEPS = 3_000
 BOUNDS = (0, 1, 2)
 UNSHAPED, SHAPED = "none", "first-k"
 WINDOW = 5
-SLOTS = 96  # all trajectories of a rollout decode at once: it ends when the longest does
+SLOTS = 64  # all trajectories of a rollout decode at once: it ends when the longest does
 STAGE = 3  # the trainer stops before the services
 DRIFT = ("k3", "clip_fraction", "mean_abs")
 PARTS = ("rollout_s", "reward_s", "train_s", "sync_s")
@@ -64,7 +64,7 @@ class Size:
     evaluated: int
 
 
-FULL, QUICK = Size(20, 16, 8, PRETRAIN_STEPS, 32), Size(4, 2, 4, 20, 4)
+FULL, QUICK = Size(20, 8, 8, PRETRAIN_STEPS, 32), Size(4, 2, 4, 20, 4)
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ async def training_mesh(size: Size, options: BenchOptions) -> AsyncIterator[Trai
 async def _pretrained(tree: ProcessTree, plan: EnginePlan, size: Size) -> Path:
     """The folder of the base model, made at first use."""
     tokenizer = await prepare_model(tree, plan)
-    base = default_model_folder().parent / f"grpo-sums-{size.pretrain}"
+    base = default_model_folder().parent / f"grpo-checks-{size.pretrain}"
     options = {"folder": base, "base": base, "pretrain": size.pretrain, "tokenizer": tokenizer}
     command = [
         sys.executable,

@@ -79,7 +79,7 @@ def _rewards(axes: Axes, found: Mapping[str, Any], shaping: str) -> None:
         steps = np.arange(rewards.shape[1])
         axes.plot(steps, rewards.mean(0), color=colour, linewidth=2, label=f"bound {bound}")
         axes.fill_between(steps, rewards.min(0), rewards.max(0), color=colour, alpha=0.12, linewidth=0)
-    legend = {"loc": "lower right"}
+    legend = {"loc": "lower right"} if axes.lines else None
     style(axes, f"Reward of trained trajectories, {TITLES[shaping]}", legend=legend, ylim=(0, 1), xlabel="step")
 
 
