@@ -122,11 +122,14 @@ class RunningTokens:
         """Take tokens. Returns how many there are of the trajectory now, and whether more are wanted.
 
         Tokens behind a gap are left out; those that are there already change nothing; others take the place of what
-        was there, and of all that followed. Another trajectory of the same sample has ended. Raises ResourceExhausted.
+        was there, and of all that followed. Another trajectory of the same sample has ended. Raises ResourceExhausted,
+        and what `close` was called with.
         """
+        if self._closed is not None:
+            raise self._closed
         group = self._running[new.prompt_id]
         known = group.get(new.trajectory_id)
-        if self._closed is not None or self._came(new.prompt_id, new.trajectory_id):
+        if self._came(new.prompt_id, new.trajectory_id):
             return known.end if known is not None else 0, False
         if known is None:
             for other in [each for each in group.values() if each.sample == new.sample]:
