@@ -44,7 +44,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._kept_fraction = 1.0
         metrics.gauge("kept_fraction", "share", fraction, lambda: self._kept_fraction)
         held = "Memory that tokens of running trajectories take"
-        metrics.gauge("streaming", "By", held, lambda: room.taken_bytes)
+        metrics.gauge("streaming", "byte", held, lambda: room.taken_bytes)
         self._rollouts = rollouts
         self.records = records
         self._batch_bytes = max(1, max_message_bytes - BATCH_FRAME_BYTES)
