@@ -32,7 +32,7 @@ from treadle.rollouts.running_tokens import read_tokens
 from treadle.rollouts.samples import check_part, read_shaping
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.tracing import TrajectoryTrace
-from treadle.trajectory import TRAJECTORY_CLOSED, OnChange, Trajectory
+from treadle.trajectory import TRAJECTORY_CLOSED, OnChange, Trajectory, undo_opening
 from treadle.types import (
     Batch,
     HardwareTags,
@@ -176,7 +176,7 @@ class Client:
             await asyncio.wait({admission})
         except asyncio.CancelledError:
             # Without a caller, the answer would leave a trajectory open that nobody knows.
-            await finish(_undo(admission, mesh.timeouts.cleanup_s))
+            await finish(undo_opening(admission, mesh.timeouts.cleanup_s))
             raise
         return admission.result()
 
@@ -197,34 +197,34 @@ class Client:
         stream_tokens: int = 0,
         hardware_tags: HardwareTags | None = None,
     ) -> RolloutResult:
-        """Run `agent(trajectory, prompt)` on samples_per_prompt samples of each prompt and submit each finished one.
+        """Run `agent(trajectory, prompt)` on each sample of each prompt, and submit each that has finished.
 
-        An argument that is None is what the agent declares (`treadle.agent`), or else its default.
+        The agent returns the reward, None, or the PendingReward of Trajectory.score: then its trajectory is closed at
+        once and submitted when the score is there. It may close the trajectory itself with another outcome. One that
+        raises fails its trajectory alone. Raises ValueError, and TreadleError where the rollout cannot be created.
 
-        agent: returns the reward, None, or the PendingReward of Trajectory.score, whose trajectory is closed at once
-        and submitted when the score is there; may close the trajectory itself with another outcome. One that raises
-        fails its trajectory alone. samples_per_prompt: default 4. keep_per_prompt: a group settles once that many are
-        in, and its unfinished siblings are cancelled; 0, the default, keeps all. max_staleness: weight versions that a
-        kept token may lag behind at get_batch, default -1: no bound. concurrency: trajectories open at once, default 0:
-        all. on_event: called from the event loop, must not block. max_total_tokens: cap a trajectory, default 0: none.
-        pin: (prompt, sample) -> engine_id to run on without migration. hardware_tags: of all trajectories, or
-        (prompt, sample) -> tags; see `open`. Cancelling the caller aborts every step, closes every trajectory as
-        "cancelled" and cancels the rollout, unless the client resumes its job.
+        An argument that is None is what the agent declares (`treadle.agent`), or else its default:
 
-        With Client(resume=True), a rollout of the same prompts (by id, in order) and parameters that was begun in this
-        job, and whose call never returned, is gone on with, also in a new process: samples that were submitted are not
-        run again (`TrajectoryResult.submitted_before`), nor those of settled groups; all others run from their prompts.
-        A call that has returned has ended its rollout: the same call again runs a new one, or, with a rollout_id,
-        returns what was submitted to it.
+        - samples_per_prompt: 4. keep_per_prompt: a group settles once so many are in, and its other samples are ended,
+          whatever their agents do; 0, the default: all. shaping: other rules for both; see Shaping.
+        - max_staleness: weight versions that a kept token may lag behind at get_batch; -1, the default: no bound.
+        - concurrency: trajectories open at once; 0, the default: all. max_total_tokens: cap of a trajectory; 0: none.
+        - hardware_tags: of all trajectories, or (prompt, sample) -> tags; see `open`. pin: (prompt, sample) -> the
+          engine_id to run on, without moves.
+        - on_event: called from the event loop, must not block. stream_tokens: of a trajectory that runs, so many new
+          tokens at a time go to those who read Client.stream_tokens; 0: none.
 
-        One process in Python plays some thousand trajectories at once. More work on one rollout together, each in a
-        client of its own, where all give it the same rollout_id, prompts and parameters, and the i-th of n part=(i, n),
-        from 0: each runs every n-th sample and returns those. Who comes first creates the rollout; a group settles
-        with the samples of all; a call that is cancelled leaves the rollout to the others. Raises ValueError.
+        Cancelling the caller aborts every step, closes every trajectory as "cancelled", and cancels the rollout unless
+        the client resumes its job. With Client(resume=True), a rollout of the same prompts (by id, in order) and
+        parameters that was begun in this job, and whose call never returned, is gone on with, also in a new process:
+        submitted samples are not run again (`TrajectoryResult.submitted_before`), nor those of settled groups; all
+        others run from their prompts. After a call that has returned, the same call runs a new rollout, or, with a
+        rollout_id, returns what was submitted to it.
 
-        shaping: which samples are chosen and how many are begun; see Shaping. The scheduler ends a sample that is no
-        longer wanted, whatever its agent does. stream_tokens: of a trajectory that runs, so many new tokens at a time
-        go to those who read Client.stream_tokens; 0 for none.
+        One process plays some thousand trajectories at once. More of them work on one rollout together, each in a
+        client of its own: all give the same rollout_id, prompts and parameters, and the i-th of n, from 0, gives
+        part=(i, n), runs every n-th sample and returns those. Who comes first creates the rollout; a group settles with
+        the samples of all; a call that is cancelled leaves the rollout to the others.
         """
         check_part(part)
         count = part[1]
@@ -436,13 +436,3 @@ class Client:
         if self._mesh is None or self._job is None:
             raise RuntimeError("use treadle.Client as `async with treadle.Client(address) as client:`")
         return self._mesh, self._job
-
-
-async def _undo(admission: asyncio.Task[Trajectory], timeout_s: float) -> None:
-    """Close the trajectory that `admission` still opens, if it does so in time."""
-    await asyncio.wait({admission}, timeout=timeout_s)
-    if not admission.done():
-        admission.cancel()
-        await asyncio.wait({admission})
-    if not admission.cancelled() and admission.exception() is None:
-        await admission.result().close(outcome="cancelled")

@@ -8,6 +8,7 @@ leaving its `async with`, or by its trajectory's close.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -317,6 +318,16 @@ class Trajectory:
     def _require_open(self) -> None:
         if self.outcome is not None:
             raise refused(TRAJECTORY_CLOSED, f"trajectory {self.trajectory_id} was closed as {self.outcome}")
+
+
+async def undo_opening(admission: asyncio.Task[Trajectory], timeout_s: float) -> None:
+    """Close the trajectory that `admission` still opens, if it does so in time."""
+    await asyncio.wait({admission}, timeout=timeout_s)
+    if not admission.done():
+        admission.cancel()
+        await asyncio.wait({admission})
+    if not admission.cancelled() and admission.exception() is None:
+        await admission.result().close(outcome="cancelled")
 
 
 def _limits_message(limits: Limits) -> tools_pb2.Limits:
