@@ -139,6 +139,7 @@ async def test_a_sample_that_begins_again_ends_the_one_before_and_a_cancelled_ro
     await push(calls, stretch("again", 0, 4))
     await until(lambda: "a" in reading.ended)
     assert reading.ended["a"].drop_reason == pb.DROP_REASON_CANCELLED
+    assert await push(calls, stretch("a", 0, 6)) == (0, False), "its client does not know yet"
     await calls.stub.CancelRollout(pb.CancelRolloutRequest(request_id="c", rollout_id="r"), timeout=CALL_S)
     await reading.task
     assert set(reading.ended) == {"a", "again"}

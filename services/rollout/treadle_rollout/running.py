@@ -116,6 +116,7 @@ class RunningTokens:
         self._buffer, self._room = buffer, room
         self._running: dict[str, dict[str, Stretch]] = {name: {} for name in buffer.groups}  # by prompt and trajectory
         self._readers: set[_Reader] = set()
+        self._replaced: set[str] = set()  # trajectories whose sample began again
         self._closed: Exception | None = None
 
     def push(self, new: Stretch) -> tuple[int, bool]:
@@ -134,6 +135,7 @@ class RunningTokens:
         if known is None:
             for other in [each for each in group.values() if each.sample == new.sample]:
                 self._end(other, DropReason.CANCELLED)  # begun again, by a client that took over or for fresher weights
+                self._replaced.add(other.trajectory_id)
             known = Stretch(new.trajectory_id, new.prompt_id, new.sample, 0)
         if new.start > known.end:
             return known.end, True
@@ -226,7 +228,7 @@ class RunningTokens:
     def _came(self, prompt_id: str, trajectory_id: str) -> bool:
         """Whether the trajectory will have no more tokens."""
         group = self._buffer.groups[prompt_id]
-        over = group.settled or self._buffer.complete
+        over = group.settled or self._buffer.complete or trajectory_id in self._replaced
         return over or trajectory_id in group.verdicts or trajectory_id in group.aborted
 
     def _fate_of(self, stretch: Stretch) -> tuple[bool, DropReason | None]:
