@@ -122,6 +122,10 @@ async def test_ranks_have_prompts_of_their_own_and_an_unknown_rollout_is_refused
             await Trainer(client, "other").task
         with pytest.raises(ValueError, match=r"part must be \(i, n\)"):
             await Trainer(client, "r", part=(2, 2)).task
+        with pytest.raises(treadle.TreadleError, match="min_tokens"):
+            await Trainer(client, "r", min_tokens=-1).task
+        with pytest.raises(ValueError, match="stream_tokens must be >= 0, is -1"):
+            await client.rollout(prompts, agent, stream_tokens=-1)
 
 
 async def test_what_a_service_has_forgotten_is_pushed_again_and_one_without_the_call_is_no_harm() -> None:

@@ -230,6 +230,8 @@ class Client:
         count = part[1]
         if count > 1 and not rollout_id:
             raise ValueError("part needs rollout_id=...: the name by which the other processes find the rollout")
+        if stream_tokens < 0:
+            raise ValueError(f"stream_tokens must be >= 0, is {stream_tokens}; 0 streams none")
         arguments = RolloutArguments.of(
             agent,
             samples_per_prompt=samples_per_prompt,
