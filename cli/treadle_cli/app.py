@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markdown import Markdown
+from typer.core import TyperCommand
 
 from treadle_cli import exits
 from treadle_cli.authority import DEFAULT_DAYS, DEFAULT_TENANT, make_certificates
@@ -31,7 +32,6 @@ DEFAULT_OUT = Path("runs")
 # Sixteen times the papers' cluster: beyond, a simulation takes longer than anyone waits, and then the memory.
 MOST_GPUS, MOST_SLOTS = 1_024, 4_096
 PASS_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": False}
-PASS_ALL = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(predictor_commands, name="predictor")
@@ -194,8 +194,16 @@ def rollout(
     exits.run(lambda _: run_attached(scheduler, nats_url, tokenizer, work, new_run_folder(out_folder), out))
 
 
+class _Untouched(TyperCommand):
+    """A command that has its arguments as they were given: click would keep the first "--" for itself."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = list(args)
+        return args
+
+
 # All arguments, --help too, are for the command of the distribution treadle-bench.
-@app.command(context_settings=PASS_ALL, add_help_option=False)
+@app.command(cls=_Untouched, add_help_option=False)
 def bench(ctx: typer.Context) -> None:
     """Measure a figure on this machine. Needs the distribution treadle-bench: pip install ./bench"""
     commands = entry_points(group="treadle.commands", name="bench")

@@ -24,3 +24,8 @@ def test_without_the_distribution_the_command_says_how_to_install_it(
     assert done.output.startswith("treadle: ")
     assert "pip install ./bench" in done.output
     assert done.output.count("\n") == 1
+
+
+def test_flags_of_sglang_reach_the_bench_behind_two_dashes() -> None:
+    done = CliRunner().invoke(command_line.app, ["bench", "nothing", "--", "--stream-interval", "16"])
+    assert done.exit_code == 2 and "there is no bench 'nothing'" in done.output
