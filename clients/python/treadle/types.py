@@ -169,9 +169,12 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class RunningTokens:
-    """Tokens of a trajectory that still runs, the first at place `start_token`: where that is before the end of what
-    came, these take the place of what came from there on. tokens, loss_mask, logprobs: equally long. version_spans:
-    over indexes of the trajectory's tokens."""
+    """Tokens of a trajectory that still runs.
+
+    The first one has place `start_token` in the trajectory. Where that is before the end of what has come so far,
+    forget what has come from this place on: these tokens replace it. tokens, loss_mask, logprobs: equally long.
+    version_spans: over indexes of the trajectory's tokens.
+    """
 
     trajectory_id: str
     prompt_id: str
@@ -185,8 +188,10 @@ class RunningTokens:
 
 @dataclass(frozen=True)
 class TrajectoryEnded:
-    """A trajectory of which no more running tokens come. kept: it will be in a batch, unless it grows too old;
-    drop_reason: else."""
+    """No more tokens of this trajectory come before its batch.
+
+    kept: it will be in a batch, unless it grows too old first. drop_reason: why it is not kept; empty where it is.
+    """
 
     trajectory_id: str
     prompt_id: str

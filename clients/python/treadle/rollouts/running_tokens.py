@@ -48,7 +48,7 @@ async def pushing(mesh: Mesh, trajectory: Trajectory, least_tokens: int) -> Asyn
 
 
 class _Push:
-    """One trajectory's. Invariant: the service has `_sent` tokens or more, or a push brings them at this moment."""
+    """Pushes the tokens of one trajectory. The service has `_sent` of them or more, or a push brings them just now."""
 
     def __init__(self, mesh: Mesh, trajectory: Trajectory, least_tokens: int) -> None:
         self._mesh, self._trajectory, self._least_tokens = mesh, trajectory, least_tokens
