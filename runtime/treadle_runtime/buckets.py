@@ -1,8 +1,11 @@
-"""Name the keys of a JetStream bucket, read it whole, remove what deleted keys have left, and reserve its room."""
+"""Name the keys of a JetStream bucket, read it whole, remove what deleted keys have left, reserve its room, and
+wait for answers about it."""
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar
 
 import nats.errors
 import nats.js.errors
@@ -10,6 +13,8 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, Header
 from nats.js.kv import KV_DEL, KV_MARKER_REASON, KV_OP, KV_PURGE, KeyValue
 
 from treadle_runtime.errors import StartError
+
+R = TypeVar("R")
 
 WRONG_LAST_SEQUENCE = frozenset({10071, 10164})  # err_codes of JetStream: a write did not find what it expects
 # The subject that Nats-Expected-Last-Subject-Sequence speaks of, where it is not the message's own.
@@ -22,6 +27,7 @@ CONSUMER_KEPT_S = 30.0  # the server forgets the reader of a bucket this long af
 NO_STORAGE, NO_CLUSTER, NO_PEERS = 10047, 10074, 10005
 PEERS_TIMEOUT_S, PEERS_PAUSE_S = 20.0, 0.2  # for the servers of a cluster to see each other
 MOST_READS = 3  # of a bucket, where the connection loses messages
+ASKED_FOR_S = 30.0  # how long a request goes on being repeated: the server's disk or cores may be busy
 
 _KEY_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-/")
 
@@ -34,6 +40,18 @@ def kv_key(*parts: str) -> str:
         else "".join(char if char in _KEY_CHARS else "".join(f"={byte:02X}" for byte in char.encode()) for char in part)
         for part in parts
     )
+
+
+async def until_answered(ask: Callable[[], Awaitable[R]]) -> R:
+    """Ask JetStream for what does no harm when it is asked for twice, again while no answer comes: a service must not
+    end at its start because one answer came late. Raises nats.errors.TimeoutError after ASKED_FOR_S."""
+    ends_at = time.monotonic() + ASKED_FOR_S
+    while True:
+        try:
+            return await ask()
+        except nats.errors.TimeoutError:
+            if time.monotonic() > ends_at:
+                raise
 
 
 async def entries_of(bucket: KeyValue, *, keys_only: bool = False) -> list[KeyValue.Entry]:
@@ -60,7 +78,7 @@ async def purge_markers(bucket: KeyValue) -> None:
 
 async def _all_entries(bucket: KeyValue, keys_only: bool) -> list[KeyValue.Entry]:
     for _ in range(MOST_READS):
-        entries = await _read_bucket(bucket, keys_only)
+        entries = await until_answered(partial(_read_bucket, bucket, keys_only))
         if entries is not None:
             return entries
     raise nats.errors.TimeoutError

@@ -29,7 +29,7 @@ from opentelemetry import propagate, trace
 from treadle.certificates import NATS_NAME, Certificates
 from treadle.telemetry.v1.facts_pb2 import Fact
 
-from treadle_runtime.buckets import NO_CLUSTER, fence_of, reserve
+from treadle_runtime.buckets import NO_CLUSTER, fence_of, reserve, until_answered
 from treadle_runtime.config import DEFAULT_FACTS_BYTES
 from treadle_runtime.errors import StartError
 from treadle_runtime.facts import STREAM, FactSubscription, Handler, stream_config, subject_of, subjects_of
@@ -146,9 +146,9 @@ class Bus:
     async def catch_up(self) -> None:
         """Wait until every subscription has handled the facts that are in the stream now: a state rebuilt by `replay`
         is then complete. Raises nats.errors.Error while NATS does not answer."""
-        last = (await self._js.stream_info(STREAM)).state.last_seq
+        last = (await until_answered(partial(self._js.stream_info, STREAM))).state.last_seq
         for subscription in self._subscriptions:
-            await subscription.catch_up(last)
+            await until_answered(partial(subscription.catch_up, last))
 
     async def key_value(
         self, bucket: str, *, ttl_s: float | None = None, max_bytes: int | None = None, oldest_go: bool = False
@@ -158,6 +158,9 @@ class Bus:
         writes beyond it or, with `oldest_go`, forgets the oldest keys. None: as it is. Raises StartError where
         JetStream has not that much left.
         """
+        return await until_answered(partial(self._key_value, bucket, ttl_s, max_bytes, oldest_go))
+
+    async def _key_value(self, bucket: str, ttl_s: float | None, max_bytes: int | None, oldest_go: bool) -> KeyValue:
         store = await self._open_bucket(bucket, ttl_s)
         config = (await self._js.stream_info(store._stream)).config
         wanted = config.evolve()

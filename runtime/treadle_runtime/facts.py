@@ -15,7 +15,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import cache, reduce
+from functools import cache, partial, reduce
 
 import nats.errors
 import nats.js.errors
@@ -28,6 +28,8 @@ from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, DiscardPolicy, StorageType, StreamConfig
 from opentelemetry import propagate, trace
 from treadle.telemetry.v1.facts_pb2 import Fact
+
+from treadle_runtime.buckets import until_answered
 
 log = structlog.get_logger()
 
@@ -151,11 +153,11 @@ class FactSubscription:
 
     async def start(self) -> None:
         """Continue with the durable consumer of an earlier process, or subscribe and then make a consumer."""
-        info = await self._js.stream_info(STREAM)
+        info = await until_answered(partial(self._js.stream_info, STREAM))
         self._stream_created = info.created
         # First, since a process that hangs still listens there, and would get all that is sent again.
         await self._client.subscribe(self._deliver_subject, cb=self._on_message)
-        if not await self._adopt():
+        if not await until_answered(self._adopt):
             if not self._replay:
                 # From here on, also if the consumer is lost before the first fact.
                 self._next_sequence = info.state.last_seq + 1
@@ -200,7 +202,7 @@ class FactSubscription:
             config.deliver_policy = DeliverPolicy.BY_START_SEQUENCE
             config.opt_start_seq = min(self._open_sequences, default=self._next_sequence)
         self._open_sequences.clear()
-        await self._js.add_consumer(STREAM, config)
+        await until_answered(partial(self._js.add_consumer, STREAM, config))
 
     async def _adopt(self) -> bool:
         """Continue with the durable consumer of an earlier process; False where there is none."""

@@ -1,6 +1,8 @@
 """The bus against a real nats-server: nothing accepted is lost, nothing is handled twice."""
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import nats.js.errors
@@ -9,7 +11,7 @@ from support.conditions import until
 from support.nats_server import NatsServer
 from treadle.telemetry.v1.facts_pb2 import EngineLost, Fact, StepFinished, StepRef
 from treadle_runtime.buckets import entries_of
-from treadle_runtime.bus import Bus, open_bus
+from treadle_runtime.bus import ANSWER_TIMEOUT_S, Bus, open_bus
 from treadle_runtime.errors import StartError
 from treadle_runtime.facts import STREAM, make_fact
 
@@ -63,6 +65,26 @@ async def test_a_fact_published_twice_is_handled_once(nats_url: str) -> None:
         await bus.publish(lost("last"))
         await until(lambda: "last" in ear.heard)
     assert ear.heard == ["once", "last"]
+
+
+async def test_a_server_that_answers_late_does_not_end_a_service_at_its_start(tmp_path: Path) -> None:
+    """nats-server stands still for longer than one request waits, as on a machine that has too much to do."""
+    server, ear = NatsServer(tmp_path), Ear()
+    server.start()
+    try:
+        async with open_bus(server.url, "a") as bus:
+            os.kill(server.pid, signal.SIGSTOP)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(bus.subscribe([], ear, durable="a"))
+                bucket = group.create_task(bus.key_value("late"))
+                await asyncio.sleep(1.5 * ANSWER_TIMEOUT_S)
+                os.kill(server.pid, signal.SIGCONT)
+            await bus.publish(lost("0"))
+            await bucket.result().put("key", b"value")
+            await until(lambda: ear.heard == ["0"])
+            assert [entry.value for entry in await entries_of(bucket.result())] == [b"value"]
+    finally:
+        server.kill()
 
 
 async def test_without_replay_a_subscriber_hears_what_comes_with_it_what_came(bus: Bus) -> None:

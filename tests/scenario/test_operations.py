@@ -35,6 +35,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[SecureMesh]:
         yield mesh
 
 
+@pytest.mark.timeout(400)  # eight processes start one after the other, with a worker of other tests beside them
 async def test_every_process_restarts_in_the_midst_of_a_rollout_and_nothing_is_lost(mesh: SecureMesh) -> None:
     """As an upgrade does it: SIGTERM, its drain, and the next process at the same address."""
     restarted: list[str] = []
@@ -67,7 +68,7 @@ async def test_every_process_restarts_in_the_midst_of_a_rollout_and_nothing_is_l
         rounds = 0
         while not upgrade.done() or not rounds:
             result = await client.rollout(prompts, agent, samples_per_prompt=SAMPLES)
-            assert [each.outcome for each in result.trajectories] == ["finished"] * PROMPTS * SAMPLES
+            assert {(each.outcome, each.error) for each in result.trajectories} == {("finished", "")}
             batch = await client.get_batch(result.rollout_id, max_groups=PROMPTS, weight_version=0)
             assert sorted(len(each.trajectories) for each in batch.groups) == [SAMPLES] * PROMPTS
             rounds += 1
