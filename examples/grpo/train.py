@@ -31,7 +31,7 @@ from treadle.training import group_advantages, measure_drift, measure_staleness,
 
 LONGEST_ANSWER = 512  # tokens; with the prompt less than a row
 EVALUATION_SEED = 1_000_000  # of held-out questions
-OVERSAMPLING = 1.5
+OVERSAMPLING = 1.25  # each trajectory costs the mesh CPU, which is a third of what a rollout costs here
 TOKEN_INTERVAL_S = 0.5  # nobody watches, and the streams of 200 trajectories share the cores with the engines
 
 
