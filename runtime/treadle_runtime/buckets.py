@@ -1,5 +1,4 @@
-"""Name the keys of a JetStream bucket, read it whole, remove what deleted keys have left, reserve its room, and
-wait for answers about it."""
+"""Open a JetStream bucket, name its keys, read it whole, remove what deleted keys have left, reserve its room."""
 
 import asyncio
 import time
@@ -9,7 +8,8 @@ from typing import TypeVar
 
 import nats.errors
 import nats.js.errors
-from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, Header
+from nats.js import JetStreamContext
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, DiscardPolicy, Header, KeyValueConfig, StorageType
 from nats.js.kv import KV_DEL, KV_MARKER_REASON, KV_OP, KV_PURGE, KeyValue
 
 from treadle_runtime.errors import StartError
@@ -52,6 +52,41 @@ async def until_answered(ask: Callable[[], Awaitable[R]]) -> R:
         except nats.errors.TimeoutError:
             if time.monotonic() > ends_at:
                 raise
+
+
+async def open_bucket(
+    js: JetStreamContext,
+    bucket: str,
+    *,
+    ttl_s: float | None,
+    max_bytes: int | None,
+    oldest_go: bool,
+    replicas: int | None,
+) -> KeyValue:
+    """See Bus.key_value."""
+    store = await _open_or_make(js, bucket, ttl_s)
+    config = (await js.stream_info(store._stream)).config
+    wanted = config.evolve()
+    if replicas is not None:
+        # A server that is behind the others may answer a direct read, and a leader would read an old lease.
+        wanted = wanted.evolve(num_replicas=replicas, allow_direct=replicas == 1)
+    if max_bytes is not None:
+        wanted = wanted.evolve(max_bytes=max_bytes, discard=DiscardPolicy.OLD if oldest_go else DiscardPolicy.NEW)
+    if wanted != config:
+        await reserve(f"{max_bytes} bytes for bucket {bucket}", replicas, partial(js.update_stream, wanted))
+        store = await js.key_value(bucket)
+    return store
+
+
+async def _open_or_make(js: JetStreamContext, bucket: str, ttl_s: float | None) -> KeyValue:
+    try:
+        return await js.key_value(bucket)
+    except nats.js.errors.NotFoundError:
+        config = KeyValueConfig(bucket=bucket, ttl=ttl_s, storage=StorageType.FILE, direct=True)
+    try:
+        return await js.create_key_value(config)
+    except nats.js.errors.BadRequestError:  # another process made it first, with other settings
+        return await js.key_value(bucket)
 
 
 async def entries_of(bucket: KeyValue, *, keys_only: bool = False) -> list[KeyValue.Entry]:

@@ -23,13 +23,13 @@ import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
-from nats.js.api import DiscardPolicy, KeyValueConfig, PubAck, StorageType
+from nats.js.api import PubAck
 from nats.js.kv import KV_DEL, KV_OP, KeyValue
 from opentelemetry import propagate, trace
 from treadle.certificates import NATS_NAME, Certificates
 from treadle.telemetry.v1.facts_pb2 import Fact
 
-from treadle_runtime.buckets import NO_CLUSTER, fence_of, reserve, until_answered
+from treadle_runtime.buckets import NO_CLUSTER, fence_of, open_bucket, reserve, until_answered
 from treadle_runtime.config import DEFAULT_FACTS_BYTES
 from treadle_runtime.errors import StartError
 from treadle_runtime.facts import STREAM, FactSubscription, Handler, stream_config, subject_of, subjects_of
@@ -158,32 +158,8 @@ class Bus:
         writes beyond it or, with `oldest_go`, forgets the oldest keys. None: as it is. Raises StartError where
         JetStream has not that much left.
         """
-        return await until_answered(partial(self._key_value, bucket, ttl_s, max_bytes, oldest_go))
-
-    async def _key_value(self, bucket: str, ttl_s: float | None, max_bytes: int | None, oldest_go: bool) -> KeyValue:
-        store = await self._open_bucket(bucket, ttl_s)
-        config = (await self._js.stream_info(store._stream)).config
-        wanted = config.evolve()
-        if self._replicas is not None:
-            # A server that is behind the others may answer a direct read, and a leader would read an old lease.
-            wanted = wanted.evolve(num_replicas=self._replicas, allow_direct=self._replicas == 1)
-        if max_bytes is not None:
-            wanted = wanted.evolve(max_bytes=max_bytes, discard=DiscardPolicy.OLD if oldest_go else DiscardPolicy.NEW)
-        if wanted != config:
-            what = f"{max_bytes} bytes for bucket {bucket}"
-            await reserve(what, self._replicas, partial(self._js.update_stream, wanted))
-            store = await self._js.key_value(bucket)
-        return store
-
-    async def _open_bucket(self, bucket: str, ttl_s: float | None) -> KeyValue:
-        try:
-            return await self._js.key_value(bucket)
-        except nats.js.errors.NotFoundError:
-            config = KeyValueConfig(bucket=bucket, ttl=ttl_s, storage=StorageType.FILE, direct=True)
-        try:
-            return await self._js.create_key_value(config)
-        except nats.js.errors.BadRequestError:  # another process made it first, with other settings
-            return await self._js.key_value(bucket)
+        how = partial(open_bucket, ttl_s=ttl_s, max_bytes=max_bytes, oldest_go=oldest_go, replicas=self._replicas)
+        return await until_answered(partial(how, self._js, bucket))
 
     async def write_entries(
         self, bucket: str, values: Mapping[str, bytes | None], *, fence: tuple[str, int] | None = None

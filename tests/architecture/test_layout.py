@@ -17,7 +17,7 @@ BUDGETS = {
     "core": (12_690, 72),
     "examples": (730, 6),
     "learned": (2_170, 15),
-    "runtime": (3_140, 18),
+    "runtime": (3_170, 18),
     "scripts": (460, 3),
     "services/migrator": (860, 9),
     "services/placement": (290, 7),
@@ -28,7 +28,7 @@ BUDGETS = {
     "services/tools": (10_090, 68),
     "sim": (7_180, 43),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 69_500, 449, 45_980
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 69_540, 449, 46_000
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 
