@@ -76,7 +76,7 @@ class Service:
         self._now_s = now_s
         self.store.log.clear()
         if isinstance(event, ev.StepRequested):
-            step = self._driver.request_step(event, None)
+            step = self._driver.request_step(event, None, lambda ticket: ticket)
             self._steps[event.trajectory_id] = asyncio.create_task(step)
             await asyncio.sleep(0)  # as far as the controller's answer; the ticket may come much later
         elif isinstance(event, TOLD):

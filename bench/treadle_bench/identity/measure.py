@@ -27,7 +27,7 @@ from treadle_bench.processes import run_mesh
 
 MS = 1000.0
 TURN = 32  # tickets
-TURNS = 10  # of each mesh, a repeat
+TURNS = 40  # of each mesh, a repeat; one takes half a second, and its median varies by a tenth
 STEPS = 3  # of each mesh, a repeat
 PROMPT = list(range(1000, 1128))
 OUTPUT_TOKENS = 32  # about 2 s on one core

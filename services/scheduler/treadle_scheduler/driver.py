@@ -47,6 +47,10 @@ BATCH_INTERVAL_S = 0.003
 LAST_SETTLE_S = 2.0
 PURGE_S = 600  # deleted keys leave markers; they are purged this often, and nothing depends on it
 
+# Turns of the event loop after which a write has left for NATS, by NATS' own task that sends.
+TURNS_TO_SEND = 4
+
+A = TypeVar("A")
 R = TypeVar("R")
 
 
@@ -241,10 +245,12 @@ class Driver:
         """
         await self._store.settle({*self.handle(event), *keys})
 
-    async def request_step(self, event: StepRequested, timeout_s: float | None) -> TicketRecord:
-        """Handle a request for a ticket and return the ticket once it is stored.
+    async def request_step(
+        self, event: StepRequested, timeout_s: float | None, answer: Callable[[TicketRecord], A]
+    ) -> A:
+        """Handle a request for a ticket; return what `answer` makes of it, while NATS stores it, once it is stored.
 
-        Waits at most `timeout_s` seconds for it (None: HOLD_S). Raises Refusal, StepHeld, NotLeader and
+        Waits at most `timeout_s` seconds for the ticket (None: HOLD_S). Raises Refusal, StepHeld, NotLeader and
         nats.errors.Error.
         """
         issued: asyncio.Future[TicketRecord] = asyncio.get_running_loop().create_future()
@@ -260,8 +266,16 @@ class Driver:
         finally:
             if self._waiting.get(event.trajectory_id) is issued:
                 del self._waiting[event.trajectory_id]
-        await self._store.settle({*touched, trajectory_key(event.trajectory_id)})
-        return ticket
+        keys = {*touched, trajectory_key(event.trajectory_id)}
+        storing = asyncio.get_running_loop().create_task(self._store.settle(keys))
+        try:
+            for _ in range(TURNS_TO_SEND):
+                await asyncio.sleep(0)
+            made = answer(ticket)
+            await storing
+        finally:
+            storing.cancel()
+        return made
 
     def hold(self, holds: bool) -> None:
         """Say whether calls may wait for a ticket. While they may not, each is answered STEP_HELD at once, as another

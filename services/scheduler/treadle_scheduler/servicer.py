@@ -5,6 +5,7 @@ from typing import Any
 
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
+from treadle_core.model import TicketRecord
 from treadle_runtime.calls import remaining_s
 from treadle_runtime.errors import identifier, optional_identifier
 from treadle_runtime.idempotency import RequestRecords, answered_once
@@ -71,7 +72,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         event = convert.step_requested(request)
         self._traces.note(event.trajectory_id)
         left_s = remaining_s()
-        record = await self._driver.request_step(event, None if left_s is None else max(0.0, left_s - ANSWER_S))
+        return await self._driver.request_step(
+            event, None if left_s is None else max(0.0, left_s - ANSWER_S), self._sealed
+        )
+
+    def _sealed(self, record: TicketRecord) -> pb.ScheduleStepResponse:
         response = pb.ScheduleStepResponse(ticket=convert.ticket_message(record))
         if self._sealer is not None:
             response.ticket.seal = self._sealer.seal(response.ticket)
