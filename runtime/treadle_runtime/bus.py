@@ -148,7 +148,7 @@ class Bus:
         is then complete. Raises nats.errors.Error while NATS does not answer."""
         last = (await until_answered(partial(self._js.stream_info, STREAM))).state.last_seq
         for subscription in self._subscriptions:
-            await until_answered(partial(subscription.catch_up, last))
+            await subscription.catch_up(last)
 
     async def key_value(
         self, bucket: str, *, ttl_s: float | None = None, max_bytes: int | None = None, oldest_go: bool = False

@@ -185,7 +185,7 @@ class FactSubscription:
     async def catch_up(self, sequence: int) -> None:
         """Wait until all facts up to this sequence of the stream are handled or given up. Raises nats.errors.Error."""
         while True:
-            info = await self._js.consumer_info(STREAM, self._name)
+            info = await until_answered(partial(self._js.consumer_info, STREAM, self._name))
             waiting = (info.num_pending or 0) + (info.num_ack_pending or 0)
             done = info.ack_floor.stream_seq if info.ack_floor is not None else 0
             if not waiting or done >= sequence:
