@@ -138,7 +138,7 @@ async def break_off(mesh: FakeMesh, t: treadle.Trajectory) -> None:
 
 async def cancel_the_reader(mesh: FakeMesh, t: treadle.Trajectory) -> None:
     reading = asyncio.ensure_future(generate(t, COUNT))
-    await until(mesh.engines["e0"].holding.is_set)
+    await until(lambda: len(t.tokens_from(0, COUNT)[0]) == len(PROMPT) + 2)  # the reader has them, not the engine only
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reading
@@ -146,7 +146,7 @@ async def cancel_the_reader(mesh: FakeMesh, t: treadle.Trajectory) -> None:
 
 async def close_from_another_task(mesh: FakeMesh, t: treadle.Trajectory) -> None:
     reading = asyncio.ensure_future(generate(t, COUNT))
-    await until(mesh.engines["e0"].holding.is_set)
+    await until(lambda: len(t.tokens_from(0, COUNT)[0]) == len(PROMPT) + 2)  # the reader has them, not the engine only
     await t.close(outcome="cancelled")
     assert len(await reading) == 2
 
