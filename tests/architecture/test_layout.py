@@ -24,11 +24,11 @@ BUDGETS = {
     "services/predictor": (1_330, 13),
     "services/rollout": (1_790, 10),
     "services/scheduler": (2_090, 12),
-    "services/sidecar": (4_120, 26),
+    "services/sidecar": (4_130, 26),
     "services/tools": (10_090, 68),
     "sim": (7_180, 43),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 69_550, 449, 46_000
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 69_550, 449, 46_050
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 

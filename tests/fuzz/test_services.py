@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(0)]
 async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FuzzedMesh]:
     arguments = {"enable_memory_saver": True}
     async with secure_mesh(tmp_path_factory.mktemp("fuzzed"), arguments=arguments) as secure:
-        mesh = FuzzedMesh(secure)
+        mesh = FuzzedMesh(secure, await secure.sealer())
         await mesh.give_acme()
         await mesh.settle()
         yield mesh

@@ -14,10 +14,11 @@ import treadle
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
-from support.conditions import until
+from support.conditions import until, until_said
 from support.fake_sglang import expected
 from support.rpc import error_of, refused
 from support.secure_mesh import SERVICES, SecureMesh, call, rpcs, secure_mesh
+from treadle.certificates import Certificates, open_channel
 from treadle.common.v1 import access_pb2, tokens_pb2
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
 from treadle.rollout.v1 import rollout_pb2, rollout_pb2_grpc
@@ -274,6 +275,38 @@ async def test_no_engine_takes_a_ticket_that_the_scheduler_did_not_make(mesh: Se
             with refused("SEAL_REFUSED", DENIED):
                 await present(**change)
         await present()
+
+
+async def test_a_ticket_opens_its_own_engine_only_also_after_both_have_started_again(mesh: SecureMesh) -> None:
+    async with mesh.client("client-acme") as client:
+        trajectory = await client.open(prompt_id="p", sample=0, prompt=PROMPT, pinned_engine_id="e1")
+        asked = scheduler_pb2.ScheduleStepRequest(
+            request_id="kept", trajectory_id=trajectory.trajectory_id, context_tokens=len(PROMPT), max_new_tokens=4
+        )
+        async with mesh.channel("client-acme", "scheduler") as to_scheduler:
+            stub = scheduler_pb2_grpc.SchedulerServiceStub(to_scheduler)
+            ticket = (await stub.ScheduleStep(asked, timeout=TIMEOUT_S)).ticket
+        ids = tokens_pb2.TokenIds(int32_le=b"".join(token.to_bytes(4, "little") for token in PROMPT))
+        sampling = tokens_pb2.SamplingParams(max_new_tokens=4)
+        request = engine_pb2.GenerateRequest(ticket=ticket, prompt=ids, sampling=sampling)
+
+        async def present(engine_id: str) -> str:
+            """The last event, or the reason of a sidecar that is not registered yet."""
+            folder = Certificates(mesh.certificates / "client-acme")
+            async with open_channel(mesh.where.sidecars[engine_id], "sidecar", folder) as channel:
+                stream = engine_pb2_grpc.EngineServiceStub(channel).Generate(request, timeout=TIMEOUT_S)
+                try:
+                    return [event.WhichOneof("event") or "" async for event in stream][-1]
+                except grpc.aio.AioRpcError as error:
+                    if (reason := error_of(error)[1]) != "ENGINE_NOT_REGISTERED":
+                        raise
+                    return reason
+
+        with refused("SEAL_REFUSED", DENIED):
+            await present("e0")
+        for name in ("scheduler", "e1"):
+            await mesh.restart(name)
+        assert await until_said(partial(present, "e1"), lambda said: said != "ENGINE_NOT_REGISTERED") == "finished"
 
 
 async def test_new_certificates_are_taken_while_calls_run(mesh: SecureMesh) -> None:

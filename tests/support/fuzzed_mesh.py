@@ -21,7 +21,6 @@ from support.finished_trajectories import finished
 from support.hostile_messages import YEAR_2100_S, Request, Words, fill, messages_in
 from support.rpc import DETAILS_KEY, error_of
 from support.secure_mesh import SERVICES, SecureMesh, rpcs
-from treadle.certificates import Certificates
 from treadle.common.v1.ticket_pb2 import Ticket
 from treadle.common.v1.tokens_pb2 import SamplingParams, TokenIds
 from treadle.engine.v1 import engine_pb2 as engine
@@ -205,11 +204,11 @@ class FuzzedMesh:
     Beta sends the hostile requests; what acme has holds a secret, and half of its names are secrets too.
     """
 
-    def __init__(self, mesh: SecureMesh) -> None:
+    def __init__(self, mesh: SecureMesh, sealer: Sealer) -> None:
         self._answered: Counter[tuple[str, str]] = Counter()
         self._mesh = mesh
         self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
-        self._sealer = Sealer(Certificates(mesh.certificates / "scheduler"))
+        self._sealer = sealer
         self._names: dict[str, str] = {"<e0>": mesh.where.sidecars["e0"], "<e1>": mesh.where.sidecars["e1"]}
         self._secrets = [SECRET]
         self._acme_job = ""
@@ -414,7 +413,7 @@ class FuzzedMesh:
             ticket_id=f"{TENANT}::{_fresh()}", trajectory_id=f"{TENANT}::{_fresh()}", engine_id="e0",
             expires_at=Timestamp(seconds=YEAR_2100_S),
         )  # fmt: skip
-        ticket.seal = self._sealer.seal(ticket)
+        self._sealer.seal(ticket)
         sampling = SamplingParams(max_new_tokens=4, temperature=0.0)
         request = engine.GenerateRequest(ticket=ticket, prompt=TOKENS, sampling=sampling)
         rpc = PATHS[request.DESCRIPTOR.full_name]
@@ -444,7 +443,7 @@ class FuzzedMesh:
             with suppress(PermissionDenied):  # a name of another tenant, which the scheduler would not seal
                 for own in owned_names(ticket.DESCRIPTOR):
                     own(ticket, TENANT, "")
-                ticket.seal = self._sealer.seal(ticket)
+                self._sealer.seal(ticket)
         data = message.SerializeToString()
         return request.damage(data) if request.damage else data
 

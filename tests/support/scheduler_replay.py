@@ -52,7 +52,7 @@ class Service:
         self.controller = controller
         self._now_s = 0.0  # what time it was in the recording
         self._steps: dict[str, asyncio.Task[TicketRecord]] = {}
-        self._driver = Driver(controller, store, mesh.epoch_s, lambda: self._now_s, self._sent)
+        self._driver = Driver(controller, store, mesh, lambda: self._now_s, self._sent)
 
     @classmethod
     async def start(cls, bus: Bus, now_s: float) -> "Service":
@@ -76,7 +76,7 @@ class Service:
         self._now_s = now_s
         self.store.log.clear()
         if isinstance(event, ev.StepRequested):
-            step = self._driver.request_step(event, None, lambda ticket: ticket)
+            step = self._driver.request_step(event, None)
             self._steps[event.trajectory_id] = asyncio.create_task(step)
             await asyncio.sleep(0)  # as far as the controller's answer; the ticket may come much later
         elif isinstance(event, TOLD):

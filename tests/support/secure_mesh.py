@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import grpc.aio
+import nats
 import treadle
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
@@ -16,11 +17,14 @@ from google.protobuf.message_factory import GetMessageClass
 from support.conditions import until_said
 from support.fake_sglang import FakeSglang, fake_sglang
 from support.mesh_in_process import QUICK
-from treadle.certificates import Certificates, open_channel
+from treadle.certificates import NATS_NAME, Certificates, open_channel
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from treadle_cli.authority import make_certificates
 from treadle_cli.mesh.processes import ProcessTree
 from treadle_cli.mesh.services import Addresses, ControlPlane, choose_addresses
+from treadle_runtime.identity.seals import Sealer
+from treadle_scheduler.driver import POLICY_KEY, MeshRecord, decode
+from treadle_scheduler.lease import BUCKET
 
 SERVICES = {  # of the protos, and who answers
     "treadle.engine.v1.EngineService": "sidecar",
@@ -78,6 +82,19 @@ class SecureMesh:
         """A service, or the sidecar of an engine: SIGTERM, its drain, and the next process at the same address."""
         await self.tree.stop([self.plane.child(f"sidecar-{name}" if name in self.engines else name)])
         await (self.start_sidecar(name) if name in self.engines else self.plane.start_service(name))
+
+    async def sealer(self) -> Sealer:
+        """Seals as the scheduler does, with the key that it keeps in its bucket."""
+        context = Certificates(self.certificates / "scheduler").context()
+        tls = {"tls": context, "tls_hostname": NATS_NAME, "tls_handshake_first": True}
+        client = await nats.connect(self.plane.nats_url, inbox_prefix="_INBOX.treadle-scheduler", **tls)
+        try:
+            bucket = await client.jetstream().key_value(BUCKET)
+            stored = (await bucket.get(POLICY_KEY)).value
+        finally:
+            await client.close()
+        assert stored is not None
+        return Sealer(bytes.fromhex(decode(MeshRecord, stored).ticket_key))
 
     async def registered(self) -> list[str]:
         """The engines that the scheduler knows."""

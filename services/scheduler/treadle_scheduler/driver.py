@@ -14,7 +14,7 @@ older one stored and the other way round.
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NewType, TypeVar, cast
 
 import nats.errors
@@ -47,10 +47,6 @@ BATCH_INTERVAL_S = 0.003
 LAST_SETTLE_S = 2.0
 PURGE_S = 600  # deleted keys leave markers; they are purged this often, and nothing depends on it
 
-# Turns of the event loop after which a write has left for NATS, by NATS' own task that sends.
-TURNS_TO_SEND = 4
-
-A = TypeVar("A")
 R = TypeVar("R")
 
 
@@ -68,12 +64,13 @@ class CorruptRecord(Exception):  # noqa: N818 - named as what was found
 
 @dataclass(frozen=True, slots=True)
 class MeshRecord:
-    """What holds for the mesh: the policy of new trajectories, when it first started (`epoch_s`, Unix time), and the
-    weights that all engines are to serve."""
+    """What holds for the mesh: the policy of new trajectories, when it first started (`epoch_s`, Unix time), the
+    weights that all engines are to serve, and what tickets are sealed with (`ticket_key`, in hex)."""
 
     policy: Policy
     epoch_s: float
     weights: WeightsRecord | None = None
+    ticket_key: str = ""
 
 
 Record = TrajectoryRecord | EngineRecord | JobRecord | MeshRecord
@@ -214,23 +211,24 @@ class Store:
 class Driver:
     """Runs the pure controller in asyncio: passes events in and carries the returned actions out.
 
-    Owns the controller and its clock. Events are handled one at a time, because the controller never awaits; writes and
-    calls overlap. A request is answered once its state is stored and not before. `send` takes the actions that go to
-    other services; it must not block. `note` is given the actions of each event, to be counted.
+    Owns the controller, its clock and the mesh's record. Events are handled one at a time, because the controller
+    never awaits; writes and calls overlap. A request is answered once its state is stored and not before. `send`
+    takes the actions that go to other services; it must not block. `note` is given the actions of each event, to be
+    counted.
     """
 
     def __init__(
         self,
         controller: Controller,
         store: Store,
-        epoch_s: float,
+        mesh: MeshRecord,
         clock: Callable[[], float],
         send: Callable[[act.Action], None],
         note: Callable[[Sequence[act.Action]], None] = lambda _: None,
     ) -> None:
         self.controller = controller
         self._store = store
-        self._epoch_s = epoch_s
+        self.mesh = mesh
         self._clock = clock
         self._send = send
         self._note = note
@@ -245,12 +243,10 @@ class Driver:
         """
         await self._store.settle({*self.handle(event), *keys})
 
-    async def request_step(
-        self, event: StepRequested, timeout_s: float | None, answer: Callable[[TicketRecord], A]
-    ) -> A:
-        """Handle a request for a ticket; return what `answer` makes of it, while NATS stores it, once it is stored.
+    async def request_step(self, event: StepRequested, timeout_s: float | None) -> TicketRecord:
+        """Handle a request for a ticket and return the ticket once it is stored.
 
-        Waits at most `timeout_s` seconds for the ticket (None: HOLD_S). Raises Refusal, StepHeld, NotLeader and
+        Waits at most `timeout_s` seconds for it (None: HOLD_S). Raises Refusal, StepHeld, NotLeader and
         nats.errors.Error.
         """
         issued: asyncio.Future[TicketRecord] = asyncio.get_running_loop().create_future()
@@ -266,16 +262,8 @@ class Driver:
         finally:
             if self._waiting.get(event.trajectory_id) is issued:
                 del self._waiting[event.trajectory_id]
-        keys = {*touched, trajectory_key(event.trajectory_id)}
-        storing = asyncio.get_running_loop().create_task(self._store.settle(keys))
-        try:
-            for _ in range(TURNS_TO_SEND):
-                await asyncio.sleep(0)
-            made = answer(ticket)
-            await storing
-        finally:
-            storing.cancel()
-        return made
+        await self._store.settle({*touched, trajectory_key(event.trajectory_id)})
+        return ticket
 
     def hold(self, holds: bool) -> None:
         """Say whether calls may wait for a ticket. While they may not, each is answered STEP_HELD at once, as another
@@ -339,8 +327,9 @@ class Driver:
                     self._store.put(key, None)
                 case act.SavePolicy() | act.SaveWeights():
                     keys.add(POLICY_KEY)
-                    mesh = MeshRecord(self.controller.policy, self._epoch_s, self.controller.desired_weights)
-                    self._store.put(POLICY_KEY, mesh)
+                    policy, weights = self.controller.policy, self.controller.desired_weights
+                    self.mesh = replace(self.mesh, policy=policy, weights=weights)
+                    self._store.put(POLICY_KEY, self.mesh)
                 case act.IssueTicket(ticket):
                     waiting = self._waiting.get(ticket.trajectory_id)
                     if waiting is not None and not waiting.done():

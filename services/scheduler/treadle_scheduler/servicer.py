@@ -5,7 +5,6 @@ from typing import Any
 
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
-from treadle_core.model import TicketRecord
 from treadle_runtime.calls import remaining_s
 from treadle_runtime.errors import identifier, optional_identifier
 from treadle_runtime.idempotency import RequestRecords, answered_once
@@ -25,17 +24,18 @@ ANSWER_S = 0.2  # of a call's time, kept to answer STEP_HELD before the deadline
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     """The core's refusals pass through; `wire.py` maps them to gRPC errors. `serve` comes before the first call;
-    `has_state` says whether it has. sealer: of tickets; None in plaintext."""
+    `has_state` says whether it has."""
 
     records: RequestRecords
 
-    def __init__(self, settings: SchedulerSettings, sealer: Sealer | None, traces: Traces) -> None:
-        self._settings, self._sealer, self._traces = settings, sealer, traces
+    def __init__(self, settings: SchedulerSettings, traces: Traces) -> None:
+        self._settings, self._traces = settings, traces
         self.has_state = False
 
-    def serve(self, driver: Driver, records: RequestRecords) -> None:
-        """Answer from this driver's state, which is read when the process begins to lead."""
-        self._driver, self._controller, self.records = driver, driver.controller, records
+    def serve(self, driver: Driver, records: RequestRecords, sealer: Sealer | None) -> None:
+        """Answer from this driver's state, which is read when the process begins to lead. sealer: of tickets; None in
+        plaintext."""
+        self._driver, self._controller, self.records, self._sealer = driver, driver.controller, records, sealer
         self.has_state = True
 
     async def OpenJob(self, request: pb.OpenJobRequest, context: Any) -> pb.OpenJobResponse:
@@ -72,14 +72,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         event = convert.step_requested(request)
         self._traces.note(event.trajectory_id)
         left_s = remaining_s()
-        return await self._driver.request_step(
-            event, None if left_s is None else max(0.0, left_s - ANSWER_S), self._sealed
-        )
-
-    def _sealed(self, record: TicketRecord) -> pb.ScheduleStepResponse:
+        record = await self._driver.request_step(event, None if left_s is None else max(0.0, left_s - ANSWER_S))
         response = pb.ScheduleStepResponse(ticket=convert.ticket_message(record))
         if self._sealer is not None:
-            response.ticket.seal = self._sealer.seal(response.ticket)
+            self._sealer.seal(response.ticket)
         return response
 
     async def CloseTrajectory(self, request: pb.CloseTrajectoryRequest, context: Any) -> pb.CloseTrajectoryResponse:
@@ -122,7 +118,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         await self._driver.request(event, engine_key(event.spec.engine_id))
         record = self._controller.engine(event.spec.engine_id)
         assert record is not None, "it has just been registered"
-        return pb.RegisterEngineResponse(lease_id=record.lease_id, lease_ttl=duration(self._settings.lease_ttl_s))
+        key = b"" if self._sealer is None else self._sealer.key_of(event.spec.engine_id)
+        ttl = duration(self._settings.lease_ttl_s)
+        return pb.RegisterEngineResponse(lease_id=record.lease_id, lease_ttl=ttl, ticket_key=key)
 
     async def RenewEngineLease(self, request: pb.RenewEngineLeaseRequest, context: Any) -> pb.RenewEngineLeaseResponse:
         await self._driver.request(convert.lease_renewed(request))

@@ -4,8 +4,9 @@ A process that does not lead serves nothing and knows nothing: it reads the stat
 """
 
 import asyncio
+import secrets
 from collections.abc import Callable, Coroutine
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, cast
 
@@ -47,6 +48,7 @@ DURABLE = "scheduler"
 RETRY_NO_ENGINE_S = 0.5
 # A client that asks again is held again, so that the pause only spares the network.
 RETRY_HELD_S = 0.01
+KEY_BYTES = 32  # of what tickets are sealed with: as long as a seal
 RETRY_NOT_LEADER_S = 0.1  # a channel that follows health does not come here; another process leads within seconds
 
 
@@ -81,7 +83,7 @@ async def wire(runtime: Runtime) -> Wiring:
     settings = cast(SchedulerSettings, runtime.settings)
     lease = await Lease.open(runtime.bus, settings.leader_ttl_s)
     traces = Traces(runtime.tracing)
-    servicer = SchedulerServicer(settings, Sealer(runtime.certificates) if runtime.certificates else None, traces)
+    servicer = SchedulerServicer(settings, traces)
 
     async def admit() -> None:
         if not servicer.has_state:
@@ -99,7 +101,8 @@ async def wire(runtime: Runtime) -> Wiring:
             async with asyncio.TaskGroup() as group:
                 group.create_task(lease.keep())
                 driver, tasks = await restore(runtime, store, traces)
-                servicer.serve(driver, await RequestRecords.open(runtime.bus, settings.service))
+                sealer = Sealer(bytes.fromhex(driver.mesh.ticket_key)) if runtime.certificates else None
+                servicer.serve(driver, await RequestRecords.open(runtime.bus, settings.service), sealer)
                 for task in tasks:
                     group.create_task(task())
                 while not runtime.stopping.is_set():
@@ -136,8 +139,9 @@ async def restore(
     settings = cast(SchedulerSettings, runtime.settings)
     clock = steady_clock()
     trajectories, engines, jobs, mesh = await store.load()
-    if mesh is None:
-        mesh = MeshRecord(TREADLE_POLICY, epoch_s=clock())
+    if mesh is None or not mesh.ticket_key:
+        mesh = mesh or MeshRecord(TREADLE_POLICY, epoch_s=clock())
+        mesh = replace(mesh, ticket_key=secrets.token_hex(KEY_BYTES))
         store.put(POLICY_KEY, mesh)
         await store.settle([POLICY_KEY])
     controller = Controller(mesh.policy, tuning_of(settings), mesh.epoch_s)
@@ -145,7 +149,7 @@ async def restore(
     log.info("restored", trajectories=len(trajectories), engines=len(engines), jobs=len(jobs))
     meters = Meters(runtime.metrics)
     outbound = Outbound(settings, runtime.bus, runtime.channel, store.lease.until_held, meters, traces)
-    driver = Driver(controller, store, mesh.epoch_s, clock, outbound.send, meters.record)
+    driver = Driver(controller, store, mesh, clock, outbound.send, meters.record)
     outbound.handle = driver.handle
     meters.watch(controller, lambda: driver.held_calls)
     driver.carry_out(restored)

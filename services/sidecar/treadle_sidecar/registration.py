@@ -14,6 +14,7 @@ import structlog
 from treadle.connection import finish
 from treadle.engine.v1.engine_pb2 import DecodeCurve, EngineInfo, Load
 from treadle.scheduler.v1 import scheduler_pb2
+from treadle_runtime.identity.seals import SealCheck
 from treadle_runtime.times import seconds
 
 from treadle_sidecar.engine.watch import EngineWatch
@@ -31,7 +32,8 @@ RENEWALS_PER_TTL = 3  # two may be lost before the lease runs out
 @dataclass(eq=False)
 class Registration:
     """`info`, `load` and `curve` are called when they are sent; `stopping` is set when the drain begins. measured: set
-    once the engine need not wait for its decode curve any more."""
+    once the engine need not wait for its decode curve any more. seals: that get the key of the engine; None in
+    plaintext."""
 
     scheduler: "SchedulerServiceAsyncStub"
     watch: EngineWatch
@@ -40,6 +42,7 @@ class Registration:
     curve: Callable[[], DecodeCurve | None]
     measured: asyncio.Event
     stopping: asyncio.Event
+    seals: SealCheck | None
 
     async def run(self) -> None:
         """Background task: until the drain; then the engine has been deregistered."""
@@ -51,6 +54,8 @@ class Registration:
                 info = await self.info()
                 request = scheduler_pb2.RegisterEngineRequest(request_id=uuid.uuid4().hex, info=info)
                 lease = await self.scheduler.RegisterEngine(request, timeout=CALL_TIMEOUT_S)
+                if self.seals is not None:
+                    self.seals.key = lease.ticket_key
                 log.info("engine registered", engine_id=info.engine_id, lease_id=lease.lease_id)
                 await self._hold(info.engine_id, lease)
             except grpc.aio.AioRpcError as error:

@@ -27,7 +27,7 @@ DEFAULT_WATCH_S = 1.0
 
 class TicketBook:
     """Accepts each ticket of one engine once: used ones are remembered until they expire. Times are Unix seconds.
-    seals: of the scheduler; None in plaintext."""
+    seals: of this engine; None in plaintext."""
 
     def __init__(self, engine_id: str, seals: SealCheck | None) -> None:
         self._engine_id, self._seals = engine_id, seals
@@ -35,7 +35,8 @@ class TicketBook:
         self._expiries: list[tuple[float, str]] = []
 
     def check(self, ticket: Ticket, expires_at: float, now: float) -> None:
-        """Raises PermissionDenied TICKET_EXPIRED, SEAL_REFUSED; FailedPrecondition TICKET_WRONG_ENGINE, TICKET_USED."""
+        """Raises PermissionDenied TICKET_EXPIRED, SEAL_REFUSED; FailedPrecondition TICKET_WRONG_ENGINE, TICKET_USED;
+        Unavailable ENGINE_NOT_REGISTERED."""
         ticket_id, engine_id = ticket.ticket_id, ticket.engine_id
         if self._seals is not None:
             self._seals.check(ticket)

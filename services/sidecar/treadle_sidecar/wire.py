@@ -86,7 +86,7 @@ async def wire(runtime: Runtime) -> Wiring:
     # Records of this engine's own: sidecars share a NATS, and the same request id may go to several of them.
     name = "".join(char if char.isalnum() or char == "-" else "_" for char in settings.engine_id)
     records = await RequestRecords.open(runtime.bus, f"sidecar_{name}")
-    seals = SealCheck(runtime.certificates, "scheduler") if runtime.certificates else None
+    seals = SealCheck() if runtime.certificates else None
     servicer = EngineServicer(runner, TicketBook(settings.engine_id, seals), prefixes, weights, records, load, info)
 
     probe = CurveProbe(engine, watch, runner, measured, settings.probe_s)
@@ -97,7 +97,7 @@ async def wire(runtime: Runtime) -> Wiring:
         tasks.append(probe.run)
     if settings.scheduler:
         scheduler = SchedulerServiceStub(runtime.follow(settings.scheduler, "scheduler"))
-        tasks.append(Registration(scheduler, watch, info, load, curve, probe.first_over, runtime.stopping).run)
+        tasks.append(Registration(scheduler, watch, info, load, curve, probe.first_over, runtime.stopping, seals).run)
     return Wiring(
         services={"treadle.engine.v1.EngineService": partial(add_EngineServiceServicer_to_server, servicer)},
         tasks=tasks,

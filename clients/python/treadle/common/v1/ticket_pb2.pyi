@@ -64,8 +64,8 @@ class Ticket(google.protobuf.message.Message):
     job_weight: builtins.float
     """of that share; 0, as from an older scheduler: 1"""
     seal: builtins.str
-    """A JSON Web Token (ES256) of the scheduler that says the other fields, with its certificate as `x5c`: a sidecar that has
-    certificates checks it alone, and refuses a ticket that was changed or made by anybody else. Empty without certificates.
+    """HMAC-SHA256 in hex of the other fields, with a key that the scheduler and the engine's sidecar alone know: the sidecar checks it
+    by itself, and refuses a ticket that was changed or made by anybody else. Empty without certificates.
     """
     @property
     def expires_at(self) -> google.protobuf.timestamp_pb2.Timestamp:

@@ -128,7 +128,8 @@ class EngineServiceServicer(object):
         """Runs one step. The stream is unbroken for the caller: preemptions show as events, never as an end; token offsets are contiguous.
         Errors: INVALID_ARGUMENT (empty prompt, bad sampling), FAILED_PRECONDITION TICKET_USED | TICKET_WRONG_ENGINE,
         PERMISSION_DENIED TICKET_EXPIRED | SEAL_REFUSED (changed, or not by the scheduler of this mesh),
-        RESOURCE_EXHAUSTED QUEUE_FULL with RetryInfo, UNAVAILABLE ENGINE_LOST (resume elsewhere with the tokens received so far).
+        RESOURCE_EXHAUSTED QUEUE_FULL with RetryInfo, UNAVAILABLE ENGINE_LOST | ENGINE_NOT_REGISTERED (resume elsewhere with the tokens
+        received so far).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -446,7 +446,8 @@ class EngineServiceStub(typing.Generic[_EngineServiceGenerateType, _EngineServic
     """Runs one step. The stream is unbroken for the caller: preemptions show as events, never as an end; token offsets are contiguous.
     Errors: INVALID_ARGUMENT (empty prompt, bad sampling), FAILED_PRECONDITION TICKET_USED | TICKET_WRONG_ENGINE,
     PERMISSION_DENIED TICKET_EXPIRED | SEAL_REFUSED (changed, or not by the scheduler of this mesh),
-    RESOURCE_EXHAUSTED QUEUE_FULL with RetryInfo, UNAVAILABLE ENGINE_LOST (resume elsewhere with the tokens received so far).
+    RESOURCE_EXHAUSTED QUEUE_FULL with RetryInfo, UNAVAILABLE ENGINE_LOST | ENGINE_NOT_REGISTERED (resume elsewhere with the tokens
+    received so far).
     """
 
     Abort: _EngineServiceAbortType
@@ -588,7 +589,8 @@ class EngineServiceServicer(metaclass=abc.ABCMeta):
         """Runs one step. The stream is unbroken for the caller: preemptions show as events, never as an end; token offsets are contiguous.
         Errors: INVALID_ARGUMENT (empty prompt, bad sampling), FAILED_PRECONDITION TICKET_USED | TICKET_WRONG_ENGINE,
         PERMISSION_DENIED TICKET_EXPIRED | SEAL_REFUSED (changed, or not by the scheduler of this mesh),
-        RESOURCE_EXHAUSTED QUEUE_FULL with RetryInfo, UNAVAILABLE ENGINE_LOST (resume elsewhere with the tokens received so far).
+        RESOURCE_EXHAUSTED QUEUE_FULL with RetryInfo, UNAVAILABLE ENGINE_LOST | ENGINE_NOT_REGISTERED (resume elsewhere with the tokens
+        received so far).
         """
 
     @abc.abstractmethod

@@ -1044,7 +1044,10 @@ class RegisterEngineResponse(google.protobuf.message.Message):
 
     LEASE_ID_FIELD_NUMBER: builtins.int
     LEASE_TTL_FIELD_NUMBER: builtins.int
+    TICKET_KEY_FIELD_NUMBER: builtins.int
     lease_id: builtins.str
+    ticket_key: builtins.bytes
+    """what the tickets of this engine are sealed with (Ticket.seal); empty without certificates"""
     @property
     def lease_ttl(self) -> google.protobuf.duration_pb2.Duration:
         """renew at a third of it"""
@@ -1054,9 +1057,10 @@ class RegisterEngineResponse(google.protobuf.message.Message):
         *,
         lease_id: builtins.str = ...,
         lease_ttl: google.protobuf.duration_pb2.Duration | None = ...,
+        ticket_key: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["lease_ttl", b"lease_ttl"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["lease_id", b"lease_id", "lease_ttl", b"lease_ttl"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lease_id", b"lease_id", "lease_ttl", b"lease_ttl", "ticket_key", b"ticket_key"]) -> None: ...
 
 Global___RegisterEngineResponse: typing_extensions.TypeAlias = RegisterEngineResponse
 
