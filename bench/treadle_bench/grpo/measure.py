@@ -282,11 +282,16 @@ def make_figures(asked: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], di
         if cell["shaping"] == SHAPED:
             cell.update(compare([run for run in runs if run["bound"] == cell["bound"]]))
     names = ("steps", "reward_first", "reward_last", "gain", "gain_interval", "held_out", "step_s", *PARTS)
-    head, shaped = ({name: cell[name] for name in names} for cell in cells[:2]) if len(cells) > 1 else ({}, {})
+    at_once = {cell["shaping"]: cell for cell in cells if cell["bound"] == 0}
+    compared = ("rollout_ratio", "reward_difference")
+
+    def keys_of(shaping: str, keys: Sequence[str]) -> dict[str, Any]:
+        return {key: at_once[shaping][key] for key in keys if key in at_once.get(shaping, {})}
+
     return {
         **asked,
-        **head,
-        "shaped": {**shaped, **{key: cells[1][key] for key in ("rollout_ratio", "reward_difference") if cells[1:]}},
+        **keys_of(UNSHAPED, names),
+        "shaped": keys_of(SHAPED, (*names, *compared)),
         "max_staleness": max((run["max_staleness"] for run in runs), default=0),
         "cells": cells,
         "runs": list(runs),
