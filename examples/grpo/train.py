@@ -64,12 +64,26 @@ def oversample(setup: Setup, **shaping: Any) -> dict[str, Any]:
     }
 
 
-# Arguments of Client.rollout for each way to shape a rollout.
-SHAPINGS: Mapping[str, Callable[[Setup], dict[str, Any]]] = {
-    "none": lambda setup: {"samples_per_prompt": setup.keep},
-    "first-k": oversample,
-    "mixed": lambda setup: oversample(setup, rule="mixed", keep_uniform=True),
-    "dual-end": lambda setup: oversample(setup, rule="dual_end", longest=1),
+def cap_lengths(setup: Setup, run: str) -> dict[str, Any]:
+    """End what is longer than 95 of 100 successful samples of the run's last steps, and reward less what comes near."""
+    cap = treadle.LengthCap(
+        ceiling_tokens=LONGEST_ANSWER,
+        floor_tokens=LONGEST_ANSWER // 8,
+        percentile=0.95,
+        soft_percentile=0.9,
+        most_cut_share=0.1,
+        least_successes=100,
+    )
+    return {"samples_per_prompt": setup.keep, "shaping": treadle.Shaping(history=run, length_cap=cap)}
+
+
+# Arguments of Client.rollout for each way to shape a rollout, of a setup and the name of a run.
+SHAPINGS: Mapping[str, Callable[[Setup, str], dict[str, Any]]] = {
+    "none": lambda setup, _: {"samples_per_prompt": setup.keep},
+    "first-k": lambda setup, _: oversample(setup),
+    "cap": cap_lengths,
+    "mixed": lambda setup, _: oversample(setup, rule="mixed", keep_uniform=True),
+    "dual-end": lambda setup, _: oversample(setup, rule="dual_end", longest=1),
 }
 
 
@@ -156,7 +170,7 @@ class Run:
     async def _roll(self, step: int) -> Rolled:
         setup = self._setup
         prompts = self._sums.make_prompts(f"s{step}", setup.prompts, question_seed(setup.seed, step))
-        shaping = SHAPINGS[setup.shaping](setup)
+        shaping = SHAPINGS[setup.shaping](setup, self._name)
         return await self._play(self._id(step), prompts, max_staleness=setup.bound, **shaping)
 
     async def _play(self, rollout_id: str, prompts: Sequence[treadle.Prompt], **how: Any) -> Rolled:
@@ -183,7 +197,10 @@ class Run:
         drift = measure_drift(rows, self._policy.logprobs(rows)).batch
         learned = self._policy.update(rows, self._setup.minibatches)
         return {
-            "reward": fmean(reward for group in rewards for reward in group),
+            "reward": fmean(
+                each.reward if each.unshaped_reward is None else each.unshaped_reward for each in trajectories
+            ),
+            "trained_reward": fmean(reward for group in rewards for reward in group),
             "trained": [each.trajectory_id for each in trajectories],
             "trained_tokens": fmean(sum(each.loss_mask) for each in trajectories),
             "staleness": max(staleness),

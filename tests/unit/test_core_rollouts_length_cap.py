@@ -134,6 +134,10 @@ def test_a_wrong_policy_names_its_field(field: str, value: Any) -> None:
         replace(POLICY, **{field: value})
 
 
+def test_the_share_that_the_percentile_cuts_by_itself_may_be_the_most() -> None:
+    assert replace(POLICY, percentile=0.95, soft_percentile=0.9, most_cut_share=0.05).most_cut_share == 0.05
+
+
 def test_rewards_of_cut_trajectories() -> None:
     short, near, cut = (Candidate("", n, 2.0, truncated=n == 200) for n in (100, 150, 200))
     assert [shape_reward(CutReward.SOFT, each, 100, 200) for each in (short, near, cut)] == [2.0, 1.0, 0.0]

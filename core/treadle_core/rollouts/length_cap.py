@@ -19,6 +19,8 @@ import numpy as np
 
 from treadle_core.rollouts.selection import Candidate
 
+ROUNDING = 1e-9  # 1 - 0.95 is a little more than 0.05
+
 
 class CutReward(Enum):
     """What becomes of the reward of a trajectory that reaches the cap or comes near."""
@@ -61,7 +63,7 @@ class CapPolicy:
                 "percentile and soft_percentile must be 0 < soft_percentile <= percentile < 1, are "
                 f"{self.percentile} and {self.soft_percentile}"
             )
-        if self.most_cut_share < 1.0 - self.percentile:
+        if self.most_cut_share < 1.0 - self.percentile - ROUNDING:
             raise ValueError(
                 f"most_cut_share must be at least 1 - percentile ({1.0 - self.percentile:.3g}), which the cap cuts by "
                 f"itself; is {self.most_cut_share}"
