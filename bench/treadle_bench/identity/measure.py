@@ -40,7 +40,6 @@ OUTPUT_TOKENS = 32  # about 2 s on one core
 DEADLINE_S = 60.0
 MESHES = ("plaintext", "certificates")
 
-
 Times = dict[str, list[float]]  # of each mesh
 
 
@@ -55,7 +54,7 @@ async def measure(options: BenchOptions) -> dict[str, float]:
     """Raises ProcessError, grpc.aio.AioRpcError."""
     plan = replace(options.engines, count=1, cores=options.engines.cores[:1])
     # In seconds; of tickets the median of each turn.
-    tickets, at_once, steps, outside = [Times({name: [] for name in MESHES}) for _ in range(4)]
+    tickets, at_once, steps, outside = (Times({name: [] for name in MESHES}) for _ in range(4))
     async with AsyncExitStack() as stack:
         callers = {name: await _start(plan, name, options, stack) for name in MESHES}
         for repeat in range(options.repeats + 1):

@@ -2,7 +2,7 @@
 
 A seal is an HMAC-SHA256 of the ticket with a key of its engine. Scheduler and sidecar alone know that key: it is made
 from the mesh's own and the engine's name, and the sidecar hears it when it registers the engine. So it stays the same
-when either of them starts again, and what opens one engine opens no other.
+when either of them starts again, and a ticket of one engine is refused by every other.
 """
 
 import hmac
@@ -17,7 +17,7 @@ RETRY_NO_KEY_S = 0.5  # a sidecar registers within a second of its start
 
 
 class Sealer:
-    """Seals tickets. mesh_key: as long as the hash at least, and as secret as whoever calls this keeps it."""
+    """Seals tickets. mesh_key: at least 32 bytes, secret."""
 
     def __init__(self, mesh_key: bytes) -> None:
         self._mesh_key = mesh_key

@@ -70,7 +70,7 @@ class MeshRecord:
     policy: Policy
     epoch_s: float
     weights: WeightsRecord | None = None
-    ticket_key: str = ""
+    ticket_key: str = field(default="", repr=False)
 
 
 Record = TrajectoryRecord | EngineRecord | JobRecord | MeshRecord
@@ -92,7 +92,8 @@ def decode(cls: type[R], data: bytes) -> R:
     try:
         record: R = _ADAPTERS[cls].validate_json(data)
     except ValidationError as error:
-        raise CorruptRecord(f"no {cls.__name__}: {error!r} in {data[:200]!r}") from error
+        wrong = error.errors(include_input=False, include_url=False)  # the input may hold the key of tickets
+        raise CorruptRecord(f"no {cls.__name__}: {wrong}") from None
     return record
 
 
