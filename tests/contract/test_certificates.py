@@ -1,6 +1,7 @@
 """Certificates are read again when they change: by gRPC's channels and servers, and by the connection to NATS."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -22,6 +23,23 @@ from treadle_runtime.identity.callers import server_credentials
 
 PATH, STREAM = "/test.Echo/Serial", "/test.Echo/Serials"
 TIMEOUT_S = 10.0
+# A server in a process of its own, which is told its folder of certificates and prints its port.
+SERVER = """
+import asyncio, pathlib, sys
+import grpc.aio
+from treadle.certificates import Certificates
+from treadle_runtime.identity.callers import server_credentials
+
+async def serve():
+    server = grpc.aio.server()
+    credentials = server_credentials(Certificates(pathlib.Path(sys.argv[1])))
+    port = server.add_secure_port("127.0.0.1:0", credentials)
+    await server.start()
+    print(port, flush=True)
+    await server.wait_for_termination()
+
+asyncio.run(serve())
+"""
 
 
 def serial(folder: Path) -> int:
@@ -91,6 +109,33 @@ async def test_a_server_presents_its_new_certificate_to_new_connections(tmp_path
         assert await presented(address) == serial(made / "scheduler")
         make_certificates(tmp_path)
         await until_said(lambda: presented(address), lambda said: said == serial(made / "scheduler"))
+
+
+async def test_a_server_lives_through_many_handshakes_at_once(tmp_path: Path) -> None:
+    """As when a service is started again and every client comes back; a crash of gRPC would end its process."""
+    made = make_certificates(tmp_path)
+    context = Certificates(made / "operator").context()
+    server = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", SERVER, str(made / "scheduler"), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert server.stdout is not None
+        port = int(await server.stdout.readline())
+
+        async def connect() -> None:
+            for _ in range(100):
+                name = "scheduler.treadle"
+                _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname=name)
+                writer.transport.abort()
+
+        await asyncio.gather(*(connect() for _ in range(32)))
+        assert server.returncode is None
+        async with open_channel(f"127.0.0.1:{port}", "scheduler", Certificates(made / "operator")) as channel:
+            await asyncio.wait_for(channel.channel_ready(), TIMEOUT_S)
+    finally:
+        if server.returncode is None:
+            server.kill()
+        await server.wait()
 
 
 async def test_a_key_that_does_not_fit_yet_leaves_the_certificate_before(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 """Who calls: the identity in a caller's certificate, and the kinds of callers that an RPC admits."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Any
+from functools import cache
+from threading import Lock
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import grpc
@@ -32,15 +34,27 @@ class Caller:
 def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
     """For a server that knows each caller by its certificate. New connections meet the certificate of the moment."""
 
-    @lru_cache(maxsize=1)
-    def configuration_of(certificate: Certificate) -> grpc.ServerCertificateConfiguration:
-        pair = certificate.key, certificate.chain
-        return grpc.ssl_server_certificate_configuration([pair], certificate.authorities)
+    given = certificates.current()
+    lock = Lock()
 
-    def fetch() -> grpc.ServerCertificateConfiguration:
-        return configuration_of(certificates.current())
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        """For each new connection, on a thread of gRPC's. None: gRPC keeps what it has. A configuration makes it
+        replace what handshakes of the same moment still use, which can end the process (1.85.3 does that too)."""
+        nonlocal given
+        with lock:
+            certificate = certificates.current()
+            if certificate is given:
+                return None
+            given = certificate
+            return _configuration(certificate)
 
-    return grpc.dynamic_ssl_server_credentials(fetch(), fetch, require_client_authentication=True)
+    fetch_known = cast("Callable[[], grpc.ServerCertificateConfiguration]", fetch)  # the stubs know no None
+    return grpc.dynamic_ssl_server_credentials(_configuration(given), fetch_known, require_client_authentication=True)
+
+
+def _configuration(certificate: Certificate) -> grpc.ServerCertificateConfiguration:
+    pair = certificate.key, certificate.chain
+    return grpc.ssl_server_certificate_configuration([pair], certificate.authorities)
 
 
 def caller_of(context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
