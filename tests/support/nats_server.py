@@ -12,6 +12,9 @@ from support.processes import free_port
 
 START_DEADLINE_S = 20.0
 POLL_S = 0.01
+# JetStream only counts what is reserved: tests take no more disk than they write. Its own default, 75% of the free
+# disk, refuses the streams of a mesh where little is free.
+MAX_FILE_STORE = 64 * 1024**3
 
 
 def nats_server_binary() -> str:
@@ -24,10 +27,10 @@ def nats_server_binary() -> str:
 
 
 class NatsServer:
-    """`start` may be called again after `kill`: the same port, the same store, which may hold `max_file_store` bytes
-    (0: 75% of the free disk). more: lines of its configuration file."""
+    """`start` may be called again after `kill`: the same port, the same store, which may hold `max_file_store` bytes.
+    more: lines of its configuration file."""
 
-    def __init__(self, folder: Path, max_file_store: int = 0, more: str = "") -> None:
+    def __init__(self, folder: Path, max_file_store: int = MAX_FILE_STORE, more: str = "") -> None:
         self._folder = folder
         self._max_file_store = max_file_store
         self._more = more
@@ -49,8 +52,8 @@ class NatsServer:
         """Returns once the server accepts connections."""
         self._folder.mkdir(parents=True, exist_ok=True)
         store, config = self._folder / "store", self._folder / "config"
-        limit = f", max_file_store: {self._max_file_store}" if self._max_file_store else ""
-        config.write_text(f"jetstream {{ store_dir: {json.dumps(str(store))}{limit} }}\n{self._more}")
+        jetstream = f"store_dir: {json.dumps(str(store))}, max_file_store: {self._max_file_store}"
+        config.write_text(f"jetstream {{ {jetstream} }}\n{self._more}")
         command = [nats_server_binary(), "-c", str(config), "-a", "127.0.0.1", "-p", str(self._port)]
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
