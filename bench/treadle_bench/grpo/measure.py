@@ -3,19 +3,21 @@
 Each run is `examples/grpo/train.py` as a process of its own, against a mesh of two SGLang engines; between two runs all
 KV is forgotten, since weight versions have the same names in each. The base model is pretrained once, with a seed of
 its own, and kept with the converted models. Cells of one seed have the same questions, adapters and sampling seeds.
+What shapes is a soft length cap, with each bound; first K, which starts more than it keeps, has one cell of bound 0.
 
 The last run is disturbed: its trainer, the rollout service and an engine are killed by SIGKILL, one after the other,
 and started again. It must do every step once, each with whole groups.
 
 Keys: `reward_first`, `reward_last`: means over the first and the last WINDOW steps, of the trajectories that were
-trained on; `gain`: their difference, `gain_interval`: its 95% interval over seeds (Student's t). `held_out`: reward on
-questions that are never trained on, of all samples, before and after. `step_s`: from the end of a step to the end of
-the next; its parts overlap where the bound is above 0: `rollout_s`, from a rollout's begin to the end of its last
-trajectory; `reward_s`, from there until all are scored and submitted; `train_s`, from the batch to its checkpoint;
-`sync_s`, until every engine serves the new weights: means over the steps but the first. `rollout_ratio`: unshaped
-rollout_s over shaped, of equal bound and seed. `sampled_tokens`: longest and mean over the trajectories that ended.
-`drift`: mean of k3 and clip fraction over steps (treadle.training.measure_drift), before the step's first update.
-The keys at the top, without `shaped`, are those of bound 0 without shaping.
+trained on, as the task scores them (without what a cap takes away); `gain`: their difference, `gain_interval`: its 95%
+interval over seeds (Student's t). `held_out`: reward on questions that are never trained on, of all samples, before
+and after. `step_s`: from the end of a step to the end of the next; its parts overlap where the bound is above 0:
+`rollout_s`, from a rollout's begin to the end of its last trajectory; `reward_s`, from there until all are scored and
+submitted; `train_s`, from the batch to its checkpoint; `sync_s`, until every engine serves the new weights: means over
+the steps but the first. `rollout_ratio`: unshaped rollout_s over shaped, of equal bound and seed. `sampled_tokens`:
+longest and mean over the trajectories that ended. `drift`: mean of k3 and clip fraction over steps
+(treadle.training.measure_drift), before the step's first update.
+The keys at the top are those of bound 0 without shaping; `shaped` has those of bound 0 with the cap.
 """
 
 import json
@@ -44,8 +46,8 @@ from treadle_bench.summary import rounded
 
 PROGRAM = Path(__file__).resolve().parents[3] / "examples" / "grpo" / "train.py"
 PRETRAIN_STEPS = 3_000
-BOUNDS = (0, 1, 2)
-UNSHAPED, SHAPED = "none", "first-k"
+UNSHAPED, SHAPED, FIRST_K = "none", "cap", "first-k"
+SETTINGS = [(0, UNSHAPED), (0, SHAPED), (0, FIRST_K), (1, UNSHAPED), (1, SHAPED), (2, UNSHAPED), (2, SHAPED)]
 WINDOW = 5
 SLOTS = 64  # all trajectories of a rollout decode at once: it ends when the longest does
 FLAGS = ("--stream-interval", "16")  # of SGLang: a message for each token is a fifth of a step on two cores
@@ -192,7 +194,7 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
         raise UsageProblem("--resume: those figures are of another size or other seeds; use the same options")
     runs: list[dict[str, Any]] = list(earlier.get("runs", []))
     disturbed = earlier.get("disturbed")
-    cells = [Cell(bound, shaping, seed) for seed in seeds for bound in BOUNDS for shaping in (UNSHAPED, SHAPED)]
+    cells = [Cell(bound, shaping, seed) for seed in seeds for bound, shaping in SETTINGS]
     missing = [cell for cell in cells if cell.name not in {run["name"] for run in runs}]
     async with training_mesh(size, options) as trainers:
         for cell in missing:
@@ -274,13 +276,12 @@ def make_figures(asked: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], di
     """The JSON of the runs that are there. disturbed: see Trainers.disturb, or None."""
     cells = [
         merge(found)
-        for bound in BOUNDS
-        for shaping in (UNSHAPED, SHAPED)
+        for bound, shaping in SETTINGS
         if (found := [run for run in runs if (run["bound"], run["shaping"]) == (bound, shaping)])
     ]
     for cell in cells:
-        if cell["shaping"] == SHAPED:
-            cell.update(compare([run for run in runs if run["bound"] == cell["bound"]]))
+        if cell["shaping"] != UNSHAPED:
+            cell.update(compare([run for run in runs if run["bound"] == cell["bound"]], cell["shaping"]))
     names = ("steps", "reward_first", "reward_last", "gain", "gain_interval", "held_out", "step_s", *PARTS)
     at_once = {cell["shaping"]: cell for cell in cells if cell["bound"] == 0}
     compared = ("rollout_ratio", "reward_difference")
@@ -327,16 +328,18 @@ def _mean_drift(drifts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: float(f"{fmean(drift[name] for drift in drifts):.3g}") for name in DRIFT}
 
 
-def compare(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Shaped against unshaped runs of one bound, by seed."""
+def compare(runs: Sequence[Mapping[str, Any]], shaping: str) -> dict[str, Any]:
+    """Runs with `shaping` against unshaped ones of one bound, by seed; empty while no seed has both."""
     of = {(run["shaping"], run["seed"]): run for run in runs}
-    seeds = [seed for shaping, seed in of if shaping == SHAPED and (UNSHAPED, seed) in of]
+    seeds = [run["seed"] for run in runs if run["shaping"] == shaping and (UNSHAPED, run["seed"]) in of]
+    if not seeds:
+        return {}
     found: dict[str, Any] = {}
     for name in ("rollout_s", "step_s"):
-        ratios = [of[UNSHAPED, seed][name] / of[SHAPED, seed][name] for seed in seeds]
+        ratios = [of[UNSHAPED, seed][name] / of[shaping, seed][name] for seed in seeds]
         found |= {name.replace("_s", "_ratio"): fmean(ratios), name.replace("_s", "_ratio_interval"): interval(ratios)}
     for name, at in (("reward_difference", "reward_last"), ("held_out_difference", "held_out")):
-        both = [[of[shaping, seed][at] for shaping in (SHAPED, UNSHAPED)] for seed in seeds]
+        both = [[of[which, seed][at] for which in (shaping, UNSHAPED)] for seed in seeds]
         differences = [
             shaped - unshaped if at == "reward_last" else shaped[-1] - unshaped[-1] for shaped, unshaped in both
         ]
@@ -356,7 +359,7 @@ def interval(values: Sequence[float]) -> list[float]:
 BENCH = Bench(
     "grpo",
     "GRPO on a small model through a mesh with two engines: rewards, seconds by part, staleness and drift, for three "
-    "asynchronous bounds, with and without shaping, and with a trainer, a service and an engine killed. Starts "
+    "asynchronous bounds, with and without a length cap, and with a trainer, a service and an engine killed. Starts "
     "engines; --resume goes on.",
     measure,
     engines=2,

@@ -22,8 +22,8 @@ PART_COLOURS = {
     "sync_s": COLOURS["migration"],
 }
 PART_NAMES = {"rollout_s": "rollout", "reward_s": "reward", "train_s": "train", "sync_s": "sync"}
-LINE = {"none": "-", "first-k": "--"}
-TITLES = {"none": "no shaping", "first-k": "first K"}
+TITLES = {"none": "no shaping", "cap": "length cap", "first-k": "first K"}
+SHADES = {"none": COLOURS["queue"], "cap": COLOURS["decode"], "first-k": COLOURS["tool"]}
 
 
 def page_values(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def page_values(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def name_cell(cell: Cell) -> str:
-    """As in "bound 1, first K"."""
+    """As in "bound 1, length cap"."""
     return f"bound {cell['bound']}, {TITLES[cell['shaping']]}"
 
 
@@ -60,7 +60,7 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
         figure.subplots_adjust(hspace=0.42, wspace=0.22)
         (left, right), (below_left, below_right) = figure.subplots(2, 2)
         _rewards(left, found, "none")
-        _rewards(right, found, "first-k")
+        _rewards(right, found, "cap")
         _parts(below_left, found["cells"])
         _rollouts(below_right, found["runs"])
 
@@ -99,7 +99,7 @@ def _parts(axes: Axes, cells: Sequence[Cell]) -> None:
 
 
 def _rollouts(axes: Axes, runs: Sequence[Mapping[str, Any]]) -> None:
-    for shaping, colour in (("none", COLOURS["queue"]), ("first-k", COLOURS["decode"])):
+    for shaping, colour in SHADES.items():
         seconds = sorted(value for run in runs if run["shaping"] == shaping for value in run["rollouts_s"][1:])
         if seconds:
             share = np.arange(1, len(seconds) + 1) / len(seconds)
