@@ -65,7 +65,8 @@ def oversample(setup: Setup, **shaping: Any) -> dict[str, Any]:
 
 
 def cap_lengths(setup: Setup, run: str) -> dict[str, Any]:
-    """End what is longer than 95 of 100 successful samples of the run's last steps, and reward less what comes near."""
+    """End a trajectory that is longer than 95 of 100 successful ones of the last steps; one that is nearly as long gets
+    less reward."""
     cap = treadle.LengthCap(
         ceiling_tokens=LONGEST_ANSWER,
         floor_tokens=LONGEST_ANSWER // 8,

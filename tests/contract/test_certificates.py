@@ -112,7 +112,7 @@ async def test_a_server_presents_its_new_certificate_to_new_connections(tmp_path
 
 
 async def test_a_server_lives_through_many_handshakes_at_once(tmp_path: Path) -> None:
-    """As when a service is started again and every client comes back; a crash of gRPC would end its process."""
+    """As after a restart, when every client connects again. gRPC must not crash."""
     made = make_certificates(tmp_path)
     context = Certificates(made / "operator").context()
     server = await asyncio.create_subprocess_exec(

@@ -38,8 +38,8 @@ def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
     lock = Lock()
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
-        """For each new connection, on a thread of gRPC's. None: gRPC keeps what it has. A configuration makes it
-        replace what handshakes of the same moment still use, which can end the process (1.85.3 does that too)."""
+        """gRPC calls this at each new connection, on a thread of its own. None: it keeps the certificate that it has.
+        With a configuration it frees what other handshakes still use, which can crash the process (also 1.85.3)."""
         nonlocal given
         with lock:
             certificate = certificates.current()
