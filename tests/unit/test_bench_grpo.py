@@ -8,9 +8,9 @@ import pytest
 
 from treadle_bench.grpo.measure import (
     BENCH,
+    CAP,
     FULL,
     SETTINGS,
-    SHAPED,
     UNSHAPED,
     Cell,
     compare,
@@ -78,12 +78,12 @@ def test_a_run_is_summarized_over_its_windows_and_without_its_first_step(tmp_pat
 
 def test_shaped_runs_are_compared_with_unshaped_ones_of_their_seed(tmp_path: Path) -> None:
     runs = [run for run in all_runs(tmp_path, seeds=3) if run["bound"] == 1]
-    found = compare(runs, SHAPED)
+    found = compare(runs, CAP)
     assert found["rollout_ratio"] == pytest.approx(2.0)
     assert found["reward_difference"] == pytest.approx(0.02)
     assert found["held_out_difference"] == pytest.approx(0.02)
     assert 1.0 < found["step_ratio"] < 2.0
-    assert compare([run for run in runs if run["shaping"] == SHAPED], SHAPED) == {}
+    assert compare([run for run in runs if run["shaping"] == CAP], CAP) == {}
 
 
 def test_an_interval_is_that_of_students_t() -> None:
@@ -96,7 +96,7 @@ def test_an_interval_is_that_of_students_t() -> None:
 def test_the_page_names_what_rises_what_does_not_and_where_shaping_loses(tmp_path: Path) -> None:
     runs = all_runs(tmp_path / "runs", seeds=2)
     for run in runs:
-        if (run["bound"], run["shaping"]) == (2, SHAPED):
+        if (run["bound"], run["shaping"]) == (2, CAP):
             run["reward_last"], run["rollout_s"] = run["reward_first"], 9.0
     figures = make_figures({"size": vars(FULL), "seeds": [0, 1]}, runs, None)
     assert figures["max_staleness"] == 2

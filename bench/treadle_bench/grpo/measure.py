@@ -3,7 +3,7 @@
 Each run is `examples/grpo/train.py` as a process of its own, against a mesh of two SGLang engines; between two runs all
 KV is forgotten, since weight versions have the same names in each. The base model is pretrained once, with a seed of
 its own, and kept with the converted models. Cells of one seed have the same questions, adapters and sampling seeds.
-What shapes is a soft length cap, with each bound; first K, which starts more than it keeps, has one cell of bound 0.
+What shapes is a soft length cap, with each bound, and first K, which starts more than it keeps, with bound 0.
 
 The last run is disturbed: its trainer, the rollout service and an engine are killed by SIGKILL, one after the other,
 and started again. It must do every step once, each with whole groups.
@@ -17,7 +17,7 @@ submitted; `train_s`, from the batch to its checkpoint; `sync_s`, until every en
 the steps but the first. `rollout_ratio`: unshaped rollout_s over shaped, of equal bound and seed. `sampled_tokens`:
 longest and mean over the trajectories that ended. `drift`: mean of k3 and clip fraction over steps
 (treadle.training.measure_drift), before the step's first update.
-The keys at the top are those of bound 0 without shaping; `shaped` has those of bound 0 with the cap.
+The keys at the top are those of bound 0 without shaping; `shaped` has those of bound 0 with first K.
 """
 
 import json
@@ -46,8 +46,8 @@ from treadle_bench.summary import rounded
 
 PROGRAM = Path(__file__).resolve().parents[3] / "examples" / "grpo" / "train.py"
 PRETRAIN_STEPS = 3_000
-UNSHAPED, SHAPED, FIRST_K = "none", "cap", "first-k"
-SETTINGS = [(0, UNSHAPED), (0, SHAPED), (0, FIRST_K), (1, UNSHAPED), (1, SHAPED), (2, UNSHAPED), (2, SHAPED)]
+UNSHAPED, CAP, FIRST_K = "none", "cap", "first-k"
+SETTINGS = [(0, UNSHAPED), (0, CAP), (0, FIRST_K), (1, UNSHAPED), (1, CAP), (2, UNSHAPED), (2, CAP)]
 WINDOW = 5
 SLOTS = 64  # all trajectories of a rollout decode at once: it ends when the longest does
 FLAGS = ("--stream-interval", "16")  # of SGLang: a message for each token is a fifth of a step on two cores
@@ -202,7 +202,7 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
             if options.pictures is not None:
                 BENCH.write(make_figures(asked, runs, disturbed), options.pictures)
         if disturbed is None:
-            disturbed = await trainers.disturb(Cell(1, SHAPED, options.seed + 1_000))
+            disturbed = await trainers.disturb(Cell(1, CAP, options.seed + 1_000))
     return make_figures(asked, runs, disturbed)
 
 
@@ -292,7 +292,7 @@ def make_figures(asked: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], di
     return {
         **asked,
         **keys_of(UNSHAPED, names),
-        "shaped": keys_of(SHAPED, (*names, *compared)),
+        "shaped": keys_of(FIRST_K, (*names, *compared)),
         "max_staleness": max((run["max_staleness"] for run in runs), default=0),
         "cells": cells,
         "runs": list(runs),

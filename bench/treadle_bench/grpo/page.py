@@ -60,9 +60,9 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
         figure.subplots_adjust(hspace=0.42, wspace=0.22)
         (left, right), (below_left, below_right) = figure.subplots(2, 2)
         _rewards(left, found, "none")
-        _rewards(right, found, "cap")
+        _rewards(right, found, "cap", "first-k")
         _parts(below_left, found["cells"])
-        _rollouts(below_right, found["runs"])
+        _rollouts(below_right, [run for run in found["runs"] if run["bound"] == 0])
 
 
 def _curves(runs: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
@@ -70,22 +70,22 @@ def _curves(runs: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
     return np.array([run[key] for run in runs])
 
 
-def _rewards(axes: Axes, found: Mapping[str, Any], shaping: str) -> None:
-    for colour, bound in zip(SERIES, sorted({run["bound"] for run in found["runs"]}), strict=False):
-        runs = [run for run in found["runs"] if (run["bound"], run["shaping"]) == (bound, shaping)]
-        if not runs:
-            continue
-        rewards = _curves(runs, "rewards")
+def _rewards(axes: Axes, found: Mapping[str, Any], *shapings: str) -> None:
+    cells = [cell for shaping in shapings for cell in found["cells"] if cell["shaping"] == shaping]
+    for colour, cell in zip(SERIES, cells, strict=False):
+        own = [run for run in found["runs"] if (run["bound"], run["shaping"]) == (cell["bound"], cell["shaping"])]
+        rewards = _curves(own, "rewards")
         steps = np.arange(rewards.shape[1])
-        axes.plot(steps, rewards.mean(0), color=colour, linewidth=2, label=f"bound {bound}")
+        axes.plot(steps, rewards.mean(0), color=colour, linewidth=2, label=name_cell(cell))
         axes.fill_between(steps, rewards.min(0), rewards.max(0), color=colour, alpha=0.12, linewidth=0)
     legend = {"loc": "lower right"} if axes.lines else None
-    style(axes, f"Reward of trained trajectories, {TITLES[shaping]}", legend=legend, ylim=(0, 1), xlabel="step")
+    title = "without shaping" if shapings == ("none",) else "shaped"
+    style(axes, f"Reward of trained trajectories, {title}", legend=legend, ylim=(0, 1), xlabel="step")
 
 
 def _parts(axes: Axes, cells: Sequence[Cell]) -> None:
     """Bars of parts beside the length of a step: where the bound is above 0 parts of several steps overlap."""
-    names = [f"bound {cell['bound']}\n{TITLES[cell['shaping']]}" for cell in cells]
+    names = [f"{TITLES[cell['shaping']]}\nbound {cell['bound']}" for cell in cells]
     bottoms = np.zeros(len(cells))
     for part, colour in PART_COLOURS.items():
         heights = np.array([cell[part] for cell in cells])
@@ -93,7 +93,7 @@ def _parts(axes: Axes, cells: Sequence[Cell]) -> None:
         bottoms += heights
     axes.plot(range(len(cells)), [cell["step_s"] for cell in cells], "o", color="black", label="a step")
     style(axes, "Seconds by part, and of a whole step", legend={"ncols": 3, "loc": "upper right"})
-    axes.set_xticks(range(len(cells)), names, size=8)
+    axes.set_xticks(range(len(cells)), names, size=7)
     axes.set_ylim(0, 1.3 * max(bottoms))
     axes.grid(visible=False, axis="x")
 
@@ -106,5 +106,11 @@ def _rollouts(axes: Axes, runs: Sequence[Mapping[str, Any]]) -> None:
             axes.step(
                 seconds, share, color=colour, linewidth=2, label=f"{TITLES[shaping]}, mean {fmean(seconds):.1f} s"
             )
-    style(axes, "Rollouts that have ended by then", legend={"loc": "lower right"}, xlabel="seconds", ylim=(0, 1))
+    style(
+        axes,
+        "Rollouts of bound 0 that have ended by then",
+        legend={"loc": "lower right"},
+        xlabel="seconds",
+        ylim=(0, 1),
+    )
     axes.yaxis.label.set_color(FAINT)
