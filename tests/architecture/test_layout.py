@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Hand-written lines and modules at most, by folder of the tree; MOST_LINES and MOST_MODULES hold for all together.
 BUDGETS = {
-    "bench": (10_740, 67),
+    "bench": (10_760, 67),
     "cli": (7_090, 58),
     "clients/python": (5_200, 26),
     "core": (12_690, 72),
@@ -28,7 +28,7 @@ BUDGETS = {
     "services/tools": (10_090, 68),
     "sim": (7_180, 43),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 69_560, 449, 46_110
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 69_580, 449, 46_110
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 
