@@ -17,11 +17,13 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar, cast
 
+import nats.aio.client
 import nats.errors
 import nats.js.errors
 import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.aio.transport import TcpTransport
 from nats.js import JetStreamContext
 from nats.js.api import PubAck
 from nats.js.kv import KV_DEL, KV_OP, KeyValue
@@ -44,8 +46,23 @@ CONNECT_TIMEOUT_S = 2.0  # of one attempt
 ANSWER_TIMEOUT_S = 2.0  # of one JetStream request; a healthy server answers in under 1 ms
 ENSURE_INTERVAL_S = 10.0  # how often subscriptions are checked: a consumer can be lost without a disconnect
 RETRY_ENSURE_S = 0.2  # JetStream answers a little later than the server accepts connections
+CLOSE_TIMEOUT_S = 1.0  # of a connection that is given up
 
 R = TypeVar("R")
+
+
+class _Transport(TcpTransport):
+    """Waits a bounded time for the end of a connection: where its TLS handshake has failed, asyncio never reports it,
+    and a client that gives up, or connects again, would wait for ever."""
+
+    async def wait_closed(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await super().wait_closed()  # type: ignore[no-untyped-call]
+
+
+nats.aio.client.TcpTransport = _Transport  # type: ignore[attr-defined]  # the client makes it by itself
+
 Message = tuple[str, bytes, dict[str, str]]  # subject, payload, headers
 
 
