@@ -17,13 +17,11 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar, cast
 
-import nats.aio.client
 import nats.errors
 import nats.js.errors
 import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.aio.transport import TcpTransport
 from nats.js import JetStreamContext
 from nats.js.api import PubAck
 from nats.js.kv import KV_DEL, KV_OP, KeyValue
@@ -49,20 +47,6 @@ RETRY_ENSURE_S = 0.2  # JetStream answers a little later than the server accepts
 CLOSE_TIMEOUT_S = 1.0  # of a connection that is given up
 
 R = TypeVar("R")
-
-
-class _Transport(TcpTransport):
-    """Waits a bounded time for the end of a connection: where its TLS handshake has failed, asyncio never reports it,
-    and a client that gives up, or connects again, would wait for ever."""
-
-    async def wait_closed(self) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await super().wait_closed()  # type: ignore[no-untyped-call]
-
-
-nats.aio.client.TcpTransport = _Transport  # type: ignore[attr-defined]  # the client makes it by itself
-
 Message = tuple[str, bytes, dict[str, str]]  # subject, payload, headers
 
 
@@ -242,6 +226,13 @@ class Bus:
             await self._client.drain()
         if not self._client.is_closed:
             with suppress(ConnectionError):  # NATS has closed it
+                await self._close()
+
+    async def _close(self) -> None:
+        """Close the connection, in a bounded time: asyncio never reports the end of one whose TLS handshake has failed,
+        and nats-py waits for it."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._client.close()
 
     async def _connect(self, url: str, timeout_s: float) -> None:
@@ -270,7 +261,7 @@ class Bus:
             raise StartError(silent) from None
         finally:
             if not self._connected.is_set():
-                await self._client.close()
+                await self._close()
 
     async def _make_stream(self) -> None:
         config = stream_config(self._facts_bytes or DEFAULT_FACTS_BYTES, self._replicas or 1)

@@ -215,12 +215,17 @@ async def test_a_service_reaches_its_own_buckets_and_facts_alone(nats: NatsServe
         assert heard == []
 
 
-async def test_nats_takes_nobody_without_a_certificate_of_its_authority(nats: NatsServer, tmp_path: Path) -> None:
+def refused(tmp_path: Path) -> tuple[Certificates, Certificates]:
+    """Those of another authority, and those of a client, which NATS does not know."""
     made = tmp_path / "certificates"
     Authority.create().issue(tmp_path / "foreign", identities(())["scheduler"], timedelta(days=1))
     (tmp_path / "foreign" / "ca.crt").write_bytes((made / "ca.crt").read_bytes())
     Authority.at(made).issue(tmp_path / "client", Identity("treadle://client/a"), timedelta(days=1))
-    for certificates in (None, Certificates(tmp_path / "foreign"), Certificates(tmp_path / "client")):
+    return Certificates(tmp_path / "foreign"), Certificates(tmp_path / "client")
+
+
+async def test_nats_takes_nobody_without_a_certificate_of_its_authority(nats: NatsServer, tmp_path: Path) -> None:
+    for certificates in (None, *refused(tmp_path)):
         with pytest.raises(StartError, match="did not answer"):
             async with open_bus(nats.url, "treadle-scheduler", timeout_s=1.0, certificates=certificates):
                 pass
@@ -228,17 +233,13 @@ async def test_nats_takes_nobody_without_a_certificate_of_its_authority(nats: Na
 
 async def test_many_that_nats_refuses_at_once_all_give_up(nats: NatsServer, tmp_path: Path) -> None:
     """One in fifty connections whose handshake failed was never reported closed, and its bus waited for ever."""
-    made = tmp_path / "certificates"
-    Authority.create().issue(tmp_path / "foreign", identities(())["scheduler"], timedelta(days=1))
-    (tmp_path / "foreign" / "ca.crt").write_bytes((made / "ca.crt").read_bytes())
-    Authority.at(made).issue(tmp_path / "client", Identity("treadle://client/a"), timedelta(days=1))
+    both = refused(tmp_path)
 
-    async def give_up(number: int) -> None:
-        certificates = Certificates(tmp_path / ("foreign", "client")[number % 2])
+    async def give_up(certificates: Certificates) -> None:
         with pytest.raises(StartError, match="did not answer"):
             async with open_bus(nats.url, "treadle-scheduler", timeout_s=1.0, certificates=certificates):
                 pass
 
     async with asyncio.timeout(60.0), asyncio.TaskGroup() as group:
         for number in range(96):
-            group.create_task(give_up(number))
+            group.create_task(give_up(both[number % 2]))
