@@ -216,7 +216,7 @@ async def test_a_service_reaches_its_own_buckets_and_facts_alone(nats: NatsServe
 
 
 def refused(tmp_path: Path) -> tuple[Certificates, Certificates]:
-    """Those of another authority, and those of a client, which NATS does not know."""
+    """Certificates that NATS refuses: of another authority, and of a client."""
     made = tmp_path / "certificates"
     Authority.create().issue(tmp_path / "foreign", identities(())["scheduler"], timedelta(days=1))
     (tmp_path / "foreign" / "ca.crt").write_bytes((made / "ca.crt").read_bytes())
@@ -231,7 +231,7 @@ async def test_nats_takes_nobody_without_a_certificate_of_its_authority(nats: Na
                 pass
 
 
-async def test_many_that_nats_refuses_at_once_all_give_up(nats: NatsServer, tmp_path: Path) -> None:
+async def test_services_that_nats_refuses_all_give_up(nats: NatsServer, tmp_path: Path) -> None:
     """One in fifty connections whose handshake failed was never reported closed, and its bus waited for ever."""
     both = refused(tmp_path)
 

@@ -74,8 +74,8 @@ def by_name(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
 
 
 def bound_by_rollout(rows: Mapping[str, Mapping[str, Row]]) -> dict[str, tuple[float, float]]:
-    """By mode, the most that DARTS with its published trade-off can be over verl and over tail batching: a step takes
-    at least as long as its rollout, even where all training is hidden behind it."""
+    """The highest possible speedup of DARTS over verl and over tail batching, by mode. A step takes at least as long as
+    its rollout, even where all training is hidden behind it."""
     return {
         mode: (
             rows["verl"][mode]["seconds"] / rows["DARTS"][mode]["rollout_s"],
