@@ -5,9 +5,11 @@ ENGINE_VENV := .venv-engine
 BIN := $(VENV)/bin
 MESH_READY := $(VENV)/.treadle-mesh-ready
 ENGINE_READY := $(ENGINE_VENV)/.treadle-engine-ready
+FRAMEWORKS := .cache/frameworks
+FRAMEWORKS_READY := $(FRAMEWORKS)/.ready
 RUFF_PATHS := clients core learned runtime services sim cli bench examples tests scripts
 
-.PHONY: help setup demo test test-quick fuzz test-engine test-compose check lint types manifests check-protos wheels verify protos protos-bundle \
+.PHONY: help setup frameworks demo test test-quick fuzz test-engine test-compose check lint types manifests check-protos wheels verify protos protos-bundle \
   protos-release bench-tools bench-shaping clean
 
 help:            ## what there is
@@ -26,6 +28,14 @@ $(MESH_READY): pyproject.toml clients/python/pyproject.toml bench/pyproject.toml
 $(ENGINE_READY): services/sidecar/engine/install.sh services/sidecar/engine/requirements.txt services/sidecar/engine/constraints.txt
 	@PYTHON=$(PYTHON) services/sidecar/engine/install.sh $(ENGINE_VENV)
 
+frameworks: $(FRAMEWORKS_READY) ## packages of RL frameworks whose own clients the tests run
+
+# Without their dependencies, and each in a folder that only its own processes import from.
+$(FRAMEWORKS_READY): $(MESH_READY) $(wildcard tests/support/frameworks/*.txt)
+	@for list in tests/support/frameworks/*.txt; do name=$$(basename $$list .txt); rm -rf $(FRAMEWORKS)/$$name; \
+	  $(BIN)/python -m pip --disable-pip-version-check -q install --no-deps --target $(FRAMEWORKS)/$$name -r $$list || exit; done
+	@touch $@
+
 demo: setup      ## 32 real trajectories, 7 times: pinned FCFS and Treadle; writes runs/<id>/report.html
 	@$(BIN)/treadle demo $(ARGS)
 
@@ -34,14 +44,14 @@ test: setup      ## the whole test suite, real engines included
 	@$(MAKE) --no-print-directory test-engine
 
 # These wait more than they compute: three at a time on two cores. A file's tests stay together, since they share fixtures.
-test-quick: setup ## everything that needs no engine
+test-quick: setup $(FRAMEWORKS_READY) ## everything that needs no engine
 	@$(BIN)/python -m pytest -m "not engine" -n 3 --dist loadfile $(ARGS)
 
 # `make test` tries 200 of each, the same ones each time.
 fuzz: setup      ## 10,000 hostile requests to each service and as many answers of engines, others each time
 	@TREADLE_TEST_FUZZ_EXAMPLES=$${TREADLE_TEST_FUZZ_EXAMPLES:-10000} $(BIN)/python -m pytest tests/fuzz $(ARGS)
 
-test-engine: setup ## what only a real SGLang engine can show
+test-engine: setup $(FRAMEWORKS_READY) ## what only a real SGLang engine can show
 	@$(BIN)/python -m pytest -m engine $(ARGS)
 
 test-compose: $(MESH_READY) ## the compose file on a real Docker daemon: built, used, each container killed; docs/operations.md

@@ -22,7 +22,7 @@ from treadle_cli.mesh.services import read_ready_file, start_nats
 ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = ROOT / "requirements-mesh.txt"
 DISTRIBUTIONS = {"treadle-client": "clients/python", "treadle": ".", "treadle-bench": "bench"}
-SERVICES = ("predictor", "scheduler", "placement", "migrator", "tools", "rollout", "sidecar")
+SERVICES = ("predictor", "scheduler", "placement", "migrator", "tools", "rollout", "gateway", "sidecar")
 CLIENT_BRINGS = {"treadle-client", "grpcio", "protobuf", "typing_extensions"}  # the last is grpcio's own
 READY_WITHIN_S = 120.0
 # Modules that import SGLang, which lives in an environment of its own; the engine tests run them there.

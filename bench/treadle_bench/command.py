@@ -25,6 +25,7 @@ from treadle_bench.controller.replan import BENCH as REPLAN
 from treadle_bench.engine.measure import BENCH as ENGINE
 from treadle_bench.fidelity.measure import BENCH as FIDELITY
 from treadle_bench.fleet.measure import BENCH as FLEET
+from treadle_bench.front_door.measure import BENCH as FRONT_DOOR
 from treadle_bench.grpo.measure import BENCH as GRPO
 from treadle_bench.h100.measure import BENCH as H100
 from treadle_bench.heddle4.measure import BENCH as HEDDLE4
@@ -55,6 +56,7 @@ BENCHES: Mapping[str, Bench] = {
             ENGINE,
             FIDELITY,
             FLEET,
+            FRONT_DOOR,
             GRPO,
             H100,
             IDENTITY,

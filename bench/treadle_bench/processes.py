@@ -21,11 +21,14 @@ SERVICE_STAGE = 2  # the service is stopped before NATS
 
 
 @asynccontextmanager
-async def run_mesh(engines: EnginePlan, options: BenchOptions, *, secure: bool = False) -> AsyncIterator[Mesh]:
-    """A mesh on this machine. secure: with certificates. Raises ProcessError."""
+async def run_mesh(
+    engines: EnginePlan, options: BenchOptions, *, secure: bool = False, front_door: bool = False
+) -> AsyncIterator[Mesh]:
+    """A mesh on this machine. secure: with certificates. front_door: with a gateway. Raises ProcessError."""
     async with run_tree(options) as (tree, folder):
+        plan = MeshPlan(engines, folder / "state", secure=secure, front_door=front_door)
         with StartBoard(options.progress) as board:
-            mesh = await Mesh.start(MeshPlan(engines, folder / "state", secure=secure), tree, board)
+            mesh = await Mesh.start(plan, tree, board)
         yield mesh
 
 

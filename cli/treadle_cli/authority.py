@@ -119,6 +119,8 @@ def identities(tenants: Sequence[str]) -> dict[str, Identity]:
             if caller_in(uri) is None:
                 raise UsageProblem(f"--tenant {tenant}: must be 1 to 32 characters of A-Z a-z 0-9 _ . -")
             found[f"{kind}-{tenant}"] = Identity(uri)
+        # A tenant's gateway calls as its trainer does, and serves under a name of its own.
+        found[f"gateway-{tenant}"] = Identity(f"{SCHEME}://trainer/{tenant}", ("gateway.treadle",))
     return found
 
 

@@ -28,6 +28,7 @@ BUCKETS = {
     "migrator": ("treadle-migrations",),
     "tools": ("treadle-tools-gpus", "treadle-tools-rewards"),
     "rollout": ("treadle-rollout-log", "treadle-rollout-payload", "treadle-rollout-history"),
+    "gateway": (),
     "sidecar": (),  # one for each engine: all but those of `_of_others`
 }
 

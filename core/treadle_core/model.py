@@ -161,7 +161,8 @@ class DecodeCurve:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """An engine as its sidecar declares it. `slot_limit` steps decode at once; a capacity of 0 is unknown."""
+    """An engine as its sidecar declares it. `slot_limit` steps decode at once; a capacity of 0 is unknown. url: of its
+    own HTTP server, for a gateway whose mesh is away."""
 
     engine_id: str
     address: str
@@ -176,6 +177,7 @@ class EngineSpec:
     kv_bytes_per_token: int = 0
     hardware_tags: tuple[str, ...] = ()
     decode_curve: DecodeCurve = field(default_factory=DecodeCurve)
+    url: str = ""
 
     @property
     def kv_room_tokens(self) -> int:

@@ -11,24 +11,26 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Hand-written lines and modules at most, by folder of the tree; MOST_LINES and MOST_MODULES hold for all together.
 BUDGETS = {
-    "bench": (10_760, 67),
-    "cli": (7_090, 58),
-    "clients/python": (5_200, 26),
-    "core": (12_690, 72),
-    "examples": (750, 6),
-    "learned": (2_170, 15),
-    "runtime": (3_170, 18),
-    "scripts": (460, 3),
-    "services/migrator": (860, 9),
-    "services/placement": (290, 7),
+    "bench": (11_080, 69),
+    "cli": (10_380, 78),
+    "clients/python": (7_910, 51),
+    "core": (12_940, 73),
+    "examples": (820, 8),
+    "learned": (2_170, 14),
+    "runtime": (3_230, 19),
+    "scripts": (630, 4),
+    "services/console": (1_450, 12),
+    "services/gateway": (3_180, 22),
+    "services/migrator": (860, 8),
+    "services/placement": (270, 6),
     "services/predictor": (1_330, 13),
     "services/rollout": (1_790, 10),
-    "services/scheduler": (2_090, 12),
-    "services/sidecar": (4_130, 26),
-    "services/tools": (10_090, 68),
+    "services/scheduler": (2_130, 12),
+    "services/sidecar": (4_140, 25),
+    "services/tools": (10_080, 68),
     "sim": (7_180, 43),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 69_600, 449, 46_120
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 81_500, 535, 54_220
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 

@@ -21,7 +21,7 @@ from treadle_runtime.server import ALIVE
 from treadle_sidecar.engine.process import EngineSpec, engine_command
 
 ROOT = Path(__file__).resolve().parents[2]
-SERVICES = ("predictor", "scheduler", "placement", "migrator", "tools", "rollout", "sidecar")
+SERVICES = ("predictor", "scheduler", "placement", "migrator", "tools", "rollout", "gateway", "sidecar")
 
 
 OVERLAYS = sorted(folder.name for folder in (ROOT / "k8s" / "overlays").iterdir())
@@ -245,7 +245,7 @@ def test_compose_opens_nothing_to_other_machines() -> None:
 def test_each_port_of_compose_has_one_listener(engines: str) -> None:
     services = compose("docker-compose.yml", engines)["services"].values()
     listens = [each for service in services for key, each in service.get("environment", {}).items() if "_LISTEN" in key]
-    assert len(listens) == len(set(listens)) == 9
+    assert len(listens) == len(set(listens)) == 11
 
 
 def test_all_of_compose_send_telemetry_to_the_collector_and_what_takes_it_is_open_to_no_other_machine() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections import defaultdict
 
+import aiohttp
 import pytest
 import treadle
 from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
@@ -17,10 +18,11 @@ from support.scheduler import SchedulerClient, scheduler_client
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 
 SERVICES = {
-    f"treadle-{name}" for name in ("scheduler", "sidecar", "predictor", "placement", "migrator", "rollout", "tools")
+    f"treadle-{name}"
+    for name in ("scheduler", "sidecar", "predictor", "placement", "migrator", "rollout", "tools", "gateway")
 }
 # Of a trajectory's trace: a plan is about all trajectories, and has a trace of its own.
-ON_THE_WAY = SERVICES - {"treadle-placement"}
+ON_THE_WAY = SERVICES - {"treadle-placement", "treadle-gateway"}
 TOKENS = 4
 READY_S = 120.0  # a service may have to compile its kernels first
 TOOL = {"code": "import time; time.sleep(0.5); print(1)"}
@@ -33,7 +35,7 @@ class Mesh:
     def __init__(self, start: StartService, endpoint: str) -> None:
         self._start, self._endpoint = start, endpoint
         self._processes: list[ServiceProcess] = []
-        self.scheduler = f"127.0.0.1:{free_port()}"
+        self.scheduler, self.http = (f"127.0.0.1:{free_port()}" for _ in range(2))
 
     async def start(self) -> None:
         """All but the sidecars."""
@@ -44,6 +46,13 @@ class Mesh:
         migrator = await self._service("migrator", SCHEDULER=self.scheduler)
         peers = {"PREDICTOR": predictor, "PLACEMENT": placement, "ROLLOUT": rollout, "TOOLS": tools}
         await self._service("scheduler", LISTEN=self.scheduler, MIGRATOR=migrator, PLAN_EVERY_EVENTS="2", **peers)
+
+    async def ask_over_http(self) -> None:
+        """Start a gateway and send it one request."""
+        await self._service("gateway", SCHEDULER=self.scheduler, HTTP_LISTEN=self.http)
+        body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": TOKENS}}
+        async with aiohttp.ClientSession() as http, http.post(f"http://{self.http}/generate", json=body) as answer:
+            assert answer.status == 200, await answer.text()
 
     async def start_sidecar(self, name: str, engine: FakeSglang) -> None:
         """Of an engine, with one slot."""
@@ -131,7 +140,7 @@ def rows(collector: Collector) -> list[str]:
 @pytest.mark.timeout(240)
 async def test_a_rollout_with_tools_and_moves_is_seen_in_every_service(start_service: StartService) -> None:
     """
-    GIVEN   seven services and a collector; one engine, beside which a second one starts between two turns
+    GIVEN   eight services and a collector; one engine, beside which a second one starts between two turns
     WHEN    a rollout of six samples calls tools, some of them move, and all services are stopped
     Result: the trace of one that moved goes through all services but placement, and on to both engines; each of its
             spans hangs under the trajectory's own. docs/metrics.md has each metric, as it was sent, and no other; no
@@ -142,6 +151,7 @@ async def test_a_rollout_with_tools_and_moves_is_seen_in_every_service(start_ser
         await mesh.start_sidecar("e0", first)
         async with scheduler_client(mesh.scheduler) as control:
             await control.until_registered(1)
+            await mesh.ask_over_http()
             moved = await play(mesh, control, second)
         await mesh.stop()
 

@@ -10,7 +10,9 @@ position and predecessor.
 """
 
 import asyncio
+import base64
 import json
+from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -22,6 +24,7 @@ VOCAB = 1000
 END_TOKEN = 2
 PAGE = 16
 CONTEXT = 4096
+LAYERS, EXPERTS_PER_TOKEN = 3, 2  # whose experts are numbered through, token by token
 
 
 def next_token(context: Sequence[int]) -> int:
@@ -62,6 +65,8 @@ class FakeSglang:
             "disaggregation_mode": "null",
         }
         self.middlewares: list[Any] = []  # of aiohttp
+        self.more_routes: list[web.RouteDef] = []
+        self.script: list[int] = []  # what is sampled, and then the end token; empty: what follows from the context
         self.prefill_s = 0.0  # before the first token of a stream
         self.load_s, self.loading = 0.0, False  # what an update of the weights takes; whether one is under way
         self.probes = 0  # requests for one token that no step makes
@@ -122,6 +127,7 @@ class FakeSglang:
                 web.post("/{verb:release|resume}_memory_occupation", self._change_memory),
                 web.post("/flush_cache", self._flush),
                 web.post("/detokenize", self._detokenize),
+                *self.more_routes,
             ]
         )
         self._runner = web.AppRunner(app, shutdown_timeout=0.0)
@@ -167,6 +173,8 @@ class FakeSglang:
             self.probes += ids == [0]
             await self._goes_on.wait()
             self._keep(ids, salt)
+            if body.get("return_logprob"):
+                return web.json_response(self._whole(body, (cached, storage)))
             return web.json_response(self._answer(body["rid"], [], 0, "", cached, storage, {"type": "length"}))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
@@ -182,6 +190,16 @@ class FakeSglang:
         finally:
             self._running.pop(body["rid"], None)
         return response
+
+    def _whole(self, body: dict[str, Any], hit: tuple[int, int]) -> dict[str, Any]:
+        """An answer in one piece."""
+        prompt, limit = body["input_ids"], body["sampling_params"]["max_new_tokens"]
+        output = expected(prompt, limit)
+        answer = self._answer(body["rid"], output, limit, text_of(output), *hit, {"type": "length", "length": limit})
+        if body.get("return_routed_experts"):
+            count = (len(prompt) + limit - 1) * LAYERS * EXPERTS_PER_TOKEN
+            answer["meta_info"]["routed_experts"] = base64.b64encode(array("i", range(count)).tobytes()).decode()
+        return answer
 
     async def _stream(
         self,
@@ -202,7 +220,7 @@ class FakeSglang:
                 ending, fresh = {"type": "abort", "message": "Aborted"}, list[int]()
             else:
                 late += aborted.is_set()
-                token = END_TOKEN if self.end_at is not None and len(ids) >= self.end_at else next_token(ids)
+                token = self._sample(ids, len(output))
                 fresh = [token]
                 ids.append(token)
                 output.append(token)
@@ -214,6 +232,11 @@ class FakeSglang:
             if ending is not None:
                 await response.write(b"data: [DONE]\n\n")
                 return
+
+    def _sample(self, ids: list[int], count: int) -> int:
+        if self.script:
+            return self.script[count] if count < len(self.script) else END_TOKEN
+        return END_TOKEN if self.end_at is not None and len(ids) >= self.end_at else next_token(ids)
 
     async def send(self, response: web.StreamResponse, answer: dict[str, Any]) -> None:
         """A chunk of a stream."""

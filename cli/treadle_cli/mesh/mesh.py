@@ -88,13 +88,15 @@ class StartBoard(Board):
 @dataclass(frozen=True)
 class MeshPlan:
     """What to start. folder: for state that is deleted with the mesh. base_port: the scheduler's; 0: free ports.
-    takes_resource_plans: whether this process is to answer `where.resources`. secure: with certificates, made in
+    takes_resource_plans: whether this process is to answer `where.resources`. front_door: whether a gateway answers
+    `where.http`. secure: with certificates, made in
     `folder`, on every connection but that of an engine with its sidecar."""
 
     engines: EnginePlan
     folder: Path
     base_port: int = 0
     takes_resource_plans: bool = False
+    front_door: bool = False
     secure: bool = False
 
 
@@ -136,6 +138,8 @@ class Mesh:
             group.create_task(mesh._start_engines())
             group.create_task(mesh._start_control())
         await mesh._start_sidecars()
+        if plan.front_door:
+            await mesh._start_gateway()
         mesh._serving = True
         return mesh
 
@@ -275,6 +279,12 @@ class Mesh:
         }
         return await self._control.start_sidecar(engine.engine_id, settings)
 
+    async def _start_gateway(self) -> None:
+        """Texts need the model's tokenizer; a model that is no folder has none here."""
+        known = await asyncio.to_thread(Path(self.model_path, "tokenizer.json").is_file)
+        with self.board.part("gateway"):
+            await self._control.start_gateway({"TREADLE_GATEWAY_TOKENIZER": self.model_path if known else ""})
+
     async def _until_registered(self, engine_ids: set[str], sidecars: list[Child]) -> None:
         """Return once the scheduler has a lease of each engine."""
 
@@ -333,7 +343,7 @@ async def run_up(plan: MeshPlan, logs: Path, console: Console, hurry: asyncio.Ev
     try:
         async with ProcessTree(logs, hurry=hurry) as tree:
             with StartBoard(console) as board:
-                mesh = await Mesh.start(replace(plan, takes_resource_plans=True), tree, board)
+                mesh = await Mesh.start(replace(plan, takes_resource_plans=True, front_door=True), tree, board)
             mesh.board = Board(console)
             local = LocalEngines(mesh, checks.list_units())
             own, scheduler = mesh.own_certificates, mesh.where.scheduler
@@ -353,6 +363,8 @@ def _table(mesh: Mesh) -> Table:
     table = Table("service", "address", "what for", box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for name, purpose in SERVICES.items():
         table.add_row(name, mesh.where.services[name], purpose)
+    scheme = "http" if mesh.certificates is None else "https"
+    table.add_row("gateway", f"{scheme}://{mesh.where.http}", "SGLang's and OpenAI's HTTP, for any framework")
     table.add_row(RESOURCES, mesh.where.resources, "with how many engines? (treadle apply)")
     for engine in mesh.engines:
         cores = f", core {', '.join(map(str, engine.cores))}" if engine.cores else ""

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from treadle.certificates import FOLDER_VARIABLE
 from treadle_runtime.config import DEFAULT_FACTS_BYTES
 
-from treadle_cli.authority import NATS
+from treadle_cli.authority import DEFAULT_TENANT, NATS
 from treadle_cli.mesh.checks import nats_server
 from treadle_cli.mesh.ports import HOST, Ports, is_free
 from treadle_cli.mesh.processes import Child, ProcessTree
@@ -47,17 +47,22 @@ SERVICES = {
     "rollout": "which trajectories are worth finishing?",
 }
 RESOURCES = "resources"  # `treadle up` itself answers it
+GATEWAY, HTTP = "gateway", "http"  # one process: gRPC for its health, and HTTP for frameworks
+GATEWAY_FOLDER = f"{GATEWAY}-{DEFAULT_TENANT}"  # of its certificate: it calls as a trainer of a tenant
 SIDECAR_PORT_OFFSET = 9  # of the first sidecar's port over the scheduler's; one more for each further engine
 
 
 @dataclass(frozen=True)
 class Addresses:
     """host:port of each service of one mesh, by name; sidecars by engine id, of the engines that it starts with.
-    resources: where this process takes resource plans; empty: it takes none."""
+    resources: where this process takes resource plans; empty: it takes none. gateway, http: of the gateway, for its
+    health and for frameworks."""
 
     services: Mapping[str, str]
     sidecars: Mapping[str, str]
     resources: str
+    gateway: str
+    http: str
 
     @property
     def scheduler(self) -> str:
@@ -67,19 +72,22 @@ class Addresses:
 
 def choose_addresses(ports: Ports, base_port: int, engine_ids: Sequence[str]) -> Addresses:
     """The scheduler at `base_port` and the others behind it, or all on free ports if it is 0. Raises UsageProblem."""
+    others = [*SERVICES, RESOURCES, GATEWAY, HTTP]
     if base_port == 0:
-        chosen = ports.choose(len(SERVICES) + 1 + len(engine_ids))
+        chosen = ports.choose(len(others) + len(engine_ids))
     else:
-        offsets = [*range(len(SERVICES) + 1), *range(SIDECAR_PORT_OFFSET, SIDECAR_PORT_OFFSET + len(engine_ids))]
+        offsets = [*range(len(others)), *range(SIDECAR_PORT_OFFSET, SIDECAR_PORT_OFFSET + len(engine_ids))]
         chosen = [base_port + offset for offset in offsets]
         taken = [str(port) for port in chosen if not is_free(port)]
         if taken:
             raise UsageProblem(
                 f"port {', '.join(taken)} is taken: another mesh runs? Pass --port 0 for free ones, or another --port."
             )
-    hosts = dict(zip([*SERVICES, RESOURCES, *engine_ids], [f"{HOST}:{port}" for port in chosen], strict=True))
+    hosts = dict(zip([*others, *engine_ids], [f"{HOST}:{port}" for port in chosen], strict=True))
     return Addresses(
-        {name: hosts[name] for name in SERVICES}, {name: hosts[name] for name in engine_ids}, hosts[RESOURCES]
+        {name: hosts[name] for name in SERVICES},
+        {name: hosts[name] for name in engine_ids},
+        *(hosts[name] for name in (RESOURCES, GATEWAY, HTTP)),
     )
 
 
@@ -145,6 +153,11 @@ class ControlPlane:
         own = {"TREADLE_SIDECAR_SCHEDULER": self._where.scheduler, "TREADLE_SIDECAR_ENGINE_ID": engine_id, **settings}
         return await self._start(f"sidecar-{engine_id}", "sidecar", address, own)
 
+    async def start_gateway(self, settings: Mapping[str, str]) -> Child:
+        """Start the gateway and return it when it is ready; `settings` are its own variables."""
+        own = {"TREADLE_GATEWAY_SCHEDULER": self._where.scheduler, "TREADLE_GATEWAY_HTTP_LISTEN": self._where.http}
+        return await self._start(GATEWAY, GATEWAY, self._where.gateway, {**own, **settings})
+
     async def stop(self) -> None:
         """Stop the services, then NATS."""
         await self._tree.stop([child for child in self._children.values() if child.stage == STAGE])
@@ -153,12 +166,13 @@ class ControlPlane:
     async def _start(self, name: str, service: str, address: str, own: Mapping[str, str]) -> Child:
         ready_file = self._folder / f"{name}.ready.json"
         ready_file.unlink(missing_ok=True)  # of a process that was killed
+        folder = GATEWAY_FOLDER if service == GATEWAY else service
         variables = {
             "TREADLE_NATS_URL": self.nats_url,
             "TREADLE_DRAIN_GRACE_S": str(DRAIN_GRACE_S),
             f"TREADLE_{service.upper()}_LISTEN": address,
             f"TREADLE_{service.upper()}_READY_FILE": str(ready_file),
-            FOLDER_VARIABLE: "" if self._certificates is None else str(self._certificates / service),
+            FOLDER_VARIABLE: "" if self._certificates is None else str(self._certificates / folder),
             **self._reserved,
             **own,
         }

@@ -331,6 +331,16 @@ class Client:
         """Give memory back to all engines. tags: as of `sleep`; none: all. Returns errors by engine id."""
         return await self._call_engines("Wake", engine_pb2.WakeRequest(request_id=request_id(), tags=tags))
 
+    async def pause(self, *, abort: bool = False) -> dict[str, str]:
+        """Stop generation on all engines until `resume`. abort: end running steps with the tokens that they have, in
+        place of keeping them. Returns errors by engine id."""
+        mode = engine_pb2.PAUSE_MODE_ABORT if abort else engine_pb2.PAUSE_MODE_KEEP
+        return await self._call_engines("Pause", engine_pb2.PauseRequest(request_id=request_id(), mode=mode))
+
+    async def resume(self) -> dict[str, str]:
+        """Go on after `pause`. Returns errors by engine id."""
+        return await self._call_engines("Resume", engine_pb2.ResumeRequest(request_id=request_id()))
+
     async def score(
         self, trajectory_id: str, reward: str, arguments: Mapping[str, Any], job: str = ""
     ) -> PendingReward:

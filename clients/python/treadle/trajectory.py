@@ -130,6 +130,11 @@ class Trajectory:
         """How many more tokens may be generated; None where max_total_tokens sets no cap."""
         return max(self.max_total_tokens - self.gen_tokens, 0) if self.max_total_tokens else None
 
+    @property
+    def engine_id(self) -> str:
+        """The engine of the step in flight, or of the last one; empty while it has no ticket."""
+        return self._run.engine_id if self._run is not None else ""
+
     def generate(self, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
         """Generate the next turn from `tokens` and yields its chunks; afterwards the step is steps[-1] and its
         tokens are in `tokens`.

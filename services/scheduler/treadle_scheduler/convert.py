@@ -51,6 +51,7 @@ from treadle_runtime.times import duration, require_duration, require_timestamp,
 LONGEST_TRAJECTORY_ID_CHARS = 96
 LONGEST_PROMPT_ID_CHARS = 256
 MOST_HARDWARE_TAGS = 32
+LONGEST_URL_CHARS = 2048
 LEAST_WEIGHT, LARGEST_WEIGHT = 1e-6, 1e6  # of a job; only ratios count
 MOST_ROLLOUTS = 1000  # of a job, in progress at once
 
@@ -58,6 +59,7 @@ E = TypeVar("E", bound=enum.Enum)
 
 # Fields that a message and the core's dataclass have under the same name; the numbers of a request must be >= 0.
 _SIZES = ("kv_tokens_capacity", "host_kv_tokens", "max_context_tokens", "tensor_parallel", "kv_bytes_per_token")
+_DECLARED = ("engine_id", "address", "model", "weight_version", "slot_limit", "hardware_tags", "url")
 _CURVE = ("base_s", "per_sequence_s", "per_kv_token_s", "prefill_tokens_per_s", "prefill_pair_s")
 _COUNTS = ("running_steps", "waiting_steps", "slot_limit", "kv_tokens_used", "kv_tokens_capacity")
 _MEASURES = (*_COUNTS, "decode_tokens_per_s", "oldest_wait_s")
@@ -223,9 +225,16 @@ def engine_registered(request: pb.RegisterEngineRequest, lease_id: str) -> ev.En
         kv_transfer=KvTransfer.STORAGE if info.kv_transfer == engine_pb2.KV_TRANSFER_STORAGE else KvTransfer.PREFILL,
         hardware_tags=_tags("info.hardware_tags", info.hardware_tags),
         decode_curve=_decode_curve("info.decode_curve", info.decode_curve),
+        url=_http_url("info.url", info.url),
         **{**sizes, "tensor_parallel": max(1, info.tensor_parallel)},
     )
     return ev.EngineRegistered(request_id, lease_id, spec)
+
+
+def _http_url(name: str, url: str) -> str:
+    """May be empty."""
+    require(not url or url.startswith(("http://", "https://")), name, "must begin with http:// or https://")
+    return at_most(name, url, LONGEST_URL_CHARS)
 
 
 def lease_renewed(request: pb.RenewEngineLeaseRequest) -> ev.LeaseRenewed:
@@ -328,7 +337,7 @@ def registered_engine(record: EngineRecord, trajectories: int) -> pb.RegisteredE
 
 def engine_info(spec: EngineSpec) -> engine_pb2.EngineInfo:
     return engine_pb2.EngineInfo(
-        **fields_of(spec, ("engine_id", "address", "model", "weight_version", "slot_limit", "hardware_tags", *_SIZES)),
+        **fields_of(spec, (*_DECLARED, *_SIZES)),
         kv_transfer=number_of(spec.kv_transfer, engine_pb2.KvTransfer),
         decode_curve=curve_message(spec.decode_curve),
     )

@@ -208,6 +208,7 @@ def engine_info(
         kv_bytes_per_token=profile.kv_bytes_per_token,
         hardware_tags=settings.hardware_tags,
         decode_curve=curve,
+        url=settings.engine_url,
     )
 
 

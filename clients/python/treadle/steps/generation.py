@@ -100,6 +100,11 @@ class StepRun:
         return self.call + 1 if self._ticket is not None and self._ticket.turn == self.call else self.call
 
     @property
+    def engine_id(self) -> str:
+        """The engine of the newest ticket; empty before the first."""
+        return self._ticket.engine_id if self._ticket is not None else ""
+
+    @property
     def uncommitted(self) -> StepAssembly | None:
         """The step as far as it has come, while it runs and is not in its trajectory."""
         return None if self._committed or self._ended.is_set() else self._assembly

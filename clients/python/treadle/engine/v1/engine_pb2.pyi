@@ -1054,6 +1054,7 @@ class EngineInfo(google.protobuf.message.Message):
     HARDWARE_TAGS_FIELD_NUMBER: builtins.int
     DECODE_CURVE_FIELD_NUMBER: builtins.int
     HOST_KV_TOKENS_FIELD_NUMBER: builtins.int
+    URL_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     address: builtins.str
     """host:port of the sidecar"""
@@ -1069,6 +1070,8 @@ class EngineInfo(google.protobuf.message.Message):
     kv_bytes_per_token: builtins.int
     host_kv_tokens: builtins.int
     """KV of which the host's memory keeps copies (HiCache); 0 for none"""
+    url: builtins.str
+    """of the engine's own HTTP server, as its sidecar reaches it: what the gateway asks while the mesh is away"""
     @property
     def hardware_tags(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """e.g. compute-bound, bandwidth-bound, h200"""
@@ -1091,9 +1094,10 @@ class EngineInfo(google.protobuf.message.Message):
         hardware_tags: collections.abc.Iterable[builtins.str] | None = ...,
         decode_curve: Global___DecodeCurve | None = ...,
         host_kv_tokens: builtins.int = ...,
+        url: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["decode_curve", b"decode_curve"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "decode_curve", b"decode_curve", "engine_id", b"engine_id", "hardware_tags", b"hardware_tags", "host_kv_tokens", b"host_kv_tokens", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_tokens_capacity", b"kv_tokens_capacity", "kv_transfer", b"kv_transfer", "max_context_tokens", b"max_context_tokens", "model", b"model", "slot_limit", b"slot_limit", "tensor_parallel", b"tensor_parallel", "weight_version", b"weight_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "decode_curve", b"decode_curve", "engine_id", b"engine_id", "hardware_tags", b"hardware_tags", "host_kv_tokens", b"host_kv_tokens", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_tokens_capacity", b"kv_tokens_capacity", "kv_transfer", b"kv_transfer", "max_context_tokens", b"max_context_tokens", "model", b"model", "slot_limit", b"slot_limit", "tensor_parallel", b"tensor_parallel", "url", b"url", "weight_version", b"weight_version"]) -> None: ...
 
 Global___EngineInfo: typing_extensions.TypeAlias = EngineInfo
 

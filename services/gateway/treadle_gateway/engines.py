@@ -1,0 +1,159 @@
+"""Call the engines' own HTTP servers: for all requests while the mesh is away, and for what the mesh does not carry.
+
+While the mesh is away a session stays on its engine, where its KV is, and a new one goes to the engine with the fewest
+requests of ours. The engines are those that the mesh named last.
+"""
+
+import asyncio
+import json
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+from treadle import Sampling
+
+from treadle_gateway.mesh import MeshLink
+from treadle_gateway.order import Ended, Order, Refused, Tokens
+
+ANSWER_TIMEOUT_S = 10.0
+SILENT_S = 600.0  # of a stream; longer than the prefill of any context
+LONGEST_LINE_BYTES = 4 * 1024 * 1024
+REMEMBERED_SESSIONS = 100_000
+_LOST = (aiohttp.ClientError, ConnectionError, TimeoutError, asyncio.IncompleteReadError)
+# What an answer that SGLang would not give raises.
+_BROKEN = (LookupError, TypeError, ValueError)
+
+
+class EngineAway(Exception):  # noqa: N818 - what happened
+    """The engine does not answer, or broke off."""
+
+
+class Engines:
+    """The HTTP servers of the engines that `mesh` has named."""
+
+    def __init__(self, mesh: MeshLink) -> None:
+        self._mesh = mesh
+        self._of_session: OrderedDict[str, str] = OrderedDict()  # its engine's URL
+        self._running: Counter[str] = Counter()  # requests of ours, by URL
+        self._failed: set[str] = set()  # URLs that did not answer when they were last asked
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),  # SGLang closes idle ones after 5 s
+            read_bufsize=LONGEST_LINE_BYTES,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=ANSWER_TIMEOUT_S, sock_read=SILENT_S),
+        )
+
+    async def close(self) -> None:
+        """Break what is under way."""
+        await self._http.close()
+
+    @property
+    def urls(self) -> list[str]:
+        """Of all engines that have told one."""
+        return [engine.url for engine in self._mesh.engines.values() if engine.url]
+
+    def choose(self, session: str) -> str:
+        """The URL of the session's engine, or of the one with the fewest requests. Raises EngineAway."""
+        urls = self.urls
+        if not urls:
+            raise EngineAway("no engine has told the URL of its HTTP server")
+        kept = self._of_session.get(session) if session else None
+        if kept in urls and kept not in self._failed:
+            self._of_session.move_to_end(session)
+            return kept
+        chosen = min(urls, key=lambda url: (url in self._failed, self._running[url]))
+        if session:
+            self._of_session[session] = chosen
+            if len(self._of_session) > REMEMBERED_SESSIONS:
+                self._of_session.popitem(last=False)
+        return chosen
+
+    async def generate(self, order: Order) -> AsyncGenerator[Tokens | Ended, None]:
+        """Tokens as they come, then the end. Raises EngineAway, and Refused where the engine refuses."""
+        body = {
+            "rid": order.rid,
+            "input_ids": order.prompt,
+            "sampling_params": engine_sampling(order.sampling),
+            "stream": True,
+            "return_logprob": True,
+        }
+        received = 0
+        async with self.request("POST", self.choose(order.session), "/generate", body) as response:
+            if response.status != 200:
+                raise Refused(await error_of(response), response.status)
+            async for line in response.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                answer = json.loads(line[6:])
+                if "error" in answer:
+                    raise Refused(str(answer["error"].get("message", answer["error"])))
+                meta, ids = answer["meta_info"], answer["output_ids"]
+                count, entries = meta["completion_tokens"], meta.get("output_token_logprobs") or []
+                # All tokens so far, or with --incremental-streaming-output the new ones alone.
+                start = received if len(ids) >= count else 0
+                new = slice(start, start + count - received)
+                if count > received:
+                    yield Tokens(ids[new], [entry[0] for entry in entries[new]], meta["weight_version"])
+                received = count
+                if meta["finish_reason"]:
+                    yield Ended(meta["finish_reason"]["type"], cached_tokens=meta.get("cached_tokens") or 0)
+                    return
+        raise EngineAway("the engine ended a stream without saying why")
+
+    async def ask(self, method: str, path: str, body: object = None, url: str = "") -> Any:
+        """JSON of one engine, any where `url` is empty. Raises EngineAway, Refused."""
+        async with self.request(method, url or self.choose(""), path, body) as response:
+            if response.status != 200:
+                raise Refused(await error_of(response), response.status)
+            return await response.json() if response.content_type == "application/json" else await response.text()
+
+    @asynccontextmanager
+    async def request(
+        self, method: str, url: str, path: str, body: object = None, raw: bytes | None = None
+    ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
+        """One HTTP exchange with one engine. raw: the body as it is, in place of JSON. Raises EngineAway."""
+        headers = {"Content-Type": "application/json"} if raw is not None else None
+        self._running[url] += 1
+        try:
+            async with self._http.request(
+                method, f"{url}{path}", json=body if raw is None else None, data=raw, headers=headers
+            ) as response:
+                self._failed.discard(url)
+                yield response
+        except _LOST as error:
+            self._failed.add(url)
+            raise EngineAway(f"the engine at {url} does not answer {path}: {error!r}") from error
+        except _BROKEN as error:
+            raise EngineAway(f"the engine at {url} answers {path} as SGLang would not: {error!r}") from error
+        finally:
+            self._running[url] -= 1
+
+
+def engine_sampling(sampling: Sampling) -> Mapping[str, object]:
+    """SGLang's sampling_params."""
+    given = {
+        "max_new_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "sampling_seed": sampling.seed,
+        "stop": list(sampling.stop) or None,
+        "stop_token_ids": list(sampling.stop_token_ids) or None,
+        "ignore_eos": sampling.ignore_eos,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+async def error_of(response: aiohttp.ClientResponse) -> str:
+    """What an engine says of its refusal."""
+    text = await response.text()
+    try:
+        answer = json.loads(text)
+    except json.JSONDecodeError:
+        return text[:400]
+    error = answer.get("error") if isinstance(answer, dict) else None
+    return str(error.get("message", error) if isinstance(error, dict) else answer.get("message") or answer)

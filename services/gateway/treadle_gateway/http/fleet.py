@@ -1,0 +1,75 @@
+"""What the fleet is: its engines, models, load and health, and the sessions that it holds."""
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from treadle_gateway.engines import EngineAway, Engines
+from treadle_gateway.mesh import MeshLink
+from treadle_gateway.order import Refused
+
+
+class Fleet:
+    """Answers what is asked of the fleet. served_model: how models are named; empty: as the engines do."""
+
+    def __init__(self, mesh: MeshLink, engines: Engines, served_model: str) -> None:
+        self._mesh, self._engines, self._served_model = mesh, engines, served_model
+
+    async def close_session(self, request: Request) -> Response:
+        """DELETE /sessions/{session}, SkyRL's /finish_session?session_id=: its trajectories end, and what they hold is
+        free for others."""
+        session = request.path_params.get("session") or request.query_params.get("session_id") or ""
+        if not session:
+            raise Refused("session_id: must name the session")
+        visit = self._mesh.visit
+        closed = await visit.sessions.close(session) if visit is not None else 0
+        return JSONResponse({"closed": closed})
+
+    async def workers(self, request: Request) -> Response:
+        """GET /workers, as SGLang's gateway answers it: each engine behind this gateway, since who called an engine
+        around it would undo what the mesh has decided."""
+        base = str(request.base_url).rstrip("/")
+        found = [
+            {
+                "id": engine.engine_id,
+                "url": f"{base}/engines/{engine.engine_id}",
+                "model_id": engine.model,
+                "is_healthy": self._mesh.visit is not None,
+                "worker_type": "regular",
+            }
+            for engine in self._mesh.engines.values()
+        ]
+        return JSONResponse({"workers": found, "urls": [each["url"] for each in found], "total": len(found)})
+
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models."""
+        names = [self._served_model] if self._served_model else sorted({e.model for e in self._mesh.engines.values()})
+        room = {"max_model_len": self._mesh.context_tokens}
+        data = [{"id": name, "object": "model", "owned_by": "treadle", "root": name} | room for name in names]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def model_info(self, request: Request) -> Response:
+        """GET /model_info, /get_model_info."""
+        engines = list(self._mesh.engines.values())
+        versions = sorted({engine.weight_version for engine in engines})
+        model = engines[0].model if engines else ""
+        return JSONResponse({"model_path": model, "is_generation": True, "weight_version": ",".join(versions)})
+
+    async def loads(self, request: Request) -> Response:
+        """GET /v1/loads: of each engine, as it tells."""
+        found = []
+        for engine in self._mesh.engines.values():
+            if engine.url:
+                try:
+                    answer = await self._engines.ask("GET", "/v1/loads?include=core,queues", url=engine.url)
+                except (EngineAway, Refused) as error:
+                    found.append({"engine_id": engine.engine_id, "error": str(error)})
+                else:
+                    found += [{"engine_id": engine.engine_id, **load} for load in answer["loads"]]
+        return JSONResponse({"loads": found})
+
+    async def health(self, request: Request) -> Response:
+        """GET /health: 200 while requests can be served, by the mesh or by engines."""
+        await self._mesh.looked.wait()
+        here = self._mesh.visit is not None
+        status = 200 if here or self._engines.urls else 503
+        return JSONResponse({"mesh": "there" if here else "away", "engines": len(self._mesh.engines)}, status)

@@ -1,0 +1,270 @@
+"""OpenAI's /v1/chat/completions, /v1/completions and /v1/responses, with the token ids that trainers need.
+
+A chat or completion that asks for more than the mesh carries (images, several alternatives for each token, a grammar)
+is handed to an engine as it is. With `return_token_ids` a choice has the token ids of its prompt and of its answer, as
+in SGLang and vLLM. A response is a chat in other words; what it said is kept in memory for `previous_response_id`.
+"""
+
+import asyncio
+import uuid
+from array import array
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from treadle import Sampling
+
+from treadle_gateway.calls import Calls
+from treadle_gateway.http.answers import EVENT_STREAM, MOST_COPIES, read_body, run_unless_gone, session_of
+from treadle_gateway.http.chat import Chat
+from treadle_gateway.http.forms import Answer, Ask, ChatForm, CompletionForm, Form, ResponsesForm, error_event
+from treadle_gateway.http.proxy import Proxy
+from treadle_gateway.http.responses import ECHOED, as_chat, said_message
+from treadle_gateway.mesh import MeshLink
+from treadle_gateway.order import Ended, Order, Output, Refused
+from treadle_gateway.text import TextModel, answer_text, matched_end, require_model
+
+SHARED = frozenset(
+    {"model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos"}
+    | {"n", "stream", "stream_options", "logprobs", "return_token_ids", "return_prompt_token_ids", "user", "rid"}
+    | {"skip_special_tokens", "no_stop_trim", "session_id", "nvext", "cache_salt", "extra_key", "priority", "store"}
+    | {"metadata", "spaces_between_special_tokens", "return_tokens_as_token_ids"}
+)
+CHAT = SHARED | {"messages", "tools", "tool_choice", "chat_template_kwargs", "continue_final_message"}
+CHAT |= {"max_completion_tokens", "reasoning_effort", "parallel_tool_calls", "add_generation_prompt", "input_ids"}
+COMPLETION = SHARED | {"prompt"}
+FREE_TOOL_CHOICES = (None, "auto", "none")  # others bind the engine's sampling by a grammar
+NEUTRAL: Mapping[str, float] = {
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "min_tokens": 0,
+    "top_logprobs": 0,
+    "best_of": 1,
+}
+TRUE_BY_DEFAULT = frozenset({"separate_reasoning", "stream_reasoning"})
+REMEMBERED_RESPONSES = 2_000
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Up to a response and with it. messages: of a chat. tokens: as they were sampled."""
+
+    messages: list[Any]
+    tokens: "array[int]"
+
+
+NEW = Conversation([], array("i"))
+
+
+def carries(body: Mapping[str, Any], known: frozenset[str]) -> bool:
+    """Whether the mesh can do all that a request asks for."""
+    for name, value in body.items():
+        nothing = value in (None, False, [], {}) or value == NEUTRAL.get(name, False)
+        if name not in known and not nothing and not (name in TRUE_BY_DEFAULT and value is True):
+            return False
+    free = body.get("tool_choice") in FREE_TOOL_CHOICES
+    return free and not any(_has_media(message) for message in body.get("messages") or ())
+
+
+def read_sampling(body: Mapping[str, Any], room: int) -> Sampling:
+    """room: tokens that fit behind the prompt. Raises Refused."""
+    most = body.get("max_completion_tokens") or body.get("max_tokens") or room
+    stop, ids = body.get("stop") or (), body.get("stop_token_ids") or ()
+    if type(most) is not int or most < 1:
+        raise Refused(f"max_tokens: must be a number from 1, is {most!r}")
+    if not isinstance(stop, str | list | tuple) or not isinstance(ids, list | tuple):
+        raise Refused("stop, stop_token_ids: must be lists")
+    try:
+        return Sampling(
+            max_new_tokens=min(most, room) if room > 0 else most,
+            temperature=body.get("temperature"),
+            top_p=body.get("top_p"),
+            top_k=body.get("top_k"),
+            min_p=body.get("min_p"),
+            seed=body.get("seed"),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop_token_ids=tuple(ids),
+            ignore_eos=bool(body.get("ignore_eos")),
+        )
+    except TypeError as error:
+        raise Refused(str(error)) from error
+
+
+class OpenaiApi:
+    """The chat, the completion and the responses form."""
+
+    def __init__(self, calls: Calls, proxy: Proxy, mesh: MeshLink, chat: Chat, model: TextModel | None) -> None:
+        self._calls, self._proxy, self._mesh, self._chat, self._model = calls, proxy, mesh, chat, model
+        self._conversations: OrderedDict[str, Conversation] = OrderedDict()  # by the id of their last response
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        raw = await request.body()
+        body = read_body(raw)
+        session = session_of(request, body)
+        if not carries(body, CHAT):
+            return await self._proxy.forward(request, raw, session)
+        ask = await self._ask_chat(body, session)
+        return await self._answer(request, ask, ChatForm(self._chat))
+
+    async def complete(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        raw = await request.body()
+        body = read_body(raw)
+        session = session_of(request, body)
+        if not carries(body, COMPLETION) or body.get("logprobs") not in (None, False, 0):
+            return await self._proxy.forward(request, raw, session)
+        ask = self._ask(body | {"logprobs": body.get("logprobs") == 0}, session, self._prompts(body), None)
+        return await self._answer(request, ask, CompletionForm())
+
+    async def respond(self, request: Request) -> Response:
+        """POST /v1/responses."""
+        given = read_body(await request.body())
+        previous = given.get("previous_response_id")
+        before = NEW if previous is None else self._conversations.get(previous)
+        if before is None:
+            raise Refused(f"previous_response_id: {previous!r} is not known here (any more); send the whole input", 404)
+        body = as_chat(given, before.messages)
+        echoed = {name: given.get(name, value) for name, value in ECHOED.items()}
+        form = ResponsesForm(self._chat, f"resp_{uuid.uuid4().hex}", echoed)
+        ask = await self._ask_chat(body, session_of(request, given), before.tokens)
+
+        def remember(answer: Answer) -> None:
+            tokens = array("i", [*answer.order.prompt, *answer.output.token_ids])
+            conversation = Conversation([*body["messages"], said_message(form.said)], tokens)
+            self._conversations[form.response_id] = conversation
+            if len(self._conversations) > REMEMBERED_RESPONSES:
+                self._conversations.popitem(last=False)
+
+        return await self._answer(request, ask, form, remember)
+
+    async def _ask_chat(self, body: Mapping[str, Any], session: str, known: Sequence[int] = ()) -> Ask:
+        if not isinstance(body.get("messages"), list) or not body["messages"]:
+            raise Refused("messages: must be a list with at least one message")
+        prompt = body.get("input_ids") or await self._chat.render(session, body, known)
+        tools = body.get("tools") if body.get("tool_choice") != "none" else None
+        return self._ask(body, session, [prompt], tools or None)
+
+    def _ask(
+        self, body: Mapping[str, Any], session: str, prompts: list[list[int]], tools: list[dict[str, Any]] | None
+    ) -> Ask:
+        copies = body.get("n") or 1
+        if type(copies) is not int or not 1 <= copies <= MOST_COPIES:
+            raise Refused(f"n: must be a whole number from 1 to {MOST_COPIES}, is {copies!r}")
+        options = body.get("stream_options") or {}
+        if not isinstance(options, dict):
+            raise Refused("stream_options: must be an object")
+        return Ask(
+            model=str(body.get("model") or ""),
+            session=session,
+            prompts=prompts,
+            copies=copies,
+            sampling=read_sampling(body, self._mesh.context_tokens - max(map(len, prompts))),
+            logprobs=body.get("logprobs") not in (None, False),
+            ids=bool(body.get("return_token_ids") or body.get("return_prompt_token_ids")),
+            skip_special=body.get("skip_special_tokens") is not False,
+            trim=not body.get("no_stop_trim"),
+            stream=bool(body.get("stream")),
+            usage=bool(options.get("include_usage")),
+            tools=tools,
+            rid=str(body.get("rid") or uuid.uuid4().hex),
+        )
+
+    def _prompts(self, body: Mapping[str, Any]) -> list[list[int]]:
+        given = body.get("prompt")
+        if isinstance(given, str):
+            return [require_model(self._model).encode(given)]
+        if not isinstance(given, list) or not given:
+            raise Refused("prompt: must be a text, token ids, or a list of them")
+        if all(type(each) is int for each in given):
+            return [given]
+        prompts = [require_model(self._model).encode(each) if isinstance(each, str) else each for each in given]
+        if not all(isinstance(each, list) and each and all(type(token) is int for token in each) for each in prompts):
+            raise Refused("prompt: each must be a text or a list of token ids, at least one")
+        return prompts
+
+    def _orders(self, ask: Ask) -> list[Order]:
+        return [
+            Order(
+                ask.session if at == copy == 0 else f"{ask.session}/{at}/{copy}" if ask.session else "",
+                prompt,
+                ask.sampling,
+                f"{ask.rid}_{at}_{copy}" if at or copy else ask.rid,
+            )
+            for at, prompt in enumerate(ask.prompts)
+            for copy in range(ask.copies)
+        ]
+
+    async def _answer(
+        self, request: Request, ask: Ask, form: Form, note: Callable[[Answer], None] = lambda _: None
+    ) -> Response:
+        """note: called with each answer once it is whole."""
+        orders = self._orders(ask)
+        if ask.stream:
+            if len(orders) > 1:
+                raise Refused("stream: one answer at a time; leave n and further prompts out")
+            return StreamingResponse(self._stream(ask, orders[0], form, note), media_type=EVENT_STREAM)
+        outputs = await run_unless_gone(request, self._run_all(orders))
+        answers = [self._read(ask, order, output) for order, output in zip(orders, outputs, strict=True)]
+        whole = await form.whole(ask, answers)
+        for answer in answers:
+            note(answer)
+        return JSONResponse(whole)
+
+    async def _run_all(self, orders: Sequence[Order]) -> list[Output]:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._run(order)) for order in orders]
+        return [task.result() for task in tasks]
+
+    async def _run(self, order: Order) -> Output:
+        output = Output()
+        async with aclosing(self._calls.run(order)) as events:
+            async for event in events:
+                output.add(event)
+        return output
+
+    def _read(self, ask: Ask, order: Order, output: Output) -> Answer:
+        model = require_model(self._model)
+        stopped = output.ended is not None and output.ended.finish == "stop"
+        matched = matched_end(model, output, ask.sampling.stop, ask.sampling.stop_token_ids) if stopped else None
+        text = answer_text(model, output, matched, skip_special=ask.skip_special, trim=ask.trim)
+        return Answer(order, output, text, matched)
+
+    async def _stream(
+        self, ask: Ask, order: Order, form: Form, note: Callable[[Answer], None]
+    ) -> AsyncGenerator[bytes, None]:
+        """Text goes out as soon as it cannot be the beginning of a stop string, which is trimmed."""
+        output, text, sent, ids_sent = Output(), "", 0, 0
+        held = max((len(stop) for stop in ask.sampling.stop), default=0) if ask.trim else 0
+        parses = bool(ask.tools)  # a call is a call once it is whole
+        try:
+            read = require_model(self._model).stream(skip_special=ask.skip_special)
+            for first in form.begin(ask):
+                yield first
+            async with aclosing(self._calls.run(order)) as events:
+                async for event in events:
+                    output.add(event)
+                    if parses or isinstance(event, Ended):
+                        continue
+                    text += read(event.token_ids)
+                    end = len(text) - held
+                    if end > sent or ask.ids:
+                        yield form.delta(ask, output, text[sent:end], ids_sent)
+                        sent, ids_sent = max(sent, end), len(output.token_ids)
+            answer = self._read(ask, order, output)
+            async for last in form.end(ask, answer, sent, ids_sent):
+                yield last
+            note(answer)
+        except Refused as refusal:
+            yield error_event(str(refusal), refusal.status)
+
+
+def _has_media(message: Any) -> bool:
+    """Whether a message holds more than text."""
+    content = message.get("content") if isinstance(message, dict) else None
+    return isinstance(content, list) and any(part.get("type") != "text" for part in content if isinstance(part, dict))

@@ -1,0 +1,112 @@
+"""Read a request of OpenAI's /v1/responses as a chat: its items are messages, its tools are a chat's tools.
+
+What agents use is read: texts, calls of functions and their outputs, instructions, tools that are functions, reasoning
+that is handed back. Tools that OpenAI runs itself, files and images are refused, with the name of the field.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from treadle_gateway.http.chat import Message
+from treadle_gateway.order import Refused
+
+# Fields that an answer repeats, and what stands there where the request has none.
+ECHOED: Mapping[str, Any] = {
+    "instructions": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "temperature": None,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_p": None,
+    "truncation": "disabled",
+}
+SAME = ("model", "temperature", "top_p", "stream", "tool_choice", "return_token_ids", "chat_template_kwargs", "rid")
+# Fields that change nothing here.
+IDLE = {"background", "include", "metadata", "nvext", "parallel_tool_calls", "prompt_cache_key", "safety_identifier"}
+IDLE |= {"service_tier", "session_id", "store", "text", "truncation", "user", "max_tool_calls"}
+READ = {"input", "instructions", "tools", "max_output_tokens", "previous_response_id", "reasoning", *SAME}
+TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
+ROLES = {"developer": "system"}  # templates know no developer
+
+
+def as_chat(body: Mapping[str, Any], before: Sequence[Any]) -> dict[str, Any]:
+    """The body of a chat. before: messages of the response that the request goes on from. Raises Refused."""
+    wanted = sorted(name for name, value in body.items() if name not in READ | IDLE and value not in (None, False, []))
+    if wanted:
+        raise Refused(f"{', '.join(wanted)}: not served by /v1/responses here; leave it out")
+    form = (body.get("text") or {}).get("format") or {}
+    if form.get("type", "text") != "text":
+        raise Refused(f"text.format: only text is served, is {form['type']!r}")
+    messages = list(before)
+    if instructions := body.get("instructions"):
+        # Those of the response before do not hold any more.
+        messages = [{"role": "system", "content": instructions}, *(m for m in messages if m.get("role") != "system")]
+    messages += _messages(body.get("input"))
+    chat = {name: body[name] for name in SAME if body.get(name) is not None}
+    chat |= {"messages": messages, "tools": [_tool(at, tool) for at, tool in enumerate(body.get("tools") or ())]}
+    if body.get("max_output_tokens") is not None:
+        chat["max_completion_tokens"] = body["max_output_tokens"]
+    if effort := (body.get("reasoning") or {}).get("effort"):
+        chat["reasoning_effort"] = effort
+    if chat.get("tool_choice", "auto") not in ("auto", "none"):
+        raise Refused("tool_choice: auto or none; /v1/chat/completions serves the others, by an engine's grammar")
+    return chat
+
+
+def said_message(said: Message) -> dict[str, Any]:
+    """An answer as the message that stands for it in the conversation."""
+    message: dict[str, Any] = {"role": "assistant", "content": said.content}
+    if said.tool_calls:
+        message["tool_calls"] = said.tool_calls
+    return message
+
+
+def _messages(given: Any) -> list[dict[str, Any]]:
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise Refused("input: must be a text or a list of items, at least one")
+    found: list[dict[str, Any]] = []
+    for message in (each for at, item in enumerate(given) for each in _item(at, item)):
+        # Calls of one turn, and the text before them, are one message.
+        calls, last = message.get("tool_calls"), found[-1] if found else {}
+        if calls and last.get("role") == "assistant":
+            last.setdefault("tool_calls", []).extend(calls)
+        else:
+            found.append(message)
+    return found
+
+
+def _item(at: int, item: Any) -> Iterator[dict[str, Any]]:
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if kind == "message":
+        role = str(item.get("role", "user"))
+        yield {"role": ROLES.get(role, role), "content": _text(f"input[{at}].content", item.get("content"))}
+    elif kind == "function_call":
+        function = {"name": str(item.get("name")), "arguments": str(item.get("arguments") or "{}")}
+        call = {"id": str(item.get("call_id")), "type": "function", "function": function}
+        yield {"role": "assistant", "content": "", "tool_calls": [call]}
+    elif kind == "function_call_output":
+        output = _text(f"input[{at}].output", item.get("output"))
+        yield {"role": "tool", "tool_call_id": str(item.get("call_id")), "content": output}
+    elif kind != "reasoning":  # which templates leave out of earlier turns
+        raise Refused(f"input[{at}].type: message, function_call, function_call_output or reasoning, is {kind!r}")
+
+
+def _text(field: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    if not all(isinstance(part, dict) and part.get("type") in TEXTS for part in parts):
+        raise Refused(f"{field}: must be a text, or parts that are texts")
+    return "".join(str(part.get("text", part.get("refusal", ""))) for part in parts)
+
+
+def _tool(at: int, tool: Any) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type") != "function" or not tool.get("name"):
+        raise Refused(f"tools[{at}]: must be a function with a name; tools that OpenAI runs itself are not here")
+    function = {name: tool[name] for name in ("name", "description", "parameters", "strict") if tool.get(name)}
+    return {"type": "function", "function": function}

@@ -1,0 +1,269 @@
+"""SGLang's /generate: what slime, verl and a person's own loop send.
+
+A request that asks for more than the mesh carries (images, input logprobs, routed experts, a grammar, ...) is handed to
+an engine as it is and answered as the engine answers it: `unscheduled` says so in the metrics. All others run through
+the mesh and are answered as SGLang answers them.
+"""
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from treadle import Sampling
+
+from treadle_gateway.calls import Calls
+from treadle_gateway.http.answers import EVENT_STREAM, MOST_COPIES, read_body, run_unless_gone, session_of
+from treadle_gateway.http.proxy import Proxy
+from treadle_gateway.order import Order, Output, Refused
+from treadle_gateway.text import TextModel, answer_text, matched_end, require_model
+
+DEFAULT_NEW_TOKENS = 128  # SGLang's own
+# Fields that the mesh carries, or that say nothing about tokens.
+CARRIED = frozenset(
+    {"input_ids", "text", "sampling_params", "return_logprob", "stream", "rid", "session_id", "conversation_id"}
+    | {"extra_key", "cache_salt", "priority", "routing_key", "log_metrics", "no_logs", "return_text_in_logprobs"}
+    | {"return_prompt_token_ids", "nvext"}
+)
+# Values that ask for nothing.
+NOTHING: Mapping[str, tuple[object, ...]] = {"logprob_start_len": (-1,), "routed_experts_start_len": (0,)}
+SAMPLED = {
+    "max_new_tokens": "max_new_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "sampling_seed": "seed",
+    "stop": "stop",
+    "stop_token_ids": "stop_token_ids",
+    "ignore_eos": "ignore_eos",
+}
+WRITTEN = frozenset({"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "n"})  # how text is made
+NEUTRAL: Mapping[str, float] = {
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "min_new_tokens": 0,
+}
+
+
+@dataclass(frozen=True)
+class Wish:
+    """One answer that a request asks for. index: its place among those of the request. logprobs: whether the answer
+    has them. skip_special, trim: how its text is written."""
+
+    index: int
+    order: Order
+    logprobs: bool
+    skip_special: bool
+    trim: bool
+
+
+def carries(body: Mapping[str, Any]) -> bool:
+    """Whether the mesh can do all that a request asks for."""
+    for name, value in body.items():
+        if name not in CARRIED and value and value not in NOTHING.get(name, ()):
+            return False
+    given = body.get("sampling_params") or {}
+    for sampling in given if isinstance(given, list) else [given]:
+        if not isinstance(sampling, dict):
+            raise Refused("sampling_params: must be an object, or a list of them")
+        for name, value in sampling.items():
+            known = name in SAMPLED or name in WRITTEN or value is None or value == NEUTRAL.get(name)
+            if not known:
+                return False
+    return True
+
+
+def read_sampling(given: Mapping[str, Any]) -> Sampling:
+    """Raises Refused."""
+    fields = {ours: given[name] for name, ours in SAMPLED.items() if given.get(name) is not None}
+    stop, ids = fields.get("stop", ()), fields.get("stop_token_ids", ())
+    fields |= {"stop": (stop,) if isinstance(stop, str) else tuple(stop), "stop_token_ids": tuple(ids)}
+    fields.setdefault("max_new_tokens", DEFAULT_NEW_TOKENS)
+    try:
+        return Sampling(**fields)
+    except TypeError as error:
+        raise Refused(f"sampling_params: {error}") from error
+
+
+def read_wishes(body: Mapping[str, Any], session: str, model: TextModel | None) -> list[Wish]:
+    """The answers that a request asks for, in its order. Raises Refused."""
+    prompts = _prompts(body, model)
+    count = len(prompts)
+    rids, given, logprobs = body.get("rid"), body.get("sampling_params") or {}, body.get("return_logprob") or False
+    each_sampling = given if isinstance(given, list) else [given] * count
+    each_logprob = logprobs if isinstance(logprobs, list) else [logprobs] * count
+    if len(each_sampling) != count or len(each_logprob) != count:
+        raise Refused(f"sampling_params, return_logprob: as lists they must have one entry for each of {count} prompts")
+    if isinstance(rids, list) and len(rids) != count:
+        raise Refused(f"rid: as a list it must have one entry for each of {count} prompts")
+    wishes: list[Wish] = []
+    for at, (prompt, sampling, logprob) in enumerate(zip(prompts, each_sampling, each_logprob, strict=True)):
+        base = rids[at] if isinstance(rids, list) else rids or uuid.uuid4().hex
+        copies = sampling.get("n") or 1
+        if type(copies) is not int or not 1 <= copies <= MOST_COPIES:
+            raise Refused(f"sampling_params.n: must be a whole number from 1 to {MOST_COPIES}, is {copies!r}")
+        for copy in range(copies):
+            alone = count == copies == 1
+            rid = base if alone or (isinstance(rids, list) and copies == 1) else f"{base}_{at}_{copy}"
+            order = Order(
+                session if alone else f"{session}/{at}/{copy}" if session else "", prompt, read_sampling(sampling), rid
+            )
+            skip = sampling.get("skip_special_tokens", True)
+            wishes.append(Wish(len(wishes), order, bool(logprob), bool(skip), not sampling.get("no_stop_trim")))
+    return wishes
+
+
+def _prompts(body: Mapping[str, Any], model: TextModel | None) -> list[list[int]]:
+    ids, text = body.get("input_ids"), body.get("text")
+    if (ids is None) == (text is None):
+        raise Refused("input_ids, text: give one of them")
+    if text is not None:
+        texts = text if isinstance(text, list) else [text]
+        return [require_model(model).encode(str(each)) for each in texts]
+    if not isinstance(ids, list):
+        raise Refused("input_ids: must be a list of token ids, or a list of such lists")
+    many: list[list[int]] = ids if ids and isinstance(ids[0], list) else [ids]
+    for prompt in many:
+        if not prompt or not all(type(token) is int and token >= 0 for token in prompt):
+            raise Refused("input_ids: must be a list of token ids, at least one, or a list of such lists")
+    return many
+
+
+class SglangApi:
+    """/generate."""
+
+    def __init__(self, calls: Calls, proxy: Proxy, model: TextModel | None) -> None:
+        self._calls, self._proxy, self._model = calls, proxy, model
+
+    async def generate(self, request: Request) -> Response:
+        """POST /generate."""
+        raw = await request.body()
+        body = read_body(raw)
+        session = session_of(request, body)
+        if not carries(body):
+            return await self._proxy.forward(request, raw, session)
+        wishes = read_wishes(body, session, self._model)
+        if body.get("stream"):
+            return StreamingResponse(self._stream(wishes), media_type=EVENT_STREAM)
+        single = not isinstance(body.get("text"), list) and len(wishes) == 1 and not _is_batch(body)
+        answers = await run_unless_gone(request, self._answers(wishes))
+        return JSONResponse(answers[0] if single else answers)
+
+    async def _answers(self, wishes: Sequence[Wish]) -> list[dict[str, Any]]:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._answer(wish)) for wish in wishes]
+        return [task.result() for task in tasks]
+
+    async def _answer(self, wish: Wish) -> dict[str, Any]:
+        began_s, output = time.monotonic(), Output()
+        async with aclosing(self._calls.run(wish.order)) as events:
+            async for event in events:
+                output.add(event)
+        return self._message(wish, output, output.token_ids, output.logprobs, began_s)
+
+    async def _stream(self, wishes: Sequence[Wish]) -> AsyncGenerator[bytes, None]:
+        """Server-sent events: with each, all tokens so far, as SGLang sends them by default."""
+        try:
+            async with aclosing(_merge([self._chunks(wish) for wish in wishes])) as chunks:
+                async for wish, message in chunks:
+                    if len(wishes) > 1:
+                        message["index"] = wish.index
+                    yield b"data: " + json.dumps(message).encode() + b"\n\n"
+        except Refused as refusal:
+            error = {"error": {"message": str(refusal), "code": refusal.status}}
+            yield b"data: " + json.dumps(error).encode() + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
+    async def _chunks(self, wish: Wish) -> AsyncGenerator[tuple[Wish, dict[str, Any]], None]:
+        began_s, output = time.monotonic(), Output()
+        async with aclosing(self._calls.run(wish.order)) as events:
+            async for event in events:
+                output.add(event)
+                yield wish, self._message(wish, output, output.token_ids, output.logprobs, began_s)
+
+    def _message(
+        self, wish: Wish, output: Output, token_ids: Sequence[int], logprobs: Sequence[float], began_s: float
+    ) -> dict[str, Any]:
+        """SGLang's answer of a generation that has come so far."""
+        ended, sampling, model = output.ended, wish.order.sampling, self._model
+        finish: dict[str, object] | None = None
+        matched: int | str | None = None
+        if ended is not None:
+            finish = {"type": ended.finish}
+            if ended.finish == "length":
+                finish["length"] = len(output.token_ids)
+            elif ended.finish == "stop" and model is not None:
+                matched = matched_end(model, output, sampling.stop, sampling.stop_token_ids)
+                finish["matched"] = matched
+        meta: dict[str, object] = {
+            "id": wish.order.rid,
+            "finish_reason": finish,
+            "prompt_tokens": len(wish.order.prompt),
+            "completion_tokens": len(output.token_ids),
+            "cached_tokens": ended.cached_tokens if ended is not None else 0,
+            "weight_version": output.spans[-1].weight_version if output.spans else "",
+            "weight_versions": [
+                {"version": span.weight_version, "start": span.start_token, "end": span.end_token}
+                for span in output.spans
+            ],
+            "e2e_latency": time.monotonic() - began_s,
+        }
+        if wish.logprobs:
+            meta["output_token_logprobs"] = [
+                [logprob, token, None] for logprob, token in zip(logprobs, token_ids, strict=True)
+            ]
+        if ended is not None and ended.trajectory_id:
+            meta["trajectory_id"] = ended.trajectory_id
+        text = ""
+        if model is not None:
+            text = answer_text(model, output, matched, skip_special=wish.skip_special, trim=wish.trim)
+        return {"text": text, "output_ids": list(token_ids), "meta_info": meta}
+
+
+def _is_batch(body: Mapping[str, Any]) -> bool:
+    ids = body.get("input_ids")
+    return isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
+
+
+async def _merge(
+    streams: Sequence[AsyncGenerator[tuple[Wish, dict[str, Any]], None]],
+) -> AsyncGenerator[tuple[Wish, dict[str, Any]], None]:
+    """What several generators yield, as it comes. Raises what one of them raises."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for item in only:
+                yield item
+        return
+    queue: asyncio.Queue[tuple[Wish, dict[str, Any]] | Refused | None] = asyncio.Queue()
+
+    async def read(stream: AsyncIterator[tuple[Wish, dict[str, Any]]]) -> None:
+        try:
+            async for item in stream:
+                queue.put_nowait(item)
+            queue.put_nowait(None)
+        except Refused as refusal:
+            queue.put_nowait(refusal)
+
+    tasks = [asyncio.get_running_loop().create_task(read(stream)) for stream in streams]
+    left = len(tasks)
+    try:
+        while left:
+            came = await queue.get()
+            if isinstance(came, Refused):
+                raise came
+            if came is None:
+                left -= 1
+            else:
+                yield came
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

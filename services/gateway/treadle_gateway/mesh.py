@@ -1,0 +1,161 @@
+"""Know whether the mesh answers, and hold the client through which requests reach it while it does.
+
+A Visit is one time for which the mesh was there: its client, its sessions, and who waits for them. When the scheduler
+has not answered for `away_after_s`, or no engine is registered, the visit ends: whoever waits hears `AWAY` at once and
+goes on without the mesh, and the client is given up in the background. The next visit has a new client.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import grpc
+import structlog
+import treadle
+from treadle.scheduler.v1 import scheduler_pb2
+
+from treadle_gateway.order import Ended, Tokens
+from treadle_gateway.sessions import Sessions
+
+if TYPE_CHECKING:
+    from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub
+
+log = structlog.get_logger()
+
+LOOK_S = 0.5  # between two looks at the mesh
+SWEEP_S = 1.0  # between two looks for idle sessions
+AWAY: Final = "away"  # put into the queues of a visit that has ended
+
+Event = Tokens | Ended | treadle.TreadleError | str
+
+
+@dataclass(frozen=True)
+class KnownEngine:
+    """A registered engine. url: of its HTTP server; empty where its sidecar does not tell. address: of its sidecar.
+    context_tokens: of the longest sequence that it takes. ranks: its processes in a trainer's process group."""
+
+    engine_id: str
+    url: str
+    address: str
+    model: str
+    weight_version: str
+    context_tokens: int
+    ranks: int
+
+
+class Visit:
+    """One time for which the mesh is there."""
+
+    def __init__(self, client: treadle.Client, sessions: Sessions) -> None:
+        self.client, self.sessions = client, sessions
+        self.over = False
+        self._queues: set[asyncio.Queue[Event]] = set()
+
+    def listen(self) -> asyncio.Queue[Event]:
+        """A queue that hears AWAY when the visit ends; `leave` it."""
+        queue: asyncio.Queue[Event] = asyncio.Queue()
+        self._queues.add(queue)
+        if self.over:
+            queue.put_nowait(AWAY)
+        return queue
+
+    def leave(self, queue: asyncio.Queue[Event]) -> None:
+        """Hear nothing more."""
+        self._queues.discard(queue)
+
+    def end(self) -> None:
+        """Tell all who listen."""
+        self.over = True
+        for queue in self._queues:
+            queue.put_nowait(AWAY)
+
+
+class MeshLink:
+    """Looks at the mesh for as long as `watch` runs. visit: the present one, None while the mesh is away. engines:
+    those that were registered when it was last there."""
+
+    def __init__(
+        self,
+        scheduler: "SchedulerServiceAsyncStub",
+        make_client: Callable[[], treadle.Client],
+        make_sessions: Callable[[treadle.Client], Sessions],
+        away_after_s: float,
+    ) -> None:
+        self._scheduler, self._make_client, self._make_sessions = scheduler, make_client, make_sessions
+        self._away_after_s = away_after_s
+        self.visit: Visit | None = None
+        self.engines: dict[str, KnownEngine] = {}
+        self.looked = asyncio.Event()  # once it is known whether the mesh is there
+
+    @property
+    def context_tokens(self) -> int:
+        """Of the longest sequence that some engine takes."""
+        return max((engine.context_tokens for engine in self.engines.values()), default=0)
+
+    def visits(self) -> int:
+        """1 while the mesh is there, else 0."""
+        return int(self.visit is not None)
+
+    async def watch(self) -> None:
+        """Background task: begin and end visits."""
+        seen_s = -self._away_after_s
+        async with asyncio.TaskGroup() as leaving:
+            while True:
+                if await self._look():
+                    seen_s = time.monotonic()
+                    if self.visit is None:
+                        self.visit = await self._begin()
+                        log.info("the mesh is there", engines=len(self.engines))
+                elif time.monotonic() - seen_s >= self._away_after_s and self.visit is not None:
+                    log.warning("the mesh is away: requests go straight to the engines", engines=len(self.engines))
+                    visit, self.visit = self.visit, None
+                    visit.end()
+                    leaving.create_task(_give_up(visit))
+                self.looked.set()
+                await asyncio.sleep(LOOK_S)
+
+    async def sweep(self) -> None:
+        """Background task: close sessions that are idle."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            if self.visit is not None:
+                await self.visit.sessions.close_idle()
+
+    async def close(self) -> None:
+        """End the visit and close what is open."""
+        visit, self.visit = self.visit, None
+        if visit is not None:
+            visit.end()
+            await _give_up(visit)
+
+    async def _look(self) -> bool:
+        try:
+            answer = await self._scheduler.ListEngines(scheduler_pb2.ListEnginesRequest(), timeout=self._away_after_s)
+        except grpc.aio.AioRpcError as error:
+            log.debug("the scheduler does not answer", error=error.details())
+            return False
+        found = {
+            each.info.engine_id: KnownEngine(
+                *(each.info.engine_id, each.info.url, each.info.address, each.info.model, each.info.weight_version),
+                *(each.info.max_context_tokens, max(1, each.info.tensor_parallel)),
+            )
+            for each in answer.engines
+        }
+        if found:
+            self.engines = found
+        return bool(found)
+
+    async def _begin(self) -> Visit:
+        client = self._make_client()
+        await client.__aenter__()
+        return Visit(client, self._make_sessions(client))
+
+
+async def _give_up(visit: Visit) -> None:
+    """Close a client; a scheduler that cannot be reached closes its trajectories once its lease has ended."""
+    try:
+        await visit.client.__aexit__(None, None, None)
+    except treadle.TreadleError as error:
+        log.warning("the client of a mesh that went away was not closed in order", error=str(error))

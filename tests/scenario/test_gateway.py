@@ -1,0 +1,161 @@
+"""SGLang's HTTP surface in front of the mesh: what a framework sends is answered as an engine would answer it."""
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.conditions import until
+from support.fake_sglang import expected
+from support.gateway import FrontDoor, front_door
+
+PROMPT = list(range(10, 40))
+GREEDY = {"max_new_tokens": 12, "temperature": 0.0}
+
+
+@pytest.fixture
+async def door(tmp_path: Path) -> AsyncIterator[FrontDoor]:
+    async with front_door(tmp_path) as door:
+        yield door
+
+
+def ask(prompt: list[int], **more: Any) -> dict[str, Any]:
+    """A body of /generate."""
+    return {"input_ids": prompt, "sampling_params": GREEDY, "return_logprob": True, **more}
+
+
+async def test_turns_of_a_session_are_one_trajectory_and_equal_to_a_direct_call(door: FrontDoor) -> None:
+    context, found = list(PROMPT), []
+    for _ in range(3):
+        answer = await door.post("/generate", ask(context), X_Session_ID="s1")
+        async with door.http.post(
+            f"{door.engines['e0'].url}/generate", json=ask(context, rid=f"direct-{len(context)}", stream=True)
+        ) as direct:
+            last = [json.loads(line[6:]) async for line in direct.content if line.startswith(b"data: {")]
+        assert answer["output_ids"] == expected(context, 12) == [i for each in last for i in each["output_ids"]]
+        entries = [entry for each in last for entry in each["meta_info"]["output_token_logprobs"]]
+        assert [entry[1] for entry in answer["meta_info"]["output_token_logprobs"]] == [entry[1] for entry in entries]
+        assert [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]] == pytest.approx(
+            [entry[0] for entry in entries], rel=1e-6
+        )
+        assert answer["meta_info"]["weight_versions"] == last[-1]["meta_info"]["weight_versions"]
+        assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 12}
+        found.append(answer["meta_info"]["trajectory_id"])
+        context += answer["output_ids"] + [7, 8, 9]
+    assert len(set(found)) == 1
+
+
+async def test_without_a_session_the_trajectory_is_found_by_its_tokens(door: FrontDoor) -> None:
+    first = await door.post("/generate", ask(PROMPT))
+    sibling = await door.post("/generate", ask(PROMPT))
+    context = PROMPT + first["output_ids"] + [7]
+    second = await door.post("/generate", ask(context))
+    names = [each["meta_info"]["trajectory_id"] for each in (first, sibling, second)]
+    assert len(set(names)) == 2 and names[2] in names[:2]
+
+
+async def test_a_session_that_rewrites_its_context_gets_another_trajectory(door: FrontDoor) -> None:
+    first = await door.post("/generate", ask(PROMPT), X_SMG_Routing_Key="s2")
+    other = await door.post("/generate", ask([5, *PROMPT]), X_SMG_Routing_Key="s2")
+    assert other["output_ids"] == expected([5, *PROMPT], 12)
+    assert other["meta_info"]["trajectory_id"] != first["meta_info"]["trajectory_id"]
+    async with door.http.delete(f"{door.url}/sessions/s2") as closed:
+        assert await closed.json() == {"closed": 2}
+
+
+async def test_a_stream_and_a_batch_bring_the_same_tokens(door: FrontDoor) -> None:
+    async with door.http.post(f"{door.url}/generate", json=ask(PROMPT, stream=True)) as response:
+        lines = [line async for line in response.content if line.startswith(b"data: ")]
+    assert lines[-1] == b"data: [DONE]\n"
+    assert json.loads(lines[-2][6:])["output_ids"] == expected(PROMPT, 12)
+    batch = await door.post("/generate", ask(PROMPT) | {"input_ids": [PROMPT, [3, 4, 5]]})
+    assert [each["output_ids"] for each in batch] == [expected(PROMPT, 12), expected([3, 4, 5], 12)]
+
+
+async def test_a_request_is_aborted_by_its_rid_and_keeps_its_tokens(tmp_path: Path) -> None:
+    long = {"max_new_tokens": 400, "temperature": 0.0}
+    async with front_door(tmp_path, token_s=0.02) as door, asyncio.TaskGroup() as group:
+        asked = group.create_task(door.post("/generate", ask(PROMPT, rid="mine", sampling_params=long)))
+        await until(lambda: any(engine.sampled > 5 for engine in door.engines.values()))
+        assert (await door.post("/abort_request", {"rid": "mine"}))["aborted"] == 1
+        answer = await asked
+        assert answer["meta_info"]["finish_reason"] == {"type": "abort"}
+        assert 0 < len(answer["output_ids"]) < 400
+        assert answer["output_ids"] == expected(PROMPT, len(answer["output_ids"]))
+        await until(lambda: not any(engine.running for engine in door.engines.values()))
+
+
+async def test_a_caller_that_hangs_up_leaves_nothing_running(tmp_path: Path) -> None:
+    long = {"max_new_tokens": 400, "temperature": 0.0}
+    async with front_door(tmp_path, token_s=0.02) as door:
+        asked = asyncio.ensure_future(door.post("/generate", ask(PROMPT, sampling_params=long)))
+        await until(lambda: any(engine.running for engine in door.engines.values()))
+        asked.cancel()
+        await until(lambda: not any(engine.running for engine in door.engines.values()))
+
+
+async def test_what_the_mesh_does_not_carry_goes_to_an_engine_as_it_is(door: FrontDoor) -> None:
+    body = ask(PROMPT, rid="whole", return_routed_experts=True, stream=True)
+    async with door.http.post(f"{door.url}/generate", json=body, headers={"X-Session-ID": "s3"}) as response:
+        lines = [json.loads(line[6:]) async for line in response.content if line.startswith(b"data: {")]
+    assert [token for each in lines for token in each["output_ids"]] == expected(PROMPT, 12)
+    sent = [request for engine in door.engines.values() for request in engine.requests if request.get("rid") == "whole"]
+    assert [request["return_routed_experts"] for request in sent] == [True]
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"sampling_params": GREEDY}, "input_ids"),
+        ({"input_ids": [], "sampling_params": GREEDY}, "input_ids"),
+        ({"input_ids": ["a"], "sampling_params": GREEDY}, "input_ids"),
+        (ask(PROMPT) | {"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
+        (ask(PROMPT) | {"sampling_params": {"top_p": 2.0}}, "top_p"),
+    ],
+)
+async def test_a_bad_request_is_refused_and_the_field_named(door: FrontDoor, body: dict[str, Any], field: str) -> None:
+    answer = await door.post("/generate", body, status=400)
+    assert field in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_every_request_ends_where_the_mesh_dies_in_its_midst_and_later_ones_use_it_again(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    sampling = {"max_new_tokens": 150, "temperature": 0.0}
+    prompts = [[10 + number, 20, 30] for number in range(8)]
+    async with front_door(tmp_path, token_s=0.02) as door:
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(door.post("/generate", ask(each, sampling_params=sampling))) for each in prompts]
+            await until(lambda: sum(engine.sampled for engine in door.engines.values()) > 100)
+            await door.kill_mesh(number)
+        for prompt, task in zip(prompts, asked, strict=True):
+            answer = task.result()
+            assert answer["output_ids"] == expected(prompt, 150)
+            assert len(answer["meta_info"]["output_token_logprobs"]) == 150
+        await door.until_mesh("away")
+        assert (await door.post("/generate", ask(PROMPT)))["output_ids"] == expected(PROMPT, 12)
+        await door.start_mesh()
+        await door.until_mesh("there")
+        answer = await door.post("/generate", ask(PROMPT))
+        assert answer["output_ids"] == expected(PROMPT, 12) and answer["meta_info"]["trajectory_id"]
+
+
+async def test_a_pause_by_the_trainer_ends_steps_or_keeps_them(tmp_path: Path) -> None:
+    sampling = {"max_new_tokens": 60, "temperature": 0.0}
+    async with front_door(tmp_path, token_s=0.02) as door, asyncio.TaskGroup() as group:
+        ended = group.create_task(door.post("/generate", ask(PROMPT, sampling_params=sampling)))
+        await until(lambda: any(engine.running for engine in door.engines.values()))
+        await door.post("/pause_generation", {})
+        assert (await ended)["meta_info"]["finish_reason"]["type"] == "abort"
+        await door.post("/continue_generation", {})
+        kept = group.create_task(door.post("/generate", ask([9, *PROMPT], sampling_params=sampling)))
+        await until(lambda: any(engine.running for engine in door.engines.values()))
+        await door.post("/pause?mode=keep", {})
+        await until(lambda: not any(engine.running for engine in door.engines.values()))
+        assert not kept.done()
+        await door.post("/resume", {})
+        assert (await kept)["output_ids"] == expected([9, *PROMPT], 60)
