@@ -44,6 +44,15 @@ ALLOWED_THIRD_PARTIES = {
     "treadle_sim": {"numpy", "numba", "pydantic"},
 }
 TRAINING = {"numpy", "pyarrow", "torch"}  # extras of the client, for its folder `training` alone
+# The framework of each adapter of the client, with what the framework itself brings; nothing else imports an adapter.
+FRAMEWORKS = {
+    "verl": {"verl", "ray"},
+    "verl_engines": {"verl", "ray"},
+    "areal": {"areal"},
+    "rllm": {"rllm"},
+    "roll": {"roll", "torch"},
+    "trl": {"trl", "safetensors"},
+}
 # The core takes time and randomness as arguments; these modules would let it take them, or the world, by itself.
 IMPURE = {
     *("asyncio", "threading", "time", "datetime", "random", "secrets", "uuid"),
@@ -110,8 +119,23 @@ def test_imports_inside_a_package_run_one_way(package: str) -> None:
 def test_the_client_and_the_core_stay_light(package: str) -> None:
     allowed = ALLOWED_THIRD_PARTIES[package] | ALLOWED_OURS[package] | {package} | set(sys.stdlib_module_names)
     training = [path for path in sources(package) if path.parent.name == "training"]
-    assert not wrong_imports(set(sources(package)) - set(training), lambda module: top(module) not in allowed)
+    adapters = [path for path in sources(package) if path.parent.name == "adapters" and path.stem in FRAMEWORKS]
+    others = set(sources(package)) - set(training) - set(adapters)
+    assert not wrong_imports(others, lambda module: top(module) not in allowed)
     assert not wrong_imports(training, lambda module: top(module) not in allowed | TRAINING)
+    for path in adapters:
+        its = allowed | FRAMEWORKS[path.stem]
+        assert not wrong_imports([path], lambda module, its=its: top(module) not in its)  # type: ignore[misc]
+
+
+def test_an_adapter_is_imported_by_users_of_its_framework_alone() -> None:
+    """No module of ours imports one, but for an adapter of the same framework."""
+    adapters = {f"treadle.adapters.{name}" for name in FRAMEWORKS}
+    for package in PACKAGES:
+        for path in sources(package):
+            its = FRAMEWORKS.get(path.stem) if path.parent.name == "adapters" else None
+            own = {name for name in adapters if FRAMEWORKS[name.rpartition(".")[2]] == its}
+            assert not {module for module, _ in imports(path)} & (adapters - own), path
 
 
 def test_the_core_has_no_clock_no_io_and_no_randomness_of_its_own() -> None:

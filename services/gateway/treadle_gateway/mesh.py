@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Final
 import grpc
 import structlog
 import treadle
+from treadle.adapters.sessions import Sessions
 from treadle.scheduler.v1 import scheduler_pb2
 
 from treadle_gateway.order import Ended, Tokens
-from treadle_gateway.sessions import Sessions
 
 if TYPE_CHECKING:
     from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub

@@ -14,6 +14,7 @@ from typing import cast
 import structlog
 import treadle
 import uvicorn
+from treadle.adapters.sessions import Sessions
 from treadle.certificates import CERTIFICATE, KEY, Certificates
 from treadle.connection import Mesh
 from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceStub
@@ -33,7 +34,6 @@ from treadle_gateway.http.proxy import Proxy
 from treadle_gateway.http.sglang_api import SglangApi
 from treadle_gateway.http.vllm_api import VllmApi
 from treadle_gateway.mesh import MeshLink
-from treadle_gateway.sessions import Sessions
 from treadle_gateway.text import TextModel
 from treadle_gateway.updates import Updates
 

@@ -1,0 +1,309 @@
+"""The call that every adapter makes: token ids in; tokens, logprobs, version spans and why it ended out.
+
+A Link is the mesh for one event loop. Adapters of frameworks with a loop of their own use `link_to`; those that are
+called from threads use `background`, a loop in a thread; one call about the whole mesh is `call_mesh`. What the mesh
+itself aborts (a move, a preemption, a lost engine) goes on inside the mesh; `abort` ends only what a pause of the
+framework has ended, with the tokens that it has.
+
+Where the mesh is: the adapter's `address`, or TREADLE_ADDRESS, or localhost:7401. TREADLE_JOB names whose share of the
+engines the framework uses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal, TypeVar
+from weakref import WeakKeyDictionary
+
+from treadle.adapters.sessions import Sessions
+from treadle.client import Client
+from treadle.connection import finish
+from treadle.errors import TreadleError
+from treadle.trajectory import TRAJECTORY_CLOSED, Trajectory
+from treadle.types import Outcome, Sampling, VersionSpan
+
+T = TypeVar("T")
+
+DEFAULT_ADDRESS = "localhost:7401"
+IDLE_S = 1800.0  # longer than a tool runs
+UNNAMED_IDLE_S = 30.0  # nobody says when such a conversation is over, and an open one holds KV
+SWEEP_S = 1.0  # between two looks for idle sessions
+
+# Sampling parameters by the names of SGLang, vLLM and transformers, and the field of Sampling that each one is.
+_FIELDS = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos")},
+    "sampling_seed": "seed",
+    "stop": "stop",
+    "stop_strings": "stop",
+    "stop_token_ids": "stop_token_ids",
+    "eos_token_id": "stop_token_ids",
+}
+# What the mesh does not carry, with the values at which it changes nothing.
+_WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("repetition_penalty", "length_penalty", "n", "num_beams"), (None, 1, 1.0)),
+    "num_return_sequences": (None, 1),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_new_tokens", "min_tokens"), (None, 0, 0.0)),
+    **dict.fromkeys(("use_beam_search", "regex", "json_schema", "ebnf", "logit_bias"), (None, False)),
+}
+# They say how the output is told, not how it is sampled.
+_OF_THE_OUTPUT = frozenset(
+    {
+        *("logprobs", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "detokenize"),
+        *("include_stop_str_in_output", "pad_token_id", "do_sample", "max_new_tokens", "max_tokens"),
+        "max_length",
+    }
+)
+
+
+def address_of(address: str = "") -> str:
+    """Where the mesh's scheduler is, host:port."""
+    return address or os.environ.get("TREADLE_ADDRESS", "") or DEFAULT_ADDRESS
+
+
+def sampling_of(params: Mapping[str, Any], max_new_tokens: int) -> Sampling:
+    """Sampling out of a framework's parameters. Raises ValueError that names a parameter which the mesh does not carry,
+    unless it has no effect."""
+    found: dict[str, Any] = {}
+    for name, value in params.items():
+        if name in _FIELDS:
+            if value is not None:
+                found[_FIELDS[name]] = value
+        elif name not in _OF_THE_OUTPUT and not any(value is each or value == each for each in _neutral(name)):
+            raise ValueError(f"{name}={value!r} is not carried by the mesh: leave it out of the sampling parameters")
+    if found.get("top_k") == 0:  # vLLM's word for all
+        found["top_k"] = -1
+    stop, ends = found.get("stop", ()), found.get("stop_token_ids", ())
+    found["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    found["stop_token_ids"] = (ends,) if isinstance(ends, int) else tuple(ends)
+    return Sampling(max_new_tokens=max_new_tokens, **found)
+
+
+def _neutral(name: str) -> tuple[object, ...]:
+    return _WITHOUT_EFFECT.get(name, (None,))
+
+
+def require_text(**inputs: object) -> None:
+    """Raises ValueError that names an input which is no text."""
+    for name, value in inputs.items():
+        if value is not None and value != []:
+            raise ValueError(f"{name}: the mesh carries token ids alone; use the engines of the framework for images")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a request got. token_ids, logprobs: equally long. version_spans: over token_ids. preemptions, cached_tokens,
+    queue_s, prefill_s, decode_s: see Step."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: Literal["stop", "length", "abort"]
+    version_spans: tuple[VersionSpan, ...]
+    trajectory_id: str
+    preemptions: int
+    cached_tokens: int
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Answer:
+        """The trajectory's last step."""
+        step = trajectory.steps[-1]
+        return cls(
+            token_ids=step.token_ids,
+            logprobs=step.logprobs,
+            finish_reason="abort" if step.finish_reason == "aborted" else step.finish_reason,
+            version_spans=step.version_spans,
+            trajectory_id=trajectory.trajectory_id,
+            preemptions=step.preemptions,
+            cached_tokens=step.cached_tokens,
+            queue_s=step.queue_s,
+            prefill_s=step.prefill_s,
+            decode_s=step.decode_s,
+        )
+
+    @property
+    def numbered_versions(self) -> list[int]:
+        """The weight versions whose names are numbers, in the order of the tokens."""
+        return [int(span.weight_version) for span in self.version_spans if span.weight_version.isdecimal()]
+
+    def versions(self, otherwise: int) -> list[int]:
+        """The weight version of each token; `otherwise` where the engine's name for its weights is no number."""
+        found = [otherwise] * len(self.token_ids)
+        for span in self.version_spans:
+            if span.weight_version.isdecimal():
+                count = span.end_token - span.start_token
+                found[span.start_token : span.end_token] = [int(span.weight_version)] * count
+        return found
+
+
+@dataclass(eq=False)
+class _Scope:
+    """One run of an agent. name: of the session of its requests without one. sessions: that it has used."""
+
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+    sessions: set[str] = field(default_factory=set)
+    ended: bool = False
+
+
+_scope: ContextVar[_Scope | None] = ContextVar("treadle_scope", default=None)
+
+
+class Link:
+    """The mesh for one event loop."""
+
+    def __init__(self, client: Client, idle_s: float = IDLE_S, unnamed_idle_s: float = UNNAMED_IDLE_S) -> None:
+        self.client, self.sessions = client, Sessions(client, idle_s, unnamed_idle_s)
+        self._sweeping: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Link:
+        await self.client.__aenter__()
+        self._sweeping = asyncio.get_running_loop().create_task(self._sweep(), name="close-idle-trajectories")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._sweeping
+        await self.client.__aexit__(None, None, None)
+
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, session: str = "", *, alone: bool = False
+    ) -> Answer:
+        """Generate the next turn of the trajectory that the prompt goes on with.
+
+        session: who asks; empty: the run of the agent (`one_run`), or whoever has a context that the prompt begins
+        with. alone: the session has one trajectory at a time, so others of it are over. Raises TreadleError.
+        """
+        scope = _scope.get()
+        if scope is not None:
+            session = session or scope.name
+            scope.sessions.add(session)
+        for last in (False, True):
+            trajectory, usable = await self.sessions.take(session, prompt), True
+            if alone:
+                await self.sessions.close(session)
+            try:
+                async with aclosing(trajectory.generate(sampling)) as chunks:
+                    async for _ in chunks:
+                        pass
+                return Answer.of(trajectory)
+            except TreadleError as error:
+                # The scheduler has closed it, as where the lease had run out: another one opens, with all tokens.
+                usable = error.reason != TRAJECTORY_CLOSED
+                if usable or last:
+                    raise
+            finally:
+                if usable:
+                    self.sessions.give_back(session, trajectory)
+                if scope is not None and scope.ended:
+                    await self.sessions.close(session)
+        raise AssertionError("the second attempt has returned or raised")
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            await self.sessions.close_idle()
+
+
+_links: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Link]] = WeakKeyDictionary()
+
+
+async def link_to(address: str = "") -> Link:
+    """The link of the running loop to a mesh, opened by the first call. A process that ends without `leave` loses its
+    lease within a minute, and the scheduler closes what it had open."""
+    where = address_of(address)
+    links = _links.setdefault(asyncio.get_running_loop(), {})
+    if where not in links:
+        links[where] = Link(Client(where, job=os.environ.get("TREADLE_JOB", "")))
+        await links[where].__aenter__()
+    return links[where]
+
+
+async def leave() -> None:
+    """Close the links of the running loop, with what they have open."""
+    for link in _links.pop(asyncio.get_running_loop(), {}).values():
+        await link.__aexit__()
+
+
+@asynccontextmanager
+async def one_run(address: str = "") -> AsyncIterator[None]:
+    """For the time of an agent's run: its requests without a session are of one, and what it has open ends with it.
+
+    It holds for the task that enters it, and for tasks that this one starts.
+    """
+    scope = _Scope()
+    outcome: Outcome = "failed"
+    token = _scope.set(scope)
+    try:
+        yield
+        outcome = "finished"
+    except asyncio.CancelledError:
+        outcome = "cancelled"
+        raise
+    finally:
+        _scope.reset(token)
+        scope.ended = True
+        if scope.sessions:
+            await finish(_close(address, scope.sessions, outcome))
+
+
+async def _close(address: str, sessions: set[str], outcome: Outcome) -> None:
+    link = await link_to(address)
+    for session in sessions:
+        await link.sessions.close(session, outcome)
+
+
+class Background:
+    """An event loop in a thread of its own, for frameworks that call from threads."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="treadle", daemon=True).start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for `work`; returns or raises what it does."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+_starting = threading.Lock()
+
+
+def background() -> Background:
+    """The one of this process."""
+    with _starting:
+        return _background()
+
+
+@cache
+def _background() -> Background:
+    return Background()
+
+
+def call_mesh(address: str, work: Callable[[Client], Awaitable[Mapping[str, str]]]) -> None:
+    """Make one call about the whole mesh from a thread without an event loop.
+
+    work: returns errors by engine id. Raises RuntimeError that names the engines which failed, and TreadleError.
+    """
+
+    async def call() -> Mapping[str, str]:
+        async with Client(address_of(address)) as client:
+            return await work(client)
+
+    require_no_errors(asyncio.run(call()))
+
+
+def require_no_errors(errors: Mapping[str, str]) -> None:
+    """Raises RuntimeError that names the engines which failed."""
+    if errors:
+        said = "; ".join(f"{engine_id}: {error}" for engine_id, error in errors.items())
+        raise RuntimeError(f"engines of the mesh have failed: {said}")

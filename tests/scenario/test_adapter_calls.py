@@ -1,0 +1,208 @@
+"""Scenarios of the call that all adapters make, and of the sessions that find a request's trajectory."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+import treadle
+from support.fake_engine import Script, logprob_at, token_at
+from support.fake_servicer import Refusal
+from support.mesh_in_process import FakeMesh, fake_mesh
+from treadle.adapters import calls
+from treadle.adapters.calls import Answer, Link, one_run, sampling_of
+from treadle.adapters.sessions import Sessions
+from treadle.scheduler.v1 import scheduler_pb2
+
+PROMPT = [11, 12, 13]
+FIVE = treadle.Sampling(max_new_tokens=5)
+
+
+@pytest.fixture
+async def mesh() -> AsyncIterator[FakeMesh]:
+    async with fake_mesh("e0") as mesh:
+        yield mesh
+
+
+@pytest.fixture
+async def link(mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Link]:
+    """As the adapters reach it: by the address in the environment."""
+    monkeypatch.setenv("TREADLE_ADDRESS", mesh.address)
+    yield await calls.link_to()
+    await calls.leave()
+
+
+def expected(prompt: list[int], count: int = 5) -> list[int]:
+    return [token_at(prompt, index) for index in range(count)]
+
+
+def prompts_opened(mesh: FakeMesh) -> list[tuple[str, int]]:
+    return [(each.prompt_id, each.sample) for each in mesh.scheduler.requests("OpenTrajectory")]
+
+
+async def test_turns_of_a_session_are_one_trajectory_and_equal_to_a_direct_call(mesh: FakeMesh, link: Link) -> None:
+    """Three turns, each with the whole context and something that a tool said.
+
+    Result: one trajectory with three turns; tokens, logprobs and version spans are those of the client itself.
+    """
+    context, found = list(PROMPT), list[Answer]()
+    for _ in range(3):
+        found.append(await link.generate(context, FIVE, "s"))
+        context += [*found[-1].token_ids, 7, 8]
+    async with mesh.client() as client:
+        direct = await client.open(prompt_id="direct", sample=0, prompt=PROMPT)
+        for _ in range(3):
+            async for _ in direct.generate(FIVE):
+                pass
+            direct.observe([7, 8])
+    assert [each.token_ids for each in found] == [step.token_ids for step in direct.steps]
+    assert [each.logprobs for each in found] == [[logprob_at(index) for index in range(5)]] * 3
+    assert [each.version_spans for each in found] == [step.version_spans for step in direct.steps]
+    assert {each.finish_reason for each in found} == {"length"}
+    assert len({each.trajectory_id for each in found}) == 1
+    turns = [each.turn for each in mesh.scheduler.requests("ScheduleStep")]
+    assert turns == [0, 1, 2, 0, 1, 2]
+
+
+async def test_without_a_session_a_request_is_found_by_its_tokens_and_samples_are_counted(
+    mesh: FakeMesh, link: Link
+) -> None:
+    """Two samples of one prompt, whose tokens are the same here, and another prompt; then a turn of one of them."""
+    first, second = await asyncio.gather(link.generate(PROMPT, FIVE), link.generate(PROMPT, FIVE))
+    other = await link.generate([9], FIVE)
+    later = await link.generate([*PROMPT, *first.token_ids, 7], FIVE)
+    assert first.trajectory_id != second.trajectory_id
+    assert later.trajectory_id in (first.trajectory_id, second.trajectory_id)
+    (one, sample), (same, next_sample), (another, _) = prompts_opened(mesh)
+    assert one == same != another
+    assert sorted((sample, next_sample)) == [0, 1]
+    assert other.trajectory_id not in (first.trajectory_id, second.trajectory_id)
+
+
+async def test_a_context_that_is_rewritten_begins_another_trajectory_and_the_longest_beginning_is_gone_on_with(
+    link: Link,
+) -> None:
+    first = await link.generate(PROMPT, FIVE, "s")
+    rewritten = await link.generate([*PROMPT, 999], FIVE, "s")
+    again = await link.generate([*PROMPT, *first.token_ids], FIVE, "s")
+    stranger = await link.generate([*PROMPT, *first.token_ids, *again.token_ids], FIVE, "t")
+    assert rewritten.trajectory_id != first.trajectory_id == again.trajectory_id
+    assert stranger.trajectory_id not in (first.trajectory_id, rewritten.trajectory_id)
+
+
+async def test_a_turn_that_failed_is_tried_again_in_its_trajectory(mesh: FakeMesh, link: Link) -> None:
+    mesh.engines["e0"].refuse_next("Generate", Refusal(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT"))
+    with pytest.raises(treadle.TreadleError, match="INVALID_ARGUMENT"):
+        await link.generate(PROMPT, FIVE, "s")
+    answer = await link.generate(PROMPT, FIVE, "s")
+    assert answer.token_ids == expected(PROMPT)
+    assert len(mesh.scheduler.trajectories) == 1
+
+
+async def test_a_trajectory_that_the_scheduler_has_closed_is_followed_by_another_one(
+    mesh: FakeMesh, link: Link
+) -> None:
+    """As after a lease that had run out: the request must not fail for it, and the next one must not meet it again."""
+    first = await link.generate(PROMPT, FIVE, "s")
+    mesh.scheduler.outcomes[first.trajectory_id] = scheduler_pb2.OUTCOME_FAILED
+    context = [*PROMPT, *first.token_ids, 7]
+    second = await link.generate(context, FIVE, "s")
+    assert second.token_ids == expected(context)
+    assert second.trajectory_id != first.trajectory_id
+    third = await link.generate([*context, *second.token_ids], FIVE, "s")
+    assert third.trajectory_id == second.trajectory_id
+
+
+async def test_a_request_that_is_cancelled_leaves_its_trajectory_to_the_next(mesh: FakeMesh, link: Link) -> None:
+    engine = mesh.engines["e0"]
+    engine.script = Script(hold_at=4)
+    asking = asyncio.create_task(link.generate(PROMPT, FIVE, "s"))
+    await asyncio.wait_for(engine.holding.wait(), 20.0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert len(engine.aborted) == 1
+    [tokens] = link.sessions.known("s")
+    assert tokens[:3] == PROMPT
+    assert (await link.generate(tokens, FIVE, "s")).trajectory_id == "t-0"
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (None, scheduler_pb2.OUTCOME_FINISHED),
+        (ValueError(), scheduler_pb2.OUTCOME_FAILED),
+        (asyncio.CancelledError(), scheduler_pb2.OUTCOME_CANCELLED),
+    ],
+)
+async def test_what_an_agent_has_open_ends_with_its_run(
+    mesh: FakeMesh, link: Link, error: BaseException | None, outcome: int
+) -> None:
+    """Two requests without a session and one with, in one run, from tasks of its own; another run goes on."""
+
+    async def agent() -> None:
+        async with one_run():
+            first = await link.generate(PROMPT, FIVE)
+            context = [*PROMPT, *first.token_ids]
+            await asyncio.create_task(link.generate(context, FIVE))
+            await link.generate(PROMPT, FIVE, "named")
+            if error is not None:
+                raise error
+
+    kept = await link.generate(PROMPT, FIVE, "another")
+    [result] = await asyncio.gather(agent(), return_exceptions=True)
+    assert type(result) is type(error)
+    ended = {name: each for name, each in mesh.scheduler.outcomes.items() if name != kept.trajectory_id}
+    assert list(ended.values()) == [outcome, outcome]
+    assert mesh.scheduler.open_trajectories == {kept.trajectory_id}
+
+
+async def test_a_session_with_one_trajectory_at_a_time_ends_the_one_before(mesh: FakeMesh, link: Link) -> None:
+    first = await link.generate(PROMPT, FIVE, "env", alone=True)
+    turn = await link.generate([*PROMPT, *first.token_ids], FIVE, "env", alone=True)
+    await link.generate([99], FIVE, "env", alone=True)
+    assert first.trajectory_id == turn.trajectory_id
+    assert mesh.scheduler.outcomes == {first.trajectory_id: scheduler_pb2.OUTCOME_FINISHED}
+
+
+async def test_idle_trajectories_are_closed_by_their_age_and_the_newer_ones_of_the_same_tokens_stay(
+    mesh: FakeMesh,
+) -> None:
+    """Two trajectories with equal tokens, ten seconds apart, in a session and without one."""
+    now = 0.0
+    async with mesh.client() as client:
+        sessions = Sessions(client, idle_s=100.0, unnamed_idle_s=5.0, now=lambda: now)
+        for session in ("s", ""):
+            pair = [await sessions.take(session, PROMPT) for _ in range(2)]
+            now = 0.0
+            sessions.give_back(session, pair[0])
+            now = 10.0
+            sessions.give_back(session, pair[1])
+        now = 12.0
+        assert (await sessions.close_idle(), sessions.idle) == (1, 3)
+        assert list(mesh.scheduler.outcomes) == [pair[0].trajectory_id]
+        now = 105.0
+        assert (await sessions.close_idle(), sessions.idle) == (2, 1)
+        taken = await sessions.take("s", [*PROMPT, 7])
+        assert taken.trajectory_id in mesh.scheduler.open_trajectories
+        assert await sessions.close("s") == sessions.idle == 0
+
+
+def test_sampling_parameters_come_by_the_names_of_sglang_vllm_and_transformers() -> None:
+    params = {"temperature": 0.5, "top_k": 0, "stop": "x", "eos_token_id": 2, "repetition_penalty": 1.0, "logprobs": 1}
+    sampling = sampling_of({**params, "seed": None, "n": 1, "max_tokens": 99}, 7)
+    assert sampling == treadle.Sampling(7, temperature=0.5, top_k=-1, stop=("x",), stop_token_ids=(2,))
+    assert sampling_of({"stop_strings": ["a", "b"], "stop_token_ids": [3, 4]}, 1).stop == ("a", "b")
+
+
+@pytest.mark.parametrize(("name", "value"), [("repetition_penalty", 1.1), ("min_tokens", 3), ("n", 2), ("typo", 1)])
+def test_a_parameter_that_the_mesh_does_not_carry_is_refused_by_name(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        sampling_of({"temperature": 1.0, name: value}, 7)
+
+
+def test_each_token_has_the_version_that_sampled_it() -> None:
+    spans = (treadle.VersionSpan("4", 0, 2), treadle.VersionSpan("default", 2, 3), treadle.VersionSpan("5", 3, 5))
+    answer = Answer([1, 2, 3, 4, 5], [0.0] * 5, "stop", spans, "t", 0, 0, 0.0, 0.0, 0.0)
+    assert answer.versions(otherwise=9) == [4, 4, 9, 5, 5]
+    assert answer.numbered_versions == [4, 5]
