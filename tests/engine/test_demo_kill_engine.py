@@ -14,7 +14,8 @@ import psutil
 import pytest
 from rich.console import Console
 from treadle import Client, Prompt, Sampling, Trajectory
-from treadle_cli.demo.chatml import ChatML
+from treadle.environments import user
+from treadle_cli.demo.chatml import read_chat
 from treadle_cli.mesh.checks import engine_python, pinned_cores
 from treadle_cli.mesh.engines import DEFAULT_MODEL, EnginePlan
 from treadle_cli.mesh.mesh import Board, Mesh, MeshPlan
@@ -33,7 +34,7 @@ async def test_a_killed_engine_loses_no_trajectory_and_no_token(tmp_path: Path) 
     board = Board(Console(file=screen))
     async with ProcessTree(tmp_path / "logs") as tree:
         mesh = await Mesh.start(MeshPlan(plan, tmp_path / "state"), tree, board)
-        chat = ChatML.of_model(mesh.model_path)
+        chat = read_chat(mesh.model_path)
         folders = [Path(psutil.Process(engine.child.pid).environ()["TMPDIR"]) for engine in mesh.engines]
         assert all(any(file.is_socket() for file in folder.iterdir()) for folder in folders)
         received = 0
@@ -48,10 +49,11 @@ async def test_a_killed_engine_loses_no_trajectory_and_no_token(tmp_path: Path) 
                     if before < KILL_AFTER_TOKENS <= received:
                         os.kill(mesh.engines[0].child.pid, signal.SIGKILL)
                 if turn < TURNS - 1:
-                    trajectory.observe(chat.after_turn(trajectory.steps[-1].token_ids, "Go on."))
+                    trajectory.observe(chat.go_on(trajectory.steps[-1].token_ids, [user("Go on.")]))
             return 1.0
 
-        prompts = [Prompt(f"story-{i}", chat.system("Be brief.") + chat.user(f"Story number {i}?")) for i in range(3)]
+        system = {"role": "system", "content": "Be brief."}
+        prompts = [Prompt(f"story-{i}", chat.begin([system, user(f"Story number {i}?")])) for i in range(3)]
         async with Client(mesh.where.scheduler) as client:
             result = await client.rollout(prompts, agent, samples_per_prompt=2)
 

@@ -9,17 +9,18 @@ from rich.console import Console
 from support.mesh_in_process import fake_mesh
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from treadle import Prompt
+from treadle.environments import Chat
 from treadle.telemetry.v1 import facts_pb2
 from treadle_cli.demo.agents import read_action
-from treadle_cli.demo.chatml import ChatML
+from treadle_cli.demo.chatml import chat_of
 from treadle_cli.demo.collect import CollectedFacts
 from treadle_cli.demo.live import LiveBoard
 from treadle_cli.demo.play import Work, play
 from treadle_cli.demo.tasks import LEAST_TURNS, Task, make_prompts
 from treadle_cli.problems import UsageProblem
 
-LAKE = Task("lake", "frozen_lake", {}, turn_tokens=12, turns=7, sampling="0/0")
-PUZZLE = Task("puzzle", "reasoning_gym", {}, turn_tokens=64, turns=6, sampling="0/0")
+LAKE = Task("l", kind="lake", environment="frozen_lake", arguments={}, turn_tokens=12, turns=7, sampling="0/0")
+PUZZLE = Task("p", kind="puzzle", environment="reasoning_gym", arguments={}, turn_tokens=64, turns=6, sampling="0/0")
 
 
 @pytest.mark.parametrize(
@@ -61,33 +62,21 @@ def test_a_puzzle_turn_is_code_or_an_answer_whichever_comes_first(said: str, act
 
 
 @pytest.fixture
-def chat() -> ChatML:
+def chat() -> Chat:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: index + 10 for index, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<|im_start|>"), AddedToken("<|im_end|>")])
-    return ChatML(tokenizer)
-
-
-def test_an_end_token_that_the_model_said_is_not_said_again(chat: ChatML) -> None:
-    ended, cut = chat.after_turn([50, chat.end_id], "go"), chat.after_turn([50], "go")
-    assert cut == [chat.end_id, *ended]
-    assert ended.count(chat.end_id) == 1  # of the user's message
-
-
-def test_a_turn_can_be_opened_with_its_first_words(chat: ChatML) -> None:
-    plain, led = chat.user("hello"), chat.user("hello", "I move")
-    assert led[: len(plain)] == plain
-    assert chat.text(led[len(plain) :]) == "I move"
+    return chat_of(tokenizer)
 
 
 def test_a_model_that_does_not_speak_chatml_is_refused() -> None:
     with pytest.raises(UsageProblem, match="needs ChatML"):
-        ChatML(Tokenizer(models.BPE(vocab={}, merges=[])))
+        chat_of(Tokenizer(models.BPE(vocab={}, merges=[])))
 
 
-def test_prompts_and_seeds_depend_on_index_seed_and_epoch_alone(chat: ChatML) -> None:
+def test_prompts_and_seeds_depend_on_index_seed_and_epoch_alone(chat: Chat) -> None:
     once, again = make_prompts(chat, 8, 5), make_prompts(chat, 8, 5)
     assert once == again
     assert [prompt.data.kind for prompt in once].count("lake") == 4
@@ -101,7 +90,7 @@ def test_prompts_and_seeds_depend_on_index_seed_and_epoch_alone(chat: ChatML) ->
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_few_prompts_are_much_longer_than_most(chat: ChatML, seed: int) -> None:
+def test_few_prompts_are_much_longer_than_most(chat: Chat, seed: int) -> None:
     turns = sorted(prompt.data.turns for prompt in make_prompts(chat, 8, seed))
     assert turns[-1] >= 3 * statistics.median(turns)
     assert turns[0] == LEAST_TURNS
@@ -110,9 +99,11 @@ def test_few_prompts_are_much_longer_than_most(chat: ChatML, seed: int) -> None:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-async def test_the_demos_work_is_played_on_a_mesh_and_shown(chat: ChatML, terminal: bool) -> None:
-    task = Task("lake", "count", {}, turn_tokens=4, turns=2, sampling="0/0")
-    prompts = [Prompt(f"count-{index}", chat.system("Count."), task) for index in range(2)]
+async def test_the_demos_work_is_played_on_a_mesh_and_shown(chat: Chat, terminal: bool) -> None:
+    system = [{"role": "system", "content": "Count."}]
+    shape: dict[str, Any] = {"arguments": {}, "turn_tokens": 4, "turns": 2, "sampling": "0/0"}
+    tasks = [Task(f"count-{index}", system, kind="lake", environment="count", **shape) for index in range(2)]
+    prompts = [Prompt(task.id, chat.head(system), task) for task in tasks]
     screen = io.StringIO()
     console = Console(file=screen, width=200, force_terminal=terminal)
     async with fake_mesh("e0") as mesh:

@@ -1,18 +1,19 @@
-"""The demo's agent: generate, act in the environment, observe, until the environment or the turns end.
+"""The demo's environments: what a small model reads in each turn, and how its words become actions.
 
 A small model seldom keeps to a format, so the first words of each assistant's turn are given ("I move", a block of
 Python, "Answer:") and the model continues; given words have loss mask 0. What it writes is parsed tolerantly. A tool
-that fails is an observation. Token ids that the model generated are never tokenized again (chatml.py).
+that fails is an observation.
 """
 
 import asyncio
 import re
-import time
-from dataclasses import dataclass
+from collections.abc import Iterable
+from typing import cast
 
-from treadle import Prompt, Sampling, Span, ToolResult, Trajectory
+from treadle import Sampling, Session, ToolResult, Trajectory
+from treadle.environments import Environment, Episode, Reply, Turn, user
+from treadle.environments import Task as AnyTask
 
-from treadle_cli.demo.chatml import ChatML
 from treadle_cli.demo.tasks import Task
 
 TEMPERATURE = 1.0  # a policy explores: greedy samples of one prompt would all be the same
@@ -25,79 +26,69 @@ CODE_HINT = "Print the result with one line of Python."
 RETRY_HINT = "That printed no result. Try again with one line of Python."
 
 
-@dataclass(frozen=True)
-class Turn:
-    """The next turn: the user's message, the assistant's first words, most new tokens, strings that end it."""
+class DemoEnvironment(Environment):
+    """Lakes and puzzles in the mesh's sandboxes. tool_latency_s: added to every tool call, as if the tool were across a
+    network; 0 for none."""
 
-    message: str
-    lead: str
-    most_tokens: int
-    stop: tuple[str, ...] = ()
+    def __init__(self, tasks: Iterable[Task], tool_latency_s: float = 0.0) -> None:
+        self._tasks, self._tool_latency_s = list(tasks), tool_latency_s
+
+    def tasks(self) -> list[AnyTask]:
+        """Those that were given."""
+        return [*self._tasks]
+
+    async def start(self, task: AnyTask, trajectory: Trajectory) -> Episode:
+        """Open the session of a task."""
+        demo = cast("Task", task)
+        session = await trajectory.open_session(demo.environment, demo.arguments)
+        return _Play(demo, session, trajectory, self._tool_latency_s)
 
 
-class Player:
-    """The demo's agent. tool_latency_s: added to every tool call, as if the tool were across a network; 0 for none."""
-
-    def __init__(self, chat: ChatML, tool_latency_s: float = 0.0) -> None:
-        self._chat = chat
+class _Play(Episode):
+    def __init__(self, task: Task, session: Session, trajectory: Trajectory, tool_latency_s: float) -> None:
+        self._task, self._session, self._trajectory = task, session, trajectory
         self._tool_latency_s = tool_latency_s
 
-    async def __call__(self, trajectory: Trajectory, prompt: Prompt) -> float:
-        """Play one trajectory to its end and return its reward."""
-        task: Task = prompt.data
-        reward = 0.0
-        async with await trajectory.open_session(task.environment, task.arguments) as session:
-            turn = _first_turn(task, session.first.output)
-            trajectory.observe(self._chat.user(turn.message, turn.lead))
-            for number in range(task.turns):
-                generated = await self._generate(trajectory, prompt, turn, number)
-                action = read_action(task, turn.lead + self._chat.text(generated))
-                result = None
-                if action is not None:
-                    result = await session.step(action)
-                    await self._add_latency(trajectory, number)
-                    reward += result.reward or 0.0
-                if number == task.turns - 1 or (result is not None and result.done):
-                    break
-                turn = _next_turn(task, result, last=number == task.turns - 2)
-                trajectory.observe(self._chat.after_turn(generated, turn.message, turn.lead))
-        return reward
+    async def begin(self) -> Turn:
+        first = self._session.first.output
+        if self._task.kind == "lake":
+            return self._turn(f"{first}\n\n{LAKE_HINT}", LAKE_LEAD)
+        return self._turn(f"{first}\n{CODE_HINT}", CODE_LEAD)
 
-    async def _generate(self, trajectory: Trajectory, prompt: Prompt, turn: Turn, number: int) -> list[int]:
+    async def step(self, reply: Reply) -> Turn:
+        action, result = read_action(self._task, reply.text), None
+        if action is not None:
+            result = await self._session.step(action)
+            if self._tool_latency_s > 0:
+                await self._trajectory.time_tool(lambda: asyncio.sleep(self._tool_latency_s))
+        reward = (result.reward or 0.0) if result is not None else 0.0
+        left = self._task.turns - len(self._trajectory.steps)
+        if left == 0 or (result is not None and result.done):
+            return Turn(reward=reward, done=True)
+        return self._next(result, reward, last=left == 1)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    def _next(self, result: ToolResult | None, reward: float, *, last: bool) -> Turn:
+        """After a move on the lake: the map. After Python: ask for the answer if it printed anything, else retry."""
+        message = "" if result is None else (result.output or result.error or result.status)[:MOST_OUTPUT_CHARS]
+        if self._task.kind == "lake":
+            return self._turn(message or LAKE_HINT, LAKE_LEAD, reward)
+        printed = result is not None and result.ok and bool(result.output.strip())
+        if printed or last:
+            return self._turn(f"{message}\nWhat is the answer?".lstrip(), ANSWER_LEAD, reward)
+        return self._turn(f"{message}\n{RETRY_HINT}".lstrip(), CODE_LEAD, reward)
+
+    def _turn(self, message: str, lead: str, reward: float = 0.0) -> Turn:
+        number, trajectory = len(self._trajectory.steps), self._trajectory
         sampling = Sampling(
-            max_new_tokens=turn.most_tokens,
+            max_new_tokens=ANSWER_TOKENS if lead == ANSWER_LEAD else self._task.turn_tokens,
             temperature=TEMPERATURE,
-            seed=prompt.data.sampling_seed(prompt.id, trajectory.sample, number),
-            stop=turn.stop,
-            stop_token_ids=(self._chat.end_id,),
+            seed=self._task.sampling_seed(trajectory.prompt_id, trajectory.sample, number),
+            stop=(FENCE,) if lead == CODE_LEAD else (),
         )
-        async for _ in trajectory.generate(sampling):
-            pass
-        return trajectory.steps[-1].token_ids
-
-    async def _add_latency(self, trajectory: Trajectory, number: int) -> None:
-        """Wait as long as a call across a network would take; it counts as tool time."""
-        if self._tool_latency_s > 0:
-            start_s = time.time()
-            await asyncio.sleep(self._tool_latency_s)
-            trajectory.spans.append(Span("tool", start_s, time.time(), "", number))
-
-
-def _first_turn(task: Task, observation: str) -> Turn:
-    if task.kind == "lake":
-        return Turn(f"{observation}\n\n{LAKE_HINT}", LAKE_LEAD, task.turn_tokens)
-    return Turn(f"{observation}\n{CODE_HINT}", CODE_LEAD, task.turn_tokens, (FENCE,))
-
-
-def _next_turn(task: Task, result: ToolResult | None, *, last: bool) -> Turn:
-    """After a move on the lake: the map. After Python: ask for the answer if it printed anything, else retry."""
-    message = "" if result is None else (result.output or result.error or result.status)[:MOST_OUTPUT_CHARS]
-    if task.kind == "lake":
-        return Turn(message or LAKE_HINT, LAKE_LEAD, task.turn_tokens)
-    printed = result is not None and result.ok and bool(result.output.strip())
-    if printed or last:
-        return Turn(f"{message}\nWhat is the answer?".lstrip(), ANSWER_LEAD, ANSWER_TOKENS)
-    return Turn(f"{message}\n{RETRY_HINT}".lstrip(), CODE_LEAD, task.turn_tokens, (FENCE,))
+        return Turn([user(message)], reward, lead=lead, sampling=sampling)
 
 
 _DIRECTION = re.compile(r"\b(left|down|right|up)\b", re.IGNORECASE)

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import grpc
 from rich.console import Console
-from treadle import Client, Prompt, RolloutEvent, Timeouts
+from treadle import Client, Prompt, RolloutEvent, Sampling, Timeouts
+from treadle.environments import Chat, EnvManager
 from treadle.scheduler.v1 import scheduler_pb2
 
-from treadle_cli.demo.agents import Player
-from treadle_cli.demo.chatml import ChatML
+from treadle_cli.demo.agents import ANSWER_TOKENS, DemoEnvironment
+from treadle_cli.demo.chatml import read_chat
 from treadle_cli.demo.collect import CollectedFacts, collect_facts, trajectory_records
 from treadle_cli.demo.live import LiveBoard
 from treadle_cli.demo.tasks import make_prompts
@@ -37,7 +38,7 @@ def time_stamp() -> str:
 
 @dataclass(frozen=True)
 class Work:
-    """What to play, as the command's options say. tool_latency_s: see Player. job, weight: see Client."""
+    """What to play, as the command's options say. tool_latency_s: see DemoEnvironment. job, weight: see Client."""
 
     prompts: int
     samples: int
@@ -66,7 +67,7 @@ async def play(
     nats_url: str,
     arm: str,
     work: Work,
-    chat: ChatML,
+    chat: Chat,
     prompts: Sequence[Prompt],
     display: LiveBoard,
     epoch: int = 0,
@@ -86,8 +87,13 @@ async def play(
     client = Client(scheduler, timeouts=Timeouts(cleanup_s=CLEANUP_S), job=work.job, weight=work.weight)
     async with collecting as facts, client, display:
         started_s = time.time()
-        player = Player(chat, work.tool_latency_s)
-        rollout = await client.rollout(prompts, player, samples_per_prompt=work.samples, on_event=on_event)
+        environment = DemoEnvironment([prompt.data for prompt in prompts], work.tool_latency_s)
+        most_turns = max(prompt.data.turns for prompt in prompts)
+        # How a turn is sampled depends on the turn: the environment says it.
+        manager = EnvManager(
+            client, environment, chat=chat, sampling=Sampling(max_new_tokens=ANSWER_TOKENS), most_turns=most_turns
+        )
+        rollout = await client.rollout(prompts, manager, samples_per_prompt=work.samples, on_event=on_event)
     tasks = {prompt.id: str(prompt.data.kind) for prompt in prompts}
     records = trajectory_records(arm, epoch, started_s, rollout.trajectories, opened_s, tasks, facts)
     return Played(started_s, records, facts.failed_migrations())
@@ -104,7 +110,7 @@ async def run_attached(
     scheduler: str, nats_url: str, model_path: str, work: Work, folder: Path, console: Console
 ) -> int:
     """Run the work once, draw the report in `folder`, and return the exit code. model_path: holds the tokenizer."""
-    chat = ChatML.of_model(model_path)
+    chat = read_chat(model_path)
     engines, policy = await _ask(scheduler)
     if not engines:
         raise UsageProblem(f"the scheduler at {scheduler} has no engine: start a sidecar that names it")

@@ -24,10 +24,11 @@ import psutil
 from rich.console import Console
 from treadle import Prompt
 from treadle.certificates import FOLDER_VARIABLE
+from treadle.environments import Chat
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.tools.v1 import tools_pb2, tools_pb2_grpc
 
-from treadle_cli.demo.chatml import ChatML
+from treadle_cli.demo.chatml import read_chat
 from treadle_cli.demo.live import LiveBoard
 from treadle_cli.demo.play import Work, play, report_run, time_stamp
 from treadle_cli.demo.tasks import make_prompts
@@ -105,7 +106,7 @@ async def run_demo(
         async with ProcessTree(logs, hurry=hurry) as tree:
             with StartBoard(console) as board:
                 mesh = await Mesh.start(MeshPlan(engines, state), tree, board)
-                chat = ChatML.of_model(mesh.model_path)
+                chat = read_chat(mesh.model_path)
                 prompts = make_prompts(chat, work.prompts, work.seed)
                 with board.part("warm-up"):
                     await warm_engines(mesh.engines, prompts[0].tokens)
@@ -143,7 +144,7 @@ async def warm_engines(engines: Sequence[Engine], token_ids: list[int]) -> None:
 
 
 async def _play(
-    mesh: Mesh, arm: Arm, epoch: int, work: Work, chat: ChatML, console: Console
+    mesh: Mesh, arm: Arm, epoch: int, work: Work, chat: Chat, console: Console
 ) -> tuple[PlayRecord, list[TrajectoryRecord]]:
     prompts = make_prompts(chat, work.prompts, work.seed, epoch)
     display = LiveBoard(console, f"Epoch {epoch}, {arm.title}", prompts, work.samples, mesh.where.sidecars)

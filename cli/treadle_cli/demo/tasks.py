@@ -19,8 +19,8 @@ from statistics import NormalDist
 from typing import Any, Literal
 
 from treadle import Prompt
-
-from treadle_cli.demo.chatml import ChatML
+from treadle.environments import Chat
+from treadle.environments import Task as AnyTask
 
 # Tasks of reasoning-gym with short questions that a small model can try.
 PUZZLES = ("chain_sum", "letter_counting", "leg_counting", "simple_equations")
@@ -32,8 +32,8 @@ TURN_TOKENS_MEDIAN, TURN_TOKENS_SIGMA = 10.0, 0.3
 LEAST_TURNS = 2  # a program and an answer
 
 
-@dataclass(frozen=True)
-class Task:
+@dataclass(frozen=True, kw_only=True)
+class Task(AnyTask):
     """What an agent needs to play a prompt.
 
     environment, arguments: of the session. turn_tokens: most new tokens a turn. turns: most turns. sampling: what all
@@ -52,24 +52,33 @@ class Task:
         return zlib.crc32(f"{self.sampling}/{prompt_id}/{sample}/{turn}".encode())
 
 
-def make_prompts(chat: ChatML, count: int, seed: int, epoch: int = 0) -> list[Prompt]:
+def make_prompts(chat: Chat, count: int, seed: int, epoch: int = 0) -> list[Prompt]:
     """Lakes and puzzles in turn; `count` at least one. Another epoch samples the same prompts with other seeds."""
     ranks = list(range(count))
     random.Random(f"ranks {seed}").shuffle(ranks)  # where a long prompt stands must not follow from its length
     return [_make(chat, index, rank, count, seed, epoch) for index, rank in enumerate(ranks)]
 
 
-def _make(chat: ChatML, index: int, rank: int, count: int, seed: int, epoch: int) -> Prompt:
+def _make(chat: Chat, index: int, rank: int, count: int, seed: int, epoch: int) -> Prompt:
     """rank: of the prompt's length among `count`, 0 for the shortest."""
     deviations = NormalDist().inv_cdf((rank + 0.5) / count)
     turns = max(LEAST_TURNS, round(TURNS_MEDIAN * math.exp(TURNS_SIGMA * deviations)))
     turn_tokens = round(TURN_TOKENS_MEDIAN * math.exp(TURN_TOKENS_SIGMA * deviations))
-    sampling = f"{seed}/{epoch}"
     # The longest prompt is a lake: a program that prints anything ends a puzzle, whatever its limit is.
     if (count - rank) % 2:
         lake = {"seed": 1000 * seed + index, "size": LAKE_SIZES[rank // 2 % 2], "slippery": rank % 4 == 1}
-        task = Task("lake", "frozen_lake", lake, turn_tokens, turns, sampling)
-        return Prompt(f"lake-{index}", chat.system(LAKE_SYSTEM), task)
-    puzzle = {"task": PUZZLES[rank // 2 % len(PUZZLES)], "seed": 1000 * seed + index}
-    task = Task("puzzle", "reasoning_gym", puzzle, turn_tokens, turns, sampling)
-    return Prompt(f"{puzzle['task']}-{index}", chat.system(PUZZLE_SYSTEM), task)
+        name, system = "lake", LAKE_SYSTEM
+        played: dict[str, Any] = {"kind": "lake", "environment": "frozen_lake", "arguments": lake}
+    else:
+        puzzle = {"task": PUZZLES[rank // 2 % len(PUZZLES)], "seed": 1000 * seed + index}
+        name, system = str(puzzle["task"]), PUZZLE_SYSTEM
+        played = {"kind": "puzzle", "environment": "reasoning_gym", "arguments": puzzle}
+    task = Task(
+        f"{name}-{index}",
+        [{"role": "system", "content": system}],
+        turn_tokens=turn_tokens,
+        turns=turns,
+        sampling=f"{seed}/{epoch}",
+        **played,
+    )
+    return Prompt(task.id, chat.head(task.messages), task)

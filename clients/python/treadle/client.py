@@ -10,23 +10,23 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
-from google.protobuf.message import Message
 
-from treadle import weights
 from treadle.certificates import Certificates
 from treadle.connection import Mesh, RetryPolicy, Timeouts, finish, request_id
-from treadle.engine.v1 import engine_pb2
 from treadle.errors import TreadleError
+from treadle.fleet import FleetCalls
 from treadle.jobs import Job, policy_message
 from treadle.rewards import PendingReward, request_reward
 from treadle.rollouts.batches import confirm_batch, take_batch
 from treadle.rollouts.declare import RolloutArguments, require_declared
+from treadle.rollouts.progress import show_progress
 from treadle.rollouts.run import Agent, RolloutRun
 from treadle.rollouts.running_tokens import read_tokens
 from treadle.rollouts.samples import check_part, read_shaping
@@ -45,14 +45,13 @@ from treadle.types import (
     ShapingReport,
     TrajectoryEnded,
 )
-from treadle.weights import WeightPush
 
 # Some 10 to 20 seconds of decoding, against a ticket and the prefill of one token (ADR 0011).
 CALL_TOKENS = 1_024
 TOKEN_INTERVAL_S, LONGEST_TOKEN_INTERVAL_S = 0.05, 10.0  # of a sidecar
 
 
-class Client:
+class Client(FleetCalls):
     """A client of the mesh whose scheduler listens at `address` (host:port; several processes: with commas between).
 
     timeouts: deadlines of logical calls. retry: how attempts are spaced. tls_folder: of this client's certificate
@@ -196,6 +195,7 @@ class Client:
         shaping: Shaping | None = None,
         stream_tokens: int = 0,
         hardware_tags: HardwareTags | None = None,
+        progress: bool = False,
     ) -> RolloutResult:
         """Run `agent(trajectory, prompt)` on each sample of each prompt, and submit each that has finished.
 
@@ -211,8 +211,9 @@ class Client:
         - concurrency: trajectories open at once; 0, the default: all. max_total_tokens: cap of a trajectory; 0: none.
         - hardware_tags: of all trajectories, or (prompt, sample) -> tags; see `open`. pin: (prompt, sample) -> the
           engine_id to run on, without moves.
-        - on_event: called from the event loop, must not block. stream_tokens: of a trajectory that runs, so many new
-          tokens at a time go to those who read Client.stream_tokens; 0: none.
+        - on_event: called from the event loop, must not block. progress: show a bar (needs tqdm).
+        - stream_tokens: of a trajectory that runs, so many new tokens at a time go to those who read
+          Client.stream_tokens; 0: none.
 
         Cancelling the caller aborts every step, closes every trajectory as "cancelled", and cancels the rollout unless
         the client resumes its job. With Client(resume=True), a rollout of the same prompts (by id, in order) and
@@ -244,102 +245,10 @@ class Client:
         )
         spec, tags, (mesh, job) = arguments.spec(prompts), arguments.hardware_tags, self._connected()
         await require_declared(mesh, agent)
-        run = RolloutRun(mesh, job, self.open, agent, spec, on_event, pin, tags, rollout_id, part, stream_tokens)
-        return await run.run(prompts, arguments.concurrency)
-
-    async def update_weights(
-        self, model_path: str, weight_version: str, timeout_s: float | None = None
-    ) -> dict[str, str]:
-        """Have all engines load weights; returns once each of them serves the version or could not load it.
-
-        model_path: a folder or file that each engine's machine can read. Engines that join later load it too. Returns
-        the error of each engine that could not, by id; it gets no steps, and is asked again. Errors: TreadleError
-        INVALID_ARGUMENT, DEADLINE_EXCEEDED (default timeouts.weights_s), after which the update still goes on.
-        """
-        mesh, _ = self._connected()
-        desired = await weights.set_weights(mesh, weight_version, model_path)
-        return await weights.until_served(mesh, desired, timeout_s or mesh.timeouts.weights_s)
-
-    async def push_weights(
-        self,
-        weight_version: str,
-        pushes: AsyncIterable[WeightPush] | Iterable[WeightPush],
-        model_path: str = "",
-        timeout_s: float | None = None,
-    ) -> dict[str, str]:
-        """Push weights to all registered engines that do not serve the version; returns once they serve it.
-
-        pushes: the parts. Each goes to all engines at once. A "distributed" part is broadcast by the trainer: `pushes`
-        is advanced as soon as the part is on its way, so that an async generator broadcasts in the line after `yield`,
-        without blocking the event loop. After a "tensor" or "ipc" part it is advanced once all engines have copied it.
-        A part must be at most 16 MiB of JSON. model_path: where engines that the push has missed, or that join later,
-        load the same version from; without it they get no step until it is pushed to them again. timeout_s: of each
-        part (default timeouts.weights_s).
-
-        Returns the error of each engine that has not taken the push, by id: it runs nothing until the version is pushed
-        again or loaded. Where one engine fails in a "distributed" part, all have failed, and what `pushes` waits for is
-        cancelled: a broadcast needs all ranks. Errors: ValueError; TreadleError INVALID_ARGUMENT, DEADLINE_EXCEEDED;
-        what `pushes` raises.
-        """
-        mesh, _ = self._connected()
-        return await weights.push_weights(
-            mesh, weight_version, pushes, model_path, timeout_s or mesh.timeouts.weights_s
-        )
-
-    async def join_weights_group(
-        self,
-        master_address: str,
-        trainer: Callable[[int], Awaitable[object]],
-        *,
-        group_name: str = "treadle",
-        backend: str = "nccl",
-        trainer_ranks: int = 1,
-        engine_ids: Collection[str] | None = None,
-        timeout_s: float | None = None,
-    ) -> dict[str, str]:
-        """Join all engines, or those named, to a process group with the trainer, for "distributed" parts.
-
-        master_address: host:port of the trainer's rank 0, which broadcasts. trainer: called with the world size;
-        joins the trainer's ranks, 0 to trainer_ranks - 1, meanwhile, without blocking the event loop. The engines have
-        the ranks after these, each as many as its tensor parallelism, in the order of their ids. They generate nothing
-        until all ranks are there. Returns errors by engine id; where one engine fails, all have failed.
-        """
-        mesh, _ = self._connected()
-        return await weights.join_group(
-            *(mesh, master_address, trainer, group_name, backend, trainer_ranks, engine_ids),
-            timeout_s or mesh.timeouts.weights_s,
-        )
-
-    async def leave_weights_group(
-        self, group_name: str = "treadle", engine_ids: Collection[str] | None = None
-    ) -> dict[str, str]:
-        """Take all engines, or those named, out of a process group. Returns errors by engine id."""
-        request = engine_pb2.LeaveWeightsGroupRequest(request_id=request_id(), group_name=group_name)
-        return await self._call_engines("LeaveWeightsGroup", request, engine_ids)
-
-    async def sleep(self, tags: Collection[str] = (), *, abort: bool = False) -> dict[str, str]:
-        """Take the device memory of all engines for a trainer; their steps wait until `wake` has given all of it back.
-
-        tags: of "weights", "kv_cache" and "cuda_graph"; none: all. abort: end running steps with the tokens they have.
-        After "weights" an engine has no weights that may be used until they are pushed or loaded, unless SGLang runs
-        with --enable-weights-cpu-backup. Returns errors by engine id, as of an engine without --enable-memory-saver.
-        """
-        mode = engine_pb2.PAUSE_MODE_ABORT if abort else engine_pb2.PAUSE_MODE_KEEP
-        return await self._call_engines("Sleep", engine_pb2.SleepRequest(request_id=request_id(), mode=mode, tags=tags))
-
-    async def wake(self, tags: Collection[str] = ()) -> dict[str, str]:
-        """Give memory back to all engines. tags: as of `sleep`; none: all. Returns errors by engine id."""
-        return await self._call_engines("Wake", engine_pb2.WakeRequest(request_id=request_id(), tags=tags))
-
-    async def pause(self, *, abort: bool = False) -> dict[str, str]:
-        """Stop generation on all engines until `resume`. abort: end running steps with the tokens that they have, in
-        place of keeping them. Returns errors by engine id."""
-        mode = engine_pb2.PAUSE_MODE_ABORT if abort else engine_pb2.PAUSE_MODE_KEEP
-        return await self._call_engines("Pause", engine_pb2.PauseRequest(request_id=request_id(), mode=mode))
-
-    async def resume(self) -> dict[str, str]:
-        """Go on after `pause`. Returns errors by engine id."""
-        return await self._call_engines("Resume", engine_pb2.ResumeRequest(request_id=request_id()))
+        samples = len(prompts) * arguments.samples_per_prompt // count
+        with show_progress(samples, on_event) if progress else nullcontext(on_event) as shown:
+            run = RolloutRun(mesh, job, self.open, agent, spec, shown, pin, tags, rollout_id, part, stream_tokens)
+            return await run.run(prompts, arguments.concurrency)
 
     async def score(
         self, trajectory_id: str, reward: str, arguments: Mapping[str, Any], job: str = ""
@@ -414,16 +323,6 @@ class Client:
         mesh, _ = self._connected()
         return await read_shaping(mesh, rollout_id, history)
 
-    async def _call_engines(
-        self, name: str, request: Message, engine_ids: Collection[str] | None = None
-    ) -> dict[str, str]:
-        mesh, _ = self._connected()
-        return await weights.call_all(
-            mesh,
-            await weights.list_engines(mesh, engine_ids),
-            lambda stub: getattr(stub, name)(request, timeout=mesh.timeouts.weights_s),
-        )
-
     async def _close(self) -> None:
         """Close the open trajectories, all at once, then the job and the channels.
 
@@ -443,6 +342,9 @@ class Client:
             )
             if not closed:
                 raise failure
+
+    def _reach(self) -> Mesh:
+        return self._connected()[0]
 
     def _connected(self) -> tuple[Mesh, Job]:
         if self._mesh is None or self._job is None:

@@ -193,10 +193,23 @@ class Trajectory:
             job=self._mesh.job,
         )
         tools, timeout_s = await self._mesh.tools(), self._mesh.timeouts.tool_s
-        opened = await self._timed(lambda: self._mesh.call(tools.OpenSession, request, timeout_s, self.trace))
+        opened = await self.time_tool(lambda: self._mesh.call(tools.OpenSession, request, timeout_s, self.trace))
         session = Session(self._mesh, opened.session.session_id, _result_of(opened.first), self._invoke, self.trace)
         self._sessions.append(session)
         return session
+
+    async def time_tool(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Await the call of a tool or environment, after leaving a step in flight, and record its time as tool time,
+        also when it fails. For tools outside the mesh: `tool` and sessions do so by themselves."""
+        await self._leave_step()
+        start_s = self._mesh.clock()
+        try:
+            return await work()
+        finally:
+            end_s = self._mesh.clock()
+            self._times.add_tool(end_s - start_s)
+            self.spans.append(Span("tool", start_s, end_s, "", max(len(self.steps) - 1, 0)))
+            self._on_change(self, "tool")
 
     async def score(self, reward: str, arguments: Mapping[str, Any]) -> PendingReward:
         """Request a reward for this trajectory; returns once the request is accepted, without waiting for the score.
@@ -305,20 +318,8 @@ class Trajectory:
         call.request_id, call.trajectory_id = request_id(), self.trajectory_id
         call.arguments_json = json.dumps(dict(arguments))
         tools, timeout_s = await self._mesh.tools(), self._mesh.timeouts.tool_s
-        answer = await self._timed(lambda: self._mesh.call(tools.Invoke, call, timeout_s, self.trace))
+        answer = await self.time_tool(lambda: self._mesh.call(tools.Invoke, call, timeout_s, self.trace))
         return _result_of(answer.result)
-
-    async def _timed(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Await a tool call, after leaving a step in flight, and record its span, also when it fails."""
-        await self._leave_step()
-        start_s = self._mesh.clock()
-        try:
-            return await work()
-        finally:
-            end_s = self._mesh.clock()
-            self._times.add_tool(end_s - start_s)
-            self.spans.append(Span("tool", start_s, end_s, "", max(len(self.steps) - 1, 0)))
-            self._on_change(self, "tool")
 
     def _require_open(self) -> None:
         if self.outcome is not None:

@@ -1,0 +1,42 @@
+"""Environments as trajectories of the mesh (docs/environments.md): EnvManager, and what it can play.
+
+Nothing beside the client is imported before it is used: gymnasium by Gym, reasoning-gym by ReasoningGym, mcp by
+McpServer, verifiers by VerifiersTasks.
+"""
+
+from treadle.environments.chat import Chat
+from treadle.environments.episode import Environment, Episode, Message, Reply, Task, ToolCall, Turn, user
+from treadle.environments.gym import Gym
+from treadle.environments.mcp_server import McpServer
+from treadle.environments.play import EnvManager
+from treadle.environments.reasoning import ReasoningGym
+from treadle.environments.sandbox import Sandboxed
+from treadle.environments.tool_calls import read_tool_calls
+from treadle.environments.tools import Tool, ToolUse, mesh_tool, tool
+from treadle.environments.verifiers_tasks import VerifiersTasks
+from treadle.environments.words import answer_of, first_of
+
+__all__ = [
+    "Chat",
+    "EnvManager",
+    "Environment",
+    "Episode",
+    "Gym",
+    "McpServer",
+    "Message",
+    "ReasoningGym",
+    "Reply",
+    "Sandboxed",
+    "Task",
+    "Tool",
+    "ToolCall",
+    "ToolUse",
+    "Turn",
+    "VerifiersTasks",
+    "answer_of",
+    "first_of",
+    "mesh_tool",
+    "read_tool_calls",
+    "tool",
+    "user",
+]

@@ -1,0 +1,160 @@
+"""McpServer: the tools of an MCP server, over stdio or streamable HTTP, through the official `mcp` package (2.0 or
+newer).
+
+The package binds a connection to the task that opened it, and ends that task's work where the connection breaks. So
+each connection lives in a task of its own. One that broke is opened again for the next call; the call that was under
+way is not repeated, as its tool may have run, and fails its trajectory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from treadle.connection import finish
+from treadle.environments.tools import Tool
+from treadle.trajectory import Trajectory
+
+CALL_S = 60.0
+OPEN_S = 120.0  # until a server answers: a command may install itself first, as `npx` does
+
+
+class McpServer:
+    """A server whose tools a ToolUse takes.
+
+    server: a URL (streamable HTTP), a command with its arguments that speaks MCP on stdin and stdout, or whatever
+    `mcp.Client` takes, such as mcp.StdioServerParameters with an environment, or a transport with credentials.
+    per_trajectory: a connection, and of a command a process, for each trajectory: for servers that keep state. only:
+    names of the tools to take; None: all. call_s: longest time of a call, after which the policy reads that it took
+    too long. Raises ValueError.
+    """
+
+    def __init__(
+        self, server: Any, *, per_trajectory: bool = False, only: Collection[str] | None = None, call_s: float = CALL_S
+    ) -> None:
+        if isinstance(server, Sequence) and not server:
+            raise ValueError("server must be a URL, or a command such as ['python', 'server.py']; it is empty")
+        self._server, self._only, self._call_s = server, only, call_s
+        self.per_trajectory = per_trajectory
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[Sequence[Tool]]:
+        """A connection to the server. Errors: ConnectionError; ValueError where `only` names what there is not."""
+        connection = _Connection(self._target(), self._call_s)
+        try:
+            listed = {each.name: each for each in await connection.list_tools()}
+            if missing := sorted(set(self._only or ()) - set(listed)):
+                raise ValueError(f"{connection.name} has no tool {', '.join(missing)}; it has {', '.join(listed)}")
+            chosen = [each for each in listed.values() if self._only is None or each.name in self._only]
+            yield [_tool_of(connection, each) for each in chosen]
+        finally:
+            await finish(connection.close())
+
+    def _target(self) -> Any:
+        if isinstance(self._server, str) or not isinstance(self._server, Sequence):
+            return self._server
+        import mcp
+
+        command, *arguments = self._server
+        return mcp.StdioServerParameters(command=command, args=arguments)
+
+
+class _Connection:
+    """At most one open connection, opened where a call needs it."""
+
+    def __init__(self, target: Any, call_s: float) -> None:
+        self.name = f"the MCP server {_name_of(target)}"
+        self._target, self._call_s = target, call_s
+        self._lock = asyncio.Lock()
+        self._client: Any = None  # mcp.Client
+        self._holder: asyncio.Task[None] | None = None
+
+    async def list_tools(self) -> list[Any]:
+        """mcp.types.Tool, all pages of them."""
+        client, found, cursor = await self._open(), [], None
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            found += page.tools
+            cursor = page.next_cursor
+            if cursor is None:
+                return found
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> str:
+        """What the policy reads. Errors: ConnectionError."""
+        import mcp
+        from mcp_types import CONNECTION_CLOSED
+
+        client = await self._open()
+        try:
+            result = await client.call_tool(tool, dict(arguments), read_timeout_seconds=self._call_s)
+        except mcp.MCPError as error:
+            if error.code != CONNECTION_CLOSED:
+                return f"error: {error}"
+            if client is self._client:
+                self._client = None
+            raise ConnectionError(f"{self.name} has closed the connection during {tool}") from error
+        said = "\n".join(part.text if part.type == "text" else f"[{part.type}]" for part in result.content)
+        if not said and result.structured_content is not None:
+            said = json.dumps(result.structured_content)
+        return f"error: {said}" if result.is_error else said
+
+    async def close(self) -> None:
+        """End the connection, and the process of a command."""
+        async with self._lock:
+            await self._end()
+
+    async def _open(self) -> Any:
+        async with self._lock:
+            if self._client is None:
+                await self._end()
+                ready = asyncio.get_running_loop().create_future()
+                self._holder = asyncio.create_task(self._hold(ready))
+                await asyncio.wait({ready, self._holder}, timeout=OPEN_S, return_when=asyncio.FIRST_COMPLETED)
+                if not ready.done():
+                    raise ConnectionError(f"{self.name} cannot be reached: {await self._end()}")
+                self._client = ready.result()
+            return self._client
+
+    async def _end(self) -> str:
+        """End the task that holds the connection. Returns why it had ended."""
+        holder, self._holder, self._client = self._holder, None, None
+        if holder is None:
+            return ""
+        why = _cause_of(holder.exception()) if holder.done() and not holder.cancelled() else "it does not answer"
+        holder.cancel()
+        await asyncio.wait({holder})
+        if not holder.cancelled():
+            holder.exception()  # retrieved: what it says of a connection that closes helps nobody
+        return why
+
+    async def _hold(self, ready: asyncio.Future[Any]) -> None:
+        import mcp
+
+        async with mcp.Client(self._target) as client:
+            ready.set_result(client)
+            await asyncio.Event().wait()  # until `_end` cancels it
+
+
+def _tool_of(connection: _Connection, listed: Any) -> Tool:
+    async def run(arguments: Mapping[str, Any], trajectory: Trajectory) -> str:
+        return await trajectory.time_tool(lambda: connection.call(listed.name, arguments))
+
+    return Tool(listed.name, listed.description or listed.title or "", listed.input_schema, run)
+
+
+def _name_of(target: Any) -> str:
+    """A URL, or a command, without its environment, which may hold secrets."""
+    if isinstance(target, str):
+        return target
+    command = getattr(target, "command", None)
+    return type(target).__name__ if command is None else " ".join([command, *target.args])
+
+
+def _cause_of(error: BaseException | None) -> str:
+    """The first error within groups of one."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,113 @@
+"""EnvManager: play episodes of an environment as trajectories of the mesh.
+
+One turn: the environment's messages become tokens (chat.py), the policy generates, its text is read for tool calls, the
+environment takes the reply. Invariants: tokens that the policy sampled are never tokenized again; whatever else is in
+a trajectory has 0 in its loss mask; an episode is closed however its trajectory ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from treadle.client import Client
+from treadle.connection import finish
+from treadle.environments.chat import Chat
+from treadle.environments.episode import Environment, Episode, Message, Reply, Task, ToolCall, Turn
+from treadle.environments.tool_calls import message_of, read_tool_calls
+from treadle.rewards import PendingReward
+from treadle.trajectory import Trajectory
+from treadle.types import Prompt, RolloutResult, Sampling
+
+MOST_TURNS = 16
+
+
+class EnvManager:
+    """Plays an environment, on a client of the mesh, with one model's chat template.
+
+    sampling: of each turn. most_turns: of an episode; the last reply is given to the environment too. read_calls: tool
+    calls of a text, for a model that writes them in another way than `read_tool_calls` knows; not asked where the
+    environment has no tools. An EnvManager is an agent: `client.rollout(manager.prompts(), manager)` does what
+    `manager.rollout()` does, in an environment that its user has entered. Raises ValueError.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        environment: Environment,
+        *,
+        chat: Chat,
+        sampling: Sampling,
+        most_turns: int = MOST_TURNS,
+        read_calls: Callable[[str], Sequence[ToolCall]] = read_tool_calls,
+    ) -> None:
+        if most_turns < 1:
+            raise ValueError(f"most_turns must be >= 1, is {most_turns}")
+        self._client, self._environment, self._chat, self._sampling = client, environment, chat, sampling
+        self._most_turns, self._read_calls = most_turns, read_calls
+
+    def prompts(self, tasks: Iterable[Task] | None = None) -> list[Prompt]:
+        """A prompt of each task; None: all tasks of the environment. Raises ValueError where two have the same id."""
+        chosen = list(self._environment.tasks() if tasks is None else tasks)
+        if len({task.id for task in chosen}) < len(chosen):
+            raise ValueError("two tasks have the same id: ids name the groups of samples")
+        return [Prompt(task.id, self._prompt_tokens(task), task) for task in chosen]
+
+    async def rollout(self, tasks: Iterable[Task] | None = None, **arguments: Any) -> RolloutResult:
+        """Play all samples of all tasks. tasks: None: all of the environment. arguments: of Client.rollout, e.g.
+        samples_per_prompt=8, progress=True. Errors: those of Client.rollout and of the environment's start."""
+        async with self._environment:
+            return await self._client.rollout(self.prompts(tasks), self, **arguments)
+
+    async def __call__(self, trajectory: Trajectory, prompt: Prompt) -> float | PendingReward:
+        """Play one episode to its end and return what it is worth. prompt: of `prompts`."""
+        task: Task = prompt.data
+        episode = await self._environment.start(task, trajectory)
+        try:
+            return await self._play(episode, task, trajectory)
+        finally:
+            await finish(episode.close())
+
+    async def _play(self, episode: Episode, task: Task, trajectory: Trajectory) -> float | PendingReward:
+        turn, reward = await episode.begin(), 0.0
+        conversation: list[Message] = [*task.messages, *turn.messages]
+        if opening := self._opening(task, turn):
+            trajectory.observe(opening)
+        for number in range(self._most_turns):
+            if turn.done or trajectory.tokens_left == 0:
+                break
+            if number:
+                sampled = trajectory.steps[-1].token_ids
+                trajectory.observe(self._chat.go_on(sampled, turn.messages, self._environment.tools, turn.lead))
+            reply = await self._generate(trajectory, turn)
+            conversation.append(message_of(reply))
+            turn = await episode.step(reply)
+            conversation += turn.messages
+            reward += turn.reward
+        ending = await episode.finish(conversation)
+        return ending if isinstance(ending, PendingReward) else reward + ending
+
+    async def _generate(self, trajectory: Trajectory, turn: Turn) -> Reply:
+        sampling = turn.sampling or self._sampling
+        stops = dict.fromkeys((*sampling.stop_token_ids, *self._chat.stop_token_ids))
+        async for _ in trajectory.generate(replace(sampling, stop_token_ids=tuple(stops))):
+            pass
+        step = trajectory.steps[-1]
+        text = turn.lead + self._chat.decode(step.token_ids)
+        return Reply(text, tuple(self._read_calls(text)) if self._environment.tools else (), step)
+
+    def _prompt_tokens(self, task: Task) -> list[int]:
+        make = self._chat.begin if task.is_complete else self._chat.head
+        tokens = make(task.messages, self._environment.tools)
+        if not tokens:
+            raise ValueError(f"task {task.id!r} begins with no token: give its environment a system message")
+        return tokens
+
+    def _opening(self, task: Task, turn: Turn) -> list[int]:
+        """What the policy reads between the prompt and its first words."""
+        if not task.is_complete:
+            return self._chat.complete(task.messages, turn.messages, self._environment.tools, turn.lead)
+        if turn.messages:
+            raise ValueError(f"task {task.id!r} ends with the user's message, so `begin` must add none")
+        return self._chat.words(turn.lead) if turn.lead else []

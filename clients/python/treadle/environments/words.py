@@ -1,0 +1,37 @@
+"""Find in a text what an environment takes as an action."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+A = TypeVar("A")
+ReadAction = Callable[[str], Any]  # of a reply's text; None where it names no action
+
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_REASONING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+
+
+def first_of(actions: Mapping[str, A]) -> Callable[[str], A | None]:
+    """A function that finds the first word of a text that names an action, in upper or lower case.
+
+    What the text says in <think> does not count. Raises ValueError where there are no actions.
+    """
+    if not actions:
+        raise ValueError("actions must have a word at least, such as {'left': 0}")
+    by_word = {word.lower(): action for word, action in actions.items()}
+    words = "|".join(re.escape(word) for word in sorted(by_word, key=len, reverse=True))
+    pattern = re.compile(rf"(?<!\w)(?:{words})(?!\w)", re.IGNORECASE)
+
+    def read(text: str) -> A | None:
+        found = pattern.search(_REASONING.sub(" ", text))
+        return by_word[found.group().lower()] if found else None
+
+    return read
+
+
+def answer_of(text: str) -> str:
+    """What stands in the last <answer>, or else all of the text behind its reasoning."""
+    tagged = _TAGGED.findall(text)
+    return (tagged[-1] if tagged else _REASONING.sub("", text)).strip()

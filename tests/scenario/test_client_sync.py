@@ -1,0 +1,244 @@
+"""The client without asyncio, in threads that have an event loop of their own and in those that have none."""
+
+import asyncio
+import gc
+import os
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import treadle
+import treadle.sync
+from support.commands import output_of
+from support.fake_engine import Script, token_at
+from support.mesh_in_process import QUICK, FakeMesh
+from support.scripted_chat import scripted_chat
+from treadle.environments import EnvManager, Sandboxed
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+PROMPTS = [treadle.Prompt("p0", [1, 2]), treadle.Prompt("p1", [3, 4, 5])]
+SAMPLING = treadle.Sampling(max_new_tokens=4)
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def mesh() -> Iterator[FakeMesh]:
+    """A mesh of fakes in a thread of its own, so that the test's thread may block."""
+    loop = treadle.sync.EventLoop()
+
+    async def begin() -> FakeMesh:
+        mesh = FakeMesh(["e0", "e1"])
+        await mesh.start()
+        return mesh
+
+    mesh = loop.run(begin())
+    yield mesh
+    loop.run(mesh.stop())
+    loop.close()
+
+
+def client_of(mesh: FakeMesh, **options: Any) -> treadle.sync.Client:
+    return treadle.sync.Client(mesh.address, retry=QUICK, seed=0, **options)
+
+
+def agent(trajectory: treadle.sync.Trajectory, prompt: treadle.Prompt) -> float:
+    for _chunk in trajectory.generate(SAMPLING):
+        pass
+    result = trajectory.tool("echo", {"said": prompt.id})
+    assert result.data == {"said": prompt.id}
+    return float(trajectory.sample)
+
+
+def threads() -> set[threading.Thread]:
+    return set(threading.enumerate())
+
+
+def test_a_rollout_of_plain_functions_comes_back_whole(mesh: FakeMesh) -> None:
+    """Result: as of the asynchronous client; the batch can be taken; no thread is left."""
+    before = threads()
+    with client_of(mesh) as client:
+        result = client.rollout(PROMPTS, agent, samples_per_prompt=3, concurrency=2)
+        assert [(t.prompt_id, t.sample) for t in result.trajectories] == [(p.id, s) for p in PROMPTS for s in range(3)]
+        for t in result.trajectories:
+            prompt = next(p.tokens for p in PROMPTS if p.id == t.prompt_id)
+            assert t.tokens == prompt + [token_at(prompt, i) for i in range(4)]
+            assert (t.outcome, t.reward, t.error) == ("finished", float(t.sample), "")
+        batch = client.get_batch(result.rollout_id, max_groups=2)
+        assert [len(group.trajectories) for group in batch.groups] == [3, 3]
+        assert client.confirm_batch(result.rollout_id, "b") is None
+    assert threads() == before
+    assert not mesh.scheduler.open_trajectories
+
+
+async def test_it_works_inside_a_running_event_loop(mesh: FakeMesh) -> None:
+    """As in a cell of a notebook."""
+    assert asyncio.get_running_loop().is_running()
+    before = threads()
+    with client_of(mesh) as client:
+        result = client.rollout(PROMPTS, agent, samples_per_prompt=1)
+    assert [t.error for t in result.trajectories] == ["", ""]
+    assert threads() == before
+
+
+def test_trajectories_and_sessions_can_be_used_by_hand(mesh: FakeMesh) -> None:
+    with client_of(mesh) as client:
+        with client.open(prompt_id="p", sample=0, prompt=[7]) as t:
+            chunks = list(t.generate(SAMPLING))
+            assert [token for chunk in chunks for token in chunk.token_ids] == t.steps[-1].token_ids
+            with t.open_session("count", {"from": 1}) as session:
+                assert (session.first.output, session.step({}).output) == ('{"from": 1}', "1")
+            assert t.time_tool(lambda: 6 * 7) == 42
+            t.observe([9])
+            assert t.tokens == [7, *t.steps[-1].token_ids, 9]
+            assert [span.kind for span in t.spans].count("tool") == 3
+        assert not mesh.tools.sessions
+        with pytest.raises(ZeroDivisionError), client.open(prompt_id="q", sample=0, prompt=[7]) as failed:
+            _ = 1 / 0
+        assert (t.outcome, failed.outcome) == ("finished", "failed")
+        left = client.open(prompt_id="r", sample=0, prompt=[7])
+    assert left.outcome == "cancelled"
+
+
+def test_leaving_a_generation_ends_it(mesh: FakeMesh) -> None:
+    with client_of(mesh, token_interval_s=0.0) as client, client.open(prompt_id="p", sample=0, prompt=[7]) as t:
+        for engine in mesh.engines.values():
+            engine.script = Script(hold_at=4)
+        for chunk in t.generate(treadle.Sampling(max_new_tokens=64)):
+            if chunk.offset + len(chunk.token_ids) == 4:
+                break
+        assert t.tool("echo", {}).ok
+        assert (t.steps[-1].finish_reason, len(t.steps[-1].token_ids)) == ("aborted", 4)
+
+
+def test_an_asynchronous_agent_and_an_environment_are_played_too(mesh: FakeMesh) -> None:
+    async def asynchronous(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> float:
+        async for _ in trajectory.generate(SAMPLING):
+            pass
+        return 2.0
+
+    count = Sandboxed("count", [{"from": 0}], actions={"more": {}}, system="Count.")
+    with client_of(mesh) as client:
+        result = client.rollout(PROMPTS, asynchronous, samples_per_prompt=1)
+        assert [t.reward for t in result.trajectories] == [2.0, 2.0]
+        played = EnvManager(client.asynchronous, count, chat=scripted_chat(["more"]), sampling=SAMPLING)
+        assert [t.reward for t in client.run(played.rollout(samples_per_prompt=2)).trajectories] == [1.5, 1.5]
+        assert [t.reward for t in client.rollout(played.prompts(), played, samples_per_prompt=1).trajectories] == [1.5]
+
+
+def test_an_agent_that_raises_fails_its_trajectory_alone(mesh: FakeMesh) -> None:
+    def picky(trajectory: treadle.sync.Trajectory, prompt: treadle.Prompt) -> float:
+        if prompt.id == "p0":
+            raise ValueError("not this one")
+        return agent(trajectory, prompt)
+
+    with client_of(mesh) as client:
+        result = client.rollout(PROMPTS, picky, samples_per_prompt=1)
+    assert [(t.outcome, t.error) for t in result.trajectories] == [
+        ("failed", "ValueError: not this one"),
+        ("finished", ""),
+    ]
+
+
+def hold(mesh: FakeMesh) -> None:
+    """No engine goes on after its second token."""
+    for engine in mesh.engines.values():
+        engine.script = Script(hold_at=2, times=100)
+
+
+def interrupt_when_held(mesh: FakeMesh) -> threading.Thread:
+    """Ctrl-C once both engines hold a step."""
+
+    def interrupt() -> None:
+        deadline = threading.Event()
+        for _ in range(int(WAIT_S / 0.01)):
+            if all(engine.holding.is_set() for engine in mesh.engines.values()):
+                break
+            deadline.wait(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_ctrl_c_ends_what_runs_and_the_client_goes_on(mesh: FakeMesh, plain: bool) -> None:
+    """Ctrl-C while both engines are in the middle of steps, with an agent in threads and with one in the loop.
+
+    Result: KeyboardInterrupt, steps are aborted, trajectories closed, the rollout cancelled; the next call works.
+    """
+
+    async def asynchronous(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> float:
+        async for _ in trajectory.generate(SAMPLING):
+            pass
+        return 1.0
+
+    hold(mesh)
+    with client_of(mesh) as client:
+        interrupting = interrupt_when_held(mesh)
+        with pytest.raises(KeyboardInterrupt):
+            client.rollout(PROMPTS, agent if plain else asynchronous, samples_per_prompt=2)
+        interrupting.join()
+        assert not mesh.scheduler.open_trajectories
+        assert len(mesh.rollout.cancelled) == 1
+        for engine in mesh.engines.values():
+            engine.script = Script()
+        assert [t.error for t in client.rollout(PROMPTS, agent, samples_per_prompt=1).trajectories] == ["", ""]
+
+
+def test_a_client_that_is_closed_says_so_and_one_that_is_forgotten_ends(mesh: FakeMesh) -> None:
+    before = threads()
+    client = client_of(mesh)
+    client.close()
+    client.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        client.get_batch("r")
+    forgotten = client_of(mesh)
+    assert len(threads() - before) == 1
+    del forgotten
+    gc.collect()
+    assert threads() == before
+
+
+def test_a_call_in_the_clients_own_thread_is_refused(mesh: FakeMesh) -> None:
+    """It would wait for itself."""
+    with client_of(mesh) as client:
+
+        async def blocks() -> None:
+            client.get_batch("r")
+
+        with pytest.raises(RuntimeError, match="asynchronous client"):
+            client.run(blocks())
+
+
+async def test_weights_are_pushed_by_a_plain_generator_in_a_thread() -> None:
+    """Result: it is advanced outside of the loop's thread, which must not block."""
+    seen: list[threading.Thread] = []
+
+    def parts() -> Iterator[int]:
+        for part in range(2):
+            seen.append(threading.current_thread())
+            yield part
+
+    advanced: AsyncIterator[int] = treadle.sync._advance_in_thread(parts())
+    assert [part async for part in advanced] == [0, 1]
+    assert threading.current_thread() not in seen
+
+
+def test_every_method_of_the_client_is_there() -> None:
+    public = {name for name in vars(treadle.Client) if not name.startswith("_")}
+    assert public <= set(vars(treadle.sync.Client))
+    for plain, full in ((treadle.sync.Trajectory, treadle.Trajectory), (treadle.sync.Session, treadle.Session)):
+        waits = {name for name, each in vars(full).items() if asyncio.iscoroutinefunction(each) and name[0] != "_"}
+        assert waits <= set(vars(plain))
+
+
+async def test_the_example_plays_and_says_so(mesh: FakeMesh) -> None:
+    code, stdout, _ = await output_of(sys.executable, "environments.py", mesh.address, cwd=EXAMPLES)
+    assert code == 0
+    assert len(stdout.splitlines()) == 4
+    assert all("finished" in line for line in stdout.splitlines())

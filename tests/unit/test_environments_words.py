@@ -1,0 +1,105 @@
+"""What the environments read in a policy's words: actions, answers, tool calls; and the tools that it is shown."""
+
+import json
+from typing import Annotated, Literal
+
+import pytest
+from treadle.environments import answer_of, first_of, read_tool_calls, tool
+
+MOVES = {"left": 0, "right": 2, "right hand": 7}
+
+
+@pytest.mark.parametrize(
+    ("said", "action"),
+    [
+        ("I go LEFT, not right.", 0),
+        ("rightly so", None),
+        ("The right hand!", 7),
+        ("<think>left or right?</think> right", 2),
+        ("<think>left, and then it was cut", None),
+        ("", None),
+    ],
+)
+def test_the_first_word_that_names_an_action_counts(said: str, action: int | None) -> None:
+    assert first_of(MOVES)(said) == action
+
+
+def test_there_must_be_a_word() -> None:
+    with pytest.raises(ValueError, match="at least"):
+        first_of({})
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [("so <answer> 41 </answer>, no: <answer>42\n</answer>", "42"), ("<think>40?</think> 42 ", "42"), ("42", "42")],
+)
+def test_the_last_answer_counts_and_reasoning_does_not(said: str, answer: str) -> None:
+    assert answer_of(said) == answer
+
+
+CALL = {"name": "look", "arguments": {"at": "a; b"}}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        f"Let me see. <tool_call>\n{json.dumps(CALL)}\n</tool_call>",
+        f"<tool_call>{json.dumps(CALL)}",  # cut at its end tag, which some engines take as a stop
+        f"<|python_tag|>{json.dumps({'name': 'look', 'parameters': CALL['arguments']})}",
+        f" {json.dumps({'name': 'look', 'arguments': json.dumps(CALL['arguments'])})} ",
+    ],
+)
+def test_a_call_is_read_in_each_form(said: str) -> None:
+    [call] = read_tool_calls(said)
+    assert (call.name, call.arguments, call.error) == ("look", CALL["arguments"], "")
+
+
+@pytest.mark.parametrize("said", ["I need no tool.", "", '{"answer": 3}', "<tool_response>x</tool_response>"])
+def test_a_reply_without_a_call_has_none(said: str) -> None:
+    assert read_tool_calls(said) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ('{"name": "look", ', "no JSON"),
+        ('{"arguments": {}}', "must be"),
+        ('{"name": "look", "arguments": "{"}', "arguments are no JSON"),
+        ('{"name": "look", "arguments": [1]}', "JSON object"),
+    ],
+)
+def test_a_call_that_cannot_be_read_says_why_and_the_others_are_read(body: str, error: str) -> None:
+    wrong, right = read_tool_calls(f"<tool_call>{body}</tool_call><tool_call>{json.dumps(CALL)}</tool_call>")
+    assert error in wrong.error
+    assert (right.error, wrong.call_id != right.call_id) == ("", True)
+
+
+def find(
+    text: Annotated[str, "what to look for"],
+    kind: Literal["all", "one"] = "all",
+    most: int | None = None,
+    *,
+    where: list[str],
+) -> str:
+    """Find things."""
+    return text
+
+
+def test_a_function_is_shown_to_the_policy_as_it_is_declared() -> None:
+    function = tool(find).schema["function"]
+    assert (function["name"], function["description"]) == ("find", "Find things.")
+    assert function["parameters"] == {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string", "description": "what to look for"},
+            "kind": {"enum": ["all", "one"]},
+            "most": {"type": "integer"},
+            "where": {"type": "array", "items": {"type": "string"}},
+        },
+        "required": ["text", "where"],
+    }
+
+
+def test_a_function_whose_arguments_have_no_names_is_no_tool() -> None:
+    with pytest.raises(TypeError, match=r"\*rest"):
+        tool(lambda *rest: rest)
