@@ -2,11 +2,8 @@
 
 import asyncio
 import json
-import time
-import uuid
 from collections.abc import Coroutine
 from dataclasses import asdict, replace
-from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,51 +14,49 @@ from rich.markdown import Markdown
 from typer.core import TyperCommand
 
 from treadle_cli import exits
-from treadle_cli.authority import DEFAULT_DAYS, DEFAULT_TENANT, make_certificates
+from treadle_cli.attach import attach, print_addresses
+from treadle_cli.authority import DEFAULT_DAYS, DEFAULT_TENANT, identities, make_certificates
+from treadle_cli.doctor.command import doctor
 from treadle_cli.mesh import checks
 from treadle_cli.mesh.engines import DEFAULT_MODEL, EnginePlan, default_model_folder
+from treadle_cli.options import (
+    DEFAULT_OUT,
+    DEFAULT_PORT,
+    DEFAULT_SCHEDULER,
+    Accelerator,
+    AsJson,
+    Engines,
+    Gpus,
+    Llm,
+    Model,
+    Out,
+    Profile,
+    Prompts,
+    Samples,
+    Scheduler,
+    Seed,
+    SimulatedSlots,
+    Slots,
+    ToolLatency,
+    Weights,
+    new_run_folder,
+)
 from treadle_cli.predictor.commands import commands as predictor_commands
 from treadle_cli.problems import UsageProblem
+from treadle_cli.simulate.command import simulate
+from treadle_cli.top.command import top
 
 DEFAULT_SLOTS = 5  # steps that decode at once
 DEMO_SLOTS = 4  # four trajectories a slot: they queue, as they do where GPUs are scarce
 DEMO_PROMPTS = 8
 DEFAULT_TOOL_LATENCY_S = 0.5  # a remote sandbox; coding agents' tools take 4 s on average
-DEFAULT_PORT = 7401  # of the scheduler, as in the services' own defaults
-DEFAULT_OUT = Path("runs")
-# Sixteen times the papers' cluster: beyond, a simulation takes longer than anyone waits, and then the memory.
-MOST_GPUS, MOST_SLOTS = 1_024, 4_096
 PASS_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": False}
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(predictor_commands, name="predictor")
+for each in (attach, doctor, top, simulate):
+    app.command()(each)
 out = Console()
-
-Engines = Annotated[int, typer.Option(min=0, help="Engines to start. On a CPU each needs a core of its own.")]
-Model = Annotated[
-    str, typer.Option(help="A model folder, or a name that SGLang can fetch. The default comes with the engine's venv.")
-]
-Weights = Annotated[
-    str,
-    typer.Option(help="Of engines on a CPU: int8, float, or auto, which is int8 where the processor multiplies bytes."),
-]
-Slots = Annotated[int, typer.Option(min=1, help="Steps that decode at once on an engine.")]
-ToolLatency = Annotated[float, typer.Option(min=0, help="Seconds that each tool call takes beside its own work.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of prompts, environments and sampling.")]
-Prompts = Annotated[int, typer.Option(min=1, help="Prompts: FrozenLake and puzzles in turn.")]
-Samples = Annotated[int, typer.Option(min=1, help="Trajectories of each prompt.")]
-# Of simulated engines.
-Llm = Annotated[str, typer.Option(help="Model whose engines are simulated.")]
-Accelerator = Annotated[str, typer.Option(help="A100, H100, H200, H800 or H20.")]
-Gpus = Annotated[int, typer.Option(min=1, max=MOST_GPUS, help="Accelerators of each system.")]
-SimulatedSlots = Annotated[
-    int, typer.Option(min=1, max=MOST_SLOTS, help="Steps that decode at once for each GPU of an engine.")
-]
-Profile = Annotated[
-    Path | None, typer.Option(help="Engine measured live (sim/README.md) instead of --llm, --accelerator, --slots.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Out = Annotated[Path, typer.Option("--out", help="Folder that runs are written to.")]
 
 
 @app.command(context_settings=PASS_FLAGS)
@@ -80,6 +75,7 @@ def demo(
     keep_logs: Annotated[
         bool, typer.Option("--keep-logs", help="Keep the processes' logs also when all went well.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run epochs of agentic work, pinned first come first served and with Treadle, and draw where the time went.
 
@@ -88,10 +84,12 @@ def demo(
     from treadle_cli.demo.play import Work
     from treadle_cli.demo.run import run_demo
 
-    def begin(hurry: asyncio.Event) -> Coroutine[Any, Any, int]:
+    async def begin(hurry: asyncio.Event) -> int:
         plan = engine_plan(max(engines, 1), slots, model, seed, ctx.args, weights)
         work = Work(prompts, samples, seed, tool_latency)
-        return run_demo(plan, work, repeats, new_run_folder(out_folder), out, hurry, keep_logs=keep_logs)
+        folder = new_run_folder(out_folder)
+        code = await run_demo(plan, work, repeats, folder, _shown(as_json), hurry, keep_logs=keep_logs)
+        return _print_summary(folder, code) if as_json else code
 
     exits.run(begin)
 
@@ -115,8 +113,10 @@ def up(
         bool, typer.Option("--secure", help="Encrypt every connection, and let nobody call without a certificate.")
     ] = False,
     out_folder: Out = DEFAULT_OUT,
+    as_json: AsJson = False,
 ) -> None:
-    """Run a whole mesh on this machine until Ctrl-C: NATS, the services, engines and their sidecars.
+    """Run a whole mesh on this machine until Ctrl-C: NATS, the services, engines and their sidecars. With --json, one
+    line with all addresses is printed when it serves.
 
     What stands after -- is passed to SGLang.
     """
@@ -126,7 +126,8 @@ def up(
         plan = engine_plan(engines, slots, model, seed, ctx.args, weights)
         plan = replace(plan, kv_folder=kv_folder, kv_limit_gb=kv_limit_gb)
         folder = new_run_folder(out_folder)
-        return run_up(MeshPlan(plan, folder / "state", port, secure=secure), folder / "logs", out, hurry)
+        mesh, announce = MeshPlan(plan, folder / "state", port, secure=secure), print_addresses if as_json else None
+        return run_up(mesh, folder / "logs", _shown(as_json), hurry, announce)
 
     exits.run(begin)
 
@@ -137,7 +138,7 @@ def apply(
         Path | None,
         typer.Argument(help="JSON file of a treadle.resources.v1.ResourcePlan; none: print the present one."),
     ] = None,
-    scheduler: Annotated[str, typer.Option(help="host:port of the mesh's scheduler.")] = f"127.0.0.1:{DEFAULT_PORT}",
+    scheduler: Scheduler = DEFAULT_SCHEDULER,
     kubernetes: Annotated[
         str | None, typer.Option(help="Namespace of a cluster's StatefulSets of engines, instead of `treadle up`.")
     ] = None,
@@ -146,11 +147,13 @@ def apply(
     start_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds that an engine may take until it is measured; then all goes back.")
     ] = 1800.0,
+    as_json: AsJson = False,
 ) -> None:
     """Change the engines of a mesh that is running to a resource plan, between training steps."""
     from treadle_cli.resources.command import run_apply
 
-    exits.run(lambda _: run_apply(plan, scheduler, kubernetes, dry_run, drain, start_timeout, out))
+    how = (dry_run, drain, start_timeout)
+    exits.run(lambda _: run_apply(plan, scheduler, kubernetes, *how, _shown(as_json), as_json))
 
 
 @app.command()
@@ -160,16 +163,21 @@ def certs(
         list[str] | None, typer.Option(help="Whose clients get a certificate; may be given several times.")
     ] = None,
     days: Annotated[float, typer.Option(min=0.001, help="How long the certificates are valid.")] = DEFAULT_DAYS,
+    as_json: AsJson = False,
 ) -> None:
     """Make certificates for all parts of a mesh and for its clients; run again, make new ones of the same authority."""
     with exits.end_with_one_line():
-        make_certificates(folder, tenant or [DEFAULT_TENANT], days)
+        tenants = tenant or [DEFAULT_TENANT]
+        make_certificates(folder, tenants, days)
+        if as_json:
+            typer.echo(json.dumps({"folder": str(folder), "days": days, "identities": sorted(identities(tenants))}))
+            return
         out.print(f"{folder}: certificates for {days:g} days. Set TREADLE_TLS_FOLDER to the folder of each service.")
 
 
 @app.command()
 def rollout(
-    scheduler: Annotated[str, typer.Option(help="host:port of the mesh's scheduler.")] = f"127.0.0.1:{DEFAULT_PORT}",
+    scheduler: Scheduler = DEFAULT_SCHEDULER,
     nats_url: Annotated[str, typer.Option(help="The mesh's NATS; without it migrations do not show.")] = "",
     model: Annotated[
         str, typer.Option(help="Folder with the tokenizer.json of the model that the mesh serves.")
@@ -183,6 +191,7 @@ def rollout(
         float | None, typer.Option(min=0.001, help="Of that share, beside other jobs; needs --job.")
     ] = None,
     out_folder: Out = DEFAULT_OUT,
+    as_json: AsJson = False,
 ) -> None:
     """Run the demo's work once on a mesh that is running, under the policy that it has."""
     from treadle_cli.demo.play import Work, run_attached
@@ -191,7 +200,13 @@ def rollout(
         exits.end(UsageProblem("--weight needs --job: the name whose share it is of"))
     tokenizer = str(default_model_folder()) if model == DEFAULT_MODEL else model
     work = Work(prompts, samples, seed, tool_latency, job, weight)
-    exits.run(lambda _: run_attached(scheduler, nats_url, tokenizer, work, new_run_folder(out_folder), out))
+
+    async def begin(_: asyncio.Event) -> int:
+        folder = new_run_folder(out_folder)
+        code = await run_attached(scheduler, nats_url, tokenizer, work, folder, _shown(as_json))
+        return _print_summary(folder, code) if as_json else code
+
+    exits.run(begin)
 
 
 class _Untouched(TyperCommand):
@@ -214,51 +229,9 @@ def bench(ctx: typer.Context) -> None:
 
 
 @app.command()
-def simulate(
-    workload: Annotated[str, typer.Argument(help="coding, search, math, or a trace file (docs/traces.md).")] = "coding",
-    llm: Llm = "Qwen3-14B",
-    accelerator: Accelerator = "H200",
-    gpus: Gpus = 8,
-    slots: SimulatedSlots = 100,
-    prompts: Annotated[
-        int | None, typer.Option(min=1, help="50 of a named workload; a trace file is resampled where this is given.")
-    ] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="Trajectories of each prompt; 16.")] = None,
-    systems: Annotated[
-        str | None,
-        typer.Option(
-            help="With commas between: verl, verl*, slime, affinity-las, pausing, heddle, treadle, oracle (these all "
-            "by default), treadle-homogeneous."
-        ),
-    ] = None,
-    degrees: Annotated[str, typer.Option(help="GPUs an engine: best of each system, or 1, 2, 4, 8 of all.")] = "best",
-    predictor: Annotated[
-        str, typer.Option(help="Of Heddle and Treadle: noisy, siblings, prompt-mean, oracle or blind.")
-    ] = "noisy",
-    seed: Seed = 0,
-    repeats: Annotated[int, typer.Option(min=1, help="Seeds, from --seed on; figures are medians.")] = 1,
-    profile: Profile = None,
-    out_folder: Out = DEFAULT_OUT,
-    as_json: AsJson = False,
-) -> None:
-    """Compare systems on simulated engines: no engine, no GPU, seconds to an answer.
-
-    Prints a table against every baseline and the lower bound, and writes a picture of it to a folder under --out.
-    """
-    from treadle_cli.simulate.request import Request
-    from treadle_cli.simulate.run import run_simulate
-
-    asked = Request(
-        workload, llm, accelerator, gpus, slots, prompts, samples, systems, degrees, predictor, seed, repeats, profile
-    )
-    make_folder = partial(new_run_folder, out_folder, "simulate-")
-    exits.run(lambda _hurry: run_simulate(asked, make_folder, as_json, out, exits.err))
-
-
-@app.command()
 def explain(
     trajectory: Annotated[str, typer.Argument(help="Id of a trajectory of the mesh, or PROMPT#SAMPLE of --trace.")],
-    scheduler: Annotated[str, typer.Option(help="host:port of the mesh's scheduler.")] = f"127.0.0.1:{DEFAULT_PORT}",
+    scheduler: Scheduler = DEFAULT_SCHEDULER,
     trace: Annotated[
         Path | None, typer.Option(help="A trace file (docs/traces.md) instead of a mesh; the rest is for its engines.")
     ] = None,
@@ -308,7 +281,7 @@ def explain(
 def shaping(
     rollout: Annotated[str, typer.Argument(help="Id of a rollout of the mesh.")] = "",
     history: Annotated[str, typer.Option(help="Instead: a history, of which all rollouts that are over count.")] = "",
-    scheduler: Annotated[str, typer.Option(help="host:port of the mesh's scheduler.")] = f"127.0.0.1:{DEFAULT_PORT}",
+    scheduler: Scheduler = DEFAULT_SCHEDULER,
     as_json: AsJson = False,
 ) -> None:
     """Say what shaping does to the distribution that is trained on, and which kinds of samples it starves."""
@@ -355,6 +328,7 @@ def trace(
     perfetto: Annotated[
         Path | None, typer.Option(help="Write the run's steps as Chrome trace events for ui.perfetto.dev instead.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Draw the report of a finished run again, from its trajectories.jsonl and summary.json."""
     from treadle_cli.predictor.sources import write_run
@@ -366,11 +340,28 @@ def trace(
         if perfetto is not None and traces is not None:
             raise UsageProblem("trace takes either --traces FILE or --perfetto FILE")
         if perfetto is not None:
-            typer.echo(f"{perfetto}: {write_perfetto(read_run(run), perfetto)} slices")
-        elif traces is None:
-            render_run(run, out)
+            file, what, count = perfetto, "slices", write_perfetto(read_run(run), perfetto)
+        elif traces is not None:
+            file, what, count = traces, "trajectories", write_run(run, traces)
         else:
-            typer.echo(f"{traces}: {write_run(run, traces)} trajectories")
+            render_run(run, _shown(as_json))
+            if as_json:
+                _print_summary(run, 0)
+            return
+        typer.echo(json.dumps({"file": str(file), what: count}) if as_json else f"{file}: {count} {what}")
+
+
+def _shown(as_json: bool) -> Console:
+    """Where a command shows its progress and its tables; stdout is for one JSON object with --json."""
+    return exits.err if as_json else out
+
+
+def _print_summary(folder: Path, code: int) -> int:
+    """The object that --json prints of a run: its summary.json, and its folder. Returns the exit code."""
+    from treadle_cli.report.records import SUMMARY_FILE
+
+    typer.echo(json.dumps({"folder": str(folder), **json.loads((folder / SUMMARY_FILE).read_text())}))
+    return code
 
 
 def engine_plan(count: int, slots: int, model: str, seed: int, flags: list[str], weights: str = "auto") -> EnginePlan:
@@ -381,13 +372,3 @@ def engine_plan(count: int, slots: int, model: str, seed: int, flags: list[str],
     checks.require_bubblewrap()
     checks.nats_server()
     return EnginePlan(count, slots, model, python, cores, seed, tuple(flags), weights)
-
-
-def new_run_folder(out_folder: Path, kind: str = "") -> Path:
-    """Create <kind><time>-<four letters>: names sort by time, two runs of one second differ. Raises UsageProblem."""
-    folder = out_folder / f"{kind}{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise UsageProblem(f"--out: {out_folder}: {error.strerror}") from error
-    return folder

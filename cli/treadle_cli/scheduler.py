@@ -29,10 +29,12 @@ def own_certificates() -> Certificates | None:
 
 
 @asynccontextmanager
-async def reach_scheduler(addresses: str) -> AsyncIterator[SchedulerServiceAsyncStub]:
-    """Call the scheduler that serves. addresses: host:port of each scheduler, with commas between. Raises UsageProblem
-    where none serves within CONNECT_S."""
-    certificates = own_certificates()
+async def reach_scheduler(
+    addresses: str, certificates: Certificates | None = None
+) -> AsyncIterator[SchedulerServiceAsyncStub]:
+    """Call the scheduler that serves. addresses: host:port of each scheduler, with commas between. certificates: None:
+    those of TREADLE_TLS_FOLDER. Raises UsageProblem where none serves within CONNECT_S."""
+    certificates = certificates or own_certificates()
     async with AsyncExitStack() as stack:
         channels: list[grpc.aio.Channel] = []
 

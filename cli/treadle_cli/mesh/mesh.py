@@ -12,7 +12,7 @@ import itertools
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from treadle_cli.authority import DEFAULT_TENANT, OPERATOR, make_certificates
 from treadle_cli.mesh import checks, engines
 from treadle_cli.mesh.engines import Engine, EnginePlan
 from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree, describe_exit
-from treadle_cli.mesh.services import RESOURCES, SERVICES, ControlPlane, choose_addresses
+from treadle_cli.mesh.services import RESOURCES, SERVICES, Addresses, ControlPlane, choose_addresses
 from treadle_cli.resources.apply import EngineFailed
 from treadle_cli.resources.plan import EngineClass, ResourcePlan, require_room
 from treadle_cli.resources.servicer import serve_resources
@@ -335,10 +335,17 @@ class LocalEngines:
         return self._mesh.engine(engine_id).child.tail()
 
 
-async def run_up(plan: MeshPlan, logs: Path, console: Console, hurry: asyncio.Event) -> int:
+async def run_up(
+    plan: MeshPlan,
+    logs: Path,
+    console: Console,
+    hurry: asyncio.Event,
+    announce: Callable[[Addresses, str], None] | None = None,
+) -> int:
     """Start the mesh, print its addresses, and wait for a signal or a ProcessError.
 
-    logs: the folder of the children's logs. The plan's folder, the state of the mesh, is removed at the end.
+    logs: the folder of the children's logs. The plan's folder, the state of the mesh, is removed at the end. announce:
+    called with the addresses and the URL of NATS when all serves.
     """
     try:
         async with ProcessTree(logs, hurry=hurry) as tree:
@@ -353,6 +360,8 @@ async def run_up(plan: MeshPlan, logs: Path, console: Console, hurry: asyncio.Ev
                     told = f"Clients: export {FOLDER_VARIABLE}={mesh.certificates / f'trainer-{DEFAULT_TENANT}'}"
                     console.print(f"{told}  (or {OPERATOR})", highlight=False, soft_wrap=True)
                 console.print(f"Logs: {logs}. Ctrl-C stops everything.", highlight=False, soft_wrap=True)
+                if announce is not None:
+                    announce(mesh.where, mesh.nats_url)
                 await mesh.until_broken()
     finally:
         shutil.rmtree(plan.folder, ignore_errors=True)

@@ -127,15 +127,17 @@ def write_run(folder: Path, out: Path) -> int:
     """Write the trajectories of a run that sampled anything as a trace file (docs/traces.md), and count them. The
     samples of a prompt are numbered over all plays. Raises RecordError, OSError."""
     run = read_run(folder)
-    tokenizer = tokenizer_of(run.record.model)
+    sampled = [record for record in run.trajectories if any(record.loss_mask)]
+    write_traces(out, works_of_run(run, sampled, tokenizer_of(run.record.model)))
+    return len(sampled)
+
+
+def works_of_run(
+    run: Run, records: Iterable[TrajectoryRecord], tokenizer: Tokenizer | None = None
+) -> list[TrajectoryWork]:
+    """The work of trajectories that sampled something, with texts where there is a tokenizer."""
     numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-    works = [
-        _work(record, _transcript(run, record, tokenizer), next(numbers[record.prompt_id]))
-        for record in run.trajectories
-        if any(record.loss_mask)
-    ]
-    write_traces(out, works)
-    return len(works)
+    return [_work(record, _transcript(run, record, tokenizer), next(numbers[record.prompt_id])) for record in records]
 
 
 def _work(record: TrajectoryRecord, transcript: Transcript, sample: int) -> TrajectoryWork:

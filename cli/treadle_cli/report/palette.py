@@ -28,6 +28,11 @@ FAINT = "#6B7280"
 GRID = "#E5E7EB"
 
 
+def printable(text: str) -> str:
+    """On one line and without codes that would change a terminal: what a server or a prompt says is not ours."""
+    return "".join(char if char.isprintable() else " " for char in text).strip()
+
+
 def row_label(trajectory: TrajectoryRecord) -> str:
     """Names a trajectory in a picture: "lake-3 #1 · 412 tokens"."""
     return f"{trajectory.prompt_id} #{trajectory.sample} · {trajectory.gen_tokens} tok"

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
+import typer
 from google.protobuf import json_format
+from google.protobuf.message import Message
 from rich.console import Console
 from treadle.certificates import open_channel
 from treadle.errors import error_from
@@ -41,21 +43,25 @@ async def run_apply(
     drain_s: float,
     start_s: float,
     out: Console,
+    as_json: bool = False,
 ) -> int:
     """Dry run a plan, then apply it; without a file print the present plan. Returns the exit code: 1 where the plan was
-    rolled back. namespace: of a cluster; None: a mesh of `treadle up`. Raises UsageProblem, TreadleError."""
+    rolled back. namespace: of a cluster; None: a mesh of `treadle up`. as_json: print the answer to the plan on stdout,
+    as the contract has it, and all else on `out`. Raises UsageProblem, TreadleError."""
     plan = None if file is None else read_plan(file)
     try:
         async with resources(scheduler, namespace, out) as (apply, show):
             if plan is None:
-                shown = json_format.MessageToJson((await show()).plan, preserving_proto_field_name=True)
-                out.print(shown, highlight=False, markup=False, soft_wrap=True)
+                shown = _json((await show()).plan)
+                typer.echo(shown) if as_json else out.print(shown, highlight=False, markup=False, soft_wrap=True)
                 return 0
             request = pb.ApplyPlanRequest(plan=plan, drain=duration(drain_s), start_timeout=duration(start_s))
             request.request_id, request.dry_run = uuid.uuid4().hex, True
             planned = await apply(request)
             out.print(describe(planned), highlight=False, markup=False)
             if dry_run or not (planned.stop_engine_ids or planned.start):
+                if as_json:
+                    typer.echo(_json(planned))
                 return 0
             with out.status("changing engines"):
                 request.request_id, request.dry_run = uuid.uuid4().hex, False
@@ -70,7 +76,13 @@ async def run_apply(
     else:
         told = f"applied; started: {', '.join(applied.started_engine_ids) or 'none'}"
     out.print(told, highlight=False, markup=False, soft_wrap=True)
+    if as_json:
+        typer.echo(_json(applied))
     return 1 if applied.outcome == pb.APPLY_OUTCOME_ROLLED_BACK else 0
+
+
+def _json(message: Message) -> str:
+    return json_format.MessageToJson(message, preserving_proto_field_name=True)
 
 
 def read_plan(file: Path) -> pb.ResourcePlan:

@@ -27,20 +27,23 @@ NOTHING = "–"
 SAME = 0.01  # a difference below this share is none
 MOSTLY = 0.5  # of the longest trajectory's time, from which its tools bound the workload
 CLOSE = 1.1  # two bounds nearer than this factor both hold
+FAR = 0.25  # of what was recorded: a simulation farther off is of other engines
 
 
 @dataclass(frozen=True, slots=True)
 class Sentences:
-    """The comparison in words. bound: what no schedule beats; verdict: how Treadle does; losses: where it is worse."""
+    """The comparison in words. step: what a logged step would have taken; bound: what no schedule beats; verdict: how
+    Treadle does; losses: where it is worse."""
 
     bound: str
     verdict: str
     losses: tuple[str, ...]
     notes: tuple[str, ...]
+    step: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
         lost = [f"Where treadle loses: {'; '.join(self.losses)}."] if self.losses else []
-        return [line for line in (self.bound, self.verdict, *lost, *self.notes) if line]
+        return [line for line in (*self.step, self.bound, self.verdict, *lost, *self.notes) if line]
 
 
 def describe(plan: SimulationPlan, comparison: Comparison) -> Sentences:
@@ -50,7 +53,69 @@ def describe(plan: SimulationPlan, comparison: Comparison) -> Sentences:
         verdict=_verdict(comparison, treadle) if treadle else "",
         losses=_losses(comparison, treadle) if treadle else (),
         notes=_notes(plan, comparison),
+        step=_step_sentences(plan, comparison),
     )
+
+
+def _step_sentences(plan: SimulationPlan, comparison: Comparison) -> tuple[str, ...]:
+    """What Treadle would have won on a logged step, and how far the simulation is from what was recorded."""
+    step = summarize_step(plan, comparison)
+    if step is None:
+        return ()
+    bound_s, treadle_s, way_s = step["bound_s"], step["treadle_s"], step["baseline_s"]
+    told = [
+        f"On {step['log']} {step['baseline']} takes {way_s:.1f} s and Treadle {treadle_s:.1f} s, that is "
+        f"{way_s / treadle_s:.2f} times as fast; no schedule takes less than {bound_s:.1f} s."
+    ]
+    for each in step["recorded"]:
+        if each["simulated_s"] is None:
+            told.append(f"By the log, {each['name']} took {each['recorded_s']:.1f} s.")
+            continue
+        off = each["simulated_s"] / each["recorded_s"] - 1.0
+        told.append(
+            f"By the log, {each['name']} took {each['recorded_s']:.1f} s; simulated, it takes "
+            f"{each['simulated_s']:.1f} s ({off:+.0%})."
+            + (" So far off, the simulated engines are not yours." if abs(off) > FAR else "")
+        )
+    return tuple(told)
+
+
+def summarize_step(plan: SimulationPlan, comparison: Comparison) -> dict[str, Any] | None:
+    """The key `step` of the JSON object: the logged step as it was run and with Treadle, in seconds; None for another
+    workload."""
+    log = plan.log
+    treadle = comparison.row(TREADLE.name)
+    way = comparison.row(log.way or comparison.best_baseline) if log else None
+    if log is None or treadle is None or way is None:
+        return None
+    rows = {row.system.name: row.median.makespan_s for row in comparison.rows}
+    return {
+        "log": log.name,
+        "baseline": way.system.name,
+        "baseline_s": way.median.makespan_s,
+        "treadle_s": treadle.median.makespan_s,
+        "ratio": way.median.makespan_s / treadle.median.makespan_s,
+        "bound_s": comparison.bound.lower_s,
+        "recorded": [
+            {"name": each.name, "recorded_s": each.makespan_s, "simulated_s": rows.get(each.system)}
+            for each in log.recorded
+        ],
+        "assumptions": list(_assumptions(plan)),
+    }
+
+
+def _assumptions(plan: SimulationPlan) -> tuple[str, ...]:
+    if plan.log is None:
+        return ()
+    engines: tuple[str, ...] = ()
+    if plan.log.model is None:
+        model, gpus = plan.settings[0].models[0], plan.settings[0].gpus
+        engines = (
+            f"Engines are {model.llm} on {gpus} {model.accelerator}: give yours with --llm, --accelerator, --gpus and "
+            "--slots, or with a measured --profile.",
+        )
+    always = "All trajectories are there at once, and end at the lengths that were logged, whoever schedules them."
+    return (*plan.log.assumptions, *engines, always)
 
 
 def _bound_sentence(bound: Bound, gpus: int) -> str:
@@ -117,7 +182,7 @@ def _losses(comparison: Comparison, treadle: Row) -> tuple[str, ...]:
 
 
 def _notes(plan: SimulationPlan, comparison: Comparison) -> tuple[str, ...]:
-    notes = []
+    notes = [f"Assumed: {each}" for each in _assumptions(plan)]
     cut = sum(work.censored for work in plan.settings[0].workload.trajectories)
     if plan.from_file and cut:
         count = len(plan.settings[0].workload.trajectories)
@@ -152,6 +217,7 @@ def make_document(plan: SimulationPlan, comparison: Comparison, sentences: Sente
         "predictor": setting.predictor,
         "seeds": [each.seed for each in plan.settings],
         **comparison.as_json(),
+        "step": summarize_step(plan, comparison),
         "told": sentences.lines(),
         "losses": list(sentences.losses),
         "folder": str(folder),

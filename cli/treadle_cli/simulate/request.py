@@ -18,6 +18,7 @@ from treadle_sim.workloads.resample import resample
 from treadle_sim.workloads.workload import TraceFileError, TrajectoryWork, Workload, groups, read_traces
 
 from treadle_cli.problems import UsageProblem
+from treadle_cli.simulate.logs import Log
 
 DEFAULT_SYSTEMS = ",".join(system.name for system in (*BASELINES, HEDDLE, TREADLE, ORACLE))
 BEST = "best"
@@ -31,7 +32,7 @@ MOST_TRAJECTORIES = 102_400  # sixteen times the papers' batch
 @dataclass(frozen=True, slots=True)
 class Request:
     """The options as typed. prompts, samples None: not given, so a trace file runs unchanged. systems None: all but
-    Treadle on engines of one degree."""
+    Treadle on engines of one degree. log: a logged step, which is simulated in place of `workload`."""
 
     workload: str
     llm: str
@@ -46,6 +47,7 @@ class Request:
     seed: int
     repeats: int
     profile: Path | None
+    log: Log | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class SimulationPlan:
     systems: tuple[System, ...]
     degree: int
     from_file: bool
+    log: Log | None = None
 
     @property
     def origin(self) -> str:
@@ -67,7 +70,7 @@ class SimulationPlan:
 
 def make_plan(request: Request) -> SimulationPlan:
     """Check every option and read the files. Raises UsageProblem."""
-    systems = _parse_systems(DEFAULT_SYSTEMS if request.systems is None else request.systems)
+    systems = _parse_systems(DEFAULT_SYSTEMS if request.systems is None else request.systems, request.log)
     if request.predictor not in NAMES:
         raise UsageProblem(f"--predictor: there is no {request.predictor!r}; take one of {', '.join(NAMES)}")
     degree = _parse_degree(request.degrees)
@@ -75,13 +78,16 @@ def make_plan(request: Request) -> SimulationPlan:
     settings = _make_settings(request, _choose_models(request))
     for setting in settings:
         _check_fit(setting, degree)
-    from_file = request.workload not in WORKLOADS
+    from_file = request.log is not None or request.workload not in WORKLOADS
     name = Path(request.workload).name if from_file else request.workload
-    return SimulationPlan(name, settings, systems, degree, from_file)
+    return SimulationPlan(request.log.name if request.log else name, settings, systems, degree, from_file, request.log)
 
 
-def _parse_systems(names: str) -> tuple[System, ...]:
+def _parse_systems(names: str, log: Log | None) -> tuple[System, ...]:
+    """Those of a logged step hold how it was run, and Treadle."""
     chosen = [name.strip() for name in names.split(",") if name.strip()]
+    if log is not None and chosen:
+        chosen = [*filter(None, [log.way]), *chosen, TREADLE.name]
     known = ", ".join(SYSTEMS)
     if not chosen:
         raise UsageProblem(f"--systems: name at least one of {known}, with commas between")
@@ -111,6 +117,8 @@ def _choose_models(request: Request) -> tuple[EngineModel, ...]:
     """The engines to choose from."""
     if request.profile is not None:
         return (_read_profile(request.profile),)
+    if request.log is not None and request.log.model is not None:
+        return (request.log.model,)
     shipped = [profile for profile in profiles() if profile.kv_tokens > 0]
     kinds = [profile for profile in shipped if profile.accelerator.lower() == request.accelerator.lower()]
     if not kinds:
@@ -138,15 +146,16 @@ def _read_profile(file: Path) -> EngineModel:
 
 
 def _make_settings(request: Request, models: tuple[EngineModel, ...]) -> tuple[Setting, ...]:
-    named = request.workload in WORKLOADS
-    traces = () if named else _read_trace_file(request.workload)
+    log = request.log
+    named = log is None and request.workload in WORKLOADS
+    traces = log.works if log else () if named else _read_trace_file(request.workload)
     unchanged = not named and request.prompts is None and request.samples is None
     if request.predictor == "prompt-mean" and unchanged:
         raise UsageProblem(
             "--predictor: prompt-mean knows an earlier epoch, and a trace file that runs as it is has none; "
             "give --prompts, which draws a batch and an earlier epoch from it"
         )
-    name, samples = Path(request.workload).name, request.samples or DEFAULT_SAMPLES
+    name, samples = log.name if log else Path(request.workload).name, request.samples or DEFAULT_SAMPLES
     llm = models[0].llm.lower() if models[0].llm.lower() in MODELS else OTHER_TOOL_TIMES
 
     def draw(seed: int, epoch: int) -> Workload:

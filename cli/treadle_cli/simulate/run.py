@@ -66,7 +66,7 @@ async def _simulate_into(folder: Path, plan: SimulationPlan, as_json: bool, out:
         seeds = range(len(plan.settings))
         runs = {system.name: [best[system.name, index][1] for index in seeds] for system in plan.systems}
         comparison = compare(plan.systems, plan.settings, runs)
-        drawn = [replace(best[name, 0][0], record=True) for name in choose_systems(plan.systems, comparison)]
+        drawn = [replace(best[name, 0][0], record=True) for name in choose_systems(plan.systems, comparison, plan.log)]
         recorded = [run for _, run in (await _run_fastest(drawn, "recording", bar)).values()]
     sentences = output.describe(plan, comparison)
     with progress.status("drawing"):

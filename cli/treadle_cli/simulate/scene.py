@@ -17,6 +17,7 @@ from treadle_sim.systems import HEDDLE, TREADLE, System
 from treadle_sim.workloads.workload import Workload
 
 from treadle_cli.simulate.comparison import Comparison, sort_longest_first
+from treadle_cli.simulate.logs import Log
 
 MOST_BARS = 12  # trajectories of a panel
 CELLS = 900  # of time: about one a pixel
@@ -71,10 +72,12 @@ class Scene:
         return max((float(lane.batch.max()) for panel in self.panels for lane in panel.lanes), default=1.0) or 1.0
 
 
-def choose_systems(systems: Sequence[System], comparison: Comparison) -> list[str]:
-    """Names of the systems to draw: the best baseline, Heddle and Treadle, else the first two."""
+def choose_systems(systems: Sequence[System], comparison: Comparison, log: Log | None = None) -> list[str]:
+    """Names of the systems to draw: the best baseline, Heddle and Treadle, else the first two; of a logged step, how it
+    was run in place of Heddle."""
     known = [system.name for system in systems]
-    wanted = [name for name in (comparison.best_baseline, HEDDLE.name, TREADLE.name) if name in known]
+    names = dict.fromkeys((comparison.best_baseline, log.way if log else HEDDLE.name, TREADLE.name))
+    wanted = [name for name in names if name in known]
     return wanted or known[:2]
 
 

@@ -1,0 +1,56 @@
+"""What a check has found: fine, a warning or a problem, each with what to do about it."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from treadle_cli.report.palette import printable
+
+OK, WARNING, PROBLEM = "ok", "warning", "problem"
+MARKS = {OK: ("✓", "green"), WARNING: ("!", "yellow"), PROBLEM: ("✗", "bold red")}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """subject: what was looked at, e.g. "this machine" or an engine's URL. check: its short name. says: what was found.
+    do: what to change and why; empty where all is fine."""
+
+    subject: str
+    check: str
+    level: str
+    says: str
+    do: str = ""
+
+
+def worst(findings: Iterable[Finding]) -> str:
+    """The worst level of all; ok for none."""
+    levels = [finding.level for finding in findings]
+    return next((level for level in (PROBLEM, WARNING) if level in levels), OK)
+
+
+def print_findings(findings: Sequence[Finding], console: Console) -> None:
+    """A heading for each subject, and a line for each finding; below it what to do."""
+    shown = ""
+    for finding in findings:
+        if finding.subject != shown:
+            console.print(Text(f"{finding.subject}" if not shown else f"\n{finding.subject}", "bold"), soft_wrap=True)
+            shown = finding.subject
+        mark, style = MARKS[finding.level]
+        line = Text.assemble("  ", (mark, style), f" {finding.check}: {printable(finding.says)}")
+        console.print(line, highlight=False, soft_wrap=True)
+        if finding.do:
+            console.print(Text(f"      {printable(finding.do)}", "dim"), highlight=False, soft_wrap=True)
+
+
+def count_levels(findings: Sequence[Finding]) -> str:
+    """The last line of a report."""
+    counts = {level: sum(finding.level == level for finding in findings) for level in MARKS}
+    return f"{counts[OK]} ok, {counts[WARNING]} warnings, {counts[PROBLEM]} problems"
+
+
+def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
+    """What --json prints."""
+    return {"worst": worst(findings), "findings": [asdict(finding) for finding in findings]}

@@ -1,0 +1,405 @@
+"""Read what a framework has logged of a training step as work to simulate (docs/simulator.md).
+
+Each format becomes trajectories of turns with tokens and tool seconds. What a log does not hold is an assumption, which
+is printed with every result. A file is read as a whole or not at all; an error names the line and the field.
+
+Written by: verl 0.9.1 (`trainer.rollout_data_dir`), slime 0.3 (`--save-debug-rollout-data`), prime-rl 0.8 and verifiers
+0.4 (`train_rollouts.jsonl`, `traces.jsonl`), any gateway that logs OpenAI requests, LiteLLM's standard payload among
+them, and Treadle's trace files.
+"""
+
+import gzip
+import itertools
+import json
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AliasChoices, AliasPath, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from treadle_sim.engine_model import EngineModel
+from treadle_sim.workloads.workload import Step, TraceFileError, TrajectoryWork, describe_first, read_traces
+
+from treadle_cli.problems import UsageProblem
+
+FORMATS = ("jsonl", "openai", "prime-rl", "slime", "verl")
+WAYS = {"verl": "verl", "slime": "slime", "prime-rl": "sticky"}  # the simulated system that stands for a framework
+Seconds = Annotated[float, Field(allow_inf_nan=False)]
+T = TypeVar("T")
+Count = Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What the log says itself of the step. system: the simulated system that did the same; empty: none did."""
+
+    name: str
+    makespan_s: float
+    system: str
+
+
+@dataclass(frozen=True)
+class Log:
+    """A logged step. way: the simulated system that stands for how it was run, empty where the log does not tell.
+    model, gpus: of the engines, where the log tells."""
+
+    name: str
+    works: tuple[TrajectoryWork, ...]
+    way: str
+    recorded: tuple[Recorded, ...]
+    assumptions: tuple[str, ...]
+    model: EngineModel | None = None
+    gpus: int = 0
+
+
+def read_log(path: Path, kind: str, tokenizer: Path | None) -> Log:
+    """kind: of FORMATS. tokenizer: the folder of the model, which verl's texts need. Raises UsageProblem,
+    TraceFileError."""
+    if kind not in FORMATS:
+        raise UsageProblem(f"--format: there is no {kind!r}; take one of {', '.join(FORMATS)}")
+    if tokenizer is not None and kind != "verl":
+        raise UsageProblem("--tokenizer is for --format verl: other logs count tokens themselves")
+    try:
+        if kind == "jsonl":
+            works, recorded_s, assumptions = _read_traces(path)
+        elif kind == "openai":
+            works, recorded_s, assumptions = _assemble(path, _openai_calls(path))
+        elif kind == "prime-rl":
+            works, recorded_s, assumptions = _assemble(path, _traced_calls(path))
+        elif kind == "slime":
+            works, recorded_s, assumptions = _read_slime(path)
+        else:
+            works, recorded_s, assumptions = _read_verl(path, tokenizer)
+    except OSError as error:
+        raise UsageProblem(f"--from-log {path}: {error.strerror or error}") from error
+    way = WAYS.get(kind, "")
+    recorded = (Recorded("the log", recorded_s, way),) if recorded_s > 0.0 else ()
+    return Log(path.name, tuple(works), way, recorded, tuple(assumptions))
+
+
+Read = tuple[Sequence[TrajectoryWork], float, list[str]]  # works, seconds of the whole step or 0.0, assumptions
+
+
+class _Times(BaseModel):
+    """Fields that a trace file may have beside its format: when the trajectory began and ended, on any one clock."""
+
+    started_s: Seconds | None = None
+    finished_s: Seconds | None = None
+
+
+def _read_traces(path: Path) -> Read:
+    works = read_traces(path)
+    times = [_checked(_TIMES, path, number, line) for number, line in _lines(path)]
+    ends = [each.finished_s for each in times if each.finished_s is not None]
+    starts = [each.started_s or 0.0 for each in times]
+    return works, max(ends) - min(starts) if len(ends) == len(works) else 0.0, []
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One request of a model: tokens of its whole context, tokens sampled, unix seconds."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    started_s: float
+    ended_s: float
+
+
+@dataclass
+class _Session:
+    """One trajectory of calls. prompt_id: empty where the log names none."""
+
+    prompt_id: str
+    calls: list[_Call] = field(default_factory=list)
+    reward: float | None = None
+    censored: bool = False
+
+
+class _Request(BaseModel):
+    """A line of a gateway's log."""
+
+    session_id: Annotated[str, Field(min_length=1, validation_alias=AliasChoices("session_id", "trace_id"))]
+    started_s: Annotated[Seconds, Field(validation_alias=AliasChoices("started_at", "startTime"))]
+    ended_s: Annotated[Seconds, Field(validation_alias=AliasChoices("ended_at", "endTime"))]
+    prompt_tokens: Annotated[
+        int, Field(ge=1, validation_alias=AliasChoices(AliasPath("usage", "prompt_tokens"), "prompt_tokens"))
+    ]
+    completion_tokens: Annotated[
+        Count, Field(validation_alias=AliasChoices(AliasPath("usage", "completion_tokens"), "completion_tokens"))
+    ]
+    prompt_id: str = ""
+    status: str = "success"
+
+
+def _openai_calls(path: Path) -> dict[str, _Session]:
+    sessions: dict[str, _Session] = {}
+    for number, line in _lines(path):
+        request = _checked(_REQUEST, path, number, line)
+        if request.status == "failure":
+            continue
+        session = sessions.setdefault(request.session_id, _Session(request.prompt_id))
+        tokens = (request.prompt_tokens, request.completion_tokens)
+        session.calls.append(_Call(*tokens, request.started_s, request.ended_s))
+    return sessions
+
+
+class _Lenient(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+
+class _Usage(_Lenient):
+    prompt_tokens: Count  # without those from a cache
+    completion_tokens: Count
+    cached_input_tokens: Count | None = None
+
+
+class _Span(_Lenient):
+    start: Seconds = 0.0
+    end: Seconds = 0.0
+
+
+class _TracedCall(_Lenient):
+    usage: _Usage | None = None
+    time: _Span = Field(default_factory=_Span)
+
+
+class _Task(_Lenient):
+    key: str | None = None
+    hash: str | None = None
+
+
+class _Reward(_Lenient):
+    score: Seconds
+    weight: Seconds = 1.0
+
+
+class _Trace(_Lenient):
+    """What of a trace of verifiers is read."""
+
+    id: str
+    task: _Task
+    calls: list[_TracedCall]
+    rewards: dict[str, _Reward | None] = Field(default_factory=dict)
+    stop_condition: str | None = None
+    is_timeout: bool = False
+
+
+class _Episode(_Lenient):
+    """A line of verifiers' traces.jsonl; one of prime-rl is a trace alone."""
+
+    traces: list[_Trace]
+
+
+def _traced_calls(path: Path) -> dict[str, _Session]:
+    sessions: dict[str, _Session] = {}
+    for number, line in _lines(path):
+        is_episode = isinstance(line, dict) and "traces" in line
+        traces = _checked(_EPISODE, path, number, line).traces if is_episode else [_checked(_TRACE, path, number, line)]
+        for trace in traces:
+            session = _Session(trace.task.key or trace.task.hash or "")
+            for call in trace.calls:
+                if call.usage is not None:
+                    context = call.usage.prompt_tokens + (call.usage.cached_input_tokens or 0)
+                    tokens = (context, call.usage.completion_tokens)
+                    session.calls.append(_Call(*tokens, call.time.start, call.time.end))
+            session.censored = trace.is_timeout or (trace.stop_condition or "").startswith("max_")
+            scores = [each.score * each.weight for each in trace.rewards.values() if each is not None]
+            session.reward = sum(scores) if scores else None
+            if trace.id in sessions:
+                raise TraceFileError(path, number, "id", f"{trace.id!r} is on an earlier line already")
+            sessions[trace.id] = session
+    return sessions
+
+
+def _assemble(path: Path, sessions: dict[str, _Session]) -> Read:
+    """Trajectories out of calls: a tool's answer is by how much the context grew, its seconds the time between."""
+    works: list[TrajectoryWork] = []
+    samples: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+    rewritten = overlapping = 0
+    for name, session in sessions.items():
+        calls = sorted((call for call in session.calls if call.completion_tokens), key=lambda call: call.started_s)
+        if not calls:
+            continue
+        steps = []
+        for call, following in itertools.zip_longest(calls, calls[1:]):
+            if following is None:
+                steps.append(Step(call.completion_tokens, 0, 0.0))
+                continue
+            grown = following.prompt_tokens - call.prompt_tokens - call.completion_tokens
+            between_s = following.started_s - call.ended_s
+            rewritten, overlapping = rewritten + (grown < 0), overlapping + (between_s < 0.0)
+            steps.append(Step(call.completion_tokens, max(0, grown), max(0.0, between_s)))
+        prompt_id = session.prompt_id or name
+        work = TrajectoryWork(
+            prompt_id,
+            next(samples[prompt_id]),
+            max(1, calls[0].prompt_tokens),
+            tuple(steps),
+            session.reward,
+            session.censored,
+        )
+        works.append(work)
+    if not works:
+        raise TraceFileError(path, 0, "", "holds no request that sampled a token")
+    every = [call for session in sessions.values() for call in session.calls]
+    recorded_s = max(call.ended_s for call in every) - min(call.started_s for call in every)
+    assumptions = [
+        "The time between two requests of a trajectory counts as its tool's, the client's own work included."
+    ]
+    if rewritten:
+        assumptions.append(
+            f"{rewritten} requests had less context than the one before: they are played as if nothing was cut."
+        )
+    if overlapping:
+        assumptions.append(f"{overlapping} requests began before the one before had ended: they are played one by one.")
+    if all(not session.prompt_id for session in sessions.values()):
+        assumptions.append("The log names no prompts, so no trajectory shares its prompt's KV with another.")
+    return works, recorded_s, assumptions
+
+
+class _Sample(_Lenient):
+    """What of slime's Sample.to_dict() is read."""
+
+    tokens: Annotated[list[int], Field(min_length=1)]
+    response_length: Annotated[int, Field(ge=0)]
+    group_index: int | None = None
+    loss_mask: list[int] | None = None
+    status: str = "completed"
+    reward: float | dict[str, Any] | None = None
+    non_generation_time: Annotated[Seconds, Field(ge=0)] = 0.0
+
+
+def _read_slime(path: Path) -> Read:
+    try:
+        import torch
+    except ModuleNotFoundError:
+        raise UsageProblem("--format slime reads a file of torch.save: pip install 'treadle[learned]'") from None
+    try:
+        dumped = torch.load(path, map_location="cpu", weights_only=True)  # a pickle of anything could run code
+    except (RuntimeError, ValueError, EOFError, KeyError, _unpickling_error()) as error:
+        raise UsageProblem(
+            f"--from-log {path}: is no file of --save-debug-rollout-data that holds plain values alone: "
+            f"{str(error).splitlines()[0]}\nIn slime's venv keep what is read: samples as dicts of tokens, "
+            "response_length, loss_mask, group_index, status and non_generation_time."
+        ) from None
+    samples = dumped.get("samples") if isinstance(dumped, dict) else None
+    if not isinstance(samples, list):
+        raise TraceFileError(path, 0, "samples", "must be a list")
+    works: list[TrajectoryWork] = []
+    numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+    for number, raw in enumerate(samples, start=1):
+        sample = _checked(_SAMPLE, path, number, raw)
+        work = _slime_work(path, number, sample, numbers)
+        if work is not None:
+            works.append(work)
+    if not works:
+        raise TraceFileError(path, 0, "samples", "none sampled a token")
+    timed = any(step.tool_s for work in works for step in work.steps)
+    turns = any(len(work.steps) > 1 for work in works)
+    assumptions = ["Turns are where the loss mask changes: tokens that are masked out count as a tool's answer."]
+    if timed:
+        assumptions.append("A sample's non_generation_time is spread evenly over its tool calls.")
+    elif turns:
+        assumptions.append("The samples have no non_generation_time, so tools take no time.")
+    return works, 0.0, assumptions
+
+
+def _unpickling_error() -> type[Exception]:
+    from pickle import UnpicklingError
+
+    return UnpicklingError
+
+
+def _slime_work(
+    path: Path, number: int, sample: _Sample, numbers: defaultdict[str, Iterator[int]]
+) -> TrajectoryWork | None:
+    """None for a sample that generated nothing."""
+    length = sample.response_length
+    mask = [1] * length if sample.loss_mask is None else sample.loss_mask
+    if len(mask) != length or length > len(sample.tokens):
+        raise TraceFileError(path, number, "loss_mask", f"must have response_length ({length}) values, has {len(mask)}")
+    spans = [(kind, len(list(each))) for kind, each in itertools.groupby(mask, bool)]
+    before = spans.pop(0)[1] if spans and not spans[0][0] else 0
+    generated, answered = [n for kind, n in spans if kind], [n for kind, n in spans if not kind]
+    if not generated:
+        return None
+    calls = len(answered) or 1
+    tool_s = sample.non_generation_time / calls
+    steps = [
+        Step(tokens, answer or 0, tool_s if index < calls else 0.0)
+        for index, (tokens, answer) in enumerate(itertools.zip_longest(generated, answered))
+    ]
+    prompt_id = f"group-{number if sample.group_index is None else sample.group_index}"
+    reward = float(sample.reward) if isinstance(sample.reward, int | float) else None
+    prompt_tokens = max(1, len(sample.tokens) - length + before)
+    censored = sample.status != "completed"
+    return TrajectoryWork(prompt_id, next(numbers[prompt_id]), prompt_tokens, tuple(steps), reward, censored)
+
+
+class _Generation(_Lenient):
+    """A line of verl's rollout_data_dir."""
+
+    input: str
+    output: str
+    score: Seconds | None = None
+
+
+def _read_verl(path: Path, tokenizer: Path | None) -> Read:
+    if tokenizer is None or not (tokenizer / "tokenizer.json").is_file():
+        raise UsageProblem(
+            "--format verl needs --tokenizer FOLDER with the model's tokenizer.json: verl logs texts, and no tokens"
+        )
+    from tokenizers import Tokenizer
+
+    encoder = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    lines = [_checked(_GENERATION, path, number, line) for number, line in _lines(path)]
+    if not lines:
+        raise TraceFileError(path, 0, "", "holds no generation")
+    prompts: dict[str, int] = {}
+    numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
+    counts = [
+        len(encoded.ids)
+        for encoded in encoder.encode_batch([text for line in lines for text in (line.input, line.output)])
+    ]
+    works = []
+    for line, prompt_tokens, gen_tokens in zip(lines, counts[::2], counts[1::2], strict=True):
+        prompt = prompts.setdefault(line.input, len(prompts))
+        steps = (Step(gen_tokens + 1, 0, 0.0),)  # with its end token
+        works.append(
+            TrajectoryWork(f"prompt-{prompt}", next(numbers[prompt]), max(1, prompt_tokens), steps, line.score)
+        )
+    assumptions = [
+        "verl logs texts, and neither turns nor seconds: each trajectory is one turn, in which what tools said counts "
+        "as generated, and no tool takes time.",
+        "Texts are tokenized again, which may give some tokens more or less than were sampled.",
+    ]
+    return works, 0.0, assumptions
+
+
+_TIMES, _REQUEST, _TRACE = TypeAdapter(_Times), TypeAdapter(_Request), TypeAdapter(_Trace)
+_EPISODE, _SAMPLE, _GENERATION = TypeAdapter(_Episode), TypeAdapter(_Sample), TypeAdapter(_Generation)
+
+
+def _checked(adapter: TypeAdapter[T], path: Path, number: int, value: object) -> T:
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        raise TraceFileError(path, number, *describe_first(error)) from None
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Each line's number from 1 and its JSON, without blank lines."""
+    number = 0
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise TraceFileError(path, number, "", f"must be JSON ({error})") from None
+    except UnicodeDecodeError:
+        raise TraceFileError(path, number, "", "must be UTF-8") from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise TraceFileError(path, number, "", f"is no whole gzip file ({error})") from None

@@ -1,0 +1,1 @@
+"""`treadle top`: a mesh that runs, in a terminal."""
