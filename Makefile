@@ -9,7 +9,7 @@ FRAMEWORKS := .cache/frameworks
 FRAMEWORKS_READY := $(FRAMEWORKS)/.ready
 RUFF_PATHS := clients core learned runtime services sim cli bench examples tests scripts
 
-.PHONY: help setup frameworks demo test test-quick fuzz test-engine test-compose check lint types manifests check-protos wheels verify protos protos-bundle \
+.PHONY: help setup frameworks demo test test-quick fuzz test-engine test-compose check lint types manifests check-protos wheels verify docs docs-serve release-wheels protos protos-bundle \
   protos-release bench-tools bench-shaping clean
 
 help:            ## what there is
@@ -87,6 +87,15 @@ protos-bundle:   ## dist/treadle-protos-VERSION.tar.gz: the protos with their do
 protos-release:  ## for whoever makes a release: later protos must be compatible with those of now
 	@scripts/check-protos.sh --release
 
+docs: $(MESH_READY) ## the documentation site, into site/; a broken link is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-serve: $(MESH_READY) ## the documentation site on http://127.0.0.1:8000, built anew when a page changes
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+release-wheels: $(MESH_READY) ## the wheels in dist/; ARGS=--with-dependencies: and all that they need, to install without an index
+	@$(BIN)/python scripts/check_wheels.py --release dist $(ARGS)
+
 wheels: $(MESH_READY) ## build the wheels, install them into empty environments, start every service from them
 	@$(BIN)/python scripts/check_wheels.py
 
@@ -94,4 +103,4 @@ verify: check wheels test   ## what must be green before every commit
 	@test -z "$$(git status --porcelain)" || { echo "verify: the tree is not clean:"; git status --short; exit 1; }
 
 clean:           ## remove what setup made
-	rm -rf $(VENV) $(ENGINE_VENV) .venv-codegen build dist
+	rm -rf $(VENV) $(ENGINE_VENV) .venv-codegen build dist site

@@ -5,8 +5,14 @@ every module of every distribution is imported. An editable install cannot show 
 or a dependency; this can.
 
     python scripts/check_wheels.py      # in the environment of the checkout
+    python scripts/check_wheels.py --release dist --with-dependencies      # the folder of a release, and no checks
+
+The folder of a release holds the wheels of all distributions and, with dependencies, all wheels that `treadle` and
+`treadle-client` need with their extras (RELEASED), for machines of this platform without an index or a compiler:
+`pip install --no-index --find-links dist 'treadle[cli]'`.
 """
 
+import argparse
 import asyncio
 import json
 import os
@@ -23,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = ROOT / "requirements-mesh.txt"
 DISTRIBUTIONS = {"treadle-client": "clients/python", "treadle": ".", "treadle-bench": "bench"}
 SERVICES = ("predictor", "scheduler", "placement", "migrator", "tools", "rollout", "gateway", "sidecar")
+# Of a release with dependencies. Not `learned`, whose torch is larger than all the rest, and so not treadle-bench.
+RELEASED = (f"treadle[{','.join(SERVICES)},sim,cli,kubernetes]", "treadle-client[arrow]")
 CLIENT_BRINGS = {"treadle-client", "grpcio", "protobuf", "typing_extensions"}  # the last is grpcio's own
 READY_WITHIN_S = 120.0
 # Modules that import SGLang, which lives in an environment of its own; the engine tests run them there.
@@ -46,12 +54,59 @@ print(len(names))
 
 
 def main() -> None:
+    asked = argparse.ArgumentParser(description="Build the wheels, and check them unless they are for a release.")
+    asked.add_argument("--release", type=Path, help="build them into this folder, and check nothing")
+    asked.add_argument("--with-dependencies", action="store_true", help="with all wheels that they need")
+    options = asked.parse_args()
+    if options.with_dependencies and options.release is None:
+        asked.error("--with-dependencies needs --release FOLDER")
+    if options.release is None:
+        check()
+    else:
+        release(options.release.resolve(), with_dependencies=options.with_dependencies)
+
+
+def release(folder: Path, *, with_dependencies: bool) -> None:
+    """Fill the folder of a release. Wheels of another version that are there stay."""
+    with tempfile.TemporaryDirectory(prefix="treadle-wheels-") as work:
+        wheels = build_wheels(Path(work))
+        if with_dependencies:
+            add_dependencies(wheels)
+        folder.mkdir(parents=True, exist_ok=True)
+        for wheel in sorted(wheels.iterdir()):
+            shutil.copy(wheel, folder / wheel.name)
+    say(f"{folder}: {len(list(folder.glob('*.whl')))} wheels")
+
+
+def add_dependencies(wheels: Path) -> None:
+    """Put all wheels that RELEASED needs beside those of the distributions, for this platform and Python.
+
+    What has no wheel at the index is built here: cellpylib, pycosat (in C) and zss, which reasoning-gym needs.
+    """
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "-q")
+    run(*pip, "-c", CONSTRAINTS, "--find-links", wheels, "-w", wheels, *RELEASED)
+
+
+def check_release(folder: Path, wheels: Path) -> None:
+    """What a release holds installs without an index, and without a compiler, as it has wheels alone."""
+    add_dependencies(wheels)
+    run(sys.executable, "-m", "venv", folder)
+    pip = (python(folder), "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-compile", "--no-index")
+    run(*pip, "--only-binary=:all:", "--find-links", wheels, *RELEASED)
+    run(folder / "bin/treadle", "--help")
+    say(f"release: {len(list(wheels.iterdir()))} wheels install without an index")
+
+
+def check() -> None:
+    """Use what the wheels install."""
     for name in [name for name in os.environ if name.startswith("TREADLE_")]:
         del os.environ[name]  # settings of the shell are not those of a service that starts here
     with tempfile.TemporaryDirectory(prefix="treadle-wheels-") as folder:
         work = Path(folder)
         wheels = build_wheels(work)
         check_client(work / "client", wheels)
+        check_release(work / "release", shutil.copytree(wheels, work / "released"))
+        shutil.rmtree(work / "release")
         for service in SERVICES:
             environment = make_environment(work / service, wheels, f"treadle[{service}]")
             asyncio.run(check_service(environment, service, work))
