@@ -20,6 +20,7 @@ from treadle_cli.problems import UsageProblem
 from treadle_bench.ablations.measure import HEDDLE14, HEDDLE15, HEDDLE16
 from treadle_bench.affinity.measure import BENCH as AFFINITY
 from treadle_bench.bench import Bench, BenchOptions, Figures
+from treadle_bench.console.measure import BENCH as CONSOLE
 from treadle_bench.control_plane.measure import BENCH as CONTROL_PLANE
 from treadle_bench.controller.measure import BENCH as CONTROLLER
 from treadle_bench.controller.replan import BENCH as REPLAN
@@ -53,6 +54,7 @@ BENCHES: Mapping[str, Bench] = {
     bench.name: bench
     for bench in (
         *(
+            CONSOLE,
             CONTROL_PLANE,
             ENGINE,
             FIDELITY,

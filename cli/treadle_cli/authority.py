@@ -22,7 +22,7 @@ from treadle_runtime.identity.callers import OF_TENANTS, SCHEME, caller_in
 from treadle_cli.problems import UsageProblem
 
 SERVICES = ("scheduler", "predictor", "placement", "migrator", "tools", "rollout", "sidecar")
-OPERATOR, NATS = "operator", "nats"
+OPERATOR, CONSOLE, NATS = "operator", "console", "nats"
 RESOURCES_NAME = "resources.treadle"  # an operator's process answers for resources
 DEFAULT_TENANT = "default"
 DEFAULT_DAYS = 90
@@ -112,6 +112,7 @@ def identities(tenants: Sequence[str]) -> dict[str, Identity]:
     """Of a whole mesh, by the name of their folder. Raises UsageProblem for a tenant of a bad name."""
     found = {name: Identity(f"{SCHEME}://{name}", (f"{name}.treadle",)) for name in SERVICES}
     found[OPERATOR] = Identity(f"{SCHEME}://{OPERATOR}", (RESOURCES_NAME,))
+    found[CONSOLE] = Identity(f"{SCHEME}://{OPERATOR}", (f"{CONSOLE}.treadle",))  # it shows what an operator sees
     found[NATS] = Identity("", (NATS_NAME, "*.nats"))  # and those of a cluster to each other
     for tenant in tenants:
         for kind in sorted(OF_TENANTS):

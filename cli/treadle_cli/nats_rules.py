@@ -14,13 +14,16 @@ from treadle_runtime.facts import STREAM, SUBJECT_ROOT
 from treadle_cli.authority import RESOURCES_NAME
 
 PUBLISHES = {
-    "scheduler": ("trajectory-opened", "trajectory-closed", "trajectory-predicted", "engine-joined", "engine-lost"),
+    "scheduler": (
+        *("trajectory-opened", "trajectory-closed", "trajectory-predicted"),
+        *("engine-joined", "engine-lost", "plan-made"),
+    ),
     "sidecar": ("step-queued", "step-started", "step-preempted", "step-finished", "weights-updated"),
     "tools": ("tool-started", "tool-finished", "reward-ended"),
     "migrator": ("migration-ended",),
     "rollout": ("group-settled",),
 }
-HEARS_FACTS = frozenset({"scheduler", "predictor", "tools", "rollout"})
+HEARS_FACTS = frozenset({"scheduler", "predictor", "tools", "rollout", "console"})
 BUCKETS = {
     "scheduler": ("treadle_trajectories",),
     "predictor": ("TREADLE_PREDICTOR_HISTORY",),
@@ -29,6 +32,7 @@ BUCKETS = {
     "tools": ("treadle-tools-gpus", "treadle-tools-rewards"),
     "rollout": ("treadle-rollout-log", "treadle-rollout-payload", "treadle-rollout-history"),
     "gateway": (),
+    "console": (),
     "sidecar": (),  # one for each engine: all but those of `_of_others`
 }
 

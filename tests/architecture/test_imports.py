@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SERVICES = ("predictor", "scheduler", "placement", "migrator", "tools", "rollout", "gateway", "sidecar")
+SERVICES = ("predictor", "scheduler", "placement", "migrator", "tools", "rollout", "gateway", "sidecar", "console")
 PACKAGES = {
     "treadle": ROOT / "clients/python/treadle",
     "treadle_core": ROOT / "core/treadle_core",

@@ -5,10 +5,11 @@ import math
 from pathlib import Path
 
 import pytest
+from treadle_core.rollouts.tail import expected_longest, longest_by_formula
 from treadle_sim.workloads.workload import Step, TrajectoryWork
 
 from treadle_bench.bench import BenchOptions
-from treadle_bench.long_tail.measure import PRINTED, PRINTED_DIGIT, VARIATIONS, expected_maximum, formula, measure
+from treadle_bench.long_tail.measure import PRINTED, PRINTED_DIGIT, VARIATIONS, measure
 from treadle_bench.workloads.measure import describe, within_prompt
 
 
@@ -18,16 +19,16 @@ def work(prompt_id: str, sample: int, *gen_tokens: int) -> TrajectoryWork:
 
 @pytest.mark.parametrize(("k", "c"), PRINTED)
 def test_the_formula_gives_what_was_printed_and_lies_above_the_mean_maximum(k: int, c: float) -> None:
-    assert formula(k, c) == pytest.approx(PRINTED[k, c], abs=PRINTED_DIGIT)
-    assert 1.2 * expected_maximum(k, c) < formula(k, c) < 1.7 * expected_maximum(k, c)
+    assert longest_by_formula(k, c) == pytest.approx(PRINTED[k, c], abs=PRINTED_DIGIT)
+    assert 1.2 * expected_longest(k, c) < longest_by_formula(k, c) < 1.7 * expected_longest(k, c)
 
 
 def test_the_longer_of_two_is_as_the_closed_form_has_it() -> None:
     """E max of two log-normals of mean 1: 2 P(z < s / sqrt 2)."""
     for c in VARIATIONS:
         s = math.sqrt(math.log1p(c * c))
-        assert expected_maximum(2, c) == pytest.approx(1.0 + math.erf(s / 2.0), rel=1e-9)
-        assert expected_maximum(1, c) == pytest.approx(1.0, rel=1e-9)
+        assert expected_longest(2, c) == pytest.approx(1.0 + math.erf(s / 2.0), rel=1e-9)
+        assert expected_longest(1, c) == pytest.approx(1.0, rel=1e-9)
 
 
 async def test_what_is_drawn_agrees_with_the_integral(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ of the maximum. `claims`: other published statements, computed. `workloads`: the
 workloads, or of a trace file.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import NormalDist
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from treadle_cli.report.palette import COLOURS, INK
+from treadle_core.rollouts.tail import expected_longest, lengths_of, log_sigma, longest_by_formula
 from treadle_sim.workloads.parametric import SAMPLES, WORKLOADS, make
 from treadle_sim.workloads.workload import TrajectoryWork, groups, read_traces
 
@@ -59,40 +59,16 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
     return found
 
 
-def log_sigma(c: float) -> float:
-    """Standard deviation of the log of a log-normal length with coefficient of variation `c`."""
-    return math.sqrt(math.log1p(c * c))
-
-
-def formula(k: int, c: float) -> float:
-    """The published approximation of the longest of `k`, in means."""
-    return float(_lengths(math.sqrt(2.0 * math.log(k)), c))
-
-
-def expected_maximum(k: int, c: float) -> float:
-    """Mean longest of `k`, in means: the integral of exp(s z - s²/2) over the density of the maximum of k normals."""
-    z = np.linspace(-9.0, 14.0, 4_601)  # outside, the integrand is below 1e-12 for every k and c here
-    below = np.array([0.5 * math.erfc(-each / math.sqrt(2.0)) for each in z.tolist()])
-    density = k * below ** (k - 1) * np.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
-    return float(np.trapezoid(_lengths(z, c) * density, z))
-
-
 def _log_maxima(k: int, rng: np.random.Generator) -> Floats:
     """Maxima of `k` standard normals: the same sample serves every c."""
     return np.array([rng.standard_normal((MAXIMA // 20, k)).max(axis=1) for _ in range(20)]).ravel()
 
 
-def _lengths(normal: Floats | float, c: float) -> Floats:
-    """Log-normal lengths of mean 1 from standard normal values."""
-    s = log_sigma(c)
-    return np.asarray(np.exp(s * normal - 0.5 * s * s))
-
-
 def _row(k: int, c: float, sampled: Sequence[Floats]) -> dict[str, Any]:
-    longest = [_lengths(maxima, c) for maxima in sampled]
+    longest = [lengths_of(maxima, c) for maxima in sampled]
     means = [float(each.mean()) for each in longest]
     expected = float(np.median(means))
-    by_formula, printed = formula(k, c), PRINTED[k, c]
+    by_formula, printed = longest_by_formula(k, c), PRINTED[k, c]
     p10, p50, p90 = np.quantile(np.concatenate(longest), (0.1, 0.5, 0.9)).tolist()
     row = {
         "k": k,
@@ -102,7 +78,7 @@ def _row(k: int, c: float, sampled: Sequence[Floats]) -> dict[str, Any]:
         "printed_is_formula": abs(by_formula - printed) <= PRINTED_DIGIT + 1e-9,
         "expected_max": expected,
         "expected_max_range": range_of(means, DIGITS),
-        "expected_max_exact": expected_maximum(k, c),
+        "expected_max_exact": expected_longest(k, c),
         "max_p10": p10,
         "max_p50": p50,
         "max_p90": p90,
@@ -118,8 +94,9 @@ def _check_claims(options: BenchOptions) -> dict[str, Any]:
     maxima = {k: _log_maxima(k, rng) for k in (16, 32)}
 
     def compare(larger: tuple[int, float], smaller: tuple[int, float]) -> dict[str, float]:
-        means = [float(_lengths(maxima[k], c).mean()) for k, c in (larger, smaller)]
-        return rounded({"formula": formula(*larger) / formula(*smaller), "expected": means[0] / means[1]}, DIGITS)
+        means = [float(lengths_of(maxima[k], c).mean()) for k, c in (larger, smaller)]
+        by_formula = longest_by_formula(*larger) / longest_by_formula(*smaller)
+        return rounded({"formula": by_formula, "expected": means[0] / means[1]}, DIGITS)
 
     return {
         "k_16_to_32_at_c_1": compare((32, 1.0), (16, 1.0)),
@@ -146,7 +123,7 @@ def _describe(name: str, batches: Sequence[Sequence[TrajectoryWork]]) -> dict[st
             {
                 "c": c,
                 "group_size": size,
-                "formula": formula(size, c) if size > 1 else 1.0,
+                "formula": longest_by_formula(size, c) if size > 1 else 1.0,
                 "longest_of_group": float(np.mean(longest)) / mean,
                 "longest_of_all": float(tokens.max()) / mean,
                 "longest_over_median": float(tokens.max() / np.median(tokens)),

@@ -29,8 +29,17 @@ from treadle_runtime.errors import require
 from treadle_cli.authority import DEFAULT_TENANT, OPERATOR, make_certificates
 from treadle_cli.mesh import checks, engines
 from treadle_cli.mesh.engines import Engine, EnginePlan
+from treadle_cli.mesh.ports import HOST, is_free
 from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree, describe_exit
-from treadle_cli.mesh.services import RESOURCES, SERVICES, Addresses, ControlPlane, choose_addresses
+from treadle_cli.mesh.services import (
+    CONSOLE,
+    CONSOLE_PORT_OFFSET,
+    RESOURCES,
+    SERVICES,
+    Addresses,
+    ControlPlane,
+    choose_addresses,
+)
 from treadle_cli.resources.apply import EngineFailed
 from treadle_cli.resources.plan import EngineClass, ResourcePlan, require_room
 from treadle_cli.resources.servicer import serve_resources
@@ -149,8 +158,11 @@ class Mesh:
         return self._control.nats_url
 
     def on_death(self, child: Child) -> None:
-        """Record the death of an engine; end the mesh at the death of any other child."""
+        """Record the death of an engine; end the mesh at the death of any other child that it needs."""
         if child.name in self._starting:
+            return
+        if child.name == CONSOLE:
+            self.board.note("the console has ended; the mesh goes on without a page")
             return
         if child.name in {engine.engine_id for engine in self.engines}:
             if not self._serving:
@@ -224,6 +236,14 @@ class Mesh:
     def service(self, name: str) -> Child:
         """The process of a service, as started last."""
         return self._control.child(name)
+
+    async def start_console(self) -> str:
+        """Start the console and return the address of its page (host:port). Raises ProcessError."""
+        preferred = self.plan.base_port + CONSOLE_PORT_OFFSET
+        is_preferred = self.plan.base_port and is_free(preferred)
+        page = f"{HOST}:{preferred if is_preferred else self._tree.ports.choose(1)[0]}"
+        await self._control.start_console(page)
+        return page
 
     async def restart_service(self, name: str) -> None:
         """Start a service that has ended, again at its address. Raises ProcessError."""
@@ -355,7 +375,8 @@ async def run_up(
             local = LocalEngines(mesh, checks.list_units())
             own, scheduler = mesh.own_certificates, mesh.where.scheduler
             async with serve_resources(mesh.where.resources, local, scheduler, mesh.board.note, own):
-                console.print(_table(mesh))
+                page = await mesh.start_console()
+                console.print(_table(mesh, page))
                 if mesh.certificates is not None:
                     told = f"Clients: export {FOLDER_VARIABLE}={mesh.certificates / f'trainer-{DEFAULT_TENANT}'}"
                     console.print(f"{told}  (or {OPERATOR})", highlight=False, soft_wrap=True)
@@ -368,7 +389,7 @@ async def run_up(
     return 0
 
 
-def _table(mesh: Mesh) -> Table:
+def _table(mesh: Mesh, page: str) -> Table:
     table = Table("service", "address", "what for", box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for name, purpose in SERVICES.items():
         table.add_row(name, mesh.where.services[name], purpose)
@@ -380,4 +401,5 @@ def _table(mesh: Mesh) -> Table:
         address = mesh.where.sidecars[engine.engine_id]
         table.add_row(f"sidecar of {engine.engine_id}", address, f"SGLang at {engine.url}{cores}")
     table.add_row("NATS", mesh.nats_url, "facts and state")
+    table.add_row(CONSOLE, f"http://{page}", "what the mesh does, in a browser")
     return table

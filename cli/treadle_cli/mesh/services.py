@@ -49,6 +49,8 @@ SERVICES = {
 RESOURCES = "resources"  # `treadle up` itself answers it
 GATEWAY, HTTP = "gateway", "http"  # one process: gRPC for its health, and HTTP for frameworks
 GATEWAY_FOLDER = f"{GATEWAY}-{DEFAULT_TENANT}"  # of its certificate: it calls as a trainer of a tenant
+CONSOLE = "console"
+CONSOLE_PORT_OFFSET = -1  # of its page over the scheduler's
 SIDECAR_PORT_OFFSET = 9  # of the first sidecar's port over the scheduler's; one more for each further engine
 
 
@@ -157,6 +159,11 @@ class ControlPlane:
         """Start the gateway and return it when it is ready; `settings` are its own variables."""
         own = {"TREADLE_GATEWAY_SCHEDULER": self._where.scheduler, "TREADLE_GATEWAY_HTTP_LISTEN": self._where.http}
         return await self._start(GATEWAY, GATEWAY, self._where.gateway, {**own, **settings})
+
+    async def start_console(self, page: str) -> None:
+        """Start the console, whose page is then at this host:port."""
+        own = {"TREADLE_CONSOLE_SCHEDULER": self._where.scheduler, "TREADLE_CONSOLE_HTTP_LISTEN": page}
+        await self._start(CONSOLE, CONSOLE, f"{HOST}:0", own)
 
     async def stop(self) -> None:
         """Stop the services, then NATS."""

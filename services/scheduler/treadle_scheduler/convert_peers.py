@@ -133,6 +133,25 @@ def plan_arrived(ask: act.AskPlan, response: placement_pb2.PlanPlacementResponse
     return ev.PlanArrived(ask.plan_id, engine_of)
 
 
+def plan_fact(response: placement_pb2.PlanPlacementResponse) -> facts_pb2.Fact:
+    """The fact of a plan that `plan_arrived` has accepted."""
+    wanted = np.bincount(np.frombuffer(response.engine_int32, "<i4"), minlength=len(response.groups)).tolist()
+    engines = [
+        facts_pb2.PlanMade.Engine(engine_id=each.engine_id, trajectories=count, predicted_time=each.predicted_time)
+        for each, count in zip(response.groups, wanted, strict=True)
+    ]
+    return make_fact(
+        SOURCE,
+        plan_made=facts_pb2.PlanMade(
+            engines=engines,
+            trajectories=sum(wanted),
+            predicted_makespan=response.predicted_makespan,
+            lower_bound=response.lower_bound,
+            solve_time=response.solve_time,
+        ),
+    )
+
+
 def migration_request(action: act.StartMigration) -> migrator_pb2.StartMigrationRequest:
     return migrator_pb2.StartMigrationRequest(
         request_id=action.move_id,

@@ -204,6 +204,7 @@ class Outbound:
             try:
                 response = await placement.PlanPlacement(convert.plan_request(ask), timeout=PLAN_TIMEOUT_S)
                 event = convert.plan_arrived(ask, response)
+                await self._bus.publish(convert.plan_fact(response))
             except (grpc.aio.AioRpcError, ValueError) as error:
                 log.warning("no plan", trajectories=len(ask.work), error=_brief(error))
             if self._meters is not None:

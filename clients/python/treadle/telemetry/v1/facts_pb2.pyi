@@ -7,8 +7,10 @@ drop a fact_id they have seen.
 """
 
 import builtins
+import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.duration_pb2
+import google.protobuf.internal.containers
 import google.protobuf.message
 import google.protobuf.timestamp_pb2
 import sys
@@ -49,6 +51,7 @@ class Fact(google.protobuf.message.Message):
     WEIGHTS_UPDATED_FIELD_NUMBER: builtins.int
     REWARD_ENDED_FIELD_NUMBER: builtins.int
     GROUP_SETTLED_FIELD_NUMBER: builtins.int
+    PLAN_MADE_FIELD_NUMBER: builtins.int
     fact_id: builtins.str
     source: builtins.str
     """service and instance, e.g. sidecar/engine-0"""
@@ -84,6 +87,8 @@ class Fact(google.protobuf.message.Message):
     def reward_ended(self) -> Global___RewardEnded: ...
     @property
     def group_settled(self) -> Global___GroupSettled: ...
+    @property
+    def plan_made(self) -> Global___PlanMade: ...
     def __init__(
         self,
         *,
@@ -105,10 +110,11 @@ class Fact(google.protobuf.message.Message):
         weights_updated: Global___WeightsUpdated | None = ...,
         reward_ended: Global___RewardEnded | None = ...,
         group_settled: Global___GroupSettled | None = ...,
+        plan_made: Global___PlanMade | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["engine_joined", b"engine_joined", "engine_lost", b"engine_lost", "fact", b"fact", "group_settled", b"group_settled", "migration_ended", b"migration_ended", "reward_ended", b"reward_ended", "step_finished", b"step_finished", "step_preempted", b"step_preempted", "step_queued", b"step_queued", "step_started", b"step_started", "time", b"time", "tool_finished", b"tool_finished", "tool_started", b"tool_started", "trajectory_closed", b"trajectory_closed", "trajectory_opened", b"trajectory_opened", "trajectory_predicted", b"trajectory_predicted", "weights_updated", b"weights_updated"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["engine_joined", b"engine_joined", "engine_lost", b"engine_lost", "fact", b"fact", "fact_id", b"fact_id", "group_settled", b"group_settled", "migration_ended", b"migration_ended", "reward_ended", b"reward_ended", "source", b"source", "step_finished", b"step_finished", "step_preempted", b"step_preempted", "step_queued", b"step_queued", "step_started", b"step_started", "time", b"time", "tool_finished", b"tool_finished", "tool_started", b"tool_started", "trajectory_closed", b"trajectory_closed", "trajectory_opened", b"trajectory_opened", "trajectory_predicted", b"trajectory_predicted", "weights_updated", b"weights_updated"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["fact", b"fact"]) -> typing.Literal["step_queued", "step_started", "step_preempted", "step_finished", "tool_started", "tool_finished", "trajectory_opened", "trajectory_closed", "trajectory_predicted", "engine_joined", "engine_lost", "migration_ended", "weights_updated", "reward_ended", "group_settled"] | None: ...
+    def HasField(self, field_name: typing.Literal["engine_joined", b"engine_joined", "engine_lost", b"engine_lost", "fact", b"fact", "group_settled", b"group_settled", "migration_ended", b"migration_ended", "plan_made", b"plan_made", "reward_ended", b"reward_ended", "step_finished", b"step_finished", "step_preempted", b"step_preempted", "step_queued", b"step_queued", "step_started", b"step_started", "time", b"time", "tool_finished", b"tool_finished", "tool_started", b"tool_started", "trajectory_closed", b"trajectory_closed", "trajectory_opened", b"trajectory_opened", "trajectory_predicted", b"trajectory_predicted", "weights_updated", b"weights_updated"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["engine_joined", b"engine_joined", "engine_lost", b"engine_lost", "fact", b"fact", "fact_id", b"fact_id", "group_settled", b"group_settled", "migration_ended", b"migration_ended", "plan_made", b"plan_made", "reward_ended", b"reward_ended", "source", b"source", "step_finished", b"step_finished", "step_preempted", b"step_preempted", "step_queued", b"step_queued", "step_started", b"step_started", "time", b"time", "tool_finished", b"tool_finished", "tool_started", b"tool_started", "trajectory_closed", b"trajectory_closed", "trajectory_opened", b"trajectory_opened", "trajectory_predicted", b"trajectory_predicted", "weights_updated", b"weights_updated"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["fact", b"fact"]) -> typing.Literal["step_queued", "step_started", "step_preempted", "step_finished", "tool_started", "tool_finished", "trajectory_opened", "trajectory_closed", "trajectory_predicted", "engine_joined", "engine_lost", "migration_ended", "weights_updated", "reward_ended", "group_settled", "plan_made"] | None: ...
 
 Global___Fact: typing_extensions.TypeAlias = Fact
 
@@ -611,3 +617,63 @@ class GroupSettled(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["prompt_id", b"prompt_id", "rollout_id", b"rollout_id", "samples", b"samples"]) -> None: ...
 
 Global___GroupSettled: typing_extensions.TypeAlias = GroupSettled
+
+@typing.final
+class PlanMade(google.protobuf.message.Message):
+    """The placement has answered the scheduler, which follows the plan only where it beats the present placement."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class Engine(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        ENGINE_ID_FIELD_NUMBER: builtins.int
+        TRAJECTORIES_FIELD_NUMBER: builtins.int
+        PREDICTED_TIME_FIELD_NUMBER: builtins.int
+        engine_id: builtins.str
+        trajectories: builtins.int
+        """that the plan wants there"""
+        @property
+        def predicted_time(self) -> google.protobuf.duration_pb2.Duration:
+            """until the last of them ends"""
+
+        def __init__(
+            self,
+            *,
+            engine_id: builtins.str = ...,
+            trajectories: builtins.int = ...,
+            predicted_time: google.protobuf.duration_pb2.Duration | None = ...,
+        ) -> None: ...
+        def HasField(self, field_name: typing.Literal["predicted_time", b"predicted_time"]) -> builtins.bool: ...
+        def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "predicted_time", b"predicted_time", "trajectories", b"trajectories"]) -> None: ...
+
+    ENGINES_FIELD_NUMBER: builtins.int
+    TRAJECTORIES_FIELD_NUMBER: builtins.int
+    PREDICTED_MAKESPAN_FIELD_NUMBER: builtins.int
+    LOWER_BOUND_FIELD_NUMBER: builtins.int
+    SOLVE_TIME_FIELD_NUMBER: builtins.int
+    trajectories: builtins.int
+    @property
+    def engines(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PlanMade.Engine]: ...
+    @property
+    def predicted_makespan(self) -> google.protobuf.duration_pb2.Duration: ...
+    @property
+    def lower_bound(self) -> google.protobuf.duration_pb2.Duration:
+        """as in PlanPlacementResponse"""
+
+    @property
+    def solve_time(self) -> google.protobuf.duration_pb2.Duration: ...
+    def __init__(
+        self,
+        *,
+        engines: collections.abc.Iterable[Global___PlanMade.Engine] | None = ...,
+        trajectories: builtins.int = ...,
+        predicted_makespan: google.protobuf.duration_pb2.Duration | None = ...,
+        lower_bound: google.protobuf.duration_pb2.Duration | None = ...,
+        solve_time: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["lower_bound", b"lower_bound", "predicted_makespan", b"predicted_makespan", "solve_time", b"solve_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["engines", b"engines", "lower_bound", b"lower_bound", "predicted_makespan", b"predicted_makespan", "solve_time", b"solve_time", "trajectories", b"trajectories"]) -> None: ...
+
+Global___PlanMade: typing_extensions.TypeAlias = PlanMade

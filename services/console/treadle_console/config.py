@@ -1,0 +1,25 @@
+"""Settings of the console, read once from TREADLE_CONSOLE_<NAME>."""
+
+from typing import Annotated, ClassVar
+
+from pydantic import AfterValidator, Field
+from treadle_runtime.config import Settings, address, addresses
+
+Address = Annotated[str, AfterValidator(lambda value: address(value, lowest_port=0))]
+DEFAULT_MOST_TRAJECTORIES = 20_000  # three training steps of 6,400 trajectories; about 60 MB with their bars
+DEFAULT_MOST_SPANS = 400_000  # bars of the picture: some 20 of each of those trajectories
+
+
+class ConsoleSettings(Settings):
+    """http_listen: where browsers go; `listen` answers gRPC health. http_hosts: names under which browsers may reach
+    it, with commas between, beside its address and localhost. scheduler: of the mesh; several with commas between.
+    most_trajectories, most_spans: that are kept in memory; beyond, the oldest go."""
+
+    service: ClassVar[str] = "console"
+
+    listen: str = "127.0.0.1:7399"
+    http_listen: Address = "127.0.0.1:7400"
+    http_hosts: str = ""
+    scheduler: Annotated[str, AfterValidator(addresses)] = "127.0.0.1:7401"
+    most_trajectories: Annotated[int, Field(ge=100)] = DEFAULT_MOST_TRAJECTORIES
+    most_spans: Annotated[int, Field(ge=1_000)] = DEFAULT_MOST_SPANS

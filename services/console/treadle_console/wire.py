@@ -1,0 +1,37 @@
+"""Assemble the console: the state that facts and answers fill, and an HTTP server beside the gRPC one for health."""
+
+import time
+import uuid
+from typing import cast
+
+from treadle.telemetry.v1.facts_pb2 import Fact
+from treadle_runtime.server import Runtime, Wiring
+from treadle_runtime.web import bind_http, serve_http
+
+from treadle_console import convert
+from treadle_console.app import Pages, make_app
+from treadle_console.config import ConsoleSettings
+from treadle_console.feed import Feed
+from treadle_console.state import Mesh
+from treadle_console.watch import Watch
+
+LOCAL = ("localhost", "127.0.0.1", "[::1]")
+
+
+async def wire(runtime: Runtime) -> Wiring:
+    """Hear all facts that are kept, of about an hour, before the first page is served."""
+    settings = cast(ConsoleSettings, runtime.settings)
+    listener = bind_http(settings, "TREADLE_CONSOLE_HTTP_LISTEN", settings.http_listen)
+    mesh = Mesh(settings.most_trajectories, settings.most_spans)
+
+    async def hear(fact: Fact) -> None:
+        convert.take_fact(mesh, fact)
+
+    await runtime.bus.subscribe(convert.KINDS, hear, replay=True)
+    await runtime.bus.catch_up()
+    watch = Watch(mesh, runtime.follow(settings.scheduler, "scheduler"), runtime.channel)
+    feed = Feed(mesh, uuid.uuid4().hex[:12], runtime.stopping, lambda: round(1e3 * time.time()))
+    named = [name.strip() for name in settings.http_hosts.split(",") if name.strip()]
+    hosts = [*LOCAL, settings.http_listen.rpartition(":")[0], *named]
+    app = make_app(Pages(feed, watch.scheduler), hosts)
+    return Wiring(services={}, tasks=[*watch.tasks, serve_http(app, listener, runtime.stopping)])

@@ -1,0 +1,150 @@
+"""The console over HTTP: what it answers, what it refuses, and how a page that comes back goes on."""
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any, cast
+
+import aiohttp
+import pytest
+from support.console import start_console
+from support.processes import ServiceProcess, StartService, free_port
+from treadle.telemetry.v1 import facts_pb2
+from treadle_runtime.bus import Bus
+from treadle_runtime.facts import make_fact
+
+Event = tuple[str, dict[str, Any]]  # id and message
+
+
+class Http:
+    """Calls to a console."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, console: ServiceProcess) -> None:
+        self._session, self.url, self.console = session, url, console
+
+    async def get(self, path: str, **headers: str) -> tuple[int, Any, dict[str, str]]:
+        """Status, text or JSON, and headers in lower case."""
+        async with self._session.get(f"{self.url}{path}", headers=headers) as response:
+            is_json = response.content_type == "application/json"
+            answer = await (response.json() if is_json else response.text())
+            return response.status, answer, {name.lower(): value for name, value in response.headers.items()}
+
+    async def events(self, last_id: str = "") -> AsyncIterator[Event]:
+        """Ids and messages of a stream."""
+        headers = {"Last-Event-ID": last_id} if last_id else {}
+        async with self._session.get(f"{self.url}/api/events", headers=headers) as response:
+            assert response.content_type == "text/event-stream"
+            name = ""
+            while line := (await response.content.readline()).decode():
+                if line.startswith("id: "):
+                    name = line[4:].strip()
+                elif line.startswith("data: "):
+                    yield name, json.loads(line[6:])
+
+
+@pytest.fixture
+async def http(start_service: StartService) -> AsyncIterator[Http]:
+    """No scheduler is there."""
+    process, url, _ = await start_console(start_service, f"127.0.0.1:{free_port()}")
+    # A message is one line, and the first has all.
+    async with aiohttp.ClientSession(read_bufsize=2**22) as session:
+        yield Http(session, url, process)
+
+
+def opened(id: str) -> facts_pb2.Fact:
+    return make_fact("test", trajectory_opened=facts_pb2.TrajectoryOpened(trajectory_id=id, prompt_id="p"))
+
+
+async def test_pages_run_scripts_of_the_console_alone(http: Http) -> None:
+    for path in ("/", "/static/app.js", "/api/tail", "/nothing"):
+        _, _, headers = await http.get(path)
+        policy = headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy
+        assert headers["x-content-type-options"] == "nosniff"
+
+
+async def test_a_request_for_another_host_is_refused(http: Http) -> None:
+    """A page of another site whose name leads to this address cannot read the mesh."""
+    status, _, _ = await http.get("/", Host="evil.example")
+    assert status == 400
+    assert (await http.get("/", Host="localhost:1"))[0] == 200
+
+
+async def test_nothing_changes_the_mesh(http: Http) -> None:
+    async with aiohttp.ClientSession() as session:
+        for path in ("/", "/api/events", "/api/trajectory", "/api/tail"):
+            async with session.post(f"{http.url}{path}", json={}) as response:
+                assert response.status == 405
+
+
+async def read(stream: AsyncIterator[Event], until: Callable[[list[Event]], object]) -> list[Event]:
+    """The events of a stream, from its first on until they are enough."""
+    found: list[Event] = []
+    async with aclosing(cast("AsyncGenerator[Event, None]", stream)):
+        async for event in stream:
+            found.append(event)
+            if until(found):
+                break
+    return found
+
+
+def ids(events: list[Event]) -> list[str]:
+    return [id for _, message in events for id in message["rows"]["id"]]
+
+
+async def test_a_page_that_comes_back_gets_what_it_missed_and_one_that_is_new_gets_all(http: Http, bus: Bus) -> None:
+    for number in range(3):
+        await bus.publish(opened(f"t{number}"))
+    await bus.flush()
+    first = await read(http.events(), lambda events: len(set(ids(events))) == 3)
+    last_id = first[-1][0]
+    await bus.publish(opened("t3"))
+    await bus.flush()
+    missed = await read(http.events(last_id), ids)
+    assert ids(missed) == ["t3"]
+    assert not any(message["reset"] for _, message in missed)
+    epoch = last_id.split("-")[0]
+    for wrong in ("", "other-1-2-3", "x", f"{epoch}-1-2", f"{epoch}-a-b-c"):
+        events = await read(http.events(wrong), ids)
+        assert sorted(ids(events)) == ["t0", "t1", "t2", "t3"]
+        assert events[0][1]["reset"]
+
+
+async def test_an_open_stream_does_not_hold_up_the_end_of_the_service(http: Http) -> None:
+    stream = http.events()
+    await anext(stream)
+    http.console.terminate()
+    assert await http.console.wait() == 0
+    assert [message async for message in stream] == []
+
+
+async def test_a_scheduler_that_is_away_is_said(http: Http) -> None:
+    events = await read(http.events(), lambda events: "scheduler" in events[-1][1]["sections"])
+    assert "UNAVAILABLE" in events[-1][1]["sections"]["scheduler"]["away"]
+    status, answer, _ = await http.get("/api/trajectory?id=t1")
+    assert status == 502 and answer["error"]
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        ("samples=0", "samples"),
+        ("variation=nan", "variation"),
+        ("cap_percentile=1.5", "cap_percentile"),
+        ("prompts=256&samples=256", "prompts"),
+        ("wrong=1", "wrong"),
+        ("mean_tokens=many", "mean_tokens"),
+    ],
+)
+async def test_a_bad_question_about_long_tails_names_its_field(http: Http, query: str, field: str) -> None:
+    status, answer, _ = await http.get(f"/api/tail?{query}")
+    assert status == 400 and answer["error"].startswith(field)
+
+
+async def test_the_long_tail_page_answers_by_the_core(http: Http) -> None:
+    """K = 16 of variation 1: the lesson prints 5.0 means for the longest."""
+    _, answer, _ = await http.get("/api/tail?samples=16&variation=1&prompts=4&oversample=1.5&cap_percentile=0.95")
+    assert round(answer["formula"], 1) == 5.0
+    assert len(answer["patched"]["ends_s"]) == 4 * 24 and len(answer["plain"]["ends_s"]) == 4 * 16
+    assert answer["patched"]["makespan_s"] < answer["plain"]["makespan_s"]
+    assert answer["patched"]["kept"]["value"] == pytest.approx(2 / 3)
