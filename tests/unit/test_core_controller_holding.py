@@ -13,15 +13,14 @@ WHOLE = Tuning(reserve_share=1.0)  # so that the figures in the scenarios are ro
 EAGER = Tuning(plan_every_events=1, plan_interval_s=0.0)
 
 
-def waiting(scenario: Scenario, lengths: dict[str, float]) -> list[str]:
-    """Opens them, asks for their first tickets, and predicts; those that are held."""
+def waiting(scenario: Scenario, lengths: dict[str, float]) -> list[act.Action]:
+    """Opens them, asks for their first tickets, all of which are held, and predicts; what follows from predictions."""
     held: list[str] = []
     for name in lengths:
         scenario.open(name)
         held += [action.trajectory_id for action in all_of(scenario.ask(name), act.KeepWaiting)]
-    for name, tokens in lengths.items():
-        scenario.predict(name, tokens)
-    return held
+    assert held == list(lengths)
+    return [action for name, tokens in lengths.items() for action in scenario.predict(name, tokens)]
 
 
 def tickets(actions: list[act.Action]) -> list[str]:
@@ -49,19 +48,30 @@ def test_an_engine_lets_begin_what_its_slots_and_its_kv_hold_longest_first(
 ) -> None:
     scenario = Scenario(RESERVE, WHOLE, engines=("e0",), **engine)
 
-    assert waiting(scenario, lengths) == list(lengths)
-    assert tickets(scenario.advance(1.0)) == begun
+    assert tickets(waiting(scenario, lengths) + scenario.advance(1.0)) == begun
 
 
 def test_a_long_one_does_not_wait_for_steps_of_clearly_shorter_ones() -> None:
     scenario = Scenario(RESERVE, WHOLE, engines=("e0",), slots=1)
-    waiting(scenario, {"short": 100.0})
-    assert tickets(scenario.advance(1.0)) == ["short"]
+    assert tickets(waiting(scenario, {"short": 100.0})) == ["short"]
 
     waiting(scenario, {"as long": 110.0})
     assert tickets(scenario.advance(1.0)) == []
     waiting(scenario, {"long": 1_000.0})
     assert tickets(scenario.advance(1.0)) == ["long"], "the engine's queue lets it overtake the short one"
+
+
+@pytest.mark.parametrize(("slots", "others", "begun"), [(4, 1, True), (4, 2, False), (1, 0, True)])
+def test_one_that_waits_alone_begins_with_its_prediction_where_the_engine_is_less_than_half_full(
+    slots: int, others: int, begun: bool
+) -> None:
+    scenario = Scenario(RESERVE, WHOLE, engines=("e0",), slots=slots)
+    for number in range(others):
+        waiting(scenario, {f"other {number}": 100.0})
+        scenario.advance(1.0)
+
+    assert tickets(waiting(scenario, {"t": 100.0})) == ["t"] * begun
+    assert tickets(scenario.advance(1.0)) == ["t"] * (not begun)
 
 
 def test_of_equally_long_ones_the_one_that_asked_first_begins_first() -> None:
@@ -106,19 +116,20 @@ def test_the_next_one_begins_when_a_trajectory_closes_and_frees_its_room() -> No
 @pytest.mark.parametrize(("capacity", "begun"), [(2_000, ["t0", "t1", "t2"]), (1_999, ["t0", "t1"])])
 def test_a_prompt_is_reserved_once_for_all_its_samples(capacity: int, begun: list[str]) -> None:
     scenario = Scenario(RESERVE, WHOLE, engines=("e0",), kv_tokens_capacity=capacity)
-    for name in ("t0", "t1", "t2"):
+    names = ("t0", "t1", "t2")
+    for name in names:
         scenario.open(name, prompt_tokens=500)
         scenario.ask(name, context_tokens=500)
-        scenario.predict(name, 500.0)
+    predicted = [action for name in names for action in scenario.predict(name, 500.0)]
 
-    assert tickets(scenario.advance(1.0)) == begun
+    assert tickets(predicted + scenario.advance(1.0)) == begun
     later = tickets(scenario.close("t0"))
 
     assert begun + later == ["t0", "t1", "t2"]
     scenario.open("other", prompt_id="q", prompt_tokens=100)
     scenario.ask("other")
-    scenario.predict("other", capacity - 1_500.0 - 100.0)
-    assert tickets(scenario.advance(1.0)) == ["other"], "the prompt and two samples are still reserved for"
+    predicted = scenario.predict("other", capacity - 1_500.0 - 100.0)
+    assert tickets(predicted + scenario.advance(1.0)) == ["other"], "the prompt and two samples are still reserved for"
 
 
 def test_the_next_one_begins_when_a_step_ends_and_frees_its_slot() -> None:
@@ -131,8 +142,7 @@ def test_the_next_one_begins_when_a_step_ends_and_frees_its_slot() -> None:
 
 def test_a_later_step_never_waits_for_room() -> None:
     scenario = Scenario(RESERVE, WHOLE, engines=("e0",), kv_tokens_capacity=500)
-    waiting(scenario, {"t": 5_000.0})
-    scenario.finish(one(scenario.advance(1.0), act.IssueTicket).ticket)
+    scenario.finish(one(waiting(scenario, {"t": 5_000.0}), act.IssueTicket).ticket)
 
     assert tickets(scenario.ask("t", 1)) == ["t"]
 

@@ -41,8 +41,7 @@ def must_wait(state: State, record: TrajectoryRecord) -> bool:
         return False
     if record.prediction is None or state.waiting.requests:
         return True
-    # Nobody else waits and the engine is at most half full: start without waiting for a plan.
-    return 2 * state.table.tally(record.engine_id).started >= spec.slot_limit or not _fits(state, record, spec)
+    return not _needs_no_plan(state, record, spec)
 
 
 def let_wait(state: State, event: ev.StepRequested, now: float) -> list[Action]:
@@ -72,6 +71,13 @@ def answer_waiting(state: State, event: ev.Event, now: float) -> list[Action]:
             if record is None:
                 return []
             return _start_first_steps(state, record.engine_id, now, state.shares.divide(state.waiting.jobs, now))
+        case ev.PredictionArrived():
+            record = state.table.get(event.trajectory_id)
+            spec = state.engines.spec(record.engine_id) if record is not None else None
+            alone = len(state.waiting.requests) == 1 and event.trajectory_id in state.waiting
+            if record is None or spec is None or not alone or not _needs_no_plan(state, record, spec):
+                return []
+            return _start_first_steps(state, record.engine_id, now, shared=False)
         case ev.MoveEnded() | ev.SwitchRequested():
             return _start_after_move(state, event.trajectory_id, now)
         case ev.PlanArrived() | ev.EngineRegistered() | ev.GroupSettled() | ev.Tick():
@@ -90,6 +96,11 @@ def answer_waiting(state: State, event: ev.Event, now: float) -> list[Action]:
             return actions + [SaveTrajectory(state.table.require(each)) for each in sent if each in state.waiting]
         case _:
             return []
+
+
+def _needs_no_plan(state: State, record: TrajectoryRecord, spec: EngineSpec) -> bool:
+    """Whether a first step for which no other waits starts at once: its engine has room and is at most half full."""
+    return 2 * state.table.tally(record.engine_id).started < spec.slot_limit and _fits(state, record, spec)
 
 
 def _start_first_steps(state: State, engine_id: str, now: float, shared: bool) -> list[Action]:
