@@ -1,9 +1,9 @@
 """Settings of the console, read once from TREADLE_CONSOLE_<NAME>."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
 
-from pydantic import AfterValidator, Field
-from treadle_runtime.config import Settings, address, addresses
+from pydantic import AfterValidator, Field, model_validator
+from treadle_runtime.config import Settings, address, addresses, is_loopback
 
 Address = Annotated[str, AfterValidator(lambda value: address(value, lowest_port=0))]
 DEFAULT_MOST_TRAJECTORIES = 20_000  # three training steps of 6,400 trajectories; about 60 MB with their bars
@@ -23,3 +23,12 @@ class ConsoleSettings(Settings):
     scheduler: Annotated[str, AfterValidator(addresses)] = "127.0.0.1:7401"
     most_trajectories: Annotated[int, Field(ge=100)] = DEFAULT_MOST_TRAJECTORIES
     most_spans: Annotated[int, Field(ge=1_000)] = DEFAULT_MOST_SPANS
+
+    @model_validator(mode="after")
+    def _shows_nothing_to_other_machines(self) -> Self:
+        if not (self.insecure_plaintext or is_loopback(self.http_listen)):
+            raise ValueError(
+                f"TREADLE_CONSOLE_HTTP_LISTEN={self.http_listen} would serve other machines in plaintext: put a proxy "
+                "with TLS in front of a loopback address, or set TREADLE_INSECURE_PLAINTEXT=true"
+            )
+        return self

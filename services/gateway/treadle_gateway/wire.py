@@ -1,26 +1,19 @@
 """Assemble the gateway: the link to the mesh, the engines, and an HTTP server beside the gRPC one that says health."""
 
-import asyncio
-import math
 import random
-import socket
-import ssl
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
-import structlog
 import treadle
-import uvicorn
 from treadle.adapters.sessions import Sessions
-from treadle.certificates import CERTIFICATE, KEY, Certificates
+from treadle.certificates import Certificates
 from treadle.connection import Mesh
 from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from treadle_runtime.calls import Channels
 from treadle_runtime.errors import StartError
 from treadle_runtime.server import Runtime, Wiring, receive_limit_bytes
+from treadle_runtime.web import bind_http, serve_http
 
 from treadle_gateway.calls import Calls
 from treadle_gateway.config import GatewaySettings
@@ -37,19 +30,8 @@ from treadle_gateway.mesh import MeshLink
 from treadle_gateway.text import TextModel
 from treadle_gateway.updates import Updates
 
-log = structlog.get_logger()
-
 GIVE_UP_S = 600.0  # how long a request waits for an engine that answers
-RENEW_S = 1.0  # between two looks at the files of the certificate
 TOKEN_INTERVAL_S = 0.02  # a person reads streams of tokens; frameworks read whole answers
-
-
-class _Server(uvicorn.Server):
-    """An HTTP server that leaves signals to the service's own runtime."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 async def wire(runtime: Runtime) -> Wiring:
@@ -58,7 +40,7 @@ async def wire(runtime: Runtime) -> Wiring:
         model = TextModel(Path(settings.tokenizer)) if settings.tokenizer else None
     except FileNotFoundError as error:
         raise StartError(str(error)) from error
-    listener = _listen(settings.http_listen)
+    listener = bind_http("TREADLE_GATEWAY_HTTP_LISTEN", settings.http_listen)
     # Without spans and metrics: it is asked twice a second.
     channels = Channels(receive_limit_bytes(settings), [], runtime.certificates)
     scheduler = SchedulerServiceStub(channels.follow(settings.scheduler, "scheduler"))
@@ -109,67 +91,13 @@ async def wire(runtime: Runtime) -> Wiring:
     gauge("running", "request", "Requests that generate", lambda: calls.running)
     gauge("mesh", "mesh", "1 while the mesh answers, 0 while requests go straight to engines", mesh.visits)
 
-    async def serve_http() -> None:
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=math.ceil(settings.drain_grace_s),
-        )
-        config.load()
-        server = _Server(config)
-        async with asyncio.TaskGroup() as group:
-            if runtime.certificates is not None:
-                config.ssl = server_context(Path(settings.tls_folder))
-                group.create_task(_renew(config.ssl, Path(settings.tls_folder), runtime.stopping))
-            serving = group.create_task(server.serve([listener]))
-            try:
-                await runtime.stopping.wait()
-            finally:  # also where this task is cancelled: uvicorn closes its sockets itself
-                server.should_exit = True
-                await asyncio.wait([serving])
-
     async def close() -> None:
         await calls.finish()
         await updates.close()
         await mesh.close()
         await engines.close()
         await channels.close()
-        listener.close()  # uvicorn leaves sockets that it was given to their owner
 
-    return Wiring(services={}, tasks=[mesh.watch, mesh.sweep, serve_http], close=close)
-
-
-def _listen(where: str) -> socket.socket:
-    """Raises StartError."""
-    host, _, port = where.rpartition(":")
-    host = host.strip("[]")
-    try:
-        return socket.create_server((host, int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        raise StartError(f"TREADLE_GATEWAY_HTTP_LISTEN={where}: cannot listen there: {error}") from error
-
-
-def server_context(folder: Path) -> ssl.SSLContext:
-    """TLS for callers who know the authority; they present an API key, and no certificate."""
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(folder / CERTIFICATE, folder / KEY)
-    return context
-
-
-async def _renew(context: ssl.SSLContext, folder: Path, stopping: asyncio.Event) -> None:
-    """Present a new certificate to new connections once its files have changed."""
-    known = _written(folder)
-    while not stopping.is_set():
-        await asyncio.sleep(RENEW_S)
-        if (written := _written(folder)) != known:
-            try:
-                context.load_cert_chain(folder / CERTIFICATE, folder / KEY)
-                known = written
-            except (OSError, ssl.SSLError) as error:  # one of the two files is not yet written
-                log.warning("the new certificate cannot be used yet", error=str(error))
-
-
-def _written(folder: Path) -> list[float]:
-    return [(folder / name).stat().st_mtime for name in (CERTIFICATE, KEY) if (folder / name).exists()]
+    folder = settings.tls_folder
+    serve = serve_http(app, listener, runtime.stopping, tls_folder=folder, grace_s=settings.drain_grace_s)
+    return Wiring(services={}, tasks=[mesh.watch, mesh.sweep, serve], close=close)

@@ -153,7 +153,7 @@ class OpenaiApi:
     def _ask(
         self, body: Mapping[str, Any], session: str, prompts: list[list[int]], tools: list[dict[str, Any]] | None
     ) -> Ask:
-        copies = body.get("n") or 1
+        copies = 1 if body.get("n") is None else body["n"]
         if type(copies) is not int or not 1 <= copies <= MOST_COPIES:
             raise Refused(f"n: must be a whole number from 1 to {MOST_COPIES}, is {copies!r}")
         options = body.get("stream_options") or {}
@@ -243,7 +243,10 @@ class OpenaiApi:
         held = max((len(stop) for stop in ask.sampling.stop), default=0) if ask.trim else 0
         parses = bool(ask.tools)  # a call is a call once it is whole
         try:
-            read = require_model(self._model).stream(skip_special=ask.skip_special)
+            model, stop_ids = require_model(self._model), ask.sampling.stop_token_ids
+            read = model.stream(skip_special=ask.skip_special)
+            trims = ask.trim and not ask.sampling.ignore_eos
+            ends = model.end_token_ids | frozenset(stop_ids) if trims else frozenset[int]()
             for first in form.begin(ask):
                 yield first
             async with aclosing(self._calls.run(order)) as events:
@@ -251,7 +254,7 @@ class OpenaiApi:
                     output.add(event)
                     if parses or isinstance(event, Ended):
                         continue
-                    text += read(event.token_ids)
+                    text += read(token for token in event.token_ids if token not in ends)
                     end = len(text) - held
                     if end > sent or ask.ids:
                         yield form.delta(ask, output, text[sent:end], ids_sent)

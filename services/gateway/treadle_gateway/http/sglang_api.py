@@ -107,7 +107,7 @@ def read_wishes(body: Mapping[str, Any], session: str, model: TextModel | None) 
     wishes: list[Wish] = []
     for at, (prompt, sampling, logprob) in enumerate(zip(prompts, each_sampling, each_logprob, strict=True)):
         base = rids[at] if isinstance(rids, list) else rids or uuid.uuid4().hex
-        copies = sampling.get("n") or 1
+        copies = 1 if sampling.get("n") is None else sampling["n"]
         if type(copies) is not int or not 1 <= copies <= MOST_COPIES:
             raise Refused(f"sampling_params.n: must be a whole number from 1 to {MOST_COPIES}, is {copies!r}")
         for copy in range(copies):
