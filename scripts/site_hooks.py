@@ -24,7 +24,8 @@ LINK = re.compile(r"\]\(([^)\s#]+)")
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Expand the patterns of the navigation."""
     pages = list_pages()
-    config.nav = expand(config.nav, pages, named_in(config.nav))
+    nav = config.nav or []
+    config.nav = expand(nav, pages, named_in(nav))
     return config
 
 

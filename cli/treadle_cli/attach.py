@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,7 +29,16 @@ from treadle_cli.authority import DEFAULT_TENANT, OPERATOR, make_certificates
 from treadle_cli.doctor.findings import OK, PROBLEM, Finding, print_findings
 from treadle_cli.mesh.mesh import Board, StartBoard
 from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree, describe_exit
-from treadle_cli.mesh.services import SERVICES, Addresses, ControlPlane, choose_addresses
+from treadle_cli.mesh.services import (
+    CONSOLE,
+    CONSOLE_PURPOSE,
+    GATEWAY,
+    GATEWAY_PURPOSE,
+    SERVICES,
+    Addresses,
+    ControlPlane,
+    choose_addresses,
+)
 from treadle_cli.options import DEFAULT_OUT, DEFAULT_PORT, AsJson, Out, new_run_folder
 from treadle_cli.problems import UsageProblem
 from treadle_cli.scheduler import reach_scheduler
@@ -37,9 +46,7 @@ from treadle_cli.scheduler import reach_scheduler
 if TYPE_CHECKING:
     from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub
 
-REGISTRATION_S = (
-    120.0  # a sidecar registers once it has probed its engine, for 10 s at most; a busy engine is not probed
-)
+REGISTRATION_S = 120.0  # a sidecar first probes its engine, for 10 s at most; a busy engine is not probed
 ASK_S = 10.0
 LOOPBACK = "127.0.0.1"
 
@@ -107,9 +114,9 @@ def attach(
     exits.run(begin)
 
 
-def print_addresses(where: Addresses, nats_url: str) -> None:
+def print_addresses(named: Mapping[str, object]) -> None:
     """What --json prints once a mesh serves: one line, so that a script can wait for it."""
-    typer.echo(json.dumps({**where.services, "sidecars": dict(where.sidecars), "nats": nats_url}))
+    typer.echo(json.dumps(named))
 
 
 async def run_check(urls: Sequence[str], as_json: bool, out: Console) -> int:
@@ -125,10 +132,10 @@ async def run_attach(
     out_folder: Path,
     out: Console,
     hurry: asyncio.Event,
-    announce: Callable[[Addresses, str], None] | None = None,
+    announce: Callable[[Mapping[str, object]], None] | None = None,
 ) -> int:
-    """Check the servers, start what is missing, and wait for a signal. announce: called with all addresses and the URL
-    of NATS when every engine is registered. Raises UsageProblem, ProcessError."""
+    """Check the servers, start what is missing, and wait for a signal. announce: called with all addresses by name
+    when every engine is registered. Raises UsageProblem, ProcessError."""
     from treadle_cli.doctor.servers import check_servers, clean_urls, read_servers
     from treadle_cli.mesh.checks import nats_server, require_bubblewrap
 
@@ -139,21 +146,21 @@ async def run_attach(
         require_bubblewrap()
         nats_server()
         if not plan.secure:
-            os.environ.pop(
-                FOLDER_VARIABLE, None
-            )  # of a mesh elsewhere; this one is plaintext on the loopback interface
+            os.environ.pop(FOLDER_VARIABLE, None)  # of another mesh; this one is plaintext on the loopback interface
     folder = new_run_folder(out_folder, "attach-")
     state = folder / "state"
     try:
         async with ProcessTree(folder / "logs", hurry=hurry) as tree:
-            attachment = _Attachment(plan, {server.name(plan.host): server.url for server in servers}, tree, state)
+            model_path = str(servers[0].model["model_path"])  # they all serve the same
+            urls = {server.name(plan.host): server.url for server in servers}
+            attachment = _Attachment(plan, urls, model_path, tree, state)
             with StartBoard(out) as board:
                 await attachment.start(board)
             out.print(attachment.table())
             for line in attachment.hints(folder / "logs"):
                 out.print(line, highlight=False, soft_wrap=True)
             if announce is not None:
-                announce(attachment.addresses, attachment.nats_url)
+                announce(attachment.addresses())
             await attachment.until_broken()
     finally:
         shutil.rmtree(state, ignore_errors=True)
@@ -181,17 +188,20 @@ async def _engine_ids(stub: SchedulerServiceAsyncStub) -> list[str]:
 class _Attachment:
     """The sidecars of one command, and the mesh if it is their own."""
 
-    def __init__(self, plan: AttachPlan, urls: dict[str, str], tree: ProcessTree, folder: Path) -> None:
-        self._plan, self._urls, self._tree = plan, urls, tree
+    def __init__(
+        self, plan: AttachPlan, urls: dict[str, str], model_path: str, tree: ProcessTree, folder: Path
+    ) -> None:
+        self._plan, self._urls, self._model_path, self._tree = plan, urls, model_path, tree
         folder.mkdir(parents=True)
         self._certificates = make_certificates(folder.absolute() / "certificates") if plan.secure else None
         if plan.scheduler:
-            self._where = Addresses({"scheduler": plan.scheduler}, {}, "")
+            self._where = Addresses({"scheduler": plan.scheduler}, {})
         else:
             self._where = replace(choose_addresses(tree.ports, plan.base_port, list(urls)), resources="")
         self._control = ControlPlane(tree, self._where, folder, certificates=self._certificates)
         self._broken: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
         self._sidecars: dict[str, str] = {}
+        self._front_door = self._page = ""
         tree.on_death = self._on_death
 
     async def start(self, board: Board) -> None:
@@ -211,11 +221,14 @@ class _Attachment:
             async with asyncio.TaskGroup() as group:
                 for engine_id in self._urls:
                     group.create_task(self._start_sidecar(engine_id, stub, board))
+        if not self._plan.scheduler:
+            with board.part("gateway and console"):
+                self._front_door = await self._control.start_gateway(self._model_path)
+                self._page = await self._control.start_console(self._plan.base_port)
 
-    @property
-    def addresses(self) -> Addresses:
-        """Of the mesh, with the sidecars of this command."""
-        return replace(self._where, sidecars=self._sidecars)
+    def addresses(self) -> dict[str, object]:
+        """Of the mesh by name, with the sidecars of this command."""
+        return replace(self._where, sidecars=self._sidecars).named(self.nats_url, self._front_door, self._page)
 
     @property
     def nats_url(self) -> str:
@@ -262,6 +275,9 @@ class _Attachment:
         for engine_id, address in self._sidecars.items():
             table.add_row(f"sidecar of {engine_id}", address, f"SGLang at {self._urls[engine_id]}")
         table.add_row("NATS", self.nats_url, "facts and state")
+        if self._front_door:
+            table.add_row(GATEWAY, self._front_door, GATEWAY_PURPOSE)
+            table.add_row(CONSOLE, self._page, CONSOLE_PURPOSE)
         return table
 
     def hints(self, logs: Path) -> list[str]:

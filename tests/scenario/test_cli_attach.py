@@ -57,6 +57,13 @@ async def sample_directly(server: FakeSglang) -> list[int]:
     return tokens
 
 
+async def generate(url: str) -> list[int]:
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 5, "temperature": 0.0}}
+    async with aiohttp.ClientSession() as http, http.post(url, json=body) as answer:
+        found: list[int] = (await answer.json())["output_ids"]
+        return found
+
+
 def written(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir()]
 
@@ -80,6 +87,9 @@ async def test_a_mesh_around_servers_of_others_leaves_them_as_they_were(
         assert isinstance(sidecars, dict)
         assert set(sidecars) == {f"127.0.0.1-{server.port}" for server in servers}
         assert await run_trajectory(str(where["scheduler"]), "p0") == expected(PROMPT, 5)
+        assert await generate(f"{where['gateway']}/generate") == expected(PROMPT, 5)
+        async with aiohttp.ClientSession() as http, http.get(str(where["console"])) as page:
+            assert "Treadle" in await page.text()
         assert "no shared storage of KV" in attached.process.text(), "what could be better is said"
         assert await attached.end(number) == (130 if number is signal.SIGINT else -signal.SIGKILL)
         assert await asyncio.to_thread(attached.process.left_over) == []
@@ -99,6 +109,7 @@ async def test_sidecars_join_a_mesh_that_runs_and_leave_it(
     try:
         where = await attached.addresses()
         assert where["scheduler"] == scheduler.address and where["nats"] == nats_url
+        assert "gateway" not in where, "a mesh that runs has its own"
         assert await run_trajectory(scheduler.address, "p0") == expected(PROMPT, 5)
         code, _, errors = await output_of(*TREADLE, "attach", servers[0].url, *options, cwd=tmp_path)
         assert code == 2 and "is it attached already?" in " ".join(errors.split()), errors

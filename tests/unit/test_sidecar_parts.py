@@ -15,6 +15,8 @@ from treadle.common.v1.ticket_pb2 import Ticket
 from treadle_core.curves import EngineWork
 from treadle_core.progress import EngineProgress
 from treadle_runtime.errors import FailedPrecondition, PermissionDenied
+from treadle_sidecar.config import SidecarSettings
+from treadle_sidecar.convert import engine_info
 from treadle_sidecar.engine.client import EngineClient, EngineLost, EngineRefused
 from treadle_sidecar.engine.process import EngineSpec, choose_weights, cpu_dtype, engine_command, main
 from treadle_sidecar.engine.watch import EngineWatch, read_profile
@@ -275,6 +277,26 @@ def test_a_profile_takes_the_end_tokens_from_the_models_own_files(tmp_path: Path
     assert (profile.incremental, profile.tokens_a_chunk) == (False, 4)
     assert profile.kv_bytes_per_token == pytest.approx(23_040, rel=0.01)
     assert profile.storage_suffixes[0] == f"_{str(tmp_path).replace('/', '-')}_0_1.bin"
+
+
+@pytest.mark.parametrize(
+    ("engine_url", "address", "told"),
+    [
+        ("http://127.0.0.1:30000", "127.0.0.1:7410", True),
+        ("http://127.0.0.1:30000", "10.0.0.7:7410", False),
+        ("http://localhost:30000", "engine-0.engine:7410", False),
+        ("http://10.0.0.7:30000", "10.0.0.7:7410", True),
+    ],
+)
+def test_an_engine_on_loopback_is_told_to_nobody_on_another_machine(
+    engine_url: str, address: str, told: bool, tmp_path: Path
+) -> None:
+    states = [{"memory_usage": {"token_capacity": 9, "kvcache": 0.1}, "effective_max_running_requests_per_dp": 4}]
+    server = {"incremental_streaming_output": True, "max_req_input_len": 8186, "tp_size": 1, "internal_states": states}
+    profile = read_profile(server, {"model_path": str(tmp_path), "weight_version": "default"}, 0)
+    settings = SidecarSettings(engine_id="e0", engine_url=engine_url)
+    info = engine_info(settings, profile, address, slots=2, curve=None)
+    assert info.url == (engine_url if told else "")
 
 
 @pytest.mark.parametrize(

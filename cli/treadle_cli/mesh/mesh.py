@@ -12,7 +12,7 @@ import itertools
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,14 +29,14 @@ from treadle_runtime.errors import require
 from treadle_cli.authority import DEFAULT_TENANT, OPERATOR, make_certificates
 from treadle_cli.mesh import checks, engines
 from treadle_cli.mesh.engines import Engine, EnginePlan
-from treadle_cli.mesh.ports import HOST, is_free
 from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree, describe_exit
 from treadle_cli.mesh.services import (
     CONSOLE,
-    CONSOLE_PORT_OFFSET,
+    CONSOLE_PURPOSE,
+    GATEWAY,
+    GATEWAY_PURPOSE,
     RESOURCES,
     SERVICES,
-    Addresses,
     ControlPlane,
     choose_addresses,
 )
@@ -126,6 +126,7 @@ class Mesh:
         self.engines: list[Engine] = []
         self.engine_deaths: list[EngineDeath] = []
         self.model_path = ""
+        self.front_door = ""  # the gateway's URL
         plan.folder.mkdir(parents=True, exist_ok=True)
         self.certificates = make_certificates(plan.folder.absolute() / "certificates") if plan.secure else None
         self.kv = engines.place_kv(tree, plan.engines, plan.folder)
@@ -238,12 +239,8 @@ class Mesh:
         return self._control.child(name)
 
     async def start_console(self) -> str:
-        """Start the console and return the address of its page (host:port). Raises ProcessError."""
-        preferred = self.plan.base_port + CONSOLE_PORT_OFFSET
-        is_preferred = self.plan.base_port and is_free(preferred)
-        page = f"{HOST}:{preferred if is_preferred else self._tree.ports.choose(1)[0]}"
-        await self._control.start_console(page)
-        return page
+        """Start the console and return the URL of its page. Raises ProcessError."""
+        return await self._control.start_console(self.plan.base_port)
 
     async def restart_service(self, name: str) -> None:
         """Start a service that has ended, again at its address. Raises ProcessError."""
@@ -300,10 +297,8 @@ class Mesh:
         return await self._control.start_sidecar(engine.engine_id, settings)
 
     async def _start_gateway(self) -> None:
-        """Texts need the model's tokenizer; a model that is no folder has none here."""
-        known = await asyncio.to_thread(Path(self.model_path, "tokenizer.json").is_file)
         with self.board.part("gateway"):
-            await self._control.start_gateway({"TREADLE_GATEWAY_TOKENIZER": self.model_path if known else ""})
+            self.front_door = await self._control.start_gateway(self.model_path)
 
     async def _until_registered(self, engine_ids: set[str], sidecars: list[Child]) -> None:
         """Return once the scheduler has a lease of each engine."""
@@ -360,12 +355,12 @@ async def run_up(
     logs: Path,
     console: Console,
     hurry: asyncio.Event,
-    announce: Callable[[Addresses, str], None] | None = None,
+    announce: Callable[[Mapping[str, object]], None] | None = None,
 ) -> int:
     """Start the mesh, print its addresses, and wait for a signal or a ProcessError.
 
     logs: the folder of the children's logs. The plan's folder, the state of the mesh, is removed at the end. announce:
-    called with the addresses and the URL of NATS when all serves.
+    called with all addresses by name when all serves.
     """
     try:
         async with ProcessTree(logs, hurry=hurry) as tree:
@@ -382,7 +377,7 @@ async def run_up(
                     console.print(f"{told}  (or {OPERATOR})", highlight=False, soft_wrap=True)
                 console.print(f"Logs: {logs}. Ctrl-C stops everything.", highlight=False, soft_wrap=True)
                 if announce is not None:
-                    announce(mesh.where, mesh.nats_url)
+                    announce(mesh.where.named(mesh.nats_url, mesh.front_door, page))
                 await mesh.until_broken()
     finally:
         shutil.rmtree(plan.folder, ignore_errors=True)
@@ -393,13 +388,12 @@ def _table(mesh: Mesh, page: str) -> Table:
     table = Table("service", "address", "what for", box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for name, purpose in SERVICES.items():
         table.add_row(name, mesh.where.services[name], purpose)
-    scheme = "http" if mesh.certificates is None else "https"
-    table.add_row("gateway", f"{scheme}://{mesh.where.http}", "SGLang's and OpenAI's HTTP, for any framework")
+    table.add_row(GATEWAY, mesh.front_door, GATEWAY_PURPOSE)
     table.add_row(RESOURCES, mesh.where.resources, "with how many engines? (treadle apply)")
     for engine in mesh.engines:
         cores = f", core {', '.join(map(str, engine.cores))}" if engine.cores else ""
         address = mesh.where.sidecars[engine.engine_id]
         table.add_row(f"sidecar of {engine.engine_id}", address, f"SGLang at {engine.url}{cores}")
     table.add_row("NATS", mesh.nats_url, "facts and state")
-    table.add_row(CONSOLE, f"http://{page}", "what the mesh does, in a browser")
+    table.add_row(CONSOLE, page, CONSOLE_PURPOSE)
     return table

@@ -48,8 +48,10 @@ SERVICES = {
 }
 RESOURCES = "resources"  # `treadle up` itself answers it
 GATEWAY, HTTP = "gateway", "http"  # one process: gRPC for its health, and HTTP for frameworks
+GATEWAY_PURPOSE = "SGLang's and OpenAI's HTTP, for any framework"
 GATEWAY_FOLDER = f"{GATEWAY}-{DEFAULT_TENANT}"  # of its certificate: it calls as a trainer of a tenant
 CONSOLE = "console"
+CONSOLE_PURPOSE = "what the mesh does, in a browser"
 CONSOLE_PORT_OFFSET = -1  # of its page over the scheduler's
 SIDECAR_PORT_OFFSET = 9  # of the first sidecar's port over the scheduler's; one more for each further engine
 
@@ -58,18 +60,23 @@ SIDECAR_PORT_OFFSET = 9  # of the first sidecar's port over the scheduler's; one
 class Addresses:
     """host:port of each service of one mesh, by name; sidecars by engine id, of the engines that it starts with.
     resources: where this process takes resource plans; empty: it takes none. gateway, http: of the gateway, for its
-    health and for frameworks."""
+    health and for frameworks; empty: there is none."""
 
     services: Mapping[str, str]
     sidecars: Mapping[str, str]
-    resources: str
-    gateway: str
-    http: str
+    resources: str = ""
+    gateway: str = ""
+    http: str = ""
 
     @property
     def scheduler(self) -> str:
         """The one address that a client needs."""
         return self.services["scheduler"]
+
+    def named(self, nats_url: str, front_door: str, page: str) -> dict[str, object]:
+        """What --json prints once all serves. front_door, page: URLs of gateway and console; empty: there is none."""
+        found: dict[str, object] = {**self.services, "sidecars": dict(self.sidecars), "nats": nats_url}
+        return found | {name: url for name, url in ((GATEWAY, front_door), (CONSOLE, page)) if url}
 
 
 def choose_addresses(ports: Ports, base_port: int, engine_ids: Sequence[str]) -> Addresses:
@@ -155,15 +162,27 @@ class ControlPlane:
         own = {"TREADLE_SIDECAR_SCHEDULER": self._where.scheduler, "TREADLE_SIDECAR_ENGINE_ID": engine_id, **settings}
         return await self._start(f"sidecar-{engine_id}", "sidecar", address, own)
 
-    async def start_gateway(self, settings: Mapping[str, str]) -> Child:
-        """Start the gateway and return it when it is ready; `settings` are its own variables."""
-        own = {"TREADLE_GATEWAY_SCHEDULER": self._where.scheduler, "TREADLE_GATEWAY_HTTP_LISTEN": self._where.http}
-        return await self._start(GATEWAY, GATEWAY, self._where.gateway, {**own, **settings})
+    async def start_gateway(self, model_path: str) -> str:
+        """Start the gateway and return its URL. Texts need the model's tokenizer; a model that is no folder on this
+        machine has none here, and token ids alone are served."""
+        known = await asyncio.to_thread(Path(model_path, "tokenizer.json").is_file)
+        own = {
+            "TREADLE_GATEWAY_SCHEDULER": self._where.scheduler,
+            "TREADLE_GATEWAY_HTTP_LISTEN": self._where.http,
+            "TREADLE_GATEWAY_TOKENIZER": model_path if known else "",
+        }
+        await self._start(GATEWAY, GATEWAY, self._where.gateway, own)
+        return f"{'http' if self._certificates is None else 'https'}://{self._where.http}"
 
-    async def start_console(self, page: str) -> None:
-        """Start the console, whose page is then at this host:port."""
+    async def start_console(self, base_port: int) -> str:
+        """Start the console and return the URL of its page: at the port before the scheduler's, or another one where
+        that is taken or `base_port` is 0."""
+        preferred = base_port + CONSOLE_PORT_OFFSET
+        chosen = preferred if base_port and is_free(preferred) else self._tree.ports.choose(1)[0]
+        page = f"{HOST}:{chosen}"
         own = {"TREADLE_CONSOLE_SCHEDULER": self._where.scheduler, "TREADLE_CONSOLE_HTTP_LISTEN": page}
         await self._start(CONSOLE, CONSOLE, f"{HOST}:0", own)
+        return f"http://{page}"
 
     async def stop(self) -> None:
         """Stop the services, then NATS."""

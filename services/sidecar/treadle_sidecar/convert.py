@@ -8,12 +8,14 @@ from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from treadle.common.v1 import tokens_pb2
 from treadle.common.v1.ticket_pb2 import Ticket
 from treadle.engine.v1 import engine_pb2 as pb
 from treadle.telemetry.v1 import facts_pb2 as facts
 from treadle_core.model import INCOMPLETE, DecodeCurve
+from treadle_runtime.config import is_loopback
 from treadle_runtime.errors import endpoint, finite, identifier, non_negative, optional_identifier, positive, require
 from treadle_runtime.facts import make_fact
 from treadle_runtime.times import require_timestamp, seconds
@@ -208,8 +210,16 @@ def engine_info(
         kv_bytes_per_token=profile.kv_bytes_per_token,
         hardware_tags=settings.hardware_tags,
         decode_curve=curve,
-        url=settings.engine_url,
+        url=_public_url(settings.engine_url, address),
     )
+
+
+def _public_url(engine_url: str, address: str) -> str:
+    """The engine's URL for the gateway; empty where a sidecar that other machines reach has an engine that they do
+    not: the URL would lead them to themselves."""
+    parts = urlsplit(engine_url)
+    private = is_loopback(f"{parts.hostname}:{parts.port or 0}") and not is_loopback(address)
+    return "" if private else engine_url
 
 
 class StepFacts:
