@@ -21,7 +21,7 @@ from treadle_runtime.server import ALIVE
 from treadle_sidecar.engine.process import EngineSpec, engine_command
 
 ROOT = Path(__file__).resolve().parents[2]
-SERVICES = ("predictor", "scheduler", "placement", "migrator", "tools", "rollout", "gateway", "sidecar")
+SERVICES = ("predictor", "scheduler", "placement", "migrator", "tools", "rollout", "gateway", "console", "sidecar")
 
 
 OVERLAYS = sorted(folder.name for folder in (ROOT / "k8s" / "overlays").iterdir())
@@ -245,7 +245,7 @@ def test_compose_opens_nothing_to_other_machines() -> None:
 def test_each_port_of_compose_has_one_listener(engines: str) -> None:
     services = compose("docker-compose.yml", engines)["services"].values()
     listens = [each for service in services for key, each in service.get("environment", {}).items() if "_LISTEN" in key]
-    assert len(listens) == len(set(listens)) == 11
+    assert len(listens) == len(set(listens)) == 13
 
 
 def test_all_of_compose_send_telemetry_to_the_collector_and_what_takes_it_is_open_to_no_other_machine() -> None:
@@ -349,7 +349,7 @@ def test_every_port_of_the_mesh_is_open_to_who_calls_it_and_to_nobody_else() -> 
         template = each["spec"]["template"]
         component = template["metadata"]["labels"]["app.kubernetes.io/component"]
         opened = {port["port"] for rule in policies[component]["ingress"] for port in rule["ports"]}
-        listens = {port["containerPort"] for port in template["spec"]["containers"][0]["ports"]}
+        listens = {port["containerPort"] for port in template["spec"]["containers"][0].get("ports", [])}
         assert opened == listens - {8222}, component
     named = {
         peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
