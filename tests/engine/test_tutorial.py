@@ -6,8 +6,10 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cli import TreadleProcess
@@ -15,7 +17,7 @@ from support.pages import ROOT, find_commands
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-UP, ADDRESSES = ".venv/bin/treadle up ", ("scheduler", "gateway")
+UP, ADDRESSES = ".venv/bin/treadle up ", ("scheduler", "gateway", "console")
 COMMAND_S = 400.0
 
 
@@ -35,11 +37,19 @@ def mesh(commands: list[str], tmp_path: Path) -> Iterator[TreadleProcess]:
     process.end()
 
 
+def read_console(url: str) -> dict[str, Any]:
+    """What a page is told first, of all that the console knows."""
+    with urllib.request.urlopen(f"{url}/api/events", timeout=COMMAND_S) as stream:
+        line = next(line for line in stream if line.startswith(b"data: "))
+    found: dict[str, Any] = json.loads(line.removeprefix(b"data: "))
+    return found
+
+
 def test_every_command_of_the_tutorial_does_what_the_page_says(
     mesh: TreadleProcess, commands: list[str], tmp_path: Path
 ) -> None:
     mesh.until(lambda: "Ctrl-C stops everything" in mesh.text())
-    [scheduler, gateway] = [
+    [scheduler, gateway, console] = [
         re.findall(rf"^{name} +((?:http://)?127\S+)", mesh.text(), re.MULTILINE)[0] for name in ADDRESSES
     ]
     told: dict[str, str] = {"TRAJECTORY_ID": "", "RUN_ID": ""}
@@ -79,6 +89,9 @@ def test_every_command_of_the_tutorial_does_what_the_page_says(
     play(rollout)
     [told["RUN_ID"]] = {entry.name for entry in (tmp_path / "runs").iterdir()} - before
     assert (tmp_path / "runs" / told["RUN_ID"] / "report.html").is_file()
+    shown = read_console(console)
+    assert told["TRAJECTORY_ID"] in shown["rows"]["id"], "what was sent before the page was opened is there"
+    assert len([rollout for rollout in shown["rollouts"] if rollout["trajectories"] == 4]) == 2
     ledger = play(explain)
     assert "decode" in ledger and "ticket" in ledger
     assert "slices" in play(trace) and json.loads((tmp_path / "trace.json").read_text())
