@@ -48,11 +48,12 @@ class Mesh:
         await self._service("scheduler", LISTEN=self.scheduler, MIGRATOR=migrator, PLAN_EVERY_EVENTS="2", **peers)
 
     async def ask_over_http(self) -> None:
-        """Start a gateway and send it one request."""
+        """Start a gateway, and have it play a trajectory of one turn."""
         await self._service("gateway", SCHEDULER=self.scheduler, HTTP_LISTEN=self.http)
-        body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": TOKENS}}
-        async with aiohttp.ClientSession() as http, http.post(f"http://{self.http}/generate", json=body) as answer:
-            assert answer.status == 200, await answer.text()
+        body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": TOKENS}, "session_id": "s"}
+        async with aiohttp.ClientSession(f"http://{self.http}", raise_for_status=True) as http:
+            await (await http.post("/generate", json=body)).read()
+            await (await http.delete("/sessions/s")).read()
 
     async def start_sidecar(self, name: str, engine: FakeSglang) -> None:
         """Of an engine, with one slot."""

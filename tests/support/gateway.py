@@ -23,6 +23,7 @@ from treadle_runtime.server import serving
 
 ENGINES = ("e0", "e1")
 SERVICES = ("placement", "predictor", "migrator")  # beside the scheduler
+START_S = 120.0  # placement compiles its kernels at the first start on a machine
 
 
 @dataclass
@@ -54,7 +55,7 @@ class FrontDoor:
 
     async def until_mesh(self, where: str) -> None:
         """Until the gateway says that the mesh is "there" or "away"."""
-        await until_said(lambda: self.get("/health"), lambda answer: answer["mesh"] == where)
+        await until_said(lambda: self.get("/health"), lambda answer: answer["mesh"] == where, START_S)
 
     async def kill_mesh(self, number: signal.Signals) -> None:
         """All that a request needs of the mesh, by a signal."""
@@ -141,5 +142,7 @@ async def front_door(
         )
         for name in urls:
             await door.start_sidecar(name)
-        await until_said(lambda: door.get("/health"), lambda said: said == {"mesh": "there", "engines": len(urls)})
+        await until_said(
+            lambda: door.get("/health"), lambda said: said == {"mesh": "there", "engines": len(urls)}, START_S
+        )
         yield door

@@ -93,6 +93,10 @@ class Updates:
             raise Refused(errors[engine.engine_id], 503)
         return found[0]
 
+    async def versions_of(self, engines: Sequence[KnownEngine]) -> set[str]:
+        """The versions that engines serve at this moment. Raises Refused."""
+        return {load.weight_version for load in await asyncio.gather(*map(self.load_of, engines))}
+
     async def until_runs(self, engine: KnownEngine) -> None:
         """Wait until an engine may run what its sidecar does not know of: it is not paused, has whole weights and all
         its memory. One whose sidecar does not answer is not waited for."""

@@ -82,7 +82,7 @@ async def wire(runtime: Runtime) -> Wiring:
         SglangApi(calls, proxy, model),
         OpenaiApi(calls, proxy, mesh, chat, model),
         VllmApi(calls, proxy, mesh, settings.served_model, Path(settings.tokenizer) if settings.tokenizer else None),
-        Fleet(mesh, engines, settings.served_model),
+        Fleet(mesh, engines, updates, settings.served_model),
         Control(mesh, engines, calls, proxy, updates),
         settings.api_key.get_secret_value(),
     )

@@ -152,7 +152,7 @@ class Control:
 
     async def weight_version(self, request: Request) -> Response:
         """GET /get_weight_version: with commas between where engines serve different ones."""
-        versions = {(await self._updates.load_of(engine)).weight_version for engine in self._scope(request)}
+        versions = await self._updates.versions_of(self._scope(request))
         return JSONResponse({"weight_version": ",".join(sorted(versions))})
 
     async def health(self, request: Request) -> Response:

@@ -6,13 +6,14 @@ from starlette.responses import JSONResponse, Response
 from treadle_gateway.engines import EngineAway, Engines
 from treadle_gateway.mesh import MeshLink
 from treadle_gateway.order import Refused
+from treadle_gateway.updates import Updates
 
 
 class Fleet:
     """Answers what is asked of the fleet. served_model: how models are named; empty: as the engines do."""
 
-    def __init__(self, mesh: MeshLink, engines: Engines, served_model: str) -> None:
-        self._mesh, self._engines, self._served_model = mesh, engines, served_model
+    def __init__(self, mesh: MeshLink, engines: Engines, updates: Updates, served_model: str) -> None:
+        self._mesh, self._engines, self._updates, self._served_model = mesh, engines, updates, served_model
 
     async def close_session(self, request: Request) -> Response:
         """DELETE /sessions/{session}, SkyRL's /finish_session?session_id=: its trajectories end, and what they hold is
@@ -48,11 +49,15 @@ class Fleet:
         return JSONResponse({"object": "list", "data": data})
 
     async def model_info(self, request: Request) -> Response:
-        """GET /model_info, /get_model_info."""
+        """GET /model_info, /get_model_info. Sidecars say which weights are served: the scheduler hears it later."""
         engines = list(self._mesh.engines.values())
-        versions = sorted({engine.weight_version for engine in engines})
+        try:
+            versions = await self._updates.versions_of(engines)
+        except Refused:  # the mesh is away
+            versions = {engine.weight_version for engine in engines}
         model = engines[0].model if engines else ""
-        return JSONResponse({"model_path": model, "is_generation": True, "weight_version": ",".join(versions)})
+        answer = {"model_path": model, "is_generation": True, "weight_version": ",".join(sorted(versions))}
+        return JSONResponse(answer)
 
     async def loads(self, request: Request) -> Response:
         """GET /v1/loads: of each engine, as it tells."""
