@@ -280,17 +280,9 @@ async def test_trl_conversations_are_trajectories_of_their_own_and_end_with_it(m
 
 def test_trls_worker_takes_what_the_trainers_config_says() -> None:
     """Two samples a device and step, four devices, two steps of staleness: as many in flight as the trainer says."""
-    names = (
-        *("queue_maxsize", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "request_timeout"),
-        *("chat_template_kwargs", "max_tool_calling_iterations", "log_completions", "num_completions_to_print"),
-        "fork_threshold_tokens",
-    )
-    own = {"num_generations": 8, "max_inflight_tasks": -1, "max_completion_length": 64, "max_staleness": 2}
-    steps = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "world_size": 4}
-    args = SimpleNamespace(**dict.fromkeys(names, 1), **own, **steps)
     with standing_in(trl.contents(), "trl") as (adapter,):
         worker = adapter.RolloutWorker.of(
-            args,
+            trl.config(),
             model_name="m",
             dataset=[],
             reward_funcs=[len],

@@ -19,6 +19,7 @@ from support.fake_chat import text_of, write_tokenizer
 from support.fake_sglang import EXPERTS_PER_TOKEN, LAYERS, FakeSglang, expected
 from support.frameworks.packages import run_rollouts
 from support.frameworks.prime_rl import PrimeRl
+from support.frameworks.settings import shown_settings
 from support.frameworks.slime import Sample, Slime
 from support.gateway import FrontDoor, ask_directly, front_door
 from treadle.scheduler.v1 import scheduler_pb2
@@ -58,6 +59,11 @@ def lend(engine: FakeSglang) -> None:
     engine.arguments["enable_memory_saver"] = True
 
 
+def address_of(door: FrontDoor) -> str:
+    """host:port."""
+    return door.url.removeprefix("http://")
+
+
 async def check_turn(door: FrontDoor, context: list[int], token_ids: list[int], logprobs: list[float]) -> None:
     """An answer is that of a direct call."""
     direct = await ask_directly(door.http, door.engines["e0"].url, context, NEW_TOKENS)
@@ -79,9 +85,9 @@ async def check_turns(door: FrontDoor, turns: list[dict[str, Any]]) -> None:
     ]
 
 
-def options(door: FrontDoor, **sampling: Any) -> dict[str, Any]:
+def options(url: str, **sampling: Any) -> dict[str, Any]:
     return {
-        "url": door.url,
+        "url": url,
         "model": MODEL,
         "prompts": PROMPTS,
         "sessions": SESSIONS,
@@ -104,7 +110,10 @@ async def test_skyrls_client_rolls_out_a_batch_of_several_turns(door: FrontDoor)
         "logprobs": 1,
         "stop": None,
     }
-    answer = await run_rollouts("skyrl", options(door, **sampling))
+    shown = shown_settings("skyrl", address_of(door))
+    assert shown["generator.inference_engine.run_engines_locally"] == "false"
+    url = shown["generator.inference_engine.external_proxy_url"]
+    answer = await run_rollouts("skyrl", options(url, **sampling))
     await check_turns(door, answer["turns"])
     assert answer["world_size"] == [2, 2]
     assert "/update_weights_from_disk" in answer["refusal"]
@@ -113,12 +122,17 @@ async def test_skyrls_client_rolls_out_a_batch_of_several_turns(door: FrontDoor)
 
 async def test_prime_rls_client_rolls_out_a_batch_of_several_turns(door: FrontDoor) -> None:
     """renderers 0.1.12, through which verifiers 0.4.0 sends. It refuses logprobs that do not name their tokens."""
-    await check_turns(door, await run_rollouts("prime-rl", options(door)))
+    shown = shown_settings("prime-rl", address_of(door))
+    [url] = shown["orchestrator"]["client"]["base_url"]
+    assert shown["weight_broadcast"]["type"] == "filesystem"
+    await check_turns(door, await run_rollouts("prime-rl", options(url.removesuffix("/v1"))))
     assert await open_trajectories(door) == len(SESSIONS)
 
 
 async def test_an_unmodified_openai_client_runs_a_batch_of_several_turns(door: FrontDoor) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0) as client:
+    made, asked = shown_settings("openai", address_of(door))["code"].splitlines()
+    assert 'extra_headers={"X-Session-ID": trajectory_id}' in asked
+    async with eval(made.partition("=")[2], {"openai": openai}) as client:
 
         async def play(prompt: list[int], session: str) -> None:
             context = list(prompt)
@@ -145,7 +159,10 @@ async def test_an_unmodified_openai_client_runs_a_batch_of_several_turns(door: F
 
 
 async def test_what_slime_sends_runs_a_batch_of_several_turns(door: FrontDoor) -> None:
-    slime = Slime(door.http, door.url, [door.url])
+    shown = shown_settings("slime", address_of(door))
+    router = f"http://{shown['--sglang-router-ip']}:{shown['--sglang-router-port']}"
+    slime = Slime(door.http, router, [f"http://{shown['--rollout-external-engine-addrs']}"])
+    assert await slime.discover() == [2]
 
     async def play(prompt: list[int], session: str) -> None:
         sample = Sample(session, list(prompt), NEW_TOKENS)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import queue
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 SOURCES = {
@@ -118,6 +119,19 @@ class AsyncRolloutWorker:
 def score_by_length(completions: list[Any], **_: Any) -> list[float]:
     """A reward function that a child process can import."""
     return [float(len(completion)) for completion in completions]
+
+
+def config() -> SimpleNamespace:
+    """What of AsyncGRPOConfig a worker is made of: two samples a device and step, four devices, two steps of
+    staleness."""
+    names = (
+        *("queue_maxsize", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "request_timeout"),
+        *("chat_template_kwargs", "max_tool_calling_iterations", "log_completions", "num_completions_to_print"),
+        "fork_threshold_tokens",
+    )
+    own = {"num_generations": 8, "max_inflight_tasks": -1, "max_completion_length": 64, "max_staleness": 2}
+    steps = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "world_size": 4}
+    return SimpleNamespace(**dict.fromkeys(names, 1), **own, **steps)
 
 
 def contents() -> dict[str, dict[str, Any]]:
