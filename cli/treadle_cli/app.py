@@ -17,6 +17,7 @@ from treadle_cli import exits
 from treadle_cli.attach import attach, print_addresses
 from treadle_cli.authority import DEFAULT_DAYS, DEFAULT_TENANT, identities, make_certificates
 from treadle_cli.doctor.command import doctor
+from treadle_cli.drain import drain
 from treadle_cli.mesh import checks
 from treadle_cli.mesh.engines import DEFAULT_MODEL, EnginePlan, default_model_folder
 from treadle_cli.options import (
@@ -54,7 +55,7 @@ PASS_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": False}
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(predictor_commands, name="predictor")
-for each in (attach, doctor, top, simulate):
+for each in (attach, doctor, drain, top, simulate):
     app.command()(each)
 out = Console()
 

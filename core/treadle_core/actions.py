@@ -82,6 +82,11 @@ class SaveWeights(Action):
 
 
 @dataclass(frozen=True, slots=True)
+class SaveDrained(Action):
+    """Store which engines are drained."""
+
+
+@dataclass(frozen=True, slots=True)
 class LoadWeights(Action):
     """Have an engine load weights; answer with WeightsUpdated or LoadFailed."""
 

@@ -64,6 +64,7 @@ HANDLERS: Mapping[type[ev.Event], Callable[[State, Any, float], list[Action]]] =
     ev.EngineRegistered: _register_engine,
     ev.LeaseRenewed: weights.renew_lease,
     ev.EngineDeregistered: leases.deregister_engine,
+    ev.DrainSet: leases.set_drain,
     ev.WeightsSet: weights.set_weights,
     ev.WeightsUpdated: weights.update_weights,
     ev.LoadFailed: weights.fail_load,
@@ -85,10 +86,12 @@ class Controller:
         now: float,
         job_records: Iterable[JobRecord] = (),
         desired_weights: WeightsRecord | None = None,
+        drained: Iterable[str] = (),
     ) -> list[Action]:
         """Take over what an earlier run stored; call it once, before the first event."""
         state = self._state
         state.engines.desire(desired_weights)
+        state.engines.drain(drained)
         state.restored_s = now
         state.jobs.restore(job_records, now)
         state.engines.restore(engines, now)
@@ -140,6 +143,11 @@ class Controller:
     def desired_weights(self) -> WeightsRecord | None:
         """The weights that all engines are to serve; None where each serves what it has."""
         return self._state.engines.desired
+
+    @property
+    def drained(self) -> tuple[str, ...]:
+        """Ids of the engines that an operator wants empty, in order; they may hold no lease."""
+        return self._state.engines.drained
 
     @property
     def policy(self) -> Policy:

@@ -1,7 +1,7 @@
 """Events: what happened, as the controller's driver (the scheduler service or a simulator) reports it.
 
 Requests (JobOpened, JobRenewed, JobClosed, TrajectoryOpened, StepRequested, TrajectoryClosed, SwitchRequested,
-EngineRegistered, LeaseRenewed, EngineDeregistered, PolicySet, WeightsSet) may be refused with an exception of
+EngineRegistered, LeaseRenewed, EngineDeregistered, DrainSet, PolicySet, WeightsSet) may be refused with an exception of
 `refusals` and then change nothing. All others are facts: they are never refused, and may arrive twice, late or out of
 order; a fact about something that is gone is ignored.
 """
@@ -137,6 +137,14 @@ class EngineDeregistered(Event):
 
     lease_id: str
     engine_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainSet(Event):
+    """An operator wants an engine empty, or, with draining False, in use again."""
+
+    engine_id: str
+    draining: bool
 
 
 @dataclass(frozen=True, slots=True)

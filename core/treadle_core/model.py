@@ -220,7 +220,8 @@ class WeightsRecord:
 class EngineRecord:
     """An engine and its lease. `suspect_s`: when a client lost a stream there; None again after the next renewal.
     behind: it does not serve the desired weights, or has parts of weights only. load_error: why it could not load
-    the desired ones, or that they were not pushed to it."""
+    the desired ones, or that they were not pushed to it. draining: an operator wants it empty; it takes steps only
+    where no other engine can."""
 
     spec: EngineSpec
     lease_id: str
@@ -230,11 +231,12 @@ class EngineRecord:
     suspect_s: float | None = None
     behind: bool = False
     load_error: str = ""
+    draining: bool = False
 
     @property
     def usable(self) -> bool:
         """Whether new steps may go there."""
-        return self.suspect_s is None and self.able
+        return self.suspect_s is None and self.able and not self.draining
 
     @property
     def able(self) -> bool:

@@ -104,6 +104,12 @@ class EngineNotFound(Refusal):
     reason = "ENGINE_NOT_FOUND"
 
 
+class LastEngine(Refusal):
+    """No other engine could take the steps of this one."""
+
+    reason = "LAST_ENGINE"
+
+
 class LeaseNotFound(Refusal):
     """The lease expired or never existed: register again."""
 

@@ -157,6 +157,8 @@ MALFORMED: list[tuple[str, Any, str]] = [
     ("DeregisterEngine", leaving(lease_id="l", engine_id="e0"), "request_id"),
     ("DeregisterEngine", leaving(request_id="r", engine_id="e0"), "lease_id"),
     ("DeregisterEngine", leaving(request_id="r", lease_id="l"), "engine_id"),
+    ("DrainEngine", pb.DrainEngineRequest(engine_id="e0"), "request_id"),
+    ("DrainEngine", pb.DrainEngineRequest(request_id="r"), "engine_id"),
     ("SetWeights", pb.SetWeightsRequest(weight_version="v", model_path="/m"), "request_id"),
     ("SetWeights", pb.SetWeightsRequest(request_id="r", model_path="/m"), "weight_version"),
     ("SetPolicy", pb.SetPolicyRequest(request_id="r"), "policy"),
@@ -186,6 +188,7 @@ REFUSED: list[tuple[str, Any, grpc.StatusCode, str]] = [
     ("SwitchEngine", switch(trajectory_id="stepping"), FAILED, "STEP_IN_FLIGHT"),
     ("SwitchEngine", switch(expected_revision=9), FAILED, "REVISION_MISMATCH"),
     ("SwitchEngine", switch(target_engine_id="e9"), NOT_FOUND, "ENGINE_NOT_FOUND"),
+    ("DrainEngine", pb.DrainEngineRequest(request_id="r", engine_id="e9"), NOT_FOUND, "ENGINE_NOT_FOUND"),
     ("RenewEngineLease", renewal(), NOT_FOUND, "LEASE_NOT_FOUND"),
     ("DeregisterEngine", leaving(request_id="r", lease_id="l", engine_id="e0"), NOT_FOUND, "LEASE_NOT_FOUND"),
 ]

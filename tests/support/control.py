@@ -73,10 +73,10 @@ class Scenario:
 
     def restart(self) -> None:
         """A new controller with what is stored, as after a SIGKILL."""
-        weights = self.controller.desired_weights
+        weights, drained = self.controller.desired_weights, self.controller.drained
         self.controller = Controller(self.policy, self.tuning, epoch_s=0.0)
         stored = self.trajectories.values(), self.engines.values()
-        self.heard += self.controller.restore(*stored, self.now, self.jobs.values(), weights)
+        self.heard += self.controller.restore(*stored, self.now, self.jobs.values(), weights, drained)
 
     def advance(self, seconds: float) -> list[act.Action]:
         """Time passes; one tick."""

@@ -277,6 +277,8 @@ class FuzzedMesh:
         """Bring the mesh into order, and give beta what the next requests name: nothing is vacuous for lack of it."""
         await self._wake_engine()
         await self.ask("operator", scheduler.SetPolicyRequest(request_id=_fresh(), policy=_POLICY))
+        for name in ("e0", "e1"):
+            await self.ask("operator", scheduler.DrainEngineRequest(request_id=_fresh(), engine_id=name, undo=True))
         weights = scheduler.SetWeightsRequest(
             request_id=_fresh(), weight_version=f"w{_fresh()}", model_path="fake/model"
         )

@@ -72,15 +72,19 @@ class AnyEvents(RuleBasedStateMachine):
     def hand(self, event: ev.Event) -> None:
         """One event; a refusal must have changed nothing."""
         controller = self.scenario.controller
-        before = (controller.trajectories(), controller.engines(), controller.policy)
+        before = (controller.trajectories(), controller.engines(), controller.policy, controller.drained)
         try:
             actions = self.scenario.send(event)
         except Refusal:
-            assert (controller.trajectories(), controller.engines(), controller.policy) == before
+            assert (controller.trajectories(), controller.engines(), controller.policy, controller.drained) == before
             return
         for issued in all_of(actions, act.IssueTicket):
             engine = controller.engine(issued.ticket.engine_id)
             assert issued.ticket.ticket_id in self.issued or (engine is not None and not engine.behind)
+            if engine is not None and engine.draining and issued.ticket.ticket_id not in self.issued:
+                others = [each for each in controller.engines() if each.able and not each.draining]
+                lost = issued.ticket.replaces_ticket_id  # then the engine that lost the stream is avoided
+                assert lost or not others or controller.trajectory(issued.ticket.trajectory_id).pinned_engine_id
             known = self.issued.setdefault(issued.ticket.ticket_id, issued.ticket)
             assert known.request_id == issued.ticket.request_id, "one ticket id, one request"
         self.plans += all_of(actions, act.AskPlan)
@@ -154,6 +158,10 @@ class AnyEvents(RuleBasedStateMachine):
             self.hand(ev.WeightsUpdated(engine, version))
         else:
             self.hand(ev.LoadFailed(engine, version, refused=what == 5, message="no"))
+
+    @rule(engine=ENGINES, draining=st.booleans())
+    def engine_is_drained(self, engine: str, draining: bool) -> None:
+        self.hand(ev.DrainSet(engine, draining))
 
     @rule(policy=POLICIES, seldom=st.integers(0, 5))
     def policy_changes(self, policy: Policy, seldom: int) -> None:

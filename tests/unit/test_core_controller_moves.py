@@ -83,6 +83,29 @@ def test_an_unexpected_plan_is_ignored_and_a_trajectory_whose_step_is_out_moves_
     assert {move.target.engine_id for move in after} == {"e1"}
 
 
+def test_a_drain_ends_moves_to_its_engine_and_lets_moves_away_go_on() -> None:
+    """Result: moves to the drained engine are cancelled; a move away keeps its trajectory until it ends, and where it
+    fails the next step leaves the engine all the same."""
+    scenario = unbalanced()
+    for move in (started := moves(scenario)):
+        scenario.send(ev.MoveAccepted(move.trajectory_id, move.move_id, f"m-{move.trajectory_id}"))
+    cancelled = all_of(scenario.send(ev.DrainSet("e1", True)), act.CancelMigration)
+    assert {each.trajectory_id for each in cancelled} == {move.trajectory_id for move in started}
+    assert scenario.controller.open_on("e1") == 0
+
+    scenario = unbalanced()
+    for move in (started := moves(scenario)):
+        scenario.send(ev.MoveAccepted(move.trajectory_id, move.move_id, f"m-{move.trajectory_id}"))
+    assert not all_of(scenario.send(ev.DrainSet("e0", True)), act.CancelMigration)
+    assert scenario.controller.open_on("e0") == len(started)
+    first, *others = (move.trajectory_id for move in started)
+    scenario.send(ev.SwitchRequested("r", first, 1, "e1"))
+    for name in others:
+        scenario.send(ev.MoveEnded(name, f"m-{name}", reason="FAILED"))
+        assert scenario.step(name, 2).engine_id == "e1"
+    assert scenario.controller.open_on("e0") == 0
+
+
 @pytest.mark.parametrize(
     ("engine", "pays"), [({}, False), ({"kv_transfer": KvTransfer.STORAGE, "kv_bytes_per_token": 1_000}, True)]
 )

@@ -19,7 +19,7 @@ BAR = 6  # characters
 VERSION = 8  # last characters of a weight version
 MOST = 24  # last characters of a name in a row of several
 SHOWN_ENGINES, SHOWN_ROLLOUTS, SHOWN_MOVES = 12, 3, 4
-HEALTH_STYLES = {"ok": "green", "starts": "yellow", "paused": "yellow", "asleep": "yellow", "lost": "bold red"}
+HEALTH_STYLES = {"ok": "green", "lost": "bold red"}  # else yellow
 UNKNOWN = "–"
 OLD_S = 3.0  # age from which trajectories are marked as such
 NO_ROLLOUT = "(no rollout)"
@@ -97,7 +97,7 @@ def _engines(engines: Sequence[EngineRow]) -> Table:
             f"{each.tokens_per_s:,.0f}",
             str(each.trajectories),
             Text(printable(each.weight_version)[-VERSION:]),
-            Text(each.health, HEALTH_STYLES[each.health]),
+            Text(each.health, HEALTH_STYLES.get(each.health, "yellow")),
         )
     return table
 

@@ -199,18 +199,23 @@ def _engine(registered: pb.RegisteredEngine) -> EngineRow:
         tokens_per_s=load.decode_tokens_per_s,
         trajectories=registered.trajectories,
         weight_version=load.weight_version or info.weight_version,
-        health=_health(load),
+        health=_health(registered),
     )
 
 
-def _health(load: Any) -> str:
+def _health(registered: pb.RegisteredEngine) -> str:
+    load = registered.load
     if not load.HasField("measured_at"):
         return "starts"
     if not load.engine_healthy:
         return "lost"
     if load.asleep_tags:
         return "asleep"
-    return "paused" if load.paused else "ok"
+    if load.paused:
+        return "paused"
+    if registered.draining:
+        return "drains" if registered.trajectories else "drained"
+    return "ok"
 
 
 def sort_longest_remaining(trajectories: Sequence[pb.Trajectory]) -> tuple[TrajectoryRow, ...]:

@@ -1,6 +1,7 @@
 """Siting: which engine runs the next step of a trajectory, by the placement rule of its policy.
 
-A pinned engine always wins, and every rule avoids an engine that is gone or unhealthy.
+A pinned engine always wins, and every rule avoids an engine that is gone or unhealthy. An engine that is drained is
+left, by trajectories that would stay with it too, unless no other can run them: nothing is refused for it.
 - PINNED (verl): engines in turn at the opening, then always the same.
 - STICKY (prime-rl, SkyRL): the least loaded engine at the first step, then always the same.
 - LEAST_LOAD (slime): at each step the engine with the fewest live tickets for each slot, wherever the prefix is.
@@ -29,8 +30,8 @@ MOST_PROMPTS = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Able:
-    """Engines, by id, that may run trajectories with some tags. usable: engines for new steps, or all where none is
-    usable. fits_all: context tokens that each of them takes."""
+    """Engines, by id, that may run trajectories with some tags. usable: engines for new steps; where none is usable,
+    those that are not drained, or all. fits_all: context tokens that each of them takes."""
 
     engines: list[EngineRecord]
     usable: list[EngineRecord]
@@ -39,7 +40,8 @@ class Able:
     @classmethod
     def of(cls, engines: list[EngineRecord]) -> "Able":
         limits = [engine.spec.max_context_tokens for engine in engines if engine.spec.max_context_tokens]
-        usable = [engine for engine in engines if engine.usable] or engines
+        usable = [engine for engine in engines if engine.usable]
+        usable = usable or [engine for engine in engines if not engine.draining] or engines
         return cls(engines, usable, min(limits) - 1 if limits else math.inf)
 
     def fitting(self, context_tokens: int) -> "Able":
@@ -105,7 +107,8 @@ class Siting:
             self.why = ("pinned_engine_id names it", ())
             return _require_fitting([pinned], context_tokens)[0]
         own, first = self._engines.get(record.engine_id), record.ticket is None
-        if own is not None and own.behind and not own.load_error and not first and record.engine_id != avoid:
+        loads = own is not None and own.behind and not own.load_error and not own.draining
+        if loads and not first and record.engine_id != avoid:
             return None  # it loads weights, and so do the others; then it goes on there
         rule = record.policy.placement
         if rule in (PlacementRule.PLANNED, PlacementRule.PINNED) or (rule is PlacementRule.STICKY and not first):
@@ -116,6 +119,7 @@ class Siting:
                     engine is not None
                     and (engine.usable or engine_id == record.engine_id)
                     and engine.able
+                    and not engine.draining
                     and carries_tags(engine, record)
                     and fits_context(engine, context_tokens)
                 ):
@@ -130,8 +134,8 @@ class Siting:
             return self._least_loaded(able)
         if rule is PlacementRule.CACHE_AWARE:
             return self._cache_aware(record, able)
-        for engine in able.engines:
-            if engine.spec.engine_id == record.engine_id:  # its own was to be avoided and is the only one
+        for engine in able.usable:
+            if engine.spec.engine_id == record.engine_id:  # to be avoided, or drained, and the only one
                 self.why = ("no other engine is there", ())
                 return engine
         if rule is PlacementRule.PINNED:

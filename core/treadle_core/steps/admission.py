@@ -80,7 +80,7 @@ def answer_waiting(state: State, event: ev.Event, now: float) -> list[Action]:
             return _start_first_steps(state, record.engine_id, now, shared=False)
         case ev.MoveEnded() | ev.SwitchRequested():
             return _start_after_move(state, event.trajectory_id, now)
-        case ev.PlanArrived() | ev.EngineRegistered() | ev.GroupSettled() | ev.Tick():
+        case ev.PlanArrived() | ev.EngineRegistered() | ev.DrainSet() | ev.GroupSettled() | ev.Tick():
             actions: list[Action] = []
             for trajectory_id in state.waiting.by_arrival(state.table.take_changed()):
                 _enqueue(state, trajectory_id, now)

@@ -3,6 +3,9 @@
 When an engine is removed, no live ticket for it remains, and each of its open trajectories gets another engine, or none
 until one registers.
 
+An engine that is drained keeps its lease and the steps that run there. Its other trajectories get another engine at
+once, and each of those when its step has ended, so that it is empty soon. What no other engine can run stays.
+
 When a job ends (its lease runs out, its client closes it, or another client resumes it) its open trajectories are
 closed as failed, by the same path as any other closing: running steps are aborted, KV and slots are free, waiting steps
 stop waiting, and the fact of the closing ends sessions. An open trajectory of a job always has a job that is held.
@@ -11,9 +14,17 @@ stop waiting, and the fact of the closing ends sessions. An open trajectory of a
 from dataclasses import replace
 
 from treadle_core import actions as act
-from treadle_core.events import EngineDeregistered, EngineRegistered, JobClosed, JobOpened, JobRenewed, LeaseRenewed
+from treadle_core.events import (
+    DrainSet,
+    EngineDeregistered,
+    EngineRegistered,
+    JobClosed,
+    JobOpened,
+    JobRenewed,
+    LeaseRenewed,
+)
 from treadle_core.model import JobRecord, TicketStatus, TrajectoryRecord, copy_with
-from treadle_core.refusals import BadField, RequestIdReused
+from treadle_core.refusals import BadField, EngineNotFound, LastEngine, RequestIdReused
 from treadle_core.steps import lifecycle, moves
 from treadle_core.steps.state import State
 
@@ -63,8 +74,54 @@ def remove_engine(state: State, engine_id: str, reason: str, now: float) -> list
     actions: list[act.Action] = [act.RemoveEngine(engine_id), act.AnnounceEngineLost(engine_id, reason)]
     for record in state.table.on(engine_id):
         actions += place_again(state, record, now)
+    return [*actions, *_cancel_moves_to(state, engine_id)]
+
+
+def set_drain(state: State, event: DrainSet, now: float) -> list[act.Action]:
+    """Empty an engine, or use it again. Raises EngineNotFound; LastEngine where no other engine takes steps."""
+    engine_id, drained = event.engine_id, set(state.engines.drained)
+    if engine_id not in state.engines and (event.draining or engine_id not in drained):
+        raise EngineNotFound(f"no engine {engine_id} holds a lease", engine_id=engine_id)
+    if event.draining == (engine_id in drained):
+        return []
+    others = (each for each in state.engines if each.spec.engine_id != engine_id)
+    if event.draining and not any(each.able and not each.draining for each in others):
+        raise LastEngine(
+            f"no engine but {engine_id} takes steps now: start one, or end the drain of another, first",
+            engine_id=engine_id,
+        )
+    state.engines.drain(drained | {engine_id} if event.draining else drained - {engine_id})
+    state.planner.note_engines()
+    actions: list[act.Action] = [act.SaveDrained()]
+    if event.draining:
+        actions += _cancel_moves_to(state, engine_id)
+    for record in state.table.on(engine_id):
+        actions += leave_drained(state, record, now)
+    return actions
+
+
+def leave_drained(state: State, record: TrajectoryRecord, now: float) -> list[act.Action]:
+    """Give a trajectory another engine where its own is drained and another can run it, unless its step is out or its
+    KV is on the way to another engine."""
+    own, move = state.engines.get(record.engine_id), record.move
+    leaves = move is not None and not move.has_switched(record.engine_id)
+    if own is None or not own.draining or record.live_ticket is not None or leaves:
+        return []
+    engine = state.siting.choose(record)
+    if engine is None or engine.spec.engine_id == record.engine_id:
+        return []
+    record = copy_with(record, engine_id=engine.spec.engine_id, revision=record.revision + 1, move=None)
+    state.table.put(record)
+    state.planner.drop_target(record)
+    state.histories.decide(record.trajectory_id, now, "placed", record.engine_id, "{} is drained", own.spec.engine_id)
+    return [act.SaveTrajectory(record)]
+
+
+def _cancel_moves_to(state: State, engine_id: str) -> list[act.Action]:
+    actions: list[act.Action] = []
     for record in state.table.moving():
-        if record.move is not None and record.move.target_engine_id == engine_id:
+        move = record.move
+        if move is not None and move.target_engine_id == engine_id and not move.has_switched(record.engine_id):
             actions += moves.cancel_move(state, record)
     return actions
 

@@ -3,7 +3,7 @@
 from treadle_core import events as ev
 from treadle_core.actions import Action, AnnouncePredicted, AskPrediction, IssueTicket, Reprioritize, SaveTrajectory
 from treadle_core.model import TicketStatus, copy_with
-from treadle_core.steps import admission, lifecycle, moves, tickets
+from treadle_core.steps import admission, leases, lifecycle, moves, tickets
 from treadle_core.steps.state import State
 from treadle_core.steps.tickets import StepKind
 
@@ -36,7 +36,8 @@ def finish_step(state: State, event: ev.StepFinished, now: float) -> list[Action
     state.planner.note_step(record)
     if not record.is_open:
         return [SaveTrajectory(record), *lifecycle.announce_if_counted(state, record, now)]
-    return [SaveTrajectory(record), AskPrediction(record), *moves.start_move(state, record, now)]
+    actions = [SaveTrajectory(record), AskPrediction(record), *moves.start_move(state, record, now)]
+    return [*actions, *leases.leave_drained(state, state.table.require(record.trajectory_id), now)]
 
 
 def note_preemption(state: State, event: ev.StepPreempted, now: float) -> list[Action]:

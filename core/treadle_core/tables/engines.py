@@ -21,6 +21,7 @@ class EngineTable:
         self._engines: dict[str, EngineRecord] = {}
         self._sorted: tuple[EngineRecord, ...] | None = ()
         self.desired: WeightsRecord | None = None  # None: each engine serves what it has
+        self._drained: set[str] = set()  # ids; an engine that registers again is drained still
         self.revision = 0
         self.membership = 0
 
@@ -114,6 +115,17 @@ class EngineTable:
         """Store why an engine could not load the desired weights."""
         self._put(replace(self._engines[engine_id], load_error=message))
 
+    @property
+    def drained(self) -> tuple[str, ...]:
+        """Ids of the engines that are to be empty, gone ones too."""
+        return tuple(sorted(self._drained))
+
+    def drain(self, engine_ids: Iterable[str]) -> None:
+        """Set which engines are to be empty."""
+        self._drained = set(engine_ids)
+        for record in list(self._engines.values()):
+            self._put(record)
+
     def remove(self, engine_id: str) -> None:
         if self._engines.pop(engine_id, None) is not None:
             self.membership += 1
@@ -138,7 +150,8 @@ class EngineTable:
         version = record.spec.weight_version
         differs = self.desired is not None and version != self.desired.weight_version
         behind = differs or version.startswith(INCOMPLETE)
-        record = replace(record, behind=behind, load_error=record.load_error if behind else "")
+        drained = record.spec.engine_id in self._drained
+        record = replace(record, behind=behind, load_error=record.load_error if behind else "", draining=drained)
         old = self._engines.get(record.spec.engine_id)
         if old is None or old.spec is not record.spec or old.usable is not record.usable:
             self.membership += 1

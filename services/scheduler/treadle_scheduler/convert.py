@@ -159,6 +159,10 @@ def switch_requested(request: pb.SwitchEngineRequest) -> ev.SwitchRequested:
     )
 
 
+def drain_set(request: pb.DrainEngineRequest) -> ev.DrainSet:
+    return ev.DrainSet(identifier("engine_id", request.engine_id), not request.undo)
+
+
 def policy_set(request: pb.SetPolicyRequest) -> ev.PolicySet:
     require(request.HasField("policy"), "policy", "must be set")
     return ev.PolicySet(_policy(request.policy))
@@ -331,6 +335,7 @@ def registered_engine(record: EngineRecord, trajectories: int) -> pb.RegisteredE
         info=engine_info(record.spec),
         lease_expires_at=timestamp(record.lease_expires_s),
         trajectories=trajectories,
+        draining=record.draining,
         load=engine_pb2.Load(**fields_of(load, _LOAD), measured_at=timestamp(load.measured_s)) if load else None,
     )
 

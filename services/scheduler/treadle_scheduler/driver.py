@@ -65,12 +65,14 @@ class CorruptRecord(Exception):  # noqa: N818 - named as what was found
 @dataclass(frozen=True, slots=True)
 class MeshRecord:
     """What holds for the mesh: the policy of new trajectories, when it first started (`epoch_s`, Unix time), the
-    weights that all engines are to serve, and what tickets are sealed with (`ticket_key`, in hex)."""
+    weights that all engines are to serve, what tickets are sealed with (`ticket_key`, in hex), and the ids of engines
+    that are drained."""
 
     policy: Policy
     epoch_s: float
     weights: WeightsRecord | None = None
     ticket_key: str = field(default="", repr=False)
+    drained: tuple[str, ...] = ()
 
 
 Record = TrajectoryRecord | EngineRecord | JobRecord | MeshRecord
@@ -326,10 +328,10 @@ class Driver:
                 case act.RemoveJob(job_id):
                     keys.add(key := job_key(job_id))
                     self._store.put(key, None)
-                case act.SavePolicy() | act.SaveWeights():
+                case act.SavePolicy() | act.SaveWeights() | act.SaveDrained():
                     keys.add(POLICY_KEY)
                     policy, weights = self.controller.policy, self.controller.desired_weights
-                    self.mesh = replace(self.mesh, policy=policy, weights=weights)
+                    self.mesh = replace(self.mesh, policy=policy, weights=weights, drained=self.controller.drained)
                     self._store.put(POLICY_KEY, self.mesh)
                 case act.IssueTicket(ticket):
                     waiting = self._waiting.get(ticket.trajectory_id)

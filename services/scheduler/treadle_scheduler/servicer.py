@@ -140,6 +140,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         )
 
     @answered_once
+    async def DrainEngine(self, request: pb.DrainEngineRequest, context: Any) -> pb.DrainEngineResponse:
+        await self._driver.request(convert.drain_set(request), POLICY_KEY)
+        return pb.DrainEngineResponse(trajectories=self._controller.open_on(request.engine_id))
+
+    @answered_once
     async def SetPolicy(self, request: pb.SetPolicyRequest, context: Any) -> pb.SetPolicyResponse:
         await self._driver.request(convert.policy_set(request))
         return pb.SetPolicyResponse(policy=convert.policy_message(self._controller.policy))

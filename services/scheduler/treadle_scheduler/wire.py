@@ -145,7 +145,7 @@ async def restore(
         store.put(POLICY_KEY, mesh)
         await store.settle([POLICY_KEY])
     controller = Controller(mesh.policy, tuning_of(settings), mesh.epoch_s)
-    restored = controller.restore(trajectories, engines, clock(), jobs, mesh.weights)
+    restored = controller.restore(trajectories, engines, clock(), jobs, mesh.weights, mesh.drained)
     log.info("restored", trajectories=len(trajectories), engines=len(engines), jobs=len(jobs))
     meters = Meters(runtime.metrics)
     outbound = Outbound(settings, runtime.bus, runtime.channel, store.lease.until_held, meters, traces)

@@ -1159,8 +1159,11 @@ class RegisteredEngine(google.protobuf.message.Message):
     LOAD_FIELD_NUMBER: builtins.int
     LEASE_EXPIRES_AT_FIELD_NUMBER: builtins.int
     TRAJECTORIES_FIELD_NUMBER: builtins.int
+    DRAINING_FIELD_NUMBER: builtins.int
     trajectories: builtins.int
     """open trajectories whose engine this is"""
+    draining: builtins.bool
+    """by DrainEngine; it is empty once it has no trajectories"""
     @property
     def info(self) -> treadle.engine.v1.engine_pb2.EngineInfo: ...
     @property
@@ -1174,9 +1177,10 @@ class RegisteredEngine(google.protobuf.message.Message):
         load: treadle.engine.v1.engine_pb2.Load | None = ...,
         lease_expires_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         trajectories: builtins.int = ...,
+        draining: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["info", b"info", "lease_expires_at", b"lease_expires_at", "load", b"load"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["info", b"info", "lease_expires_at", b"lease_expires_at", "load", b"load", "trajectories", b"trajectories"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["draining", b"draining", "info", b"info", "lease_expires_at", b"lease_expires_at", "load", b"load", "trajectories", b"trajectories"]) -> None: ...
 
 Global___RegisteredEngine: typing_extensions.TypeAlias = RegisteredEngine
 
@@ -1195,6 +1199,43 @@ class ListEnginesResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["engines", b"engines"]) -> None: ...
 
 Global___ListEnginesResponse: typing_extensions.TypeAlias = ListEnginesResponse
+
+@typing.final
+class DrainEngineRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    ENGINE_ID_FIELD_NUMBER: builtins.int
+    UNDO_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    engine_id: builtins.str
+    undo: builtins.bool
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        engine_id: builtins.str = ...,
+        undo: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "request_id", b"request_id", "undo", b"undo"]) -> None: ...
+
+Global___DrainEngineRequest: typing_extensions.TypeAlias = DrainEngineRequest
+
+@typing.final
+class DrainEngineResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TRAJECTORIES_FIELD_NUMBER: builtins.int
+    trajectories: builtins.int
+    """that are still there: their steps run, or no other engine can run them"""
+    def __init__(
+        self,
+        *,
+        trajectories: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["trajectories", b"trajectories"]) -> None: ...
+
+Global___DrainEngineResponse: typing_extensions.TypeAlias = DrainEngineResponse
 
 @typing.final
 class Policy(google.protobuf.message.Message):

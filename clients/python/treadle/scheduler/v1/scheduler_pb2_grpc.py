@@ -106,6 +106,11 @@ class SchedulerServiceStub(object):
                 request_serializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.ListEnginesRequest.SerializeToString,
                 response_deserializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.ListEnginesResponse.FromString,
                 _registered_method=True)
+        self.DrainEngine = channel.unary_unary(
+                '/treadle.scheduler.v1.SchedulerService/DrainEngine',
+                request_serializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.DrainEngineRequest.SerializeToString,
+                response_deserializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.DrainEngineResponse.FromString,
+                _registered_method=True)
         self.SetPolicy = channel.unary_unary(
                 '/treadle.scheduler.v1.SchedulerService/SetPolicy',
                 request_serializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.SetPolicyRequest.SerializeToString,
@@ -236,6 +241,16 @@ class SchedulerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainEngine(self, request, context):
+        """Empties an engine, or with `undo` uses it again. It keeps its lease and the steps that run there; nothing new goes there, and its
+        trajectories go on at other engines. What no other engine can run (pinned there, by hardware tags, or as all others are lost)
+        stays. It holds until it is undone, over restarts of the engine and of the scheduler. NOT_FOUND ENGINE_NOT_FOUND;
+        FAILED_PRECONDITION LAST_ENGINE where no other engine takes steps.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetPolicy(self, request, context):
         """Changes how trajectories are ranked and placed, for trajectories opened from now on, but for jobs with a policy of their own.
         """
@@ -344,6 +359,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.ListEngines,
                     request_deserializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.ListEnginesRequest.FromString,
                     response_serializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.ListEnginesResponse.SerializeToString,
+            ),
+            'DrainEngine': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainEngine,
+                    request_deserializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.DrainEngineRequest.FromString,
+                    response_serializer=treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.DrainEngineResponse.SerializeToString,
             ),
             'SetPolicy': grpc.unary_unary_rpc_method_handler(
                     servicer.SetPolicy,
@@ -751,6 +771,33 @@ class SchedulerService(object):
             '/treadle.scheduler.v1.SchedulerService/ListEngines',
             treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.ListEnginesRequest.SerializeToString,
             treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.ListEnginesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainEngine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/treadle.scheduler.v1.SchedulerService/DrainEngine',
+            treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.DrainEngineRequest.SerializeToString,
+            treadle_dot_scheduler_dot_v1_dot_scheduler__pb2.DrainEngineResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -249,6 +249,22 @@ _SchedulerServiceListEnginesType = typing_extensions.TypeVar(
     ],
 )
 
+_SchedulerServiceDrainEngineType = typing_extensions.TypeVar(
+    '_SchedulerServiceDrainEngineType',
+    grpc.UnaryUnaryMultiCallable[
+        treadle.scheduler.v1.scheduler_pb2.DrainEngineRequest,
+        treadle.scheduler.v1.scheduler_pb2.DrainEngineResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.scheduler.v1.scheduler_pb2.DrainEngineRequest,
+        treadle.scheduler.v1.scheduler_pb2.DrainEngineResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        treadle.scheduler.v1.scheduler_pb2.DrainEngineRequest,
+        treadle.scheduler.v1.scheduler_pb2.DrainEngineResponse,
+    ],
+)
+
 _SchedulerServiceSetPolicyType = typing_extensions.TypeVar(
     '_SchedulerServiceSetPolicyType',
     grpc.UnaryUnaryMultiCallable[
@@ -329,7 +345,7 @@ _SchedulerServiceGetDirectoryType = typing_extensions.TypeVar(
     ],
 )
 
-class SchedulerServiceStub(typing.Generic[_SchedulerServiceOpenJobType, _SchedulerServiceRenewJobType, _SchedulerServiceCloseJobType, _SchedulerServiceListJobsType, _SchedulerServiceOpenTrajectoryType, _SchedulerServiceScheduleStepType, _SchedulerServiceCloseTrajectoryType, _SchedulerServiceGetTrajectoryType, _SchedulerServiceListTrajectoriesType, _SchedulerServiceSwitchEngineType, _SchedulerServiceRegisterEngineType, _SchedulerServiceRenewEngineLeaseType, _SchedulerServiceDeregisterEngineType, _SchedulerServiceListEnginesType, _SchedulerServiceSetPolicyType, _SchedulerServiceGetPolicyType, _SchedulerServiceSetWeightsType, _SchedulerServiceGetWeightsType, _SchedulerServiceGetDirectoryType]):
+class SchedulerServiceStub(typing.Generic[_SchedulerServiceOpenJobType, _SchedulerServiceRenewJobType, _SchedulerServiceCloseJobType, _SchedulerServiceListJobsType, _SchedulerServiceOpenTrajectoryType, _SchedulerServiceScheduleStepType, _SchedulerServiceCloseTrajectoryType, _SchedulerServiceGetTrajectoryType, _SchedulerServiceListTrajectoriesType, _SchedulerServiceSwitchEngineType, _SchedulerServiceRegisterEngineType, _SchedulerServiceRenewEngineLeaseType, _SchedulerServiceDeregisterEngineType, _SchedulerServiceListEnginesType, _SchedulerServiceDrainEngineType, _SchedulerServiceSetPolicyType, _SchedulerServiceGetPolicyType, _SchedulerServiceSetWeightsType, _SchedulerServiceGetWeightsType, _SchedulerServiceGetDirectoryType]):
     """Several processes may run; one leads and answers, and its health (grpc.health.v1, service "") is SERVING. The others answer every RPC
     with UNAVAILABLE NOT_LEADER, metadata `leader` (its address) and RetryInfo.
     """
@@ -391,6 +407,10 @@ class SchedulerServiceStub(typing.Generic[_SchedulerServiceOpenJobType, _Schedul
         grpc.UnaryUnaryMultiCallable[
             treadle.scheduler.v1.scheduler_pb2.ListEnginesRequest,
             treadle.scheduler.v1.scheduler_pb2.ListEnginesResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            treadle.scheduler.v1.scheduler_pb2.DrainEngineRequest,
+            treadle.scheduler.v1.scheduler_pb2.DrainEngineResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             treadle.scheduler.v1.scheduler_pb2.SetPolicyRequest,
@@ -473,6 +493,10 @@ class SchedulerServiceStub(typing.Generic[_SchedulerServiceOpenJobType, _Schedul
             treadle.scheduler.v1.scheduler_pb2.ListEnginesResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            treadle.scheduler.v1.scheduler_pb2.DrainEngineRequest,
+            treadle.scheduler.v1.scheduler_pb2.DrainEngineResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             treadle.scheduler.v1.scheduler_pb2.SetPolicyRequest,
             treadle.scheduler.v1.scheduler_pb2.SetPolicyResponse,
         ],
@@ -539,6 +563,13 @@ class SchedulerServiceStub(typing.Generic[_SchedulerServiceOpenJobType, _Schedul
     DeregisterEngine: _SchedulerServiceDeregisterEngineType
 
     ListEngines: _SchedulerServiceListEnginesType
+
+    DrainEngine: _SchedulerServiceDrainEngineType
+    """Empties an engine, or with `undo` uses it again. It keeps its lease and the steps that run there; nothing new goes there, and its
+    trajectories go on at other engines. What no other engine can run (pinned there, by hardware tags, or as all others are lost)
+    stays. It holds until it is undone, over restarts of the engine and of the scheduler. NOT_FOUND ENGINE_NOT_FOUND;
+    FAILED_PRECONDITION LAST_ENGINE where no other engine takes steps.
+    """
 
     SetPolicy: _SchedulerServiceSetPolicyType
     """Changes how trajectories are ranked and placed, for trajectories opened from now on, but for jobs with a policy of their own."""
@@ -613,6 +644,10 @@ SchedulerServiceAsyncStub: typing_extensions.TypeAlias = SchedulerServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         treadle.scheduler.v1.scheduler_pb2.ListEnginesRequest,
         treadle.scheduler.v1.scheduler_pb2.ListEnginesResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        treadle.scheduler.v1.scheduler_pb2.DrainEngineRequest,
+        treadle.scheduler.v1.scheduler_pb2.DrainEngineResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         treadle.scheduler.v1.scheduler_pb2.SetPolicyRequest,
@@ -756,6 +791,18 @@ class SchedulerServiceServicer(metaclass=abc.ABCMeta):
         request: treadle.scheduler.v1.scheduler_pb2.ListEnginesRequest,
         context: _ServicerContext,
     ) -> typing.Union[treadle.scheduler.v1.scheduler_pb2.ListEnginesResponse, collections.abc.Awaitable[treadle.scheduler.v1.scheduler_pb2.ListEnginesResponse]]: ...
+
+    @abc.abstractmethod
+    def DrainEngine(
+        self,
+        request: treadle.scheduler.v1.scheduler_pb2.DrainEngineRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[treadle.scheduler.v1.scheduler_pb2.DrainEngineResponse, collections.abc.Awaitable[treadle.scheduler.v1.scheduler_pb2.DrainEngineResponse]]:
+        """Empties an engine, or with `undo` uses it again. It keeps its lease and the steps that run there; nothing new goes there, and its
+        trajectories go on at other engines. What no other engine can run (pinned there, by hardware tags, or as all others are lost)
+        stays. It holds until it is undone, over restarts of the engine and of the scheduler. NOT_FOUND ENGINE_NOT_FOUND;
+        FAILED_PRECONDITION LAST_ENGINE where no other engine takes steps.
+        """
 
     @abc.abstractmethod
     def SetPolicy(

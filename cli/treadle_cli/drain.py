@@ -1,0 +1,81 @@
+"""`treadle drain`: empty an engine of a running mesh, so that it can be stopped, and use it again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from typing import TYPE_CHECKING, Annotated
+
+import grpc
+import grpc.aio
+import typer
+from rich.console import Console
+from treadle.scheduler.v1 import scheduler_pb2 as pb
+
+from treadle_cli import exits
+from treadle_cli.options import DEFAULT_SCHEDULER, AsJson, Scheduler
+from treadle_cli.problems import UsageProblem
+
+if TYPE_CHECKING:
+    from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub
+
+ASK_S = 10.0
+LOOK_S = 0.5  # between two looks at how many trajectories are left
+CORRECTABLE = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.PERMISSION_DENIED,
+)
+
+
+def drain(
+    engine: Annotated[str, typer.Argument(help="Id of a registered engine, as `treadle top` shows it.")],
+    scheduler: Scheduler = DEFAULT_SCHEDULER,
+    undo: Annotated[bool, typer.Option("--undo", help="Use the engine again.")] = False,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Do not wait until the engine is empty.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Send an engine no more steps and move its trajectories to others, then wait until it is empty. Its running steps
+    end there. Ctrl-C ends the wait and not the drain, which holds until --undo."""
+    out = exits.err if as_json else Console()
+    exits.run(lambda _: run_drain(engine, scheduler, undo, not no_wait, as_json, out))
+
+
+async def run_drain(engine: str, scheduler: str, undo: bool, waits: bool, as_json: bool, out: Console) -> int:
+    """Drain, or end a drain, and say how many trajectories are left. Raises UsageProblem, TreadleError."""
+    from treadle.errors import error_from
+
+    from treadle_cli.scheduler import reach_scheduler
+
+    async with reach_scheduler(scheduler) as stub:
+        request = pb.DrainEngineRequest(request_id=uuid.uuid4().hex, engine_id=engine, undo=undo)
+        try:
+            left = (await stub.DrainEngine(request, timeout=ASK_S)).trajectories
+            if left and waits and not undo:
+                left = await _until_empty(stub, engine, out)
+        except grpc.aio.AioRpcError as error:
+            raised = error_from(error)
+            raise (UsageProblem(raised.message) if error.code() in CORRECTABLE else raised) from None
+    if as_json:
+        typer.echo(json.dumps({"engine": engine, "draining": not undo, "trajectories": left}))
+    elif undo:
+        out.print(f"{engine} takes steps again", highlight=False, markup=False)
+    else:
+        told = f"{left} trajectories are still there" if left else "it is empty: stop it, or use it again with --undo"
+        out.print(f"{engine} gets no more steps; {told}", highlight=False, markup=False)
+    return 0
+
+
+async def _until_empty(stub: SchedulerServiceAsyncStub, engine: str, out: Console) -> int:
+    """Return once no trajectory is there, or the engine is gone or used again: how many are left."""
+    with out.status(f"{engine}: waiting") as status:
+        while True:
+            listed = (await stub.ListEngines(pb.ListEnginesRequest(), timeout=ASK_S)).engines
+            found = next((each for each in listed if each.info.engine_id == engine), pb.RegisteredEngine())
+            if not found.trajectories or not found.draining:
+                return found.trajectories
+            steps = found.load.running_steps + found.load.waiting_steps
+            status.update(f"{engine}: {found.trajectories} trajectories are left, {steps} of their steps run or wait")
+            await asyncio.sleep(LOOK_S)

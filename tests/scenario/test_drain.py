@@ -1,0 +1,74 @@
+"""An operator drains an engine of a running mesh, by `treadle drain`."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import treadle
+from support.commands import output_of
+from support.conditions import until_said
+from support.fake_sglang import expected
+from support.mesh_of_processes import PROMPT, Fleet, fleet
+from support.processes import StartService
+from treadle.scheduler.v1 import scheduler_pb2 as pb
+
+DRAIN = (sys.executable, "-m", "treadle_cli", "drain")
+TOP = (sys.executable, "-m", "treadle_cli", "top")
+TOKENS = 30
+SAMPLING = treadle.Sampling(max_new_tokens=TOKENS, temperature=0.0)
+
+
+async def engine(made: Fleet, name: str) -> pb.RegisteredEngine:
+    listed: pb.ListEnginesResponse = await made.control.call("ListEngines", pb.ListEnginesRequest())
+    (found,) = (each for each in listed.engines if each.info.engine_id == name)
+    return found
+
+
+async def play(made: Fleet, name: str, turns: int, enough: asyncio.Event) -> None:
+    """A trajectory of so many turns, and more until it is enough, each with the tokens of an undisturbed run."""
+    t = await made.client.open(prompt_id=name, sample=0, prompt=PROMPT)
+    context = list(PROMPT)
+    while len(t.steps) < turns or not enough.is_set():
+        async for _ in t.generate(SAMPLING):
+            pass
+        assert t.steps[-1].token_ids == expected(context, TOKENS)
+        t.observe([7])
+        context += [*t.steps[-1].token_ids, 7]
+        await asyncio.sleep(0.02)
+    await t.close()
+
+
+async def test_an_engine_is_drained_while_trajectories_run_and_nothing_is_lost(
+    start_service: StartService, tmp_path: Path
+) -> None:
+    """
+    GIVEN   twelve trajectories of many turns on two engines
+    WHEN    one engine is drained, and later used again
+    Result: it gets empty while they run and no step goes there any more; each turn has its tokens, once; the last
+            engine is not drained; a drain holds over a kill of the scheduler; after its end the engine gets steps"""
+    async with fleet(start_service, token_s=0.005, PROBE_S="0") as made:
+        where = ("--scheduler", made.scheduler.address)
+        enough = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            for number in range(12):
+                group.create_task(play(made, f"p{number}", 3, enough))
+            await until_said(lambda: engine(made, "e0"), lambda said: said.load.running_steps > 0)
+            code, said, errors = await output_of(*DRAIN, "e0", "--json", *where, cwd=tmp_path)
+            assert (code, json.loads(said)) == (0, {"engine": "e0", "draining": True, "trajectories": 0}), errors
+            said = (await output_of(*TOP, "--once", "--json", *where, cwd=tmp_path))[1]
+            assert [each["health"] for each in json.loads(said)["engines"]] == ["drained", "ok"]
+            requests = len(made.engines[0].requests)
+            for name, words in (("e1", "no engine but e1 takes steps now"), ("e9", "no engine e9 holds a lease")):
+                code, _, errors = await output_of(*DRAIN, name, *where, cwd=tmp_path)
+                assert code == 2 and words in errors
+            enough.set()
+        assert len(made.engines[0].requests) == requests > 0, "no step went there"
+        await made.restart_scheduler()
+        assert (await engine(made, "e0")).draining
+        code, said, _ = await output_of(*DRAIN, "e0", "--undo", *where, cwd=tmp_path)
+        assert code == 0 and "e0 takes steps again" in said
+        async with asyncio.TaskGroup() as group:
+            for number in range(12, 18):
+                group.create_task(play(made, f"p{number}", 2, enough))
+        assert len(made.engines[0].requests) > requests
