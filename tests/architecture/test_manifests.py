@@ -87,7 +87,8 @@ def written_tests() -> set[tuple[str, str]]:
 
 
 def test_every_test_that_the_page_of_faults_names_exists() -> None:
-    named = set(re.findall(r"(test_\w+\.py)::(\w+)", (ROOT / "docs" / "faults.md").read_text()))
+    pages = "".join((ROOT / "docs" / name).read_text() for name in ("faults.md", "console.md"))
+    named = set(re.findall(r"(test_\w+\.py)::(\w+)", pages))
     assert named
     assert named <= written_tests(), f"no such test: {sorted(named - written_tests())}"
 

@@ -13,6 +13,7 @@ from treadle.telemetry.v1 import facts_pb2
 from treadle_runtime.bus import Bus
 from treadle_runtime.facts import make_fact
 
+KEY = "correct-horse-battery-staple"
 Event = tuple[str, dict[str, Any]]  # id and message
 
 
@@ -28,6 +29,13 @@ class Http:
             is_json = response.content_type == "application/json"
             answer = await (response.json() if is_json else response.text())
             return response.status, answer, {name.lower(): value for name, value in response.headers.items()}
+
+    async def post(self, path: str, body: object = None, **headers: str) -> tuple[int, str]:
+        """JSON, as a page of the console sends it. Status and error."""
+        own = {"Origin": self.url, "Content-Type": "application/json", **headers}
+        async with self._session.post(f"{self.url}{path}", data=json.dumps(body), headers=own) as response:
+            is_json = response.content_type == "application/json"
+            return response.status, (await response.json()).get("error", "") if is_json else ""
 
     async def events(self, last_id: str = "") -> AsyncIterator[Event]:
         """Ids and messages of a stream."""
@@ -71,10 +79,51 @@ async def test_a_request_for_another_host_is_refused(http: Http) -> None:
 
 
 async def test_nothing_changes_the_mesh(http: Http) -> None:
+    """Without a key, there is nothing to call."""
+    for path in ("/", "/api/events", "/api/trajectory", "/api/tail"):
+        assert (await http.post(path))[0] == 405
+    for key in ("", KEY):
+        status, error = await http.post("/api/control", {"action": "pause"}, Authorization=f"Bearer {key}")
+        assert status == 404 and "TREADLE_CONSOLE_CONTROL_KEY" in error
+
+
+async def test_control_takes_json_of_its_own_pages_with_the_key_and_nothing_else(start_service: StartService) -> None:
+    """No scheduler is there. Result: a request with all that it needs gets as far as the scheduler; one that lacks a
+    part is refused before, and says what it lacks."""
+    process, url, _ = await start_console(start_service, f"127.0.0.1:{free_port()}", KEY)
     async with aiohttp.ClientSession() as session:
-        for path in ("/", "/api/events", "/api/trajectory", "/api/tail"):
-            async with session.post(f"{http.url}{path}", json={}) as response:
-                assert response.status == 405
+        http = Http(session, url, process)
+        host, right = url.removeprefix("http://"), f"Bearer {KEY}"
+        drain = {"action": "drain", "engine": "e0"}
+        assert (await http.post("/api/control", drain, Authorization=right))[0] == 502
+        assert await http.post("/api/control", {"action": "check"}, Authorization=right) == (200, "")
+        for status, words, body, headers in (
+            (401, "key", drain, {}),
+            (401, "key", drain, {"Authorization": KEY}),
+            (401, "key", drain, {"Authorization": f"Bearer {KEY}x"}),
+            (401, "key", {"action": "check"}, {"Authorization": "Bearer ü"}),
+            (403, "Origin", drain, {"Authorization": right, "Origin": "https://evil.example"}),
+            (403, "Origin", drain, {"Authorization": right, "Origin": "null"}),
+            (403, "Origin", drain, {"Authorization": right, "Origin": ""}),
+            (403, "Origin", drain, {"Authorization": right, "Origin": f"http://{host}.evil.example"}),
+            (400, "", drain, {"Authorization": right, "Host": "evil.example", "Origin": "http://evil.example"}),
+            (415, "Content-Type", drain, {"Authorization": right, "Content-Type": "text/plain"}),
+            (400, "action", {"action": "stop"}, {"Authorization": right}),
+            (400, "body", {"action": 1}, {"Authorization": right}),
+            (400, "body", [], {"Authorization": right}),
+            (400, "body", {"action": "drain", "engine": "e" * 600}, {"Authorization": right}),
+        ):
+            answer = await http.post("/api/control", body, **headers)
+            assert answer[0] == status and words in answer[1], (answer, body, headers)
+        async with session.options(f"{url}/api/control", headers={"Origin": "https://evil.example"}) as response:
+            assert response.status == 405
+            assert not [name for name in response.headers if name.lower().startswith("access-control")]
+
+
+async def test_a_key_that_can_be_guessed_is_refused(start_service: StartService) -> None:
+    for key in ("short", "with a newline\n in it", "schlüssel-schlüssel"):
+        with pytest.raises(AssertionError, match="TREADLE_CONSOLE_CONTROL_KEY"):
+            await start_console(start_service, f"127.0.0.1:{free_port()}", key)
 
 
 async def read(stream: AsyncIterator[Event], until: Callable[[list[Event]], object]) -> list[Event]:

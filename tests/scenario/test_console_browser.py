@@ -1,11 +1,14 @@
 """The console in a real Chromium: it shows what a mesh does, as it happens, to everybody, and harms nobody."""
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import psutil
 import pytest
+import treadle
 from playwright.async_api import Browser
 from support.console import PHONE, chromium, console_mesh, renderer_bytes, screen, start_console
 from support.processes import StartService, free_port
@@ -22,6 +25,7 @@ pytestmark = pytest.mark.timeout(600)
 MANY = 6_400  # trajectories of a large rollout
 MOST_PAGE_BYTES = 300 * 1024**2
 PAGES = ("#/", "#/trajectories", "#/steps", "#/tail")
+FIRST = "[aria-labelledby=h-standing] tbody tr:first-child"
 HOSTILE = "<img src=x onerror='window.taken=1'><script>window.taken=1</script>"
 
 
@@ -45,12 +49,35 @@ def pixels(name: str) -> str:
     }}"""
 
 
+def has_row(section: str, cells: dict[str, str]) -> str:
+    """JavaScript: whether a table has a row whose cells, by their labels, are as these regular expressions say."""
+    return f"""() => [...document.querySelectorAll("[aria-labelledby={section}] tbody tr")].some((row) =>
+      Object.entries({json.dumps(cells)}).every(([name, pattern]) =>
+        new RegExp(`^${{pattern}}$`).test(row.querySelector(`td[data-label="${{name}}"]`).textContent.trim())))"""
+
+
+def drawn_s(name: str) -> str:
+    """JavaScript: how many seconds of a kind of bar the picture shows, all lines together, to about one pixel each."""
+    return f"""() => {{
+      const canvas = document.querySelector(".gantt canvas");
+      const hex = getComputedStyle(canvas).getPropertyValue("--{name}").trim().slice(1);
+      const [r, g, b] = [0, 2, 4].map((at) => parseInt(hex.slice(at, at + 2), 16));
+      const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+      let found = 0;
+      for (let at = 0; at < data.length; at += 4) found += data[at] === r && data[at + 1] === g && data[at + 2] === b;
+      const [, span_s] = canvas.ariaLabel.match(/over ([\\d.]+) s/);
+      const high = canvas.height / Number(canvas.dataset.rows);
+      return (found / high) * (Number(span_s) / canvas.width);
+    }}"""
+
+
 async def test_the_first_page_shows_a_mesh_at_work(start_service: StartService, browser: Browser) -> None:
     """
     GIVEN   a mesh of all services before two engines, and a page that is open
     WHEN    a client runs a rollout of two turns with a tool between
-    Result: while it runs the page shows engines with their batches, bars of each kind, priorities, the plan with its
-            bound and the job; after it, the straggler tax, the kept fraction, the tool and where its time goes"""
+    Result: while it runs the page shows engines with batch, queue, KV and weights, bars that grow, priorities, the plan
+            with its bound and the job; after it, the straggler tax, the kept fraction, the tool and where its time
+            went"""
     async with console_mesh(start_service) as mesh, screen(browser, mesh.url) as shown:
         await shown.sees("No trajectory has been opened")
         await shown.sees("e0", "e1", "healthy", within="section[aria-labelledby=h-engines]")
@@ -64,6 +91,9 @@ async def test_the_first_page_shows_a_mesh_at_work(start_service: StartService, 
         )
         await playing
         await shown.sees("python", within="section[aria-labelledby=h-tools]")
+        bars = "[...document.querySelectorAll('[aria-labelledby=h-tools] svg.bar')]"
+        spent = r"/^queue [\d.]+ s, overhead [\d.]+ s, execution (0\.[1-9]|[1-9])/"
+        await shown.holds(f"() => {bars}.some((bar) => {spent}.test(bar.getAttribute('aria-label')))")
         await shown.holds(pixels("tool"))
         await shown.sees("last tenth of step-1", "12 of 12", within="dl.figures")
         await shown.sees("sampled", within="dl.figures")
@@ -72,6 +102,10 @@ async def test_the_first_page_shows_a_mesh_at_work(start_service: StartService, 
         playing = asyncio.create_task(mesh.play("step-2", prompts=10))
         await shown.sees("step-2-p", within="section[aria-labelledby=h-standing] tbody")
         await shown.holds(pixels("tool"))
+        before_s = await shown.page.evaluate(drawn_s("decode"))
+        busy = {"batch": "2 of 2", "queue": "[1-9]", "KV": r"\d+(\.\d)? %", "weights": "default", "health": "healthy"}
+        await shown.holds(has_row("h-engines", busy))
+        await shown.holds(f"() => ({drawn_s('decode')})() > {before_s} + 0.5")
         await shown.shoot("mesh")
         await playing
         assert shown.problems == []
@@ -84,12 +118,19 @@ async def test_preemptions_and_moves_show_as_they_happen(
     _, url, _ = await start_console(start_service, f"127.0.0.1:{free_port()}")
     async with screen(browser, url) as shown:
         step = facts_pb2.StepRef(ticket_id="k", trajectory_id="t1", engine_id="e0")
+        other = facts_pb2.StepRef(ticket_id="k2", trajectory_id="t2", engine_id="e0")
         await tell(bus, trajectory_opened=facts_pb2.TrajectoryOpened(trajectory_id="t1", prompt_id="sum", sample=3))
+        await tell(bus, trajectory_opened=facts_pb2.TrajectoryOpened(trajectory_id="t2", prompt_id="sum", sample=4))
+        await tell(bus, step_queued=facts_pb2.StepQueued(step=step, priority=2.0))
+        await tell(bus, step_queued=facts_pb2.StepQueued(step=other, priority=1.5))
+        await shown.sees("sum #3", "2.00", "queued", within=FIRST)
+        await tell(bus, step_queued=facts_pb2.StepQueued(step=other, priority=7.25))
+        await shown.sees("sum #4", "7.25", within=FIRST)
         await tell(bus, step_started=facts_pb2.StepStarted(step=step, attempt=1))
         await shown.sees("1 running", within="dl.figures")
         await tell(bus, step_preempted=facts_pb2.StepPreempted(step=step, output_tokens=9, by_ticket_id="k2"))
         await shown.sees("1 preempted", within="dl.figures")
-        await shown.sees("sum #3", "after 9 tokens, for k2", within=".events")
+        await shown.sees("sum #3", "after 9 tokens, for sum #4", within=".events")
         await shown.holds(pixels("preempted"))
         began = make_fact("test", engine_lost=facts_pb2.EngineLost(engine_id="e9", reason="LEASE_EXPIRED"))
         await bus.publish(began)
@@ -101,7 +142,24 @@ async def test_preemptions_and_moves_show_as_they_happen(
         await tell(bus, migration_ended=moved)
         await shown.sees("77 tokens of KV from e0 to e1", "lease expired", within=".events")
         await shown.holds(pixels("move"))
+        await shown.shoot("events")
         assert shown.problems == []
+
+
+async def test_jobs_show_with_their_weights_and_shares(start_service: StartService, browser: Browser) -> None:
+    """Two jobs of weights 1 and 3 run at a time. Result: each has its share, and its tickets and trajectories."""
+    async with (
+        console_mesh(start_service) as mesh,
+        screen(browser, mesh.url) as shown,
+        treadle.Client(mesh.control.address, job="search", weight=3.0) as client,
+        asyncio.TaskGroup() as group,
+    ):
+        group.create_task(mesh.play("step-1", prompts=12))
+        group.create_task(replace(mesh, client=client).play("search-1", prompts=12))
+        for job, weight, share in (("fit-1", "1.0", "25 %"), ("search", "3.0", "75 %")):
+            cells = {"job": job, "weight": weight, "share now": share, "tickets": "[1-9]", "open": r"\d+"}
+            await shown.holds(has_row("h-jobs", cells))
+        await shown.shoot("jobs", within="section[aria-labelledby=h-jobs]")
 
 
 async def test_a_trajectory_has_a_page_with_its_ledger_decisions_and_steps(
@@ -188,6 +246,9 @@ async def test_names_from_prompts_and_tools_are_text_and_run_nothing(
         await shown.sees(HOSTILE, within="section[aria-labelledby=h-tools]")
         await shown.page.hover(".gantt canvas", position={"x": 400, "y": 8})
         await shown.sees(HOSTILE, within=".tip")
+        cards = "[...document.querySelectorAll('dl.figures div')]"
+        assert await shown.page.evaluate(f"() => {cards}.every((card) => card.scrollWidth <= card.clientWidth)")
+        await shown.shoot("hostile")
         for address in ("#/trajectories", "#/steps", f"#/t/{HOSTILE}", f"#/compare/{HOSTILE}/{HOSTILE}"):
             await shown.go("#/")
             await shown.page.evaluate("address => { window.location.hash = address; }", address)
@@ -253,6 +314,7 @@ async def test_a_scheduler_that_is_away_is_a_warning_and_the_rest_goes_on(
         await shown.sees("The scheduler does not answer", within="#banner")
         await tell_rollout(bus, 3)
         await shown.holds("() => document.body.dataset.rows === '3'")
+        await shown.shoot("away")
         await start_service("treadle_scheduler", mesh.scheduler_settings)
         await shown.holds("() => document.querySelector('#banner').textContent === ''")
 

@@ -66,15 +66,18 @@ class ConsoleMesh:
         await self.client.rollout(asked, agent, samples_per_prompt=samples, keep_per_prompt=keep, rollout_id=rollout_id)
 
 
-async def start_console(start: StartService, scheduler: str) -> tuple[ServiceProcess, str, dict[str, str]]:
+async def start_console(
+    start: StartService, scheduler: str, control_key: str = ""
+) -> tuple[ServiceProcess, str, dict[str, str]]:
     """A console of this mesh, the address of its page, and its settings."""
     settings = {"TREADLE_CONSOLE_HTTP_LISTEN": f"127.0.0.1:{free_port()}", "TREADLE_CONSOLE_SCHEDULER": scheduler}
+    settings |= {"TREADLE_CONSOLE_CONTROL_KEY": control_key} if control_key else {}
     process = await start("treadle_console", settings)
     return process, f"http://{settings['TREADLE_CONSOLE_HTTP_LISTEN']}", settings
 
 
 @asynccontextmanager
-async def console_mesh(start: StartService, *, slots: int = 2) -> AsyncIterator[ConsoleMesh]:
+async def console_mesh(start: StartService, *, slots: int = 2, control_key: str = "") -> AsyncIterator[ConsoleMesh]:
     """All services as processes, two engines, and a console."""
     migrator_at, scheduler_at = (f"127.0.0.1:{free_port()}" for _ in range(2))
     names = {"predictor": {}, "placement": {}, "rollout": {}, "tools": environment("python", CORES="2")}
@@ -95,7 +98,7 @@ async def console_mesh(start: StartService, *, slots: int = 2) -> AsyncIterator[
         control = await stack.enter_async_context(scheduler_client(scheduler_at))
         client = await stack.enter_async_context(treadle.Client(scheduler_at, retry=QUICK, job="fit-1", seed=0))
         await control.until_registered(2)
-        console, url, own = await start_console(start, scheduler_at)
+        console, url, own = await start_console(start, scheduler_at, control_key)
         yield ConsoleMesh(start, url, own, console, scheduler, settings, engines, control, client)
 
 
@@ -121,12 +124,16 @@ class Screen:
         """Return once an expression of JavaScript is true."""
         await self.page.wait_for_function(expression, timeout=WAIT_MS)
 
-    async def shoot(self, name: str) -> None:
-        """Write a picture of the page for docs/, where TREADLE_TEST_SCREENSHOTS names a folder."""
+    async def shoot(self, name: str, *, whole: bool = True, within: str = "") -> None:
+        """Write a picture of the page, of what is in the window, or of an element, for docs/, where
+        TREADLE_TEST_SCREENSHOTS names a folder."""
         if folder := os.environ.get("TREADLE_TEST_SCREENSHOTS"):
             path = Path(folder) / f"{name}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            await self.page.screenshot(path=path, full_page=True, animations="disabled")
+            if within:
+                await self.page.locator(within).screenshot(path=path, animations="disabled")
+            else:
+                await self.page.screenshot(path=path, full_page=whole, animations="disabled")
 
     async def violations(self) -> list[str]:
         """Of WCAG 2.2 AA, as far as axe finds them by itself."""

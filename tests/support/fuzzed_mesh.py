@@ -99,6 +99,7 @@ WORDS = Words(
         "RenewEngineLeaseRequest.engine_id": ["ghost"],
         "DeregisterEngineRequest.engine_id": ["ghost"],
         "lease_id": ["<lease>"],
+        "url": ["", "http://127.0.0.1:30000"],
         "pinned_engine_id": ["", "e0"],
         "target_engine_id": ["e0", "e1"],
         "hardware_tags": ["h200"],

@@ -38,9 +38,13 @@ class SchedulerClient:
         request = pb.RegisterEngineRequest(request_id=uuid.uuid4().hex, info=info)
         return await self.stub.RegisterEngine(request, timeout=TIMEOUT_S)
 
+    async def registered(self) -> list[pb.RegisteredEngine]:
+        """The engines that hold leases, by id."""
+        return list((await self.stub.ListEngines(pb.ListEnginesRequest(), timeout=TIMEOUT_S)).engines)
+
     async def engines(self) -> list[engine_pb2.EngineInfo]:
-        """Those that hold leases."""
-        return [each.info for each in (await self.call("ListEngines", pb.ListEnginesRequest())).engines]
+        """What they said of themselves."""
+        return [each.info for each in await self.registered()]
 
     async def until_registered(self, count: int) -> None:
         """So many engines hold leases."""

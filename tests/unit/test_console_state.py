@@ -245,6 +245,37 @@ def test_a_plan_is_shown_with_its_bound_and_those_before_it() -> None:
     assert [each["makespan_s"] for each in plan["history"]] == [9.0, 8.0]
 
 
+def test_pauses_and_drains_are_events_whoever_asked_for_them() -> None:
+    """No fact tells them: they show in what the scheduler says of its engines. Result: one event for each change, none
+    for what is so when the console starts."""
+    seen = mesh()
+
+    def said(paused: bool, draining: bool, trajectories: int, running: int = 0) -> list[dict[str, Any]]:
+        load = engine_pb2.Load(paused=paused, running_steps=running, engine_healthy=True)
+        info = engine_pb2.EngineInfo(engine_id="e0")
+        engine = pb.RegisteredEngine(info=info, load=load, draining=draining, trajectories=trajectories)
+        return [convert.engine_view(engine)]
+
+    for at, now in enumerate(
+        (
+            said(paused=True, draining=False, trajectories=3),
+            said(paused=False, draining=False, trajectories=3),
+            said(paused=False, draining=True, trajectories=2, running=1),
+            said(paused=True, draining=True, trajectories=0, running=1),
+            said(paused=True, draining=True, trajectories=0),
+            said(paused=True, draining=True, trajectories=0),
+            said(paused=True, draining=False, trajectories=0),
+        )
+    ):
+        seen.set_engines(1000 * at, now)
+    events = [(each["at_ms"], each["kind"], each["about"]) for each in view(seen)["events"]]
+    assert events == [
+        *((1000, "resumed", "e0"), (2000, "drains", "e0"), (3000, "paused", "e0")),
+        *((4000, "empty", "e0"), (6000, "in use", "e0")),
+    ]
+    assert view(seen)["sections"]["engines"][0]["empty"]
+
+
 def test_beyond_the_bounds_the_oldest_rows_and_bars_go() -> None:
     seen = mesh(most=100, spans=1_000)
     tell, page = Tell(seen), Page()

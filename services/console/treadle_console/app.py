@@ -1,14 +1,17 @@
-"""The HTTP surface: the page, its stream of changes, one trajectory, and the interactive page on long tails.
+"""The HTTP surface: the page, its stream of changes, one trajectory, the interactive page on long tails, and control.
 
-Nothing here changes the mesh. A browser runs only scripts of this origin (Content-Security-Policy), and only requests
-that name this server are answered, so that a page of somebody else cannot read it through a name that leads here.
+Nothing but `/api/control` changes the mesh. A browser runs only scripts of this origin (Content-Security-Policy), and
+only requests that name this server are answered, so that a page of somebody else cannot read it through a name that
+leads here. Control takes JSON from pages of this server alone, with a key that no browser sends by itself.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc.aio
 from starlette.applications import Starlette
@@ -24,6 +27,7 @@ from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
 
 from treadle_console import convert, tail_page
+from treadle_console.control import Control
 from treadle_console.feed import Feed
 
 STATIC = Path(__file__).parent / "static"
@@ -38,7 +42,13 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-cache",
 }
-HTTP_OF = {grpc.StatusCode.NOT_FOUND: 404, grpc.StatusCode.INVALID_ARGUMENT: 400}
+MOST_CONTROL_BYTES = 512  # of a request that changes something
+HTTP_OF = {
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.FAILED_PRECONDITION: 409,
+    grpc.StatusCode.PERMISSION_DENIED: 403,
+}
 
 
 class _SafeHeaders:
@@ -59,8 +69,8 @@ class _SafeHeaders:
 class Pages:
     """What answers each path."""
 
-    def __init__(self, feed: Feed, scheduler: scheduler_pb2_grpc.SchedulerServiceAsyncStub) -> None:
-        self._feed, self._scheduler = feed, scheduler
+    def __init__(self, feed: Feed, scheduler: scheduler_pb2_grpc.SchedulerServiceAsyncStub, control: Control) -> None:
+        self._feed, self._scheduler, self._control = feed, scheduler, control
 
     async def index(self, request: Request) -> Response:
         return FileResponse(STATIC / "index.html")
@@ -76,7 +86,7 @@ class Pages:
         try:
             said = await self._scheduler.GetTrajectory(asked, timeout=CALL_S)
         except grpc.aio.AioRpcError as error:
-            return _refuse(HTTP_OF.get(error.code(), 502), error.details() or error.code().name)
+            return _refuse_as(error)
         return JSONResponse(convert.history_view(said))
 
     async def tail(self, request: Request) -> Response:
@@ -84,6 +94,42 @@ class Pages:
             return JSONResponse(tail_page.answer(dict(request.query_params)))
         except tail_page.QuestionError as error:
             return _refuse(400, str(error))
+
+    async def control(self, request: Request) -> Response:
+        """Pause, resume, drain or undrain: {"action", "engine"}. Answers with {"errors"} by engine."""
+        if not self._control.offered:
+            return _refuse(404, "this console changes nothing: start it with TREADLE_CONSOLE_CONTROL_KEY")
+        if urlsplit(request.headers.get("origin", "")).netloc != request.headers["host"]:
+            return _refuse(403, "Origin: must be this console's own page")
+        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+            return _refuse(415, "Content-Type: must be application/json")
+        if not await self._control.admits(request.headers.get("authorization", "")):
+            return _refuse(401, "the key is not that of this console (TREADLE_CONSOLE_CONTROL_KEY)")
+        try:
+            action, engine = await _read_action(request)
+            return JSONResponse({"errors": await self._control.act(action, engine)})
+        except ValueError as error:
+            return _refuse(400, str(error))
+        except grpc.aio.AioRpcError as error:
+            return _refuse_as(error)
+
+
+async def _read_action(request: Request) -> tuple[str, str]:
+    """Raises ValueError."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > MOST_CONTROL_BYTES:
+            raise ValueError(f"the body: must have {MOST_CONTROL_BYTES} bytes at most")
+    asked = json.loads(body)
+    found = [asked.get(name, "") for name in ("action", "engine")] if isinstance(asked, dict) else []
+    if not found or not all(isinstance(each, str) for each in found):
+        raise ValueError('the body: must be an object with "action" and "engine", both texts')
+    return found[0], found[1]
+
+
+def _refuse_as(error: grpc.aio.AioRpcError) -> Response:
+    return _refuse(HTTP_OF.get(error.code(), 502), error.details() or error.code().name)
 
 
 def _refuse(status: int, words: str) -> Response:
@@ -99,6 +145,7 @@ def make_app(pages: Pages, hosts: list[str]) -> Starlette:
         "/api/tail": pages.tail,
     }
     routes: list[Any] = [Route(path, endpoint) for path, endpoint in endpoints.items()]
+    routes.append(Route("/api/control", pages.control, methods=["POST"]))
     routes.append(Mount("/static", StaticFiles(directory=STATIC)))
     middleware = [
         Middleware(_SafeHeaders),

@@ -2,17 +2,19 @@
 
 from typing import Annotated, ClassVar, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
 from treadle_runtime.config import Settings, address, addresses, is_loopback
 
 Address = Annotated[str, AfterValidator(lambda value: address(value, lowest_port=0))]
 DEFAULT_MOST_TRAJECTORIES = 20_000  # three training steps of 6,400 trajectories; about 60 MB with their bars
+LEAST_KEY_CHARS = 16
 DEFAULT_MOST_SPANS = 400_000  # bars of the picture: some 20 of each of those trajectories
 
 
 class ConsoleSettings(Settings):
     """http_listen: where browsers go; `listen` answers gRPC health. http_hosts: names under which browsers may reach
     it, with commas between, beside its address and localhost. scheduler: of the mesh; several with commas between.
+    control_key: whoever types it into the page may pause, resume and drain; empty: nobody may.
     most_trajectories, most_spans: that are kept in memory; beyond, the oldest go."""
 
     service: ClassVar[str] = "console"
@@ -21,8 +23,17 @@ class ConsoleSettings(Settings):
     http_listen: Address = "127.0.0.1:7400"
     http_hosts: str = ""
     scheduler: Annotated[str, AfterValidator(addresses)] = "127.0.0.1:7401"
+    control_key: SecretStr = SecretStr("")
     most_trajectories: Annotated[int, Field(ge=100)] = DEFAULT_MOST_TRAJECTORIES
     most_spans: Annotated[int, Field(ge=1_000)] = DEFAULT_MOST_SPANS
+
+    @field_validator("control_key")
+    @classmethod
+    def _is_not_guessed(cls, key: SecretStr) -> SecretStr:
+        value = key.get_secret_value()
+        if value and not (len(value) >= LEAST_KEY_CHARS and value.isascii() and value.isprintable()):
+            raise ValueError(f"must have {LEAST_KEY_CHARS} printable ASCII characters or more: openssl rand -hex 16")
+        return key
 
     @model_validator(mode="after")
     def _shows_nothing_to_other_machines(self) -> Self:

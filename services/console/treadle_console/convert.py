@@ -171,6 +171,8 @@ def engine_view(engine: pb.RegisteredEngine) -> dict[str, Any]:
         "paused": load.paused,
         "asleep": list(load.asleep_tags),
         "trajectories": engine.trajectories,
+        "draining": engine.draining,
+        "empty": not (engine.trajectories or load.running_steps or load.waiting_steps),
         "accelerators": info.tensor_parallel,
         "tags": list(info.hardware_tags),
     }

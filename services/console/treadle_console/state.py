@@ -217,6 +217,23 @@ class Mesh:
         if known is None or known[1] != value:
             self._sections.put(name, (name, value), self._next())
 
+    def set_engines(self, now_ms: int, engines: list[dict[str, Any]]) -> None:
+        """The table of engines. That one is paused or drained is told by no fact, so it becomes an event here."""
+        known = self._sections.get("engines")
+        before = {each["id"]: each for each in known[1]} if known is not None else {}
+        for each in engines:
+            was, name = before.get(each["id"], each), each["id"]
+            if each["paused"] != was["paused"]:
+                paused = "generates nothing until it is resumed" if each["paused"] else "generates again"
+                self._tell(now_ms, "paused" if each["paused"] else "resumed", None, paused, name)
+            if each["draining"] and not was["draining"]:
+                self._tell(now_ms, "drains", None, f"gets no more steps; {each['trajectories']} are to leave", name)
+            elif was["draining"] and not each["draining"]:
+                self._tell(now_ms, "in use", None, "takes steps again", name)
+            if each["draining"] and each["empty"] and not (was["draining"] and was["empty"]):
+                self._tell(now_ms, "empty", None, "is drained: it may be stopped", name)
+        self.set_section("engines", engines)
+
     def set_standing(self, id: str, priority: float, predicted: tuple[float, float, float] | None) -> None:
         """What the scheduler says of an open trajectory; one that the console has not heard of is left to the facts."""
         number = self._numbers.get(id)

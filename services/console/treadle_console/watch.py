@@ -62,7 +62,7 @@ class Watch:
             else:
                 for each in engines.engines:
                     self._mesh.engine_number(each.info.engine_id)
-                self._mesh.set_section("engines", list(map(convert.engine_view, engines.engines)))
+                self._mesh.set_engines(round(1e3 * time.time()), list(map(convert.engine_view, engines.engines)))
                 self._mesh.set_section("jobs", list(map(convert.job_view, jobs.jobs)))
                 self._mesh.set_section("policy", convert.policy_view(policy.policy))
                 self._mesh.set_section("weights", convert.weights_view(weights.weights))

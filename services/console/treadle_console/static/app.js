@@ -122,6 +122,7 @@ document.getElementById("theme").addEventListener("click", () => setTheme(THEMES
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTheme(theme()));
 window.addEventListener("resize", refresh);
 window.addEventListener("hashchange", () => {
+  document.getElementById("confirm").close("no");
   draw();
   main.focus();
   window.scrollTo(0, 0);
@@ -130,6 +131,9 @@ document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault(); // the address names the page
   main.focus();
 });
+const dialog = document.getElementById("confirm");
+document.getElementById("confirm-no").addEventListener("click", () => dialog.close("no"));
+document.getElementById("confirm-yes").addEventListener("click", () => dialog.close("yes"));
 onPointer(refresh);
 setTheme(theme());
 connect();

@@ -1,5 +1,6 @@
 // The first page: what the mesh does now.
 import { html, svg, nothing } from "./vendor/lit-html.js";
+import { controlBar, drainButton, unlocked } from "./control.js";
 import { bar, clock, figures, number, seconds, share, stateWord, table, trajectoryLink } from "./format.js";
 import { rowsOf } from "./gantt.js";
 import { gantt } from "./pictures.js";
@@ -15,7 +16,7 @@ export function meshPage(store, refresh) {
   return html`<h1>The mesh now</h1>
     ${summary(store, engines)}
     <section class="card" aria-labelledby="h-gantt"><h2 id="h-gantt">Trajectories over time</h2>${picture(store, refresh)}</section>
-    <section class="card" aria-labelledby="h-engines"><h2 id="h-engines">Engines</h2>${engineTable(engines)}</section>
+    <section class="card" aria-labelledby="h-engines"><h2 id="h-engines">Engines</h2>${controlBar(store, engines, refresh)}${engineTable(engines, unlocked(store) ? refresh : null)}</section>
     <div class="grid">
       <section class="card" aria-labelledby="h-standing"><h2 id="h-standing">Priorities</h2>${standing(store)}</section>
       <section class="card" aria-labelledby="h-events"><h2 id="h-events">As it happens</h2>${events(store)}</section>
@@ -35,7 +36,7 @@ function summary(store, engines) {
     open[row.state] = (open[row.state] ?? 0) + 1;
     count += 1;
   }
-  const healthy = engines.filter((each) => each.healthy && !each.paused).length;
+  const healthy = engines.filter((each) => each.healthy && !each.paused && !each.draining).length;
   const step = store.newest();
   const ended = [...store.rollouts.values()].filter((each) => each.tail_ms !== null && each.closed === each.trajectories);
   const last = ended.sort((a, b) => a.last_ms - b.last_ms).at(-1);
@@ -44,7 +45,7 @@ function summary(store, engines) {
   const sum = (name) => engines.reduce((total, each) => total + each[name], 0);
   const states = Object.entries(open).map(([state, each]) => `${number(each)} ${state}`).join(", ");
   return figures([
-    ["Engines", `${healthy} of ${engines.length}`, "healthy and not paused"],
+    ["Engines", `${healthy} of ${engines.length}`, "healthy, not paused, not drained"],
     ["Open trajectories", number(count), states || "none"],
     ["Steps", `${number(sum("running"))} run`, `${number(sum("waiting"))} wait at engines`],
     ["Decode", `${number(sum("tokens_per_s"))} tok/s`, "all engines"],
@@ -84,11 +85,13 @@ function picture(store, refresh) {
 function health(engine) {
   if (!engine.measured) return html`<span class="faint">no load yet</span>`;
   if (!engine.healthy) return html`<span class="bad">does not generate</span>`;
+  if (engine.draining) return html`<span class="faint">${engine.empty ? "drained, empty" : `drains, ${number(engine.trajectories)} left`}${engine.paused ? ", paused" : ""}</span>`;
   if (engine.asleep.length) return html`<span class="faint">asleep: ${engine.asleep.join(", ")}</span>`;
   return engine.paused ? html`<span class="bad">paused</span>` : html`<span class="good">healthy</span>`;
 }
 
-function engineTable(engines) {
+// refresh: to change engines; null where nobody may.
+function engineTable(engines, refresh) {
   const columns = [
     ["engine", "", (e) => html`<strong>${e.id}</strong> <span class="faint">${e.tags.join(" ")}</span>`],
     ["health", "nowrap", health],
@@ -101,6 +104,7 @@ function engineTable(engines) {
     ["weights", "", (e) => e.version],
     ["model", "", (e) => html`${e.model} <span class="faint">${e.accelerators > 1 ? `on ${e.accelerators} accelerators` : ""}</span>`],
   ];
+  if (refresh) columns.push(["drain", "nowrap", (e) => drainButton(e, refresh)]);
   return table(columns, engines, "Engines", "No engine is registered. A sidecar registers its engine when it starts.");
 }
 
@@ -120,7 +124,7 @@ function standing(store) {
 }
 
 function events(store) {
-  if (!store.events.length) return html`<p class="empty">Nothing yet: preemptions, moves, engines, weights and settled groups appear here.</p>`;
+  if (!store.events.length) return html`<p class="empty">Nothing yet: preemptions, moves, engines, pauses, drains, weights and settled groups appear here.</p>`;
   const newest = store.events.slice(-60).reverse();
   return html`<ul class="events" tabindex="0" aria-label="Events, the newest first">${newest.map((each) => {
     const row = each.row < 0 ? null : store.rows.get(each.row);
