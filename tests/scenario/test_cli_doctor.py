@@ -12,6 +12,7 @@ from support.processes import StartService, free_port
 from support.scheduler import SchedulerClient, scheduler_client
 from support.secure_mesh import secure_mesh
 from treadle.certificates import FOLDER_VARIABLE
+from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle_cli.authority import make_certificates
 from treadle_cli.doctor.findings import OK, PROBLEM, WARNING
 from treadle_cli.doctor.mesh import check_mesh
@@ -54,7 +55,10 @@ async def test_a_machine_a_server_and_a_mesh_are_looked_at_in_one_go(
         assert mesh["services"]["says"] == "2 of 2 processes serve"
         assert mesh["weights"]["says"] == "all serve 'default'"
         await _register_one_that_nobody_serves(calls)
+        await calls.call("DrainEngine", pb.DrainEngineRequest(request_id="d", engine_id="e0"))
         code, found = await doctor(tmp_path, "--scheduler", scheduler.address)
+        drained = [each["do"] for each in found["findings"] if each["says"] == "is drained"]
+        assert drained == ["Use it again: treadle drain e0 --undo."]
         assert code == 1 and of(found, f"mesh at {scheduler.address}")["sidecar"]["level"] == PROBLEM
 
 

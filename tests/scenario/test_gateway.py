@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.conditions import until
+from support.conditions import until, until_said
 from support.fake_sglang import expected
 from support.gateway import FrontDoor, front_door
+from support.scheduler import scheduler_client
+from treadle.scheduler.v1 import scheduler_pb2 as pb
 
 PROMPT = list(range(10, 40))
 GREEDY = {"max_new_tokens": 12, "temperature": 0.0}
@@ -104,6 +106,32 @@ async def test_what_the_mesh_does_not_carry_goes_to_an_engine_as_it_is(door: Fro
     assert [token for each in lines for token in each["output_ids"]] == expected(PROMPT, 12)
     sent = [request for engine in door.engines.values() for request in engine.requests if request.get("rid") == "whole"]
     assert [request["return_routed_experts"] for request in sent] == [True]
+
+
+async def test_a_drained_engine_gets_no_request_of_the_gateway_itself(door: FrontDoor) -> None:
+    """Requests that go to an engine as they are, and all while the mesh is away. Result: also a session that was there
+    goes on at the other engine."""
+    asked = 0
+
+    async def engine_of(session: str, **more: Any) -> str:
+        nonlocal asked
+        asked += 1
+        rid = f"asked{asked}"
+        await door.post("/generate", ask(PROMPT, rid=rid, **more), X_Session_ID=session)
+        (found,) = {name for name, e in door.engines.items() for each in e.requests if rid in str(each.get("rid"))}
+        return found
+
+    async def forwarded() -> str:
+        return await engine_of(f"s{asked}", return_routed_experts=True)
+
+    assert await engine_of("kept", return_routed_experts=True) == "e0"
+    async with scheduler_client(door.scheduler) as calls:
+        await calls.call("DrainEngine", pb.DrainEngineRequest(request_id="d", engine_id="e0"))
+    await until_said(forwarded, lambda name: name == "e1")
+    assert await engine_of("kept", return_routed_experts=True) == "e1"
+    await door.kill_mesh(signal.SIGKILL)
+    await door.until_mesh("away")
+    assert [await engine_of(f"away{number}") for number in range(3)] == ["e1"] * 3
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,8 @@ def _engines(subject: str, engines: Sequence[pb.RegisteredEngine], weights: pb.W
             yield Finding(subject, name, PROBLEM, "does not generate", do)
         if load.paused:
             yield Finding(subject, name, WARNING, "is paused", "Its steps wait until whoever paused it resumes it.")
+        if engine.draining:
+            yield Finding(subject, name, WARNING, "is drained", f"Use it again: treadle drain {name} --undo.")
         if load.asleep_tags:
             says = f"has given memory away: {', '.join(load.asleep_tags)}"
             yield Finding(subject, name, WARNING, says, "Its steps wait until the trainer wakes it.")

@@ -50,8 +50,9 @@ class Engines:
 
     @property
     def urls(self) -> list[str]:
-        """Of all engines that have told one."""
-        return [engine.url for engine in self._mesh.engines.values() if engine.url]
+        """Of the engines that have told one, without those that are drained unless all are."""
+        told = [engine for engine in self._mesh.engines.values() if engine.url]
+        return [engine.url for engine in told if not engine.draining] or [engine.url for engine in told]
 
     def choose(self, session: str) -> str:
         """The URL of the session's engine, or of the one with the fewest requests. Raises EngineAway."""

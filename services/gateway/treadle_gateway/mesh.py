@@ -34,7 +34,8 @@ Event = Tokens | Ended | treadle.TreadleError | str
 @dataclass(frozen=True)
 class KnownEngine:
     """A registered engine. url: of its HTTP server; empty where its sidecar does not tell. address: of its sidecar.
-    context_tokens: of the longest sequence that it takes. ranks: its processes in a trainer's process group."""
+    context_tokens: of the longest sequence that it takes. ranks: its processes in a trainer's process group. draining:
+    an operator wants it empty."""
 
     engine_id: str
     url: str
@@ -43,6 +44,7 @@ class KnownEngine:
     weight_version: str
     context_tokens: int
     ranks: int
+    draining: bool
 
 
 class Visit:
@@ -139,7 +141,7 @@ class MeshLink:
         found = {
             each.info.engine_id: KnownEngine(
                 *(each.info.engine_id, each.info.url, each.info.address, each.info.model, each.info.weight_version),
-                *(each.info.max_context_tokens, max(1, each.info.tensor_parallel)),
+                *(each.info.max_context_tokens, max(1, each.info.tensor_parallel), each.draining),
             )
             for each in answer.engines
         }
