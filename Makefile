@@ -9,7 +9,7 @@ FRAMEWORKS := .cache/frameworks
 FRAMEWORKS_READY := $(FRAMEWORKS)/.ready
 RUFF_PATHS := clients core learned runtime services sim cli bench examples tests scripts
 
-.PHONY: help setup frameworks demo test test-quick fuzz test-engine test-compose check lint types manifests check-protos wheels verify docs docs-serve release-wheels protos protos-bundle \
+.PHONY: help setup frameworks demo test test-quick test-frameworks fuzz test-engine test-compose check lint types manifests check-protos wheels verify docs docs-serve release-wheels protos protos-bundle \
   protos-release bench-tools bench-shaping clean
 
 help:            ## what there is
@@ -46,6 +46,10 @@ test: setup      ## the whole test suite, real engines included
 # These wait more than they compute: three at a time on two cores. A file's tests stay together, since they share fixtures.
 test-quick: setup $(FRAMEWORKS_READY) ## everything that needs no engine
 	@$(BIN)/python -m pytest -m "not engine" -n 3 --dist loadfile $(ARGS)
+	@$(MAKE) --no-print-directory test-frameworks
+
+test-frameworks: $(FRAMEWORKS_READY) ## the adapters on the frameworks' own classes, with packages that nothing else here imports
+	@TREADLE_TEST_OWN_CLASSES=1 PYTHONPATH=$(FRAMEWORKS)/adapters $(BIN)/python -m pytest tests/contract/test_adapters_installed.py
 
 # `make test` tries 200 of each, the same ones each time.
 fuzz: setup      ## 10,000 hostile requests to each service and as many answers of engines, others each time
