@@ -20,6 +20,7 @@ from treadle_cli.doctor.command import doctor
 from treadle_cli.drain import drain
 from treadle_cli.mesh import checks
 from treadle_cli.mesh.engines import DEFAULT_MODEL, EnginePlan, default_model_folder
+from treadle_cli.on_ray.command import RayOptions, down, up_on_ray
 from treadle_cli.options import (
     DEFAULT_OUT,
     DEFAULT_PORT,
@@ -51,11 +52,12 @@ DEFAULT_SLOTS = 5  # steps that decode at once
 DEMO_SLOTS = 4  # four trajectories a slot: they queue, as they do where GPUs are scarce
 DEMO_PROMPTS = 8
 DEFAULT_TOOL_LATENCY_S = 0.5  # a remote sandbox; coding agents' tools take 4 s on average
+WITH_RAY = {"engine_actor", "engine_url", "runtime_env", "ray_folder", "ray_cpus"}  # options of treadle up
 PASS_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": False}
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(predictor_commands, name="predictor")
-for each in (attach, doctor, drain, top, simulate):
+for each in (attach, down, doctor, top, simulate):
     app.command()(each)
 out = Console()
 
@@ -111,8 +113,34 @@ def up(
     ] = None,
     port: Annotated[int, typer.Option(help="Port of the scheduler; the others follow. 0: free ports.")] = DEFAULT_PORT,
     secure: Annotated[
-        bool, typer.Option("--secure", help="Encrypt every connection, and let nobody call without a certificate.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--secure/--no-secure",
+            help="Encrypt every connection, and let nobody call without a certificate. With --ray, so by default where "
+            "the cluster has several nodes.",
+        ),
+    ] = None,
+    ray: Annotated[
+        str,
+        typer.Option(
+            help="Instead: a mesh of Ray actors beside the engines of this cluster, which goes on until treadle down. "
+            "An address as ray.init takes it: auto, host:port, ray://host:port."
+        ),
+    ] = "",
+    engine_actor: Annotated[
+        list[str] | None,
+        typer.Option(help="With --ray: NAME[:METHOD] of actors with a SGLang server, beside those of verl."),
+    ] = None,
+    engine_url: Annotated[
+        list[str] | None, typer.Option(help="With --ray: a SGLang server on a node of the cluster.")
+    ] = None,
+    runtime_env: Annotated[
+        str, typer.Option(help="With --ray: the runtime environment of the actors, as JSON; they need treadle[ray].")
+    ] = "",
+    ray_folder: Annotated[
+        Path | None, typer.Option(help="With --ray: a folder of each node, for NATS's store and for logs.")
+    ] = None,
+    ray_cpus: Annotated[float, typer.Option(min=0, help="With --ray: CPUs that Ray reserves for each service.")] = 0.0,
     out_folder: Out = DEFAULT_OUT,
     as_json: AsJson = False,
 ) -> None:
@@ -123,11 +151,21 @@ def up(
     """
     from treadle_cli.mesh.mesh import MeshPlan, run_up
 
+    with exits.end_with_one_line():
+        named = _require_one_kind_of_engines(ctx, bool(ray))
+        if ray:
+            limit = slots if "slots" in named else 0  # 0: as the engines say
+            actors, urls = engine_actor or [], engine_url or []
+            given = RayOptions(ray, port, secure, limit, kv_folder, actors, urls, ray_cpus, ray_folder, runtime_env)
+            up_on_ray(given, as_json, _shown(as_json))
+            return
+
     def begin(hurry: asyncio.Event) -> Coroutine[Any, Any, int]:
         plan = engine_plan(engines, slots, model, seed, ctx.args, weights)
         plan = replace(plan, kv_folder=kv_folder, kv_limit_gb=kv_limit_gb)
         folder = new_run_folder(out_folder)
-        mesh, announce = MeshPlan(plan, folder / "state", port, secure=secure), print_addresses if as_json else None
+        announce = print_addresses if as_json else None
+        mesh = MeshPlan(plan, folder / "state", port, secure=bool(secure))
         return run_up(mesh, folder / "logs", _shown(as_json), hurry, announce)
 
     exits.run(begin)
@@ -350,6 +388,18 @@ def trace(
                 _print_summary(run, 0)
             return
         typer.echo(json.dumps({"file": str(file), what: count}) if as_json else f"{file}: {count} {what}")
+
+
+def _require_one_kind_of_engines(ctx: typer.Context, on_ray: bool) -> set[str]:
+    """Names of the options that were given. Raises UsageProblem for one that has no effect: a mesh either starts
+    engines or stands beside those of a Ray cluster."""
+    sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
+    named = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    without = {"engines", "model", "weights", "seed", "kv_limit_gb"} if on_ray else WITH_RAY
+    wrong = [f"--{name.replace('_', '-')}" for name in sorted(named & without)]
+    if wrong or (on_ray and ctx.args):
+        raise UsageProblem(f"{' '.join(wrong) or '--'} has no effect {'with' if on_ray else 'without'} --ray")
+    return named
 
 
 def _shown(as_json: bool) -> Console:

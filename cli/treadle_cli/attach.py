@@ -170,14 +170,19 @@ async def run_attach(
 def _require_usable(findings: Sequence[Finding], out: Console) -> None:
     """Show what could be better; raise UsageProblem where a server cannot be used."""
     noted = [finding for finding in findings if finding.level != OK]
-    alike: defaultdict[Finding, list[str]] = defaultdict(list)  # without its subject; of many servers most are alike
-    for finding in noted:
-        alike[replace(finding, subject="")].append(finding.subject)
-    for finding, subjects in alike.items():
-        print_findings([replace(finding, subject=", ".join(subjects))], out)
+    print_alike(noted, out)
     problems = [f"{finding.subject}: {finding.check}: {finding.says}" for finding in noted if finding.level == PROBLEM]
     if problems:
         raise UsageProblem("nothing was started: " + "; ".join(problems))
+
+
+def print_alike(findings: Sequence[Finding], out: Console) -> None:
+    """Print findings, those of several servers that are alike as one."""
+    alike: defaultdict[Finding, list[str]] = defaultdict(list)  # without its subject
+    for finding in findings:
+        alike[replace(finding, subject="")].append(finding.subject)
+    for finding, subjects in alike.items():
+        print_findings([replace(finding, subject=", ".join(subjects))], out)
 
 
 async def _engine_ids(stub: SchedulerServiceAsyncStub) -> list[str]:

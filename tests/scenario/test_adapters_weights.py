@@ -4,6 +4,7 @@ sidecars as processes, two fakes of SGLang. No request fails, no token is lost, 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from support.processes import StartService
 from treadle import Sampling
 from treadle.adapters import calls
 from treadle.scheduler.v1 import scheduler_pb2
+from treadle_sidecar.engine.watch import read_name
 
 TOKENS = 200  # two seconds
 
@@ -152,6 +154,23 @@ async def test_while_verls_engines_sleep_nothing_reaches_them_and_the_next_batch
     await asyncio.to_thread(manager.generate_sequences, [{"agent_name": "one turn"}])
     assert found == [expected(PROMPT, 8)]
     assert (await waiting).token_ids == expected(PROMPT, 8)
+
+
+async def test_the_name_of_an_engines_weights_says_which_memory_verl_has_taken(
+    fleet: Fleet, replicas: Replicas
+) -> None:
+    """The server gives memory away, and workers take it back by SGLang's HTTP, weights first. Result: the name of the
+    weights says what sleeps, as sidecars read it, and at last the new step."""
+    server, engine = replicas.servers[0], fleet.engines[0]
+    await server.launch_server()
+    manager = server.tokenizer_manager
+    await server.sleep()
+    assert read_name(engine.weight_version) == ("6", frozenset({"kv_cache", "weights"}))
+    await manager.resume_memory_occupation(SimpleNamespace(tags=["weights"]), None)
+    await server.set_global_steps(7)
+    assert read_name(engine.weight_version) == ("7", frozenset({"kv_cache"}))
+    await manager.resume_memory_occupation(SimpleNamespace(tags=["kv_cache"]), None)
+    assert engine.weight_version == "7"
 
 
 async def test_verls_reward_models_and_teachers_are_none_of_the_meshs_engines(verl_adapters: tuple[Any, Any]) -> None:

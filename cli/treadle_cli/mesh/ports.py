@@ -13,9 +13,10 @@ CANDIDATES = 1_000  # ports that are tried, at most
 
 
 class Ports:
-    """Free ports on the loopback interface; none is chosen twice, since an earlier one may not be bound yet."""
+    """Free ports of one address of this machine; none is chosen twice, since an earlier one may not be bound yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = HOST) -> None:
+        self.host = host
         self._chosen: set[int] = set()
 
     def choose(self, count: int) -> list[int]:
@@ -27,20 +28,20 @@ class Ports:
         first = int(EPHEMERAL_RANGE.read_text().split()[0]) if EPHEMERAL_RANGE.exists() else 0
         among = range(LOWEST, first if first >= LOWEST + CANDIDATES else EPHEMERAL_FROM)
         new = (port for port in random.sample(among, CANDIDATES) if port not in self._chosen)
-        ports = list(itertools.islice(filter(is_free, new), count))
+        ports = list(itertools.islice((port for port in new if is_free(port, self.host)), count))
         if len(ports) < count:
             among_text = f"from {among.start} to {among.stop - 1}"
-            raise OSError(f"only {len(ports)} of {count} ports {among_text} are free on {HOST}")
+            raise OSError(f"only {len(ports)} of {count} ports {among_text} are free on {self.host}")
         self._chosen.update(ports)
         return ports
 
 
-def is_free(port: int) -> bool:
-    """Whether no socket listens on this port."""
+def is_free(port: int, host: str = HOST) -> bool:
+    """Whether no socket listens on this port of an address of this machine."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((HOST, port))
+            listener.bind((host, port))
         except OSError:
             return False
         return True

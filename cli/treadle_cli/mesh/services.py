@@ -80,19 +80,20 @@ class Addresses:
 
 
 def choose_addresses(ports: Ports, base_port: int, engine_ids: Sequence[str]) -> Addresses:
-    """The scheduler at `base_port` and the others behind it, or all on free ports if it is 0. Raises UsageProblem."""
+    """The scheduler at `base_port` of the ports' host and the others behind it, or all on free ports if it is 0. Raises
+    UsageProblem."""
     others = [*SERVICES, RESOURCES, GATEWAY, HTTP]
     if base_port == 0:
         chosen = ports.choose(len(others) + len(engine_ids))
     else:
         offsets = [*range(len(others)), *range(SIDECAR_PORT_OFFSET, SIDECAR_PORT_OFFSET + len(engine_ids))]
         chosen = [base_port + offset for offset in offsets]
-        taken = [str(port) for port in chosen if not is_free(port)]
+        taken = [str(port) for port in chosen if not is_free(port, ports.host)]
         if taken:
             raise UsageProblem(
                 f"port {', '.join(taken)} is taken: another mesh runs? Pass --port 0 for free ones, or another --port."
             )
-    hosts = dict(zip([*others, *engine_ids], [f"{HOST}:{port}" for port in chosen], strict=True))
+    hosts = dict(zip([*others, *engine_ids], [f"{ports.host}:{port}" for port in chosen], strict=True))
     return Addresses(
         {name: hosts[name] for name in SERVICES},
         {name: hosts[name] for name in engine_ids},
@@ -125,11 +126,12 @@ class ControlPlane:
                 group.create_task(self.start_service(name))
 
     async def start_nats(self) -> None:
-        """Start NATS; again at the same port, with what it had stored, after it has ended."""
+        """Start NATS; at `nats_url` with what it had stored, where it has run before."""
         folder = self._folder / "nats"
         folder.mkdir(parents=True, exist_ok=True)
-        port = urlsplit(self.nats_url).port
-        child, self.nats_url = await start_nats(self._tree, folder, port, self._certificates)
+        at = urlsplit(self.nats_url)
+        own = (self._certificates, at.hostname or HOST)
+        child, self.nats_url = await start_nats(self._tree, folder, at.port, *own)
         self._children[child.name] = child
 
     async def start_service(self, name: str) -> None:
@@ -151,10 +153,7 @@ class ControlPlane:
 
     @functools.cached_property
     def _reserved(self) -> dict[str, str]:
-        # Once: all services must name the same bounds, and the free space shrinks as they start.
-        free_bytes = shutil.disk_usage(self._folder).free
-        bounds = {name: min(most, int(share * free_bytes)) for name, (most, share) in RESERVED.items()}
-        return {name: os.environ.get(name, str(bound)) for name, bound in bounds.items()}
+        return reserve_space(self._folder)  # once: the free space shrinks as services start
 
     async def start_sidecar(self, engine_id: str, settings: Mapping[str, str]) -> Child:
         """Start the sidecar of one engine and return it when it is ready; `settings` are its own variables."""
@@ -208,12 +207,19 @@ class ControlPlane:
         return child
 
 
+def reserve_space(folder: Path) -> dict[str, str]:
+    """What JetStream may keep on the disk of `folder`, as variables that all services of a mesh must have alike."""
+    free_bytes = shutil.disk_usage(folder).free
+    bounds = {name: min(most, int(share * free_bytes)) for name, (most, share) in RESERVED.items()}
+    return {name: os.environ.get(name, str(bound)) for name, bound in bounds.items()}
+
+
 async def start_nats(
-    tree: ProcessTree, folder: Path, port: int | None = None, certificates: Path | None = None
+    tree: ProcessTree, folder: Path, port: int | None = None, certificates: Path | None = None, host: str = HOST
 ) -> tuple[Child, str]:
-    """Start nats-server on `port`, or any free one, with its store in `folder`; return it and its URL once it
+    """Start nats-server on `port` of `host`, or any free one, with its store in `folder`; return it and its URL once it
     listens. certificates: a folder of theirs (`authority`); None for plaintext."""
-    command = [str(nats_server()), "-a", HOST, "-p", str(port or -1), "-js", "-sd", str(folder / "jetstream")]
+    command = [str(nats_server()), "-a", host, "-p", str(port or -1), "-js", "-sd", str(folder / "jetstream")]
     if certificates is not None:
         config = folder / "nats.conf"
         config.write_text(nats_config(certificates / NATS))

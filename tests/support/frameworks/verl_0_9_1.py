@@ -21,6 +21,7 @@ SOURCES = {
     "verl/workers/rollout/sglang_rollout/async_sglang_server.py": (
         *("SGLangReplica.__init__", "SGLangReplica.abort_all_requests", "SGLangReplica.resume_generation"),
         *("SGLangHttpServer.set_global_steps", "SGLangHttpServer.get_server_address"),
+        "SGLangHttpServer.launch_server",
     ),
     "verl/experimental/agent_loop/agent_loop.py": (
         *("AgentLoopManager.__init__", "AgentLoopManager.create", "AgentLoopManager.generate_sequences"),
@@ -188,10 +189,25 @@ class RolloutReplica:
         self.done.append("resume_generation")
 
 
+class TokenizerManager:
+    """SGLang's, through which both verl's server and SGLang's HTTP give memory away and take it back."""
+
+    async def release_memory_occupation(self, obj: Any, request: Any = None) -> None: ...
+
+    async def resume_memory_occupation(self, obj: Any, request: Any = None) -> None: ...
+
+
 class SGLangHttpServer:
     """address: of the fake of SGLang that it would have launched."""
 
     address = ("127.0.0.1", 0)
+    node_rank = 0
+
+    async def launch_server(self, master_address: Any = None, master_port: Any = None) -> None:
+        self.tokenizer_manager = TokenizerManager()
+
+    async def sleep(self) -> None:
+        await self.tokenizer_manager.release_memory_occupation(SimpleNamespace(tags=["kv_cache", "weights"]), None)
 
     async def set_global_steps(self, global_steps: int) -> None:
         self.global_steps = global_steps

@@ -5,8 +5,8 @@ called from threads use `background`, a loop in a thread; one call about the who
 itself aborts (a move, a preemption, a lost engine) goes on inside the mesh; `abort` ends only what a pause of the
 framework has ended, with the tokens that it has.
 
-Where the mesh is: the adapter's `address`, or TREADLE_ADDRESS, or localhost:7401. TREADLE_JOB names whose share of the
-engines the framework uses.
+Where the mesh is: the adapter's `address`, or TREADLE_ADDRESS, or localhost:7401; `ray` is the mesh of the Ray cluster
+that the process is in (`on_ray`). TREADLE_JOB names whose share of the engines the framework uses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from treadle.types import Outcome, Sampling, VersionSpan
 
 T = TypeVar("T")
 
-DEFAULT_ADDRESS = "localhost:7401"
+DEFAULT_ADDRESS, ON_RAY = "localhost:7401", "ray"
 IDLE_S = 1800.0  # longer than a tool runs
 UNNAMED_IDLE_S = 30.0  # nobody says when such a conversation is over, and an open one holds KV
 SWEEP_S = 1.0  # between two looks for idle sessions
@@ -64,8 +64,19 @@ _OF_THE_OUTPUT = frozenset(
 
 
 def address_of(address: str = "") -> str:
-    """Where the mesh's scheduler is, host:port."""
+    """Where the mesh's scheduler is, host:port, or `ray`."""
     return address or os.environ.get("TREADLE_ADDRESS", "") or DEFAULT_ADDRESS
+
+
+def client_at(address: str = "", job: str = "") -> Client:
+    """A client of the mesh at an address, or of the cluster's. Raises RuntimeError where the cluster has none."""
+    where = address_of(address)
+    if where != ON_RAY:
+        return Client(where, job=job)
+    from treadle.adapters.on_ray import find_mesh
+
+    found = find_mesh()
+    return Client(found.address, tls_folder=found.tls_folder, job=job)
 
 
 def sampling_of(params: Mapping[str, Any], max_new_tokens: int) -> Sampling:
@@ -224,7 +235,7 @@ async def link_to(address: str = "") -> Link:
     where = address_of(address)
     links = _links.setdefault(asyncio.get_running_loop(), {})
     if where not in links:
-        links[where] = Link(Client(where, job=os.environ.get("TREADLE_JOB", "")))
+        links[where] = Link(client_at(where, os.environ.get("TREADLE_JOB", "")))
         await links[where].__aenter__()
     return links[where]
 
@@ -296,7 +307,7 @@ def call_mesh(address: str, work: Callable[[Client], Awaitable[Mapping[str, str]
     """
 
     async def call() -> Mapping[str, str]:
-        async with Client(address_of(address)) as client:
+        async with client_at(address) as client:
             return await work(client)
 
     require_no_errors(asyncio.run(call()))

@@ -17,10 +17,11 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
-from treadle.adapters.calls import address_of, call_mesh, require_no_errors
-from treadle.client import Client
+from treadle.adapters.calls import call_mesh, client_at, require_no_errors
 
 NAME_S = 30.0  # an engine that takes weights may answer late
+FIRST_VERSION = "default"  # SGLang's, of weights that nobody has named
+MEMORY = ("weights", "kv_cache", "cuda_graph")  # SGLang's tags of what it can give away
 
 
 class Hold:
@@ -34,7 +35,7 @@ class Hold:
         """Returns once no step runs. abort: running steps end with the tokens that they have."""
         with self._lock:
             self._holders.add(holder)
-        async with Client(address_of(address)) as client:
+        async with client_at(address) as client:
             require_no_errors(await client.pause(abort=abort))
 
     async def let_go(self, holder: object, address: str) -> None:
@@ -43,7 +44,7 @@ class Hold:
             last = self._holders == {holder}
             self._holders.discard(holder)
         if last:
-            async with Client(address_of(address)) as client:
+            async with client_at(address) as client:
                 require_no_errors(await client.resume())
 
     def end(self, address: str) -> None:
@@ -109,14 +110,42 @@ def replica_in_mesh(loaded: Any, remote: Callable[[Any], Any], address: str) -> 
 
 
 def _naming(server: Any) -> Any:
-    """verl's server of an engine, which names the engine's weights."""
+    """verl's server of an engine, which names the engine's weights by the trainer's step, and while memory is given
+    away in the way that a sidecar reads: one that starts in that time is not in any pause, and must not probe."""
 
     class Server(server):  # type: ignore[misc]
+        _version, _asleep = FIRST_VERSION, frozenset[str]()
+
+        async def launch_server(self, *args: Any, **kwargs: Any) -> None:
+            await super().launch_server(*args, **kwargs)
+            if self.node_rank == 0:  # it has the HTTP server, and all calls about memory pass through its manager
+                self._follow_memory(self.tokenizer_manager)
+
         async def set_global_steps(self, global_steps: int) -> None:
             await super().set_global_steps(global_steps)
+            self._version = str(global_steps)
+            await self._name(self._asleep)
+
+        def _follow_memory(self, manager: Any) -> None:
+            release, resume = manager.release_memory_occupation, manager.resume_memory_occupation
+
+            async def release_named(request: Any, *more: Any) -> Any:
+                await self._name(self._asleep | set(request.tags or MEMORY))
+                return await release(request, *more)
+
+            async def resume_named(request: Any, *more: Any) -> Any:
+                answer = await resume(request, *more)
+                await self._name(self._asleep - set(request.tags or MEMORY))
+                return answer
+
+            manager.release_memory_occupation, manager.resume_memory_occupation = release_named, resume_named
+
+        async def _name(self, asleep: frozenset[str]) -> None:
+            self._asleep = asleep
             host, port = self.get_server_address()
             url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-            await asyncio.to_thread(name_weights, url, str(global_steps))
+            name = f"asleep-{'+'.join(sorted(asleep))}:{self._version}" if asleep else self._version
+            await asyncio.to_thread(name_weights, url, name)
 
     return Server
 

@@ -1,0 +1,178 @@
+"""Find the SGLang servers that run inside Ray actors, and where each one stands.
+
+A framework names its server actors and gives them a method that says host and port; a table here knows those of
+released frameworks. Where an actor stands (node, placement group, bundle), it is asked itself by `__ray_call__`, so the
+cluster needs no dashboard, and the engine's environment needs no Treadle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from treadle_runtime.config import is_loopback
+
+from treadle_cli.doctor.servers import clean_urls
+from treadle_cli.problems import UsageProblem
+
+ANSWER_S = 10.0  # an actor that is still in its constructor answers later
+DEFAULT_METHOD = "get_server_address"
+BUNDLE = re.compile(r"bundle_group_(\d+)_")  # the resource by which Ray keeps an actor in its bundle
+
+
+@dataclass(frozen=True)
+class EngineActors:
+    """Actors that each run one SGLang server. pattern: a regular expression of their whole names. method: returns host
+    and port, "host:port" or a URL. source: what says so."""
+
+    pattern: str
+    method: str = DEFAULT_METHOD
+    source: str = "--engine-actor"
+
+    @classmethod
+    def parse(cls, given: str) -> EngineActors:
+        """Of NAME or NAME:METHOD, as --engine-actor takes it. Raises UsageProblem."""
+        name, _, method = given.partition(":")
+        try:
+            re.compile(name)
+        except re.error as error:
+            raise UsageProblem(f"--engine-actor {given}: the name is no regular expression: {error}") from None
+        if not name or (":" in given and not method.isidentifier()):
+            raise UsageProblem(f"--engine-actor {given}: must be NAME or NAME:METHOD, e.g. my_engine_.*:get_url")
+        return cls(name, method or DEFAULT_METHOD)
+
+
+# verl: servers of a replica's first node, which alone answers HTTP; those of reward models and teachers have other
+# names. slime names no actor (--engine-url), SkyRL 0.3.0 runs vLLM, and ROLL 0.3.0 runs SGLang without HTTP.
+KNOWN = (
+    EngineActors(
+        r"sglang_server_\d+_0",
+        "get_server_address",
+        "verl 0.9.1, verl/workers/rollout/sglang_rollout/async_sglang_server.py",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an engine stands. group: its placement group; None: it is in none."""
+
+    node_id: str
+    group: Any = None
+    bundle: int = -1
+
+    @property
+    def strategy(self) -> Any:
+        """With which another actor is put there, and nowhere else."""
+        if self.group is None:
+            return NodeAffinitySchedulingStrategy(self.node_id, soft=False)
+        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundle)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A SGLang server. label: the actor's name, or the URL that an operator gave."""
+
+    label: str
+    url: str
+    place: Place
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one look has found. silent: labels of actors that did not answer. problems: by label."""
+
+    engines: Sequence[Engine]
+    silent: frozenset[str]
+    problems: dict[str, str]
+
+
+async def find_engines(actors: Sequence[EngineActors], urls: Sequence[str]) -> Found:
+    """Ask all actors of these names, and place the servers at `urls` by the addresses of the cluster's nodes."""
+    asked = [(name, _ask(name, namespace, method)) for name, namespace, method in _named(actors)]
+    answers = await asyncio.gather(*[answer for _, answer in asked], return_exceptions=True)
+    engines, silent, problems = list[Engine](), set[str](), dict[str, str]()
+    for (name, _), answer in zip(asked, answers, strict=True):
+        if isinstance(answer, Engine):
+            engines.append(answer)
+        elif isinstance(answer, TimeoutError | RayError | ValueError | UsageProblem):
+            silent.add(name)
+            problems[name] = f"does not say its address: {' '.join(str(answer).split())[-200:] or 'no answer in time'}"
+        elif isinstance(answer, BaseException):
+            raise answer
+    nodes = {node["NodeManagerAddress"]: str(node["NodeID"]) for node in ray.nodes() if node["Alive"]}
+    for url in urls:
+        node_id = await asyncio.to_thread(_node_of, url, nodes)
+        if node_id is None:
+            problems[url] = f"no node of the cluster has this address: the nodes are {', '.join(sorted(nodes))}"
+        else:
+            engines.append(Engine(url, url, Place(node_id)))
+    return Found(engines, frozenset(silent), problems)
+
+
+def _named(actors: Sequence[EngineActors]) -> Iterator[tuple[str, str, str]]:
+    """Name, namespace and method of each actor that runs an engine."""
+    for each in ray.util.list_named_actors(all_namespaces=True):
+        name = str(each["name"] or "")
+        kind = next((kind for kind in actors if re.fullmatch(kind.pattern, name)), None)
+        if kind is not None:
+            yield name, str(each["namespace"]), kind.method
+
+
+async def _ask(name: str, namespace: str, method: str) -> Engine:
+    async with asyncio.timeout(ANSWER_S):
+        actor = ray.get_actor(name, namespace=namespace)
+        if not hasattr(actor, method):
+            raise UsageProblem(f"the actor has no method {method}: --engine-actor {name}:METHOD names another")
+        said, (node_id, group, held) = await asyncio.gather(
+            getattr(actor, method).remote(), actor.__ray_call__.remote(_say_place)
+        )
+    return Engine(name, _url_of(said), Place(node_id, group, _bundle(node_id, group, held)))
+
+
+def _say_place(_: object) -> tuple[str, Any, list[str]]:
+    """Runs in the engine's actor: its node, its placement group, and the names of the resources that it holds."""
+    import ray
+
+    try:  # Ray's public call leaves out of which bundle a resource is
+        held = list(ray._private.worker.global_worker.core_worker.resource_ids())
+    except AttributeError:
+        held = []
+    return ray.get_runtime_context().get_node_id(), ray.util.get_current_placement_group(), held
+
+
+_say_place.__module__ = "__main__"  # is then pickled with its code, for environments without this package
+
+
+def _bundle(node_id: str, group: Any, held: Sequence[str]) -> int:
+    """The bundle that the actor holds something of, else one of the group on its node."""
+    if group is None:
+        return -1
+    ours = [int(found[1]) for found in map(BUNDLE.match, held) if found is not None]
+    nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    return next((bundle for bundle in (*ours, *nodes) if nodes.get(bundle) == node_id), -1)
+
+
+def _url_of(said: object) -> str:
+    """Raises UsageProblem where a method has said no address."""
+    if isinstance(said, tuple | list) and len(said) == 2:
+        host, port = said
+        said = f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
+    return clean_urls([str(said)])[0]
+
+
+def _node_of(url: str, nodes: dict[str, str]) -> str | None:
+    host = url.partition("://")[2].rpartition(":")[0].strip("[]")
+    if is_loopback(f"{host}:0"):  # of the node that looks
+        return str(ray.get_runtime_context().get_node_id())
+    try:
+        return nodes.get(socket.gethostbyname(host))
+    except OSError:
+        return None
