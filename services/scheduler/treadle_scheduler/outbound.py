@@ -40,8 +40,8 @@ PREDICTION_TIMEOUT_S = 5.0
 PLAN_TIMEOUT_S = 5.0
 # Commands to sidecars and the migrator, which only note the wish.
 COMMAND_TIMEOUT_S = 5.0
-# Questions to the predictor are gathered for so long, since a call costs as much as answering ten of them. A tool runs
-# meanwhile, or a step has just begun.
+# Between the beginnings of two calls to the predictor, in which questions are gathered: a call costs as much as answering
+# ten of them. A first question is asked at once, as a trajectory may wait for the answer before its first step.
 GATHER_QUERIES_S = 0.01
 # A load of hundreds of GB takes minutes; the sidecar ends one that takes longer than its own limit of half an hour.
 LOAD_TIMEOUT_S = 2400.0
@@ -55,8 +55,8 @@ class Queues(Generic[T]):
     """Work that waits, in one queue for each address, and the tasks that do it.
 
     work: does some of the work of one address. tasks: most that run at once for an address. most: items that one of
-    them takes at a time. gather_s: how long the only task waits for more items before it takes some. may_work: returns
-    when work may be done. An address has tasks and a queue only while it has work.
+    them takes at a time. gather_s: seconds between the beginnings of two pieces of work of the only task of an address,
+    in which items are gathered. may_work: returns when work may be done. An address has tasks and a queue only while it has work.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class Queues(Generic[T]):
         self._may_work = may_work
         self._items: dict[str, dict[str, T]] = {}
         self._running: Counter[str] = Counter()
+        self._next_s: dict[str, float] = {}  # by address, when the next piece of gathered work may begin
         self._filled: set[str] = set()  # addresses that got work since `run` looked
         self._woken = asyncio.Event()
 
@@ -95,9 +96,12 @@ class Queues(Generic[T]):
                         group.create_task(self._empty(address))
 
     async def _empty(self, address: str) -> None:
+        clock = asyncio.get_running_loop().time
         while items := self._items.get(address):
+            if (wait_s := self._next_s.get(address, 0.0) - clock()) > 0:
+                await asyncio.sleep(wait_s)
             if self._gather_s:
-                await asyncio.sleep(self._gather_s)
+                self._next_s[address] = clock() + self._gather_s
             if self._may_work is not None:
                 await self._may_work()
             taken = [items.pop(key) for key in list(items)[: self._most]]
