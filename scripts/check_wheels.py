@@ -35,6 +35,9 @@ CLIENT_BRINGS = {"treadle-client", "grpcio", "protobuf", "typing_extensions"}  #
 READY_WITHIN_S = 120.0
 # Modules that import SGLang, which lives in an environment of its own; the engine tests run them there.
 NEEDS_SGLANG = ("treadle_sidecar.sglang_cpu.", "treadle_sidecar.hicache.")
+# Adapters that build on a framework's classes; `make test-frameworks` runs those whose packages install.
+NEEDS_FRAMEWORK = tuple(f"treadle.adapters.{name}" for name in ("areal", "rllm", "roll", "trl", "verl"))
+NEEDS_EXTRA = ("treadle.training", "treadle.adapters.on_ray")  # of the client
 IMPORT_ALL = """
 import importlib, json, sys
 from pathlib import Path
@@ -111,8 +114,10 @@ def check() -> None:
             environment = make_environment(work / service, wheels, f"treadle[{service}]")
             asyncio.run(check_service(environment, service, work))
             shutil.rmtree(environment)
-        environment = make_environment(work / "all", wheels, "treadle[all]", "treadle-client[arrow]", "treadle-bench")
-        count = run(python(environment), "-I", "-c", IMPORT_ALL, json.dumps(NEEDS_SGLANG))
+        environment = make_environment(
+            work / "all", wheels, "treadle[all,ray]", "treadle-client[arrow]", "treadle-bench"
+        )
+        count = run(python(environment), "-I", "-c", IMPORT_ALL, json.dumps([*NEEDS_SGLANG, *NEEDS_FRAMEWORK]))
         run(environment / "bin/treadle", "bench", "--help")
         say(f"all: {count.strip()} modules import, the command line finds the benches")
 
@@ -146,7 +151,7 @@ def check_client(folder: Path, wheels: Path) -> None:
     brought = {package["name"] for package in listed} - {"pip", "setuptools"}
     if not brought <= CLIENT_BRINGS:
         sys.exit(f"treadle-client brings {sorted(brought - CLIENT_BRINGS)}")
-    count = run(python(environment), "-I", "-c", IMPORT_ALL, json.dumps(["treadle.training"]))
+    count = run(python(environment), "-I", "-c", IMPORT_ALL, json.dumps([*NEEDS_EXTRA, *NEEDS_FRAMEWORK]))
     say(f"client: {count.strip()} modules import; it brings {', '.join(sorted(brought))}")
 
 

@@ -23,7 +23,7 @@ def offered(*words: str) -> list[str]:
     ("words", "among"),
     [
         (("at",), {"attach"}),
-        (("d",), {"demo", "doctor"}),
+        (("d",), {"demo", "doctor", "down", "drain"}),
         (("simulate", "--format", "pr"), {"prime-rl"}),
         (("simulate", "--systems", "verl,sl"), {"verl,slime"}),
         (("up", "--weights", ""), {"auto", "int8", "float"}),
