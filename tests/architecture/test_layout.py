@@ -18,7 +18,7 @@ BUDGETS = {
     "examples": (820, 8),
     "learned": (2_170, 14),
     "runtime": (3_230, 19),
-    "scripts": (630, 4),
+    "scripts": (640, 4),
     "services/console": (1_450, 12),
     "services/gateway": (3_180, 22),
     "services/migrator": (860, 8),
