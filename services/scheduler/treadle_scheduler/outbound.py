@@ -40,8 +40,8 @@ PREDICTION_TIMEOUT_S = 5.0
 PLAN_TIMEOUT_S = 5.0
 # Commands to sidecars and the migrator, which only note the wish.
 COMMAND_TIMEOUT_S = 5.0
-# Between the beginnings of two calls to the predictor, in which questions are gathered: a call costs as much as answering
-# ten of them. A first question is asked at once, as a trajectory may wait for the answer before its first step.
+# Between the beginnings of two calls to the predictor, in which questions are gathered: a call costs as much as
+# answering ten of them. A first question is asked at once, as a trajectory may wait for it before its first step.
 GATHER_QUERIES_S = 0.01
 # A load of hundreds of GB takes minutes; the sidecar ends one that takes longer than its own limit of half an hour.
 LOAD_TIMEOUT_S = 2400.0
@@ -56,7 +56,8 @@ class Queues(Generic[T]):
 
     work: does some of the work of one address. tasks: most that run at once for an address. most: items that one of
     them takes at a time. gather_s: seconds between the beginnings of two pieces of work of the only task of an address,
-    in which items are gathered. may_work: returns when work may be done. An address has tasks and a queue only while it has work.
+    in which items are gathered. may_work: returns when work may be done. An address has tasks and a queue only while it
+    has work.
     """
 
     def __init__(
