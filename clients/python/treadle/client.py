@@ -250,16 +250,6 @@ class Client(FleetCalls):
             run = RolloutRun(mesh, job, self.open, agent, spec, shown, pin, tags, rollout_id, part, stream_tokens)
             return await run.run(prompts, arguments.concurrency)
 
-    async def pause(self, *, abort: bool = False) -> dict[str, str]:
-        """Stop generation on all engines until `resume`. abort: end running steps with the tokens that they have, in
-        place of keeping them. Returns errors by engine id."""
-        mode = engine_pb2.PAUSE_MODE_ABORT if abort else engine_pb2.PAUSE_MODE_KEEP
-        return await self._call_engines("Pause", engine_pb2.PauseRequest(request_id=request_id(), mode=mode))
-
-    async def resume(self) -> dict[str, str]:
-        """Go on after `pause`. Returns errors by engine id."""
-        return await self._call_engines("Resume", engine_pb2.ResumeRequest(request_id=request_id()))
-
     async def score(
         self, trajectory_id: str, reward: str, arguments: Mapping[str, Any], job: str = ""
     ) -> PendingReward:
