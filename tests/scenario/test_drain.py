@@ -20,7 +20,8 @@ SAMPLING = treadle.Sampling(max_new_tokens=TOKENS, temperature=0.0)
 
 
 async def engine(made: Fleet, name: str) -> pb.RegisteredEngine:
-    (found,) = (each for each in await made.control.registered() if each.info.engine_id == name)
+    listed: pb.ListEnginesResponse = await made.control.call("ListEngines", pb.ListEnginesRequest())
+    (found,) = (each for each in listed.engines if each.info.engine_id == name)
     return found
 
 
