@@ -20,8 +20,7 @@ SAMPLING = treadle.Sampling(max_new_tokens=TOKENS, temperature=0.0)
 
 
 async def engine(made: Fleet, name: str) -> pb.RegisteredEngine:
-    listed: pb.ListEnginesResponse = await made.control.call("ListEngines", pb.ListEnginesRequest())
-    (found,) = (each for each in listed.engines if each.info.engine_id == name)
+    (found,) = (each for each in await made.control.registered() if each.info.engine_id == name)
     return found
 
 

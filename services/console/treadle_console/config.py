@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
 from treadle_runtime.config import Settings, address, addresses, is_loopback
 
 Address = Annotated[str, AfterValidator(lambda value: address(value, lowest_port=0))]
@@ -26,6 +26,14 @@ class ConsoleSettings(Settings):
     control_key: SecretStr = SecretStr("")
     most_trajectories: Annotated[int, Field(ge=100)] = DEFAULT_MOST_TRAJECTORIES
     most_spans: Annotated[int, Field(ge=1_000)] = DEFAULT_MOST_SPANS
+
+    @field_validator("control_key")
+    @classmethod
+    def _is_not_guessed(cls, key: SecretStr) -> SecretStr:
+        value = key.get_secret_value()
+        if value and not (len(value) >= LEAST_KEY_CHARS and value.isascii() and value.isprintable()):
+            raise ValueError(f"must have {LEAST_KEY_CHARS} printable ASCII characters or more: openssl rand -hex 16")
+        return key
 
     @model_validator(mode="after")
     def _shows_nothing_to_other_machines(self) -> Self:
