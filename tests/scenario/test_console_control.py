@@ -63,6 +63,9 @@ async def test_the_mesh_is_paused_and_resumed_from_the_page(start_service: Start
         playing = asyncio.create_task(mesh.play("step-1", prompts=8))
         await shown.sees("running", within="dl.figures")
         await press(shown, "Pause all 2 engines", "Cancel")
+        frames = "requestAnimationFrame(() => requestAnimationFrame(next))"
+        await shown.page.evaluate(f"() => new Promise((next) => {frames})")
+        assert await shown.page.locator(SAID).text_content() == "The key is right.", "nothing is under way"
         assert await paused(mesh) == [False, False]
         await press(shown, "Pause all 2 engines", "Pause")
         await shown.sees("All engines are paused", within=SAID)
