@@ -104,7 +104,6 @@ WORDS = Words(
         "target_engine_id": ["e0", "e1"],
         "hardware_tags": ["h200"],
         "OpenTrajectoryRequest.hardware_tags": [],
-        "url": ["", "http://127.0.0.1:1"],
         "address": ["<e0>", "<e1>", "127.0.0.1:1"],
         "engine_address": ["<e1>", "<e0>", "127.0.0.1:1"],
         "master_address": ["127.0.0.1:29500"],
