@@ -57,7 +57,7 @@ PASS_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": False}
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(predictor_commands, name="predictor")
-for each in (attach, down, doctor, top, simulate):
+for each in (attach, down, doctor, drain, top, simulate):
     app.command()(each)
 out = Console()
 

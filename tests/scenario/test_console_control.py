@@ -9,7 +9,7 @@ import pytest
 from playwright.async_api import Browser
 from support.conditions import until_said
 from support.console import PHONE, ConsoleMesh, Screen, chromium, console_mesh, screen
-from support.processes import StartService, free_port
+from support.processes import StartService
 from support.secure_mesh import ANSWER_S, secure_mesh
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
@@ -157,14 +157,13 @@ async def test_with_certificates_the_console_acts_as_an_operator(
     drained."""
     monkeypatch.setenv("TREADLE_CONSOLE_CONTROL_KEY", KEY)
     async with secure_mesh(tmp_path) as mesh, aiohttp.ClientSession() as session:
-        page = f"127.0.0.1:{free_port()}"
-        await mesh.plane.start_console(page)
-        headers = {"Origin": f"http://{page}", "Authorization": f"Bearer {KEY}"}
+        page = await mesh.plane.start_console(base_port=0)
+        headers = {"Origin": page, "Authorization": f"Bearer {KEY}"}
 
         async def act(action: str, engine: str = "") -> list[tuple[bool, bool]]:
             """Whether each engine is paused, and drained, after it."""
             asked = {"action": action, "engine": engine}
-            async with session.post(f"http://{page}/api/control", json=asked, headers=headers) as response:
+            async with session.post(f"{page}/api/control", json=asked, headers=headers) as response:
                 assert (response.status, await response.json()) == (200, {"errors": {}})
             return await standing()
 

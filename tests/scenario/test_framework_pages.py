@@ -30,7 +30,7 @@ def test_verl_finds_the_manager_and_the_address(monkeypatch: pytest.MonkeyPatch)
     with standing_in(verl.contents(), "verl_engines", "verl"):
         manager = named(shown[MANAGER]).create(verl.config(), verl.LLMServerClient(verl.config(), "balancer"))
         assert isinstance(manager, verl.AgentLoopManager)
-        assert manager.llm_client.address == shown["TREADLE_ADDRESS"] == "mesh:7401"
+        assert manager.llm_client.address == shown["TREADLE_ADDRESS"] == "ray"
 
 
 def test_areals_trainer_makes_the_meshs_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ from treadle_cli.mesh.ports import HOST, Ports
 from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree
 from treadle_cli.mesh.services import (
     CONSOLE,
+    CONSOLE_PORT_OFFSET,
     GATEWAY,
     START_TIMEOUT_S,
     Addresses,
@@ -144,9 +145,9 @@ class Process:
         if self._name == NATS:
             await control.start_nats()
         elif self._name == GATEWAY:
-            await control.start_gateway(self._settings)
+            await control.start_gateway(self._settings["model_path"])
         elif self._name == CONSOLE:
-            await control.start_console(self._mesh.console)
+            await control.start_console(int(self._mesh.console.rpartition(":")[2]) - CONSOLE_PORT_OFFSET)
         else:
             await control.start_service(self._name)
         return control.child(self._name)
@@ -350,9 +351,7 @@ class Steward:
 
     async def _keep_gateway(self, mesh: RayMesh, server: Server) -> None:
         """Texts need the model's tokenizer, so the gateway begins with the first engine."""
-        model = str(server.model.get("model_path", ""))
-        known = model.startswith("/") and await asyncio.to_thread(Path(model, "tokenizer.json").is_file)
-        settings = {"TREADLE_GATEWAY_TOKENIZER": model if known else ""}
+        settings = {"model_path": str(server.model.get("model_path", ""))}
         problem = await self._keep_process(mesh, GATEWAY, settings)
         if problem:
             self._findings[GATEWAY] = [Finding(GATEWAY, "start", WARNING, problem, f"See {mesh.folder / 'logs'}.")]
