@@ -132,14 +132,9 @@ async def _certificates(subject: str, servers: Sequence[tuple[str, str]], certif
 
 async def _days_left(service: str, address: str, certificates: Certificates) -> float | None:
     """Days until the certificate of a server ends; None where there is no handshake, which its health has told."""
-    host, _, port = address.rpartition(":")
-    context = certificates.context()
-    context.set_alpn_protocols(["h2"])
     try:
         async with asyncio.timeout(ASK_S):
-            _, writer = await asyncio.open_connection(
-                host.strip("[]"), int(port), ssl=context, server_hostname=f"{service}.treadle"
-            )
+            _, writer = await certificates.open_tls(address, service)
     except (OSError, TimeoutError):  # SSLError is an OSError
         return None
     peer = writer.get_extra_info("peercert")

@@ -100,16 +100,20 @@ class Certificates:
         message = f"{address}: {said}; see {self.folder / CERTIFICATE} and {AUTHORITY}"
         return TreadleError(grpc.StatusCode.UNAUTHENTICATED, message, "CERTIFICATE_REFUSED", "client.treadle")
 
-    async def _try_handshake(self, address: str, service: str) -> str:
-        """What is wrong with a certificate; empty: none is refused, or nobody answers."""
+    async def open_tls(self, address: str, service: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection to a service at `address` (host:port) after its handshake, as gRPC makes it. Raises OSError."""
         host, _, port = address.rpartition(":")
         context = self.context()
         context.set_alpn_protocols(["h2"])
+        return await asyncio.open_connection(
+            host.strip("[]"), int(port), ssl=context, server_hostname=f"{service}.treadle"
+        )
+
+    async def _try_handshake(self, address: str, service: str) -> str:
+        """What is wrong with a certificate; empty: none is refused, or nobody answers."""
         try:
             async with asyncio.timeout(HANDSHAKE_S):
-                reader, writer = await asyncio.open_connection(
-                    host.strip("[]"), int(port), ssl=context, server_hostname=f"{service}.treadle"
-                )
+                reader, writer = await self.open_tls(address, service)
                 try:
                     first = await reader.read(1)
                 finally:
