@@ -92,7 +92,7 @@ protos-release:  ## for whoever makes a release: later protos must be compatible
 	@scripts/check-protos.sh --release
 
 docs: $(MESH_READY) ## the documentation site, into site/; a broken link is an error
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict # not --quiet: it hides warnings from --strict
 
 docs-serve: $(MESH_READY) ## the documentation site on http://127.0.0.1:8000, built anew when a page changes
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

@@ -113,6 +113,9 @@ def describe_commands() -> str:
     from typer.cli import get_docs_for_click
 
     command = typer.main.get_command(app)
+    for group in (command, command.commands["predictor"]):
+        for each in group.commands.values():
+            each.short_help = (each.help or "").split("\n\n")[0]  # else the lists of commands cut it at 45 characters
     return get_docs_for_click(
         obj=command, ctx=typer.Context(command, info_name="treadle"), name="treadle", title="Commands and options"
     )
