@@ -115,6 +115,8 @@ def test_samples_of_slime_have_turns_where_their_loss_mask_changes(tmp_path: Pat
     assert shape(log) == [("group-4", 0, 6, [(4, 3, 1.5), (2, 2, 1.5), (3, 0, 0.0)]), ("group-4", 1, 1, [(2, 0, 0.0)])]
     assert [(work.censored, work.reward) for work in log.works] == [(True, 1.0), (False, None)]
     assert log.way == "slime" and not log.recorded
+    step = step_of(tmp_path, "--from-log", str(file), "--format", "slime", *ENGINES)["step"]
+    assert (step["baseline"], step["recorded"]) == ("slime", [])
     torch.save({"samples": [{**turns, "loss_mask": [1]}]}, file)
     with pytest.raises(TraceFileError, match=r"line 1: loss_mask: must have response_length \(15\) values, has 1"):
         read_log(file, "slime", None)
