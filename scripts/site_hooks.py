@@ -32,7 +32,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Replace the files of docs_dir by those of the repository."""
     pages = list_pages()
-    names = [*pages, *linked_files(pages)]
+    names = [*pages, *linked_files(pages), "docs/site.css"]
     own = [
         File.generated(config, name, abs_src_path=str(ROOT / name), inclusion=InclusionLevel.INCLUDED) for name in names
     ]
@@ -112,10 +112,9 @@ def describe_commands() -> str:
     from treadle_cli.app import app
     from typer.cli import get_docs_for_click
 
-    command = typer.main.get_command(app)
-    for group in (command, command.commands["predictor"]):
-        for each in group.commands.values():
-            each.short_help = (each.help or "").split("\n\n")[0]  # else the lists of commands cut it at 45 characters
+    command: Any = typer.main.get_command(app)
+    for each in (*command.commands.values(), *command.commands["predictor"].commands.values()):
+        each.short_help = (each.help or "").split("\n\n")[0]  # else the lists of commands cut it at 45 characters
     return get_docs_for_click(
         obj=command, ctx=typer.Context(command, info_name="treadle"), name="treadle", title="Commands and options"
     )
