@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = {
     "bench": (11_080, 69),
     "cli": (10_380, 78),
-    "clients/python": (7_920, 51),
+    "clients/python": (7_960, 51),
     "core": (12_940, 73),
     "examples": (820, 8),
     "learned": (2_170, 14),
@@ -30,7 +30,7 @@ BUDGETS = {
     "services/tools": (10_080, 68),
     "sim": (7_180, 43),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 81_500, 535, 54_220
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 81_540, 535, 54_390
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 

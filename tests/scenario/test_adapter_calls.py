@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 import treadle
+from support.conditions import until
 from support.fake_engine import Script, logprob_at, token_at
 from support.fake_servicer import Refusal
 from support.mesh_in_process import FakeMesh, fake_mesh
@@ -113,6 +114,31 @@ async def test_a_trajectory_that_the_scheduler_has_closed_is_followed_by_another
     assert third.trajectory_id == second.trajectory_id
 
 
+async def test_no_trajectory_that_the_scheduler_has_closed_stands_in_the_way_of_a_request(
+    mesh: FakeMesh, link: Link
+) -> None:
+    """All samples of a prompt are closed, and the prompt goes on with any of them. Result: the client forgets them."""
+    answers = await asyncio.gather(*(link.generate(PROMPT, FIVE) for _ in range(3)))
+    mesh.scheduler.outcomes |= {each.trajectory_id: scheduler_pb2.OUTCOME_FAILED for each in answers}
+    context = [*PROMPT, *answers[0].token_ids]
+    again = await link.generate(context, FIVE)
+    assert again.token_ids == expected(context)
+    assert mesh.scheduler.open_trajectories == {again.trajectory_id}
+    assert link.sessions.idle == len(link.client._open) == 1
+
+
+async def test_a_request_under_way_when_its_link_is_left_gets_no_answer_of_an_earlier_turn(
+    mesh: FakeMesh, link: Link
+) -> None:
+    first = await link.generate(PROMPT, FIVE, "s")
+    mesh.scheduler.engines.clear()  # the next turn waits
+    asking = asyncio.create_task(link.generate([*PROMPT, *first.token_ids], FIVE, "s"))
+    await until(lambda: len(mesh.scheduler.requests("ScheduleStep")) > 1)
+    await calls.leave()
+    with pytest.raises(treadle.TreadleError, match="TRAJECTORY_CLOSED"):
+        await asking
+
+
 async def test_a_request_that_is_cancelled_leaves_its_trajectory_to_the_next(mesh: FakeMesh, link: Link) -> None:
     engine = mesh.engines["e0"]
     engine.script = Script(hold_at=4)
@@ -157,6 +183,33 @@ async def test_what_an_agent_has_open_ends_with_its_run(
     assert mesh.scheduler.open_trajectories == {kept.trajectory_id}
 
 
+async def test_a_request_that_outlives_its_run_ends_as_the_run_has(mesh: FakeMesh, link: Link) -> None:
+    mesh.engines["e0"].script = Script(hold_at=4)
+    left: list[asyncio.Task[Answer]] = []
+    with pytest.raises(LookupError):
+        async with one_run():
+            left.append(asyncio.create_task(link.generate(PROMPT, FIVE)))
+            await asyncio.wait_for(mesh.engines["e0"].holding.wait(), 20.0)
+            raise LookupError
+    left[0].cancel()
+    await asyncio.wait(left)
+    assert list(mesh.scheduler.outcomes.values()) == [scheduler_pb2.OUTCOME_FAILED]
+
+
+async def test_a_request_that_is_cancelled_while_others_of_its_session_close_leaves_no_trajectory_open(
+    mesh: FakeMesh, link: Link
+) -> None:
+    await link.generate(PROMPT, FIVE, "env", alone=True)
+    mesh.scheduler.refuse_next("CloseTrajectory", Refusal(grpc.StatusCode.UNAVAILABLE, "AWAY", retry_after_s=0.5))
+    asking = asyncio.create_task(link.generate([99], FIVE, "env", alone=True))
+    await until(lambda: len(mesh.scheduler.requests("CloseTrajectory")) == 1)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await link.sessions.close("env")
+    assert not mesh.scheduler.open_trajectories
+
+
 async def test_a_session_with_one_trajectory_at_a_time_ends_the_one_before(mesh: FakeMesh, link: Link) -> None:
     first = await link.generate(PROMPT, FIVE, "env", alone=True)
     turn = await link.generate([*PROMPT, *first.token_ids], FIVE, "env", alone=True)
@@ -173,19 +226,18 @@ async def test_idle_trajectories_are_closed_by_their_age_and_the_newer_ones_of_t
     async with mesh.client() as client:
         sessions = Sessions(client, idle_s=100.0, unnamed_idle_s=5.0, now=lambda: now)
         for session in ("s", ""):
-            pair = [await sessions.take(session, PROMPT) for _ in range(2)]
             now = 0.0
-            sessions.give_back(session, pair[0])
+            oldest = await sessions.generate(session, PROMPT, FIVE)
             now = 10.0
-            sessions.give_back(session, pair[1])
+            await sessions.generate(session, PROMPT, FIVE)
         now = 12.0
         assert (await sessions.close_idle(), sessions.idle) == (1, 3)
-        assert list(mesh.scheduler.outcomes) == [pair[0].trajectory_id]
+        assert list(mesh.scheduler.outcomes) == [oldest.trajectory_id]
         now = 105.0
         assert (await sessions.close_idle(), sessions.idle) == (2, 1)
-        taken = await sessions.take("s", [*PROMPT, 7])
-        assert taken.trajectory_id in mesh.scheduler.open_trajectories
-        assert await sessions.close("s") == sessions.idle == 0
+        newer = await sessions.generate("s", oldest.tokens, FIVE)
+        assert newer.trajectory_id in mesh.scheduler.open_trajectories
+        assert (await sessions.close("s"), sessions.idle) == (1, 0)
 
 
 def test_sampling_parameters_come_by_the_names_of_sglang_vllm_and_transformers() -> None:

@@ -68,6 +68,24 @@ async def test_a_session_that_rewrites_its_context_gets_another_trajectory(door:
         assert await closed.json() == {"closed": 2}
 
 
+async def test_a_trajectory_that_the_scheduler_has_closed_is_followed_by_another_one_in_the_mesh(
+    door: FrontDoor,
+) -> None:
+    """As after a lease that had run out. Result: the session goes on in the mesh, and not on an engine straight."""
+    first = await door.post("/generate", ask(PROMPT), X_Session_ID="s4")
+    closed = first["meta_info"]["trajectory_id"]
+    closing = pb.CloseTrajectoryRequest(request_id="c", trajectory_id=closed, outcome=pb.OUTCOME_FAILED)
+    async with scheduler_client(door.scheduler) as calls:
+        await calls.call("CloseTrajectory", closing)
+    context, found = PROMPT + first["output_ids"], []
+    for _ in range(2):
+        answer = await door.post("/generate", ask(context), X_Session_ID="s4")
+        assert answer["output_ids"] == expected(context, 12)
+        found.append(answer["meta_info"]["trajectory_id"])
+        context += answer["output_ids"]
+    assert found[0] == found[1] not in ("", closed)
+
+
 async def test_a_stream_and_a_batch_bring_the_same_tokens(door: FrontDoor) -> None:
     async with door.http.post(f"{door.url}/generate", json=ask(PROMPT, stream=True)) as response:
         lines = [line async for line in response.content if line.startswith(b"data: ")]

@@ -265,7 +265,16 @@ class Trajectory:
             )
         timeouts = self._mesh.timeouts
         timeout_s = timeouts.cleanup_s if self.outcome == "cancelled" else timeouts.control_s
-        await self._mesh.call(self._mesh.scheduler.CloseTrajectory, self._closing, timeout_s, self.trace)
+        try:
+            await self._mesh.call(self._mesh.scheduler.CloseTrajectory, self._closing, timeout_s, self.trace)
+        except TreadleError as error:
+            if error.reason == TRAJECTORY_CLOSED:  # by the scheduler, as where the lease had run out
+                self._mark_closed()
+            raise
+        self._mark_closed()
+
+    def _mark_closed(self) -> None:
+        assert self.outcome is not None
         self.trace.end(self.outcome)
         self.closed_s = self._mesh.clock()
         self._on_close(self)

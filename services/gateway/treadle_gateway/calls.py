@@ -161,24 +161,17 @@ class Calls:
 async def _pump(visit: Visit, order: Order, put: Callable[[Event], None], taken: list[treadle.Trajectory]) -> None:
     """Generate a turn of the order's trajectory into a queue. Cancelling it ends the step with what it has. taken: gets
     the trajectory."""
-    sent = False
-    for last in (False, True):
-        try:
-            trajectory = await visit.sessions.take(order.session, order.prompt)
-            taken.append(trajectory)
-            try:
-                async with aclosing(trajectory.generate(order.sampling)) as chunks:
-                    async for chunk in chunks:
-                        sent = True
-                        put(Tokens(chunk.token_ids, chunk.logprobs, chunk.weight_version))
-            finally:
-                visit.sessions.give_back(order.session, trajectory)
-        except treadle.TreadleError as error:
-            if error.reason == CLOSED and not sent and not last:
-                continue  # another one opens, with the whole context
-            put(error)
-            return
-        step = trajectory.steps[-1]
-        finish: Finish = "abort" if step.finish_reason == "aborted" else step.finish_reason
-        put(Ended(finish, trajectory.trajectory_id, step.cached_tokens))
+
+    def put_tokens(chunk: treadle.Chunk) -> None:
+        put(Tokens(chunk.token_ids, chunk.logprobs, chunk.weight_version))
+
+    try:
+        trajectory = await visit.sessions.generate(
+            order.session, order.prompt, order.sampling, on_take=taken.append, on_chunk=put_tokens
+        )
+    except treadle.TreadleError as error:
+        put(error)
         return
+    step = trajectory.steps[-1]
+    finish: Finish = "abort" if step.finish_reason == "aborted" else step.finish_reason
+    put(Ended(finish, trajectory.trajectory_id, step.cached_tokens))

@@ -16,7 +16,7 @@ import os
 import threading
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,8 +26,7 @@ from weakref import WeakKeyDictionary
 from treadle.adapters.sessions import Sessions
 from treadle.client import Client
 from treadle.connection import finish
-from treadle.errors import TreadleError
-from treadle.trajectory import TRAJECTORY_CLOSED, Trajectory
+from treadle.trajectory import Trajectory
 from treadle.types import Outcome, Sampling, VersionSpan
 
 T = TypeVar("T")
@@ -158,11 +157,12 @@ class Answer:
 
 @dataclass(eq=False)
 class _Scope:
-    """One run of an agent. name: of the session of its requests without one. sessions: that it has used."""
+    """One run of an agent. name: of the session of its requests without one. sessions: that it has used. outcome: None
+    while it runs."""
 
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     sessions: set[str] = field(default_factory=set)
-    ended: bool = False
+    outcome: Outcome | None = None
 
 
 _scope: ContextVar[_Scope | None] = ContextVar("treadle_scope", default=None)
@@ -199,26 +199,11 @@ class Link:
         if scope is not None:
             session = session or scope.name
             scope.sessions.add(session)
-        for last in (False, True):
-            trajectory, usable = await self.sessions.take(session, prompt), True
-            if alone:
-                await self.sessions.close(session)
-            try:
-                async with aclosing(trajectory.generate(sampling)) as chunks:
-                    async for _ in chunks:
-                        pass
-                return Answer.of(trajectory)
-            except TreadleError as error:
-                # The scheduler has closed it, as where the lease had run out: another one opens, with all tokens.
-                usable = error.reason != TRAJECTORY_CLOSED
-                if usable or last:
-                    raise
-            finally:
-                if usable:
-                    self.sessions.give_back(session, trajectory)
-                if scope is not None and scope.ended:
-                    await self.sessions.close(session)
-        raise AssertionError("the second attempt has returned or raised")
+        try:
+            return Answer.of(await self.sessions.generate(session, prompt, sampling, alone=alone))
+        finally:
+            if scope is not None and scope.outcome is not None:
+                await self.sessions.close(session, scope.outcome)
 
     async def _sweep(self) -> None:
         while True:
@@ -263,7 +248,7 @@ async def one_run(address: str = "") -> AsyncIterator[None]:
         raise
     finally:
         _scope.reset(token)
-        scope.ended = True
+        scope.outcome = outcome
         if scope.sessions:
             await finish(_close(address, scope.sessions, outcome))
 

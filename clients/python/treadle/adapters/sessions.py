@@ -1,4 +1,4 @@
-"""Find the open trajectory that a request goes on with, and close those that nobody goes on with.
+"""Generate each turn in the open trajectory that its request goes on with, and close those that nobody goes on with.
 
 A framework sends each turn as a request of its own, with the whole context. The turn belongs to the open trajectory of
 its session whose tokens its prompt begins with, the longest one; what follows them is an observation. Without one a new
@@ -17,12 +17,13 @@ import time
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from treadle.client import Client
-from treadle.errors import TreadleError
-from treadle.trajectory import Trajectory
-from treadle.types import Outcome
+from treadle.errors import TreadleError, refused
+from treadle.trajectory import TRAJECTORY_CLOSED, Trajectory
+from treadle.types import Chunk, Outcome, Sampling
 
 PROMPT_ID_CHARS = 16
 REMEMBERED_PROMPTS = 100_000  # whose samples are counted, about 10 MB
@@ -86,21 +87,47 @@ class Sessions:
         self._idle: dict[str, _Idle] = {}
         self._samples: OrderedDict[str, int] = OrderedDict()  # that a prompt has begun
 
-    async def take(self, session: str, prompt: Sequence[int]) -> Trajectory:
-        """The trajectory whose next turn this is, with `prompt` as its tokens. Raises TreadleError."""
-        idle = self._idle.get(session)
-        place = idle.longest(prompt) if idle is not None else None
-        if idle is None or place is None:
-            return await self._open(prompt)
-        trajectory = idle.remove(place)
-        self._forget_empty(session)
-        trajectory.observe(prompt[place[0] :])
-        return trajectory
+    async def generate(
+        self,
+        session: str,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        alone: bool = False,
+        on_take: Callable[[Trajectory], object] = id,
+        on_chunk: Callable[[Chunk], object] | None = None,
+    ) -> Trajectory:
+        """Generate the next turn of the trajectory that the prompt goes on with, as the last of its steps.
 
-    def give_back(self, session: str, trajectory: Trajectory) -> None:
-        """The turn is over: the next one may come, or the same one again where it has failed."""
-        if trajectory.outcome is None:
-            self._idle.setdefault(session, _Idle()).add(trajectory, self._now())
+        Where the scheduler has closed the trajectory, as where the lease had run out, the turn is generated in another
+        one, unless on_chunk has had tokens of it. alone: the session has one trajectory at a time, so others of it are
+        over. on_take: called with each trajectory before its turn. Raises TreadleError.
+        """
+        while True:
+            found = self._take(session, prompt)
+            trajectory, seen = found or await self._open(prompt), False
+            turns = len(trajectory.steps)
+            on_take(trajectory)
+            try:
+                if alone:
+                    await self.close(session)
+                async with aclosing(trajectory.generate(sampling)) as chunks:
+                    async for chunk in chunks:
+                        if on_chunk is not None:
+                            seen = True
+                            on_chunk(chunk)
+            except TreadleError as error:
+                if error.reason != TRAJECTORY_CLOSED:
+                    raise
+                await _close_one(trajectory, "failed")
+                if found is None or seen:
+                    raise
+            else:
+                if len(trajectory.steps) == turns:
+                    raise refused(TRAJECTORY_CLOSED, "the client was closed before the turn had a token")
+                return trajectory
+            finally:
+                self._give_back(session, trajectory)
 
     def known(self, session: str) -> list[list[int]]:
         """The tokens of the session's idle trajectories, longest first."""
@@ -121,12 +148,29 @@ class Sessions:
 
     async def close_everything(self) -> int:
         """Close all idle trajectories; returns how many."""
-        return sum([await self.close(session) for session in list(self._idle)])
+        idle = [each for session in list(self._idle) for each in self._remove_older(session, float("inf"))]
+        return await self._close_all(idle, "finished")
 
     @property
     def idle(self) -> int:
         """Open trajectories that no request uses."""
         return sum(idle.lengths.total() for idle in self._idle.values())
+
+    def _take(self, session: str, prompt: Sequence[int]) -> Trajectory | None:
+        """The idle trajectory whose next turn this is, with `prompt` as its tokens."""
+        idle = self._idle.get(session)
+        place = idle.longest(prompt) if idle is not None else None
+        if idle is None or place is None:
+            return None
+        trajectory = idle.remove(place)
+        self._forget_empty(session)
+        trajectory.observe(prompt[place[0] :])
+        return trajectory
+
+    def _give_back(self, session: str, trajectory: Trajectory) -> None:
+        """The turn is over: the next one may come, or the same one again where it has failed."""
+        if trajectory.outcome is None:
+            self._idle.setdefault(session, _Idle()).add(trajectory, self._now())
 
     async def _open(self, prompt: Sequence[int]) -> Trajectory:
         """Samples of one prompt have one prompt_id, so that the mesh predicts them from each other."""
@@ -157,5 +201,6 @@ class Sessions:
 async def _close_one(trajectory: Trajectory, outcome: Outcome) -> None:
     try:
         await trajectory.close(outcome=outcome)
-    except TreadleError as error:  # the scheduler closes it once the client's lease has ended
-        _log.warning("trajectory %s was not closed: %s", trajectory.trajectory_id, error)
+    except TreadleError as error:
+        if error.reason != TRAJECTORY_CLOSED:  # the scheduler closes it once the client's lease has ended
+            _log.warning("trajectory %s was not closed: %s", trajectory.trajectory_id, error)
