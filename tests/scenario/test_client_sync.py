@@ -204,6 +204,31 @@ def test_a_client_that_is_closed_says_so_and_one_that_is_forgotten_ends(mesh: Fa
     assert threads() == before
 
 
+@pytest.mark.timeout(60)
+def test_a_call_that_comes_while_the_loop_ends_is_refused() -> None:
+    """The end of the loop waits for a function in a thread. Result: the call does not wait for ever."""
+    loop = treadle.sync.EventLoop()
+    began, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        began.set()
+        go_on.wait()
+
+    def call() -> None:
+        with pytest.raises(RuntimeError, match="closed during the call"):
+            loop.run(asyncio.to_thread(hold))
+
+    calling, closing = threading.Thread(target=call), threading.Thread(target=loop.close)
+    calling.start()
+    began.wait(WAIT_S)
+    closing.start()
+    calling.join()
+    with pytest.raises(RuntimeError, match="the client is closed"):
+        loop.run(asyncio.Event().wait())
+    go_on.set()
+    closing.join()
+
+
 def test_a_call_in_the_clients_own_thread_is_refused(mesh: FakeMesh) -> None:
     """It would wait for itself."""
     with client_of(mesh) as client:
@@ -230,8 +255,8 @@ async def test_weights_are_pushed_by_a_plain_generator_in_a_thread() -> None:
 
 
 def test_every_method_of_the_client_is_there() -> None:
-    public = {name for name in vars(treadle.Client) if not name.startswith("_")}
-    assert public <= set(vars(treadle.sync.Client))
+    public = {name for name in dir(treadle.Client) if not name.startswith("_")}
+    assert public <= set(dir(treadle.sync.Client))
     for plain, full in ((treadle.sync.Trajectory, treadle.Trajectory), (treadle.sync.Session, treadle.Session)):
         waits = {name for name, each in vars(full).items() if asyncio.iscoroutinefunction(each) and name[0] != "_"}
         assert waits <= set(vars(plain))

@@ -41,6 +41,8 @@ class EventLoop:
     def __init__(self) -> None:
         self._running: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
         self._over = asyncio.Event()
+        # So that no call begins after the end has. A finalizer may close the client within a call of the same thread.
+        self._closing, self._closed = threading.RLock(), False
         # A daemon: a process whose user has not closed the client must still be able to end.
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="treadle", daemon=True)
         self._thread.start()
@@ -52,9 +54,6 @@ class EventLoop:
         if threading.current_thread() is self._thread:
             work.close()
             raise RuntimeError("this call blocks the event loop that it waits for: use the asynchronous client here")
-        if not self._thread.is_alive():
-            work.close()
-            raise RuntimeError("the client is closed")
         outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
         tasks: list[asyncio.Task[T]] = []
 
@@ -63,7 +62,11 @@ class EventLoop:
             task.add_done_callback(lambda done: _copy(done, outcome))
             tasks.append(task)
 
-        self._loop.call_soon_threadsafe(begin)
+        with self._closing:
+            if self._closed:
+                work.close()
+                raise RuntimeError("the client is closed")
+            self._loop.call_soon_threadsafe(begin)
         try:
             return outcome.result()
         except concurrent.futures.CancelledError:
@@ -84,10 +87,12 @@ class EventLoop:
 
     def close(self) -> None:
         """Cancel what runs, and end the thread. In the loop's own thread, it ends soon afterwards."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._over.set)
-            if threading.current_thread() is not self._thread:
-                self._thread.join()
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                self._loop.call_soon_threadsafe(self._over.set)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
     async def _serve(self) -> None:
         self._running.set_result(asyncio.get_running_loop())
@@ -203,6 +208,8 @@ class Client:
     leave_weights_group = _blocking(treadle.Client.leave_weights_group)
     sleep = _blocking(treadle.Client.sleep)
     wake = _blocking(treadle.Client.wake)
+    pause = _blocking(treadle.Client.pause)
+    resume = _blocking(treadle.Client.resume)
     get_batch = _blocking(treadle.Client.get_batch)
     confirm_batch = _blocking(treadle.Client.confirm_batch)
     shaping_report = _blocking(treadle.Client.shaping_report)
