@@ -1,6 +1,8 @@
 """Scenarios of the call that all adapters make, and of the sessions that find a request's trajectory."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 
 import grpc
@@ -240,11 +242,42 @@ async def test_idle_trajectories_are_closed_by_their_age_and_the_newer_ones_of_t
         assert (await sessions.close("s"), sessions.idle) == (1, 0)
 
 
+def test_links_of_event_loops_that_have_ended_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a trainer that calls asyncio.run for each batch and never `leave`."""
+    monkeypatch.setenv("TREADLE_ADDRESS", "127.0.0.1:1")
+
+    async def use() -> weakref.ref[Link]:
+        return weakref.ref(await calls.link_to())
+
+    links = [asyncio.run(use()) for _ in range(3)]
+    gc.collect()
+    assert [link() is not None for link in links] == [False, False, True]
+
+
+async def test_a_call_about_the_whole_mesh_works_where_an_event_loop_runs(mesh: FakeMesh) -> None:
+    """As in a notebook. The mesh is in the loop of the test, so that the call is in another one."""
+
+    async def ask(client: treadle.Client) -> dict[str, str]:
+        opened = await client.open(prompt_id="p", sample=0, prompt=PROMPT)
+        return {"e0": opened.trajectory_id}
+
+    async def notebook() -> None:
+        calls.call_mesh(mesh.address, ask)
+
+    with pytest.raises(RuntimeError, match="engines of the mesh have failed: e0: t-0"):
+        await asyncio.to_thread(asyncio.run, notebook())
+
+
 def test_sampling_parameters_come_by_the_names_of_sglang_vllm_and_transformers() -> None:
     params = {"temperature": 0.5, "top_k": 0, "stop": "x", "eos_token_id": 2, "repetition_penalty": 1.0, "logprobs": 1}
     sampling = sampling_of({**params, "seed": None, "n": 1, "max_tokens": 99}, 7)
     assert sampling == treadle.Sampling(7, temperature=0.5, top_k=-1, stop=("x",), stop_token_ids=(2,))
     assert sampling_of({"stop_strings": ["a", "b"], "stop_token_ids": [3, 4]}, 1).stop == ("a", "b")
+
+
+def test_what_ends_a_generation_may_come_by_two_names() -> None:
+    sampling = sampling_of({"stop_token_ids": [5], "eos_token_id": 2, "stop": None, "stop_strings": ["x"]}, 7)
+    assert (sampling.stop, sampling.stop_token_ids) == (("x",), (5, 2))
 
 
 @pytest.mark.parametrize(("name", "value"), [("repetition_penalty", 1.1), ("min_tokens", 3), ("n", 2), ("typo", 1)])

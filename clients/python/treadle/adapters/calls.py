@@ -15,21 +15,19 @@ import asyncio
 import os
 import threading
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any, Literal
 
 from treadle.adapters.sessions import Sessions
 from treadle.client import Client
 from treadle.connection import finish
+from treadle.sync import EventLoop
 from treadle.trajectory import Trajectory
 from treadle.types import Outcome, Sampling, VersionSpan
-
-T = TypeVar("T")
 
 DEFAULT_ADDRESS, ON_RAY = "localhost:7401", "ray"
 IDLE_S = 1800.0  # longer than a tool runs
@@ -81,18 +79,18 @@ def client_at(address: str = "", job: str = "") -> Client:
 def sampling_of(params: Mapping[str, Any], max_new_tokens: int) -> Sampling:
     """Sampling out of a framework's parameters. Raises ValueError that names a parameter which the mesh does not carry,
     unless it has no effect."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"stop": (), "stop_token_ids": ()}
     for name, value in params.items():
         if name in _FIELDS:
-            if value is not None:
-                found[_FIELDS[name]] = value
+            where = _FIELDS[name]
+            if isinstance(found.get(where), tuple):  # two names of it may be given
+                found[where] += (value,) if isinstance(value, str | int) else tuple(value or ())
+            elif value is not None:
+                found[where] = value
         elif name not in _OF_THE_OUTPUT and not any(value is each or value == each for each in _neutral(name)):
             raise ValueError(f"{name}={value!r} is not carried by the mesh: leave it out of the sampling parameters")
     if found.get("top_k") == 0:  # vLLM's word for all
         found["top_k"] = -1
-    stop, ends = found.get("stop", ()), found.get("stop_token_ids", ())
-    found["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    found["stop_token_ids"] = (ends,) if isinstance(ends, int) else tuple(ends)
     return Sampling(max_new_tokens=max_new_tokens, **found)
 
 
@@ -211,13 +209,16 @@ class Link:
             await self.sessions.close_idle()
 
 
-_links: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Link]] = WeakKeyDictionary()
+_links: dict[asyncio.AbstractEventLoop, dict[str, Link]] = {}
 
 
 async def link_to(address: str = "") -> Link:
-    """The link of the running loop to a mesh, opened by the first call. A process that ends without `leave` loses its
-    lease within a minute, and the scheduler closes what it had open."""
+    """The link of the running loop to a mesh, opened by the first call. A process or a loop that ends without `leave`
+    loses its lease within a minute, and the scheduler closes what it had open."""
     where = address_of(address)
+    for loop in list(_links):
+        if loop.is_closed():
+            _links.pop(loop, None)
     links = _links.setdefault(asyncio.get_running_loop(), {})
     if where not in links:
         links[where] = Link(client_at(where, os.environ.get("TREADLE_JOB", "")))
@@ -259,34 +260,22 @@ async def _close(address: str, sessions: set[str], outcome: Outcome) -> None:
         await link.sessions.close(session, outcome)
 
 
-class Background:
-    """An event loop in a thread of its own, for frameworks that call from threads."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="treadle", daemon=True).start()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for `work`; returns or raises what it does."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-
 _starting = threading.Lock()
 
 
-def background() -> Background:
-    """The one of this process."""
+def background() -> EventLoop:
+    """The event loop in a thread of this process, for frameworks that call from threads."""
     with _starting:
         return _background()
 
 
 @cache
-def _background() -> Background:
-    return Background()
+def _background() -> EventLoop:
+    return EventLoop()
 
 
 def call_mesh(address: str, work: Callable[[Client], Awaitable[Mapping[str, str]]]) -> None:
-    """Make one call about the whole mesh from a thread without an event loop.
+    """Make one call about the whole mesh and wait for it, from any thread.
 
     work: returns errors by engine id. Raises RuntimeError that names the engines which failed, and TreadleError.
     """
@@ -295,7 +284,7 @@ def call_mesh(address: str, work: Callable[[Client], Awaitable[Mapping[str, str]
         async with client_at(address) as client:
             return await work(client)
 
-    require_no_errors(asyncio.run(call()))
+    require_no_errors(background().run(call()))
 
 
 def require_no_errors(errors: Mapping[str, str]) -> None:
