@@ -6,8 +6,9 @@ The second half reads the packages' source, which `make frameworks` fetches. Not
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,6 +65,25 @@ def test_an_engine_replica_has_the_parameters_of_verls() -> None:
         made = module.replica_in_mesh(verl_0_9_1.SGLangReplica, verl_0_9_1.remote, "localhost:1")
     for name in ("abort_all_requests", "resume_generation", "sleep", "wake_up"):
         assert parameters(getattr(made, name)) == parameters(getattr(verl_0_9_1.SGLangReplica, name))
+
+
+def test_two_ray_clusters_of_a_machine_keep_their_certificates_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one user, at the same time: a process of either has the files of its own mesh."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    meshes = {}
+    for port in (1, 2):
+        told = {"scheduler": f"host:{port}", "gateway": "", "api_key": "", "secure": True}
+        files = {"tls.key": f"of {port}".encode()}
+        actor = SimpleNamespace(
+            describe=SimpleNamespace(remote=lambda told=told: told),
+            credentials=SimpleNamespace(remote=lambda _, files=files: files),
+        )
+        ray = {"is_initialized": lambda: True, "get_actor": lambda *_, actor=actor, **__: actor}
+        with standing_in({"ray": {**ray, "get": lambda answer, timeout: answer}}, "on_ray") as (module,):
+            meshes[port] = module.find_mesh()
+    assert {port: (mesh.tls_folder / "tls.key").read_text() for port, mesh in meshes.items()} == {1: "of 1", 2: "of 2"}
 
 
 @pytest.mark.parametrize("adapter", ["verl", "verl_engines", "areal", "rllm", "roll", "trl"])

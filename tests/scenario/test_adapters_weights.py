@@ -278,6 +278,27 @@ async def test_trls_weights_are_loaded_by_all_engines_and_requests_go_on(fleet: 
     assert load_file(newest / "model.safetensors")["a"].tolist() == [[1.0] * 3] * 2
 
 
+async def test_weights_that_trl_could_not_send_are_sent_again_and_a_trainer_that_ends_resumes_the_mesh(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    """One engine refuses a version. Result: the error names it, the next version is served, and a request that waited
+    goes on although the trainer has ended in its pause."""
+    (tmp_path / "config.json").touch()
+    with standing_in(trl.contents(), "trl") as (adapter,):
+        transfer = adapter.WeightTransfer(tmp_path / "weights", tmp_path)
+        transfer.init_weight_transfer()
+        await asyncio.to_thread(transfer.pause)
+        waiting = asyncio.create_task((await calls.link_to()).generate(PROMPT, Sampling(8, temperature=0.0)))
+        fleet.engines[1].refuse_weights = True
+        with pytest.raises(RuntimeError, match="engines of the mesh have failed: e1: "):
+            await asyncio.to_thread(transfer.send_weights, iter([("a", torch.ones(1))]))
+        fleet.engines[1].refuse_weights = False
+        await asyncio.to_thread(transfer.send_weights, iter([("a", torch.ones(1))]))
+        assert not waiting.done()
+        await asyncio.to_thread(transfer.destroy)
+        assert (await waiting).token_ids == expected(PROMPT, 8)
+
+
 def test_trls_weights_need_the_models_own_files(tmp_path: Path) -> None:
     with standing_in(trl.contents(), "trl") as (adapter,), pytest.raises(ValueError, match="there is no config"):
         adapter.WeightTransfer(tmp_path, tmp_path).init_weight_transfer()

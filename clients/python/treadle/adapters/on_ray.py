@@ -41,21 +41,21 @@ def find_mesh(identity: str = "trainer-default") -> RayMesh:
         raise RuntimeError("this Ray cluster has no mesh: treadle up --ray auto starts one") from None
     found = ray.get(actor.describe.remote(), timeout=ANSWER_S)
     files = ray.get(actor.credentials.remote(identity), timeout=ANSWER_S) if found["secure"] else {}
-    folder = _keep(identity, files) if files else None
+    folder = _keep(f"{identity}@{found['scheduler']}", files) if files else None
     return RayMesh(found["scheduler"], folder, found["gateway"], found["api_key"])
 
 
-def _keep(identity: str, files: dict[str, bytes]) -> Path:
-    """A folder with these files, the same for all processes of this user on this machine: Ray kills processes, which
-    then remove nothing. Raises RuntimeError where the folder is another user's."""
+def _keep(name: str, files: dict[str, bytes]) -> Path:
+    """A folder of this name with these files, the same for all processes of this user on this machine: Ray kills
+    processes, which then remove nothing. Raises RuntimeError where the folder around it is another user's."""
     folder = Path(tempfile.gettempdir()) / f"treadle-ray-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise RuntimeError(f"{folder} must be a folder that this user alone can read: it is for the key of a mesh")
-    (folder / identity).mkdir(exist_ok=True)
-    for name, content in files.items():
-        part = folder / identity / f"{name}.{os.getpid()}"
+    (folder / name).mkdir(exist_ok=True)
+    for file, content in files.items():
+        part = folder / name / f"{file}.{os.getpid()}"
         part.write_bytes(content)
-        part.replace(folder / identity / name)  # at once: another process may be reading it
-    return folder / identity
+        part.replace(folder / name / file)  # at once: another process may be reading it
+    return folder / name

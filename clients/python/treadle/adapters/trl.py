@@ -110,7 +110,7 @@ class WeightTransfer:
 
     def __init__(self, folder: str | Path, model_folder: str | Path, address: str = "") -> None:
         self._folder, self._model_folder, self._address = Path(folder), Path(model_folder), address_of(address)
-        self._run, self._sent = uuid.uuid4().hex[:8], list[Path]()
+        self._run, self._sent, self._paused = uuid.uuid4().hex[:8], list[Path](), False
 
     def init_weight_transfer(self) -> None:
         """Prepare the folder. Raises OSError, ValueError for a model_folder without config.json."""
@@ -120,6 +120,7 @@ class WeightTransfer:
 
     def pause(self) -> None:
         """Stop the engines; steps keep their tokens."""
+        self._paused = True
         call_mesh(self._address, lambda client: client.pause())
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
@@ -129,19 +130,23 @@ class WeightTransfer:
         number = len(self._sent) + 1
         version, path = f"{self._run}-{number}", self._folder / f"{self._run}-{number}"
         path.mkdir()
+        self._sent.append(path)
         for file in self._model_folder.iterdir():
             if file.is_file() and file.suffix not in (".safetensors", ".bin", ".pt") and "index" not in file.name:
                 shutil.copy(file, path)
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in iterator}
         save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
         call_mesh(self._address, lambda client: client.update_weights(str(path), version))
-        self._sent.append(path)
         for old in self._sent[:-KEPT_VERSIONS]:
             shutil.rmtree(old, ignore_errors=True)
 
     def resume(self) -> None:
         """Go on."""
         call_mesh(self._address, lambda client: client.resume())
+        self._paused = False
 
     def destroy(self) -> None:
-        """Nothing is held. The newest weights stay for engines that start again."""
+        """Go on where training has ended in a pause: others may use the mesh. The newest weights stay for engines that
+        start again."""
+        if self._paused:
+            self.resume()
