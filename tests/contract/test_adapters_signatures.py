@@ -115,3 +115,14 @@ def test_a_stand_in_has_the_parameters_that_the_package_has(stand_in: ModuleType
     for path, names in stand_in.FIELDS.items():
         for name in names:
             assert fields(ours, name) == fields((folder / path).read_text(), name), f"{path}: {name}"
+
+
+def test_trls_loop_takes_what_the_worker_gives_it() -> None:
+    """The worker hands on what it is given, in TRL too: a name that the loop does not know fails in the child alone."""
+    with standing_in(trl_1_16_0.contents(), "trl") as (module,):
+        tokenizer = SimpleNamespace(eos_token_id=2)
+        given = {"model_name": "m", "dataset": [], "reward_funcs": [], "processing_class": tokenizer}
+        worker = module.RolloutWorker.of(trl_1_16_0.config(), **given)
+    source = folder_of("adapters") / "trl/experimental/async_grpo/async_rollout_worker.py"
+    taken = {name for name, _ in written_parameters(source.read_text(), "_AsyncRolloutLoop.__init__")}
+    assert set(worker.loop_kwargs) - {"address"} <= taken

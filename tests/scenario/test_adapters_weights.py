@@ -156,6 +156,16 @@ async def test_while_verls_engines_sleep_nothing_reaches_them_and_the_next_batch
     assert (await waiting).token_ids == expected(PROMPT, 8)
 
 
+async def test_the_mesh_stays_paused_until_the_last_of_verls_replicas_lets_go(fleet: Fleet, replicas: Replicas) -> None:
+    await replicas.do("abort_all_requests")
+    await replicas.all[0].resume_generation()
+    waiting = asyncio.create_task((await calls.link_to()).generate(PROMPT, Sampling(8, temperature=0.0)))
+    await asyncio.sleep(0.5)
+    assert not waiting.done()
+    await replicas.all[1].resume_generation()
+    assert (await waiting).token_ids == expected(PROMPT, 8)
+
+
 async def test_the_name_of_an_engines_weights_says_which_memory_verl_has_taken(
     fleet: Fleet, replicas: Replicas
 ) -> None:

@@ -17,7 +17,10 @@ SOURCES = {
         *("LLMServerClient.__init__", "LLMServerClient.generate"),
         *("FullyAsyncLLMServerClient.__init__", "FullyAsyncLLMServerClient.generate"),
     ),
-    "verl/workers/rollout/replica.py": ("RolloutReplica.resume_generation", "RolloutReplicaRegistry.register"),
+    "verl/workers/rollout/replica.py": (
+        *("RolloutReplica.resume_generation", "RolloutReplica.sleep", "RolloutReplica.wake_up"),
+        "RolloutReplicaRegistry.register",
+    ),
     "verl/workers/rollout/sglang_rollout/async_sglang_server.py": (
         *("SGLangReplica.__init__", "SGLangReplica.abort_all_requests", "SGLangReplica.resume_generation"),
         *("SGLangHttpServer.set_global_steps", "SGLangHttpServer.get_server_address"),
