@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -84,6 +85,15 @@ def test_two_ray_clusters_of_a_machine_keep_their_certificates_apart(
         with standing_in({"ray": {**ray, "get": lambda answer, timeout: answer}}, "on_ray") as (module,):
             meshes[port] = module.find_mesh()
     assert {port: (mesh.tls_folder / "tls.key").read_text() for port, mesh in meshes.items()} == {1: "of 1", 2: "of 2"}
+
+
+def test_threads_of_a_process_may_keep_certificates_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with standing_in({"ray": {}}, "on_ray") as (module,), ThreadPoolExecutor(8) as threads:
+        folders = set(threads.map(lambda _: module._keep("m", {"tls.key": b"k"}), range(200)))
+    assert [path.name for folder in folders for path in folder.iterdir()] == ["tls.key"]
 
 
 @pytest.mark.parametrize("adapter", ["verl", "verl_engines", "areal", "rllm", "roll", "trl"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def _keep(name: str, files: dict[str, bytes]) -> Path:
         raise RuntimeError(f"{folder} must be a folder that this user alone can read: it is for the key of a mesh")
     (folder / name).mkdir(exist_ok=True)
     for file, content in files.items():
-        part = folder / name / f"{file}.{os.getpid()}"
+        part = folder / name / f"{file}.{uuid.uuid4().hex}"
         part.write_bytes(content)
         part.replace(folder / name / file)  # at once: another process may be reading it
     return folder / name
