@@ -13,7 +13,6 @@ from asyncio.subprocess import DEVNULL, PIPE, STDOUT
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from treadle_tools.sandbox.worker import NOBODY, PACKAGE, VARIABLES, find_top_level, worker_arguments
 from treadle_tools.tool import Tool
@@ -31,11 +30,10 @@ class BubblewrapMissing(Exception):  # noqa: N818 - a state of the machine more 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the daemon starts a tool's fork server. user: None: its own. memory_bytes: of a sandbox beside its worker."""
+    """How the daemon starts a tool's fork server. memory_bytes: of a sandbox beside its worker."""
 
     tool: str
     command: tuple[str, ...]
-    user: int | None
     memory_bytes: int
 
 
@@ -54,7 +52,7 @@ class Bubblewrap:
 
     def command(self, *, readable: Sequence[Path], work_bytes: int, argv: Sequence[str]) -> list[str]:
         """The command line that runs `argv` with /usr and `readable` to read and `work_bytes` of /tmp to write."""
-        command = [self.path, *_bind_system_folders()]
+        command = [*_as_user(self.user), self.path, *_bind_system_folders()]
         command += ["--perms", "1777", "--size", str(work_bytes), "--tmpfs", "/tmp"]
         # bubblewrap makes missing parents that only root may enter, and the worker runs as nobody.
         shown = {folder: inside(folder) for folder in readable}
@@ -82,12 +80,17 @@ class Bubblewrap:
         shown = [str(inside(path)) for path in paths]
         argv = [*_interpreter(), *worker_arguments(tool, "fork_server", shown, drop_root=self.drop_root)]
         command = self.command(readable=readable, work_bytes=tool.work_bytes, argv=argv)
-        return Recipe(tool.name, tuple(command), self.user, tool.limits.memory_bytes)
+        return Recipe(tool.name, tuple(command), tool.limits.memory_bytes)
 
 
 def inside(path: Path) -> Path:
     """Where the sandbox shows `path` of the host: the same, but for one under /tmp, which its own /tmp would cover."""
     return MOVED / path.relative_to(PRIVATE) if path.is_relative_to(PRIVATE) else path
+
+
+def _as_user(user: int | None) -> list[str]:
+    """What runs the program after it as `user`; uvloop starts none as another user by itself."""
+    return [] if user is None else ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--"]
 
 
 def _bind_system_folders() -> list[str]:
@@ -141,7 +144,7 @@ async def find_bubblewrap(name: str) -> Bubblewrap:
     """Find the bubblewrap called `name` (a path, or a name on PATH) and try it out. Raises BubblewrapMissing."""
     if (path := shutil.which(name)) is None:
         raise BubblewrapMissing(f"{name} is not installed: {INSTALL}")
-    code, text = await _run([path, "--version"], user=None)
+    code, text = await _run([path, "--version"])
     if code != 0:
         raise BubblewrapMissing(f"{path} does not run ({text}): {INSTALL}")
     version = text.split()[-1] if text else "of unknown version"
@@ -153,7 +156,7 @@ async def find_bubblewrap(name: str) -> Bubblewrap:
     for choice in choices:
         readable = _outermost([Path(sys.base_prefix)])
         command = choice.command(readable=readable, work_bytes=1 << 20, argv=[*_interpreter(), "-c", ""])
-        code, text = await _run(command, user=choice.user)
+        code, text = await _run(command)
         if code == 0:
             return choice
         problems.append(text)
@@ -163,12 +166,10 @@ async def find_bubblewrap(name: str) -> Bubblewrap:
     )
 
 
-async def _run(command: Sequence[str], *, user: int | None) -> tuple[int, str]:
+async def _run(command: Sequence[str]) -> tuple[int, str]:
     """Exit code and last line of output of a short command."""
     try:
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, **run_as(user)
-        )
+        process = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT)
     except OSError as error:
         return 1, str(error)
     try:
@@ -180,8 +181,3 @@ async def _run(command: Sequence[str], *, user: int | None) -> tuple[int, str]:
         return 1, f"no end after {PROBE_TIMEOUT_S:g} s"
     lines = output.decode(errors="replace").strip().splitlines()
     return process.returncode or 0, lines[-1] if lines else ""
-
-
-def run_as(user: int | None) -> dict[str, Any]:
-    """Arguments of create_subprocess_exec that run a program as `user`."""
-    return {} if user is None else {"user": user, "group": user, "extra_groups": []}

@@ -26,7 +26,7 @@ from typing import BinaryIO
 import structlog
 
 from treadle_tools.sandbox.bubblewrap.cgroups import Cgroups, Slot
-from treadle_tools.sandbox.bubblewrap.command import Recipe, run_as
+from treadle_tools.sandbox.bubblewrap.command import Recipe
 from treadle_tools.sandbox.inside import frames
 from treadle_tools.sandbox.inside.fork_server import SANDBOX, SPAWNER, UNCOUNTED_SANDBOX
 from treadle_tools.sandbox.sandboxes import SandboxLost, WorkerFailed
@@ -176,7 +176,7 @@ class ForkServer:
         stderr = os.fdopen(os.memfd_create("stderr"), "w+b")
         try:
             process = await asyncio.create_subprocess_exec(
-                *recipe.command, stdin=theirs.fileno(), stdout=DEVNULL, stderr=stderr.fileno(), **run_as(recipe.user)
+                *recipe.command, stdin=theirs.fileno(), stdout=DEVNULL, stderr=stderr.fileno()
             )
         except OSError as error:
             control.close()

@@ -23,7 +23,7 @@ from treadle_tools.sandbox.inside import frames
 
 # Raised with every change that an older daemon, or a sandbox of an older worker, would not understand. Such a daemon
 # ends when a service says hello, and its sessions with it.
-PROTOCOL = 2
+PROTOCOL = 3
 
 OP = "op"  # the field that names a message
 HELLO, REQUEST, KILL, BIND, NOTE, FORGET, END = "hello", "request", "kill", "bind", "note", "forget", "end"
