@@ -24,7 +24,7 @@ from treadle_sidecar.convert import StepFacts
 from treadle_sidecar.engine.client import EngineClient, EngineLost, EngineRefused
 from treadle_sidecar.engine.watch import EngineWatch, engine_lost
 from treadle_sidecar.prefixes import BLOCK_TOKENS, Contexts, hash_blocks
-from treadle_sidecar.step import ABORTED, LENGTH, STOP, Finished, Reason, RunningStep, StepOrder
+from treadle_sidecar.step import ABORTED, LENGTH, STOP, Finished, Reason, RunningStep, Started, StepOrder
 
 log = structlog.get_logger()
 
@@ -256,12 +256,15 @@ class StepRunner:
     async def _run_attempts(self, step: RunningStep) -> Reason:
         while await step.wait_for_slot():
             started = step.record.start_attempt(time.monotonic())
-            step.emit(started)
-            await self._bus.publish(self._facts.started(step.order, started))
+            assert self._tasks is not None, "it runs this step"
+            # Beside the attempt, so that the engine has the request before others hear that it starts: 0.5 ms of the
+            # time to the first token.
+            announcing = self._tasks.create_task(self._announce(step, started))
             try:
                 reason = await self._run_attempt(step)
             finally:
                 step.end_attempt()
+                await announcing
             if reason is not None:
                 return reason
             now = time.monotonic()
@@ -275,6 +278,10 @@ class StepRunner:
             await self._bus.publish(self._facts.preempted(step.order, preempted))
             self.decide()
         return ABORTED
+
+    async def _announce(self, step: RunningStep, started: Started) -> None:
+        step.emit(started)
+        await self._bus.publish(self._facts.started(step.order, started))
 
     async def _run_attempt(self, step: RunningStep) -> Reason | None:
         """Why the step ended; None where it was preempted and needs another attempt."""

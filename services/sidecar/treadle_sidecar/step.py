@@ -31,6 +31,7 @@ TAIL_TOKENS = 64  # of an output resumed from elsewhere, enough for the text in 
 
 Reason: TypeAlias = pb.FinishReason.ValueType
 Finished: TypeAlias = pb.StepFinished
+Started: TypeAlias = pb.StepStarted
 STOP, LENGTH, ABORTED = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_ABORTED
 
 StepEvent: TypeAlias = pb.StepStarted | pb.TokenChunk | pb.StepPreempted | pb.StepFinished
