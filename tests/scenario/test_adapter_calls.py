@@ -14,7 +14,7 @@ from support.fake_servicer import Refusal
 from support.mesh_in_process import FakeMesh, fake_mesh
 from treadle.adapters import calls
 from treadle.adapters.calls import Answer, Link, one_run, sampling_of
-from treadle.adapters.sessions import Sessions
+from treadle.adapters.sessions import FEWEST_PAUSES, Sessions
 from treadle.scheduler.v1 import scheduler_pb2
 
 PROMPT = [11, 12, 13]
@@ -233,13 +233,67 @@ async def test_idle_trajectories_are_closed_by_their_age_and_the_newer_ones_of_t
             now = 10.0
             await sessions.generate(session, PROMPT, FIVE)
         now = 12.0
-        assert (await sessions.close_idle(), sessions.idle) == (1, 3)
+        assert (await sessions.sweep(), sessions.idle) == (1, 3)
         assert list(mesh.scheduler.outcomes) == [oldest.trajectory_id]
         now = 105.0
-        assert (await sessions.close_idle(), sessions.idle) == (2, 1)
+        assert (await sessions.sweep(), sessions.idle) == (2, 1)
         newer = await sessions.generate("s", oldest.tokens, FIVE)
         assert newer.trajectory_id in mesh.scheduler.open_trajectories
         assert (await sessions.close("s"), sessions.idle) == (1, 0)
+
+
+async def test_idle_trajectories_make_room_for_a_first_step_that_waits(mesh: FakeMesh) -> None:
+    """Room for twenty trajectories, and twenty requests without a session, none of which goes on.
+
+    Result: nothing is closed while the last request waits for a moment only; then the two longest idle are, and it is
+    answered.
+    """
+    now = 0.0
+    mesh.scheduler.room = 20
+    async with mesh.client() as client:
+        sessions = Sessions(client, idle_s=1800.0, unnamed_idle_s=1800.0, now=lambda: now)
+        opened = []
+        for number in range(20):
+            opened.append(await sessions.generate("", [number, *PROMPT], FIVE))
+            now += 0.1
+        waiting = asyncio.create_task(sessions.generate("", [20, *PROMPT], FIVE))
+        await until(lambda: len(mesh.scheduler.open_trajectories) == 21)
+        assert await sessions.sweep() == 0
+        now += 1.0
+        assert await sessions.sweep() == 2
+        await waiting
+        assert list(mesh.scheduler.outcomes) == [each.trajectory_id for each in opened[:2]]
+
+
+async def test_trajectories_that_go_on_are_not_closed_to_make_room(mesh: FakeMesh) -> None:
+    """A conversation whose tools take ten seconds, and room for it alone.
+
+    Result: a first step closes it only once it is idle for twice as long as it ever was before, and what comes back
+    after that opens anew and makes the next ones wait longer.
+    """
+    now = 0.0
+    mesh.scheduler.room = 1
+    async with mesh.client() as client:
+        sessions = Sessions(client, idle_s=1800.0, unnamed_idle_s=1800.0, now=lambda: now)
+        talk = await sessions.generate("", PROMPT, FIVE)
+        for _ in range(FEWEST_PAUSES):
+            now += 10.0
+            talk = await sessions.generate("", [*talk.tokens, 7], FIVE)
+        waiting = asyncio.create_task(sessions.generate("", [99], FIVE))
+        await until(lambda: len(mesh.scheduler.open_trajectories) == 2)
+        now += 19.0
+        assert await sessions.sweep() == 0
+        now += 2.0
+        assert await sessions.sweep() == 1
+        other = await waiting
+        back = asyncio.create_task(sessions.generate("", [*talk.tokens, 7], FIVE))
+        await until(lambda: len(mesh.scheduler.open_trajectories) == 2)
+        now += 41.0
+        assert await sessions.sweep() == 0  # it has come back after 21 s
+        now += 2.0
+        assert await sessions.sweep() == 1
+        assert (await back).trajectory_id != talk.trajectory_id
+        assert list(mesh.scheduler.outcomes) == [talk.trajectory_id, other.trajectory_id]
 
 
 def test_links_of_event_loops_that_have_ended_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

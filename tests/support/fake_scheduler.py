@@ -34,6 +34,7 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
         self.gate = Gate()
         self.gate_after = Gate()  # between a switch and its answer
         self.leases: set[str] = set()
+        self.room: int | None = None  # trajectories that may have begun and be open
 
     @property
     def open_trajectories(self) -> set[str]:
@@ -126,6 +127,9 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
             return Refusal(_FAILED, "STEP_IN_FLIGHT", f"{out!r} is out, {request.replaces_ticket_id!r} was named")
         if not self.engines:
             return Refusal(grpc.StatusCode.UNAVAILABLE, "NO_ENGINE", retry_after_s=0.05)
+        first = request.trajectory_id not in self._last
+        if first and self.room is not None and len(self._last.keys() - self.outcomes.keys()) >= self.room:
+            return Refusal(grpc.StatusCode.UNAVAILABLE, "STEP_HELD", retry_after_s=0.02)
         engine_id = list(self.engines)[self._issued % len(self.engines)]
         self._issued += 1
         ticket = ticket_pb2.Ticket(

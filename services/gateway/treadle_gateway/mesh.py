@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import grpc
 import structlog
 import treadle
-from treadle.adapters.sessions import Sessions
+from treadle.adapters.sessions import SWEEP_S, Sessions
 from treadle.scheduler.v1 import scheduler_pb2
 
 from treadle_gateway.order import Ended, Tokens
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 LOOK_S = 0.5  # between two looks at the mesh
-SWEEP_S = 1.0  # between two looks for idle sessions
 AWAY: Final = "away"  # put into the queues of a visit that has ended
 
 Event = Tokens | Ended | treadle.TreadleError | str
@@ -119,11 +118,11 @@ class MeshLink:
                 await asyncio.sleep(LOOK_S)
 
     async def sweep(self) -> None:
-        """Background task: close sessions that are idle."""
+        """Background task: close trajectories that hardly go on any more."""
         while True:
             await asyncio.sleep(SWEEP_S)
             if self.visit is not None:
-                await self.visit.sessions.close_idle()
+                await self.visit.sessions.sweep()
 
     async def close(self) -> None:
         """End the visit and close what is open."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
-from treadle.adapters.sessions import Sessions
+from treadle.adapters.sessions import SWEEP_S, Sessions
 from treadle.client import Client
 from treadle.connection import finish
 from treadle.sync import EventLoop
@@ -32,7 +32,6 @@ from treadle.types import Outcome, Sampling, VersionSpan
 DEFAULT_ADDRESS, ON_RAY = "localhost:7401", "ray"
 IDLE_S = 1800.0  # longer than a tool runs
 UNNAMED_IDLE_S = 30.0  # nobody says when such a conversation is over, and an open one holds KV
-SWEEP_S = 1.0  # between two looks for idle sessions
 
 # Sampling parameters by the names of SGLang, vLLM and transformers, and the field of Sampling that each one is.
 _FIELDS = {
@@ -206,7 +205,7 @@ class Link:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            await self.sessions.close_idle()
+            await self.sessions.sweep()
 
 
 _links: dict[asyncio.AbstractEventLoop, dict[str, Link]] = {}

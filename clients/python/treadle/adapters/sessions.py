@@ -5,6 +5,10 @@ its session whose tokens its prompt begins with, the longest one; what follows t
 trajectory opens, so a session that rewrites its context, or asks twice at once, has several. Requests without a session
 ("") are found by their tokens alone.
 
+An idle trajectory keeps its engine's KV, and nobody says which ones are over. Each is closed after a time limit, and
+earlier where first steps wait for room and hardly any trajectory was idle for so long before its next turn. One that
+goes on after all opens anew, with its whole context.
+
 Invariants: a trajectory is in the index exactly while no request uses it; the tokens of a prompt are never changed.
 """
 
@@ -13,12 +17,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import time
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from treadle.client import Client
 from treadle.errors import TreadleError, refused
@@ -27,24 +33,36 @@ from treadle.types import Chunk, Outcome, Sampling
 
 PROMPT_ID_CHARS = 16
 REMEMBERED_PROMPTS = 100_000  # whose samples are counted, about 10 MB
+SWEEP_S = 0.1  # between two calls of `sweep`
+EXPIRY_S = 1.0  # between two looks for trajectories that are at their time limit; each looks at all
+# A first step that finds room has its ticket by then, also where it waits for a plan.
+STARTS_WITHIN_S = 0.3
+# Pauses of one kind that are remembered, and how many must be known before they say when a trajectory is over.
+RECENT_PAUSES, FEWEST_PAUSES = 256, 16
+# This share of pauses may be longer than half the time after which a trajectory counts as over.
+RARE, MARGIN = 0.05, 2.0
+NAMED_AT_FIRST_S, UNNAMED_AT_FIRST_S = 60.0, 1.0  # until pauses are known
+REMEMBERED_S = 300.0  # for which a closed trajectory that goes on is recognised
 
 _log = logging.getLogger("treadle")
 
+T = TypeVar("T")
 Place = tuple[int, bytes]  # how many tokens a trajectory has, and their digest
+_Old = tuple[float, Trajectory, str]  # since when it is idle, and its session
 
 
 @dataclass(eq=False)
-class _Idle:
-    """The trajectories of a session that no request uses: by place, each with the moment since when, oldest first.
+class _Places(Generic[T]):
+    """What stands at places of a session, such as its idle trajectories: each with the moment since when, oldest first.
     lengths: how many have so many tokens."""
 
-    places: dict[Place, list[tuple[float, Trajectory]]] = field(default_factory=dict)
+    places: dict[Place, list[tuple[float, T]]] = field(default_factory=dict)
     lengths: Counter[int] = field(default_factory=Counter)
 
-    def add(self, trajectory: Trajectory, now: float) -> None:
-        tokens = array("i", trajectory.tokens)
-        place = (len(tokens), hashlib.blake2b(tokens, digest_size=16).digest())
-        self.places.setdefault(place, []).append((now, trajectory))
+    def add(self, tokens: Sequence[int], item: T, now: float) -> None:
+        packed = array("i", tokens)
+        place = (len(packed), hashlib.blake2b(packed, digest_size=16).digest())
+        self.places.setdefault(place, []).append((now, item))
         self.lengths[place[0]] += 1
 
     def longest(self, prompt: Sequence[int]) -> Place | None:
@@ -60,20 +78,40 @@ class _Idle:
             found = place if place in self.places else found
         return found
 
-    def remove(self, place: Place, at: int = -1) -> Trajectory:
+    def remove(self, place: Place, at: int = -1) -> tuple[float, T]:
         """at: -1 for the one that became idle last, whose KV is the likeliest to be there; 0 for the oldest."""
-        _, trajectory = self.places[place].pop(at)
+        found = self.places[place].pop(at)
         if not self.places[place]:
             del self.places[place]
         self.lengths[place[0]] -= 1
         if not self.lengths[place[0]]:
             del self.lengths[place[0]]
-        return trajectory
+        return found
 
-    def remove_older(self, before_s: float) -> list[Trajectory]:
-        """Those that became idle before this moment."""
-        old = [place for place, idle in self.places.items() for since_s, _ in idle if since_s < before_s]
+    def remove_older(self, before_s: float) -> list[tuple[float, T]]:
+        """Those that are there since before this moment."""
+        old = [place for place, items in self.places.items() for since_s, _ in items if since_s < before_s]
         return [self.remove(place, 0) for place in old]
+
+
+class _Pauses:
+    """How long trajectories of one kind were idle before their next turn, infinite for those that were closed before
+    one came. at_first_s: what holds until enough are known."""
+
+    def __init__(self, at_first_s: float) -> None:
+        self._recent_s: deque[float] = deque(maxlen=RECENT_PAUSES)
+        self._at_first_s = at_first_s
+
+    def note(self, pause_s: float) -> None:
+        self._recent_s.append(pause_s)
+
+    @property
+    def over_after_s(self) -> float:
+        """Seconds of a pause after which hardly any trajectory has had another turn."""
+        if len(self._recent_s) < FEWEST_PAUSES:
+            return self._at_first_s
+        ended_s, rare = sorted(filter(math.isfinite, self._recent_s)), int(RARE * len(self._recent_s))
+        return MARGIN * ended_s[-1 - rare] if len(ended_s) > rare else 0.0
 
 
 class Sessions:
@@ -84,7 +122,14 @@ class Sessions:
         self, client: Client, idle_s: float, unnamed_idle_s: float, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._client, self._idle_s, self._unnamed_idle_s, self._now = client, idle_s, unnamed_idle_s, now
-        self._idle: dict[str, _Idle] = {}
+        self._idle: dict[str, _Places[Trajectory]] = {}
+        self._closed: dict[str, _Places[None]] = {}  # before their session said that they are over
+        self._starting: dict[Trajectory, float] = {}  # those that were opened for the turn that runs, since when
+        self._pauses = {  # of sessions, and of requests without one
+            True: _Pauses(min(NAMED_AT_FIRST_S, idle_s)),
+            False: _Pauses(min(UNNAMED_AT_FIRST_S, unnamed_idle_s)),
+        }
+        self._next_expiry_s = -math.inf
         self._samples: OrderedDict[str, int] = OrderedDict()  # that a prompt has begun
 
     async def generate(
@@ -105,7 +150,7 @@ class Sessions:
         """
         while True:
             found = self._take(session, prompt)
-            trajectory, seen = found or await self._open(prompt), False
+            trajectory, seen = found or await self._open(session, prompt), False
             turns = len(trajectory.steps)
             on_take(trajectory)
             try:
@@ -127,28 +172,43 @@ class Sessions:
                     raise refused(TRAJECTORY_CLOSED, "the client was closed before the turn had a token")
                 return trajectory
             finally:
+                self._starting.pop(trajectory, None)
                 self._give_back(session, trajectory)
 
     def known(self, session: str) -> list[list[int]]:
         """The tokens of the session's idle trajectories, longest first."""
-        idle = self._idle.get(session, _Idle())
+        idle = self._idle.get(session, _Places[Trajectory]())
         found = [trajectory.tokens for each in idle.places.values() for _, trajectory in each]
         return sorted(found, key=len, reverse=True)
 
     async def close(self, session: str, outcome: Outcome = "finished") -> int:
         """Close the idle trajectories of a session; returns how many."""
-        return await self._close_all(self._remove_older(session, float("inf")), outcome)
+        return await self._close_all([each for _, each in self._remove_older(session, math.inf)], outcome)
 
-    async def close_idle(self) -> int:
-        """Close what has been idle for too long; returns how many."""
+    async def sweep(self) -> int:
+        """Close idle trajectories that hardly go on any more: those at their time limit, and while first steps wait for
+        room others too, two for each such step. Returns how many. Called each SWEEP_S."""
         now = self._now()
-        limits = {session: now - (self._idle_s if session else self._unnamed_idle_s) for session in self._idle}
-        old = [each for session, before_s in limits.items() for each in self._remove_older(session, before_s)]
-        return await self._close_all(old, "finished")
+        old: list[_Old] = []
+        if now >= self._next_expiry_s:
+            self._next_expiry_s = now + EXPIRY_S
+            limits = {session: now - (self._idle_s if session else self._unnamed_idle_s) for session in self._idle}
+            old = [(*found, each) for each, before_s in limits.items() for found in self._remove_older(each, before_s)]
+            for session, closed in list(self._closed.items()):
+                closed.remove_older(now - REMEMBERED_S)
+                if not closed.places:
+                    del self._closed[session]
+        waiting = sum(not one.engine_id and now - since > STARTS_WITHIN_S for one, since in self._starting.items())
+        if waiting:
+            old += self._remove_over(2 * waiting, now)
+        for since_s, trajectory, session in old:
+            self._pauses[bool(session)].note(math.inf)
+            self._closed.setdefault(session, _Places()).add(trajectory.tokens, None, since_s)
+        return await self._close_all([trajectory for _, trajectory, _ in old], "finished")
 
     async def close_everything(self) -> int:
         """Close all idle trajectories; returns how many."""
-        idle = [each for session in list(self._idle) for each in self._remove_older(session, float("inf"))]
+        idle = [each for session in list(self._idle) for _, each in self._remove_older(session, math.inf)]
         return await self._close_all(idle, "finished")
 
     @property
@@ -162,26 +222,47 @@ class Sessions:
         place = idle.longest(prompt) if idle is not None else None
         if idle is None or place is None:
             return None
-        trajectory = idle.remove(place)
+        since_s, trajectory = idle.remove(place)
         self._forget_empty(session)
+        self._pauses[bool(session)].note(self._now() - since_s)
         trajectory.observe(prompt[place[0] :])
         return trajectory
 
     def _give_back(self, session: str, trajectory: Trajectory) -> None:
         """The turn is over: the next one may come, or the same one again where it has failed."""
         if trajectory.outcome is None:
-            self._idle.setdefault(session, _Idle()).add(trajectory, self._now())
+            self._idle.setdefault(session, _Places()).add(trajectory.tokens, trajectory, self._now())
 
-    async def _open(self, prompt: Sequence[int]) -> Trajectory:
+    async def _open(self, session: str, prompt: Sequence[int]) -> Trajectory:
         """Samples of one prompt have one prompt_id, so that the mesh predicts them from each other."""
+        closed = self._closed.get(session)
+        if closed is not None and (place := closed.longest(prompt)) is not None:
+            self._pauses[bool(session)].note(self._now() - closed.remove(place)[0])
         prompt_id = hashlib.blake2b(array("i", prompt), digest_size=PROMPT_ID_CHARS // 2).hexdigest()
         sample = self._samples.pop(prompt_id, 0)
         self._samples[prompt_id] = sample + 1
         if len(self._samples) > REMEMBERED_PROMPTS:
             self._samples.popitem(last=False)
-        return await self._client.open(prompt_id=prompt_id, sample=sample, prompt=prompt)
+        trajectory = await self._client.open(prompt_id=prompt_id, sample=sample, prompt=prompt)
+        self._starting[trajectory] = self._now()
+        return trajectory
 
-    def _remove_older(self, session: str, before_s: float) -> list[Trajectory]:
+    def _remove_over(self, most: int, now: float) -> list[_Old]:
+        """So many of the trajectories that are over by what pauses were like, the longest idle first."""
+        over_s = {named: now - pauses.over_after_s for named, pauses in self._pauses.items()}
+        over = [
+            (since_s, session, place)
+            for session, idle in self._idle.items()
+            for place, found in idle.places.items()
+            for since_s, _ in found
+            if since_s < over_s[bool(session)]
+        ]
+        removed = [(*self._idle[session].remove(place, 0), session) for _, session, place in sorted(over)[:most]]
+        for _, _, session in removed:
+            self._forget_empty(session)
+        return removed
+
+    def _remove_older(self, session: str, before_s: float) -> list[tuple[float, Trajectory]]:
         idle = self._idle.get(session)
         removed = idle.remove_older(before_s) if idle is not None else []
         self._forget_empty(session)
