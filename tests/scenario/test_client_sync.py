@@ -6,15 +6,17 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import treadle
 import treadle.sync
 from support.commands import output_of
 from support.fake_engine import Script, token_at
+from support.fake_servicer import Refusal
 from support.mesh_in_process import QUICK, FakeMesh
 from support.scripted_chat import scripted_chat
 from treadle.environments import EnvManager, Sandboxed
@@ -23,6 +25,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PROMPTS = [treadle.Prompt("p0", [1, 2]), treadle.Prompt("p1", [3, 4, 5])]
 SAMPLING = treadle.Sampling(max_new_tokens=4)
 WAIT_S = 20.0
+CANCELLED = "the call was cancelled, with its client or with its trajectory"
 
 
 @pytest.fixture
@@ -103,6 +106,33 @@ def test_trajectories_and_sessions_can_be_used_by_hand(mesh: FakeMesh) -> None:
     assert left.outcome == "cancelled"
 
 
+def test_what_a_trajectory_reports_comes_from_the_clients_thread(mesh: FakeMesh) -> None:
+    """A generation that is left by `observe` is a step then, too."""
+    reporting: set[str] = set()
+    with client_of(mesh, token_interval_s=0.0) as client:
+        t = client.open(
+            prompt_id="p", sample=0, prompt=[7], on_change=lambda *_: reporting.add(threading.current_thread().name)
+        )
+        stream = t.generate(treadle.Sampling(max_new_tokens=64))
+        said = next(stream).token_ids
+        t.observe([9])
+        assert t.tokens == [7, *said, 9]
+        assert reporting == {"treadle"}
+        t.close()
+
+
+def test_tools_of_many_agents_run_at_the_same_time(mesh: FakeMesh) -> None:
+    """More than the threads that asyncio would give them."""
+    together = threading.Barrier(40)
+
+    def agent(trajectory: treadle.sync.Trajectory, prompt: treadle.Prompt) -> float:
+        return float(trajectory.time_tool(lambda: together.wait(WAIT_S)) >= 0)
+
+    with client_of(mesh) as client:
+        result = client.rollout(PROMPTS, agent, samples_per_prompt=20)
+    assert {t.error for t in result.trajectories} == {""}
+
+
 def test_leaving_a_generation_ends_it(mesh: FakeMesh) -> None:
     with client_of(mesh, token_interval_s=0.0) as client, client.open(prompt_id="p", sample=0, prompt=[7]) as t:
         for engine in mesh.engines.values():
@@ -141,6 +171,33 @@ def test_an_agent_that_raises_fails_its_trajectory_alone(mesh: FakeMesh) -> None
         ("failed", "ValueError: not this one"),
         ("finished", ""),
     ]
+
+
+def test_a_tool_call_ends_with_the_group_that_has_settled(mesh: FakeMesh) -> None:
+    """One of two samples is kept; the other one waits for a tool meanwhile.
+
+    Result: its call is cancelled, and the rollout does not wait for it.
+    """
+    mesh.tools.refuse_next("Invoke", Refusal(grpc.StatusCode.UNAVAILABLE, "AWAY", retry_after_s=WAIT_S))
+    ends: list[str] = []
+
+    def agent(trajectory: treadle.sync.Trajectory, prompt: treadle.Prompt) -> float:
+        for _chunk in trajectory.generate(SAMPLING):
+            pass
+        if trajectory.sample == 0:
+            try:
+                trajectory.tool("echo", {})
+            except RuntimeError as error:
+                ends.append(str(error))
+        else:
+            while not any(call.method == "Invoke" for call in mesh.tools.calls):
+                threading.Event().wait(0.01)
+        return 1.0
+
+    with client_of(mesh) as client:
+        result = client.rollout(PROMPTS[:1], agent, samples_per_prompt=2, keep_per_prompt=1)
+    assert [t.outcome for t in result.trajectories] == ["cancelled", "finished"]
+    assert ends == [CANCELLED]
 
 
 def hold(mesh: FakeMesh) -> None:
@@ -215,7 +272,7 @@ def test_a_call_that_comes_while_the_loop_ends_is_refused() -> None:
         go_on.wait()
 
     def call() -> None:
-        with pytest.raises(RuntimeError, match="closed during the call"):
+        with pytest.raises(RuntimeError, match="the call was cancelled"):
             loop.run(asyncio.to_thread(hold))
 
     calling, closing = threading.Thread(target=call), threading.Thread(target=loop.close)
@@ -227,6 +284,65 @@ def test_a_call_that_comes_while_the_loop_ends_is_refused() -> None:
         loop.run(asyncio.Event().wait())
     go_on.set()
     closing.join()
+
+
+def test_a_call_while_the_client_closes_ends(mesh: FakeMesh) -> None:
+    """A call in one thread takes its time to end, and another thread calls meanwhile.
+
+    Result: that call raises. It does not wait for a loop that has ended.
+    """
+    loop = treadle.sync.EventLoop()
+    begun, ending, may_end = threading.Event(), threading.Event(), threading.Event()
+
+    async def slow() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ending.set()
+            await asyncio.to_thread(may_end.wait)
+
+    refusals: list[str] = []
+
+    def refused(work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        with pytest.raises(RuntimeError) as error:
+            loop.run(work())
+        refusals.append(str(error.value))
+
+    first = threading.Thread(target=refused, args=[slow])
+    first.start()
+    begun.wait(WAIT_S)
+    closing = threading.Thread(target=loop.close)
+    closing.start()
+    ending.wait(WAIT_S)
+    late = threading.Thread(target=refused, args=[lambda: asyncio.sleep(3600)], daemon=True)
+    late.start()
+    late.join(1.0)
+    may_end.set()
+    for thread in (first, closing, late):
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    assert sorted(refusals) == [
+        "the call was cancelled, with its client or with its trajectory",
+        "the client is closed",
+    ]
+
+
+def test_a_client_that_is_collected_in_its_own_thread_closes_what_is_open(mesh: FakeMesh) -> None:
+    """The garbage collector runs in whichever thread makes objects, and that is mostly the loop's."""
+    before = threads()
+    clients = [client_of(mesh)]
+    loop = clients[0].loop
+    clients[0].open(prompt_id="p", sample=0, prompt=[7])
+    assert mesh.scheduler.open_trajectories
+
+    async def collect() -> None:
+        clients.clear()
+
+    loop.run(collect())
+    loop._thread.join(WAIT_S)
+    assert not mesh.scheduler.open_trajectories
+    assert threads() == before
 
 
 def test_a_call_in_the_clients_own_thread_is_refused(mesh: FakeMesh) -> None:

@@ -18,7 +18,8 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import treadle
@@ -35,23 +36,42 @@ MOST_AGENT_THREADS = 256  # of agents that are plain functions, each of which wa
 _END = object()
 
 
-class EventLoop:
+class _Calls(ABC):
+    """What runs coroutines in an event loop for threads that wait for them."""
+
+    is_closed: bool
+
+    @abstractmethod
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run to its end, and give what it returns or raises."""
+
+    def iterate(self, items: AsyncIterator[T]) -> Iterator[T]:
+        """Each item, once it is there. Leaving the iteration ends it in the loop too."""
+        try:
+            while (item := self.run(_next_of(items))) is not _END:
+                yield item
+        finally:
+            if not self.is_closed:
+                self.run(_close(items))
+
+
+class EventLoop(_Calls):
     """An event loop in a thread. Used from any other thread."""
 
     def __init__(self) -> None:
         self._running: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
         self._over = asyncio.Event()
-        # So that no call begins after the end has. A finalizer may close the client within a call of the same thread.
-        self._closing, self._closed = threading.RLock(), False
+        self.is_closed = False
+        self._closing = threading.RLock()  # held where work is begun, so that none is begun in a loop that ends
         # A daemon: a process whose user has not closed the client must still be able to end.
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="treadle", daemon=True)
         self._thread.start()
         self._loop = self._running.result()
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run to its end, and give what it returns or raises. Raises RuntimeError in the loop's own thread, which would
-        wait for itself."""
-        if threading.current_thread() is self._thread:
+    def run(self, work: Coroutine[Any, Any, T], note: Callable[[asyncio.Task[Any]], None] = lambda _: None) -> T:
+        """Run to its end, and give what it returns or raises. note: is given the task. Raises RuntimeError in the
+        loop's own thread, which would wait for itself, and once the loop is closed."""
+        if self.is_current:
             work.close()
             raise RuntimeError("this call blocks the event loop that it waits for: use the asynchronous client here")
         outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -61,48 +81,87 @@ class EventLoop:
             task = self._loop.create_task(work)
             task.add_done_callback(lambda done: _copy(done, outcome))
             tasks.append(task)
+            note(task)
 
         with self._closing:
-            if self._closed:
+            if self.is_closed:
                 work.close()
                 raise RuntimeError("the client is closed")
             self._loop.call_soon_threadsafe(begin)
         try:
             return outcome.result()
         except concurrent.futures.CancelledError:
-            raise RuntimeError("the client was closed during the call") from None
+            raise RuntimeError("the call was cancelled, with its client or with its trajectory") from None
         except BaseException:
             if not outcome.done():  # Ctrl-C, or another exception that was thrown into this thread
                 self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
                 concurrent.futures.wait([outcome])
             raise
 
-    def iterate(self, items: AsyncIterator[T]) -> Iterator[T]:
-        """Each item, once it is there. Leaving the iteration ends it in the loop too."""
-        try:
-            while (item := self.run(_next_of(items))) is not _END:
-                yield item
-        finally:
-            self.run(_close(items))
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs in the loop's own thread."""
+        return threading.current_thread() is self._thread
 
-    def close(self) -> None:
-        """Cancel what runs, and end the thread. In the loop's own thread, it ends soon afterwards."""
-        with self._closing:
-            if not self._closed:
-                self._closed = True
-                self._loop.call_soon_threadsafe(self._over.set)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+    def close(self, last: Coroutine[Any, Any, None] | None = None) -> None:
+        """Run `last`, cancel what else runs, and end the thread. In the loop's own thread, that happens soon
+        afterwards. Does nothing once closed."""
+        if self.is_current:
+            self._ending = self._loop.create_task(self._end(last))  # named, as a loop does not keep its tasks
+        elif not self.is_closed:
+            try:
+                self.run(self._end(last))
+            finally:
+                self._thread.join()
+
+    async def _end(self, last: Coroutine[Any, Any, None] | None) -> None:
+        try:
+            if last is not None:
+                await last
+        finally:
+            with self._closing:
+                self.is_closed = True
+                self._over.set()
 
     async def _serve(self) -> None:
-        self._running.set_result(asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        # Plain functions of agents wait there; asyncio's own has 6 threads on a machine of two cores.
+        loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(MOST_AGENT_THREADS, "treadle-work"))
+        self._running.set_result(loop)
         await self._over.wait()
+
+
+class _AgentCalls(_Calls):
+    """What the thread of one agent calls in the loop: it is cancelled where the agent is."""
+
+    def __init__(self, loop: EventLoop) -> None:
+        self._loop, self._tasks, self._cancelled = loop, set[asyncio.Task[Any]](), False
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """As EventLoop.run does. Raises RuntimeError once cancelled."""
+        return self._loop.run(work, self._note)
+
+    @property
+    def is_closed(self) -> bool:  # type: ignore[override]
+        return self._loop.is_closed
+
+    def cancel(self) -> None:
+        """Called in the loop's thread."""
+        self._cancelled = True
+        for task in self._tasks:
+            task.cancel()
+
+    def _note(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        if self._cancelled:
+            task.cancel()
 
 
 class PendingReward:
     """See treadle.PendingReward."""
 
-    def __init__(self, loop: EventLoop, pending: AsyncPendingReward) -> None:
+    def __init__(self, loop: _Calls, pending: AsyncPendingReward) -> None:
         self._loop, self.asynchronous, self.reward_id = loop, pending, pending.reward_id
 
     def result(self, timeout_s: float | None = None) -> RewardResult:
@@ -115,7 +174,7 @@ class PendingReward:
 class Session:
     """See treadle.Session."""
 
-    def __init__(self, loop: EventLoop, session: AsyncSession) -> None:
+    def __init__(self, loop: _Calls, session: AsyncSession) -> None:
         self._loop, self._session = loop, session
         self.session_id, self.first = session.session_id, session.first
 
@@ -135,7 +194,7 @@ class Session:
 class Trajectory:
     """See treadle.Trajectory, whose attributes (`tokens`, `loss_mask`, `steps`, ...) it has too."""
 
-    def __init__(self, loop: EventLoop, trajectory: AsyncTrajectory) -> None:
+    def __init__(self, loop: _Calls, trajectory: AsyncTrajectory) -> None:
         self._loop, self.asynchronous = loop, trajectory
 
     def __getattr__(self, name: str) -> Any:
@@ -143,6 +202,12 @@ class Trajectory:
 
     def generate(self, sampling: Sampling) -> Iterator[Chunk]:
         return self._loop.iterate(self.asynchronous.generate(sampling))
+
+    def observe(self, token_ids: Sequence[int]) -> None:
+        async def call() -> None:
+            self.asynchronous.observe(token_ids)
+
+        self._loop.run(call())
 
     def tool(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         return self._loop.run(self.asynchronous.tool(name, arguments))
@@ -232,8 +297,12 @@ class Client:
         with concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="treadle-agent") as pool:
 
             async def play(trajectory: AsyncTrajectory, prompt: Prompt) -> float | AsyncPendingReward | None:
-                loop = asyncio.get_running_loop()
-                reward = await loop.run_in_executor(pool, agent, Trajectory(self.loop, trajectory), prompt)
+                loop, calls = asyncio.get_running_loop(), _AgentCalls(self.loop)
+                try:
+                    reward = await loop.run_in_executor(pool, agent, Trajectory(calls, trajectory), prompt)
+                except asyncio.CancelledError:
+                    calls.cancel()
+                    raise
                 return reward.asynchronous if isinstance(reward, PendingReward) else reward
 
             arguments["concurrency"] = threads
@@ -283,10 +352,7 @@ class Client:
 
 
 def _close_client(loop: EventLoop, client: treadle.Client) -> None:
-    try:
-        loop.run(client.__aexit__(None, None, None))
-    finally:
-        loop.close()
+    loop.close(client.__aexit__(None, None, None))
 
 
 def _is_asynchronous(agent: Any) -> bool:
