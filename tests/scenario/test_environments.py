@@ -5,6 +5,7 @@ A script says what the policy's tokens mean, so that it acts as a test wants; th
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import reasoning_gym
 import treadle
 from support.conditions import until
 from support.fake_sglang import VOCAB
-from support.mesh_in_process import FakeMesh, fake_mesh
+from support.mesh_in_process import WAIT_S, FakeMesh, fake_mesh
 from support.mesh_of_processes import mesh as mesh_of_processes
 from support.processes import StartService
 from support.scripted_chat import LETTERS, read, scripted_chat
@@ -149,6 +150,74 @@ async def test_a_cancelled_rollout_closes_its_environments(mesh: FakeMesh, clien
     assert Breaking.open == 0
     for engine in mesh.engines.values():
         engine.slot.open()
+
+
+class Slow(gymnasium.Env[int, int]):
+    """Is made, or takes its step, when the test says so, and notes what happens."""
+
+    def __init__(self, waits_in: str) -> None:
+        self.waits_in, self.log = waits_in, list[str]()
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def __call__(self) -> "Slow":
+        self.wait("make")
+        return self
+
+    def wait(self, what: str) -> None:
+        self.log.append(what)
+        if what == self.waits_in:
+            self.begun.set()
+            self.may_end.wait(WAIT_S)
+        self.log.append("done")
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[int, dict[str, Any]]:
+        return 0, {}
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
+        self.wait("step")
+        return 0, 0.0, False, False, {}
+
+    def close(self) -> None:
+        self.log.append("close")
+
+
+@pytest.mark.parametrize(
+    ("waits_in", "log"), [("make", ["make", "done", "close"]), ("step", ["make", "done", "step", "done", "close"])]
+)
+async def test_a_gymnasium_that_is_busy_is_closed_once_it_is_not(
+    client: treadle.Client, waits_in: str, log: list[str]
+) -> None:
+    """The rollout is cancelled while a thread makes the environment, or takes its step.
+
+    Result: the environment is closed afterwards, and not during the call.
+    """
+    slow = Slow(waits_in)
+    environment = Gym(slow, seeds=[0], actions=MOVES, system="Play.")
+    playing = asyncio.create_task(manager(client, environment, ["up"]).rollout(samples_per_prompt=1))
+    await until(slow.begun.is_set)
+    playing.cancel()
+    await asyncio.sleep(0.2)  # of which some would be enough to close it too early
+    slow.may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    await until(lambda: slow.log[-1] == "close")
+    assert slow.log == log
+
+
+async def test_a_gymnasium_that_hangs_does_not_hold_up_the_end_of_its_rollout(
+    client: treadle.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treadle.environments.gym.CLOSE_S", 0.1)
+    slow = Slow("step")
+    environment = Gym(slow, seeds=[0], actions=MOVES, system="Play.")
+    playing = asyncio.create_task(manager(client, environment, ["up"]).rollout(samples_per_prompt=1))
+    await until(slow.begun.is_set)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert slow.log == ["make", "done", "step"]
+    slow.may_end.set()
+    await until(lambda: slow.log[-1] == "close")
 
 
 async def test_reasoning_gym_asks_and_scores(client: treadle.Client) -> None:

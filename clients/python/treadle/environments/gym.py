@@ -2,8 +2,8 @@
 
 Each sample has an environment of its own, which is reset with the seed of its task, so that all samples of a prompt
 begin alike. Calls go to a thread, one at a time for each environment, as a step may take long; one environment may be
-called from several threads in turn. What runs here runs with the rights of this process: to play in a sandbox, use
-`Sandboxed` (sandbox.py).
+called from several threads in turn. A call that runs in a thread cannot be cancelled: the environment is closed after
+it. What runs here runs with the rights of this process: to play in a sandbox, use `Sandboxed` (sandbox.py).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import gymnasium
 
 T = TypeVar("T")
+CLOSE_S = 10.0  # a trajectory that is cancelled waits this long for its environment, which closes by itself afterwards
 Describe = Callable[["gymnasium.Env[Any, Any]", Any], str]  # (environment, observation) -> what the policy reads
 
 
@@ -63,10 +64,11 @@ class Gym(Environment):
         return [Task(f"{self._name}-{seed}", messages, seed) for seed in self._seeds]
 
     async def start(self, task: Task, trajectory: Trajectory) -> Episode:
-        """Make an environment. Errors: those of gymnasium."""
-        return _GymEpisode(await asyncio.to_thread(self._made), task.data, self, trajectory)
+        """An episode, which makes its environment as it begins."""
+        return _GymEpisode(self, task.data, trajectory)
 
-    def _made(self) -> gymnasium.Env[Any, Any]:
+    def make(self) -> gymnasium.Env[Any, Any]:
+        """A new environment. Errors: those of gymnasium."""
         if callable(self._make):
             return self._make()
         import gymnasium
@@ -87,28 +89,45 @@ class Gym(Environment):
 
 
 class _GymEpisode(Episode):
-    def __init__(self, env: gymnasium.Env[Any, Any], seed: int, gym: Gym, trajectory: Trajectory) -> None:
-        self._env, self._seed, self._gym, self._trajectory = env, seed, gym, trajectory
+    def __init__(self, gym: Gym, seed: int, trajectory: Trajectory) -> None:
+        self._gym, self._seed, self._trajectory = gym, seed, trajectory
+        self._env: gymnasium.Env[Any, Any] | None = None
+        self._call: asyncio.Future[Any] | None = None  # the last one, which goes on where the trajectory is cancelled
 
     async def begin(self) -> Turn:
-        def reset() -> Message:
-            return self._gym.show(self._env, self._env.reset(seed=self._seed)[0])
+        def reset() -> Turn:
+            self._env = self._gym.make()
+            return Turn([self._gym.show(self._env, self._env.reset(seed=self._seed)[0])])
 
-        return Turn([await self._run(reset)])
+        return await self._run(reset)
 
     async def step(self, reply: Reply) -> Turn:
-        action = self._gym.read(reply.text)
+        env, action = self._env, self._gym.read(reply.text)
+        assert env is not None, "begun"
         if action is None:
             return Turn([self._gym.show_hint()])
 
         def act() -> Turn:
-            observation, reward, terminated, truncated, _ = self._env.step(action)
-            return Turn([self._gym.show(self._env, observation)], float(reward), bool(terminated or truncated))
+            observation, reward, terminated, truncated, _ = env.step(action)
+            return Turn([self._gym.show(env, observation)], float(reward), bool(terminated or truncated))
 
         return await self._run(act)
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._env.close)
+        closing = asyncio.create_task(self._close())
+        await asyncio.wait({closing}, timeout=CLOSE_S)
+        if closing.done():
+            closing.result()
+
+    async def _close(self) -> None:
+        if self._call is not None:
+            await asyncio.wait({self._call})
+        if self._env is not None:
+            await asyncio.to_thread(self._env.close)
 
     async def _run(self, work: Callable[[], T]) -> T:
-        return await self._trajectory.time_tool(lambda: asyncio.to_thread(work))
+        async def call() -> T:
+            self._call = running = asyncio.ensure_future(asyncio.to_thread(work))
+            return await asyncio.shield(running)
+
+        return await self._trajectory.time_tool(call)
