@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import pytest
 from treadle.environments import answer_of, first_of, read_tool_calls, tool
 
-MOVES = {"left": 0, "right": 2, "right hand": 7}
+MOVES = {"left": 0, "right": 2, "right hand": 7, "use": 9}
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,8 @@ MOVES = {"left": 0, "right": 2, "right hand": 7}
         ("The right hand!", 7),
         ("<think>left or right?</think> right", 2),
         ("<think>left, and then it was cut", None),
+        ("left or right?</think> right", 2),  # its template has written <think>
+        ("u\u017fe", 9),  # the long s is an s to a search that ignores case
         ("", None),
     ],
 )
@@ -31,10 +33,24 @@ def test_there_must_be_a_word() -> None:
 
 @pytest.mark.parametrize(
     ("said", "answer"),
-    [("so <answer> 41 </answer>, no: <answer>42\n</answer>", "42"), ("<think>40?</think> 42 ", "42"), ("42", "42")],
+    [
+        ("so <answer> 41 </answer>, no: <answer>42\n</answer>", "42"),
+        ("<think>40?</think> 42 ", "42"),
+        ("40?</think> 42 ", "42"),
+        ("so <answer> 41, no: <answer>42</answer>, or", "42"),
+        ("42", "42"),
+    ],
 )
 def test_the_last_answer_counts_and_reasoning_does_not(said: str, answer: str) -> None:
     assert answer_of(said) == answer
+
+
+@pytest.mark.parametrize("said", ["<answer>", "<think>", "</think>", "<tool_call>", "<answer></answer", "left "])
+def test_a_reply_that_repeats_itself_is_read_in_time(said: str) -> None:
+    """A policy that has broken down says one thing until its tokens are spent. Reading it takes the event loop's time:
+    a search that begins anew at each place would take minutes."""
+    for read in (answer_of, first_of(MOVES), read_tool_calls):
+        read(said * 100_000)
 
 
 CALL = {"name": "look", "arguments": {"at": "a; b"}}
@@ -65,6 +81,9 @@ def test_a_reply_without_a_call_has_none(said: str) -> None:
         ('{"name": "look", ', "no JSON"),
         ('{"arguments": {}}', "must be"),
         ('{"name": "look", "arguments": "{"}', "arguments are no JSON"),
+        ('{"name": "look", "arguments": {"at": ' + "9" * 5_000 + "}}", "no JSON"),
+        ('{"name": "look", "arguments": ' + json.dumps("9" * 5_000) + "}", "arguments are no JSON"),
+        ('{"name": "look", "arguments": ' + "[" * 100_000 + "]" * 100_000 + "}", "no JSON"),
         ('{"name": "look", "arguments": [1]}', "JSON object"),
     ],
 )

@@ -15,6 +15,7 @@ from treadle.environments.episode import Message, Reply, ToolCall
 
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
+_UNREADABLE = (ValueError, RecursionError)  # of json.loads: also numbers of 4,300 digits, and a thousand brackets
 
 
 def read_tool_calls(text: str) -> list[ToolCall]:
@@ -49,7 +50,7 @@ def result_message(call: ToolCall, output: str) -> Message:
 def _read(body: str, call_id: str) -> ToolCall:
     try:
         call = json.loads(body)
-    except json.JSONDecodeError as error:
+    except _UNREADABLE as error:
         return ToolCall("", {}, call_id, f"the call is no JSON: {error}")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall("", {}, call_id, 'the call must be {"name": ..., "arguments": {...}}')
@@ -57,7 +58,7 @@ def _read(body: str, call_id: str) -> ToolCall:
     if isinstance(arguments, str):  # some models write the arguments as JSON in a text, as OpenAI's API does
         try:
             arguments = json.loads(arguments)
-        except json.JSONDecodeError as error:
+        except _UNREADABLE as error:
             return ToolCall(call["name"], {}, call_id, f"the arguments are no JSON: {error}")
     if not isinstance(arguments, dict):
         return ToolCall(call["name"], {}, call_id, "the arguments must be a JSON object")

@@ -9,24 +9,27 @@ from typing import Any, TypeVar
 A = TypeVar("A")
 ReadAction = Callable[[str], Any]  # of a reply's text; None where it names no action
 
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_REASONING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+# Neither goes twice over a text that a policy repeats without end.
+_TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+# Without its beginning where a chat template has written that.
+_REASONING = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 
 def first_of(actions: Mapping[str, A]) -> Callable[[str], A | None]:
     """A function that finds the first word of a text that names an action, in upper or lower case.
 
-    What the text says in <think> does not count. Raises ValueError where there are no actions.
+    What the text says in <think>, or before a </think> that nothing begins, does not count. Raises ValueError where
+    there are no actions.
     """
     if not actions:
         raise ValueError("actions must have a word at least, such as {'left': 0}")
-    by_word = {word.lower(): action for word, action in actions.items()}
-    words = "|".join(re.escape(word) for word in sorted(by_word, key=len, reverse=True))
+    longest_first = sorted(actions.items(), key=lambda item: len(item[0]), reverse=True)
+    words = "|".join(f"({re.escape(word)})" for word, _ in longest_first)
     pattern = re.compile(rf"(?<!\w)(?:{words})(?!\w)", re.IGNORECASE)
 
     def read(text: str) -> A | None:
         found = pattern.search(_REASONING.sub(" ", text))
-        return by_word[found.group().lower()] if found else None
+        return longest_first[found.lastindex - 1][1] if found and found.lastindex else None
 
     return read
 
