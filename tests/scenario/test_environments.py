@@ -257,6 +257,52 @@ async def test_an_environment_of_the_mesh_is_played_in_its_session(mesh: FakeMes
     assert not mesh.tools.sessions
 
 
+async def test_an_episode_counts_where_its_session_cannot_be_closed(mesh: FakeMesh) -> None:
+    """The tools service dies after the first step; the policy names no action any more.
+
+    Result: the trajectory has finished, with what it has earned.
+    """
+
+    def die(event: treadle.RolloutEvent) -> None:
+        if event.kind == "tool" and event.turns:
+            dying.append(asyncio.create_task(mesh.lose_tools()))
+
+    dying: list[asyncio.Task[None]] = []
+    environment = Sandboxed("count", [{"from": 0}], actions={"more": {}}, system="Count.")
+    async with mesh.client(timeouts=treadle.Timeouts(cleanup_s=0.5)) as client:
+        played = manager(client, environment, ["more", "stop", "stop"], most_turns=3)
+        [t] = (await played.rollout(samples_per_prompt=1, on_event=die)).trajectories
+    assert (t.outcome, t.reward, t.error, len(t.steps)) == ("finished", 0.5, "", 3)
+
+
+class Unclean(Environment):
+    """Its episodes cannot be closed; those of the task `breaks` break before."""
+
+    def tasks(self) -> list[Task]:
+        return [Task("breaks", [user("?")]), Task("plays", [user("?")])]
+
+    async def start(self, task: Task, trajectory: treadle.Trajectory) -> Episode:
+        return UncleanEpisode(task.id)
+
+
+class UncleanEpisode(Episode):
+    def __init__(self, task_id: str) -> None:
+        self.task_id = task_id
+
+    async def step(self, reply: Reply) -> Turn:
+        if self.task_id == "breaks":
+            raise RuntimeError("the floor gives way")
+        return Turn(done=True)
+
+    async def close(self) -> None:
+        raise OSError("the door is stuck")
+
+
+async def test_what_went_wrong_first_is_what_a_trajectory_says(client: treadle.Client) -> None:
+    result = await manager(client, Unclean(), ["x"]).rollout(samples_per_prompt=1)
+    assert [t.error for t in result.trajectories] == ["RuntimeError: the floor gives way", "OSError: the door is stuck"]
+
+
 def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 

@@ -48,6 +48,10 @@ class FakeMesh:
         self.scheduler.engines.pop(engine_id, None)
         await self.engine_ports[engine_id].stop()
 
+    async def lose_tools(self) -> None:
+        """The process of the tools service dies."""
+        await self._tools_port.stop()
+
     async def start(self) -> None:
         """All servers listen."""
         for port in self._ports():

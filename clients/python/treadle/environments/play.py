@@ -7,6 +7,7 @@ a trajectory has 0 in its loss mask; an episode is closed however its trajectory
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,8 @@ from treadle.trajectory import Trajectory
 from treadle.types import Prompt, RolloutResult, Sampling
 
 MOST_TURNS = 16
+
+_log = logging.getLogger("treadle")
 
 
 class EnvManager:
@@ -65,9 +68,15 @@ class EnvManager:
         task: Task = prompt.data
         episode = await self._environment.start(task, trajectory)
         try:
-            return await self._play(episode, task, trajectory)
-        finally:
-            await finish(episode.close())
+            worth = await self._play(episode, task, trajectory)
+        except BaseException:
+            try:
+                await finish(episode.close())
+            except Exception as error:  # noqa: BLE001 - the trajectory says what went wrong before
+                _log.warning("an episode of %s cannot be closed: %s: %s", task.id, type(error).__name__, error)
+            raise
+        await finish(episode.close())
+        return worth
 
     async def _play(self, episode: Episode, task: Task, trajectory: Trajectory) -> float | PendingReward:
         turn, reward = await episode.begin(), 0.0

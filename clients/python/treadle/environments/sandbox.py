@@ -54,6 +54,8 @@ class Sandboxed(Environment):
 
 
 class _Sandbox(Episode):
+    """The session ends with its trajectory, which has no use for it afterwards."""
+
     def __init__(self, session: Session, read: Callable[[str], Arguments | None], hint: str) -> None:
         self._session, self._read, self._hint = session, read, hint
 
@@ -63,9 +65,6 @@ class _Sandbox(Episode):
     async def step(self, reply: Reply) -> Turn:
         action = self._read(reply.text)
         return Turn([user(self._hint)]) if action is None else _turn_of(await self._session.step(action))
-
-    async def close(self) -> None:
-        await self._session.close()
 
 
 def _turn_of(result: ToolResult) -> Turn:
