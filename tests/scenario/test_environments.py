@@ -257,6 +257,12 @@ async def test_an_environment_of_the_mesh_is_played_in_its_session(mesh: FakeMes
     assert not mesh.tools.sessions
 
 
+async def test_a_step_that_fails_says_why(client: treadle.Client) -> None:
+    environment = Sandboxed("count", [{"from": 0}], actions={"more": {"fail": 1}}, system="Count.")
+    [t] = (await manager(client, environment, ["more"], most_turns=2).rollout(samples_per_prompt=1)).trajectories
+    assert "user: error: ValueError: no\nso far$" in read(t.tokens)
+
+
 async def test_an_episode_counts_where_its_session_cannot_be_closed(mesh: FakeMesh) -> None:
     """The tools service dies after the first step; the policy names no action any more.
 
@@ -345,14 +351,36 @@ async def test_tools_are_called_until_a_reply_calls_none(client: treadle.Client)
     text = read(t.tokens)
     assert text.startswith("['add', 'divide', 'echo']user: 2 and 3?$assistant: ~$")
     assert '~$tool: 5$tool: {"word": "hi"}$assistant: ~$' in text
-    for wrong in ("ZeroDivisionError", "missing a required argument: 'b'", "there is no tool 'fly'", "is no JSON"):
-        assert f"tool: error: {wrong}" in text or wrong in text
+    for wrong in ("ZeroDivisionError", "TypeError: missing a required argument: 'b'", "there is no tool 'fly'"):
+        assert f"tool: error: {wrong}" in text
+    assert "tool: error: the call is no JSON" in text
     assert text.count("tool: error: ") == 4
     [conversation] = scored
     assert [message["role"] for message in conversation] == ["user", "assistant", *["tool"] * 2, "assistant"] + (
         ["tool"] * 4 + ["assistant"]
     )
     assert [each["function"]["name"] for each in conversation[1]["tool_calls"]] == ["add", "echo"]
+
+
+async def reset(word: str) -> str:
+    """Calls something that is away."""
+    raise ConnectionResetError(f"no {word}")
+
+
+async def test_a_function_that_cannot_connect_is_an_answer_and_a_mesh_that_refuses_is_not(
+    client: treadle.Client,
+) -> None:
+    """Result: what a tool of the mesh is refused for is no fault of the policy, and nobody trains on it."""
+    given = [Task("t", [user("?")])]
+    missing = mesh_tool("fly", "There is none.", {"type": "object", "properties": {}})
+    environment = ToolUse(given, [reset, missing], score=lambda *_: 1.0)
+    replies = [call("reset", word="x"), "done"]
+    [t] = (await manager(client, environment, replies).rollout(samples_per_prompt=1)).trajectories
+    assert (t.outcome, t.reward) == ("finished", 1.0)
+    assert "tool: error: ConnectionResetError: no x$" in read(t.tokens)
+    [t] = (await manager(client, environment, [call("fly"), "done"]).rollout(samples_per_prompt=1)).trajectories
+    assert t.outcome == "failed"
+    assert t.error.startswith("TreadleError: NOT_FOUND TOOL_NOT_FOUND")
 
 
 async def test_long_output_is_cut_and_two_tools_need_two_names(

@@ -88,6 +88,59 @@ async def test_a_server_that_dies_fails_the_call_and_is_there_for_the_next(mesh:
     assert "tool: 1$" in read(went_on.tokens)
 
 
+async def test_two_rollouts_at_once_share_the_server(mesh: FakeMesh, tmp_path: Path) -> None:
+    """One environment is played twice at once, as to train and to evaluate; the first rollout ends while a tool runs
+    for the second one.
+
+    Result: neither notices the other one, and no process is left.
+    """
+    pids = tmp_path / "pids"
+    environment = ToolUse([Task("t", [user("Go.")])], [McpServer(server(str(pids)))], score=lambda *_: 1.0)
+    short = ["done"]
+    long = [call("sleep", seconds=1.0), call("take", item="nut"), "done"]
+    async with mesh.client() as client:
+        managers = [
+            EnvManager(client, environment, chat=scripted_chat(replies), sampling=SAMPLING) for replies in (short, long)
+        ]
+        played = await asyncio.gather(*(each.rollout(samples_per_prompt=1) for each in managers))
+    assert [t.error for result in played for t in result.trajectories] == ["", ""]
+    assert len(pids.read_text().split()) == 1
+    assert not running(pids)
+
+
+async def test_an_environment_that_was_not_entered_says_so(mesh: FakeMesh) -> None:
+    environment = ToolUse([Task("t", [user("Go.")])], [McpServer(server())], score=lambda *_: 1.0)
+    async with mesh.client() as client:
+        played = EnvManager(client, environment, chat=scripted_chat(["done"]), sampling=SAMPLING)
+        [t] = (await client.rollout(played.prompts(), played, samples_per_prompt=1)).trajectories
+    assert t.outcome == "failed"
+    assert "async with" in t.error
+
+
+MUTE = """
+import json, sys
+for line in sys.stdin:
+    request = json.loads(line)
+    if "id" not in request or request["method"] == "tools/list":
+        continue
+    answer = {"error": {"code": -32601, "message": "no such method"}}
+    if request["method"] == "initialize":
+        info = {"protocolVersion": request["params"]["protocolVersion"], "serverInfo": {"name": "mute", "version": "1"}}
+        answer = {"result": {**info, "capabilities": {"tools": {}}}}
+    print(json.dumps({"jsonrpc": "2.0", "id": request["id"], **answer}), flush=True)
+"""
+
+
+async def test_a_server_that_does_not_say_its_tools_is_named(mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One hangs when it is asked for them, and one refuses."""
+    monkeypatch.setattr("treadle.environments.mcp_server.OPEN_S", 5.0)
+    with pytest.raises(ConnectionError, match=r"(?s)the MCP server .* does not list its tools: it does not answer"):
+        await play(mesh, McpServer([sys.executable, "-c", MUTE]), ["done"])
+    refuses = MUTE.replace('or request["method"] == "tools/list"', "")
+    with pytest.raises(ConnectionError, match=r"(?s)the MCP server .* does not list its tools: no such method"):
+        await play(mesh, McpServer([sys.executable, "-c", refuses]), ["done"])
+
+
 async def test_a_call_that_takes_too_long_is_an_answer(mesh: FakeMesh) -> None:
     [t] = await play(mesh, McpServer(server(), call_s=3.0), [call("sleep", seconds=60), "done"])
     assert (t.outcome, t.error) == ("finished", "")
@@ -131,7 +184,7 @@ async def test_a_server_behind_a_url_is_used_as_one_behind_a_command(mesh: FakeM
 
 async def test_a_server_that_is_not_there_and_a_tool_that_it_has_not_are_named(mesh: FakeMesh) -> None:
     with pytest.raises(ConnectionError, match=r"the MCP server http://127\.0\.0\.1:\d+/mcp cannot be reached"):
-        await play(mesh, McpServer(f"http://127.0.0.1:{free_port()}/mcp"), ["done"])
+        await play(mesh, McpServer(f"http://me:secret@127.0.0.1:{free_port()}/mcp?key=secret"), ["done"])
     with pytest.raises(ConnectionError, match="cannot be reached: FileNotFoundError"):
         await play(mesh, McpServer(["/nowhere/server"]), ["done"])
     with pytest.raises(ValueError, match="has no tool give; it has take, refuse"):

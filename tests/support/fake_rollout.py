@@ -98,6 +98,10 @@ class FakeTools(FakeServicer, tools_pb2_grpc.ToolsServiceServicer):
         if request.session_id:
             if request.session_id not in self.sessions:
                 return Refusal(grpc.StatusCode.NOT_FOUND, "SESSION_NOT_FOUND")
+            if "fail" in json.loads(request.arguments_json):
+                failed = tools_pb2.RESULT_STATUS_TOOL_ERROR
+                result = tools_pb2.ToolResult(status=failed, output="so far", error="ValueError: no")
+                return tools_pb2.InvokeResponse(result=result)
             self.sessions[request.session_id] += 1
             steps = self.sessions[request.session_id]
             result = tools_pb2.ToolResult(status=_OK, output=str(steps), reward=0.5, done=steps == 3, timing=timing)

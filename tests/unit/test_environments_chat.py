@@ -1,5 +1,6 @@
 """Chat templates: what stands between the tokens that a policy samples is what the whole template would have there."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,6 +97,13 @@ def test_results_of_tools_and_variables_of_the_template_are_rendered() -> None:
 def test_a_sampled_text_is_read_without_special_tokens() -> None:
     tokenizer = tokenizer_with(CHATML)
     assert Chat.of(tokenizer).decode(tokenizer.encode("42<|im_end|>")) == "42"
+
+
+def test_half_a_character_is_read_as_a_question_mark() -> None:
+    """A policy can write one in JSON, and a tool can say it again; no tokenizer takes it."""
+    tokenizer = tokenizer_with(CHATML)
+    follows = Chat.of(tokenizer).go_on([], [{"role": "tool", "content": json.loads('"a\\ud800b"')}])
+    assert "<tool_response>a?b</tool_response>" in str(tokenizer.decode(follows))
 
 
 def test_a_tokenizer_without_a_template_is_refused() -> None:

@@ -51,7 +51,8 @@ class Chat:
             return text
 
         def encode(text: str) -> list[int]:
-            return list(tokenizer.encode(text, add_special_tokens=False))
+            whole = text.encode(errors="replace").decode()  # half a character, as JSON can name it, is `?`
+            return list(tokenizer.encode(whole, add_special_tokens=False))
 
         def decode(ids: Sequence[int]) -> str:
             return str(tokenizer.decode(list(ids), skip_special_tokens=True))

@@ -13,6 +13,7 @@ import json
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 from treadle.connection import finish
 from treadle.environments.tools import Tool
@@ -45,13 +46,23 @@ class McpServer:
         """A connection to the server. Errors: ConnectionError; ValueError where `only` names what there is not."""
         connection = _Connection(self._target(), self._call_s)
         try:
-            listed = {each.name: each for each in await connection.list_tools()}
+            listed = {each.name: each for each in await self._list_tools(connection)}
             if missing := sorted(set(self._only or ()) - set(listed)):
                 raise ValueError(f"{connection.name} has no tool {', '.join(missing)}; it has {', '.join(listed)}")
             chosen = [each for each in listed.values() if self._only is None or each.name in self._only]
             yield [_tool_of(connection, each) for each in chosen]
         finally:
             await finish(connection.close())
+
+    async def _list_tools(self, connection: _Connection) -> list[Any]:
+        import mcp
+
+        try:
+            async with asyncio.timeout(OPEN_S):
+                return await connection.list_tools()
+        except (TimeoutError, mcp.MCPError) as error:
+            why = str(error) or "it does not answer"
+            raise ConnectionError(f"{connection.name} does not list its tools: {why}") from error
 
     def _target(self) -> Any:
         if isinstance(self._server, str) or not isinstance(self._server, Sequence):
@@ -146,9 +157,10 @@ def _tool_of(connection: _Connection, listed: Any) -> Tool:
 
 
 def _name_of(target: Any) -> str:
-    """A URL, or a command, without its environment, which may hold secrets."""
+    """A URL without its user and its query, or a command without its environment: these may hold secrets."""
     if isinstance(target, str):
-        return target
+        url = urlsplit(target)
+        return f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"
     command = getattr(target, "command", None)
     return type(target).__name__ if command is None else " ".join([command, *target.args])
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from treadle.environments.episode import Environment, Episode, Message, Reply, Task, Turn, user
+from treadle.environments.tool_calls import text_of
 from treadle.environments.words import first_of
 from treadle.trajectory import Session, Trajectory
 from treadle.types import Limits, ToolResult
@@ -68,5 +69,5 @@ class _Sandbox(Episode):
 
 
 def _turn_of(result: ToolResult) -> Turn:
-    """A tool that fails says why, and the episode goes on."""
-    return Turn([user(result.output or result.error or result.status)], result.reward or 0.0, result.done)
+    """A step that fails says why, and the episode goes on."""
+    return Turn([user(text_of(result))], result.reward or 0.0, result.done)

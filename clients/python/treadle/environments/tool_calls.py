@@ -12,6 +12,7 @@ import re
 from typing import Any
 
 from treadle.environments.episode import Message, Reply, ToolCall
+from treadle.types import ToolResult
 
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
@@ -45,6 +46,11 @@ def message_of(reply: Reply) -> Message:
 def result_message(call: ToolCall, output: str) -> Message:
     """What a call brought, for the policy to read."""
     return {"role": "tool", "tool_call_id": call.call_id, "name": call.name, "content": output}
+
+
+def text_of(result: ToolResult) -> str:
+    """What the policy reads of a tool of the mesh: its output, and where it failed, why."""
+    return result.output if result.ok else f"error: {result.error or result.status}\n{result.output}".rstrip()
 
 
 def _read(body: str, call_id: str) -> ToolCall:

@@ -15,8 +15,11 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol, Self, Union, get_args, get_origin, get_type_hints
 
+import grpc
+
 from treadle.environments.episode import Environment, Episode, Message, Reply, Task, ToolCall, ToolSchema, Turn
-from treadle.environments.tool_calls import result_message
+from treadle.environments.tool_calls import result_message, text_of
+from treadle.errors import TreadleError
 from treadle.rewards import PendingReward
 from treadle.trajectory import Trajectory
 
@@ -30,7 +33,8 @@ Score = Callable[[Sequence[Message], Task, Trajectory], Any]  # a number, a Pend
 @dataclass(frozen=True)
 class Tool:
     """A tool as the policy sees it, and what runs it. parameters: JSON Schema of its arguments. run: gives what the
-    policy reads; what it raises is shown to the policy, but for ConnectionError, which fails the trajectory."""
+    policy reads; what it raises is shown to the policy, but for ConnectionError and TreadleError, which fail the
+    trajectory: a server or the mesh is at fault, and not the call. INVALID_ARGUMENT is shown."""
 
     name: str
     description: str
@@ -72,7 +76,10 @@ def tool(function: Callable[..., Any]) -> Tool:
                 return await function(**arguments)
             return await asyncio.to_thread(function, **arguments)
 
-        return str(await trajectory.time_tool(call))
+        try:
+            return str(await trajectory.time_tool(call))
+        except ConnectionError as error:  # of what the function calls, which is its own affair
+            return f"error: {type(error).__name__}: {error}"
 
     parameters = {"type": "object", "properties": properties, "required": required}
     return Tool(function.__name__, inspect.getdoc(function) or "", parameters, run)
@@ -82,8 +89,7 @@ def mesh_tool(name: str, description: str, parameters: Mapping[str, Any]) -> Too
     """A stateless tool of the tools service, run in its sandbox."""
 
     async def run(arguments: Mapping[str, Any], trajectory: Trajectory) -> str:
-        result = await trajectory.tool(name, arguments)
-        return result.output if result.ok else f"error: {result.error or result.status}\n{result.output}".rstrip()
+        return text_of(await trajectory.tool(name, arguments))
 
     return Tool(name, description, parameters, run)
 
@@ -100,6 +106,7 @@ class ToolUse(Environment):
         self, given: Iterable[Task], tools: Iterable[Tool | ToolSource | Callable[..., Any]], *, score: Score
     ) -> None:
         self._given, self._score, self._stack = list(given), score, AsyncExitStack()
+        self._entering, self._users = asyncio.Lock(), 0  # rollouts that play it at this moment
         self._own: list[Tool] = []
         self._sources: list[ToolSource] = []
         for each in tools:
@@ -117,7 +124,10 @@ class ToolUse(Environment):
         return self._given
 
     async def start(self, task: Task, trajectory: Trajectory) -> Episode:
-        """Connect to those sources that each trajectory has a connection to of its own."""
+        """Connect to those sources that each trajectory has a connection to of its own. Raises RuntimeError where
+        nobody has entered the environment, which connects to the others."""
+        if self._sources and not self._users:
+            raise RuntimeError("its servers are not connected: use the environment as `async with environment:`")
         async with AsyncExitStack() as stack:
             tools = list(self._shared)
             for source in self._sources:
@@ -127,9 +137,20 @@ class ToolUse(Environment):
         return _ToolEpisode({each.name: each for each in tools}, self._score, task, trajectory, connections)
 
     async def __aenter__(self) -> Self:
+        async with self._entering:
+            if not self._users:
+                await self._connect()
+            self._users += 1
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._users -= 1
+        if not self._users:
+            await self._stack.aclose()
+
+    async def _connect(self) -> None:
         async with AsyncExitStack() as stack:
-            shown = list(self._own)
-            self._shared = list(self._own)
+            shown, shared = list(self._own), list(self._own)
             for source in self._sources:
                 if source.per_trajectory:
                     async with source.connected() as tools:  # what they are, which the prompts show
@@ -137,13 +158,9 @@ class ToolUse(Environment):
                 else:
                     tools = await stack.enter_async_context(source.connected())
                     shown += tools
-                    self._shared += tools
+                    shared += tools
             self._show(shown)
-            self._stack = stack.pop_all()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
+            self._shared, self._stack = shared, stack.pop_all()
 
     def _show(self, tools: Sequence[Tool]) -> None:
         names = [each.name for each in tools]
@@ -186,7 +203,9 @@ class _ToolEpisode(Episode):
             output = await self._tools[call.name].run(call.arguments, self._trajectory)
         except ConnectionError:
             raise
-        except Exception as error:  # noqa: BLE001 - a tool may raise anything, and that is an answer
+        except Exception as error:  # a tool may raise anything, and that is an answer
+            if isinstance(error, TreadleError) and error.code is not grpc.StatusCode.INVALID_ARGUMENT:
+                raise
             output = f"error: {type(error).__name__}: {error}"
         cut = len(output) - MOST_OUTPUT_CHARS
         return output if cut <= 0 else f"{output[:MOST_OUTPUT_CHARS]}\n[{cut} more characters]"
