@@ -9,8 +9,10 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import treadle
 from support.client_process import client_processes  # noqa: F401 - a fixture
 from support.fake_sglang import FakeSglang, fake_sglang
+from support.mesh_in_process import FakeMesh, fake_mesh
 from support.nats_server import NatsServer
 from support.processes import ServiceProcess, StartService, start_process
 from support.rewards import RewardCalls, rewards_of
@@ -59,6 +61,20 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Services in this process notice soon that NATS is away."""
     # Not sooner: beside two engines that start, an answer of NATS may take half of a second.
     monkeypatch.setattr("treadle_runtime.bus.ANSWER_TIMEOUT_S", 1.0)
+
+
+@pytest.fixture
+async def mesh() -> AsyncIterator[FakeMesh]:
+    """A mesh of fakes with two engines, in this process."""
+    async with fake_mesh() as mesh:
+        yield mesh
+
+
+@pytest.fixture
+async def client(mesh: FakeMesh) -> AsyncIterator[treadle.Client]:
+    """A client of that mesh."""
+    async with mesh.client() as client:
+        yield client
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import grpc
 import pytest
 import treadle
 from support.fake_servicer import FakeServicer, Port, Refusal, answer
-from support.mesh_in_process import FakeMesh, fake_mesh, generate
+from support.mesh_in_process import FakeMesh, generate
 from treadle.rollout.v1 import rollout_pb2
 from treadle.tools.v1 import rewards_pb2, rewards_pb2_grpc, tools_pb2
 from treadle.tools.v1.tools_pb2_grpc import add_ToolsServiceServicer_to_server
@@ -42,18 +42,6 @@ class FakeRewards(FakeServicer, rewards_pb2_grpc.RewardsServiceServicer):
         for reward_id in request.reward_ids:
             done = rewards_pb2.Reward(reward_id=reward_id, state=rewards_pb2.REWARD_STATE_DONE, score=SCORE)
             yield rewards_pb2.WatchRewardsResponse(reward=done)
-
-
-@pytest.fixture
-async def mesh() -> AsyncIterator[FakeMesh]:
-    async with fake_mesh() as mesh:
-        yield mesh
-
-
-@pytest.fixture
-async def client(mesh: FakeMesh) -> AsyncIterator[treadle.Client]:
-    async with mesh.client() as client:
-        yield client
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Scenarios of whole rollouts through Client.rollout, against fakes behind real servers."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import grpc
 import pytest
@@ -13,18 +12,6 @@ from support.mesh_in_process import FakeMesh, fake_mesh, generate
 from treadle.scheduler.v1 import scheduler_pb2
 
 PROMPTS = [treadle.Prompt("p0", [1, 2], data="first"), treadle.Prompt("p1", [3, 4, 5], data="second")]
-
-
-@pytest.fixture
-async def mesh() -> AsyncIterator[FakeMesh]:
-    async with fake_mesh() as mesh:
-        yield mesh
-
-
-@pytest.fixture
-async def client(mesh: FakeMesh) -> AsyncIterator[treadle.Client]:
-    async with mesh.client() as client:
-        yield client
 
 
 async def one_turn(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> float:

@@ -6,7 +6,7 @@ A script says what the policy's tokens mean, so that it acts as a test wants; th
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium
@@ -15,7 +15,7 @@ import reasoning_gym
 import treadle
 from support.conditions import until
 from support.fake_sglang import VOCAB
-from support.mesh_in_process import WAIT_S, FakeMesh, fake_mesh
+from support.mesh_in_process import WAIT_S, FakeMesh
 from support.mesh_of_processes import mesh as mesh_of_processes
 from support.processes import StartService
 from support.scripted_chat import LETTERS, read, scripted_chat
@@ -38,18 +38,6 @@ from treadle.environments import (
 SAMPLING = treadle.Sampling(max_new_tokens=4, temperature=1.0)
 MOVES = {"left": 0, "down": 1, "right": 2, "up": 3}
 TO_THE_GOAL = ["down", "I go down.", "right", "right!", "down", "RIGHT"]  # of FrozenLake's map of four by four
-
-
-@pytest.fixture
-async def mesh() -> AsyncIterator[FakeMesh]:
-    async with fake_mesh() as mesh:
-        yield mesh
-
-
-@pytest.fixture
-async def client(mesh: FakeMesh) -> AsyncIterator[treadle.Client]:
-    async with mesh.client() as client:
-        yield client
 
 
 def manager(client: treadle.Client, environment: Environment, replies: Sequence[str], **more: Any) -> EnvManager:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,19 +13,13 @@ import mcp
 import psutil
 import pytest
 import treadle
-from support.mesh_in_process import FakeMesh, fake_mesh
+from support.mesh_in_process import FakeMesh
 from support.processes import free_port, import_path
 from support.scripted_chat import read, scripted_chat
 from treadle.environments import EnvManager, McpServer, Task, ToolUse, user
 
 SAMPLING = treadle.Sampling(max_new_tokens=4)
 COMMAND = [sys.executable, "-m", "support.mcp_server"]
-
-
-@pytest.fixture
-async def mesh() -> AsyncIterator[FakeMesh]:
-    async with fake_mesh("e0") as mesh:
-        yield mesh
 
 
 def server(*arguments: str) -> mcp.StdioServerParameters:
