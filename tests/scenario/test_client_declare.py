@@ -8,53 +8,21 @@ from typing import Any
 import grpc
 import pytest
 import treadle
-from support.fake_servicer import FakeServicer, Port, Refusal, answer
+from support.fake_rewards import SCORE, FakeRewards, fake_rewards
+from support.fake_servicer import Refusal
 from support.mesh_in_process import FakeMesh, generate
 from treadle.rollout.v1 import rollout_pb2
-from treadle.tools.v1 import rewards_pb2, rewards_pb2_grpc, tools_pb2
-from treadle.tools.v1.tools_pb2_grpc import add_ToolsServiceServicer_to_server
+from treadle.tools.v1 import tools_pb2
 from treadle.types import duration
 
 LAKE = treadle.Prompt("p0", [1, 2], data={"task": "lake", "seed": 7})
 MATH = treadle.Prompt("p1", [3, 4, 5], data={"task": "math", "seed": 8})
-SCORE = 0.5
 LIMITS = treadle.Limits(cpu_cores=1, memory_bytes=1 << 28, wall_s=2.5, output_bytes=1000)
-
-
-class FakeRewards(FakeServicer, rewards_pb2_grpc.RewardsServiceServicer):
-    """Every reward is accepted and scored at once."""
-
-    @answer
-    def ScoreTrajectory(self, request: rewards_pb2.ScoreTrajectoryRequest) -> rewards_pb2.ScoreTrajectoryResponse:
-        accepted = rewards_pb2.Reward(reward_id=f"w-{request.trajectory_id}", state=rewards_pb2.REWARD_STATE_RUNNING)
-        return rewards_pb2.ScoreTrajectoryResponse(reward=accepted)
-
-    @answer
-    def ListRewards(self, request: rewards_pb2.ListRewardsRequest) -> rewards_pb2.ListRewardsResponse:
-        rewards = [("exact_match", False), ("graded", True)]
-        return rewards_pb2.ListRewardsResponse(
-            rewards=[rewards_pb2.RewardFunction(name=name, serverless=far) for name, far in rewards]
-        )
-
-    async def WatchRewards(
-        self, request: rewards_pb2.WatchRewardsRequest, context: Any
-    ) -> AsyncIterator[rewards_pb2.WatchRewardsResponse]:
-        for reward_id in request.reward_ids:
-            done = rewards_pb2.Reward(reward_id=reward_id, state=rewards_pb2.REWARD_STATE_DONE, score=SCORE)
-            yield rewards_pb2.WatchRewardsResponse(reward=done)
 
 
 @pytest.fixture
 async def rewards(mesh: FakeMesh) -> AsyncIterator[FakeRewards]:
-    """The mesh's tools service with rewards, too."""
-
-    def add(fake: Any, server: grpc.aio.Server) -> None:
-        add_ToolsServiceServicer_to_server(mesh.tools, server)
-        rewards_pb2_grpc.add_RewardsServiceServicer_to_server(fake, server)
-
-    fake = FakeRewards()  # type: ignore[abstract]
-    async with Port(add, fake) as address:
-        mesh.scheduler.directory.tools_address = address
+    async with fake_rewards(mesh) as fake:
         yield fake
 
 

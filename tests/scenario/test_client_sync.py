@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import treadle
 import treadle.sync
 from support.commands import output_of
 from support.fake_engine import Script, token_at
+from support.fake_rewards import SCORE, fake_rewards
 from support.fake_servicer import Refusal
 from support.mesh_in_process import QUICK, FakeMesh
 from support.scripted_chat import scripted_chat
@@ -85,6 +86,23 @@ async def test_it_works_inside_a_running_event_loop(mesh: FakeMesh) -> None:
         result = client.rollout(PROMPTS, agent, samples_per_prompt=1)
     assert [t.error for t in result.trajectories] == ["", ""]
     assert threads() == before
+
+
+def test_an_agent_may_leave_its_reward_to_the_mesh(mesh: FakeMesh) -> None:
+    def scored(trajectory: treadle.sync.Trajectory, prompt: treadle.Prompt) -> treadle.sync.PendingReward:
+        agent(trajectory, prompt)
+        return trajectory.score("exact_match", {})
+
+    loop = treadle.sync.EventLoop()
+    rewards = fake_rewards(mesh)
+    loop.run(rewards.__aenter__())
+    with client_of(mesh) as client:
+        result = client.rollout(PROMPTS, scored, samples_per_prompt=1)
+        assert [(t.reward, t.error) for t in result.trajectories] == [(SCORE, "")] * 2
+        pending = client.score(result.trajectories[0].trajectory_id, "exact_match", {})
+        assert (pending.result().score, pending.reward_id) == (SCORE, f"w-{result.trajectories[0].trajectory_id}")
+    loop.run(rewards.__aexit__(None, None, None))
+    loop.close()
 
 
 def test_trajectories_and_sessions_can_be_used_by_hand(mesh: FakeMesh) -> None:
@@ -354,20 +372,6 @@ def test_a_call_in_the_clients_own_thread_is_refused(mesh: FakeMesh) -> None:
 
         with pytest.raises(RuntimeError, match="asynchronous client"):
             client.run(blocks())
-
-
-async def test_weights_are_pushed_by_a_plain_generator_in_a_thread() -> None:
-    """Result: it is advanced outside of the loop's thread, which must not block."""
-    seen: list[threading.Thread] = []
-
-    def parts() -> Iterator[int]:
-        for part in range(2):
-            seen.append(threading.current_thread())
-            yield part
-
-    advanced: AsyncIterator[int] = treadle.sync._advance_in_thread(parts())
-    assert [part async for part in advanced] == [0, 1]
-    assert threading.current_thread() not in seen
 
 
 def test_every_method_of_the_client_is_there() -> None:

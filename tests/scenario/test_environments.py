@@ -14,6 +14,7 @@ import pytest
 import reasoning_gym
 import treadle
 from support.conditions import until
+from support.fake_rewards import SCORE, fake_rewards
 from support.fake_sglang import VOCAB
 from support.mesh_in_process import WAIT_S, FakeMesh
 from support.mesh_of_processes import mesh as mesh_of_processes
@@ -29,6 +30,7 @@ from treadle.environments import (
     Reply,
     Sandboxed,
     Task,
+    ToolCall,
     ToolUse,
     Turn,
     mesh_tool,
@@ -383,6 +385,20 @@ async def test_long_output_is_cut_and_two_tools_need_two_names(
         ToolUse(given, [add, add], score=lambda *_: 0.0)
 
 
+async def test_the_mesh_can_score_an_episode(mesh: FakeMesh, client: treadle.Client) -> None:
+    async def score(
+        conversation: Sequence[Message], task: Task, trajectory: treadle.Trajectory
+    ) -> treadle.PendingReward:
+        return await trajectory.score("exact_match", {"answer": conversation[-1]["content"], "expected": task.data})
+
+    async with fake_rewards(mesh) as rewards:
+        environment = ToolUse([Task("sum", [user("2 and 3?")], "5")], [add], score=score)
+        [t] = (await manager(client, environment, ["5"]).rollout(samples_per_prompt=1)).trajectories
+        [asked] = rewards.requests("ScoreTrajectory")
+    assert (t.reward, t.outcome, t.error) == (SCORE, "finished", "")
+    assert json.loads(asked.arguments_json) == {"answer": "5", "expected": "5"}
+
+
 class Riddle(Environment):
     """An environment that somebody wrote: one turn, with first words and a sampling of its own."""
 
@@ -413,6 +429,27 @@ async def test_first_words_and_a_sampling_of_a_turn_are_used(client: treadle.Cli
     for t in result.trajectories:
         assert (t.reward, len(t.steps[0].token_ids)) == (21.0, 2)
         assert read(t.tokens) == "user: What flies?$assistant: It is~"
+
+
+async def test_a_turn_ends_where_the_template_or_the_caller_ends_it(mesh: FakeMesh, client: treadle.Client) -> None:
+    """Result: each step stops at the tokens of both. Where there are no tools, nobody looks for calls."""
+
+    def look(text: str) -> list[ToolCall]:
+        raise AssertionError(text)
+
+    chat = scripted_chat(["x"])
+    chat.stop_token_ids = (7, 8)
+    sampling = treadle.Sampling(max_new_tokens=4, stop_token_ids=(8, 9))
+    played = EnvManager(client, lake(), chat=chat, sampling=sampling, most_turns=2, read_calls=look)
+    check(await played.rollout(samples_per_prompt=1))
+    asked = [request for engine in mesh.engines.values() for request in engine.requests("Generate")]
+    assert [tuple(each.sampling.stop_token_ids) for each in asked] == [(8, 9, 7)] * 2
+
+
+async def test_a_gymnasium_that_runs_out_of_time_is_over(client: treadle.Client) -> None:
+    environment = lake(max_episode_steps=2)
+    [t] = (await manager(client, environment, ["up"]).rollout(samples_per_prompt=1)).trajectories
+    assert (len(t.steps), t.outcome, t.reward) == (2, "finished", 0.0)
 
 
 async def test_tasks_can_be_chosen_and_must_have_ids_of_their_own(client: treadle.Client) -> None:

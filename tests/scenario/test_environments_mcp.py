@@ -82,6 +82,18 @@ async def test_a_server_that_dies_fails_the_call_and_is_there_for_the_next(mesh:
     assert "tool: 1$" in read(went_on.tokens)
 
 
+async def test_tools_on_all_pages_of_a_servers_list_are_shown(mesh: FakeMesh) -> None:
+    pages = """
+    if request["method"] == "tools/list":
+        at = int((request.get("params") or {}).get("cursor") or 0)
+        tools = [{"name": f"tool{at}", "inputSchema": {"type": "object"}}]
+        answer = {"result": {"tools": tools, **({"nextCursor": str(at + 1)} if at < 2 else {})}}
+"""
+    listing = MUTE.replace('or request["method"] == "tools/list"', "").replace("    print(", f"{pages}    print(")
+    [t] = await play(mesh, McpServer([sys.executable, "-c", listing]), ["done"])
+    assert read(t.tokens).startswith("['tool0', 'tool1', 'tool2']user: Go.")
+
+
 async def test_two_rollouts_at_once_share_the_server(mesh: FakeMesh, tmp_path: Path) -> None:
     """One environment is played twice at once, as to train and to evaluate; the first rollout ends while a tool runs
     for the second one.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 import treadle
+import treadle.sync
 from support.conditions import until, until_said
 from support.fake_sglang import FakeSglang
 from support.mesh_of_processes import Fleet
@@ -149,6 +152,40 @@ async def test_pushed_weights_reach_every_engine_and_steps_go_on_under_them(flee
         assert not engine.loads
     assert await fleet.client.leave_weights_group() == {}
     assert "e1" in await fleet.client.leave_weights_group()
+
+
+async def test_a_trainer_without_asyncio_joins_and_pushes(fleet: Fleet) -> None:
+    """Plain functions, which block: the trainer waits for the engines in the line after `yield`.
+
+    Result: as with the asynchronous client; neither runs in the thread of the client's loop, which would stand still.
+    """
+    threads: set[str] = set()
+
+    def note() -> None:
+        threads.add(threading.current_thread().name)
+
+    def join(world_size: int) -> None:
+        assert world_size == 3
+        note()
+
+    def pushes() -> Iterator[treadle.WeightPush]:
+        for number in range(2):
+            yield treadle.WeightPush("distributed", {"names": [f"w{number}"]})
+            note()
+            while not all(engine.pushing for engine in fleet.engines):
+                time.sleep(0.01)
+
+    def train() -> None:
+        with treadle.sync.Client(fleet.scheduler.address) as client:
+            assert client.join_weights_group("10.0.0.1:29500", join, backend="gloo") == {}
+            assert client.push_weights("v2", pushes()) == {}
+            assert client.leave_weights_group() == {}
+
+    for engine in fleet.engines:
+        engine.push_s = 0.5
+    await asyncio.to_thread(train)
+    assert [[way for way, _ in engine.pushes] for engine in fleet.engines] == [["distributed"] * 2] * 2
+    assert "treadle" not in threads
 
 
 async def test_an_engine_that_fails_in_a_push_runs_nothing_until_it_is_pushed_to_again(fleet: Fleet) -> None:

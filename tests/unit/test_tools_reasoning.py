@@ -2,11 +2,14 @@
 
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from reasoning_gym.factory import DATASETS
+from reasoning_gym.factory import DATASETS, create_dataset
+from treadle.environments import ReasoningGym, Reply
+from treadle.environments.reasoning import EVALUATED
 from treadle_tools.environments.reasoning import ReasoningTask, is_formula
 from treadle_tools.tool import Outcome
 
@@ -50,6 +53,30 @@ def test_no_answer_is_run(task: str, tmp_path: Path) -> None:
         assert outcome.done
         assert outcome.reward is not None
         assert 0.0 <= outcome.reward <= 1.0
+        assert not (tmp_path / "run").exists(), answer
+
+
+class Alone:
+    """What an episode of the client needs of its trajectory."""
+
+    async def time_tool(self, work: Callable[[], Awaitable[Any]]) -> Any:
+        return await work()
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("task", sorted(DATASETS.keys() - NEEDS_MORE))
+async def test_no_answer_is_run_in_the_clients_process(task: str, tmp_path: Path) -> None:
+    """Where a rule would run it, the client refuses to play the task."""
+    played = ReasoningGym(create_dataset(task, seed=3, size=1))
+    if task in EVALUATED:
+        with pytest.raises(ValueError, match="as a program"):
+            played.tasks()
+        return
+    [asked] = played.tasks()
+    for answer in hostile(tmp_path / "run"):
+        episode = await played.start(asked, Alone())  # type: ignore[arg-type]
+        turn = await episode.step(Reply(f"<answer>{answer}</answer>", (), None))  # type: ignore[arg-type]
+        assert turn.done
         assert not (tmp_path / "run").exists(), answer
 
 

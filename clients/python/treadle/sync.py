@@ -18,7 +18,6 @@ import functools
 import inspect
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -36,26 +35,7 @@ MOST_AGENT_THREADS = 256  # of agents that are plain functions, each of which wa
 _END = object()
 
 
-class _Calls(ABC):
-    """What runs coroutines in an event loop for threads that wait for them."""
-
-    is_closed: bool
-
-    @abstractmethod
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run to its end, and give what it returns or raises."""
-
-    def iterate(self, items: AsyncIterator[T]) -> Iterator[T]:
-        """Each item, once it is there. Leaving the iteration ends it in the loop too."""
-        try:
-            while (item := self.run(_next_of(items))) is not _END:
-                yield item
-        finally:
-            if not self.is_closed:
-                self.run(_close(items))
-
-
-class EventLoop(_Calls):
+class EventLoop:
     """An event loop in a thread. Used from any other thread."""
 
     def __init__(self) -> None:
@@ -110,8 +90,10 @@ class EventLoop(_Calls):
             self._ending = self._loop.create_task(self._end(last))  # named, as a loop does not keep its tasks
         elif not self.is_closed:
             try:
-                self.run(self._end(last))
+                if last is not None:
+                    self.run(last)
             finally:
+                self._stop()
                 self._thread.join()
 
     async def _end(self, last: Coroutine[Any, Any, None] | None) -> None:
@@ -119,9 +101,13 @@ class EventLoop(_Calls):
             if last is not None:
                 await last
         finally:
-            with self._closing:
+            self._stop()
+
+    def _stop(self) -> None:
+        with self._closing:
+            if not self.is_closed:
                 self.is_closed = True
-                self._over.set()
+                self._loop.call_soon_threadsafe(self._over.set)
 
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
@@ -131,18 +117,20 @@ class EventLoop(_Calls):
         await self._over.wait()
 
 
-class _AgentCalls(_Calls):
+class _AgentCalls:
     """What the thread of one agent calls in the loop: it is cancelled where the agent is."""
 
     def __init__(self, loop: EventLoop) -> None:
-        self._loop, self._tasks, self._cancelled = loop, set[asyncio.Task[Any]](), False
+        self._loop, self._cancelled = loop, False
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """As EventLoop.run does. Raises RuntimeError once cancelled."""
         return self._loop.run(work, self._note)
 
     @property
-    def is_closed(self) -> bool:  # type: ignore[override]
+    def is_closed(self) -> bool:
+        """Whether the loop is."""
         return self._loop.is_closed
 
     def cancel(self) -> None:
@@ -156,6 +144,9 @@ class _AgentCalls(_Calls):
         task.add_done_callback(self._tasks.discard)
         if self._cancelled:
             task.cancel()
+
+
+_Calls = EventLoop | _AgentCalls
 
 
 class PendingReward:
@@ -201,7 +192,7 @@ class Trajectory:
         return getattr(self.asynchronous, name)
 
     def generate(self, sampling: Sampling) -> Iterator[Chunk]:
-        return self._loop.iterate(self.asynchronous.generate(sampling))
+        return _iterate(self._loop, self.asynchronous.generate(sampling))
 
     def observe(self, token_ids: Sequence[int]) -> None:
         async def call() -> None:
@@ -338,7 +329,7 @@ class Client:
 
     def stream_tokens(self, *args: Any, **kwargs: Any) -> Iterator[RunningTokens | TrajectoryEnded]:
         """See treadle.Client.stream_tokens."""
-        return self.loop.iterate(self.asynchronous.stream_tokens(*args, **kwargs))
+        return _iterate(self.loop, self.asynchronous.stream_tokens(*args, **kwargs))
 
     def close(self) -> None:
         """Close what is open, and end the loop and its thread. Does nothing once closed."""
@@ -364,6 +355,16 @@ async def _advance_in_thread(items: Iterable[T]) -> AsyncIterator[T]:
     iterator = iter(items)
     while (item := await asyncio.to_thread(next, iterator, _END)) is not _END:
         yield item  # type: ignore[misc]
+
+
+def _iterate(loop: _Calls, items: AsyncIterator[T]) -> Iterator[T]:
+    """Each item, once it is there. Leaving the iteration ends it in the loop too."""
+    try:
+        while (item := loop.run(_next_of(items))) is not _END:
+            yield item
+    finally:
+        if not loop.is_closed:
+            loop.run(_close(items))
 
 
 async def _next_of(items: AsyncIterator[T]) -> Any:
