@@ -1,6 +1,7 @@
 """The console over HTTP: what it answers, what it refuses, and how a page that comes back goes on."""
 
 import json
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any, cast
@@ -47,7 +48,7 @@ class Http:
                 if line.startswith("id: "):
                     name = line[4:].strip()
                 elif line.startswith("data: "):
-                    yield name, json.loads(line[6:])
+                    yield name, json.loads(line[6:], parse_constant=pytest.fail)  # NaN, which is no JSON
 
 
 @pytest.fixture
@@ -105,6 +106,7 @@ async def test_control_takes_json_of_its_own_pages_with_the_key_and_nothing_else
             (403, "Origin", drain, {"Authorization": right, "Origin": "https://evil.example"}),
             (403, "Origin", drain, {"Authorization": right, "Origin": "null"}),
             (403, "Origin", drain, {"Authorization": right, "Origin": ""}),
+            (403, "Origin", drain, {"Authorization": right, "Origin": "http://["}),
             (403, "Origin", drain, {"Authorization": right, "Origin": f"http://{host}.evil.example"}),
             (400, "", drain, {"Authorization": right, "Host": "evil.example", "Origin": "http://evil.example"}),
             (415, "Content-Type", drain, {"Authorization": right, "Content-Type": "text/plain"}),
@@ -121,9 +123,26 @@ async def test_control_takes_json_of_its_own_pages_with_the_key_and_nothing_else
 
 
 async def test_a_key_that_can_be_guessed_is_refused(start_service: StartService) -> None:
-    for key in ("short", "with a newline\n in it", "schlüssel-schlüssel"):
+    for key in ("short", "with a newline\n in it", "schlüssel-schlüssel", f" {KEY}", f"{KEY} "):
         with pytest.raises(AssertionError, match="TREADLE_CONSOLE_CONTROL_KEY"):
             await start_console(start_service, f"127.0.0.1:{free_port()}", key)
+
+
+async def test_names_of_the_console_are_names_of_hosts(start_service: StartService) -> None:
+    """Result: a name serves in any case, and what is no name of a host ends the console with a line that says so."""
+    settings = {"TREADLE_CONSOLE_HTTP_LISTEN": f"127.0.0.1:{free_port()}"}
+    process = await start_service("treadle_console", settings | {"TREADLE_CONSOLE_HTTP_HOSTS": "Mesh.Example,*.lab"})
+    async with aiohttp.ClientSession() as session:
+        http = Http(session, f"http://{settings['TREADLE_CONSOLE_HTTP_LISTEN']}", process)
+        answers = [
+            (await http.get("/", Host=name))[0] for name in ("mesh.example", "Mesh.Example:80", "a.lab", "b.org")
+        ]
+        assert answers == [200, 200, 200, 400]
+    for wrong in ("https://mesh.example", "mesh.example:443", "mesh.*", "mesh.example/console"):
+        with pytest.raises(AssertionError, match="TREADLE_CONSOLE_HTTP_HOSTS"):
+            listen = f"127.0.0.1:{free_port()}"
+            settings = {"TREADLE_CONSOLE_HTTP_LISTEN": listen, "TREADLE_CONSOLE_HTTP_HOSTS": wrong}
+            await start_service("treadle_console", settings)
 
 
 async def read(stream: AsyncIterator[Event], until: Callable[[list[Event]], object]) -> list[Event]:
@@ -157,6 +176,18 @@ async def test_a_page_that_comes_back_gets_what_it_missed_and_one_that_is_new_ge
         events = await read(http.events(wrong), ids)
         assert sorted(ids(events)) == ["t0", "t1", "t2", "t3"]
         assert events[0][1]["reset"]
+
+
+async def test_a_number_that_json_does_not_know_is_null(http: Http, bus: Bus) -> None:
+    """From a foreign publisher. No browser reads NaN, and the page would show nothing any more."""
+    step = facts_pb2.StepRef(ticket_id="k", trajectory_id="t", engine_id="e0")
+    await bus.publish(make_fact("test", step_queued=facts_pb2.StepQueued(step=step, priority=math.nan)))
+    predicted = facts_pb2.TrajectoryPredicted(trajectory_id="t")
+    predicted.remaining_tokens.p50, predicted.remaining_tokens.p90 = 7.0, math.inf
+    await bus.publish(make_fact("test", trajectory_predicted=predicted))
+    await bus.flush()
+    rows = (await read(http.events(), lambda events: any(events[-1][1]["rows"]["predicted"])))[-1][1]["rows"]
+    assert (rows["priority"], rows["predicted"]) == ([None], [[0.0, 7.0, None]])
 
 
 async def test_an_open_stream_does_not_hold_up_the_end_of_the_service(http: Http) -> None:
@@ -197,3 +228,5 @@ async def test_the_long_tail_page_answers_by_the_core(http: Http) -> None:
     assert len(answer["patched"]["ends_s"]) == 4 * 24 and len(answer["plain"]["ends_s"]) == 4 * 16
     assert answer["patched"]["makespan_s"] < answer["plain"]["makespan_s"]
     assert answer["patched"]["kept"]["value"] == pytest.approx(2 / 3)
+    _, answer, _ = await http.get("/api/tail?samples=50&prompts=4&oversample=1.1")
+    assert len(answer["patched"]["ends_s"]) == 4 * 55, "50 times 1.1 is a little above 55 in binary"

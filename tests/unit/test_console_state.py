@@ -11,7 +11,7 @@ from treadle.telemetry.v1 import facts_pb2
 from treadle.tools.v1 import tools_pb2
 from treadle_console import convert, state
 from treadle_console.convert import take_fact
-from treadle_console.records import Cursor
+from treadle_console.records import Cursor, Spans
 from treadle_console.state import Mesh
 from treadle_runtime.facts import KINDS, make_fact
 from treadle_runtime.times import duration, timestamp
@@ -53,9 +53,9 @@ class Tell:
         finished = facts_pb2.StepFinished(step=ref(id, turn, engine), output_tokens=tokens, timing=timing)
         self(at_s + 0.01, step_finished=finished)
 
-    def close(self, at_s: float, id: str, tokens: int = 10, outcome: int = pb.OUTCOME_FINISHED) -> None:
+    def close(self, at_s: float, id: str, tokens: int = 10, outcome: int = pb.OUTCOME_FINISHED, **names: Any) -> None:
         ledger = pb.Ledger(decode=duration(2.0), tool=duration(1.0), wall=duration(3.0))
-        closed = facts_pb2.TrajectoryClosed(trajectory_id=id, gen_tokens=tokens, turns=1, ledger=ledger)
+        closed = facts_pb2.TrajectoryClosed(trajectory_id=id, gen_tokens=tokens, turns=1, ledger=ledger, **names)
         closed.outcome = outcome  # type: ignore[assignment]
         self(at_s, trajectory_closed=closed)
 
@@ -291,6 +291,29 @@ def test_beyond_the_bounds_the_oldest_rows_and_bars_go() -> None:
     assert view(seen)["rows"].keys() == page.known["rows"].keys()
     assert 750 <= len(view(seen)["spans"]) <= 1_000
     assert view(seen)["rollouts"]["r"]["closed"] == 250
+
+
+def test_a_trajectory_whose_opening_is_forgotten_counts_in_its_rollout_when_it_closes() -> None:
+    """As where the console has started an hour after the rollout. Result: no rollout without a name takes its place."""
+    seen = mesh()
+    tell = Tell(seen)
+    tell.open(0.0, "young")
+    tell.start(1.0, "old")
+    tell(2.0, step_preempted=facts_pb2.StepPreempted(step=ref("old", 0, "e0")))
+    assert list(view(seen)["rollouts"]) == ["r"]
+    tell.close(5.0, "old", rollout_id="r", prompt_id="sum", sample=3)
+    tell.open(6.0, "young")  # told again
+    rollouts = view(seen)["rollouts"]
+    assert [(id, each["closed"], each["trajectories"]) for id, each in rollouts.items()] == [("r", 1, 2)]
+    row = Page().follow(seen).row("old")
+    assert (row["prompt"], row["sample"], row["rollout"]) == ("sum", 3, "r")
+
+
+def test_a_bar_of_any_engine_is_drawn() -> None:
+    """Over months an elastic fleet has more engines than 16 bits count."""
+    bars = Spans(10)
+    bars.add(0, "decode", 2**15, 0, 1)
+    assert bars.since(0, 1)[0]["engine"] == [2**15]
 
 
 def test_a_page_far_behind_gets_the_bars_in_several_messages(monkeypatch: Any) -> None:

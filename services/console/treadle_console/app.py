@@ -11,7 +11,6 @@ import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import grpc.aio
 from starlette.applications import Starlette
@@ -42,6 +41,7 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-cache",
 }
+SCHEMES = ("http", "https")  # the second from a proxy in front
 MOST_CONTROL_BYTES = 512  # of a request that changes something
 HTTP_OF = {
     grpc.StatusCode.NOT_FOUND: 404,
@@ -87,7 +87,7 @@ class Pages:
             said = await self._scheduler.GetTrajectory(asked, timeout=CALL_S)
         except grpc.aio.AioRpcError as error:
             return _refuse_as(error)
-        return JSONResponse(convert.history_view(said))
+        return Response(convert.to_json(convert.history_view(said)), media_type="application/json")
 
     async def tail(self, request: Request) -> Response:
         try:
@@ -99,7 +99,7 @@ class Pages:
         """Pause, resume, drain or undrain: {"action", "engine"}. Answers with {"errors"} by engine."""
         if not self._control.offered:
             return _refuse(404, "this console changes nothing: start it with TREADLE_CONSOLE_CONTROL_KEY")
-        if urlsplit(request.headers.get("origin", "")).netloc != request.headers["host"]:
+        if request.headers.get("origin") not in [f"{scheme}://{request.headers['host']}" for scheme in SCHEMES]:
             return _refuse(403, "Origin: must be this console's own page")
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             return _refuse(415, "Content-Type: must be application/json")

@@ -1,5 +1,6 @@
 """Settings of the console, read once from TREADLE_CONSOLE_<NAME>."""
 
+import re
 from typing import Annotated, ClassVar, Self
 
 from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
@@ -8,7 +9,13 @@ from treadle_runtime.config import Settings, address, addresses, is_loopback
 Address = Annotated[str, AfterValidator(lambda value: address(value, lowest_port=0))]
 DEFAULT_MOST_TRAJECTORIES = 20_000  # three training steps of 6,400 trajectories; about 60 MB with their bars
 LEAST_KEY_CHARS = 16
+HOST = re.compile(r"(\*\.)?[\w.-]+|\[[0-9a-fA-F:]+\]")  # a name or address without a port; *. for all names below one
 DEFAULT_MOST_SPANS = 400_000  # bars of the picture: some 20 of each of those trajectories
+
+
+def names_of(hosts: str) -> list[str]:
+    """Of a setting with commas between them."""
+    return [name.strip() for name in hosts.split(",") if name.strip()]
 
 
 class ConsoleSettings(Settings):
@@ -31,9 +38,21 @@ class ConsoleSettings(Settings):
     @classmethod
     def _is_not_guessed(cls, key: SecretStr) -> SecretStr:
         value = key.get_secret_value()
-        if value and not (len(value) >= LEAST_KEY_CHARS and value.isascii() and value.isprintable()):
-            raise ValueError(f"must have {LEAST_KEY_CHARS} printable ASCII characters or more: openssl rand -hex 16")
+        plain = value.isascii() and value.isprintable() and value == value.strip()
+        if value and not (len(value) >= LEAST_KEY_CHARS and plain):
+            raise ValueError(
+                f"must have {LEAST_KEY_CHARS} printable ASCII characters or more, none a space at an end: "
+                "openssl rand -hex 16"
+            )
         return key
+
+    @field_validator("http_hosts")
+    @classmethod
+    def _names_hosts(cls, value: str) -> str:
+        wrong = [name for name in names_of(value) if not HOST.fullmatch(name)]
+        if wrong:
+            raise ValueError(f"must be names of hosts without scheme and port, with commas between, not {wrong[0]}")
+        return value
 
     @model_validator(mode="after")
     def _shows_nothing_to_other_machines(self) -> Self:

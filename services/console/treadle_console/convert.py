@@ -3,7 +3,10 @@
 What a fact or an answer names (ids, tools, reasons) was chosen by somebody else: it stays text, here and in the page.
 """
 
+import json
+import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
@@ -35,6 +38,26 @@ def take_fact(mesh: Mesh, fact: facts_pb2.Fact) -> None:
         take(mesh, milliseconds(fact.time), fact)
 
 
+def to_json(value: dict[str, Any]) -> str:
+    """For a page. A number that JSON does not know, such as a NaN from elsewhere, becomes null."""
+    dump = partial(json.dumps, allow_nan=False, separators=(",", ":"))
+    try:
+        return dump(value)
+    except ValueError:
+        return dump(_without_nan(value))
+
+
+def _without_nan(value: Any) -> Any:
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {name: _without_nan(each) for name, each in value.items()}
+        case list() | tuple():
+            return list(map(_without_nan, value))
+    return value
+
+
 def milliseconds(message: Duration | Timestamp) -> int:
     """Of a Duration, or since the epoch."""
     return round(1e3 * seconds(message))
@@ -49,7 +72,8 @@ def _closed(mesh: Mesh, now_ms: int, fact: facts_pb2.Fact) -> None:
     said = fact.trajectory_closed
     ledger_s = ledger_of(said.ledger)
     outcome = OUTCOMES.get(said.outcome, "failed")
-    mesh.trajectory_closed(now_ms, said.trajectory_id, outcome, said.gen_tokens, said.turns, ledger_s)
+    names = (said.prompt_id, said.sample, said.rollout_id)
+    mesh.trajectory_closed(now_ms, said.trajectory_id, names, outcome, said.gen_tokens, said.turns, ledger_s)
 
 
 def _predicted(mesh: Mesh, now_ms: int, fact: facts_pb2.Fact) -> None:

@@ -9,6 +9,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+from treadle_console.convert import to_json
 from treadle_console.records import Cursor
 from treadle_console.state import Mesh
 
@@ -60,7 +61,7 @@ class Feed:
         if key not in self._made:
             self._made = {known: made for known, made in self._made.items() if known[1] == self._mesh.revision}
             delta, following = self._mesh.delta(since)
-            self._made[key] = json.dumps(delta, separators=(",", ":"))[1:], following
+            self._made[key] = to_json(delta)[1:], following
         return self._made[key]
 
     async def _pause(self) -> None:

@@ -157,7 +157,7 @@ class Spans:
         self._empty()
 
     def _empty(self) -> None:
-        self._rows, self._kinds, self._engines = array("q"), array("b"), array("h")
+        self._rows, self._kinds, self._engines = array("q"), array("b"), array("i")
         self._starts_ms, self._lasts_ms = array("q"), array("q")
 
     @property

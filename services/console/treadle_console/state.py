@@ -47,6 +47,7 @@ class Mesh:
         self.spans = Spans(most_spans)
         self._rows: Changes[Row] = Changes()
         self._numbers: dict[str, int] = {}
+        self._unopened: set[int] = set()  # rows whose opening no fact has told, as it was before those that are kept
         self._next_row = 0
         self._steps: dict[str, Step] = {}  # of each trajectory the one at an engine
         self._tickets: dict[str, str] = {}  # of these steps, with the trajectory's id
@@ -65,6 +66,9 @@ class Mesh:
 
     def trajectory_opened(self, now_ms: int, id: str, prompt: str, sample: int, rollout: str) -> None:
         row = self._row(id, now_ms)
+        if row.n not in self._unopened:  # told again
+            return
+        self._unopened.discard(row.n)
         row.prompt, row.sample, row.rollout, row.opened_ms = prompt, sample, rollout, now_ms
         group = self._rollout(rollout, now_ms)
         group.trajectories += 1
@@ -78,11 +82,21 @@ class Mesh:
         self._touch(row, now_ms)
 
     def trajectory_closed(
-        self, now_ms: int, id: str, outcome: str, tokens: int, turns: int, ledger_s: Mapping[str, float]
+        self,
+        now_ms: int,
+        id: str,
+        names: tuple[str, int, str],
+        outcome: str,
+        tokens: int,
+        turns: int,
+        ledger_s: Mapping[str, float],
     ) -> None:
+        """names: its prompt, sample and rollout."""
         row = self._row(id, now_ms)
         if row.closed_ms:  # told again
             return
+        if row.n in self._unopened:
+            self.trajectory_opened(row.opened_ms, id, *names)
         self._end_live(row, now_ms)
         row.tokens, row.turns = max(row.tokens, tokens), turns
         row.tool = ""
@@ -127,7 +141,8 @@ class Mesh:
         if step is not None and row.state == RUNNING:
             self.spans.add(row.n, "decode", step.engine, step.ran_ms, now_ms)
         row.preemptions += 1
-        self._rollout(row.rollout, now_ms).preemptions += 1
+        if row.n not in self._unopened:
+            self._rollout(row.rollout, now_ms).preemptions += 1
         self._enter(row, PREEMPTED, now_ms)
         other = self._rows.get(self._numbers.get(self._tickets.get(by, "")))
         taker = by if other is None else self._name(other)
@@ -181,7 +196,8 @@ class Mesh:
         if moved:
             row.moves += 1
             row.engine = self.engine_number(target)
-            self._rollout(row.rollout, now_ms).moves += 1
+            if row.n not in self._unopened:
+                self._rollout(row.rollout, now_ms).moves += 1
             self._tell(now_ms, "moved", row, f"{tokens} tokens of KV from {source} to {target}", self._name(row))
         else:
             self._tell(now_ms, "stays", row, f"on {source}, not to {target}: {reason}", self._name(row))
@@ -296,6 +312,7 @@ class Mesh:
         row = Row(self._next_row, id, "", 0, "", IDLE, now_ms, now_ms)
         self._next_row += 1
         self._numbers[id] = row.n
+        self._unopened.add(row.n)
         self._rows.put(row.n, row, self._next())
         while len(self._rows) > self._most:
             gone = self._rows.get(self.floor)
@@ -303,6 +320,7 @@ class Mesh:
                 self._rows.pop(gone.n)
                 self._end_step(gone.id)
                 self._numbers.pop(gone.id)
+                self._unopened.discard(gone.n)
                 self._first.pop(gone.id, None)
             self.floor += 1
         return row

@@ -43,7 +43,7 @@ def answer(words: dict[str, str]) -> dict[str, Any]:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise QuestionError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    started = math.ceil(asked.samples * asked.oversample)
+    started = math.ceil(round(asked.samples * asked.oversample, 9))
     if asked.prompts * started > MOST_SAMPLES:
         raise QuestionError(f"prompts: {asked.prompts} of {started} samples are more than {MOST_SAMPLES} together")
     curve = LatencyCurve((1.0, 2.0), (asked.base_s + asked.per_sequence_s, asked.base_s + 2.0 * asked.per_sequence_s))

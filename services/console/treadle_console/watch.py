@@ -36,7 +36,7 @@ Connect = Callable[[str, str], grpc.aio.Channel]
 
 
 class Watch:
-    """connect: to an address and the service there. away: why the scheduler does not answer; empty while it does."""
+    """scheduler: the channel to it. connect: to an address and the service there."""
 
     def __init__(self, mesh: Mesh, scheduler: grpc.aio.Channel, connect: Connect) -> None:
         self._mesh, self._connect = mesh, connect

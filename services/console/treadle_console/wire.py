@@ -10,7 +10,7 @@ from treadle_runtime.web import bind_http, serve_http
 
 from treadle_console import convert
 from treadle_console.app import Pages, make_app
-from treadle_console.config import ConsoleSettings
+from treadle_console.config import ConsoleSettings, names_of
 from treadle_console.control import Control
 from treadle_console.feed import Feed
 from treadle_console.state import Mesh
@@ -32,8 +32,7 @@ async def wire(runtime: Runtime) -> Wiring:
     await runtime.bus.catch_up()
     watch = Watch(mesh, runtime.follow(settings.scheduler, "scheduler"), runtime.channel)
     feed = Feed(mesh, uuid.uuid4().hex[:12], runtime.stopping, lambda: round(1e3 * time.time()))
-    named = [name.strip() for name in settings.http_hosts.split(",") if name.strip()]
-    hosts = [*LOCAL, settings.http_listen.rpartition(":")[0], *named]
+    hosts = [*LOCAL, settings.http_listen.rpartition(":")[0], *names_of(settings.http_hosts)]
     control = Control(watch.scheduler, runtime.channel, settings.control_key.get_secret_value())
     mesh.set_section("control", {"offered": control.offered})
     app = make_app(Pages(feed, watch.scheduler, control), hosts)
