@@ -54,7 +54,8 @@ async def run_drain(engine: str, scheduler: str, undo: bool, waits: bool, as_jso
         try:
             left = (await stub.DrainEngine(request, timeout=ASK_S)).trajectories
             if left and waits and not undo:
-                left = await _until_empty(stub, engine, out)
+                await _until_empty(stub, engine, out)
+                left = 0
         except grpc.aio.AioRpcError as error:
             raised = error_from(error)
             raise (UsageProblem(raised.message) if error.code() in CORRECTABLE else raised) from None
@@ -68,14 +69,18 @@ async def run_drain(engine: str, scheduler: str, undo: bool, waits: bool, as_jso
     return 0
 
 
-async def _until_empty(stub: SchedulerServiceAsyncStub, engine: str, out: Console) -> int:
-    """Return once no trajectory is there, or the engine is gone or used again: how many are left."""
+async def _until_empty(stub: SchedulerServiceAsyncStub, engine: str, out: Console) -> None:
+    """Return once no trajectory is there, or the engine is gone. Raises UsageProblem where somebody ends the drain."""
     with out.status(f"{engine}: waiting") as status:
         while True:
             listed = (await stub.ListEngines(pb.ListEnginesRequest(), timeout=ASK_S)).engines
-            found = next((each for each in listed if each.info.engine_id == engine), pb.RegisteredEngine())
-            if not found.trajectories or not found.draining:
-                return found.trajectories
+            found = next((each for each in listed if each.info.engine_id == engine), None)
+            if found is None:
+                return
+            if not found.draining:
+                raise UsageProblem(f"the drain of {engine} was ended meanwhile: it takes steps again")
+            if not found.trajectories:
+                return
             steps = found.load.running_steps + found.load.waiting_steps
             status.update(f"{engine}: {found.trajectories} trajectories are left, {steps} of their steps run or wait")
             await asyncio.sleep(LOOK_S)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+import uuid
 from pathlib import Path
 
 import treadle
@@ -11,6 +12,7 @@ from support.conditions import until_said
 from support.fake_sglang import expected
 from support.mesh_of_processes import PROMPT, Fleet, fleet
 from support.processes import StartService
+from support.scheduler import scheduler
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 
 DRAIN = (sys.executable, "-m", "treadle_cli", "drain")
@@ -71,3 +73,18 @@ async def test_an_engine_is_drained_while_trajectories_run_and_nothing_is_lost(
             for number in range(12, 18):
                 group.create_task(play(made, f"p{number}", 2, enough))
         assert len(made.engines[0].requests) > requests
+
+
+async def test_who_waits_for_a_drain_that_somebody_ends_is_told(nats_url: str, tmp_path: Path) -> None:
+    """A script that stops the engine once the command has ended well does not stop one that takes steps again."""
+    async with scheduler(nats_url) as control:
+        for name in ("e0", "e1"):
+            await control.register(name)
+        await control.open("t")
+        name = (await control.step("t", 0)).engine_id
+        waiting = asyncio.create_task(output_of(*DRAIN, name, "--scheduler", control.address, cwd=tmp_path))
+        await until_said(control.registered, lambda said: any(each.draining for each in said))
+        undo = pb.DrainEngineRequest(request_id=uuid.uuid4().hex, engine_id=name, undo=True)
+        await control.call("DrainEngine", undo)
+        code, said, errors = await waiting
+        assert (code, said.strip()) == (2, "") and f"the drain of {name} was ended" in errors
