@@ -130,6 +130,7 @@ async def test_preemptions_and_moves_show_as_they_happen(
         await shown.sees("1 running", within="dl.figures")
         await tell(bus, step_preempted=facts_pb2.StepPreempted(step=step, output_tokens=9, by_ticket_id="k2"))
         await shown.sees("1 preempted", within="dl.figures")
+        await shown.holds(pixels("rest"))
         await shown.sees("sum #3", "after 9 tokens, for sum #4", within=".events")
         await shown.holds(pixels("preempted"))
         began = make_fact("test", engine_lost=facts_pb2.EngineLost(engine_id="e9", reason="LEASE_EXPIRED"))

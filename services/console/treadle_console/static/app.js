@@ -109,17 +109,27 @@ setInterval(() => {
   refresh(); // time goes on where nothing happens
 }, 1000);
 
+// null where the browser keeps nothing for this site: the theme then lasts as long as the page.
+function stored(use) {
+  try {
+    return use(localStorage);
+  } catch {
+    return null;
+  }
+}
+
+let theme = stored((kept) => kept.getItem("treadle-theme"));
 function setTheme(name) {
+  theme = THEMES.includes(name) ? name : THEMES[0];
   const dark = window.matchMedia("(prefers-color-scheme: dark)").matches;
-  document.documentElement.dataset.theme = name === "system" ? (dark ? "dark" : "light") : name;
-  document.getElementById("theme").textContent = `Theme: ${name}`;
-  localStorage.setItem("treadle-theme", name);
+  document.documentElement.dataset.theme = theme === "system" ? (dark ? "dark" : "light") : theme;
+  document.getElementById("theme").textContent = `Theme: ${theme}`;
+  stored((kept) => kept.setItem("treadle-theme", theme));
   refresh();
 }
 
-const theme = () => (THEMES.includes(localStorage.getItem("treadle-theme")) ? localStorage.getItem("treadle-theme") : "system");
-document.getElementById("theme").addEventListener("click", () => setTheme(THEMES[(THEMES.indexOf(theme()) + 1) % THEMES.length]));
-window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTheme(theme()));
+document.getElementById("theme").addEventListener("click", () => setTheme(THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length]));
+window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTheme(theme));
 window.addEventListener("resize", refresh);
 window.addEventListener("hashchange", () => {
   document.getElementById("confirm").close("no");
@@ -135,6 +145,6 @@ const dialog = document.getElementById("confirm");
 document.getElementById("confirm-no").addEventListener("click", () => dialog.close("no"));
 document.getElementById("confirm-yes").addEventListener("click", () => dialog.close("yes"));
 onPointer(refresh);
-setTheme(theme());
+setTheme(theme);
 connect();
 draw();

@@ -27,8 +27,11 @@ async function unlock(event, refresh) {
   if (state.busy) return;
   const key = new FormData(event.target).get("key").trim();
   await attempt("checking the key", "The key is right.", () => send(key, "check").then(() => { state.key = key; }), refresh);
-  requestAnimationFrame(() => document.querySelector(state.key ? "#control button" : "#key")?.focus());
+  focusControl();
 }
+
+// What had the focus is gone once the page is drawn.
+const focusControl = () => requestAnimationFrame(() => document.querySelector(state.key ? "#control button" : "#key")?.focus());
 
 // Say what is done, do it, and say how it ended.
 async function attempt(doing, done, act, refresh) {
@@ -70,6 +73,7 @@ export function controlBar(store, engines, refresh) {
   const forget = () => {
     Object.assign(state, { key: "", said: "The key is forgotten.", bad: false });
     refresh();
+    focusControl();
   };
   return html`<div id="control" class="controls" role="group" aria-label="Control">
       ${state.key ? html`<button type="button" aria-disabled=${state.busy !== ""} @click=${pause}>Pause ${many}</button>

@@ -31,15 +31,16 @@ export function drawGantt(canvas, store, rows, from_ms, until_ms) {
   const room = height - BOTTOM;
   const tall = Math.min(MOST_ROW, room / Math.max(rows.length, 1));
   const thick = Math.max(LEAST_ROW, tall > 4 ? tall - 2 : tall);
-  const perMs = (width - LEFT) / Math.max(until_ms - from_ms, 1);
+  const span_ms = Math.max(until_ms - from_ms, 1); // the clock of the facts may be before this one
+  const perMs = (width - LEFT) / span_ms;
   const x = (ms) => LEFT + (ms - from_ms) * perMs;
 
   ctx.strokeStyle = colour("line");
   ctx.fillStyle = colour("faint");
   ctx.lineWidth = 1;
   ctx.textAlign = "center";
-  const step_s = niceStep((until_ms - from_ms) / 1000);
-  for (let at_s = 0; at_s * 1000 <= until_ms - from_ms; at_s += step_s) {
+  const step_s = niceStep(span_ms / 1000);
+  for (let at_s = 0; at_s * 1000 <= span_ms; at_s += step_s) {
     const at = Math.round(x(from_ms + at_s * 1000)) + 0.5;
     ctx.beginPath();
     ctx.moveTo(at, 0);
@@ -57,15 +58,16 @@ export function drawGantt(canvas, store, rows, from_ms, until_ms) {
   }
 
   // The place of each row, or -1.
-  const places = new Int32Array(Math.max(0, ...[maxNumber(store) + 1 - store.floor])).fill(-1);
+  const places = new Int32Array(maxNumber(store) + 1 - store.floor).fill(-1);
   rows.forEach((row, at) => (places[row.n - store.floor] = at));
   const { spans } = store;
   ctx.save();
   ctx.beginPath();
   ctx.rect(LEFT, 0, width - LEFT, room);
   ctx.clip();
-  ctx.fillStyle = colour("track");
-  rows.forEach((row, at) => ctx.fillRect(x(row.opened_ms), at * tall, ((row.closed_ms || store.now()) - row.opened_ms) * perMs, thick));
+  ctx.fillStyle = colour("rest");
+  const line = Math.max(thick / 4, LEAST_ROW);
+  rows.forEach((row, at) => ctx.fillRect(x(row.opened_ms), at * tall + (thick - line) / 2, ((row.closed_ms || store.now()) - row.opened_ms) * perMs, line));
   for (let kind = 0; kind < KINDS.length; kind += 1) {
     ctx.fillStyle = colour(KINDS[kind]);
     const inset = KINDS[kind] === "move" ? thick / 3 : 0; // a move runs beside a tool
@@ -91,7 +93,7 @@ function maxNumber(store) {
   return most;
 }
 
-// Trajectories of a rollout (of all where it is null), those that ended first first, at most `most`, the newest.
+// Trajectories of a rollout (of all where it is null) that are open or have ended since then, the first to end first.
 export function rowsOf(store, rollout, since_ms = 0) {
   const found = [];
   for (const row of store.rows.values()) {

@@ -17,13 +17,17 @@ export function meshPage(store, refresh) {
     ${summary(store, engines)}
     <section class="card" aria-labelledby="h-gantt"><h2 id="h-gantt">Trajectories over time</h2>${picture(store, refresh)}</section>
     <section class="card" aria-labelledby="h-engines"><h2 id="h-engines">Engines</h2>${controlBar(store, engines, refresh)}${engineTable(engines, unlocked(store) ? refresh : null)}</section>
-    <div class="grid">
-      <section class="card" aria-labelledby="h-standing"><h2 id="h-standing">Priorities</h2>${standing(store)}</section>
-      <section class="card" aria-labelledby="h-events"><h2 id="h-events">As it happens</h2>${events(store)}</section>
-      <section class="card" aria-labelledby="h-plan"><h2 id="h-plan">Plan</h2>${plan(sections.plan)}</section>
-      <section class="card" aria-labelledby="h-calibration"><h2 id="h-calibration">Predictor</h2>${calibration(sections.calibration)}</section>
-      <section class="card" aria-labelledby="h-jobs"><h2 id="h-jobs">Jobs</h2>${jobs(sections.jobs ?? [])}</section>
-      <section class="card" aria-labelledby="h-tools"><h2 id="h-tools">Tools</h2>${tools(store)}</section>
+    <div class="pair">
+      <div>
+        <section class="card" aria-labelledby="h-standing"><h2 id="h-standing">Priorities</h2>${standing(store)}</section>
+        <section class="card" aria-labelledby="h-plan"><h2 id="h-plan">Plan</h2>${plan(sections.plan)}</section>
+        <section class="card" aria-labelledby="h-calibration"><h2 id="h-calibration">Predictor</h2>${calibration(sections.calibration)}</section>
+      </div>
+      <div>
+        <section class="card" aria-labelledby="h-events"><h2 id="h-events">As it happens</h2>${events(store)}</section>
+        <section class="card" aria-labelledby="h-jobs"><h2 id="h-jobs">Jobs</h2>${jobs(sections.jobs ?? [])}</section>
+        <section class="card" aria-labelledby="h-tools"><h2 id="h-tools">Tools</h2>${tools(store)}</section>
+      </div>
     </div>
     ${policy(sections)}`;
 }
@@ -94,7 +98,7 @@ function health(engine) {
 function engineTable(engines, refresh) {
   const columns = [
     ["engine", "", (e) => html`<strong>${e.id}</strong> <span class="faint">${e.tags.join(" ")}</span>`],
-    ["health", "nowrap", health],
+    ["health", "", health],
     ["batch", "nowrap", (e) => html`${bar([["k-decode", e.running]], `${e.running} of ${e.slots} slots`, { whole: e.slots })}${e.running} of ${e.slots}`],
     ["queue", "n", (e) => number(e.waiting)],
     ["oldest wait", "n", (e) => seconds(e.oldest_wait_s)],
@@ -115,9 +119,9 @@ function standing(store) {
   const columns = [
     ["trajectory", "", (row) => html`<a href=${trajectoryLink(row.id)}>${row.prompt || row.id} #${row.sample}</a>`],
     ["priority", "n", (row) => number(row.priority, 2)],
-    ["state", "nowrap", stateWord],
+    ["state", "", stateWord],
     ["tokens left", "n", (row) => (row.predicted ? html`${number(row.predicted[1])} <span class="faint">${number(row.predicted[0])}–${number(row.predicted[2])}</span>` : "–")],
-    ["engine", "nowrap", (row) => store.engineName(row.engine)],
+    ["engine", "", (row) => store.engineName(row.engine)],
   ];
   const words = open.length > MOST_STANDING ? html`<p class="faint">The highest ${MOST_STANDING} of ${number(open.length)} open ones.</p>` : nothing;
   return html`${table(columns, open.slice(0, MOST_STANDING), "Open trajectories by priority", "No open trajectory has a priority.")}${words}`;

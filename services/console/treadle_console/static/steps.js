@@ -94,7 +94,7 @@ export function comparePage(store, refresh, ids) {
   const mean_s = (step, part) => (step.closed ? (step.ledger_s[part] ?? 0) / step.closed : null);
   const name = (step) => step.id || "no rollout";
   const parts = PARTS.map((part) => [`${part}, seconds a trajectory`, (step) => mean_s(step, part), (value) => number(value, 3), part === "decode" || part === "tool" ? 0 : -1]);
-  const columns = [["", "", ([words]) => words], [name(one), "n", ([, of, show]) => show(of(one))], [name(other), "n", ([, of, show]) => show(of(other))], ["change", "n", change]];
+  const columns = [["", "", ([words]) => words], [name(one), "n long", ([, of, show]) => show(of(one))], [name(other), "n long", ([, of, show]) => show(of(other))], ["change", "n", change]];
   const longest_ms = Math.max(one.lasted_ms, other.lasted_ms, 1);
   return html`<p><a href="#/steps">All steps</a></p><h1>${name(one)} and ${name(other)}</h1>
     <div class="pair">${pair.map((step, at) => html`<section class="card" aria-label=${name(step)}><h2>${name(step)}: ${seconds(step.lasted_ms / 1000)}</h2>

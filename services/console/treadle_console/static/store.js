@@ -1,7 +1,9 @@
 // What the console has told this page: rows of trajectories, their spans in typed arrays, and everything else by name.
 export const KINDS = ["queue", "prefill", "decode", "preempted", "tool", "move"];
-const MOST_SPANS = 400000; // 9 MB; beyond, the oldest quarter goes
+const MOST_SPANS = 400000; // 10 MB; beyond, the oldest quarter goes
 const MOST_EVENTS = 200;
+const MOST_ROLLOUTS = 200; // as many of both as the console keeps
+const MOST_TOOLS = 200;
 const LIVE = { queued: 0, running: 2, preempted: 3, tool: 4 }; // the kind of span that a state becomes
 
 class Spans {
@@ -9,7 +11,7 @@ class Spans {
     this.length = 0;
     this.row = new Int32Array(4096);
     this.kind = new Uint8Array(4096);
-    this.engine = new Int16Array(4096);
+    this.engine = new Int32Array(4096);
     this.start = new Float64Array(4096);
     this.last = new Float64Array(4096);
   }
@@ -34,6 +36,18 @@ class Spans {
     const gone = Math.min(count, this.length);
     for (const name of ["row", "kind", "engine", "start", "last"]) this[name].copyWithin(0, gone, this.length);
     this.length -= gone;
+  }
+}
+
+// changed: the last change first. Beyond `most`, those that changed first go, as in the console.
+function putChanged(known, changed, key, most) {
+  for (const each of changed.reverse()) {
+    known.delete(each[key]);
+    known.set(each[key], each);
+  }
+  for (const name of known.keys()) {
+    if (known.size <= most) break;
+    known.delete(name);
   }
 }
 
@@ -81,8 +95,8 @@ export class Store {
       }
     }
     this.spans.add(message.spans);
-    for (const each of message.rollouts) this.rollouts.set(each.id, each);
-    for (const each of message.tools) this.tools.set(each.name, each);
+    putChanged(this.rollouts, message.rollouts, "id", MOST_ROLLOUTS);
+    putChanged(this.tools, message.tools, "name", MOST_TOOLS);
     Object.assign(this.sections, message.sections);
     this.events.push(...message.events);
     this.events.splice(0, this.events.length - MOST_EVENTS);

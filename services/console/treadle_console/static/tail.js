@@ -13,6 +13,7 @@ const QUESTIONS = [
   ["seed", "Another draw", 0, 20, 1, (v) => number(v)],
 ];
 const asked = { samples: 16, prompts: 8, mean_tokens: 800, variation: 1, cap_percentile: 1, oversample: 1, per_sequence_s: 0.0002, seed: 0 };
+const RETRY_MS = 1000;
 const state = { said: null, error: "", sent: "", busy: false };
 
 async function ask(refresh) {
@@ -27,6 +28,7 @@ async function ask(refresh) {
     state.error = response.ok ? "" : said.error;
   } catch (error) {
     state.error = `the console does not answer (${error.message})`;
+    setTimeout(() => { state.sent = ""; }, RETRY_MS); // the page is drawn each second, and asks again
   }
   state.busy = false;
   refresh();

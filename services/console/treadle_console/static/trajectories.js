@@ -2,6 +2,7 @@
 import { html, nothing } from "./vendor/lit-html.js";
 import { MEANINGS, PARTS, clock, figures, ledgerBar, legend, number, seconds, share, stateWord, table, trajectoryLink } from "./format.js";
 import { gantt } from "./pictures.js";
+import { KINDS } from "./store.js";
 
 const MOST_LISTED = 200;
 const ASK_EVERY_MS = 2000;
@@ -20,8 +21,8 @@ export function listPage(store, refresh) {
     ["trajectory", "", (row) => html`<a href=${trajectoryLink(row.id)}>${row.id}</a>`],
     ["prompt", "", (row) => `${row.prompt} #${row.sample}`],
     ["rollout", "", (row) => row.rollout],
-    ["state", "nowrap", stateWord],
-    ["engine", "nowrap", (row) => store.engineName(row.engine)],
+    ["state", "", stateWord],
+    ["engine", "", (row) => store.engineName(row.engine)],
     ["turns", "n", (row) => number(row.turns)],
     ["tokens", "n", (row) => number(row.tokens)],
     ["open for", "n", (row) => seconds(((row.closed_ms || store.now()) - row.opened_ms) / 1000)],
@@ -31,7 +32,7 @@ export function listPage(store, refresh) {
   return html`<h1>Trajectories</h1>
     <section class="card">
       <div class="controls">
-        <label>Find <input id="find" type="search" placeholder="id, prompt, rollout or state" @input=${(event) => { search.text = event.target.value; refresh(); }}></label>
+        <label>Find <input id="find" type="search" .value=${search.text} placeholder="id, prompt, rollout or state" @input=${(event) => { search.text = event.target.value; refresh(); }}></label>
         <label><input type="checkbox" id="only-open" .checked=${search.open} @change=${(event) => { search.open = event.target.checked; refresh(); }}> open ones only</label>
         <span class="faint" role="status">${number(found.length)} of ${number(store.rows.size)}${found.length > MOST_LISTED ? `, the newest ${MOST_LISTED} are listed` : ""}</span>
       </div>
@@ -67,7 +68,7 @@ export function trajectoryPage(store, refresh, id) {
     ${asked.error ? html`<p class="bad">${asked.error}</p>` : nothing}
     ${row ? own(store, row) : nothing}
     ${said ? explained(said) : asked.error ? nothing : html`<p class="empty">Asking the scheduler…</p>`}
-    <p class="faint">How it and its rollout would have ended under other policies is simulated by <code>treadle explain ${id}</code></p>`;
+    ${said ? html`<p class="faint">How it and its rollout would have ended under other policies is simulated by <code>treadle explain ${id}</code></p>` : nothing}`;
 }
 
 function own(store, row) {
@@ -75,7 +76,7 @@ function own(store, row) {
   return html`<section class="card" aria-labelledby="h-own"><h2 id="h-own">Over time</h2>
       ${gantt(store, "own", [row], row.opened_ms, Math.max(until_ms, row.opened_ms + 1), "small")}
       <p class="faint">Opened at ${clock(row.opened_ms)}; ${row.closed_ms ? `${row.state} at ${clock(row.closed_ms)}` : `${stateWord(row)} since ${clock(row.since_ms)}`}.</p>
-      ${legend(["queue", "prefill", "decode", "preempted", "tool", "move"])}
+      ${legend([...KINDS, "open"])}
     </section>`;
 }
 
@@ -92,7 +93,7 @@ function explained(t) {
   const decisions = [
     ["at", "n", (d) => `${number(d.at_s, 3)} s`],
     ["decision", "nowrap", (d) => html`<span class="tag">${d.kind}</span>`],
-    ["engine", "nowrap", (d) => d.engine],
+    ["engine", "", (d) => d.engine],
     ["why", "", (d) => d.reason],
   ];
   const steps = [
@@ -109,11 +110,11 @@ function explained(t) {
       ["Priority", t.open ? number(t.priority, 2) : "–", "higher runs first"],
       ["Wall time", seconds(t.wall_s), t.job ? `job ${t.job}` : "no job"],
     ])}
-    <div class="grid">
-      <section class="card" aria-labelledby="h-ledger"><h2 id="h-ledger">Where its time went</h2>
+    <div class="pair">
+      <div><section class="card" aria-labelledby="h-ledger"><h2 id="h-ledger">Where its time went</h2>
         ${ledgerBar(t.ledger_s, { whole: Math.max(t.wall_s, known_s), tall: true })}${legend(PARTS.filter((part) => t.ledger_s[part] > 0))}
         ${table(parts, rows, "Ledger", "")}</section>
-      <section class="card" aria-labelledby="h-decisions"><h2 id="h-decisions">Decisions, the newest last</h2>${table(decisions, t.decisions, "Decisions", "None is known: the scheduler keeps the last ones, and those since its last start.")}</section>
-      <section class="card" aria-labelledby="h-steps"><h2 id="h-steps">Steps</h2>${table(steps, t.steps, "Steps", "No step has ended.")}</section>
+      <section class="card" aria-labelledby="h-steps"><h2 id="h-steps">Steps</h2>${table(steps, t.steps, "Steps", "No step has ended.")}</section></div>
+      <div><section class="card" aria-labelledby="h-decisions"><h2 id="h-decisions">Decisions, the newest last</h2>${table(decisions, t.decisions, "Decisions", "None is known: the scheduler keeps the last ones, and those since its last start.")}</section></div>
     </div>`;
 }
