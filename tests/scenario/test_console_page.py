@@ -125,7 +125,8 @@ async def test_nothing_is_cut_or_scrolls_sideways(
     start_service: StartService, nats_url: str, bus: Bus, browser: Browser
 ) -> None:
     """On a laptop, a larger screen and a phone, without the key and with it. Result: no page and no table of it is
-    wider than its place, no text is cut, and nothing has the focus below the header."""
+    wider than its place, no text is cut, nothing has the focus below the header, and bars do not move for a person
+    who asks for less motion."""
     async with crowded(start_service, nats_url, bus) as url:
         for size in ((1280, 900), (1440, 900), (390, 844)):
             async with screen(browser, url, size=size) as shown:
@@ -133,6 +134,8 @@ async def test_nothing_is_cut_or_scrolls_sideways(
                     await _go(shown, page)
                     assert await shown.page.evaluate(CUT) == [], (page, size)
                 await _go(shown, "#/")
+                moves = "() => getComputedStyle(document.querySelector('svg.bar rect')).transitionDuration"
+                assert await shown.page.evaluate(moves) == "0s"
                 await shown.page.get_by_label("Control key").fill(KEY)
                 await shown.page.get_by_role("button", name="Unlock pause and drain").click()
                 await shown.sees("The key is right")
