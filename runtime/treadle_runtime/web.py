@@ -89,6 +89,7 @@ async def _renew(context: ssl.SSLContext, folder: Path, stopping: asyncio.Event)
         await asyncio.sleep(RENEW_S)
         if (written := _written(folder)) != known:
             try:
+                _context(folder)  # a key that does not fit would leave the context in use without any
                 context.load_cert_chain(folder / CERTIFICATE, folder / KEY)
                 known = written
             except (OSError, ssl.SSLError) as error:  # one of the two files is not yet written
