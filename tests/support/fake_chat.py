@@ -58,6 +58,7 @@ def _calls(message: dict[str, Any]) -> str:
 
 def teach_chat(engine: FakeSglang) -> FakeSglang:
     """Give an engine that has not started what it lacks."""
+    engine.text_of = text_of
     engine.arguments |= {"tool_call_parser": "made-up", "reasoning_parser": "made-up"}
     engine.more_routes += [
         web.post("/tokenize", _tokenize),

@@ -13,7 +13,7 @@ import asyncio
 import base64
 import json
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -65,8 +65,10 @@ class FakeSglang:
             "disaggregation_mode": "null",
         }
         self.middlewares: list[Any] = []  # of aiohttp
+        self.text_of: Callable[[list[int]], str] = text_of
         self.more_routes: list[web.RouteDef] = []
         self.script: list[int] = []  # what is sampled, and then the end token; empty: what follows from the context
+        self.lose_end = False  # whether streams hang after their last token, before they say how they ended
         self.prefill_s = 0.0  # before the first token of a stream
         self.load_s, self.loading = 0.0, False  # what an update of the weights takes; whether one is under way
         self.probes = 0  # requests for one token that no step makes
@@ -143,12 +145,18 @@ class FakeSglang:
         """End the hang."""
         self._goes_on.set()
 
-    async def stop(self) -> None:
-        """As a killed process: connections break, KV and weights are gone."""
+    def break_streams(self) -> None:
+        """As a network that fails; a request notices it when it sends the next token."""
         for transport in self._transports:
             transport.abort()
         self._transports.clear()
+
+    async def stop(self) -> None:
+        """As a killed process: connections break, KV and weights are gone."""
+        self.break_streams()
         self.go_on()
+        for aborted in self._running.values():
+            aborted.set()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -176,6 +184,10 @@ class FakeSglang:
             if body.get("return_logprob"):
                 return web.json_response(self._whole(body, (cached, storage)))
             return web.json_response(self._answer(body["rid"], [], 0, "", cached, storage, {"type": "length"}))
+        if body["rid"] in self._running:
+            return web.json_response(
+                {"error": {"message": f"Duplicate request ID detected: {body['rid']}"}}, status=400
+            )
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         if isinstance(request.transport, asyncio.WriteTransport):
@@ -195,7 +207,9 @@ class FakeSglang:
         """An answer in one piece."""
         prompt, limit = body["input_ids"], body["sampling_params"]["max_new_tokens"]
         output = expected(prompt, limit)
-        answer = self._answer(body["rid"], output, limit, text_of(output), *hit, {"type": "length", "length": limit})
+        answer = self._answer(
+            body["rid"], output, limit, self.text_of(output), *hit, {"type": "length", "length": limit}
+        )
         if body.get("return_routed_experts"):
             count = (len(prompt) + limit - 1) * LAYERS * EXPERTS_PER_TOKEN
             answer["meta_info"]["routed_experts"] = base64.b64encode(array("i", range(count)).tobytes()).decode()
@@ -227,8 +241,10 @@ class FakeSglang:
                 self.sampled += 1
                 ending = self._ending(token, output, params, limit)
             sent = fresh if self.incremental else output
-            answer = self._answer(rid, sent, len(output), text_of(sent), *hit, ending)
+            answer = self._answer(rid, sent, len(output), self.text_of(sent), *hit, None if self.lose_end else ending)
             await self.send(response, answer)
+            if self.lose_end and ending is not None:
+                await aborted.wait()
             if ending is not None:
                 await response.write(b"data: [DONE]\n\n")
                 return
@@ -246,7 +262,7 @@ class FakeSglang:
         ends = {END_TOKEN, *params.get("stop_token_ids", ())}
         if not params.get("ignore_eos") and token in ends:
             return {"type": "stop", "matched": token}
-        text = text_of(output)
+        text = self.text_of(output)
         for stop in params.get("stop", ()):
             if stop in text:
                 return {"type": "stop", "matched": stop}
@@ -385,7 +401,7 @@ class FakeSglang:
         return web.Response(text="Cache flushed.")
 
     async def _detokenize(self, request: web.Request) -> web.Response:
-        return web.json_response({"text": text_of((await request.json())["tokens"])})
+        return web.json_response({"text": self.text_of((await request.json())["tokens"])})
 
 
 def _outcome(problem: str = "") -> web.Response:

@@ -7,16 +7,19 @@ thing ends a call without its end: no engine has answered for `give_up_s`.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import Any
 
 import structlog
 import treadle
 
 from treadle_gateway.engines import EngineAway, Engines
-from treadle_gateway.mesh import AWAY, Event, MeshLink, Visit
+from treadle_gateway.mesh import Event, MeshLink, Visit
 from treadle_gateway.order import Ended, Finish, Order, Output, Refused, Tokens
+from treadle_gateway.text import TextModel, is_whole
 
 log = structlog.get_logger()
 
@@ -24,22 +27,37 @@ CLOSED = "TRAJECTORY_CLOSED"  # ErrorInfo.reason: the scheduler has closed it, e
 RETRY_S = 0.2  # between two attempts at engines none of which answers
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Running:
-    """A call that runs. stop: ends it. engine: the id of the engine that it is on; empty while it is on none, or while
-    the mesh is away."""
+    """A call that runs. work: what generates for it at this moment. trajectory: of the step that it is at; None while
+    it is at none, or while the mesh is away. stopped: it ends with the tokens that it has."""
 
     rid: str
-    stop: Callable[[], object]
-    engine: Callable[[], str] = str
+    work: asyncio.Task[None] | None = None
+    trajectory: treadle.Trajectory | None = None
+    stopped: bool = False
+
+    @property
+    def engine_id(self) -> str:
+        """Of its engine; empty while it is on none."""
+        return self.trajectory.engine_id if self.trajectory is not None else ""
+
+    def stop(self) -> None:
+        """End it."""
+        self.stopped = True
+        if self.work is not None:
+            self.work.cancel()
 
 
 class Calls:
-    """The calls that run. give_up_s: how long engines that do not answer are tried. count: called with the way that a
-    call takes, "mesh" or "straight"; with both for one that changes."""
+    """The calls that run. model: None where only token ids are served. give_up_s: how long engines that do not answer
+    are tried. count: called with the way that a call takes, "mesh" or "straight"; with both for one that changes."""
 
-    def __init__(self, mesh: MeshLink, engines: Engines, give_up_s: float, count: Callable[[str], None]) -> None:
-        self._mesh, self._engines, self._give_up_s, self._count = mesh, engines, give_up_s, count
+    def __init__(
+        self, mesh: MeshLink, engines: Engines, model: TextModel | None, give_up_s: float, count: Callable[[str], None]
+    ) -> None:
+        self._mesh, self._engines, self._model = mesh, engines, model
+        self._give_up_s, self._count = give_up_s, count
         self._running: set[_Running] = set()
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -50,7 +68,7 @@ class Calls:
 
     def running_on(self, engine_id: str) -> int:
         """Calls that are on an engine."""
-        return sum(call.engine() == engine_id for call in self._running)
+        return sum(call.engine_id == engine_id for call in self._running)
 
     def abort(self, rid: str = "", engine_id: str = "") -> int:
         """End the calls whose rid begins so, all where it is empty, with the tokens that they have. engine_id: only
@@ -58,7 +76,7 @@ class Calls:
         found = [
             call
             for call in self._running
-            if call.rid.startswith(rid) and (not engine_id or call.engine() in ("", engine_id))
+            if call.rid.startswith(rid) and (not engine_id or call.engine_id in ("", engine_id))
         ]
         for call in found:
             call.stop()
@@ -66,45 +84,35 @@ class Calls:
 
     async def run(self, order: Order) -> AsyncGenerator[Tokens | Ended, None]:
         """Tokens as they come, then the end. Raises Refused."""
-        output = Output()
-        await self._mesh.looked.wait()
-        visit = self._mesh.visit
-        if visit is not None:
-            self._count("mesh")
-            async with aclosing(self._through_mesh(visit, order)) as events:
+        output, call = Output(), _Running(order.rid)
+        self._running.add(call)
+        try:
+            await self._mesh.looked.wait()
+            visit = self._mesh.visit
+            if visit is not None:
+                self._count("mesh")
+                async with aclosing(self._through_mesh(visit, order, call)) as events:
+                    async for event in events:
+                        output.add(event)
+                        yield event
+                if output.ended is not None:
+                    return
+            self._count("straight")
+            async with aclosing(self._straight(order, output, call)) as events:
                 async for event in events:
-                    output.add(event)
                     yield event
-            if output.ended is not None:
-                return
-        self._count("straight")
-        async with aclosing(self._straight(order, output)) as events:
-            async for event in events:
-                yield event
+        finally:
+            self._running.discard(call)
 
     async def finish(self) -> None:
-        """Wait for steps that are being ended."""
+        """Wait for calls that are being ended."""
         while self._ending:
             await asyncio.wait(self._ending)
 
-    async def _through_mesh(self, visit: Visit, order: Order) -> AsyncGenerator[Tokens | Ended, None]:
+    async def _through_mesh(self, visit: Visit, order: Order, call: _Running) -> AsyncGenerator[Tokens | Ended, None]:
         """The events; they stop without an end where the mesh cannot go on. Raises Refused."""
         queue = visit.listen()
-        taken: list[treadle.Trajectory] = []
-
-        def end(ended: asyncio.Task[None]) -> None:
-            if ended.cancelled():
-                queue.put_nowait(Ended("abort", taken[-1].trajectory_id if taken else ""))
-            elif ended.exception() is not None:
-                log.error("a step has failed: an engine is asked", exc_info=ended.exception())
-                queue.put_nowait(AWAY)
-
-        pump = asyncio.get_running_loop().create_task(_pump(visit, order, queue.put_nowait, taken))
-        self._ending.add(pump)
-        pump.add_done_callback(self._ending.discard)
-        pump.add_done_callback(end)
-        running = _Running(order.rid, pump.cancel, lambda: taken[-1].engine_id if taken else "")
-        self._running.add(running)
+        work = self._start(call, _pump(visit, order, queue.put_nowait, call), queue.put_nowait)
         try:
             while True:
                 event = await queue.get()
@@ -115,59 +123,91 @@ class Calls:
                         raise Refused(str(event))
                     log.warning("the mesh could not run a step: an engine is asked", error=str(event))
                     return
+                if isinstance(event, BaseException):
+                    log.error("a step has failed: an engine is asked", exc_info=event)
+                    return
                 yield event
                 if isinstance(event, Ended):
                     return
         finally:
-            self._running.discard(running)
+            call.trajectory = None
             visit.leave(queue)
-            pump.cancel()
+            work.cancel()
 
-    async def _straight(self, order: Order, output: Output) -> AsyncGenerator[Tokens | Ended, None]:
-        """Go on from `output` on the engine of the session; on another one where that fails."""
-        stopped = asyncio.Event()
-        running = _Running(order.rid, stopped.set)
-        self._running.add(running)
-        silent_since = time.monotonic()
+    async def _straight(self, order: Order, output: Output, call: _Running) -> AsyncGenerator[Tokens | Ended, None]:
+        """The events that come after `output`, from an engine. Raises Refused."""
+        queue: asyncio.Queue[Event] = asyncio.Queue()
+        work = self._start(call, self._ask_engines(order, output, queue.put_nowait), queue.put_nowait)
         try:
-            while not stopped.is_set():
-                sampling = order.sampling
-                left = sampling.max_new_tokens - len(output.token_ids)
-                if left <= 0:
-                    yield Ended("length")
+            while not isinstance(event := await queue.get(), str):
+                if isinstance(event, BaseException):
+                    raise event
+                yield event
+                if isinstance(event, Ended):
                     return
-                rest = replace(
-                    order, prompt=order.prompt + output.token_ids, sampling=replace(sampling, max_new_tokens=left)
-                )
-                try:
-                    async with aclosing(self._engines.generate(rest)) as events:
-                        async for event in events:
-                            silent_since = time.monotonic()
-                            output.add(event)
-                            yield event
-                            if isinstance(event, Ended):
-                                return
-                            if stopped.is_set():
-                                break
-                except EngineAway as error:
-                    if time.monotonic() - silent_since > self._give_up_s:
-                        raise Refused(f"neither the mesh nor an engine answers: {error}", 503) from error
-                    await asyncio.sleep(RETRY_S)
-            yield Ended("abort")
         finally:
-            self._running.discard(running)
+            work.cancel()
+
+    def _start(
+        self, call: _Running, work: Coroutine[Any, Any, None], put: Callable[[Event], None]
+    ) -> "asyncio.Task[None]":
+        """Start what generates for a call. `put` gets an end where it is cancelled, and the error where it fails."""
+
+        def end(ended: "asyncio.Task[None]") -> None:
+            if ended.cancelled():
+                put(Ended("abort", trajectory.trajectory_id if (trajectory := call.trajectory) is not None else ""))
+            elif (error := ended.exception()) is not None:
+                put(error)
+
+        call.work = task = asyncio.get_running_loop().create_task(work)
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        task.add_done_callback(end)
+        if call.stopped:
+            task.cancel()
+        return task
+
+    async def _ask_engines(self, order: Order, output: Output, put: Callable[[Event], None]) -> None:
+        """Go on from `output` on the engine of the session; on another one where that fails. Raises Refused."""
+        sampling, rid, silent_since = order.sampling, order.rid, time.monotonic()
+        while True:
+            before = len(output.token_ids)
+            left = sampling.max_new_tokens - before
+            if left <= 0 or is_whole(self._model, output.token_ids, sampling):
+                put(Ended("length" if left <= 0 else "stop"))
+                return
+            rest = Order(order.session, order.prompt + output.token_ids, replace(sampling, max_new_tokens=left), rid)
+            try:
+                async with aclosing(self._engines.generate(rest)) as events:
+                    async for event in events:
+                        silent_since = time.monotonic()
+                        output.add(event)
+                        put(event)
+                        if isinstance(event, Ended):
+                            return
+                        # An engine does not see a stop string that began in the tokens before its own.
+                        if before and sampling.stop and is_whole(self._model, output.token_ids, sampling):
+                            put(Ended("stop"))
+                            return
+            except EngineAway as error:
+                if time.monotonic() - silent_since > self._give_up_s:
+                    raise Refused(f"neither the mesh nor an engine answers: {error}", 503) from error
+                rid = f"{uuid.uuid4().hex}_{order.rid}"  # the engine may still run the request whose stream broke
+                await asyncio.sleep(RETRY_S)
 
 
-async def _pump(visit: Visit, order: Order, put: Callable[[Event], None], taken: list[treadle.Trajectory]) -> None:
-    """Generate a turn of the order's trajectory into a queue. Cancelling it ends the step with what it has. taken: gets
-    the trajectory."""
+async def _pump(visit: Visit, order: Order, put: Callable[[Event], None], call: _Running) -> None:
+    """Generate a turn of the order's trajectory into a queue. Cancelling it ends the step with what it has."""
+
+    def take(trajectory: treadle.Trajectory) -> None:
+        call.trajectory = trajectory
 
     def put_tokens(chunk: treadle.Chunk) -> None:
         put(Tokens(chunk.token_ids, chunk.logprobs, chunk.weight_version))
 
     try:
         trajectory = await visit.sessions.generate(
-            order.session, order.prompt, order.sampling, on_take=taken.append, on_chunk=put_tokens
+            order.session, order.prompt, order.sampling, on_take=take, on_chunk=put_tokens
         )
     except treadle.TreadleError as error:
         put(error)

@@ -6,10 +6,11 @@ requests of ours. The engines are those that the mesh named last.
 
 import asyncio
 import json
+import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 from treadle import Sampling
@@ -21,13 +22,20 @@ ANSWER_TIMEOUT_S = 10.0
 SILENT_S = 600.0  # of a stream; longer than the prefill of any context
 LONGEST_LINE_BYTES = 4 * 1024 * 1024
 REMEMBERED_SESSIONS = 100_000
+AVOIDED_S = 5.0  # how long an engine that did not answer is asked only where the others did not either
 _LOST = (aiohttp.ClientError, ConnectionError, TimeoutError, asyncio.IncompleteReadError)
 # What an answer that SGLang would not give raises.
 _BROKEN = (LookupError, TypeError, ValueError)
 
+T = TypeVar("T")
+
 
 class EngineAway(Exception):  # noqa: N818 - what happened
-    """The engine does not answer, or broke off."""
+    """The engine does not answer, or broke off. unsent: it cannot have got the request."""
+
+    def __init__(self, message: str, *, unsent: bool = False) -> None:
+        super().__init__(message)
+        self.unsent = unsent
 
 
 class Engines:
@@ -37,7 +45,7 @@ class Engines:
         self._mesh = mesh
         self._of_session: OrderedDict[str, str] = OrderedDict()  # its engine's URL
         self._running: Counter[str] = Counter()  # requests of ours, by URL
-        self._failed: set[str] = set()  # URLs that did not answer when they were last asked
+        self._failed: dict[str, float] = {}  # when an engine did not answer, by URL
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),  # SGLang closes idle ones after 5 s
             read_bufsize=LONGEST_LINE_BYTES,
@@ -60,10 +68,10 @@ class Engines:
         if not urls:
             raise EngineAway("no engine has told the URL of its HTTP server")
         kept = self._of_session.get(session) if session else None
-        if kept in urls and kept not in self._failed:
+        if kept in urls and not self._has_failed(kept):
             self._of_session.move_to_end(session)
             return kept
-        chosen = min(urls, key=lambda url: (url in self._failed, self._running[url]))
+        chosen = min(urls, key=lambda url: (self._has_failed(url), self._running[url]))
         if session:
             self._of_session[session] = chosen
             if len(self._of_session) > REMEMBERED_SESSIONS:
@@ -102,9 +110,27 @@ class Engines:
                     return
         raise EngineAway("the engine ended a stream without saying why")
 
-    async def ask(self, method: str, path: str, body: object = None, url: str = "") -> Any:
-        """JSON of one engine, any where `url` is empty. Raises EngineAway, Refused."""
-        async with self.request(method, url or self.choose(""), path, body) as response:
+    def _has_failed(self, url: str) -> bool:
+        return time.monotonic() - self._failed.get(url, -AVOIDED_S) < AVOIDED_S
+
+    async def until_sent(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """What `attempt` returns, which chooses an engine; tried again where this engine takes no connection. Raises
+        what the last attempt does."""
+        for _ in self.urls[1:]:
+            try:
+                return await attempt()
+            except EngineAway as error:
+                if not error.unsent:
+                    raise
+        return await attempt()
+
+    async def ask_any(self, method: str, path: str, body: object = None) -> Any:
+        """JSON of one engine. Raises EngineAway, Refused."""
+        return await self.until_sent(lambda: self.ask(method, path, body, self.choose("")))
+
+    async def ask(self, method: str, path: str, body: object, url: str) -> Any:
+        """JSON of this engine. Raises EngineAway, Refused."""
+        async with self.request(method, url, path, body) as response:
             if response.status != 200:
                 raise Refused(await error_of(response), response.status)
             return await response.json() if response.content_type == "application/json" else await response.text()
@@ -120,11 +146,12 @@ class Engines:
             async with self._http.request(
                 method, f"{url}{path}", json=body if raw is None else None, data=raw, headers=headers
             ) as response:
-                self._failed.discard(url)
+                self._failed.pop(url, None)
                 yield response
         except _LOST as error:
-            self._failed.add(url)
-            raise EngineAway(f"the engine at {url} does not answer {path}: {error!r}") from error
+            self._failed[url] = time.monotonic()
+            unsent = isinstance(error, aiohttp.ClientConnectorError)
+            raise EngineAway(f"the engine at {url} does not answer {path}: {error!r}", unsent=unsent) from error
         except _BROKEN as error:
             raise EngineAway(f"the engine at {url} answers {path} as SGLang would not: {error!r}") from error
         finally:

@@ -27,7 +27,7 @@ log = structlog.get_logger()
 LOOK_S = 0.5  # between two looks at the mesh
 AWAY: Final = "away"  # put into the queues of a visit that has ended
 
-Event = Tokens | Ended | treadle.TreadleError | str
+Event = Tokens | Ended | BaseException | str
 
 
 @dataclass(frozen=True)

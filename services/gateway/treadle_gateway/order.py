@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from treadle import Sampling, VersionSpan
 
@@ -31,8 +31,10 @@ class Order:
     rid: str
 
     def __post_init__(self) -> None:
-        if not self.prompt or min(self.prompt) < 0 or max(self.prompt) > HIGHEST_ID:
-            raise Refused(f"the prompt must be token ids from 0 to {HIGHEST_ID}, at least one")
+        if not self.prompt:
+            raise Refused("the prompt must have at least one token")
+        if not isinstance(self.rid, str):
+            raise Refused(f"rid: must be a text, is {self.rid!r}")
         given = vars(self.sampling)
         for name, kinds in _KINDS.items():
             value = given[name]
@@ -82,6 +84,22 @@ class Output:
             self.spans[-1] = VersionSpan(event.weight_version, self.spans[-1].start_token, end)
         elif start < end:
             self.spans.append(VersionSpan(event.weight_version, start, end))
+
+
+def read_tokens(name: str, given: object) -> list[int]:
+    """The value of a field that holds token ids. Raises Refused."""
+    if isinstance(given, list) and set(map(type, given)) == {int} and min(given) >= 0 and max(given) <= HIGHEST_ID:
+        return given
+    raise Refused(f"{name}: must be a list of token ids from 0 to {HIGHEST_ID}, at least one")
+
+
+def read_stops(given: Mapping[str, object]) -> dict[str, Any]:
+    """Sampling's stop and stop_token_ids, which all forms call so. Raises Refused."""
+    stop, ids = given.get("stop") or [], given.get("stop_token_ids") or []
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or not isinstance(ids, list):
+        raise Refused("stop, stop_token_ids: must be lists")
+    return {"stop": tuple(stop), "stop_token_ids": tuple(ids)}
 
 
 class Refused(Exception):  # noqa: N818 - what happened to the request

@@ -5,13 +5,15 @@ the token ids of a conversation that goes on as the ids that are known and the t
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
+from treadle import Sampling
 
 from treadle_gateway.order import Output, Refused
+
+TAIL_TOKENS = 64  # enough for the text of a stop string
 
 
 class TextModel:
@@ -32,15 +34,6 @@ class TextModel:
         """The text of tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special))
 
-    def stream(self, *, skip_special: bool) -> Callable[[Iterable[int]], str]:
-        """A function that takes the tokens of a stream, piece by piece, and returns the text that is whole by then."""
-        decoder = DecodeStream(skip_special_tokens=skip_special)
-
-        def read(token_ids: Iterable[int]) -> str:
-            return "".join(decoder.step(self._tokenizer, token) or "" for token in token_ids)
-
-        return read
-
     def extend(self, known: Sequence[int], rendered: Sequence[int]) -> list[int] | None:
         """The token ids of a rendered conversation that begins with `known`, with those kept as they are; None where
         its text does not begin with theirs."""
@@ -49,6 +42,41 @@ class TextModel:
         if not whole.startswith(before):
             return None
         return [*known, *self.encode(whole[len(before) :], special=False)]
+
+
+class TextStream:
+    """The text of an answer while its tokens come. trim: without what will end it, a token or a stop string."""
+
+    def __init__(self, model: TextModel, sampling: Sampling, *, skip_special: bool, trim: bool) -> None:
+        self._model, self._skip_special = model, skip_special
+        trims_tokens = trim and not sampling.ignore_eos
+        self._ends = model.end_token_ids | frozenset(sampling.stop_token_ids) if trims_tokens else frozenset[int]()
+        self._stops = sampling.stop if trim else ()
+        self._ids: list[int] = []
+        self._known = 0  # of these ids: their text was read, and stands before that of the others
+        self._held = ""  # in which a stop string may begin
+        self._stopped = False
+
+    def add(self, token_ids: Iterable[int]) -> str:
+        """Take the next tokens; returns the text that is certain now, after that of earlier calls."""
+        if self._stopped:
+            return ""
+        self._held += self._read(token for token in token_ids if token not in self._ends)
+        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        self._stopped = bool(found)
+        end = min(found, default=len(self._held) - max(map(len, self._stops), default=1) + 1)
+        text, self._held = self._held[: max(end, 0)], self._held[max(end, 0) :]
+        return text
+
+    def _read(self, token_ids: Iterable[int]) -> str:
+        """The text of new tokens, once the last of their characters is whole."""
+        self._ids += token_ids
+        before = self._model.decode(self._ids[: self._known], skip_special=self._skip_special)
+        text = self._model.decode(self._ids, skip_special=self._skip_special)
+        if len(text) <= len(before) or text.endswith("\ufffd"):
+            return ""
+        self._ids, self._known = self._ids[self._known :], len(self._ids) - self._known
+        return text[len(before) :]
 
 
 def matched_end(
@@ -60,6 +88,15 @@ def matched_end(
         return last
     text = model.decode(output.token_ids, skip_special=False) if stop else ""
     return next((each for each in stop if each in text), None)
+
+
+def is_whole(model: TextModel | None, token_ids: Sequence[int], sampling: Sampling) -> bool:
+    """Whether tokens end as an answer does: by a token that ends it, or with a stop string in the last of its text."""
+    ends = (model.end_token_ids if model is not None else frozenset()) | frozenset(sampling.stop_token_ids)
+    if token_ids and token_ids[-1] in ends and not sampling.ignore_eos:
+        return True
+    tail = model.decode(token_ids[-TAIL_TOKENS:], skip_special=False) if model is not None and sampling.stop else ""
+    return any(stop in tail for stop in sampling.stop)
 
 
 def answer_text(model: TextModel, output: Output, matched: int | str | None, *, skip_special: bool, trim: bool) -> str:

@@ -68,7 +68,7 @@ async def wire(runtime: Runtime) -> Wiring:
     engines = Engines(mesh)
     gauge, total = runtime.metrics.gauge, runtime.metrics.total
     requests = total("requests", "request", "Requests, by the way that they took")
-    calls = Calls(mesh, engines, GIVE_UP_S, lambda way: requests(1, {"way": way}))
+    calls = Calls(mesh, engines, model, GIVE_UP_S, lambda way: requests(1, {"way": way}))
     updates = Updates(make_connection())
 
     async def until_runs(url: str) -> None:

@@ -87,6 +87,6 @@ class Chat:
 
     async def _ask(self, path: str, body: object) -> Any:
         try:
-            return await self._engines.ask("GET" if body is None else "POST", path, body)
+            return await self._engines.ask_any("GET" if body is None else "POST", path, body)
         except EngineAway as error:
             raise Refused(str(error), 503) from error

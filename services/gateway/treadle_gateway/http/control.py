@@ -171,7 +171,7 @@ class Control:
         engine = self._one(request)
         try:
             query = f"?{request.url.query}" if request.url.query else ""
-            answer = await self._engines.ask("GET", f"/v1/loads{query}", url=_url_of(engine))
+            answer = await self._engines.ask("GET", f"/v1/loads{query}", None, _url_of(engine))
         except EngineAway as error:
             raise Refused(str(error), 503) from error
         here = self._calls.running_on(engine.engine_id)
@@ -183,7 +183,7 @@ class Control:
         """GET /server_info, /get_server_info: the fleet as one engine with the accelerators of all."""
         engines = self._scope(request)
         try:
-            answer: dict[str, Any] = await self._engines.ask("GET", "/server_info", url=_url_of(engines[0]))
+            answer: dict[str, Any] = await self._engines.ask("GET", "/server_info", None, _url_of(engines[0]))
         except EngineAway as error:
             raise Refused(str(error), 503) from error
         ranks = sum(engine.ranks for engine in engines)
@@ -197,7 +197,7 @@ class Control:
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize, /detokenize: as an engine answers; vLLM's clients read a text as `prompt`."""
         try:
-            answer = await self._engines.ask("POST", request.url.path, await _body(request))
+            answer = await self._engines.ask_any("POST", request.url.path, await _body(request))
         except EngineAway as error:
             raise Refused(str(error), 503) from error
         return JSONResponse({"prompt": answer["text"]} | answer if "text" in answer else answer)
@@ -248,7 +248,7 @@ class Control:
 
         async def one(engine: KnownEngine) -> None:
             try:
-                await self._engines.ask("POST", "/flush_cache", url=_url_of(engine))
+                await self._engines.ask("POST", "/flush_cache", None, _url_of(engine))
             except (EngineAway, Refused) as error:
                 errors[engine.engine_id] = str(error)
 

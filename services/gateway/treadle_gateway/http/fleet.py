@@ -65,7 +65,7 @@ class Fleet:
         for engine in self._mesh.engines.values():
             if engine.url:
                 try:
-                    answer = await self._engines.ask("GET", "/v1/loads?include=core,queues", url=engine.url)
+                    answer = await self._engines.ask("GET", "/v1/loads?include=core,queues", None, engine.url)
                 except (EngineAway, Refused) as error:
                     found.append({"engine_id": engine.engine_id, "error": str(error)})
                 else:

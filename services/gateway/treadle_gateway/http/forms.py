@@ -100,8 +100,8 @@ class ChatForm(_CompletionsForm):
     def begin(self, ask: Ask) -> Iterator[bytes]:
         yield self._event(ask, _choice({"delta": {"role": "assistant", "content": ""}}, None))
 
-    def delta(self, ask: Ask, output: Output, text: str, since: int) -> bytes:
-        found: dict[str, Any] = {"delta": {"content": text}}
+    def delta(self, ask: Ask, output: Output, text: str, since: int, reasoning: str = "") -> bytes:
+        found: dict[str, Any] = {"delta": {"content": text} | ({"reasoning_content": reasoning} if reasoning else {})}
         if ask.logprobs:
             found["logprobs"] = _chat_logprobs(output, since)
         if ask.ids:
@@ -111,8 +111,8 @@ class ChatForm(_CompletionsForm):
     async def end(self, ask: Ask, answer: Answer, sent: int, since: int) -> AsyncGenerator[bytes, None]:
         message = await self._chat.parse(answer.text, ask.tools) if ask.tools else Message(answer.text, "", [])
         content = message.content if ask.tools else answer.text[sent:]
-        if content or since < len(answer.output.token_ids):
-            yield self.delta(ask, answer.output, content, since)
+        if content or message.reasoning or since < len(answer.output.token_ids):
+            yield self.delta(ask, answer.output, content, since, message.reasoning)
         if message.tool_calls:
             calls = [{"index": at, **call} for at, call in enumerate(message.tool_calls)]
             yield self._event(ask, _choice({"delta": {"tool_calls": calls}}, None))

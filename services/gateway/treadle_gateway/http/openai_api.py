@@ -25,8 +25,8 @@ from treadle_gateway.http.forms import Answer, Ask, ChatForm, CompletionForm, Fo
 from treadle_gateway.http.proxy import Proxy
 from treadle_gateway.http.responses import ECHOED, as_chat, said_message
 from treadle_gateway.mesh import MeshLink
-from treadle_gateway.order import Ended, Order, Output, Refused
-from treadle_gateway.text import TextModel, answer_text, matched_end, require_model
+from treadle_gateway.order import Order, Output, Refused, Tokens, read_stops, read_tokens
+from treadle_gateway.text import TextModel, TextStream, answer_text, matched_end, require_model
 
 SHARED = frozenset(
     {"model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos"}
@@ -73,26 +73,20 @@ def carries(body: Mapping[str, Any], known: frozenset[str]) -> bool:
 
 def read_sampling(body: Mapping[str, Any], room: int) -> Sampling:
     """room: tokens that fit behind the prompt. Raises Refused."""
-    most = body.get("max_completion_tokens") or body.get("max_tokens") or room
-    stop, ids = body.get("stop") or (), body.get("stop_token_ids") or ()
+    given = [body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
+    most = given[0] if given else room
     if type(most) is not int or most < 1:
         raise Refused(f"max_tokens: must be a number from 1, is {most!r}")
-    if not isinstance(stop, str | list | tuple) or not isinstance(ids, list | tuple):
-        raise Refused("stop, stop_token_ids: must be lists")
-    try:
-        return Sampling(
-            max_new_tokens=min(most, room) if room > 0 else most,
-            temperature=body.get("temperature"),
-            top_p=body.get("top_p"),
-            top_k=body.get("top_k"),
-            min_p=body.get("min_p"),
-            seed=body.get("seed"),
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            stop_token_ids=tuple(ids),
-            ignore_eos=bool(body.get("ignore_eos")),
-        )
-    except TypeError as error:
-        raise Refused(str(error)) from error
+    return Sampling(
+        max_new_tokens=min(most, room) if room > 0 else most,
+        temperature=body.get("temperature"),
+        top_p=body.get("top_p"),
+        top_k=body.get("top_k"),
+        min_p=body.get("min_p"),
+        seed=body.get("seed"),
+        ignore_eos=bool(body.get("ignore_eos")),
+        **read_stops(body),
+    )
 
 
 class OpenaiApi:
@@ -126,6 +120,8 @@ class OpenaiApi:
         """POST /v1/responses."""
         given = read_body(await request.body())
         previous = given.get("previous_response_id")
+        if not isinstance(previous, str | None):
+            raise Refused(f"previous_response_id: must be a text, is {previous!r}")
         before = NEW if previous is None else self._conversations.get(previous)
         if before is None:
             raise Refused(f"previous_response_id: {previous!r} is not known here (any more); send the whole input", 404)
@@ -146,7 +142,8 @@ class OpenaiApi:
     async def _ask_chat(self, body: Mapping[str, Any], session: str, known: Sequence[int] = ()) -> Ask:
         if not isinstance(body.get("messages"), list) or not body["messages"]:
             raise Refused("messages: must be a list with at least one message")
-        prompt = body.get("input_ids") or await self._chat.render(session, body, known)
+        given = body.get("input_ids")
+        prompt = read_tokens("input_ids", given) if given else await self._chat.render(session, body, known)
         tools = body.get("tools") if body.get("tool_choice") != "none" else None
         return self._ask(body, session, [prompt], tools or None)
 
@@ -181,21 +178,16 @@ class OpenaiApi:
             return [require_model(self._model).encode(given)]
         if not isinstance(given, list) or not given:
             raise Refused("prompt: must be a text, token ids, or a list of them")
-        if all(type(each) is int for each in given):
-            return [given]
-        prompts = [require_model(self._model).encode(each) if isinstance(each, str) else each for each in given]
-        if not all(isinstance(each, list) and each and all(type(token) is int for token in each) for each in prompts):
-            raise Refused("prompt: each must be a text or a list of token ids, at least one")
-        return prompts
+        if isinstance(given[0], int):
+            return [read_tokens("prompt", given)]
+        return [
+            require_model(self._model).encode(each) if isinstance(each, str) else read_tokens("prompt", each)
+            for each in given
+        ]
 
     def _orders(self, ask: Ask) -> list[Order]:
         return [
-            Order(
-                ask.session if at == copy == 0 else f"{ask.session}/{at}/{copy}" if ask.session else "",
-                prompt,
-                ask.sampling,
-                f"{ask.rid}_{at}_{copy}" if at or copy else ask.rid,
-            )
+            Order(ask.session, prompt, ask.sampling, f"{ask.rid}_{at}_{copy}" if at or copy else ask.rid)
             for at, prompt in enumerate(ask.prompts)
             for copy in range(ask.copies)
         ]
@@ -239,26 +231,22 @@ class OpenaiApi:
         self, ask: Ask, order: Order, form: Form, note: Callable[[Answer], None]
     ) -> AsyncGenerator[bytes, None]:
         """Text goes out as soon as it cannot be the beginning of a stop string, which is trimmed."""
-        output, text, sent, ids_sent = Output(), "", 0, 0
-        held = max((len(stop) for stop in ask.sampling.stop), default=0) if ask.trim else 0
+        output, sent, ids_sent = Output(), 0, 0
         parses = bool(ask.tools)  # a call is a call once it is whole
         try:
-            model, stop_ids = require_model(self._model), ask.sampling.stop_token_ids
-            read = model.stream(skip_special=ask.skip_special)
-            trims = ask.trim and not ask.sampling.ignore_eos
-            ends = model.end_token_ids | frozenset(stop_ids) if trims else frozenset[int]()
+            model = require_model(self._model)
+            text = TextStream(model, ask.sampling, skip_special=ask.skip_special, trim=ask.trim)
             for first in form.begin(ask):
                 yield first
             async with aclosing(self._calls.run(order)) as events:
                 async for event in events:
                     output.add(event)
-                    if parses or isinstance(event, Ended):
+                    if parses or not isinstance(event, Tokens):
                         continue
-                    text += read(token for token in event.token_ids if token not in ends)
-                    end = len(text) - held
-                    if end > sent or ask.ids:
-                        yield form.delta(ask, output, text[sent:end], ids_sent)
-                        sent, ids_sent = max(sent, end), len(output.token_ids)
+                    new = text.add(event.token_ids)
+                    if new or ask.ids:
+                        yield form.delta(ask, output, new, ids_sent)
+                        sent, ids_sent = sent + len(new), len(output.token_ids)
             answer = self._read(ask, order, output)
             async for last in form.end(ask, answer, sent, ids_sent):
                 yield last

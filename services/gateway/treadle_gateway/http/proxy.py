@@ -8,9 +8,9 @@ import asyncio
 import json
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 from starlette.requests import Request
@@ -18,9 +18,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from treadle_gateway.engines import EngineAway, Engines
+from treadle_gateway.http.answers import run_unless_gone
 from treadle_gateway.order import Order, Refused
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
+AGAIN_S = 1.0  # an engine forgets the abort of a request that it does not have yet
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,26 +56,34 @@ class Proxy:
         self._changes: set[_Change] = set()
 
     async def forward(self, request: Request, raw: bytes, session: str) -> Response:
-        """The engine's answer. Raises Refused where no engine answers."""
+        """The engine's answer. Raises Refused where no engine answers, CallerGone."""
         rids, raw = _with_rids(raw)
-        async with AsyncExitStack() as stack:
-            try:
+        path = request.url.path.removeprefix(f"/engines/{request.path_params.get('engine_id')}")
+        path += f"?{request.url.query}" if request.url.query else ""
+
+        async def attempt() -> Response:
+            async with AsyncExitStack() as stack:
                 url = await stack.enter_async_context(self._admit(session, rids))
-                path = request.url.path.removeprefix(f"/engines/{request.path_params.get('engine_id')}")
-                path += f"?{request.url.query}" if request.url.query else ""
                 exchange = self._engines.request(request.method, url, path, raw=raw)
                 response = await stack.enter_async_context(exchange)
-            except EngineAway as error:
-                raise Refused(str(error), 503) from error
-            return _Relay(
-                response.content.iter_any(), response.status, response.headers.get("content-type"), stack.pop_all()
-            )
+                kind = response.headers.get("content-type")
+                return _Relay(response.content.iter_any(), response.status, kind, stack.pop_all())
+
+        return await run_unless_gone(request, self._send(attempt))
 
     async def ask(self, order: Order, body: Mapping[str, Any]) -> Any:
         """An engine's answer to SGLang's /generate with the order's rid. Raises Refused."""
-        try:
+
+        async def attempt() -> Any:
             async with self._admit(order.session, [order.rid]) as url:
                 return await self._engines.ask("POST", "/generate", dict(body) | {"rid": order.rid}, url)
+
+        return await self._send(attempt)
+
+    async def _send(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        self._count()
+        try:
+            return await self._engines.until_sent(attempt)
         except EngineAway as error:
             raise Refused(str(error), 503) from error
 
@@ -106,7 +118,11 @@ class Proxy:
                 for url in urls:
                     await self.abort("", url)
             while running := [request for request in self._running if request.url in urls]:
-                await running[0].ended.wait()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(AGAIN_S if abort else None):
+                        await running[0].ended.wait()
+                        continue
+                await self.abort("", running[0].url)
             yield
         finally:
             self._changes.discard(change)
@@ -115,7 +131,6 @@ class Proxy:
     @asynccontextmanager
     async def _admit(self, session: str, rids: list[str]) -> AsyncGenerator[str, None]:
         """The URL of an engine that has the request for the time of the block. Raises EngineAway."""
-        self._count()
         url = self._engines.choose(session)
         await self._until_runs(url)
         while changes := [change for change in self._changes if url in change.urls]:
@@ -145,8 +160,10 @@ class _Relay(StreamingResponse):
 def _with_rids(raw: bytes) -> tuple[list[str], bytes]:
     """The rids of a body of JSON, and the body with one where it had none."""
     body = json.loads(raw)
-    given = body.get("rid")
-    if given:
-        return (given if isinstance(given, list) else [str(given)]), raw
+    if given := body.get("rid"):
+        rids = given if isinstance(given, list) else [given]
+        if not all(isinstance(rid, str) for rid in rids):
+            raise Refused(f"rid: must be a text, or a list of them, is {given!r}")
+        return rids, raw
     rid = uuid.uuid4().hex
     return [rid], json.dumps(body | {"rid": rid}).encode()

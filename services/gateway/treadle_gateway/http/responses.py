@@ -37,7 +37,9 @@ def as_chat(body: Mapping[str, Any], before: Sequence[Any]) -> dict[str, Any]:
     wanted = sorted(name for name, value in body.items() if name not in READ | IDLE and value not in (None, False, []))
     if wanted:
         raise Refused(f"{', '.join(wanted)}: not served by /v1/responses here; leave it out")
-    form = (body.get("text") or {}).get("format") or {}
+    if not isinstance(tools := body.get("tools") or [], list):
+        raise Refused("tools: must be a list")
+    form = _object(_object(body, "text"), "format", "text.")
     if form.get("type", "text") != "text":
         raise Refused(f"text.format: only text is served, is {form['type']!r}")
     messages = list(before)
@@ -46,10 +48,10 @@ def as_chat(body: Mapping[str, Any], before: Sequence[Any]) -> dict[str, Any]:
         messages = [{"role": "system", "content": instructions}, *(m for m in messages if m.get("role") != "system")]
     messages += _messages(body.get("input"))
     chat = {name: body[name] for name in SAME if body.get(name) is not None}
-    chat |= {"messages": messages, "tools": [_tool(at, tool) for at, tool in enumerate(body.get("tools") or ())]}
+    chat |= {"messages": messages, "tools": [_tool(at, tool) for at, tool in enumerate(tools)]}
     if body.get("max_output_tokens") is not None:
         chat["max_completion_tokens"] = body["max_output_tokens"]
-    if effort := (body.get("reasoning") or {}).get("effort"):
+    if effort := _object(body, "reasoning").get("effort"):
         chat["reasoning_effort"] = effort
     if chat.get("tool_choice", "auto") not in ("auto", "none"):
         raise Refused("tool_choice: auto or none; /v1/chat/completions serves the others, by an engine's grammar")
@@ -62,6 +64,14 @@ def said_message(said: Message) -> dict[str, Any]:
     if said.tool_calls:
         message["tool_calls"] = said.tool_calls
     return message
+
+
+def _object(body: Mapping[str, Any], name: str, path: str = "") -> Mapping[str, Any]:
+    """The object in a field; empty where there is none. Raises Refused."""
+    found = body.get(name) or {}
+    if not isinstance(found, dict):
+        raise Refused(f"{path}{name}: must be an object, is {found!r}")
+    return found
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:

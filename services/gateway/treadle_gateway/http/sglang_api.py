@@ -9,9 +9,9 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request
@@ -21,14 +21,14 @@ from treadle import Sampling
 from treadle_gateway.calls import Calls
 from treadle_gateway.http.answers import EVENT_STREAM, MOST_COPIES, read_body, run_unless_gone, session_of
 from treadle_gateway.http.proxy import Proxy
-from treadle_gateway.order import Order, Output, Refused
-from treadle_gateway.text import TextModel, answer_text, matched_end, require_model
+from treadle_gateway.order import Ended, Order, Output, Refused, Tokens, read_stops, read_tokens
+from treadle_gateway.text import TextModel, TextStream, answer_text, matched_end, require_model
 
 DEFAULT_NEW_TOKENS = 128  # SGLang's own
 # Fields that the mesh carries, or that say nothing about tokens.
 CARRIED = frozenset(
     {"input_ids", "text", "sampling_params", "return_logprob", "stream", "rid", "session_id", "conversation_id"}
-    | {"extra_key", "cache_salt", "priority", "routing_key", "log_metrics", "no_logs", "return_text_in_logprobs"}
+    | {"extra_key", "cache_salt", "priority", "routing_key", "log_metrics", "no_logs"}
     | {"return_prompt_token_ids", "nvext"}
 )
 # Values that ask for nothing.
@@ -55,14 +55,24 @@ NEUTRAL: Mapping[str, float] = {
 
 @dataclass(frozen=True)
 class Wish:
-    """One answer that a request asks for. index: its place among those of the request. logprobs: whether the answer
-    has them. skip_special, trim: how its text is written."""
+    """One answer that a request asks for. logprobs, prompt_ids: whether it has them. skip_special, trim: how its text
+    is written."""
 
-    index: int
     order: Order
     logprobs: bool
+    prompt_ids: bool
     skip_special: bool
     trim: bool
+
+
+@dataclass
+class _Draft:
+    """An answer as far as it has come."""
+
+    wish: Wish
+    output: Output = field(default_factory=Output)
+    text: str = ""
+    began_s: float = field(default_factory=time.monotonic)
 
 
 def carries(body: Mapping[str, Any]) -> bool:
@@ -70,6 +80,9 @@ def carries(body: Mapping[str, Any]) -> bool:
     for name, value in body.items():
         if name not in CARRIED and value and value not in NOTHING.get(name, ()):
             return False
+    # From token 0 on is the whole prompt.
+    if body.get("return_logprob") and body.get("logprob_start_len") not in (None, -1):
+        return False
     given = body.get("sampling_params") or {}
     for sampling in given if isinstance(given, list) else [given]:
         if not isinstance(sampling, dict):
@@ -84,13 +97,9 @@ def carries(body: Mapping[str, Any]) -> bool:
 def read_sampling(given: Mapping[str, Any]) -> Sampling:
     """Raises Refused."""
     fields = {ours: given[name] for name, ours in SAMPLED.items() if given.get(name) is not None}
-    stop, ids = fields.get("stop", ()), fields.get("stop_token_ids", ())
-    fields |= {"stop": (stop,) if isinstance(stop, str) else tuple(stop), "stop_token_ids": tuple(ids)}
+    fields |= read_stops(given)
     fields.setdefault("max_new_tokens", DEFAULT_NEW_TOKENS)
-    try:
-        return Sampling(**fields)
-    except TypeError as error:
-        raise Refused(f"sampling_params: {error}") from error
+    return Sampling(**fields)
 
 
 def read_wishes(body: Mapping[str, Any], session: str, model: TextModel | None) -> list[Wish]:
@@ -113,11 +122,10 @@ def read_wishes(body: Mapping[str, Any], session: str, model: TextModel | None) 
         for copy in range(copies):
             alone = count == copies == 1
             rid = base if alone or (isinstance(rids, list) and copies == 1) else f"{base}_{at}_{copy}"
-            order = Order(
-                session if alone else f"{session}/{at}/{copy}" if session else "", prompt, read_sampling(sampling), rid
-            )
+            order = Order(session, prompt, read_sampling(sampling), rid)
             skip = sampling.get("skip_special_tokens", True)
-            wishes.append(Wish(len(wishes), order, bool(logprob), bool(skip), not sampling.get("no_stop_trim")))
+            trim = not sampling.get("no_stop_trim")
+            wishes.append(Wish(order, bool(logprob), bool(body.get("return_prompt_token_ids")), bool(skip), trim))
     return wishes
 
 
@@ -128,13 +136,9 @@ def _prompts(body: Mapping[str, Any], model: TextModel | None) -> list[list[int]
     if text is not None:
         texts = text if isinstance(text, list) else [text]
         return [require_model(model).encode(str(each)) for each in texts]
-    if not isinstance(ids, list):
-        raise Refused("input_ids: must be a list of token ids, or a list of such lists")
-    many: list[list[int]] = ids if ids and isinstance(ids[0], list) else [ids]
-    for prompt in many:
-        if not prompt or not all(type(token) is int and token >= 0 for token in prompt):
-            raise Refused("input_ids: must be a list of token ids, at least one, or a list of such lists")
-    return many
+    if isinstance(ids, list) and ids and isinstance(ids[0], list):
+        return [read_tokens("input_ids", each) for each in ids]
+    return [read_tokens("input_ids", ids)]
 
 
 class SglangApi:
@@ -153,7 +157,8 @@ class SglangApi:
         wishes = read_wishes(body, session, self._model)
         if body.get("stream"):
             return StreamingResponse(self._stream(wishes), media_type=EVENT_STREAM)
-        single = not isinstance(body.get("text"), list) and len(wishes) == 1 and not _is_batch(body)
+        given = body["text"] if body.get("text") is not None else body["input_ids"][0]  # a list in a batch
+        single = len(wishes) == 1 and not isinstance(given, list)
         answers = await run_unless_gone(request, self._answers(wishes))
         return JSONResponse(answers[0] if single else answers)
 
@@ -163,46 +168,49 @@ class SglangApi:
         return [task.result() for task in tasks]
 
     async def _answer(self, wish: Wish) -> dict[str, Any]:
-        began_s, output = time.monotonic(), Output()
+        draft = _Draft(wish)
         async with aclosing(self._calls.run(wish.order)) as events:
             async for event in events:
-                output.add(event)
-        return self._message(wish, output, output.token_ids, output.logprobs, began_s)
+                draft.output.add(event)
+        return self._message(draft)
 
     async def _stream(self, wishes: Sequence[Wish]) -> AsyncGenerator[bytes, None]:
         """Server-sent events: with each, all tokens so far, as SGLang sends them by default."""
+        drafts = [_Draft(wish) for wish in wishes]
+        texts = [self._text_stream(wish) for wish in wishes]
         try:
-            async with aclosing(_merge([self._chunks(wish) for wish in wishes])) as chunks:
-                async for wish, message in chunks:
-                    if len(wishes) > 1:
-                        message["index"] = wish.index
+            async with aclosing(_merge([self._calls.run(wish.order) for wish in wishes])) as events:
+                async for at, event in events:
+                    draft, text = drafts[at], texts[at]
+                    draft.output.add(event)
+                    if text is not None and isinstance(event, Tokens):
+                        draft.text += text.add(event.token_ids)
+                    message = self._message(draft) | ({"index": at} if len(wishes) > 1 else {})
                     yield b"data: " + json.dumps(message).encode() + b"\n\n"
         except Refused as refusal:
             error = {"error": {"message": str(refusal), "code": refusal.status}}
             yield b"data: " + json.dumps(error).encode() + b"\n\n"
         yield b"data: [DONE]\n\n"
 
-    async def _chunks(self, wish: Wish) -> AsyncGenerator[tuple[Wish, dict[str, Any]], None]:
-        began_s, output = time.monotonic(), Output()
-        async with aclosing(self._calls.run(wish.order)) as events:
-            async for event in events:
-                output.add(event)
-                yield wish, self._message(wish, output, output.token_ids, output.logprobs, began_s)
+    def _text_stream(self, wish: Wish) -> TextStream | None:
+        if self._model is None:
+            return None
+        return TextStream(self._model, wish.order.sampling, skip_special=wish.skip_special, trim=wish.trim)
 
-    def _message(
-        self, wish: Wish, output: Output, token_ids: Sequence[int], logprobs: Sequence[float], began_s: float
-    ) -> dict[str, Any]:
+    def _message(self, draft: "_Draft") -> dict[str, Any]:
         """SGLang's answer of a generation that has come so far."""
-        ended, sampling, model = output.ended, wish.order.sampling, self._model
+        wish, output, text, model = draft.wish, draft.output, draft.text, self._model
+        ended, sampling = output.ended, wish.order.sampling
         finish: dict[str, object] | None = None
-        matched: int | str | None = None
         if ended is not None:
             finish = {"type": ended.finish}
+            matched: int | str | None = None
             if ended.finish == "length":
                 finish["length"] = len(output.token_ids)
             elif ended.finish == "stop" and model is not None:
-                matched = matched_end(model, output, sampling.stop, sampling.stop_token_ids)
-                finish["matched"] = matched
+                matched = finish["matched"] = matched_end(model, output, sampling.stop, sampling.stop_token_ids)
+            if model is not None:
+                text = answer_text(model, output, matched, skip_special=wish.skip_special, trim=wish.trim)
         meta: dict[str, object] = {
             "id": wish.order.rid,
             "finish_reason": finish,
@@ -214,52 +222,43 @@ class SglangApi:
                 {"version": span.weight_version, "start": span.start_token, "end": span.end_token}
                 for span in output.spans
             ],
-            "e2e_latency": time.monotonic() - began_s,
+            "e2e_latency": time.monotonic() - draft.began_s,
         }
         if wish.logprobs:
             meta["output_token_logprobs"] = [
-                [logprob, token, None] for logprob, token in zip(logprobs, token_ids, strict=True)
+                [logprob, token, None] for logprob, token in zip(output.logprobs, output.token_ids, strict=True)
             ]
         if ended is not None and ended.trajectory_id:
             meta["trajectory_id"] = ended.trajectory_id
-        text = ""
-        if model is not None:
-            text = answer_text(model, output, matched, skip_special=wish.skip_special, trim=wish.trim)
-        return {"text": text, "output_ids": list(token_ids), "meta_info": meta}
-
-
-def _is_batch(body: Mapping[str, Any]) -> bool:
-    ids = body.get("input_ids")
-    return isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
+        prompt = {"prompt_token_ids": wish.order.prompt} if wish.prompt_ids else {}
+        return {"text": text, "output_ids": output.token_ids, "meta_info": meta, **prompt}
 
 
 async def _merge(
-    streams: Sequence[AsyncGenerator[tuple[Wish, dict[str, Any]], None]],
-) -> AsyncGenerator[tuple[Wish, dict[str, Any]], None]:
-    """What several generators yield, as it comes. Raises what one of them raises."""
+    streams: Sequence[AsyncGenerator[Tokens | Ended, None]],
+) -> AsyncGenerator[tuple[int, Tokens | Ended], None]:
+    """What several generators yield, as it comes, with the place of each. Raises what one of them raises."""
+    queue: asyncio.Queue[tuple[int, Tokens | Ended] | asyncio.Task[None]] = asyncio.Queue()
+
+    async def read(at: int, stream: AsyncGenerator[Tokens | Ended, None]) -> None:
+        async with aclosing(stream) as events:
+            async for event in events:
+                queue.put_nowait((at, event))
+
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
-            async for item in only:
-                yield item
+            async for event in only:
+                yield 0, event
         return
-    queue: asyncio.Queue[tuple[Wish, dict[str, Any]] | Refused | None] = asyncio.Queue()
-
-    async def read(stream: AsyncIterator[tuple[Wish, dict[str, Any]]]) -> None:
-        try:
-            async for item in stream:
-                queue.put_nowait(item)
-            queue.put_nowait(None)
-        except Refused as refusal:
-            queue.put_nowait(refusal)
-
-    tasks = [asyncio.get_running_loop().create_task(read(stream)) for stream in streams]
+    tasks = [asyncio.get_running_loop().create_task(read(at, stream)) for at, stream in enumerate(streams)]
+    for task in tasks:
+        task.add_done_callback(queue.put_nowait)
     left = len(tasks)
     try:
         while left:
             came = await queue.get()
-            if isinstance(came, Refused):
-                raise came
-            if came is None:
+            if isinstance(came, asyncio.Task):
+                await came
                 left -= 1
             else:
                 yield came

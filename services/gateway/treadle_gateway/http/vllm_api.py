@@ -24,7 +24,7 @@ from treadle_gateway.engines import engine_sampling
 from treadle_gateway.http.answers import MOST_COPIES, read_body, run_unless_gone, session_of
 from treadle_gateway.http.proxy import Proxy
 from treadle_gateway.mesh import MeshLink
-from treadle_gateway.order import Ended, Finish, Order, Output, Refused, Tokens
+from treadle_gateway.order import Ended, Finish, Order, Output, Refused, Tokens, read_stops, read_tokens
 
 SAMPLED = ("temperature", "top_p", "min_p", "seed", "ignore_eos")  # the mesh names them as vLLM does
 # How an answer is written, or how the engine works; none of it changes a token. The mesh samples one token at least,
@@ -65,9 +65,7 @@ class VllmApi:
             if body.get(name):
                 raise Refused(f"{name}: is not carried", 501)
         self._check_model(body.get("model"))
-        prompt, given = body.get("token_ids"), body.get("sampling_params") or {}
-        if not isinstance(prompt, list) or not prompt or not all(type(t) is int and t >= 0 for t in prompt):
-            raise Refused("token_ids: must be a list of token ids, at least one")
+        prompt, given = read_tokens("token_ids", body.get("token_ids")), body.get("sampling_params") or {}
         if not isinstance(given, dict):
             raise Refused("sampling_params: must be an object")
         copies = given.get("n") or 1
@@ -75,14 +73,11 @@ class VllmApi:
             raise Refused(f"sampling_params.n: must be a whole number from 1 to {MOST_COPIES}, is {copies!r}")
         sampling, more = read_sampling(given, self._link.context_tokens - len(prompt))
         session, rid = session_of(request, body), str(body.get("request_id") or uuid.uuid4().hex)
-        orders = [
-            Order(f"{session}/{at}" if at and session else session, prompt, sampling, f"{rid}-{at}" if at else rid)
-            for at in range(copies)
-        ]
+        orders = [Order(session, prompt, sampling, f"{rid}-{at}" if at else rid) for at in range(copies)]
         logprobs = given.get("logprobs") is not None
         answers = await run_unless_gone(request, self._run_all(orders, more, logprobs, experts))
         written = sum(len(choice["token_ids"]) for choice in answers)
-        answer = {
+        answer: dict[str, Any] = {
             "request_id": rid,
             "choices": [{"index": at, **choice} for at, choice in enumerate(answers)],
             "prompt_logprobs": None,
@@ -167,7 +162,7 @@ def read_sampling(given: Mapping[str, Any], room: int) -> tuple[Sampling, dict[s
         more[SGLANG_NAMES[name]] = value
     if type(given.get("logprobs")) is int and given["logprobs"] > 1:
         raise Refused("sampling_params.logprobs: must be 0 or 1, as only sampled tokens have theirs", 501)
-    most, top_k, stop = given.get("max_tokens"), given.get("top_k"), given.get("stop") or ()
+    most, top_k = given.get("max_tokens"), given.get("top_k")
     if most is None:
         most = room
     if type(most) is not int or most < 1:
@@ -176,11 +171,7 @@ def read_sampling(given: Mapping[str, Any], room: int) -> tuple[Sampling, dict[s
         raise Refused(f"sampling_params.top_k: must be a whole number, is {top_k!r}")
     fields = {name: given[name] for name in SAMPLED if given.get(name) is not None}
     return Sampling(
-        max_new_tokens=most,
-        top_k=top_k if top_k and top_k > 0 else None,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        stop_token_ids=tuple(given.get("stop_token_ids") or ()),
-        **fields,
+        max_new_tokens=most, top_k=top_k if top_k and top_k > 0 else None, **fields, **read_stops(given)
     ), more
 
 

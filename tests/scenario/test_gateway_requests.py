@@ -1,0 +1,307 @@
+"""Requests through the gateway at their edges: streams of text, copies, hang-ups, bad bodies, lost engines."""
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from support.byte_tokens import ids_of, write_byte_tokenizer
+from support.conditions import until, until_said
+from support.fake_chat import teach_chat, tokens_of, write_tokenizer
+from support.fake_sglang import END_TOKEN, FakeSglang, expected
+from support.gateway import FrontDoor, front_door
+from support.scheduler import scheduler_client
+from treadle.scheduler.v1 import scheduler_pb2 as pb
+from treadle_gateway.text import TextModel
+
+MODEL = "fake/model"
+PROMPT = list(range(10, 40))
+GREEDY = {"max_new_tokens": 12, "temperature": 0.0}
+LONG = {"max_new_tokens": 400, "temperature": 0.0}
+TEXT = "Grüße, 世界! 👩‍👩‍👧 naïve — done. " * 5
+
+
+@pytest.fixture
+async def door(tmp_path: Path) -> AsyncIterator[FrontDoor]:
+    folder = write_tokenizer(tmp_path / "model")
+    async with front_door(tmp_path, teach=teach_chat, tokenizer=str(folder)) as door:
+        yield door
+
+
+def ask(prompt: list[int] = PROMPT, **more: Any) -> dict[str, Any]:
+    """A body of /generate."""
+    return {"input_ids": prompt, "sampling_params": GREEDY, "return_logprob": True, **more}
+
+
+def script(door: FrontDoor, tokens: list[int]) -> None:
+    """What all engines sample from now on."""
+    for engine in door.engines.values():
+        engine.script = tokens
+
+
+async def stream(door: FrontDoor, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events of a stream, without [DONE]."""
+    async with door.http.post(f"{door.url}{path}", json=body | {"stream": True}) as response:
+        return [json.loads(line[6:]) async for line in response.content if line.startswith(b"data: {")]
+
+
+async def test_the_text_of_a_stream_grows_by_whole_characters_and_is_decoded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded, decode = 0, TextModel.decode
+
+    def count(model: TextModel, token_ids: list[int], **how: Any) -> str:
+        nonlocal decoded
+        decoded += len(token_ids)
+        return decode(model, token_ids, **how)
+
+    sampled = ids_of(TEXT)
+    folder = write_byte_tokenizer(tmp_path / "model")
+    async with front_door(tmp_path, token_s=0.02, tokenizer=str(folder)) as door:
+        monkeypatch.setattr(TextModel, "decode", count)
+        script(door, sampled)
+        sampling = {"max_new_tokens": 1000, "skip_special_tokens": False}
+        events = await stream(door, "/generate", ask(sampling_params=sampling))
+        texts = [event["text"] for event in events]
+        assert len(texts) > 50 and texts[-1] == TEXT
+        assert all(later.startswith(text) for text, later in pairwise(texts))
+        assert not any("\ufffd" in text for text in texts)
+        assert events[-1]["output_ids"] == [*sampled, END_TOKEN]
+        assert decoded < 20 * len(sampled)
+        copies = await stream(door, "/generate", ask(sampling_params=sampling | {"n": 2}))
+        assert {event["index"]: event["text"] for event in copies} == {0: TEXT, 1: TEXT}
+        body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1000}
+        pieces = [event["choices"][0]["text"] for event in await stream(door, "/v1/completions", body)]
+        assert "".join(pieces) == TEXT and not any("\ufffd" in piece for piece in pieces)
+
+
+async def test_a_stream_never_sends_a_part_of_a_stop_string(door: FrontDoor) -> None:
+    """The last token of the stop string has more text behind it."""
+    script(door, [*tokens_of("one "), 500, *tokens_of("two")])  # its text is <500>
+    body = {"model": MODEL, "prompt": "Count", "max_tokens": 30, "stop": ["<5"]}
+    whole = (await door.post("/v1/completions", body))["choices"][0]
+    assert (whole["text"], whole["finish_reason"], whole["matched_stop"]) == ("one ", "stop", "<5")
+    choices = [event["choices"][0] for event in await stream(door, "/v1/completions", body)]
+    assert "".join(each["text"] for each in choices) == "one " and choices[-1]["finish_reason"] == "stop"
+    sampling = {"max_new_tokens": 30, "stop": ["<5"]}
+    texts = [event["text"] for event in await stream(door, "/generate", ask(sampling_params=sampling))]
+    assert texts[-1] == "one " and all("one ".startswith(text) for text in texts)
+
+
+async def test_a_stream_with_tools_has_the_reasoning_of_the_whole_answer(door: FrontDoor) -> None:
+    script(door, tokens_of('(I multiply) Well: call multiply {"a": 6};'))
+    tool = {"type": "function", "function": {"name": "multiply", "parameters": {"type": "object", "properties": {}}}}
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "6 * 7?"}], "tools": [tool], "max_tokens": 90}
+    whole = (await door.post("/v1/chat/completions", body))["choices"][0]["message"]
+    deltas = [event["choices"][0]["delta"] for event in await stream(door, "/v1/chat/completions", body)]
+    assert whole["reasoning_content"] == "I multiply"
+    for name in ("reasoning_content", "content"):
+        assert "".join(delta.get(name) or "" for delta in deltas) == whole[name]
+
+
+async def test_a_caller_that_hangs_up_ends_its_request_at_the_engine(tmp_path: Path) -> None:
+    """Streams, and a request that an engine gets as it is. Result: none of them runs on."""
+    gone = asyncio.Event()
+
+    async def until_gone(request: web.Request) -> web.Response:
+        assert await request.json()
+        await until(lambda: request.transport is None or request.transport.is_closing())
+        gone.set()
+        return web.Response()
+
+    def teach(engine: FakeSglang) -> None:
+        engine.more_routes += [web.post("/v1/completions", until_gone)]
+
+    folder = write_tokenizer(tmp_path / "model")
+    async with front_door(tmp_path, token_s=0.02, tokenizer=str(folder), teach=teach) as door:
+        completion = {"model": MODEL, "prompt": PROMPT, "max_tokens": 400, "stream": True}
+        bodies = [("/generate", ask(sampling_params=LONG, stream=True)), ("/v1/completions", completion)]
+        bodies.append(("/generate", ask(sampling_params=LONG | {"n": 3}, stream=True)))
+        for path, body in bodies:
+            async with door.http.post(f"{door.url}{path}", json=body) as response:
+                await response.content.readline()
+                assert any(engine.running for engine in door.engines.values())
+            await until(lambda: not any(engine.running for engine in door.engines.values()))
+        asked = asyncio.ensure_future(door.post("/v1/completions", completion | {"echo": True, "stream": False}))
+        await asyncio.sleep(0.5)
+        asked.cancel()
+        await asyncio.wait_for(gone.wait(), 10)
+        # Nothing of it is left that an update of the weights would wait for.
+        assert (await door.post("/update_weights_from_disk", {"model_path": "/w", "weight_version": "1"}))["success"]
+
+
+async def test_what_the_mesh_does_not_carry_is_not_left_out(door: FrontDoor) -> None:
+    answer = await door.post("/generate", ask(return_prompt_token_ids=True))
+    assert answer["prompt_token_ids"] == PROMPT and answer["meta_info"]["trajectory_id"]
+    for more in ({"logprob_start_len": 0}, {"return_text_in_logprobs": True}):
+        await door.post("/generate", ask(rid="whole", **more))
+        sent = [each for engine in door.engines.values() for each in engine.requests if each.get("rid") == "whole"]
+        assert [each[name] for each in sent for name in more] == list(more.values())
+        for engine in door.engines.values():
+            engine.requests.clear()
+    answer = await door.post("/generate", ask(logprob_start_len=0, return_logprob=False))
+    assert answer["meta_info"]["trajectory_id"]
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("/generate", ask(sampling_params=GREEDY | {"stop": 5}), "stop"),
+    ("/generate", ask(sampling_params=GREEDY | {"stop_token_ids": 5}), "stop_token_ids"),
+    ("/generate", ask(rid=5), "rid"),
+    ("/generate", ask(rid=[5]), "rid"),
+    ("/generate", ask(rid={"a": 1}, return_routed_experts=True), "rid"),
+    ("/generate", ask(rid=[5], return_routed_experts=True), "rid"),
+    ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"stop": 5}}, "stop"),
+    ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"stop_token_ids": 5}}, "stop_token_ids"),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ("/v1/completions", {"prompt": "a", "stop_token_ids": ["b"]}, "stop_token_ids"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "input_ids": "abc"}, "input_ids"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "input_ids": [1.5]}, "input_ids"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "input_ids": 5}, "input_ids"),
+    ("/v1/responses", {"input": "a", "text": "b"}, "text"),
+    ("/v1/responses", {"input": "a", "text": {"format": "b"}}, "text"),
+    ("/v1/responses", {"input": "a", "reasoning": "b"}, "reasoning"),
+    ("/v1/responses", {"input": "a", "tools": 5}, "tools"),
+    ("/v1/responses", {"input": "a", "previous_response_id": ["b"]}, "previous_response_id"),
+    ("/v1/responses", {"input": "a", "max_output_tokens": 0}, "max"),
+]
+
+
+async def test_values_of_the_wrong_kind_are_refused_and_the_field_named(door: FrontDoor) -> None:
+    for path, body, field in BAD:
+        async with door.http.post(f"{door.url}{path}", json=body) as response:
+            text = await response.text()
+        assert response.status == 400, (path, body, text)
+        assert field in json.loads(text)["error"]["message"]
+    assert (await door.post("/abort_request", {"rid": "nobody"}))["aborted"] == 0
+
+
+async def test_copies_of_a_session_go_on_each_by_itself_and_end_with_it(door: FrontDoor) -> None:
+    body = ask(sampling_params={"max_new_tokens": 12, "n": 2})
+    first = await door.post("/generate", body, X_Session_ID="s")
+    follow = [PROMPT + each["output_ids"] + [7 + at] for at, each in enumerate(first)]
+    second = [await door.post("/generate", ask(prompt), X_Session_ID="s") for prompt in follow]
+    names = {each["meta_info"]["trajectory_id"] for each in first}
+    assert {each["meta_info"]["trajectory_id"] for each in second} == names and len(names) == 2
+    for path, more in (
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 5, "n": 2}),
+        ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {"max_tokens": 5, "n": 2}}),
+    ):
+        await door.post(path, {"model": MODEL, **more}, X_Session_ID="s")
+    async with door.http.delete(f"{door.url}/sessions/s") as closed:
+        assert await closed.json() == {"closed": 6}
+
+
+async def test_a_trajectory_that_the_scheduler_has_closed_is_followed_by_a_new_one(door: FrontDoor) -> None:
+    first = await door.post("/generate", ask(), X_Session_ID="s")
+    name = first["meta_info"]["trajectory_id"]
+    async with scheduler_client(door.scheduler) as calls:
+        request = pb.CloseTrajectoryRequest(request_id="c", trajectory_id=name, outcome=pb.OUTCOME_CANCELLED)
+        await calls.call("CloseTrajectory", request)
+    context = PROMPT + first["output_ids"]
+    second = await door.post("/generate", ask([*context, 7]), X_Session_ID="s")
+    assert second["output_ids"] == expected([*context, 7], 12)
+    assert second["meta_info"].get("trajectory_id") not in (None, name)
+
+
+async def test_an_engine_that_comes_back_gets_requests_again(tmp_path: Path) -> None:
+    """Requests that the mesh does not carry, of sessions that have no engine yet."""
+    async with front_door(tmp_path) as door:
+        e0 = door.engines["e0"]
+        await e0.stop()
+        for number in range(3):
+            await door.post("/generate", ask(rid=f"r{number}", return_routed_experts=True))
+        await e0.start()
+
+        async def asked() -> int:
+            await door.post("/generate", ask(return_routed_experts=True))
+            return sum(bool(each.get("return_routed_experts")) for each in e0.requests)
+
+        await until_said(asked, bool)
+
+
+async def test_a_pause_ends_a_forwarded_request_that_its_engine_gets_after_the_abort(tmp_path: Path) -> None:
+    arrived = asyncio.Event()
+
+    @web.middleware
+    async def hold(request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.path == "/generate" and (await request.json()).get("return_routed_experts"):
+            arrived.set()
+            await asyncio.sleep(0.5)
+        answer: web.StreamResponse = await handler(request)
+        return answer
+
+    def teach(engine: FakeSglang) -> None:
+        engine.middlewares.append(hold)
+
+    async with front_door(tmp_path, token_s=0.05, teach=teach) as door, asyncio.TaskGroup() as group:
+        body = ask(sampling_params=LONG, return_routed_experts=True)
+        asked = group.create_task(stream(door, "/generate", body))
+        await arrived.wait()
+        await door.post("/pause_generation", {})
+        events = await asked
+        assert events[-1]["meta_info"]["finish_reason"]["type"] == "abort" and len(events) < 100
+        await door.post("/continue_generation", {})
+
+
+async def test_where_the_mesh_dies_within_a_stop_string_the_text_ends_there(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "model")
+    async with front_door(tmp_path, token_s=0.3, teach=teach_chat, tokenizer=str(folder)) as door:
+        script(door, tokens_of("one two STOP three"))
+        body = {"model": MODEL, "prompt": "Count", "max_tokens": 60, "stop": ["STOP"]}
+        async with asyncio.TaskGroup() as group:
+            asked = group.create_task(door.post("/v1/completions", body))
+            await until(lambda: max(engine.sampled for engine in door.engines.values()) >= 10)
+            await door.kill_mesh(signal.SIGKILL)
+            script(door, tokens_of("OP three"))
+        choice = asked.result()["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == ("one two ", "stop")
+
+
+async def test_where_the_mesh_dies_between_the_last_token_and_the_end_no_token_is_added(tmp_path: Path) -> None:
+    def teach(engine: FakeSglang) -> None:
+        engine.lose_end = True
+
+    folder = write_tokenizer(tmp_path / "model")
+    made = front_door(tmp_path, token_s=0.1, teach=teach, tokenizer=str(folder))
+    async with made as door, asyncio.TaskGroup() as group:
+        script(door, tokens_of("end"))
+        asked = group.create_task(door.post("/generate", ask()))
+        await until(lambda: any(engine.sampled == 4 for engine in door.engines.values()))
+        await asyncio.sleep(0.5)  # until the gateway has them
+        await door.kill_mesh(signal.SIGKILL)
+        answer = await asked
+        assert answer["output_ids"] == [*tokens_of("end"), END_TOKEN]
+        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": END_TOKEN}
+
+
+async def test_a_stream_of_an_engine_that_breaks_goes_on_there(tmp_path: Path) -> None:
+    """SGLang refuses a request whose id it still runs, until it has noticed that nobody reads it."""
+    async with front_door(tmp_path, token_s=0.5) as door:
+        await door.kill_mesh(signal.SIGKILL)
+        await door.until_mesh("away")
+        await door.engines["e1"].stop()
+        e0 = door.engines["e0"]
+        async with asyncio.TaskGroup() as group:
+            asked = group.create_task(door.post("/generate", ask(rid="mine")))
+            await until(lambda: e0.sampled == 2)
+            e0.break_streams()
+        assert asked.result()["output_ids"] == expected(PROMPT, 12)
+
+
+async def test_an_abort_ends_a_request_at_an_engine_that_is_silent(tmp_path: Path) -> None:
+    async with front_door(tmp_path, token_s=0.02) as door:
+        await door.kill_mesh(signal.SIGKILL)
+        await door.until_mesh("away")
+        for engine in door.engines.values():
+            engine.hang()
+        async with asyncio.TaskGroup() as group:
+            asked = group.create_task(door.post("/generate", ask(rid="mine")))
+            await until(lambda: "mine" in [e.get("rid") for each in door.engines.values() for e in each.requests])
+            assert (await door.post("/abort_request", {"rid": "mine"}))["aborted"] == 1
+            answer = await asyncio.wait_for(asked, 10)
+        assert answer["meta_info"]["finish_reason"] == {"type": "abort"}
