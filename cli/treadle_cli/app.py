@@ -25,6 +25,7 @@ from treadle_cli.options import (
     DEFAULT_OUT,
     DEFAULT_PORT,
     DEFAULT_SCHEDULER,
+    MOST_PORT,
     Accelerator,
     AsJson,
     Engines,
@@ -111,7 +112,9 @@ def up(
     kv_limit_gb: Annotated[
         float | None, typer.Option(min=0.1, help="Most GB of KV pages there. By default an eighth of what is free.")
     ] = None,
-    port: Annotated[int, typer.Option(help="Port of the scheduler; the others follow. 0: free ports.")] = DEFAULT_PORT,
+    port: Annotated[
+        int, typer.Option(min=0, max=MOST_PORT, help="Port of the scheduler; the others follow. 0: free ports.")
+    ] = DEFAULT_PORT,
     secure: Annotated[
         bool | None,
         typer.Option(

@@ -39,7 +39,7 @@ from treadle_cli.mesh.services import (
     ControlPlane,
     choose_addresses,
 )
-from treadle_cli.options import DEFAULT_OUT, DEFAULT_PORT, AsJson, Out, new_run_folder
+from treadle_cli.options import DEFAULT_OUT, DEFAULT_PORT, MOST_PORT, AsJson, Out, new_run_folder
 from treadle_cli.problems import UsageProblem
 from treadle_cli.scheduler import reach_scheduler
 
@@ -68,8 +68,6 @@ class AttachPlan:
 
     def require_sound(self) -> None:
         """Raises UsageProblem for options that do not go together."""
-        if not self.urls:
-            raise UsageProblem("attach takes the URL of at least one SGLang server, e.g. http://127.0.0.1:30000")
         if self.scheduler and not self.nats_url:
             raise UsageProblem("--scheduler needs --nats-url: the NATS of that mesh, where sidecars publish facts")
         if self.nats_url and not self.scheduler:
@@ -89,7 +87,9 @@ def attach(
     scheduler: Annotated[str, typer.Option(help="host:port of a mesh that runs, to join it.")] = "",
     nats_url: Annotated[str, typer.Option(help="The NATS of that mesh, nats://host:port.")] = "",
     host: Annotated[str, typer.Option(help="Where that mesh reaches this machine.")] = LOOPBACK,
-    port: Annotated[int, typer.Option(help="Port of the scheduler that is started; 0: free ports.")] = DEFAULT_PORT,
+    port: Annotated[
+        int, typer.Option(min=0, max=MOST_PORT, help="Port of the scheduler that is started; 0: free ports.")
+    ] = DEFAULT_PORT,
     slots: Annotated[int, typer.Option(min=0, help="Steps that decode at once on an engine; 0: as it says.")] = 0,
     kv_folder: Annotated[
         Path | None, typer.Option(help="The folder in which the servers' HiCache stores KV, if they share one.")
@@ -142,6 +142,9 @@ async def run_attach(
     plan.require_sound()
     servers = await read_servers(clean_urls(plan.urls))
     _require_usable(list(check_servers(servers)), out)
+    urls = {server.name(plan.host): server.url for server in servers}
+    if len(urls) < len(servers):
+        raise UsageProblem(f"{', '.join(plan.urls)}: two of these are one server, by its host and port")
     if not plan.scheduler:
         require_bubblewrap()
         nats_server()
@@ -152,7 +155,6 @@ async def run_attach(
     try:
         async with ProcessTree(folder / "logs", hurry=hurry) as tree:
             model_path = str(servers[0].model["model_path"])  # they all serve the same
-            urls = {server.name(plan.host): server.url for server in servers}
             attachment = _Attachment(plan, urls, model_path, tree, state)
             with StartBoard(out) as board:
                 await attachment.start(board)
@@ -181,8 +183,7 @@ def print_alike(findings: Sequence[Finding], out: Console) -> None:
     alike: defaultdict[Finding, list[str]] = defaultdict(list)  # without its subject
     for finding in findings:
         alike[replace(finding, subject="")].append(finding.subject)
-    for finding, subjects in alike.items():
-        print_findings([replace(finding, subject=", ".join(subjects))], out)
+    print_findings([replace(finding, subject=", ".join(subjects)) for finding, subjects in alike.items()], out)
 
 
 async def _engine_ids(stub: SchedulerServiceAsyncStub) -> list[str]:

@@ -8,7 +8,6 @@ import uuid
 from typing import TYPE_CHECKING, Annotated
 
 import grpc
-import grpc.aio
 import typer
 from rich.console import Console
 from treadle.scheduler.v1 import scheduler_pb2 as pb
@@ -45,20 +44,19 @@ def drain(
 
 async def run_drain(engine: str, scheduler: str, undo: bool, waits: bool, as_json: bool, out: Console) -> int:
     """Drain, or end a drain, and say how many trajectories are left. Raises UsageProblem, TreadleError."""
-    from treadle.errors import error_from
+    from treadle.errors import TreadleError
 
     from treadle_cli.scheduler import reach_scheduler
 
-    async with reach_scheduler(scheduler) as stub:
-        request = pb.DrainEngineRequest(request_id=uuid.uuid4().hex, engine_id=engine, undo=undo)
-        try:
+    request = pb.DrainEngineRequest(request_id=uuid.uuid4().hex, engine_id=engine, undo=undo)
+    try:
+        async with reach_scheduler(scheduler) as stub:
             left = (await stub.DrainEngine(request, timeout=ASK_S)).trajectories
             if left and waits and not undo:
                 await _until_empty(stub, engine, out)
                 left = 0
-        except grpc.aio.AioRpcError as error:
-            raised = error_from(error)
-            raise (UsageProblem(raised.message) if error.code() in CORRECTABLE else raised) from None
+    except TreadleError as error:
+        raise (UsageProblem(error.message) if error.code in CORRECTABLE else error) from None
     if as_json:
         typer.echo(json.dumps({"engine": engine, "draining": not undo, "trajectories": left}))
     elif undo:

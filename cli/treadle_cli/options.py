@@ -15,6 +15,7 @@ DEFAULT_SCHEDULER = f"127.0.0.1:{DEFAULT_PORT}"
 DEFAULT_OUT = Path("runs")
 # Sixteen times the papers' cluster: beyond, a simulation takes longer than anyone waits, and then the memory.
 MOST_GPUS, MOST_SLOTS = 1_024, 4_096
+MOST_PORT = 65_000  # of the scheduler: those of the services and of each engine's sidecar follow
 
 
 def complete_from(*values: str) -> Callable[[str], list[str]]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import grpc.aio
 from treadle.certificates import FOLDER_VARIABLE, Certificates, open_channel
 from treadle.connection import FOLLOWING, follow
+from treadle.errors import error_from
 from treadle.scheduler.v1 import scheduler_pb2_grpc
 
 from treadle_cli.problems import UsageProblem
@@ -33,7 +34,8 @@ async def reach_scheduler(
     addresses: str, certificates: Certificates | None = None
 ) -> AsyncIterator[SchedulerServiceAsyncStub]:
     """Call the scheduler that serves. addresses: host:port of each scheduler, with commas between. certificates: None:
-    those of TREADLE_TLS_FOLDER. Raises UsageProblem where none serves within CONNECT_S."""
+    those of TREADLE_TLS_FOLDER. Raises UsageProblem where none serves within CONNECT_S, and TreadleError for a call in
+    the block that fails."""
     certificates = certificates or own_certificates()
     async with AsyncExitStack() as stack:
         channels: list[grpc.aio.Channel] = []
@@ -53,5 +55,11 @@ async def reach_scheduler(
             asked = [] if certificates is None else [certificates.refusal(a, "scheduler") for a in addresses.split(",")]
             for refusal in filter(None, await asyncio.gather(*asked)):
                 raise UsageProblem(f"--scheduler {addresses}: {refusal.message}")
-            raise UsageProblem(f"--scheduler {addresses}: no scheduler serves there")
-        yield scheduler_pb2_grpc.SchedulerServiceStub(followed)
+            hint = "" if certificates else f"; of a mesh with certificates, set {FOLDER_VARIABLE}"
+            raise UsageProblem(f"--scheduler {addresses}: no scheduler serves there{hint}")
+        try:
+            yield scheduler_pb2_grpc.SchedulerServiceStub(followed)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise UsageProblem(f"--scheduler {addresses}: what serves there is no scheduler") from error
+            raise error_from(error) from error

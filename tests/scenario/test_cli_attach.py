@@ -135,6 +135,20 @@ async def test_a_check_says_which_flag_must_change_and_starts_nothing(
     assert written(tmp_path) == []
 
 
+async def test_what_is_no_scheduler_and_one_server_under_two_names_are_named(
+    servers: list[FakeSglang], tmp_path: Path, start_service: StartService, nats_url: str
+) -> None:
+    other = await start_service("treadle_predictor", {"TREADLE_PREDICTOR_LISTEN": f"127.0.0.1:{free_port()}"})
+    options = ("--scheduler", other.address, "--nats-url", nats_url)
+    code, said, errors = await output_of(*TREADLE, "attach", servers[0].url, *options, cwd=tmp_path)
+    assert code == 2, errors
+    assert f"--scheduler {other.address}: what serves there is no scheduler" in " ".join(errors.split())
+    assert said.splitlines().count(servers[0].url) == 1, "one heading for all that is said of a server"
+    again = f"http://localhost:{servers[0].port}"
+    code, _, errors = await output_of(*TREADLE, "attach", servers[0].url, again, *options, cwd=tmp_path)
+    assert code == 2 and "two of these are one server" in " ".join(errors.split()), errors
+
+
 async def test_an_url_without_a_server_and_options_that_do_not_go_together_are_named(tmp_path: Path) -> None:
     nobody = f"http://127.0.0.1:{free_port()}"
     for options, says in (
@@ -142,6 +156,7 @@ async def test_an_url_without_a_server_and_options_that_do_not_go_together_are_n
         ((nobody, "--scheduler", "h:1"), "--scheduler needs --nats-url"),
         ((nobody, "--nats-url", "nats://h:1"), "--nats-url needs --scheduler"),
         ((nobody, "--kv-folder", "nowhere"), "--kv-folder nowhere: there is no such folder"),
+        ((nobody, "--port", "70000"), "--port"),
         (("ftp://h",), "ftp://h: must be the URL of a SGLang server"),
     ):
         code, _, errors = await output_of(*TREADLE, "attach", *options, cwd=tmp_path)

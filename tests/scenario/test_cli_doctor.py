@@ -66,12 +66,19 @@ async def _register_one_that_nobody_serves(calls: SchedulerClient) -> None:
     await calls.register("e1", model="another", address=f"127.0.0.1:{free_port()}")
 
 
-async def test_nobody_at_an_address_is_a_problem_that_says_what_to_do(tmp_path: Path) -> None:
+async def test_nobody_at_an_address_is_a_problem_that_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server, scheduler = f"http://127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     code, found = await doctor(tmp_path, server, "--scheduler", scheduler)
     assert code == 1
     assert of(found, server)["answers"]["do"] == "Is the server up at this URL?"
     assert "treadle up" in of(found, f"mesh at {scheduler}")["scheduler"]["do"]
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "nowhere"))
+    code, found = await doctor(tmp_path, "--scheduler", scheduler)
+    certificate = of(found, f"mesh at {scheduler}")["certificate"]
+    assert code == 1 and "operator's certificate" in certificate["do"] and "treadle up" not in certificate["do"]
+    monkeypatch.delenv(FOLDER_VARIABLE)
     code, said, errors = await output_of(sys.executable, "-m", "treadle_cli", "doctor", "ftp://h", cwd=tmp_path)
     assert (code, said) == (2, "") and "must be the URL" in errors
 

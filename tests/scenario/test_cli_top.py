@@ -93,6 +93,18 @@ async def test_trajectories_are_asked_for_seldom_and_engines_each_time(
         assert len((await Watcher("", stub, None).look()).trajectories) == 1
 
 
+async def test_a_mesh_that_is_seldom_asked_has_a_rate_too(
+    start_service: StartService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "SPARE", 0.0)
+    monkeypatch.setattr(snapshots, "RATE_S", 0.0)
+    async with fleet(start_service, sidecars=1) as made, reach_scheduler(made.scheduler.address) as stub:
+        watcher = Watcher(made.scheduler.address, stub, None)
+        await watcher.look()
+        await (await made.run("done")).close()
+        assert (await watcher.look()).trajectories_per_minute > 0
+
+
 async def test_a_terminal_is_redrawn_until_ctrl_c_and_then_is_as_it_was(start_service: StartService) -> None:
     async with fleet(start_service, sidecars=1) as made:
         shown, ours = start_in_terminal("--scheduler", made.scheduler.address)

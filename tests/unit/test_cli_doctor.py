@@ -1,5 +1,6 @@
 """What `treadle doctor` and `treadle attach` make of a machine, of a server's answers and of a mesh's."""
 
+import asyncio
 import io
 import json
 import resource
@@ -9,11 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from rich.console import Console
 from support.processes import free_port
 from treadle.engine.v1 import engine_pb2
 from treadle.scheduler.v1 import scheduler_pb2 as pb
-from treadle_cli.doctor import machine
+from treadle_cli.doctor import machine, servers
 from treadle_cli.doctor.findings import OK, PROBLEM, WARNING, Finding, as_json, count_levels, print_findings, worst
 from treadle_cli.doctor.mesh import LATE_S, _clocks, _dated, _engines
 from treadle_cli.doctor.servers import TESTED_VERSION, Server, check_server, check_servers, clean_urls
@@ -65,6 +68,7 @@ def test_a_good_server_needs_no_change() -> None:
         ({"enable_cache_report": False}, "cache report", WARNING, "--enable-cache-report"),
         ({"incremental_streaming_output": False}, "streaming", WARNING, "--incremental-streaming-output"),
         ({"max_running_requests": None}, "slots", WARNING, "--max-running-requests"),
+        ({"dp_size": "two"}, "data parallel", WARNING, "without --dp-size"),
         ({"dp_size": 4}, "data parallel", WARNING, "without --dp-size"),
         ({"version": "0.4.9"}, "version", WARNING, TESTED_VERSION),
     ],
@@ -107,6 +111,10 @@ def test_a_machine_is_looked_at_without_starting_anything(monkeypatch: pytest.Mo
         found = {each.check: each for each in machine.check_machine(port)}
     assert {"python", "cores", "memory", "open files", "sandbox", "NATS", "SGLang", "ports"} <= set(found)
     assert found["ports"].level == WARNING and f"{port} (scheduler)" in found["ports"].says
+    with socket.create_server(("127.0.0.1", port + 8)):
+        found = {each.check: each for each in machine.check_machine(port)}
+    assert f"{port + 8} (http)" in found["ports"].says, "treadle up needs it too"
+    assert "free ones" in {each.check: each for each in machine.check_machine(0)}["ports"].says
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("TREADLE_ENGINE_PYTHON", "/nowhere/python")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1 << 20))
@@ -114,6 +122,9 @@ def test_a_machine_is_looked_at_without_starting_anything(monkeypatch: pytest.Mo
     assert found["sandbox"].level == PROBLEM and "bubblewrap" in found["sandbox"].do
     assert found["SGLang"].level == WARNING and "treadle attach" in found["SGLang"].do
     assert found["open files"].level == WARNING and "ulimit -n 65536" in found["open files"].do
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
+    found = {each.check: each for each in machine.check_machine(port)}
+    assert "ulimit -n 1024" not in found["open files"].do and "nofile" in found["open files"].do
 
 
 def engine(name: str, age_s: float = 0.0, **load: Any) -> pb.RegisteredEngine:
@@ -136,6 +147,26 @@ def test_clocks_that_disagree_and_engines_that_cannot_run_are_found() -> None:
     wanted = pb.Weights(weight_version="2", engines=[behind])
     last = list(_engines("m", [engine("e0")], wanted))[-1]
     assert (last.level, last.do) == (PROBLEM, "no such file")
+
+
+async def test_a_server_that_hangs_or_answers_nonsense_is_told_from_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "ANSWER_S", 0.5)
+
+    async def hang(_: web.Request) -> web.Response:
+        await asyncio.sleep(60.0)
+        return web.Response()
+
+    async def nest(_: web.Request) -> web.Response:
+        return web.Response(text="[" * 100_000)
+
+    found = []
+    for answer in (hang, nest):
+        app = web.Application()
+        app.router.add_get("/server_info", answer)
+        async with TestServer(app) as server:
+            [asked] = await servers.read_servers([f"http://127.0.0.1:{server.port}"])
+            found.append(asked.problem)
+    assert found == ["/server_info has no answer within 0 s", "/server_info answers no JSON object"]
 
 
 def test_a_certificate_is_due_two_weeks_before_its_end() -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from treadle_cli import exits
 from treadle_cli.doctor.findings import PROBLEM, Finding, as_json, count_levels, print_findings, worst
-from treadle_cli.options import DEFAULT_PORT, AsJson
+from treadle_cli.options import DEFAULT_PORT, MOST_PORT, AsJson
 
 Urls = Annotated[list[str] | None, typer.Argument(help="SGLang servers to look at, e.g. http://127.0.0.1:30000.")]
 
@@ -18,7 +18,9 @@ Urls = Annotated[list[str] | None, typer.Argument(help="SGLang servers to look a
 def doctor(
     urls: Urls = None,
     scheduler: Annotated[str, typer.Option(help="host:port of a mesh's scheduler, to look at the mesh too.")] = "",
-    port: Annotated[int, typer.Option(help="Port that a mesh's scheduler would get on this machine.")] = DEFAULT_PORT,
+    port: Annotated[
+        int, typer.Option(min=0, max=MOST_PORT, help="Port that a mesh's scheduler would get on this machine.")
+    ] = DEFAULT_PORT,
     json_only: AsJson = False,
 ) -> None:
     """Check this machine, SGLang servers and a mesh, and say what to change. Exit code 1 where there is a problem."""

@@ -14,7 +14,7 @@ from treadle_cli.doctor.findings import OK, PROBLEM, WARNING, Finding
 from treadle_cli.mesh import checks
 from treadle_cli.mesh.engines import LEAST_KV_GB
 from treadle_cli.mesh.ports import is_free
-from treadle_cli.mesh.services import RESOURCES, SERVICES
+from treadle_cli.mesh.services import IN_PORT_ORDER
 from treadle_cli.problems import UsageProblem
 
 SUBJECT = "this machine"
@@ -76,12 +76,17 @@ def _files() -> Finding:
     if soft >= LEAST_FILES or soft == resource.RLIM_INFINITY:
         return Finding(SUBJECT, "open files", OK, f"a process may open {soft}")
     raised = min(hard, 16 * LEAST_FILES) if hard != resource.RLIM_INFINITY else 16 * LEAST_FILES
-    do = f"Thousands of trajectories need more connections than that: run ulimit -n {raised} before."
-    return Finding(SUBJECT, "open files", WARNING, f"a process may open {soft}", do)
+    do = f"run ulimit -n {raised} before."
+    if raised < LEAST_FILES:
+        do = "raise nofile in /etc/security/limits.conf, or start the container with --ulimit nofile=65536."
+    why = f"Thousands of trajectories need more connections than that: {do}"
+    return Finding(SUBJECT, "open files", WARNING, f"a process may open {soft}", why)
 
 
 def _ports(base_port: int) -> Finding:
-    names = dict(enumerate((*SERVICES, RESOURCES), start=base_port))
+    if base_port == 0:
+        return Finding(SUBJECT, "ports", OK, "--port 0 takes free ones")
+    names = dict(enumerate(IN_PORT_ORDER, start=base_port))
     taken = [f"{port} ({name})" for port, name in names.items() if not is_free(port)]
     if not taken:
         return Finding(SUBJECT, "ports", OK, f"{base_port} to {base_port + len(names) - 1} are free")

@@ -18,6 +18,7 @@ import grpc.aio
 from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from treadle.certificates import CERTIFICATE, FOLDER_VARIABLE, Certificates, open_channel
+from treadle.errors import TreadleError
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 
 from treadle_cli.doctor.findings import OK, PROBLEM, WARNING, Finding
@@ -32,6 +33,8 @@ SECONDS_A_DAY = 86_400.0
 SOON_DAYS = 14.0  # a certificate that ends within these is due
 LATE_S = 15.0  # by which a load may be old: leases of 10 s are renewed at a third of them
 EARLY_S = 2.0  # by which a clock may be ahead of this machine's
+START = "Start one with treadle up or treadle attach URL, or give the address that they print."
+IDENTIFY = f"Set {FOLDER_VARIABLE} to the folder of an operator's certificate of that mesh."
 MISSING = {  # what a mesh does without a service
     "tools": "clients run their tools themselves",
     "rollout": "no groups, shaping or sample buffer",
@@ -46,19 +49,16 @@ async def check_mesh(addresses: str) -> list[Finding]:
     found = partial(Finding, f"mesh at {addresses}")
     try:
         certificates = own_certificates()
+    except UsageProblem as problem:
+        return [found("certificate", PROBLEM, str(problem), IDENTIFY)]
+    try:
         async with reach_scheduler(addresses) as stub:
             return [found("scheduler", OK, "serves"), *await _look(stub, addresses, certificates)]
     except UsageProblem as problem:
-        do = "Start one with treadle up or treadle attach URL, or give the address that they print."
-        return [found("scheduler", PROBLEM, str(problem), do)]
-    except grpc.aio.AioRpcError as error:
-        return [found("scheduler", PROBLEM, f"{error.code().name}: {error.details()}", _allowed(error))]
-
-
-def _allowed(error: grpc.aio.AioRpcError) -> str:
-    if error.code() in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED):
-        return f"Set {FOLDER_VARIABLE} to the folder of an operator's certificate."
-    return "Look at the scheduler's log."
+        return [found("scheduler", PROBLEM, str(problem), START if certificates is None else f"{START} {IDENTIFY}")]
+    except TreadleError as error:
+        refused = error.code in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
+        return [found("scheduler", PROBLEM, str(error), IDENTIFY if refused else "Look at the scheduler's log.")]
 
 
 async def _look(stub: SchedulerServiceAsyncStub, addresses: str, certificates: Certificates | None) -> list[Finding]:
@@ -170,7 +170,11 @@ def _clocks(subject: str, engines: Sequence[pb.RegisteredEngine], now_s: float) 
 def _engines(subject: str, engines: Sequence[pb.RegisteredEngine], weights: pb.Weights) -> Iterator[Finding]:
     if not engines:
         yield Finding(
-            subject, "engines", PROBLEM, "none is registered", "Add some: treadle attach URL --scheduler ADDRESS."
+            subject,
+            "engines",
+            PROBLEM,
+            "none is registered",
+            "Add some: treadle attach URL --scheduler ADDRESS --nats-url NATS.",
         )
         return
     slots = sum(engine.info.slot_limit for engine in engines)

@@ -89,9 +89,12 @@ async def _read(http: aiohttp.ClientSession, url: str) -> Server:
                     says = f"{path} answers HTTP {response.status}, so it is no SGLang {TESTED_VERSION}"
                     return unknown(says, f"Give the URL of a server of SGLang {TESTED_VERSION}, not of a router.")
                 answer = await response.json(content_type=None)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except TimeoutError:
+            says = f"{path} has no answer within {ANSWER_S:.0f} s"
+            return unknown(says, "It hangs, or is busy: look at its log, and try again.")
+        except (aiohttp.ClientError, OSError) as error:
             return unknown(f"does not answer: {str(error) or type(error).__name__}", "Is the server up at this URL?")
-        except ValueError:
+        except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
             return unknown(f"{path} answers no JSON object", f"Give the URL of a server of SGLang {TESTED_VERSION}.")
@@ -199,7 +202,7 @@ def _cache_report(server: Mapping[str, Any], profile: EngineProfile, found: Foun
 
 
 def _data_parallel(server: Mapping[str, Any], profile: EngineProfile, found: Found) -> Finding:
-    ranks = int(server.get("dp_size") or 1)
+    ranks = server.get("dp_size") or 1
     if ranks == 1:
         return found("data parallel", OK, "one replica a server")
     do = (

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import grpc.aio
 from rich.console import Console
 from treadle.engine.v1 import engine_pb2
-from treadle.errors import error_from
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle.types import seconds, words_of
@@ -34,12 +33,9 @@ STATES = words_of(pb.TrajectoryState)
 async def explain_live(trajectory_id: str, scheduler: str, progress: Console) -> Explanation:
     """Explain a trajectory of the mesh at `scheduler`. Raises TreadleError, UsageProblem."""
     async with reach_scheduler(scheduler) as stub:
-        try:
-            asked = await _history(stub, trajectory_id)
-            rollout = await _rollout(stub, asked.trajectory.rollout_id) if asked.trajectory.rollout_id else [asked]
-            engines = (await stub.ListEngines(pb.ListEnginesRequest(), timeout=CALL_S)).engines
-        except grpc.aio.AioRpcError as failure:
-            raise error_from(failure) from failure
+        asked = await _history(stub, trajectory_id)
+        rollout = await _rollout(stub, asked.trajectory.rollout_id) if asked.trajectory.rollout_id else [asked]
+        engines = (await stub.ListEngines(pb.ListEnginesRequest(), timeout=CALL_S)).engines
     with progress.status("playing the rollout under other policies"):
         return await asyncio.to_thread(_explain, asked, rollout, [engine.info for engine in engines])
 

@@ -53,7 +53,7 @@ GATEWAY_FOLDER = f"{GATEWAY}-{DEFAULT_TENANT}"  # of its certificate: it calls a
 CONSOLE = "console"
 CONSOLE_PURPOSE = "what the mesh does, in a browser"
 CONSOLE_PORT_OFFSET = -1  # of its page over the scheduler's
-SIDECAR_PORT_OFFSET = 9  # of the first sidecar's port over the scheduler's; one more for each further engine
+IN_PORT_ORDER = (*SERVICES, RESOURCES, GATEWAY, HTTP)  # from the scheduler's port on, and then the sidecars
 
 
 @dataclass(frozen=True)
@@ -82,18 +82,17 @@ class Addresses:
 def choose_addresses(ports: Ports, base_port: int, engine_ids: Sequence[str]) -> Addresses:
     """The scheduler at `base_port` of the ports' host and the others behind it, or all on free ports if it is 0. Raises
     UsageProblem."""
-    others = [*SERVICES, RESOURCES, GATEWAY, HTTP]
+    names = [*IN_PORT_ORDER, *engine_ids]
     if base_port == 0:
-        chosen = ports.choose(len(others) + len(engine_ids))
+        chosen = ports.choose(len(names))
     else:
-        offsets = [*range(len(others)), *range(SIDECAR_PORT_OFFSET, SIDECAR_PORT_OFFSET + len(engine_ids))]
-        chosen = [base_port + offset for offset in offsets]
+        chosen = list(range(base_port, base_port + len(names)))
         taken = [str(port) for port in chosen if not is_free(port, ports.host)]
         if taken:
             raise UsageProblem(
                 f"port {', '.join(taken)} is taken: another mesh runs? Pass --port 0 for free ones, or another --port."
             )
-    hosts = dict(zip([*others, *engine_ids], [f"{ports.host}:{port}" for port in chosen], strict=True))
+    hosts = dict(zip(names, [f"{ports.host}:{port}" for port in chosen], strict=True))
     return Addresses(
         {name: hosts[name] for name in SERVICES},
         {name: hosts[name] for name in engine_ids},

@@ -29,8 +29,6 @@ def top(
 
 async def run_top(scheduler: str, once: bool, as_json: bool, out: Console) -> int:
     """Show the mesh at `scheduler`. Raises UsageProblem, TreadleError."""
-    from treadle.errors import error_from
-
     from treadle_cli.scheduler import own_certificates, reach_scheduler
     from treadle_cli.top.screen import Screen
     from treadle_cli.top.snapshot import Watcher
@@ -41,10 +39,7 @@ async def run_top(scheduler: str, once: bool, as_json: bool, out: Console) -> in
         raise UsageProblem("treadle top needs a terminal: give --once, or --once --json, where there is none")
     async with reach_scheduler(scheduler) as stub:
         watcher = Watcher(scheduler, stub, own_certificates())
-        try:
-            snapshot = await watcher.look()
-        except grpc.aio.AioRpcError as error:
-            raise error_from(error) from error
+        snapshot = await watcher.look()
         if once:
             typer.echo(json.dumps(snapshot.as_json())) if as_json else out.print(Screen(snapshot))
             return 0

@@ -27,7 +27,7 @@ PAGE = 1_000
 SPARE = 20.0  # 5% of the scheduler's core at most
 TAIL = 0.1  # of a rollout's samples: what the straggler tax is for
 SHOWN_MOVES = 8
-RATE_S = 10.0  # how far back rates look
+RATE_S = 10.0  # how far back rates look, or to the answer before where that is longer ago
 MOVE_STATES, STATES = words_of(migrator_pb2.MigrationState), words_of(pb.TrajectoryState)
 
 
@@ -139,7 +139,8 @@ class Watcher:
             self._asked_s = time.monotonic()
             self._ask_again_s = self._asked_s + SPARE * (self._asked_s - now)
             ended = sum(each.HasField("closed_at") for each in self._known)
-            self._ended = [(at, n) for at, n in self._ended if self._asked_s - at <= RATE_S] + [(self._asked_s, ended)]
+            recent = [(at, n) for at, n in self._ended if self._asked_s - at <= RATE_S]
+            self._ended = [*(recent or self._ended[-1:]), (self._asked_s, ended)]
         engines = await self.stub.ListEngines(pb.ListEnginesRequest(), timeout=ASK_S)
         policy = (await self.stub.GetPolicy(pb.GetPolicyRequest(), timeout=ASK_S)).policy
         return Snapshot(
