@@ -21,17 +21,20 @@ def activate() -> str | None:
 
 
 def define_vision_operators() -> None:
-    """Define torchvision::nms and torchvision::qnms where they are missing.
+    """Define torchvision::nms and torchvision::qnms where torchvision's own binary does not.
 
-    SGLang imports torchvision at start; a torchvision wheel built for CUDA cannot load its binary beside a CPU torch,
-    and then `import torchvision` fails over these two operators, which no text model calls. Their schemas are enough.
+    SGLang imports torchvision at start. A torchvision built for CUDA cannot load its binary beside a CPU torch, and
+    then its import fails over these two operators, which no text model calls. Their schemas are enough. Where the
+    binary can be loaded, it ends the process if they are defined already.
     """
     import torch
 
-    missing = [name for name in ("nms", "qnms") if not hasattr(torch.ops.torchvision, name)]
-    if not missing or _definitions:
+    if _definitions:
         return
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for name in missing:
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _definitions.append(library)
+    try:
+        import torchvision  # noqa: F401 - whether it can be
+    except RuntimeError:
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _definitions.append(library)
