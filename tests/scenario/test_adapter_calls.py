@@ -268,7 +268,7 @@ async def test_idle_trajectories_make_room_for_a_first_step_that_waits(mesh: Fak
 async def test_trajectories_that_go_on_are_not_closed_to_make_room(mesh: FakeMesh) -> None:
     """A conversation whose tools take ten seconds, and room for it alone.
 
-    Result: a first step closes it only once it is idle for twice as long as it ever was before, and what comes back
+    Result: a first step closes it only once it is idle for four times as long as it ever was before, and what comes back
     after that opens anew and makes the next ones wait longer.
     """
     now = 0.0
@@ -281,15 +281,15 @@ async def test_trajectories_that_go_on_are_not_closed_to_make_room(mesh: FakeMes
             talk = await sessions.generate("", [*talk.tokens, 7], FIVE)
         waiting = asyncio.create_task(sessions.generate("", [99], FIVE))
         await until(lambda: len(mesh.scheduler.open_trajectories) == 2)
-        now += 19.0
+        now += 39.0
         assert await sessions.sweep() == 0
         now += 2.0
         assert await sessions.sweep() == 1
         other = await waiting
         back = asyncio.create_task(sessions.generate("", [*talk.tokens, 7], FIVE))
         await until(lambda: len(mesh.scheduler.open_trajectories) == 2)
-        now += 41.0
-        assert await sessions.sweep() == 0  # it has come back after 21 s
+        now += 163.0
+        assert await sessions.sweep() == 0  # it has come back after 41 s
         now += 2.0
         assert await sessions.sweep() == 1
         assert (await back).trajectory_id != talk.trajectory_id

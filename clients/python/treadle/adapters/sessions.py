@@ -39,8 +39,9 @@ EXPIRY_S = 1.0  # between two looks for trajectories that are at their time limi
 STARTS_WITHIN_S = 0.3
 # Pauses of one kind that are remembered, and how many must be known before they say when a trajectory is over.
 RECENT_PAUSES, FEWEST_PAUSES = 256, 16
-# This share of pauses may be longer than half the time after which a trajectory counts as over.
-RARE, MARGIN = 0.05, 2.0
+# This share of pauses may be longer than a quarter of the time after which a trajectory counts as over: those with the
+# longest tools are often the ones that a rollout waits for.
+RARE, MARGIN = 0.05, 4.0
 NAMED_AT_FIRST_S, UNNAMED_AT_FIRST_S = 60.0, 1.0  # until pauses are known
 REMEMBERED_S = 300.0  # for which a closed trajectory that goes on is recognised
 
