@@ -268,8 +268,8 @@ async def test_idle_trajectories_make_room_for_a_first_step_that_waits(mesh: Fak
 async def test_trajectories_that_go_on_are_not_closed_to_make_room(mesh: FakeMesh) -> None:
     """A conversation whose tools take ten seconds, and room for it alone.
 
-    Result: a first step closes it only once it is idle for four times as long as it ever was before, and what comes back
-    after that opens anew and makes the next ones wait longer.
+    Result: a first step closes it only once it is idle for four times as long as it ever was before, and what comes
+    back after that opens anew and makes the next ones wait longer.
     """
     now = 0.0
     mesh.scheduler.room = 1

@@ -10,13 +10,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
-import grpc.aio
 import typer
 from google.protobuf import json_format
 from google.protobuf.message import Message
 from rich.console import Console
 from treadle.certificates import open_channel
-from treadle.errors import error_from
+from treadle.errors import TreadleError
 from treadle.resources.v1 import resources_pb2 as pb
 from treadle.resources.v1 import resources_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2
@@ -66,9 +65,8 @@ async def run_apply(
             with out.status("changing engines"):
                 request.request_id, request.dry_run = uuid.uuid4().hex, False
                 applied = await apply(request)
-    except grpc.aio.AioRpcError as error:
-        raised = error_from(error)
-        raise (UsageProblem(raised.message) if error.code() in CORRECTABLE else raised) from None
+    except TreadleError as error:
+        raise (UsageProblem(error.message) if error.code in CORRECTABLE else error) from None
     except errors.TreadleError as error:
         raise UsageProblem(error.message) from None
     if applied.outcome == pb.APPLY_OUTCOME_ROLLED_BACK:
