@@ -3,11 +3,14 @@
 import json
 import re
 import tomllib
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = str(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"])
@@ -61,3 +64,16 @@ def test_the_changelog_is_about_this_version() -> None:
     assert heads[0] == "Unreleased" or heads[0].split()[0] == VERSION
     released = [head for head in heads if head != "Unreleased"]
     assert not [head for head in released if not re.fullmatch(r"\d+\.\d+\.\d+ \(\d{4}-\d\d-\d\d\)", head)]
+
+
+def test_the_pinned_packages_take_the_oldest_python_that_the_readme_names() -> None:
+    """Debian 12 has Python 3.11.2; a package that wants a later one ends `make setup` there."""
+    pins = [line.partition("==")[0] for line in text("requirements-mesh.txt").splitlines() if "==" in line]
+    assert "Python 3.11\nor newer" in text("README.md")
+    refused = {}
+    for name in pins:
+        with suppress(PackageNotFoundError):  # what this machine does not install
+            wants = metadata(name)["Requires-Python"] or ""
+            if not SpecifierSet(wants).contains("3.11.0"):
+                refused[name] = wants
+    assert not refused

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs SGLang for a CPU into a venv of its own (3.5 GB): engine/install.sh VENV
+# Installs SGLang for a CPU into a venv of its own (6.4 GB with CUDA's PyTorch, as PyPI has it): engine/install.sh VENV
 # Its own venv, because SGLang pins versions of grpcio, protobuf and numba that the mesh does not want to follow.
 set -euo pipefail
 venv=${1:?usage: install.sh VENV}
