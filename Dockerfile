@@ -51,7 +51,7 @@ ARG SERVICE=tools
 ARG OFFLINE
 # bubblewrap is what every action runs in.
 RUN if [ -z "${OFFLINE}" ]; then \
-      apt-get update && apt-get install -y --no-install-recommends bubblewrap python3 && rm -rf /var/lib/apt/lists/*; \
+      apt-get update && apt-get install -y --no-install-recommends bubblewrap python3 && apt-get clean && rm -rf /var/lib/apt/lists/*; \
     fi
 COPY --from=build /opt/treadle /opt/treadle
 ENV PATH=/opt/treadle/bin:$PATH PYTHONUNBUFFERED=1 TREADLE_SERVICE=${SERVICE} TREADLE_HEALTH_SOCKET=/tmp/health
