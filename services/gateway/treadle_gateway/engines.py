@@ -66,7 +66,8 @@ class Engines:
         """The URL of the session's engine, or of the one with the fewest requests. Raises EngineAway."""
         urls = self.urls
         if not urls:
-            raise EngineAway("no engine has told the URL of its HTTP server")
+            some = "no engine has told the URL of its HTTP server"
+            raise EngineAway(some if self._mesh.engines else "no engine is registered yet")
         kept = self._of_session.get(session) if session else None
         if kept in urls and not self._has_failed(kept):
             self._of_session.move_to_end(session)
