@@ -19,9 +19,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 SESSIONS = ["s0", "s1"]
 NEW_TOKENS, TURNS, OBSERVATION = 16, 3, [28, 284, 260]
-# A step computes what came since the turn before, and a direct call the whole context: float weights give the same
-# tokens, and logprobs that differ in their last digits.
-LOGPROB_TOLERANCE = 2e-2
+# A step computes what came since the turn before, and a direct call the whole context: 32-bit floats give the
+# same tokens, and logprobs that differ in their last digits.
+LOGPROB_TOLERANCE = 2e-3
 
 
 def prompt(seed: int) -> list[int]:
