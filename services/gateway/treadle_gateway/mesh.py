@@ -118,7 +118,7 @@ class MeshLink:
                 await asyncio.sleep(LOOK_S)
 
     async def sweep(self) -> None:
-        """Background task: close trajectories that hardly go on any more."""
+        """Background task: close trajectories that will probably have no other turn."""
         while True:
             await asyncio.sleep(SWEEP_S)
             if self.visit is not None:

@@ -90,7 +90,7 @@ class _Places(Generic[T]):
         return found
 
     def remove_older(self, before_s: float) -> list[tuple[float, T]]:
-        """Those that are there since before this moment."""
+        """Remove those that have been there since before this moment."""
         old = [place for place, items in self.places.items() for since_s, _ in items if since_s < before_s]
         return [self.remove(place, 0) for place in old]
 
@@ -124,7 +124,7 @@ class Sessions:
     ) -> None:
         self._client, self._idle_s, self._unnamed_idle_s, self._now = client, idle_s, unnamed_idle_s, now
         self._idle: dict[str, _Places[Trajectory]] = {}
-        self._closed: dict[str, _Places[None]] = {}  # before their session said that they are over
+        self._closed: dict[str, _Places[None]] = {}  # by `sweep`; their session did not end them
         self._starting: dict[Trajectory, float] = {}  # those that were opened for the turn that runs, since when
         self._pauses = {  # of sessions, and of requests without one
             True: _Pauses(min(NAMED_AT_FIRST_S, idle_s)),
@@ -187,8 +187,8 @@ class Sessions:
         return await self._close_all([each for _, each in self._remove_older(session, math.inf)], outcome)
 
     async def sweep(self) -> int:
-        """Close idle trajectories that hardly go on any more: those at their time limit, and while first steps wait for
-        room others too, two for each such step. Returns how many. Called each SWEEP_S."""
+        """Close idle trajectories that will probably have no other turn: those at their time limit, and, while first
+        steps wait for room, two more for each such step. Returns how many. To be called each SWEEP_S."""
         now = self._now()
         old: list[_Old] = []
         if now >= self._next_expiry_s:
@@ -249,7 +249,7 @@ class Sessions:
         return trajectory
 
     def _remove_over(self, most: int, now: float) -> list[_Old]:
-        """So many of the trajectories that are over by what pauses were like, the longest idle first."""
+        """Remove trajectories that are idle for longer than pauses were, the longest idle first, `most` of them."""
         over_s = {named: now - pauses.over_after_s for named, pauses in self._pauses.items()}
         over = [
             (since_s, session, place)
