@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # Hand-written lines and modules at most, by folder of the tree; MOST_LINES and MOST_MODULES hold for all together.
 BUDGETS = {
     "bench": (11_080, 69),
-    "cli": (10_400, 78),
-    "clients/python": (8_180, 51),
+    "cli": (10_390, 78),
+    "clients/python": (8_370, 52),
     "core": (12_940, 73),
     "examples": (820, 8),
     "learned": (2_170, 14),
@@ -26,11 +26,11 @@ BUDGETS = {
     "services/predictor": (1_330, 13),
     "services/rollout": (1_790, 10),
     "services/scheduler": (2_130, 12),
-    "services/sidecar": (4_150, 25),
+    "services/sidecar": (4_170, 25),
     "services/tools": (10_070, 68),
     "sim": (7_180, 43),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 81_980, 535, 55_850
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 82_200, 536, 56_070
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 

@@ -68,6 +68,17 @@ async def test_tokens_of_an_interval_come_together_but_for_the_first(side: Sidec
     assert result.offsets == [0, 1]
 
 
+async def test_the_start_is_told_while_the_first_token_is_late(side: Sidecar, engine: FakeSglang) -> None:
+    engine.hang()
+    try:
+        stream = side.stub.Generate(greedy(1), timeout=20)
+        first = await stream.read()
+        assert isinstance(first, engine_pb2.GenerateResponse)
+        assert first.WhichOneof("event") == "started"
+    finally:
+        engine.go_on()
+
+
 async def test_a_higher_step_evicts_a_lower_one_and_the_lower_one_loses_nothing(nats_url: str) -> None:
     """One slot; three high steps come while a low one runs. Result: the low one's stream is unbroken, its tokens those
     of an uninterrupted run, and its context came from KV each time it resumed."""

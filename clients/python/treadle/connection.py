@@ -29,9 +29,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import grpc
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message_factory import GetMessageClass
 
 from treadle.certificates import Certificates, Options, open_channel
-from treadle.engine.v1 import engine_pb2_grpc
+from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
 from treadle.errors import TreadleError, error_from, refused
 from treadle.rollout.v1 import rollout_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -69,6 +71,8 @@ _OPTIONS: Options = (
 
 # ErrorInfo.reason of what waits for more than a moment, and what the log says of it.
 _WAITS = {"NO_ENGINE": "steps wait for an engine", "PAYLOADS_HELD": "finished trajectories wait for room"}
+GENERATE = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].methods_by_name["Generate"]
+SCHEDULE_STEP = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].methods_by_name["ScheduleStep"]
 STEP_HELD = "STEP_HELD"  # ErrorInfo.reason of a step that waits for space on an engine
 PING_TIMEOUT_MS = 2_000
 # Of a channel to processes of which one serves. The server's name may stand for several addresses; a process that takes
@@ -157,7 +161,7 @@ class Backoff:
 
 
 class AnyOf:
-    """A channel over several channels, for unary calls: each goes to a server that serves, by its gRPC health."""
+    """A channel over several channels: each call goes to a server that serves, by its gRPC health."""
 
     def __init__(self, channels: Sequence[grpc.aio.Channel]) -> None:
         self._channels = channels
@@ -165,7 +169,14 @@ class AnyOf:
 
     def unary_unary(self, *arguments: Any, **options: Any) -> Callable[..., Any]:
         """As grpc.aio.Channel has it."""
-        calls = {channel: channel.unary_unary(*arguments, **options) for channel in self._channels}
+        return self._calls("unary_unary", arguments, options)
+
+    def stream_stream(self, *arguments: Any, **options: Any) -> Callable[..., Any]:
+        """As grpc.aio.Channel has it."""
+        return self._calls("stream_stream", arguments, options)
+
+    def _calls(self, kind: str, arguments: Any, options: Any) -> Callable[..., Any]:
+        calls = {channel: getattr(channel, kind)(*arguments, **options) for channel in self._channels}
         return lambda *request, **limits: calls[self._choose()](*request, **limits)
 
     def _choose(self) -> grpc.aio.Channel:
@@ -217,13 +228,14 @@ class Mesh:
         self._clock_offset_s = time.time() - time.monotonic()
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._engines: dict[str, EngineServiceAsyncStub] = {}
+        self._early_methods: dict[tuple[grpc.aio.Channel, str], Callable[..., Any]] = {}
         self._directory: scheduler_pb2.GetDirectoryResponse | None = None
         self._directory_lock = asyncio.Lock()
         self._warned: set[str] = set()  # messages that were logged
         self._schedulers = address.split(",")
         connect = partial(self._channel, service="scheduler", options=merge_options(_OPTIONS, FOLLOWING))
-        schedulers = follow(address, connect)
-        self.scheduler = scheduler_pb2_grpc.SchedulerServiceStub(schedulers)
+        self._scheduler_channel = follow(address, connect)
+        self.scheduler = scheduler_pb2_grpc.SchedulerServiceStub(self._scheduler_channel)
 
     def clock(self) -> float:
         """Seconds of Unix time that never go back, so that spans of one client are comparable."""
@@ -234,6 +246,27 @@ class Mesh:
         if address not in self._engines:
             self._engines[address] = engine_pb2_grpc.EngineServiceStub(self._channel(address, "sidecar"))
         return self._engines[address]
+
+    def early_generate(self, address: str) -> Callable[..., Any] | None:
+        """Generate of the sidecar at host:port, whose calls begin without their request, which is written later. None
+        where interceptors are to see each request."""
+        return self._early(self._channel(address, "sidecar"), GENERATE)
+
+    def early_ticket(self) -> Callable[..., Any] | None:
+        """The same of the scheduler's ScheduleStep."""
+        return self._early(self._scheduler_channel, SCHEDULE_STEP)
+
+    def _early(self, channel: grpc.aio.Channel, method: MethodDescriptor) -> Callable[..., Any] | None:
+        if self._interceptors:
+            return None
+        key = (channel, method.name)
+        if key not in self._early_methods:
+            self._early_methods[key] = channel.stream_stream(
+                f"/{method.containing_service.full_name}/{method.name}",
+                request_serializer=GetMessageClass(method.input_type).SerializeToString,
+                response_deserializer=GetMessageClass(method.output_type).FromString,
+            )
+        return self._early_methods[key]
 
     async def tools(self) -> ToolsServiceAsyncStub:
         """The tools service; FAILED_PRECONDITION NO_TOOLS_SERVICE where the mesh runs none."""
@@ -298,7 +331,8 @@ class Mesh:
 
     async def close(self) -> None:
         """Close every channel; calls still in flight on them are cancelled."""
-        channels, self._channels, self._engines = list(self._channels.values()), {}, {}
+        channels = list(self._channels.values())
+        self._channels, self._engines, self._early_methods = {}, {}, {}
         for channel in channels:
             await channel.close()
 

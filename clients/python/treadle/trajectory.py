@@ -20,6 +20,7 @@ from treadle.errors import TokensSpent, TreadleError, refused
 from treadle.rewards import PendingReward, request_reward
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.steps.assembly import shift_spans
+from treadle.steps.early import EarlyTicket
 from treadle.steps.generation import StepPlan, StepRun
 from treadle.steps.time_account import TimeAccount
 from treadle.tools.v1 import tools_pb2
@@ -120,6 +121,7 @@ class Trajectory:
         self._on_change, self._on_close = on_change or (lambda *_: None), on_close
         self.on_tokens: Callable[[int], None] | None = None  # told how many tokens there are, those of a step included
         self._run: StepRun | None = None
+        self._early_ticket: EarlyTicket | None = None  # of the next turn
         self._calls = 0  # that the scheduler has counted as turns: one a step, or several of a long one
         self._closing: scheduler_pb2.CloseTrajectoryRequest | None = None  # repeated as it is
         self._turn_ended_s = self.opened_s
@@ -228,6 +230,8 @@ class Trajectory:
         """
         if self.outcome is None:
             self.reward, self.outcome = reward, outcome
+        if self._early_ticket is not None:
+            self._early_ticket.drop()
         if self.closed_s is None:
             await finish(self._end())
 
@@ -287,6 +291,8 @@ class Trajectory:
         if left is not None and sampling.max_new_tokens > left:
             sampling = dataclasses.replace(sampling, max_new_tokens=left)
         before, self._run = self._run, run
+        run.likely_address = before.engine_address if before is not None else ""
+        run.early_ticket, self._early_ticket = self._early_ticket, None
         if before is not None and before.call >= self._calls:  # no step took it: it was begun and came to nothing
             run.call, run.unanswered = before.call, before.unanswered
             run.lost_ticket_id, run.refused = before.lost_ticket_id, before.refused
@@ -321,6 +327,8 @@ class Trajectory:
         self._calls = self._run.next_call
         self.gen_tokens += len(step.token_ids)
         self._turn_ended_s = self._mesh.clock()
+        if len(self.steps) > 1 and self.outcome is None and self.tokens_left != 0:  # it will probably go on
+            self._early_ticket = EarlyTicket(self._mesh, self.trace)
         self._on_change(self, "step")
 
     async def _invoke(self, call: tools_pb2.InvokeRequest, arguments: Mapping[str, Any]) -> ToolResult:

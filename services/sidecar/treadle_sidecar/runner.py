@@ -24,7 +24,17 @@ from treadle_sidecar.convert import StepFacts
 from treadle_sidecar.engine.client import EngineClient, EngineLost, EngineRefused
 from treadle_sidecar.engine.watch import EngineWatch, engine_lost
 from treadle_sidecar.prefixes import BLOCK_TOKENS, Contexts, hash_blocks
-from treadle_sidecar.step import ABORTED, LENGTH, STOP, Finished, Reason, RunningStep, Started, StepOrder
+from treadle_sidecar.step import (
+    ABORTED,
+    LENGTH,
+    START_SENT_AFTER_S,
+    STOP,
+    Finished,
+    Reason,
+    RunningStep,
+    Started,
+    StepOrder,
+)
 
 log = structlog.get_logger()
 
@@ -257,8 +267,7 @@ class StepRunner:
         while await step.wait_for_slot():
             started = step.record.start_attempt(time.monotonic())
             assert self._tasks is not None, "it runs this step"
-            # Beside the attempt, so that the engine has the request before others hear that it starts: 0.5 ms of the
-            # time to the first token.
+            step.emit(started)
             announcing = self._tasks.create_task(self._announce(step, started))
             try:
                 reason = await self._run_attempt(step)
@@ -280,7 +289,7 @@ class StepRunner:
         return ABORTED
 
     async def _announce(self, step: RunningStep, started: Started) -> None:
-        step.emit(started)
+        await step.wait_for_end_of_attempt(START_SENT_AFTER_S)
         await self._bus.publish(self._facts.started(step.order, started))
 
     async def _run_attempt(self, step: RunningStep) -> Reason | None:

@@ -24,12 +24,15 @@ from treadle.engine.v1 import engine_pb2
 from treadle.errors import StreamBroken, TreadleError, error_from
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.steps.assembly import StepAssembly
+from treadle.steps.early import EarlyStream, EarlyTicket, send
 from treadle.steps.time_account import TimeAccount
 from treadle.tracing import TrajectoryTrace
 from treadle.types import Chunk, FinishReason, Sampling, Step, duration, pack_ids, seconds
 
 if TYPE_CHECKING:
-    GenerateCall = grpc.aio.UnaryStreamCall[engine_pb2.GenerateRequest, engine_pb2.GenerateResponse]
+    from treadle.steps.early import GenerateStream
+
+    GenerateCall = grpc.aio.UnaryStreamCall[engine_pb2.GenerateRequest, engine_pb2.GenerateResponse] | GenerateStream
 
 # A prompt that brings down every engine it meets must not take the whole mesh with it: after this many engines were
 # lost in a row without one new token, the step fails.
@@ -88,6 +91,8 @@ class StepRun:
         self._committed = False
         self._ended = asyncio.Event()
         self._aborting = asyncio.Lock()
+        self.likely_address = ""  # of the sidecar that the first ticket will probably name
+        self.early_ticket: EarlyTicket | None = None  # the open call for it
         self.call = -1  # the present or last one, as the scheduler counts turns; -1 before the first
         self.lost_ticket_id = ""  # of this call, whose stream never ended; the next ScheduleStep must name it
         self.refused = False  # by the engine of that ticket
@@ -103,6 +108,16 @@ class StepRun:
     def engine_id(self) -> str:
         """The engine of the newest ticket; empty before the first."""
         return self._ticket.engine_id if self._ticket is not None else ""
+
+    @property
+    def engine_address(self) -> str:
+        """Of that engine's sidecar; before the first ticket, of the one that it will probably name."""
+        return self._ticket.engine_address if self._ticket is not None else self.likely_address
+
+    @property
+    def _may_generate(self) -> bool:
+        """Whether the engine may be generating for the step."""
+        return self._call is not None and self._step is None
 
     @property
     def uncommitted(self) -> StepAssembly | None:
@@ -209,7 +224,8 @@ class StepRun:
     async def stop(self) -> None:
         """Abort the step on its engine and commit the tokens that the caller has seen. Does nothing once over."""
         if self.leave():
-            await finish(self._abort())
+            if self._may_generate:
+                await finish(self._abort())
             return
         self._stopping = True  # another task is reading
         if self._opening is not None:
@@ -273,22 +289,28 @@ class StepRun:
             engine_refused=self.refused,
             times=self._times.report(),
         )
-        self._ticket = ticket = await self._schedule(request)
-        backoff.exclude(mesh.clock() - asked_s)
-        self._ticket_s, self._accounted_s = mesh.clock(), None
-        self._times.take_ticket(self._ticket_s, waited_s + seconds(ticket.waited))
-        self.lost_ticket_id, self.refused = ticket.ticket_id, False
-        assembly.set_engine(ticket.engine_id)
-        generate = engine_pb2.GenerateRequest(
-            ticket=ticket,
-            prompt=tokens_pb2.TokenIds(int32_le=pack_ids(prompt)),
-            sampling=tokens_pb2.SamplingParams(**vars(replace(plan.sampling, max_new_tokens=limit))),
-            token_interval=duration(mesh.token_interval_s),
-        )
-        if output:
-            generate.resumed_output.int32_le = pack_ids(output)
-        engine = mesh.engine(ticket.engine_address)
-        self._call = self._trace.bind(engine.Generate)(generate, timeout=mesh.timeouts.stream_s)
+        with EarlyStream(mesh, self._trace, self.engine_address if lost is None else "") as early:
+            self._ticket = ticket = await self._schedule(request)
+            backoff.exclude(mesh.clock() - asked_s)
+            self._ticket_s, self._accounted_s = mesh.clock(), None
+            self._times.take_ticket(self._ticket_s, waited_s + seconds(ticket.waited))
+            self.lost_ticket_id, self.refused = ticket.ticket_id, False
+            assembly.set_engine(ticket.engine_id)
+            generate = engine_pb2.GenerateRequest(
+                ticket=ticket,
+                prompt=tokens_pb2.TokenIds(int32_le=pack_ids(prompt)),
+                sampling=tokens_pb2.SamplingParams(**vars(replace(plan.sampling, max_new_tokens=limit))),
+                token_interval=duration(mesh.token_interval_s),
+            )
+            if output:
+                generate.resumed_output.int32_le = pack_ids(output)
+            opened = early.take(ticket.engine_address)
+        if opened is None:
+            engine = mesh.engine(ticket.engine_address)
+            self._call = self._trace.bind(engine.Generate)(generate, timeout=mesh.timeouts.stream_s)
+        else:
+            self._call = opened
+            await send(opened, generate)
         return self._call
 
     async def _next_event(
@@ -330,7 +352,9 @@ class StepRun:
         self.unanswered = request
         try:
             timeout_s = self._mesh.timeouts.schedule_s
-            answer = await self._mesh.call(self._mesh.scheduler.ScheduleStep, request, timeout_s, self._trace)
+            early, self.early_ticket = self.early_ticket, None
+            ask: Any = self._mesh.scheduler.ScheduleStep if early is None else early.ask
+            answer: scheduler_pb2.ScheduleStepResponse = await self._mesh.call(ask, request, timeout_s, self._trace)
         except TreadleError as error:
             if error.refused:  # that is an answer
                 self.unanswered = None
@@ -363,7 +387,7 @@ class StepRun:
         """Tell the engine to stop. An engine that is gone, or knows nothing of the step, has stopped already."""
         async with self._aborting:  # the iterator's end and the trajectory's next operation may both come here
             call, ticket = self._call, self._ticket
-            if call is None or ticket is None or self._step is not None:
+            if call is None or ticket is None or not self._may_generate:
                 return
             engine = self._mesh.engine(ticket.engine_address)
             request = engine_pb2.AbortRequest(request_id=request_id(), ticket_id=ticket.ticket_id)
