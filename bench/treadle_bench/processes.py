@@ -22,11 +22,12 @@ SERVICE_STAGE = 2  # the service is stopped before NATS
 
 @asynccontextmanager
 async def run_mesh(
-    engines: EnginePlan, options: BenchOptions, *, secure: bool = False, front_door: bool = False
+    engines: EnginePlan, options: BenchOptions, *, secure: bool = False, front_door: bool = False, probes: bool = True
 ) -> AsyncIterator[Mesh]:
-    """A mesh on this machine. secure: with certificates. front_door: with a gateway. Raises ProcessError."""
+    """A mesh on this machine. secure: with certificates. front_door: with a gateway. probes: of idle engines, by their
+    sidecars. Raises ProcessError."""
     async with run_tree(options) as (tree, folder):
-        plan = MeshPlan(engines, folder / "state", secure=secure, front_door=front_door)
+        plan = MeshPlan(engines, folder / "state", secure=secure, front_door=front_door, probes=probes)
         with StartBoard(options.progress) as board:
             mesh = await Mesh.start(plan, tree, board)
         yield mesh

@@ -96,7 +96,8 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
     timeout = aiohttp.ClientTimeout(TIMEOUT_S)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)  # SGLang closes idle ones after 5 s
     async with (
-        run_mesh(plan, options, front_door=True) as mesh,
+        # A sidecar sees no straight request, so its probes would run beside one, slow it down and change its batch.
+        run_mesh(plan, options, front_door=True, probes=False) as mesh,
         aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=2**22) as http,
     ):
         callers = {"straight": Caller(http, mesh.engines[0].url), "gateway": Caller(http, f"http://{mesh.where.http}")}

@@ -98,8 +98,8 @@ class StartBoard(Board):
 class MeshPlan:
     """What to start. folder: for state that is deleted with the mesh. base_port: the scheduler's; 0: free ports.
     takes_resource_plans: whether this process is to answer `where.resources`. front_door: whether a gateway answers
-    `where.http`. secure: with certificates, made in
-    `folder`, on every connection but that of an engine with its sidecar."""
+    `where.http`. secure: with certificates, made in `folder`, on every connection but that of an engine with its
+    sidecar. probes: whether sidecars probe engines that are idle for them."""
 
     engines: EnginePlan
     folder: Path
@@ -107,6 +107,7 @@ class MeshPlan:
     takes_resource_plans: bool = False
     front_door: bool = False
     secure: bool = False
+    probes: bool = True
 
 
 @dataclass(frozen=True)
@@ -293,6 +294,7 @@ class Mesh:
             "TREADLE_SIDECAR_SLOTS": str(engine.kind.slots),
             "TREADLE_SIDECAR_KV_STORAGE_DIR": str(self.kv.folder),
             "TREADLE_SIDECAR_ENGINE_URL": engine.url,
+            **({} if self.plan.probes else {"TREADLE_SIDECAR_PROBE_S": "0"}),
         }
         return await self._control.start_sidecar(engine.engine_id, settings)
 
