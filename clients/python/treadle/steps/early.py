@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # A ticket that takes longer waits for room: its step may go elsewhere, and thousands of streams would be open.
 STREAM_KEPT_S = 0.1
 # A trajectory whose tool takes longer does not notice a millisecond.
-TICKET_KEPT_S = 2.0
+TICKET_KEPT_S = 5.0
 
 
 class EarlyCall(Generic[Q, A]):
