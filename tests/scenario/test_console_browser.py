@@ -99,7 +99,7 @@ async def test_the_first_page_shows_a_mesh_at_work(start_service: StartService, 
         await shown.sees("sampled", within="dl.figures")
         await shown.sees("settled", within="section[aria-labelledby=h-events]")
         await shown.sees("what a calibrated predictor has", within="section[aria-labelledby=h-calibration]")
-        playing = asyncio.create_task(mesh.play("step-2", prompts=10))
+        playing = asyncio.create_task(mesh.play("step-2", prompts=30))  # busy for long enough to be seen so
         await shown.sees("step-2-p", within="section[aria-labelledby=h-standing] tbody")
         await shown.holds(pixels("tool"))
         before_s = await shown.page.evaluate(drawn_s("decode"))
