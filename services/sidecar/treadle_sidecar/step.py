@@ -27,8 +27,8 @@ from treadle_sidecar.engine.client import EngineChunk, EngineClient, EngineReque
 from treadle_sidecar.engine.watch import EngineProfile
 
 SEED_BYTES = 7  # below SGLang's limit of 63 bits
-# Others hear this much later that an attempt starts: what is sent to them delays the request to the engine, which is on
-# its way then, by 0.5 ms. No engine has a token sooner.
+# Others hear this much later that an attempt starts. To tell them at once delays the request to the engine by 0.4 ms,
+# and an engine's first token takes longer than this.
 START_SENT_AFTER_S = 0.003
 TAIL_TOKENS = 64  # of an output resumed from elsewhere, enough for the text in which a stop string may have begun
 
