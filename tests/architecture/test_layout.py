@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = {
     "bench": (11_080, 69),
     "cli": (10_400, 78),
-    "clients/python": (8_370, 52),
-    "core": (12_940, 73),
+    "clients/python": (8_380, 52),
+    "core": (12_960, 73),
     "examples": (820, 8),
     "learned": (2_170, 14),
     "runtime": (3_230, 19),
@@ -26,11 +26,11 @@ BUDGETS = {
     "services/predictor": (1_330, 13),
     "services/rollout": (1_790, 10),
     "services/scheduler": (2_130, 12),
-    "services/sidecar": (4_170, 25),
+    "services/sidecar": (4_340, 26),
     "services/tools": (10_070, 68),
     "sim": (7_180, 43),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 82_210, 536, 56_070
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 82_400, 537, 56_390
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 

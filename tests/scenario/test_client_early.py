@@ -1,4 +1,4 @@
-"""Calls of treadle.Client that open before their requests are known."""
+"""What treadle.Client does before a ticket is there: calls that open early, and engines that are told of steps."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -12,17 +12,18 @@ from support.fake_engine import token_at
 from support.fake_servicer import Refusal
 from support.mesh_in_process import FakeMesh, generate, one_trajectory
 from support.processes import free_port
+from treadle import connection
+from treadle.engine.v1 import engine_pb2
 from treadle.steps import early
 
 PROMPT = [11, 12, 13]
-LOST = Refusal(grpc.StatusCode.UNAVAILABLE, "")
 
 one = partial(one_trajectory, "e0", prompt=PROMPT)
 
 
-def begun(mesh: FakeMesh, engine_id: str = "e0") -> tuple[int, int]:
-    """Calls for tickets, and to the engine, whose request may not have come."""
-    return mesh.scheduler_port.begun["ScheduleStep"], mesh.engine_ports[engine_id].begun["Generate"]
+def begun(mesh: FakeMesh) -> int:
+    """Calls for tickets, also those whose request may not have come."""
+    return mesh.scheduler_port.begun["ScheduleStep"]
 
 
 def came(mesh: FakeMesh) -> tuple[int, int]:
@@ -31,63 +32,102 @@ def came(mesh: FakeMesh) -> tuple[int, int]:
     return len(mesh.scheduler.requests("ScheduleStep")), steps
 
 
+def told(mesh: FakeMesh, engine_id: str = "e0") -> list[engine_pb2.BeginStepRequest]:
+    """Steps that an engine was told of before their tickets."""
+    return mesh.engines[engine_id].requests("BeginStep")
+
+
 def expected(context: list[int], count: int) -> list[int]:
     return [token_at(context, index) for index in range(count)]
 
 
-async def test_a_later_turn_opens_its_stream_while_the_ticket_is_on_its_way() -> None:
+async def test_a_later_turn_is_told_to_its_engine_while_the_ticket_is_on_its_way() -> None:
     async with one() as (mesh, t):
         await generate(t, 2)
+        assert not told(mesh), "of a first turn nobody knows where it will run"
         t.observe([7])
         context = list(t.tokens)
         mesh.scheduler.tickets_gate.close()
-        turn = asyncio.create_task(generate(t, 3))
-        await until(lambda: mesh.scheduler.tickets_gate.waiting == 1 and begun(mesh)[1] == 2)
+        turn = asyncio.create_task(generate(t, 3, temperature=0.5))
+        await until(lambda: mesh.scheduler.tickets_gate.waiting == 1 and len(told(mesh)) == 1)
         assert came(mesh) == (1, 1)
         mesh.scheduler.tickets_gate.open()
         assert await turn == expected(context, 3)
-        assert begun(mesh) == came(mesh) == (2, 2)
+        early, request = told(mesh)[0], mesh.engines["e0"].requests("Generate")[1]
+        assert (early.trajectory_id, early.turn) == (request.ticket.trajectory_id, request.ticket.turn)
+        assert (early.prompt, early.sampling) == (request.prompt, request.sampling)
+        assert came(mesh) == (2, 2)
+
+
+async def test_an_engine_without_a_free_slot_is_not_told_again_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with one() as (mesh, t):
+        mesh.engines["e0"].begins = False
+        for _ in range(2):
+            await generate(t, 2)
+        await until(lambda: len(told(mesh)) == 1)
+        await asyncio.sleep(0.05)  # for the answer
+        await generate(t, 2)
+        assert len(told(mesh)) == 1
+        monkeypatch.setattr(connection, "FULL_S", 0.0)
+        await asyncio.sleep(1.0)
+        await generate(t, 2)
+        await until(lambda: len(told(mesh)) == 2)
+        await generate(t, 2)
+        await until(lambda: len(told(mesh)) == 3)
+        assert came(mesh) == (5, 5)
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAVAILABLE])
+async def test_a_step_needs_no_engine_that_can_begin_it(code: grpc.StatusCode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older sidecar, and one that has trouble. Result: every step runs; an older one is told once."""
+    monkeypatch.setattr(connection, "FULL_S", 0.0)
+    async with one() as (mesh, t):
+        mesh.engines["e0"].refuse_next("BeginStep", Refusal(code, ""))
+        for turn in range(4):
+            context = list(t.tokens)
+            assert await generate(t, 2) == expected(context, 2)
+            if turn == 1:
+                await until(lambda: told(mesh))
+                await asyncio.sleep(0.05)  # for the answer
+        await until(lambda: len(told(mesh)) == (1 if code is grpc.StatusCode.UNIMPLEMENTED else 3))
+        assert came(mesh) == (4, 4)
+
+
+async def test_a_long_prompt_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "MOST_PROMPT_BYTES", 4 * len(PROMPT))
+    async with one() as (mesh, t):
+        for _ in range(3):
+            await generate(t, 2)
+        assert came(mesh) == (3, 3)
+        assert not told(mesh)
 
 
 async def test_after_two_turns_the_next_ticket_has_an_open_call() -> None:
     async with one() as (mesh, t):
         await generate(t, 2)
         await generate(t, 2)
-        await until(lambda: begun(mesh)[0] == 3)
+        await until(lambda: begun(mesh) == 3)
         assert came(mesh)[0] == 2
         context = list(t.tokens)
         assert await generate(t, 2) == expected(context, 2)
         assert came(mesh) == (3, 3)
-        await until(lambda: begun(mesh)[0] == 4)  # for the turn after it
+        await until(lambda: begun(mesh) == 4)  # for the turn after it
+        await until(lambda: len(told(mesh)) == 2)
+        assert mesh.engine_ports["e0"].begun["BeginStep"] == 3, "the call that tells of it is open too"
         await t.close()
         assert mesh.scheduler.open_trajectories == set()
 
 
-async def test_a_ticket_that_waits_has_no_open_stream_and_its_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early, "STREAM_KEPT_S", 0.01)
-    async with one() as (mesh, t):
-        await generate(t, 2)
-        context = list(t.tokens)
-        mesh.scheduler.tickets_gate.close()
-        turn = asyncio.create_task(generate(t, 3))
-        await until(lambda: begun(mesh)[1] == 2)
-        await asyncio.sleep(0.1)
-        mesh.scheduler.tickets_gate.open()
-        assert await turn == expected(context, 3)
-        assert begun(mesh)[1] == 3
-        assert came(mesh) == (2, 2)
-
-
 async def test_a_call_for_a_ticket_that_was_open_for_too_long_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early, "TICKET_KEPT_S", 0.01)
+    monkeypatch.setattr(early, "KEPT_S", 0.01)
     async with one() as (mesh, t):
         for _ in range(2):
             await generate(t, 2)
-        await until(lambda: begun(mesh)[0] == 3)
+        await until(lambda: begun(mesh) == 3)
         await asyncio.sleep(0.1)
         await generate(t, 2)
         assert came(mesh) == (3, 3)
-        assert begun(mesh)[0] >= 4  # the open call was one of them
+        assert begun(mesh) >= 4  # the open call was one of them
 
 
 async def test_a_ticket_for_another_engine_runs_there_once() -> None:
@@ -103,7 +143,7 @@ async def test_servers_that_came_back_meanwhile_get_the_requests() -> None:
     async with one() as (mesh, t):
         for _ in range(2):
             await generate(t, 2)
-        await until(lambda: begun(mesh)[0] == 3)
+        await until(lambda: begun(mesh) == 3)
         for port in (mesh.scheduler_port, mesh.engine_ports["e0"]):
             await port.stop()
             await port.start()
@@ -139,11 +179,13 @@ async def test_interceptors_see_each_request() -> None:
         for _ in range(3):
             await generate(t, 2)
         assert sees.requests == 3
-        assert begun(mesh) == came(mesh) == (3, 3)
+        assert came(mesh) == (3, 3)
+        assert begun(mesh) == 3, "no call opens early"
 
 
 @pytest.mark.parametrize("kept_s", [1.0, 60.0])
-async def test_a_call_without_a_request_is_cancelled(kept_s: float) -> None:
+async def test_a_call_without_a_request_is_cancelled(kept_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "KEPT_S", kept_s)
     began, cancelled = asyncio.Event(), asyncio.Event()
 
     async def serve(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> None:
@@ -165,7 +207,7 @@ async def test_a_call_without_a_request_is_cancelled(kept_s: float) -> None:
     try:
         async with grpc.aio.insecure_channel(address) as channel:
             await channel.channel_ready()
-            call: early.EarlyCall[bytes, bytes] = early.EarlyCall(channel.stream_stream("/any/Thing")(), kept_s)
+            call: early.EarlyCall[bytes, bytes] = early.EarlyCall(channel.stream_stream("/any/Thing")())
             await began.wait()
             if kept_s > 1.0:  # else its time ends it
                 call.drop()

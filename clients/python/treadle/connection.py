@@ -20,21 +20,20 @@ import asyncio
 import itertools
 import json
 import logging
+import math
 import random
 import time
 import uuid
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import grpc
-from google.protobuf.descriptor import MethodDescriptor
-from google.protobuf.message_factory import GetMessageClass
 
 from treadle.certificates import Certificates, Options, open_channel
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
-from treadle.errors import TreadleError, error_from, refused
+from treadle.errors import StreamBroken, TreadleError, error_from, refused
 from treadle.rollout.v1 import rollout_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from treadle.tools.v1 import rewards_pb2_grpc, tools_pb2_grpc
@@ -71,9 +70,11 @@ _OPTIONS: Options = (
 
 # ErrorInfo.reason of what waits for more than a moment, and what the log says of it.
 _WAITS = {"NO_ENGINE": "steps wait for an engine", "PAYLOADS_HELD": "finished trajectories wait for room"}
-GENERATE = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].methods_by_name["Generate"]
-SCHEDULE_STEP = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].methods_by_name["ScheduleStep"]
+SCHEDULE_STEP = "/treadle.scheduler.v1.SchedulerService/ScheduleStep"
+BEGIN_STEP = "/treadle.engine.v1.EngineService/BeginStep"
 STEP_HELD = "STEP_HELD"  # ErrorInfo.reason of a step that waits for space on an engine
+FULL_S = 1.0  # an engine that begins nothing has no slot free, and is not told of further steps for so long
+TELL_TIMEOUT_S = 1.0  # a step
 PING_TIMEOUT_MS = 2_000
 # Of a channel to processes of which one serves. The server's name may stand for several addresses; a process that takes
 # the place of another one has a new one.
@@ -201,6 +202,37 @@ def follow(addresses: str, connect: Callable[[str], grpc.aio.Channel]) -> grpc.a
     return channels[0] if len(channels) == 1 else cast(grpc.aio.Channel, AnyOf(channels))
 
 
+class EarlySteps:
+    """The sidecars that are told of steps, of all trajectories of a client."""
+
+    def __init__(self) -> None:
+        self._not_before_s: dict[str, float] = {}  # by address of a sidecar that began nothing, of a monotonic clock
+        self._telling: set[asyncio.Task[None]] = set()
+
+    def may_tell(self, address: str) -> bool:
+        """Whether the engine there may have a slot free."""
+        return time.monotonic() >= self._not_before_s.get(address, 0.0)
+
+    def tell(self, address: str, begin: Callable[[], Awaitable[engine_pb2.BeginStepResponse]]) -> None:
+        """Make the call to the sidecar at `address`."""
+        telling = asyncio.get_running_loop().create_task(self._tell(address, begin))
+        self._telling.add(telling)
+        telling.add_done_callback(self._telling.discard)
+
+    async def _tell(self, address: str, begin: Callable[[], Awaitable[engine_pb2.BeginStepResponse]]) -> None:
+        await asyncio.sleep(0)  # the request for the ticket goes out first, by a task that waits in the loop by now
+        rest_s = FULL_S
+        try:
+            answer = await begin()
+            rest_s = 0.0 if answer.begun else FULL_S
+        except grpc.aio.AioRpcError as failure:
+            if failure.code() is grpc.StatusCode.UNIMPLEMENTED:  # an older sidecar
+                rest_s = math.inf
+        except StreamBroken:
+            pass
+        self._not_before_s[address] = time.monotonic() + rest_s
+
+
 class Mesh:
     """The services of one mesh. Owns a channel for each address, opened at first use; needs a running event loop.
 
@@ -228,7 +260,7 @@ class Mesh:
         self._clock_offset_s = time.time() - time.monotonic()
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._engines: dict[str, EngineServiceAsyncStub] = {}
-        self._early_methods: dict[tuple[grpc.aio.Channel, str], Callable[..., Any]] = {}
+        self.early_steps = EarlySteps()
         self._directory: scheduler_pb2.GetDirectoryResponse | None = None
         self._directory_lock = asyncio.Lock()
         self._warned: set[str] = set()  # messages that were logged
@@ -247,26 +279,23 @@ class Mesh:
             self._engines[address] = engine_pb2_grpc.EngineServiceStub(self._channel(address, "sidecar"))
         return self._engines[address]
 
-    def early_generate(self, address: str) -> Callable[..., Any] | None:
-        """Generate of the sidecar at host:port, whose calls begin without their request, which is written later. None
-        where interceptors are to see each request."""
-        return self._early(self._channel(address, "sidecar"), GENERATE)
-
     def early_ticket(self) -> Callable[..., Any] | None:
-        """The same of the scheduler's ScheduleStep."""
-        return self._early(self._scheduler_channel, SCHEDULE_STEP)
+        """The scheduler's ScheduleStep, whose calls begin without their request, which is written later. None where
+        interceptors are to see each request."""
+        method, kinds = SCHEDULE_STEP, (scheduler_pb2.ScheduleStepRequest, scheduler_pb2.ScheduleStepResponse)
+        return self._early(self._scheduler_channel, method, *kinds)
 
-    def _early(self, channel: grpc.aio.Channel, method: MethodDescriptor) -> Callable[..., Any] | None:
+    def early_begin(self, address: str) -> Callable[..., Any] | None:
+        """The same of BeginStep of the sidecar at host:port."""
+        method, kinds = BEGIN_STEP, (engine_pb2.BeginStepRequest, engine_pb2.BeginStepResponse)
+        return self._early(self._channel(address, "sidecar"), method, *kinds)
+
+    def _early(self, channel: grpc.aio.Channel, method: str, request: Any, response: Any) -> Callable[..., Any] | None:
         if self._interceptors:
             return None
-        key = (channel, method.name)
-        if key not in self._early_methods:
-            self._early_methods[key] = channel.stream_stream(
-                f"/{method.containing_service.full_name}/{method.name}",
-                request_serializer=GetMessageClass(method.input_type).SerializeToString,
-                response_deserializer=GetMessageClass(method.output_type).FromString,
-            )
-        return self._early_methods[key]
+        return channel.stream_stream(
+            method, request_serializer=request.SerializeToString, response_deserializer=response.FromString
+        )
 
     async def tools(self) -> ToolsServiceAsyncStub:
         """The tools service; FAILED_PRECONDITION NO_TOOLS_SERVICE where the mesh runs none."""
@@ -332,7 +361,7 @@ class Mesh:
     async def close(self) -> None:
         """Close every channel; calls still in flight on them are cancelled."""
         channels = list(self._channels.values())
-        self._channels, self._engines, self._early_methods = {}, {}, {}
+        self._channels, self._engines = {}, {}
         for channel in channels:
             await channel.close()
 

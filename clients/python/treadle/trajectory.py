@@ -20,7 +20,7 @@ from treadle.errors import TokensSpent, TreadleError, refused
 from treadle.rewards import PendingReward, request_reward
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.steps.assembly import shift_spans
-from treadle.steps.early import EarlyTicket
+from treadle.steps.early import EarlyCalls
 from treadle.steps.generation import StepPlan, StepRun
 from treadle.steps.time_account import TimeAccount
 from treadle.tools.v1 import tools_pb2
@@ -116,12 +116,11 @@ class Trajectory:
         self.opened_s = mesh.clock()
         self.closed_s: float | None = None
         self._times = TimeAccount(self.opened_s, seconds(opened.ledger.wall))
-        self._mesh, self.trace = mesh, trace
+        self._mesh, self.trace, self._early = mesh, trace, EarlyCalls(mesh, trace)
         trace.name(trajectory_id=self.trajectory_id, rollout_id=self.rollout_id, prompt_id=self.prompt_id)
         self._on_change, self._on_close = on_change or (lambda *_: None), on_close
         self.on_tokens: Callable[[int], None] | None = None  # told how many tokens there are, those of a step included
         self._run: StepRun | None = None
-        self._early_ticket: EarlyTicket | None = None  # of the next turn
         self._calls = 0  # that the scheduler has counted as turns: one a step, or several of a long one
         self._closing: scheduler_pb2.CloseTrajectoryRequest | None = None  # repeated as it is
         self._turn_ended_s = self.opened_s
@@ -148,7 +147,7 @@ class Trajectory:
         DEADLINE_EXCEEDED by timeouts.step_s).
         """
         begin = partial(self._begin, sampling)
-        return StepRun(self._mesh, begin, self._note, self._commit, self._times, self.trace).chunks()
+        return StepRun(self._mesh, begin, self._note, self._commit, self._times, self._early, self.trace).chunks()
 
     def tokens_from(self, start: int, most: int) -> tuple[list[int], list[int], list[float], list[VersionSpan]]:
         """Tokens from place `start` on, `most` at most, those of a running step included: ids, loss mask, logprobs, and
@@ -230,8 +229,7 @@ class Trajectory:
         """
         if self.outcome is None:
             self.reward, self.outcome = reward, outcome
-        if self._early_ticket is not None:
-            self._early_ticket.drop()
+        self._early.drop()
         if self.closed_s is None:
             await finish(self._end())
 
@@ -292,7 +290,6 @@ class Trajectory:
             sampling = dataclasses.replace(sampling, max_new_tokens=left)
         before, self._run = self._run, run
         run.likely_address = before.engine_address if before is not None else ""
-        run.early_ticket, self._early_ticket = self._early_ticket, None
         if before is not None and before.call >= self._calls:  # no step took it: it was begun and came to nothing
             run.call, run.unanswered = before.call, before.unanswered
             run.lost_ticket_id, run.refused = before.lost_ticket_id, before.refused
@@ -328,7 +325,7 @@ class Trajectory:
         self.gen_tokens += len(step.token_ids)
         self._turn_ended_s = self._mesh.clock()
         if len(self.steps) > 1 and self.outcome is None and self.tokens_left != 0:  # it will probably go on
-            self._early_ticket = EarlyTicket(self._mesh, self.trace)
+            self._early.open(self._run.engine_address)
         self._on_change(self, "step")
 
     async def _invoke(self, call: tools_pb2.InvokeRequest, arguments: Mapping[str, Any]) -> ToolResult:

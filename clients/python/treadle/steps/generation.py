@@ -24,15 +24,13 @@ from treadle.engine.v1 import engine_pb2
 from treadle.errors import StreamBroken, TreadleError, error_from
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.steps.assembly import StepAssembly
-from treadle.steps.early import EarlyStream, EarlyTicket, send
+from treadle.steps.early import EarlyCalls
 from treadle.steps.time_account import TimeAccount
 from treadle.tracing import TrajectoryTrace
 from treadle.types import Chunk, FinishReason, Sampling, Step, duration, pack_ids, seconds
 
 if TYPE_CHECKING:
-    from treadle.steps.early import GenerateStream
-
-    GenerateCall = grpc.aio.UnaryStreamCall[engine_pb2.GenerateRequest, engine_pb2.GenerateResponse] | GenerateStream
+    GenerateCall = grpc.aio.UnaryStreamCall[engine_pb2.GenerateRequest, engine_pb2.GenerateResponse]
 
 # A prompt that brings down every engine it meets must not take the whole mesh with it: after this many engines were
 # lost in a row without one new token, the step fails.
@@ -66,7 +64,7 @@ class StepPlan:
 
 class StepRun:
     """A step in flight. `begin` is awaited when the first token is asked for; `note` is told how many tokens there are
-    after each chunk; `commit` takes the step. times, trace: of the trajectory."""
+    after each chunk; `commit` takes the step. times, early, trace: of the trajectory."""
 
     def __init__(
         self,
@@ -75,10 +73,11 @@ class StepRun:
         note: Callable[[int], None],
         commit: Callable[[Step], None],
         times: TimeAccount,
+        early: EarlyCalls,
         trace: TrajectoryTrace,
     ) -> None:
         self._mesh, self._begin, self._note, self._commit = mesh, begin, note, commit
-        self._times, self._trace = times, trace
+        self._times, self._early, self._trace = times, early, trace
         self._assembly: StepAssembly | None = None
         self._ticket: ticket_pb2.Ticket | None = None
         self._call: GenerateCall | None = None  # set while the engine may be generating for it
@@ -92,7 +91,6 @@ class StepRun:
         self._ended = asyncio.Event()
         self._aborting = asyncio.Lock()
         self.likely_address = ""  # of the sidecar that the first ticket will probably name
-        self.early_ticket: EarlyTicket | None = None  # the open call for it
         self.call = -1  # the present or last one, as the scheduler counts turns; -1 before the first
         self.lost_ticket_id = ""  # of this call, whose stream never ended; the next ScheduleStep must name it
         self.refused = False  # by the engine of that ticket
@@ -289,29 +287,29 @@ class StepRun:
             engine_refused=self.refused,
             times=self._times.report(),
         )
-        with EarlyStream(mesh, self._trace, self.engine_address if lost is None else "") as early:
-            self._ticket = ticket = await self._schedule(request)
-            backoff.exclude(mesh.clock() - asked_s)
-            self._ticket_s, self._accounted_s = mesh.clock(), None
-            self._times.take_ticket(self._ticket_s, waited_s + seconds(ticket.waited))
-            self.lost_ticket_id, self.refused = ticket.ticket_id, False
-            assembly.set_engine(ticket.engine_id)
-            generate = engine_pb2.GenerateRequest(
-                ticket=ticket,
-                prompt=tokens_pb2.TokenIds(int32_le=pack_ids(prompt)),
-                sampling=tokens_pb2.SamplingParams(**vars(replace(plan.sampling, max_new_tokens=limit))),
-                token_interval=duration(mesh.token_interval_s),
-            )
-            if output:
-                generate.resumed_output.int32_le = pack_ids(output)
-            opened = early.take(ticket.engine_address)
-        if opened is None:
-            engine = mesh.engine(ticket.engine_address)
-            self._call = self._trace.bind(engine.Generate)(generate, timeout=mesh.timeouts.stream_s)
-        else:
-            self._call = opened
-            await send(opened, generate)
-        return self._call
+        packed = pack_ids(prompt)
+        sampling = tokens_pb2.SamplingParams(**vars(replace(plan.sampling, max_new_tokens=limit)))
+        if self.engine_address and lost is None and not output:
+            told = engine_pb2.BeginStepRequest(trajectory_id=plan.trajectory_id, turn=self.call, sampling=sampling)
+            told.prompt.int32_le = packed
+            self._early.tell(self.engine_address, told)
+        self._ticket = ticket = await self._schedule(request)
+        backoff.exclude(mesh.clock() - asked_s)
+        self._ticket_s, self._accounted_s = mesh.clock(), None
+        self._times.take_ticket(self._ticket_s, waited_s + seconds(ticket.waited))
+        self.lost_ticket_id, self.refused = ticket.ticket_id, False
+        assembly.set_engine(ticket.engine_id)
+        generate = engine_pb2.GenerateRequest(
+            ticket=ticket,
+            prompt=tokens_pb2.TokenIds(int32_le=packed),
+            sampling=sampling,
+            token_interval=duration(mesh.token_interval_s),
+        )
+        if output:
+            generate.resumed_output.int32_le = pack_ids(output)
+        engine = mesh.engine(ticket.engine_address)
+        self._call = call = self._trace.bind(engine.Generate)(generate, timeout=mesh.timeouts.stream_s)
+        return call
 
     async def _next_event(
         self, events: AsyncIterator[engine_pb2.GenerateResponse], assembly: StepAssembly
@@ -352,8 +350,7 @@ class StepRun:
         self.unanswered = request
         try:
             timeout_s = self._mesh.timeouts.schedule_s
-            early, self.early_ticket = self.early_ticket, None
-            ask: Any = self._mesh.scheduler.ScheduleStep if early is None else early.ask
+            ask: Any = self._early.ask
             answer: scheduler_pb2.ScheduleStepResponse = await self._mesh.call(ask, request, timeout_s, self._trace)
         except TreadleError as error:
             if error.refused:  # that is an answer
