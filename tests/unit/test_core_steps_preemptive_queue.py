@@ -399,6 +399,17 @@ def test_a_step_is_held_for_others_for_a_second_at_most() -> None:
     assert q.decide(100.0 + MOST_HELD_S) == [Admit("c")]
 
 
+def test_a_step_is_held_as_long_whoever_was_held_before_it_and_left() -> None:
+    q = gathering_queue("a", "b", pass_s=60.0)
+    q.add("leaves", 1.0)
+    assert q.decide(100.0) == []
+    q.remove("leaves")
+    assert q.decide(100.0) == []
+    q.add("c", 1.0)
+    assert q.decide(105.0) == []
+    assert q.wake_s == 105.0 + MOST_HELD_S
+
+
 def test_a_pass_that_was_slow_is_forgotten_with_the_next_that_is_not() -> None:
     q = gathering_queue("a", "b", pass_s=60.0)
     q.add("c", 1.0)

@@ -246,7 +246,10 @@ class StepQueue:
         return actions
 
     def _decisions(self, now: float) -> Iterator[Admit | Evict]:
-        if not self._lines.waiting or self._must_gather(now):
+        if not self._lines.waiting:
+            self._held_since_s = None  # whoever was held is gone
+            return
+        if self._must_gather(now):
             return
         slots, lines, passed = self.policy.slots, self._lines, 0
         lines.look_anew()
