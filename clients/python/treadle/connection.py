@@ -73,7 +73,7 @@ _WAITS = {"NO_ENGINE": "steps wait for an engine", "PAYLOADS_HELD": "finished tr
 SCHEDULE_STEP = "/treadle.scheduler.v1.SchedulerService/ScheduleStep"
 BEGIN_STEP = "/treadle.engine.v1.EngineService/BeginStep"
 STEP_HELD = "STEP_HELD"  # ErrorInfo.reason of a step that waits for space on an engine
-FULL_S = 1.0  # an engine that begins nothing has no slot free, and is not told of further steps for so long
+FULL_S = 1.0  # an engine that begins nothing is busy, and is not told of further steps for so long
 TELL_TIMEOUT_S = 1.0  # a step
 PING_TIMEOUT_MS = 2_000
 # Of a channel to processes of which one serves. The server's name may stand for several addresses; a process that takes
@@ -203,7 +203,8 @@ def follow(addresses: str, connect: Callable[[str], grpc.aio.Channel]) -> grpc.a
 
 
 class EarlySteps:
-    """The sidecars that are told of steps, of all trajectories of a client."""
+    """Tells sidecars which steps will come to them, for all trajectories of a client, and notes which engines are
+    busy."""
 
     def __init__(self) -> None:
         self._not_before_s: dict[str, float] = {}  # by address of a sidecar that began nothing, of a monotonic clock

@@ -49,14 +49,12 @@ class PushPart:
 def step_order(request: pb.GenerateRequest) -> StepOrder:
     """Which tokens and lengths the engine takes is checked where the engine is known."""
     ticket = request.ticket
-    prompt = token_ids("prompt", request.prompt)
-    require(prompt, "prompt", "must have at least one token")
     return StepOrder(
         ticket_id=identifier("ticket.ticket_id", ticket.ticket_id),
         trajectory_id=identifier("ticket.trajectory_id", ticket.trajectory_id),
         turn=non_negative("ticket.turn", ticket.turn),
         priority=finite("ticket.priority", ticket.priority),
-        prompt=prompt,
+        prompt=some_token_ids("prompt", request.prompt),
         resumed=token_ids("resumed_output", request.resumed_output),
         sampling=sampling(request.sampling),
         preemptible=ticket.preemptible or not ticket.HasField("preemptible"),
@@ -68,14 +66,12 @@ def step_order(request: pb.GenerateRequest) -> StepOrder:
 
 def early_order(request: pb.BeginStepRequest) -> StepOrder:
     """A step before its ticket: every other one goes before it."""
-    prompt = token_ids("prompt", request.prompt)
-    require(prompt, "prompt", "must have at least one token")
     return StepOrder(
         ticket_id=f"early-{uuid.uuid4().hex}",
         trajectory_id=identifier("trajectory_id", request.trajectory_id),
         turn=non_negative("turn", request.turn),
         priority=-math.inf,
-        prompt=prompt,
+        prompt=some_token_ids("prompt", request.prompt),
         resumed=array("i"),
         sampling=sampling(request.sampling),
         early=True,
@@ -175,9 +171,7 @@ def prefix_source(request: pb.PrefetchPrefixRequest) -> "array[int] | pb.PrefixR
     kind = request.WhichOneof("prefix")
     require(kind, "prefix", "must be set: token_ids or from")
     if kind == "token_ids":
-        prefix = token_ids("token_ids", request.token_ids)
-        require(prefix, "token_ids", "must have at least one token")
-        return prefix
+        return some_token_ids("token_ids", request.token_ids)
     reference: pb.PrefixRef = getattr(request, "from")
     identifier("from.trajectory_id", reference.trajectory_id)
     endpoint("from.engine_address", reference.engine_address)
@@ -189,6 +183,13 @@ def token_ids(field: str, message: tokens_pb2.TokenIds) -> "array[int]":
     ids = array("i")
     ids.frombytes(message.int32_le)
     require(min(ids, default=0) >= 0, f"{field}.int32_le", "must not hold a negative id")
+    return ids
+
+
+def some_token_ids(field: str, message: tokens_pb2.TokenIds) -> "array[int]":
+    """One at least."""
+    ids = token_ids(field, message)
+    require(ids, field, "must have at least one token")
     return ids
 
 
