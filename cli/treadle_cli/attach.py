@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from treadle.certificates import FOLDER_VARIABLE, Certificates
 from treadle.scheduler.v1 import scheduler_pb2 as pb
+from treadle_runtime.config import is_loopback
 
 from treadle_cli import exits
 from treadle_cli.authority import DEFAULT_TENANT, OPERATOR, make_certificates
@@ -54,17 +55,22 @@ LOOPBACK = "127.0.0.1"
 @dataclass(frozen=True)
 class AttachPlan:
     """What to put beside the servers at `urls`. scheduler, nats_url: of a mesh that runs already; empty: one is started
-    with its scheduler at `base_port`. host: where a mesh elsewhere reaches this machine. slots: steps at once on each
-    engine, 0: as the engine says. kv_folder: the engines' shared storage of KV, None: not known."""
+    with its scheduler at `base_port`. host: where that mesh reaches this machine; empty: it is here too. slots: steps
+    at once on each engine, 0: as the engine says. kv_folder: the engines' shared storage of KV, None: not known."""
 
     urls: tuple[str, ...]
     scheduler: str = ""
     nats_url: str = ""
     base_port: int = 0
-    host: str = LOOPBACK
+    host: str = ""
     slots: int = 0
     kv_folder: Path | None = None
     secure: bool = False
+
+    @property
+    def reached_at(self) -> str:
+        """Host of the sidecars' addresses."""
+        return self.host or LOOPBACK
 
     def require_sound(self) -> None:
         """Raises UsageProblem for options that do not go together."""
@@ -72,6 +78,11 @@ class AttachPlan:
             raise UsageProblem("--scheduler needs --nats-url: the NATS of that mesh, where sidecars publish facts")
         if self.nats_url and not self.scheduler:
             raise UsageProblem("--nats-url needs --scheduler: without one, attach starts a mesh with a NATS of its own")
+        elsewhere = [each for each in self.scheduler.split(",") if each and not is_loopback(each.strip())]
+        if elsewhere and not self.host:
+            raise UsageProblem(
+                f"--scheduler {elsewhere[0]} needs --host: the name or address at which that mesh reaches this machine"
+            )
         if self.scheduler and self.secure:
             raise UsageProblem(
                 f"--secure is of a mesh that attach starts; for one that runs, set {FOLDER_VARIABLE} to the folder of "
@@ -86,7 +97,9 @@ def attach(
     check: Annotated[bool, typer.Option("--check", help="Say what must change, and start nothing.")] = False,
     scheduler: Annotated[str, typer.Option(help="host:port of a mesh that runs, to join it.")] = "",
     nats_url: Annotated[str, typer.Option(help="The NATS of that mesh, nats://host:port.")] = "",
-    host: Annotated[str, typer.Option(help="Where that mesh reaches this machine.")] = LOOPBACK,
+    host: Annotated[
+        str, typer.Option(help="Where that mesh reaches this machine, if it runs on another.", show_default=LOOPBACK)
+    ] = "",
     port: Annotated[
         int, typer.Option(min=0, max=MOST_PORT, help="Port of the scheduler that is started; 0: free ports.")
     ] = DEFAULT_PORT,
@@ -142,7 +155,7 @@ async def run_attach(
     plan.require_sound()
     servers = await read_servers(clean_urls(plan.urls))
     _require_usable(list(check_servers(servers)), out)
-    urls = {server.name(plan.host): server.url for server in servers}
+    urls = {server.name(plan.reached_at): server.url for server in servers}
     if len(urls) < len(servers):
         raise UsageProblem(f"{', '.join(plan.urls)}: two of these are one server, by its host and port")
     if not plan.scheduler:
@@ -253,7 +266,7 @@ class _Attachment:
             except grpc.aio.AioRpcError:
                 return None  # it may be restarting; the limit of time holds
 
-        address = self._where.sidecars.get(engine_id) or f"{self._plan.host}:{self._tree.ports.choose(1)[0]}"
+        address = self._where.sidecars.get(engine_id) or f"{self._plan.reached_at}:{self._tree.ports.choose(1)[0]}"
         settings = {
             "TREADLE_SIDECAR_ENGINE_URL": self._urls[engine_id],
             "TREADLE_SIDECAR_SLOTS": str(self._plan.slots),

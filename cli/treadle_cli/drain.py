@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import uuid
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
-import grpc
+import grpc.aio
 import typer
 from rich.console import Console
 from treadle.scheduler.v1 import scheduler_pb2 as pb
@@ -16,10 +17,14 @@ from treadle_cli import exits
 from treadle_cli.options import DEFAULT_SCHEDULER, AsJson, Scheduler
 from treadle_cli.problems import UsageProblem
 
+Q = TypeVar("Q")
+A = TypeVar("A")
+
 if TYPE_CHECKING:
     from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub
 
 ASK_S = 10.0
+AWAY_S = 60.0  # how long a scheduler that starts anew is waited for
 LOOK_S = 0.5  # between two looks at how many trajectories are left
 CORRECTABLE = (
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -51,7 +56,7 @@ async def run_drain(engine: str, scheduler: str, undo: bool, waits: bool, as_jso
     request = pb.DrainEngineRequest(request_id=uuid.uuid4().hex, engine_id=engine, undo=undo)
     try:
         async with reach_scheduler(scheduler) as stub:
-            left = (await stub.DrainEngine(request, timeout=ASK_S)).trajectories
+            left = (await _ask(stub.DrainEngine, request)).trajectories
             if left and waits and not undo:
                 await _until_empty(stub, engine, out)
                 left = 0
@@ -67,11 +72,28 @@ async def run_drain(engine: str, scheduler: str, undo: bool, waits: bool, as_jso
     return 0
 
 
+async def _ask(method: grpc.aio.UnaryUnaryMultiCallable[Q, A], request: Q) -> A:
+    """The answer, asked for again while the scheduler is away. Raises AioRpcError where it refuses, and TreadleError
+    after AWAY_S."""
+    from treadle.connection import Backoff, RetryPolicy
+    from treadle.errors import error_from
+
+    backoff = Backoff(RetryPolicy(), random.Random(), AWAY_S)
+    while True:
+        try:
+            return await method(request, timeout=ASK_S)
+        except grpc.aio.AioRpcError as failure:
+            error = error_from(failure)
+            if not error.retryable and error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise
+        await backoff.wait(error, error.retry_after_s)
+
+
 async def _until_empty(stub: SchedulerServiceAsyncStub, engine: str, out: Console) -> None:
     """Return once no trajectory is there, or the engine is gone. Raises UsageProblem where somebody ends the drain."""
     with out.status(f"{engine}: waiting") as status:
         while True:
-            listed = (await stub.ListEngines(pb.ListEnginesRequest(), timeout=ASK_S)).engines
+            listed = (await _ask(stub.ListEngines, pb.ListEnginesRequest())).engines
             found = next((each for each in listed if each.info.engine_id == engine), None)
             if found is None:
                 return

@@ -155,6 +155,7 @@ async def test_an_url_without_a_server_and_options_that_do_not_go_together_are_n
         ((nobody,), f"{nobody}: answers: does not answer"),
         ((nobody, "--scheduler", "h:1"), "--scheduler needs --nats-url"),
         ((nobody, "--nats-url", "nats://h:1"), "--nats-url needs --scheduler"),
+        ((nobody, "--nats-url", "nats://h:1", "--scheduler", "127.0.0.1:1,h:1"), "--scheduler h:1 needs --host"),
         ((nobody, "--kv-folder", "nowhere"), "--kv-folder nowhere: there is no such folder"),
         ((nobody, "--port", "70000"), "--port"),
         (("ftp://h",), "ftp://h: must be the URL of a SGLang server"),

@@ -88,3 +88,28 @@ async def test_who_waits_for_a_drain_that_somebody_ends_is_told(nats_url: str, t
         await control.call("DrainEngine", undo)
         code, said, errors = await waiting
         assert (code, said.strip()) == (2, "") and f"the drain of {name} was ended" in errors
+
+
+async def test_the_wait_for_a_drain_goes_on_over_a_kill_of_the_scheduler(
+    start_service: StartService, tmp_path: Path
+) -> None:
+    """
+    GIVEN   an engine that hangs in a step
+    WHEN    the scheduler is killed while the command waits for it, and starts again
+    Result: the command waits until the engine is empty, and ends well"""
+    async with fleet(start_service, PROBE_S="0") as made, asyncio.TaskGroup() as group:
+        trajectory = group.create_task(made.run("p0", 100))
+        found = await until_said(made.control.registered, lambda said: any(each.load.running_steps for each in said))
+        (name,) = (each.info.engine_id for each in found if each.load.running_steps)
+        busy = made.engines[int(name.removeprefix("e"))]
+        busy.hang()
+        where = ("--scheduler", made.scheduler.address)
+        waiting = asyncio.create_task(output_of(*DRAIN, name, "--json", *where, cwd=tmp_path))
+        await until_said(lambda: engine(made, name), lambda said: said.draining)
+        await made.restart_scheduler()
+        assert (await engine(made, name)).trajectories == 1, "it is not empty yet"
+        busy.go_on()
+        code, said, errors = await waiting
+        assert (code, json.loads(said)) == (0, {"engine": name, "draining": True, "trajectories": 0}), errors
+        await trajectory
+        assert (await engine(made, name)).trajectories == 0
