@@ -240,6 +240,8 @@ class FakeSglang:
                 output.append(token)
                 self.sampled += 1
                 ending = self._ending(token, output, params, limit)
+            if ending is not None and not self.lose_end:
+                self._running.pop(rid, None)  # as in SGLang, a request that says its end has left the batch
             sent = fresh if self.incremental else output
             answer = self._answer(rid, sent, len(output), self.text_of(sent), *hit, None if self.lose_end else ending)
             await self.send(response, answer)
