@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
+import time
 import uuid
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import grpc.aio
 import typer
@@ -17,15 +17,13 @@ from treadle_cli import exits
 from treadle_cli.options import DEFAULT_SCHEDULER, AsJson, Scheduler
 from treadle_cli.problems import UsageProblem
 
-Q = TypeVar("Q")
-A = TypeVar("A")
-
 if TYPE_CHECKING:
     from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub
 
 ASK_S = 10.0
-AWAY_S = 60.0  # how long a scheduler that starts anew is waited for
+AWAY_S = 60.0  # how long a scheduler that restarts is waited for
 LOOK_S = 0.5  # between two looks at how many trajectories are left
+AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 CORRECTABLE = (
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND,
@@ -56,7 +54,7 @@ async def run_drain(engine: str, scheduler: str, undo: bool, waits: bool, as_jso
     request = pb.DrainEngineRequest(request_id=uuid.uuid4().hex, engine_id=engine, undo=undo)
     try:
         async with reach_scheduler(scheduler) as stub:
-            left = (await _ask(stub.DrainEngine, request)).trajectories
+            left = (await stub.DrainEngine(request, timeout=ASK_S)).trajectories
             if left and waits and not undo:
                 await _until_empty(stub, engine, out)
                 left = 0
@@ -72,28 +70,21 @@ async def run_drain(engine: str, scheduler: str, undo: bool, waits: bool, as_jso
     return 0
 
 
-async def _ask(method: grpc.aio.UnaryUnaryMultiCallable[Q, A], request: Q) -> A:
-    """The answer, asked for again while the scheduler is away. Raises AioRpcError where it refuses, and TreadleError
-    after AWAY_S."""
-    from treadle.connection import Backoff, RetryPolicy
-    from treadle.errors import error_from
-
-    backoff = Backoff(RetryPolicy(), random.Random(), AWAY_S)
-    while True:
-        try:
-            return await method(request, timeout=ASK_S)
-        except grpc.aio.AioRpcError as failure:
-            error = error_from(failure)
-            if not error.retryable and error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise
-        await backoff.wait(error, error.retry_after_s)
-
-
 async def _until_empty(stub: SchedulerServiceAsyncStub, engine: str, out: Console) -> None:
-    """Return once no trajectory is there, or the engine is gone. Raises UsageProblem where somebody ends the drain."""
+    """Return once no trajectory is there, or the engine is gone. Raises UsageProblem where somebody ends the drain, and
+    AioRpcError where the scheduler is away for AWAY_S."""
+    answered_at = time.monotonic()
     with out.status(f"{engine}: waiting") as status:
         while True:
-            listed = (await _ask(stub.ListEngines, pb.ListEnginesRequest())).engines
+            try:
+                listed = (await stub.ListEngines(pb.ListEnginesRequest(), timeout=ASK_S)).engines
+            except grpc.aio.AioRpcError as error:
+                if error.code() not in AWAY or time.monotonic() > answered_at + AWAY_S:
+                    raise
+                status.update(f"{engine}: waiting for the scheduler, which does not answer")
+                await asyncio.sleep(LOOK_S)
+                continue
+            answered_at = time.monotonic()
             found = next((each for each in listed if each.info.engine_id == engine), None)
             if found is None:
                 return
