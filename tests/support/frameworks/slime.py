@@ -29,6 +29,7 @@ class Sample:
     prompt_tokens: int = 0
     logprobs: list[float] = field(default_factory=list)
     weight_versions: list[str] = field(default_factory=list)
+    spans: list[dict[str, Any]] = field(default_factory=list)  # of the last request, which slime does not keep
     finish: str = ""
 
     def __post_init__(self) -> None:
@@ -73,6 +74,7 @@ class Slime:
         sample.logprobs += [entry[0] for entry in entries]
         sample.left -= len(entries)
         sample.weight_versions.append(output["meta_info"]["weight_version"])
+        sample.spans = output["meta_info"]["weight_versions"]
         sample.finish = output["meta_info"]["finish_reason"]["type"]
 
     async def abort(self) -> None:
