@@ -55,8 +55,9 @@ LOOPBACK = "127.0.0.1"
 @dataclass(frozen=True)
 class AttachPlan:
     """What to put beside the servers at `urls`. scheduler, nats_url: of a mesh that runs already; empty: one is started
-    with its scheduler at `base_port`. host: where that mesh reaches this machine; empty: it is here too. slots: steps
-    at once on each engine, 0: as the engine says. kv_folder: the engines' shared storage of KV, None: not known."""
+    with its scheduler at `base_port`. host: the name or address at which that mesh reaches this machine; empty: the
+    mesh runs on this machine. slots: steps at once on each engine, 0: as the engine says. kv_folder: the engines'
+    shared storage of KV, None: not known."""
 
     urls: tuple[str, ...]
     scheduler: str = ""

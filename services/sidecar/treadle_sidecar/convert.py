@@ -187,7 +187,7 @@ def token_ids(field: str, message: tokens_pb2.TokenIds) -> "array[int]":
 
 
 def some_token_ids(field: str, message: tokens_pb2.TokenIds) -> "array[int]":
-    """One at least."""
+    """As `token_ids`, and refuses a field without any."""
     ids = token_ids(field, message)
     require(ids, field, "must have at least one token")
     return ids

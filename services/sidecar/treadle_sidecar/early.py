@@ -1,7 +1,7 @@
 """An attempt that begins before its step is here, while the step's ticket is on its way (ADR 0068).
 
-Invariants: nothing of it leaves before the step claims it, which has a ticket; an attempt that is not claimed is read
-to its end, as a slot is free again only then.
+Invariants: no token of it leaves the sidecar before a step with a ticket has claimed it. An attempt that nobody claims
+is read to its end, since its slot is free only then.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Do before a ticket is there what does not need it: open calls, and have the engine begin the step.
+"""What a client does before it has a ticket: it opens calls, and asks the engine to begin the step.
 
 A call and its answer take 1.1 to 1.4 ms between two idle processes, and 0.5 to 0.7 where the call is open already (ADR
 0067). gRPC sends one message and a stream of messages in the same way, so a server whose method takes one request sees
