@@ -256,8 +256,11 @@ async def test_where_the_mesh_dies_within_a_stop_string_the_text_ends_there(tmp_
         async with asyncio.TaskGroup() as group:
             asked = group.create_task(door.post("/v1/completions", body))
             await until(lambda: max(engine.sampled for engine in door.engines.values()) >= 10)
+            for engine in door.engines.values():
+                engine.hang()  # so that the stop string is not whole before the mesh is dead
             await door.kill_mesh(signal.SIGKILL)
-            script(door, tokens_of("OP three"))
+            for engine in door.engines.values():
+                engine.go_on()
         choice = asked.result()["choices"][0]
         assert (choice["text"], choice["finish_reason"]) == ("one two ", "stop")
 
@@ -273,6 +276,8 @@ async def test_where_the_mesh_dies_between_the_last_token_and_the_end_no_token_i
         asked = group.create_task(door.post("/generate", ask()))
         await until(lambda: any(engine.sampled == 4 for engine in door.engines.values()))
         await asyncio.sleep(0.5)  # until the gateway has them
+        for engine in door.engines.values():
+            engine.lose_end = False  # of later streams
         await door.kill_mesh(signal.SIGKILL)
         answer = await asked
         assert answer["output_ids"] == [*tokens_of("end"), END_TOKEN]

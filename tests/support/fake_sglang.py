@@ -67,7 +67,7 @@ class FakeSglang:
         self.middlewares: list[Any] = []  # of aiohttp
         self.text_of: Callable[[list[int]], str] = text_of
         self.more_routes: list[web.RouteDef] = []
-        self.script: list[int] = []  # what is sampled, and then the end token; empty: what follows from the context
+        self.script: list[int] = []  # sampled after a prompt, then the end token; empty: what follows from the context
         self.lose_end = False  # whether streams hang after their last token, before they say how they ended
         self.prefill_s = 0.0  # before the first token of a stream
         self.load_s, self.loading = 0.0, False  # what an update of the weights takes; whether one is under way
@@ -234,7 +234,7 @@ class FakeSglang:
                 ending, fresh = {"type": "abort", "message": "Aborted"}, list[int]()
             else:
                 late += aborted.is_set()
-                token = self._sample(ids, len(output))
+                token = self._sample(ids)
                 fresh = [token]
                 ids.append(token)
                 output.append(token)
@@ -251,9 +251,11 @@ class FakeSglang:
                 await response.write(b"data: [DONE]\n\n")
                 return
 
-    def _sample(self, ids: list[int], count: int) -> int:
-        if self.script:
-            return self.script[count] if count < len(self.script) else END_TOKEN
+    def _sample(self, ids: list[int]) -> int:
+        if self.script:  # a context that ends within it goes on there, as a model's would
+            most = min(len(self.script), len(ids))
+            said = next((count for count in range(most, 0, -1) if ids[-count:] == self.script[:count]), 0)
+            return self.script[said] if said < len(self.script) else END_TOKEN
         return END_TOKEN if self.end_at is not None and len(ids) >= self.end_at else next_token(ids)
 
     async def send(self, response: web.StreamResponse, answer: dict[str, Any]) -> None:
