@@ -12,7 +12,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from support.nats_server import NatsServer
 from support.probe_service import ProbeSettings, plan, wire
-from support.rpc import error_of, refusal_of, status_of
+from support.rpc import answer_of, error_of, refusal_of, status_of
 from treadle.migrator.v1 import migrator_pb2, migrator_pb2_grpc
 from treadle.placement.v1 import placement_pb2, placement_pb2_grpc
 from treadle_runtime.server import serving
@@ -179,5 +179,5 @@ async def test_while_nats_is_away_a_recorded_mutation_is_unavailable_with_retry(
         nats_server.start()
         assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "BUS_UNAVAILABLE")
         assert retry_after_s
-        response = await stub.CancelMigration(request, timeout=30)
+        response = await answer_of(lambda: stub.CancelMigration(request, timeout=30))
         assert response.migration.revision == 1

@@ -82,7 +82,7 @@ async def test_a_stream_that_its_client_leaves_is_closed(nats_url: str) -> None:
         assert len(finished) == 3
         await until(lambda: streams[0].closed == 2)
 
-        late = stub.WatchMigration(migrator_pb2.WatchMigrationRequest(migration_id="endless"), timeout=0.2)
+        late = stub.WatchMigration(migrator_pb2.WatchMigrationRequest(migration_id="endless"), timeout=3)
         await late.read()
         assert await late.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await until(lambda: streams[0].closed == 3)

@@ -31,12 +31,12 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 async def test_sigterm_lets_a_call_in_flight_finish_and_turns_health_to_not_serving(
     start_service: StartService, bus: Bus
 ) -> None:
-    """A call of 0.5 s is under way and a health watch is open when SIGTERM comes.
+    """A call of 5 s is under way and a health watch is open when SIGTERM comes.
 
     Result: the watch sees NOT_SERVING, the call gets its answer, the fact it published at its very end is in the
     stream, new calls are refused, the exit code is 0.
     """
-    process = await start_service(PROBE, {"TREADLE_PROBE_SLOW_S": "0.5"}, service="probe")
+    process = await start_service(PROBE, {"TREADLE_PROBE_SLOW_S": "5"}, service="probe")
     async with grpc.aio.insecure_channel(process.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         for service in ("", "treadle.placement.v1.PlacementService", "treadle.migrator.v1.MigratorService"):
@@ -168,7 +168,9 @@ async def test_a_service_that_cannot_start_says_why_in_one_line(
     """NATS is away, the port is taken, a setting is bad, `wire` raises."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         value = value or f"127.0.0.1:{taken.getsockname()[1]}"
-        env = {"TREADLE_NATS_URL": nats_url, "TREADLE_PROBE_STARTUP_TIMEOUT_S": "0.5", variable: value}
+        env = {"TREADLE_NATS_URL": nats_url, variable: value}
+        if variable == "TREADLE_NATS_URL":
+            env["TREADLE_PROBE_STARTUP_TIMEOUT_S"] = "0.5"
         process = start_process(PROBE, "probe", env, tmp_path / "probe")
         assert await process.wait() == code
     text = process.stderr_text()

@@ -137,6 +137,7 @@ async def test_after_an_outage_of_nats_the_leader_goes_on_and_nobody_takes_its_p
             nats_server.start()
             await asyncio.wait_for(lease.until_held(), WAIT_S)
             await asyncio.sleep(2 * TTL_S)
+            await asyncio.wait_for(lease.until_held(), WAIT_S)
         assert not take.done() and not renewing.done() and lease.is_held
         assert not await write(lease, a=b"1")
         for task in (take, renewing):

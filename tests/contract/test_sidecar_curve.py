@@ -108,9 +108,10 @@ async def test_an_engine_is_registered_with_the_curve_of_its_probe(
 
 
 async def test_a_probe_of_a_fast_engine_has_longer_prompts_after_its_first_round(
-    nats_url: str, engine: FakeSglang, scheduler: FakeScheduler
+    nats_url: str, engine: FakeSglang, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Result: the later rounds have prompts as long as the engine takes with room for an output."""
+    monkeypatch.setattr(probe, "PREFILL_S", 30.0)
     async with sidecar(nats_url, engine.url, scheduler=scheduler.address, probe_s=PROBE_S, slots=4):
         await until(lambda: scheduler.requests("RegisterEngine"))
         sizes = [len(request["input_ids"]) for request in probes(engine)]
@@ -141,7 +142,7 @@ async def test_an_engine_that_becomes_slow_gets_another_curve(
         await serve(side, steps=4, tokens=60)
         await until(lambda: step_s(scheduler) > 0.0)
         fast_s = step_s(scheduler)
-        engine.token_s *= 10
+        engine.token_s = max(10 * engine.token_s, 4 * fast_s)
         await serve(side, steps=4, tokens=150)
         await until(lambda: step_s(scheduler) > 2 * fast_s)
         assert len(scheduler.requests("RegisterEngine")) == 1

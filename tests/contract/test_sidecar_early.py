@@ -79,7 +79,7 @@ async def test_a_step_goes_on_with_what_began_before_its_ticket(side: Sidecar, e
     request = step(30)
     engine.prefill_s = 0.0 if ahead else 0.2
     assert await begin(side, request)
-    await until(lambda: engine.sampled >= ahead and engine.running == 1)
+    await until(lambda: engine.sampled >= ahead and streams(engine) == 1)
     assert not facts
     result = await run_step(side.stub, request)
     finished = result.require_whole()
@@ -94,8 +94,10 @@ async def test_a_step_goes_on_with_what_began_before_its_ticket(side: Sidecar, e
 
 async def test_what_no_step_claims_is_aborted_and_its_slot_is_free(side: Sidecar, engine: FakeSglang) -> None:
     facts = await hear(side.runtime.bus, "step_started", "step_finished")
+    engine.hang()
     assert await begin(side, step(3000))
     assert await load(side) == (1, 0)
+    engine.go_on()
     await until_idle(side, engine)
     assert len(engine.aborts) >= 1
     assert engine.sampled < 3000

@@ -104,8 +104,9 @@ async def test_no_probe_comes_while_steps_make_progress_or_the_engine_is_paused(
         step = Step(side.stub, greedy(400))
         await step.until_tokens(1)
         before = engine.probes
-        await step
+        await until(lambda: not engine.running)
         assert engine.probes == before
+        await step
 
         mode = engine_pb2.PAUSE_MODE_KEEP
         await side.stub.Pause(engine_pb2.PauseRequest(request_id="p", mode=mode), timeout=10)
@@ -136,11 +137,12 @@ async def test_an_engine_that_loads_weights_is_neither_lost_nor_probed(
         step = Step(side.stub, greedy(5))
         async with grpc.aio.insecure_channel(side.address) as channel:
             health = health_pb2_grpc.HealthStub(channel)
-            while not update.done():
+            while engine.loading:
+                assert engine.probes == probes
                 answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=5)
                 assert answer.status == health_pb2.HealthCheckResponse.SERVING
                 assert (await side.load()).engine_healthy
                 await asyncio.sleep(0.05)
+        await update
         assert (await step).require_whole().version_spans[0].weight_version == "v2"
-        assert engine.probes == probes
         assert not scheduler.requests("DeregisterEngine")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -23,12 +23,19 @@ from treadle.engine.v1 import engine_pb2 as pb
 PROMPT = list(range(10, 74))
 T = 20.0
 KEEP, ABORT = pb.PAUSE_MODE_KEEP, pb.PAUSE_MODE_ABORT
+Answer = TypeVar("Answer")
 
 
 @pytest.fixture
-async def side(nats_url: str, engine: FakeSglang) -> AsyncIterator[Sidecar]:
+def push_timeout_s() -> float:
+    """Of the sidecar."""
+    return 60.0
+
+
+@pytest.fixture
+async def side(nats_url: str, engine: FakeSglang, push_timeout_s: float) -> AsyncIterator[Sidecar]:
     engine.arguments["enable_memory_saver"] = True
-    async with sidecar(nats_url, engine.url, slots=2, push_timeout_s=3.0) as side:
+    async with sidecar(nats_url, engine.url, slots=2, push_timeout_s=push_timeout_s) as side:
         yield side
 
 
@@ -58,10 +65,19 @@ async def wake(side: Sidecar, *tags: str) -> list[str]:
     return list(answer.asleep_tags)
 
 
-async def steps_under_way(side: Sidecar, count: int, tokens: int) -> list[Step]:
+async def steps_under_way(engine: FakeSglang, side: Sidecar, count: int, tokens: int) -> list[Step]:
+    """They are still under way once the next call holds them, after which tokens come as fast as before."""
     steps = [Step(side.stub, step_request(ticket("e0"), [*PROMPT, index], sampling(tokens))) for index in range(count)]
     await until(lambda: sum(len(step.seen.tokens) > 5 for step in steps) >= min(count, 2))
+    engine.token_s = 0.05
     return steps
+
+
+async def held(engine: FakeSglang, call: Awaitable[Answer]) -> Answer:
+    """The answer of a call that holds the steps."""
+    answer = await call
+    engine.token_s = 0.002
+    return answer
 
 
 async def until_version(side: Sidecar, version: str) -> None:
@@ -75,16 +91,16 @@ async def test_steps_wait_from_the_first_part_to_the_last_and_go_on_under_the_ne
     """Three parts and an end, while two steps run and one comes. Result: all parts reach the engine as they are, the
     version is named once all are there, and every token has the version that sampled it."""
     facts = await hear(side.runtime.bus, "weights_updated")
-    steps = await steps_under_way(side, count=2, tokens=150)
-    assert (await push(side, 0)).previous_weight_version == "default"
-    held = [len(step.seen.tokens) for step in steps]
+    steps = await steps_under_way(engine, side, count=2, tokens=150)
+    assert (await held(engine, push(side, 0))).previous_weight_version == "default"
+    before = [len(step.seen.tokens) for step in steps]
     steps += [Step(side.stub, step_request(ticket("e0"), [*PROMPT, 2], sampling(20)))]
     await side.until_waiting(3)
     await push(side, 1, tensor=b'{"serialized_named_tensors": ["AA=="], "load_format": "flattened_bucket"}')
     await push(side, 2)
     load = await side.load()
     assert (load.weight_version, load.paused, load.engine_healthy) == ("incomplete-v2", True, True)
-    assert [len(step.seen.tokens) for step in steps] == [*held, 0]
+    assert [len(step.seen.tokens) for step in steps] == [*before, 0]
     assert not facts
     answer = await push(side, 3, last=True)
     assert answer.push_time.ToNanoseconds() > 0
@@ -116,8 +132,8 @@ async def test_a_push_by_ipc_ends_with_a_request_without_a_body(engine: FakeSgla
 
 async def test_after_a_part_that_failed_no_step_runs_until_a_push_is_whole(engine: FakeSglang, side: Sidecar) -> None:
     """Result: the parts after it are refused, and a push that is begun anew brings the steps back."""
-    steps = await steps_under_way(side, count=2, tokens=100)
-    await push(side, 0)
+    steps = await steps_under_way(engine, side, count=2, tokens=100)
+    await held(engine, push(side, 0))
     engine.refuse_push = True
     with refused("WEIGHTS_NOT_PUSHED", grpc.StatusCode.FAILED_PRECONDITION):
         await push(side, 1)
@@ -144,19 +160,20 @@ async def test_after_a_part_that_failed_no_step_runs_until_a_push_is_whole(engin
     assert not engine.session
 
 
+@pytest.mark.parametrize("push_timeout_s", [6.0])
 async def test_weights_from_disk_bring_back_an_engine_whose_push_was_given_up(
-    engine: FakeSglang, side: Sidecar
+    engine: FakeSglang, side: Sidecar, push_timeout_s: float
 ) -> None:
     """The trainer dies between two parts. Result: after PUSH_TIMEOUT_S another push may begin, the engine runs no step,
     and goes on with weights that it loads."""
-    steps = await steps_under_way(side, count=1, tokens=100)
-    await push(side, 0)
+    steps = await steps_under_way(engine, side, count=1, tokens=100)
+    await held(engine, push(side, 0))
     load = pb.UpdateWeightsRequest(request_id="u", weight_version="v1", model_path="/m/v1")
     with refused("PUSH_UNDER_WAY"):
         await side.stub.UpdateWeights(load, timeout=T)
     with refused("PUSH_UNDER_WAY"):
         await push(side, 0, version="v3", push_id="b")
-    await asyncio.sleep(3.2)
+    await asyncio.sleep(push_timeout_s + 0.2)
     with refused("PUSH_OUT_OF_ORDER"):
         await push(side, 1, last=True)
     assert (await side.load()).weight_version == "incomplete-v2"
@@ -191,15 +208,16 @@ async def test_a_trainer_that_was_started_again_pushes_the_same_version_at_once(
 
 
 async def test_a_part_is_taken_once_however_often_it_is_sent(engine: FakeSglang, side: Sidecar) -> None:
-    """Its caller has no time left and asks again, with the same request_id and with another one, while the engine takes
+    """Its caller goes away and asks again, with the same request_id and with another one, while the engine takes
     it and later. Result: one push, and the same answer."""
-    engine.push_s = 1.0
+    engine.push_s = 3.0
     request = pb.PushWeightsRequest(
         request_id="q", weight_version="v2", push_id="a", part=0, last=True, distributed=b"{}"
     )
-    with pytest.raises(grpc.aio.AioRpcError, match="DEADLINE"):
-        await side.stub.PushWeights(request, timeout=0.3)
-    assert engine.pushing and (await side.load()).paused
+    cut = side.stub.PushWeights(request, timeout=T)
+    await until(lambda: engine.pushing)
+    cut.cancel()
+    assert (await side.load()).paused and engine.pushing
     first = await side.stub.PushWeights(request, timeout=T)
     again = pb.PushWeightsRequest()
     again.CopyFrom(request)
@@ -270,8 +288,8 @@ async def test_an_engine_joins_the_trainers_group_and_leaves_it(engine: FakeSgla
 async def test_a_colocated_trainer_takes_the_memory_pushes_and_gives_it_back(engine: FakeSglang, side: Sidecar) -> None:
     """Sleep, wake the weights, push, wake the rest, while a step waits. Result: SGLang is asked in this order, the
     sleeping engine is asked for no token and not suspected, and the step goes on under the new version."""
-    steps = await steps_under_way(side, count=1, tokens=100)
-    answer = await sleep(side)
+    steps = await steps_under_way(engine, side, count=1, tokens=100)
+    answer = await held(engine, sleep(side))
     assert (answer.aborted_steps, answer.kept_steps) == (0, 1)
     assert list(answer.asleep_tags) == ["cuda_graph", "kv_cache", "weights"]
     asked, probes = len(engine.requests), engine.probes
@@ -308,8 +326,8 @@ async def test_weights_of_which_the_host_keeps_a_copy_are_whole_when_they_wake(
     once; steps that were aborted have ended, and others run on the same weights."""
     engine.arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
     async with sidecar(nats_url, engine.url, slots=2) as side:
-        steps = await steps_under_way(side, count=2, tokens=1000)
-        assert (await sleep(side, "weights", mode=ABORT)).aborted_steps == 2
+        steps = await steps_under_way(engine, side, count=2, tokens=1000)
+        assert (await held(engine, sleep(side, "weights", mode=ABORT))).aborted_steps == 2
         assert list((await sleep(side, "weights", "kv_cache")).asleep_tags) == ["kv_cache", "weights"]
         assert (await side.load()).weight_version == "default"
         for step in steps:

@@ -11,7 +11,7 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from support.conditions import until
-from support.engine_steps import Step, int32s, responses, run_step, step_request, ticket
+from support.engine_steps import Step, evict, int32s, responses, run_step, step_request, ticket
 from support.facts import hear
 from support.fake_sglang import END_TOKEN, FakeSglang, expected, fake_sglang, text_of
 from support.rpc import refusal_of, refused
@@ -103,21 +103,26 @@ async def test_a_higher_step_evicts_a_lower_one_and_the_lower_one_loses_nothing(
 async def test_a_step_that_is_not_preemptible_keeps_its_slot_from_its_first_moment(nats_url: str) -> None:
     """One slot; a step of far higher priority comes as soon as it has started. Result: that one waits."""
     async with fake_sglang() as engine, sidecar(nats_url, engine.url, slots=1, min_run_tokens=0) as side:
+        engine.hang()
         keeps = Step(side.stub, greedy(100, preemptible=False))
         await until(lambda: keeps.seen.started)
-        high = await run_step(side.stub, greedy(3, prompt=[5], priority=1e9))
-        kept, waited = (await keeps).require_whole(), high.require_whole()
-        assert kept.preemptions == waited.preemptions == 0
-        assert waited.timing.accepted_at.ToNanoseconds() < kept.timing.finished_at.ToNanoseconds(), "it came in time"
+        high = Step(side.stub, greedy(3, prompt=[5], priority=1e9))
+        await side.until_waiting(1)
+        engine.go_on()
+        for step in (keeps, high):
+            assert (await step).require_whole().preemptions == 0
+        assert not engine.aborts
 
 
 async def test_no_rid_is_the_beginning_of_another(nats_url: str) -> None:
     """The engine aborts by prefix: tickets t-1 and t-11 must not share their fate."""
     async with fake_sglang() as engine, sidecar(nats_url, engine.url, slots=4) as side:
-        one, eleven = greedy(200), greedy(200)
+        one, eleven = greedy(3000, prompt=[5]), greedy(200)
         one.ticket.ticket_id, eleven.ticket.ticket_id = "t-1", "t-11"
+        engine.hang()
         long, other = Step(side.stub, eleven), Step(side.stub, one)
-        await until(lambda: engine.most_running == 2)
+        await until(lambda: engine.running == 2)
+        engine.go_on()
         await abort(side, one)
         assert (await other).require_whole().reason == ABORTED
         assert (await long).require_whole().output_tokens == 200
@@ -137,12 +142,14 @@ async def test_an_abort_returns_every_token_that_was_sampled(nats_url: str) -> N
 
 
 async def test_a_waiting_step_is_aborted_without_the_engine(engine: FakeSglang, side: Sidecar) -> None:
+    engine.hang()
     running = Step(side.stub, greedy(200))
-    await until(lambda: engine.most_running == 1)
+    await until(lambda: engine.running == 1)
     request = greedy(10)
     waiting = Step(side.stub, request)
     await side.until_waiting(1)
     await abort(side, request)
+    engine.go_on()
     finished = (await waiting).require_whole()
     assert (finished.reason, finished.output_tokens) == (ABORTED, 0)
     assert (await running).require_whole().output_tokens == 200
@@ -185,8 +192,9 @@ async def test_a_late_priority_reorders_what_waits(nats_url: str) -> None:
             order.append(name)
 
         async with asyncio.TaskGroup() as group:
+            engine.hang()
             group.create_task(step("first", 1.0))
-            await until(lambda: engine.most_running == 1)
+            await until(lambda: engine.running == 1)
             group.create_task(step("second", 2.0))
             group.create_task(step("third", 1.0))
             await side.until_waiting(2)
@@ -197,6 +205,7 @@ async def test_a_late_priority_reorders_what_waits(nats_url: str) -> None:
             request = engine_pb2.ReprioritizeRequest(request_id="r1", changes=changes)
             answer = await side.stub.Reprioritize(request, timeout=10)
             assert list(answer.unknown_ticket_ids) == ["gone"]
+            engine.go_on()
         assert order == ["first", "third", "second"]
 
 
@@ -260,8 +269,7 @@ async def test_a_stop_string_that_an_eviction_splits_ends_the_step(nats_url: str
     stop = [text_of(output[60:90])]
     async with fake_sglang(token_s=0.004, after_abort=1) as engine, sidecar(nats_url, engine.url, slots=1) as side:
         low = Step(side.stub, greedy(120, stop=stop))
-        await low.until_tokens(68)
-        (await run_step(side.stub, greedy(3, prompt=[5], priority=9.0))).require_whole()
+        (await evict(engine, side.stub, 68, greedy(3, prompt=[5], priority=9.0))).require_whole()
         result = await low
         finished = result.require_whole()
         assert (finished.preemptions, finished.reason) == (1, STOP)
@@ -289,12 +297,11 @@ async def test_the_context_limit_ends_a_step_as_length(nats_url: str) -> None:
         assert (finished.reason, finished.output_tokens) == (LENGTH, 5)
 
 
-async def test_the_facts_of_a_step_reach_the_bus_in_order(side: Sidecar) -> None:
+async def test_the_facts_of_a_step_reach_the_bus_in_order(engine: FakeSglang, side: Sidecar) -> None:
     facts = await hear(side.runtime.bus, "step_queued", "step_started", "step_preempted", "step_finished")
     low_request, high_request = greedy(100), greedy(3, priority=3.0)
     low = Step(side.stub, low_request)
-    await low.until_tokens(30)
-    (await run_step(side.stub, high_request)).require_whole()
+    (await evict(engine, side.stub, 30, high_request)).require_whole()
     finished = (await low).require_whole()
 
     def kinds(request: engine_pb2.GenerateRequest) -> list[str]:
@@ -346,10 +353,12 @@ async def test_one_long_prompt_is_read_at_a_time_and_what_is_read_already_passes
         for one, other, passing in ((PROMPT, 200, [7, 8, 9]), (list(range(300, 364)), 400, PROMPT)):
             cold, before = list(range(other, other + 64)), len(engine.requests)
             steps = []
+            engine.hang()
             for prompt, priority, running, waiting in ((one, 9.0, 1, 0), (cold, 5.0, 1, 1), (passing, 1.0, 2, 1)):
                 steps.append(asyncio.create_task(run_step(side.stub, greedy(3, prompt, priority=priority))))
                 await side.until_waiting(waiting)
                 await until(partial(has_requests, engine, before + running))
+            engine.go_on()
             for result in await asyncio.gather(*steps):
                 assert result.require_whole().reason == LENGTH
             assert [request["input_ids"] for request in engine.requests[before:]] == [one, passing, cold]
@@ -359,9 +368,12 @@ async def test_samples_of_a_prompt_wait_until_the_first_of_them_has_read_it(nats
     """Three samples of a cold prompt of 64 tokens come together, and then a step with another prompt. Result: the other
     prompt gets to the engine before the second and third sample, which come there once the first has a token."""
     async with fake_sglang(token_s=0.3) as engine, sidecar(nats_url, engine.url, slots=4) as side:
+        engine.hang()
         samples = [asyncio.create_task(run_step(side.stub, greedy(3, PROMPT, priority=9.0))) for _ in range(3)]
         await side.until_waiting(2)
         other = asyncio.create_task(run_step(side.stub, greedy(3, [7, 8, 9], priority=1.0)))
+        await until(lambda: engine.running == 2)
+        engine.go_on()
         for result in await asyncio.gather(*samples, other):
             assert result.require_whole().reason == LENGTH
         asked = [request["input_ids"] for request in engine.requests]

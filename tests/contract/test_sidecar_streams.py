@@ -9,7 +9,7 @@ import grpc
 import pytest
 from aiohttp import web
 from support.conditions import until_said
-from support.engine_steps import Step, run_step, step_request, ticket
+from support.engine_steps import Step, evict, run_step, step_request, ticket
 from support.fake_sglang import FakeSglang, expected, fake_sglang, text_of
 from support.rpc import refused
 from support.sidecar_in_process import sidecar
@@ -35,8 +35,7 @@ async def test_the_tokens_of_a_step_are_those_that_were_sampled(nats_url: str, i
         sidecar(nats_url, engine.url, slots=1) as side,
     ):
         low = Step(side.stub, greedy(120, stop))
-        await low.until_tokens(68)
-        high = await run_step(side.stub, greedy(3, prompt=[5], priority=9.0))
+        high = await evict(engine, side.stub, 68, greedy(3, prompt=[5], priority=9.0))
         result = await low
     assert high.tokens.tolist() == expected([5], 3)
     assert (result.require_whole().preemptions, result.tokens.tolist()) == (1, output[:90])

@@ -20,6 +20,7 @@ from treadle.engine.v1 import engine_pb2
 
 PROMPT = list(range(10, 74))
 T = 20.0
+FAST_S = 0.002  # a token
 PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
 
 
@@ -29,11 +30,12 @@ async def side(nats_url: str, engine: FakeSglang) -> AsyncIterator[Sidecar]:
         yield side
 
 
-async def steps_under_way(side: Sidecar, count: int, tokens: int) -> list[Step]:
-    """Steps of two slots, of which two have sampled some tokens."""
+async def steps_under_way(engine: FakeSglang, side: Sidecar, count: int, tokens: int) -> list[Step]:
+    """Steps of two slots, of which two have sampled some tokens; the others take so long that they meet what comes."""
     sampling = SamplingParams(max_new_tokens=tokens, temperature=0.0)
     steps = [Step(side.stub, step_request(ticket("e0"), [*PROMPT, index], sampling)) for index in range(count)]
     await until(lambda: sum(len(step.seen.tokens) > 5 for step in steps) >= 2)
+    engine.token_s = 0.05
     return steps
 
 
@@ -51,11 +53,14 @@ async def prefetch(side: Sidecar, **fields: Any) -> engine_pb2.PrefetchPrefixRes
     return await side.stub.PrefetchPrefix(request, timeout=T)
 
 
-async def test_a_pause_that_keeps_holds_the_streams_and_they_go_on_after_resume(side: Sidecar) -> None:
-    steps = await steps_under_way(side, count=3, tokens=150)
+async def test_a_pause_that_keeps_holds_the_streams_and_they_go_on_after_resume(
+    engine: FakeSglang, side: Sidecar
+) -> None:
+    steps = await steps_under_way(engine, side, count=3, tokens=150)
     answer = await pause(side, engine_pb2.PAUSE_MODE_KEEP)
     load = await side.load()
 
+    engine.token_s = FAST_S
     assert (answer.aborted_steps, answer.kept_steps) == (0, 3)
     assert (load.paused, load.running_steps, load.waiting_steps) == (True, 0, 3)
     held = [len(step.seen.tokens) for step in steps]
@@ -71,8 +76,8 @@ async def test_a_pause_that_keeps_holds_the_streams_and_they_go_on_after_resume(
         assert all(event.by_ticket_id == "" for event in result.preempted)
 
 
-async def test_a_pause_that_aborts_ends_running_and_waiting_steps(side: Sidecar) -> None:
-    steps = await steps_under_way(side, count=3, tokens=1000)
+async def test_a_pause_that_aborts_ends_running_and_waiting_steps(engine: FakeSglang, side: Sidecar) -> None:
+    steps = await steps_under_way(engine, side, count=3, tokens=1000)
     answer = await pause(side, engine_pb2.PAUSE_MODE_ABORT)
 
     assert (answer.aborted_steps, answer.kept_steps) == (3, 0)
@@ -87,8 +92,9 @@ async def test_a_step_that_lives_through_an_update_has_two_spans(engine: FakeSgl
     """New weights while steps run. Result: nobody notices but by the version of their tokens, and no KV of the old
     weights is hit."""
     facts = await hear(side.runtime.bus, "weights_updated")
-    steps = await steps_under_way(side, count=2, tokens=150)
+    steps = await steps_under_way(engine, side, count=2, tokens=150)
     answer = await update(side)
+    engine.token_s = FAST_S
     assert answer.previous_weight_version == "default"
     assert (await update(side)) == answer, "a repeat is answered from the record"
 
@@ -108,12 +114,13 @@ async def test_a_load_goes_on_when_its_caller_has_gone(engine: FakeSglang, side:
     """The engine loads for longer than the caller waits. Result: no step runs before the load is over, and then under
     the new name; who asks for the same weights again gets the answer of that load."""
     facts = await hear(side.runtime.bus, "weights_updated")
-    steps = await steps_under_way(side, count=2, tokens=150)
+    steps = await steps_under_way(engine, side, count=2, tokens=150)
     engine.load_s = 2.0
     request = engine_pb2.UpdateWeightsRequest(request_id="short", weight_version="v2", model_path="/m/v2")
     call = side.stub.UpdateWeights(request, timeout=T)
     await until(lambda: engine.loading)
     call.cancel()
+    engine.token_s = FAST_S
     assert (await side.load()).paused and engine.loading
     sent = len(engine.requests)
     assert (await update(side)).previous_weight_version == "default"
@@ -145,9 +152,10 @@ async def test_weights_that_do_not_load_leave_the_steps_running_on_the_old_ones(
     engine: FakeSglang, side: Sidecar
 ) -> None:
     engine.refuse_weights = True
-    steps = await steps_under_way(side, count=2, tokens=100)
+    steps = await steps_under_way(engine, side, count=2, tokens=100)
     with refused("WEIGHTS_NOT_LOADED", PRECONDITION):
         await update(side)
+    engine.token_s = FAST_S
     for step in steps:
         assert [span.weight_version for span in (await step).require_whole().version_spans] == ["default"]
 

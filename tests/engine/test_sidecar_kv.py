@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -29,6 +30,11 @@ def prompt(seed: int, length: int) -> list[int]:
 
 def sampled(count: int) -> SamplingParams:
     return SamplingParams(max_new_tokens=count, temperature=1.0, seed=3, ignore_eos=True)
+
+
+def stored_in(engine: RealEngine) -> dict[str, Any]:
+    """Settings of a sidecar before an engine that has its folder; an engine may write there late."""
+    return {"kv_storage_dir": str(engine.kv), "export_wait_s": 10.0}
 
 
 async def move(
@@ -85,7 +91,7 @@ async def test_a_trajectorys_kv_moves_to_the_other_engine_through_storage(
     """A step on e0; e1 takes the context over while e0 is not asked for anything but token ids. Result: nearly all of
     it comes from storage, and the next step on e1 finds it."""
     first, second = two_engines
-    storage = {"kv_storage_dir": str(first.kv)}
+    storage = stored_in(first)
     async with (
         sidecar(nats_url, first.url, **storage) as source,
         sidecar(nats_url, second.url, "e1", **storage) as target,
@@ -127,7 +133,7 @@ async def test_the_folder_keeps_its_limit_and_the_prefix_that_was_used_last_stil
     """e0 takes a trajectory's turn before and after each of six prompts, more together than the folder may hold.
     Result: the folder stays below its limit, and of the trajectory, but for its last token, all comes from storage."""
     first, second = two_engines
-    storage = {"kv_storage_dir": str(first.kv)}
+    storage = stored_in(first)
     async with (
         sidecar(nats_url, first.url, **storage) as source,
         sidecar(nats_url, second.url, "e1", **storage) as target,
@@ -152,7 +158,7 @@ async def test_a_page_that_was_damaged_in_storage_is_computed_again(
     """The bytes of one page of twelve are zeroed before e1 fetches the prefix. Result: e1 reads the pages before it,
     computes the others, and goes on with the tokens that e0 goes on with."""
     first, second = two_engines
-    storage = {"kv_storage_dir": str(first.kv)}
+    storage = stored_in(first)
     greedy = SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True)
     async with (
         sidecar(nats_url, first.url, **storage) as source,
@@ -186,7 +192,7 @@ async def test_a_storage_that_vanishes_is_missed_by_no_step_and_replaced_by_a_pr
     """The folder is removed while both engines run. Result: steps go on, a move by storage is refused, one by prefill
     computes everything; when the folder is back, KV moves through it again."""
     first, second = two_engines
-    storage = {"kv_storage_dir": str(first.kv)}
+    storage = stored_in(first)
     async with (
         sidecar(nats_url, first.url, **storage) as source,
         sidecar(nats_url, second.url, "e1", **storage) as target,
@@ -220,7 +226,7 @@ async def test_a_step_whose_engine_is_killed_goes_on_elsewhere(
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             async for response in responses(doomed.stub, step_request(ticket("e1"), ids, sampled(500))):
                 received.take(response)
-                if len(received.tokens) == 20:
+                if len(received.tokens) >= 20 and second.running:
                     assert any(file.is_socket() for file in second.temp_folder.iterdir())
                     second.kill()
         assert not second.temp_folder.exists()

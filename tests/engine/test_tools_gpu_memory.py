@@ -13,6 +13,7 @@ from pathlib import Path
 import aiohttp
 import grpc.aio
 import pytest
+from support.conditions import until_said
 from support.functions import start_declared
 from support.processes import StartService
 from support.real_engines import RealEngine
@@ -46,6 +47,11 @@ async def chat(engine: RealEngine, max_tokens: int = 16) -> str:
         return str(json.loads(await reply.text())["choices"][0]["message"]["content"])
 
 
+async def running_requests(engine: RealEngine) -> int:
+    async with aiohttp.ClientSession() as session, session.get(f"{engine.url}/v1/loads?include=core") as reply:
+        return sum(load["num_running_reqs"] for load in (await reply.json())["loads"])
+
+
 async def test_an_engine_answers_as_before_once_it_is_resumed(engine: RealEngine, memory: EngineMemory) -> None:
     before = await chat(engine)
     identity = await memory.identity(engine.url)
@@ -58,10 +64,9 @@ async def test_an_engine_answers_as_before_once_it_is_resumed(engine: RealEngine
 
 async def test_a_release_waits_for_what_runs(engine: RealEngine, memory: EngineMemory) -> None:
     """A release that did not wait would end the engine's scheduler."""
-    running = asyncio.create_task(chat(engine, max_tokens=32))
-    await asyncio.sleep(0.3)
+    running = asyncio.create_task(chat(engine, max_tokens=96))
+    await until_said(lambda: running_requests(engine), bool)
     await memory.release(engine.url)
-    assert running.done()
     assert await running
     await memory.resume(engine.url)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc.aio
 from support.conditions import until
+from support.fake_sglang import FakeSglang
 from treadle.common.v1.ticket_pb2 import Ticket
 from treadle.common.v1.tokens_pb2 import SamplingParams, TokenIds
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
@@ -126,6 +127,18 @@ class Step:
 async def run_step(stub: engine_pb2_grpc.EngineServiceAsyncStub, request: engine_pb2.GenerateRequest) -> StepResult:
     """Reads the stream to its end."""
     return await Step(stub, request)
+
+
+async def evict(
+    engine: FakeSglang, stub: engine_pb2_grpc.EngineServiceAsyncStub, at: int, request: engine_pb2.GenerateRequest
+) -> StepResult:
+    """What a step says that takes the slot of one which has sampled `at` tokens, and few more until it has to leave."""
+    await until(lambda: engine.sampled >= at)
+    engine.hang()
+    step = Step(stub, request)
+    await until(lambda: engine.aborts)
+    engine.go_on()
+    return await step
 
 
 def responses(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from support.processes import free_port
 
-START_DEADLINE_S = 20.0
+START_DEADLINE_S = 60.0
 POLL_S = 0.01
 # JetStream only counts what is reserved: tests take no more disk than they write. Its own default, 75% of the free
 # disk, refuses the streams of a mesh where little is free.

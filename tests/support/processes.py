@@ -14,7 +14,7 @@ import psutil
 from support.conditions import until
 from treadle_cli.mesh.ports import Ports
 
-END_DEADLINE_S = 20.0
+END_DEADLINE_S = 60.0
 SUPPORT = Path(__file__).parent
 AS_USER = ("unshare", "--user", "--map-user=1000", "--map-group=1000")
 PORTS = Ports()

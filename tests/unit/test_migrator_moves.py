@@ -138,7 +138,7 @@ async def test_a_switch_that_is_not_answered_in_time_ends_as_the_scheduler_says(
     mesh.place("t", "e0")
     mesh.scheduler.gate_after.close()
     mesh.scheduler.refuse_next("GetTrajectory", Refusal(grpc.StatusCode.UNAVAILABLE, ""))
-    done = await calls.moved(mesh.request("t", "e0", "e1", give_up_after=SOON))
+    done = await calls.moved(mesh.request("t", "e0", "e1", give_up_after=Duration(seconds=4)))
     mesh.scheduler.gate_after.open()
     assert done.state == pb.MIGRATION_STATE_DONE
 
