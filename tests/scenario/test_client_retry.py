@@ -59,6 +59,18 @@ async def test_a_wait_that_would_pass_the_deadline_is_not_begun() -> None:
         assert len(mesh.scheduler.requests("OpenTrajectory")) == 1
 
 
+@pytest.mark.parametrize(("refusals", "told"), [([], 1), ([Refusal(UNAVAILABLE, "AWAY", retry_after_s=60.0)], 0)])
+async def test_a_client_waits_once_for_a_scheduler_that_is_away_at_its_end(refusals: list[Refusal], told: int) -> None:
+    """It has an open trajectory. Result: where that cannot be closed, the job's end is not told either, which would
+    take as long again: the lease ends both."""
+    async with fake_mesh("e0") as mesh:
+        async with mesh.client() as client:
+            await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
+            mesh.scheduler.refuse_next("CloseTrajectory", *refusals)
+        assert [len(mesh.scheduler.requests(each)) for each in ("OpenJob", "CloseTrajectory")] == [1, 1]
+        assert len(mesh.scheduler.requests("CloseJob")) == told
+
+
 async def test_every_call_carries_a_deadline() -> None:
     async with one_trajectory("e0", prompt=PROMPT) as (mesh, t):
         async for _ in t.generate(treadle.Sampling(max_new_tokens=4)):

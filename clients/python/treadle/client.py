@@ -326,13 +326,14 @@ class Client(FleetCalls):
     async def _close(self) -> None:
         """Close the open trajectories, all at once, then the job and the channels.
 
-        A scheduler that cannot be reached closes them once the lease has ended.
+        A scheduler that cannot be reached closes them once the lease has ended, and the job with them.
         """
         mesh, job = self._connected()
         closing: list[Awaitable[None]] = [trajectory.close(outcome="cancelled") for trajectory in self._open]
         results = await asyncio.gather(*closing, return_exceptions=True)
+        lost = any(isinstance(failure, TreadleError) and failure.lost_connection for failure in results)
         try:
-            await job.close()
+            await job.close(tell=not lost)
         finally:
             await mesh.close()
         for failure in filter(None, results):

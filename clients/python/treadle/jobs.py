@@ -90,12 +90,12 @@ class Job:
                     raise
                 await self._open()
 
-    async def close(self) -> None:
-        """End the job and its renewals. A scheduler that cannot be reached ends it with its lease."""
+    async def close(self, tell: bool = True) -> None:
+        """End the renewals of the job, and tell the scheduler. One that cannot be reached ends it with its lease."""
         if self._heartbeat is not None:
             self._heartbeat.cancel()
             await asyncio.wait({self._heartbeat})
-        if self._job_id:
+        if self._job_id and tell:
             request = pb.CloseJobRequest(request_id=request_id(), job_id=self._job_id)
             try:
                 await self._mesh.call(self._mesh.scheduler.CloseJob, request, self._mesh.timeouts.cleanup_s)
