@@ -39,6 +39,11 @@ def expected(prompt: list[int], count: int = 5) -> list[int]:
     return [token_at(prompt, index) for index in range(count)]
 
 
+def asked_for_steps(mesh: FakeMesh) -> int:
+    """Trajectories whose opening the client knows of."""
+    return len({each.trajectory_id for each in mesh.scheduler.requests("ScheduleStep")})
+
+
 def prompts_opened(mesh: FakeMesh) -> list[tuple[str, int]]:
     return [(each.prompt_id, each.sample) for each in mesh.scheduler.requests("OpenTrajectory")]
 
@@ -257,7 +262,7 @@ async def test_idle_trajectories_make_room_for_a_first_step_that_waits(mesh: Fak
             opened.append(await sessions.generate("", [number, *PROMPT], FIVE))
             now += 0.1
         waiting = asyncio.create_task(sessions.generate("", [20, *PROMPT], FIVE))
-        await until(lambda: len(mesh.scheduler.open_trajectories) == 21)
+        await until(lambda: asked_for_steps(mesh) == 21)
         assert await sessions.sweep() == 0
         now += 1.0
         assert await sessions.sweep() == 2
@@ -280,14 +285,14 @@ async def test_trajectories_that_go_on_are_not_closed_to_make_room(mesh: FakeMes
             now += 10.0
             talk = await sessions.generate("", [*talk.tokens, 7], FIVE)
         waiting = asyncio.create_task(sessions.generate("", [99], FIVE))
-        await until(lambda: len(mesh.scheduler.open_trajectories) == 2)
+        await until(lambda: asked_for_steps(mesh) == 2)
         now += 39.0
         assert await sessions.sweep() == 0
         now += 2.0
         assert await sessions.sweep() == 1
         other = await waiting
         back = asyncio.create_task(sessions.generate("", [*talk.tokens, 7], FIVE))
-        await until(lambda: len(mesh.scheduler.open_trajectories) == 2)
+        await until(lambda: asked_for_steps(mesh) == 3)
         now += 163.0
         assert await sessions.sweep() == 0  # it has come back after 41 s
         now += 2.0

@@ -65,7 +65,7 @@ async def test_an_engine_without_a_free_slot_is_not_told_again_for_a_while(monke
         for _ in range(2):
             await generate(t, 2)
         await until(lambda: len(told(mesh)) == 1)
-        await asyncio.sleep(0.05)  # for the answer
+        await until(lambda: not t._mesh.early_steps._telling)  # the answer has come
         await generate(t, 2)
         assert len(told(mesh)) == 1
         monkeypatch.setattr(connection, "FULL_S", 0.0)
@@ -88,7 +88,7 @@ async def test_a_step_needs_no_engine_that_can_begin_it(code: grpc.StatusCode, m
             assert await generate(t, 2) == expected(context, 2)
             if turn == 1:
                 await until(lambda: told(mesh))
-                await asyncio.sleep(0.05)  # for the answer
+                await until(lambda: not t._mesh.early_steps._telling)  # the answer has come
         await until(lambda: len(told(mesh)) == (1 if code is grpc.StatusCode.UNIMPLEMENTED else 3))
         assert came(mesh) == (4, 4)
 
@@ -113,7 +113,7 @@ async def test_after_two_turns_the_next_ticket_has_an_open_call() -> None:
         assert came(mesh) == (3, 3)
         await until(lambda: begun(mesh) == 4)  # for the turn after it
         await until(lambda: len(told(mesh)) == 2)
-        assert mesh.engine_ports["e0"].begun["BeginStep"] == 3, "the call that tells of it is open too"
+        await until(lambda: mesh.engine_ports["e0"].begun["BeginStep"] == 3)  # the call that tells of it is open too
         await t.close()
         assert mesh.scheduler.open_trajectories == set()
 
