@@ -32,7 +32,10 @@ def of(found: dict[str, Any], subject: str) -> dict[str, dict[str, str]]:
 async def test_a_machine_a_server_and_a_mesh_are_looked_at_in_one_go(
     tmp_path: Path, start_service: StartService, engine: FakeSglang
 ) -> None:
-    scheduler = await start_service("treadle_scheduler", {"TREADLE_SCHEDULER_LISTEN": f"127.0.0.1:{free_port()}"})
+    settings = {"LISTEN": f"127.0.0.1:{free_port()}", "LEASE_TTL_S": "120"}  # nobody renews one of the engines
+    scheduler = await start_service(
+        "treadle_scheduler", {f"TREADLE_SCHEDULER_{name}": value for name, value in settings.items()}
+    )
     code, found = await doctor(tmp_path, engine.url, "--scheduler", scheduler.address)
     mesh = of(found, f"mesh at {scheduler.address}")
     assert code == 1, "a mesh without an engine is a problem"

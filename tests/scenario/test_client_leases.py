@@ -14,6 +14,7 @@ from support.rpc import refused
 from support.tools import calls_to
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 
+START_S = 90.0  # from the start of a client's process to its steps
 FREED_S = 60.0  # in which a busy machine, too, has ended the lease and freed what was held
 SLOTS = 2
 TRAJECTORIES = 8  # of the killed client: two run, six wait
@@ -34,7 +35,7 @@ async def test_a_killed_client_is_closed_and_its_room_sessions_and_steps_are_fre
     """Result: another client gets tickets; all trajectories of the first are closed as failed; nothing of it runs."""
     async with mesh(start_service, "treadle_tools", SLOTS, BUILTIN="frozen_lake") as m, calls_to(m.other) as tools:
         first = client_processes(m.scheduler.address, trajectories=TRAJECTORIES)
-        await until_said(m.running_steps, lambda steps: steps == SLOTS)
+        await until_said(m.running_steps, lambda steps: steps == SLOTS, START_S)
         held = await until_said(m.trajectories, lambda said: len(said) == TRAJECTORIES)
         opened = await tools.open("frozen_lake", {"seed": 1}, trajectory_id=held[0].trajectory_id)
         first.kill()
@@ -60,7 +61,7 @@ async def test_a_client_that_lives_keeps_its_trajectories_however_long_its_steps
     """Over three leases, with two steps that run and six that wait. Result: all stay open."""
     async with mesh(start_service, "treadle_tools", SLOTS, BUILTIN="frozen_lake") as m:
         client_processes(m.scheduler.address, trajectories=TRAJECTORIES)
-        await until_said(m.running_steps, lambda steps: steps == SLOTS)
+        await until_said(m.running_steps, lambda steps: steps == SLOTS, START_S)
         await asyncio.sleep(3 * LEASE_S)
         assert len(await m.trajectories(open_only=True)) == TRAJECTORIES
 

@@ -139,8 +139,9 @@ for line in sys.stdin:
 
 async def test_a_server_that_does_not_say_its_tools_is_named(mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """One hangs when it is asked for them, and one refuses."""
-    monkeypatch.setattr("treadle.environments.mcp_server.OPEN_S", 5.0)
-    with pytest.raises(ConnectionError, match=r"(?s)the MCP server .* does not list its tools: it does not answer"):
+    says = r"(?s)the MCP server .* does not list its tools: it does not answer"
+    with monkeypatch.context() as patch, pytest.raises(ConnectionError, match=says):
+        patch.setattr("treadle.environments.mcp_server.OPEN_S", 5.0)
         await play(mesh, McpServer([sys.executable, "-c", MUTE]), ["done"])
     refuses = MUTE.replace('or request["method"] == "tools/list"', "")
     with pytest.raises(ConnectionError, match=r"(?s)the MCP server .* does not list its tools: no such method"):

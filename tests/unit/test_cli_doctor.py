@@ -150,8 +150,6 @@ def test_clocks_that_disagree_and_engines_that_cannot_run_are_found() -> None:
 
 
 async def test_a_server_that_hangs_or_answers_nonsense_is_told_from_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "ANSWER_S", 0.5)
-
     async def hang(_: web.Request) -> web.Response:
         await asyncio.sleep(60.0)
         return web.Response()
@@ -160,7 +158,8 @@ async def test_a_server_that_hangs_or_answers_nonsense_is_told_from_none(monkeyp
         return web.Response(text="[" * 100_000)
 
     found = []
-    for answer in (hang, nest):
+    for answer, within_s in ((hang, 0.5), (nest, servers.ANSWER_S)):
+        monkeypatch.setattr(servers, "ANSWER_S", within_s)
         app = web.Application()
         app.router.add_get("/server_info", answer)
         async with TestServer(app) as server:
