@@ -97,11 +97,13 @@ async def test_a_stream_and_a_batch_bring_the_same_tokens(door: FrontDoor) -> No
 
 async def test_a_request_is_aborted_by_its_rid_and_keeps_its_tokens(tmp_path: Path) -> None:
     long = {"max_new_tokens": 400, "temperature": 0.0}
-    async with front_door(tmp_path, token_s=0.02) as door, asyncio.TaskGroup() as group:
-        asked = group.create_task(door.post("/generate", ask(PROMPT, rid="mine", sampling_params=long)))
-        await until(lambda: any(engine.sampled > 5 for engine in door.engines.values()))
-        assert (await door.post("/abort_request", {"rid": "mine"}))["aborted"] == 1
-        answer = await asked
+    async with front_door(tmp_path, token_s=0.02) as door:
+        body = ask(PROMPT, rid="mine", sampling_params=long, stream=True)
+        async with door.http.post(f"{door.url}/generate", json=body) as response:
+            await response.content.readline()  # the gateway has a token
+            assert (await door.post("/abort_request", {"rid": "mine"}))["aborted"] == 1
+            lines = [line async for line in response.content if line.startswith(b"data: {")]
+        answer = json.loads(lines[-1][6:])
         assert answer["meta_info"]["finish_reason"] == {"type": "abort"}
         assert 0 < len(answer["output_ids"]) < 400
         assert answer["output_ids"] == expected(PROMPT, len(answer["output_ids"]))
@@ -126,30 +128,31 @@ async def test_what_the_mesh_does_not_carry_goes_to_an_engine_as_it_is(door: Fro
     assert [request["return_routed_experts"] for request in sent] == [True]
 
 
-async def test_a_drained_engine_gets_no_request_of_the_gateway_itself(door: FrontDoor) -> None:
+async def test_a_drained_engine_gets_no_request_of_the_gateway_itself(tmp_path: Path) -> None:
     """Requests that go to an engine as they are, and all while the mesh is away. Result: also a session that was there
     goes on at the other engine."""
-    asked = 0
+    async with front_door(tmp_path, away_after_s=2.0) as door:
+        asked = 0
 
-    async def engine_of(session: str, **more: Any) -> str:
-        nonlocal asked
-        asked += 1
-        rid = f"asked{asked}"
-        await door.post("/generate", ask(PROMPT, rid=rid, **more), X_Session_ID=session)
-        (found,) = {name for name, e in door.engines.items() for each in e.requests if rid in str(each.get("rid"))}
-        return found
+        async def engine_of(session: str, **more: Any) -> str:
+            nonlocal asked
+            asked += 1
+            rid = f"asked{asked}"
+            await door.post("/generate", ask(PROMPT, rid=rid, **more), X_Session_ID=session)
+            (found,) = {name for name, e in door.engines.items() for each in e.requests if rid in str(each.get("rid"))}
+            return found
 
-    async def forwarded() -> str:
-        return await engine_of(f"s{asked}", return_routed_experts=True)
+        async def forwarded() -> str:
+            return await engine_of(f"s{asked}", return_routed_experts=True)
 
-    assert await engine_of("kept", return_routed_experts=True) == "e0"
-    async with scheduler_client(door.scheduler) as calls:
-        await calls.call("DrainEngine", pb.DrainEngineRequest(request_id="d", engine_id="e0"))
-    await until_said(forwarded, lambda name: name == "e1")
-    assert await engine_of("kept", return_routed_experts=True) == "e1"
-    await door.kill_mesh(signal.SIGKILL)
-    await door.until_mesh("away")
-    assert [await engine_of(f"away{number}") for number in range(3)] == ["e1"] * 3
+        assert await engine_of("kept", return_routed_experts=True) == "e0"
+        async with scheduler_client(door.scheduler) as calls:
+            await calls.call("DrainEngine", pb.DrainEngineRequest(request_id="d", engine_id="e0"))
+        await until_said(forwarded, lambda name: name == "e1")
+        assert await engine_of("kept", return_routed_experts=True) == "e1"
+        await door.kill_mesh(signal.SIGKILL)
+        await door.until_mesh("away")
+        assert [await engine_of(f"away{number}") for number in range(3)] == ["e1"] * 3
 
 
 @pytest.mark.parametrize(
@@ -173,7 +176,7 @@ async def test_every_request_ends_where_the_mesh_dies_in_its_midst_and_later_one
 ) -> None:
     sampling = {"max_new_tokens": 150, "temperature": 0.0}
     prompts = [[10 + number, 20, 30] for number in range(8)]
-    async with front_door(tmp_path, token_s=0.02) as door:
+    async with front_door(tmp_path, token_s=0.02, away_after_s=2.0) as door:
         async with asyncio.TaskGroup() as group:
             asked = [group.create_task(door.post("/generate", ask(each, sampling_params=sampling))) for each in prompts]
             await until(lambda: sum(engine.sampled for engine in door.engines.values()) > 100)
@@ -192,7 +195,7 @@ async def test_every_request_ends_where_the_mesh_dies_in_its_midst_and_later_one
 
 async def test_a_pause_by_the_trainer_ends_steps_or_keeps_them(tmp_path: Path) -> None:
     sampling = {"max_new_tokens": 60, "temperature": 0.0}
-    async with front_door(tmp_path, token_s=0.02) as door, asyncio.TaskGroup() as group:
+    async with front_door(tmp_path, token_s=0.2) as door, asyncio.TaskGroup() as group:
         ended = group.create_task(door.post("/generate", ask(PROMPT, sampling_params=sampling)))
         await until(lambda: any(engine.running for engine in door.engines.values()))
         await door.post("/pause_generation", {})
@@ -203,5 +206,7 @@ async def test_a_pause_by_the_trainer_ends_steps_or_keeps_them(tmp_path: Path) -
         await door.post("/pause?mode=keep", {})
         await until(lambda: not any(engine.running for engine in door.engines.values()))
         assert not kept.done()
+        for engine in door.engines.values():
+            engine.token_s = 0.002
         await door.post("/resume", {})
         assert (await kept)["output_ids"] == expected([9, *PROMPT], 60)

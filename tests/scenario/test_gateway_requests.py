@@ -106,9 +106,10 @@ async def test_a_stream_with_tools_has_the_reasoning_of_the_whole_answer(door: F
 
 async def test_a_caller_that_hangs_up_ends_its_request_at_the_engine(tmp_path: Path) -> None:
     """Streams, and a request that an engine gets as it is. Result: none of them runs on."""
-    gone = asyncio.Event()
+    arrived, gone = asyncio.Event(), asyncio.Event()
 
     async def until_gone(request: web.Request) -> web.Response:
+        arrived.set()
         assert await request.json()
         await until(lambda: request.transport is None or request.transport.is_closing())
         gone.set()
@@ -128,7 +129,7 @@ async def test_a_caller_that_hangs_up_ends_its_request_at_the_engine(tmp_path: P
                 assert any(engine.running for engine in door.engines.values())
             await until(lambda: not any(engine.running for engine in door.engines.values()))
         asked = asyncio.ensure_future(door.post("/v1/completions", completion | {"echo": True, "stream": False}))
-        await asyncio.sleep(0.5)
+        await asyncio.wait_for(arrived.wait(), 30)
         asked.cancel()
         await asyncio.wait_for(gone.wait(), 10)
         # Nothing of it is left that an update of the weights would wait for.
@@ -250,7 +251,7 @@ async def test_a_pause_ends_a_forwarded_request_that_its_engine_gets_after_the_a
 
 async def test_where_the_mesh_dies_within_a_stop_string_the_text_ends_there(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "model")
-    async with front_door(tmp_path, token_s=0.3, teach=teach_chat, tokenizer=str(folder)) as door:
+    async with front_door(tmp_path, token_s=0.3, teach=teach_chat, tokenizer=str(folder), away_after_s=2.0) as door:
         script(door, tokens_of("one two STOP three"))
         body = {"model": MODEL, "prompt": "Count", "max_tokens": 60, "stop": ["STOP"]}
         async with asyncio.TaskGroup() as group:
@@ -270,7 +271,7 @@ async def test_where_the_mesh_dies_between_the_last_token_and_the_end_no_token_i
         engine.lose_end = True
 
     folder = write_tokenizer(tmp_path / "model")
-    made = front_door(tmp_path, token_s=0.1, teach=teach, tokenizer=str(folder))
+    made = front_door(tmp_path, token_s=0.1, teach=teach, tokenizer=str(folder), away_after_s=2.0)
     async with made as door, asyncio.TaskGroup() as group:
         script(door, tokens_of("end"))
         asked = group.create_task(door.post("/generate", ask()))
@@ -286,7 +287,7 @@ async def test_where_the_mesh_dies_between_the_last_token_and_the_end_no_token_i
 
 async def test_a_stream_of_an_engine_that_breaks_goes_on_there(tmp_path: Path) -> None:
     """SGLang refuses a request whose id it still runs, until it has noticed that nobody reads it."""
-    async with front_door(tmp_path, token_s=0.5) as door:
+    async with front_door(tmp_path, token_s=0.5, away_after_s=2.0) as door:
         await door.kill_mesh(signal.SIGKILL)
         await door.until_mesh("away")
         await door.engines["e1"].stop()
@@ -299,7 +300,7 @@ async def test_a_stream_of_an_engine_that_breaks_goes_on_there(tmp_path: Path) -
 
 
 async def test_an_abort_ends_a_request_at_an_engine_that_is_silent(tmp_path: Path) -> None:
-    async with front_door(tmp_path, token_s=0.02) as door:
+    async with front_door(tmp_path, token_s=0.02, away_after_s=2.0) as door:
         await door.kill_mesh(signal.SIGKILL)
         await door.until_mesh("away")
         for engine in door.engines.values():
