@@ -24,12 +24,12 @@ from treadle.adapters import calls
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle_sidecar.engine.watch import read_name
 
-TOKENS = 200  # two seconds
+TOKENS = 200  # ten seconds, unless a test hurries
 
 
 @pytest.fixture
 async def fleet(start_service: StartService, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
-    async with start_fleet(start_service) as made:
+    async with start_fleet(start_service, token_s=0.05) as made:
         monkeypatch.setenv("TREADLE_ADDRESS", made.scheduler.address)
         yield made
         await calls.leave()
@@ -43,6 +43,12 @@ async def until_sampled(fleet: Fleet, tokens: int) -> None:
 
 def running(fleet: Fleet) -> int:
     return sum(engine.running for engine in fleet.engines)
+
+
+def hurry(fleet: Fleet) -> None:
+    """Let the engines sample fast, once a step has lasted long enough."""
+    for engine in fleet.engines:
+        engine.token_s = 0.002
 
 
 def names(folder: Path) -> list[str]:
@@ -103,11 +109,13 @@ async def test_verls_pause_shows_as_an_abort_and_its_asynchronous_client_goes_on
         asyncio.create_task(client.generate("r", prompt_ids=list(PROMPT), sampling_params=params))
         for client in (plain, patient)
     ]
+    await until(lambda: running(fleet) == 2)
     await until_sampled(fleet, 40)
     await replicas.do("abort_all_requests")
     assert running(fleet) == 0
     cut = await asking[0]
     assert not asking[1].done()
+    hurry(fleet)
     await replicas.name(7)
     await replicas.do("resume_generation")
     whole = await asking[1]
@@ -222,6 +230,7 @@ async def test_areals_requests_go_on_through_an_update_and_tell_the_version_of_e
             engine.set_version(version)
 
         await asyncio.to_thread(update, 5)
+        hurry(fleet)
         response = await asking
         assert response.output_tokens == expected(PROMPT, TOKENS)
         assert (response.stop_reason, len(response.output_logprobs)) == ("length", TOKENS)
@@ -276,6 +285,7 @@ async def test_trls_weights_are_loaded_by_all_engines_and_requests_go_on(fleet: 
             await asyncio.to_thread(send)
             [version] = {engine.weight_version for engine in fleet.engines}
             versions.add(version)
+        hurry(fleet)
         tokens, logprobs = await asking
         transfer.destroy()
     assert tokens == expected(PROMPT, TOKENS)

@@ -84,12 +84,17 @@ def test_actors_and_processes_are_killed_in_a_rollout_and_nothing_is_lost(
     rollout = ray.remote(cluster.Rollout).options(num_cpus=0).remote()
     playing = rollout.play.remote(TRAJECTORIES, TURNS)
 
+    def pace(token_s: float) -> None:
+        ray.get([server.take_for_a_token.remote(token_s) for server in servers])
+
     def kill_once(steps: int, name: str, kill: Any) -> None:
         cluster.until(lambda: ray.get(rollout.count_steps.remote()) >= steps)
         pid = cluster.pid_of(name)
+        pace(10 * cluster.TOKEN_S)  # else the rollout may be over before the process is back
         kill(pid)
         cluster.until(lambda: cluster.pid_of(name) not in (0, pid))
         assert not psutil.pid_exists(pid)
+        pace(cluster.TOKEN_S)
 
     kill_once(8, "scheduler", lambda _: ray.kill(cluster.mesh_actor("scheduler"), no_restart=False))
     kill_once(

@@ -17,6 +17,7 @@ from treadle.scheduler.v1 import scheduler_pb2 as pb
 
 DRAIN = (sys.executable, "-m", "treadle_cli", "drain")
 TOP = (sys.executable, "-m", "treadle_cli", "top")
+START_S = 90.0  # of a command, on a busy machine
 TOKENS = 30
 SAMPLING = treadle.Sampling(max_new_tokens=TOKENS, temperature=0.0)
 
@@ -83,7 +84,7 @@ async def test_who_waits_for_a_drain_that_somebody_ends_is_told(nats_url: str, t
         await control.open("t")
         name = (await control.step("t", 0)).engine_id
         waiting = asyncio.create_task(output_of(*DRAIN, name, "--scheduler", control.address, cwd=tmp_path))
-        await until_said(control.registered, lambda said: any(each.draining for each in said))
+        await until_said(control.registered, lambda said: any(each.draining for each in said), START_S)
         undo = pb.DrainEngineRequest(request_id=uuid.uuid4().hex, engine_id=name, undo=True)
         await control.call("DrainEngine", undo)
         code, said, errors = await waiting
@@ -97,18 +98,24 @@ async def test_the_wait_for_a_drain_goes_on_over_a_kill_of_the_scheduler(
     GIVEN   an engine that hangs in a step
     WHEN    the scheduler is killed while the command waits for it, and starts again
     Result: the command waits until the engine is empty, and ends well"""
-    async with fleet(start_service, PROBE_S="0") as made, asyncio.TaskGroup() as group:
+    async with (
+        fleet(start_service, step_s=600.0, PROBE_S="0", ENGINE_STALL_S="600") as made,
+        asyncio.TaskGroup() as group,
+    ):
+        for each in made.engines:
+            each.hang()
         trajectory = group.create_task(made.run("p0", 100))
         found = await until_said(made.control.registered, lambda said: any(each.load.running_steps for each in said))
         (name,) = (each.info.engine_id for each in found if each.load.running_steps)
-        busy = made.engines[int(name.removeprefix("e"))]
-        busy.hang()
         where = ("--scheduler", made.scheduler.address)
         waiting = asyncio.create_task(output_of(*DRAIN, name, "--json", *where, cwd=tmp_path))
-        await until_said(lambda: engine(made, name), lambda said: said.draining)
+        await until_said(lambda: engine(made, name), lambda said: said.draining, START_S)
+        # Answered once the drain is stored, and so after the command's own call, whose answer a kill would lose.
+        await made.control.call("DrainEngine", pb.DrainEngineRequest(request_id=uuid.uuid4().hex, engine_id=name))
         await made.restart_scheduler()
         assert (await engine(made, name)).trajectories == 1, "it is not empty yet"
-        busy.go_on()
+        for each in made.engines:
+            each.go_on()
         code, said, errors = await waiting
         assert (code, json.loads(said)) == (0, {"engine": name, "draining": True, "trajectories": 0}), errors
         await trajectory

@@ -124,6 +124,7 @@ async def fleet(
     sidecars: int = 2,
     token_s: float = 0.01,
     lease_ttl_s: float = 3.0,
+    step_s: float = STEP_S,
     scheduler_settings: Mapping[str, str] | None = None,
     **sidecar: str,
 ) -> AsyncIterator[Fleet]:
@@ -135,7 +136,7 @@ async def fleet(
         fake_sglang(token_s=token_s) as first,
         fake_sglang(token_s=token_s) as second,
         scheduler_client(scheduler.address) as control,
-        treadle.Client(scheduler.address, retry=QUICK, timeouts=treadle.Timeouts(step_s=STEP_S)) as client,
+        treadle.Client(scheduler.address, retry=QUICK, timeouts=treadle.Timeouts(step_s=step_s)) as client,
     ):
         made = Fleet(start, settings, sidecar, scheduler, [first, second], control, client)
         for number in range(sidecars):

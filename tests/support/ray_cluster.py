@@ -29,6 +29,7 @@ from treadle.adapters.on_ray import find_mesh
 STORE_BYTES = 80_000_000  # Ray takes no less than 75 MB
 START_S, LOOK_S = 60.0, 0.2
 TOKENS = 12
+TOKEN_S = 0.02
 OBSERVATION = [7, 8, 9]
 
 
@@ -92,7 +93,7 @@ class FakeServer:
         self._fake = asyncio.run_coroutine_threadsafe(self._start(arguments), self._loop).result()
 
     async def _start(self, arguments: Mapping[str, Any]) -> FakeSglang:
-        fake = FakeSglang(token_s=0.02)
+        fake = FakeSglang(token_s=TOKEN_S)
         fake.arguments.update(arguments)
         await fake.start()
         return fake
@@ -100,6 +101,10 @@ class FakeServer:
     async def get_server_address(self) -> tuple[str, int]:
         """As verl's."""
         return "127.0.0.1", self._fake.port
+
+    async def take_for_a_token(self, token_s: float) -> None:
+        """From now on."""
+        self._fake.token_s = token_s
 
     async def called(self) -> list[str]:
         """Calls that changed weights or memory."""
