@@ -47,11 +47,6 @@ async def load(side: Sidecar) -> tuple[int, int]:
     return said.running_steps, said.waiting_steps
 
 
-def streams(engine: FakeSglang) -> int:
-    """Requests for tokens that it had."""
-    return sum(request.get("stream", False) for request in engine.requests)
-
-
 async def until_idle(side: Sidecar, engine: FakeSglang) -> None:
     """Return once nothing runs there."""
     await until(lambda: engine.running == 0)
@@ -79,12 +74,12 @@ async def test_a_step_goes_on_with_what_began_before_its_ticket(side: Sidecar, e
     request = step(30)
     engine.prefill_s = 0.0 if ahead else 0.2
     assert await begin(side, request)
-    await until(lambda: engine.sampled >= ahead and streams(engine) == 1)
+    await until(lambda: engine.sampled >= ahead and engine.steps == 1)
     assert not facts
     result = await run_step(side.stub, request)
     finished = result.require_whole()
     assert (finished.reason, result.tokens.tolist()) == (LENGTH, expected(PROMPT, 30))
-    assert streams(engine) == 1
+    assert engine.steps == 1
     assert not engine.aborts
     await until(lambda: len(facts) == 2)
     assert [type(fact).__name__ for fact in facts] == ["StepStarted", "StepFinished"]
@@ -118,7 +113,7 @@ async def test_a_step_that_differs_from_what_began_runs_anew(
     result = await run_step(side.stub, request)
     result.require_whole()
     assert result.tokens.tolist() == expected(other.get("prompt", PROMPT), other.get("count", 5))
-    assert streams(engine) == 2
+    assert engine.steps == 2
     await until_idle(side, engine)
 
 

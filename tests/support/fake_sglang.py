@@ -110,6 +110,11 @@ class FakeSglang:
         """Streams that have not ended."""
         return len(self._running)
 
+    @property
+    def steps(self) -> int:
+        """Streams that were asked for. `requests` has also what a sidecar asks to see whether the engine generates."""
+        return sum(bool(request.get("stream")) for request in self.requests)
+
     async def start(self) -> None:
         """Listens; again on the same port after `stop`."""
         app = web.Application(client_max_size=64 * 1024 * 1024, middlewares=self.middlewares)
