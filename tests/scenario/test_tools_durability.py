@@ -56,7 +56,7 @@ async def test_a_killed_service_goes_on_where_it_was(start_service: StartService
     Result: every session is as its callers know it; steps that were answered are answered the same again and not
             taken twice; the step in flight is answered to its repeat and was taken once, and its end is published,
             since somebody may wait for the trajectory's tool; what was closed stays closed; all others go on"""
-    append = "import time; time.sleep(1); open('/tmp/log', 'a').write('x'); open('/tmp/log').read()"
+    append = "import time; time.sleep(3); open('/tmp/log', 'a').write('x'); open('/tmp/log').read()"
     trajectory_id, published = f"t-{uuid.uuid4().hex}", []
 
     async def receive(fact: Fact) -> None:
@@ -112,12 +112,12 @@ async def test_the_last_step_of_a_session_is_answered_again(start_service: Start
     Result: its repeat gets the reward; the session is done"""
     async with run(start_service, state, "reasoning_gym") as calls:
         riddle = (await calls.open("reasoning_gym", LEGS)).session.session_id
-        answering = asyncio.create_task(calls.step(riddle, {"code": "import time; time.sleep(0.8)"}, id="think"))
+        answering = asyncio.create_task(calls.step(riddle, {"code": "import time; time.sleep(3)"}, id="think"))
         last = asyncio.create_task(calls.step(riddle, {"answer": "184"}, id="answer"))
         await kill(calls, answering)
         await asyncio.gather(last, return_exceptions=True)
     async with run(start_service, state, "reasoning_gym") as calls:
-        assert (await calls.step(riddle, {"code": "import time; time.sleep(0.8)"}, id="think")).status == OK
+        assert (await calls.step(riddle, {"code": "import time; time.sleep(3)"}, id="think")).status == OK
         result = await calls.step(riddle, {"answer": "184"}, id="answer")
         assert (result.reward, result.done) == (1.0, True)
         calls.process.kill()
@@ -163,7 +163,7 @@ class Hoards:
     def first(self):
         return Outcome(output="open")
     def step(self, arguments):
-        time.sleep(1.0)
+        time.sleep(3.0)
         for _ in range(4):
             if os.fork() == 0:
                 held = b"x" * (40 << 20)
@@ -187,10 +187,10 @@ async def test_an_opening_in_flight_is_the_one_that_its_repeat_gets(
     WHEN    the service is killed while an environment opens
     Result: the repeat gets the session that the first call began"""
     async with run_own(start_service, state, tmp_path) as first:
-        await kill(first, asyncio.create_task(first.open("count", {"opening_s": 1.0}, id="one")))
+        await kill(first, asyncio.create_task(first.open("count", {"opening_s": 3.0}, id="one")))
         killed_at = time.time()
     async with run_own(start_service, state, tmp_path) as second:
-        opened = await second.open("count", {"opening_s": 1.0}, id="one")
+        opened = await second.open("count", {"opening_s": 3.0}, id="one")
         assert opened.first.output == "open"
         assert opened.session.opened_at.ToNanoseconds() / 1e9 < killed_at
         assert (await second.step(opened.session.session_id, {}, id="one")).output == "1"

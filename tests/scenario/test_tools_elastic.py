@@ -170,10 +170,10 @@ async def test_resources_tell_what_is_held_and_who_waits(calls: ToolsCalls) -> N
 
 async def test_a_refused_call_is_made_again_when_the_provider_allows_it(calls: ToolsCalls) -> None:
     """
-    WHEN    a provider refuses a call for a second, and another call comes meanwhile
+    WHEN    a provider refuses a call for some seconds, and another call comes meanwhile
     Result: both are answered, after that time; the refused one took two of the quota"""
     await calls.invoke({}, tool="resting")  # the worker is there
-    refused_until = time.time() + 1.0
+    refused_until = time.time() + 3.0
     first = asyncio.create_task(calls.invoke({"until": refused_until}, tool="resting"))
     await until_said(calls.resources, lambda said: provider(said, "resting").rests.nanos)
     assert (await dimension(calls, "api_concurrency:resting")).free == 0

@@ -2,15 +2,18 @@
 judges, asked over OpenAI's chat API at several endpoints until there is a score."""
 
 import asyncio
+import contextlib
 import itertools
 import json
+import uuid
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+import grpc.aio
 import pytest
 from aiohttp import web
-from support.conditions import until
+from support.conditions import until_said
 from support.functions import FunctionServer, Handler, breaks_off, function, is_silent, says
 from support.processes import ServiceProcess, free_port
 from support.rewards import RewardCalls
@@ -69,7 +72,7 @@ PROVIDERS = """
 [[provider]]
 name = "with_quota"
 concurrency = 2
-quota = [{ count = 4, period_s = 0.3, slack_s = 0.2 }]
+quota = [{ count = 4, period_s = 1.0, slack_s = 0.9 }]
 [[provider]]
 name = "with_a_pause"
 [[provider]]
@@ -169,9 +172,15 @@ async def test_a_silent_function_ends_with_the_callers_time(calls: ToolsCalls) -
     async with served("silent", is_silent()):
         result = await calls.invoke({}, tool="silent", limits=limits(0.2))
         assert (result.status, result.error) == (TIMED_OUT, "no answer within 0.2 s")
-        request = tools_pb2.InvokeRequest(request_id="r", tool="silent", arguments_json="{}")
-        result = (await calls.stub.Invoke(request, timeout=1.0)).result  # told before the deadline, not cut by it
-        assert result.status == TIMED_OUT
+
+        async def asked() -> tools_pb2.ToolResult | None:
+            request = tools_pb2.InvokeRequest(request_id=uuid.uuid4().hex, tool="silent", arguments_json="{}")
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                return (await calls.stub.Invoke(request, timeout=1.0)).result
+            return None
+
+        told = await until_said(asked, lambda said: said)  # before a deadline; a busy machine may be too late for one
+        assert told is not None and told.status == TIMED_OUT
 
 
 @pytest.mark.parametrize(
@@ -251,27 +260,28 @@ async def test_calls_of_all_keep_within_what_their_provider_allows(calls: ToolsC
         results = await asyncio.gather(*(calls.invoke({}, tool="with_quota") for _ in range(10)))
         assert [result.status for result in results] == [OK] * 10
         assert server.most_at_once <= 2
-        assert all(later - earlier >= 0.3 for earlier, later in zip(came, came[4:], strict=False))
+        assert all(later - earlier >= 1.0 for earlier, later in zip(came, came[4:], strict=False))
 
 
 async def test_a_refused_call_is_sent_again_and_a_provider_is_left_alone_by_all(calls: ToolsCalls) -> None:
     """
     WHEN    a function answers a call with 429 and Retry-After, 503 and 502, and another call is made after the first
-    Result: nothing reaches its provider before the second that it asked for is over; both callers see the answer
+    Result: nothing reaches its provider before the time that it asked for is over; both callers see the answer
             alone; all tries of a call have one Idempotency-Key"""
     came: list[float] = []
-    refusals = (says({}, 429, Retry_After="1"), says({}, 503), says({}, 502))
+    refusals = (says({}, 429, Retry_After="2"), says({}, 503), says({}, 502))
     handlers = (noted(came, answer) for answer in (says("at last"), *refusals))
     async with served("with_a_pause", *handlers) as server:
         first = asyncio.create_task(calls.invoke({"call": 1}, tool="with_a_pause"))
-        await until(lambda: came)
-        await asyncio.sleep(0.1)
+        await until_said(
+            calls.resources, lambda said: "with_a_pause" in {p.name for p in said.providers if p.rests.nanos}
+        )
         second = asyncio.create_task(calls.invoke({"call": 2}, tool="with_a_pause"))
         results = [await first, await second]
         assert [(result.status, result.output) for result in results] == [(OK, "at last")] * 2
         assert len(came) == 5
-        assert min(came[1:]) - came[0] >= 1.0
-        assert results[0].timing.queue.ToNanoseconds() >= 1e9
+        assert min(came[1:]) - came[0] >= 2.0
+        assert results[0].timing.queue.ToNanoseconds() >= 2e9
         keys = [request.headers["Idempotency-Key"] for request in server.requests]
         assert len({(body["call"], key) for body, key in zip(server.bodies, keys, strict=True)}) == len(set(keys)) == 2
 

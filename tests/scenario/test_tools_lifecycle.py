@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 import psutil
 import pytest
+from support.conditions import until_said
 from support.processes import StartService
 from support.rpc import error_of, refusal_of, refused
 from support.tools import CALL_S, GONE_WITHIN_S, ToolsCalls, daemon_of, gone, groups_of, tools, write_tools
@@ -32,7 +33,7 @@ async def test_sigterm_lets_the_call_in_flight_finish_and_leaves_nothing_behind(
         running = await sandboxed(calls)
         daemon = daemon_of(calls)
         in_flight = asyncio.create_task(calls.python("import time; time.sleep(0.8); print('done')"))
-        await asyncio.sleep(0.3)
+        await until_said(calls.resources, lambda said: said.actions_running == 1)
         calls.process.terminate()
         assert (await in_flight).output == "done\n"
         assert await calls.process.wait() == 0
@@ -102,7 +103,7 @@ TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required"
 TOOLS = [
     Tool(name="shout", kind=Kind.STATELESS, description="louder", entry="own_code:shout", arguments_schema=TEXT),
     Tool(name="count", kind=Kind.ENVIRONMENT, description="counts", entry="own_code:Counter", arguments_schema=TEXT,
-         limits=Limits(wall_s=0.5)),
+         limits=Limits(wall_s=2.0)),
     Tool(name="broken", kind=Kind.STATELESS, description="", entry="own_code:nothing", arguments_schema=TEXT),
     Tool(name="elsewhere", kind=Kind.STATELESS, description="", entry="own_code:shout", arguments_schema=TEXT,
          backend="docker", image="python"),

@@ -217,7 +217,7 @@ async def test_a_reward_ends_once_nats_is_back(
 ) -> None:
     process = await start(start_service, own)
     async with calls_to(process) as tools, rewards_of(process) as calls:
-        running = await calls.score("waiting", {"seconds": 1})
+        running = await calls.score("waiting", {"seconds": 3})
         await calls.running(running.reward_id)
         await until_said(tools.resources, lambda said: said.actions_running == 1)
         nats_server.kill()
@@ -227,7 +227,7 @@ async def test_a_reward_ends_once_nats_is_back(
         assert away.code is grpc.StatusCode.UNAVAILABLE
         nats_server.start()
         [ended] = await calls.ended(running.reward_id)
-        assert (ended.state, ended.score) == (DONE, 1.0)
+        assert (ended.state, ended.score) == (DONE, 3.0)
 
 
 async def test_a_path_out_of_the_work_folder_is_refused(rewards: RewardCalls) -> None:
