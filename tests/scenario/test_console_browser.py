@@ -10,7 +10,7 @@ import psutil
 import pytest
 import treadle
 from playwright.async_api import Browser
-from support.console import PHONE, chromium, console_mesh, renderer_bytes, screen, start_console
+from support.console import PHONE, SLOW_TOKEN_S, TOKEN_S, chromium, console_mesh, renderer_bytes, screen, start_console
 from support.processes import StartService, free_port
 from treadle.engine.v1 import engine_pb2
 from treadle.scheduler.v1 import scheduler_pb2 as pb
@@ -81,6 +81,7 @@ async def test_the_first_page_shows_a_mesh_at_work(start_service: StartService, 
     async with console_mesh(start_service) as mesh, screen(browser, mesh.url) as shown:
         await shown.sees("No trajectory has been opened")
         await shown.sees("e0", "e1", "healthy", within="section[aria-labelledby=h-engines]")
+        mesh.pace(SLOW_TOKEN_S)
         playing = asyncio.create_task(mesh.play("step-1", prompts=6, keep=1))
         await shown.holds(pixels("decode"))
         await shown.sees("step-1-p", within="section[aria-labelledby=h-standing] tbody")
@@ -89,6 +90,7 @@ async def test_the_first_page_shows_a_mesh_at_work(start_service: StartService, 
         await shown.holds(
             "() => document.querySelectorAll('[aria-labelledby=h-engines] svg.bar rect[width]').length > 0"
         )
+        mesh.pace()
         await playing
         await shown.sees("python", within="section[aria-labelledby=h-tools]")
         bars = "[...document.querySelectorAll('[aria-labelledby=h-tools] svg.bar')]"
@@ -99,14 +101,22 @@ async def test_the_first_page_shows_a_mesh_at_work(start_service: StartService, 
         await shown.sees("sampled", within="dl.figures")
         await shown.sees("settled", within="section[aria-labelledby=h-events]")
         await shown.sees("what a calibrated predictor has", within="section[aria-labelledby=h-calibration]")
-        playing = asyncio.create_task(mesh.play("step-2", prompts=30))  # busy for long enough to be seen so
+        mesh.pace(5 * TOKEN_S)  # busy for long enough to be seen so
+        playing = asyncio.create_task(mesh.play("step-2", prompts=30))
         await shown.sees("step-2-p", within="section[aria-labelledby=h-standing] tbody")
         await shown.holds(pixels("tool"))
         before_s = await shown.page.evaluate(drawn_s("decode"))
-        busy = {"batch": "2 of 2", "queue": "[1-9]", "KV": r"\d+(\.\d)? %", "weights": "default", "health": "healthy"}
+        busy = {
+            "batch": "2 of 2",
+            "queue": r"[1-9]\d*",
+            "KV": r"\d+(\.\d)? %",
+            "weights": "default",
+            "health": "healthy",
+        }
         await shown.holds(has_row("h-engines", busy))
         await shown.holds(f"() => ({drawn_s('decode')})() > {before_s} + 0.5")
         await shown.shoot("mesh")
+        mesh.pace()
         await playing
         assert shown.problems == []
 
@@ -155,12 +165,14 @@ async def test_jobs_show_with_their_weights_and_shares(start_service: StartServi
         treadle.Client(mesh.control.address, job="search", weight=3.0) as client,
         asyncio.TaskGroup() as group,
     ):
+        mesh.pace(SLOW_TOKEN_S)
         group.create_task(mesh.play("step-1", prompts=12))
         group.create_task(replace(mesh, client=client).play("search-1", prompts=12))
         for job, weight, share in (("fit-1", "1.0", "25 %"), ("search", "3.0", "75 %")):
-            cells = {"job": job, "weight": weight, "share now": share, "tickets": "[1-9]", "open": r"\d+"}
+            cells = {"job": job, "weight": weight, "share now": share, "tickets": r"[1-9]\d*", "open": r"\d+"}
             await shown.holds(has_row("h-jobs", cells))
         await shown.shoot("jobs", within="section[aria-labelledby=h-jobs]")
+        mesh.pace()
 
 
 async def test_a_trajectory_has_a_page_with_its_ledger_decisions_and_steps(

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 from playwright.async_api import Browser
 from support.conditions import until_said
-from support.console import PHONE, ConsoleMesh, Screen, chromium, console_mesh, screen
+from support.console import PHONE, SLOW_TOKEN_S, ConsoleMesh, Screen, chromium, console_mesh, screen
 from support.processes import StartService
 from support.secure_mesh import ANSWER_S, secure_mesh
 from treadle.scheduler.v1 import scheduler_pb2 as pb
@@ -60,6 +60,7 @@ async def test_the_mesh_is_paused_and_resumed_from_the_page(start_service: Start
         await type_key(shown)
         await shown.sees("The key is right", within=SAID)
         await shown.holds("() => document.activeElement.textContent.startsWith('Pause all 2 engines')")
+        mesh.pace(SLOW_TOKEN_S)
         playing = asyncio.create_task(mesh.play("step-1", prompts=8))
         await shown.sees("running", within="dl.figures")
         await press(shown, "Pause all 2 engines", "Cancel")
@@ -77,6 +78,7 @@ async def test_the_mesh_is_paused_and_resumed_from_the_page(start_service: Start
         assert [engine.sampled for engine in mesh.engines] == sampled and not playing.done()
         await press(shown, "Resume all 2 engines", "Resume")
         await shown.sees("generates again", within=EVENTS)
+        mesh.pace()
         await playing
         await shown.sees("16 of 16", within="dl.figures")
         await shown.page.get_by_role("button", name="Forget the key").click()
@@ -90,11 +92,14 @@ async def test_an_engine_is_drained_and_used_again_from_the_page(start_service: 
     and the page says why, and no step is lost."""
     async with console_mesh(start_service, control_key=KEY) as mesh, screen(browser, mesh.url) as shown:
         await type_key(shown)
+        mesh.pace(SLOW_TOKEN_S)
         playing = asyncio.create_task(mesh.play("step-1", prompts=10))
         await shown.sees("step-1-p", within="section[aria-labelledby=h-standing] tbody")
         await press(shown, "Drain e0", "Drain")
         await shown.sees("e0 gets no more steps", within=SAID)
-        await shown.sees("gets no more steps;", "is drained: it may be stopped", within=EVENTS)
+        await shown.sees("gets no more steps;", within=EVENTS)
+        mesh.pace()
+        await shown.sees("is drained: it may be stopped", within=EVENTS)
         await shown.sees("drained, empty", within=ENGINES)
         await press(shown, "Drain e1", "Drain")
         await shown.sees("Not done: no engine but e1 takes steps now", within=SAID)

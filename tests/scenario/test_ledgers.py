@@ -110,10 +110,12 @@ async def test_parts_add_up_with_tools_queues_preemptions_a_move_new_weights_and
         await m.client.update_weights("/m/v2", "v2")
         await until(lambda: len(steps) >= 12)
         await m.restart_scheduler()
-        ledgers = [await check_sum(m, t) for t in await asyncio.gather(*running)]
+        ran = await asyncio.gather(*running)
+        ledgers = [await check_sum(m, t) for t in ran]
 
-    for ledger in ledgers:
-        assert spent(ledger, "tool") == pytest.approx(2 * TOOL_S, abs=1.5), "a sandbox takes its time too"
+    for ledger, t in zip(ledgers, ran, strict=True):
+        seen_s = sum(span.end_s - span.start_s for span in t.spans if span.kind == "tool")
+        assert spent(ledger, "tool") == pytest.approx(seen_s, abs=0.5), "and the moment before it closes"
         assert spent(ledger, "tool") >= 2 * TOOL_S
     assert sum(spent(ledger, "decode") for ledger in ledgers) >= 12 * 3 * 29 * TOKEN_S
     assert sum(spent(ledger, "weights") for ledger in ledgers) >= 1.0
@@ -128,10 +130,11 @@ async def test_a_step_that_is_evicted_waits_as_preempted_and_not_in_the_queue(st
         await m.control.set_policy(preempt=True)  # without reserves: both are at the engine
         short = await m.client.open(prompt_id="short", sample=0, prompt=PROMPT, max_total_tokens=100)
         step = asyncio.create_task(take_step(short, 100))
-        await until(lambda: m.engines[0].requests)
-        await asyncio.sleep(30 * TOKEN_S)
+        await until(lambda: m.engines[0].sampled >= 10)
+        m.engines[0].token_s = 5 * TOKEN_S  # so that the rest lasts until the long one comes
         long = await m.client.open(prompt_id="long", sample=0, prompt=PROMPT)
         await take_step(long, 100)
+        m.engines[0].token_s = TOKEN_S
         await step
         assert short.steps[0].preemptions == 1
         for t in (short, long):
@@ -145,16 +148,16 @@ async def test_time_on_an_engine_that_is_lost_is_what_its_client_saw(start_servi
     """The sidecar is killed in the middle of a step. Result: the part before that is decode, and nothing is missing."""
     async with mesh(start_service) as m:
         t = await m.client.open(prompt_id="p", sample=0, prompt=PROMPT)
-        step = asyncio.create_task(take_step(t, 150))
+        step = asyncio.create_task(take_step(t, 300))
         await until(lambda: any(engine.running for engine in m.engines))
-        await asyncio.sleep(50 * TOKEN_S)
+        await asyncio.sleep(150 * TOKEN_S)
         (at,) = [number for number, engine in enumerate(m.engines) if engine.running]
         m.sidecars[at].kill()
         await step
         await t.close()
         assert len(t.steps[0].engine_ids) == 2
         ledger = await check_sum(m, t)
-    assert spent(ledger, "decode") >= 145 * TOKEN_S
+    assert spent(ledger, "decode") >= 250 * TOKEN_S  # the client sees the first token a little late
 
 
 async def test_a_step_without_any_engine_is_held(start_service: StartService) -> None:
@@ -204,6 +207,7 @@ async def test_treadle_explain_tells_of_a_mesh_what_its_scheduler_knows(
         running = await m.client.open(prompt_id="p", sample=9, prompt=PROMPT)
         step = asyncio.create_task(take_step(running, 1_000))
         await until(lambda: m.engines[0].running)
+        m.engines[0].token_s = 1.0  # so that it runs still when the command has started
         text = " ".join((await explain(running)).split())
         step.cancel()
 

@@ -20,6 +20,7 @@ from support.scheduler import SchedulerClient, scheduler_client
 from support.tools import environment
 
 TOKEN_S = 0.01
+SLOW_TOKEN_S = 0.2  # while the page is to catch what goes on
 PROMPT = list(range(10, 40))
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
 WAIT_MS = 60_000.0
@@ -41,6 +42,11 @@ class ConsoleMesh:
     engines: list[FakeSglang]
     control: SchedulerClient
     client: treadle.Client
+
+    def pace(self, token_s: float = TOKEN_S) -> None:
+        """What a token takes from now on."""
+        for engine in self.engines:
+            engine.token_s = token_s
 
     async def restart_console(self) -> None:
         """SIGKILL, and another process at the same address."""
