@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from support.nats_server import NatsServer
 from support.processes import StartService
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 
+SLOW_S, QUICK_S = 0.05, 0.01  # a token, until steps were interrupted, and after that
 CURRENT, BEHIND, FAILED = pb.WEIGHTS_STATE_CURRENT, pb.WEIGHTS_STATE_BEHIND, pb.WEIGHTS_STATE_FAILED
 
 
@@ -52,9 +54,11 @@ def salts(engine: FakeSglang, since: int) -> set[str]:
 async def test_steps_go_on_under_the_new_version_on_every_engine(fleet: Fleet) -> None:
     """Six trajectories run when new weights are set. Result: each of them ends under the new version, no token is lost,
     and what begins later is sampled by the new version alone."""
+    fleet.pace(SLOW_S)
     running = [asyncio.create_task(fleet.run(f"before-{index}", 400)) for index in range(6)]
     await until(lambda: len(fleet.sampling) == len(running))
     assert await fleet.client.update_weights("/m/v2", "v2") == {}
+    fleet.pace(QUICK_S)
     await until_states(fleet, CURRENT, CURRENT)
     for trajectory in await asyncio.gather(*running):
         assert [span.weight_version for span in trajectory.version_spans] == ["default", "v2"]
@@ -88,7 +92,7 @@ async def test_an_update_that_a_kill_interrupts_is_finished(fleet: Fleet, nats_s
     for engine in fleet.engines:
         engine.load_s = 2.0
     await set_weights(fleet, "v2")
-    await until(lambda: all(engine.loading for engine in fleet.engines))
+    await until(lambda: all(engine.loads for engine in fleet.engines))
     asked = [len(engine.requests) for engine in fleet.engines]
     if victim == "scheduler":
         await fleet.restart_scheduler()
@@ -118,12 +122,18 @@ async def test_an_engine_that_cannot_load_is_left_out_and_the_fleet_goes_on(flee
     assert {engine_id for trajectory in ran for engine_id in trajectory.steps[0].engine_ids} == {"e1"}
 
 
+def have_begun(fleet: Fleet, parts: int) -> bool:
+    """Whether both engines have got to so many parts; one may be done with the last of them."""
+    return all(len(engine.pushes) + engine.pushing >= parts for engine in fleet.engines)
+
+
 async def parts(fleet: Fleet, ways: list[Any]) -> AsyncIterator[treadle.WeightPush]:
     """Of a trainer that broadcasts in the line after `yield`; it does not get on while an engine is not there."""
+    before = max(len(engine.pushes) for engine in fleet.engines)
     for number, way in enumerate(ways):
         yield treadle.WeightPush(way, {"names": [f"w{number}"]})
         if way == "distributed":
-            await until(lambda: all(engine.pushing for engine in fleet.engines))
+            await until(partial(have_begun, fleet, before + number + 1))
 
 
 async def test_pushed_weights_reach_every_engine_and_steps_go_on_under_them(fleet: Fleet) -> None:
@@ -138,12 +148,14 @@ async def test_pushed_weights_reach_every_engine_and_steps_go_on_under_them(flee
     assert await fleet.client.join_weights_group("10.0.0.1:29500", join, backend="gloo") == {}
     assert ranks == [3]
     assert [engine.groups[0]["rank_offset"] for engine in fleet.engines] == [1, 2]
+    fleet.pace(SLOW_S)
     running = [asyncio.create_task(fleet.run(f"before-{index}", 400)) for index in range(4)]
     await until(lambda: len(fleet.sampling) == len(running))
     for engine in fleet.engines:
         engine.push_s = 0.5
     pushes = parts(fleet, ["distributed", "tensor", "distributed"])
     assert await fleet.client.push_weights("v2", pushes) == {}
+    fleet.pace(QUICK_S)
     await until_states(fleet, CURRENT, CURRENT)
     for trajectory in await asyncio.gather(*running):
         assert [span.weight_version for span in trajectory.version_spans] == ["default", "v2"]
@@ -172,7 +184,7 @@ async def test_a_trainer_without_asyncio_joins_and_pushes(fleet: Fleet) -> None:
         for number in range(2):
             yield treadle.WeightPush("distributed", {"names": [f"w{number}"]})
             note()
-            while not all(engine.pushing for engine in fleet.engines):
+            while not have_begun(fleet, number + 1):
                 time.sleep(0.01)
 
     def train() -> None:
@@ -203,8 +215,9 @@ async def test_an_engine_that_fails_in_a_push_runs_nothing_until_it_is_pushed_to
     await until_states(fleet, CURRENT, CURRENT)
     assert salts(first, asked) <= {"v2"}
 
-    first.refuse_push, second.push_s = True, 1.0
+    first.refuse_push, second.push_s = True, 30.0
     errors = await fleet.client.push_weights("v3", parts(fleet, ["distributed"]))
+    second.push_s = 0.0
     assert "engine e0 has failed" in errors["e1"]
     assert first.weight_version == "incomplete-v3"
     assert second.weight_version in ("incomplete-v3", "v2"), "v2 where e0 has failed before the part came to e1"
@@ -256,12 +269,14 @@ async def test_a_push_that_a_death_interrupts_leaves_no_engine_half_named(fleet:
         for number in range(3):
             if number == 1:
                 for engine in fleet.engines:
-                    engine.push_s = 1.0
+                    engine.push_s = 60.0  # until one has died
             yield treadle.WeightPush("tensor", {"names": [f"w{number}"]})
 
-    pushing = asyncio.create_task(fleet.client.push_weights("v2", dying(), timeout_s=30.0))
+    pushing = asyncio.create_task(fleet.client.push_weights("v2", dying(), timeout_s=120.0))
     await until(lambda: all(engine.pushing for engine in fleet.engines))
     asked = [len(engine.requests) for engine in fleet.engines]
+    for engine in fleet.engines:
+        engine.push_s = 1.0  # since it began; by when this is noticed, the victim is dead
     if victim == "trainer":
         pushing.cancel()
         await asyncio.wait({pushing})
@@ -309,6 +324,7 @@ async def test_a_trainer_on_the_same_devices_takes_turns_with_the_engines(fleet:
     await fleet.control.until_registered(2)
 
     assert await fleet.client.push_weights("v1", [treadle.WeightPush("tensor", {"names": []})]) == {}
+    fleet.pace(SLOW_S)
     running = [asyncio.create_task(fleet.run(f"t{index}", 300)) for index in range(4)]
     await until(lambda: len(fleet.sampling) == len(running))
     assert await fleet.client.sleep() == {}
@@ -317,5 +333,6 @@ async def test_a_trainer_on_the_same_devices_takes_turns_with_the_engines(fleet:
     assert await fleet.client.push_weights("v2", [treadle.WeightPush("tensor", {"names": []})]) == {}
     assert not any(task.done() for task in running)
     assert await fleet.client.wake() == {}
+    fleet.pace(QUICK_S)
     for trajectory in await asyncio.gather(*running):
         assert [span.weight_version for span in trajectory.version_spans] == ["v1", "v2"]

@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
+from support.conditions import until
 from support.processes import free_port
 
 VOCAB = 1000
@@ -369,8 +370,9 @@ class FakeSglang:
         if not self.session and way != "ipc":
             return _outcome("must run between begin_weight_update() and end_weight_update()")
         body = await request.json()
-        self.pushing = True
-        await asyncio.sleep(self.push_s)
+        self.pushing, loop = True, asyncio.get_running_loop()
+        began = loop.time()
+        await until(lambda: loop.time() >= began + self.push_s, 120.0)  # which a test may shorten meanwhile
         self.pushing = False
         if self.refuse_push:
             return _outcome("the weights are partially updated")

@@ -14,7 +14,7 @@ from support.scheduler import SchedulerClient, scheduler_client
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 
-CALL_S = 10.0
+CALL_S = 60.0
 TOKEN_S = 0.05
 LEASE_S = 6.0
 PROMPT = list(range(10, 40))
@@ -103,6 +103,11 @@ class Fleet:
             self.sampling.add(name)
         assert trajectory.steps[-1].token_ids == expected(PROMPT, tokens)
         return trajectory
+
+    def pace(self, token_s: float) -> None:
+        """What a token takes from now on, on both engines."""
+        for engine in self.engines:
+            engine.token_s = token_s
 
     async def start_sidecar(self, number: int) -> None:
         """Of an engine, the first time or again."""
