@@ -138,7 +138,7 @@ def rows(collector: Collector) -> list[str]:
     return written
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 async def test_a_rollout_with_tools_and_moves_is_seen_in_every_service(start_service: StartService) -> None:
     """
     GIVEN   eight services and a collector; one engine, beside which a second one starts between two turns

@@ -18,8 +18,8 @@ async def test_a_submission_that_nats_did_not_take_can_be_repeated_and_counts_on
     The first try may have reached the store without its acknowledgement. Result: one trajectory, in one batch.
     """
     async with rollout_service(nats_server.url) as calls:
-        await calls.create(prompts=2)
-        await calls.submit(finished("t0", "p0"))
+        await answer_of(partial(calls.create, prompts=2))
+        await answer_of(partial(calls.submit, finished("t0", "p0")))
         async with asyncio.TaskGroup() as group:
             waiting = group.create_task(calls.batch("b", 2, wait=True))
             await until(lambda: not waiting.done())
@@ -39,10 +39,10 @@ async def test_an_unconfirmed_batch_is_read_again_and_confirmed_once_nats_is_bac
     """It is asked for during one outage, and confirmed during the next. Result: UNAVAILABLE; afterwards both RPCs give
     the same batch, and a repeated confirmation removes it."""
     async with rollout_service(nats_server.url) as calls:
-        await calls.create(prompts=2)
+        await answer_of(partial(calls.create, prompts=2))
         for number in range(2):
-            await calls.submit(finished(f"t{number}", f"p{number}"))
-        taken = await calls.batch("b")
+            await answer_of(partial(calls.submit, finished(f"t{number}", f"p{number}")))
+        taken = await answer_of(partial(calls.batch, "b"))
         nats_server.kill()
         for read in (calls.batch, calls.stream):
             with refused("BUS_UNAVAILABLE", grpc.StatusCode.UNAVAILABLE):

@@ -147,8 +147,8 @@ async def test_the_switch_is_a_compare_and_swap(nats_url: str) -> None:
 async def test_while_nats_is_away_no_ticket_is_given_that_a_restart_could_forget(nats_server: NatsServer) -> None:
     """Result: UNAVAILABLE during the outage, and afterwards one ticket for the same request."""
     async with scheduler(nats_server.url) as client:
-        await client.register("e0")
-        await client.open("t")
+        await answer_of(lambda: client.register("e0"))
+        await answer_of(lambda: client.open("t", request_id="o"))
         nats_server.kill()
         for _ in range(2):
             assert (await refusal_of(client.step("t", 0, request_id="s"))).code is grpc.StatusCode.UNAVAILABLE

@@ -309,6 +309,7 @@ async def test_after_nats_was_away_the_same_scheduler_leads_and_all_work_is_fini
             nats_server.kill()
             await asyncio.sleep(4.0)
             nats_server.start()
+            await made.until_leads(0)
             await asyncio.sleep(4.0)
             assert [await made.health(index) for index in (0, 1)] == [SERVING, NOT_SERVING]
         await running

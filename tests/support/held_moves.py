@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import grpc.aio
 import treadle
 from google.protobuf.duration_pb2 import Duration
-from support.conditions import until
+from support.conditions import until, until_said
 from support.fake_migration_peers import CALL_S, MigratorCalls
 from support.fake_servicer import Gate, Port
 from support.mesh_in_process import QUICK, generate
@@ -20,6 +20,7 @@ from support.scheduler import SchedulerClient
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
 from treadle.migrator.v1 import migrator_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
+from treadle.scheduler.v1.scheduler_pb2 import TRAJECTORY_STATE_IDLE
 from treadle_migrator.config import MigratorSettings
 from treadle_migrator.wire import wire
 from treadle_runtime.calls import Channels
@@ -115,12 +116,16 @@ class Moving(Generic[E]):
         gate = self.gates[state]
         gate.close()
         info = (await self.scheduler.engines())[0]
+        idle = await until_said(  # the scheduler has heard that the step is over
+            lambda: self.scheduler.trajectory(self.trajectory.trajectory_id),
+            lambda said: said.state == TRAJECTORY_STATE_IDLE,
+        )
         request = pb.StartMigrationRequest(
             request_id=f"move-{self.trajectory.trajectory_id}",
             trajectory_id=self.trajectory.trajectory_id,
             source=pb.Endpoint(engine_id=self.source.engine_id, address=self.to_source),
             target=pb.Endpoint(engine_id=self.target.engine_id, address=self.target.address),
-            expected_revision=(await self.scheduler.trajectory(self.trajectory.trajectory_id)).revision,
+            expected_revision=idle.revision,
             cache_salt=info.weight_version,
             allow_prefill=True,
             give_up_after=Duration(seconds=GIVE_UP_S),

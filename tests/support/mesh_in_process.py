@@ -17,7 +17,7 @@ from treadle.rollout.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_se
 from treadle.scheduler.v1.scheduler_pb2_grpc import add_SchedulerServiceServicer_to_server
 from treadle.tools.v1.tools_pb2_grpc import add_ToolsServiceServicer_to_server
 
-WAIT_S = 20.0  # for what a busy machine may be slow to do
+WAIT_S = 60.0  # for what a busy machine may be slow to do
 QUICK = treadle.RetryPolicy(first_delay_s=0.01, max_delay_s=0.2)
 
 

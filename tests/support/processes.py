@@ -15,6 +15,7 @@ from support.conditions import until
 from treadle_cli.mesh.ports import Ports
 
 END_DEADLINE_S = 60.0
+CLEAR_UP_S = 20.0  # after the test: SIGKILL does no harm then
 SUPPORT = Path(__file__).parent
 AS_USER = ("unshare", "--user", "--map-user=1000", "--map-group=1000")
 PORTS = Ports()
@@ -83,7 +84,7 @@ class ServiceProcess:
         self._process.send_signal(signal.SIGCONT)
         self.terminate()
         try:
-            await self.wait()
+            await self.wait(CLEAR_UP_S)
         except AssertionError:
             self.kill()
 

@@ -16,7 +16,7 @@ from treadle_runtime.server import serving
 from treadle_scheduler.config import SchedulerSettings
 from treadle_scheduler.wire import wire
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 GENERATE_S = 90.0
 
 

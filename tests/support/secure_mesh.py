@@ -37,7 +37,7 @@ SERVICES = {  # of the protos, and who answers
     "treadle.tools.v1.ToolsService": "tools",
 }
 TENANTS = ("acme", "beta")
-ANSWER_S = 10.0
+ANSWER_S = 60.0
 ENGINES = ("e0", "e1")
 
 
