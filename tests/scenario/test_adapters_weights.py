@@ -24,7 +24,8 @@ from treadle.adapters import calls
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle_sidecar.engine.watch import read_name
 
-TOKENS = 200  # ten seconds, unless a test hurries
+TOKENS = 200  # ten seconds, unless a test lets them come quickly
+QUICK_S = 0.002  # a token
 
 
 @pytest.fixture
@@ -43,12 +44,6 @@ async def until_sampled(fleet: Fleet, tokens: int) -> None:
 
 def running(fleet: Fleet) -> int:
     return sum(engine.running for engine in fleet.engines)
-
-
-def hurry(fleet: Fleet) -> None:
-    """Let the engines sample fast, once a step has lasted long enough."""
-    for engine in fleet.engines:
-        engine.token_s = 0.002
 
 
 def names(folder: Path) -> list[str]:
@@ -115,7 +110,7 @@ async def test_verls_pause_shows_as_an_abort_and_its_asynchronous_client_goes_on
     assert running(fleet) == 0
     cut = await asking[0]
     assert not asking[1].done()
-    hurry(fleet)
+    fleet.pace(QUICK_S)
     await replicas.name(7)
     await replicas.do("resume_generation")
     whole = await asking[1]
@@ -230,7 +225,7 @@ async def test_areals_requests_go_on_through_an_update_and_tell_the_version_of_e
             engine.set_version(version)
 
         await asyncio.to_thread(update, 5)
-        hurry(fleet)
+        fleet.pace(QUICK_S)
         response = await asking
         assert response.output_tokens == expected(PROMPT, TOKENS)
         assert (response.stop_reason, len(response.output_logprobs)) == ("length", TOKENS)
@@ -285,7 +280,7 @@ async def test_trls_weights_are_loaded_by_all_engines_and_requests_go_on(fleet: 
             await asyncio.to_thread(send)
             [version] = {engine.weight_version for engine in fleet.engines}
             versions.add(version)
-        hurry(fleet)
+        fleet.pace(QUICK_S)
         tokens, logprobs = await asking
         transfer.destroy()
     assert tokens == expected(PROMPT, TOKENS)
