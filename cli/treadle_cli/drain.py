@@ -6,7 +6,8 @@ import asyncio
 import json
 import time
 import uuid
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import grpc.aio
 import typer
@@ -18,6 +19,7 @@ from treadle_cli.options import DEFAULT_SCHEDULER, AsJson, Scheduler
 from treadle_cli.problems import UsageProblem
 
 if TYPE_CHECKING:
+    from rich.status import Status
     from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub
 
 ASK_S = 10.0
@@ -30,6 +32,8 @@ CORRECTABLE = (
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.PERMISSION_DENIED,
 )
+
+Answer = TypeVar("Answer")
 
 
 def drain(
@@ -54,10 +58,11 @@ async def run_drain(engine: str, scheduler: str, undo: bool, waits: bool, as_jso
     request = pb.DrainEngineRequest(request_id=uuid.uuid4().hex, engine_id=engine, undo=undo)
     try:
         async with reach_scheduler(scheduler) as stub:
-            left = (await stub.DrainEngine(request, timeout=ASK_S)).trajectories
-            if left and waits and not undo:
-                await _until_empty(stub, engine, out)
-                left = 0
+            with out.status(f"{engine}: waiting") as status:
+                left = (await _answer(lambda: stub.DrainEngine(request, timeout=ASK_S), engine, status)).trajectories
+                if left and waits and not undo:
+                    await _until_empty(stub, engine, status)
+                    left = 0
     except TreadleError as error:
         raise (UsageProblem(error.message) if error.code in CORRECTABLE else error) from None
     if as_json:
@@ -70,28 +75,31 @@ async def run_drain(engine: str, scheduler: str, undo: bool, waits: bool, as_jso
     return 0
 
 
-async def _until_empty(stub: SchedulerServiceAsyncStub, engine: str, out: Console) -> None:
+async def _until_empty(stub: SchedulerServiceAsyncStub, engine: str, status: Status) -> None:
     """Return once no trajectory is there, or the engine is gone. Raises UsageProblem where somebody ends the drain, and
-    AioRpcError where the scheduler is away for AWAY_S."""
-    answered_at = time.monotonic()
-    with out.status(f"{engine}: waiting") as status:
-        while True:
-            try:
-                listed = (await stub.ListEngines(pb.ListEnginesRequest(), timeout=ASK_S)).engines
-            except grpc.aio.AioRpcError as error:
-                if error.code() not in AWAY or time.monotonic() > answered_at + AWAY_S:
-                    raise
-                status.update(f"{engine}: waiting for the scheduler, which does not answer")
-                await asyncio.sleep(LOOK_S)
-                continue
-            answered_at = time.monotonic()
-            found = next((each for each in listed if each.info.engine_id == engine), None)
-            if found is None:
-                return
-            if not found.draining:
-                raise UsageProblem(f"the drain of {engine} was ended meanwhile: it takes steps again")
-            if not found.trajectories:
-                return
-            steps = found.load.running_steps + found.load.waiting_steps
-            status.update(f"{engine}: {found.trajectories} trajectories are left, {steps} of their steps run or wait")
-            await asyncio.sleep(LOOK_S)
+    AioRpcError as `_answer` does."""
+    while True:
+        listed = await _answer(lambda: stub.ListEngines(pb.ListEnginesRequest(), timeout=ASK_S), engine, status)
+        found = next((each for each in listed.engines if each.info.engine_id == engine), None)
+        if found is None:
+            return
+        if not found.draining:
+            raise UsageProblem(f"the drain of {engine} was ended meanwhile: it takes steps again")
+        if not found.trajectories:
+            return
+        steps = found.load.running_steps + found.load.waiting_steps
+        status.update(f"{engine}: {found.trajectories} trajectories are left, {steps} of their steps run or wait")
+        await asyncio.sleep(LOOK_S)
+
+
+async def _answer(ask: Callable[[], Awaitable[Answer]], engine: str, status: Status) -> Answer:
+    """Ask again while the scheduler restarts. Raises AioRpcError where it refuses, or is away for AWAY_S."""
+    gives_up_at = time.monotonic() + AWAY_S
+    while True:
+        try:
+            return await ask()
+        except grpc.aio.AioRpcError as error:
+            if error.code() not in AWAY or time.monotonic() > gives_up_at:
+                raise
+        status.update(f"{engine}: waiting for the scheduler, which does not answer")
+        await asyncio.sleep(LOOK_S)

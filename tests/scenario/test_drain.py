@@ -6,14 +6,18 @@ import sys
 import uuid
 from pathlib import Path
 
+import grpc
 import treadle
 from support.commands import output_of
 from support.conditions import until_said
+from support.fake_scheduler import FakeScheduler
+from support.fake_servicer import Port, Refusal
 from support.fake_sglang import expected
 from support.mesh_of_processes import PROMPT, Fleet, fleet
 from support.processes import StartService
 from support.scheduler import scheduler
 from treadle.scheduler.v1 import scheduler_pb2 as pb
+from treadle.scheduler.v1.scheduler_pb2_grpc import add_SchedulerServiceServicer_to_server
 
 DRAIN = (sys.executable, "-m", "treadle_cli", "drain")
 TOP = (sys.executable, "-m", "treadle_cli", "top")
@@ -91,6 +95,16 @@ async def test_who_waits_for_a_drain_that_somebody_ends_is_told(nats_url: str, t
         assert (code, said.strip()) == (2, "") and f"the drain of {name} was ended" in errors
 
 
+async def test_a_drain_whose_answer_is_lost_is_asked_for_again(tmp_path: Path) -> None:
+    fake = FakeScheduler()  # type: ignore[abstract]
+    fake.refuse_next("DrainEngine", Refusal(grpc.StatusCode.UNAVAILABLE, "AWAY", after=True))
+    async with Port(add_SchedulerServiceServicer_to_server, fake) as address:
+        code, said, errors = await output_of(*DRAIN, "e0", "--json", "--scheduler", address, cwd=tmp_path)
+    assert (code, json.loads(said)["trajectories"]) == (0, 0), errors
+    first, second = fake.requests("DrainEngine")
+    assert first == second
+
+
 async def test_the_wait_for_a_drain_goes_on_over_a_kill_of_the_scheduler(
     start_service: StartService, tmp_path: Path
 ) -> None:
@@ -110,8 +124,6 @@ async def test_the_wait_for_a_drain_goes_on_over_a_kill_of_the_scheduler(
         where = ("--scheduler", made.scheduler.address)
         waiting = asyncio.create_task(output_of(*DRAIN, name, "--json", *where, cwd=tmp_path))
         await until_said(lambda: engine(made, name), lambda said: said.draining, START_S)
-        # Answered once the drain is stored, and so after the command's own call, whose answer a kill would lose.
-        await made.control.call("DrainEngine", pb.DrainEngineRequest(request_id=uuid.uuid4().hex, engine_id=name))
         await made.restart_scheduler()
         assert (await engine(made, name)).trajectories == 1, "it is not empty yet"
         for each in made.engines:

@@ -85,6 +85,10 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
         return pb.RegisterEngineResponse(lease_id=lease_id, lease_ttl=duration(LEASE_TTL_S))
 
     @answer
+    def DrainEngine(self, _: pb.DrainEngineRequest) -> pb.DrainEngineResponse:
+        return pb.DrainEngineResponse()
+
+    @answer
     def OpenJob(self, request: pb.OpenJobRequest) -> pb.OpenJobResponse:
         return pb.OpenJobResponse(job_id=f"j-{request.request_id}", lease_ttl=duration(JOB_LEASE_S))
 
