@@ -113,7 +113,7 @@ async def test_an_update_that_a_kill_interrupts_is_finished(fleet: Fleet, nats_s
 
 async def test_an_engine_that_cannot_load_is_left_out_and_the_fleet_goes_on(fleet: Fleet) -> None:
     fleet.engines[0].refuse_weights = True
-    fleet.engines[1].load_s = 1.0
+    fleet.engines[1].load_s = 3.0
     with pytest.raises(treadle.TreadleError, match=r"do not serve v3 yet: .*e1"):
         await fleet.client.update_weights("/m/v3", "v3", timeout_s=0.01)
     assert "no such file" in (await fleet.client.update_weights("/m/v4", "v4"))["e0"]
@@ -300,7 +300,9 @@ async def test_a_push_that_a_death_interrupts_leaves_no_engine_half_named(fleet:
     await until_said(push_again, lambda said: said == ({}, [CURRENT, CURRENT]))
     await asyncio.gather(*running, *(fleet.run(f"after-{index}") for index in range(6)))
     for engine, before in zip(fleet.engines, asked, strict=True):
-        assert salts(engine, before) <= {"v2"}
+        # One that was launched again has its old weights, and may run on them until the others have the new ones.
+        launched_again = victim == "engine" and engine is fleet.engines[0]
+        assert salts(engine, before) <= ({"v2", "default"} if launched_again else {"v2"})
 
 
 async def test_a_trainer_on_the_same_devices_takes_turns_with_the_engines(fleet: Fleet) -> None:
