@@ -118,6 +118,28 @@ async def test_after_two_turns_the_next_ticket_has_an_open_call() -> None:
         assert mesh.scheduler.open_trajectories == set()
 
 
+async def test_a_ticket_is_asked_for_again_where_the_connection_fails_as_the_open_call_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """gRPC then ends the call by itself, as INTERNAL, before it has heard why the connection failed."""
+    refused = 0
+
+    async def fail(call: Any, _: Any) -> None:
+        nonlocal refused
+        refused += 1
+        call._cython_call.set_internal_error("Failed 'execute_batch'")
+        await call._raise_for_status()
+
+    async with one() as (mesh, t):
+        for _ in range(2):
+            await generate(t, 2)
+        await until(lambda: begun(mesh) == 3)
+        context = list(t.tokens)
+        monkeypatch.setattr("grpc.aio._call.StreamStreamCall.write", fail)
+        assert await generate(t, 2) == expected(context, 2)
+        assert refused >= 1 and came(mesh) == (3, 3)
+
+
 async def test_a_call_for_a_ticket_that_was_open_for_too_long_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(early, "KEPT_S", 0.01)
     async with one() as (mesh, t):
