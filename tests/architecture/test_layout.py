@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = {
     "bench": (11_080, 69),
     "cli": (10_430, 78),
-    "clients/python": (8_380, 52),
+    "clients/python": (8_390, 52),
     "core": (12_960, 73),
     "examples": (820, 8),
     "learned": (2_170, 14),
@@ -30,7 +30,7 @@ BUDGETS = {
     "services/tools": (10_070, 68),
     "sim": (7_180, 43),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 82_440, 537, 56_690
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 82_450, 537, 56_690
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 

@@ -66,7 +66,7 @@ async def wake(side: Sidecar, *tags: str) -> list[str]:
 
 
 async def steps_under_way(engine: FakeSglang, side: Sidecar, count: int, tokens: int) -> list[Step]:
-    """They are still under way once the next call holds them, after which tokens come as fast as before."""
+    """Steps that have some tokens. The others come slowly, so that the steps still run when the next call arrives."""
     steps = [Step(side.stub, step_request(ticket("e0"), [*PROMPT, index], sampling(tokens))) for index in range(count)]
     await until(lambda: sum(len(step.seen.tokens) > 5 for step in steps) >= min(count, 2))
     engine.token_s = 0.05
@@ -74,7 +74,7 @@ async def steps_under_way(engine: FakeSglang, side: Sidecar, count: int, tokens:
 
 
 async def held(engine: FakeSglang, call: Awaitable[Answer]) -> Answer:
-    """The answer of a call that holds the steps."""
+    """The answer of a call that holds the steps. After it, tokens come quickly again."""
     answer = await call
     engine.token_s = 0.002
     return answer

@@ -31,7 +31,8 @@ async def side(nats_url: str, engine: FakeSglang) -> AsyncIterator[Sidecar]:
 
 
 async def steps_under_way(engine: FakeSglang, side: Sidecar, count: int, tokens: int) -> list[Step]:
-    """Steps of two slots, of which two have sampled some tokens; the others take so long that they meet what comes."""
+    """Steps of two slots, of which two have sampled some tokens. The other tokens come slowly, so that the steps still
+    run when the next call arrives."""
     sampling = SamplingParams(max_new_tokens=tokens, temperature=0.0)
     steps = [Step(side.stub, step_request(ticket("e0"), [*PROMPT, index], sampling)) for index in range(count)]
     await until(lambda: sum(len(step.seen.tokens) > 5 for step in steps) >= 2)

@@ -276,7 +276,7 @@ async def test_a_push_that_a_death_interrupts_leaves_no_engine_half_named(fleet:
     await until(lambda: all(engine.pushing for engine in fleet.engines))
     asked = [len(engine.requests) for engine in fleet.engines]
     for engine in fleet.engines:
-        engine.push_s = 1.0  # since it began; by when this is noticed, the victim is dead
+        engine.push_s = 1.0  # the part ends soon, but the victim dies first
     if victim == "trainer":
         pushing.cancel()
         await asyncio.wait({pushing})

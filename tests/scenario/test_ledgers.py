@@ -207,7 +207,7 @@ async def test_treadle_explain_tells_of_a_mesh_what_its_scheduler_knows(
         running = await m.client.open(prompt_id="p", sample=9, prompt=PROMPT)
         step = asyncio.create_task(take_step(running, 1_000))
         await until(lambda: m.engines[0].running)
-        m.engines[0].token_s = 1.0  # so that it runs still when the command has started
+        m.engines[0].token_s = 1.0  # so that it still runs when the command has started
         text = " ".join((await explain(running)).split())
         step.cancel()
 

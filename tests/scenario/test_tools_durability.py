@@ -110,14 +110,15 @@ async def test_the_last_step_of_a_session_is_answered_again(start_service: Start
     """
     WHEN    the step in flight at the kill ends its session
     Result: its repeat gets the reward; the session is done"""
+    thinking = {"code": "import time; time.sleep(3)"}  # until the kill, also where that comes late
     async with run(start_service, state, "reasoning_gym") as calls:
         riddle = (await calls.open("reasoning_gym", LEGS)).session.session_id
-        answering = asyncio.create_task(calls.step(riddle, {"code": "import time; time.sleep(3)"}, id="think"))
+        answering = asyncio.create_task(calls.step(riddle, thinking, id="think"))
         last = asyncio.create_task(calls.step(riddle, {"answer": "184"}, id="answer"))
         await kill(calls, answering)
         await asyncio.gather(last, return_exceptions=True)
     async with run(start_service, state, "reasoning_gym") as calls:
-        assert (await calls.step(riddle, {"code": "import time; time.sleep(3)"}, id="think")).status == OK
+        assert (await calls.step(riddle, thinking, id="think")).status == OK
         result = await calls.step(riddle, {"answer": "184"}, id="answer")
         assert (result.reward, result.done) == (1.0, True)
         calls.process.kill()

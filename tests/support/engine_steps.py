@@ -132,7 +132,8 @@ async def run_step(stub: engine_pb2_grpc.EngineServiceAsyncStub, request: engine
 async def evict(
     engine: FakeSglang, stub: engine_pb2_grpc.EngineServiceAsyncStub, at: int, request: engine_pb2.GenerateRequest
 ) -> StepResult:
-    """What a step says that takes the slot of one which has sampled `at` tokens, and few more until it has to leave."""
+    """Run a step that takes the slot of another one, once that one has sampled `at` tokens. No token is sampled from
+    then on until the other has to leave. Returns what the new step said."""
     await until(lambda: engine.sampled >= at)
     engine.hang()
     step = Step(stub, request)

@@ -112,7 +112,7 @@ async def front_door(
 ) -> AsyncIterator[FrontDoor]:
     """A running one. teach: what its fake engines are given before they start. urls: of engines that run, by id; None:
     two fakes. certificates: of the mesh; None: plaintext. settings: of the gateway."""
-    settings.setdefault("away_after_s", 10.0)  # a slow answer is none of a mesh that is away
+    settings.setdefault("away_after_s", 10.0)  # a slow answer does not mean that the mesh is away
     async with AsyncExitStack() as stack:
         engines = {name: FakeSglang(token_s=token_s) for name in (ENGINES if urls is None else ())}
         for engine in engines.values():

@@ -18,10 +18,14 @@ _DETAILS: dict[str, type[Message]] = {
     kind.__name__: kind for kind in (status_pb2.ErrorInfo, status_pb2.RetryInfo, status_pb2.BadRequest)
 }
 # Words of grpc itself when a connection or a stream breaks under a call; a servicer's INTERNAL or UNKNOWN has none.
-# The first are for a request that could not be sent on a call which was open already.
 _TRANSPORT_WORDS = (
-    *("Internal error from Core", "RST_STREAM", "Stream removed"),
-    *("GOAWAY", "Connection reset", "Socket closed", "recvmsg"),
+    "Internal error from Core",  # a request could not be sent on a call that was open already
+    "RST_STREAM",
+    "Stream removed",
+    "GOAWAY",
+    "Connection reset",
+    "Socket closed",
+    "recvmsg",
 )
 # Codes of a server that did nothing; after any other it may have done what was asked.
 _REFUSALS = frozenset(
