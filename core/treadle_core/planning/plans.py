@@ -194,12 +194,14 @@ class Planner:
     def note_step(self, record: TrajectoryRecord) -> None:
         self._course(record).timing.note_work()
 
-    def note_prediction(self, record: TrajectoryRecord, *, first: bool) -> None:
-        course = self._course(record)
-        if first:
-            course.timing.note_news()
+    def note_first_prediction(self, record: TrajectoryRecord) -> None:
+        self._course(record).timing.note_news()
+
+    def rank_again(self, record: TrajectoryRecord) -> None:
+        """Find the engine of a trajectory's new rank, where it moves by rank, as its prediction has changed."""
         if not _ranked(record):
             return
+        course = self._course(record)
         self._ranks.put(record.trajectory_id, remaining_tokens(record, self._tuning))
         rank = self._ranks.rank(record.trajectory_id)
         target = self._engines.get(self._groups.engine(rank, len(self._ranks)))
