@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core.curves import non_negative_least_squares
+from treadle_core.engine_queue.curves import non_negative_least_squares
 from treadle_sim.engine_model import StepCurve
 from treadle_sim.fitting.curves import DecodeFit, DecodePoint, FitError, PrefillPoint, fit_decode, fit_prefill
 from treadle_sim.fitting.fit import derived_curve, serving_curve
