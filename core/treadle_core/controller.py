@@ -15,7 +15,7 @@ from treadle_core.bookkeeping import Decision, Step
 from treadle_core.ledger import Ledger
 from treadle_core.model import EngineRecord, JobRecord, JobUse, Policy, TrajectoryRecord, WeightsRecord
 from treadle_core.refusals import NoEngine
-from treadle_core.steps import admission, leases, lifecycle, moves, requests, tickets, weights
+from treadle_core.steps import admission, leases, lifecycle, moves, reports, tickets, weights
 from treadle_core.steps.state import State
 from treadle_core.tuning import Tuning
 
@@ -51,13 +51,13 @@ HANDLERS: Mapping[type[ev.Event], Callable[[State, Any, float], list[Action]]] =
     ev.TrajectoryClosed: lifecycle.close_trajectory,
     ev.ClosedAnnounced: lifecycle.confirm_announcement,
     ev.GroupSettled: lifecycle.end_group,
-    ev.StepRequested: requests.request_step,
-    ev.StepPreempted: requests.note_preemption,
-    ev.StepFinished: requests.finish_step,
-    ev.StepUnknown: requests.lose_step,
-    ev.ToolStarted: requests.start_tool,
-    ev.ToolFinished: requests.finish_tool,
-    ev.PredictionArrived: requests.take_prediction,
+    ev.StepRequested: admission.request_step,
+    ev.StepPreempted: reports.note_preemption,
+    ev.StepFinished: reports.finish_step,
+    ev.StepUnknown: reports.lose_step,
+    ev.ToolStarted: reports.start_tool,
+    ev.ToolFinished: reports.finish_tool,
+    ev.PredictionArrived: reports.take_prediction,
     ev.PlanArrived: moves.take_plan,
     ev.MoveAccepted: moves.accept_move,
     ev.MoveEnded: moves.end_move,

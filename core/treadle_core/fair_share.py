@@ -6,7 +6,7 @@ what a job got above its share is remembered as long as any job waits. While two
 at most the largest piece of service of each, divided by its weight (theorem 1 there).
 
 Used for slots of an engine (`engine_queue.preemptive_queue`), for slots and KV of the mesh
-(`steps.shares`), and for the pool that computes the rewards of all jobs (RollArt §4, principle 3),
+(`tables.jobs`), and for the pool that computes the rewards of all jobs (RollArt §4, principle 3),
 where a job that submits ten thousand at once must not delay a job that submits ten. `FairOrder`
 does the same for the actions of tools.
 

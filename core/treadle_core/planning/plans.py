@@ -13,10 +13,9 @@ from treadle_core.events import PlanArrived
 from treadle_core.model import CostModel, PlacementRule, Replanning, TrajectoryRecord
 from treadle_core.placing import paths
 from treadle_core.placing.question import PlanWork
-from treadle_core.planning.siting import carries_tags
 from treadle_core.planning.snapshot import Snapshot, Snapshots, choose_placement
 from treadle_core.ranking.priorities import remaining_tokens
-from treadle_core.tables.engines import EngineTable
+from treadle_core.tables.engines import EngineTable, carries_tags
 from treadle_core.tables.trajectories import RULE_NUMBERS, TrajectoryTable
 from treadle_core.tuning import Tuning
 

@@ -9,7 +9,7 @@ overtakes one that does not fit. Without reserves, an engine would start more tr
 would evict the context of a trajectory whose tool runs, and prefill the same tokens again after every tool call. (This
 rule is not in Heddle, which starts all trajectories and evicts.)
 
-Where several jobs use the engines, the next job is chosen first (`steps.shares`, ADR 0039), and then its step of the
+Where several jobs use the engines, the next job is chosen first (`tables.jobs`, ADR 0039), and then its step of the
 highest priority. A job that uses less than its share may start a trajectory within its share of an engine, although
 others have filled that engine. If none of its steps waits for an engine with room, one that waits for another engine
 comes there.
@@ -20,15 +20,33 @@ A later step waits until the trajectory's KV has moved to another engine, for no
 from collections.abc import Sequence
 
 from treadle_core import events as ev
-from treadle_core.actions import Action, Decided, KeepWaiting, QueueSeen, SaveTrajectory, StepWaits
+from treadle_core.actions import Action, Decided, IssueTicket, KeepWaiting, QueueSeen, SaveTrajectory, StepWaits
 from treadle_core.ledger import Cause
 from treadle_core.model import EngineRecord, EngineSpec, PlacementRule, TrajectoryRecord, copy_with
-from treadle_core.planning.siting import carries_tags, fits_context
 from treadle_core.refusals import ContextTooLong, NoEngine
 from treadle_core.steps import moves, tickets
 from treadle_core.steps.state import State
+from treadle_core.tables.engines import carries_tags, fits_context
 from treadle_core.tables.trajectories import NOTHING
 from treadle_core.tables.waiting import Place
+
+
+def request_step(state: State, event: ev.StepRequested, now: float) -> list[Action]:
+    """Answer with a ticket, or let the step wait for one. Raises what `check_request` raises, TrajectoryNotFound,
+    ContextTooLong, NoEngine."""
+    record = state.table.require(event.trajectory_id)
+    state.jobs.touch(record.job_id, now)
+    kind = tickets.check_request(record, event)
+    if kind is tickets.StepKind.REPEAT:
+        assert record.ticket is not None, "only a ticket's own request repeats"
+        state.table.put(copy_with(record, touched_s=now))
+        return [IssueTicket(record.ticket, repeats=True)]
+    if kind is tickets.StepKind.NEXT and must_wait(state, record):
+        return let_wait(state, event, now)
+    actions = tickets.issue_ticket(state, record, event, kind, now)
+    if event.trajectory_id in state.waiting.requests:  # at an engine that is gone
+        stop_waiting(state, event.trajectory_id)
+    return actions
 
 
 def must_wait(state: State, record: TrajectoryRecord) -> bool:

@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from treadle_core.bookkeeping import Books
 from treadle_core.model import Policy, TrajectoryRecord
 from treadle_core.planning.plans import Planner
-from treadle_core.planning.siting import Siting
 from treadle_core.ranking.priorities import Priorities, token_s
-from treadle_core.steps.shares import Shares
 from treadle_core.steps.transfers import MeasuredMoves
-from treadle_core.tables.engines import EngineTable
-from treadle_core.tables.jobs import JobTable
+from treadle_core.tables.engines import EngineTable, Siting
+from treadle_core.tables.jobs import JobTable, Shares
 from treadle_core.tables.trajectories import TrajectoryTable
 from treadle_core.tables.waiting import WaitingSteps
 from treadle_core.tuning import Tuning

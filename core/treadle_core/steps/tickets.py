@@ -247,7 +247,7 @@ def _add_ticket(
         client_times=event.client_times or record.client_times,
     )
     _learn_observed(state, record)
-    priority = state.priority(record)
+    priority = state.priorities.priority(record, priorities.token_s(spec))
     ticket = TicketRecord(
         ticket_id=ticket_id(record.trajectory_id, event.turn, attempt),
         trajectory_id=record.trajectory_id,

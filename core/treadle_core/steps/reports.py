@@ -1,4 +1,4 @@
-"""Handlers of steps: requests for tickets, and what engines, tools and the predictor report."""
+"""Handlers of what engines, tools and the predictor report about steps."""
 
 from treadle_core import events as ev
 from treadle_core.actions import (
@@ -6,32 +6,13 @@ from treadle_core.actions import (
     AnnouncePredicted,
     AskPrediction,
     Decided,
-    IssueTicket,
     Reprioritize,
     SaveTrajectory,
     StepCounted,
 )
 from treadle_core.model import TicketStatus, copy_with
-from treadle_core.steps import admission, leases, lifecycle, moves, tickets
+from treadle_core.steps import leases, lifecycle, moves, tickets
 from treadle_core.steps.state import State
-from treadle_core.steps.tickets import StepKind
-
-
-def request_step(state: State, event: ev.StepRequested, now: float) -> list[Action]:
-    """Answer with a ticket, or let the step wait for one. Raises what `check_request` raises, TrajectoryNotFound,
-    ContextTooLong, NoEngine."""
-    record = state.table.require(event.trajectory_id)
-    state.jobs.touch(record.job_id, now)
-    kind = tickets.check_request(record, event)
-    if kind is StepKind.REPEAT:
-        assert record.ticket is not None, "only a ticket's own request repeats"
-        state.table.put(copy_with(record, touched_s=now))
-        return [IssueTicket(record.ticket, repeats=True)]
-    if kind is StepKind.NEXT and admission.must_wait(state, record):
-        return admission.let_wait(state, event, now)
-    actions = tickets.issue_ticket(state, record, event, kind, now)
-    admission.stop_waiting(state, event.trajectory_id)  # it may have waited at an engine that is gone
-    return actions
 
 
 def finish_step(state: State, event: ev.StepFinished, now: float) -> list[Action]:
