@@ -247,14 +247,14 @@ class Books:
     def _keep_step(self, counted: act.StepCounted, _now: float) -> None:
         record = counted.record
         self.histories.finish_step(record.trajectory_id, counted.turn, counted.output_tokens)
-        self._planner.note_step(record)
+        self._planner.note_step()
 
     def _keep_opening(self, opened: act.AnnounceOpened, _now: float) -> None:
         self._planner.note_opening(opened.record)
 
     def _keep_prediction(self, predicted: act.AnnouncePredicted, _now: float) -> None:
         if predicted.first:
-            self._planner.note_first_prediction(predicted.record)
+            self._planner.note_first_prediction()
 
     def _keep_end(self, ended: act.TrajectoryEnded, _now: float) -> None:
         self.waits.end(ended.record.trajectory_id)

@@ -32,7 +32,7 @@ class Columns:
     context_tokens: Floats
     tool_s: Floats
     engine_number: Indexes
-    rule: Floats
+    planned: Flags
     tags_number: Indexes
     started: Flags
     read: Flags
@@ -59,7 +59,7 @@ def gather(cells: Floats, rows: Indexes) -> Floats:
 def read_columns(live: LiveColumns) -> Columns:
     """Copy the live columns."""
     cells = live.cells
-    rows = np.flatnonzero(cells[:, of.RULE] != of.CLOSED)
+    rows = np.flatnonzero(cells[:, of.MOVABLE] != of.CLOSED)
     columns = gather(cells, rows)
     return Columns(
         rows=rows,
@@ -67,7 +67,7 @@ def read_columns(live: LiveColumns) -> Columns:
         context_tokens=columns[of.CONTEXT],
         tool_s=columns[of.TOOL_S],
         engine_number=columns[of.ENGINE].astype(np.int64),
-        rule=columns[of.RULE],
+        planned=columns[of.MOVABLE] == of.PLANNED,
         tags_number=columns[of.TAGS].astype(np.int64),
         started=columns[of.STARTED] > 0.0,
         read=columns[of.READ] > 0.0,
@@ -134,10 +134,10 @@ class Snapshot:
         amounts = (live.tokens, live.context_tokens, live.observed_tokens, live.tool_s)
         return paths.work_of(*amounts, live.started, live.read, self.prompts, factors)
 
-    def movable(self, rule: float) -> Flags:
-        """Trajectories that a re-planning rule may place elsewhere: all engines may run them, and they have one."""
+    def movable(self) -> Flags:
+        """Trajectories that a plan may place elsewhere: all engines may run them, and they have one."""
         live, roster = self.live, self.roster
-        movable: Flags = (live.rule == rule) & roster.here[live.engine_number] & roster.carried[live.tags_number]
+        movable: Flags = live.planned & roster.here[live.engine_number] & roster.carried[live.tags_number]
         return movable
 
 

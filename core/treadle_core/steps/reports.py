@@ -82,7 +82,7 @@ def take_prediction(state: State, event: ev.PredictionArrived, now: float) -> li
     record = copy_with(record, prediction=new)
     record = copy_with(record, priority=state.priority(record))
     state.table.put(record)
-    state.planner.rank_again(record)
+    state.planner.follow_prediction(record)
     actions: list[Action] = [SaveTrajectory(record), AnnouncePredicted(record, first=known is None)]
     ticket = record.live_ticket
     if ticket is None:

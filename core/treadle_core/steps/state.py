@@ -67,11 +67,11 @@ class State:
     loads: Deadlines = field(default_factory=Deadlines)
 
     @classmethod
-    def new(cls, policy: Policy, tuning: Tuning, epoch_s: float) -> "State":
+    def new(cls, policy: Policy, tuning: Tuning, epoch_s: float, planner_type: type[Planner]) -> "State":
         engines = EngineTable(tuning.lease_ttl_s)
         table = TrajectoryTable(tuning)
         jobs = JobTable(tuning.job_lease_s, tuning.job_resume_s)
-        planner = Planner(engines, table, tuning)
+        planner = planner_type(engines, table, tuning)
         waiting = WaitingSteps()
         return cls(
             tuning=tuning,

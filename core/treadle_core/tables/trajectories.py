@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from treadle_core.compiled import Floats, Names
-from treadle_core.model import EngineSpec, PlacementRule, Prediction, Replanning, TicketStatus, TrajectoryRecord
+from treadle_core.model import EngineSpec, PlacementRule, Prediction, TicketStatus, TrajectoryRecord
 from treadle_core.ranking.priorities import (
     log_sigma,
     remaining_observed_tokens,
@@ -27,20 +27,17 @@ from treadle_core.tuning import Tuning
 
 FIRST_ROWS = 64
 
-# Columns: tokens left to sample, tokens of context now, seconds of tool calls left, number of the engine, number of the
-# re-planning rule that may move it (NOT_PLANNED for none), number of its set of hardware tags, 1 where it has started,
+# Columns: tokens left to sample, tokens of context now, seconds of tool calls left, number of the engine, whether
+# a plan may move it (PLANNED or NOT_PLANNED), number of its set of hardware tags, 1 where it has started,
 # standard deviation of ln(tokens left), tokens that the cap leaves (inf without one), tokens of tools' answers left,
 # number of the prompt, 1 where its engine has prefilled its context.
-TOKENS, CONTEXT, TOOL_S, ENGINE, RULE, TAGS, STARTED, LOG_SIGMA, ROOM, OBSERVED, PROMPT, READ = range(12)
+TOKENS, CONTEXT, TOOL_S, ENGINE, MOVABLE, TAGS, STARTED, LOG_SIGMA, ROOM, OBSERVED, PROMPT, READ = range(12)
 ROW = struct.Struct("12d")
 
-NOT_PLANNED = 0.0
-CLOSED = -1.0  # in RULE
+PLANNED, NOT_PLANNED = 1.0, 0.0
+CLOSED = -1.0  # in MOVABLE
 
 Row = tuple[float, ...]  # a number for each column
-
-RESOLVE_NUMBER, RANK_SCALING_NUMBER = 1.0, 2.0  # of the re-planning rules in the live columns
-RULE_NUMBERS = {Replanning.RESOLVE: RESOLVE_NUMBER, Replanning.RANK_SCALING: RANK_SCALING_NUMBER}
 
 
 @dataclass(slots=True)
@@ -159,7 +156,7 @@ class LiveColumns:
         row = self._rows.pop(trajectory_id, None)
         if row is not None:
             del self._written[trajectory_id]
-            self._cells[row, RULE] = CLOSED
+            self._cells[row, MOVABLE] = CLOSED
 
     def row(self, trajectory_id: str) -> int:
         """The row of an open trajectory; -1 for any other."""
@@ -340,7 +337,7 @@ class TrajectoryTable:
                 record.context_tokens or record.prompt_tokens,
                 remaining_tool_s(record),
                 columns.engines.setdefault(engine_id, len(columns.engines)),
-                _rule_number(record),
+                _planned_number(record),
                 columns.tags.setdefault(record.hardware_tags, len(columns.tags)),
                 float(started),
                 counted.log_sigma,
@@ -381,12 +378,11 @@ class TrajectoryTable:
             del self._on[counted.engine_id]
 
 
-def _rule_number(record: TrajectoryRecord) -> float:
-    """The number of the rule that may move a trajectory; NOT_PLANNED for none."""
+def _planned_number(record: TrajectoryRecord) -> float:
+    """Return whether a plan may move a trajectory: PLANNED or NOT_PLANNED."""
     policy = record.policy
     if policy.placement is not PlacementRule.PLANNED or record.pinned_engine_id:
         return NOT_PLANNED
     if not policy.migrate and record.ticket is not None:
         return NOT_PLANNED
-    # An enum's hash is a Python call, so no look-up in RULE_NUMBERS at every change of a record.
-    return RESOLVE_NUMBER if policy.replanning is Replanning.RESOLVE else RANK_SCALING_NUMBER
+    return PLANNED
