@@ -11,7 +11,6 @@ import functools
 import json
 import os
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,7 +199,7 @@ class ControlPlane:
             **self._reserved,
             **own,
         }
-        child = self._tree.start(name, [sys.executable, "-m", f"treadle_{service}"], variables, stage=STAGE)
+        child = await self._tree.start_service(name, f"treadle_{service}", variables, stage=STAGE)
         self._children[name] = child
         await read_ready_file(child, ready_file.parent, ready_file.name, START_TIMEOUT_S)
         return child
