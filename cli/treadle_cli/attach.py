@@ -39,6 +39,7 @@ from treadle_cli.mesh.services import (
     Addresses,
     ControlPlane,
     choose_addresses,
+    open_tree,
 )
 from treadle_cli.options import DEFAULT_OUT, DEFAULT_PORT, MOST_PORT, AsJson, Out, new_run_folder
 from treadle_cli.problems import UsageProblem
@@ -167,7 +168,7 @@ async def run_attach(
     folder = new_run_folder(out_folder, "attach-")
     state = folder / "state"
     try:
-        async with ProcessTree(folder / "logs", hurry=hurry) as tree:
+        async with open_tree(folder / "logs", hurry) as tree:
             model_path = str(servers[0].model["model_path"])  # they all serve the same
             attachment = _Attachment(plan, urls, model_path, tree, state)
             with StartBoard(out) as board:
@@ -276,7 +277,7 @@ class _Attachment:
         if self._plan.kv_folder is not None:
             settings["TREADLE_SIDECAR_KV_STORAGE_DIR"] = str(self._plan.kv_folder.absolute())
         if self._plan.scheduler:
-            settings[FOLDER_VARIABLE] = os.environ.get(FOLDER_VARIABLE, "")
+            settings["TREADLE_SIDECAR_TLS_FOLDER"] = os.environ.get(FOLDER_VARIABLE, "")
         with board.part(f"sidecar of {self._urls[engine_id]}"):
             child = await self._control.start_sidecar(engine_id, settings)
             self._sidecars[engine_id] = address

@@ -25,6 +25,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,7 @@ class ForkServer:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST_REQUEST_BYTES)
         self._is_ready = False
+        self._lock = threading.Lock()
         with theirs:
             command = [sys.executable, "-m", __spec__.name, str(theirs.fileno())]
             environment = {**os.environ, **WITHOUT_FORK_HANDLERS, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -115,9 +117,11 @@ class ForkServer:
         """The pid of the fork server itself."""
         return self._process.pid
 
-    def fileno(self) -> int:
-        """The file descriptor that becomes readable once all modules are imported."""
-        return self._socket.fileno()
+    def wait_until_ready(self) -> None:
+        """Return once all modules are imported. Raises ChildProcessError where the fork server is gone."""
+        with self._lock:
+            if not self._is_ready:
+                self._is_ready = self._receive() == READY
 
     def start(
         self,
@@ -139,10 +143,10 @@ class ForkServer:
         order = Order(module, tuple(arguments), dict(env), cwd or str(Path.cwd()), tuple(cores), new_session)
         exit_fd, their_exit_fd = os.pipe()
         try:
-            if not self._is_ready:
-                self._is_ready = self._receive() == READY
-            socket.send_fds(self._socket, [order.to_json()], [output_fd, their_exit_fd])
-            (pid,) = PID.unpack(self._receive())
+            self.wait_until_ready()
+            with self._lock:
+                socket.send_fds(self._socket, [order.to_json()], [output_fd, their_exit_fd])
+                (pid,) = PID.unpack(self._receive())
         except OSError:
             os.close(exit_fd)
             raise

@@ -1,6 +1,7 @@
-"""`python -m treadle_runtime.start`: the command of the images. It runs the services that TREADLE_SERVICE names.
+"""Run services: `python -m treadle_runtime.start scheduler predictor`, or without arguments, as the images do, those
+that TREADLE_SERVICE names with commas between.
 
-TREADLE_SERVICE is a service's name, or several with commas between. Several share one process and one event loop; each
+Several share one process and one event loop; each
 keeps its own port, settings (TREADLE_<SERVICE>_<NAME>), certificate and health.
 """
 
@@ -13,7 +14,8 @@ from treadle_runtime.server import Service, run
 
 def main() -> None:
     """Run the services; end the process with a line on stderr where one is not known here."""
-    run(*map(find_service, os.environ.get("TREADLE_SERVICE", "").split(",")))
+    names = sys.argv[1:] or os.environ.get("TREADLE_SERVICE", "").split(",")
+    run(*map(find_service, names))
 
 
 def find_service(name: str) -> Service:

@@ -131,7 +131,7 @@ async def secure_mesh(
         where = choose_addresses(tree.ports, 0, ENGINES)
         plane = ControlPlane(tree, where, folder / "state", certificates=certificates)
         mesh = SecureMesh(tree, plane, where, engines, certificates)
-        await plane.start()
+        await plane.start(together=())  # tests kill one service at a time
         async with asyncio.TaskGroup() as group:
             for name in engines:
                 group.create_task(mesh.start_sidecar(name))

@@ -105,7 +105,7 @@ class Fleet:
         for number in range(ENGINE_PROCESSES):
             self._start_engines(f"engines-{number}", others[number::ENGINE_PROCESSES])
         self._start_engines(self._ids[0], self._ports[:1])
-        await self.plane.start()
+        await self.plane.start(together=())
         model = emulated.MODEL.curve.linear(emulated.SLOTS)
         curve = {
             "DECODE_BASE_S": model.base_s,

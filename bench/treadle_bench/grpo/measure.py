@@ -214,7 +214,7 @@ async def training_mesh(size: Size, options: BenchOptions) -> AsyncIterator[Trai
         plan = options.engines
         plan = replace(plan, model=str(base), slots=SLOTS, weights="float", flags=(*FLAGS, *plan.flags))
         with StartBoard(options.progress) as board:
-            mesh = await Mesh.start(MeshPlan(plan, folder / "state"), tree, board)
+            mesh = await Mesh.start(MeshPlan(plan, folder / "state", together=()), tree, board)
         yield Trainers(tree, mesh, folder / "runs", size, options)
 
 

@@ -30,14 +30,6 @@ T = TypeVar("T")
 STOP_GRACE_S = 5.0  # SIGTERM to SIGKILL: a drained service ends in under one second, an engine in about two
 POLL_S = 0.05  # between looks at a readiness condition; a service is up in about half a second
 TAIL_LINES = 12  # of a dead child's log: enough for the last line of a traceback and its frames
-# What a fork server imports: the services, which are a second of processor time apart and share most of it.
-SERVICE_MODULES = tuple(
-    f"treadle_{name}.wire"
-    for name in (
-        *("scheduler", "predictor", "placement", "migrator", "tools", "rollout"),
-        *("gateway", "sidecar", "console"),
-    )
-)
 _HERE = Path(__file__).parent
 _PLAIN_PYTHON = (sys.executable, "-I", "-S")  # without site-packages: 15 ms to start
 
@@ -108,9 +100,8 @@ class ProcessTree:
     """Starts children, and stops them all when the `async with` block ends.
 
     log_folder: the output of a child goes to NAME.log there. hurry: once set, stopping kills without a grace period.
-    fork_server: starts the services, and belongs to the caller; where none is given, the tree starts one of its own
-    for the first service. on_death: called on the loop with each child that ends although nobody stopped it. ports: for
-    the children.
+    fork_server: starts the services; it belongs to the caller, who closes it after the tree. on_death: called on the
+    loop with each child that ends although nobody stopped it. ports: for the children.
     """
 
     def __init__(
@@ -123,8 +114,6 @@ class ProcessTree:
     ) -> None:
         self._log_folder = log_folder
         self._fork_server = fork_server
-        self._own_fork_server: ForkServer | None = None
-        self._has_imported = asyncio.Event()
         self._hurry = hurry or asyncio.Event()
         self._grace_s = grace_s
         self.on_death: Callable[[Child], None] = lambda child: None
@@ -173,25 +162,30 @@ class ProcessTree:
         return self._watch(Child(name, process, log_path, stage), os.pidfd_open(process.pid))
 
     async def start_service(
-        self, name: str, module: str, env: Mapping[str, str] = {}, *, cores: Sequence[int] = (), stage: int = 0
+        self,
+        name: str,
+        module: str,
+        env: Mapping[str, str] = {},
+        *,
+        arguments: Sequence[str] = (),
+        cores: Sequence[int] = (),
+        stage: int = 0,
     ) -> Child:
-        """Start `python -m module` as `start` would, as a fork of a process that has imported it already."""
-        fork_server = self._fork_server or await self._start_fork_server()
+        """Start `python -m module arguments` as `start` would, and as a fork where the tree has a fork server."""
+        if self._fork_server is None:
+            return self.start(name, [sys.executable, "-m", module, *arguments], env, cores=cores, stage=stage)
+        await asyncio.to_thread(self._fork_server.wait_until_ready)
         log_path = self._log_folder / f"{name}.log"
         with log_path.open("ab") as log_file:
-            process = fork_server.start(
-                module, self._environment(name, env), log_file.fileno(), cores=cores, new_session=True
+            process = self._fork_server.start(
+                module,
+                self._environment(name, env),
+                log_file.fileno(),
+                arguments=arguments,
+                cores=cores,
+                new_session=True,
             )
         return self._watch(Child(name, process, log_path, stage), os.dup(process.exit_fd))
-
-    async def _start_fork_server(self) -> ForkServer:
-        """Start the tree's own fork server once, and return it when it has imported the services."""
-        if self._own_fork_server is None:
-            self._own_fork_server = ForkServer(SERVICE_MODULES)
-            asyncio.get_running_loop().add_reader(self._own_fork_server.fileno(), self._has_imported.set)
-        await self._has_imported.wait()
-        asyncio.get_running_loop().remove_reader(self._own_fork_server.fileno())
-        return self._own_fork_server
 
     def _environment(self, name: str, env: Mapping[str, str]) -> dict[str, str]:
         temp_folder = self._temp_folder / name
@@ -227,9 +221,6 @@ class ProcessTree:
         for stage in sorted({child.stage for child in self.children}, reverse=True):
             await self.stop([child for child in self.children if child.stage == stage])
         await asyncio.to_thread(guardian.kill_sessions, {child.pid for child in self.children})
-        if self._own_fork_server is not None:
-            asyncio.get_running_loop().remove_reader(self._own_fork_server.fileno())
-            await asyncio.to_thread(self._own_fork_server.close)
         await asyncio.to_thread(self._guardian.communicate)  # closes its pipe; it removes the temporary files
 
     def _on_exit(self, child: Child, exit_fd: int) -> None:
