@@ -13,6 +13,7 @@ from treadle_core import events as ev
 from treadle_core.actions import Action, SavePolicy
 from treadle_core.ledger import Ledger
 from treadle_core.model import EngineRecord, JobRecord, JobUse, Policy, TrajectoryRecord, WeightsRecord
+from treadle_core.planning.plans import Planner
 from treadle_core.steps import admission, leases, lifecycle, moves, requests, weights
 from treadle_core.steps.state import State
 from treadle_core.tables.histories import Decision, Step
@@ -74,10 +75,19 @@ HANDLERS: Mapping[type[ev.Event], Callable[[State, Any, float], list[Action]]] =
 
 
 class Controller:
-    """`epoch_s` is when this control plane first started; priorities count time from it."""
+    """`epoch_s` is when this control plane first started; priorities count time from it.
 
-    def __init__(self, policy: Policy | None = None, tuning: Tuning | None = None, epoch_s: float = 0.0) -> None:
-        self._state = State.new(policy or Policy(), tuning or Tuning(), epoch_s)
+    planner: another way to plan again than a mesh has, for comparisons.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        tuning: Tuning | None = None,
+        epoch_s: float = 0.0,
+        planner: type[Planner] = Planner,
+    ) -> None:
+        self._state = State.new(policy or Policy(), tuning or Tuning(), epoch_s, planner)
 
     def restore(
         self,

@@ -67,14 +67,6 @@ class PlacementRule(enum.Enum):
     STICKY = "sticky"
 
 
-class Replanning(enum.Enum):
-    """How a PLANNED trajectory gets another engine while it runs. RESOLVE: placement is solved again for the work that
-    is left, and followed where it is better. RANK_SCALING: Heddle 5.3 as printed."""
-
-    RESOLVE = "resolve"
-    RANK_SCALING = "rank_scaling"
-
-
 class CostModel(enum.IntEnum):
     """How long an engine takes for a group of trajectories: `placing.paths` for CRITICAL_PATH, else `placing.costs`."""
 
@@ -110,7 +102,6 @@ class Policy:
     placement: PlacementRule = PlacementRule.PLANNED
     migrate: bool = True
     preempt: bool = True
-    replanning: Replanning = Replanning.RESOLVE
     reserve: bool = False
 
 

@@ -13,6 +13,7 @@ from treadle_core import actions, events
 from treadle_core.controller import Controller
 from treadle_core.model import KvTransfer, Policy, Prediction, TicketRecord
 from treadle_core.model import Outcome as Ending
+from treadle_core.planning.plans import Planner
 from treadle_core.refusals import NoEngine
 from treadle_core.tuning import Tuning
 
@@ -46,6 +47,7 @@ class Driver:
         *,
         call_tokens: int = 0,
         paced: bool = True,
+        planner: type[Planner] = Planner,
         record: bool = False,
         log: Callable[[float, events.Event, Sequence[actions.Action]], None] | None = None,
     ) -> None:
@@ -59,7 +61,7 @@ class Driver:
         self._log = log
         self._timeline = Timeline()
         # Leases never expire by themselves here: `Disruptions` deregisters a failed engine after its lease's time.
-        self.controller = Controller(policy, replace(tuning, lease_ttl_s=float("inf")))
+        self.controller = Controller(policy, replace(tuning, lease_ttl_s=float("inf")), planner=planner)
         self._preempt, self._paced = policy.preempt, paced
         self._finished: Counter[str] = Counter()  # samples that have all their tokens, by prompt
         self._engines = [self._make_engine(index, model) for index, model in enumerate(cluster.engines)]

@@ -74,7 +74,17 @@ def simulate(system: System, setting: Setting, degree: int = 0, *, record: bool 
         move_fixed_s=setting.link.fixed_s,
     )
     calls, paced, work = system.call_tokens, system.paced, setting.workload
-    driver = Driver(work, cluster, system.policy, tuning, predictor, call_tokens=calls, paced=paced, record=record)
+    driver = Driver(
+        work,
+        cluster,
+        system.policy,
+        tuning,
+        predictor,
+        call_tokens=calls,
+        paced=paced,
+        planner=system.planner,
+        record=record,
+    )
     return Run(system, cluster, driver.run())
 
 

@@ -9,10 +9,12 @@ served, with KV reserved for those that have started.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from treadle_core.model import TREADLE_POLICY, CostModel, Ordering, PlacementRule, Policy, Replanning
+from treadle_core.model import TREADLE_POLICY, CostModel, Ordering, PlacementRule, Policy
+from treadle_core.planning.plans import Planner
 from treadle_core.tuning import Tuning
 
 from treadle_sim.merging import Merging
+from treadle_sim.rank_scaling import RankScaling
 
 # Treadle's client generates a turn longer than this in several calls (ADR 0011), so that the trajectory can move, and
 # be ranked again, in the middle of it: 10 to 20 seconds of decoding, for a ticket and the prefill of one token.
@@ -24,7 +26,7 @@ class System:
     """predictor: a name of `make_predictor`, "none", or "" for the setting's choice. allocated: engines of several
     degrees, planned with `cost_model`; else all of one degree. call_tokens: most of one call, 0 for whole turns.
     paced: its queue paces, shares and gathers prefills; no queue of another system does. merging: of engines in the
-    tail, without the models to merge into; None: never."""
+    tail, without the models to merge into; None: never. planner: how trajectories are planned again."""
 
     name: str
     title: str
@@ -36,6 +38,7 @@ class System:
     paced: bool = False
     merging: Merging | None = None
     tuning: Tuning = field(default_factory=Tuning)
+    planner: type[Planner] = Planner
 
 
 def _stepwise(placement: PlacementRule, ordering: Ordering = Ordering.ROUND_ROBIN, *, preempt: bool = False) -> Policy:
@@ -60,10 +63,11 @@ PAUSING = System(
 HEDDLE = System(
     "heddle",
     "Heddle as printed: longest first, presorted partition by group size, ranks scaled, mixed parallelism",
-    Policy(replanning=Replanning.RANK_SCALING),
+    Policy(),
     predictor="",
     allocated=True,
     cost_model=CostModel.GROUP_SIZE,
+    planner=RankScaling,
 )
 TREADLE = System("treadle", "Treadle", TREADLE_POLICY, "", allocated=True, call_tokens=CALL_TOKENS, paced=True)
 TREADLE_HOMOGENEOUS = replace(

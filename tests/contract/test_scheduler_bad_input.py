@@ -167,6 +167,8 @@ MALFORMED: list[tuple[str, Any, str]] = [
     ("SetPolicy", policy(ordering=77), "policy.ordering"),
     ("SetPolicy", policy(placement=pb.PLACEMENT_RULE_UNSPECIFIED), "policy.placement"),
     ("SetPolicy", policy(objective=77), "policy.objective"),
+    ("SetPolicy", policy(replanning=pb.REPLANNING_RANK_SCALING), "policy.replanning"),
+    ("SetPolicy", policy(replanning=77), "policy.replanning"),
 ]
 
 REFUSED: list[tuple[str, Any, grpc.StatusCode, str]] = [

@@ -72,7 +72,16 @@ def recorded(name: str) -> Sequence[Heard]:
     def log(now_s: float, event: ev.Event, actions: Sequence[Action]) -> None:
         heard.append(Heard(now_s, event, tuple(actions)))
 
-    SimDriver(work, cluster, system.policy, system.tuning, predictor, call_tokens=system.call_tokens, log=log).run()
+    SimDriver(
+        work,
+        cluster,
+        system.policy,
+        system.tuning,
+        predictor,
+        call_tokens=system.call_tokens,
+        planner=system.planner,
+        log=log,
+    ).run()
     return heard
 
 
@@ -136,7 +145,7 @@ async def test_the_service_does_what_the_simulators_controller_does(nats_url: st
     system = SYSTEMS[name]
     stream = recorded(name)
     async with open_bus(nats_url, "test") as bus:
-        service = await Service.start(bus, 0.0)
+        service = await Service.start(bus, 0.0, system.planner)
         await service.hear(0.0, ev.PolicySet(system.policy))
 
         await check_same(service, stream)

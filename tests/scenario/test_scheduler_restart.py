@@ -182,9 +182,7 @@ async def test_a_request_made_before_the_kill_gets_the_same_answer_after_it(star
             assert one.trajectory.trajectory_id == other.trajectory.trajectory_id
         current = await loop.call("GetPolicy", pb.GetPolicyRequest())
         assert current == pb.GetPolicyResponse(
-            policy=pb.Policy(
-                **{**_fields(policy), "objective": pb.OBJECTIVE_MAKESPAN, "replanning": pb.REPLANNING_RESOLVE}
-            )
+            policy=pb.Policy(**{**_fields(policy), "objective": pb.OBJECTIVE_MAKESPAN})
         )
         other_request = pb.ScheduleStepRequest(**{**_fields(requests[4][1]), "request_id": "other"})
         assert (await refusal_of(loop.call("ScheduleStep", other_request))).reason == "STEP_IN_FLIGHT"

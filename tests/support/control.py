@@ -21,6 +21,7 @@ from treadle_core.model import (
     TicketRecord,
     TrajectoryRecord,
 )
+from treadle_core.planning.plans import Planner
 from treadle_core.tuning import Tuning
 
 A = TypeVar("A")
@@ -32,11 +33,18 @@ class Scenario:
     """Drives a controller. `heard`: all actions, in order. fields: of the engines that are there from the start."""
 
     def __init__(
-        self, policy: Policy | None = None, tuning: Tuning | None = None, *, engines: Sequence[str] = (), **fields: Any
+        self,
+        policy: Policy | None = None,
+        tuning: Tuning | None = None,
+        *,
+        engines: Sequence[str] = (),
+        planner: type[Planner] = Planner,
+        **fields: Any,
     ) -> None:
         self.policy = policy or Policy()
         self.tuning = tuning or Tuning()
-        self.controller = Controller(self.policy, self.tuning, epoch_s=0.0)
+        self.planner = planner
+        self.controller = Controller(self.policy, self.tuning, epoch_s=0.0, planner=planner)
         self.now = 0.0
         self.requests = 0
         self.trajectories: dict[str, TrajectoryRecord] = {}
@@ -74,7 +82,7 @@ class Scenario:
     def restart(self) -> None:
         """A new controller with what is stored, as after a SIGKILL."""
         weights, drained = self.controller.desired_weights, self.controller.drained
-        self.controller = Controller(self.policy, self.tuning, epoch_s=0.0)
+        self.controller = Controller(self.policy, self.tuning, epoch_s=0.0, planner=self.planner)
         stored = self.trajectories.values(), self.engines.values()
         self.heard += self.controller.restore(*stored, self.now, self.jobs.values(), weights, drained)
 

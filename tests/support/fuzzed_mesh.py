@@ -19,6 +19,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from support.fake_sglang import expected
 from support.finished_trajectories import finished
 from support.hostile_messages import YEAR_2100_S, Request, Words, fill, messages_in
+from support.placements import columns
 from support.rpc import DETAILS_KEY, error_of
 from support.secure_mesh import SERVICES, SecureMesh, rpcs
 from treadle.common.v1.ticket_pb2 import Ticket
@@ -48,7 +49,6 @@ WAITING = {
     "StreamTokens",
     "Invoke",
     "OpenSession",
-    "SnapshotSession",
     "PrefetchPrefix",
 }
 WAIT_S = 0.5
@@ -75,7 +75,7 @@ WORDS = Words(
         "batch_request_id": ["<batch>", "again"],
         "session_id": ["<session>"] * 5 + ["<acme session>"],
         "InvokeRequest.session_id": ["", "", "<session>"],
-        "snapshot_id": ["", "<snapshot>"],
+        "snapshot_id": [""],
         "reward_id": ["<reward>"] * 5 + ["<acme reward>"],
         "reward_ids": ["<reward>"] * 5 + ["<acme reward>"],
         "migration_id": ["<migration>"],
@@ -90,7 +90,7 @@ WORDS = Words(
         "PlacementEngine.engine_id": [FRESH],
         "current_engine_id": [""],
         "PlacedTrajectory.trajectory_id": [FRESH],
-        "PlanPlacementRequest.trajectories": [True, None],
+        "PlanPlacementRequest.trajectories": [None, None, True],
         "PlanPlacementRequest.columns": [True, None],
         "Query.trajectory_id": [FRESH],
         "WatchRewardsRequest.job": [],
@@ -342,12 +342,6 @@ class FuzzedMesh:
                 request_id=_fresh(), tool="frozen_lake", arguments_json=LAKE, trajectory_id=trajectory_id
             )
             name("session", (await self.ask(identity, session)).session.session_id)
-            taken = tools.SnapshotSessionRequest(request_id=_fresh(), session_id=names[f"<{whose}session>"])
-            try:
-                name("snapshot", (await self.ask(identity, taken)).snapshot.snapshot_id)
-            except grpc.aio.AioRpcError as error:  # hostile requests that were good have taken all room
-                if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED or f"<{whose}snapshot>" not in names:
-                    raise
         if not secret:
             await self._give_services(names)
 
@@ -402,10 +396,9 @@ class FuzzedMesh:
         predicted = await self.ask("scheduler", predictor.PredictRemainingRequest(query=query))
         assert predicted.prediction.remaining_tokens.p90 > 0
         plan = placement.PlanPlacementRequest(
-            trajectories=[placement.PlacedTrajectory(trajectory_id="t", remaining_tokens=5.0, context_tokens=8)],
-            engines=[placement.PlacementEngine(engine_id="e0", slot_limit=1, tensor_parallel=1)],
+            columns=columns(2), engines=[placement.PlacementEngine(engine_id="e0", slot_limit=1, tensor_parallel=1)]
         )
-        assert [each.trajectory_ids for each in (await self.ask("scheduler", plan)).groups] == [["t"]]
+        assert (await self.ask("scheduler", plan)).engine_int32 == bytes(8)
         moves = await self.ask("operator", migrator.ListMigrationsRequest(page_size=1))
         assert len(moves.migrations) == 1
         assert (await self.ask(f"client-{TENANT}", tools.ListToolsRequest())).tools

@@ -4,8 +4,10 @@ import asyncio
 import importlib
 import pkgutil
 
+import numpy as np
 import treadle_core
 from numba.core.dispatcher import Dispatcher
+from support.placements import columns
 from support.simulated import engine, play, trajectory
 from treadle.placement.v1 import placement_pb2 as pb
 from treadle_core.model import CostModel, DecodeCurve
@@ -43,16 +45,12 @@ def compiled_after_placement() -> Signatures:
     for model in pb.CostModel.values():
         request = pb.PlanPlacementRequest(
             engines=[pb.PlacementEngine(engine_id=name, slot_limit=4) for name in "abc"],
-            trajectories=[
-                pb.PlacedTrajectory(
-                    trajectory_id=f"t{number}",
-                    remaining_tokens=100.0 * number,
-                    current_engine_id="a" if number % 3 else "",
-                    started=number % 3 == 1,
-                    log_sigma=0.5,
-                )
-                for number in range(12)
-            ],
+            columns=columns(
+                12,
+                current_engine_int32=np.array([0 if number % 3 else -1 for number in range(12)], "<i4").tobytes(),
+                started_uint8=bytes(number % 3 == 1 for number in range(12)),
+                log_sigma_float64=np.full(12, 0.5, "<f8").tobytes(),
+            ),
             cost_model=model,
         )
         asyncio.run(servicer.PlanPlacement(request, None))

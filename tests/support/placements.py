@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
+from treadle.placement.v1.placement_pb2 import PlacedColumns
 from treadle_core.compiled import Floats
 from treadle_core.model import CostModel, DecodeCurve
 from treadle_core.placing import paths
@@ -113,3 +114,21 @@ def draw_work(seed: int, n: int, samples: int = 1) -> Work:
     started, prompts = rng.random(n) < 0.5, np.arange(n) // 3
     read = started & (rng.random(n) < 0.7)
     return paths.work_of(tokens, contexts, 0.5 * tokens, tool_s, started, read, prompts, factors)
+
+
+def columns(trajectories: int, **changed: bytes) -> PlacedColumns:
+    """Return columns of so many trajectories: of 0, 100, 200, … tokens, placed nowhere."""
+    floats = np.zeros(trajectories, "<f8").tobytes()
+    given = {
+        "remaining_tokens_float64": (100.0 * np.arange(trajectories)).astype("<f8").tobytes(),
+        "context_tokens_float64": floats,
+        "current_engine_int32": np.full(trajectories, -1, "<i4").tobytes(),
+        "log_sigma_float64": floats,
+        "room_tokens_float64": floats,
+        "remaining_tool_s_float64": floats,
+        "remaining_observed_tokens_float64": floats,
+        "prompt_int32": np.arange(trajectories).astype("<i4").tobytes(),
+        "started_uint8": bytes(trajectories),
+        "unread_uint8": bytes(trajectories),
+    }
+    return PlacedColumns(**{**given, **changed})

@@ -1,6 +1,6 @@
 """A tiny service for the tests of the runtime: PlacementService's contract, with behaviour chosen by the request.
 
-The id of the first trajectory says what PlanPlacement does; see `Probe`. Run as a process or through `wire`.
+The id of the first engine says what PlanPlacement does; see `Probe`. Run as a process or through `wire`.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ PROBE = "support.probe_service"  # to start it as a process
 
 def plan(what: str) -> placement_pb2.PlanPlacementRequest:
     """A request that makes the probe do `what`."""
-    return placement_pb2.PlanPlacementRequest(trajectories=[placement_pb2.PlacedTrajectory(trajectory_id=what)])
+    return placement_pb2.PlanPlacementRequest(engines=[placement_pb2.PlacementEngine(engine_id=what)])
 
 
 class ProbeSettings(Settings):
@@ -62,7 +62,7 @@ class Probe(placement_pb2_grpc.PlacementServiceServicer):
         self, request: placement_pb2.PlanPlacementRequest, context: Any
     ) -> placement_pb2.PlanPlacementResponse:
         del context
-        what = request.trajectories[0].trajectory_id if request.trajectories else ""
+        what = request.engines[0].engine_id if request.engines else ""
         response = placement_pb2.PlanPlacementResponse()
         if what == "slow":
             log.info("slow call begins")

@@ -11,6 +11,7 @@ from treadle_core import actions as act
 from treadle_core import events as ev
 from treadle_core.controller import Controller
 from treadle_core.model import Policy, TicketRecord
+from treadle_core.planning.plans import Planner
 from treadle_core.tuning import Tuning
 from treadle_runtime.bus import Bus
 from treadle_scheduler.config import SchedulerSettings
@@ -55,7 +56,7 @@ class Service:
         self._driver = Driver(controller, store, mesh, lambda: self._now_s, self._sent)
 
     @classmethod
-    async def start(cls, bus: Bus, now_s: float) -> "Service":
+    async def start(cls, bus: Bus, now_s: float, planner: type[Planner] = Planner) -> "Service":
         """Goes on from what an earlier one stored."""
         lease = await Lease.open(bus, LEASE_S)
         await lease.take("replay:0")
@@ -65,7 +66,7 @@ class Service:
             mesh = MeshRecord(Policy(), epoch_s=now_s)
             store.put(POLICY_KEY, mesh)
             await store.settle([POLICY_KEY])
-        controller = Controller(mesh.policy, service_tuning(), mesh.epoch_s)
+        controller = Controller(mesh.policy, service_tuning(), mesh.epoch_s, planner)
         restored = controller.restore(trajectories, engines, now_s, jobs)
         service = cls(store, mesh, controller)
         service._driver.carry_out(restored)

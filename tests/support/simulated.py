@@ -129,6 +129,14 @@ def play(
     name = chosen.predictor or predictor
     told = None if name == "none" else make_predictor(name, workload, seed)
     driver = Driver(
-        workload, cluster, chosen.policy, chosen.tuning, told, call_tokens=chosen.call_tokens, record=record, log=log
+        workload,
+        cluster,
+        chosen.policy,
+        chosen.tuning,
+        told,
+        call_tokens=chosen.call_tokens,
+        planner=chosen.planner,
+        record=record,
+        log=log,
     )
     return Rollout(driver.run(), tuple(heard))

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from treadle_core.model import Ordering, PlacementRule, Replanning
+from treadle_core.model import Ordering, PlacementRule
+from treadle_sim.rank_scaling import RankScaling
 from treadle_sim.systems import TREADLE, TREADLE_HOMOGENEOUS, System
 
 from treadle_bench.bench import Bench, BenchOptions, Figures
@@ -57,14 +58,13 @@ ORDERINGS: Variants = {
     "shortest first": (_order_by(Ordering.SHORTEST_FIRST, preempt=True), 0),
     "round-robin, no room held": (_order_by(Ordering.ROUND_ROBIN, preempt=False, reserve=False), 0),
 }
-RANK_SCALING = replace(TREADLE_HOMOGENEOUS.policy, replanning=Replanning.RANK_SCALING)
 PLACEMENTS: Variants = {
     "planned": (TREADLE_HOMOGENEOUS, 1),
     "least load beyond a skew": (_place_by(PlacementRule.CACHE_AWARE), 1),
     "cache-aware": (_place_by(PlacementRule.CACHE_AWARE, NO_SKEW), 1),
     "pinned": (_place_by(PlacementRule.PINNED), 1),
     "least load": (_place_by(PlacementRule.LEAST_LOAD), 1),
-    "rank scaling": (replace(TREADLE_HOMOGENEOUS, name="rank_scaling", policy=RANK_SCALING), 1),
+    "rank scaling": (replace(TREADLE_HOMOGENEOUS, name="rank_scaling", planner=RankScaling), 1),
 }
 ALLOCATIONS: Variants = {
     "allocated": (TREADLE, 0),

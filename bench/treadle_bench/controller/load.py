@@ -14,6 +14,7 @@ from treadle_core import events as ev
 from treadle_core.actions import Action, AnnounceClosed, AskPlan, AskPrediction, IssueTicket, StartMigration
 from treadle_core.controller import Controller
 from treadle_core.model import DecodeCurve, EngineLoad, EngineSpec, Estimate, Outcome, Policy, Prediction, TicketRecord
+from treadle_core.planning.plans import Planner
 from treadle_core.refusals import Refusal
 from treadle_core.tuning import Tuning
 from treadle_sim.cluster import SimPlacement
@@ -44,9 +45,16 @@ class World:
     doubt: the factor by which p10 and p90 of a prediction differ from its median; 1: a predictor without doubt."""
 
     def __init__(
-        self, trajectories: int, engines: int, seed: int, policy: Policy, tuning: Tuning, doubt: float = DOUBT
+        self,
+        trajectories: int,
+        engines: int,
+        seed: int,
+        policy: Policy,
+        tuning: Tuning,
+        doubt: float = DOUBT,
+        planner: type[Planner] = Planner,
     ) -> None:
-        self.controller = Controller(policy, tuning)
+        self.controller = Controller(policy, tuning, planner=planner)
         self.events: list[tuple[ev.Event, float]] = []
         self.now = 0.0
         self.open = 0

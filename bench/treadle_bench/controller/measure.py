@@ -13,9 +13,11 @@ from typing import Any
 
 from treadle_core.controller import Controller
 from treadle_core.events import Event
-from treadle_core.model import TREADLE_POLICY, PlacementRule, Policy, Replanning
+from treadle_core.model import TREADLE_POLICY, PlacementRule, Policy
 from treadle_core.planning import snapshot
+from treadle_core.planning.plans import Planner
 from treadle_core.tuning import Tuning
+from treadle_sim.rank_scaling import RankScaling
 
 from treadle_bench.bench import Bench, BenchOptions
 from treadle_bench.controller.load import World
@@ -28,10 +30,11 @@ Events = Sequence[tuple[Event, float]]  # with their times
 
 POLICIES = {
     "treadle": TREADLE_POLICY,
-    "heddle_as_printed": Policy(replanning=Replanning.RANK_SCALING, reserve=False),
+    "heddle_as_printed": Policy(reserve=False),
     "cache_aware": Policy(placement=PlacementRule.CACHE_AWARE, migrate=False, reserve=False),
     "least_load": Policy(placement=PlacementRule.LEAST_LOAD, migrate=False, reserve=False),
 }
+PLANNERS: dict[str, type[Planner]] = {"heddle_as_printed": RankScaling}  # of the others: Treadle's
 
 
 async def measure(options: BenchOptions) -> dict[str, Any]:
@@ -41,9 +44,10 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for name, policy in POLICIES.items():
         options.progress.print(f"{name}: recording {TRAJECTORIES} trajectories")
-        world = World(TRAJECTORIES, ENGINES, options.seed, policy, Tuning())
+        planner = PLANNERS.get(name, Planner)
+        world = World(TRAJECTORIES, ENGINES, options.seed, policy, Tuning(), planner=planner)
         world.run()
-        rows[name] = _measure_policy(world.events, policy, options)
+        rows[name] = _measure_policy(world.events, policy, planner, options)
     treadle = rows["treadle"]
     return {
         "events_per_s": treadle["events_per_s"],
@@ -55,14 +59,14 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
     }
 
 
-def _measure_policy(events: Events, policy: Policy, options: BenchOptions) -> dict[str, Any]:
+def _measure_policy(events: Events, policy: Policy, planner: type[Planner], options: BenchOptions) -> dict[str, Any]:
     gc.collect()
     gc.freeze()  # the recorded events belong to the bench; garbage of the controller is collected as usual
     try:
-        runs, actions = zip(*(_replay(events, policy) for _ in range(options.repeats)), strict=True)
+        runs, actions = zip(*(_replay(events, policy, planner) for _ in range(options.repeats)), strict=True)
         if len(set(actions)) != 1:
             raise RuntimeError(f"the same events gave {sorted(set(actions))} actions")
-        by_kind = _by_kind(events, policy)
+        by_kind = _by_kind(events, policy, planner)
     finally:
         gc.unfreeze()
     rates = [len(events) / seconds for seconds in runs]
@@ -78,9 +82,9 @@ def _measure_policy(events: Events, policy: Policy, options: BenchOptions) -> di
     }
 
 
-def _replay(events: Events, policy: Policy) -> tuple[float, int]:
+def _replay(events: Events, policy: Policy, planner: type[Planner]) -> tuple[float, int]:
     """Seconds, and the number of actions."""
-    controller = Controller(policy, Tuning())
+    controller = Controller(policy, Tuning(), planner=planner)
     actions = 0
     started = time.perf_counter()
     for event, now in events:
@@ -88,9 +92,9 @@ def _replay(events: Events, policy: Policy) -> tuple[float, int]:
     return time.perf_counter() - started, actions
 
 
-def _by_kind(events: Events, policy: Policy) -> dict[str, float]:
+def _by_kind(events: Events, policy: Policy, planner: type[Planner]) -> dict[str, float]:
     """Mean microseconds of an event of each kind, including two clock reads."""
-    controller = Controller(policy, Tuning())
+    controller = Controller(policy, Tuning(), planner=planner)
     seconds: dict[str, list[float]] = defaultdict(list)
     for event, now in events:
         started = time.perf_counter()

@@ -16,8 +16,8 @@ from treadle_core.actions import Action, AskPlan
 from treadle_core.events import Event, PlanArrived
 from treadle_core.model import TREADLE_POLICY, Policy
 from treadle_core.planning import snapshot
-from treadle_core.planning.plans import Ranks
 from treadle_core.tuning import Tuning
+from treadle_sim.rank_scaling import Ranks
 
 from treadle_bench.bench import Bench, BenchOptions
 from treadle_bench.controller.load import DOUBT, World

@@ -19,6 +19,7 @@ from statistics import median
 from typing import Any
 
 import grpc.aio
+import numpy as np
 from treadle import Client
 from treadle.migrator.v1 import migrator_pb2_grpc
 from treadle.placement.v1 import placement_pb2, placement_pb2_grpc
@@ -180,8 +181,7 @@ async def measure_control(
 
 async def _time_plans(placement: str, engines: Sequence[RegisteredEngine]) -> list[float]:
     request = placement_pb2.PlanPlacementRequest(cost_model=placement_pb2.COST_MODEL_LINEAR_INTEGRAL)
-    for number in range(PLAN_TRAJECTORIES):
-        request.trajectories.add(trajectory_id=f"t{number}", remaining_tokens=50.0 + number, context_tokens=200)
+    request.columns.CopyFrom(_columns_of_plan())
     for engine in engines:
         request.engines.add(**{key: getattr(engine.info, key) for key in PLACEMENT_KEYS})
     taken_s: list[float] = []
@@ -192,6 +192,23 @@ async def _time_plans(placement: str, engines: Sequence[RegisteredEngine]) -> li
             await stub.PlanPlacement(request, timeout=CALL_TIMEOUT_S)
             taken_s.append(time.perf_counter() - begun_s)
     return taken_s[1:]  # the first one compiles
+
+
+def _columns_of_plan() -> placement_pb2.PlacedColumns:
+    numbers = np.arange(PLAN_TRAJECTORIES)
+    zeros = np.zeros(PLAN_TRAJECTORIES, "<f8").tobytes()
+    return placement_pb2.PlacedColumns(
+        remaining_tokens_float64=(50.0 + numbers).astype("<f8").tobytes(),
+        context_tokens_float64=np.full(PLAN_TRAJECTORIES, 200.0, "<f8").tobytes(),
+        current_engine_int32=np.full(PLAN_TRAJECTORIES, -1, "<i4").tobytes(),
+        log_sigma_float64=zeros,
+        room_tokens_float64=zeros,
+        remaining_tool_s_float64=zeros,
+        remaining_observed_tokens_float64=zeros,
+        prompt_int32=numbers.astype("<i4").tobytes(),
+        started_uint8=bytes(PLAN_TRAJECTORIES),
+        unread_uint8=bytes(PLAN_TRAJECTORIES),
+    )
 
 
 async def _time_moves(mesh: Mesh, client: Client, engines: Sequence[RegisteredEngine]) -> list[float]:

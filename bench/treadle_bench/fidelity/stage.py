@@ -227,6 +227,5 @@ def policy_message(policy: Policy) -> pb.Policy:
         placement=pb.PlacementRule.Value(f"PLACEMENT_RULE_{policy.placement.name}"),
         migrate=policy.migrate,
         preempt=policy.preempt,
-        replanning=pb.Replanning.Value(f"REPLANNING_{policy.replanning.name}"),
         reserve=policy.reserve,
     )

@@ -133,7 +133,6 @@ def policy_message(policy: Policy) -> pb.Policy:
         "ordering": (pb.Ordering, "ORDERING_", policy.ordering),
         "objective": (pb.Objective, "OBJECTIVE_", policy.objective),
         "placement": (pb.PlacementRule, "PLACEMENT_RULE_", policy.placement),
-        "replanning": (pb.Replanning, "REPLANNING_", policy.replanning),
     }
     message = pb.Policy(migrate=policy.migrate, preempt=policy.preempt, reserve=policy.reserve)
     for field, (kind, prefix, name) in names.items():

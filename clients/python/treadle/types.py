@@ -47,7 +47,6 @@ class Policy:
     ordering: str = "progressive"
     objective: str = "makespan"
     placement: str = "planned"
-    replanning: str = "resolve"
     migrate: bool = True
     preempt: bool = True
     reserve: bool = True

@@ -78,10 +78,10 @@ class Snapshot:
         amounts = (live.tokens, live.context_tokens, live.observed_tokens, live.tool_s)
         return paths.work_of(*amounts, live.started, live.read, self.prompts, factors)
 
-    def movable(self, rule: float) -> Flags:
-        """Trajectories that a re-planning rule may place elsewhere: all engines may run them, and they have one."""
+    def movable(self) -> Flags:
+        """Trajectories that a plan may place elsewhere: all engines may run them, and they have one."""
         live, roster = self.live, self.roster
-        movable: Flags = (live.rule == rule) & roster.here[live.engine_number] & roster.carried[live.tags_number]
+        movable: Flags = live.planned & roster.here[live.engine_number] & roster.carried[live.tags_number]
         return movable
 
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from treadle_core.actions import Action, CancelMigration, SaveTrajectory, StartMigration
 from treadle_core.events import MoveAccepted, MoveEnded, PlanArrived, SwitchRequested
 from treadle_core.model import MoveRecord, PlacementRule, TicketStatus, TrajectoryRecord, copy_with
-from treadle_core.planning.plans import must_gain
 from treadle_core.ranking.priorities import remaining_tokens
 from treadle_core.refusals import (
     BadField,
@@ -61,7 +60,7 @@ def start_move(state: State, record: TrajectoryRecord, now: float) -> list[Actio
     give_up_after_s, worth_waiting_s = state.tuning.move_timeout_s, state.tuning.move_gain_factor * cost_s
     tool_left_s = _tool_left_s(state, record, now)
     gate = "to {}: saves {:.2f} s, takes {:.2f} s, the tool {:.2f} s more"
-    if must_gain(record):
+    if state.planner.must_gain:
         worth_waiting_s = state.planner.saving_s(record)
         longest_s = longest_useful_move_s(
             cost_s=cost_s,
@@ -118,7 +117,7 @@ def _may_move(state: State, record: TrajectoryRecord) -> bool:
         and (
             record.moved_at_turn < 0
             or record.next_turn - record.moved_at_turn >= state.tuning.move_rest_turns
-            or not must_gain(record)
+            or not state.planner.must_gain
         )
     )
 

@@ -33,7 +33,7 @@ def finish_step(state: State, event: ev.StepFinished, now: float) -> list[Action
         return []
     state.table.put(record)
     state.histories.finish_step(record.trajectory_id, event.turn, event.output_tokens)
-    state.planner.note_step(record)
+    state.planner.note_step()
     if not record.is_open:
         return [SaveTrajectory(record), *lifecycle.announce_if_counted(state, record, now)]
     actions = [SaveTrajectory(record), AskPrediction(record), *moves.start_move(state, record, now)]

@@ -157,7 +157,7 @@ class State:
     histories: Histories = field(default_factory=Histories)
 
     @classmethod
-    def new(cls, policy: Policy, tuning: Tuning, epoch_s: float) -> "State":
+    def new(cls, policy: Policy, tuning: Tuning, epoch_s: float, planner: type[Planner]) -> "State":
         engines = EngineTable(tuning.lease_ttl_s)
         table = TrajectoryTable(tuning)
         jobs = JobTable(tuning.job_lease_s, tuning.job_resume_s)
@@ -168,7 +168,7 @@ class State:
             engines=engines,
             table=table,
             siting=Siting(engines, table, tuning),
-            planner=Planner(engines, table, tuning),
+            planner=planner(engines, table, tuning),
             shares=Shares(engines, table, jobs),
             priorities=Priorities(tuning, epoch_s),
             mean_observed_tokens=tuning.expected_observed_tokens,

@@ -14,15 +14,15 @@ from treadle_core.compiled import Flags, Floats, Indexes, Names, compiled
 
 FIRST_ROWS = 64
 
-# Columns: tokens left to sample, tokens of context now, seconds of tool calls left, number of the engine, number of the
-# re-planning rule that may move it (NOT_PLANNED for none), number of its set of hardware tags, 1 where it has started,
+# Columns: tokens left to sample, tokens of context now, seconds of tool calls left, number of the engine, whether
+# a plan may move it (PLANNED or NOT_PLANNED), number of its set of hardware tags, 1 where it has started,
 # standard deviation of ln(tokens left), tokens that the cap leaves (inf without one), tokens of tools' answers left,
 # number of the prompt, 1 where its engine has prefilled its context.
-TOKENS, CONTEXT, TOOL_S, ENGINE, RULE, TAGS, STARTED, LOG_SIGMA, ROOM, OBSERVED, PROMPT, READ = range(12)
+TOKENS, CONTEXT, TOOL_S, ENGINE, MOVABLE, TAGS, STARTED, LOG_SIGMA, ROOM, OBSERVED, PROMPT, READ = range(12)
 ROW = struct.Struct("12d")
 
-NOT_PLANNED = 0.0
-CLOSED = -1.0  # in RULE
+PLANNED, NOT_PLANNED = 1.0, 0.0
+CLOSED = -1.0  # in MOVABLE
 
 Row = tuple[float, ...]  # a number for each column
 
@@ -36,7 +36,7 @@ class Columns:
     context_tokens: Floats
     tool_s: Floats
     engine_number: Indexes
-    rule: Floats
+    planned: Flags
     tags_number: Indexes
     started: Flags
     read: Flags
@@ -100,12 +100,12 @@ class LiveColumns:
         row = self._rows.pop(trajectory_id, None)
         if row is not None:
             del self._written[trajectory_id]
-            self._cells[row, RULE] = CLOSED
+            self._cells[row, MOVABLE] = CLOSED
 
     def read(self) -> Columns:
         """Copy the columns."""
         cells = self.cells
-        rows = np.flatnonzero(cells[:, RULE] != CLOSED)
+        rows = np.flatnonzero(cells[:, MOVABLE] != CLOSED)
         columns = gather(cells, rows)
         return Columns(
             rows=rows,
@@ -113,7 +113,7 @@ class LiveColumns:
             context_tokens=columns[CONTEXT],
             tool_s=columns[TOOL_S],
             engine_number=columns[ENGINE].astype(np.int64),
-            rule=columns[RULE],
+            planned=columns[MOVABLE] == PLANNED,
             tags_number=columns[TAGS].astype(np.int64),
             started=columns[STARTED] > 0.0,
             read=columns[READ] > 0.0,

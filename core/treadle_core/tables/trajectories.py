@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from treadle_core.model import EngineSpec, PlacementRule, Prediction, Replanning, TicketStatus, TrajectoryRecord
+from treadle_core.model import EngineSpec, PlacementRule, Prediction, TicketStatus, TrajectoryRecord
 from treadle_core.ranking.priorities import (
     log_sigma,
     remaining_observed_tokens,
@@ -19,11 +19,8 @@ from treadle_core.ranking.priorities import (
     room_tokens,
 )
 from treadle_core.refusals import TrajectoryNotFound
-from treadle_core.tables.columns import NOT_PLANNED, LiveColumns
+from treadle_core.tables.columns import NOT_PLANNED, PLANNED, LiveColumns
 from treadle_core.tuning import Tuning
-
-RESOLVE_NUMBER, RANK_SCALING_NUMBER = 1.0, 2.0  # of the re-planning rules in the live columns
-RULE_NUMBERS = {Replanning.RESOLVE: RESOLVE_NUMBER, Replanning.RANK_SCALING: RANK_SCALING_NUMBER}
 
 
 @dataclass(slots=True)
@@ -262,7 +259,7 @@ class TrajectoryTable:
                 record.context_tokens or record.prompt_tokens,
                 remaining_tool_s(record),
                 columns.engines.setdefault(engine_id, len(columns.engines)),
-                _rule_number(record),
+                _planned_number(record),
                 columns.tags.setdefault(record.hardware_tags, len(columns.tags)),
                 float(started),
                 counted.log_sigma,
@@ -303,12 +300,11 @@ class TrajectoryTable:
             del self._on[counted.engine_id]
 
 
-def _rule_number(record: TrajectoryRecord) -> float:
-    """The number of the rule that may move a trajectory; NOT_PLANNED for none."""
+def _planned_number(record: TrajectoryRecord) -> float:
+    """Return whether a plan may move a trajectory: PLANNED or NOT_PLANNED."""
     policy = record.policy
     if policy.placement is not PlacementRule.PLANNED or record.pinned_engine_id:
         return NOT_PLANNED
     if not policy.migrate and record.ticket is not None:
         return NOT_PLANNED
-    # An enum's hash is a Python call, so no look-up in RULE_NUMBERS at every change of a record.
-    return RESOLVE_NUMBER if policy.replanning is Replanning.RESOLVE else RANK_SCALING_NUMBER
+    return PLANNED

@@ -27,7 +27,6 @@ POLICY_WORDS = {
     "ordering": words_of(pb.Ordering),
     "objective": words_of(pb.Objective),
     "placement": words_of(pb.PlacementRule),
-    "replanning": words_of(pb.Replanning),
 }
 
 

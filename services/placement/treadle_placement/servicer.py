@@ -38,4 +38,4 @@ class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
         took_s = time.perf_counter() - began
         self._plan_s(took_s)
         self._placed(len(columns["lengths"]))
-        return response_of(request, found, columns["lengths"], took_s)
+        return response_of(request, found, took_s)

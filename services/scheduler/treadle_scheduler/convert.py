@@ -27,7 +27,6 @@ from treadle_core.model import (
     Outcome,
     PlacementRule,
     Policy,
-    Replanning,
     TicketRecord,
     TrajectoryRecord,
     WeightsRecord,
@@ -72,7 +71,6 @@ _CHOICES: dict[str, tuple[type[enum.Enum], Any]] = {  # of a policy: the core's 
     "ordering": (Ordering, pb.Ordering),
     "objective": (Objective, pb.Objective),
     "placement": (PlacementRule, pb.PlacementRule),
-    "replanning": (Replanning, pb.Replanning),
 }
 
 
@@ -176,8 +174,10 @@ def _weight(weight: float) -> float:
 
 
 def _policy(message: pb.Policy) -> Policy:
-    """Two fields may stay unspecified: the objective is makespan then, and replanning resolves."""
-    usual: dict[str, int] = {"objective": pb.OBJECTIVE_MAKESPAN, "replanning": pb.REPLANNING_RESOLVE}
+    """Return the core's policy. The objective may stay unspecified: it is makespan then."""
+    served = message.replanning in (pb.REPLANNING_UNSPECIFIED, pb.REPLANNING_RESOLVE)
+    require(served, "policy.replanning", "must be REPLANNING_RESOLVE: a mesh serves no other rule")
+    usual: dict[str, int] = {"objective": pb.OBJECTIVE_MAKESPAN}
     choices: dict[str, Any] = {
         name: _enum_of(kind, f"policy.{name}", message_enum, getattr(message, name) or usual.get(name, 0))
         for name, (kind, message_enum) in _CHOICES.items()

@@ -221,6 +221,6 @@ function policy(sections) {
   const on = ["migrate", "preempt", "reserve"].filter((name) => said[name]).join(", ") || "nothing more";
   const words = (text) => text.replaceAll("_", " ");
   const { weights } = sections;
-  return html`<p class="faint">Policy: ${words(said.ordering)}, ${words(said.objective)}, placement ${words(said.placement)}, replanning ${words(said.replanning)}; ${on}.
+  return html`<p class="faint">Policy: ${words(said.ordering)}, ${words(said.objective)}, placement ${words(said.placement)}; ${on}.
     ${weights?.version ? html`Desired weights: ${weights.version}.` : nothing}</p>`;
 }

@@ -27,29 +27,35 @@ from treadle.common.v1 import access_pb2 as treadle_dot_common_dot_v1_dot_access
 from treadle.engine.v1 import engine_pb2 as treadle_dot_engine_dot_v1_dot_engine__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$treadle/placement/v1/placement.proto\x12\x14treadle.placement.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1etreadle/common/v1/access.proto\x1a\x1etreadle/engine/v1/engine.proto\"\xad\x02\n\x10PlacedTrajectory\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x18\n\x10remaining_tokens\x18\x02 \x01(\x01\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\x05\x12\x19\n\x11\x63urrent_engine_id\x18\x04 \x01(\t\x12\x11\n\tlog_sigma\x18\x05 \x01(\x01\x12\x13\n\x0broom_tokens\x18\x06 \x01(\x01\x12\x36\n\x13remaining_tool_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12!\n\x19remaining_observed_tokens\x18\x08 \x01(\x01\x12\x11\n\tprompt_id\x18\t \x01(\t\x12\x0f\n\x07started\x18\n \x01(\x08\x12\x0e\n\x06unread\x18\x0b \x01(\x08\"\xa3\x01\n\x0fPlacementEngine\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x12\n\nslot_limit\x18\x02 \x01(\x05\x12\x1a\n\x12kv_tokens_capacity\x18\x03 \x01(\x03\x12\x17\n\x0ftensor_parallel\x18\x04 \x01(\x05\x12\x34\n\x0c\x64\x65\x63ode_curve\x18\x05 \x01(\x0b\x32\x1e.treadle.engine.v1.DecodeCurve\"\xb7\x02\n\rPlacedColumns\x12 \n\x18remaining_tokens_float64\x18\x01 \x01(\x0c\x12\x1e\n\x16\x63ontext_tokens_float64\x18\x02 \x01(\x0c\x12\x1c\n\x14\x63urrent_engine_int32\x18\x03 \x01(\x0c\x12\x19\n\x11log_sigma_float64\x18\x04 \x01(\x0c\x12\x1b\n\x13room_tokens_float64\x18\x05 \x01(\x0c\x12 \n\x18remaining_tool_s_float64\x18\x06 \x01(\x0c\x12)\n!remaining_observed_tokens_float64\x18\x07 \x01(\x0c\x12\x14\n\x0cprompt_int32\x18\x08 \x01(\x0c\x12\x15\n\rstarted_uint8\x18\t \x01(\x0c\x12\x14\n\x0cunread_uint8\x18\n \x01(\x0c\"\xf7\x01\n\x14PlanPlacementRequest\x12<\n\x0ctrajectories\x18\x01 \x03(\x0b\x32&.treadle.placement.v1.PlacedTrajectory\x12\x36\n\x07\x65ngines\x18\x02 \x03(\x0b\x32%.treadle.placement.v1.PlacementEngine\x12\x33\n\ncost_model\x18\x03 \x01(\x0e\x32\x1f.treadle.placement.v1.CostModel\x12\x34\n\x07\x63olumns\x18\x04 \x01(\x0b\x32#.treadle.placement.v1.PlacedColumns\"k\n\x0b\x45ngineGroup\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x16\n\x0etrajectory_ids\x18\x02 \x03(\t\x12\x31\n\x0epredicted_time\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xf6\x01\n\x15PlanPlacementResponse\x12\x31\n\x06groups\x18\x01 \x03(\x0b\x32!.treadle.placement.v1.EngineGroup\x12\x35\n\x12predicted_makespan\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0blower_bound\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\nsolve_time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0c\x65ngine_int32\x18\x05 \x01(\x0c*\x80\x01\n\tCostModel\x12\x1a\n\x16\x43OST_MODEL_UNSPECIFIED\x10\x00\x12\x19\n\x15\x43OST_MODEL_GROUP_SIZE\x10\x01\x12\x1e\n\x1a\x43OST_MODEL_LINEAR_INTEGRAL\x10\x02\x12\x1c\n\x18\x43OST_MODEL_CRITICAL_PATH\x10\x03\x32\x86\x01\n\x10PlacementService\x12r\n\rPlanPlacement\x12*.treadle.placement.v1.PlanPlacementRequest\x1a+.treadle.placement.v1.PlanPlacementResponse\"\x08\xca\xa5\x19\x04\n\x02\x04\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$treadle/placement/v1/placement.proto\x12\x14treadle.placement.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1etreadle/common/v1/access.proto\x1a\x1etreadle/engine/v1/engine.proto\"\xb1\x02\n\x10PlacedTrajectory\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x18\n\x10remaining_tokens\x18\x02 \x01(\x01\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\x05\x12\x19\n\x11\x63urrent_engine_id\x18\x04 \x01(\t\x12\x11\n\tlog_sigma\x18\x05 \x01(\x01\x12\x13\n\x0broom_tokens\x18\x06 \x01(\x01\x12\x36\n\x13remaining_tool_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12!\n\x19remaining_observed_tokens\x18\x08 \x01(\x01\x12\x11\n\tprompt_id\x18\t \x01(\t\x12\x0f\n\x07started\x18\n \x01(\x08\x12\x0e\n\x06unread\x18\x0b \x01(\x08:\x02\x18\x01\"\xa3\x01\n\x0fPlacementEngine\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x12\n\nslot_limit\x18\x02 \x01(\x05\x12\x1a\n\x12kv_tokens_capacity\x18\x03 \x01(\x03\x12\x17\n\x0ftensor_parallel\x18\x04 \x01(\x05\x12\x34\n\x0c\x64\x65\x63ode_curve\x18\x05 \x01(\x0b\x32\x1e.treadle.engine.v1.DecodeCurve\"\xb7\x02\n\rPlacedColumns\x12 \n\x18remaining_tokens_float64\x18\x01 \x01(\x0c\x12\x1e\n\x16\x63ontext_tokens_float64\x18\x02 \x01(\x0c\x12\x1c\n\x14\x63urrent_engine_int32\x18\x03 \x01(\x0c\x12\x19\n\x11log_sigma_float64\x18\x04 \x01(\x0c\x12\x1b\n\x13room_tokens_float64\x18\x05 \x01(\x0c\x12 \n\x18remaining_tool_s_float64\x18\x06 \x01(\x0c\x12)\n!remaining_observed_tokens_float64\x18\x07 \x01(\x0c\x12\x14\n\x0cprompt_int32\x18\x08 \x01(\x0c\x12\x15\n\rstarted_uint8\x18\t \x01(\x0c\x12\x14\n\x0cunread_uint8\x18\n \x01(\x0c\"\xfb\x01\n\x14PlanPlacementRequest\x12@\n\x0ctrajectories\x18\x01 \x03(\x0b\x32&.treadle.placement.v1.PlacedTrajectoryB\x02\x18\x01\x12\x36\n\x07\x65ngines\x18\x02 \x03(\x0b\x32%.treadle.placement.v1.PlacementEngine\x12\x33\n\ncost_model\x18\x03 \x01(\x0e\x32\x1f.treadle.placement.v1.CostModel\x12\x34\n\x07\x63olumns\x18\x04 \x01(\x0b\x32#.treadle.placement.v1.PlacedColumns\"o\n\x0b\x45ngineGroup\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x1a\n\x0etrajectory_ids\x18\x02 \x03(\tB\x02\x18\x01\x12\x31\n\x0epredicted_time\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xf6\x01\n\x15PlanPlacementResponse\x12\x31\n\x06groups\x18\x01 \x03(\x0b\x32!.treadle.placement.v1.EngineGroup\x12\x35\n\x12predicted_makespan\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0blower_bound\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\nsolve_time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0c\x65ngine_int32\x18\x05 \x01(\x0c*\x80\x01\n\tCostModel\x12\x1a\n\x16\x43OST_MODEL_UNSPECIFIED\x10\x00\x12\x19\n\x15\x43OST_MODEL_GROUP_SIZE\x10\x01\x12\x1e\n\x1a\x43OST_MODEL_LINEAR_INTEGRAL\x10\x02\x12\x1c\n\x18\x43OST_MODEL_CRITICAL_PATH\x10\x03\x32\x86\x01\n\x10PlacementService\x12r\n\rPlanPlacement\x12*.treadle.placement.v1.PlanPlacementRequest\x1a+.treadle.placement.v1.PlanPlacementResponse\"\x08\xca\xa5\x19\x04\n\x02\x04\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'treadle.placement.v1.placement_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_PLACEDTRAJECTORY']._loaded_options = None
+  _globals['_PLACEDTRAJECTORY']._serialized_options = b'\030\001'
+  _globals['_PLANPLACEMENTREQUEST'].fields_by_name['trajectories']._loaded_options = None
+  _globals['_PLANPLACEMENTREQUEST'].fields_by_name['trajectories']._serialized_options = b'\030\001'
+  _globals['_ENGINEGROUP'].fields_by_name['trajectory_ids']._loaded_options = None
+  _globals['_ENGINEGROUP'].fields_by_name['trajectory_ids']._serialized_options = b'\030\001'
   _globals['_PLACEMENTSERVICE'].methods_by_name['PlanPlacement']._loaded_options = None
   _globals['_PLACEMENTSERVICE'].methods_by_name['PlanPlacement']._serialized_options = b'\312\245\031\004\n\002\004\003'
-  _globals['_COSTMODEL']._serialized_start=1551
-  _globals['_COSTMODEL']._serialized_end=1679
+  _globals['_COSTMODEL']._serialized_start=1563
+  _globals['_COSTMODEL']._serialized_end=1691
   _globals['_PLACEDTRAJECTORY']._serialized_start=159
-  _globals['_PLACEDTRAJECTORY']._serialized_end=460
-  _globals['_PLACEMENTENGINE']._serialized_start=463
-  _globals['_PLACEMENTENGINE']._serialized_end=626
-  _globals['_PLACEDCOLUMNS']._serialized_start=629
-  _globals['_PLACEDCOLUMNS']._serialized_end=940
-  _globals['_PLANPLACEMENTREQUEST']._serialized_start=943
-  _globals['_PLANPLACEMENTREQUEST']._serialized_end=1190
-  _globals['_ENGINEGROUP']._serialized_start=1192
-  _globals['_ENGINEGROUP']._serialized_end=1299
-  _globals['_PLANPLACEMENTRESPONSE']._serialized_start=1302
-  _globals['_PLANPLACEMENTRESPONSE']._serialized_end=1548
-  _globals['_PLACEMENTSERVICE']._serialized_start=1682
-  _globals['_PLACEMENTSERVICE']._serialized_end=1816
+  _globals['_PLACEDTRAJECTORY']._serialized_end=464
+  _globals['_PLACEMENTENGINE']._serialized_start=467
+  _globals['_PLACEMENTENGINE']._serialized_end=630
+  _globals['_PLACEDCOLUMNS']._serialized_start=633
+  _globals['_PLACEDCOLUMNS']._serialized_end=944
+  _globals['_PLANPLACEMENTREQUEST']._serialized_start=947
+  _globals['_PLANPLACEMENTREQUEST']._serialized_end=1198
+  _globals['_ENGINEGROUP']._serialized_start=1200
+  _globals['_ENGINEGROUP']._serialized_end=1311
+  _globals['_PLANPLACEMENTRESPONSE']._serialized_start=1314
+  _globals['_PLANPLACEMENTRESPONSE']._serialized_end=1560
+  _globals['_PLACEMENTSERVICE']._serialized_start=1694
+  _globals['_PLACEMENTSERVICE']._serialized_end=1828
 # @@protoc_insertion_point(module_scope)

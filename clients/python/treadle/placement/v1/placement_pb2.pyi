@@ -19,6 +19,11 @@ if sys.version_info >= (3, 10):
 else:
     import typing_extensions
 
+if sys.version_info >= (3, 13):
+    from warnings import deprecated
+else:
+    from typing_extensions import deprecated
+
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 class _CostModel:
@@ -48,8 +53,11 @@ COST_MODEL_CRITICAL_PATH: CostModel.ValueType  # 3
 """the larger of an engine's work and the longest path on it, with prefill and tools"""
 Global___CostModel: typing_extensions.TypeAlias = CostModel
 
+@deprecated("""This message has been marked as deprecated using proto message options.""")
 @typing.final
 class PlacedTrajectory(google.protobuf.message.Message):
+    """No longer read: a request has `columns` (ADR 0071)."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TRAJECTORY_ID_FIELD_NUMBER: builtins.int
@@ -141,7 +149,7 @@ Global___PlacementEngine: typing_extensions.TypeAlias = PlacementEngine
 
 @typing.final
 class PlacedColumns(google.protobuf.message.Message):
-    """What PlacedTrajectory says, a column each, for thousands of trajectories: little-endian numbers, one for each of them."""
+    """The trajectories to place, a column for each quantity: little-endian numbers, one for each trajectory."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -156,19 +164,27 @@ class PlacedColumns(google.protobuf.message.Message):
     STARTED_UINT8_FIELD_NUMBER: builtins.int
     UNREAD_UINT8_FIELD_NUMBER: builtins.int
     remaining_tokens_float64: builtins.bytes
+    """predicted, >= 0, finite"""
     context_tokens_float64: builtins.bytes
+    """>= 0"""
     current_engine_int32: builtins.bytes
     """index into `engines`, -1 where not placed yet"""
     log_sigma_float64: builtins.bytes
+    """standard deviation of ln(remaining_tokens), >= 0; 0 or another model: taken as certain"""
     room_tokens_float64: builtins.bytes
+    """most tokens that it may still sample by its cap, >= 0; 0: no cap"""
     remaining_tool_s_float64: builtins.bytes
+    """The rest is read by COST_MODEL_CRITICAL_PATH alone.
+    predicted seconds of all tool calls still to come
+    """
     remaining_observed_tokens_float64: builtins.bytes
+    """predicted tokens that tools still add to the context, >= 0"""
     prompt_int32: builtins.bytes
-    """the same number for samples of one prompt"""
+    """the same number for samples of one prompt, which share its KV"""
     started_uint8: builtins.bytes
-    """0 or 1"""
+    """0 or 1: it runs on its current engine, so that a move costs KV"""
     unread_uint8: builtins.bytes
-    """0 or 1"""
+    """0 or 1: it has started, but its current engine has not prefilled its context yet"""
     def __init__(
         self,
         *,
@@ -198,7 +214,7 @@ class PlanPlacementRequest(google.protobuf.message.Message):
     cost_model: Global___CostModel.ValueType
     @property
     def trajectories(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PlacedTrajectory]:
-        """may be empty: the plan is empty"""
+        """must be empty (ADR 0071)"""
 
     @property
     def engines(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PlacementEngine]:
@@ -206,7 +222,7 @@ class PlanPlacementRequest(google.protobuf.message.Message):
 
     @property
     def columns(self) -> Global___PlacedColumns:
-        """in place of `trajectories`"""
+        """without trajectories the plan is empty"""
 
     def __init__(
         self,
@@ -231,7 +247,7 @@ class EngineGroup(google.protobuf.message.Message):
     engine_id: builtins.str
     @property
     def trajectory_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """longest first; none for a request with `columns`"""
+        """always empty (ADR 0071)"""
 
     @property
     def predicted_time(self) -> google.protobuf.duration_pb2.Duration: ...
@@ -257,7 +273,7 @@ class PlanPlacementResponse(google.protobuf.message.Message):
     SOLVE_TIME_FIELD_NUMBER: builtins.int
     ENGINE_INT32_FIELD_NUMBER: builtins.int
     engine_int32: builtins.bytes
-    """for `columns`: of each trajectory, the index of its engine"""
+    """of each trajectory, the index of its engine"""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EngineGroup]:
         """one for each engine, in the order of the request"""

@@ -170,17 +170,17 @@ class _ReplanningEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     REPLANNING_RESOLVE: _Replanning.ValueType  # 1
     """the partition solved again on remaining work, judged, behind a cost gate"""
     REPLANNING_RANK_SCALING: _Replanning.ValueType  # 2
-    """the first plan's group sizes scaled to who is left (Heddle 5.3)"""
+    """refused: Heddle 5.3 as printed runs in simulations alone"""
 
 class Replanning(_Replanning, metaclass=_ReplanningEnumTypeWrapper):
-    """How the engine of a planned trajectory is chosen again while it runs."""
+    """How the engine of a planned trajectory is chosen again while it runs. A mesh resolves: no other rule is served (ADR 0072)."""
 
 REPLANNING_UNSPECIFIED: Replanning.ValueType  # 0
 """RESOLVE"""
 REPLANNING_RESOLVE: Replanning.ValueType  # 1
 """the partition solved again on remaining work, judged, behind a cost gate"""
 REPLANNING_RANK_SCALING: Replanning.ValueType  # 2
-"""the first plan's group sizes scaled to who is left (Heddle 5.3)"""
+"""refused: Heddle 5.3 as printed runs in simulations alone"""
 Global___Replanning: typing_extensions.TypeAlias = Replanning
 
 class _WeightsState:
@@ -1255,7 +1255,7 @@ class Policy(google.protobuf.message.Message):
     migrate: builtins.bool
     preempt: builtins.bool
     replanning: Global___Replanning.ValueType
-    """of PLACEMENT_RULE_PLANNED"""
+    """unspecified or REPLANNING_RESOLVE; a policy that is read has it unspecified"""
     reserve: builtins.bool
     """a trajectory begins when its engine has room for all the KV it may grow to; until"""
     def __init__(

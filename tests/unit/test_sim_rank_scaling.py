@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from support.control import Scenario, all_of, one
 from treadle_core import actions as act
 from treadle_core import events as ev
-from treadle_core.model import CostModel, Policy, Replanning
-from treadle_core.planning.plans import Ranks, ScaledGroups
+from treadle_core.model import CostModel, Policy
 from treadle_core.tuning import Tuning
+from treadle_sim.rank_scaling import Ranks, RankScaling, ScaledGroups
 
-HEDDLE = Policy(replanning=Replanning.RANK_SCALING)
+HEDDLE = Policy()
 LENGTHS = st.lists(st.tuples(st.integers(0, 7), st.floats(0, 100) | st.none()), max_size=60)
 
 
@@ -54,7 +54,7 @@ def test_a_rank_that_is_not_there_has_no_engine() -> None:
 
 def planned(policy: Policy = HEDDLE, tuning: Tuning | None = None, slots: int = 8) -> tuple[Scenario, list[str]]:
     """Eight trajectories of 800, 700, ... tokens on two engines, planned 2 and 6; each is in a tool call."""
-    scenario = Scenario(policy, tuning, engines=("e0", "e1"), slots=slots)
+    scenario = Scenario(policy, tuning, engines=("e0", "e1"), planner=RankScaling, slots=slots)
     names = [f"t{number}" for number in range(8)]
     scenario.open_all({name: 800.0 - 100.0 * number for number, name in enumerate(names)})
     scenario.now += scenario.tuning.plan_timeout_s
