@@ -19,13 +19,14 @@ setup:           ## both venvs: the mesh (.venv) and the SGLang engine (.venv-en
 	@scripts/check-system.sh
 	@$(MAKE) --no-print-directory -j2 $(MESH_READY) $(ENGINE_READY)
 
-$(MESH_READY): pyproject.toml clients/python/pyproject.toml bench/pyproject.toml requirements-mesh.txt
+$(MESH_READY): pyproject.toml clients/python/pyproject.toml bench/pyproject.toml requirements-mesh.txt services/sidecar/engine/install-torch.sh
 	@echo "mesh: installing into $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@services/sidecar/engine/install-torch.sh $(BIN)/python -c requirements-mesh.txt torch
 	@$(BIN)/python -m pip --disable-pip-version-check -q install -c requirements-mesh.txt -e clients/python -e '.[dev]' -e bench
 	@touch $@
 
-$(ENGINE_READY): services/sidecar/engine/install.sh services/sidecar/engine/requirements.txt services/sidecar/engine/constraints.txt
+$(ENGINE_READY): $(wildcard services/sidecar/engine/*.sh services/sidecar/engine/*.txt)
 	@PYTHON=$(PYTHON) services/sidecar/engine/install.sh $(ENGINE_VENV)
 
 frameworks: $(FRAMEWORKS_READY) ## packages of RL frameworks whose own clients the tests run

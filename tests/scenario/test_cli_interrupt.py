@@ -1,16 +1,15 @@
 """`treadle up` as a real process with real services: whatever ends it, no process is left, and it says why."""
 
 import re
-import shutil
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from support.cli import TreadleProcess
 from support.processes import command_line, free_port
+from support.sandbox import need_sandbox, without_bubblewrap_wheel
 from treadle_cli.mesh.services import TOGETHER
 
 Start = Callable[..., TreadleProcess]
@@ -31,6 +30,8 @@ def treadle(tmp_path: Path) -> Iterator[Start]:
     started: list[TreadleProcess] = []
 
     def start(*arguments: str, **env: str) -> TreadleProcess:
+        if not env.keys() & {"PATH", "TREADLE_ENGINE_PYTHON"}:
+            need_sandbox()
         process = TreadleProcess(list(arguments), tmp_path, env)
         started.append(process)
         return process
@@ -103,7 +104,7 @@ def test_the_process_of_several_services_ends_the_mesh_when_it_dies(treadle: Sta
 @pytest.mark.parametrize(
     ("engines", "variable", "says"),
     [
-        ("0", "PATH", r"(?s)bubblewrap is not installed.*apt-get install -y bubblewrap"),
+        ("0", "PATH", r"(?s)bubblewrap is not installed.*apt-get install bubblewrap"),
         ("1", "TREADLE_ENGINE_PYTHON", "TREADLE_ENGINE_PYTHON=.* cannot be run"),
     ],
 )
@@ -112,8 +113,8 @@ def test_without_bubblewrap_or_the_engines_python_it_says_what_to_do_and_starts_
 ) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()
-    (tools / "apt-get").symlink_to(shutil.which("true") or sys.executable)
-    mesh = treadle("up", "--engines", engines, **{variable: str(tools)})
+    environment = {"PYTHONPATH": without_bubblewrap_wheel(tmp_path / "modules"), variable: str(tools)}
+    mesh = treadle("up", "--engines", engines, **environment)
     assert mesh.wait() == 2
     assert re.search(says, mesh.text())
     assert not (tmp_path / "runs").exists()

@@ -30,7 +30,7 @@ LARGE = 2 * 1024 * 1024  # more than any socket buffer holds
 @asynccontextmanager
 async def service(state: Path, **changes: Any) -> AsyncIterator[DaemonClient]:
     """A service's side of a daemon, which outlives it by default."""
-    bubblewrap = await find_bubblewrap("bwrap")
+    bubblewrap = find_bubblewrap("bwrap")
     settings = {"warm": 1, "cgroups": False, "keep_s": 30.0, "keep_on_exit": True, **changes}
     client = DaemonClient(StateFolder.take(state), [bubblewrap.recipe(PYTHON)], {}, **settings)
     await client.connect()

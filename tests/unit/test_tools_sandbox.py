@@ -1,6 +1,5 @@
 """The sandbox's command line and the frames that cross its wall."""
 
-import asyncio
 import json
 import os
 import socket
@@ -13,9 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import uvloop
 from treadle_tools.builtin import FROZEN_LAKE, PYTHON, TOOLS
-from treadle_tools.sandbox.bubblewrap.command import Bubblewrap, BubblewrapMissing, find_bubblewrap, find_code
+from treadle_tools.sandbox.bubblewrap.command import (
+    Bubblewrap,
+    BubblewrapMissing,
+    find_bubblewrap,
+    find_code,
+    locate_bubblewrap,
+)
 from treadle_tools.sandbox.inside import answers, content, frames
 from treadle_tools.sandbox.inside.content import Content
 from treadle_tools.sandbox.worker import NOBODY
@@ -70,22 +74,31 @@ def test_the_same_tool_has_the_same_recipe_in_every_run_of_the_service() -> None
 
 
 @pytest.mark.parametrize("name", ["/nowhere/bwrap", "no-such-bwrap", "/usr/bin/false"])
-async def test_a_missing_bubblewrap_names_the_command_that_installs_it(name: str) -> None:
+def test_a_missing_bubblewrap_names_the_command_that_installs_it(name: str) -> None:
     with pytest.raises(BubblewrapMissing, match="apt-get install bubblewrap"):
-        await find_bubblewrap(name)
+        find_bubblewrap(name)
+
+
+def test_where_the_system_has_no_bubblewrap_the_wheels_is_found_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as bare:
+        bare.setenv("PATH", "")
+        found = locate_bubblewrap()
+        other = locate_bubblewrap("no-such-bwrap")
+    assert other is None, "the wheel stands in for no program of another name"
+    assert found is not None and found != locate_bubblewrap("/usr/bin/bwrap")
+    answer = subprocess.run([found, "--version"], capture_output=True, text=True, check=True)
+    assert answer.stdout.startswith("bubblewrap ")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="root alone can become nobody")
 def test_a_bubblewrap_that_root_cannot_use_is_run_by_nobody() -> None:
-    """On the event loop of the services, which starts no process as another user by itself."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)
         fake_bwrap = folder / "fake-bwrap"
         fake_bwrap.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo fake 1.0 || [ "$(id -u)" = {NOBODY} ]\n')
         fake_bwrap.chmod(0o755)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            found = runner.run(find_bubblewrap(str(fake_bwrap)))
+        found = find_bubblewrap(str(fake_bwrap))
     assert found == Bubblewrap(str(fake_bwrap), "1.0", user=NOBODY, drop_root=False)
 
 

@@ -104,7 +104,7 @@ def _make_recipes(tools: Sequence[Tool], make: Callable[[Tool], R]) -> tuple[lis
 
 async def _start_daemon(settings: ToolsSettings, tools: Sequence[Tool]) -> tuple[DaemonClient, str]:
     """A client of the sandbox daemon, and its version. Raises BubblewrapMissing, FolderRefused, DaemonFailed."""
-    bubblewrap = await find_bubblewrap(settings.bwrap)
+    bubblewrap = find_bubblewrap(settings.bwrap)
     recipes, failures = _make_recipes(tools, bubblewrap.recipe)
     client = DaemonClient(
         StateFolder.take(settings.state_folder),

