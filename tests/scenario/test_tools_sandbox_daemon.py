@@ -12,14 +12,14 @@ import psutil
 import pytest
 from support.tools import gone, groups_of
 from treadle_tools.builtin import PYTHON
-from treadle_tools.sandbox.bubblewrap.command import find_bubblewrap
-from treadle_tools.sandbox.bubblewrap.sandbox import BubblewrapSandbox
-from treadle_tools.sandbox.daemon import channel
-from treadle_tools.sandbox.daemon.channel import Channel
-from treadle_tools.sandbox.daemon.client import DaemonClient
-from treadle_tools.sandbox.daemon.state_folder import FolderRefused, StateFolder
+from treadle_tools.sandbox import channel
+from treadle_tools.sandbox.bubblewrap import find_bubblewrap
+from treadle_tools.sandbox.bubblewrap_sandbox import BubblewrapSandbox
+from treadle_tools.sandbox.channel import Channel
+from treadle_tools.sandbox.daemon_client import DaemonClient
 from treadle_tools.sandbox.inside import frames
 from treadle_tools.sandbox.sandboxes import Sandbox, SandboxLost
+from treadle_tools.sandbox.state_folder import FolderRefused, StateFolder
 from treadle_tools.tool import Limits
 
 LIMITS = Limits(output_bytes=4 * 1024 * 1024)

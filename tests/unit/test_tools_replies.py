@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from treadle_tools.api import convert
+from treadle_tools import convert
 from treadle_tools.builtin import FROZEN_LAKE, PYTHON, PYTHON_TESTS
 from treadle_tools.replies import (
     CUT_MARK_BYTES,

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import uvloop
 from treadle_tools.builtin import FROZEN_LAKE, PYTHON, TOOLS
-from treadle_tools.sandbox.bubblewrap.command import Bubblewrap, BubblewrapMissing, find_bubblewrap, find_code
+from treadle_tools.sandbox.bubblewrap import Bubblewrap, BubblewrapMissing, find_bubblewrap, find_code
 from treadle_tools.sandbox.inside import answers, content, frames
 from treadle_tools.sandbox.inside.content import Content
 from treadle_tools.sandbox.worker import NOBODY
@@ -59,7 +59,7 @@ def test_a_tool_of_a_module_brings_its_package_along(tmp_path: Path, monkeypatch
 def test_the_same_tool_has_the_same_recipe_in_every_run_of_the_service() -> None:
     """The daemon ends sandboxes whose tool's recipe has changed; hashes, and so sets, differ between processes."""
     code = (
-        "from treadle_tools.builtin import TOOLS; from treadle_tools.sandbox.bubblewrap.command import find_code; "
+        "from treadle_tools.builtin import TOOLS; from treadle_tools.sandbox.bubblewrap import find_code; "
         "print([find_code(tool) for tool in TOOLS])"
     )
     told = set()

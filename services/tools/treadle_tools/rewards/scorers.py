@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 from treadle_runtime.errors import Unavailable
 
-from treadle_tools.declarations import HttpFunction, Judge
-from treadle_tools.functions import Caller, CallFailed
-from treadle_tools.gpu.rounds import Round, Rounds
+from treadle_tools.remote.declarations import HttpFunction, Judge
+from treadle_tools.remote.functions import Caller, CallFailed
+from treadle_tools.remote.gpu_rounds import Round, Rounds
 from treadle_tools.replies import BadReply, Reply, read_json
 from treadle_tools.tool import Limits, Result, Status, Tool
 

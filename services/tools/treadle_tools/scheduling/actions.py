@@ -14,11 +14,11 @@ from treadle_core.tools.providers import BasicManager
 from treadle_runtime.calls import remaining_s
 from treadle_runtime.errors import Unavailable
 
+from treadle_tools.metrics import Meters
 from treadle_tools.replies import result_of
 from treadle_tools.sandbox.sandboxes import SandboxLost, WorkerFailed
 from treadle_tools.scheduling.demand import Demands
 from treadle_tools.scheduling.scheduler import ActionScheduler, RunningAction
-from treadle_tools.scheduling.usage import Meters
 from treadle_tools.tool import Granted, Kind, Limits, Result, Status, Tool
 
 RETRY_WORKER_S = 2.0  # about what a worker takes to start

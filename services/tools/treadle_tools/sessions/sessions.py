@@ -21,9 +21,9 @@ import structlog
 from treadle_runtime.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
 from treadle_runtime.identity.tenants import like
 
+from treadle_tools.backends import Backends
 from treadle_tools.registry import Registry, refuse_invalid
 from treadle_tools.replies import result_of
-from treadle_tools.sandbox.backends import Backends
 from treadle_tools.sandbox.sandboxes import SandboxLost
 from treadle_tools.scheduling.actions import Actions, Work
 from treadle_tools.sessions.session import Opening, Session

@@ -19,8 +19,8 @@ from tenacity import retry_if_exception_type
 
 from treadle_tools.sandbox.containers.hosts import ContainerLost, Host, HostFailed, Hosts, Recipe, retry_after, sweep
 from treadle_tools.sandbox.containers.sandbox import ContainerSandbox, Disconnected
-from treadle_tools.sandbox.daemon.state_folder import StateFolder
 from treadle_tools.sandbox.sandboxes import Backend, FoundSession, SessionRecords, WorkerFailed, worker_retry_pauses
+from treadle_tools.sandbox.state_folder import StateFolder
 
 log = structlog.get_logger()
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from treadle_tools.sandbox.bubblewrap.cgroups import Cgroups
-from treadle_tools.sandbox.bubblewrap.command import Recipe
-from treadle_tools.sandbox.bubblewrap.fork_server import ForkServer, SandboxProcess, Spawner
+from treadle_tools.sandbox.bubblewrap import Recipe
+from treadle_tools.sandbox.cgroups import Cgroups
+from treadle_tools.sandbox.processes import ForkServer, SandboxProcess, Spawner
 from treadle_tools.sandbox.sandboxes import SandboxLost, WorkerFailed, worker_retry_pauses
 
 log = structlog.get_logger()

@@ -15,14 +15,14 @@ from typing import Any
 
 import structlog
 
-from treadle_tools.sandbox.bubblewrap.cgroups import Root, Slot
-from treadle_tools.sandbox.bubblewrap.command import Recipe
-from treadle_tools.sandbox.bubblewrap.sandbox import BubblewrapSandbox
-from treadle_tools.sandbox.daemon import channel
-from treadle_tools.sandbox.daemon.channel import Channel
-from treadle_tools.sandbox.daemon.state_folder import StateFolder
+from treadle_tools.sandbox import channel
+from treadle_tools.sandbox.bubblewrap import Recipe
+from treadle_tools.sandbox.bubblewrap_sandbox import BubblewrapSandbox
+from treadle_tools.sandbox.cgroups import Root, Slot
+from treadle_tools.sandbox.channel import Channel
 from treadle_tools.sandbox.inside import frames
 from treadle_tools.sandbox.sandboxes import Backend, FoundSession, Sandbox, SessionRecords, WorkerFailed
+from treadle_tools.sandbox.state_folder import StateFolder
 
 log = structlog.get_logger()
 
@@ -152,7 +152,7 @@ class DaemonClient(Backend):
     def _start(self) -> socket.socket:
         self._started = [pid for pid in self._started if not _has_ended(pid, os.WNOHANG)]
         with self._folder.listen() as listener, self._folder.log.open("wb") as output:
-            program = [sys.executable, "-m", __package__, str(self._folder.path.absolute())]
+            program = [sys.executable, "-m", f"{__package__}.daemon", str(self._folder.path.absolute())]
             descriptors = ((listener.fileno(), 0), (output.fileno(), 1), (output.fileno(), 2))
             # Not a child that asyncio waits for, since it may outlive this process; in a session of its own, so that
             # Ctrl-C at the service's terminal does not reach it.

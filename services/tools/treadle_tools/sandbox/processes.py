@@ -25,8 +25,8 @@ from typing import BinaryIO
 
 import structlog
 
-from treadle_tools.sandbox.bubblewrap.cgroups import Cgroups, Slot
-from treadle_tools.sandbox.bubblewrap.command import Recipe
+from treadle_tools.sandbox.bubblewrap import Recipe
+from treadle_tools.sandbox.cgroups import Cgroups, Slot
 from treadle_tools.sandbox.inside import frames
 from treadle_tools.sandbox.inside.fork_server import SANDBOX, SPAWNER, UNCOUNTED_SANDBOX
 from treadle_tools.sandbox.sandboxes import SandboxLost, WorkerFailed

@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from treadle_tools.sandbox.bubblewrap.fork_server import wait_readable
 from treadle_tools.sandbox.inside import frames
+from treadle_tools.sandbox.processes import wait_readable
 
 # Raised with every change that an older daemon, or a sandbox of an older worker, would not understand. Such a daemon
 # ends when a service says hello, and its sessions with it.

@@ -32,7 +32,7 @@ FROZEN_LAKE = Tool(
     name="frozen_lake",
     kind=Kind.ENVIRONMENT,
     description="FrozenLake-v1 of gymnasium on a random map that can be solved: reach the goal around the holes.",
-    entry="treadle_tools.environments.frozen_lake:FrozenLake",
+    entry="treadle_tools.builtin.frozen_lake:FrozenLake",
     open_schema=_object(
         {
             "seed": {**SEED, "default": 0, "description": "of the map and the slips"},
@@ -50,7 +50,7 @@ REASONING_GYM = Tool(
     name="reasoning_gym",
     kind=Kind.ENVIRONMENT,
     description="One question of a reasoning-gym task: run Python with `code` as often as needed, then `answer` once.",
-    entry="treadle_tools.environments.reasoning:ReasoningTask",
+    entry="treadle_tools.builtin.reasoning:ReasoningTask",
     open_schema=_object(
         {
             "task": {**TEXT, "minLength": 1, "description": "a dataset of reasoning-gym, e.g. leg_counting"},
@@ -85,7 +85,7 @@ EXACT_MATCH = Tool(
     name="exact_match",
     kind=Kind.REWARD,
     description="1 where the answer is an expected one, letter by letter, else 0.",
-    entry="treadle_tools.scoring.answers:exact_match",
+    entry="treadle_tools.rewards.answers:exact_match",
     arguments_schema=_object(
         {
             "answer": TEXT,
@@ -103,7 +103,7 @@ MATH_EQUAL = Tool(
     name="math_equal",
     kind=Kind.REWARD,
     description="1 where the answer's last mathematical expression (LaTeX or plain) equals an expected one, else 0.",
-    entry="treadle_tools.scoring.answers:math_equal",
+    entry="treadle_tools.rewards.answers:math_equal",
     preload=("math_verify",),
     arguments_schema=_object({"answer": TEXT, "expected": EXPECTED}, "answer", "expected"),
     limits=Limits(wall_s=20.0),
@@ -114,7 +114,7 @@ PYTHON_TESTS = Tool(
     name="python_tests",
     kind=Kind.REWARD,
     description="The share of pytest tests that the files pass; with `all_or_nothing` 1 where all pass, else 0.",
-    entry="treadle_tools.scoring.python_tests:score",
+    entry="treadle_tools.rewards.python_tests:score",
     arguments_schema=_object(
         {
             "files": {**FILES, "description": "path relative to the work folder: content; the agent's code"},

@@ -19,13 +19,13 @@ from typing import Any
 
 import structlog
 
-from treadle_tools.sandbox.bubblewrap.cgroups import Cgroups, find_cgroups
-from treadle_tools.sandbox.bubblewrap.command import Recipe
-from treadle_tools.sandbox.bubblewrap.fork_server import wait_for_growth
-from treadle_tools.sandbox.daemon import channel, state_folder
-from treadle_tools.sandbox.daemon.channel import Channel
-from treadle_tools.sandbox.daemon.pool import Made, Pool
+from treadle_tools.sandbox import channel, state_folder
+from treadle_tools.sandbox.bubblewrap import Recipe
+from treadle_tools.sandbox.cgroups import Cgroups, find_cgroups
+from treadle_tools.sandbox.channel import Channel
 from treadle_tools.sandbox.inside import frames
+from treadle_tools.sandbox.pool import Made, Pool
+from treadle_tools.sandbox.processes import wait_for_growth
 from treadle_tools.sandbox.sandboxes import SessionRecords
 
 log = structlog.get_logger()

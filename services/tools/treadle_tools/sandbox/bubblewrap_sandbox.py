@@ -12,9 +12,9 @@ from typing import Any
 
 from treadle_runtime.bus import run_beside
 
-from treadle_tools.sandbox.bubblewrap.cgroups import Slot
-from treadle_tools.sandbox.bubblewrap.fork_server import wait_for_growth
+from treadle_tools.sandbox.cgroups import Slot
 from treadle_tools.sandbox.inside import answers, frames
+from treadle_tools.sandbox.processes import wait_for_growth
 from treadle_tools.sandbox.sandboxes import KEEPS_MEMORY_LIMIT, Sandbox, SandboxLost
 from treadle_tools.tool import BACKSTOP_S, WORKER_BYTES, WORKER_PROCESSES, Granted, Limits
 
