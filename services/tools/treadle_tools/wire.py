@@ -31,10 +31,10 @@ from treadle_tools.remote.functions import Caller, FunctionTools
 from treadle_tools.remote.gpu_rounds import Rounds
 from treadle_tools.remote.gpu_servers import BUCKET as GPU_BUCKET
 from treadle_tools.remote.gpu_servers import EngineMemory, Ledger, Residents
-from treadle_tools.rewards.pool import RewardPool
+from treadle_tools.rewards.judges import JudgeScorer
+from treadle_tools.rewards.pool import RewardPool, Scorer, ToolScorer
 from treadle_tools.rewards.reward import BUCKET as REWARDS_BUCKET
 from treadle_tools.rewards.reward import RewardJournal
-from treadle_tools.rewards.scorers import JudgeScorer, Scorer, ToolScorer
 from treadle_tools.sandbox.sandboxes import ReusedSandboxes
 from treadle_tools.scheduling.actions import Actions
 from treadle_tools.scheduling.demand import Demands
