@@ -121,11 +121,6 @@ def join(**fields: Any) -> pb.JoinWeightsGroupRequest:
 TOO_FAST = pb.WatchLoadRequest(interval=Duration(nanos=10_000_000))
 NO_NUMBER = pb.PriorityChange(ticket_id="t", priority=float("inf"))
 BAD_CALLS: list[tuple[Any, str]] = [
-    (pb.BeginStepRequest(prompt=packed([5])), "trajectory_id"),
-    (pb.BeginStepRequest(trajectory_id="t"), "prompt"),
-    (pb.BeginStepRequest(trajectory_id="t", turn=-1, prompt=packed([5])), "turn"),
-    (pb.BeginStepRequest(trajectory_id="t", prompt=packed([5])), "sampling.max_new_tokens"),
-    (pb.BeginStepRequest(trajectory_id="t", prompt=packed([5, VOCAB]), sampling=step().sampling), "prompt.int32_le"),
     (pb.AbortRequest(request_id="q"), "ticket_id"),
     (pb.AbortRequest(ticket_id="t"), "request_id"),
     (pb.ReprioritizeRequest(request_id="q"), "changes"),

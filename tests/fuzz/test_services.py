@@ -36,7 +36,9 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fuzzed
 
 
 def rpcs_of(service: str) -> list[MethodDescriptor]:
-    return [rpc for rpc in all_rpcs() if rpc.containing_service.full_name == service]
+    """RPCs of a service, without the deprecated ones, which no service answers."""
+    rpcs = [rpc for rpc in all_rpcs() if rpc.containing_service.full_name == service]
+    return [rpc for rpc in rpcs if not rpc.GetOptions().deprecated]
 
 
 @pytest.mark.parametrize("service", SERVICES)

@@ -129,36 +129,6 @@ async def test_a_tool_whose_worker_does_not_start_says_why(
         assert (await calls.python("1 + 1")).output == "2\n"
 
 
-async def test_a_session_is_written_down_and_goes_on_in_another_container(
-    docker_daemon: DockerDaemon, owner: str, tmp_path: Path
-) -> None:
-    """The state travels within the messages, since no open file can go to a container; one that is too large stays."""
-    host = DockerHost(docker_daemon.url, owner=owner)
-    async with fleet_on([host], tmp_path / "state", tools=[COUNTER], image=docker_daemon.image) as fleet:
-        one, other = await fleet.take("counter"), await fleet.take("counter")
-        limits = COUNTER.limits
-        await one.ask("open", {"start": 1}, limits, 64)
-        await one.ask("step", {"code": "open('/tmp/kept', 'w').write('kept')"}, limits, 64)
-        await one.ask("step", {"add": 41}, limits, 64)
-        with (tmp_path / "written").open("w+b") as state:
-            taken = await one.ask("snapshot", None, limits, 64, file=state.fileno())
-            assert (taken["status"], taken["alive"]) == ("ok", True)
-            state.seek(0)
-            said = {"output": "42", "reward": None, "data_json": ""}
-            first = await other.ask("restore", said, limits, 64, file=state.fileno())
-        assert (first["status"], first["output"], first["error"]) == ("ok", "42", "")
-        for sandbox in (one, other):
-            assert (await sandbox.ask("step", {"add": 1}, limits, 64))["output"] == "43"
-        assert (await other.ask("step", {"code": "print(open('/tmp/kept').read())"}, limits, 64))["output"] == "kept\n"
-        await one.ask("step", {"code": "open('/tmp/large', 'wb').write(b'x' * 20_000_000)"}, limits, 64)
-        with (tmp_path / "large").open("w+b") as state:
-            too_large = await one.ask("snapshot", None, limits, 64, file=state.fileno())
-        assert too_large["status"] == "tool_error" and "are the most that leave a container" in too_large["error"]
-        assert (await one.ask("step", {"add": 1}, limits, 64))["output"] == "44"
-        one.close()
-        other.close()
-
-
 @pytest.fixture(scope="module")
 def service(docker_daemon: DockerDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
     """One service for all tests of isolation."""

@@ -87,7 +87,6 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
         self.refused: list[str] = []  # tickets
         self.ran: Counter[tuple[str, int]] = Counter()  # by trajectory and turn
         self.lease_id = ""
-        self.begins = True  # steps without a ticket
         self.silent = False  # does not renew its lease
         self.prefixes: dict[str, int] = {}
         self.stored = False
@@ -125,13 +124,6 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
                 yield event
         finally:
             self.running.discard(ticket.ticket_id)
-
-    async def BeginStep(self, request: pb.BeginStepRequest, context: Any) -> pb.BeginStepResponse:
-        """It begins nothing, which nobody can see."""
-        self.log("BeginStep", request, context)
-        if refusal := self.next_refusal("BeginStep"):
-            await refuse(context, refusal)
-        return pb.BeginStepResponse(begun=self.begins)
 
     async def _finish(self, step: facts_pb2.StepRef, request: pb.GenerateRequest, end: pb.StepFinished) -> None:
         prompt_tokens = len(request.prompt.int32_le) // 4

@@ -32,7 +32,6 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
         self.address = ""
         self.owners: dict[str, tuple[str, int]] = {}
         self.gate = Gate()
-        self.tickets_gate = Gate()  # before a ticket
         self.gate_after = Gate()  # between a switch and its answer
         self.leases: set[str] = set()
         self.room: int | None = None  # trajectories that may have begun and be open
@@ -110,11 +109,8 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
         self.trajectories[trajectory.trajectory_id] = trajectory
         return pb.OpenTrajectoryResponse(trajectory=trajectory)
 
-    async def ScheduleStep(self, request: pb.ScheduleStepRequest, context: Any) -> Any:
-        await self.tickets_gate.pass_through()
-        return await self.once("ScheduleStep", request, context, self._schedule)
-
-    def _schedule(self, request: pb.ScheduleStepRequest) -> pb.ScheduleStepResponse | Refusal:
+    @answer
+    def ScheduleStep(self, request: pb.ScheduleStepRequest) -> pb.ScheduleStepResponse | Refusal:
         trajectory = self.trajectories.get(request.trajectory_id)
         if trajectory is None:
             return Refusal(grpc.StatusCode.NOT_FOUND, "TRAJECTORY_NOT_FOUND")

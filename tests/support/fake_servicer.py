@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -86,30 +85,17 @@ class Gate:
             self.waiting -= 1
 
 
-class _CountBegun(grpc.aio.ServerInterceptor):
-    """Counts calls by method, also those whose request has not come."""
-
-    def __init__(self) -> None:
-        self.begun: Counter[str] = Counter()
-
-    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        self.begun[handler_call_details.method.rpartition("/")[2]] += 1
-        return await continuation(handler_call_details)
-
-
 class Port:
-    """A server of one fake that may go away and come back at the same address. begun: its calls, by method."""
+    """A server of one fake that may go away and come back at the same address."""
 
     def __init__(self, add_to_server: Callable[[Any, grpc.aio.Server], None], servicer: object) -> None:
         self._add, self._servicer = add_to_server, servicer
         self._server: grpc.aio.Server | None = None
-        self._count = _CountBegun()
-        self.begun = self._count.begun
         self.address = f"127.0.0.1:{free_port()}"
 
     async def start(self) -> None:
         """Listen."""
-        self._server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=[self._count])
+        self._server = grpc.aio.server(options=_SERVER_OPTIONS)
         self._add(self._servicer, self._server)
         assert self._server.add_insecure_port(self.address)
         await self._server.start()

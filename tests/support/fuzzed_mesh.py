@@ -48,7 +48,6 @@ WAITING = {
     "StreamTokens",
     "Invoke",
     "OpenSession",
-    "SnapshotSession",
     "PrefetchPrefix",
 }
 WAIT_S = 0.5
@@ -75,7 +74,7 @@ WORDS = Words(
         "batch_request_id": ["<batch>", "again"],
         "session_id": ["<session>"] * 5 + ["<acme session>"],
         "InvokeRequest.session_id": ["", "", "<session>"],
-        "snapshot_id": ["", "<snapshot>"],
+        "snapshot_id": [""],
         "reward_id": ["<reward>"] * 5 + ["<acme reward>"],
         "reward_ids": ["<reward>"] * 5 + ["<acme reward>"],
         "migration_id": ["<migration>"],
@@ -342,12 +341,6 @@ class FuzzedMesh:
                 request_id=_fresh(), tool="frozen_lake", arguments_json=LAKE, trajectory_id=trajectory_id
             )
             name("session", (await self.ask(identity, session)).session.session_id)
-            taken = tools.SnapshotSessionRequest(request_id=_fresh(), session_id=names[f"<{whose}session>"])
-            try:
-                name("snapshot", (await self.ask(identity, taken)).snapshot.snapshot_id)
-            except grpc.aio.AioRpcError as error:  # hostile requests that were good have taken all room
-                if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED or f"<{whose}snapshot>" not in names:
-                    raise
         if not secret:
             await self._give_services(names)
 

@@ -70,16 +70,6 @@ class ToolsCalls:
         """How full it is."""
         return await self.stub.GetResources(pb.GetResourcesRequest(), timeout=CALL_S)
 
-    async def snapshot(self, session_id: str, *, id: str = "") -> pb.Snapshot:
-        """Of a session as it stands."""
-        request = pb.SnapshotSessionRequest(request_id=id or uuid.uuid4().hex, session_id=session_id)
-        return (await self.stub.SnapshotSession(request, timeout=CALL_S)).snapshot
-
-    async def open_from(self, snapshot_id: str, *, id: str = "", **fields: Any) -> pb.OpenSessionResponse:
-        """A new session that starts there."""
-        request = pb.OpenSessionRequest(request_id=id or uuid.uuid4().hex, snapshot_id=snapshot_id, **fields)
-        return await self.stub.OpenSession(request, timeout=CALL_S)
-
     async def session(self, session_id: str) -> pb.Session:
         """Of GetSession."""
         return (await self.stub.GetSession(pb.GetSessionRequest(session_id=session_id), timeout=CALL_S)).session

@@ -146,7 +146,7 @@ def test_a_full_line_refuses_and_takes_again_once_there_is_room() -> None:
 Event = tuple[str, int, float]
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["add", "progress", "finish", "reprioritize", "acknowledge", "rename"]),
+        st.sampled_from(["add", "progress", "finish", "reprioritize", "acknowledge"]),
         st.integers(0, 9),
         st.floats(0, 5),
     ),
@@ -179,10 +179,6 @@ def test_the_invariants_hold_after_any_reports(slots: int, hysteresis: float, ev
         elif kind == "reprioritize" and step in priorities:
             q.reprioritize(step, value)
             priorities[step] = value
-        elif kind == "rename" and step in holding and step not in evicting and (new := f"n{number}") not in priorities:
-            q.rename(step, new, value, preemptible=value < 4.0)
-            del priorities[step]
-            priorities[new], preemptible[new], holding[new] = value, value < 4.0, holding.pop(step)
         elif kind == "acknowledge" and step in evicting:
             q.confirm_eviction(step)
             evicting.discard(step)
@@ -205,19 +201,6 @@ def test_the_invariants_hold_after_any_reports(slots: int, hysteresis: float, ev
         waiting = set(priorities) - set(holding)
         assert not waiting or len(holding) == slots, "no slot is idle while somebody waits"
         assert (q.running, q.waiting) == (len(holding), len(waiting))
-
-
-def test_a_step_of_another_name_has_the_slot_and_the_tokens_of_a_running_one() -> None:
-    q = running("early", "other", slots=2)
-    q.rename("early", "step", 9.0, job="mine", weight=2.0)
-    assert "early" not in q
-    assert (q.running, q.waiting, q.decide()) == (2, 0, [])
-    q.add("high", 20.0, job="mine")
-    assert q.decide() == [Evict("step", "high")], "it has run long enough already, and is of this job now"
-    with pytest.raises(ValueError, match="does not run"):
-        q.rename("step", "again", 1.0)
-    with pytest.raises(ValueError, match="already"):
-        q.rename("other", "high", 1.0)
 
 
 LONG, SHORT = LONG_PREFILL_STEPS, LONG_PREFILL_STEPS - 1.0
@@ -284,16 +267,6 @@ def test_a_long_prefill_that_is_stopped_lets_the_next_one_run(end: str) -> None:
         q.remove("a")
         q.paused = False
     assert q.decide(1.0) == [Admit("b")]
-
-
-def test_a_long_prefill_goes_on_under_another_name() -> None:
-    q = reading_queue({"early": LONG, "b": LONG}, early=2.0)
-    assert q.decide(0.0) == [Admit("early")]
-    q.rename("early", "step", 2.0)
-    q.add("b", 1.0)
-    assert q.decide(1.0) == []
-    assert q.finish_prefill("step", 2.0)
-    assert q.decide(4.0) == [Admit("b")]
 
 
 def test_a_step_that_waits_for_a_prefill_evicts_nobody() -> None:

@@ -20,11 +20,10 @@ import asyncio
 import itertools
 import json
 import logging
-import math
 import random
 import time
 import uuid
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -32,8 +31,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import grpc
 
 from treadle.certificates import Certificates, Options, open_channel
-from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
-from treadle.errors import StreamBroken, TreadleError, error_from, refused
+from treadle.engine.v1 import engine_pb2_grpc
+from treadle.errors import TreadleError, error_from, refused
 from treadle.rollout.v1 import rollout_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from treadle.tools.v1 import rewards_pb2_grpc, tools_pb2_grpc
@@ -70,11 +69,7 @@ _OPTIONS: Options = (
 
 # ErrorInfo.reason of what waits for more than a moment, and what the log says of it.
 _WAITS = {"NO_ENGINE": "steps wait for an engine", "PAYLOADS_HELD": "finished trajectories wait for room"}
-SCHEDULE_STEP = "/treadle.scheduler.v1.SchedulerService/ScheduleStep"
-BEGIN_STEP = "/treadle.engine.v1.EngineService/BeginStep"
 STEP_HELD = "STEP_HELD"  # ErrorInfo.reason of a step that waits for space on an engine
-FULL_S = 1.0  # an engine that begins nothing is busy, and is not told of further steps for so long
-TELL_TIMEOUT_S = 1.0  # a step
 PING_TIMEOUT_MS = 2_000
 # Of a channel to processes of which one serves. The server's name may stand for several addresses; a process that takes
 # the place of another one has a new one.
@@ -162,7 +157,7 @@ class Backoff:
 
 
 class AnyOf:
-    """A channel over several channels: each call goes to a server that serves, by its gRPC health."""
+    """A channel over several channels, for unary calls: each goes to a server that serves, by its gRPC health."""
 
     def __init__(self, channels: Sequence[grpc.aio.Channel]) -> None:
         self._channels = channels
@@ -170,14 +165,7 @@ class AnyOf:
 
     def unary_unary(self, *arguments: Any, **options: Any) -> Callable[..., Any]:
         """As grpc.aio.Channel has it."""
-        return self._calls("unary_unary", arguments, options)
-
-    def stream_stream(self, *arguments: Any, **options: Any) -> Callable[..., Any]:
-        """As grpc.aio.Channel has it."""
-        return self._calls("stream_stream", arguments, options)
-
-    def _calls(self, kind: str, arguments: Any, options: Any) -> Callable[..., Any]:
-        calls = {channel: getattr(channel, kind)(*arguments, **options) for channel in self._channels}
+        calls = {channel: channel.unary_unary(*arguments, **options) for channel in self._channels}
         return lambda *request, **limits: calls[self._choose()](*request, **limits)
 
     def _choose(self) -> grpc.aio.Channel:
@@ -200,38 +188,6 @@ def follow(addresses: str, connect: Callable[[str], grpc.aio.Channel]) -> grpc.a
     """
     channels = [connect(address.strip()) for address in addresses.split(",")]
     return channels[0] if len(channels) == 1 else cast(grpc.aio.Channel, AnyOf(channels))
-
-
-class EarlySteps:
-    """Tells sidecars which steps will come to them, for all trajectories of a client, and notes which engines are
-    busy."""
-
-    def __init__(self) -> None:
-        self._not_before_s: dict[str, float] = {}  # by address of a sidecar that began nothing, of a monotonic clock
-        self._telling: set[asyncio.Task[None]] = set()
-
-    def may_tell(self, address: str) -> bool:
-        """Whether the engine there may have a slot free."""
-        return time.monotonic() >= self._not_before_s.get(address, 0.0)
-
-    def tell(self, address: str, begin: Callable[[], Awaitable[engine_pb2.BeginStepResponse]]) -> None:
-        """Make the call to the sidecar at `address`."""
-        telling = asyncio.get_running_loop().create_task(self._tell(address, begin))
-        self._telling.add(telling)
-        telling.add_done_callback(self._telling.discard)
-
-    async def _tell(self, address: str, begin: Callable[[], Awaitable[engine_pb2.BeginStepResponse]]) -> None:
-        await asyncio.sleep(0)  # the request for the ticket goes out first, by a task that waits in the loop by now
-        rest_s = FULL_S
-        try:
-            answer = await begin()
-            rest_s = 0.0 if answer.begun else FULL_S
-        except grpc.aio.AioRpcError as failure:
-            if failure.code() is grpc.StatusCode.UNIMPLEMENTED:  # an older sidecar
-                rest_s = math.inf
-        except StreamBroken:
-            pass
-        self._not_before_s[address] = time.monotonic() + rest_s
 
 
 class Mesh:
@@ -261,14 +217,13 @@ class Mesh:
         self._clock_offset_s = time.time() - time.monotonic()
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._engines: dict[str, EngineServiceAsyncStub] = {}
-        self.early_steps = EarlySteps()
         self._directory: scheduler_pb2.GetDirectoryResponse | None = None
         self._directory_lock = asyncio.Lock()
         self._warned: set[str] = set()  # messages that were logged
         self._schedulers = address.split(",")
         connect = partial(self._channel, service="scheduler", options=merge_options(_OPTIONS, FOLLOWING))
-        self._scheduler_channel = follow(address, connect)
-        self.scheduler = scheduler_pb2_grpc.SchedulerServiceStub(self._scheduler_channel)
+        schedulers = follow(address, connect)
+        self.scheduler = scheduler_pb2_grpc.SchedulerServiceStub(schedulers)
 
     def clock(self) -> float:
         """Seconds of Unix time that never go back, so that spans of one client are comparable."""
@@ -279,24 +234,6 @@ class Mesh:
         if address not in self._engines:
             self._engines[address] = engine_pb2_grpc.EngineServiceStub(self._channel(address, "sidecar"))
         return self._engines[address]
-
-    def early_ticket(self) -> Callable[..., Any] | None:
-        """The scheduler's ScheduleStep, whose calls begin without their request, which is written later. None where
-        interceptors are to see each request."""
-        method, kinds = SCHEDULE_STEP, (scheduler_pb2.ScheduleStepRequest, scheduler_pb2.ScheduleStepResponse)
-        return self._early(self._scheduler_channel, method, *kinds)
-
-    def early_begin(self, address: str) -> Callable[..., Any] | None:
-        """The same of BeginStep of the sidecar at host:port."""
-        method, kinds = BEGIN_STEP, (engine_pb2.BeginStepRequest, engine_pb2.BeginStepResponse)
-        return self._early(self._channel(address, "sidecar"), method, *kinds)
-
-    def _early(self, channel: grpc.aio.Channel, method: str, request: Any, response: Any) -> Callable[..., Any] | None:
-        if self._interceptors:
-            return None
-        return channel.stream_stream(
-            method, request_serializer=request.SerializeToString, response_deserializer=response.FromString
-        )
 
     async def tools(self) -> ToolsServiceAsyncStub:
         """The tools service; FAILED_PRECONDITION NO_TOOLS_SERVICE where the mesh runs none."""

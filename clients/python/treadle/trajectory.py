@@ -20,7 +20,6 @@ from treadle.errors import TokensSpent, TreadleError, refused
 from treadle.rewards import PendingReward, request_reward
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.steps.assembly import shift_spans
-from treadle.steps.early import EarlyCalls
 from treadle.steps.generation import StepPlan, StepRun
 from treadle.steps.time_account import TimeAccount
 from treadle.tools.v1 import tools_pb2
@@ -116,7 +115,7 @@ class Trajectory:
         self.opened_s = mesh.clock()
         self.closed_s: float | None = None
         self._times = TimeAccount(self.opened_s, seconds(opened.ledger.wall))
-        self._mesh, self.trace, self._early = mesh, trace, EarlyCalls(mesh, trace)
+        self._mesh, self.trace = mesh, trace
         trace.name(trajectory_id=self.trajectory_id, rollout_id=self.rollout_id, prompt_id=self.prompt_id)
         self._on_change, self._on_close = on_change or (lambda *_: None), on_close
         self.on_tokens: Callable[[int], None] | None = None  # told how many tokens there are, those of a step included
@@ -147,7 +146,7 @@ class Trajectory:
         DEADLINE_EXCEEDED by timeouts.step_s).
         """
         begin = partial(self._begin, sampling)
-        return StepRun(self._mesh, begin, self._note, self._commit, self._times, self._early, self.trace).chunks()
+        return StepRun(self._mesh, begin, self._note, self._commit, self._times, self.trace).chunks()
 
     def tokens_from(self, start: int, most: int) -> tuple[list[int], list[int], list[float], list[VersionSpan]]:
         """Tokens from place `start` on, `most` at most, those of a running step included: ids, loss mask, logprobs, and
@@ -229,7 +228,6 @@ class Trajectory:
         """
         if self.outcome is None:
             self.reward, self.outcome = reward, outcome
-        self._early.drop()
         if self.closed_s is None:
             await finish(self._end())
 
@@ -289,7 +287,6 @@ class Trajectory:
         if left is not None and sampling.max_new_tokens > left:
             sampling = dataclasses.replace(sampling, max_new_tokens=left)
         before, self._run = self._run, run
-        run.likely_address = before.engine_address if before is not None else ""
         if before is not None and before.call >= self._calls:  # no step took it: it was begun and came to nothing
             run.call, run.unanswered = before.call, before.unanswered
             run.lost_ticket_id, run.refused = before.lost_ticket_id, before.refused
@@ -324,8 +321,6 @@ class Trajectory:
         self._calls = self._run.next_call
         self.gen_tokens += len(step.token_ids)
         self._turn_ended_s = self._mesh.clock()
-        if len(self.steps) > 1 and self.outcome is None and self.tokens_left != 0:  # it will probably go on
-            self._early.open(self._run.engine_address)
         self._on_change(self, "step")
 
     async def _invoke(self, call: tools_pb2.InvokeRequest, arguments: Mapping[str, Any]) -> ToolResult:

@@ -198,31 +198,6 @@ class StepQueue:
         entry.state, entry.tokens = State.WAITING, 0
         self._lines.put(entry)
 
-    def rename(
-        self,
-        step_id: str,
-        new_id: str,
-        priority: float,
-        *,
-        preemptible: bool = True,
-        job: str = "",
-        weight: float = 1.0,
-    ) -> None:
-        """Give the slot of a running step, and what it has prefilled there, to a step that is not here yet. Raises
-        ValueError where the step is being evicted, or the new one is here."""
-        old = self._entries[step_id]
-        if old.state is not State.RUNNING or new_id in self._entries:
-            raise ValueError(f"step {step_id!r} does not run, or step {new_id!r} is in the queue already")
-        new = Entry(new_id, priority, old.arrival, preemptible, self._lines.enter(job, weight), old.state, old.tokens)
-        new.reads, old.reads = old.reads, None
-        if self._reading is not None and self._reading[0] == step_id:
-            self._reading = (new_id, self._reading[1])
-        if self._pass is not None and self._pass[0] == step_id:
-            self._pass = (new_id, self._pass[1])
-        self.remove(step_id)
-        self._entries[new_id] = self._running[new_id] = new
-        new.line.start(new)
-
     def remove(self, step_id: str) -> None:
         """Remove a step in any state, if it is here."""
         entry = self._entries.pop(step_id, None)

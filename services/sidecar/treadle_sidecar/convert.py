@@ -4,8 +4,6 @@ A function that takes a request raises InvalidArgument naming the field that is 
 """
 
 import json
-import math
-import uuid
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -61,20 +59,6 @@ def step_order(request: pb.GenerateRequest) -> StepOrder:
         token_interval_s=token_interval(request),
         job=optional_identifier("ticket.job", ticket.job),
         job_weight=non_negative("ticket.job_weight", ticket.job_weight) or 1.0,
-    )
-
-
-def early_order(request: pb.BeginStepRequest) -> StepOrder:
-    """A step before its ticket: every other one goes before it."""
-    return StepOrder(
-        ticket_id=f"early-{uuid.uuid4().hex}",
-        trajectory_id=identifier("trajectory_id", request.trajectory_id),
-        turn=non_negative("turn", request.turn),
-        priority=-math.inf,
-        prompt=some_token_ids("prompt", request.prompt),
-        resumed=array("i"),
-        sampling=sampling(request.sampling),
-        early=True,
     )
 
 

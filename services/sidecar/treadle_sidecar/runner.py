@@ -13,8 +13,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import structlog
 from treadle_core.model import DecodeCurve
@@ -23,7 +21,6 @@ from treadle_runtime.bus import Bus
 from treadle_runtime.errors import NotFound, ResourceExhausted, TreadleError
 
 from treadle_sidecar.convert import StepFacts
-from treadle_sidecar.early import EarlyAttempt
 from treadle_sidecar.engine.client import EngineClient, EngineLost, EngineRefused
 from treadle_sidecar.engine.watch import EngineWatch, engine_lost
 from treadle_sidecar.prefixes import BLOCK_TOKENS, Contexts, hash_blocks
@@ -94,7 +91,6 @@ class StepRunner:
         self._curve, self._note = curve, note
         self._wake: asyncio.TimerHandle | None = None
         self._steps: dict[str, RunningStep] = {}
-        self._early: dict[str, RunningStep] = {}  # those of `_steps` that have no ticket yet, by trajectory
         self._tasks: asyncio.TaskGroup | None = None
         self._slot_freed = asyncio.Event()
         self.borrowed = asyncio.Lock()
@@ -131,82 +127,18 @@ class StepRunner:
         step = RunningStep(order, profile, time.monotonic(), time.time())
         step.record.wait(time.monotonic(), paused=self.queue.paused)
         step.blocks = hash_blocks(step.record.context)
-        early_id = self._claim(step, profile.weight_version)
-        enter = partial(self.queue.rename, early_id) if early_id else self.queue.add
-        options: dict[str, Any] = {"preemptible": order.preemptible, "job": order.job, "weight": order.job_weight}
         try:
-            enter(order.ticket_id, order.priority, **options)
+            self.queue.add(
+                order.ticket_id, order.priority, preemptible=order.preemptible, job=order.job, weight=order.job_weight
+            )
         except QueueFull as error:
             raise ResourceExhausted(
                 "QUEUE_FULL", str(error), retry_after_s=RETRY_FULL_QUEUE_S, capacity=error.capacity
             ) from None
         self._steps[order.ticket_id] = step
-        if early_id:
-            step.admit()
         self.wanted.set()
         self._tasks.create_task(self._run_step(step), name=f"step-{order.ticket_id}")
         return step
-
-    def begin(self, order: StepOrder) -> bool:
-        """Begin an attempt of a step whose ticket is on its way; False where it would have to wait, or a step of its
-        trajectory is here. Raises InvalidArgument, Unavailable ENGINE_LOST."""
-        profile = self._watch.require_profile()
-        step = RunningStep(order, profile, time.monotonic(), time.time())
-        self.wanted.set()
-        if self._tasks is None or self.queue.waiting or self.borrowed.locked():
-            return False
-        if any(each.order.trajectory_id == order.trajectory_id for each in self._steps.values()):
-            return False
-        step.blocks = hash_blocks(step.record.context)
-        self._steps[order.ticket_id] = step
-        self.queue.add(order.ticket_id, order.priority)
-        self.decide()
-        if not step.admitted:
-            self._forget(step)
-            return False
-        request = step.attempt_request(profile.weight_version)
-        early = EarlyAttempt(request, self._engine, partial(self._note_first, step))
-        step.rid, step.early = request.rid, early
-        self._early[order.trajectory_id] = step
-        self._tasks.create_task(self._run_early(step, early), name=f"step-{order.ticket_id}")
-        return True
-
-    def _claim(self, step: RunningStep, weight_version: str) -> str:
-        """Make the attempt of the step that began early, if there is one, the step's own. Returns its id in the queue;
-        empty: there is none."""
-        if (told := self._early.pop(step.order.trajectory_id, None)) is None:
-            return ""
-        early = told.early
-        if early is None or told.aborting or not early.is_as(step.attempt_request(weight_version)):
-            self._abort_attempt(told)
-            return ""
-        early.claim()
-        step.early = early
-        del self._steps[told.order.ticket_id]
-        return told.order.ticket_id
-
-    def _note_first(self, step: RunningStep) -> None:
-        if step.order.ticket_id in self._steps:  # else it is claimed, and its step does this
-            self._finish_prefill(step, time.monotonic())
-
-    async def _run_early(self, step: RunningStep, early: EarlyAttempt) -> None:
-        try:
-            async with self._watch.calling("a step that began early"):
-                await early.until_settled()
-                if early.claimed:
-                    return
-                self._abort_attempt(step)
-                async with aclosing(early.chunks()) as chunks:
-                    async for _ in chunks:
-                        pass
-        except TreadleError as error:
-            log.info("an attempt that began early has failed", error=str(error))
-        finally:
-            if not early.claimed:
-                if self._early.get(step.order.trajectory_id) is step:
-                    del self._early[step.order.trajectory_id]  # before anybody claims it
-                await early.close()
-                self._forget(step)
 
     def abandon(self, step: RunningStep) -> None:
         """Stop a step that has no caller any more."""
@@ -237,7 +169,7 @@ class StepRunner:
                 self._stop(step)
             for step in steps:
                 await step.over.wait()
-            return sum(not step.order.early for step in steps), 0
+            return len(steps), 0
         self.decide()
         while self.queue.running:
             self._slot_freed.clear()
@@ -273,9 +205,6 @@ class StepRunner:
             else:
                 step.evicted_by = action.by
                 self._abort_attempt(step)
-        if self.queue.waiting and self.queue.running >= self.queue.policy.slots:
-            for step in self._early.values():
-                self._abort_attempt(step)
         if self._wake is not None:
             self._wake.cancel()
         if self.queue.wake_s < math.inf:
@@ -296,8 +225,6 @@ class StepRunner:
     def _abort_attempt(self, step: RunningStep) -> None:
         if self._tasks is not None and not step.aborting:
             step.aborting = True
-            if step.early is not None:
-                step.early.give_up()
             self._tasks.create_task(self._repeat_abort(step), name=f"abort-{step.order.ticket_id}")
 
     async def _repeat_abort(self, step: RunningStep) -> None:
@@ -328,18 +255,13 @@ class StepRunner:
             self._contexts.remember(trajectory_id, step.record.context)
             step.emit(error)
         finally:
-            self._forget(step)
-
-    def _forget(self, step: RunningStep) -> None:
-        """It is over, and nothing of it is on the engine."""
-        ticket_id = step.order.ticket_id
-        step.end_attempt()
-        del self._steps[ticket_id]
-        step.over.set()
-        self._slot_freed.set()
-        if ticket_id in self.queue:
-            self.queue.remove(ticket_id)
-            self.decide()
+            step.end_attempt()
+            del self._steps[ticket_id]
+            step.over.set()
+            self._slot_freed.set()
+            if ticket_id in self.queue:
+                self.queue.remove(ticket_id)
+                self.decide()
 
     async def _run_attempts(self, step: RunningStep) -> Reason:
         while await step.wait_for_slot():
@@ -374,14 +296,13 @@ class StepRunner:
         """Why the step ended; None where it was preempted and needs another attempt."""
         profile = self._watch.require_profile()
         finish, message, read = "", "", False
-        early, step.early = step.early, None
-        if step.aborting and early is None:  # preempted or stopped before it got to the engine
+        if step.aborting:  # preempted or stopped before it got to the engine
             return self._reason(step, finish, message)
-        request = early.request if early is not None else step.attempt_request(profile.weight_version)
+        request = step.attempt_request(profile.weight_version)
         step.rid = request.rid
         async with self._watch.calling("the step"):
             await step.learn_tail(self._engine)
-            async with aclosing(early.chunks() if early is not None else self._engine.generate(request)) as chunks:
+            async with aclosing(self._engine.generate(request)) as chunks:
                 async for chunk in chunks:
                     now = time.monotonic()
                     self._watch.hear_weight_version(chunk.weight_version, now)

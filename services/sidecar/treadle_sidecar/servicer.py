@@ -86,9 +86,6 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         finally:
             self.runner.abandon(step)
 
-    async def BeginStep(self, request: pb.BeginStepRequest, context: Any) -> pb.BeginStepResponse:
-        return pb.BeginStepResponse(begun=self.runner.begin(convert.early_order(request)))
-
     @answered_once
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         return pb.AbortResponse(output_tokens=await self.runner.abort(identifier("ticket_id", request.ticket_id)))

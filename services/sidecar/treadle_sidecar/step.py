@@ -23,7 +23,6 @@ from treadle_runtime.errors import TreadleError, require
 from treadle_runtime.identity.tenants import like, owner_of
 from treadle_runtime.times import duration, timestamp
 
-from treadle_sidecar.early import EarlyAttempt
 from treadle_sidecar.engine.client import EngineChunk, EngineClient, EngineRequest
 from treadle_sidecar.engine.watch import EngineProfile
 
@@ -53,7 +52,7 @@ _WAITS: tuple[_Phase, ...] = ("queue", "preempted", "weights")  # before it firs
 class StepOrder:
     """One step to run. `resumed` are output tokens that the caller has from an engine that was lost; preemptible:
     whether a waiting step may evict this one while it runs; token_interval_s: seconds for which tokens are gathered;
-    job, job_weight: whose share of the slots it takes; early: it has no ticket yet, only an id of its own."""
+    job, job_weight: whose share of the slots it takes."""
 
     ticket_id: str
     trajectory_id: str
@@ -66,7 +65,6 @@ class StepOrder:
     token_interval_s: float = 0.0
     job: str = ""
     job_weight: float = 1.0
-    early: bool = False
 
 
 class StepRecord:
@@ -235,7 +233,6 @@ class RunningStep:
         self.record = StepRecord(order, now, wall)
         self.stops = SplitStops(sampling.stop)
         self.over = asyncio.Event()
-        self.early: EarlyAttempt | None = None  # the first attempt, where it began early
         self.rid = ""
         self.admitted = False
         self.aborting = False  # the engine is being asked to abort the present attempt
@@ -329,7 +326,7 @@ class RunningStep:
             self._wake.clear()
         self.raise_error()
         self._attempt_ended.clear()
-        return not self.stopped or self.early is not None  # what is on the engine must be ended there
+        return not self.stopped
 
     def end_attempt(self) -> None:
         """The engine has ended the attempt."""

@@ -18,7 +18,7 @@ from treadle_tools.sandbox.containers.fleet import Fleet, default_owner
 from treadle_tools.sandbox.containers.hosts import Host, HostFailed, Hosts, Recipe
 from treadle_tools.sandbox.daemon_client import DaemonClient, DaemonFailed
 from treadle_tools.sandbox.sandboxes import Backend
-from treadle_tools.sandbox.state_folder import SNAPSHOTS, FolderRefused, StateFolder
+from treadle_tools.sandbox.state_folder import FolderRefused, StateFolder
 from treadle_tools.tool import Kind, Tool
 
 log = structlog.get_logger()
@@ -38,11 +38,10 @@ class BackendMissing(Exception):  # noqa: N818 - a state of the machine more tha
 
 @dataclass
 class Backends:
-    """of_tool: the name of each tool's backend. snapshots: the folder for snapshots of sessions. started: by name, and
-    versions: of those that are there. missing: why others are not."""
+    """of_tool: the name of each tool's backend. started: by name, and versions: of those that are there. missing:
+    why others are not."""
 
     of_tool: Mapping[str, str]
-    snapshots: Path
     started: dict[str, Backend] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     versions: list[str] = field(default_factory=list)
@@ -65,7 +64,7 @@ async def start_backends(settings: ToolsSettings, registered: Iterable[Tool]) ->
     """Start each backend that some tool runs on. Raises StartError where a state folder cannot be used."""
     here = [tool for tool in registered if tool.remote is None]
     of_tool = {tool.name: tool.backend or settings.backend for tool in here}
-    backends = Backends(of_tool, settings.state_folder / SNAPSHOTS)
+    backends = Backends(of_tool)
     for name in dict.fromkeys(of_tool.values()):
         tools = [tool for tool in here if of_tool[tool.name] == name]
         start = _start_daemon(settings, tools) if name == BUBBLEWRAP else _start_fleet(name, settings, tools)
@@ -79,8 +78,6 @@ async def start_backends(settings: ToolsSettings, registered: Iterable[Tool]) ->
         else:
             backends.versions.append(version)
             log.info("sandbox", backend=version, sessions=len(backends.started[name].found))
-    if backends.started and BUBBLEWRAP not in backends.started:
-        backends.snapshots = _folder_of(next(iter(backends.started)), settings) / SNAPSHOTS
     return backends
 
 

@@ -77,8 +77,6 @@ class ToolsSettings(Settings):
     max_waiting: int = Field(default=2048, ge=0)  # actions that may wait for their turn
     max_sessions: int = Field(default=256, ge=1)  # open at a time
     session_idle_s: float = Field(default=1800.0, gt=0)  # until an unused session is closed
-    max_snapshots: int = Field(default=64, ge=0)  # kept at a time
-    snapshot_kept_s: float = Field(default=1800.0, gt=0)  # until a snapshot is dropped
     rewards: Annotated[Names, _names_of(REWARDS)] = tuple(reward.name for reward in REWARDS)  # which of them are on
     reward_slots: int = Field(default=0, ge=0)  # rewards in the sandbox at a time; 0: as many as cores
     max_rewards: int = Field(default=65_536, ge=1)  # that may wait

@@ -18,7 +18,6 @@ from treadle_runtime.times import duration, seconds, timestamp
 
 from treadle_tools.rewards.reward import Reward, State
 from treadle_tools.sessions.session import Session
-from treadle_tools.sessions.snapshots import Snapshot
 from treadle_tools.tool import Kind, Limits, Result, Status, Tool
 
 KINDS = {Kind.STATELESS: pb.TOOL_KIND_STATELESS, Kind.ENVIRONMENT: pb.TOOL_KIND_ENVIRONMENT}
@@ -96,18 +95,6 @@ def resources_message(
         ],
         actions_waiting=len(dispatcher),
         actions_running=dispatcher.running,
-    )
-
-
-def snapshot_message(snapshot: Snapshot) -> pb.Snapshot:
-    return pb.Snapshot(
-        snapshot_id=snapshot.snapshot_id,
-        tool=snapshot.tool.name,
-        session_id=snapshot.session_id,
-        steps=snapshot.steps,
-        size_bytes=snapshot.size_bytes,
-        taken_at=timestamp(snapshot.taken_at),
-        expires_at=timestamp(snapshot.expires_at),
     )
 
 

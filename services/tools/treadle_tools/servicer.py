@@ -17,14 +17,14 @@ from treadle.tools.v1 import tools_pb2 as pb
 from treadle_core.tools.dispatcher import Dispatcher
 from treadle_core.tools.providers import BasicManager
 from treadle_runtime.calls import remaining_s
-from treadle_runtime.errors import InvalidArgument, identifier, require
+from treadle_runtime.errors import InvalidArgument, Unimplemented, identifier, require
 from treadle_runtime.idempotency import RequestRecords, answered_once
 from treadle_runtime.identity.tenants import like
 
 from treadle_tools import convert
 from treadle_tools.backends import Backends
 from treadle_tools.background import Background
-from treadle_tools.registry import FIELD, Registry, refuse_invalid
+from treadle_tools.registry import Registry, refuse_invalid
 from treadle_tools.remote.declarations import HttpFunction
 from treadle_tools.remote.functions import FunctionTools
 from treadle_tools.rewards.pool import RewardPool
@@ -33,7 +33,6 @@ from treadle_tools.sandbox.sandboxes import ReusedSandboxes, Sandbox
 from treadle_tools.scheduling.actions import Actions
 from treadle_tools.sessions.session import Opening
 from treadle_tools.sessions.sessions import Sessions
-from treadle_tools.sessions.snapshots import Snapshot, Snapshots
 from treadle_tools.tool import Granted, Kind, Limits, Result, Tool
 
 R = TypeVar("R", bound=Message)
@@ -52,7 +51,6 @@ class Gateway:
     dispatcher: Dispatcher
     providers: Mapping[str, BasicManager]
     sessions: Sessions
-    snapshots: Snapshots
     functions: FunctionTools
     reused: ReusedSandboxes
 
@@ -142,12 +140,9 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
 
         async def call() -> pb.OpenSessionResponse:
             _trajectory(request.trajectory_id)
-            snapshot = self._snapshot(request) if request.snapshot_id else None
-            if snapshot is None:
-                tool = self.gateway.registry.environment(request.tool)
-                arguments = self.gateway.registry.open_arguments(tool, request.arguments_json)
-            else:
-                tool, arguments = snapshot.tool, {}
+            require(not request.snapshot_id, "snapshot_id", "must be empty: sessions have no snapshots any more")
+            tool = self.gateway.registry.environment(request.tool)
+            arguments = self.gateway.registry.open_arguments(tool, request.arguments_json)
             limits = convert.limits_of(request.limits, tool.limits)
             opening = Opening(
                 tool=tool,
@@ -157,7 +152,6 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
                 request_id=request.request_id,
                 job=_job(request.job, request.request_id),
                 ends_at=ends_at,
-                snapshot=snapshot,
             )
             self.gateway.backends.require(tool)
             session, first = await self.gateway.sessions.open(opening)
@@ -172,21 +166,8 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
 
         return await self._finish("CloseSession", request, pb.CloseSessionResponse, call)
 
-    def _snapshot(self, request: pb.OpenSessionRequest) -> Snapshot:
-        snapshot = self.gateway.snapshots.get(identifier("snapshot_id", request.snapshot_id))
-        if request.tool and request.tool != snapshot.tool.name:
-            raise InvalidArgument("tool", f"snapshot {snapshot.snapshot_id!r} is of tool {snapshot.tool.name!r}")
-        if request.arguments_json:
-            raise InvalidArgument(FIELD, "must be empty: a session from a snapshot is open already")
-        return snapshot
-
     async def SnapshotSession(self, request: pb.SnapshotSessionRequest, context: Context) -> pb.SnapshotSessionResponse:
-        async def call() -> pb.SnapshotSessionResponse:
-            session = self.gateway.sessions.get(identifier("session_id", request.session_id))
-            snapshot = await self.gateway.sessions.snapshot(session)
-            return pb.SnapshotSessionResponse(snapshot=convert.snapshot_message(snapshot))
-
-        return await self._finish("SnapshotSession", request, pb.SnapshotSessionResponse, call)
+        raise Unimplemented("UNIMPLEMENTED", "sessions have no snapshots any more")
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Context) -> pb.GetSessionResponse:
         session = self.gateway.sessions.get(identifier("session_id", request.session_id))

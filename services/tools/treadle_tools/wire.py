@@ -42,7 +42,6 @@ from treadle_tools.scheduling.resources import compile_kernels, find_node
 from treadle_tools.scheduling.scheduler import ActionScheduler
 from treadle_tools.servicer import Gateway, RewardsServicer, ToolsServicer
 from treadle_tools.sessions.sessions import Sessions
-from treadle_tools.sessions.snapshots import Snapshots
 from treadle_tools.tool import Tool
 
 SERVICE = tools_pb2.DESCRIPTOR.services_by_name["ToolsService"].full_name
@@ -83,20 +82,11 @@ async def wire(runtime: Runtime) -> Wiring:
         meters=meters,
         numbers=numbers,
     )
-    snapshots = Snapshots(backends.snapshots, most=settings.max_snapshots, kept_s=settings.snapshot_kept_s)
-    sessions = Sessions(actions, backends, snapshots, most=settings.max_sessions, idle_s=settings.session_idle_s)
+    sessions = Sessions(actions, backends, most=settings.max_sessions, idle_s=settings.session_idle_s)
     caller = Caller(scheduler, providers, numbers, os.environ)
     reused = ReusedSandboxes(most=settings.reused_sandboxes, kept_s=settings.reused_sandbox_s)
     gateway = Gateway(
-        registry,
-        backends,
-        actions,
-        dispatcher,
-        providers,
-        sessions,
-        snapshots,
-        FunctionTools(caller, facts, meters),
-        reused,
+        registry, backends, actions, dispatcher, providers, sessions, FunctionTools(caller, facts, meters), reused
     )
 
     ledger = Ledger(await bus.key_value(GPU_BUCKET))
@@ -133,8 +123,6 @@ async def wire(runtime: Runtime) -> Wiring:
         for backend in backends:
             await backend.close()
 
-    if list(backends):
-        snapshots.load(registry)
     sessions.restore(registry)
 
     async def end_sessions(fact: facts_pb2.Fact) -> None:

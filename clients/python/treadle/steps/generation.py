@@ -24,7 +24,6 @@ from treadle.engine.v1 import engine_pb2
 from treadle.errors import StreamBroken, TreadleError, error_from
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.steps.assembly import StepAssembly
-from treadle.steps.early import EarlyCalls
 from treadle.steps.time_account import TimeAccount
 from treadle.tracing import TrajectoryTrace
 from treadle.types import Chunk, FinishReason, Sampling, Step, duration, pack_ids, seconds
@@ -64,7 +63,7 @@ class StepPlan:
 
 class StepRun:
     """A step in flight. `begin` is awaited when the first token is asked for; `note` is told how many tokens there are
-    after each chunk; `commit` takes the step. times, early, trace: of the trajectory."""
+    after each chunk; `commit` takes the step. times, trace: of the trajectory."""
 
     def __init__(
         self,
@@ -73,11 +72,10 @@ class StepRun:
         note: Callable[[int], None],
         commit: Callable[[Step], None],
         times: TimeAccount,
-        early: EarlyCalls,
         trace: TrajectoryTrace,
     ) -> None:
         self._mesh, self._begin, self._note, self._commit = mesh, begin, note, commit
-        self._times, self._early, self._trace = times, early, trace
+        self._times, self._trace = times, trace
         self._assembly: StepAssembly | None = None
         self._ticket: ticket_pb2.Ticket | None = None
         self._call: GenerateCall | None = None  # set while the engine may be generating for it
@@ -90,7 +88,6 @@ class StepRun:
         self._committed = False
         self._ended = asyncio.Event()
         self._aborting = asyncio.Lock()
-        self.likely_address = ""  # of the sidecar that the first ticket will probably name
         self.call = -1  # the present or last one, as the scheduler counts turns; -1 before the first
         self.lost_ticket_id = ""  # of this call, whose stream never ended; the next ScheduleStep must name it
         self.refused = False  # by the engine of that ticket
@@ -106,11 +103,6 @@ class StepRun:
     def engine_id(self) -> str:
         """The engine of the newest ticket; empty before the first."""
         return self._ticket.engine_id if self._ticket is not None else ""
-
-    @property
-    def engine_address(self) -> str:
-        """Of that engine's sidecar; before the first ticket, of the one that it will probably name."""
-        return self._ticket.engine_address if self._ticket is not None else self.likely_address
 
     @property
     def _may_generate(self) -> bool:
@@ -287,12 +279,6 @@ class StepRun:
             engine_refused=self.refused,
             times=self._times.report(),
         )
-        packed = pack_ids(prompt)
-        sampling = tokens_pb2.SamplingParams(**vars(replace(plan.sampling, max_new_tokens=limit)))
-        if self.engine_address and lost is None and not output:
-            told = engine_pb2.BeginStepRequest(trajectory_id=plan.trajectory_id, turn=self.call, sampling=sampling)
-            told.prompt.int32_le = packed
-            self._early.tell(self.engine_address, told)
         self._ticket = ticket = await self._schedule(request)
         backoff.exclude(mesh.clock() - asked_s)
         self._ticket_s, self._accounted_s = mesh.clock(), None
@@ -301,8 +287,8 @@ class StepRun:
         assembly.set_engine(ticket.engine_id)
         generate = engine_pb2.GenerateRequest(
             ticket=ticket,
-            prompt=tokens_pb2.TokenIds(int32_le=packed),
-            sampling=sampling,
+            prompt=tokens_pb2.TokenIds(int32_le=pack_ids(prompt)),
+            sampling=tokens_pb2.SamplingParams(**vars(replace(plan.sampling, max_new_tokens=limit))),
             token_interval=duration(mesh.token_interval_s),
         )
         if output:
@@ -350,8 +336,7 @@ class StepRun:
         self.unanswered = request
         try:
             timeout_s = self._mesh.timeouts.schedule_s
-            ask: Any = self._early.ask
-            answer: scheduler_pb2.ScheduleStepResponse = await self._mesh.call(ask, request, timeout_s, self._trace)
+            answer = await self._mesh.call(self._mesh.scheduler.ScheduleStep, request, timeout_s, self._trace)
         except TreadleError as error:
             if error.refused:  # that is an answer
                 self.unanswered = None

@@ -15,7 +15,7 @@ from treadle_runtime.bus import run_beside
 from treadle_tools.sandbox.cgroups import Slot
 from treadle_tools.sandbox.inside import answers, frames
 from treadle_tools.sandbox.processes import wait_for_growth
-from treadle_tools.sandbox.sandboxes import KEEPS_MEMORY_LIMIT, Sandbox, SandboxLost
+from treadle_tools.sandbox.sandboxes import Sandbox, SandboxLost
 from treadle_tools.tool import BACKSTOP_S, WORKER_BYTES, WORKER_PROCESSES, Granted, Limits
 
 PIECE_BYTES = 1024 * 1024
@@ -47,9 +47,7 @@ class BubblewrapSandbox(Sandbox):
         poll.register(self._connection, select.POLLIN)
         return not poll.poll(0)
 
-    async def _exchange(
-        self, header: dict[str, Any], body: bytes, limits: Limits, processes: int, file: int | None
-    ) -> dict[str, Any]:
+    async def _exchange(self, header: dict[str, Any], body: bytes, limits: Limits, processes: int) -> dict[str, Any]:
         self._kills_before = self._count_memory_kills()
         slot = None if header["op"] == "recall" else self._slot
         used_s = None if slot is None else self._limit(slot, header["op"], limits, processes)
@@ -58,7 +56,7 @@ class BubblewrapSandbox(Sandbox):
                 # Without a control group this kills the sandbox above its memory limit.
                 watches = [] if self._slot is not None else [partial(self._kill_above, limits.memory_bytes)]
                 async with run_beside(watches):
-                    reply = await self._exchange_messages(header, body, file)
+                    reply = await self._exchange_messages(header, body)
         finally:
             if slot is not None:
                 slot.unpin()
@@ -70,7 +68,7 @@ class BubblewrapSandbox(Sandbox):
         """Limit the slot for an action; the CPU seconds that it has used before."""
         try:
             slot.limit(
-                memory_bytes=None if op in KEEPS_MEMORY_LIMIT else limits.memory_bytes + WORKER_BYTES,
+                memory_bytes=None if op == "step" else limits.memory_bytes + WORKER_BYTES,
                 cpu_cores=limits.cpu_cores,
                 processes=processes + WORKER_PROCESSES,
                 cores=limits.cores if isinstance(limits, Granted) else (),
@@ -96,11 +94,9 @@ class BubblewrapSandbox(Sandbox):
         self._memory_kills += 1
         self._end()
 
-    async def _exchange_messages(self, header: Mapping[str, Any], body: bytes, file: int | None) -> dict[str, Any]:
+    async def _exchange_messages(self, header: Mapping[str, Any], body: bytes) -> dict[str, Any]:
         try:
             data = frames.encode(header) + body
-            if file is not None:  # an idle sandbox's socket is empty: it takes a part of the frame at once
-                data = data[socket.send_fds(self._connection, [data], [file]) :]
             await asyncio.get_running_loop().sock_sendall(self._connection, data)
             received = bytearray()
             length = frames.read_length(await self._take(received, frames.HEADER.size))

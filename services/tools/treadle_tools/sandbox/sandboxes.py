@@ -18,7 +18,6 @@ from treadle_tools.tool import Limits, Status, Tool
 
 CHECK_INTERVAL_S = 1.0  # between two looks whether the tool's worker has failed meanwhile
 RETRY_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # after each start of a worker that fails; the last one again
-KEEPS_MEMORY_LIMIT = ("step", "snapshot")  # the limit that the session was opened with
 MOST_CLOSED = 4096  # closed sessions remembered, because the service's next run may get a repeat of the closing
 
 
@@ -54,30 +53,23 @@ class Sandbox(ABC):
         """Whether it can take a request."""
 
     async def ask(
-        self,
-        op: str,
-        arguments: Any,
-        limits: Limits,
-        processes: int,
-        *,
-        request_id: str = "",
-        file: int | None = None,
-        again: bool = False,
+        self, op: str, arguments: Any, limits: Limits, processes: int, *, request_id: str = "", again: bool = False
     ) -> dict[str, Any]:
         """Send one request and return the answer of its supervisor (`inside/supervisor.py`).
 
-        op: `call`, `open`, `step`; `recall` (the last answer again; {"id": ""} where there was none); `snapshot` (write
-        the environment to `file`) or `restore` (open it from there). again: another call will follow, so what this one
-        leaves is to be removed; an answer that is `soiled` says that this failed for the last call, and that this call
-        has not run. A step keeps the memory limit of the session's opening; its own, lower limit holds for each process
-        that the step starts. Granted cores (`Granted.cores`, numbers of this machine) are released with the answer.
+        op: `call`, `open`, `step`; or `recall`, which returns the last answer again ({"id": ""} where
+        there was none). again: another call will follow, so what this one leaves is to be removed; an
+        answer that is `soiled` says that this failed for the last call, and that this call has not
+        run. A step keeps the memory limit of the session's opening; its own, lower limit holds for
+        each process that the step starts. Granted cores (`Granted.cores`, numbers of this machine) are
+        released with the answer.
         Raises SandboxLost; then the caller closes the sandbox.
         """
         body = json.dumps(arguments, separators=(",", ":")).encode("ascii")  # a lone surrogate stays legal on the wire
         request = {"op": op, "id": request_id, "limits": limits.message(), "again": again, "body": len(body)}
         above_memory = f"stopped above {limits.memory_bytes} bytes of memory"
         try:
-            reply = await self._exchange(request, body, limits, processes, file)
+            reply = await self._exchange(request, body, limits, processes)
         except TimeoutError:
             raise SandboxLost(f"stopped after {limits.wall_s:g} s", Status.TIMED_OUT) from None
         except SandboxLost as lost:
@@ -89,9 +81,7 @@ class Sandbox(ABC):
         return reply
 
     @abstractmethod
-    async def _exchange(
-        self, header: dict[str, Any], body: bytes, limits: Limits, processes: int, file: int | None
-    ) -> dict[str, Any]:
+    async def _exchange(self, header: dict[str, Any], body: bytes, limits: Limits, processes: int) -> dict[str, Any]:
         """Send a request; its answer (`answers.read`). Raises SandboxLost, and TimeoutError where none comes within the
         limits."""
 

@@ -1,4 +1,4 @@
-"""The state folder of one service: where its next run finds the sandbox daemon, snapshots and session records.
+"""The state folder of one service: where its next run finds the sandbox daemon and session records.
 
 Owns: the folder (mode 0700), its lock, the socket `daemon.sock` in it. Invariants: one service at a time holds the
 lock, and the kernel releases it when that process ends, however it ends; only the holder makes a socket or a daemon.
@@ -7,14 +7,12 @@ lock, and the kernel releases it when that process ends, however it ends; only t
 import contextlib
 import fcntl
 import os
-import shutil
 import socket
 import stat
 from pathlib import Path
 
 SOCKET = "daemon.sock"
 LOG = "daemon.log"
-SNAPSHOTS = "snapshots"
 BACKLOG = 8
 
 
@@ -95,8 +93,7 @@ def clear(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove snapshots and the folder, unless it holds other files."""
-    shutil.rmtree(path / SNAPSHOTS, ignore_errors=True)
+    """Remove the folder, unless it holds files."""
     with contextlib.suppress(OSError):
         path.rmdir()
 

@@ -6,19 +6,20 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pydantic import TypeAdapter
 from treadle_runtime.errors import FailedPrecondition
 
 from treadle_tools.sandbox.sandboxes import Backend, Sandbox
-from treadle_tools.sessions.snapshots import RESULT, Snapshot
 from treadle_tools.tool import Limits, Result, Tool
 
+RESULT = TypeAdapter(Result)
 FIXED = ("session_id", "trajectory_id", "job", "opened_by", "opened_at")  # fields that are stored as they are
 CHANGING = ("steps", "ended", "last_key", "last_used_at")
 
 
 @dataclass(frozen=True)
 class Opening:
-    """A request to open a session. snapshot: to start from, instead of arguments. ends_at: by time.monotonic."""
+    """A request to open a session. ends_at: by time.monotonic."""
 
     tool: Tool
     arguments: Mapping[str, Any]
@@ -27,7 +28,6 @@ class Opening:
     request_id: str
     job: str
     ends_at: float | None = None
-    snapshot: Snapshot | None = None
 
     @property
     def key(self) -> str:

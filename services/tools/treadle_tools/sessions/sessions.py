@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import structlog
-from treadle_runtime.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
+from treadle_runtime.errors import NotFound, ResourceExhausted, Unavailable
 from treadle_runtime.identity.tenants import like
 
 from treadle_tools.backends import Backends
@@ -27,7 +27,6 @@ from treadle_tools.replies import result_of
 from treadle_tools.sandbox.sandboxes import SandboxLost
 from treadle_tools.scheduling.actions import Actions, Work
 from treadle_tools.sessions.session import Opening, Session
-from treadle_tools.sessions.snapshots import Snapshot, Snapshots
 from treadle_tools.tool import Granted, Limits, Result, Status
 
 log = structlog.get_logger()
@@ -75,12 +74,11 @@ async def open_with_retries(
 class Sessions:
     """most: sessions at a time. idle_s: after which one is closed."""
 
-    def __init__(self, actions: Actions, backends: Backends, snapshots: Snapshots, *, most: int, idle_s: float) -> None:
+    def __init__(self, actions: Actions, backends: Backends, *, most: int, idle_s: float) -> None:
         self._actions = actions
         self._backends = backends
         self._most = most
         self._idle_s = idle_s
-        self._snapshots = snapshots
         self._sessions: dict[str, Session] = {}
         self._opening = Counter[str]()
         self._opened_before: dict[str, Session] = {}
@@ -153,37 +151,10 @@ class Sessions:
             session.sandbox = sandbox = await session.backend.take(opening.tool.name)
             session.backend.records.bind(session.record(), sandbox.name)
             processes, key = opening.tool.processes, opening.key
-            if opening.snapshot is None:
-                return await sandbox.ask("open", opening.arguments, granted, processes, request_id=key)
-            last = opening.snapshot.last
-            first = {"output": last.output, "reward": last.reward, "data_json": last.data_json}
-            with self._snapshots.open(opening.snapshot) as file:
-                return await sandbox.ask("restore", first, granted, processes, request_id=key, file=file.fileno())
+            return await sandbox.ask("open", opening.arguments, granted, processes, request_id=key)
 
         self._release(session)
         return await self._run(session, opening.limits, start)
-
-    async def snapshot(self, session: Session) -> Snapshot:
-        """Take a snapshot of the session, once no step runs. It costs the environment nothing but the time.
-
-        Raises FailedPrecondition where the session has ended or cannot be pickled, ResourceExhausted.
-        """
-        await self._recall(session)
-        async with session.lock:
-            sandbox = session.require()
-            session.touch()
-            with self._snapshots.write(session.session_id) as (file, finish):
-                try:
-                    reply = await sandbox.ask("snapshot", None, session.limits, session.tool.processes, file=file)
-                except SandboxLost as lost:
-                    self._lose(session, str(lost))
-                    reply = {"status": Status.CRASHED, "error": str(lost), "alive": True}
-                if not reply["alive"]:
-                    self._lose(session, str(reply["error"]))
-                if reply["status"] != Status.OK or session.last is None:
-                    why = f"session {session.session_id!r} cannot be written down: {reply['error']}"
-                    raise FailedPrecondition("SNAPSHOT_REFUSED", why, session_id=session.session_id)
-                return finish(session.tool, session.session_id, session.steps, session.last)
 
     def get(self, session_id: str) -> Session:
         """Find a session. Raises NotFound."""
@@ -238,10 +209,9 @@ class Sessions:
                 await self.close(session.session_id)
 
     async def expire(self) -> None:
-        """Close idle sessions and remove old snapshots, until cancelled."""
+        """Close idle sessions, until cancelled."""
         while True:
             await asyncio.sleep(min(EXPIRE_INTERVAL_S, self._idle_s / 2))
-            self._snapshots.expire()
             oldest = time.monotonic() - self._idle_s
             for session in list(self._sessions.values()):
                 if session.idle_since < oldest and not session.lock.locked():

@@ -134,51 +134,6 @@ class GenerateRequest(google.protobuf.message.Message):
 Global___GenerateRequest: typing_extensions.TypeAlias = GenerateRequest
 
 @typing.final
-class BeginStepRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    TRAJECTORY_ID_FIELD_NUMBER: builtins.int
-    TURN_FIELD_NUMBER: builtins.int
-    PROMPT_FIELD_NUMBER: builtins.int
-    SAMPLING_FIELD_NUMBER: builtins.int
-    trajectory_id: builtins.str
-    turn: builtins.int
-    """of the ticket to come"""
-    @property
-    def prompt(self) -> treadle.common.v1.tokens_pb2.TokenIds:
-        """whole context of the step, at least one token"""
-
-    @property
-    def sampling(self) -> treadle.common.v1.tokens_pb2.SamplingParams: ...
-    def __init__(
-        self,
-        *,
-        trajectory_id: builtins.str = ...,
-        turn: builtins.int = ...,
-        prompt: treadle.common.v1.tokens_pb2.TokenIds | None = ...,
-        sampling: treadle.common.v1.tokens_pb2.SamplingParams | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["prompt", b"prompt", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["prompt", b"prompt", "sampling", b"sampling", "trajectory_id", b"trajectory_id", "turn", b"turn"]) -> None: ...
-
-Global___BeginStepRequest: typing_extensions.TypeAlias = BeginStepRequest
-
-@typing.final
-class BeginStepResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    BEGUN_FIELD_NUMBER: builtins.int
-    begun: builtins.bool
-    def __init__(
-        self,
-        *,
-        begun: builtins.bool = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["begun", b"begun"]) -> None: ...
-
-Global___BeginStepResponse: typing_extensions.TypeAlias = BeginStepResponse
-
-@typing.final
 class GenerateResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -39,11 +39,6 @@ class EngineServiceStub(object):
                 request_serializer=treadle_dot_engine_dot_v1_dot_engine__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=treadle_dot_engine_dot_v1_dot_engine__pb2.GenerateResponse.FromString,
                 _registered_method=True)
-        self.BeginStep = channel.unary_unary(
-                '/treadle.engine.v1.EngineService/BeginStep',
-                request_serializer=treadle_dot_engine_dot_v1_dot_engine__pb2.BeginStepRequest.SerializeToString,
-                response_deserializer=treadle_dot_engine_dot_v1_dot_engine__pb2.BeginStepResponse.FromString,
-                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/treadle.engine.v1.EngineService/Abort',
                 request_serializer=treadle_dot_engine_dot_v1_dot_engine__pb2.AbortRequest.SerializeToString,
@@ -135,16 +130,6 @@ class EngineServiceServicer(object):
         PERMISSION_DENIED TICKET_EXPIRED | SEAL_REFUSED (changed, or not by the scheduler of this mesh),
         RESOURCE_EXHAUSTED QUEUE_FULL with RetryInfo, UNAVAILABLE ENGINE_LOST | ENGINE_NOT_REGISTERED (resume elsewhere with the tokens
         received so far).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def BeginStep(self, request, context):
-        """Begins a step whose ticket is on its way, so that its first token does not wait for the ticket. A hint, on which nothing depends:
-        tokens leave by Generate alone, and what no Generate has claimed after 0.25 s, with the same prompt and sampling, is aborted.
-        Nothing begins where no slot is free at once, a step of the trajectory is here, or the engine is paused.
-        Errors: INVALID_ARGUMENT, UNAVAILABLE ENGINE_LOST.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -275,11 +260,6 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     request_deserializer=treadle_dot_engine_dot_v1_dot_engine__pb2.GenerateRequest.FromString,
                     response_serializer=treadle_dot_engine_dot_v1_dot_engine__pb2.GenerateResponse.SerializeToString,
             ),
-            'BeginStep': grpc.unary_unary_rpc_method_handler(
-                    servicer.BeginStep,
-                    request_deserializer=treadle_dot_engine_dot_v1_dot_engine__pb2.BeginStepRequest.FromString,
-                    response_serializer=treadle_dot_engine_dot_v1_dot_engine__pb2.BeginStepResponse.SerializeToString,
-            ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
                     request_deserializer=treadle_dot_engine_dot_v1_dot_engine__pb2.AbortRequest.FromString,
@@ -388,33 +368,6 @@ class EngineService(object):
             '/treadle.engine.v1.EngineService/Generate',
             treadle_dot_engine_dot_v1_dot_engine__pb2.GenerateRequest.SerializeToString,
             treadle_dot_engine_dot_v1_dot_engine__pb2.GenerateResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def BeginStep(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/treadle.engine.v1.EngineService/BeginStep',
-            treadle_dot_engine_dot_v1_dot_engine__pb2.BeginStepRequest.SerializeToString,
-            treadle_dot_engine_dot_v1_dot_engine__pb2.BeginStepResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,22 +41,6 @@ _EngineServiceGenerateType = typing_extensions.TypeVar(
     ],
 )
 
-_EngineServiceBeginStepType = typing_extensions.TypeVar(
-    '_EngineServiceBeginStepType',
-    grpc.UnaryUnaryMultiCallable[
-        treadle.engine.v1.engine_pb2.BeginStepRequest,
-        treadle.engine.v1.engine_pb2.BeginStepResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        treadle.engine.v1.engine_pb2.BeginStepRequest,
-        treadle.engine.v1.engine_pb2.BeginStepResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        treadle.engine.v1.engine_pb2.BeginStepRequest,
-        treadle.engine.v1.engine_pb2.BeginStepResponse,
-    ],
-)
-
 _EngineServiceAbortType = typing_extensions.TypeVar(
     '_EngineServiceAbortType',
     grpc.UnaryUnaryMultiCallable[
@@ -313,16 +297,12 @@ _EngineServiceGetEngineInfoType = typing_extensions.TypeVar(
     ],
 )
 
-class EngineServiceStub(typing.Generic[_EngineServiceGenerateType, _EngineServiceBeginStepType, _EngineServiceAbortType, _EngineServiceReprioritizeType, _EngineServiceGetLoadType, _EngineServiceWatchLoadType, _EngineServicePauseType, _EngineServiceResumeType, _EngineServiceUpdateWeightsType, _EngineServicePushWeightsType, _EngineServiceJoinWeightsGroupType, _EngineServiceLeaveWeightsGroupType, _EngineServiceSleepType, _EngineServiceWakeType, _EngineServicePrefetchPrefixType, _EngineServiceExportPrefixType, _EngineServiceReleasePrefixType, _EngineServiceGetEngineInfoType]):
+class EngineServiceStub(typing.Generic[_EngineServiceGenerateType, _EngineServiceAbortType, _EngineServiceReprioritizeType, _EngineServiceGetLoadType, _EngineServiceWatchLoadType, _EngineServicePauseType, _EngineServiceResumeType, _EngineServiceUpdateWeightsType, _EngineServicePushWeightsType, _EngineServiceJoinWeightsGroupType, _EngineServiceLeaveWeightsGroupType, _EngineServiceSleepType, _EngineServiceWakeType, _EngineServicePrefetchPrefixType, _EngineServiceExportPrefixType, _EngineServiceReleasePrefixType, _EngineServiceGetEngineInfoType]):
     @typing.overload
     def __init__(self: EngineServiceStub[
         grpc.UnaryStreamMultiCallable[
             treadle.engine.v1.engine_pb2.GenerateRequest,
             treadle.engine.v1.engine_pb2.GenerateResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            treadle.engine.v1.engine_pb2.BeginStepRequest,
-            treadle.engine.v1.engine_pb2.BeginStepResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             treadle.engine.v1.engine_pb2.AbortRequest,
@@ -395,10 +375,6 @@ class EngineServiceStub(typing.Generic[_EngineServiceGenerateType, _EngineServic
         grpc.aio.UnaryStreamMultiCallable[
             treadle.engine.v1.engine_pb2.GenerateRequest,
             treadle.engine.v1.engine_pb2.GenerateResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            treadle.engine.v1.engine_pb2.BeginStepRequest,
-            treadle.engine.v1.engine_pb2.BeginStepResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             treadle.engine.v1.engine_pb2.AbortRequest,
@@ -474,13 +450,6 @@ class EngineServiceStub(typing.Generic[_EngineServiceGenerateType, _EngineServic
     received so far).
     """
 
-    BeginStep: _EngineServiceBeginStepType
-    """Begins a step whose ticket is on its way, so that its first token does not wait for the ticket. A hint, on which nothing depends:
-    tokens leave by Generate alone, and what no Generate has claimed after 0.25 s, with the same prompt and sampling, is aborted.
-    Nothing begins where no slot is free at once, a step of the trajectory is here, or the engine is paused.
-    Errors: INVALID_ARGUMENT, UNAVAILABLE ENGINE_LOST.
-    """
-
     Abort: _EngineServiceAbortType
     """Ends a step early; its stream ends with FINISH_REASON_ABORTED and all tokens sampled until then."""
 
@@ -543,10 +512,6 @@ EngineServiceAsyncStub: typing_extensions.TypeAlias = EngineServiceStub[
     grpc.aio.UnaryStreamMultiCallable[
         treadle.engine.v1.engine_pb2.GenerateRequest,
         treadle.engine.v1.engine_pb2.GenerateResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        treadle.engine.v1.engine_pb2.BeginStepRequest,
-        treadle.engine.v1.engine_pb2.BeginStepResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         treadle.engine.v1.engine_pb2.AbortRequest,
@@ -626,18 +591,6 @@ class EngineServiceServicer(metaclass=abc.ABCMeta):
         PERMISSION_DENIED TICKET_EXPIRED | SEAL_REFUSED (changed, or not by the scheduler of this mesh),
         RESOURCE_EXHAUSTED QUEUE_FULL with RetryInfo, UNAVAILABLE ENGINE_LOST | ENGINE_NOT_REGISTERED (resume elsewhere with the tokens
         received so far).
-        """
-
-    @abc.abstractmethod
-    def BeginStep(
-        self,
-        request: treadle.engine.v1.engine_pb2.BeginStepRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[treadle.engine.v1.engine_pb2.BeginStepResponse, collections.abc.Awaitable[treadle.engine.v1.engine_pb2.BeginStepResponse]]:
-        """Begins a step whose ticket is on its way, so that its first token does not wait for the ticket. A hint, on which nothing depends:
-        tokens leave by Generate alone, and what no Generate has claimed after 0.25 s, with the same prompt and sampling, is aborted.
-        Nothing begins where no slot is free at once, a step of the trajectory is here, or the engine is paused.
-        Errors: INVALID_ARGUMENT, UNAVAILABLE ENGINE_LOST.
         """
 
     @abc.abstractmethod

@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from treadle.common.v1 import access_pb2 as treadle_dot_common_dot_v1_dot_access__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctreadle/tools/v1/tools.proto\x12\x10treadle.tools.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1etreadle/common/v1/access.proto\"u\n\x06Limits\x12\x11\n\tcpu_cores\x18\x01 \x01(\x05\x12\x14\n\x0cmemory_bytes\x18\x02 \x01(\x03\x12,\n\twall_time\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0coutput_bytes\x18\x04 \x01(\x03\"\xc0\x01\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\x04kind\x18\x02 \x01(\x0e\x32\x1a.treadle.tools.v1.ToolKind\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\x12\x1d\n\x15\x61rguments_schema_json\x18\x04 \x01(\t\x12(\n\x06limits\x18\x05 \x01(\x0b\x32\x18.treadle.tools.v1.Limits\x12\"\n\x1aopen_arguments_schema_json\x18\x06 \x01(\t\"\x12\n\x10ListToolsRequest\"K\n\x11ListToolsResponse\x12%\n\x05tools\x18\x01 \x03(\x0b\x32\x16.treadle.tools.v1.Tool\x12\x0f\n\x07sandbox\x18\x02 \x01(\t\"\xe6\x01\n\nToolResult\x12.\n\x06status\x18\x01 \x01(\x0e\x32\x1e.treadle.tools.v1.ResultStatus\x12\x0e\n\x06output\x18\x02 \x01(\t\x12\x18\n\x10output_truncated\x18\x03 \x01(\x08\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x13\n\x06reward\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04\x64one\x18\x06 \x01(\x08\x12\x11\n\tdata_json\x18\x07 \x01(\t\x12.\n\x06timing\x18\x08 \x01(\x0b\x32\x1e.treadle.tools.v1.ActionTimingB\t\n\x07_reward\"\x93\x01\n\x0c\x41\x63tionTiming\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08overhead\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\texecution\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xc3\x01\n\rInvokeRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xd0\xa5\x19\x01\x12\x0c\n\x04tool\x18\x02 \x01(\t\x12\x18\n\nsession_id\x18\x03 \x01(\tB\x04\xd0\xa5\x19\x01\x12\x16\n\x0e\x61rguments_json\x18\x04 \x01(\t\x12\x1b\n\rtrajectory_id\x18\x05 \x01(\tB\x04\xd0\xa5\x19\x01\x12(\n\x06limits\x18\x06 \x01(\x0b\x32\x18.treadle.tools.v1.Limits\x12\x11\n\x03job\x18\x07 \x01(\tB\x04\xd0\xa5\x19\x01\">\n\x0eInvokeResponse\x12,\n\x06result\x18\x01 \x01(\x0b\x32\x1c.treadle.tools.v1.ToolResult\"\xc9\x01\n\x12OpenSessionRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xd0\xa5\x19\x01\x12\x0c\n\x04tool\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\x12\x1b\n\rtrajectory_id\x18\x04 \x01(\tB\x04\xd0\xa5\x19\x01\x12(\n\x06limits\x18\x05 \x01(\x0b\x32\x18.treadle.tools.v1.Limits\x12\x19\n\x0bsnapshot_id\x18\x06 \x01(\tB\x04\xd0\xa5\x19\x01\x12\x11\n\x03job\x18\x07 \x01(\tB\x04\xd0\xa5\x19\x01\"\xc0\x01\n\x07Session\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04tool\x18\x02 \x01(\t\x12\x15\n\rtrajectory_id\x18\x03 \x01(\t\x12\r\n\x05steps\x18\x04 \x01(\x05\x12\x0c\n\x04\x64one\x18\x05 \x01(\x08\x12-\n\topened_at\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x30\n\x0clast_used_at\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"n\n\x13OpenSessionResponse\x12*\n\x07session\x18\x01 \x01(\x0b\x32\x19.treadle.tools.v1.Session\x12+\n\x05\x66irst\x18\x02 \x01(\x0b\x32\x1c.treadle.tools.v1.ToolResult\"I\n\x13\x43loseSessionRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xd0\xa5\x19\x01\x12\x18\n\nsession_id\x18\x02 \x01(\tB\x04\xd0\xa5\x19\x01\"\x16\n\x14\x43loseSessionResponse\"-\n\x11GetSessionRequest\x12\x18\n\nsession_id\x18\x01 \x01(\tB\x04\xd0\xa5\x19\x01\"@\n\x12GetSessionResponse\x12*\n\x07session\x18\x01 \x01(\x0b\x32\x19.treadle.tools.v1.Session\"\x15\n\x13GetResourcesRequest\"\xa6\x01\n\x14GetResourcesResponse\x12-\n\tresources\x18\x01 \x03(\x0b\x32\x1a.treadle.tools.v1.Resource\x12-\n\tproviders\x18\x02 \x03(\x0b\x32\x1a.treadle.tools.v1.Provider\x12\x17\n\x0f\x61\x63tions_waiting\x18\x03 \x01(\x05\x12\x17\n\x0f\x61\x63tions_running\x18\x04 \x01(\x05\"n\n\x08Resource\x12\x11\n\tdimension\x18\x01 \x01(\t\x12\x10\n\x08\x63\x61pacity\x18\x02 \x01(\x03\x12\x0c\n\x04held\x18\x03 \x01(\x03\x12\x0c\n\x04\x66ree\x18\x04 \x01(\x03\x12\x0f\n\x07waiting\x18\x05 \x01(\x05\x12\x10\n\x04lent\x18\x06 \x01(\x03\x42\x02\x18\x01\"s\n\x08Provider\x12\x0c\n\x04name\x18\x01 \x01(\t\x12/\n\x07\x62reaker\x18\x02 \x01(\x0e\x32\x1e.treadle.tools.v1.BreakerState\x12(\n\x05rests\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"L\n\x16SnapshotSessionRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xd0\xa5\x19\x01\x12\x18\n\nsession_id\x18\x02 \x01(\tB\x04\xd0\xa5\x19\x01\"\xc2\x01\n\x08Snapshot\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x0c\n\x04tool\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\r\n\x05steps\x18\x04 \x01(\x05\x12\x12\n\nsize_bytes\x18\x05 \x01(\x03\x12,\n\x08taken_at\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nexpires_at\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"G\n\x17SnapshotSessionResponse\x12,\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1a.treadle.tools.v1.Snapshot*Y\n\x08ToolKind\x12\x19\n\x15TOOL_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13TOOL_KIND_STATELESS\x10\x01\x12\x19\n\x15TOOL_KIND_ENVIRONMENT\x10\x02*\xba\x01\n\x0cResultStatus\x12\x1d\n\x19RESULT_STATUS_UNSPECIFIED\x10\x00\x12\x14\n\x10RESULT_STATUS_OK\x10\x01\x12\x1c\n\x18RESULT_STATUS_TOOL_ERROR\x10\x02\x12\x1b\n\x17RESULT_STATUS_TIMED_OUT\x10\x03\x12\x1f\n\x1bRESULT_STATUS_OUT_OF_MEMORY\x10\x04\x12\x19\n\x15RESULT_STATUS_CRASHED\x10\x05*|\n\x0c\x42reakerState\x12\x1d\n\x19\x42REAKER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x42REAKER_STATE_CLOSED\x10\x01\x12\x16\n\x12\x42REAKER_STATE_OPEN\x10\x02\x12\x1b\n\x17\x42REAKER_STATE_HALF_OPEN\x10\x03\x32\xd6\x05\n\x0cToolsService\x12_\n\tListTools\x12\".treadle.tools.v1.ListToolsRequest\x1a#.treadle.tools.v1.ListToolsResponse\"\t\xca\xa5\x19\x05\n\x03\x01\x02\x03\x12U\n\x06Invoke\x12\x1f.treadle.tools.v1.InvokeRequest\x1a .treadle.tools.v1.InvokeResponse\"\x08\xca\xa5\x19\x04\n\x02\x01\x02\x12\x64\n\x0bOpenSession\x12$.treadle.tools.v1.OpenSessionRequest\x1a%.treadle.tools.v1.OpenSessionResponse\"\x08\xca\xa5\x19\x04\n\x02\x01\x02\x12h\n\x0c\x43loseSession\x12%.treadle.tools.v1.CloseSessionRequest\x1a&.treadle.tools.v1.CloseSessionResponse\"\t\xca\xa5\x19\x05\n\x03\x01\x02\x04\x12\x62\n\nGetSession\x12#.treadle.tools.v1.GetSessionRequest\x1a$.treadle.tools.v1.GetSessionResponse\"\t\xca\xa5\x19\x05\n\x03\x01\x02\x03\x12h\n\x0cGetResources\x12%.treadle.tools.v1.GetResourcesRequest\x1a&.treadle.tools.v1.GetResourcesResponse\"\t\xca\xa5\x19\x05\n\x03\x01\x02\x03\x12p\n\x0fSnapshotSession\x12(.treadle.tools.v1.SnapshotSessionRequest\x1a).treadle.tools.v1.SnapshotSessionResponse\"\x08\xca\xa5\x19\x04\n\x02\x01\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctreadle/tools/v1/tools.proto\x12\x10treadle.tools.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1etreadle/common/v1/access.proto\"u\n\x06Limits\x12\x11\n\tcpu_cores\x18\x01 \x01(\x05\x12\x14\n\x0cmemory_bytes\x18\x02 \x01(\x03\x12,\n\twall_time\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0coutput_bytes\x18\x04 \x01(\x03\"\xc0\x01\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\x04kind\x18\x02 \x01(\x0e\x32\x1a.treadle.tools.v1.ToolKind\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\x12\x1d\n\x15\x61rguments_schema_json\x18\x04 \x01(\t\x12(\n\x06limits\x18\x05 \x01(\x0b\x32\x18.treadle.tools.v1.Limits\x12\"\n\x1aopen_arguments_schema_json\x18\x06 \x01(\t\"\x12\n\x10ListToolsRequest\"K\n\x11ListToolsResponse\x12%\n\x05tools\x18\x01 \x03(\x0b\x32\x16.treadle.tools.v1.Tool\x12\x0f\n\x07sandbox\x18\x02 \x01(\t\"\xe6\x01\n\nToolResult\x12.\n\x06status\x18\x01 \x01(\x0e\x32\x1e.treadle.tools.v1.ResultStatus\x12\x0e\n\x06output\x18\x02 \x01(\t\x12\x18\n\x10output_truncated\x18\x03 \x01(\x08\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x13\n\x06reward\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04\x64one\x18\x06 \x01(\x08\x12\x11\n\tdata_json\x18\x07 \x01(\t\x12.\n\x06timing\x18\x08 \x01(\x0b\x32\x1e.treadle.tools.v1.ActionTimingB\t\n\x07_reward\"\x93\x01\n\x0c\x41\x63tionTiming\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08overhead\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\texecution\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xc3\x01\n\rInvokeRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xd0\xa5\x19\x01\x12\x0c\n\x04tool\x18\x02 \x01(\t\x12\x18\n\nsession_id\x18\x03 \x01(\tB\x04\xd0\xa5\x19\x01\x12\x16\n\x0e\x61rguments_json\x18\x04 \x01(\t\x12\x1b\n\rtrajectory_id\x18\x05 \x01(\tB\x04\xd0\xa5\x19\x01\x12(\n\x06limits\x18\x06 \x01(\x0b\x32\x18.treadle.tools.v1.Limits\x12\x11\n\x03job\x18\x07 \x01(\tB\x04\xd0\xa5\x19\x01\">\n\x0eInvokeResponse\x12,\n\x06result\x18\x01 \x01(\x0b\x32\x1c.treadle.tools.v1.ToolResult\"\xcb\x01\n\x12OpenSessionRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xd0\xa5\x19\x01\x12\x0c\n\x04tool\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\x12\x1b\n\rtrajectory_id\x18\x04 \x01(\tB\x04\xd0\xa5\x19\x01\x12(\n\x06limits\x18\x05 \x01(\x0b\x32\x18.treadle.tools.v1.Limits\x12\x1b\n\x0bsnapshot_id\x18\x06 \x01(\tB\x06\x18\x01\xd0\xa5\x19\x01\x12\x11\n\x03job\x18\x07 \x01(\tB\x04\xd0\xa5\x19\x01\"\xc0\x01\n\x07Session\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04tool\x18\x02 \x01(\t\x12\x15\n\rtrajectory_id\x18\x03 \x01(\t\x12\r\n\x05steps\x18\x04 \x01(\x05\x12\x0c\n\x04\x64one\x18\x05 \x01(\x08\x12-\n\topened_at\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x30\n\x0clast_used_at\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"n\n\x13OpenSessionResponse\x12*\n\x07session\x18\x01 \x01(\x0b\x32\x19.treadle.tools.v1.Session\x12+\n\x05\x66irst\x18\x02 \x01(\x0b\x32\x1c.treadle.tools.v1.ToolResult\"I\n\x13\x43loseSessionRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xd0\xa5\x19\x01\x12\x18\n\nsession_id\x18\x02 \x01(\tB\x04\xd0\xa5\x19\x01\"\x16\n\x14\x43loseSessionResponse\"-\n\x11GetSessionRequest\x12\x18\n\nsession_id\x18\x01 \x01(\tB\x04\xd0\xa5\x19\x01\"@\n\x12GetSessionResponse\x12*\n\x07session\x18\x01 \x01(\x0b\x32\x19.treadle.tools.v1.Session\"\x15\n\x13GetResourcesRequest\"\xa6\x01\n\x14GetResourcesResponse\x12-\n\tresources\x18\x01 \x03(\x0b\x32\x1a.treadle.tools.v1.Resource\x12-\n\tproviders\x18\x02 \x03(\x0b\x32\x1a.treadle.tools.v1.Provider\x12\x17\n\x0f\x61\x63tions_waiting\x18\x03 \x01(\x05\x12\x17\n\x0f\x61\x63tions_running\x18\x04 \x01(\x05\"n\n\x08Resource\x12\x11\n\tdimension\x18\x01 \x01(\t\x12\x10\n\x08\x63\x61pacity\x18\x02 \x01(\x03\x12\x0c\n\x04held\x18\x03 \x01(\x03\x12\x0c\n\x04\x66ree\x18\x04 \x01(\x03\x12\x0f\n\x07waiting\x18\x05 \x01(\x05\x12\x10\n\x04lent\x18\x06 \x01(\x03\x42\x02\x18\x01\"s\n\x08Provider\x12\x0c\n\x04name\x18\x01 \x01(\t\x12/\n\x07\x62reaker\x18\x02 \x01(\x0e\x32\x1e.treadle.tools.v1.BreakerState\x12(\n\x05rests\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"P\n\x16SnapshotSessionRequest\x12\x18\n\nrequest_id\x18\x01 \x01(\tB\x04\xd0\xa5\x19\x01\x12\x18\n\nsession_id\x18\x02 \x01(\tB\x04\xd0\xa5\x19\x01:\x02\x18\x01\"\xc6\x01\n\x08Snapshot\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x0c\n\x04tool\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\r\n\x05steps\x18\x04 \x01(\x05\x12\x12\n\nsize_bytes\x18\x05 \x01(\x03\x12,\n\x08taken_at\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nexpires_at\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp:\x02\x18\x01\"K\n\x17SnapshotSessionResponse\x12,\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1a.treadle.tools.v1.Snapshot:\x02\x18\x01*Y\n\x08ToolKind\x12\x19\n\x15TOOL_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13TOOL_KIND_STATELESS\x10\x01\x12\x19\n\x15TOOL_KIND_ENVIRONMENT\x10\x02*\xba\x01\n\x0cResultStatus\x12\x1d\n\x19RESULT_STATUS_UNSPECIFIED\x10\x00\x12\x14\n\x10RESULT_STATUS_OK\x10\x01\x12\x1c\n\x18RESULT_STATUS_TOOL_ERROR\x10\x02\x12\x1b\n\x17RESULT_STATUS_TIMED_OUT\x10\x03\x12\x1f\n\x1bRESULT_STATUS_OUT_OF_MEMORY\x10\x04\x12\x19\n\x15RESULT_STATUS_CRASHED\x10\x05*|\n\x0c\x42reakerState\x12\x1d\n\x19\x42REAKER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x42REAKER_STATE_CLOSED\x10\x01\x12\x16\n\x12\x42REAKER_STATE_OPEN\x10\x02\x12\x1b\n\x17\x42REAKER_STATE_HALF_OPEN\x10\x03\x32\xd9\x05\n\x0cToolsService\x12_\n\tListTools\x12\".treadle.tools.v1.ListToolsRequest\x1a#.treadle.tools.v1.ListToolsResponse\"\t\xca\xa5\x19\x05\n\x03\x01\x02\x03\x12U\n\x06Invoke\x12\x1f.treadle.tools.v1.InvokeRequest\x1a .treadle.tools.v1.InvokeResponse\"\x08\xca\xa5\x19\x04\n\x02\x01\x02\x12\x64\n\x0bOpenSession\x12$.treadle.tools.v1.OpenSessionRequest\x1a%.treadle.tools.v1.OpenSessionResponse\"\x08\xca\xa5\x19\x04\n\x02\x01\x02\x12h\n\x0c\x43loseSession\x12%.treadle.tools.v1.CloseSessionRequest\x1a&.treadle.tools.v1.CloseSessionResponse\"\t\xca\xa5\x19\x05\n\x03\x01\x02\x04\x12\x62\n\nGetSession\x12#.treadle.tools.v1.GetSessionRequest\x1a$.treadle.tools.v1.GetSessionResponse\"\t\xca\xa5\x19\x05\n\x03\x01\x02\x03\x12h\n\x0cGetResources\x12%.treadle.tools.v1.GetResourcesRequest\x1a&.treadle.tools.v1.GetResourcesResponse\"\t\xca\xa5\x19\x05\n\x03\x01\x02\x03\x12s\n\x0fSnapshotSession\x12(.treadle.tools.v1.SnapshotSessionRequest\x1a).treadle.tools.v1.SnapshotSessionResponse\"\x0b\x88\x02\x01\xca\xa5\x19\x04\n\x02\x01\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,7 +47,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPENSESSIONREQUEST'].fields_by_name['trajectory_id']._loaded_options = None
   _globals['_OPENSESSIONREQUEST'].fields_by_name['trajectory_id']._serialized_options = b'\320\245\031\001'
   _globals['_OPENSESSIONREQUEST'].fields_by_name['snapshot_id']._loaded_options = None
-  _globals['_OPENSESSIONREQUEST'].fields_by_name['snapshot_id']._serialized_options = b'\320\245\031\001'
+  _globals['_OPENSESSIONREQUEST'].fields_by_name['snapshot_id']._serialized_options = b'\030\001\320\245\031\001'
   _globals['_OPENSESSIONREQUEST'].fields_by_name['job']._loaded_options = None
   _globals['_OPENSESSIONREQUEST'].fields_by_name['job']._serialized_options = b'\320\245\031\001'
   _globals['_CLOSESESSIONREQUEST'].fields_by_name['request_id']._loaded_options = None
@@ -62,6 +62,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SNAPSHOTSESSIONREQUEST'].fields_by_name['request_id']._serialized_options = b'\320\245\031\001'
   _globals['_SNAPSHOTSESSIONREQUEST'].fields_by_name['session_id']._loaded_options = None
   _globals['_SNAPSHOTSESSIONREQUEST'].fields_by_name['session_id']._serialized_options = b'\320\245\031\001'
+  _globals['_SNAPSHOTSESSIONREQUEST']._loaded_options = None
+  _globals['_SNAPSHOTSESSIONREQUEST']._serialized_options = b'\030\001'
+  _globals['_SNAPSHOT']._loaded_options = None
+  _globals['_SNAPSHOT']._serialized_options = b'\030\001'
+  _globals['_SNAPSHOTSESSIONRESPONSE']._loaded_options = None
+  _globals['_SNAPSHOTSESSIONRESPONSE']._serialized_options = b'\030\001'
   _globals['_TOOLSSERVICE'].methods_by_name['ListTools']._loaded_options = None
   _globals['_TOOLSSERVICE'].methods_by_name['ListTools']._serialized_options = b'\312\245\031\005\n\003\001\002\003'
   _globals['_TOOLSSERVICE'].methods_by_name['Invoke']._loaded_options = None
@@ -75,13 +81,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOOLSSERVICE'].methods_by_name['GetResources']._loaded_options = None
   _globals['_TOOLSSERVICE'].methods_by_name['GetResources']._serialized_options = b'\312\245\031\005\n\003\001\002\003'
   _globals['_TOOLSSERVICE'].methods_by_name['SnapshotSession']._loaded_options = None
-  _globals['_TOOLSSERVICE'].methods_by_name['SnapshotSession']._serialized_options = b'\312\245\031\004\n\002\001\002'
-  _globals['_TOOLKIND']._serialized_start=2695
-  _globals['_TOOLKIND']._serialized_end=2784
-  _globals['_RESULTSTATUS']._serialized_start=2787
-  _globals['_RESULTSTATUS']._serialized_end=2973
-  _globals['_BREAKERSTATE']._serialized_start=2975
-  _globals['_BREAKERSTATE']._serialized_end=3099
+  _globals['_TOOLSSERVICE'].methods_by_name['SnapshotSession']._serialized_options = b'\210\002\001\312\245\031\004\n\002\001\002'
+  _globals['_TOOLKIND']._serialized_start=2709
+  _globals['_TOOLKIND']._serialized_end=2798
+  _globals['_RESULTSTATUS']._serialized_start=2801
+  _globals['_RESULTSTATUS']._serialized_end=2987
+  _globals['_BREAKERSTATE']._serialized_start=2989
+  _globals['_BREAKERSTATE']._serialized_end=3113
   _globals['_LIMITS']._serialized_start=147
   _globals['_LIMITS']._serialized_end=264
   _globals['_TOOL']._serialized_start=267
@@ -99,33 +105,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_INVOKERESPONSE']._serialized_start=1139
   _globals['_INVOKERESPONSE']._serialized_end=1201
   _globals['_OPENSESSIONREQUEST']._serialized_start=1204
-  _globals['_OPENSESSIONREQUEST']._serialized_end=1405
-  _globals['_SESSION']._serialized_start=1408
-  _globals['_SESSION']._serialized_end=1600
-  _globals['_OPENSESSIONRESPONSE']._serialized_start=1602
-  _globals['_OPENSESSIONRESPONSE']._serialized_end=1712
-  _globals['_CLOSESESSIONREQUEST']._serialized_start=1714
-  _globals['_CLOSESESSIONREQUEST']._serialized_end=1787
-  _globals['_CLOSESESSIONRESPONSE']._serialized_start=1789
-  _globals['_CLOSESESSIONRESPONSE']._serialized_end=1811
-  _globals['_GETSESSIONREQUEST']._serialized_start=1813
-  _globals['_GETSESSIONREQUEST']._serialized_end=1858
-  _globals['_GETSESSIONRESPONSE']._serialized_start=1860
-  _globals['_GETSESSIONRESPONSE']._serialized_end=1924
-  _globals['_GETRESOURCESREQUEST']._serialized_start=1926
-  _globals['_GETRESOURCESREQUEST']._serialized_end=1947
-  _globals['_GETRESOURCESRESPONSE']._serialized_start=1950
-  _globals['_GETRESOURCESRESPONSE']._serialized_end=2116
-  _globals['_RESOURCE']._serialized_start=2118
-  _globals['_RESOURCE']._serialized_end=2228
-  _globals['_PROVIDER']._serialized_start=2230
-  _globals['_PROVIDER']._serialized_end=2345
-  _globals['_SNAPSHOTSESSIONREQUEST']._serialized_start=2347
-  _globals['_SNAPSHOTSESSIONREQUEST']._serialized_end=2423
-  _globals['_SNAPSHOT']._serialized_start=2426
-  _globals['_SNAPSHOT']._serialized_end=2620
-  _globals['_SNAPSHOTSESSIONRESPONSE']._serialized_start=2622
-  _globals['_SNAPSHOTSESSIONRESPONSE']._serialized_end=2693
-  _globals['_TOOLSSERVICE']._serialized_start=3102
-  _globals['_TOOLSSERVICE']._serialized_end=3828
+  _globals['_OPENSESSIONREQUEST']._serialized_end=1407
+  _globals['_SESSION']._serialized_start=1410
+  _globals['_SESSION']._serialized_end=1602
+  _globals['_OPENSESSIONRESPONSE']._serialized_start=1604
+  _globals['_OPENSESSIONRESPONSE']._serialized_end=1714
+  _globals['_CLOSESESSIONREQUEST']._serialized_start=1716
+  _globals['_CLOSESESSIONREQUEST']._serialized_end=1789
+  _globals['_CLOSESESSIONRESPONSE']._serialized_start=1791
+  _globals['_CLOSESESSIONRESPONSE']._serialized_end=1813
+  _globals['_GETSESSIONREQUEST']._serialized_start=1815
+  _globals['_GETSESSIONREQUEST']._serialized_end=1860
+  _globals['_GETSESSIONRESPONSE']._serialized_start=1862
+  _globals['_GETSESSIONRESPONSE']._serialized_end=1926
+  _globals['_GETRESOURCESREQUEST']._serialized_start=1928
+  _globals['_GETRESOURCESREQUEST']._serialized_end=1949
+  _globals['_GETRESOURCESRESPONSE']._serialized_start=1952
+  _globals['_GETRESOURCESRESPONSE']._serialized_end=2118
+  _globals['_RESOURCE']._serialized_start=2120
+  _globals['_RESOURCE']._serialized_end=2230
+  _globals['_PROVIDER']._serialized_start=2232
+  _globals['_PROVIDER']._serialized_end=2347
+  _globals['_SNAPSHOTSESSIONREQUEST']._serialized_start=2349
+  _globals['_SNAPSHOTSESSIONREQUEST']._serialized_end=2429
+  _globals['_SNAPSHOT']._serialized_start=2432
+  _globals['_SNAPSHOT']._serialized_end=2630
+  _globals['_SNAPSHOTSESSIONRESPONSE']._serialized_start=2632
+  _globals['_SNAPSHOTSESSIONRESPONSE']._serialized_end=2707
+  _globals['_TOOLSSERVICE']._serialized_start=3116
+  _globals['_TOOLSSERVICE']._serialized_end=3845
 # @@protoc_insertion_point(module_scope)

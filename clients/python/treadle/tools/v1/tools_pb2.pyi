@@ -19,6 +19,11 @@ if sys.version_info >= (3, 10):
 else:
     import typing_extensions
 
+if sys.version_info >= (3, 13):
+    from warnings import deprecated
+else:
+    from typing_extensions import deprecated
+
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 class _ToolKind:
@@ -333,7 +338,7 @@ class OpenSessionRequest(google.protobuf.message.Message):
     """e.g. {"seed": 7}"""
     trajectory_id: builtins.str
     snapshot_id: builtins.str
-    """instead of arguments_json: start where this snapshot was taken; tool may be left out"""
+    """must be empty: sessions have no snapshots (ADR 0070)"""
     job: builtins.str
     """whose session it is: jobs share cores and sessions"""
     @property
@@ -571,6 +576,7 @@ class Provider(google.protobuf.message.Message):
 
 Global___Provider: typing_extensions.TypeAlias = Provider
 
+@deprecated("""This message has been marked as deprecated using proto message options.""")
 @typing.final
 class SnapshotSessionRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -589,6 +595,7 @@ class SnapshotSessionRequest(google.protobuf.message.Message):
 
 Global___SnapshotSessionRequest: typing_extensions.TypeAlias = SnapshotSessionRequest
 
+@deprecated("""This message has been marked as deprecated using proto message options.""")
 @typing.final
 class Snapshot(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -627,6 +634,7 @@ class Snapshot(google.protobuf.message.Message):
 
 Global___Snapshot: typing_extensions.TypeAlias = Snapshot
 
+@deprecated("""This message has been marked as deprecated using proto message options.""")
 @typing.final
 class SnapshotSessionResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

@@ -116,9 +116,7 @@ class ToolsServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SnapshotSession(self, request, context):
-        """Keeps the state of a session as it stands between two steps; sessions opened from it (OpenSessionRequest.snapshot_id) start there.
-        Errors: NOT_FOUND SESSION_NOT_FOUND, FAILED_PRECONDITION SESSION_ENDED | SNAPSHOT_REFUSED (the environment cannot be written down),
-        RESOURCE_EXHAUSTED SNAPSHOTS_FULL.
+        """No longer served: sessions have no snapshots (ADR 0070). Errors: UNIMPLEMENTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

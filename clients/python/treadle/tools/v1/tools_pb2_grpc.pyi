@@ -221,10 +221,7 @@ class ToolsServiceStub(typing.Generic[_ToolsServiceListToolsType, _ToolsServiceI
     """How full the node and the providers' quotas are, and how many actions wait for what."""
 
     SnapshotSession: _ToolsServiceSnapshotSessionType
-    """Keeps the state of a session as it stands between two steps; sessions opened from it (OpenSessionRequest.snapshot_id) start there.
-    Errors: NOT_FOUND SESSION_NOT_FOUND, FAILED_PRECONDITION SESSION_ENDED | SNAPSHOT_REFUSED (the environment cannot be written down),
-    RESOURCE_EXHAUSTED SNAPSHOTS_FULL.
-    """
+    """No longer served: sessions have no snapshots (ADR 0070). Errors: UNIMPLEMENTED."""
 
 ToolsServiceAsyncStub: typing_extensions.TypeAlias = ToolsServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -312,9 +309,6 @@ class ToolsServiceServicer(metaclass=abc.ABCMeta):
         request: treadle.tools.v1.tools_pb2.SnapshotSessionRequest,
         context: _ServicerContext,
     ) -> typing.Union[treadle.tools.v1.tools_pb2.SnapshotSessionResponse, collections.abc.Awaitable[treadle.tools.v1.tools_pb2.SnapshotSessionResponse]]:
-        """Keeps the state of a session as it stands between two steps; sessions opened from it (OpenSessionRequest.snapshot_id) start there.
-        Errors: NOT_FOUND SESSION_NOT_FOUND, FAILED_PRECONDITION SESSION_ENDED | SNAPSHOT_REFUSED (the environment cannot be written down),
-        RESOURCE_EXHAUSTED SNAPSHOTS_FULL.
-        """
+        """No longer served: sessions have no snapshots (ADR 0070). Errors: UNIMPLEMENTED."""
 
 def add_ToolsServiceServicer_to_server(servicer: ToolsServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

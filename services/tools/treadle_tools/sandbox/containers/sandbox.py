@@ -6,11 +6,9 @@ container runs is made again, and a request that has an id is carried out once a
 """
 
 import asyncio
-import base64
 import contextlib
-import os
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import structlog
@@ -19,7 +17,7 @@ from tenacity import retry_if_exception_type
 from treadle_tools.sandbox.containers.hosts import Allotment, ContainerLost, Ending, Host, HostFailed, Pipe, retry_after
 from treadle_tools.sandbox.inside import answers, frames
 from treadle_tools.sandbox.inside.container import HELLO
-from treadle_tools.sandbox.sandboxes import KEEPS_MEMORY_LIMIT, Sandbox, SandboxLost
+from treadle_tools.sandbox.sandboxes import Sandbox, SandboxLost
 from treadle_tools.tool import BACKSTOP_S, WORKER_BYTES, Granted, Limits
 
 log = structlog.get_logger()
@@ -75,16 +73,13 @@ class Connection:
                 if message.get(HELLO) == word:
                     return message
 
-    async def exchange(self, header: Mapping[str, Any], *contents: bytes) -> tuple[dict[str, Any], bytes]:
-        """Send a request with its body, and with a file where it has one; its answer, and the file that was written.
-
-        Raises Disconnected.
-        """
-        await self._write(b"\n".join([_encode(header)[:-1], *contents, b""]))
+    async def exchange(self, header: Mapping[str, Any], body: bytes) -> dict[str, Any]:
+        """Send a request with its body and return its answer. Raises Disconnected."""
+        await self._write(_encode(header) + body + b"\n")
         try:
             said = frames.decode(await self._next())
             printed, answer = [await self._content(said, name) for name in ("printed", "answer")]
-            return answers.read(said, printed, answer), await self._content({"file": 0, **said}, "file")
+            return answers.read(said, printed, answer)
         except frames.FrameError as error:
             raise Disconnected(str(error)) from error
 
@@ -155,19 +150,13 @@ class ContainerSandbox(Sandbox):
         await self._connect()
         await self._allot("call", limits)
 
-    async def _exchange(
-        self, header: dict[str, Any], body: bytes, limits: Limits, processes: int, file: int | None
-    ) -> dict[str, Any]:
+    async def _exchange(self, header: dict[str, Any], body: bytes, limits: Limits, processes: int) -> dict[str, Any]:
         """processes: set when the container was made."""
         self._oom_kills_before = self._oom_kills
-        contents = [body]
-        if header["op"] == "restore" and file is not None:
-            contents.append(await asyncio.to_thread(_read, file))
-            header["file"] = len(contents[-1])
         try:
             await self._prepare(header["op"], limits)
             async with asyncio.timeout(limits.wall_s + BACKSTOP_S):
-                reply, written = await self._exchange_once(header, contents)
+                reply = await self._exchange_once(header, body)
         except ContainerLost as lost:
             raise SandboxLost(f"the container is gone ({lost})") from lost
         except HostFailed as failed:
@@ -176,8 +165,6 @@ class ContainerSandbox(Sandbox):
             raise SandboxLost(str(error)) from error
         except Disconnected:
             raise await self._explain_loss() from None
-        if reply.pop("file", 0) and file is not None:
-            await asyncio.to_thread(_write, file, written)
         before_s, self._cpu_used_s = self._cpu_used_s, reply.pop("cpu_used_s", None)
         if before_s is not None and self._cpu_used_s is not None:
             reply["cpu_s"] = self._cpu_used_s - before_s
@@ -227,7 +214,7 @@ class ContainerSandbox(Sandbox):
     async def _allot(self, op: str, limits: Limits) -> None:
         if op == "recall":
             return
-        memory_bytes = None if op in KEEPS_MEMORY_LIMIT else self._resident_bytes + limits.memory_bytes + WORKER_BYTES
+        memory_bytes = None if op == "step" else self._resident_bytes + limits.memory_bytes + WORKER_BYTES
         if memory_bytes is None and self._allotted is not None:
             memory_bytes = self._allotted.memory_bytes
         allotment = Allotment(limits.cpu_cores, limits.cores if isinstance(limits, Granted) else (), memory_bytes)
@@ -235,24 +222,22 @@ class ContainerSandbox(Sandbox):
             await self.host.allot(self.name, allotment)
             self._allotted = allotment
 
-    async def _exchange_once(
-        self, header: Mapping[str, Any], contents: Sequence[bytes]
-    ) -> tuple[dict[str, Any], bytes]:
+    async def _exchange_once(self, header: Mapping[str, Any], body: bytes) -> dict[str, Any]:
         """The answer, also where the connection breaks on the way but not the container."""
         connection = await self._connect()
         for pause_s in RECONNECT_PAUSES_S:
             try:
-                return await connection.exchange(header, *contents)
+                return await connection.exchange(header, body)
             except Disconnected:
                 if not header["id"] or not (await self.host.ending(self.name)).runs:
                     raise
             log.warning("a container is connected to again", container=self.name)
             await asyncio.sleep(pause_s)
             connection = await self._connect()
-            last, written = await connection.exchange({**header, "op": "recall", "body": 0}, b"")
+            last = await connection.exchange({**header, "op": "recall", "body": 0}, b"")
             if last["id"] == header["id"]:
-                return last, written
-        return await connection.exchange(header, *contents)
+                return last
+        return await connection.exchange(header, body)
 
     async def _explain_loss(self) -> SandboxLost:
         try:
@@ -272,13 +257,3 @@ class ContainerSandbox(Sandbox):
                 break
             await asyncio.sleep(pause_s)
         return ending
-
-
-def _read(file: int) -> bytes:
-    with os.fdopen(os.dup(file), "rb") as state:
-        return base64.b64encode(state.read())
-
-
-def _write(file: int, written: bytes) -> None:
-    with os.fdopen(os.dup(file), "wb") as state:
-        state.write(written)

@@ -8,7 +8,6 @@ output, so nothing in the container answers in its place; it ends where no reque
 container which no service knows any more ends too.
 """
 
-import base64
 import contextlib
 import os
 import resource
@@ -19,16 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from treadle_tools.sandbox.inside import frames, isolation
-from treadle_tools.sandbox.inside.content import Content, take
+from treadle_tools.sandbox.inside.content import Content
 from treadle_tools.sandbox.inside.supervisor import Request, Supervisor, Worker, hide_standard_streams
-from treadle_tools.tool import Status
 
 HELLO = "hello"
 READ_BYTES = 64 * 1024
 LONGEST_HEADER_BYTES = 64 * 1024
 # The kernel counts a user's processes over all containers together; the container's own limit holds instead.
 ANY_PROCESSES = 1 << 22
-MOST_STATE_BYTES = frames.MAX_FRAME_BYTES * 3 // 4 - 65536  # of a snapshot: it travels within a message
 CPU_USAGE, CPU_STAT = Path("/sys/fs/cgroup/cpuacct/cpuacct.usage"), Path("/sys/fs/cgroup/cpu.stat")
 OOM_COUNTS = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control"))
 
@@ -51,7 +48,6 @@ class LineRequests:
         self._read = bytearray(READ_BYTES)
         self._buffer = memoryview(self._read)
         self._begin = self._end = 0  # what the buffer holds unread
-        self._state: int | None = None  # the file that the present request writes
 
     def next_request(self) -> Request | None:
         """The next request; None where no more comes within `silence_s`."""
@@ -70,43 +66,19 @@ class LineRequests:
             line.close()
 
     def answer(self, header: Mapping[str, Any], printed: Content, answer: Content) -> None:
-        """Send an answer, with what the kernel has counted here: processes killed for memory, CPU seconds. After the
-        header come both contents, and the file that was written, if any."""
-        contents = [printed, answer]
-        state = None
-        if self._state is not None:
-            state, self._state = Content(0, self._state), None
-            header = {**header, "file": state.size}
-            contents.append(state)
-            if state.size > MOST_STATE_BYTES:
-                error = f"a state of {state.size} bytes; {MOST_STATE_BYTES} are the most that leave a container"
-                state.clear()
-                header |= {"file": 0, "status": Status.TOOL_ERROR, "error": error}
+        """Send an answer, with what the kernel has counted here: processes killed for memory, CPU seconds. Both
+        contents follow the header."""
         self._write(header)
-        for content in contents:
-            content.send(self._answers)
-        if state is not None:
-            state.close()
+        printed.send(self._answers)
+        answer.send(self._answers)
 
     def _receive(self, header: dict[str, Any]) -> Request | None:
-        """Read the rest of a request: its body, and the file that an environment is read from, in base64. None where
-        it is half a message."""
+        """Read the rest of a request: its body. None where it is half a message."""
         body = Content(frames.MAX_FRAME_BYTES)
         if not self._take_line(body) or body.size != header["body"]:
             body.close()
             return None
-        if header["op"] == "snapshot":
-            file = os.memfd_create("state")
-            self._state = os.dup(file)
-            return Request(header, body, file)
-        if header["op"] != "restore":
-            return Request(header, body, None)
-        encoded = Content(frames.MAX_FRAME_BYTES)
-        if not self._take_line(encoded) or encoded.size != header["file"]:
-            body.close()
-            encoded.close()
-            return None
-        return Request(header, body, _decode_in_fork(encoded))
+        return Request(header, body)
 
     def _write(self, message: Mapping[str, Any]) -> None:
         whole = {**message, "oom_kills": count_oom_kills(), "cpu_used_s": read_cpu_used_s()}
@@ -131,20 +103,6 @@ class LineRequests:
             self._end = os.readv(self._requests, [self._buffer])
             if not self._end:
                 return False
-
-
-def _decode_in_fork(encoded: Content) -> int:
-    """A file in memory with what `encoded` has in base64, which is closed. Decoding makes copies, so a fork does it."""
-    file = os.memfd_create("state")
-    child = os.fork()
-    if child == 0:
-        with os.fdopen(file, "wb") as state:
-            state.write(base64.b64decode(take(encoded.file)))
-        os._exit(0)
-    os.waitpid(child, 0)
-    encoded.close()
-    os.lseek(file, 0, os.SEEK_SET)
-    return file
 
 
 def read_resident_bytes() -> int:

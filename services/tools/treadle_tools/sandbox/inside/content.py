@@ -16,13 +16,12 @@ _zeros = memoryview(bytes(BUFFER_BYTES))
 
 
 class Content:
-    """A file in memory that takes `most` bytes. size: that it has. cut: more came, and was dropped. file: one that is
-    there already."""
+    """A file in memory that takes `most` bytes. size: that it has. cut: more came, and was dropped."""
 
-    def __init__(self, most: int, file: int | None = None) -> None:
-        self.file = os.memfd_create("content") if file is None else file
+    def __init__(self, most: int) -> None:
+        self.file = os.memfd_create("content")
         self.most = most
-        self.size = os.fstat(self.file).st_size
+        self.size = 0
         self.cut = False
 
     def clear(self, most: int | None = None) -> None:

@@ -162,9 +162,9 @@ class NewestConnection:
 def _receive_request(connection: socket.socket) -> Request | None:
     if (received := frames.receive(connection)) is None:
         return None
-    header, files = received
+    header, _ = received
     body = Content(frames.MAX_FRAME_BYTES)
-    request = Request(header, body, files[0] if files else None)
+    request = Request(header, body)
     try:
         body.receive_exactly(connection, int(header["body"]))
     except BaseException:

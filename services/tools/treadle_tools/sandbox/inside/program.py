@@ -5,16 +5,13 @@ runs beside it, in a fork of a process that has never seen the answer.
 """
 
 import ast
-import io
 import json
 import linecache
 import os
-import pickle
 import socket
 import sys
-import tarfile
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,10 +22,6 @@ from treadle_tools.tool import Environment, InvalidArguments, Outcome, Status
 
 CORES = "TREADLE_CORES"  # environment variable: how many cores the program was granted
 SNIPPET = "<code>"  # the file name of an agent's code in tracebacks
-STATE, FILES = "state", "tmp"  # in the tar of a snapshot: the pickled environment, and what lies in /tmp
-
-# The socket of this process, one at most: an environment that comes out of a snapshot finds its sandbox here.
-_links: list[socket.socket] = []
 
 
 def run_order(program: Callable[..., Any], link: socket.socket, *, hidden: bool, counted: bool) -> None:
@@ -38,14 +31,14 @@ def run_order(program: Callable[..., Any], link: socket.socket, *, hidden: bool,
     run_snippet({"code": "None"})  # the first touch of a page after a fork copies it: some 90 that no caller waits for
     if (received := frames.receive(link)) is None:
         return
-    order, (body, *files) = received
+    order, (body,) = received
     Budget(**order["budget"]).enforce()
     if not counted:
         isolation.refuse_unmapped_memory()
     op, arguments = order["op"], json.loads(take(body))
     os.environ[CORES] = str(order["cores"])
-    if op in ("open", "restore"):
-        _serve_environment(program, arguments, files, link)
+    if op == "open":
+        _serve_environment(program, arguments, link)
     else:
         if not hidden:
             isolation.set_dumpable(True)  # some programs read their own /proc
@@ -116,9 +109,6 @@ class LinkedSandbox:
     def __init__(self, link: socket.socket) -> None:
         self._link = link
 
-    def __reduce__(self) -> tuple[Callable[[], "LinkedSandbox"], tuple[()]]:
-        return _find_sandbox, ()
-
     @property
     def cores(self) -> int:
         """How many cores the present step may use."""
@@ -136,30 +126,13 @@ class LinkedSandbox:
         return Outcome(output=reply["output"], status=Status(status), error=reply["error"])
 
 
-def _find_sandbox() -> LinkedSandbox:
-    """The sandbox of the process that reads a snapshot."""
-    return LinkedSandbox(_links[0])
-
-
-def _serve_environment(
-    program: Callable[..., Environment], arguments: Any, files: Sequence[int], link: socket.socket
-) -> None:
-    """Answer with the first observation of an environment, then serve its steps and snapshots.
-
-    files: a snapshot that it continues from, if any; `arguments` are then its last observation, the first of this
-    session.
-    """
+def _serve_environment(program: Callable[..., Environment], arguments: Any, link: socket.socket) -> None:
+    """Answer with the first observation of an environment, then serve its steps."""
     made: list[Environment] = []
-    _links.append(link)
 
     def first() -> Outcome:
-        if not files:
-            made.append(program(arguments, LinkedSandbox(link)))
-            return made[0].first()
-        made.append(read_snapshot(files[0]))
-        os.close(files[0])
-        data = json.loads(arguments["data_json"]) if arguments["data_json"] else None
-        return Outcome(output=str(arguments["output"]), reward=arguments["reward"], data=data)
+        made.append(program(arguments, LinkedSandbox(link)))
+        return made[0].first()
 
     if not _answer(link, first, fatal=True):
         return
@@ -167,52 +140,4 @@ def _serve_environment(
     while (received := frames.receive(link)) is not None:
         request, (file,) = received
         os.environ[CORES] = str(request["cores"])
-        if request["op"] == "snapshot":
-            _write_in_fork(environment, file, link)
-            os.close(file)
-        else:
-            _answer(link, partial(environment.step, json.loads(take(file))))
-
-
-def _write_in_fork(environment: Environment, file: int, link: socket.socket) -> None:
-    """Write a snapshot in a fork, so that the environment stays as it is, whatever its own pickling does."""
-    child = os.fork()
-    if child == 0:
-        try:
-            _answer(link, partial(write_snapshot, environment, file))
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    if status != 0:
-        error = "the process that wrote the snapshot was killed"
-        answers.send(link, answers.ANSWER, {"status": Status.CRASHED, "error": error})
-
-
-def write_snapshot(environment: Any, file: int) -> Outcome:
-    """Write a pickled environment and the files of its /tmp as one tar. What is not in the object is not in the
-    snapshot: state of modules, threads, open files.
-
-    Raises whatever pickling raises, and OSError where the tar becomes larger than a file may.
-    """
-    body = pickle.dumps(environment, protocol=pickle.HIGHEST_PROTOCOL)
-    with os.fdopen(os.dup(file), "wb") as output, tarfile.open(fileobj=output, mode="w|") as archive:
-        state = tarfile.TarInfo(STATE)
-        state.size = len(body)
-        archive.addfile(state, io.BytesIO(body))
-        archive.add(f"/{FILES}", FILES)
-    return Outcome()
-
-
-def read_snapshot(file: int) -> Any:
-    """Put the files of a snapshot back in their places and unpickle its environment."""
-    body = b""
-    with os.fdopen(os.dup(file), "rb") as source, tarfile.open(fileobj=source, mode="r|") as archive:
-        # No filter is needed: writing anywhere but below /tmp fails, as for all code in a sandbox.
-        archive.extraction_filter = lambda member, _: member
-        for member in archive:
-            if member.name == STATE:
-                found = archive.extractfile(member)
-                body = found.read() if found is not None else b""
-            else:
-                archive.extract(member, "/")
-    return pickle.loads(body)
+        _answer(link, partial(environment.step, json.loads(take(file))))

@@ -75,17 +75,13 @@ def hide_standard_streams() -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Request:
-    """op, id, limits, again: as of `Sandbox.ask`. body: its arguments, which only the process that it is for reads.
-    file: an open file that came with it."""
+    """op, id, limits, again: as of `Sandbox.ask`. body: its arguments, which only the process that it is for reads."""
 
     header: Mapping[str, Any]
     body: Content
-    file: int | None
 
     def close(self) -> None:
         self.body.close()
-        if self.file is not None:
-            os.close(self.file)
 
 
 class Requests(Protocol):
@@ -114,7 +110,7 @@ class Supervisor:
         self._has_run_python = False
         self._last: dict[str, Any] = {"id": ""}
         self._printed, self._answer = Content(0), Content(0)  # of the last answer
-        self._aside = Content(0), Content(0)  # of a snapshot's answer, and of what an environment prints
+        self._unread = Content(0)  # of what an environment prints, which is no observation
         self._before = _read_init_state()
         self._soiled = ""
         self._newest = 0
@@ -123,15 +119,10 @@ class Supervisor:
     def serve(self, requests: Requests) -> None:
         """Answer one request after the other until there are no more."""
         while (request := requests.next_request()) is not None:
-            op = request.header["op"]
             printed, answer = self._printed, self._answer
-            if op == "snapshot":  # changes nothing, so that the last answer stays the last step's
-                printed, answer = self._aside
-                header = self._carry_out(request, printed, answer)
-            elif op != "recall":
-                header = self._last = self._carry_out(request, printed, answer)
-            else:
-                header = self._last
+            if request.header["op"] != "recall":
+                self._last = self._carry_out(request, printed, answer)
+            header = self._last
             sizes = {"printed": printed.size, "answer": answer.size, "truncated": printed.cut}
             requests.answer({**header, **sizes}, printed, answer)
             if self._finished is not None:  # after the answer, because it takes half a millisecond
@@ -165,17 +156,16 @@ class Supervisor:
 
     def _start_and_wait(self, request: Request, limits: Limits, printed: Content, answer: Content) -> dict[str, Any]:
         """Have the request carried out. How it ended, where that is not in the answer."""
-        op, body, file = request.header["op"], request.body, request.file
+        op, body = request.header["op"], request.body
         if op == "call" and self._soiled:
             return {"status": Status.CRASHED, "error": self._soiled, "soiled": True}
         if op == "call":
             self._finished = self._start(op, limits, body)
             return _wait(self._finished, limits, printed, answer)
-        if op in ("open", "restore"):
-            self._environment = self._start(op, limits, body, file)
+        if op == "open":
+            self._environment = self._start(op, limits, body)
         elif self._environment is not None:
-            content = file if op == "snapshot" and file is not None else body.file
-            self._environment.send({"op": op, "cores": limits.cpu_cores}, content)
+            self._environment.send({"op": op, "cores": limits.cpu_cores}, body.file)
         return self._wait_for_environment(limits, printed, answer)
 
     def _fork(self) -> None:
@@ -183,7 +173,7 @@ class Supervisor:
         if self._warm is None:
             self._warm = Child(self._run_order)
 
-    def _start(self, op: str, limits: Limits, body: Content, file: int | None = None) -> Child:
+    def _start(self, op: str, limits: Limits, body: Content) -> Child:
         """Give a process its order. An environment's CPU seconds add up over its steps, so it has no limit there."""
         self._fork()
         child, self._warm = self._warm, None
@@ -193,10 +183,9 @@ class Supervisor:
             baseline_bytes=self._worker.baseline_bytes,
             file_bytes=self._worker.work_bytes,
             processes=self._worker.processes,
-            cpu_s=None if op in ("open", "restore") else limits.wall_s * limits.cpu_cores,
+            cpu_s=None if op == "open" else limits.wall_s * limits.cpu_cores,
         )
-        files = [body.file] if file is None else [body.file, file]
-        child.send({"op": op, "budget": vars(budget), "cores": limits.cpu_cores}, *files)
+        child.send({"op": op, "budget": vars(budget), "cores": limits.cpu_cores}, body.file)
         return child
 
     def _wait_for_environment(self, limits: Limits, printed: Content, answer: Content) -> dict[str, Any]:
@@ -204,10 +193,8 @@ class Supervisor:
         if (environment := self._environment) is None:
             return {"status": Status.CRASHED, "error": "the environment has ended"}
         deadline = time.monotonic() + limits.wall_s
-        unread = self._aside[0]
-        unread.clear(0)  # what an environment prints is no observation
         try:
-            while (event := environment.next_event(deadline, unread, answer)).kind == answers.ORDER:
+            while (event := environment.next_event(deadline, self._unread, answer)).kind == answers.ORDER:
                 self._run_python(environment, limits, answer)
                 deadline = max(deadline, time.monotonic() + ENVIRONMENT_GRACE_S)
         except (frames.FrameError, OSError) as error:
