@@ -23,14 +23,18 @@ PACKAGES = {
     **{f"treadle_{name}": ROOT / f"services/{name}/treadle_{name}" for name in SERVICES},
 }
 # Of our own packages, what each may import beside itself. The CLI starts services as child processes; of the sidecar it
-# takes the engine's launch command, which is where the knowledge of SGLang's flags lives.
+# takes the engine's launch command, which is where the knowledge of SGLang's flags lives, and of the tools where
+# bubblewrap is.
 ALLOWED_OURS = {
     "treadle": set(),
     "treadle_core": set(),
     "treadle_learned": {"treadle_core"},
     "treadle_runtime": {"treadle"},
     "treadle_sim": {"treadle_core"},
-    "treadle_cli": {"treadle", "treadle_runtime", "treadle_core", "treadle_learned", "treadle_sim", "treadle_sidecar"},
+    "treadle_cli": {
+        *("treadle", "treadle_runtime", "treadle_core", "treadle_learned", "treadle_sim"),
+        *("treadle_sidecar", "treadle_tools"),
+    },
     "treadle_bench": {
         *("treadle", "treadle_runtime", "treadle_core", "treadle_learned", "treadle_sim", "treadle_cli"),
         *("treadle_sidecar", "treadle_tools"),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from support.cli import TreadleProcess
 from support.processes import command_line, free_port
+from support.sandbox import need_sandbox, without_bubblewrap_wheel
 from treadle_cli.mesh.services import SERVICES
 
 Start = Callable[..., TreadleProcess]
@@ -31,6 +32,8 @@ def treadle(tmp_path: Path) -> Iterator[Start]:
     started: list[TreadleProcess] = []
 
     def start(*arguments: str, **env: str) -> TreadleProcess:
+        if not env.keys() & {"PATH", "TREADLE_ENGINE_PYTHON"}:
+            need_sandbox()
         process = TreadleProcess(list(arguments), tmp_path, env)
         started.append(process)
         return process
@@ -103,7 +106,8 @@ def test_without_bubblewrap_or_the_engines_python_it_says_what_to_do_and_starts_
     tools = tmp_path / "bin"
     tools.mkdir()
     (tools / "apt-get").symlink_to(shutil.which("true") or sys.executable)
-    mesh = treadle("up", "--engines", engines, **{variable: str(tools)})
+    environment = {"PYTHONPATH": without_bubblewrap_wheel(tmp_path / "modules"), variable: str(tools)}
+    mesh = treadle("up", "--engines", engines, **environment)
     assert mesh.wait() == 2
     assert re.search(says, mesh.text())
     assert not (tmp_path / "runs").exists()

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import psutil
 from support.conditions import until
+from support.sandbox import need_sandbox
 from treadle_cli.mesh.ports import Ports
 
 END_DEADLINE_S = 60.0
@@ -135,6 +136,8 @@ def start_process(
 ) -> ServiceProcess:
     """Start `python -m module` on a free port; its ready file and stderr go to `folder`. as_user: as a user who is not
     root and has no right over the machine, in a namespace where this user is another one."""
+    if service == "tools" and not env.keys() & {"TREADLE_TOOLS_BACKEND", "TREADLE_TOOLS_BWRAP"}:
+        need_sandbox()
     folder.mkdir(parents=True, exist_ok=True)
     prefix = f"TREADLE_{service.upper()}_"
     own = {

