@@ -24,7 +24,7 @@ INSTALLERS = ("apt-get install -y", "dnf install -y", "apk add", "pacman -S", "z
 
 def require_bubblewrap() -> None:
     """Raise UsageProblem where bubblewrap is missing or cannot make a sandbox: tools never run without one."""
-    from treadle_tools.sandbox.bubblewrap.command import ALLOW, locate_bubblewrap
+    from treadle_tools.sandbox.bubblewrap import ALLOW, locate_bubblewrap
 
     path = locate_bubblewrap()
     if path is None:
