@@ -14,9 +14,8 @@ from support.tools import gone, groups_of
 from treadle_tools.builtin import PYTHON
 from treadle_tools.sandbox import channel
 from treadle_tools.sandbox.bubblewrap import find_bubblewrap
-from treadle_tools.sandbox.bubblewrap_sandbox import BubblewrapSandbox
 from treadle_tools.sandbox.channel import Channel
-from treadle_tools.sandbox.daemon_client import DaemonClient
+from treadle_tools.sandbox.daemon_client import BubblewrapSandbox, DaemonClient
 from treadle_tools.sandbox.inside import frames
 from treadle_tools.sandbox.sandboxes import Sandbox, SandboxLost
 from treadle_tools.sandbox.state_folder import FolderRefused, StateFolder

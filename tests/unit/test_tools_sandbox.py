@@ -24,7 +24,7 @@ from treadle_tools.sandbox.bubblewrap import (
 )
 from treadle_tools.sandbox.inside import answers, content, frames
 from treadle_tools.sandbox.inside.content import Content
-from treadle_tools.sandbox.worker import NOBODY
+from treadle_tools.sandbox.sandboxes import NOBODY
 
 SITE = Path(sysconfig.get_path("purelib"))
 

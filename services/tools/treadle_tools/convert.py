@@ -17,7 +17,7 @@ from treadle_runtime.facts import make_fact
 from treadle_runtime.times import duration, seconds, timestamp
 
 from treadle_tools.rewards.reward import Reward, State
-from treadle_tools.sessions.session import Session
+from treadle_tools.sessions import Session
 from treadle_tools.tool import Kind, Limits, Result, Status, Tool
 
 KINDS = {Kind.STATELESS: pb.TOOL_KIND_STATELESS, Kind.ENVIRONMENT: pb.TOOL_KIND_ENVIRONMENT}

@@ -31,8 +31,7 @@ from treadle_tools.rewards.pool import RewardPool
 from treadle_tools.rewards.reward import DEFAULT_JOB, Reward
 from treadle_tools.sandbox.sandboxes import ReusedSandboxes, Sandbox
 from treadle_tools.scheduling.actions import Actions
-from treadle_tools.sessions.session import Opening
-from treadle_tools.sessions.sessions import Sessions
+from treadle_tools.sessions import Opening, Sessions
 from treadle_tools.tool import Granted, Kind, Limits, Result, Tool
 
 R = TypeVar("R", bound=Message)

@@ -36,12 +36,10 @@ from treadle_tools.rewards.pool import RewardPool, Scorer, ToolScorer
 from treadle_tools.rewards.reward import BUCKET as REWARDS_BUCKET
 from treadle_tools.rewards.reward import RewardJournal
 from treadle_tools.sandbox.sandboxes import ReusedSandboxes
-from treadle_tools.scheduling.actions import Actions
-from treadle_tools.scheduling.demand import Demands
-from treadle_tools.scheduling.resources import compile_kernels, find_node
-from treadle_tools.scheduling.scheduler import ActionScheduler
+from treadle_tools.scheduling.actions import Actions, ActionScheduler
+from treadle_tools.scheduling.resources import Demands, compile_kernels, find_node
 from treadle_tools.servicer import Gateway, RewardsServicer, ToolsServicer
-from treadle_tools.sessions.sessions import Sessions
+from treadle_tools.sessions import Sessions
 from treadle_tools.tool import Tool
 
 SERVICE = tools_pb2.DESCRIPTOR.services_by_name["ToolsService"].full_name

@@ -16,7 +16,7 @@ PYTHON = Tool(
     name="python",
     kind=Kind.STATELESS,
     description="Runs Python: what it prints, then the value of the last expression. Nothing is kept between calls.",
-    entry="treadle_tools.sandbox.inside.program:run_snippet",
+    entry="treadle_tools.sandbox.inside.child:run_snippet",
     arguments_schema=object_schema({"code": {**TEXT, "description": "Python source"}}, "code"),
     runs_code=True,
 )

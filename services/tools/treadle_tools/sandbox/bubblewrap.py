@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from treadle_tools.sandbox.worker import NOBODY, PACKAGE, VARIABLES, find_top_level, worker_arguments
+from treadle_tools.sandbox.sandboxes import NOBODY, PACKAGE, VARIABLES, find_top_level, worker_arguments
 from treadle_tools.tool import Tool
 
 NAME = "bwrap"

@@ -15,7 +15,7 @@ import structlog
 from tenacity import AsyncRetrying, RetryCallState, stop_after_attempt, wait_chain, wait_fixed
 from tenacity.retry import RetryBaseT
 
-from treadle_tools.sandbox.worker import PACKAGE, find_top_level, worker_arguments
+from treadle_tools.sandbox.sandboxes import PACKAGE, find_top_level, worker_arguments
 from treadle_tools.tool import MIB, Tool
 
 log = structlog.get_logger()

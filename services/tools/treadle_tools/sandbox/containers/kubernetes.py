@@ -24,7 +24,7 @@ from kubernetes_asyncio.config.config_exception import ConfigException
 from kubernetes_asyncio.stream import WsApiClient
 
 from treadle_tools.sandbox.containers.hosts import Allotment, ContainerLost, Ending, HostFailed, Pipe, Recipe
-from treadle_tools.sandbox.worker import NOBODY, VARIABLES
+from treadle_tools.sandbox.sandboxes import NOBODY, VARIABLES
 
 log = structlog.get_logger()
 

@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from treadle_tools.sandbox.inside import answers, frames, isolation
-from treadle_tools.sandbox.inside.child import Budget, Child, Event
+from treadle_tools.sandbox.inside.child import Budget, Child, Event, run_order
 from treadle_tools.sandbox.inside.content import Content
-from treadle_tools.sandbox.inside.program import run_order
 from treadle_tools.tool import Limits, Status
 
 ENVIRONMENT_GRACE_S = 1.0  # for an environment to answer after code that it ran has used up the time
