@@ -24,7 +24,7 @@ from treadle_tools.sandbox import channel, state_folder
 from treadle_tools.sandbox.bubblewrap import Recipe
 from treadle_tools.sandbox.cgroups import Cgroups, find_cgroups
 from treadle_tools.sandbox.channel import Channel
-from treadle_tools.sandbox.inside import frames
+from treadle_tools.sandbox.inside import messages
 from treadle_tools.sandbox.processes import ForkServer, SandboxProcess, Spawner, wait_for_growth
 from treadle_tools.sandbox.sandboxes import SandboxLost, SessionRecords, WorkerFailed, worker_retry_pauses
 
@@ -182,7 +182,7 @@ class Daemon:
         more = True
         try:
             more = await self._serve(service)
-        except frames.FrameError as error:
+        except messages.FrameError as error:
             log.error("a service that sends no frames was disconnected", error=str(error))
         self._service = None
         self._keep_sessions_only()

@@ -24,7 +24,7 @@ from treadle_tools.sandbox import channel
 from treadle_tools.sandbox.bubblewrap import Recipe
 from treadle_tools.sandbox.cgroups import Root, Slot
 from treadle_tools.sandbox.channel import Channel
-from treadle_tools.sandbox.inside import answers, frames
+from treadle_tools.sandbox.inside import messages
 from treadle_tools.sandbox.processes import wait_for_growth
 from treadle_tools.sandbox.sandboxes import Backend, FoundSession, Sandbox, SandboxLost, SessionRecords, WorkerFailed
 from treadle_tools.sandbox.state_folder import StateFolder
@@ -108,14 +108,14 @@ class BubblewrapSandbox(Sandbox):
 
     async def _exchange_messages(self, header: Mapping[str, Any], body: bytes) -> dict[str, Any]:
         try:
-            data = frames.encode(header) + body
+            data = messages.encode(header) + body
             await asyncio.get_running_loop().sock_sendall(self._connection, data)
             received = bytearray()
-            length = frames.read_length(await self._take(received, frames.HEADER.size))
-            said = frames.decode(await self._take(received, length))
-            printed = await self._take(received, answers.size_of(said, "printed"))
-            return answers.read(said, printed, await self._take(received, answers.size_of(said, "answer")))
-        except (OSError, frames.FrameError) as error:
+            length = messages.read_length(await self._take(received, messages.HEADER.size))
+            said = messages.decode(await self._take(received, length))
+            printed = await self._take(received, messages.size_of(said, "printed"))
+            return messages.read_answer(said, printed, await self._take(received, messages.size_of(said, "answer")))
+        except (OSError, messages.FrameError) as error:
             raise SandboxLost(f"the worker ended without an answer ({error})") from error
 
     async def _take(self, received: bytearray, count: int) -> bytes:
@@ -204,7 +204,7 @@ class DaemonClient(Backend):
                 async with asyncio.timeout(START_TIMEOUT_S):
                     if await self._greet(connection):
                         self._channel = connection
-            except (TimeoutError, frames.FrameError) as error:
+            except (TimeoutError, messages.FrameError) as error:
                 log.warning("the sandbox daemon gave no welcome", error=str(error))
             finally:
                 if self._channel is None:
@@ -220,7 +220,7 @@ class DaemonClient(Backend):
         while True:
             try:
                 await self._receive_sandboxes()
-            except frames.FrameError as error:
+            except messages.FrameError as error:
                 log.error("the sandbox daemon sends no frames", error=str(error))
             log.error("the sandbox daemon is gone: its sessions have crashed")
             self._disconnect()

@@ -124,8 +124,10 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def _exchange(self, header: dict[str, Any], body: bytes, limits: Limits, processes: int) -> dict[str, Any]:
-        """Send a request; its answer (`answers.read`). Raises SandboxLost, and TimeoutError where none comes within the
-        limits."""
+        """Send a request and return its answer, as `messages.read_answer` reads it.
+
+        Raises SandboxLost, and TimeoutError where no answer comes within the limits.
+        """
 
     @abstractmethod
     def _was_killed_for_memory(self) -> bool:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from treadle_tools.sandbox.inside import answers, frames, isolation
+from treadle_tools.sandbox.inside import isolation, messages
 from treadle_tools.sandbox.inside.content import BUFFER_BYTES as READ_BYTES
 from treadle_tools.sandbox.inside.content import Content, take
 from treadle_tools.tool import Environment, InvalidArguments, Outcome, Status
@@ -68,7 +68,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Event:
-    """kind: of what came (answers.py); 0: nothing. late: the deadline has come. wait_status: the child has ended."""
+    """kind: of what came (messages.py); 0: nothing. late: the deadline has come. wait_status: the child has ended."""
 
     kind: int = 0
     late: bool = False
@@ -98,18 +98,18 @@ class Child:
         """Send a message to the child, and open files with it. Raises OSError where the child is gone."""
         self.link.setblocking(True)
         try:
-            frames.send(self.link, message, *files)
+            messages.send(self.link, message, *files)
         finally:
             self.link.setblocking(False)
 
     def next_event(self, deadline: float, printed: Content, answer: Content) -> Event:
         """What the child does next, until the deadline (time.monotonic). Adds its output to `printed`, and what it
-        sends to `answer`, which is cleared. Raises FrameError where it sends something else than answers.py describes.
+        sends to `answer`, which is cleared. Raises FrameError where it sends something else than messages.py describes.
         """
-        answer.clear(answers.MOST_BYTES)
+        answer.clear(messages.MOST_ANSWER_BYTES)
         head, size = b"", 0
         while True:
-            if len(head) == answers.HEAD.size and answer.size == size:
+            if len(head) == messages.ANSWER_HEAD.size and answer.size == size:
                 self._drain(printed)
                 return Event(kind=head[0])
             left = deadline - time.monotonic()
@@ -122,8 +122,8 @@ class Child:
             if self.link.fileno() in ready:
                 with contextlib.suppress(BlockingIOError, ConnectionResetError):
                     came = 1
-                    if len(head) < answers.HEAD.size:
-                        piece = self.link.recv(answers.HEAD.size - len(head))
+                    if len(head) < messages.ANSWER_HEAD.size:
+                        piece = self.link.recv(messages.ANSWER_HEAD.size - len(head))
                         head += piece
                         size, came = _size_of(head), len(piece)
                     if came and answer.size < size:
@@ -161,11 +161,11 @@ class Child:
 
 def _size_of(head: bytes) -> int:
     """The size of an answer; 0 while its head is incomplete. Raises FrameError."""
-    if len(head) < answers.HEAD.size:
+    if len(head) < messages.ANSWER_HEAD.size:
         return 0
-    kind, size = answers.HEAD.unpack(head)
-    if kind not in (answers.ANSWER, answers.LAST, answers.ORDER) or size > answers.MOST_BYTES:
-        raise frames.FrameError(f"an answer of kind {kind} and {size} bytes")
+    kind, size = messages.ANSWER_HEAD.unpack(head)
+    if kind not in (messages.ANSWER, messages.LAST, messages.ORDER) or size > messages.MOST_ANSWER_BYTES:
+        raise messages.FrameError(f"an answer of kind {kind} and {size} bytes")
     return int(size)
 
 
@@ -212,7 +212,7 @@ def run_order(program: Callable[..., Any], link: socket.socket, *, hidden: bool,
     program starts foreign code, which must not reach into its memory or take its link. counted: a control group counts
     its memory."""
     run_snippet({"code": "None"})  # the first touch of a page after a fork copies it: some 90 that no caller waits for
-    if (received := frames.receive(link)) is None:
+    if (received := messages.receive(link)) is None:
         return
     order, (body,) = received
     Budget(**order["budget"]).enforce()
@@ -240,7 +240,7 @@ def _answer(link: socket.socket, program: Callable[[], Outcome], *, fatal: bool 
         message = {"status": Status.OUT_OF_MEMORY, "error": "MemoryError"}
     except BaseException as error:  # noqa: BLE001 - foreign code may raise anything; it is the answer
         message = _encode(_report_error(error))
-    answers.send(link, answers.LAST if fatal and failed else answers.ANSWER, message)
+    messages.send_answer(link, messages.LAST if fatal and failed else messages.ANSWER, message)
     return not failed
 
 
@@ -258,7 +258,7 @@ def _report_error(error: BaseException) -> Outcome:
     traceback.print_exception(type(error), error, tracing)
     sys.stderr.flush()
     last = traceback.format_exception_only(error)[-1].strip()
-    return Outcome(status=Status.TOOL_ERROR, error=last[: answers.MOST_ERROR_CHARS])
+    return Outcome(status=Status.TOOL_ERROR, error=last[: messages.MOST_ERROR_CHARS])
 
 
 def run_snippet(arguments: Mapping[str, Any]) -> Outcome:
@@ -299,12 +299,12 @@ class LinkedSandbox:
 
     def python(self, code: str) -> Outcome:
         """Run Python beside the environment."""
-        answers.send(self._link, answers.ORDER, {"code": code})
-        if (received := frames.receive(self._link)) is None:
-            raise frames.FrameError("the supervisor has ended")
+        messages.send_answer(self._link, messages.ORDER, {"code": code})
+        if (received := messages.receive(self._link)) is None:
+            raise messages.FrameError("the supervisor has ended")
         header, files = received
         printed, answer = (take(file) for file in files)
-        reply = answers.read(header, printed, answer)
+        reply = messages.read_answer(header, printed, answer)
         status = reply["status"] if reply["status"] in tuple(Status) else Status.CRASHED
         return Outcome(output=reply["output"], status=Status(status), error=reply["error"])
 
@@ -320,7 +320,7 @@ def _serve_environment(program: Callable[..., Environment], arguments: Any, link
     if not _answer(link, first, fatal=True):
         return
     (environment,) = made
-    while (received := frames.receive(link)) is not None:
+    while (received := messages.receive(link)) is not None:
         request, (file,) = received
         os.environ[CORES] = str(request["cores"])
         _answer(link, partial(environment.step, json.loads(take(file))))
