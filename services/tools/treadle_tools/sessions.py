@@ -11,7 +11,6 @@ What makes an opening fast and sure is the worker that imports the tool before t
 
 import asyncio
 import contextlib
-import math
 import time
 import uuid
 from collections import Counter
@@ -22,6 +21,7 @@ from typing import Any
 
 import structlog
 from pydantic import TypeAdapter
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, retry_if_result, wait_chain, wait_fixed
 from treadle_runtime.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
 from treadle_runtime.identity.tenants import like
 
@@ -128,30 +128,41 @@ LOST = "its sandbox was lost while the service was down"
 async def open_with_retries(
     opening: Opening, attempt: Callable[[], Awaitable[Result]], pauses_s: Sequence[float] = OPEN_PAUSES_S
 ) -> Result:
-    """Call `attempt`, which opens the environment in a fresh sandbox, again after each of `pauses_s`, as long as the
-    caller waits (RollArt §8: resets fail most).
+    """Open the environment by `attempt`, and again after each of `pauses_s` as long as the caller waits.
+
+    Each attempt uses a fresh sandbox (RollArt §8: resets fail most).
 
     An environment that died or took too long is tried again, and a worker that does not start; not one that refuses its
     arguments, raises, or needs too much memory, because it would do so again. Raises what the last attempt raises.
     """
 
-    def is_too_late(pause_s: float) -> bool:
-        return time.monotonic() + pause_s >= (math.inf if opening.ends_at is None else opening.ends_at)
+    def is_worth_retrying(result: Result) -> bool:
+        return not result.alive and result.status in WORTH_RETRYING
 
-    for pause_s in (*pauses_s, math.inf):
-        try:
-            result = await attempt()
-        except Unavailable as error:
-            if is_too_late(pause_s):
-                raise
-            why = str(error)
-        else:
-            if result.alive or result.status not in WORTH_RETRYING or is_too_late(pause_s):
-                return result
-            why = result.error
-        log.warning("an environment is opened again", tool=opening.tool.name, why=why, pause_s=pause_s)
-        await asyncio.sleep(pause_s)
-    raise AssertionError("after the last try it is too late")
+    def is_over(state: RetryCallState) -> bool:
+        is_too_late = opening.ends_at is not None and time.monotonic() + state.upcoming_sleep >= opening.ends_at
+        return is_too_late or state.attempt_number > len(pauses_s)
+
+    def report(state: RetryCallState) -> None:
+        assert state.outcome is not None  # an attempt has ended
+        error = state.outcome.exception()
+        why = state.outcome.result().error if error is None else str(error)
+        tool, pause_s = opening.tool.name, state.upcoming_sleep
+        log.warning("an environment is opened again", tool=tool, why=why, pause_s=pause_s)
+
+    def give_last(state: RetryCallState) -> Result:
+        assert state.outcome is not None
+        last: Result = state.outcome.result()
+        return last
+
+    retrying = AsyncRetrying(
+        retry=retry_if_exception_type(Unavailable) | retry_if_result(is_worth_retrying),
+        wait=wait_chain(*map(wait_fixed, pauses_s)),
+        stop=is_over,
+        before_sleep=report,
+        retry_error_callback=give_last,
+    )
+    return await retrying(attempt)
 
 
 class Sessions:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_chain, wait_fixed
 
 from treadle_tools.sandbox import channel, state_folder
 from treadle_tools.sandbox.bubblewrap import Recipe
@@ -26,7 +27,7 @@ from treadle_tools.sandbox.cgroups import Cgroups, find_cgroups
 from treadle_tools.sandbox.channel import Channel
 from treadle_tools.sandbox.inside import messages
 from treadle_tools.sandbox.processes import ForkServer, SandboxProcess, Spawner, wait_for_growth
-from treadle_tools.sandbox.sandboxes import SandboxLost, SessionRecords, WorkerFailed, worker_retry_pauses
+from treadle_tools.sandbox.sandboxes import RETRY_PAUSES_S, SandboxLost, SessionRecords, WorkerFailed
 
 log = structlog.get_logger()
 
@@ -85,19 +86,11 @@ class Pool:
 
     async def run(self) -> None:
         """Make what is requested, until cancelled; then end the worker and its sandboxes."""
-        pauses_s = worker_retry_pauses()
+        failed, pauses = retry_if_exception_type(WorkerFailed), map(wait_fixed, RETRY_PAUSES_S)
+        until_made = AsyncRetrying(retry=failed, wait=wait_chain(*pauses))
         try:
             while True:
-                await self._is_requested.wait()
-                try:
-                    made = await self._make()
-                except WorkerFailed as failure:
-                    log.error("a tool's worker failed", tool=self.recipe.tool, error=str(failure))
-                    self.on_failed(self.recipe.tool, str(failure))
-                    await self._close_fork_server()
-                    await asyncio.sleep(next(pauses_s))
-                    continue
-                pauses_s = worker_retry_pauses()
+                made: Made = await until_made(self._make_requested)
                 if self._requested == 0:
                     await self.kill(made)
                     continue
@@ -109,6 +102,17 @@ class Pool:
             for made in [made for made in self.made.values() if made.pool is self]:
                 await self.kill(made)
             await self._close_fork_server()
+
+    async def _make_requested(self) -> Made:
+        """Make a sandbox once one is requested. Reports and raises WorkerFailed."""
+        await self._is_requested.wait()
+        try:
+            return await self._make()
+        except WorkerFailed as failure:
+            log.error("a tool's worker failed", tool=self.recipe.tool, error=str(failure))
+            self.on_failed(self.recipe.tool, str(failure))
+            await self._close_fork_server()
+            raise
 
     async def _make(self) -> Made:
         """A sandbox of a free spawner, or of a new one. Raises WorkerFailed."""

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import structlog
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_fixed
 from treadle_runtime.bus import run_beside
 
 from treadle_tools.sandbox import channel
@@ -217,6 +218,15 @@ class DaemonClient(Backend):
 
     async def run(self) -> None:
         """Take in sandboxes until cancelled, and replace a daemon that is lost."""
+
+        async def connect() -> None:
+            try:
+                await self.connect()
+            except DaemonFailed as failure:
+                log.error("no sandbox daemon", error=str(failure))
+                raise
+
+        failed, pause = retry_if_exception_type(DaemonFailed), wait_fixed(RESTART_PAUSE_S)
         while True:
             try:
                 await self._receive_sandboxes()
@@ -226,12 +236,7 @@ class DaemonClient(Backend):
             self._disconnect()
             for warm in self._warm.values():
                 warm.drop()
-            while self._channel is None:
-                try:
-                    await self.connect()
-                except DaemonFailed as failure:
-                    log.error("no sandbox daemon", error=str(failure))
-                    await asyncio.sleep(RESTART_PAUSE_S)
+            await AsyncRetrying(retry=failed, wait=pause)(connect)
             for session in self.found:  # of yet another daemon: this service has called them crashed already
                 if session.sandbox is not None:
                     session.sandbox.close()

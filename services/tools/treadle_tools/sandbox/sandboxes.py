@@ -5,11 +5,10 @@ containers (`containers/fleet.py`). This module knows neither, and imports the s
 """
 
 import asyncio
-import itertools
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -73,11 +72,6 @@ class SandboxLost(Exception):  # noqa: N818 - an answer to the caller, not a fau
 
 class WorkerFailed(Exception):  # noqa: N818 - named for what happened
     """A tool's worker did not start or could not make a sandbox; the message says why."""
-
-
-def worker_retry_pauses() -> Iterator[float]:
-    """Seconds to wait after a worker's first failure to start, its second, and so on without end."""
-    return itertools.chain(RETRY_PAUSES_S, itertools.repeat(RETRY_PAUSES_S[-1]))
 
 
 class Sandbox(ABC):
