@@ -328,7 +328,10 @@ async def _until_written(write: Callable[[], Awaitable[None]]) -> None:
     def report(state: RetryCallState) -> None:
         log.warning("the state of a reward is not written", error=repr(_error_of(state)))
 
-    await AsyncRetrying(retry=retry_if_exception(may_pass), wait=_pause_s, before_sleep=report)(write)
+    async def write_once() -> None:  # tenacity does not await what a lambda returns
+        await write()
+
+    await AsyncRetrying(retry=retry_if_exception(may_pass), wait=_pause_s, before_sleep=report)(write_once)
 
 
 def _pause_s(state: RetryCallState) -> float:
