@@ -21,7 +21,7 @@ MEMORY = Path("/dev/shm")  # a folder of files in the host's memory
 
 def require_bubblewrap() -> None:
     """Raise UsageProblem where bubblewrap is missing or cannot make a sandbox: tools never run without one."""
-    from treadle_tools.sandbox.bubblewrap.command import BubblewrapMissing, find_bubblewrap
+    from treadle_tools.sandbox.bubblewrap import BubblewrapMissing, find_bubblewrap
 
     try:
         find_bubblewrap()

@@ -13,11 +13,12 @@ from opentelemetry import propagate, trace
 from treadle.predictor.v1 import predictor_pb2, predictor_pb2_grpc
 from treadle_core.ranking.estimator import Estimator, Forecast, Progress, Source
 from treadle_core.ranking.evidence import Evidence
+from treadle_runtime.enums import number_of
 from treadle_runtime.errors import require
 from treadle_runtime.telemetry import SCOPE, Metrics
 
 from treadle_predictor.calibration import Calibration
-from treadle_predictor.convert import ESTIMATORS, context_of, prediction_of, progress_of
+from treadle_predictor.convert import context_of, prediction_of, progress_of
 from treadle_predictor.facts import Learner
 from treadle_predictor.question import make_question
 
@@ -101,7 +102,7 @@ class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
         version = f"{best.name.lower()}-{self._evidence.closed_total}"
         return predictor_pb2.GetModelInfoResponse(
             model_version=leading.version if leading is not None else version,
-            best_estimator=ESTIMATORS[best],
+            best_estimator=number_of(best, predictor_pb2.Estimator),
             finished_trajectories=self._evidence.closed_total,
             known_prompts=self._evidence.known_prompts,
             updated_at=self._learner.updated_at,

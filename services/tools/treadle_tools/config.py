@@ -9,7 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from treadle_runtime.config import Settings
 
-from treadle_tools.builtin import REWARDS, TOOLS
+from treadle_tools.builtin import TOOLS
+from treadle_tools.rewards import REWARDS
 from treadle_tools.tool import Tool
 
 
@@ -100,7 +101,7 @@ class ToolsSettings(Settings):
 
     @property
     def builtin_tools(self) -> tuple[Tool, ...]:
-        """The tools and rewards that are on, in the order of the module `builtin`."""
+        """Return the tools and rewards that are on, in the order of TOOLS and REWARDS."""
         return tuple(tool for tool in (*TOOLS, *REWARDS) if tool.name in {*self.builtin, *self.rewards})
 
     @property

@@ -16,8 +16,8 @@ from jsonschema.protocols import Validator
 from treadle_core.tools.action import InvalidActionError
 from treadle_runtime.errors import InvalidArgument, NotFound, identifier
 
-from treadle_tools.declarations import HttpFunction, Judge
-from treadle_tools.scheduling.demand import check_scaling
+from treadle_tools.remote.declarations import HttpFunction, Judge
+from treadle_tools.scheduling.resources import check_scaling
 from treadle_tools.tool import Kind, Result, Tool
 
 BACKENDS = ("", "bubblewrap", "docker", "kubernetes")

@@ -1,7 +1,8 @@
 """The values of the service: a tool, the limits of one action, and its outcome and result.
 
-Invariant: standard library only, because this module is read on both sides of the sandbox's wall. A tool's code is
-named by `entry` and imported inside the sandbox; the service itself never imports it.
+Invariant: this module imports the standard library only, because both sides of the sandbox's wall
+import it. The field `entry` names a tool's code, which is imported inside the sandbox. Of foreign tools
+the service itself never imports the code.
 """
 
 import enum
@@ -16,6 +17,18 @@ WORKER_BYTES = 64 * MIB  # beside an action's memory: pages of the preloaded mod
 WORKER_PROCESSES = 4  # beside an action's processes: init, the environment, and one that is being forked
 WORK_FOLDER_INODES = 16384  # kernel memory that the size of a work folder in bytes does not count
 BACKSTOP_S = 2.0  # the sandbox enforces its own wall clock; this long later the service stops waiting for its answer
+
+
+TEXT = {"type": "string"}  # the JSON Schema of a text
+
+
+def object_schema(properties: Mapping[str, Any], *required: str, **more: int) -> dict[str, Any]:
+    """Return the JSON Schema of an object that has these properties and no others.
+
+    more: further rules of the schema, such as minProperties=1.
+    """
+    schema = {"type": "object", "properties": properties, "additionalProperties": False, **more}
+    return {**schema, "required": list(required)} if required else schema
 
 
 class Kind(enum.StrEnum):

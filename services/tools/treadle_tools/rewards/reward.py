@@ -1,15 +1,19 @@
-"""One reward, that is, one trajectory to be scored by one reward function; and the journal of all rewards.
+"""One reward (one trajectory to be scored by one function), the table of all rewards, and their journal.
 
-Invariants: a reward ends for good, as DONE (with a score), FAILED or CANCELLED; `revision` moves at each change.
+Invariants: a reward ends for good, as DONE (with a score), FAILED or CANCELLED; `revision` grows with each
+change.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import enum
 import json
 import os
 import zlib
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, field
 
 import structlog
 from nats.js import JetStreamContext
@@ -69,6 +73,67 @@ class Reward:
     def ended(self) -> bool:
         """Whether it changes no more."""
         return self.state not in (State.PENDING, State.RUNNING)
+
+
+Matches = Callable[[Reward], bool]
+
+
+@dataclass(eq=False)
+class _Watcher:
+    matches: Matches
+    changed: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def note(self, reward: Reward) -> None:
+        if self.matches(reward):
+            self.changed[reward.reward_id] = None
+            self.wake.set()
+
+
+class RewardTable:
+    """Keeps all rewards by id, and tells their watchers of each change.
+
+    Invariant: a watcher gets every matching reward in its newest state. The table may leave out only
+    states in between.
+    """
+
+    def __init__(self) -> None:
+        self.rewards: dict[str, Reward] = {}
+        self._watchers: set[_Watcher] = set()
+
+    def put(self, reward: Reward) -> None:
+        """Store a new reward, or a newer state of one, and wake the watchers."""
+        self.rewards[reward.reward_id] = reward
+        for watcher in self._watchers:
+            watcher.note(reward)
+
+    async def watch(self, matches: Matches) -> AsyncIterator[Reward]:
+        """Yield each reward that matches, then each change of one, for ever."""
+        watcher = _Watcher(matches)
+        for reward in self.rewards.values():
+            watcher.note(reward)
+        self._watchers.add(watcher)
+        try:
+            while True:
+                await watcher.wake.wait()
+                watcher.wake.clear()
+                while watcher.changed:
+                    reward_id, _ = watcher.changed.popitem(last=False)
+                    if (newest := self.rewards.get(reward_id)) is not None:
+                        yield newest
+        finally:
+            self._watchers.discard(watcher)
+
+    async def watch_until_ended(self, reward_ids: Iterable[str]) -> AsyncIterator[Reward]:
+        """Yield these rewards and their changes until all of them have ended."""
+        wanted = frozenset(reward_ids)
+        left = set(wanted)
+        async for reward in self.watch(lambda reward: reward.reward_id in wanted):
+            yield reward
+            if reward.ended:
+                left.discard(reward.reward_id)
+            if not left:
+                return
 
 
 class RewardJournal:

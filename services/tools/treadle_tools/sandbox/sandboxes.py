@@ -1,20 +1,61 @@
-"""What the service asks of a sandbox and of a backend that makes sandboxes; and the sandboxes that wait for a call.
+"""A sandbox of any kind: how its worker is started, what the service asks of it, and who makes it.
 
-Backends: the client of the sandbox daemon for bubblewrap (`daemon/client.py`), the fleet of containers
-(`containers/fleet.py`). Neither is known here.
+Backends make sandboxes: the client of the sandbox daemon for bubblewrap (`daemon_client.py`), the fleet of
+containers (`containers/fleet.py`). This module knows neither, and imports the standard library only.
 """
 
 import asyncio
-import itertools
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any
 
-from treadle_tools.tool import Limits, Status, Tool
+from treadle_tools.tool import Kind, Limits, Status, Tool
+
+NOBODY = 65534
+PACKAGE = "treadle_tools"
+VARIABLES = MappingProxyType({
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "OPENBLAS_NUM_THREADS": "1",  # a fork server must have one thread; and one action, one core
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "MPLBACKEND": "Agg",
+    "MPLCONFIGDIR": "/tmp",
+})  # fmt: skip
+BOOT = (
+    "import sys, json; config = json.loads(sys.argv[1]); sys.path += config['paths']; "
+    "from treadle_tools.sandbox.inside.{module} import main; main(config)"
+)
+
+
+def worker_arguments(tool: Tool, module: str, paths: Sequence[str], **more: Any) -> list[str]:
+    """Arguments of a Python that runs `main` of a module of `inside/`. paths: added to sys.path; more: for `main`."""
+    config = {
+        "paths": list(paths),
+        "entry": tool.entry,
+        "preload": list(tool.preload),
+        "work_bytes": tool.work_bytes,
+        "processes": tool.processes,
+        "hidden": tool.kind is Kind.REWARD,
+        **more,
+    }
+    return ["-c", BOOT.format(module=module), json.dumps(config)]
+
+
+def find_top_level(tool: Tool, name: str) -> ModuleSpec:
+    """The package or module at the top of a dotted name that `tool` needs. Raises ModuleNotFoundError without it."""
+    top = name.partition(":")[0].partition(".")[0]
+    if (spec := find_spec(top)) is None:
+        raise ModuleNotFoundError(f"tool {tool.name!r}: no module named {top!r}", name=top)
+    return spec
+
 
 CHECK_INTERVAL_S = 1.0  # between two looks whether the tool's worker has failed meanwhile
 RETRY_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # after each start of a worker that fails; the last one again
@@ -31,11 +72,6 @@ class SandboxLost(Exception):  # noqa: N818 - an answer to the caller, not a fau
 
 class WorkerFailed(Exception):  # noqa: N818 - named for what happened
     """A tool's worker did not start or could not make a sandbox; the message says why."""
-
-
-def worker_retry_pauses() -> Iterator[float]:
-    """Seconds to wait after a worker's first failure to start, its second, and so on without end."""
-    return itertools.chain(RETRY_PAUSES_S, itertools.repeat(RETRY_PAUSES_S[-1]))
 
 
 class Sandbox(ABC):
@@ -82,8 +118,10 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def _exchange(self, header: dict[str, Any], body: bytes, limits: Limits, processes: int) -> dict[str, Any]:
-        """Send a request; its answer (`answers.read`). Raises SandboxLost, and TimeoutError where none comes within the
-        limits."""
+        """Send a request and return its answer, as `messages.read_answer` reads it.
+
+        Raises SandboxLost, and TimeoutError where no answer comes within the limits.
+        """
 
     @abstractmethod
     def _was_killed_for_memory(self) -> bool:

@@ -1,14 +1,123 @@
-"""Find this machine's cores and memory, and prepare the process to decide who gets them."""
+"""What actions ask for, and what this machine has of it.
+
+`Demands` makes an action of the scheduler out of what a tool declares, and learns how long each tool's
+actions take. `find_node` counts the cores and the memory. An action that asks for more cores than the
+node has may get all of them.
+"""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from treadle_core.tools import action as core
 from treadle_core.tools.action import CPU_CORES, GPUS, Action, Amdahl, Elasticity, Fixed, Measured, Range, UnitSet
 from treadle_core.tools.cpu import CpuManager, Machine
 from treadle_core.tools.dispatcher import Dispatcher, Resources
 from treadle_core.tools.gpu import GpuManager
+from treadle_core.tools.providers import BasicManager
+
+from treadle_tools.tool import Kind, Limits, Result, Scaling, Tool
+
+UNORDERED = 0  # the arrival of an action until the scheduler has given it its place
+RECENT_SHARE = 0.2  # of the newest in the average: five actions back still count for a third
+
+
+class RecentMeans(dict[str, float]):
+    """A moving average of the values of each key, in which newer ones count for more."""
+
+    def add(self, key: str, value: float) -> None:
+        """Move the key's average towards its newest value."""
+        known = self.setdefault(key, value)
+        self[key] = known + RECENT_SHARE * (value - known)
+
+
+def elasticity(scaling: Scaling) -> core.Elasticity:
+    """E of eq. 1."""
+    return core.Measured(scaling.efficiency) if scaling.efficiency else core.Amdahl(scaling.serial_share)
+
+
+class Demands:
+    """Makes actions, and learns each tool's overhead, seconds of work on one core and speedup from those that ended.
+
+    cores, memory_bytes: of the node. providers: by name.
+    """
+
+    def __init__(self, cores: int, memory_bytes: int, providers: Mapping[str, BasicManager]) -> None:
+        self._cores = cores
+        self._memory_bytes = memory_bytes
+        self._providers = providers
+        self._overhead_s = RecentMeans()
+        self._single_core_s = RecentMeans()
+        self._speedup = RecentMeans()
+
+    def learn(self, tool: Tool, result: Result) -> None:
+        """Count an action that was not refused by its provider."""
+        factor = 1.0 if tool.scaling is None else elasticity(tool.scaling).efficiency(result.cores) * result.cores
+        self._overhead_s.add(tool.name, result.overhead_s)
+        self._single_core_s.add(tool.name, result.execution_s * factor)
+        self._speedup.add(tool.name, factor)
+
+    def expected_s(self, tool: Tool) -> float:
+        """Seconds of the next action from its start, with as many cores as lately; 0: not known."""
+        if tool.name not in self._speedup:
+            return 0.0
+        return self._overhead_s[tool.name] + self._single_core_s[tool.name] / self._speedup[tool.name]
+
+    def action(self, action_id: str, holder: str, tool: Tool, limits: Limits) -> core.Action:
+        """One action of `tool`. holder: the session, whose memory is held until its end, or the action itself.
+
+        What is called once asks for no memory, as no more such calls run than there are cores: else they would wait for
+        sessions to end, which wait for what their trajectories call. Without a Scaling nothing is known of how it
+        scales, but how long it takes is told all the same.
+        """
+        most = min(limits.cpu_cores, self._cores)
+        cost: dict[str, core.Demand] = {core.CPU_CORES: cores_demand(tool.scaling, most)}
+        stays = tool.kind is Kind.ENVIRONMENT
+        if stays:
+            cost[core.MEMORY_BYTES] = core.Fixed(min(tool.reserve_bytes, limits.memory_bytes, self._memory_bytes))
+        if tool.provider:
+            cost |= self._providers[tool.provider].cost()
+        return core.Action(
+            action_id,
+            holder,
+            UNORDERED,
+            cost,
+            self._next_single_core_s(tool),
+            key=core.CPU_CORES,
+            elasticity=elasticity(tool.scaling) if tool.scaling is not None else None,
+            node_id=None if stays else NODE_ID,
+        )
+
+    def _next_single_core_s(self, tool: Tool) -> float | None:
+        """Seconds of the next action on one core, as profiled or learned; None: not known."""
+        if tool.scaling is not None and tool.scaling.single_core_s is not None:
+            return tool.scaling.single_core_s
+        known = tool.name in self._single_core_s
+        return self._overhead_s[tool.name] + self._single_core_s[tool.name] if known else None
+
+
+def check_scaling(tool: Tool) -> None:
+    """Raises InvalidActionError for a Scaling with a figure that is none, or more cores than the tool's limit."""
+    if (scaling := tool.scaling) is None:
+        return
+    single_core_s = 1.0 if scaling.single_core_s is None else scaling.single_core_s
+    cost = {core.CPU_CORES: core.UnitSet(scaling.cores)}
+    declared = core.Action(tool.name, tool.name, 0, cost, single_core_s, core.CPU_CORES, elasticity(scaling))
+    core.check_action(declared, {core.CPU_CORES: core.MOST_UNITS})
+    if scaling.cores[-1] > tool.limits.cpu_cores:
+        raise core.InvalidActionError("cores", f"must be at most limits.cpu_cores, {tool.limits.cpu_cores}")
+
+
+def cores_demand(scaling: Scaling | None, most: int) -> core.Demand:
+    """How many cores, where there are `most` at most."""
+    if scaling is None:
+        return core.Fixed(most)
+    choices = tuple(cores for cores in scaling.cores if cores <= most) or (most,)
+    if choices == tuple(range(choices[0], choices[-1] + 1)):
+        return core.Range(choices[0], choices[-1])
+    return core.UnitSet(choices)
+
 
 NODE_ID = "local"
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))

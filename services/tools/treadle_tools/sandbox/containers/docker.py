@@ -21,7 +21,7 @@ from tenacity import retry_if_exception
 
 from treadle_tools.sandbox.containers import hosts
 from treadle_tools.sandbox.containers.hosts import Allotment, ContainerLost, Ending, HostFailed, Pipe, Recipe
-from treadle_tools.sandbox.worker import NOBODY, VARIABLES
+from treadle_tools.sandbox.sandboxes import NOBODY, VARIABLES
 from treadle_tools.tool import WORK_FOLDER_INODES, WORKER_PROCESSES
 
 log = structlog.get_logger()

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-from tenacity import retry_if_exception_type
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_chain, wait_fixed
 
 from treadle_tools.sandbox.containers.hosts import ContainerLost, Host, HostFailed, Hosts, Recipe, retry_after, sweep
 from treadle_tools.sandbox.containers.sandbox import ContainerSandbox, Disconnected
-from treadle_tools.sandbox.daemon.state_folder import StateFolder
-from treadle_tools.sandbox.sandboxes import Backend, FoundSession, SessionRecords, WorkerFailed, worker_retry_pauses
+from treadle_tools.sandbox.sandboxes import RETRY_PAUSES_S, Backend, FoundSession, SessionRecords, WorkerFailed
+from treadle_tools.sandbox.state_folder import StateFolder
 
 log = structlog.get_logger()
 
@@ -151,17 +151,18 @@ class Fleet(Backend):
 
     async def _supply(self, tool: str) -> None:
         """Make one more warm container, however often that fails."""
-        for pause_s in worker_retry_pauses():
+
+        async def make() -> ContainerSandbox:
             try:
                 async with self._making:
-                    sandbox = await self._make(self._recipes[tool])
+                    return await self._make(self._recipes[tool])
             except WorkerFailed as failure:
                 log.error("a tool's worker failed", tool=tool, error=str(failure))
                 self._warm[tool].failure = str(failure)
-                await asyncio.sleep(pause_s)
-            else:
-                self._warm[tool].add(sandbox)
-                return
+                raise
+
+        failed, pauses = retry_if_exception_type(WorkerFailed), map(wait_fixed, RETRY_PAUSES_S)
+        self._warm[tool].add(await AsyncRetrying(retry=failed, wait=wait_chain(*pauses))(make))
 
     async def _make(self, recipe: Recipe) -> ContainerSandbox:
         """A container whose worker answers. Raises WorkerFailed."""

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
-from tenacity import AsyncRetrying, RetryCallState, stop_after_attempt, wait_chain, wait_fixed
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_chain, wait_fixed
 from tenacity.retry import RetryBaseT
 
-from treadle_tools.sandbox.worker import PACKAGE, find_top_level, worker_arguments
+from treadle_tools.sandbox.sandboxes import PACKAGE, find_top_level, worker_arguments
 from treadle_tools.tool import MIB, Tool
 
 log = structlog.get_logger()
@@ -182,26 +182,26 @@ class Hosts:
 
     async def make(self, recipe: Recipe, name: str) -> Host:
         """Make a container on the best host, or the next best, in TRIES tries. Raises HostFailed."""
-        for tries_left in reversed(range(TRIES)):
-            state = self._best()
-            await self.sleep(max(0.0, state.rests_until - self.clock()))
-            state.load += 1
-            try:
-                await state.host.make(recipe, name)
-            except HostFailed as failure:
-                state.load -= 1
-                state.rests_until = self.clock() + REST_PAUSES_S[min(state.failures, len(REST_PAUSES_S) - 1)]
+        what = "a container is tried elsewhere, or again"
+        retrying = retry_after((0.0,) * (TRIES - 1), retry_if_exception_type(HostFailed), what, container=name)
+        return await retrying(self._make_on_best, recipe, name)
+
+    async def _make_on_best(self, recipe: Recipe, name: str) -> Host:
+        """Make a container on the best host, once that need not rest. Raises HostFailed."""
+        state = self._best()
+        await self.sleep(max(0.0, state.rests_until - self.clock()))
+        state.load += 1
+        try:
+            await state.host.make(recipe, name)
+        except BaseException as error:
+            state.load -= 1
+            if isinstance(error, HostFailed):
+                pause_s = REST_PAUSES_S[min(state.failures, len(REST_PAUSES_S) - 1)]
+                state.rests_until = self.clock() + pause_s
                 state.failures += 1
-                if not tries_left:
-                    raise
-                log.warning("a container is tried elsewhere, or again", host=state.host.name, error=str(failure))
-            except BaseException:
-                state.load -= 1
-                raise
-            else:
-                state.failures = 0
-                return state.host
-        raise AssertionError("the last try returns or raises")
+            raise
+        state.failures = 0
+        return state.host
 
     def _best(self) -> _HostState:
         """The host that need not rest and has least load; where all rest, the first to be back."""
@@ -210,7 +210,10 @@ class Hosts:
 
 
 def retry_after(pauses_s: Sequence[float], retry: RetryBaseT, what: str, **fields: Any) -> AsyncRetrying:
-    """Calls a coroutine function again after each of `pauses_s`, and logs `what` each time. Raises the last error."""
+    """Return what calls a coroutine function again after each of `pauses_s`, and logs `what` each time.
+
+    It raises the last error.
+    """
 
     def report(state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome is not None else None

@@ -22,9 +22,10 @@ from kubernetes_asyncio import client, config
 from kubernetes_asyncio.client.exceptions import ApiException
 from kubernetes_asyncio.config.config_exception import ConfigException
 from kubernetes_asyncio.stream import WsApiClient
+from tenacity import AsyncRetrying, retry_if_result, wait_exponential
 
 from treadle_tools.sandbox.containers.hosts import Allotment, ContainerLost, Ending, HostFailed, Pipe, Recipe
-from treadle_tools.sandbox.worker import NOBODY, VARIABLES
+from treadle_tools.sandbox.sandboxes import NOBODY, VARIABLES
 
 log = structlog.get_logger()
 
@@ -37,8 +38,10 @@ PIECE_BYTES = 32 * 1024  # of a message to a pod: what the kubelet itself sends 
 STDIN, STDOUT, STDERR = 0, 1, 2
 RESIZE_MINOR = 33  # of version 1: the first that resizes pods in place by default
 START_TIMEOUT_S = 120.0  # an image may have to be fetched first
-LOOK_PAUSE_S = 0.2
-LONGEST_LOOK_PAUSE_S = 2.0
+UNTIL_STARTED = AsyncRetrying(
+    retry=retry_if_result(lambda started: not started),
+    wait=wait_exponential(multiplier=0.2, max=2.0),  # seconds between two looks at a pod
+)
 CALL_TIMEOUT_S = 60.0
 LOG_LINES = 20
 HOPELESS = (
@@ -154,7 +157,7 @@ class KubernetesHost:
             await self._call(f"pod {name}", "create_namespaced_pod", body=pod)
             try:
                 async with asyncio.timeout(START_TIMEOUT_S):
-                    await self._wait_started(name)
+                    await UNTIL_STARTED.copy()(self._has_started, name)
             except BaseException:
                 await self.remove(name)
                 raise
@@ -208,17 +211,15 @@ class KubernetesHost:
             if api is not None:
                 await api.api_client.close()
 
-    async def _wait_started(self, name: str) -> None:
-        pause_s = LOOK_PAUSE_S
-        while True:
-            pod = await self._call_pod("read_namespaced_pod", name)
-            if pod.status.phase in ("Running", "Succeeded", "Failed"):
-                return
-            for status in pod.status.container_statuses or ():
-                if (waiting := status.state.waiting) is not None and waiting.reason in HOPELESS:
-                    raise HostFailed(f"pod {name}: {waiting.reason}: {waiting.message or ''}")
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_LOOK_PAUSE_S)
+    async def _has_started(self, name: str) -> bool:
+        """Return whether a pod runs, or has ended. Raises HostFailed where it will never run."""
+        pod = await self._call_pod("read_namespaced_pod", name)
+        if pod.status.phase in ("Running", "Succeeded", "Failed"):
+            return True
+        for status in pod.status.container_statuses or ():
+            if (waiting := status.state.waiting) is not None and waiting.reason in HOPELESS:
+                raise HostFailed(f"pod {name}: {waiting.reason}: {waiting.message or ''}")
+        return False
 
     async def _read_last_line(self, name: str) -> str:
         try:

@@ -15,7 +15,7 @@ import structlog
 from tenacity import retry_if_exception_type
 
 from treadle_tools.sandbox.containers.hosts import Allotment, ContainerLost, Ending, Host, HostFailed, Pipe, retry_after
-from treadle_tools.sandbox.inside import answers, frames
+from treadle_tools.sandbox.inside import messages
 from treadle_tools.sandbox.inside.container import HELLO
 from treadle_tools.sandbox.sandboxes import Sandbox, SandboxLost
 from treadle_tools.tool import BACKSTOP_S, WORKER_BYTES, Granted, Limits
@@ -42,7 +42,7 @@ class Connection:
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
-        self._stdout = asyncio.StreamReader(limit=frames.MAX_FRAME_BYTES)
+        self._stdout = asyncio.StreamReader(limit=messages.MAX_FRAME_BYTES)
         self._stderr = b""
         self.open = True
 
@@ -68,8 +68,8 @@ class Connection:
         word = uuid.uuid4().hex
         await self._write(b"\n" + _encode({"op": HELLO, HELLO: word}))
         while True:
-            with contextlib.suppress(frames.FrameError):
-                message = frames.decode(await self._next())
+            with contextlib.suppress(messages.FrameError):
+                message = messages.decode(await self._next())
                 if message.get(HELLO) == word:
                     return message
 
@@ -77,15 +77,15 @@ class Connection:
         """Send a request with its body and return its answer. Raises Disconnected."""
         await self._write(_encode(header) + body + b"\n")
         try:
-            said = frames.decode(await self._next())
+            said = messages.decode(await self._next())
             printed, answer = [await self._content(said, name) for name in ("printed", "answer")]
-            return answers.read(said, printed, answer)
-        except frames.FrameError as error:
+            return messages.read_answer(said, printed, answer)
+        except messages.FrameError as error:
             raise Disconnected(str(error)) from error
 
     async def _content(self, header: Mapping[str, Any], name: str) -> bytes:
         try:
-            return await self._stdout.readexactly(answers.size_of(header, name))
+            return await self._stdout.readexactly(messages.size_of(header, name))
         except asyncio.IncompleteReadError:
             raise Disconnected("it has ended") from None
 
@@ -115,7 +115,7 @@ class Connection:
 
 
 def _encode(message: Mapping[str, Any]) -> bytes:
-    return frames.encode(message)[frames.HEADER.size :] + b"\n"
+    return messages.encode(message)[messages.HEADER.size :] + b"\n"
 
 
 class ContainerSandbox(Sandbox):
@@ -161,7 +161,7 @@ class ContainerSandbox(Sandbox):
             raise SandboxLost(f"the container is gone ({lost})") from lost
         except HostFailed as failed:
             raise SandboxLost(f"the container cannot be reached: {failed}") from failed
-        except frames.FrameError as error:
+        except messages.FrameError as error:
             raise SandboxLost(str(error)) from error
         except Disconnected:
             raise await self._explain_loss() from None

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treadle_tools.sandbox.inside import frames, isolation
+from treadle_tools.sandbox.inside import isolation, messages
 from treadle_tools.sandbox.inside.content import Content
 from treadle_tools.sandbox.inside.supervisor import Request, Supervisor, Worker, hide_standard_streams
 
@@ -54,8 +54,8 @@ class LineRequests:
         line = Content(LONGEST_HEADER_BYTES)
         try:
             while self._take_line(line):
-                with contextlib.suppress(frames.FrameError):  # half a message: its sender was killed
-                    header = frames.decode(os.pread(line.file, line.size, 0))
+                with contextlib.suppress(messages.FrameError):  # half a message: its sender was killed
+                    header = messages.decode(os.pread(line.file, line.size, 0))
                     if header.get("op") == HELLO:
                         os.write(self._answers, b"\n")  # a border here too: contents have no line break at their end
                         self._write({HELLO: header[HELLO], "resident_bytes": read_resident_bytes()})
@@ -74,7 +74,7 @@ class LineRequests:
 
     def _receive(self, header: dict[str, Any]) -> Request | None:
         """Read the rest of a request: its body. None where it is half a message."""
-        body = Content(frames.MAX_FRAME_BYTES)
+        body = Content(messages.MAX_FRAME_BYTES)
         if not self._take_line(body) or body.size != header["body"]:
             body.close()
             return None
@@ -82,7 +82,7 @@ class LineRequests:
 
     def _write(self, message: Mapping[str, Any]) -> None:
         whole = {**message, "oom_kills": count_oom_kills(), "cpu_used_s": read_cpu_used_s()}
-        left = memoryview(frames.encode(whole)[frames.HEADER.size :] + b"\n")
+        left = memoryview(messages.encode(whole)[messages.HEADER.size :] + b"\n")
         while left:
             left = left[os.write(self._answers, left) :]
 

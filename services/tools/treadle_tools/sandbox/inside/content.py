@@ -8,7 +8,7 @@ holds. No object of Python ever has them.
 import os
 import socket
 
-from treadle_tools.sandbox.inside.frames import FrameError
+from treadle_tools.sandbox.inside.messages import FrameError
 
 BUFFER_BYTES = 64 * 1024  # a pipe's whole buffer at a time
 _buffer = memoryview(bytearray(BUFFER_BYTES))

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from treadle_tools.sandbox.inside import frames, isolation
+from treadle_tools.sandbox.inside import isolation, messages
 from treadle_tools.sandbox.inside.content import Content, send_with
 from treadle_tools.sandbox.inside.supervisor import Request, Supervisor, Worker, hide_standard_streams
 
@@ -33,7 +33,7 @@ def main(config: Mapping[str, Any]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     worker = Worker.load(config)
     isolated = _can_isolate(worker.work_bytes)
-    control.send(frames.encode({"ready": os.getpid(), "isolated": isolated})[frames.HEADER.size :])
+    control.send(messages.encode({"ready": os.getpid(), "isolated": isolated})[messages.HEADER.size :])
     _carry_out_orders(control, worker, isolated=isolated)
 
 
@@ -64,11 +64,11 @@ def _start_sandbox(
         control.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         supervisor = Supervisor(worker, counted=counted)
-        frames.send(given, {"hello": os.getpid()})
+        messages.send(given, {"hello": os.getpid()})
         supervisor.serve(NewestConnection(given))
 
     def report(error: OSError) -> None:
-        frames.send(given, {"failed": str(error)})
+        messages.send(given, {"failed": str(error)})
 
     if isolated:
         try:
@@ -129,7 +129,7 @@ class NewestConnection:
                 if not self._replace():
                     return None
             elif self._connection is not None:
-                with contextlib.suppress(OSError, frames.FrameError):
+                with contextlib.suppress(OSError, messages.FrameError):
                     if (request := _receive_request(self._connection)) is not None:
                         return request
                 self._drop()
@@ -137,7 +137,7 @@ class NewestConnection:
     def answer(self, header: Mapping[str, Any], printed: Content, answer: Content) -> None:
         if self._connection is not None:
             try:
-                send_with(self._connection, frames.encode(header), printed, answer)
+                send_with(self._connection, messages.encode(header), printed, answer)
             except OSError:
                 self._drop()
 
@@ -160,10 +160,10 @@ class NewestConnection:
 
 
 def _receive_request(connection: socket.socket) -> Request | None:
-    if (received := frames.receive(connection)) is None:
+    if (received := messages.receive(connection)) is None:
         return None
     header, _ = received
-    body = Content(frames.MAX_FRAME_BYTES)
+    body = Content(messages.MAX_FRAME_BYTES)
     request = Request(header, body)
     try:
         body.receive_exactly(connection, int(header["body"]))

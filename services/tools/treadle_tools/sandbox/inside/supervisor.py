@@ -22,10 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from treadle_tools.sandbox.inside import answers, frames, isolation
-from treadle_tools.sandbox.inside.child import Budget, Child, Event
+from treadle_tools.sandbox.inside import isolation, messages
+from treadle_tools.sandbox.inside.child import Budget, Child, Event, run_order
 from treadle_tools.sandbox.inside.content import Content
-from treadle_tools.sandbox.inside.program import run_order
 from treadle_tools.tool import Limits, Status
 
 ENVIRONMENT_GRACE_S = 1.0  # for an environment to answer after code that it ran has used up the time
@@ -91,7 +90,7 @@ class Requests(Protocol):
         """The next request, which the caller closes; None where there will be no more."""
 
     def answer(self, header: Mapping[str, Any], printed: Content, answer: Content) -> None:
-        """Send an answer (`answers.read`), if anybody still listens. The header says how long both contents are."""
+        """Send an answer (`read_answer`), if anybody still listens. The header says how long both contents are."""
 
 
 class Supervisor:
@@ -142,7 +141,7 @@ class Supervisor:
         started = time.monotonic()
         limits = Limits(**request.header["limits"])
         printed.clear(limits.output_bytes)
-        answer.clear(answers.MOST_BYTES)
+        answer.clear(messages.MOST_ANSWER_BYTES)
         status = self._start_and_wait(request, limits, printed, answer)
         return {
             **status,
@@ -194,14 +193,14 @@ class Supervisor:
             return {"status": Status.CRASHED, "error": "the environment has ended"}
         deadline = time.monotonic() + limits.wall_s
         try:
-            while (event := environment.next_event(deadline, self._unread, answer)).kind == answers.ORDER:
+            while (event := environment.next_event(deadline, self._unread, answer)).kind == messages.ORDER:
                 self._run_python(environment, limits, answer)
                 deadline = max(deadline, time.monotonic() + ENVIRONMENT_GRACE_S)
-        except (frames.FrameError, OSError) as error:
+        except (messages.FrameError, OSError) as error:
             event, ended = Event(late=True), {"status": Status.CRASHED, "error": str(error)}
         else:
             ended = _ending(event, limits)
-        if event.kind != answers.ANSWER:
+        if event.kind != messages.ANSWER:
             environment.kill()
             self._environment = None
         return ended
@@ -211,7 +210,7 @@ class Supervisor:
         if self._has_run_python:
             self._kill_leftovers()  # of the piece before
         self._has_run_python = True
-        printed, answer = Content(limits.output_bytes), Content(answers.MOST_BYTES)
+        printed, answer = Content(limits.output_bytes), Content(messages.MOST_ANSWER_BYTES)
         try:
             child = self._start("python", limits, order)
             try:
@@ -248,8 +247,8 @@ def _wait(child: Child, limits: Limits, printed: Content, answer: Content) -> di
     """Wait for the one answer of a child, which the caller kills afterwards. How it ended, where it sent none."""
     try:
         return _ending(child.next_event(time.monotonic() + limits.wall_s, printed, answer), limits)
-    except frames.FrameError as error:
-        return {"status": Status.CRASHED, "error": f"{answers.NOT_VALID}: {error}"}
+    except messages.FrameError as error:
+        return {"status": Status.CRASHED, "error": f"{messages.NOT_VALID}: {error}"}
 
 
 def _ending(event: Event, limits: Limits) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from treadle_tools.sandbox.bubblewrap.fork_server import wait_readable
-from treadle_tools.sandbox.inside import frames
+from treadle_tools.sandbox.inside import messages
+from treadle_tools.sandbox.processes import wait_readable
 
 # Raised with every change that an older daemon, or a sandbox of an older worker, would not understand. Such a daemon
 # ends when a service says hello, and its sessions with it.
@@ -48,7 +48,7 @@ class Channel:
 
     def post(self, message: Mapping[str, Any], descriptor: int | None = None) -> None:
         """Send without waiting. Nothing is sent where the other side has gone; `receive` reports that."""
-        self._outgoing.append((frames.encode({**message, DESCRIPTORS: int(descriptor is not None)}), descriptor))
+        self._outgoing.append((messages.encode({**message, DESCRIPTORS: int(descriptor is not None)}), descriptor))
         if self._socket.fileno() < 0:
             self._drop()
         elif len(self._outgoing) == 1:
@@ -63,7 +63,7 @@ class Channel:
 
         Raises FrameError where the other side sends something else than frames.
         """
-        while (message := frames.take_message(self._received)) is None:
+        while (message := messages.take_message(self._received)) is None:
             await wait_readable(self._socket)
             try:
                 piece, descriptors, _, _ = socket.recv_fds(

@@ -1,33 +1,116 @@
-"""All sessions: opened, stepped one action at a time, restored after a restart, closed by the caller or when idle.
+"""Sessions of environments: opened, stepped one action at a time, restored after a restart, closed.
 
-Owns: the table of sessions and each session's sandbox. Invariants: no two steps of a session overlap; a step that has
-started is finished although its caller has gone; a session whose environment has ended refuses steps with the reason
-until it is closed; an answer is stored before its caller gets it, so that the service's next run knows it.
+Owns: the table of sessions and each session's sandbox. Invariants: no two steps of a session overlap; a
+step that has started is finished although its caller has gone; a session whose environment has ended
+refuses steps with the reason until it is closed; an answer is stored before its caller gets it, so that the
+service's next run knows it.
 
-What makes an opening fast and sure is the worker that has imported the tool before anybody asks (`Tool.preload`).
+What makes an opening fast and sure is the worker that imports the tool before the first caller asks
+(`Tool.preload`).
 """
 
 import asyncio
 import contextlib
-import math
 import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
 import structlog
-from treadle_runtime.errors import NotFound, ResourceExhausted, Unavailable
+from pydantic import TypeAdapter
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, retry_if_result, wait_chain, wait_fixed
+from treadle_runtime.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
 from treadle_runtime.identity.tenants import like
 
+from treadle_tools.backends import Backends
 from treadle_tools.registry import Registry, refuse_invalid
 from treadle_tools.replies import result_of
-from treadle_tools.sandbox.backends import Backends
-from treadle_tools.sandbox.sandboxes import SandboxLost
+from treadle_tools.sandbox.sandboxes import Backend, Sandbox, SandboxLost
 from treadle_tools.scheduling.actions import Actions, Work
-from treadle_tools.sessions.session import Opening, Session
-from treadle_tools.tool import Granted, Limits, Result, Status
+from treadle_tools.tool import Granted, Limits, Result, Status, Tool
+
+RESULT = TypeAdapter(Result)
+FIXED = ("session_id", "trajectory_id", "job", "opened_by", "opened_at")  # fields that are stored as they are
+CHANGING = ("steps", "ended", "last_key", "last_used_at")
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A request to open a session. ends_at: by time.monotonic."""
+
+    tool: Tool
+    arguments: Mapping[str, Any]
+    limits: Limits
+    trajectory_id: str
+    request_id: str
+    job: str
+    ends_at: float | None = None
+
+    @property
+    def key(self) -> str:
+        """Names this request within its session, where a step may have the same request id."""
+        return f"open:{self.request_id}"
+
+
+@dataclass
+class Session:
+    """opened_at, last_used_at: seconds since the epoch. ended: why it takes no more steps; empty: it does.
+
+    last_key, last: the newest request that the environment has answered, and its answer, where known. recalled: False
+    until the sandbox of a session of an earlier run has been asked for its last answer, which that run may have missed.
+    """
+
+    session_id: str
+    tool: Tool
+    backend: Backend
+    trajectory_id: str
+    limits: Limits
+    opened_by: str
+    job: str
+    sandbox: Sandbox | None = None
+    steps: int = 0
+    ended: str = ""
+    last_key: str = ""
+    last: Result | None = None
+    recalled: bool = True
+    opened_at: float = field(default_factory=time.time)
+    last_used_at: float = field(default_factory=time.time)
+    idle_since: float = field(default_factory=time.monotonic)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # of the present step
+
+    def require(self) -> Sandbox:
+        """The sandbox. Raises FailedPrecondition where the session has ended."""
+        if self.ended or self.sandbox is None:
+            why = f"session {self.session_id!r} takes no more steps: {self.ended or 'closed'}"
+            raise FailedPrecondition("SESSION_ENDED", why, session_id=self.session_id)
+        return self.sandbox
+
+    def touch(self) -> None:
+        """Restart the time that it may be idle."""
+        self.last_used_at = time.time()
+        self.idle_since = time.monotonic()
+
+    def record(self) -> dict[str, Any]:
+        """Everything that the next run needs, as JSON."""
+        fixed = {name: getattr(self, name) for name in FIXED}
+        return {**fixed, "tool": self.tool.name, "limits": asdict(self.limits), **self.facts()}
+
+    def facts(self) -> dict[str, Any]:
+        """The fields of the record that change. The last answer only where no sandbox has it any more."""
+        last = asdict(self.last) if self.ended and self.last is not None else None
+        return {**{name: getattr(self, name) for name in CHANGING}, "last": last}
+
+    @classmethod
+    def restore(cls, record: Mapping[str, Any], tool: Tool, backend: Backend, sandbox: Sandbox | None) -> "Session":
+        """A session of an earlier run, from its record."""
+        used_s = max(0.0, time.time() - record["last_used_at"])
+        last = None if record["last"] is None else RESULT.validate_python(record["last"])
+        stored = {**record, "tool": tool, "limits": Limits(**record["limits"]), "last": last}
+        return cls(**stored, backend=backend, sandbox=sandbox, recalled=False, idle_since=time.monotonic() - used_s)
+
 
 log = structlog.get_logger()
 
@@ -45,30 +128,41 @@ LOST = "its sandbox was lost while the service was down"
 async def open_with_retries(
     opening: Opening, attempt: Callable[[], Awaitable[Result]], pauses_s: Sequence[float] = OPEN_PAUSES_S
 ) -> Result:
-    """Call `attempt`, which opens the environment in a fresh sandbox, again after each of `pauses_s`, as long as the
-    caller waits (RollArt §8: resets fail most).
+    """Open the environment by `attempt`, and again after each of `pauses_s` as long as the caller waits.
+
+    Each attempt uses a fresh sandbox (RollArt §8: resets fail most).
 
     An environment that died or took too long is tried again, and a worker that does not start; not one that refuses its
     arguments, raises, or needs too much memory, because it would do so again. Raises what the last attempt raises.
     """
 
-    def is_too_late(pause_s: float) -> bool:
-        return time.monotonic() + pause_s >= (math.inf if opening.ends_at is None else opening.ends_at)
+    def is_worth_retrying(result: Result) -> bool:
+        return not result.alive and result.status in WORTH_RETRYING
 
-    for pause_s in (*pauses_s, math.inf):
-        try:
-            result = await attempt()
-        except Unavailable as error:
-            if is_too_late(pause_s):
-                raise
-            why = str(error)
-        else:
-            if result.alive or result.status not in WORTH_RETRYING or is_too_late(pause_s):
-                return result
-            why = result.error
-        log.warning("an environment is opened again", tool=opening.tool.name, why=why, pause_s=pause_s)
-        await asyncio.sleep(pause_s)
-    raise AssertionError("after the last try it is too late")
+    def is_over(state: RetryCallState) -> bool:
+        is_too_late = opening.ends_at is not None and time.monotonic() + state.upcoming_sleep >= opening.ends_at
+        return is_too_late or state.attempt_number > len(pauses_s)
+
+    def report(state: RetryCallState) -> None:
+        assert state.outcome is not None  # an attempt has ended
+        error = state.outcome.exception()
+        why = state.outcome.result().error if error is None else str(error)
+        tool, pause_s = opening.tool.name, state.upcoming_sleep
+        log.warning("an environment is opened again", tool=tool, why=why, pause_s=pause_s)
+
+    def give_last(state: RetryCallState) -> Result:
+        assert state.outcome is not None
+        last: Result = state.outcome.result()
+        return last
+
+    retrying = AsyncRetrying(
+        retry=retry_if_exception_type(Unavailable) | retry_if_result(is_worth_retrying),
+        wait=wait_chain(*map(wait_fixed, pauses_s)),
+        stop=is_over,
+        before_sleep=report,
+        retry_error_callback=give_last,
+    )
+    return await retrying(attempt)
 
 
 class Sessions:

@@ -25,9 +25,9 @@ from typing import BinaryIO
 
 import structlog
 
-from treadle_tools.sandbox.bubblewrap.cgroups import Cgroups, Slot
-from treadle_tools.sandbox.bubblewrap.command import Recipe
-from treadle_tools.sandbox.inside import frames
+from treadle_tools.sandbox.bubblewrap import Recipe
+from treadle_tools.sandbox.cgroups import Cgroups, Slot
+from treadle_tools.sandbox.inside import messages
 from treadle_tools.sandbox.inside.fork_server import SANDBOX, SPAWNER, UNCOUNTED_SANDBOX
 from treadle_tools.sandbox.sandboxes import SandboxLost, WorkerFailed
 
@@ -120,7 +120,7 @@ class Spawner(_Forked):
         """A new sandbox. The one before must be dead. Raises SandboxLost, OSError or TimeoutError."""
         order = UNCOUNTED_SANDBOX if self.slot is None else SANDBOX
         async with _order(self._control, order) as (control, body, pid):
-            hello = frames.decode(body[frames.HEADER.size :])
+            hello = messages.decode(body[messages.HEADER.size :])
             if "failed" in hello:
                 raise SandboxLost(f"the sandbox cannot be isolated: {hello['failed']}")
             return SandboxProcess(control, pid, self.slot)
@@ -141,7 +141,7 @@ async def _order(forker: socket.socket, what: bytes) -> AsyncIterator[tuple[sock
             socket.send_fds(forker, [what], [theirs.fileno()])
         async with asyncio.timeout(FORK_TIMEOUT_S):
             await wait_readable(control)
-        body, ancillary, _, _ = control.recvmsg(frames.HEADER.size + 4096, socket.CMSG_SPACE(_CREDENTIALS.size))
+        body, ancillary, _, _ = control.recvmsg(messages.HEADER.size + 4096, socket.CMSG_SPACE(_CREDENTIALS.size))
         pids = [
             int(_CREDENTIALS.unpack(data[: _CREDENTIALS.size])[0])
             for level, kind, data in ancillary
@@ -195,7 +195,7 @@ class ForkServer:
     async def _wait_ready(self) -> None:
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                message = await asyncio.get_running_loop().sock_recv(self._control, frames.MAX_FRAME_BYTES)
+                message = await asyncio.get_running_loop().sock_recv(self._control, messages.MAX_FRAME_BYTES)
         except TimeoutError:
             raise WorkerFailed(f"tool {self._tool!r} was not ready after {START_TIMEOUT_S:g} s") from None
         except OSError:  # it ended with our socket unread
@@ -207,7 +207,7 @@ class ForkServer:
             log.error("a tool's worker did not start", tool=self._tool, stderr=why)
             last = why.splitlines()[-1] if why else f"exit code {code}"
             raise WorkerFailed(f"tool {self._tool!r} did not start: {last}")
-        self.single_use = not frames.decode(message)["isolated"]
+        self.single_use = not messages.decode(message)["isolated"]
         log.info("tool ready", tool=self._tool, forks=not self.single_use)
 
     async def open_spawner(self, cgroups: Cgroups | None) -> Spawner:
@@ -234,7 +234,7 @@ class ForkServer:
         try:
             async with asyncio.timeout(KILL_TIMEOUT_S):
                 with contextlib.suppress(OSError):
-                    while await asyncio.get_running_loop().sock_recv(self._control, frames.MAX_FRAME_BYTES):
+                    while await asyncio.get_running_loop().sock_recv(self._control, messages.MAX_FRAME_BYTES):
                         pass
         except TimeoutError:
             log.error("a killed worker does not end", tool=self._tool)

@@ -1,28 +1,144 @@
-"""The service's side of the sandbox daemon: finds the one that runs or starts one, requests sandboxes, stores sessions.
+"""The service's side of the sandbox daemon: it finds or starts the daemon, requests sandboxes, uses them.
 
-Owns: the connection, and the daemon's process where this service has started it. Invariant: the daemon carries out what
-was posted even if this process is killed right afterwards. A lost daemon takes its sandboxes along; another is started.
+`BubblewrapSandbox` owns the connection to one sandbox's init; the processes belong to the daemon.
+`DaemonClient` owns the connection to the daemon, and the daemon's process where this service has started
+it. Invariant: the daemon carries out what was posted even if this process is killed right afterwards. A
+lost daemon takes its sandboxes with it, and the client starts another.
 """
 
 import asyncio
 import contextlib
 import os
+import select
 import socket
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import structlog
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_fixed
+from treadle_runtime.bus import run_beside
 
-from treadle_tools.sandbox.bubblewrap.cgroups import Root, Slot
-from treadle_tools.sandbox.bubblewrap.command import Recipe
-from treadle_tools.sandbox.bubblewrap.sandbox import BubblewrapSandbox
-from treadle_tools.sandbox.daemon import channel
-from treadle_tools.sandbox.daemon.channel import Channel
-from treadle_tools.sandbox.daemon.state_folder import StateFolder
-from treadle_tools.sandbox.inside import frames
-from treadle_tools.sandbox.sandboxes import Backend, FoundSession, Sandbox, SessionRecords, WorkerFailed
+from treadle_tools.sandbox import channel
+from treadle_tools.sandbox.bubblewrap import Recipe
+from treadle_tools.sandbox.cgroups import Root, Slot
+from treadle_tools.sandbox.channel import Channel
+from treadle_tools.sandbox.inside import messages
+from treadle_tools.sandbox.processes import wait_for_growth
+from treadle_tools.sandbox.sandboxes import Backend, FoundSession, Sandbox, SandboxLost, SessionRecords, WorkerFailed
+from treadle_tools.sandbox.state_folder import StateFolder
+from treadle_tools.tool import BACKSTOP_S, WORKER_BYTES, WORKER_PROCESSES, Granted, Limits
+
+PIECE_BYTES = 1024 * 1024
+
+
+class BubblewrapSandbox(Sandbox):
+    """name: given by the daemon. pid: of its init. end: has it killed, without waiting."""
+
+    reusable = True
+
+    def __init__(
+        self, name: str, connection: socket.socket, pid: int, slot: Slot | None, end: Callable[[], None]
+    ) -> None:
+        connection.setblocking(False)
+        self.name = name
+        self._connection = connection
+        self._pid = pid
+        self._slot = slot
+        self._end = end
+        self._memory_kills = 0  # by this service
+        self._kills_before = 0  # the last request
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can take a request. It sends nothing unasked, so anything to read here is its end."""
+        if self._connection.fileno() < 0:
+            return False
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        return not poll.poll(0)
+
+    async def _exchange(self, header: dict[str, Any], body: bytes, limits: Limits, processes: int) -> dict[str, Any]:
+        self._kills_before = self._count_memory_kills()
+        slot = None if header["op"] == "recall" else self._slot
+        used_s = None if slot is None else self._limit(slot, header["op"], limits, processes)
+        try:
+            async with asyncio.timeout(limits.wall_s + BACKSTOP_S):
+                # Without a control group this kills the sandbox above its memory limit.
+                watches = [] if self._slot is not None else [partial(self._kill_above, limits.memory_bytes)]
+                async with run_beside(watches):
+                    reply = await self._exchange_messages(header, body)
+        finally:
+            if slot is not None:
+                slot.unpin()
+        if slot is not None and used_s is not None and (now_s := slot.cpu_s()) is not None:
+            reply["cpu_s"] = now_s - used_s
+        return reply
+
+    def _limit(self, slot: Slot, op: str, limits: Limits, processes: int) -> float | None:
+        """Limit the slot for an action; the CPU seconds that it has used before."""
+        try:
+            slot.limit(
+                memory_bytes=None if op == "step" else limits.memory_bytes + WORKER_BYTES,
+                cpu_cores=limits.cpu_cores,
+                processes=processes + WORKER_PROCESSES,
+                cores=limits.cores if isinstance(limits, Granted) else (),
+            )
+        except FileNotFoundError as error:
+            raise SandboxLost("the worker's control group is gone, and so is the worker") from error
+        return slot.cpu_s()
+
+    def _was_killed_for_memory(self) -> bool:
+        return self._count_memory_kills() > self._kills_before
+
+    def _count_memory_kills(self) -> int:
+        """Kills for memory up to now: by the kernel in the slot, or by this service."""
+        if self._slot is None:
+            return self._memory_kills
+        try:
+            return self._slot.oom_kills()
+        except FileNotFoundError:  # removed after the sandbox's end
+            return 0
+
+    async def _kill_above(self, memory_bytes: int) -> None:
+        await wait_for_growth(self._pid, memory_bytes)
+        self._memory_kills += 1
+        self._end()
+
+    async def _exchange_messages(self, header: Mapping[str, Any], body: bytes) -> dict[str, Any]:
+        try:
+            data = messages.encode(header) + body
+            await asyncio.get_running_loop().sock_sendall(self._connection, data)
+            received = bytearray()
+            length = messages.read_length(await self._take(received, messages.HEADER.size))
+            said = messages.decode(await self._take(received, length))
+            printed = await self._take(received, messages.size_of(said, "printed"))
+            return messages.read_answer(said, printed, await self._take(received, messages.size_of(said, "answer")))
+        except (OSError, messages.FrameError) as error:
+            raise SandboxLost(f"the worker ended without an answer ({error})") from error
+
+    async def _take(self, received: bytearray, count: int) -> bytes:
+        """The next bytes of the answer. received: what has come of it, and was not taken."""
+        while len(received) < count:
+            piece = await asyncio.get_running_loop().sock_recv(self._connection, PIECE_BYTES)
+            if not piece:
+                raise SandboxLost("the worker ended without an answer")
+            received += piece
+        taken = bytes(received[:count])
+        del received[:count]
+        return taken
+
+    def close(self) -> None:
+        if self._connection.fileno() >= 0:
+            self.disconnect()
+            self._end()
+
+    def disconnect(self) -> None:
+        """Leave the sandbox to the daemon. No request may be under way."""
+        self._connection.close()
+
 
 log = structlog.get_logger()
 
@@ -89,7 +205,7 @@ class DaemonClient(Backend):
                 async with asyncio.timeout(START_TIMEOUT_S):
                     if await self._greet(connection):
                         self._channel = connection
-            except (TimeoutError, frames.FrameError) as error:
+            except (TimeoutError, messages.FrameError) as error:
                 log.warning("the sandbox daemon gave no welcome", error=str(error))
             finally:
                 if self._channel is None:
@@ -102,21 +218,25 @@ class DaemonClient(Backend):
 
     async def run(self) -> None:
         """Take in sandboxes until cancelled, and replace a daemon that is lost."""
+
+        async def connect() -> None:
+            try:
+                await self.connect()
+            except DaemonFailed as failure:
+                log.error("no sandbox daemon", error=str(failure))
+                raise
+
+        failed, pause = retry_if_exception_type(DaemonFailed), wait_fixed(RESTART_PAUSE_S)
         while True:
             try:
                 await self._receive_sandboxes()
-            except frames.FrameError as error:
+            except messages.FrameError as error:
                 log.error("the sandbox daemon sends no frames", error=str(error))
             log.error("the sandbox daemon is gone: its sessions have crashed")
             self._disconnect()
             for warm in self._warm.values():
                 warm.drop()
-            while self._channel is None:
-                try:
-                    await self.connect()
-                except DaemonFailed as failure:
-                    log.error("no sandbox daemon", error=str(failure))
-                    await asyncio.sleep(RESTART_PAUSE_S)
+            await AsyncRetrying(retry=failed, wait=pause)(connect)
             for session in self.found:  # of yet another daemon: this service has called them crashed already
                 if session.sandbox is not None:
                     session.sandbox.close()
@@ -152,7 +272,7 @@ class DaemonClient(Backend):
     def _start(self) -> socket.socket:
         self._started = [pid for pid in self._started if not _has_ended(pid, os.WNOHANG)]
         with self._folder.listen() as listener, self._folder.log.open("wb") as output:
-            program = [sys.executable, "-m", __package__, str(self._folder.path.absolute())]
+            program = [sys.executable, "-m", f"{__package__}.daemon", str(self._folder.path.absolute())]
             descriptors = ((listener.fileno(), 0), (output.fileno(), 1), (output.fileno(), 2))
             # Not a child that asyncio waits for, since it may outlive this process; in a session of its own, so that
             # Ctrl-C at the service's terminal does not reach it.

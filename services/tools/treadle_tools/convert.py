@@ -10,20 +10,15 @@ from treadle.tools.v1 import rewards_pb2
 from treadle.tools.v1 import tools_pb2 as pb
 from treadle_core.tools.dispatcher import Dispatcher
 from treadle_core.tools.providers import BasicManager
-from treadle_core.tools.providers import State as BreakerState
 from treadle_runtime.bus import Bus
+from treadle_runtime.enums import number_of
 from treadle_runtime.errors import require
 from treadle_runtime.facts import make_fact
 from treadle_runtime.times import duration, seconds, timestamp
 
-from treadle_tools.rewards.reward import Reward, State
-from treadle_tools.sessions.session import Session
-from treadle_tools.tool import Kind, Limits, Result, Status, Tool
-
-KINDS = {Kind.STATELESS: pb.TOOL_KIND_STATELESS, Kind.ENVIRONMENT: pb.TOOL_KIND_ENVIRONMENT}
-STATUSES = {status: pb.ResultStatus.Value(f"RESULT_STATUS_{status.name}") for status in Status}
-BREAKERS = {state: pb.BreakerState.Value(f"BREAKER_STATE_{state.name}") for state in BreakerState}
-REWARD_STATES = {state: rewards_pb2.RewardState.Value(f"REWARD_STATE_{state.name}") for state in State}
+from treadle_tools.rewards.reward import Reward
+from treadle_tools.sessions import Session
+from treadle_tools.tool import Kind, Limits, Result, Tool
 
 
 def limits_of(message: pb.Limits, most: Limits) -> Limits:
@@ -54,7 +49,7 @@ def tool_message(tool: Tool) -> pb.Tool:
     environment = tool.kind is Kind.ENVIRONMENT
     return pb.Tool(
         name=tool.name,
-        kind=KINDS[tool.kind],
+        kind=number_of(tool.kind, pb.ToolKind),
         description=tool.description,
         arguments_schema_json=json.dumps(tool.arguments_schema),
         limits=limits_message(tool.limits),
@@ -90,7 +85,9 @@ def resources_message(
             for each in dispatcher.resources.usage(now_s)
         ],
         providers=[
-            pb.Provider(name=name, breaker=BREAKERS[each.state(now_s)], rests=duration(each.rests_s(now_s)))
+            pb.Provider(
+                name=name, breaker=number_of(each.state(now_s), pb.BreakerState), rests=duration(each.rests_s(now_s))
+            )
             for name, each in providers.items()
         ],
         actions_waiting=len(dispatcher),
@@ -100,7 +97,7 @@ def resources_message(
 
 def result_message(result: Result) -> pb.ToolResult:
     message = pb.ToolResult(
-        status=STATUSES[result.status],
+        status=number_of(result.status, pb.ResultStatus),
         output=text(result.output),
         output_truncated=result.truncated,
         error=text(" ".join(result.error.split())),
@@ -139,7 +136,7 @@ def _facts_of(reward: Reward) -> dict[str, Any]:
     return {
         **{name: getattr(reward, name) for name in ("reward_id", "trajectory_id", "job", "score")},
         "reward": reward.name,
-        "state": REWARD_STATES[reward.state],
+        "state": number_of(reward.state, rewards_pb2.RewardState),
         "timing": timing_message(reward),
     }
 
@@ -172,7 +169,10 @@ class FactPublisher:
     async def finished(self, trajectory_id: str, tool: str, result: Result) -> None:
         """Publish tool_finished."""
         finished = facts_pb2.ToolFinished(
-            trajectory_id=trajectory_id, tool=tool, status=STATUSES[result.status], timing=timing_message(result)
+            trajectory_id=trajectory_id,
+            tool=tool,
+            status=number_of(result.status, pb.ResultStatus),
+            timing=timing_message(result),
         )
         await self._bus.publish(make_fact(self._source, tool_finished=finished))
 

@@ -1,6 +1,7 @@
-"""Score one trajectory: with a tool of kind REWARD, or by asking an LLM judge.
+"""Ask an LLM judge to score a trajectory, over OpenAI's chat API.
 
-Invariants: a score is finite. A fault of the reward function is a Result; what keeps it from answering now is raised.
+Invariants: a score is finite. An answer without a score is a Result; what keeps a judge from answering
+now is raised.
 """
 
 import json
@@ -8,20 +9,18 @@ import math
 import re
 import string
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from treadle_runtime.errors import Unavailable
 
-from treadle_tools.declarations import HttpFunction, Judge
-from treadle_tools.functions import Caller, CallFailed
-from treadle_tools.gpu.rounds import Round, Rounds
+from treadle_tools.remote.declarations import HttpFunction, Judge
+from treadle_tools.remote.functions import Caller, CallFailed
+from treadle_tools.remote.gpu_rounds import Round, Rounds
 from treadle_tools.replies import BadReply, Reply, read_json
-from treadle_tools.tool import Limits, Result, Status, Tool
-
-SANDBOX_QUEUE = "(sandbox)"  # no name of a tool
+from treadle_tools.tool import Result, Status
 
 CHAT_PATH = "/v1/chat/completions"
 RETRY_S = 1.0  # before a judge that did not answer is asked again
@@ -30,44 +29,6 @@ ANSWER_BYTES = 4 * 1024 * 1024
 AGAIN_TEMPERATURE = 0.7  # asked again at 0 a model says the same
 QUOTED_CHARS = 200  # of an answer, in an error
 AVOIDED_S = 10.0  # an endpoint that failed; a server restarts in minutes, a network hiccup is over in seconds
-
-Call = Callable[[Tool, Mapping[str, Any], Limits, str], Awaitable[Result]]
-
-
-class Scorer(Protocol):
-    """One reward function. Scorers of one `queue` share its slots, which are how many of them run at a time."""
-
-    queue: str
-    slots: int
-
-    async def score(self, arguments: Mapping[str, Any]) -> Result:
-        """The score is `reward` of a result whose status is OK.
-
-        Raises InvalidArgument where the function refuses an argument; Unavailable, ResourceExhausted or
-        FailedPrecondition where it cannot be asked at the moment.
-        """
-
-
-class ToolScorer:
-    """A registered function, in the sandbox or over HTTP. call: Gateway.call. sandbox_slots: of all in the sandbox."""
-
-    def __init__(self, tool: Tool, call: Call, sandbox_slots: int) -> None:
-        self._tool = tool
-        self._call = call
-        function = tool.remote if isinstance(tool.remote, HttpFunction) else None
-        self.queue = tool.name if function else SANDBOX_QUEUE
-        self.slots = function.at_once if function else sandbox_slots
-
-    async def score(self, arguments: Mapping[str, Any]) -> Result:
-        """See Scorer. Its actions belong to no trajectory: the trajectory has ended."""
-        result = await self._call(self._tool, arguments, self._tool.limits, "")
-        if result.refused_s is not None:
-            raise Unavailable("PROVIDER_REFUSED", result.error or "refused", retry_after_s=result.refused_s)
-        if result.status is not Status.OK or (result.reward is not None and math.isfinite(result.reward)):
-            return result
-        none = "the reward function gave no reward"
-        error = none if result.reward is None else f"the reward is {result.reward}, no finite number"
-        return replace(result, status=Status.TOOL_ERROR, error=error)
 
 
 @dataclass
@@ -83,7 +44,7 @@ class _Endpoint:
 
 
 class JudgeScorer:
-    """Asks a judge at one of its endpoints. Each judge has an action queue of its own."""
+    """`Scorer` that asks a judge at one of its endpoints. Each judge has a queue of its own."""
 
     def __init__(self, judge: Judge, rounds: Rounds, caller: Caller) -> None:
         self._judge = judge
@@ -94,7 +55,10 @@ class JudgeScorer:
         self.slots = judge.at_once
 
     async def score(self, arguments: Mapping[str, Any]) -> Result:
-        """See Scorer. queue_s: until an endpoint took the question; execution_s: of the last answer."""
+        """Return the judge's score (see Scorer).
+
+        queue_s of the result: until an endpoint took the question; execution_s: of the last answer.
+        """
         arrived = time.monotonic()
         problem = ""
         for attempt in range(self._judge.tries):

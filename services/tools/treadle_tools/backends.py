@@ -13,12 +13,12 @@ import structlog
 from treadle_runtime.errors import FailedPrecondition, StartError
 
 from treadle_tools.config import ToolsSettings
-from treadle_tools.sandbox.bubblewrap.command import BubblewrapMissing, find_bubblewrap
+from treadle_tools.sandbox.bubblewrap import BubblewrapMissing, find_bubblewrap
 from treadle_tools.sandbox.containers.fleet import Fleet, default_owner
 from treadle_tools.sandbox.containers.hosts import Host, HostFailed, Hosts, Recipe
-from treadle_tools.sandbox.daemon.client import DaemonClient, DaemonFailed
-from treadle_tools.sandbox.daemon.state_folder import FolderRefused, StateFolder
+from treadle_tools.sandbox.daemon_client import DaemonClient, DaemonFailed
 from treadle_tools.sandbox.sandboxes import Backend
+from treadle_tools.sandbox.state_folder import FolderRefused, StateFolder
 from treadle_tools.tool import Kind, Tool
 
 log = structlog.get_logger()

@@ -1,7 +1,7 @@
-"""The `python_tests` reward: pytest over the agent's files, as parallel as the action has cores (pytest-xdist).
+"""The reward `python_tests`, which runs pytest over the agent's files on all cores of the action (pytest-xdist).
 
-The agent's code runs in the same process as the tests, as it does everywhere pytest is used: code that sets out to fake
-a result can. `expected_tests` bounds what is gained by leaving tests out.
+The agent's code runs in the same process as the tests, as it does everywhere pytest is used: code that
+tries to fake a result can. `expected_tests` bounds what an agent gains by leaving tests out.
 """
 
 import os
@@ -13,16 +13,43 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from treadle_tools.tool import InvalidArguments, Outcome, Status
+from treadle_tools.tool import MIB, TEXT, InvalidArguments, Kind, Limits, Outcome, Scaling, Status, Tool, object_schema
+
+FILES = {"type": "object", "additionalProperties": TEXT, "minProperties": 1}
+
+PYTHON_TESTS = Tool(
+    name="python_tests",
+    kind=Kind.REWARD,
+    description="The share of pytest tests that the files pass; with `all_or_nothing` 1 where all pass, else 0.",
+    entry="treadle_tools.rewards.python_tests:score",
+    arguments_schema=object_schema(
+        {
+            "files": {**FILES, "description": "path relative to the work folder: content; the agent's code"},
+            "tests": {
+                **FILES,
+                "description": "the same, of the tests; written last, so that no file of the agent replaces them",
+            },
+            "expected_tests": {"type": "integer", "minimum": 1, "description": "how many there are; missing ones fail"},
+            "all_or_nothing": {"type": "boolean", "default": False},
+        },
+        "files",
+        "tests",
+    ),
+    limits=Limits(cpu_cores=32, memory_bytes=4096 * MIB, wall_s=300.0),
+    reward_range=(0.0, 1.0),
+    processes=256,
+    # Collecting the tests and starting the workers of pytest-xdist takes about as long as a few tests.
+    scaling=Scaling(cores=(1, 2, 4, 8, 16, 32), serial_share=0.2),
+)
 
 WORK = Path("/tmp/work")
 REPORT = Path("/tmp/report.xml")
 NOT_RUN = {3: "had an error of its own", 4: "was called wrongly", 5: "found no tests"}  # its exit codes
-CORES_VARIABLE = "TREADLE_CORES"  # of this action, where an elastic scheduler says
+CORES_VARIABLE = "TREADLE_CORES"  # how many cores this action has
 
 
 def score(arguments: Mapping[str, Any]) -> Outcome:
-    """Passed over all, or 1.0 and 0.0; see builtin.py for the arguments."""
+    """Score the share of tests that pass; with `all_or_nothing` 1.0 where all pass, else 0.0."""
     _write("files", arguments["files"])
     _write("tests", arguments["tests"])
     run = subprocess.run(
@@ -65,7 +92,10 @@ def _write(name: str, files: Mapping[str, str]) -> None:
 
 
 def _counted() -> tuple[int, int]:
-    """(passed, all) of pytest's report; a failed collection counts as one test. A skipped one has not passed."""
+    """Return how many tests of pytest's report passed, and how many there are.
+
+    A failed collection counts as one test. A skipped test has not passed.
+    """
     try:
         suites = ElementTree.parse(REPORT).getroot().iter("testsuite")
     except (OSError, ElementTree.ParseError):
@@ -79,6 +109,6 @@ def _counted() -> tuple[int, int]:
 
 
 def _number(suite: ElementTree.Element, name: str) -> int:
-    """A count of the report, which the agent's code can have written: decimal digits, few of them, else 0."""
+    """Return a count of the report; 0 for what is no short decimal number, as the agent's code can have written it."""
     text = suite.get(name, "0")
     return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 0

@@ -18,10 +18,10 @@ from treadle_core.tools.grants import SERVED, End, Ended, Service
 from treadle_runtime.errors import TreadleError, Unavailable
 
 from treadle_tools.background import Background
-from treadle_tools.declarations import Declarations, GpuService, Server
-from treadle_tools.gpu.servers import Residents
-from treadle_tools.scheduling.demand import UNORDERED, RecentMeans
-from treadle_tools.scheduling.scheduler import ActionScheduler, RunningAction
+from treadle_tools.remote.declarations import Declarations, GpuService, Server
+from treadle_tools.remote.gpu_servers import Residents
+from treadle_tools.scheduling.actions import ActionScheduler, RunningAction
+from treadle_tools.scheduling.resources import UNORDERED, RecentMeans
 
 RETRY_S = 1.0
 

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from treadle_runtime.buckets import entries_of, kv_key
 from treadle_runtime.errors import Unavailable
 
-from treadle_tools.declarations import Server
+from treadle_tools.remote.declarations import Server
 
 BUCKET = "treadle-tools-gpus"
 
