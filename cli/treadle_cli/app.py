@@ -262,10 +262,10 @@ class _Untouched(TyperCommand):
 # All arguments, --help too, are for the command of the distribution treadle-bench.
 @app.command(cls=_Untouched, add_help_option=False)
 def bench(ctx: typer.Context) -> None:
-    """Measure a figure on this machine. Needs the distribution treadle-bench: pip install ./bench"""
+    """Measure a figure on this machine. Needs the distribution treadle-bench: pip install ./research"""
     commands = entry_points(group="treadle.commands", name="bench")
     if not commands:
-        exits.end(UsageProblem("treadle bench is a distribution of its own: run pip install ./bench in a checkout"))
+        exits.end(UsageProblem("treadle bench is a distribution of its own: run pip install ./research in a checkout"))
     for command in commands:
         typer.main.get_command(command.load())(ctx.args, prog_name=ctx.command_path)
 

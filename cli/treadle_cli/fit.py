@@ -19,7 +19,7 @@ from treadle_cli.fit_picture import draw_measured, draw_public
 from treadle_cli.problems import UsageProblem
 from treadle_cli.templates import render
 
-COMMAND = "treadle fit --data DIR --out bench/results --profiles sim/treadle_sim/profiles"
+COMMAND = "treadle fit --data DIR --out research/results --profiles sim/treadle_sim/profiles"
 
 
 def fit_data(

@@ -35,7 +35,7 @@ class Answer(NamedTuple):
 
 
 # Of `Noisy`, chosen so that before the first step it ranks trajectories about as well as `PromptMean`, and better
-# with each step, as in Heddle §7.2 and Figure 13. Their recall and correlation: bench/results/workloads.md.
+# with each step, as in Heddle §7.2 and Figure 13. Their recall and correlation: research/results/workloads.md.
 SIGMA0 = 0.60  # of ln(predicted / true remaining tokens) before the first step
 DECAY = 0.85  # what each finished step leaves of it
 FRESH_SIGMA = 0.10  # added, drawn anew for each answer

@@ -1,4 +1,4 @@
-"""Reads the public engine measurements that curves are fitted from; bench/README.md names their sources.
+"""Reads the public engine measurements that curves are fitted from; research/README.md names their sources.
 
 Times become seconds. Rows that contradict themselves are left out, each kind with its reason.
 """
