@@ -11,7 +11,7 @@ from treadle.engine.v1.engine_pb2 import EngineInfo
 from treadle.scheduler.v1.scheduler_pb2 import Ordering, PlacementRule, RegisteredEngine
 from treadle_core.model import DecodeCurve
 from treadle_sim.cluster import Latencies, Link
-from treadle_sim.fitting.curves import fit_measured
+from treadle_sim.fitting import fit_measured
 from treadle_sim.systems import SYSTEMS
 
 from treadle_bench.fidelity.live import GEN_TOKENS, OBS_TOKENS, STEPS, TOOL_S, Play, Played, make_workload, token_ids

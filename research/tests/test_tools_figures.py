@@ -2,11 +2,11 @@
 
 import pytest
 from treadle_core.tools.action import CPU_CORES, Fixed
-from treadle_sim.tools.trace import Asked, Call, Decisions, Record, Replay, Trace
 
 from treadle_bench.summary import median_by_key
 from treadle_bench.tools.page import check_aims
 from treadle_bench.tools.setting import DecisionSeconds, by_arrival, mean_act_s, overheads
+from treadle_bench.tools.trace import Asked, Call, Decisions, Record, Replay, Trace
 
 
 def replay(*completions: tuple[str, float, float]) -> Replay:

@@ -29,7 +29,8 @@ class BenchOptions:
     where progress is printed. hurry: set when child processes must stop at once. scale: fraction of a simulated
     figure's GPUs and trajectories, None for the bench's default. workers: processes that simulate at once. model: the
     folder or hub name of a model that a bench loads itself. quick: small sizes, to see whether the bench works.
-    earlier: the figures of a run that was stopped, whose finished cells are not measured again (real).
+    earlier: the figures of a run that was stopped, whose finished cells are not measured again (real). profiles: the
+    folder to write the simulator's engines to (fit).
     """
 
     plan: EnginePlan | None = None
@@ -45,6 +46,7 @@ class BenchOptions:
     model: str = DEFAULT_MODEL
     quick: bool = False
     earlier: Figures | None = None
+    profiles: Path | None = None
 
     @property
     def engines(self) -> EnginePlan:

@@ -26,6 +26,7 @@ from treadle_bench.controller.measure import BENCH as CONTROLLER
 from treadle_bench.controller.replan import BENCH as REPLAN
 from treadle_bench.engine.measure import BENCH as ENGINE
 from treadle_bench.fidelity.measure import BENCH as FIDELITY
+from treadle_bench.fit.measure import BENCH as FIT
 from treadle_bench.fleet.measure import BENCH as FLEET
 from treadle_bench.front_door.measure import BENCH as FRONT_DOOR
 from treadle_bench.grpo.measure import BENCH as GRPO
@@ -58,6 +59,7 @@ BENCHES: Mapping[str, Bench] = {
             CONTROL_PLANE,
             ENGINE,
             FIDELITY,
+            FIT,
             FLEET,
             FRONT_DOOR,
             GRPO,
@@ -110,6 +112,9 @@ def bench(
     resume: Annotated[
         Path | None, typer.Option(help="JSON of a run that was stopped: its finished cells are kept (real).")
     ] = None,
+    profiles: Annotated[
+        Path | None, typer.Option(help="Folder to write the simulator's engine profiles to (fit).")
+    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Small sizes: whether it runs, not what it says (tools, shaping).")
     ] = False,
@@ -141,6 +146,7 @@ def bench(
             model=model,
             quick=quick,
             earlier=earlier,
+            profiles=profiles,
         )
         figures.update(await chosen.run(options))
         if as_json:

@@ -22,11 +22,11 @@ from treadle_sim.outcome import Times
 from treadle_sim.rollout import Setting, simulate
 from treadle_sim.systems import System
 from treadle_sim.workloads import parametric
-from treadle_sim.workloads.public_traces import read_public
 from treadle_sim.workloads.resample import resample
 from treadle_sim.workloads.workload import TrajectoryWork, read_traces
 
 from treadle_bench.bench import BenchOptions
+from treadle_bench.public_traces import read_public
 
 ACCELERATOR = "H200"
 DEGREES = (1, 2, 4, 8)  # GPUs of an engine

@@ -25,7 +25,7 @@ from treadle_core.model import DecodeCurve, Policy
 from treadle_sim.cluster import Cluster
 from treadle_sim.driver import Driver
 from treadle_sim.engine_model import EngineModel, StepCurve
-from treadle_sim.fitting.curves import MeasuredEngine, fit_measured
+from treadle_sim.fitting import MeasuredEngine, fit_measured
 from treadle_sim.outcome import Times
 from treadle_sim.predictors import Oracle, Siblings
 from treadle_sim.systems import SYSTEMS, System

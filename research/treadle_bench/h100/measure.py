@@ -35,7 +35,6 @@ from treadle_cli.problems import UsageProblem
 from treadle_core.model import DecodeCurve
 from treadle_sidecar.engine.process import SPARE_REQUESTS
 from treadle_sim.systems import SYSTEMS
-from treadle_sim.workloads.public_traces import read_public
 from treadle_sim.workloads.workload import Workload
 
 from treadle_bench.bench import Bench, BenchOptions, Figures
@@ -58,6 +57,7 @@ from treadle_bench.h100.engine import (
 from treadle_bench.migration.measure import Stage, compare_prefix
 from treadle_bench.moves import CALL_TIMEOUT_S, infos_of
 from treadle_bench.processes import run_mesh
+from treadle_bench.public_traces import read_public
 from treadle_bench.summary import rounded
 
 ALONE_FLAGS = ("--hicache-ratio", "1.2", "--enable-priority-scheduling")  # a large pool, and preemption by SGLang

@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 from treadle_cli.demo.run import warm_engines
 from treadle_cli.problems import UsageProblem
-from treadle_sim.workloads.public_traces import read_public
 from treadle_sim.workloads.resample import resample
 from treadle_sim.workloads.workload import Step, TrajectoryWork, Workload, groups
 
@@ -36,6 +35,7 @@ from treadle_bench.bench import Bench, BenchOptions, Figures
 from treadle_bench.fidelity.live import token_ids
 from treadle_bench.fidelity.stage import Stage
 from treadle_bench.processes import run_mesh
+from treadle_bench.public_traces import read_public
 from treadle_bench.summary import rounded
 
 ENGINES = 2

@@ -29,13 +29,13 @@ from treadle_core.model import Estimate
 from treadle_sim.cluster import homogeneous
 from treadle_sim.driver import Driver
 from treadle_sim.engine_model import engine_model
-from treadle_sim.predictors import Recorded, RecordedPredictor
 from treadle_sim.systems import TREADLE_HOMOGENEOUS
-from treadle_sim.workloads.public_traces import read_public
 from treadle_sim.workloads.workload import TrajectoryWork, Workload, groups, read_traces
 
 from treadle_bench.bench import Bench, BenchOptions
 from treadle_bench.predictor.page import draw, page_values
+from treadle_bench.predictor.recorded import Recorded, RecordedPredictor
+from treadle_bench.public_traces import read_public
 from treadle_bench.summary import rounded
 
 if TYPE_CHECKING:

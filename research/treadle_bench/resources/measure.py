@@ -23,7 +23,6 @@ import numpy.typing as npt
 from rich.progress import track
 from treadle_core.model import CostModel
 from treadle_core.placing.solver import partition
-from treadle_sim.allocation.annealing import COOLING, EPSILON_S, Annealed, anneal
 from treadle_sim.allocation.plan import PLANNED_MODELS, Allocation, EngineKind, allocate, homogeneous, prepare
 from treadle_sim.engine_model import engine_model
 from treadle_sim.rollout import engine_kinds
@@ -31,6 +30,7 @@ from treadle_sim.workloads.parametric import WORKLOADS, make
 from treadle_sim.workloads.workload import TrajectoryWork, read_traces
 
 from treadle_bench.bench import Bench, BenchOptions
+from treadle_bench.resources.annealing import COOLING, EPSILON_S, Annealed, anneal
 from treadle_bench.summary import median_of, range_of
 
 Floats = npt.NDArray[np.float64]

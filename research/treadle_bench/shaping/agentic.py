@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from treadle_core.rollouts.selection import FirstK
 from treadle_sim.engine_model import engine_model
-from treadle_sim.training.asynchrony import Asynchronous, AsyncSetting
-from treadle_sim.training.population import PROMPT_TOKENS, Policy, make_prompts
-from treadle_sim.training.rounds import GroupWork, Round
 from treadle_sim.workloads import parametric
 from treadle_sim.workloads.workload import TrajectoryWork, groups
 
+from treadle_bench.shaping.asynchrony import Asynchronous, AsyncSetting
+from treadle_bench.shaping.population import PROMPT_TOKENS, Policy, make_prompts
+from treadle_bench.shaping.rounds import GroupWork, Round
 from treadle_bench.summary import median_of, range_of, rounded
 
 LLM, ACCELERATOR = "Qwen3-8B", "H800"

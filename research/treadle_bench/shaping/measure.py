@@ -2,7 +2,7 @@
 
 None of these figures is a makespan of the same work: every scheme here changes which samples are trained, in which
 order, or how stale they are. Simulated engines, as in every figure; a model of learning that is stated as one
-(`treadle_sim.training.population`).
+(`treadle_bench.shaping.population`).
 
 Keys: `cells`: rows of DARTS' Tables 3 to 5, by `table`, `name` and `mode` (`training.py`); `speedup`: mean seconds of
 verl's steps over those of the scheme's. `darts_vs_verl`, `darts_vs_tail_batching`: of Table 3's setting in mode

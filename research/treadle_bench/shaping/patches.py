@@ -14,9 +14,9 @@ import numpy as np
 from treadle_core.rollouts.bias import BiasGuard
 from treadle_core.rollouts.selection import FirstK, FirstMixed, Rule
 from treadle_sim.engine_model import EngineModel, engine_model
-from treadle_sim.training.population import PROMPT_TOKENS, Answers, Policy, make_prompts
-from treadle_sim.training.rounds import GroupWork, Round, RoundResult, single_turn
 
+from treadle_bench.shaping.population import PROMPT_TOKENS, Answers, Policy, make_prompts
+from treadle_bench.shaping.rounds import GroupWork, Round, RoundResult, single_turn
 from treadle_bench.summary import median_of, range_of
 
 LLM, ACCELERATOR, ENGINES, SLOTS = "Qwen3-8B", "H100", 8, 256

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from treadle_core.rollouts.redundancy import BudgetPolicy
 from treadle_sim.engine_model import engine_model
-from treadle_sim.training.population import BEST_MEAN, make_prompts
-from treadle_sim.training.schemes import Leftovers, Played, Scheme, Setting, Streaming, Training, with_training
 
+from treadle_bench.shaping.population import BEST_MEAN, make_prompts
+from treadle_bench.shaping.schemes import Leftovers, Played, Scheme, Setting, Streaming, Training, with_training
 from treadle_bench.summary import median_of, range_of, rounded
 
 ACCELERATOR, DEGREE, SLOTS = "H20", 2, 256

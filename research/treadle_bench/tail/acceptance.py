@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from treadle_sim.engine_model import Speculation
-from treadle_sim.workloads.public_traces import SOURCES, PublicTraceError
 
+from treadle_bench.public_traces import SOURCES, PublicTraceError
 from treadle_bench.summary import rounded
 
 Tokens = npt.NDArray[np.int32]

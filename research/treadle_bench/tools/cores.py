@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 from treadle_core.tools.action import CPU_CORES, UnitSet, key_units
 from treadle_core.tools.cpu import Machine
-from treadle_sim.tools.coding import Floats, ToolSeconds, coding_batch, drop_texts
-from treadle_sim.tools.cores import ElasticCores, equal_machines
-from treadle_sim.tools.pods import PodRules, Pods
-from treadle_sim.tools.trace import Make, Trace, play
-from treadle_sim.workloads.public_traces import read_public
 from treadle_sim.workloads.workload import TrajectoryWork, read_traces
 
 from treadle_bench.bench import BenchOptions
+from treadle_bench.public_traces import read_public
 from treadle_bench.summary import rounded
+from treadle_bench.tools.coding import Floats, ToolSeconds, coding_batch, drop_texts
+from treadle_bench.tools.elastic_cores import ElasticCores, equal_machines
+from treadle_bench.tools.pods import PodRules, Pods
 from treadle_bench.tools.setting import (
     DecisionSeconds,
     Plan,
@@ -28,6 +27,7 @@ from treadle_bench.tools.setting import (
     mean_action,
     split_times,
 )
+from treadle_bench.tools.trace import Make, Trace, play
 
 NODE_MEMORY_BYTES = 2_400_000_000_000  # §6.1
 OVERHEAD_S = 0.024  # of an action: the paper's own system at batch 1,280 (Table 1); ours is measured live

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from treadle_sim.tools.gpus import ElasticGpus, LoadingGroups, StaticGroups
-from treadle_sim.tools.reward_models import (
+
+from treadle_bench.summary import median_by_key, rounded
+from treadle_bench.tools.gpu_groups import ElasticGpus, LoadingGroups, StaticGroups
+from treadle_bench.tools.reward_models import (
     DENSE,
     HOST_BYTES_PER_S,
     JUDGE,
@@ -17,10 +19,8 @@ from treadle_sim.tools.reward_models import (
     services,
     teachers,
 )
-from treadle_sim.tools.trace import Make, Replay, Trace, play
-
-from treadle_bench.summary import median_by_key, rounded
 from treadle_bench.tools.setting import DecisionSeconds, Plan, Setting, decision_seconds, mean_act_s, mean_action
+from treadle_bench.tools.trace import Make, Replay, Trace, play
 
 GROUP = 4  # §6.1: four GPUs a model
 JUDGE_GROUP, JUDGE_REPLICAS = 8, 5  # §6.1: of search alone

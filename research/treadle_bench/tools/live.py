@@ -21,13 +21,13 @@ from treadle.tools.v1 import tools_pb2, tools_pb2_grpc
 from treadle_cli.mesh.checks import require_bubblewrap
 from treadle_cli.problems import UsageProblem
 from treadle_core.tools.action import CPU_CORES, Fixed
-from treadle_sim.tools.cores import ElasticCores, equal_machines
-from treadle_sim.tools.trace import Call, Trace, play
 
 from treadle_bench.bench import BenchOptions
 from treadle_bench.processes import run_service
 from treadle_bench.summary import rounded
+from treadle_bench.tools.elastic_cores import ElasticCores, equal_machines
 from treadle_bench.tools.setting import Setting
+from treadle_bench.tools.trace import Call, Trace, play
 
 Tools: TypeAlias = "tools_pb2_grpc.ToolsServiceAsyncStub"
 

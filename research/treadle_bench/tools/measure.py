@@ -15,12 +15,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from treadle_sim.tools.api_calls import LIMITS, ManagedCalls, ProviderModel, UnmanagedCalls, search_batch
-from treadle_sim.tools.trace import Executor, Replay, play
 
 from treadle_bench.bench import Bench, BenchOptions
 from treadle_bench.summary import median_by_key, rounded
 from treadle_bench.tools import cores, decisions, gpus, live
+from treadle_bench.tools.api_calls import LIMITS, ManagedCalls, ProviderModel, UnmanagedCalls, search_batch
 from treadle_bench.tools.page import page_values
 from treadle_bench.tools.plot import draw
 from treadle_bench.tools.setting import (
@@ -33,6 +32,7 @@ from treadle_bench.tools.setting import (
     open_plan,
     overheads,
 )
+from treadle_bench.tools.trace import Executor, Replay, play
 
 CALLS_WINDOW_S = 15.0
 

@@ -3,10 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from treadle_sim.tools import api_calls, coding, reward_models, trace
-from treadle_sim.tools.pods import PodRules
-
-from treadle_bench.tools import cores, gpus
+from treadle_bench.tools import api_calls, coding, cores, gpus, reward_models, trace
+from treadle_bench.tools.pods import PodRules
 
 # ARL-Tangram's Table 1, seconds an action: execution, queue, overhead.
 PAPER_TABLE_1 = {

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from treadle_sim.tools.trace import Record, Replay
 
 from treadle_bench.summary import median_by_key, rounded
+from treadle_bench.tools.trace import Record, Replay
 
 Job = TypeVar("Job")
 Done = TypeVar("Done")

@@ -13,10 +13,10 @@ import numpy as np
 from treadle_cli.problems import UsageProblem
 from treadle_sim.predictors import Noisy, Predictor, PromptMean, Siblings, measure_accuracy
 from treadle_sim.workloads.parametric import MODELS, WORKLOADS, make
-from treadle_sim.workloads.public_traces import SOURCES, read_public
 from treadle_sim.workloads.workload import TrajectoryWork, Workload, groups, read_traces
 
 from treadle_bench.bench import Bench, BenchOptions
+from treadle_bench.public_traces import SOURCES, read_public
 from treadle_bench.summary import range_of, rounded
 from treadle_bench.workloads.plot import draw
 

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from treadle_core.model import CostModel, DecodeCurve
-from treadle_sim.allocation.annealing import (
+from treadle_sim.allocation.plan import PLANNED_MODELS, EngineKind, allocate, prepare
+
+from treadle_bench.resources.annealing import (
     COOLING,
     EPSILON_S,
     anneal,
@@ -16,7 +18,6 @@ from treadle_sim.allocation.annealing import (
     redistribute,
     split,
 )
-from treadle_sim.allocation.plan import PLANNED_MODELS, EngineKind, allocate, prepare
 
 KINDS = [EngineKind(d, 20, 200_000 * d, DecodeCurve(0.014 / d**0.7, 5e-5, 1e-8 / d, 1e4 * d)) for d in (1, 2, 4, 8)]
 GPUS = np.array([8, 4, 2, 1])

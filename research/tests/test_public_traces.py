@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from treadle_sim.workloads.public_traces import SOURCES, PublicTraceError, read_public
 from treadle_sim.workloads.workload import Step, TrajectoryWork
+
+from treadle_bench.public_traces import SOURCES, PublicTraceError, read_public
 
 
 def read(data: Path, name: str, *rows: dict[str, Any], seed: int = 0) -> tuple[TrajectoryWork, ...]:

@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 import numpy as np
+from treadle_sim.fitting import Array, DecodeFit, FitError, fit_relative, held_out_errors
 
-from treadle_sim.fitting.curves import Array, DecodeFit, FitError, fit_relative, held_out_errors
-from treadle_sim.fitting.tables import ServedRow
+from treadle_bench.fit.tables import ServedRow
 
 BF16_BYTES = 2
 # Share of the memory that the engine takes for weights and KV, SGLang's --mem-fraction-static on large cards.

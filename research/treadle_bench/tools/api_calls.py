@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 from treadle_core.tools.dispatcher import Dispatcher, Resources, Started
 from treadle_core.tools.providers import BasicManager, Provider, Quota
-
 from treadle_sim.timeline import Timeline
-from treadle_sim.tools.reward_models import MOST_CONTEXT, MOST_TOKENS, TOOL_LLM
-from treadle_sim.tools.trace import Asked, Call, Dispatched, Executor, Record, Report, Trace, generation_s
 from treadle_sim.workloads.parametric import WORKLOADS, draw
+
+from treadle_bench.tools.reward_models import MOST_CONTEXT, MOST_TOKENS, TOOL_LLM
+from treadle_bench.tools.trace import Asked, Call, Dispatched, Executor, Record, Report, Trace, generation_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,11 +33,11 @@ from treadle_core.rollouts.redundancy import (
     sample_cost_s,
 )
 from treadle_core.rollouts.selection import Candidate, DualEnd, FirstK, FirstMixed, Rule, darts_rule
-
 from treadle_sim.engine_model import EngineModel
-from treadle_sim.training.population import PROMPT_TOKENS, Answers, Policy, Prompts
-from treadle_sim.training.rounds import GroupResult, GroupWork, Round, RoundResult, single_turn
 from treadle_sim.workloads.workload import TrajectoryWork
+
+from treadle_bench.shaping.population import PROMPT_TOKENS, Answers, Policy, Prompts
+from treadle_bench.shaping.rounds import GroupResult, GroupWork, Round, RoundResult, single_turn
 
 Floats = npt.NDArray[np.float64]
 

@@ -13,10 +13,10 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 from treadle_core.tools.action import CPU_CORES, Amdahl, Fixed, Range
-
-from treadle_sim.tools.trace import Call, Trace, generation_s
 from treadle_sim.workloads.parametric import CODING, LogNormal
 from treadle_sim.workloads.workload import Step, TrajectoryWork
+
+from treadle_bench.tools.trace import Call, Trace, generation_s
 
 Floats = npt.NDArray[np.float64]
 

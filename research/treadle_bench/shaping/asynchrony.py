@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 from treadle_core.rollouts.group import is_stale
-
 from treadle_sim.batch import EngineStep
 from treadle_sim.engine import SimEngine
 from treadle_sim.engine_model import EngineModel

@@ -15,10 +15,10 @@ from treadle_core.tools.arrangement import NODE_GPUS
 from treadle_core.tools.dispatcher import Dispatcher, Resources, Started
 from treadle_core.tools.gpu import GpuManager
 from treadle_core.tools.grants import Service
-
 from treadle_sim.timeline import Timeline
-from treadle_sim.tools.reward_models import DEGREES, GPU_BYTES, Restoring
-from treadle_sim.tools.trace import Asked, Dispatched, Executor, Record, Report
+
+from treadle_bench.tools.reward_models import DEGREES, GPU_BYTES, Restoring
+from treadle_bench.tools.trace import Asked, Dispatched, Executor, Record, Report
 
 MISS_SHARE = 0.05  # of the newest in the share of a degree's starts that had to restore
 

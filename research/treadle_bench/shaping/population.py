@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-
 from treadle_sim.workloads.parametric import MATH, REWARD_OFFSET, REWARD_SLOPE, WITHIN_PROMPT
 
 Floats = npt.NDArray[np.float64]

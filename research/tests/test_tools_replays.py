@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from treadle_core.tools.action import CPU_CORES, GPUS, Amdahl, Fixed, Range
 from treadle_core.tools.cpu import Machine
-from treadle_sim.tools.api_calls import (
+from treadle_sim.workloads.workload import Step, TrajectoryWork
+
+from treadle_bench.tools.api_calls import (
     MOST_RETRIES,
     PROVIDER,
     Limits,
@@ -19,13 +21,12 @@ from treadle_sim.tools.api_calls import (
     manager_of,
     search_batch,
 )
-from treadle_sim.tools.coding import ACTIVE_SHARE, coding_batch
-from treadle_sim.tools.cores import ElasticCores, equal_machines
-from treadle_sim.tools.gpus import ElasticGpus, LoadingGroups, StaticGroups
-from treadle_sim.tools.pods import PodRules, Pods, SharedCores
-from treadle_sim.tools.reward_models import DEGREES, JUDGE, Restoring, reading, scored_batch, services, teachers
-from treadle_sim.tools.trace import Asked, Call, Executor, Make, Record, Replay, StuckError, Trace, play
-from treadle_sim.workloads.workload import Step, TrajectoryWork
+from treadle_bench.tools.coding import ACTIVE_SHARE, coding_batch
+from treadle_bench.tools.elastic_cores import ElasticCores, equal_machines
+from treadle_bench.tools.gpu_groups import ElasticGpus, LoadingGroups, StaticGroups
+from treadle_bench.tools.pods import PodRules, Pods, SharedCores
+from treadle_bench.tools.reward_models import DEGREES, JUDGE, Restoring, reading, scored_batch, services, teachers
+from treadle_bench.tools.trace import Asked, Call, Executor, Make, Record, Replay, StuckError, Trace, play
 
 GIB = 1 << 30
 

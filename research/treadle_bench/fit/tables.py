@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from treadle_sim.fitting.curves import DecodePoint, PrefillPoint
+from treadle_cli.problems import UsageProblem
+from treadle_sim.fitting import DecodePoint, PrefillPoint
 
 KERNELS = Path("engine_aiconfigurator/DERIVED_decode_ms_per_token.csv.gz")
 SERVED = Path("engine_aiconfigurator/silicon_e2e_ttft_tpot.csv.gz")
@@ -24,7 +25,7 @@ ACCELERATOR_OF = {"a100_sxm": "A100", "h100_sxm": "H100", "h200_sxm": "H200", "a
 LARGEST_ENGINE = 8  # cards of one engine; rows with more come from an odd mapping of the source
 
 
-class FitDataError(Exception):
+class FitDataError(UsageProblem):
     """A table of measurements is missing or does not have the columns that it should."""
 
 

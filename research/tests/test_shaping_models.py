@@ -9,10 +9,12 @@ from support.simulated import LoneEngine, engine, engine_step, trajectory
 from treadle_core.rollouts.length_cap import CapPolicy
 from treadle_core.rollouts.redundancy import BudgetPolicy
 from treadle_core.rollouts.selection import Candidate, DualEnd, FirstK, ShortestFirst
-from treadle_sim.training.asynchrony import Asynchronous, AsyncResult, AsyncSetting
-from treadle_sim.training.population import LIMIT_TOKENS, Policy, Prompts, make_prompts
-from treadle_sim.training.rounds import GroupWork, Round, RoundResult, single_turn
-from treadle_sim.training.schemes import (
+from treadle_sim.workloads.workload import TrajectoryWork
+
+from treadle_bench.shaping.asynchrony import Asynchronous, AsyncResult, AsyncSetting
+from treadle_bench.shaping.population import LIMIT_TOKENS, Policy, Prompts, make_prompts
+from treadle_bench.shaping.rounds import GroupWork, Round, RoundResult, single_turn
+from treadle_bench.shaping.schemes import (
     FORWARD_SHARE,
     Leftovers,
     Played,
@@ -22,7 +24,6 @@ from treadle_sim.training.schemes import (
     Training,
     with_training,
 )
-from treadle_sim.workloads.workload import TrajectoryWork
 
 # Cancelling on an engine.
 

@@ -1,10 +1,11 @@
 """Fits all engines that the public measurements cover: the shipped profiles, their errors, and checks on other data.
 
-Kernels give a step's shape (`curves`), engines measured whole its level and the cost of prefill (`serving`). Curves of
-accelerators without data are scaled from a measured one by a roofline, and are marked `derived`: what reads memory
-(weights at small batches, KV) scales with bandwidth; what computes (prefill, and the weights once a batch is large)
-scales with FLOP/s, at the share of the peak that prefill reached on the measured card. The host's part of a step
-(launches, sampling, the scheduler) is the same everywhere. sim/README.md has the reasons and every assumption.
+Kernels give a step's shape (`treadle_sim.fitting`), engines measured whole its level and the cost
+of prefill (`serving`). Curves of accelerators without data are scaled from a measured one by a
+roofline, and are marked `derived`: what reads memory (weights at small batches, KV) scales with
+bandwidth; what computes (prefill, and the weights once a batch is large) scales with FLOP/s, at the
+share of the peak that prefill reached on the measured card. The host's part of a step (launches,
+sampling, the scheduler) is the same everywhere. sim/README.md has the reasons and every assumption.
 """
 
 from collections.abc import Iterator
@@ -12,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-
 from treadle_sim.engine_model import DEFAULT_SLOTS, EngineModel, StepCurve
-from treadle_sim.fitting.curves import Array, DecodeFit, DecodePoint, FitError, fit_decode, fit_prefill
-from treadle_sim.fitting.serving import (
+from treadle_sim.fitting import Array, DecodeFit, DecodePoint, FitError, fit_decode, fit_prefill
+
+from treadle_bench.fit.serving import (
     ACCELERATORS,
     LLMS,
     Accelerator,
@@ -26,7 +27,7 @@ from treadle_sim.fitting.serving import (
     has_room,
     kv_tokens,
 )
-from treadle_sim.fitting.tables import FitDataError, KernelSet, ServedRow, read_kernels, read_served, read_splitwise
+from treadle_bench.fit.tables import FitDataError, KernelSet, ServedRow, read_kernels, read_served, read_splitwise
 
 # A forward pass of a few tokens costs about a decode step, one of many its tokens: the larger of the two. StepCurve
 # adds them instead; with half a step as the fixed part the sum is nowhere more than half a step off.
@@ -86,7 +87,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class FitReport:
-    """The result of `treadle fit --data`. skipped: kernel sets that are too small to fit."""
+    """The result of `treadle bench fit`. skipped: kernel sets that are too small to fit."""
 
     served: tuple[ServingFit, ...]
     engines: tuple[FittedEngine, ...]

@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 from treadle_core.compiled import Indexes
 from treadle_core.model import CostModel
-
 from treadle_sim.allocation.plan import Allocation, EngineKind, Problem, lay_out, prepare, reachable_sums
 
 COOLING = 0.95  # of the temperature, an iteration

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
+from treadle_cli.problems import UsageProblem
 from treadle_sim.workloads.parametric import CODING, split
 from treadle_sim.workloads.workload import Step, TrajectoryWork
 
@@ -52,7 +52,7 @@ TOOL_LLM = "qwen3-14b"  # its coding tool times are drawn if the source has none
 Row = Mapping[str, Any]
 
 
-class PublicTraceError(ValueError):
+class PublicTraceError(UsageProblem):
     """A file of the data folder that is not as its source describes."""
 
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from treadle_core.tools.action import GPUS, Measured, UnitSet
 from treadle_core.tools.grants import Service
-
 from treadle_sim.engine_model import engine_model
-from treadle_sim.tools.trace import Call, Trace, generation_s
 from treadle_sim.workloads.parametric import WORKLOADS, draw
 from treadle_sim.workloads.workload import TrajectoryWork
+
+from treadle_bench.tools.trace import Call, Trace, generation_s
 
 LLM, ACCELERATOR = "Qwen3-32B", "H200"  # teachers as large as the policy; "high-end GPUs" (ARL-Tangram §6.1)
 DEGREES = (1, 2, 4, 8)  # §5.3

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from treadle_core.rollouts.selection import Candidate, Rule
-
 from treadle_sim.batch import EngineStep
 from treadle_sim.engine import SimEngine
 from treadle_sim.engine_model import EngineModel

@@ -1,5 +1,9 @@
 """Replay trajectories that alternate between generation and actions, and record what became of each action.
 
+Executors with this product's scheduler: `elastic_cores.ElasticCores`, `gpu_groups.ElasticGpus`,
+`api_calls.ManagedCalls`. What it replaces: `pods.Pods`, `gpu_groups.StaticGroups`,
+`gpu_groups.LoadingGroups`, `api_calls.UnmanagedCalls`.
+
 A trace is the same for every executor: its seconds are those on a single unit, and what more units make of them follows
 from the call's elasticity (eq. 1 of ARL-Tangram). Times are seconds from the batch's start.
 
@@ -15,7 +19,6 @@ from dataclasses import dataclass, field
 from treadle_core.tools.action import Action, Demand, Elasticity
 from treadle_core.tools.dispatcher import Dispatcher, Started
 from treadle_core.tools.grants import NEVER_S
-
 from treadle_sim.engine_model import engine_model
 from treadle_sim.timeline import Timeline
 from treadle_sim.workloads.workload import TrajectoryWork

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from treadle_core.tools.cpu import Machine
-
 from treadle_sim.timeline import Timeline
-from treadle_sim.tools.trace import Asked, Executor, Record, Report, Trace
+
+from treadle_bench.tools.trace import Asked, Executor, Record, Report, Trace
 
 Job = TypeVar("Job")
 NEVER_S = float("inf")
