@@ -77,7 +77,7 @@ class Job:
 class Played:
     """What is kept of a rollout. engines: as in "8x1 + 1x8 H200". last, longest: seconds by part of the trajectory that
     ended last, and of that with most tokens. prefilled_tokens: by all prefills. took_s: wall seconds of the simulation.
-    finished_s: of each trajectory. merges: engines that were merged into being."""
+    finished_s: of each trajectory."""
 
     makespan_s: float
     tokens_per_s: float
@@ -90,7 +90,6 @@ class Played:
     prefilled_tokens: int
     took_s: float
     finished_s: np.ndarray = field(repr=False, compare=False)
-    merges: int = 0
 
 
 def find_bound(batch: Batch) -> dict[str, Any]:
@@ -163,7 +162,6 @@ def play_job(job: Job) -> Played:
         prefilled_tokens=sum(times.prefilled_tokens for times in outcome.times),
         took_s=took_s,
         finished_s=np.array([times.finished_s for times in outcome.times]),
-        merges=len(outcome.engine_busy_s) - len(run.cluster.engines),
     )
 
 

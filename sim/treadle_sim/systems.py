@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 from treadle_core.model import TREADLE_POLICY, CostModel, Ordering, PlacementRule, Policy, Replanning
 from treadle_core.tuning import Tuning
 
-from treadle_sim.merging import Merging
-
 # Treadle's client generates a turn longer than this in several calls (ADR 0011), so that the trajectory can move, and
 # be ranked again, in the middle of it: 10 to 20 seconds of decoding, for a ticket and the prefill of one token.
 CALL_TOKENS = 1_024
@@ -23,8 +21,7 @@ CALL_TOKENS = 1_024
 class System:
     """predictor: a name of `make_predictor`, "none", or "" for the setting's choice. allocated: engines of several
     degrees, planned with `cost_model`; else all of one degree. call_tokens: most of one call, 0 for whole turns.
-    paced: its queue paces, shares and gathers prefills; no queue of another system does. merging: of engines in the
-    tail, without the models to merge into; None: never."""
+    paced: its queue paces, shares and gathers prefills; no queue of another system does."""
 
     name: str
     title: str
@@ -34,7 +31,6 @@ class System:
     cost_model: CostModel = CostModel.CRITICAL_PATH
     call_tokens: int = 0
     paced: bool = False
-    merging: Merging | None = None
     tuning: Tuning = field(default_factory=Tuning)
 
 

@@ -16,7 +16,7 @@ BUDGETS = {
     "core": (12_960, 73),
     "examples": (820, 8),
     "learned": (2_170, 14),
-    "research": (14_160, 87),
+    "research": (14_110, 87),
     "runtime": (3_230, 19),
     "scripts": (640, 4),
     "services/console": (1_510, 12),
@@ -28,9 +28,9 @@ BUDGETS = {
     "services/scheduler": (2_130, 12),
     "services/sidecar": (4_340, 26),
     "services/tools": (10_070, 68),
-    "sim": (4_200, 24),
+    "sim": (4_060, 23),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 82_480, 537, 56_800
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 82_290, 536, 56_640
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 
