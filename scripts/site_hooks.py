@@ -1,9 +1,10 @@
 """Give mkdocs the pages of the whole repository, each at its own path.
 
-Pages stand beside what they describe (services/*/README.md, bench/results/*.md), and link to each other and to source
-files. mkdocs reads one folder only. So the site gets every page that git would commit, with the pictures and source
-files to which pages link: a link that works in a checkout works in the site. One page is made here: all commands of
-`treadle` with their options, from the command line itself.
+Pages stand beside what they describe (services/*/README.md, research/results/*.md), and link to
+each other and to source files. mkdocs reads one folder only. So the site gets every page that git
+would commit, with the pictures and source files to which pages link: a link that works in a
+checkout works in the site. One page is made here: all commands of `treadle` with their options,
+from the command line itself.
 """
 
 import posixpath

@@ -262,10 +262,10 @@ class _Untouched(TyperCommand):
 # All arguments, --help too, are for the command of the distribution treadle-bench.
 @app.command(cls=_Untouched, add_help_option=False)
 def bench(ctx: typer.Context) -> None:
-    """Measure a figure on this machine. Needs the distribution treadle-bench: pip install ./bench"""
+    """Measure a figure on this machine. Needs the distribution treadle-bench: pip install ./research"""
     commands = entry_points(group="treadle.commands", name="bench")
     if not commands:
-        exits.end(UsageProblem("treadle bench is a distribution of its own: run pip install ./bench in a checkout"))
+        exits.end(UsageProblem("treadle bench is a distribution of its own: run pip install ./research in a checkout"))
     for command in commands:
         typer.main.get_command(command.load())(ctx.args, prog_name=ctx.command_path)
 
@@ -342,22 +342,15 @@ def shaping(
 
 @app.command()
 def fit(
-    data: Annotated[Path | None, typer.Option(help="Folder of public engine measurements, see sim/README.md.")] = None,
-    profile: Annotated[Path | None, typer.Option(help="Profile that was measured on a live engine.")] = None,
-    out_folder: Annotated[Path | None, typer.Option("--out", help="Folder for figures, page and picture.")] = None,
-    profiles: Annotated[Path | None, typer.Option(help="With --data: folder to write the shipped profiles to.")] = None,
+    profile: Annotated[Path, typer.Option(help="Profile that was measured on a live engine, see sim/README.md.")],
+    out_folder: Annotated[Path | None, typer.Option("--out", help="Folder for figures and picture.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Fit the simulator's engine curves to measurements, and say how far off they are."""
-    from treadle_cli.fit import fit_data, fit_profile
+    """Fit an engine's curve to what was measured on it, and print how far off it is."""
+    from treadle_cli.fit import fit_profile
 
     with exits.end_with_one_line():
-        if data is not None and profile is None:
-            figures, page = fit_data(data, out_folder, profiles, exits.err)
-        elif profile is not None and data is None:
-            figures, page = fit_profile(profile, out_folder)
-        else:
-            raise UsageProblem("fit takes either --data DIR or --profile FILE")
+        figures, page = fit_profile(profile, out_folder)
         typer.echo(json.dumps(figures)) if as_json else out.print(Markdown(page))
 
 

@@ -17,7 +17,6 @@ import typer
 from rich.console import Console
 from treadle import TreadleError
 from treadle_learned.errors import LearnedError
-from treadle_sim.workloads.public_traces import PublicTraceError
 from treadle_sim.workloads.workload import TraceFileError
 
 from treadle_cli.mesh.processes import ProcessError
@@ -58,7 +57,7 @@ def run_interruptible(main: Callable[[asyncio.Event], Coroutine[Any, Any, int]])
 
 
 FAILED, USER_CAN_HELP = 1, 2
-USERS = (UsageProblem, TraceFileError, PublicTraceError)  # the user can correct these
+USERS = (UsageProblem, TraceFileError)  # the user can correct these
 KNOWN = (*USERS, ProcessError, TreadleError)  # any other error is a bug of ours and shows its traceback
 
 err = Console(stderr=True, soft_wrap=True)

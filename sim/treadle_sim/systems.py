@@ -13,7 +13,6 @@ from treadle_core.model import TREADLE_POLICY, CostModel, Ordering, PlacementRul
 from treadle_core.planning.plans import Planner
 from treadle_core.tuning import Tuning
 
-from treadle_sim.merging import Merging
 from treadle_sim.rank_scaling import RankScaling
 
 # Treadle's client generates a turn longer than this in several calls (ADR 0011), so that the trajectory can move, and
@@ -25,8 +24,8 @@ CALL_TOKENS = 1_024
 class System:
     """predictor: a name of `make_predictor`, "none", or "" for the setting's choice. allocated: engines of several
     degrees, planned with `cost_model`; else all of one degree. call_tokens: most of one call, 0 for whole turns.
-    paced: its queue paces, shares and gathers prefills; no queue of another system does. merging: of engines in the
-    tail, without the models to merge into; None: never. planner: how trajectories are planned again."""
+    paced: its queue paces, shares and gathers prefills; no queue of another system does. planner: how trajectories are
+    planned again."""
 
     name: str
     title: str
@@ -36,7 +35,6 @@ class System:
     cost_model: CostModel = CostModel.CRITICAL_PATH
     call_tokens: int = 0
     paced: bool = False
-    merging: Merging | None = None
     tuning: Tuning = field(default_factory=Tuning)
     planner: type[Planner] = Planner
 

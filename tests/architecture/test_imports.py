@@ -19,7 +19,7 @@ PACKAGES = {
     "treadle_runtime": ROOT / "runtime/treadle_runtime",
     "treadle_sim": ROOT / "sim/treadle_sim",
     "treadle_cli": ROOT / "cli/treadle_cli",
-    "treadle_bench": ROOT / "bench/treadle_bench",
+    "treadle_bench": ROOT / "research/treadle_bench",
     **{f"treadle_{name}": ROOT / f"services/{name}/treadle_{name}" for name in SERVICES},
 }
 # Of our own packages, what each may import beside itself. The CLI starts services as child processes; of the sidecar it

@@ -29,15 +29,15 @@ def versions() -> dict[str, list[str]]:
     image_tags = yaml.safe_load(text("k8s/base/kustomization.yaml"))["images"]
     return {
         "clients/python/pyproject.toml": [project("clients/python/pyproject.toml")["version"]],
-        "bench/pyproject.toml": [project("bench/pyproject.toml")["version"]],
+        "research/pyproject.toml": [project("research/pyproject.toml")["version"]],
         "pyproject.toml, the client": [
             each.partition("==")[2]
             for each in project("pyproject.toml")["dependencies"]
             if each.startswith("treadle-client")
         ],
-        "bench/pyproject.toml, treadle": [
+        "research/pyproject.toml, treadle": [
             each.partition("==")[2]
-            for each in project("bench/pyproject.toml")["dependencies"]
+            for each in project("research/pyproject.toml")["dependencies"]
             if each.startswith("treadle")
         ],
         ".env": re.findall(r"^TREADLE_VERSION=(.*)$", text(".env"), re.MULTILINE),

@@ -62,6 +62,21 @@ def check_without_numba(script: str, results: int, also: str = "") -> None:
     assert plain.replace("False", "True") == compiled
 
 
+def least_makespan(costs: Costs) -> float:
+    """Return the makespan of the best contiguous partition, by Heddle's dynamic program (eq. 3).
+
+    It shares only the cost of a group with the solver. Groups may be empty.
+    """
+    n = len(costs.table.lengths)
+    best = [0.0] + [np.inf] * n
+    for engine in range(len(costs.table.engines)):
+        best = [
+            min(max(best[first], group_cost(costs.table, engine, first, end)) for first in range(end + 1))
+            for end in range(n + 1)
+        ]
+    return float(best[-1])
+
+
 def contiguous_costs(costs: Costs) -> list[list[float]]:
     """The costs of the groups of every contiguous partition, empty groups allowed."""
     n, m = len(costs.table.lengths), len(costs.table.engines)
