@@ -3,7 +3,8 @@
 import os
 
 if __name__ == "__main__":
-    # The service forks only to start bubblewrap, where gRPC's handlers could only complain. Read at import.
+    # The service forks only to start bubblewrap, where gRPC's handlers could only complain. Read at
+    # import.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
 
     from treadle_runtime.server import run

@@ -1,8 +1,8 @@
 """Keep the tools by name, and check the arguments of their calls.
 
-Tools are the built-in ones, those of a file of declarations and those of the modules named in the settings.
-Invariants: names are unique and identifiers, schemas are valid JSON Schema, limits are positive. A tool that breaks
-one, or a module that cannot be imported, is refused at start.
+Tools are the built-in ones, those of a file of declarations and those of the modules named in the
+settings. Invariants: names are unique and identifiers, schemas are valid JSON Schema, limits are
+positive. A tool that breaks one, or a module that cannot be imported, is refused at start.
 """
 
 import importlib
@@ -23,7 +23,8 @@ from treadle_tools.tool import Kind, Result, Tool
 BACKENDS = ("", "bubblewrap", "docker", "kubernetes")
 NOT_FOUND = {"tool": "TOOL_NOT_FOUND", "reward": "REWARD_FUNCTION_NOT_FOUND"}
 FIELD = "arguments_json"
-LARGEST_BYTES = 1024 * 1024  # code and answers are kilobytes; a worker's frame and its JSON parser hold a few copies
+# Code and answers are kilobytes; a worker's frame and its JSON parser hold a few copies
+LARGEST_BYTES = 1024 * 1024
 
 Arguments = dict[str, Any]
 
@@ -33,7 +34,10 @@ class RegistrationError(Exception):
 
 
 class Registry:
-    """Tools by name. providers: whom they may call. networks: that they may name. Raises RegistrationError."""
+    """Tools by name.
+
+    providers: whom they may call. networks: that they may name. Raises RegistrationError.
+    """
 
     def __init__(self, tools: Iterable[Tool], providers: Collection[str] = (), networks: Collection[str] = ()) -> None:
         self._providers = providers
@@ -167,7 +171,10 @@ def refuse_invalid(result: Result) -> None:
 
 
 def check_arguments(text: str, validator: Validator) -> Arguments:
-    """The JSON object in `text` ({} where it is empty). Raises InvalidArgument naming what does not fit the schema."""
+    """The JSON object in `text` ({} where it is empty).
+
+    Raises InvalidArgument naming what does not fit the schema.
+    """
     if len(text) > LARGEST_BYTES:
         raise InvalidArgument(FIELD, f"must be at most {LARGEST_BYTES} characters, is {len(text)}")
     try:

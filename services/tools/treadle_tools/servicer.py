@@ -1,6 +1,8 @@
-"""Serve ToolsService and RewardsService: check a request, convert it, ask gateway or pool, convert the answer.
+"""Serve ToolsService and RewardsService: check a request, convert it, ask gateway or pool, convert
+the answer.
 
-Invariant: a request's fields, tool and session are checked before it is refused for lack of a sandbox.
+Invariant: a request's fields, tool and session are checked before it is refused for lack of a
+sandbox.
 """
 
 import time
@@ -56,7 +58,10 @@ class Gateway:
     async def call(
         self, tool: Tool, arguments: Mapping[str, Any], limits: Limits, trajectory_id: str, job: str = ""
     ) -> Result:
-        """Run a stateless tool. The caller's going away stops it. job: whose share of cores and providers it takes."""
+        """Run a stateless tool.
+
+        The caller's going away stops it. job: whose share of cores and providers it takes.
+        """
         if isinstance(tool.remote, HttpFunction):
             return await self.functions.run(tool, tool.remote, arguments, limits, trajectory_id, job)
         backend = self.backends.require(tool)

@@ -43,7 +43,8 @@ from treadle_tools.sessions import Sessions
 from treadle_tools.tool import Tool
 
 SERVICE = tools_pb2.DESCRIPTOR.services_by_name["ToolsService"].full_name
-RECORDS_BYTES = 256 * 1024 * 1024  # of answers to repeated calls: sixty of the longest, a hundred thousand usual ones
+# Of answers to repeated calls: sixty of the longest, a hundred thousand usual ones
+RECORDS_BYTES = 256 * 1024 * 1024
 REWARDS_SERVICE = rewards_pb2.DESCRIPTOR.services_by_name["RewardsService"].full_name
 
 

@@ -1,8 +1,10 @@
-"""Share GPUs among services: a service gets them for a round, and rounds of other services come in between.
+"""Share GPUs among services: a service gets them for a round, and rounds of other services come in
+between.
 
-A round is one action of the scheduler. Requests to a service join its round, up to what its server takes at once, so
-that the server has batches; more requests begin another round, on other GPUs where some are free. A round that others
-wait for accepts no request after `turn_s`. Invariant: GPUs are given back once nobody asks.
+A round is one action of the scheduler. Requests to a service join its round, up to what its server
+takes at once, so that the server has batches; more requests begin another round, on other GPUs
+where some are free. A round that others wait for accepts no request after `turn_s`. Invariant: GPUs
+are given back once nobody asks.
 """
 
 import asyncio
@@ -44,7 +46,9 @@ class Round:
         return self.ready.result().url
 
     def failed(self) -> None:
-        """The server did not answer: no further request joins, and its state is looked at before the next round."""
+        """The server did not answer: no further request joins, and its state is looked at before
+        the next round.
+        """
         self.broken = True
         self.closed = True
 

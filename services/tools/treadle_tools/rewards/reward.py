@@ -1,7 +1,8 @@
-"""One reward (one trajectory to be scored by one function), the table of all rewards, and their journal.
+"""One reward (one trajectory to be scored by one function), the table of all rewards, and their
+journal.
 
-Invariants: a reward ends for good, as DONE (with a score), FAILED or CANCELLED; `revision` grows with each
-change.
+Invariants: a reward ends for good, as DONE (with a score), FAILED or CANCELLED; `revision` grows
+with each change.
 """
 
 import asyncio
@@ -26,7 +27,8 @@ log = structlog.get_logger()
 DEFAULT_JOB = "default"
 
 BUCKET = "treadle-tools-rewards"
-PART_BYTES = 512 * 1024  # half of NATS's default max_payload (1 MiB), which headers and subject count against
+# Half of NATS's default max_payload (1 MiB), which headers and subject count against
+PART_BYTES = 512 * 1024
 STATE = "state"
 PART = "part"
 SECRET, SECRET_BYTES = "secret", 32
@@ -46,9 +48,10 @@ class State(enum.StrEnum):
 class Reward:
     """name: of the reward function. tries: begun until now, since the service started.
 
-    accepted_at, ended_at: seconds since the epoch, 0.0 before. queue_s: from acceptance to the last try; overhead_s and
-    execution_s: of that try. ends: how often the service has ended, after its first restart with this reward, while it
-    was scored. The fields are stored: names are only added.
+    accepted_at, ended_at: seconds since the epoch, 0.0 before. queue_s: from acceptance to the last
+    try; overhead_s and execution_s: of that try. ends: how often the service has ended, after its
+    first restart with this reward, while it was scored. The fields are stored: names are only
+    added.
     """
 
     reward_id: str
@@ -93,8 +96,8 @@ class _Watcher:
 class RewardTable:
     """Keeps all rewards by id, and tells their watchers of each change.
 
-    Invariant: a watcher gets every matching reward in its newest state. The table may leave out only
-    states in between.
+    Invariant: a watcher gets every matching reward in its newest state. The table may leave out
+    only states in between.
     """
 
     def __init__(self) -> None:
@@ -139,9 +142,9 @@ class RewardTable:
 class RewardJournal:
     """Keeps rewards and their arguments in a JetStream bucket across restarts of the service.
 
-    A reward is two kinds of keys: `<id>.part.<n>`, its arguments, compressed and cut below NATS's message limit, and
-    `<id>.state`, which is written after them, so that a reward with a state is whole. Its end removes the arguments.
-    The id is as `kv_key` writes it.
+    A reward is two kinds of keys: `<id>.part.<n>`, its arguments, compressed and cut below NATS's
+    message limit, and `<id>.state`, which is written after them, so that a reward with a state is
+    whole. Its end removes the arguments. The id is as `kv_key` writes it.
     """
 
     def __init__(self, bucket: KeyValue, jetstream: JetStreamContext, max_payload_bytes: int) -> None:
@@ -172,8 +175,10 @@ class RewardJournal:
         await self._purge(f"{kv_key(reward_id)}.>")
 
     async def load(self) -> list[tuple[Reward, str | None]]:
-        """Every reward, in the order of acceptance, with its arguments; "" of those that have ended, None where they
-        cannot be read. A state that cannot be read stays where it is, and in the log."""
+        """Every reward, in the order of acceptance, with its arguments; "" of those that have
+        ended, None where they cannot be read. A state that cannot be read stays where it is, and in
+        the log.
+        """
         rewards: list[Reward] = []
         parts: dict[str, dict[int, bytes]] = {}
         unreadable: set[str] = set()
@@ -191,7 +196,8 @@ class RewardJournal:
                 log.error("a stored reward cannot be read", reward_id=key, error=repr(error))
                 unreadable.add(key)
         for orphan in parts.keys() - unreadable - {kv_key(reward.reward_id) for reward in rewards}:
-            await self._purge(f"{orphan}.>")  # never accepted: the service ended before its state was written
+            # Never accepted: the service ended before its state was written
+            await self._purge(f"{orphan}.>")
         return [
             (reward, "" if reward.ended else _join(parts.get(kv_key(reward.reward_id), {})))
             for reward in sorted(rewards, key=lambda reward: reward.accepted_at)
@@ -199,7 +205,8 @@ class RewardJournal:
 
     async def note(self, reward: Reward) -> None:
         """Store its state. Raises nats.errors.Error."""
-        # By the standard library, as pydantic refuses the lone surrogates that a tool's output may hold.
+        # By the standard library, as pydantic refuses the lone surrogates that a tool's output may
+        # hold.
         data = json.dumps(dataclasses.asdict(reward), separators=(",", ":")).encode()
         await self._bucket.put(f"{kv_key(reward.reward_id)}.{STATE}", data)
 

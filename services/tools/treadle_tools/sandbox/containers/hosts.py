@@ -1,7 +1,8 @@
-"""How a tool's container is made, and on which host: what Docker daemons and Kubernetes clusters have in common.
+"""How a tool's container is made, and on which host: what Docker daemons and Kubernetes clusters
+have in common.
 
-Implemented by `docker.py` and `kubernetes.py`. RollArt §8 (environment stability): a creation that fails is tried again
-elsewhere, with longer and longer pauses where there is no other host.
+Implemented by `docker.py` and `kubernetes.py`. RollArt §8 (environment stability): a creation that
+fails is tried again elsewhere, with longer and longer pauses where there is no other host.
 """
 
 import asyncio
@@ -25,12 +26,16 @@ START_BYTES = 512 * MIB  # for imports, until the worker has said what it holds
 MOST_DESCRIPTORS = 1024
 INTERPRETER = ("python3", "-I", "-B", "-X", "utf8")
 TRIES = 5
-REST_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # of a host, after each of its failures; the last one again
+# Of a host, after each of its failures; the last one again
+REST_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """code: (path here, path inside), shown read-only; empty: in the image. memory_bytes: until its worker runs."""
+    """code: (path here, path inside), shown read-only; empty: in the image.
+
+    memory_bytes: until its worker runs.
+    """
 
     tool: Tool
     image: str
@@ -40,7 +45,9 @@ class Recipe:
 
     @classmethod
     def for_tool(cls, tool: Tool, *, image: str, code_in_image: bool, silence_s: float) -> "Recipe":
-        """The recipe of `tool`. silence_s: seconds without a request after which its worker ends by itself.
+        """The recipe of `tool`.
+
+        silence_s: seconds without a request after which its worker ends by itself.
 
         Raises ModuleNotFoundError where its code is to be shown from this machine and is not here.
         """
@@ -68,7 +75,10 @@ def _find_code(tool: Tool) -> tuple[tuple[Path, str], ...]:
 
 
 class HostFailed(Exception):  # noqa: N818 - named for what happened
-    """A host does not answer, or refuses; another one, or a later try, may do better. The message says why."""
+    """A host does not answer, or refuses; another one, or a later try, may do better.
+
+    The message says why.
+    """
 
 
 class ContainerLost(Exception):  # noqa: N818 - an answer to the caller, not a fault
@@ -77,7 +87,10 @@ class ContainerLost(Exception):  # noqa: N818 - an answer to the caller, not a f
 
 @dataclass(frozen=True)
 class Allotment:
-    """What a container may use. cores: by this machine's numbers; empty: any. memory_bytes: None leaves it as it is."""
+    """What a container may use.
+
+    cores: by this machine's numbers; empty: any. memory_bytes: None leaves it as it is.
+    """
 
     cpu_cores: int
     cores: tuple[int, ...] = ()
@@ -112,7 +125,9 @@ class Pipe(Protocol):
 
 
 class Host(Protocol):
-    """Makes containers, which run by then, and finds those of this owner again. name: tells it from the other hosts.
+    """Makes containers, which run by then, and finds those of this owner again.
+
+    name: tells it from the other hosts.
 
     Every method raises HostFailed. `attach` and `allot` raise ContainerLost too.
     """
@@ -145,7 +160,10 @@ class Host(Protocol):
 
 
 async def sweep(host: Host, kept: Collection[str] = ()) -> int:
-    """Remove the owner's containers but `kept` from a host; how many there were. Raises HostFailed."""
+    """Remove the owner's containers but `kept` from a host; how many there were.
+
+    Raises HostFailed.
+    """
     swept = [name for name in await host.list_names() if name not in kept]
     for name in swept:
         await host.remove(name)
@@ -164,7 +182,10 @@ class _HostState:
 
 @dataclass(eq=False)
 class Hosts:
-    """Chooses the least loaded host that works. clock: seconds, as time.monotonic. sleep: as asyncio.sleep."""
+    """Chooses the least loaded host that works.
+
+    clock: seconds, as time.monotonic. sleep: as asyncio.sleep.
+    """
 
     hosts: Sequence[Host]
     clock: Callable[[], float] = time.monotonic
@@ -181,7 +202,10 @@ class Hosts:
         self._states[name].load += containers
 
     async def make(self, recipe: Recipe, name: str) -> Host:
-        """Make a container on the best host, or the next best, in TRIES tries. Raises HostFailed."""
+        """Make a container on the best host, or the next best, in TRIES tries.
+
+        Raises HostFailed.
+        """
         what = "a container is tried elsewhere, or again"
         retrying = retry_after((0.0,) * (TRIES - 1), retry_if_exception_type(HostFailed), what, container=name)
         return await retrying(self._make_on_best, recipe, name)
@@ -210,7 +234,8 @@ class Hosts:
 
 
 def retry_after(pauses_s: Sequence[float], retry: RetryBaseT, what: str, **fields: Any) -> AsyncRetrying:
-    """Return what calls a coroutine function again after each of `pauses_s`, and logs `what` each time.
+    """Return what calls a coroutine function again after each of `pauses_s`, and logs `what` each
+    time.
 
     It raises the last error.
     """
