@@ -40,7 +40,9 @@ class BackendMissing(Exception):  # noqa: N818 - a state of the machine more tha
 
 @dataclass
 class Backends:
-    """of_tool: the name of each tool's backend.
+    """Started backends, and which backend each tool runs on.
+
+    of_tool: the name of each tool's backend.
 
     started: by name, and versions: of those that are there. missing: why others are not.
     """
@@ -54,7 +56,7 @@ class Backends:
         return iter(self.started.values())
 
     def require(self, tool: Tool) -> Backend:
-        """The backend of `tool`.
+        """Return the backend of `tool`.
 
         Raises FailedPrecondition SANDBOX_UNAVAILABLE where it is missing.
         """
@@ -92,7 +94,7 @@ async def start_backends(settings: ToolsSettings, registered: Iterable[Tool]) ->
 
 
 def _folder_of(backend: str, settings: ToolsSettings) -> Path:
-    """The state folder of a backend.
+    """Return the state folder of a backend.
 
     Those of containers stand beside the daemon's, which that one removes.
     """
@@ -116,7 +118,7 @@ def _make_recipes(tools: Sequence[Tool], make: Callable[[Tool], R]) -> tuple[lis
 
 
 async def _start_daemon(settings: ToolsSettings, tools: Sequence[Tool]) -> tuple[DaemonClient, str]:
-    """A client of the sandbox daemon, and its version.
+    """Return a client of the sandbox daemon, and its version.
 
     Raises BubblewrapMissing, FolderRefused, DaemonFailed.
     """
@@ -169,7 +171,7 @@ async def _start_fleet(kind: str, settings: ToolsSettings, tools: Sequence[Tool]
 
 
 def _find_hosts(kind: str, settings: ToolsSettings, owner: str) -> Sequence[Host]:
-    """The hosts that the settings name.
+    """Return the hosts that the settings name.
 
     Raises BackendMissing without the library that talks to them.
     """
@@ -188,7 +190,7 @@ def _find_hosts(kind: str, settings: ToolsSettings, owner: str) -> Sequence[Host
 
 
 async def _check(kind: str, hosts: Sequence[Host]) -> str:
-    """The version of the first host that answers; others are asked when they are needed.
+    """Return the version of the first host that answers; others are asked when they are needed.
 
     Raises BackendMissing.
     """

@@ -34,7 +34,7 @@ class Background:
         return self._group.create_task(work, context=detached_context())
 
     async def finish(self, call: Callable[[], Awaitable[R]]) -> R:
-        """The result of `call`, which runs to its end even where the caller is cancelled."""
+        """Return the result of `call`, which runs to its end even where the caller is cancelled."""
 
         async def work() -> R | Exception:
             try:

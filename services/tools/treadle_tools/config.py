@@ -58,7 +58,10 @@ DockerHosts = Annotated[
 
 
 class ToolsSettings(Settings):
-    """Seconds, counts and bytes are in the names."""
+    """Settings of the tools service; their names carry the units.
+
+    Seconds, counts and bytes are in the names.
+    """
 
     service: ClassVar[str] = "tools"
 
@@ -117,8 +120,8 @@ class ToolsSettings(Settings):
 
     @property
     def state_folder(self) -> Path:
-        """`state_dir`, or a folder of the user's for this address; of this process, where the port
-        is not fixed.
+        """Return `state_dir`, or a folder of the user's for this address; of this process, where
+        the port is not fixed.
         """
         if self.state_dir:
             return Path(self.state_dir)

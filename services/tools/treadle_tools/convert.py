@@ -24,7 +24,7 @@ from treadle_tools.tool import Kind, Limits, Result, Tool
 
 
 def limits_of(message: pb.Limits, most: Limits) -> Limits:
-    """What a caller asks for, 0 meaning the tool's own.
+    """Return the limits that a caller asks for, where 0 means the tool's own.
 
     Raises InvalidArgument for a negative or too large one.
     """
@@ -122,7 +122,7 @@ def timing_message(times: Result | Reward) -> pb.ActionTiming:
 
 
 def text(foreign: str) -> str:
-    """A string that protobuf takes: a tool's output may hold lone surrogates."""
+    """Return a string that protobuf takes, since a tool's output may hold lone surrogates."""
     return foreign.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -137,7 +137,7 @@ def function_message(tool: Tool) -> rewards_pb2.RewardFunction:
 
 
 def _facts_of(reward: Reward) -> dict[str, Any]:
-    """The fields that a Reward and a RewardEnded share."""
+    """Return the fields that a Reward and a RewardEnded share."""
     return {
         **{name: getattr(reward, name) for name in ("reward_id", "trajectory_id", "job", "score")},
         "reward": reward.name,

@@ -44,7 +44,7 @@ class Reply:
 
 
 def result_of(reply: Mapping[str, Any], tool: Tool, output_bytes: int) -> Result:
-    """The Result of a sandbox's answer."""
+    """Return the Result of a sandbox's answer."""
     try:
         return _read(reply, tool, output_bytes)
     except BadReply as bad:
@@ -75,7 +75,7 @@ def _read(reply: Mapping[str, Any], tool: Tool, output_bytes: int) -> Result:
 
 
 def result_of_function(reply: Reply, tool: Tool, output_bytes: int) -> Result:
-    """The Result of an HTTP answer.
+    """Return the Result of an HTTP answer.
 
     A JSON object with `output` has the fields of `tool.Outcome` (output, reward, done, data,
     error); any other JSON is data, and its text the output; all else is text. A reward's score is a
@@ -126,7 +126,7 @@ def read_json(what: str, text: str) -> Any:
 
 
 def in_range(reward: float, reward_range: tuple[float, float]) -> float:
-    """The reward. Raises BadReply where it is not within the range, ends included."""
+    """Return the reward. Raises BadReply where it is not within the range, ends included."""
     low, high = reward_range
     if not low <= reward <= high:
         raise BadReply(f"reward must be from {low:g} to {high:g}, is {reward:g}")
@@ -134,7 +134,7 @@ def in_range(reward: float, reward_range: tuple[float, float]) -> float:
 
 
 def cut(text: str, most_bytes: int) -> tuple[str, bool]:
-    """The text in at most so many bytes of UTF-8, and whether it was longer."""
+    """Return the text in at most so many bytes of UTF-8, and whether it was longer."""
     if 4 * len(text) <= most_bytes:
         return text, False
     encoded = text.encode("utf-8", "surrogatepass")

@@ -44,7 +44,7 @@ MOST_WATCHED = 4096  # ids of one watch; a batch of rollouts has hundreds
 
 @dataclass(frozen=True)
 class Gateway:
-    """What both services call. providers: by name."""
+    """Parts that ToolsService and RewardsService call. providers: by name."""
 
     registry: Registry
     backends: Backends
@@ -113,7 +113,7 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
         return await self.records.once("Invoke", request, pb.InvokeResponse, call, later)
 
     async def _finish(self, rpc: str, request: Message, answer: type[R], call: Callable[[], Awaitable[R]]) -> R:
-        """What changes a session is finished and recorded whether or not the caller still waits."""
+        """Finish and record what changes a session, whether or not the caller still waits."""
         return await self.background.finish(lambda: self.records.once(rpc, request, answer, call))
 
     async def _call(self, request: pb.InvokeRequest) -> pb.InvokeResponse:

@@ -52,13 +52,17 @@ class Opening:
 
     @property
     def key(self) -> str:
-        """Names this request within its session, where a step may have the same request id."""
+        """Return a name of this request within its session, where a step may have the same request
+        id.
+        """
         return f"open:{self.request_id}"
 
 
 @dataclass
 class Session:
-    """opened_at, last_used_at: seconds since the epoch.
+    """An environment, its sandbox, its last answer, and its record for the service's next run.
+
+    opened_at, last_used_at: seconds since the epoch.
 
     ended: why it takes no more steps; empty: it does.
 
@@ -86,7 +90,7 @@ class Session:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # of the present step
 
     def require(self) -> Sandbox:
-        """The sandbox. Raises FailedPrecondition where the session has ended."""
+        """Return the sandbox. Raises FailedPrecondition where the session has ended."""
         if self.ended or self.sandbox is None:
             why = f"session {self.session_id!r} takes no more steps: {self.ended or 'closed'}"
             raise FailedPrecondition("SESSION_ENDED", why, session_id=self.session_id)
@@ -98,12 +102,12 @@ class Session:
         self.idle_since = time.monotonic()
 
     def record(self) -> dict[str, Any]:
-        """Everything that the next run needs, as JSON."""
+        """Return everything that the next run needs, as JSON."""
         fixed = {name: getattr(self, name) for name in FIXED}
         return {**fixed, "tool": self.tool.name, "limits": asdict(self.limits), **self.facts()}
 
     def facts(self) -> dict[str, Any]:
-        """The fields of the record that change.
+        """Return the fields of the record that change.
 
         The last answer only where no sandbox has it any more.
         """
@@ -112,7 +116,7 @@ class Session:
 
     @classmethod
     def restore(cls, record: Mapping[str, Any], tool: Tool, backend: Backend, sandbox: Sandbox | None) -> "Session":
-        """A session of an earlier run, from its record."""
+        """Return a session of an earlier run, from its record."""
         used_s = max(0.0, time.time() - record["last_used_at"])
         last = None if record["last"] is None else RESULT.validate_python(record["last"])
         stored = {**record, "tool": tool, "limits": Limits(**record["limits"]), "last": last}
@@ -178,7 +182,10 @@ async def open_with_retries(
 
 
 class Sessions:
-    """most: sessions at a time. idle_s: after which one is closed."""
+    """Opens, steps, restores and closes all sessions.
+
+    most: sessions at a time. idle_s: after which one is closed.
+    """
 
     def __init__(self, actions: Actions, backends: Backends, *, most: int, idle_s: float) -> None:
         self._actions = actions

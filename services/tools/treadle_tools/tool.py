@@ -74,7 +74,7 @@ class Limits:
     output_bytes: int = 64 * 1024
 
     def message(self) -> dict[str, Any]:
-        """The limits that the sandbox enforces by itself, as JSON."""
+        """Return the limits that the sandbox enforces by itself, as JSON."""
         return {each.name: getattr(self, each.name) for each in fields(Limits)}
 
 
@@ -181,7 +181,7 @@ class Sandbox(Protocol):
 
     @property
     def cores(self) -> int:
-        """How many cores the present step may use.
+        """Return how many cores the present step may use.
 
         Of a stateless tool: the environment variable TREADLE_CORES.
         """
@@ -196,10 +196,10 @@ class Environment(Protocol):
     """A stateful tool: one object a session, in one process, called from one thread."""
 
     def first(self) -> Outcome:
-        """The first observation."""
+        """Return the first observation."""
 
     def step(self, arguments: Mapping[str, Any]) -> Outcome:
-        """One action of the agent.
+        """Carry out one action of the agent.
 
         An exception is answered as TOOL_ERROR, and the session goes on.
         """
@@ -233,7 +233,7 @@ class Result:
     refused_s: float | None = None
 
     def timed(self, *, queue_s: float, total_s: float) -> "Result":
-        """The same with queue and overhead filled in: overhead is what is neither queue nor
+        """Return the same with queue and overhead filled in: overhead is what is neither queue nor
         execution.
         """
         return replace(self, queue_s=queue_s, overhead_s=max(0.0, total_s - queue_s - self.execution_s))

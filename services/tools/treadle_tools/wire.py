@@ -49,7 +49,10 @@ REWARDS_SERVICE = rewards_pb2.DESCRIPTOR.services_by_name["RewardsService"].full
 
 
 async def wire(runtime: Runtime) -> Wiring:
-    """The service on `runtime`. Raises StartError for a file or module that is not usable."""
+    """Assemble the service on `runtime`.
+
+    Raises StartError for a file or module that is not usable.
+    """
     settings = runtime.settings
     assert isinstance(settings, ToolsSettings)
     bus = runtime.bus
@@ -147,7 +150,7 @@ async def wire(runtime: Runtime) -> Wiring:
 
 @contextmanager
 def _naming(setting: str, value: str) -> Iterator[None]:
-    """Raises StartError with the setting where what it names is not usable."""
+    """Raise StartError with the setting where what it names is not usable."""
     try:
         yield
     except (DeclarationError, InvalidPoolError, RegistrationError) as error:

@@ -70,13 +70,11 @@ class ReasoningTask:
         self._sandbox = sandbox
 
     def first(self) -> Outcome:
-        """The question."""
+        """Return the question."""
         return Outcome(output=str(self._entry["question"]), reward=0.0)
 
     def step(self, arguments: Mapping[str, Any]) -> Outcome:
-        """`code` runs Python and shows its output; `answer` is scored from 0 to 1 and ends the
-        task.
-        """
+        """Run `code` and show its output, or score `answer` from 0 to 1, which ends the task."""
         if "code" in arguments:
             return self._sandbox.python(str(arguments["code"]))
         score = self._score(str(arguments["answer"]))
@@ -93,8 +91,8 @@ class ReasoningTask:
 
 
 def is_formula(text: str) -> bool:
-    """Whether a text is made of numbers, single letters, operators and functions of mathematics
-    alone.
+    """Return whether a text is made of numbers, single letters, operators and functions of
+    mathematics alone.
     """
     try:
         tokens = list(tokenize.generate_tokens(io.StringIO(text.strip()).readline))

@@ -143,7 +143,7 @@ class HttpFunction(_Declared):
         return self
 
     def tool(self) -> Tool:
-        """The tool or reward that calls it."""
+        """Return the tool or reward that calls it."""
         return Tool(
             name=self.name,
             kind=KINDS[self.kind],
@@ -197,17 +197,17 @@ class Judge(_Declared):
 
     @property
     def headers_from_env(self) -> dict[str, str]:
-        """As of an HttpFunction."""
+        """Return the headers that come from environment variables, as of an HttpFunction."""
         return {"Authorization": self.authorization_from_env} if self.authorization_from_env else {}
 
     @property
     def arguments(self) -> list[str]:
-        """What the templates ask for, each once."""
+        """Return the names that the templates ask for, each once."""
         names = [*string.Template(self.system).get_identifiers(), *string.Template(self.prompt).get_identifiers()]
         return list(dict.fromkeys(names))
 
     def tool(self) -> Tool:
-        """A reward whose arguments are what the judge's templates name."""
+        """Return a reward whose arguments are what the judge's templates name."""
         return Tool(
             name=self.name,
             kind=Kind.REWARD,
@@ -226,7 +226,9 @@ class Judge(_Declared):
 
 
 class Gpus(_Declared):
-    """nodes: the GPUs of each.
+    """GPUs that services share in turns.
+
+    nodes: the GPUs of each.
 
     gpu_bytes: of each GPU. turn_s: how long a service may keep them while others wait. watch_s: how
     often servers that nobody asks are looked at, since one that was started anew holds memory.
@@ -248,7 +250,7 @@ class Server(_Declared):
 
     @property
     def gpus(self) -> frozenset[tuple[str, int]]:
-        """(node, number) of each GPU it is on."""
+        """Return (node, number) of each GPU it is on."""
         return frozenset((self.node, self.first + index) for index in range(self.degree))
 
 
@@ -268,8 +270,8 @@ class GpuService(_Declared):
     at_once: Count = 64
 
     def check(self, nodes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises ValueError where a chunk of GPUs that it may be given has no server, or a server
-        no such chunk.
+        """Raise ValueError where a chunk of GPUs that it may be given has no server, or a server no
+        such chunk.
         """
         served = {server.degree for server in self.servers}
         if served != set(self.bytes_per_gpu):
@@ -289,8 +291,8 @@ class GpuService(_Declared):
 
 
 def places(nodes: Mapping[str, tuple[int, ...]], degree: int) -> list[tuple[str, int]]:
-    """(node, first GPU) of each chunk that `degree` GPUs may be given: aligned runs of the next
-    power of two.
+    """Return (node, first GPU) of each chunk that `degree` GPUs may be given: aligned runs of the
+    next power of two.
     """
     size = 1 << level_of(degree)
     return [
@@ -323,17 +325,17 @@ class Declarations(_Declared):
 
     @property
     def tools(self) -> list[Tool]:
-        """The tools and rewards that call the functions and judges."""
+        """Return the tools and rewards that call the functions and judges."""
         return [*(one.tool() for one in self.function), *(one.tool() for one in self.judge)]
 
     @property
     def servers(self) -> list[Server]:
-        """Of all GPU services."""
+        """Return the servers of all GPU services."""
         return [server for service in self.gpu_service for server in service.servers]
 
 
 def read_declarations(path: str, hosts: tuple[str, ...], environment: Mapping[str, str]) -> Declarations:
-    """What `path` declares; nothing where it is empty.
+    """Return what `path` declares; nothing where it is empty.
 
     hosts: where functions, judges and servers may be.
 
@@ -364,7 +366,7 @@ class _Providers(_Declared):
 
 
 def read_providers(path: str) -> dict[str, BasicManager]:
-    """The managers of the providers in a PROVIDERS_FILE, by name; none for an empty path.
+    """Return the managers of the providers in a PROVIDERS_FILE, by name; none for an empty path.
 
     Raises DeclarationError.
     """
@@ -403,7 +405,7 @@ def _read(path: str, form: type[D]) -> D:
 def _require_usable(
     where: str, urls: Iterable[str], headers: Mapping[str, str], hosts: tuple[str, ...], environment: Mapping[str, str]
 ) -> None:
-    """Raises DeclarationError for a host that is not allowed and for a header whose variable is not
+    """Raise DeclarationError for a host that is not allowed and for a header whose variable is not
     set.
     """
     for one in urls:
@@ -416,8 +418,8 @@ def _require_usable(
 
 
 def is_allowed(url: str, hosts: tuple[str, ...]) -> bool:
-    """Whether `hosts` has the URL's host: `a.org` allows any port, `a.org:80` that one, `*.b.org`
-    every host below.
+    """Return whether `hosts` has the URL's host: `a.org` allows any port, `a.org:80` that one,
+    `*.b.org` every host below.
     """
     parts = urlsplit(url)
     host = parts.hostname or ""

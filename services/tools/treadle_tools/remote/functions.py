@@ -153,7 +153,10 @@ class Caller:
         await self._session.close()
 
     async def call(self, function: HttpFunction, arguments: Any, within_s: float, job: str = "") -> Reply:
-        """The answer to `arguments`. Raises CallFailed, at the latest when `within_s` are over."""
+        """Return the answer to `arguments`.
+
+        Raises CallFailed, at the latest when `within_s` are over.
+        """
         began = time.monotonic()
         headers = self._headers(function)
         slots = self._slots.setdefault(function.url, asyncio.Semaphore(function.at_once))
@@ -214,8 +217,8 @@ class Caller:
         return headers
 
     def _redact(self, function: HttpFunction, body: bytes) -> bytes:
-        """The body without the values of headers that come from the environment, whole or behind
-        their scheme.
+        """Return the body without the values of headers that come from the environment, whole or
+        behind their scheme.
         """
         for variable in function.headers_from_env.values():
             secret = self.environment[variable].strip()
@@ -289,8 +292,8 @@ def _reply(function: HttpFunction, response: aiohttp.ClientResponse, content: by
 
 
 def retry_after_s(header: str, now_epoch_s: float) -> float | None:
-    """Seconds of a Retry-After, which is a number of seconds or a date (RFC 9110, 10.2.3); None
-    where it is neither.
+    """Return the seconds of a Retry-After, which is a number of seconds or a date (RFC 9110,
+    10.2.3); None where it is neither.
     """
     if header.strip().isdigit():
         return float(header)
@@ -337,11 +340,11 @@ class Patience:
         self._answered_at_s: float | None = None  # None: it never did, or failed since
 
     def is_cold(self, now_s: float) -> bool:
-        """Whether it may have to start."""
+        """Return whether it may have to start."""
         return self._answered_at_s is None or now_s - self._answered_at_s > self._idle_s
 
     def longest_s(self, now_s: float) -> float:
-        """How long a call that begins now waits for its first byte."""
+        """Return how long a call that begins now waits for its first byte."""
         cold = self.is_cold(now_s)
         waits, shortest_s = (self._cold, SHORTEST_COLD_S) if cold else (self._warm, SHORTEST_WARM_S)
         if waits.count == 0:
@@ -349,13 +352,13 @@ class Patience:
         return min(max(waits.longest_s, shortest_s), self._cold_s)
 
     def answered(self, began_s: float, now_s: float) -> None:
-        """A call that began then has its first byte now."""
+        """Learn from a call that began at `began_s` and has its first byte now."""
         (self._cold if self.is_cold(began_s) else self._warm).add(now_s - began_s)
         self._answered_at_s = now_s
 
     def failed(self) -> None:
-        """A call got no byte in time, or no connection: the next one waits as for a cold function,
-        its whole time.
+        """Note that a call got no byte in time, or no connection: the next call waits as for a cold
+        function.
         """
         self._answered_at_s = None
         self._cold = _Waits()

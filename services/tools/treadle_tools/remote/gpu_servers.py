@@ -53,7 +53,7 @@ class Residents:
         self._wanted: set[str] = set()  # servers that serve, or are about to
 
     async def bring(self, server: Server, evict: Sequence[Server]) -> None:
-        """Returns once `server` can be asked.
+        """Bring `server` into memory, and return once it can be asked.
 
         evict: servers on its GPUs that have to release their memory for it.
 
@@ -70,7 +70,7 @@ class Residents:
         await self._change(server, State.HELD)
 
     def leave(self, server: Server, *, failed: bool) -> None:
-        """Nobody asks it any more. failed: it did not answer as it should."""
+        """Note that nobody asks a server any more. failed: it did not answer as it should."""
         self._wanted.discard(server.url)
         if failed:
             self._doubted.add(server.url)
@@ -89,8 +89,8 @@ class Residents:
             await asyncio.sleep(period_s)
 
     async def _may_hold_memory(self, url: str) -> bool:
-        """Whether its state is in doubt, which that of a released server is once it is started
-        anew.
+        """Return whether its state is in doubt, which that of a released server is once it is
+        started anew.
         """
         entry = self._ledger.get(url)
         if url not in self._doubted and entry is not None and entry.state is State.RELEASED:
@@ -146,7 +146,7 @@ class Residents:
 
 
 class State(enum.StrEnum):
-    """Of a server's GPU memory. The values are stored."""
+    """State of a server's GPU memory. The values are stored."""
 
     HELD = "held"
     RELEASED = "released"
@@ -155,7 +155,9 @@ class State(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Entry:
-    """identity: of the start of the server in which it has this state.
+    """State of one server's GPU memory as the ledger stores it.
+
+    identity: of the start of the server in which it has this state.
 
     Stored: names are only added.
     """
@@ -185,11 +187,11 @@ class Ledger:
             self._entries[entry.key] = STORED.validate_json(entry.value or b"")
 
     def get(self, url: str) -> Entry | None:
-        """None of a server that was never seen."""
+        """Return the entry of a server; None where it was never seen."""
         return self._entries.get(kv_key(url))
 
     async def put(self, url: str, entry: Entry) -> None:
-        """Returns once it is on disk. Raises nats.errors.Error."""
+        """Store a server's entry, and return once it is on disk. Raises nats.errors.Error."""
         key = kv_key(url)
         if self._entries.get(key) != entry:
             await self._bucket.put(key, STORED.dump_json(entry))
@@ -222,7 +224,7 @@ class EngineMemory:
         await self._session.close()
 
     async def identity(self, url: str) -> str:
-        """Text that differs after each start of the server.
+        """Return a text that differs after each start of the server.
 
         Raises EngineAway; EngineTrouble for a server that would lose its weights.
         """
@@ -239,7 +241,7 @@ class EngineMemory:
         return hashlib.blake2b(json.dumps(start, sort_keys=True).encode(), digest_size=8).hexdigest()
 
     async def release(self, url: str) -> None:
-        """Returns once its GPU memory is free.
+        """Release a server's GPU memory, and return once it is free.
 
         Raises EngineAway, EngineTrouble where it does not become idle.
         """
@@ -247,7 +249,7 @@ class EngineMemory:
         await self._ask("POST", url, "/release_memory_occupation", MEMORY_S, {})
 
     async def resume(self, url: str) -> None:
-        """Returns once it can be asked.
+        """Resume a server's GPU memory, and return once it can be asked.
 
         It must have been released. Raises EngineAway, EngineTrouble.
         """

@@ -123,7 +123,7 @@ class NoScore(Exception):  # noqa: N818 - what the answer has, as callers speak 
 
 
 def chat_request(judge: Judge, arguments: Mapping[str, Any], *, again: bool = False) -> dict[str, Any]:
-    """The body of a request to /v1/chat/completions.
+    """Return the body of a request to /v1/chat/completions.
 
     again: the judge's last answer had no score.
     """
@@ -142,7 +142,7 @@ def chat_request(judge: Judge, arguments: Mapping[str, Any], *, again: bool = Fa
 
 
 def read_answer(reply: Reply) -> str:
-    """The text of a chat completion.
+    """Return the text of a chat completion.
 
     Raises NoScore where the reply is no chat completion, or has no text.
     """
@@ -157,7 +157,7 @@ def read_answer(reply: Reply) -> str:
 
 
 def read_score(judge: Judge, text: str) -> float:
-    """The last score in `text`, from 0 to 1. Raises NoScore."""
+    """Return the last score in `text`, from 0 to 1. Raises NoScore."""
     if not (found := list(re.finditer(judge.score, text))):
         raise NoScore(f"the judge gave no score: {text[-QUOTED_CHARS:]!r}")
     try:

@@ -148,8 +148,8 @@ class RewardPool:
         self._queues = {scorer.queue: _Queue(scorer.slots) for scorer in self.scorers.values()}
 
     def id_of(self, request_id: str) -> str:
-        """The id of the reward that a request asks for: the same for a repeat whose first answer
-        was not recorded, and not to be guessed from the request's id.
+        """Return the id of the reward that a request asks for: the same for a repeat whose first
+        answer was not recorded, and not to be guessed from the request's id.
         """
         drawn = hmac.digest(self.secret, request_id.encode(), "sha256")[:ID_BYTES]
         return like(request_id, f"w-{drawn.hex()}")
@@ -170,7 +170,7 @@ class RewardPool:
         return reward
 
     def get(self, reward_id: str) -> Reward:
-        """Raises NotFound."""
+        """Return the reward of an id. Raises NotFound."""
         if (reward := self.table.rewards.get(reward_id)) is None:
             why = f"there is no reward {reward_id[:64]!r}: never accepted, or ended over {self.kept_s:g} s ago"
             raise NotFound("REWARD_NOT_FOUND", f"reward_id: {why}", reward_id=reward_id)

@@ -35,7 +35,7 @@ SECRET, SECRET_BYTES = "secret", 32
 
 
 class State(enum.StrEnum):
-    """How far a reward is. The values are stored."""
+    """State of a reward. The values are stored."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -46,7 +46,9 @@ class State(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Reward:
-    """name: of the reward function. tries: begun until now, since the service started.
+    """One trajectory to be scored by one function, and how far that is.
+
+    name: of the reward function. tries: begun until now, since the service started.
 
     accepted_at, ended_at: seconds since the epoch, 0.0 before. queue_s: from acceptance to the last
     try; overhead_s and execution_s: of that try. ends: how often the service has ended, after its
@@ -74,7 +76,7 @@ class Reward:
 
     @property
     def ended(self) -> bool:
-        """Whether it changes no more."""
+        """Return whether it changes no more."""
         return self.state not in (State.PENDING, State.RUNNING)
 
 
@@ -153,13 +155,19 @@ class RewardJournal:
         self._part_bytes = max(1, min(PART_BYTES, max_payload_bytes // 2))
 
     async def secret(self) -> bytes:
-        """A random secret of this journal, the same at each restart. Raises nats.errors.Error."""
+        """Return a random secret of this journal, the same at each restart.
+
+        Raises nats.errors.Error.
+        """
         with contextlib.suppress(KeyWrongLastSequenceError):  # it is there
             await self._bucket.create(SECRET, os.urandom(SECRET_BYTES))
         return (await self._bucket.get(SECRET)).value or b""
 
     async def accept(self, reward: Reward, arguments_json: str) -> None:
-        """Returns once both are on disk. Raises nats.errors.Error."""
+        """Store a reward and its arguments, and return once both are on disk.
+
+        Raises nats.errors.Error.
+        """
         data = zlib.compress(arguments_json.encode("utf-8", "surrogatepass"))
         for index, start in enumerate(range(0, len(data), self._part_bytes)):
             await self._bucket.put(f"{kv_key(reward.reward_id)}.{PART}.{index}", data[start : start + self._part_bytes])
@@ -175,9 +183,9 @@ class RewardJournal:
         await self._purge(f"{kv_key(reward_id)}.>")
 
     async def load(self) -> list[tuple[Reward, str | None]]:
-        """Every reward, in the order of acceptance, with its arguments; "" of those that have
-        ended, None where they cannot be read. A state that cannot be read stays where it is, and in
-        the log.
+        """Return every reward, in the order of acceptance, with its arguments; "" of those that
+        have ended, None where they cannot be read. A state that cannot be read stays where it is,
+        and in the log.
         """
         rewards: list[Reward] = []
         parts: dict[str, dict[int, bytes]] = {}
@@ -211,7 +219,7 @@ class RewardJournal:
         await self._bucket.put(f"{kv_key(reward.reward_id)}.{STATE}", data)
 
     async def _purge(self, keys: str) -> None:
-        """The subjects themselves: deleting by key would leave a marker behind each."""
+        """Purge the subjects themselves: deleting by key would leave a marker behind each."""
         await self._jetstream.purge_stream(f"KV_{BUCKET}", subject=f"$KV.{BUCKET}.{keys}")
 
 

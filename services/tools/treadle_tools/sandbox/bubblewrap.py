@@ -64,8 +64,8 @@ class Bubblewrap:
     drop_root: bool
 
     def command(self, *, readable: Sequence[Path], work_bytes: int, argv: Sequence[str]) -> list[str]:
-        """The command line that runs `argv` with /usr and `readable` to read and `work_bytes` of
-        /tmp to write.
+        """Return the command line that runs `argv` with /usr and `readable` to read and
+        `work_bytes` of /tmp to write.
         """
         command = [*_as_user(self.user), self.path, *_bind_system_folders()]
         command += ["--perms", "1777", "--size", str(work_bytes), "--tmpfs", "/tmp"]
@@ -90,7 +90,7 @@ class Bubblewrap:
         return [*command, *argv]
 
     def recipe(self, tool: Tool) -> Recipe:
-        """How the fork server of `tool` is started.
+        """Return how the fork server of `tool` is started.
 
         Raises ModuleNotFoundError where it needs a missing module.
         """
@@ -102,14 +102,16 @@ class Bubblewrap:
 
 
 def inside(path: Path) -> Path:
-    """Where the sandbox shows `path` of the host: the same, but for one under /tmp, which its own
-    /tmp would cover.
+    """Return where the sandbox shows `path` of the host: the same, but for one under /tmp, which
+    its own /tmp would cover.
     """
     return MOVED / path.relative_to(PRIVATE) if path.is_relative_to(PRIVATE) else path
 
 
 def _as_user(user: int | None) -> list[str]:
-    """What runs the program after it as `user`; uvloop starts none as another user by itself."""
+    """Return the command that runs the program after it as `user`; uvloop itself starts no
+    program as another user.
+    """
     return [] if user is None else ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--"]
 
 
@@ -130,7 +132,7 @@ def _interpreter() -> list[str]:
 
 
 def find_code(tool: Tool) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """What `tool` needs of the host, as folders to read and folders to import from: the
+    """Return what `tool` needs of the host, as folders to read and folders to import from: the
     interpreter, its site-packages, this package, the packages of the tool itself.
 
     Raises ModuleNotFoundError where a module that it needs is not installed.

@@ -36,7 +36,9 @@ OOM_EVENTS = {1: "memory.oom_control", 2: "memory.events"}
 
 @dataclass(frozen=True)
 class Root:
-    """folders: where slots are made, by controller.
+    """Folders of control groups below which slots are made.
+
+    folders: where slots are made, by controller.
 
     cores: all, as the kernel lists them; "": no slot can be pinned.
     """
@@ -83,8 +85,8 @@ class Slot:
             self._pin(())
 
     def cpu_s(self) -> float | None:
-        """CPU seconds of the group over its life; None where the kernel does not count, or once it
-        is removed.
+        """Return the CPU seconds of the group over its life; None where the kernel does not count,
+        or once it is removed.
         """
         with contextlib.suppress(FileNotFoundError):
             if self._root.version == 2:
@@ -113,7 +115,9 @@ class Slot:
             (folder / "cgroup.procs").write_text(str(pid))
 
     def oom_kills(self) -> int:
-        """How many processes the kernel has killed in this group for its memory, over its life."""
+        """Return how many processes the kernel has killed in this group for its memory, over its
+        life.
+        """
         text = _read(self._path("memory", OOM_EVENTS[self._root.version]))
         return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
 
@@ -168,7 +172,7 @@ class Cgroups:
 
 
 def find_cgroups(proc: Path = Path("/proc/self")) -> Cgroups | None:
-    """Slots below this process's own groups; None where it may not make them.
+    """Return slots below this process's own groups; None where it may not make them.
 
     Removes what dead daemons have left.
 

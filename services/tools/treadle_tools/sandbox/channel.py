@@ -65,8 +65,8 @@ class Channel:
         await self._empty.wait()
 
     async def receive(self) -> tuple[dict[str, Any], int | None] | None:
-        """The next message and its descriptor, which the caller closes; None once the other side
-        has gone.
+        """Return the next message and its descriptor, which the caller closes; None once the other
+        side has gone.
 
         Raises FrameError where the other side sends something else than frames.
         """

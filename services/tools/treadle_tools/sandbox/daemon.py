@@ -119,7 +119,7 @@ class Pool:
             raise
 
     async def _make(self) -> Made:
-        """A sandbox of a free spawner, or of a new one. Raises WorkerFailed."""
+        """Make a sandbox by a free spawner, or by a new one. Raises WorkerFailed."""
         if self._fork_server is None:
             self._fork_server = await ForkServer.start(self.recipe)
         fork_server, process = self._fork_server, None
@@ -282,8 +282,9 @@ class Daemon:
             self._group.create_task(made.pool.kill(made))
 
     def _keep_sessions_only(self) -> None:
-        """The service has gone: keep sandboxes of sessions only, and watch their memory if no
-        control group does.
+        """Keep only the sandboxes of sessions, because the service has gone.
+
+        Watch their memory if no control group does.
         """
         for pool, _ in self._pools.values():
             pool.cancel_requests()

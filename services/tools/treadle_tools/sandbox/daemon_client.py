@@ -36,7 +36,10 @@ PIECE_BYTES = 1024 * 1024
 
 
 class BubblewrapSandbox(Sandbox):
-    """name: given by the daemon. pid: of its init. end: has it killed, without waiting."""
+    """`Sandbox` of bubblewrap, which the sandbox daemon has made.
+
+    name: given by the daemon. pid: of its init. end: has it killed, without waiting.
+    """
 
     reusable = True
 
@@ -54,7 +57,7 @@ class BubblewrapSandbox(Sandbox):
 
     @property
     def alive(self) -> bool:
-        """Whether it can take a request.
+        """Return whether it can take a request.
 
         It sends nothing unasked, so anything to read here is its end.
         """
@@ -124,7 +127,7 @@ class BubblewrapSandbox(Sandbox):
             raise SandboxLost(f"the worker ended without an answer ({error})") from error
 
     async def _take(self, received: bytearray, count: int) -> bytes:
-        """The next bytes of the answer. received: what has come of it, and was not taken."""
+        """Return the next bytes of the answer. received: what has come of it, and was not taken."""
         while len(received) < count:
             piece = await asyncio.get_running_loop().sock_recv(self._connection, PIECE_BYTES)
             if not piece:
@@ -177,7 +180,7 @@ class DaemonRecords(SessionRecords):
 
 
 class DaemonClient(Backend):
-    """See Backend.
+    """`Backend` of bubblewrap's sandboxes, which the sandbox daemon holds.
 
     keep_s: how long the daemon waits for the next service. keep_on_exit: also after an orderly end.
     """
@@ -326,7 +329,7 @@ class DaemonClient(Backend):
     def _take_in(
         self, connection: Channel, message: Mapping[str, Any], descriptor: int | None
     ) -> BubblewrapSandbox | None:
-        """The sandbox that comes with a message.
+        """Return the sandbox that comes with a message.
 
         It is ended through the daemon that made it, never through another.
         """
@@ -361,7 +364,7 @@ class DaemonClient(Backend):
 
 
 def _has_ended(pid: int, options: int) -> bool:
-    """Whether a child process has ended, perhaps reaped elsewhere in this process.
+    """Return whether a child process has ended, perhaps reaped elsewhere in this process.
 
     options: as of waitpid.
     """

@@ -76,7 +76,7 @@ class _Forked:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Return whether it runs."""
         if self._killed:
             return False
         poll = select.poll()
@@ -106,7 +106,7 @@ class SandboxProcess(_Forked):
     """
 
     def connect(self) -> int | None:
-        """A fresh connection to the sandbox, as a descriptor; None where it has ended.
+        """Return a fresh connection to the sandbox, as a descriptor; None where it has ended.
 
         The sandbox drops the connection that it had, with any message that was sent by half.
         """
@@ -127,7 +127,7 @@ class Spawner(_Forked):
     """
 
     async def spawn(self) -> SandboxProcess:
-        """A new sandbox.
+        """Fork a new sandbox.
 
         The one before must be dead. Raises SandboxLost, OSError or TimeoutError.
         """
@@ -227,7 +227,7 @@ class ForkServer:
         log.info("tool ready", tool=self._tool, forks=not self.single_use)
 
     async def open_spawner(self, cgroups: Cgroups | None) -> Spawner:
-        """A new spawner. Raises WorkerFailed; the fork server should be closed then."""
+        """Fork a new spawner. Raises WorkerFailed; the fork server should be closed then."""
         try:
             async with _order(self._control, SPAWNER) as (control, _, pid):
                 slot = None if cgroups is None else cgroups.take()
@@ -280,8 +280,8 @@ def _list_children(pid: int) -> list[int]:
 
 
 def read_private_bytes(pid: int, inherited_bytes: int = 0, proc: Path = Path("/proc")) -> int:
-    """Resident bytes of `pid` and its descendants that no file on a disk backs; 0 once it has
-    ended.
+    """Return the resident bytes of `pid` and its descendants that no file on a disk backs; 0 once
+    it has ended.
 
     inherited_bytes: what each of them shares with the worker it was forked from, not counted again
     for each.

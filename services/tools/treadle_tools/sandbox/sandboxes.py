@@ -37,7 +37,7 @@ BOOT = (
 
 
 def worker_arguments(tool: Tool, module: str, paths: Sequence[str], **more: Any) -> list[str]:
-    """Arguments of a Python that runs `main` of a module of `inside/`.
+    """Return the arguments of a Python that runs `main` of a module of `inside/`.
 
     paths: added to sys.path; more: for `main`.
     """
@@ -54,7 +54,7 @@ def worker_arguments(tool: Tool, module: str, paths: Sequence[str], **more: Any)
 
 
 def find_top_level(tool: Tool, name: str) -> ModuleSpec:
-    """The package or module at the top of a dotted name that `tool` needs.
+    """Return the package or module at the top of a dotted name that `tool` needs.
 
     Raises ModuleNotFoundError without it.
     """
@@ -100,7 +100,7 @@ class Sandbox(ABC):
     @property
     @abstractmethod
     def alive(self) -> bool:
-        """Whether it can take a request."""
+        """Return whether it can take a request."""
 
     async def ask(
         self, op: str, arguments: Any, limits: Limits, processes: int, *, request_id: str = "", again: bool = False
@@ -140,7 +140,7 @@ class Sandbox(ABC):
 
     @abstractmethod
     def _was_killed_for_memory(self) -> bool:
-        """Whether a process has been killed for its memory since the last request was sent."""
+        """Return whether a process has been killed for its memory since the last request was sent."""
 
     @abstractmethod
     def close(self) -> None:
@@ -164,7 +164,7 @@ class WarmSandboxes:
         self._lazy = lazy
 
     async def take(self) -> Sandbox:
-        """A sandbox that nothing has run in.
+        """Take a sandbox in which nothing has run.
 
         Raises WorkerFailed where the tool's worker does not start.
         """
@@ -272,7 +272,7 @@ class Backend(ABC):
             self._warm[tool] = WarmSandboxes(0, lambda count: None, failure=why)
 
     async def take(self, tool: str) -> Sandbox:
-        """A fresh sandbox. Raises WorkerFailed where the tool's worker does not start."""
+        """Take a fresh sandbox. Raises WorkerFailed where the tool's worker does not start."""
         return await self._warm[tool].take()
 
     @abstractmethod
@@ -306,11 +306,13 @@ class ReusedSandboxes:
         self._waiting: dict[tuple[str, str], tuple[Sandbox, float]] = {}
 
     def wants(self, sandbox: Sandbox, trajectory_id: str) -> bool:
-        """Whether to ask `sandbox` to clean itself after a call of that trajectory ("": of none)."""
+        """Return whether to ask `sandbox` to clean itself after a call of that trajectory ("": of
+        none).
+        """
         return bool(self._most and trajectory_id and sandbox.reusable)
 
     def take(self, trajectory_id: str, tool: Tool) -> Sandbox | None:
-        """The sandbox that the trajectory's last call of `tool` has left, if it is alive."""
+        """Take the sandbox that the trajectory's last call of `tool` has left, if it is alive."""
         sandbox, _ = self._waiting.pop((trajectory_id, tool.name), (None, 0.0))
         if sandbox is not None and not sandbox.alive:
             sandbox.close()

@@ -112,7 +112,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _is(path: Path, descriptor: int) -> bool:
-    """Whether `path` still names the open folder."""
+    """Return whether `path` still names the open folder."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:

@@ -40,7 +40,10 @@ RETRY_S = 1.0  # a full queue moves within a few actions, which take parts of a 
 
 @dataclass
 class RunningAction:
-    """ended: how it ended; the caller of `hold` sets it inside of the block."""
+    """An action that holds what it was granted.
+
+    ended: how it ended; the caller of `hold` sets it inside of the block.
+    """
 
     started: Started
     ended: Ended = SERVED
@@ -48,7 +51,9 @@ class RunningAction:
 
 @dataclass(eq=False)
 class ActionScheduler:
-    """max_waiting: actions that may wait.
+    """Grants actions what they ask for, and shares it equally among jobs.
+
+    max_waiting: actions that may wait.
 
     decided: called with each decision's seconds. clock: the dispatcher's.
     """
@@ -167,7 +172,10 @@ class Facts(Protocol):
 
 @dataclass
 class _Call:
-    """queue_s: seconds waited so far, over all tries."""
+    """One call of a tool, over all its tries.
+
+    queue_s: seconds waited so far, over all tries.
+    """
 
     number: int
     tool: Tool
@@ -181,7 +189,9 @@ class _Call:
 
 @dataclass(eq=False)
 class Actions:
-    """pinned: whether an action runs on its cores only.
+    """Runs actions of tools in their turn, measures them and publishes their facts.
+
+    pinned: whether an action runs on its cores only.
 
     numbers: of actions, each once over all users of scheduler.
     """
@@ -279,7 +289,7 @@ class Actions:
 
 
 def ended_of(tool: Tool, result: Result) -> Ended:
-    """How the action ended for the tool's provider."""
+    """Return how the action ended for the tool's provider."""
     if result.refused_s is not None:
         return Ended(End.REFUSED, result.refused_s)
     failed = tool.provider and result.status is not Status.OK and result.invalid is None

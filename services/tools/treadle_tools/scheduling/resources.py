@@ -33,7 +33,7 @@ class RecentMeans(dict[str, float]):
 
 
 def elasticity(scaling: Scaling) -> core.Elasticity:
-    """E of eq. 1."""
+    """Return E of eq. 1 (ARL-Tangram) for a Scaling."""
     return core.Measured(scaling.efficiency) if scaling.efficiency else core.Amdahl(scaling.serial_share)
 
 
@@ -60,13 +60,15 @@ class Demands:
         self._speedup.add(tool.name, factor)
 
     def expected_s(self, tool: Tool) -> float:
-        """Seconds of the next action from its start, with as many cores as lately; 0: not known."""
+        """Return the seconds of the next action from its start, with as many cores as lately; 0:
+        not known.
+        """
         if tool.name not in self._speedup:
             return 0.0
         return self._overhead_s[tool.name] + self._single_core_s[tool.name] / self._speedup[tool.name]
 
     def action(self, action_id: str, holder: str, tool: Tool, limits: Limits) -> core.Action:
-        """One action of `tool`.
+        """Return one action of `tool` as the scheduler takes it.
 
         holder: the session, whose memory is held until its end, or the action itself.
 
@@ -101,7 +103,7 @@ class Demands:
 
 
 def check_scaling(tool: Tool) -> None:
-    """Raises InvalidActionError for a Scaling with a figure that is none, or more cores than the
+    """Raise InvalidActionError for a Scaling with a figure that is none, or more cores than the
     tool's limit.
     """
     if (scaling := tool.scaling) is None:
@@ -115,7 +117,7 @@ def check_scaling(tool: Tool) -> None:
 
 
 def cores_demand(scaling: Scaling | None, most: int) -> core.Demand:
-    """How many cores, where there are `most` at most."""
+    """Return how many cores an action asks for, where it can have `most`."""
     if scaling is None:
         return core.Fixed(most)
     choices = tuple(cores for cores in scaling.cores if cores <= most) or (most,)
@@ -130,7 +132,10 @@ MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/
 
 @dataclass(frozen=True)
 class Node:
-    """real: the cores have this machine's numbers; else only their count has a meaning."""
+    """This machine's cores and memory.
+
+    real: the cores have this machine's numbers; else only their count has a meaning.
+    """
 
     machine: Machine
     real: bool
@@ -141,7 +146,7 @@ class Node:
 
 
 def find_node(cores: int, memory_bytes: int, system: Path = Path("/sys/devices/system/node")) -> Node:
-    """This machine with so many cores and bytes; 0: all there are.
+    """Return this machine with so many cores and bytes; 0: all there are.
 
     With more cores than those, actions share them.
     """

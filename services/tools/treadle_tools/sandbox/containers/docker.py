@@ -63,7 +63,7 @@ class DockerPipe:
 
 
 class DockerHost:
-    """A `Host`.
+    """`Host` that is a Docker daemon.
 
     mirror: a registry that is asked first for images, such as `registry.local:5000`; empty: none.
     tls: a folder with ca.pem, cert.pem and key.pem, for a daemon that is not on this machine.

@@ -83,7 +83,7 @@ class SessionFiles(SessionRecords):
 
 
 class Fleet(Backend):
-    """See Backend.
+    """`Backend` of Docker containers or Kubernetes pods.
 
     folder: for records of sessions. keep_on_exit: whether sessions outlive an orderly end too.
     """
@@ -178,7 +178,7 @@ class Fleet(Backend):
         self._warm[tool].add(await AsyncRetrying(retry=failed, wait=wait_chain(*pauses))(make))
 
     async def _make(self, recipe: Recipe) -> ContainerSandbox:
-        """A container whose worker answers. Raises WorkerFailed."""
+        """Make a container whose worker answers. Raises WorkerFailed."""
         tool = recipe.tool.name
         name = f"{self._prefix}-{_slug(tool)}-{uuid.uuid4().hex[:12]}"
         try:

@@ -32,7 +32,9 @@ REST_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 
 @dataclass(frozen=True)
 class Recipe:
-    """code: (path here, path inside), shown read-only; empty: in the image.
+    """How a tool's container is made.
+
+    code: (path here, path inside), shown read-only; empty: in the image.
 
     memory_bytes: until its worker runs.
     """
@@ -45,7 +47,7 @@ class Recipe:
 
     @classmethod
     def for_tool(cls, tool: Tool, *, image: str, code_in_image: bool, silence_s: float) -> "Recipe":
-        """The recipe of `tool`.
+        """Return the recipe of `tool`.
 
         silence_s: seconds without a request after which its worker ends by itself.
 
@@ -135,25 +137,25 @@ class Host(Protocol):
     name: str
 
     async def check(self) -> str:
-        """What it runs, with its version."""
+        """Return what it runs, with its version."""
 
     async def make(self, recipe: Recipe, name: str) -> None:
         """Make and start a container; nothing is left of it where this fails."""
 
     async def attach(self, name: str) -> Pipe:
-        """A pipe to a container."""
+        """Return a pipe to a container."""
 
     async def allot(self, name: str, allotment: Allotment) -> None:
         """Change what a container may use."""
 
     async def ending(self, name: str) -> Ending:
-        """Whether a container has ended, and how."""
+        """Return whether a container has ended, and how."""
 
     async def remove(self, name: str) -> None:
         """Kill everything in a container and remove it, if it is there."""
 
     async def list_names(self, *, running: bool = False) -> Sequence[str]:
-        """Names of this owner's containers: all, or those that run."""
+        """Return the names of this owner's containers: all, or those that run."""
 
     async def close(self) -> None:
         """Disconnect from the host."""
@@ -172,7 +174,10 @@ async def sweep(host: Host, kept: Collection[str] = ()) -> int:
 
 @dataclass
 class _HostState:
-    """load: containers on the host, those being made included."""
+    """A host, its load and its failures.
+
+    load: containers on the host, those being made included.
+    """
 
     host: Host
     load: int = 0
@@ -228,7 +233,9 @@ class Hosts:
         return state.host
 
     def _best(self) -> _HostState:
-        """The host that need not rest and has least load; where all rest, the first to be back."""
+        """Return the host that need not rest and has least load; where all rest, the first to be
+        back.
+        """
         now = self.clock()
         return min(self._states.values(), key=lambda state: (max(0.0, state.rests_until - now), state.load))
 

@@ -58,7 +58,7 @@ OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
 def make_pod(recipe: Recipe, *, name: str, owner: str, runtime_class: str) -> dict[str, Any]:
-    """The Pod object of a recipe, as the API takes it."""
+    """Return the Pod object of a recipe, as the API takes it."""
     memory = str(recipe.memory_bytes)
     user = {"runAsNonRoot": True, "runAsUser": NOBODY, "runAsGroup": NOBODY, "fsGroup": NOBODY}
     security = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
@@ -133,7 +133,7 @@ class PodPipe:
 
 
 class KubernetesHost:
-    """A `Host`.
+    """`Host` that is a Kubernetes cluster.
 
     namespace: empty: of this pod, or "default". runtime_class: of the pods; empty: the cluster's.
     """
@@ -176,7 +176,7 @@ class KubernetesHost:
             raise HostFailed(f"pod {name} did not run within {START_TIMEOUT_S:g} s") from None
 
     async def attach(self, name: str) -> Pipe:
-        """A pipe to a pod.
+        """Return a pipe to a pod.
 
         Not `exec`, which would start a process that foreign code in the pod can reach. A pod that
         has ended raises ContainerLost with the last line of its output.
@@ -274,12 +274,12 @@ class KubernetesHost:
 
 
 def _own_namespace() -> str:
-    """The namespace of this pod; outside of one, the API's default."""
+    """Return the namespace of this pod; outside of one, the API's default."""
     return OWN_NAMESPACE.read_text().strip() if OWN_NAMESPACE.exists() else "default"
 
 
 def can_resize(major: str, minor: str) -> bool:
-    """Whether servers of a version resize pods in place by default.
+    """Return whether servers of a version resize pods in place by default.
 
     minor: as the server reports it, such as "33+".
     """

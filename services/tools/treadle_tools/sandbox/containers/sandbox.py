@@ -51,7 +51,7 @@ class Connection:
 
     @property
     def stderr(self) -> str:
-        """The last that the worker has written to standard error."""
+        """Return the last that the worker has written to standard error."""
         return self._stderr.decode(errors="replace").strip()
 
     async def pump(self) -> None:
@@ -125,7 +125,10 @@ def _encode(message: Mapping[str, Any]) -> bytes:
 
 
 class ContainerSandbox(Sandbox):
-    """spawn: starts what runs beside it. on_close: called once, to remove the container."""
+    """`Sandbox` that is a container or a pod.
+
+    spawn: starts what runs beside it. on_close: called once, to remove the container.
+    """
 
     reusable = False  # its process 1 may be the image's own
 
@@ -143,7 +146,7 @@ class ContainerSandbox(Sandbox):
 
     @property
     def alive(self) -> bool:
-        """Whether it can take a request.
+        """Return whether it can take a request.
 
         One that was found again counts as alive until it is asked.
         """
@@ -151,7 +154,7 @@ class ContainerSandbox(Sandbox):
 
     @property
     def stderr(self) -> str:
-        """The last that its worker has written to standard error."""
+        """Return the last that its worker has written to standard error."""
         return "" if self._connection is None else self._connection.stderr
 
     async def start(self, limits: Limits) -> None:
@@ -237,7 +240,7 @@ class ContainerSandbox(Sandbox):
             self._allotted = allotment
 
     async def _exchange_once(self, header: Mapping[str, Any], body: bytes) -> dict[str, Any]:
-        """The answer, also where the connection breaks on the way but not the container."""
+        """Return the answer, also where the connection breaks on the way but not the container."""
         connection = await self._connect()
         for pause_s in RECONNECT_PAUSES_S:
             try:
@@ -264,7 +267,7 @@ class ContainerSandbox(Sandbox):
         return SandboxLost(f"the container ended without an answer ({ending})")
 
     async def wait_ending(self) -> Ending:
-        """How the container ended, after its connection has. Raises HostFailed."""
+        """Return how the container ended, after its connection has. Raises HostFailed."""
         for pause_s in ENDING_PAUSES_S:
             ending = await self.host.ending(self.name)
             if not ending.runs:

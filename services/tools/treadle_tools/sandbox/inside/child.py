@@ -73,7 +73,9 @@ class Budget:
 
 @dataclass(frozen=True)
 class Event:
-    """kind: of what came (messages.py); 0: nothing.
+    """What a child process did until its parent looked.
+
+    kind: of what came (messages.py); 0: nothing.
 
     late: the deadline has come. wait_status: the child has ended.
     """
@@ -114,7 +116,7 @@ class Child:
             self.link.setblocking(False)
 
     def next_event(self, deadline: float, printed: Content, answer: Content) -> Event:
-        """What the child does next, until the deadline (time.monotonic).
+        """Return what the child does next, until the deadline (time.monotonic).
 
         Adds its output to `printed`, and what it sends to `answer`, which is cleared. Raises
         FrameError where it sends something else than messages.py describes.
@@ -173,7 +175,7 @@ class Child:
 
 
 def _size_of(head: bytes) -> int:
-    """The size of an answer; 0 while its head is incomplete. Raises FrameError."""
+    """Return the size of an answer; 0 while its head is incomplete. Raises FrameError."""
     if len(head) < messages.ANSWER_HEAD.size:
         return 0
     kind, size = messages.ANSWER_HEAD.unpack(head)
@@ -285,8 +287,8 @@ def _report_error(error: BaseException) -> Outcome:
 
 
 def run_snippet(arguments: Mapping[str, Any]) -> Outcome:
-    """The `python` tool: runs arguments["code"] as an interactive prompt does, and shows a last
-    expression.
+    """Run arguments["code"] as an interactive prompt does, and show a last expression: the `python`
+    tool.
     """
     code = str(arguments["code"])
     linecache.cache[SNIPPET] = (len(code), None, code.splitlines(keepends=True), SNIPPET)
@@ -321,7 +323,7 @@ class LinkedSandbox:
 
     @property
     def cores(self) -> int:
-        """How many cores the present step may use."""
+        """Return how many cores the present step may use."""
         return int(os.environ[CORES])
 
     def python(self, code: str) -> Outcome:

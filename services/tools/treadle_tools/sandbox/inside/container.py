@@ -34,7 +34,10 @@ OOM_COUNTS = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/
 
 
 def main(config: Mapping[str, Any]) -> None:
-    """config: that of a fork server, and {"silence_s": seconds}."""
+    """Import the tool, then answer the service until it is silent.
+
+    config: that of a fork server, and {"silence_s": seconds}.
+    """
     requests, answers = hide_standard_streams()
     worker = replace(Worker.load(config), processes=ANY_PROCESSES)
     isolation.drop_privileges()
@@ -53,7 +56,7 @@ class LineRequests:
         self._begin = self._end = 0  # what the buffer holds unread
 
     def next_request(self) -> Request | None:
-        """The next request; None where no more comes within `silence_s`."""
+        """Return the next request; None where no more comes within `silence_s`."""
         line = Content(LONGEST_HEADER_BYTES)
         try:
             while self._take_line(line):
@@ -115,20 +118,22 @@ class LineRequests:
 
 
 def read_resident_bytes() -> int:
-    """Memory of this process, which the container's limit must leave room for beside any action."""
+    """Return the memory of this process, which the container's limit must leave room for beside any
+    action.
+    """
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def count_oom_kills() -> int:
-    """Processes that the kernel has killed in this container for its memory; 0 where it does not
-    count.
+    """Return how many processes the kernel has killed in this container for its memory; 0 where it
+    does not count.
     """
     counts = [_read_counter(file, "oom_kill") for file in OOM_COUNTS]
     return next((count for count in counts if count is not None), 0)
 
 
 def read_cpu_used_s() -> float | None:
-    """CPU seconds of this container's whole life; None where the kernel does not count."""
+    """Return the CPU seconds of this container's whole life; None where the kernel does not count."""
     with contextlib.suppress(OSError):
         return int(CPU_USAGE.read_text()) / 1e9
     used_us = _read_counter(CPU_STAT, "usage_usec")

@@ -104,7 +104,7 @@ def send_with(link: socket.socket, head: bytes, *contents: Content) -> None:
 
 
 def take(file: int) -> bytes:
-    """All of a file in memory, which is closed: for processes that may have its content."""
+    """Return all of a file in memory and close it; only for processes that may have its content."""
     try:
         return os.pread(file, os.fstat(file).st_size, 0)
     finally:

@@ -26,7 +26,9 @@ SPAWNER, SANDBOX, UNCOUNTED_SANDBOX = b"spawner", b"sandbox", b"uncounted sandbo
 
 
 def main(config: Mapping[str, Any]) -> None:
-    """config: {"entry": "module:callable", "preload": [module], "work_bytes": n, "processes": n,
+    """Import the tool, then carry out the daemon's orders.
+
+    config: {"entry": "module:callable", "preload": [module], "work_bytes": n, "processes": n,
     "drop_root": bool}.
     """
     requests, answers = hide_standard_streams()
@@ -105,7 +107,7 @@ def _give_up_root() -> None:
 
 
 def _can_isolate(work_bytes: int) -> bool:
-    """Whether the kernel allows namespaces inside bubblewrap.
+    """Return whether the kernel allows namespaces inside bubblewrap.
 
     Where not, this fork server serves one action only.
     """
@@ -131,7 +133,7 @@ class NewestConnection:
         self._connection: socket.socket | None = None
 
     def next_request(self) -> Request | None:
-        """See Requests; None once the daemon has closed `control`."""
+        """Return the next request (see Requests); None once the daemon has closed `control`."""
         while True:
             poll = select.poll()
             poll.register(self._control, select.POLLIN)

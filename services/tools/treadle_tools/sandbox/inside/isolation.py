@@ -176,7 +176,7 @@ def die_with_parent(signal_number: int) -> None:
 
 
 def has_no_new_privileges() -> bool:
-    """Whether set-user-id programs and file capabilities give this process nothing."""
+    """Return whether set-user-id programs and file capabilities give this process nothing."""
     return _check(_libc.prctl(_PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0), "prctl no_new_privs") == 1
 
 
@@ -187,7 +187,7 @@ def drop_capabilities() -> None:
 
 
 def read_inode_flags(folder: Path) -> int:
-    """What chattr shows of a folder; 0 where its file system has none."""
+    """Return what chattr shows of a folder; 0 where its file system has none."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         return int.from_bytes(fcntl.ioctl(descriptor, _FS_IOC_GETFLAGS, bytes(8)), "little")
@@ -198,15 +198,15 @@ def read_inode_flags(folder: Path) -> int:
 
 
 def read_io_and_timer_ranks() -> tuple[int, int]:
-    """The I/O priority of this process, and how late its timers may be in ns."""
+    """Return the I/O priority of this process, and how late its timers may be in ns."""
     number = {"x86_64": 252, "aarch64": 31}.get(platform.machine())
     io_rank = -1 if number is None else int(_libc.syscall(number, 1, 0))
     return io_rank, int(_libc.prctl(_PR_GET_TIMERSLACK, 0, 0, 0, 0))
 
 
 def count_ipc_objects() -> int:
-    """How many shared memory segments, semaphore sets and message queues of System V this IPC
-    namespace has.
+    """Return how many shared memory segments, semaphore sets and message queues of System V this
+    IPC namespace has.
     """
     counted = ctypes.create_string_buffer(_INFO_BYTES)
     total = 0
@@ -251,8 +251,8 @@ _ALLOW, _NO_PERMISSION, _NO_SUCH_CALL, _NO_FAMILY = 0x7FFF0000, 0x00050000 | 1, 
 
 
 def _head(machine: str) -> list[tuple[int, int, int, int]]:
-    """The begin of a filter: refuse calls of another machine's table, then load the number of the
-    call.
+    """Return the beginning of a filter: refuse calls of another machine's table, then load the
+    number of the call.
     """
     return [
         (_LOAD, 0, 0, _ARCHITECTURE_AT),
@@ -269,7 +269,7 @@ def _refuse(numbers: Iterable[int]) -> list[tuple[int, int, int, int]]:
 
 
 def _filter_program(machine: str) -> list[tuple[int, int, int, int]]:
-    """What every sandbox is refused."""
+    """Return what every sandbox is refused."""
     _, (clone, clone3, *sockets), refused, _ = _MACHINES[machine]
     # glibc falls back to clone, whose flags the filter can read; those of clone3 are behind a
     # pointer.
@@ -289,13 +289,13 @@ def _filter_program(machine: str) -> list[tuple[int, int, int, int]]:
 
 
 def _memory_program(machine: str) -> list[tuple[int, int, int, int]]:
-    """What is refused where nobody but the service counts memory."""
+    """Return what is refused where nobody but the service counts memory."""
     return [*_head(machine), *_refuse(_MACHINES[machine][3]), (_RETURN, 0, 0, _ALLOW)]
 
 
 def _packed(program: Callable[[str], list[tuple[int, int, int, int]]]) -> bytes | None:
-    """A filter as the kernel reads it (struct sock_filter[]); None on a machine that is not in
-    `_MACHINES`.
+    """Return a filter as the kernel reads it (struct sock_filter[]); None on a machine that is not
+    in `_MACHINES`.
     """
     machine = platform.machine()
     return b"".join(struct.pack("=HBBI", *step) for step in program(machine)) if machine in _MACHINES else None

@@ -130,7 +130,7 @@ def send_answer(link: socket.socket, kind: int, message: Mapping[str, Any]) -> N
 
 
 def size_of(header: Mapping[str, Any], name: str) -> int:
-    """How many bytes of a content follow a header.
+    """Return how many bytes of a content follow a header.
 
     Raises FrameError where it is too long to be read.
     """
@@ -141,8 +141,8 @@ def size_of(header: Mapping[str, Any], name: str) -> int:
 
 
 def read_answer(header: Mapping[str, Any], printed: bytes, answer: bytes) -> dict[str, Any]:
-    """The supervisor's header, with what came of the action: its output, status, error and what
-    else SAYS names.
+    """Return the supervisor's header, with what came of the action: its output, status, error and
+    what else SAYS names.
 
     printed: what the process wrote to its standard streams. answer: what it sent; not looked at
     where the supervisor knows better how the action ended (`status` of the header).

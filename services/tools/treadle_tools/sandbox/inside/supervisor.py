@@ -73,7 +73,7 @@ class Worker:
 
 
 def hide_standard_streams() -> tuple[int, int]:
-    """Standard input and output under other numbers; nothing that is imported from now on finds
+    """Move standard input and output to other numbers, where nothing imported from now on finds
     them.
     """
     streams = os.dup(0), os.dup(1)
@@ -86,7 +86,9 @@ def hide_standard_streams() -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Request:
-    """op, id, limits, again: as of `Sandbox.ask`.
+    """One request of the service, with its body.
+
+    op, id, limits, again: as of `Sandbox.ask`.
 
     body: its arguments, which only the process that it is for reads.
     """
@@ -102,7 +104,7 @@ class Requests(Protocol):
     """Where requests come from and answers go."""
 
     def next_request(self) -> Request | None:
-        """The next request, which the caller closes; None where there will be no more."""
+        """Return the next request, which the caller closes; None where there will be no more."""
 
     def answer(self, header: Mapping[str, Any], printed: Content, answer: Content) -> None:
         """Send an answer (`read_answer`), if anybody still listens.
@@ -282,7 +284,7 @@ def _wait(child: Child, limits: Limits, printed: Content, answer: Content) -> di
 
 
 def _ending(event: Event, limits: Limits) -> dict[str, Any]:
-    """The status and error of an event that is no answer."""
+    """Return the status and error of an event that is no answer."""
     if event.late:
         return {"status": Status.TIMED_OUT, "error": f"stopped after {limits.wall_s:g} s"}
     if event.wait_status is None:
@@ -315,8 +317,8 @@ def _end(pids: Sequence[int]) -> None:
 
 
 def _session_of(pid: int) -> int | None:
-    """The session of a process, which is that of the `Child` it descends from unless it made its
-    own; None: no such process. Without /proc, which a sandbox of root's has not.
+    """Return the session of a process, which is that of the `Child` it descends from unless it made
+    its own; None: no such process. Without /proc, which a sandbox of root's has not.
     """
     try:
         return os.getsid(pid)
@@ -325,8 +327,8 @@ def _session_of(pid: int) -> int | None:
 
 
 def _read_init_state() -> tuple[object, ...]:
-    """What processes of the same user may change of init and of the folders, and later calls would
-    find.
+    """Return what processes of the same user may change of init and of the folders, and later calls
+    would find.
     """
     limits = [resource.getrlimit(which) for which in RESOURCE_LIMITS]
     folders = [isolation.read_inode_flags(folder) for folder in WRITABLE]
