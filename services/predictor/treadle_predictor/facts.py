@@ -1,8 +1,11 @@
-"""Learn from facts, and record running trajectories for the learned model: what it is asked, and, once they have ended,
-what it is trained on.
+"""Learn from facts, and record running trajectories for the learned model.
 
-Invariants: a recording that misses a step is not `whole` and is neither read nor trained on; a fact that comes twice
-changes nothing. The number of recordings is bounded; those without a fact for longest go first.
+A recording becomes what the model is asked (`Question`), and, once its trajectory has ended, what
+the model is trained on.
+
+Invariants: a recording that misses a step is not `whole` and is neither read nor trained on; a fact
+that comes twice changes nothing. The number of recordings is bounded; those without a fact for
+longest go first.
 """
 
 import asyncio
@@ -15,7 +18,9 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from treadle.common.v1.tokens_pb2 import TokenIds
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.telemetry.v1.facts_pb2 import Fact, StepFinished, StepStarted, TrajectoryClosed, TrajectoryOpened
-from treadle_learned.moments import Steps
+from treadle_core.ranking.estimator import Forecast, Progress
+from treadle_core.ranking.evidence import Evidence
+from treadle_learned.moments import Steps, Vector, features_of
 from treadle_learned.transcript import Transcript, Turn, version_number
 from treadle_runtime.times import seconds
 
@@ -30,9 +35,12 @@ Decode = Callable[[list[int]], str]
 
 
 class Learner:
-    """Takes in facts. updated_at: the time of the newest fact, None before the first. recordings: of a learned model.
-    on_start: called when a trajectory's first step starts, with its prompt; on_end: when a trajectory ends, with its
-    generated tokens, or None where it did not end by itself."""
+    """Takes in facts.
+
+    updated_at: the time of the newest fact, None before the first. recordings: of a learned model.
+    on_start: called when a trajectory's first step starts, with its prompt; on_end: when a
+    trajectory ends, with its generated tokens, or None where it did not end by itself.
+    """
 
     def __init__(
         self,
@@ -66,7 +74,10 @@ class Learner:
 
 @dataclass
 class Recording:
-    """A running trajectory. context_tokens: after its newest step. weight_version: the policy's when it was opened."""
+    """A running trajectory.
+
+    context_tokens: after its newest step. weight_version: the policy's when it was opened.
+    """
 
     trajectory_id: str
     rollout_id: str
@@ -81,7 +92,10 @@ class Recording:
 
 
 class Recordings:
-    """Recordings of running trajectories, and transcripts of ended ones. decode: from the policy's ids to text."""
+    """Recordings of running trajectories, and transcripts of ended ones.
+
+    decode: from the policy's ids to text.
+    """
 
     def __init__(self, decode: Decode) -> None:
         self.decode = decode
@@ -109,7 +123,9 @@ class Recordings:
                 self._weight_version = fact.weights_updated.weight_version
 
     def version_of(self, trajectory_id: str) -> int | None:
-        """The number of the policy's version when a running trajectory was opened; None where it is not known."""
+        """The number of the policy's version when a running trajectory was opened; None where it is
+        not known.
+        """
         found = self._running.get(trajectory_id)
         return version_number(found.weight_version) if found is not None else None
 
@@ -119,7 +135,9 @@ class Recordings:
         return found if found is not None and found.whole and len(found.turns) == turn else None
 
     async def wait_for(self, trajectory_id: str, turn: int, within_s: float) -> Recording | None:
-        """As `get`, with some time for the fact of the newest step, which comes at about the time of the question."""
+        """As `get`, with some time for the fact of the newest step, which comes at about the time
+        of the question.
+        """
         found = self._running.get(trajectory_id)
         if found is not None and found.whole and len(found.turns) < turn:
             arrived = asyncio.Event()
@@ -206,3 +224,31 @@ class Recordings:
 
     def _decode(self, tokens: TokenIds) -> str:
         return self.decode(array("i", tokens.int32_le).tolist()) if tokens.int32_le else ""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the learned model is asked at the end of a step: the same features and texts as in
+    training.
+    """
+
+    progress: Progress
+    features: Vector
+    prompt: str
+    """Empty where the prompt's text is not known."""
+
+    turns: tuple[Turn, ...]
+    """The finished turns with their texts; the tool of the last one still runs."""
+
+
+def make_question(
+    progress: Progress, recording: Recording, forecast: Forecast, evidence: Evidence, prompt: str
+) -> Question | None:
+    """Return the question about a trajectory; None where its group is not known.
+
+    forecast: of the estimators without a model. prompt: the text, where the recording has none.
+    """
+    features = features_of(progress, recording.steps, evidence, forecast, recording.weight_version)
+    if features is None:
+        return None
+    return Question(progress, features, recording.prompt or prompt, tuple(recording.turns))

@@ -32,7 +32,6 @@ from treadle_core.model import (
     WeightsRecord,
 )
 from treadle_core.tables.histories import Decision, Step
-from treadle_runtime.enums import number_of, value_of
 from treadle_runtime.errors import (
     at_most,
     endpoint,
@@ -45,7 +44,7 @@ from treadle_runtime.errors import (
     require,
 )
 from treadle_runtime.identity.tenants import like, minted
-from treadle_runtime.times import duration, require_duration, require_timestamp, timestamp
+from treadle_runtime.times import duration, number_of, require_duration, require_timestamp, timestamp, value_of
 
 # A ticket id holds the trajectory id, the turn and the attempt, and must itself be an identifier of 128 characters.
 LONGEST_TRAJECTORY_ID_CHARS = 96

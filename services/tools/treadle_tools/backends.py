@@ -1,7 +1,8 @@
 """Starts the backends that the tools ask for, and finds the backend of each tool.
 
-Invariant: no tool runs outside a sandbox. A backend that is missing is missing for its own tools only: their calls are
-refused with what to do, and the service starts all the same. Libraries of Docker and Kubernetes are imported on demand.
+Invariant: no tool runs outside a sandbox. A backend that is missing is missing for its own tools
+only: their calls are refused with what to do, and the service starts all the same. Libraries of
+Docker and Kubernetes are imported on demand.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +25,8 @@ from treadle_tools.tool import Kind, Tool
 log = structlog.get_logger()
 
 BUBBLEWRAP = "bubblewrap"
-SILENCE_GRACE_S = 600.0  # over what a session may be idle: a container must not end before its session is closed
+# Over what a session may be idle: a container must not end before its session is closed
+SILENCE_GRACE_S = 600.0
 NO_IMAGE = "no image: set TREADLE_TOOLS_IMAGE to one with Python 3.11 or later and what the tools import"
 REMEDIES = {
     "docker": "start the Docker daemon, or set TREADLE_TOOLS_DOCKER_HOSTS",
@@ -38,8 +40,12 @@ class BackendMissing(Exception):  # noqa: N818 - a state of the machine more tha
 
 @dataclass
 class Backends:
-    """of_tool: the name of each tool's backend. started: by name, and versions: of those that are there. missing:
-    why others are not."""
+    """Started backends, and which backend each tool runs on.
+
+    of_tool: the name of each tool's backend.
+
+    started: by name, and versions: of those that are there. missing: why others are not.
+    """
 
     of_tool: Mapping[str, str]
     started: dict[str, Backend] = field(default_factory=dict)
@@ -50,7 +56,10 @@ class Backends:
         return iter(self.started.values())
 
     def require(self, tool: Tool) -> Backend:
-        """The backend of `tool`. Raises FailedPrecondition SANDBOX_UNAVAILABLE where it is missing."""
+        """Return the backend of `tool`.
+
+        Raises FailedPrecondition SANDBOX_UNAVAILABLE where it is missing.
+        """
         name = self.of_tool[tool.name]
         if name not in self.started:
             raise FailedPrecondition(
@@ -61,7 +70,10 @@ class Backends:
 
 
 async def start_backends(settings: ToolsSettings, registered: Iterable[Tool]) -> Backends:
-    """Start each backend that some tool runs on. Raises StartError where a state folder cannot be used."""
+    """Start each backend that some tool runs on.
+
+    Raises StartError where a state folder cannot be used.
+    """
     here = [tool for tool in registered if tool.remote is None]
     of_tool = {tool.name: tool.backend or settings.backend for tool in here}
     backends = Backends(of_tool)
@@ -82,7 +94,10 @@ async def start_backends(settings: ToolsSettings, registered: Iterable[Tool]) ->
 
 
 def _folder_of(backend: str, settings: ToolsSettings) -> Path:
-    """The state folder of a backend. Those of containers stand beside the daemon's, which that one removes."""
+    """Return the state folder of a backend.
+
+    Those of containers stand beside the daemon's, which that one removes.
+    """
     folder = settings.state_folder
     return folder if backend == BUBBLEWRAP else folder.with_name(f"{folder.name}-{backend}")
 
@@ -103,7 +118,10 @@ def _make_recipes(tools: Sequence[Tool], make: Callable[[Tool], R]) -> tuple[lis
 
 
 async def _start_daemon(settings: ToolsSettings, tools: Sequence[Tool]) -> tuple[DaemonClient, str]:
-    """A client of the sandbox daemon, and its version. Raises BubblewrapMissing, FolderRefused, DaemonFailed."""
+    """Return a client of the sandbox daemon, and its version.
+
+    Raises BubblewrapMissing, FolderRefused, DaemonFailed.
+    """
     bubblewrap = find_bubblewrap(settings.bwrap)
     recipes, failures = _make_recipes(tools, bubblewrap.recipe)
     client = DaemonClient(
@@ -123,7 +141,10 @@ async def _start_daemon(settings: ToolsSettings, tools: Sequence[Tool]) -> tuple
 
 
 async def _start_fleet(kind: str, settings: ToolsSettings, tools: Sequence[Tool]) -> tuple[Fleet, str]:
-    """Containers on "docker" or "kubernetes", and its version. Raises BackendMissing, FolderRefused."""
+    """Containers on "docker" or "kubernetes", and its version.
+
+    Raises BackendMissing, FolderRefused.
+    """
     if not settings.image and not all(tool.image for tool in tools):
         raise BackendMissing(NO_IMAGE)
     owner = settings.owner or default_owner(settings.listen)
@@ -150,7 +171,10 @@ async def _start_fleet(kind: str, settings: ToolsSettings, tools: Sequence[Tool]
 
 
 def _find_hosts(kind: str, settings: ToolsSettings, owner: str) -> Sequence[Host]:
-    """The hosts that the settings name. Raises BackendMissing without the library that talks to them."""
+    """Return the hosts that the settings name.
+
+    Raises BackendMissing without the library that talks to them.
+    """
     try:
         if kind == "docker":
             from treadle_tools.sandbox.containers.docker import DockerHost
@@ -166,7 +190,10 @@ def _find_hosts(kind: str, settings: ToolsSettings, owner: str) -> Sequence[Host
 
 
 async def _check(kind: str, hosts: Sequence[Host]) -> str:
-    """The version of the first host that answers; others are asked when they are needed. Raises BackendMissing."""
+    """Return the version of the first host that answers; others are asked when they are needed.
+
+    Raises BackendMissing.
+    """
     versions, problems = [], []
     for host in hosts:
         try:

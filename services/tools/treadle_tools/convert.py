@@ -1,4 +1,7 @@
-"""Convert between the messages of the contract and the service's values. Only this module knows both."""
+"""Convert between the messages of the contract and the service's values.
+
+Only this module knows both.
+"""
 
 import json
 import math
@@ -11,10 +14,9 @@ from treadle.tools.v1 import tools_pb2 as pb
 from treadle_core.tools.dispatcher import Dispatcher
 from treadle_core.tools.providers import BasicManager
 from treadle_runtime.bus import Bus
-from treadle_runtime.enums import number_of
 from treadle_runtime.errors import require
 from treadle_runtime.facts import make_fact
-from treadle_runtime.times import duration, seconds, timestamp
+from treadle_runtime.times import duration, number_of, seconds, timestamp
 
 from treadle_tools.rewards.reward import Reward
 from treadle_tools.sessions import Session
@@ -22,7 +24,10 @@ from treadle_tools.tool import Kind, Limits, Result, Tool
 
 
 def limits_of(message: pb.Limits, most: Limits) -> Limits:
-    """What a caller asks for, 0 meaning the tool's own. Raises InvalidArgument for a negative or too large one."""
+    """Return the limits that a caller asks for, where 0 means the tool's own.
+
+    Raises InvalidArgument for a negative or too large one.
+    """
     return Limits(
         cpu_cores=int(_limit("cpu_cores", message.cpu_cores, most.cpu_cores)),
         memory_bytes=int(_limit("memory_bytes", message.memory_bytes, most.memory_bytes)),
@@ -117,7 +122,7 @@ def timing_message(times: Result | Reward) -> pb.ActionTiming:
 
 
 def text(foreign: str) -> str:
-    """A string that protobuf takes: a tool's output may hold lone surrogates."""
+    """Return a string that protobuf takes, since a tool's output may hold lone surrogates."""
     return foreign.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -132,7 +137,7 @@ def function_message(tool: Tool) -> rewards_pb2.RewardFunction:
 
 
 def _facts_of(reward: Reward) -> dict[str, Any]:
-    """The fields that a Reward and a RewardEnded share."""
+    """Return the fields that a Reward and a RewardEnded share."""
     return {
         **{name: getattr(reward, name) for name in ("reward_id", "trajectory_id", "job", "score")},
         "reward": reward.name,

@@ -8,7 +8,8 @@ from treadle_runtime.telemetry import Metrics, Readings
 
 from treadle_tools.tool import Result, Tool
 
-# Seconds: a decision takes a hundredth of a millisecond to some milliseconds, an action up to an hour.
+# Seconds: a decision takes a hundredth of a millisecond to some milliseconds, an action up to an
+# hour.
 DECISION_BOUNDS_S = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 2e-3, 5e-3, 1e-2, 3e-2, 0.1)
 ACTION_BOUNDS_S = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 3600.0)
 

@@ -1,6 +1,8 @@
-"""Serve ToolsService and RewardsService: check a request, convert it, ask gateway or pool, convert the answer.
+"""Serve ToolsService and RewardsService: check a request, convert it, ask gateway or pool, convert
+the answer.
 
-Invariant: a request's fields, tool and session are checked before it is refused for lack of a sandbox.
+Invariant: a request's fields, tool and session are checked before it is refused for lack of a
+sandbox.
 """
 
 import time
@@ -42,7 +44,7 @@ MOST_WATCHED = 4096  # ids of one watch; a batch of rollouts has hundreds
 
 @dataclass(frozen=True)
 class Gateway:
-    """What both services call. providers: by name."""
+    """Parts that ToolsService and RewardsService call. providers: by name."""
 
     registry: Registry
     backends: Backends
@@ -56,7 +58,10 @@ class Gateway:
     async def call(
         self, tool: Tool, arguments: Mapping[str, Any], limits: Limits, trajectory_id: str, job: str = ""
     ) -> Result:
-        """Run a stateless tool. The caller's going away stops it. job: whose share of cores and providers it takes."""
+        """Run a stateless tool.
+
+        The caller's going away stops it. job: whose share of cores and providers it takes.
+        """
         if isinstance(tool.remote, HttpFunction):
             return await self.functions.run(tool, tool.remote, arguments, limits, trajectory_id, job)
         backend = self.backends.require(tool)
@@ -108,7 +113,7 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
         return await self.records.once("Invoke", request, pb.InvokeResponse, call, later)
 
     async def _finish(self, rpc: str, request: Message, answer: type[R], call: Callable[[], Awaitable[R]]) -> R:
-        """What changes a session is finished and recorded whether or not the caller still waits."""
+        """Finish and record what changes a session, whether or not the caller still waits."""
         return await self.background.finish(lambda: self.records.once(rpc, request, answer, call))
 
     async def _call(self, request: pb.InvokeRequest) -> pb.InvokeResponse:

@@ -1,9 +1,9 @@
 """Sessions of environments: opened, stepped one action at a time, restored after a restart, closed.
 
-Owns: the table of sessions and each session's sandbox. Invariants: no two steps of a session overlap; a
-step that has started is finished although its caller has gone; a session whose environment has ended
-refuses steps with the reason until it is closed; an answer is stored before its caller gets it, so that the
-service's next run knows it.
+Owns: the table of sessions and each session's sandbox. Invariants: no two steps of a session
+overlap; a step that has started is finished although its caller has gone; a session whose
+environment has ended refuses steps with the reason until it is closed; an answer is stored before
+its caller gets it, so that the service's next run knows it.
 
 What makes an opening fast and sure is the worker that imports the tool before the first caller asks
 (`Tool.preload`).
@@ -33,7 +33,8 @@ from treadle_tools.scheduling.actions import Actions, Work
 from treadle_tools.tool import Granted, Limits, Result, Status, Tool
 
 RESULT = TypeAdapter(Result)
-FIXED = ("session_id", "trajectory_id", "job", "opened_by", "opened_at")  # fields that are stored as they are
+# Fields that are stored as they are
+FIXED = ("session_id", "trajectory_id", "job", "opened_by", "opened_at")
 CHANGING = ("steps", "ended", "last_key", "last_used_at")
 
 
@@ -51,16 +52,23 @@ class Opening:
 
     @property
     def key(self) -> str:
-        """Names this request within its session, where a step may have the same request id."""
+        """Return a name of this request within its session, where a step may have the same request
+        id.
+        """
         return f"open:{self.request_id}"
 
 
 @dataclass
 class Session:
-    """opened_at, last_used_at: seconds since the epoch. ended: why it takes no more steps; empty: it does.
+    """An environment, its sandbox, its last answer, and its record for the service's next run.
 
-    last_key, last: the newest request that the environment has answered, and its answer, where known. recalled: False
-    until the sandbox of a session of an earlier run has been asked for its last answer, which that run may have missed.
+    opened_at, last_used_at: seconds since the epoch.
+
+    ended: why it takes no more steps; empty: it does.
+
+    last_key, last: the newest request that the environment has answered, and its answer, where
+    known. recalled: False until the sandbox of a session of an earlier run has been asked for its
+    last answer, which that run may have missed.
     """
 
     session_id: str
@@ -82,7 +90,7 @@ class Session:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # of the present step
 
     def require(self) -> Sandbox:
-        """The sandbox. Raises FailedPrecondition where the session has ended."""
+        """Return the sandbox. Raises FailedPrecondition where the session has ended."""
         if self.ended or self.sandbox is None:
             why = f"session {self.session_id!r} takes no more steps: {self.ended or 'closed'}"
             raise FailedPrecondition("SESSION_ENDED", why, session_id=self.session_id)
@@ -94,18 +102,21 @@ class Session:
         self.idle_since = time.monotonic()
 
     def record(self) -> dict[str, Any]:
-        """Everything that the next run needs, as JSON."""
+        """Return everything that the next run needs, as JSON."""
         fixed = {name: getattr(self, name) for name in FIXED}
         return {**fixed, "tool": self.tool.name, "limits": asdict(self.limits), **self.facts()}
 
     def facts(self) -> dict[str, Any]:
-        """The fields of the record that change. The last answer only where no sandbox has it any more."""
+        """Return the fields of the record that change.
+
+        The last answer only where no sandbox has it any more.
+        """
         last = asdict(self.last) if self.ended and self.last is not None else None
         return {**{name: getattr(self, name) for name in CHANGING}, "last": last}
 
     @classmethod
     def restore(cls, record: Mapping[str, Any], tool: Tool, backend: Backend, sandbox: Sandbox | None) -> "Session":
-        """A session of an earlier run, from its record."""
+        """Return a session of an earlier run, from its record."""
         used_s = max(0.0, time.time() - record["last_used_at"])
         last = None if record["last"] is None else RESULT.validate_python(record["last"])
         stored = {**record, "tool": tool, "limits": Limits(**record["limits"]), "last": last}
@@ -114,11 +125,14 @@ class Session:
 
 log = structlog.get_logger()
 
-OPEN_PAUSES_S = (0.2, 1.0)  # before each further try: a worker that died is back within a second or two
-FULL_RETRY_S = 1.0  # sessions are closed when their trajectory ends; one in many does within seconds
-EXPIRE_INTERVAL_S = 30.0  # an idle session holds memory, not cores: half a minute more costs nothing
-# A job may have so many sessions for each one that is free (dynamic thresholds, Choudhury and Hahne, 1998): one job
-# alone has seven of eight, and leaves the next job as many of the rest.
+# Before each further try: a worker that died is back within a second or two
+OPEN_PAUSES_S = (0.2, 1.0)
+# Sessions are closed when their trajectory ends; one in many does within seconds
+FULL_RETRY_S = 1.0
+# An idle session holds memory, not cores: half a minute more costs nothing
+EXPIRE_INTERVAL_S = 30.0
+# A job may have so many sessions for each one that is free (dynamic thresholds, Choudhury and
+# Hahne, 1998): one job alone has seven of eight, and leaves the next job as many of the rest.
 MOST_TO_FREE = 7
 WORTH_RETRYING = (Status.CRASHED, Status.TIMED_OUT)
 DONE = "done"
@@ -128,12 +142,14 @@ LOST = "its sandbox was lost while the service was down"
 async def open_with_retries(
     opening: Opening, attempt: Callable[[], Awaitable[Result]], pauses_s: Sequence[float] = OPEN_PAUSES_S
 ) -> Result:
-    """Open the environment by `attempt`, and again after each of `pauses_s` as long as the caller waits.
+    """Open the environment by `attempt`, and again after each of `pauses_s` as long as the caller
+    waits.
 
     Each attempt uses a fresh sandbox (RollArt §8: resets fail most).
 
-    An environment that died or took too long is tried again, and a worker that does not start; not one that refuses its
-    arguments, raises, or needs too much memory, because it would do so again. Raises what the last attempt raises.
+    An environment that died or took too long is tried again, and a worker that does not start; not
+    one that refuses its arguments, raises, or needs too much memory, because it would do so again.
+    Raises what the last attempt raises.
     """
 
     def is_worth_retrying(result: Result) -> bool:
@@ -166,7 +182,10 @@ async def open_with_retries(
 
 
 class Sessions:
-    """most: sessions at a time. idle_s: after which one is closed."""
+    """Opens, steps, restores and closes all sessions.
+
+    most: sessions at a time. idle_s: after which one is closed.
+    """
 
     def __init__(self, actions: Actions, backends: Backends, *, most: int, idle_s: float) -> None:
         self._actions = actions
@@ -196,7 +215,9 @@ class Sessions:
                     found.sandbox.close()
 
     async def recall(self) -> None:
-        """Ask every sandbox that was taken over for its last answer; this waits for steps under way."""
+        """Ask every sandbox that was taken over for its last answer; this waits for steps under
+        way.
+        """
         async with asyncio.TaskGroup() as group:
             for session in list(self._sessions.values()):
                 group.create_task(self._recall(session))
@@ -204,8 +225,9 @@ class Sessions:
     async def open(self, opening: Opening) -> tuple[Session, Result]:
         """Open a session: itself, and its first observation.
 
-        Raises ResourceExhausted when there are too many, InvalidArgument where the environment refuses an argument. An
-        environment that fails to start gives a session that has ended already.
+        Raises ResourceExhausted when there are too many, InvalidArgument where the environment
+        refuses an argument. An environment that fails to start gives a session that has ended
+        already.
         """
         if (before := self._opened_before.get(opening.key)) is not None:
             await self._recall(before)
@@ -262,7 +284,10 @@ class Sessions:
         return session
 
     async def step(self, session: Session, arguments: Mapping[str, Any], limits: Limits, request_id: str) -> Result:
-        """Take one step. Raises FailedPrecondition where the session has ended, InvalidArgument where the tool refuses.
+        """Take one step.
+
+        Raises FailedPrecondition where the session has ended, InvalidArgument where the tool
+        refuses.
 
         A repeat of the last step, by its request_id, gets the same answer without another step.
         """
@@ -295,7 +320,9 @@ class Sessions:
             await session.backend.flush()
 
     async def end(self, trajectory_id: str) -> None:
-        """Close the sessions of a trajectory that has ended; a running step is killed, as nobody waits for it."""
+        """Close the sessions of a trajectory that has ended; a running step is killed, as nobody
+        waits for it.
+        """
         for session in [each for each in self._sessions.values() if each.trajectory_id == trajectory_id]:
             if session.sandbox is not None:
                 session.sandbox.close()
@@ -347,7 +374,10 @@ class Sessions:
                 await self._actions.facts.finished(session.trajectory_id, session.tool.name, result)
 
     def _lose(self, session: Session, why: str) -> None:
-        """End a session whose sandbox has ended. It stays, and refuses steps, unless no caller knows its id."""
+        """End a session whose sandbox has ended.
+
+        It stays, and refuses steps, unless no caller knows its id.
+        """
         if not session.last_key:
             self._drop(session, "never opened")
             return

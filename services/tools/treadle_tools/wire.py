@@ -43,12 +43,16 @@ from treadle_tools.sessions import Sessions
 from treadle_tools.tool import Tool
 
 SERVICE = tools_pb2.DESCRIPTOR.services_by_name["ToolsService"].full_name
-RECORDS_BYTES = 256 * 1024 * 1024  # of answers to repeated calls: sixty of the longest, a hundred thousand usual ones
+# Of answers to repeated calls: sixty of the longest, a hundred thousand usual ones
+RECORDS_BYTES = 256 * 1024 * 1024
 REWARDS_SERVICE = rewards_pb2.DESCRIPTOR.services_by_name["RewardsService"].full_name
 
 
 async def wire(runtime: Runtime) -> Wiring:
-    """The service on `runtime`. Raises StartError for a file or module that is not usable."""
+    """Assemble the service on `runtime`.
+
+    Raises StartError for a file or module that is not usable.
+    """
     settings = runtime.settings
     assert isinstance(settings, ToolsSettings)
     bus = runtime.bus
@@ -146,7 +150,7 @@ async def wire(runtime: Runtime) -> Wiring:
 
 @contextmanager
 def _naming(setting: str, value: str) -> Iterator[None]:
-    """Raises StartError with the setting where what it names is not usable."""
+    """Raise StartError with the setting where what it names is not usable."""
     try:
         yield
     except (DeclarationError, InvalidPoolError, RegistrationError) as error:

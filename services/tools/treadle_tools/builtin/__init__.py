@@ -1,7 +1,8 @@
 """The tools and environments that come with the service, declared as in a user's own module.
 
-The sandbox alone imports the modules of this folder, because their libraries (extra `tools`) are slow to
-import. The function of `python` is in `sandbox/inside/child.py`. Rewards have a folder of their own.
+The sandbox alone imports the modules of this folder, because their libraries (extra `tools`) are
+slow to import. The function of `python` is in `sandbox/inside/child.py`. Rewards have a folder of
+their own.
 """
 
 from treadle_tools.tool import MIB, TEXT, Kind, Limits, Tool, object_schema

@@ -1,4 +1,6 @@
-"""gymnasium's FrozenLake-v1 as text: a random map that can be solved, the agent marked, one move a step."""
+"""gymnasium's FrozenLake-v1 as text: a random map that can be solved, the agent marked, one move a
+step.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -38,12 +40,15 @@ class FrozenLake:
         self._done = False
 
     def first(self) -> Outcome:
-        """The legend and the map."""
+        """Return the legend and the map."""
         legend = f"{LEGEND} {SLIPPERY}" if self._slippery else LEGEND
         return Outcome(output=f"{legend}\n\n{self._grid()}", reward=0.0, data=self._data())
 
     def step(self, arguments: Mapping[str, Any]) -> Outcome:
-        """One move: reward 1 at the goal, else 0; done at the goal, in a hole, or after gymnasium's limit of moves."""
+        """Move the agent: reward 1 at the goal, else 0.
+
+        It ends at the goal, in a hole, or after gymnasium's limit of moves.
+        """
         position, reward, ended, out_of_time, _ = self._lake.step(ACTIONS[str(arguments["action"])])
         self._position = int(position)
         self._done = bool(ended or out_of_time)

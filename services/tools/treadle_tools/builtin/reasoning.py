@@ -1,7 +1,9 @@
-"""A reasoning-gym task: the question first, Python on the way, one answer that is scored by the task's own rule.
+"""A reasoning-gym task: the question first, Python on the way, one answer that is scored by the
+task's own rule.
 
-Invariant: an answer is never run as code. Some rules evaluate it as Python: those about lists and strings take Python's
-literals here, and those about formulas get numbers, letters, operators and functions of mathematics alone.
+Invariant: an answer is never run as code. Some rules evaluate it as Python: those about lists and
+strings take Python's literals here, and those about formulas get numbers, letters, operators and
+functions of mathematics alone.
 """
 
 import ast
@@ -15,8 +17,9 @@ from typing import Any
 
 from treadle_tools.tool import InvalidArguments, Outcome, Sandbox
 
-# cellpylib, which two tasks use, imports matplotlib to draw, and no task draws. So it finds empty modules: the image of
-# the tools service has no matplotlib, and elsewhere each worker saves 30 MB. They are gone before an agent's code runs.
+# cellpylib, which two tasks use, imports matplotlib to draw, and no task draws. So it finds empty
+# modules: the image of the tools service has no matplotlib, and elsewhere each worker saves 30 MB.
+# They are gone before an agent's code runs.
 DRAWING = (
     *("matplotlib", "matplotlib.animation", "matplotlib.collections", "matplotlib.pyplot"),
     *("mpl_toolkits", "mpl_toolkits.mplot3d"),
@@ -49,7 +52,9 @@ for module in (binary_matrix, n_queens, spiral_matrix, string_insertion):
 
 
 class ReasoningTask:
-    """One question. Arguments: task (a dataset of reasoning-gym), seed, index within the seed's questions.
+    """One question.
+
+    Arguments: task (a dataset of reasoning-gym), seed, index within the seed's questions.
 
     The answer is in this process; the agent's code runs in another (`Sandbox.python`).
     """
@@ -65,11 +70,11 @@ class ReasoningTask:
         self._sandbox = sandbox
 
     def first(self) -> Outcome:
-        """The question."""
+        """Return the question."""
         return Outcome(output=str(self._entry["question"]), reward=0.0)
 
     def step(self, arguments: Mapping[str, Any]) -> Outcome:
-        """`code` runs Python and shows its output; `answer` is scored from 0 to 1 and ends the task."""
+        """Run `code` and show its output, or score `answer` from 0 to 1, which ends the task."""
         if "code" in arguments:
             return self._sandbox.python(str(arguments["code"]))
         score = self._score(str(arguments["answer"]))
@@ -86,7 +91,9 @@ class ReasoningTask:
 
 
 def is_formula(text: str) -> bool:
-    """Whether a text is made of numbers, single letters, operators and functions of mathematics alone."""
+    """Return whether a text is made of numbers, single letters, operators and functions of
+    mathematics alone.
+    """
     try:
         tokens = list(tokenize.generate_tokens(io.StringIO(text.strip()).readline))
     except (tokenize.TokenError, SyntaxError):

@@ -1,1 +1,1 @@
-"""GPU services: models that share GPUs, brought into memory when they are asked (ARL-Tangram §5.3)."""
+"""Tools, rewards, judges and GPU services that are called over HTTP: how they are declared and called."""

@@ -1,4 +1,5 @@
-r"""Read the files, TOML or JSON by their names' end, that declare HTTP functions, LLM judges and GPU services:
+r"""Read the files, TOML or JSON by their names' end, that declare HTTP functions, LLM judges and
+GPU services:
 
     [[function]]
     name = "search"
@@ -32,7 +33,8 @@ and the one that says what the providers of tools allow (PROVIDERS_FILE):
     quota = [{ count = 10, period_s = 1 }, { count = 1000, period_s = 86400, sliding = false }]
     breaker = { failures = 5, cooldown_s = 1 }
 
-A misspelled field, a header whose variable is not set or a host that is not allowed is refused at start by its name.
+A misspelled field, a header whose variable is not set or a host that is not allowed is refused at
+start by its name.
 """
 
 import json
@@ -99,15 +101,18 @@ class _Limits(_Declared):
 
 
 class HttpFunction(_Declared):
-    """A stateless function behind a URL. Arguments go as the JSON body (of a GET: as the query), never into the URL.
+    """A stateless function behind a URL.
 
-    headers_from_env: header to the environment variable that holds its value, for secrets. connect_s: longest wait for
-    a connection, which a function scaled to zero has at once, since its platform takes it. cold_s: longest wait for the
-    first byte of one that may have to start; `idle_s` after its last answer it may. Warm ones are waited for as long as
-    they were seen to take, unless `learns` is off: then all for cold_s. tries: in all. idempotent: whether a call whose
-    answer was lost may be sent again; one that was refused always may. response_bytes: a longer answer is an error.
-    at_once: calls under way. provider: whose limits each try counts against; empty: nobody's. low, high: of a reward;
-    an answer outside is an error.
+    Arguments go as the JSON body (of a GET: as the query), never into the URL.
+
+    headers_from_env: header to the environment variable that holds its value, for secrets.
+    connect_s: longest wait for a connection, which a function scaled to zero has at once, since its
+    platform takes it. cold_s: longest wait for the first byte of one that may have to start;
+    `idle_s` after its last answer it may. Warm ones are waited for as long as they were seen to
+    take, unless `learns` is off: then all for cold_s. tries: in all. idempotent: whether a call
+    whose answer was lost may be sent again; one that was refused always may. response_bytes: a
+    longer answer is an error. at_once: calls under way. provider: whose limits each try counts
+    against; empty: nobody's. low, high: of a reward; an answer outside is an error.
     """
 
     name: str
@@ -138,7 +143,7 @@ class HttpFunction(_Declared):
         return self
 
     def tool(self) -> Tool:
-        """The tool or reward that calls it."""
+        """Return the tool or reward that calls it."""
         return Tool(
             name=self.name,
             kind=KINDS[self.kind],
@@ -155,12 +160,13 @@ class HttpFunction(_Declared):
 class Judge(_Declared):
     """A model that reads a trajectory and gives a score.
 
-    prompt, system: templates in which `$name` stands for an argument; `$$` is a dollar. model: as its server calls it.
-    endpoints: base URLs of servers with OpenAI's chat API, such as SGLang's; or service: a GPU service that is brought
-    into memory for it. authorization_from_env: the environment variable with the Authorization header, such as
-    `Bearer ...`; empty: none is sent. score: a regular expression whose one group is the score; its last match counts,
-    since models reason first. low, high: the scores that the prompt allows; they become 0 and 1. tries: answers in all,
-    until one has a score. at_once: questions under way.
+    prompt, system: templates in which `$name` stands for an argument; `$$` is a dollar. model: as
+    its server calls it. endpoints: base URLs of servers with OpenAI's chat API, such as SGLang's;
+    or service: a GPU service that is brought into memory for it. authorization_from_env: the
+    environment variable with the Authorization header, such as `Bearer ...`; empty: none is sent.
+    score: a regular expression whose one group is the score; its last match counts, since models
+    reason first. low, high: the scores that the prompt allows; they become 0 and 1. tries: answers
+    in all, until one has a score. at_once: questions under way.
     """
 
     name: str
@@ -191,17 +197,17 @@ class Judge(_Declared):
 
     @property
     def headers_from_env(self) -> dict[str, str]:
-        """As of an HttpFunction."""
+        """Return the headers that come from environment variables, as of an HttpFunction."""
         return {"Authorization": self.authorization_from_env} if self.authorization_from_env else {}
 
     @property
     def arguments(self) -> list[str]:
-        """What the templates ask for, each once."""
+        """Return the names that the templates ask for, each once."""
         names = [*string.Template(self.system).get_identifiers(), *string.Template(self.prompt).get_identifiers()]
         return list(dict.fromkeys(names))
 
     def tool(self) -> Tool:
-        """A reward whose arguments are what the judge's templates name."""
+        """Return a reward whose arguments are what the judge's templates name."""
         return Tool(
             name=self.name,
             kind=Kind.REWARD,
@@ -220,8 +226,13 @@ class Judge(_Declared):
 
 
 class Gpus(_Declared):
-    """nodes: the GPUs of each. gpu_bytes: of each GPU. turn_s: how long a service may keep them while others wait.
-    watch_s: how often servers that nobody asks are looked at, since one that was started anew holds memory."""
+    """GPUs that services share in turns.
+
+    nodes: the GPUs of each.
+
+    gpu_bytes: of each GPU. turn_s: how long a service may keep them while others wait. watch_s: how
+    often servers that nobody asks are looked at, since one that was started anew holds memory.
+    """
 
     gpu_bytes: Annotated[int, Field(gt=0)]
     nodes: Annotated[dict[str, GpuNumbers], Field(min_length=1)]
@@ -239,15 +250,17 @@ class Server(_Declared):
 
     @property
     def gpus(self) -> frozenset[tuple[str, int]]:
-        """(node, number) of each GPU it is on."""
+        """Return (node, number) of each GPU it is on."""
         return frozenset((self.node, self.first + index) for index in range(self.degree))
 
 
 class GpuService(_Declared):
-    """A model that can be served on each number of GPUs in `bytes_per_gpu`, each its own service (ARL-Tangram §5.3).
+    """A model that can be served on each number of GPUs in `bytes_per_gpu`, each its own service
+    (ARL-Tangram §5.3).
 
-    servers: one for each chunk of GPUs that it may be on. serial_share: of the work, in [0, 1], what more GPUs do not
-    make faster. at_once: requests under way at one server, which runs them as a batch.
+    servers: one for each chunk of GPUs that it may be on. serial_share: of the work, in [0, 1],
+    what more GPUs do not make faster. at_once: requests under way at one server, which runs them as
+    a batch.
     """
 
     name: Annotated[str, Field(min_length=1)]
@@ -257,7 +270,9 @@ class GpuService(_Declared):
     at_once: Count = 64
 
     def check(self, nodes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises ValueError where a chunk of GPUs that it may be given has no server, or a server no such chunk."""
+        """Raise ValueError where a chunk of GPUs that it may be given has no server, or a server no
+        such chunk.
+        """
         served = {server.degree for server in self.servers}
         if served != set(self.bytes_per_gpu):
             raise ValueError(
@@ -276,7 +291,9 @@ class GpuService(_Declared):
 
 
 def places(nodes: Mapping[str, tuple[int, ...]], degree: int) -> list[tuple[str, int]]:
-    """(node, first GPU) of each chunk that `degree` GPUs may be given: aligned runs of the next power of two."""
+    """Return (node, first GPU) of each chunk that `degree` GPUs may be given: aligned runs of the
+    next power of two.
+    """
     size = 1 << level_of(degree)
     return [
         (node, first)
@@ -308,17 +325,19 @@ class Declarations(_Declared):
 
     @property
     def tools(self) -> list[Tool]:
-        """The tools and rewards that call the functions and judges."""
+        """Return the tools and rewards that call the functions and judges."""
         return [*(one.tool() for one in self.function), *(one.tool() for one in self.judge)]
 
     @property
     def servers(self) -> list[Server]:
-        """Of all GPU services."""
+        """Return the servers of all GPU services."""
         return [server for service in self.gpu_service for server in service.servers]
 
 
 def read_declarations(path: str, hosts: tuple[str, ...], environment: Mapping[str, str]) -> Declarations:
-    """What `path` declares; nothing where it is empty. hosts: where functions, judges and servers may be.
+    """Return what `path` declares; nothing where it is empty.
+
+    hosts: where functions, judges and servers may be.
 
     Raises DeclarationError.
     """
@@ -347,7 +366,10 @@ class _Providers(_Declared):
 
 
 def read_providers(path: str) -> dict[str, BasicManager]:
-    """The managers of the providers in a PROVIDERS_FILE, by name; none for an empty path. Raises DeclarationError."""
+    """Return the managers of the providers in a PROVIDERS_FILE, by name; none for an empty path.
+
+    Raises DeclarationError.
+    """
     found: dict[str, BasicManager] = {}
     for index, each in enumerate(_read(path, _Providers).provider if path else ()):
         try:
@@ -383,7 +405,9 @@ def _read(path: str, form: type[D]) -> D:
 def _require_usable(
     where: str, urls: Iterable[str], headers: Mapping[str, str], hosts: tuple[str, ...], environment: Mapping[str, str]
 ) -> None:
-    """Raises DeclarationError for a host that is not allowed and for a header whose variable is not set."""
+    """Raise DeclarationError for a host that is not allowed and for a header whose variable is not
+    set.
+    """
     for one in urls:
         if not is_allowed(one, hosts):
             problem = f"host {urlsplit(one).hostname or ''!r} of {one!r} is not allowed"
@@ -394,7 +418,9 @@ def _require_usable(
 
 
 def is_allowed(url: str, hosts: tuple[str, ...]) -> bool:
-    """Whether `hosts` has the URL's host: `a.org` allows any port, `a.org:80` that one, `*.b.org` every host below."""
+    """Return whether `hosts` has the URL's host: `a.org` allows any port, `a.org:80` that one,
+    `*.b.org` every host below.
+    """
     parts = urlsplit(url)
     host = parts.hostname or ""
     port = parts.port or (443 if parts.scheme == "https" else 80)

@@ -1,13 +1,14 @@
 """Call tools and rewards that are HTTP functions, within the caller's time.
 
-`FunctionTools` runs such a tool as one action; `Caller` makes the HTTP calls: it waits longer for a function that may
-have been scaled to zero, retries, honours Retry-After, and counts each try against the limits of the tool's provider.
+`FunctionTools` runs such a tool as one action; `Caller` makes the HTTP calls: it waits longer for a
+function that may have been scaled to zero, retries, honours Retry-After, and counts each try
+against the limits of the tool's provider.
 
-Invariants: a call ends by its deadline, waits included. What the caller reads, errors included, holds no secret of the
-operator: a function is called by its name and not by its URL, and secrets that it sends back are removed. Redirects are
-not followed, so a call goes to the host that was allowed. A refused call (429, 502, 503, 504, no connection) is sent
-again; a call whose answer was lost is sent again only where the function is idempotent; always under the same
-Idempotency-Key.
+Invariants: a call ends by its deadline, waits included. What the caller reads, errors included,
+holds no secret of the operator: a function is called by its name and not by its URL, and secrets
+that it sends back are removed. Redirects are not followed, so a call goes to the host that was
+allowed. A refused call (429, 502, 503, 504, no connection) is sent again; a call whose answer was
+lost is sent again only where the function is idempotent; always under the same Idempotency-Key.
 """
 
 import asyncio
@@ -55,7 +56,10 @@ SHORTEST_COLD_S = 20.0  # an image may have to be pulled this time
 
 
 class FunctionTools:
-    """Runs tools that are HTTP functions. They need no cores, so they wait only for their provider."""
+    """Runs tools that are HTTP functions.
+
+    They need no cores, so they wait only for their provider.
+    """
 
     def __init__(self, caller: "Caller", facts: Facts, meters: Meters) -> None:
         self._caller = caller
@@ -72,7 +76,9 @@ class FunctionTools:
         trajectory_id: str,
         job: str = "",
     ) -> Result:
-        """Call `function`. job: whose share of its provider's limits each try takes. queue_s of the result: until its
+        """Call `function`.
+
+        job: whose share of its provider's limits each try takes. queue_s of the result: until its
         last try began; execution_s: of that try.
 
         Raises Unavailable for a reward whose function does not answer now.
@@ -108,8 +114,9 @@ class FunctionTools:
 class CallFailed(Exception):  # noqa: N818 - what happened, as callers speak of it
     """There is no answer; the message says why.
 
-    again: the call may be sent again. retry_after_s: not before so many seconds, where the function said so. tries:
-    begun. timed_out: the caller's time was up. ended: how the try ended for the provider.
+    again: the call may be sent again. retry_after_s: not before so many seconds, where the function
+    said so. tries: begun. timed_out: the caller's time was up. ended: how the try ended for the
+    provider.
     """
 
     message: str
@@ -124,9 +131,10 @@ class CallFailed(Exception):  # noqa: N818 - what happened, as callers speak of 
 class Caller:
     """Calls functions. Owns the HTTP session, and each function's patience and slots.
 
-    Each try of a function that has a provider is an action of its own: what a provider allows, and how long it is left
-    alone after it refused or failed, is decided by its Basic manager (ARL-Tangram §5.1), for all jobs and tools.
-    numbers: of actions, each once over all users of the scheduler. environment: where headers' secrets are.
+    Each try of a function that has a provider is an action of its own: what a provider allows, and
+    how long it is left alone after it refused or failed, is decided by its Basic manager
+    (ARL-Tangram §5.1), for all jobs and tools. numbers: of actions, each once over all users of the
+    scheduler. environment: where headers' secrets are.
     """
 
     scheduler: ActionScheduler
@@ -145,7 +153,10 @@ class Caller:
         await self._session.close()
 
     async def call(self, function: HttpFunction, arguments: Any, within_s: float, job: str = "") -> Reply:
-        """The answer to `arguments`. Raises CallFailed, at the latest when `within_s` are over."""
+        """Return the answer to `arguments`.
+
+        Raises CallFailed, at the latest when `within_s` are over.
+        """
         began = time.monotonic()
         headers = self._headers(function)
         slots = self._slots.setdefault(function.url, asyncio.Semaphore(function.at_once))
@@ -206,7 +217,9 @@ class Caller:
         return headers
 
     def _redact(self, function: HttpFunction, body: bytes) -> bytes:
-        """The body without the values of headers that come from the environment, whole or behind their scheme."""
+        """Return the body without the values of headers that come from the environment, whole or
+        behind their scheme.
+        """
         for variable in function.headers_from_env.values():
             secret = self.environment[variable].strip()
             for text in (secret, secret.rpartition(" ")[2]):
@@ -228,7 +241,8 @@ class Caller:
                 function.method, function.url, headers=headers, timeout=timeout, allow_redirects=False, **body
             ) as response:
                 if response.status in AWAY:
-                    patience.failed()  # it is a proxy that answers: the function may still have to start
+                    # It is a proxy that answers: the function may still have to start
+                    patience.failed()
                 elif response.status not in RETRIED:
                     patience.answered(began, time.monotonic())
                 content = await _read_body(function, response)
@@ -278,7 +292,9 @@ def _reply(function: HttpFunction, response: aiohttp.ClientResponse, content: by
 
 
 def retry_after_s(header: str, now_epoch_s: float) -> float | None:
-    """Seconds of a Retry-After, which is a number of seconds or a date (RFC 9110, 10.2.3); None where it is neither."""
+    """Return the seconds of a Retry-After, which is a number of seconds or a date (RFC 9110,
+    10.2.3); None where it is neither.
+    """
     if header.strip().isdigit():
         return float(header)
     try:
@@ -309,9 +325,11 @@ class _Waits:
 
 
 class Patience:
-    """How long to wait for a function's first byte: long where it may have been scaled to zero, else as learned.
+    """How long to wait for a function's first byte: long where it may have been scaled to zero,
+    else as learned.
 
-    cold_s: the longest wait at all. idle_s: after so long without an answer the function may be cold.
+    cold_s: the longest wait at all. idle_s: after so long without an answer the function may be
+    cold.
     """
 
     def __init__(self, cold_s: float, idle_s: float) -> None:
@@ -322,11 +340,11 @@ class Patience:
         self._answered_at_s: float | None = None  # None: it never did, or failed since
 
     def is_cold(self, now_s: float) -> bool:
-        """Whether it may have to start."""
+        """Return whether it may have to start."""
         return self._answered_at_s is None or now_s - self._answered_at_s > self._idle_s
 
     def longest_s(self, now_s: float) -> float:
-        """How long a call that begins now waits for its first byte."""
+        """Return how long a call that begins now waits for its first byte."""
         cold = self.is_cold(now_s)
         waits, shortest_s = (self._cold, SHORTEST_COLD_S) if cold else (self._warm, SHORTEST_WARM_S)
         if waits.count == 0:
@@ -334,11 +352,13 @@ class Patience:
         return min(max(waits.longest_s, shortest_s), self._cold_s)
 
     def answered(self, began_s: float, now_s: float) -> None:
-        """A call that began then has its first byte now."""
+        """Learn from a call that began at `began_s` and has its first byte now."""
         (self._cold if self.is_cold(began_s) else self._warm).add(now_s - began_s)
         self._answered_at_s = now_s
 
     def failed(self) -> None:
-        """A call got no byte in time, or no connection: the next one waits as for a cold function, its whole time."""
+        """Note that a call got no byte in time, or no connection: the next call waits as for a cold
+        function.
+        """
         self._answered_at_s = None
         self._cold = _Waits()

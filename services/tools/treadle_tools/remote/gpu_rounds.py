@@ -1,8 +1,10 @@
-"""Share GPUs among services: a service gets them for a round, and rounds of other services come in between.
+"""Share GPUs among services: a service gets them for a round, and rounds of other services come in
+between.
 
-A round is one action of the scheduler. Requests to a service join its round, up to what its server takes at once, so
-that the server has batches; more requests begin another round, on other GPUs where some are free. A round that others
-wait for accepts no request after `turn_s`. Invariant: GPUs are given back once nobody asks.
+A round is one action of the scheduler. Requests to a service join its round, up to what its server
+takes at once, so that the server has batches; more requests begin another round, on other GPUs
+where some are free. A round that others wait for accepts no request after `turn_s`. Invariant: GPUs
+are given back once nobody asks.
 """
 
 import asyncio
@@ -40,18 +42,23 @@ class Round:
 
     @property
     def url(self) -> str:
-        """Of its server, once it is ready."""
+        """Return the address of its server, once it is ready."""
         return self.ready.result().url
 
     def failed(self) -> None:
-        """The server did not answer: no further request joins, and its state is looked at before the next round."""
+        """Note that the server did not answer: no further request joins, and the next round looks
+        at its state first.
+        """
         self.broken = True
         self.closed = True
 
 
 @dataclass(eq=False)
 class Rounds:
-    """All rounds. numbers: of actions, each once over all users of the scheduler."""
+    """All rounds of all GPU services.
+
+    numbers: of actions, each once over all users of the scheduler.
+    """
 
     declared: Declarations
     scheduler: ActionScheduler
@@ -70,7 +77,10 @@ class Rounds:
 
     @asynccontextmanager
     async def join(self, service: str) -> AsyncIterator[Round]:
-        """A round in which `service` can be asked once. Raises Unavailable, ResourceExhausted."""
+        """Hold a place in a round of `service`, in which it can be asked once.
+
+        Raises Unavailable, ResourceExhausted.
+        """
         joined = self._open_round(self._services[service])
         joined.asked += 1
         try:
@@ -93,7 +103,7 @@ class Rounds:
         return begun
 
     def _is_over(self, one: Round) -> bool:
-        """Whether it has lasted long enough, and others wait."""
+        """Return whether it has lasted long enough, and others wait."""
         lasted_s = 0.0 if one.began_s is None else time.monotonic() - one.began_s
         assert self.declared.gpus is not None  # where there are services
         return lasted_s > self.declared.gpus.turn_s and self.scheduler.dispatcher.waiting_for().get(GPUS, 0) > 0

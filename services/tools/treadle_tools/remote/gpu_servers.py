@@ -1,8 +1,9 @@
 """Bring the GPU memory of the SGLang servers of GPU services into the state that is wanted.
 
-SGLang leaves two things to its caller: a release while anything runs, or a resume of what is not released, ends the
-server's scheduler (an assertion, a KeyError). So the cache is flushed first, which is refused while anything runs; and
-the `Ledger` keeps the state, which no endpoint reports. How long its start took tells a server that was started anew.
+SGLang leaves two things to its caller: a release while anything runs, or a resume of what is not
+released, ends the server's scheduler (an assertion, a KeyError). So the cache is flushed first,
+which is refused while anything runs; and the `Ledger` keeps the state, which no endpoint reports.
+How long its start took tells a server that was started anew.
 """
 
 import asyncio
@@ -37,9 +38,9 @@ log = structlog.get_logger()
 class Residents:
     """Changes which servers hold GPU memory. Owns a lock for each server.
 
-    Invariants: from `bring` until the next call for the same GPUs, no further memory of them is taken; a server is
-    resumed only where it is known to be released since its last start; one whose last change was cut short is left
-    alone until it is started anew.
+    Invariants: from `bring` until the next call for the same GPUs, no further memory of them is
+    taken; a server is resumed only where it is known to be released since its last start; one whose
+    last change was cut short is left alone until it is started anew.
     """
 
     def __init__(self, servers: Sequence[Server], memory: "EngineMemory", ledger: "Ledger") -> None:
@@ -52,7 +53,9 @@ class Residents:
         self._wanted: set[str] = set()  # servers that serve, or are about to
 
     async def bring(self, server: Server, evict: Sequence[Server]) -> None:
-        """Returns once `server` can be asked. evict: servers on its GPUs that have to release their memory for it.
+        """Bring `server` into memory, and return once it can be asked.
+
+        evict: servers on its GPUs that have to release their memory for it.
 
         Raises EngineAway, EngineTrouble, nats.errors.Error.
         """
@@ -67,13 +70,15 @@ class Residents:
         await self._change(server, State.HELD)
 
     def leave(self, server: Server, *, failed: bool) -> None:
-        """Nobody asks it any more. failed: it did not answer as it should."""
+        """Note that nobody asks a server any more. failed: it did not answer as it should."""
         self._wanted.discard(server.url)
         if failed:
             self._doubted.add(server.url)
 
     async def watch(self, period_s: float) -> None:
-        """Release servers that come up while nobody wants them, for ever: others could not use their GPUs."""
+        """Release servers that come up while nobody wants them, for ever: others could not use
+        their GPUs.
+        """
         while True:
             for server in self._servers:
                 try:
@@ -84,7 +89,9 @@ class Residents:
             await asyncio.sleep(period_s)
 
     async def _may_hold_memory(self, url: str) -> bool:
-        """Whether its state is in doubt, which that of a released server is once it is started anew."""
+        """Return whether its state is in doubt, which that of a released server is once it is
+        started anew.
+        """
         entry = self._ledger.get(url)
         if url not in self._doubted and entry is not None and entry.state is State.RELEASED:
             try:
@@ -96,7 +103,9 @@ class Residents:
         return url in self._doubted
 
     async def _change(self, server: Server, wanted: "State") -> None:
-        """Make the change to its end, also where the caller is cancelled: one that is cut short leaves it unknown."""
+        """Make the change to its end, also where the caller is cancelled: one that is cut short
+        leaves it unknown.
+        """
         change = asyncio.ensure_future(self._bring_into(server.url, wanted))
         cancelled: asyncio.CancelledError | None = None
         while not change.done():
@@ -137,7 +146,7 @@ class Residents:
 
 
 class State(enum.StrEnum):
-    """Of a server's GPU memory. The values are stored."""
+    """State of a server's GPU memory. The values are stored."""
 
     HELD = "held"
     RELEASED = "released"
@@ -146,7 +155,12 @@ class State(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Entry:
-    """identity: of the start of the server in which it has this state. Stored: names are only added."""
+    """State of one server's GPU memory as the ledger stores it.
+
+    identity: of the start of the server in which it has this state.
+
+    Stored: names are only added.
+    """
 
     identity: str
     state: State
@@ -156,9 +170,11 @@ STORED = TypeAdapter(Entry)
 
 
 class Ledger:
-    """Keeps each server's state in a JetStream bucket across restarts of this service, one key a server.
+    """Keeps each server's state in a JetStream bucket across restarts of this service, one key a
+    server.
 
-    `changing` is written before a change, the new state after it: a restart that finds `changing` knows neither.
+    `changing` is written before a change, the new state after it: a restart that finds `changing`
+    knows neither.
     """
 
     def __init__(self, bucket: KeyValue) -> None:
@@ -171,11 +187,11 @@ class Ledger:
             self._entries[entry.key] = STORED.validate_json(entry.value or b"")
 
     def get(self, url: str) -> Entry | None:
-        """None of a server that was never seen."""
+        """Return the entry of a server; None where it was never seen."""
         return self._entries.get(kv_key(url))
 
     async def put(self, url: str, entry: Entry) -> None:
-        """Returns once it is on disk. Raises nats.errors.Error."""
+        """Store a server's entry, and return once it is on disk. Raises nats.errors.Error."""
         key = kv_key(url)
         if self._entries.get(key) != entry:
             await self._bucket.put(key, STORED.dump_json(entry))
@@ -194,7 +210,8 @@ class EngineTrouble(Unavailable):
 
 
 class EngineMemory:
-    """Asks SGLang servers over HTTP to release their GPU memory to the host and to resume it (SGLang 0.5).
+    """Asks SGLang servers over HTTP to release their GPU memory to the host and to resume it
+    (SGLang 0.5).
 
     Owns the HTTP session.
     """
@@ -207,7 +224,7 @@ class EngineMemory:
         await self._session.close()
 
     async def identity(self, url: str) -> str:
-        """Text that differs after each start of the server.
+        """Return a text that differs after each start of the server.
 
         Raises EngineAway; EngineTrouble for a server that would lose its weights.
         """
@@ -224,12 +241,18 @@ class EngineMemory:
         return hashlib.blake2b(json.dumps(start, sort_keys=True).encode(), digest_size=8).hexdigest()
 
     async def release(self, url: str) -> None:
-        """Returns once its GPU memory is free. Raises EngineAway, EngineTrouble where it does not become idle."""
+        """Release a server's GPU memory, and return once it is free.
+
+        Raises EngineAway, EngineTrouble where it does not become idle.
+        """
         await self._ask("POST", url, f"/flush_cache?timeout={IDLE_WAIT_S:g}", IDLE_WAIT_S + ANSWER_S)
         await self._ask("POST", url, "/release_memory_occupation", MEMORY_S, {})
 
     async def resume(self, url: str) -> None:
-        """Returns once it can be asked. It must have been released. Raises EngineAway, EngineTrouble."""
+        """Resume a server's GPU memory, and return once it can be asked.
+
+        It must have been released. Raises EngineAway, EngineTrouble.
+        """
         await self._ask("POST", url, "/resume_memory_occupation", MEMORY_S, {})
 
     async def _ask(self, method: str, url: str, path: str, within_s: float, body: Any = None) -> str:

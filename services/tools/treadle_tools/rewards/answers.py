@@ -52,7 +52,8 @@ def exact_match(arguments: Mapping[str, Any]) -> Outcome:
 def math_equal(arguments: Mapping[str, Any]) -> Outcome:
     """Score 1.0 where the answer's last mathematical expression equals an expected one, else 0.0.
 
-    math-verify reads both sides, and sympy decides. The sandbox's wall clock bounds how long that takes.
+    math-verify reads both sides, and sympy decides. The sandbox's wall clock bounds how long that
+    takes.
     """
     # The import is slow: see `preload` of MATH_EQUAL.
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify

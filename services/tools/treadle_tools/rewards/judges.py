@@ -1,7 +1,7 @@
 """Ask an LLM judge to score a trajectory, over OpenAI's chat API.
 
-Invariants: a score is finite. An answer without a score is a Result; what keeps a judge from answering
-now is raised.
+Invariants: a score is finite. An answer without a score is a Result; what keeps a judge from
+answering now is raised.
 """
 
 import json
@@ -28,7 +28,8 @@ TRIES_AT_ONE = 2  # of one endpoint, before another one is asked
 ANSWER_BYTES = 4 * 1024 * 1024
 AGAIN_TEMPERATURE = 0.7  # asked again at 0 a model says the same
 QUOTED_CHARS = 200  # of an answer, in an error
-AVOIDED_S = 10.0  # an endpoint that failed; a server restarts in minutes, a network hiccup is over in seconds
+# An endpoint that failed; a server restarts in minutes, a network hiccup is over in seconds
+AVOIDED_S = 10.0
 
 
 @dataclass
@@ -87,7 +88,9 @@ class JudgeScorer:
 
     @asynccontextmanager
     async def _choose_endpoint(self) -> AsyncIterator[_Endpoint | Round]:
-        """Wait for a server of its service, or take the endpoint with fewest questions; one that failed lately last."""
+        """Wait for a server of its service, or take the endpoint with fewest questions; one that
+        failed lately last.
+        """
         if self._judge.service:
             async with self._rounds.join(self._judge.service) as joined:
                 yield joined
@@ -120,7 +123,10 @@ class NoScore(Exception):  # noqa: N818 - what the answer has, as callers speak 
 
 
 def chat_request(judge: Judge, arguments: Mapping[str, Any], *, again: bool = False) -> dict[str, Any]:
-    """The body of a request to /v1/chat/completions. again: the judge's last answer had no score."""
+    """Return the body of a request to /v1/chat/completions.
+
+    again: the judge's last answer had no score.
+    """
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in arguments.items()}
     parts = {"system": judge.system, "user": judge.prompt}
     return {
@@ -136,18 +142,22 @@ def chat_request(judge: Judge, arguments: Mapping[str, Any], *, again: bool = Fa
 
 
 def read_answer(reply: Reply) -> str:
-    """The text of a chat completion. Raises NoScore where the reply is no chat completion, or has no text."""
+    """Return the text of a chat completion.
+
+    Raises NoScore where the reply is no chat completion, or has no text.
+    """
     try:
         text = read_json("the server's answer", reply.body.decode())["choices"][0]["message"]["content"]
     except (BadReply, UnicodeDecodeError, KeyError, IndexError, TypeError):
         raise NoScore("the server's answer is no chat completion") from None
     if not isinstance(text, str):
-        raise NoScore("the judge said nothing")  # all its tokens went into reasoning, or into a call of a tool
+        # All its tokens went into reasoning, or into a call of a tool
+        raise NoScore("the judge said nothing")
     return text
 
 
 def read_score(judge: Judge, text: str) -> float:
-    """The last score in `text`, from 0 to 1. Raises NoScore."""
+    """Return the last score in `text`, from 0 to 1. Raises NoScore."""
     if not (found := list(re.finditer(judge.score, text))):
         raise NoScore(f"the judge gave no score: {text[-QUOTED_CHARS:]!r}")
     try:

@@ -1,10 +1,12 @@
-"""Accept rewards of all jobs at once, score them as slots come free, and publish those that have ended.
+"""Accept rewards of all jobs at once, score them as slots come free, and publish those that have
+ended.
 
-Invariants: an accepted reward is in the journal before its caller knows, and stays there until it has ended; after a
-restart the rewards that had not ended are scored, a second time where the first was cut; a function that cannot be
-asked for the moment is asked again, and one that crashes `MOST_TRIES` times in all. No reward ends the pool, or the
-service twice: one that has not ended at a restart is marked while it is scored, one with a mark is scored while no
-other one with a mark is, and one with `MOST_ENDS` marks has failed.
+Invariants: an accepted reward is in the journal before its caller knows, and stays there until it
+has ended; after a restart the rewards that had not ended are scored, a second time where the first
+was cut; a function that cannot be asked for the moment is asked again, and one that crashes
+`MOST_TRIES` times in all. No reward ends the pool, or the service twice: one that has not ended at
+a restart is marked while it is scored, one with a mark is scored while no other one with a mark is,
+and one with `MOST_ENDS` marks has failed.
 """
 
 import asyncio
@@ -52,8 +54,8 @@ MOST_ENDS = 2
 BACKOFF = wait_exponential(multiplier=0.5, max=30.0)  # seconds before a function is asked again
 FULL_RETRY_S = 1.0
 SWEEP_PERIOD_S = 60.0
-# Together, as JSON, within half of NATS's default max_payload (a letter takes up to 6 bytes there, an emoji 12); kept
-# in memory for as long as the reward.
+# Together, as JSON, within half of NATS's default max_payload (a letter takes up to 6 bytes there,
+# an emoji 12); kept in memory for as long as the reward.
 MOST_DATA_BYTES = 256 * 1024  # of data_json; longer is left out
 MOST_OUTPUT_BYTES = 16 * 1024  # as the judge's reasons or a traceback; longer is cut
 
@@ -80,8 +82,8 @@ class Scorer(Protocol):
     async def score(self, arguments: Mapping[str, Any]) -> Result:
         """Score a trajectory: the score is `reward` of a result whose status is OK.
 
-        Raises InvalidArgument where the function refuses an argument; Unavailable, ResourceExhausted or
-        FailedPrecondition where it cannot be asked at the moment.
+        Raises InvalidArgument where the function refuses an argument; Unavailable,
+        ResourceExhausted or FailedPrecondition where it cannot be asked at the moment.
         """
 
 
@@ -99,7 +101,10 @@ class ToolScorer:
         self.slots = function.at_once if function else sandbox_slots
 
     async def score(self, arguments: Mapping[str, Any]) -> Result:
-        """Return the tool's score (see Scorer). The action belongs to no trajectory: that has ended."""
+        """Return the tool's score (see Scorer).
+
+        The action belongs to no trajectory: that has ended.
+        """
         result = await self._call(self._tool, arguments, self._tool.limits, "")
         if result.refused_s is not None:
             raise Unavailable("PROVIDER_REFUSED", result.error or "refused", retry_after_s=result.refused_s)
@@ -114,9 +119,9 @@ class ToolScorer:
 class RewardPool:
     """Owns the rewards, their action queues, and a task for each reward that runs.
 
-    secret: of the journal. read: the arguments of a function by its name, out of their JSON; raises TreadleError.
-    publish: publishes a reward that has ended. most_waiting: rewards that may wait. kept_s: how long a reward that has
-    ended is kept.
+    secret: of the journal. read: the arguments of a function by its name, out of their JSON; raises
+    TreadleError. publish: publishes a reward that has ended. most_waiting: rewards that may wait.
+    kept_s: how long a reward that has ended is kept.
     """
 
     scorers: Mapping[str, Scorer]
@@ -127,20 +132,25 @@ class RewardPool:
     most_waiting: int
     kept_s: float
     table: RewardTable = field(default_factory=RewardTable, init=False)
-    _learned_s: RecentMeans = field(default_factory=RecentMeans, init=False)  # of a slot, by function
+    # Of a slot, by function
+    _learned_s: RecentMeans = field(default_factory=RecentMeans, init=False)
     _arguments: dict[str, Arguments] = field(default_factory=dict, init=False)
     _running: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
-    _found: set[str] = field(default_factory=set, init=False)  # had not ended when the service started
-    _marked: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)  # of one with a mark that is scored
-    _unwanted: set[str] = field(default_factory=set, init=False)  # cancelled by a caller, not by the drain
+    # Had not ended when the service started
+    _found: set[str] = field(default_factory=set, init=False)
+    # Of one with a mark that is scored
+    _marked: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    # Cancelled by a caller, not by the drain
+    _unwanted: set[str] = field(default_factory=set, init=False)
     _wake: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def __post_init__(self) -> None:
         self._queues = {scorer.queue: _Queue(scorer.slots) for scorer in self.scorers.values()}
 
     def id_of(self, request_id: str) -> str:
-        """The id of the reward that a request asks for: the same for a repeat whose first answer was not recorded, and
-        not to be guessed from the request's id."""
+        """Return the id of the reward that a request asks for: the same for a repeat whose first
+        answer was not recorded, and not to be guessed from the request's id.
+        """
         drawn = hmac.digest(self.secret, request_id.encode(), "sha256")[:ID_BYTES]
         return like(request_id, f"w-{drawn.hex()}")
 
@@ -160,7 +170,7 @@ class RewardPool:
         return reward
 
     def get(self, reward_id: str) -> Reward:
-        """Raises NotFound."""
+        """Return the reward of an id. Raises NotFound."""
         if (reward := self.table.rewards.get(reward_id)) is None:
             why = f"there is no reward {reward_id[:64]!r}: never accepted, or ended over {self.kept_s:g} s ago"
             raise NotFound("REWARD_NOT_FOUND", f"reward_id: {why}", reward_id=reward_id)
@@ -184,7 +194,8 @@ class RewardPool:
         for reward, arguments_json in await self.journal.load():
             if reward.ended:
                 self.table.put(reward)
-                await self.publish(reward)  # its end may not have been published; the fact has the same id
+                # Its end may not have been published; the fact has the same id
+                await self.publish(reward)
                 continue
             try:
                 if arguments_json is None:
@@ -238,7 +249,9 @@ class RewardPool:
             self._wake.set()
 
     async def _score_safely(self, reward: Reward) -> Reward:
-        """Score, whatever that raises; with a mark in the journal where the reward may have ended the service."""
+        """Score, whatever that raises; with a mark in the journal where the reward may have ended
+        the service.
+        """
         try:
             if reward.reward_id not in self._found:
                 return await self._score(reward)
@@ -320,7 +333,10 @@ class RewardPool:
 
 
 async def _until_written(write: Callable[[], Awaitable[None]]) -> None:
-    """Write again until NATS takes it. Raises nats.errors.MaxPayloadError, which no waiting cures."""
+    """Write again until NATS takes it.
+
+    Raises nats.errors.MaxPayloadError, which no waiting cures.
+    """
 
     def may_pass(error: BaseException) -> bool:
         return isinstance(error, nats.errors.Error) and not isinstance(error, nats.errors.MaxPayloadError)

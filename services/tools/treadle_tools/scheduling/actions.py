@@ -1,13 +1,15 @@
-"""Start an action once it is granted what it asks for, run it, measure it, and publish start and end.
+"""Start an action once it is granted what it asks for, run it, measure it, and publish start and
+end.
 
-`ActionScheduler` decides: what arrives and what ends in one iteration of the event loop is decided on
-together, and an action without a choice of units starts at once while none waits. It owns the dispatcher
-and the future of each waiting action. `Actions` runs a tool's action in its turn. The time of an action is
-its queue time, its execution (the tool's own) and its overhead (the rest). A call that its provider refused
-is made again when the provider allows it, if its caller still waits then.
+`ActionScheduler` decides: what arrives and what ends in one iteration of the event loop is decided
+on together, and an action without a choice of units starts at once while none waits. It owns the
+dispatcher and the future of each waiting action. `Actions` runs a tool's action in its turn. The
+time of an action is its queue time, its execution (the tool's own) and its overhead (the rest). A
+call that its provider refused is made again when the provider allows it, if its caller still waits
+then.
 
-Invariants: what an action holds is given back once, whether it ends, fails or is cancelled; jobs share
-what actions wait for equally, and within a job the first to arrive starts first.
+Invariants: what an action holds is given back once, whether it ends, fails or is cancelled; jobs
+share what actions wait for equally, and within a job the first to arrive starts first.
 """
 
 import asyncio
@@ -38,7 +40,10 @@ RETRY_S = 1.0  # a full queue moves within a few actions, which take parts of a 
 
 @dataclass
 class RunningAction:
-    """ended: how it ended; the caller of `hold` sets it inside of the block."""
+    """An action that holds what it was granted.
+
+    ended: how it ended; the caller of `hold` sets it inside of the block.
+    """
 
     started: Started
     ended: Ended = SERVED
@@ -46,7 +51,12 @@ class RunningAction:
 
 @dataclass(eq=False)
 class ActionScheduler:
-    """max_waiting: actions that may wait. decided: called with each decision's seconds. clock: the dispatcher's."""
+    """Grants actions what they ask for, and shares it equally among jobs.
+
+    max_waiting: actions that may wait.
+
+    decided: called with each decision's seconds. clock: the dispatcher's.
+    """
 
     dispatcher: Dispatcher
     max_waiting: int
@@ -58,10 +68,12 @@ class ActionScheduler:
 
     @asynccontextmanager
     async def hold(self, action: Action, job: str, within_s: float | None = None) -> AsyncIterator[RunningAction]:
-        """Wait until the action is granted what it asks for, and hold that for the block. job: whose share it takes;
-        the action's `arrival` is set here.
+        """Wait until the action is granted what it asks for, and hold that for the block.
 
-        Raises ResourceExhausted when too many actions wait, TimeoutError where it does not start `within_s`.
+        job: whose share it takes; the action's `arrival` is set here.
+
+        Raises ResourceExhausted when too many actions wait, TimeoutError where it does not start
+        `within_s`.
         """
         self.dispatcher.check(action)
         expected_s = self.dispatcher.typical_s if action.single_unit_s is None else action.single_unit_s
@@ -132,7 +144,8 @@ class ActionScheduler:
             took_s = self.clock() - began_s
             self.decided(took_s)
             if took_s > LONG_DECISION_S:
-                # The event loop has other work; actions that arrive meanwhile are decided on together.
+                # The event loop has other work; actions that arrive meanwhile are decided on
+                # together.
                 await asyncio.sleep(took_s)
 
     def _wake(self) -> None:
@@ -141,14 +154,17 @@ class ActionScheduler:
 
 
 RETRY_WORKER_S = 2.0  # about what a worker takes to start
-# Of the caller's time left, what a refused call may wait for another turn: the rest is for the answer to arrive.
+# Of the caller's time left, what a refused call may wait for another turn: the rest is for the
+# answer to arrive.
 RETRY_SHARE = 0.9
 
 Work = Callable[[Granted], Awaitable[Mapping[str, Any]]]
 
 
 class Facts(Protocol):
-    """Publishes that an action starts (expected_s: 0 where unknown) and that it has ended (convert.py)."""
+    """Publishes that an action starts (expected_s: 0 where unknown) and that it has ended
+    (convert.py).
+    """
 
     async def started(self, trajectory_id: str, tool: str, expected_s: float) -> None: ...
     async def finished(self, trajectory_id: str, tool: str, result: Result) -> None: ...
@@ -156,7 +172,10 @@ class Facts(Protocol):
 
 @dataclass
 class _Call:
-    """queue_s: seconds waited so far, over all tries."""
+    """One call of a tool, over all its tries.
+
+    queue_s: seconds waited so far, over all tries.
+    """
 
     number: int
     tool: Tool
@@ -170,7 +189,12 @@ class _Call:
 
 @dataclass(eq=False)
 class Actions:
-    """pinned: whether an action runs on its cores only. numbers: of actions, each once over all users of scheduler."""
+    """Runs actions of tools in their turn, measures them and publishes their facts.
+
+    pinned: whether an action runs on its cores only.
+
+    numbers: of actions, each once over all users of scheduler.
+    """
 
     scheduler: ActionScheduler
     facts: Facts
@@ -185,9 +209,10 @@ class Actions:
     ) -> Result:
         """Run `work`, which asks a sandbox and may raise SandboxLost or WorkerFailed.
 
-        job: whose share of the cores it takes. holder: the session whose memory is held until the scheduler forgets it;
-        empty: held for the action only. Raises ResourceExhausted when too many actions wait, Unavailable where the
-        tool's worker does not start or its provider cannot be asked within the caller's time.
+        job: whose share of the cores it takes. holder: the session whose memory is held until the
+        scheduler forgets it; empty: held for the action only. Raises ResourceExhausted when too
+        many actions wait, Unavailable where the tool's worker does not start or its provider cannot
+        be asked within the caller's time.
         """
         call = _Call(next(self.numbers), tool, limits, work, job, holder, time.monotonic())
         await self.facts.started(trajectory_id, tool.name, self.demands.expected_s(tool))
@@ -264,7 +289,7 @@ class Actions:
 
 
 def ended_of(tool: Tool, result: Result) -> Ended:
-    """How the action ended for the tool's provider."""
+    """Return how the action ended for the tool's provider."""
     if result.refused_s is not None:
         return Ended(End.REFUSED, result.refused_s)
     failed = tool.provider and result.status is not Status.OK and result.invalid is None

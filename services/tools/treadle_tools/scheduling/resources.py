@@ -1,8 +1,8 @@
 """What actions ask for, and what this machine has of it.
 
-`Demands` makes an action of the scheduler out of what a tool declares, and learns how long each tool's
-actions take. `find_node` counts the cores and the memory. An action that asks for more cores than the
-node has may get all of them.
+`Demands` makes an action of the scheduler out of what a tool declares, and learns how long each
+tool's actions take. `find_node` counts the cores and the memory. An action that asks for more cores
+than the node has may get all of them.
 """
 
 import os
@@ -33,12 +33,13 @@ class RecentMeans(dict[str, float]):
 
 
 def elasticity(scaling: Scaling) -> core.Elasticity:
-    """E of eq. 1."""
+    """Return E of eq. 1 (ARL-Tangram) for a Scaling."""
     return core.Measured(scaling.efficiency) if scaling.efficiency else core.Amdahl(scaling.serial_share)
 
 
 class Demands:
-    """Makes actions, and learns each tool's overhead, seconds of work on one core and speedup from those that ended.
+    """Makes actions, and learns each tool's overhead, seconds of work on one core and speedup from
+    those that ended.
 
     cores, memory_bytes: of the node. providers: by name.
     """
@@ -59,17 +60,21 @@ class Demands:
         self._speedup.add(tool.name, factor)
 
     def expected_s(self, tool: Tool) -> float:
-        """Seconds of the next action from its start, with as many cores as lately; 0: not known."""
+        """Return the seconds of the next action from its start, with as many cores as lately; 0:
+        not known.
+        """
         if tool.name not in self._speedup:
             return 0.0
         return self._overhead_s[tool.name] + self._single_core_s[tool.name] / self._speedup[tool.name]
 
     def action(self, action_id: str, holder: str, tool: Tool, limits: Limits) -> core.Action:
-        """One action of `tool`. holder: the session, whose memory is held until its end, or the action itself.
+        """Return one action of `tool` as the scheduler takes it.
 
-        What is called once asks for no memory, as no more such calls run than there are cores: else they would wait for
-        sessions to end, which wait for what their trajectories call. Without a Scaling nothing is known of how it
-        scales, but how long it takes is told all the same.
+        holder: the session, whose memory is held until its end, or the action itself.
+
+        What is called once asks for no memory, as no more such calls run than there are cores: else
+        they would wait for sessions to end, which wait for what their trajectories call. Without a
+        Scaling nothing is known of how it scales, but how long it takes is told all the same.
         """
         most = min(limits.cpu_cores, self._cores)
         cost: dict[str, core.Demand] = {core.CPU_CORES: cores_demand(tool.scaling, most)}
@@ -98,7 +103,9 @@ class Demands:
 
 
 def check_scaling(tool: Tool) -> None:
-    """Raises InvalidActionError for a Scaling with a figure that is none, or more cores than the tool's limit."""
+    """Raise InvalidActionError for a Scaling with a figure that is none, or more cores than the
+    tool's limit.
+    """
     if (scaling := tool.scaling) is None:
         return
     single_core_s = 1.0 if scaling.single_core_s is None else scaling.single_core_s
@@ -110,7 +117,7 @@ def check_scaling(tool: Tool) -> None:
 
 
 def cores_demand(scaling: Scaling | None, most: int) -> core.Demand:
-    """How many cores, where there are `most` at most."""
+    """Return how many cores an action asks for, where it can have `most`."""
     if scaling is None:
         return core.Fixed(most)
     choices = tuple(cores for cores in scaling.cores if cores <= most) or (most,)
@@ -125,7 +132,10 @@ MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/
 
 @dataclass(frozen=True)
 class Node:
-    """real: the cores have this machine's numbers; else only their count has a meaning."""
+    """This machine's cores and memory.
+
+    real: the cores have this machine's numbers; else only their count has a meaning.
+    """
 
     machine: Machine
     real: bool
@@ -136,7 +146,10 @@ class Node:
 
 
 def find_node(cores: int, memory_bytes: int, system: Path = Path("/sys/devices/system/node")) -> Node:
-    """This machine with so many cores and bytes; 0: all there are. With more cores than those, actions share them."""
+    """Return this machine with so many cores and bytes; 0: all there are.
+
+    With more cores than those, actions share them.
+    """
     usable = os.sched_getaffinity(0)
     wanted = cores or len(usable)
     memory_bytes = memory_bytes or total_memory_bytes()
@@ -177,7 +190,8 @@ def total_memory_bytes(limits: tuple[Path, ...] = MEMORY_LIMITS) -> int:
 
 Shape = tuple[Range | UnitSet, Elasticity]
 SMOOTH: Shape = (Range(1, 4), Amdahl(0.1))
-ROUGH: Shape = (UnitSet((1, 2, 4)), Measured(((1, 1.0), (2, 0.5), (4, 0.9))))  # not convex: arranged by the table
+# Not convex: arranged by the table
+ROUGH: Shape = (UnitSet((1, 2, 4)), Measured(((1, 1.0), (2, 0.5), (4, 0.9))))
 
 
 def compile_kernels() -> None:

@@ -1,10 +1,11 @@
-"""A process that the supervisor forks for foreign code: a call, a piece of Python, or an environment.
+"""A process that the supervisor forks for foreign code: a call, a piece of Python, or an
+environment.
 
-`Child` is the supervisor's side. It owns the fork, its pipes and its limits. `run_order` is what the
-process does. Invariants: the parent never blocks on what the child writes or does not write, and never has
-it in its memory; the child holds no descriptor but its own pipe and socket. The process of an environment
-hides its memory, since the answer to a task may be in it; the agent's code runs beside it, in a fork of a
-process that has never seen the answer.
+`Child` is the supervisor's side. It owns the fork, its pipes and its limits. `run_order` is what
+the process does. Invariants: the parent never blocks on what the child writes or does not write,
+and never has it in its memory; the child holds no descriptor but its own pipe and socket. The
+process of an environment hides its memory, since the answer to a task may be in it; the agent's
+code runs beside it, in a fork of a process that has never seen the answer.
 """
 
 import ast
@@ -33,12 +34,16 @@ from treadle_tools.sandbox.inside.content import Content, take
 from treadle_tools.tool import Environment, InvalidArguments, Outcome, Status
 
 MOST_DESCRIPTORS = 256
-CPU_GRACE_S = 1  # of CPU seconds above wall clock x cores, so that the wall clock ends the action first
+# Of CPU seconds above wall clock x cores, so that the wall clock ends the action first
+CPU_GRACE_S = 1
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What the child may use. baseline_bytes: address space of the preloaded worker. cpu_s: None: no limit."""
+    """What the child may use.
+
+    baseline_bytes: address space of the preloaded worker. cpu_s: None: no limit.
+    """
 
     memory_bytes: int
     baseline_bytes: int
@@ -68,7 +73,12 @@ class Budget:
 
 @dataclass(frozen=True)
 class Event:
-    """kind: of what came (messages.py); 0: nothing. late: the deadline has come. wait_status: the child has ended."""
+    """What a child process did until its parent looked.
+
+    kind: of what came (messages.py); 0: nothing.
+
+    late: the deadline has come. wait_status: the child has ended.
+    """
 
     kind: int = 0
     late: bool = False
@@ -95,7 +105,10 @@ class Child:
             self._poll.register(descriptor, select.POLLIN)
 
     def send(self, message: Mapping[str, object], *files: int) -> None:
-        """Send a message to the child, and open files with it. Raises OSError where the child is gone."""
+        """Send a message to the child, and open files with it.
+
+        Raises OSError where the child is gone.
+        """
         self.link.setblocking(True)
         try:
             messages.send(self.link, message, *files)
@@ -103,8 +116,10 @@ class Child:
             self.link.setblocking(False)
 
     def next_event(self, deadline: float, printed: Content, answer: Content) -> Event:
-        """What the child does next, until the deadline (time.monotonic). Adds its output to `printed`, and what it
-        sends to `answer`, which is cleared. Raises FrameError where it sends something else than messages.py describes.
+        """Return what the child does next, until the deadline (time.monotonic).
+
+        Adds its output to `printed`, and what it sends to `answer`, which is cleared. Raises
+        FrameError where it sends something else than messages.py describes.
         """
         answer.clear(messages.MOST_ANSWER_BYTES)
         head, size = b"", 0
@@ -160,7 +175,7 @@ class Child:
 
 
 def _size_of(head: bytes) -> int:
-    """The size of an answer; 0 while its head is incomplete. Raises FrameError."""
+    """Return the size of an answer; 0 while its head is incomplete. Raises FrameError."""
     if len(head) < messages.ANSWER_HEAD.size:
         return 0
     kind, size = messages.ANSWER_HEAD.unpack(head)
@@ -181,7 +196,8 @@ def _run(main: Callable[[socket.socket], None], link: socket.socket, output: int
         os.closerange(3, kept)
         os.closerange(kept + 1, MOST_DESCRIPTORS * 4)
         isolation.set_dumpable(False)
-        # Line buffering: a killed snippet still shows what it printed. A lone surrogate must not fail.
+        # Line buffering: a killed snippet still shows what it printed. A lone surrogate must not
+        # fail.
         sys.stdout, sys.stderr = _open_output(1), _open_output(2)
         _reseed()
         main(link)
@@ -200,7 +216,8 @@ def _reseed() -> None:
     """Seed the random generators anew: forks of one process must not share their random numbers."""
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(int.from_bytes(os.urandom(4), "big"))  # with no number given it takes 7 ms
+        # With no number given it takes 7 ms
+        numpy.random.seed(int.from_bytes(os.urandom(4), "big"))
 
 
 CORES = "TREADLE_CORES"  # environment variable: how many cores the program was granted
@@ -208,10 +225,13 @@ SNIPPET = "<code>"  # the file name of an agent's code in tracebacks
 
 
 def run_order(program: Callable[..., Any], link: socket.socket, *, hidden: bool, counted: bool) -> None:
-    """Wait for this process's one order and carry it out, within the order's budget. program: of the tool. hidden: the
-    program starts foreign code, which must not reach into its memory or take its link. counted: a control group counts
-    its memory."""
-    run_snippet({"code": "None"})  # the first touch of a page after a fork copies it: some 90 that no caller waits for
+    """Wait for this process's one order and carry it out, within the order's budget.
+
+    program: of the tool. hidden: the program starts foreign code, which must not reach into its
+    memory or take its link. counted: a control group counts its memory.
+    """
+    # The first touch of a page after a fork copies it: some 90 that no caller waits for
+    run_snippet({"code": "None"})
     if (received := messages.receive(link)) is None:
         return
     order, (body,) = received
@@ -229,7 +249,10 @@ def run_order(program: Callable[..., Any], link: socket.socket, *, hidden: bool,
 
 
 def _answer(link: socket.socket, program: Callable[[], Outcome], *, fatal: bool = False) -> bool:
-    """Run foreign code and send its outcome. fatal: a failure is the last of it. False where it has failed."""
+    """Run foreign code and send its outcome.
+
+    fatal: a failure is the last of it. False where it has failed.
+    """
     failed = True
     try:
         message = _encode(program())
@@ -251,7 +274,9 @@ def _encode(outcome: Outcome) -> dict[str, Any]:
 
 
 def _report_error(error: BaseException) -> Outcome:
-    """Print the traceback of foreign code to stderr, without our own frames; the outcome has its last line."""
+    """Print the traceback of foreign code to stderr, without our own frames; the outcome has its
+    last line.
+    """
     tracing = error.__traceback__
     while tracing is not None and tracing.tb_frame.f_code.co_filename != SNIPPET:
         tracing = tracing.tb_next
@@ -262,7 +287,9 @@ def _report_error(error: BaseException) -> Outcome:
 
 
 def run_snippet(arguments: Mapping[str, Any]) -> Outcome:
-    """The `python` tool: runs arguments["code"] as an interactive prompt does, and shows a last expression."""
+    """Run arguments["code"] as an interactive prompt does, and show a last expression: the `python`
+    tool.
+    """
     code = str(arguments["code"])
     linecache.cache[SNIPPET] = (len(code), None, code.splitlines(keepends=True), SNIPPET)
     namespace: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
@@ -287,14 +314,16 @@ def run_snippet(arguments: Mapping[str, Any]) -> Outcome:
 
 
 class LinkedSandbox:
-    """The `Sandbox` that an environment is given: asks the supervisor, which forks a process without the answer."""
+    """The `Sandbox` that an environment is given: asks the supervisor, which forks a process
+    without the answer.
+    """
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
 
     @property
     def cores(self) -> int:
-        """How many cores the present step may use."""
+        """Return how many cores the present step may use."""
         return int(os.environ[CORES])
 
     def python(self, code: str) -> Outcome:

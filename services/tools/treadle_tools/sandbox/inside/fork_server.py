@@ -1,8 +1,10 @@
-"""The first program in a bubblewrap sandbox: imports a tool once, then forks spawners, which fork sandboxes.
+"""The first program in a bubblewrap sandbox: imports a tool once, then forks spawners, which fork
+sandboxes.
 
-A spawner is a fork of the fork server that the daemon has put into a control group once: its sandboxes start in that
-group, because moving a process costs the kernel 10 ms. Owns: the control sockets (the fork server's is descriptor 0 at
-start). Invariants: one thread; foreign code never runs here; it gives up root before it imports anything of a tool.
+A spawner is a fork of the fork server that the daemon has put into a control group once: its
+sandboxes start in that group, because moving a process costs the kernel 10 ms. Owns: the control
+sockets (the fork server's is descriptor 0 at start). Invariants: one thread; foreign code never
+runs here; it gives up root before it imports anything of a tool.
 """
 
 import contextlib
@@ -24,7 +26,11 @@ SPAWNER, SANDBOX, UNCOUNTED_SANDBOX = b"spawner", b"sandbox", b"uncounted sandbo
 
 
 def main(config: Mapping[str, Any]) -> None:
-    """config: {"entry": "module:callable", "preload": [module], "work_bytes": n, "processes": n, "drop_root": bool}."""
+    """Import the tool, then carry out the daemon's orders.
+
+    config: {"entry": "module:callable", "preload": [module], "work_bytes": n, "processes": n,
+    "drop_root": bool}.
+    """
     requests, answers = hide_standard_streams()
     os.close(answers)
     control = socket.socket(fileno=requests)
@@ -38,7 +44,9 @@ def main(config: Mapping[str, Any]) -> None:
 
 
 def _carry_out_orders(control: socket.socket, worker: Worker, *, isolated: bool) -> None:
-    """Start spawners and sandboxes, each with its own control socket, until the daemon closes `control`."""
+    """Start spawners and sandboxes, each with its own control socket, until the daemon closes
+    `control`.
+    """
     while True:
         order, descriptors, _, _ = socket.recv_fds(control, LONGEST_ORDER_BYTES, 1)
         if not order:
@@ -86,7 +94,10 @@ def _start_sandbox(
 
 
 def _give_up_root() -> None:
-    """Become nobody, with no capability. Run by root, bubblewrap needs no user namespace, and starts this as root."""
+    """Become nobody, with no capability.
+
+    Run by root, bubblewrap needs no user namespace, and starts this as root.
+    """
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
@@ -96,7 +107,10 @@ def _give_up_root() -> None:
 
 
 def _can_isolate(work_bytes: int) -> bool:
-    """Whether the kernel allows namespaces inside bubblewrap. Where not, this fork server serves one action only."""
+    """Return whether the kernel allows namespaces inside bubblewrap.
+
+    Where not, this fork server serves one action only.
+    """
     read_end, write_end = os.pipe()
     with contextlib.suppress(OSError):
         isolation.fork_isolated(work_bytes, lambda: os._exit(os.write(write_end, b"1") - 1), lambda _: None)
@@ -107,10 +121,11 @@ def _can_isolate(work_bytes: int) -> bool:
 
 
 class NewestConnection:
-    """Requests of the service, over the newest connection that the daemon has sent through `control`.
+    """Requests of the service, over the newest connection that the daemon has sent through
+    `control`.
 
-    Invariants: a request that was not read whole never happened; an answer that could not be sent whole stays with the
-    supervisor; the next connection starts at the border of a frame.
+    Invariants: a request that was not read whole never happened; an answer that could not be sent
+    whole stays with the supervisor; the next connection starts at the border of a frame.
     """
 
     def __init__(self, control: socket.socket) -> None:
@@ -118,7 +133,7 @@ class NewestConnection:
         self._connection: socket.socket | None = None
 
     def next_request(self) -> Request | None:
-        """See Requests; None once the daemon has closed `control`."""
+        """Return the next request (see Requests); None once the daemon has closed `control`."""
         while True:
             poll = select.poll()
             poll.register(self._control, select.POLLIN)

@@ -1,9 +1,11 @@
-"""What crosses the sandbox's wall: frames of JSON, and the answers of foreign code. Both sides import this.
+"""What crosses the sandbox's wall: frames of JSON, and the answers of foreign code.
+
+Both sides import this.
 
 A frame is 4 bytes of big-endian length and then JSON. An answer is a kind, a length and JSON: the
-supervisor hands it on unread, with what the process has printed and with a header of its own; the service,
-or the environment that orders a piece of Python, reads it. Invariant: neither side can make the other hold
-more than MAX_FRAME_BYTES.
+supervisor hands it on unread, with what the process has printed and with a header of its own; the
+service, or the environment that orders a piece of Python, reads it. Invariant: neither side can
+make the other hold more than MAX_FRAME_BYTES.
 """
 
 import json
@@ -17,7 +19,8 @@ from treadle_tools.tool import Status
 
 HEADER = struct.Struct(">I")
 MOST_FILES = 2  # that come with one frame
-MAX_FRAME_BYTES = 16 * 1024 * 1024  # the largest arguments or output that pass; gRPC messages end at the same size
+# The largest arguments or output that pass; gRPC messages end at the same size
+MAX_FRAME_BYTES = 16 * 1024 * 1024
 
 
 class FrameError(Exception):
@@ -53,7 +56,10 @@ def decode(body: bytes) -> dict[str, Any]:
 
 
 def take_message(received: bytearray) -> dict[str, Any] | None:
-    """Remove the first message from received bytes and return it; None where it is incomplete. Raises FrameError."""
+    """Remove the first message from received bytes and return it; None where it is incomplete.
+
+    Raises FrameError.
+    """
     if len(received) < HEADER.size:
         return None
     end = HEADER.size + read_length(bytes(received[: HEADER.size]))
@@ -74,8 +80,9 @@ def send(link: socket.socket, message: Mapping[str, Any], *files: int) -> None:
 
 
 def receive(link: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Receive the next message and the open files that came with it, which the caller closes; None at an orderly
-    end."""
+    """Receive the next message and the open files that came with it, which the caller closes; None
+    at an orderly end.
+    """
     header, files, _, _ = socket.recv_fds(link, HEADER.size, MOST_FILES, socket.MSG_CMSG_CLOEXEC)
     if not header:
         return None
@@ -98,17 +105,23 @@ def _receive_exactly(link: socket.socket, count: int) -> bytes:
 
 
 ANSWER_HEAD = struct.Struct(">BI")
-ANSWER, LAST, ORDER = 1, 2, 3  # an outcome; that of an environment that does not open; an order to run Python
+# An outcome; that of an environment that does not open; an order to run Python
+ANSWER, LAST, ORDER = 1, 2, 3
 MOST_ANSWER_BYTES = 4 * 1024 * 1024  # data of 1 MiB, as JSON within JSON, and the output
 MOST_ERROR_CHARS = 4096
 NOT_VALID = "the tool's answer is not valid"
-# What an answer may say; all else is said by the supervisor. The service reads the values (replies.py).
+# What an answer may say; all else is said by the supervisor. The service reads the values
+# (replies.py).
 SAYS = ("status", "reward", "done", "data_json", "invalid", "retry_after_s")
 
 
 def send_answer(link: socket.socket, kind: int, message: Mapping[str, Any]) -> None:
-    """Send an answer or an order over a blocking socket. One that is too long is not sent, but an error."""
-    body = json.dumps(message, separators=(",", ":")).encode("ascii")  # a lone surrogate stays legal on the wire
+    """Send an answer or an order over a blocking socket.
+
+    One that is too long is not sent, but an error.
+    """
+    # A lone surrogate stays legal on the wire
+    body = json.dumps(message, separators=(",", ":")).encode("ascii")
     if len(body) > MOST_ANSWER_BYTES:
         error = f"an answer of {len(body)} bytes; {MOST_ANSWER_BYTES} are the most"
         body = json.dumps({"status": Status.TOOL_ERROR, "error": error}).encode("ascii")
@@ -117,7 +130,10 @@ def send_answer(link: socket.socket, kind: int, message: Mapping[str, Any]) -> N
 
 
 def size_of(header: Mapping[str, Any], name: str) -> int:
-    """How many bytes of a content follow a header. Raises FrameError where it is too long to be read."""
+    """Return how many bytes of a content follow a header.
+
+    Raises FrameError where it is too long to be read.
+    """
     size = int(header[name])
     if not 0 <= size <= MAX_FRAME_BYTES:
         raise FrameError(f"{size} bytes of {name}; {MAX_FRAME_BYTES} are the most")
@@ -125,10 +141,11 @@ def size_of(header: Mapping[str, Any], name: str) -> int:
 
 
 def read_answer(header: Mapping[str, Any], printed: bytes, answer: bytes) -> dict[str, Any]:
-    """The supervisor's header, with what came of the action: its output, status, error and what else SAYS names.
+    """Return the supervisor's header, with what came of the action: its output, status, error and
+    what else SAYS names.
 
-    printed: what the process wrote to its standard streams. answer: what it sent; not looked at where the supervisor
-    knows better how the action ended (`status` of the header).
+    printed: what the process wrote to its standard streams. answer: what it sent; not looked at
+    where the supervisor knows better how the action ended (`status` of the header).
     """
     if "most_output" not in header:
         return {"id": ""}  # there is no last answer to recall
