@@ -5,6 +5,7 @@ ENGINE_VENV := .venv-engine
 BIN := $(VENV)/bin
 MESH_READY := $(VENV)/.treadle-mesh-ready
 ENGINE_READY := $(ENGINE_VENV)/.treadle-engine-ready
+KERNELS_READY := $(VENV)/.treadle-kernels-ready
 FRAMEWORKS := .cache/frameworks
 FRAMEWORKS_READY := $(FRAMEWORKS)/.ready
 RUFF_PATHS := clients core learned runtime services sim cli bench examples tests scripts
@@ -17,12 +18,17 @@ help:            ## what there is
 
 setup:           ## both venvs: the mesh (.venv) and the SGLang engine (.venv-engine)
 	@scripts/check-system.sh
-	@$(MAKE) --no-print-directory -j2 $(MESH_READY) $(ENGINE_READY)
+	@$(MAKE) --no-print-directory -j2 $(KERNELS_READY) $(ENGINE_READY)
 
 $(MESH_READY): pyproject.toml clients/python/pyproject.toml bench/pyproject.toml requirements-mesh.txt
 	@echo "mesh: installing into $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip --disable-pip-version-check -q install -c requirements-mesh.txt -e clients/python -e '.[dev]' -e bench
+	@touch $@
+
+# The script compiles nothing where it has compiled these sources: a hash says whether it has.
+$(KERNELS_READY): $(MESH_READY) scripts/compile_kernels.py $(shell find core -name '*.py')
+	@$(BIN)/python scripts/compile_kernels.py
 	@touch $@
 
 $(ENGINE_READY): services/sidecar/engine/install.sh services/sidecar/engine/requirements.txt services/sidecar/engine/constraints.txt

@@ -12,25 +12,25 @@ ROOT = Path(__file__).resolve().parents[2]
 # Hand-written lines and modules at most, by folder of the tree; MOST_LINES and MOST_MODULES hold for all together.
 BUDGETS = {
     "bench": (11_080, 69),
-    "cli": (10_430, 78),
-    "clients/python": (8_390, 52),
-    "core": (12_960, 73),
+    "cli": (10_520, 80),
+    "clients/python": (8_430, 52),
+    "core": (13_100, 73),
     "examples": (820, 8),
     "learned": (2_170, 14),
-    "runtime": (3_230, 19),
-    "scripts": (640, 4),
+    "runtime": (3_290, 19),
+    "scripts": (680, 4),
     "services/console": (1_510, 12),
     "services/gateway": (3_300, 22),
     "services/migrator": (860, 8),
     "services/placement": (270, 6),
     "services/predictor": (1_330, 13),
     "services/rollout": (1_790, 10),
-    "services/scheduler": (2_130, 12),
+    "services/scheduler": (2_140, 12),
     "services/sidecar": (4_340, 26),
     "services/tools": (10_070, 68),
     "sim": (7_180, 43),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 82_450, 537, 56_690
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 82_830, 539, 56_760
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 
