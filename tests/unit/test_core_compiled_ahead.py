@@ -142,3 +142,27 @@ for model in CostModel:
     print(compiled.import_numba() is not None, found.engine_of.tolist(), finish)
 """
     check_without_numba(script, 3, also=f"sys.path.insert(0, {str(folder)!r})")
+
+
+def test_the_key_of_kernels_follows_the_sources_that_they_are_made_of(tmp_path: Path) -> None:
+    """Edit a kernel that others call, a module that kernels import, and policy. Result: the first two change the key,
+    so that nothing compiled before is used; policy leaves the kernels as they are."""
+    shutil.copytree(ROOT / "core" / "treadle_core", tmp_path / "treadle_core")
+    keys = [key_of_copy(tmp_path)]
+    for name in ("placing/costs.py", "model.py", "steps/admission.py"):
+        path = tmp_path / "treadle_core" / name
+        path.write_text(path.read_text() + "# edited\n")
+        keys.append(key_of_copy(tmp_path))
+    assert keys[0] == cache_folder().name
+    assert len(set(keys[:3])) == 3
+    assert keys[3] == keys[2]
+
+
+def key_of_copy(folder: Path) -> str:
+    """The key that a process finds whose core stands in the folder."""
+    script = f"import sys; sys.path.insert(0, {str(folder)!r})\n"
+    script += "from treadle_core import compiled; print(compiled.__file__, compiled.key_of_kernels())"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    file, key = done.stdout.split()
+    assert Path(file).is_relative_to(folder)
+    return key
