@@ -5,6 +5,7 @@ ENGINE_VENV := .venv-engine
 BIN := $(VENV)/bin
 MESH_READY := $(VENV)/.treadle-mesh-ready
 ENGINE_READY := $(ENGINE_VENV)/.treadle-engine-ready
+KERNELS_READY := $(VENV)/.treadle-kernels-ready
 FRAMEWORKS := .cache/frameworks
 FRAMEWORKS_READY := $(FRAMEWORKS)/.ready
 RUFF_PATHS := clients core learned runtime services sim cli research examples tests scripts
@@ -17,13 +18,18 @@ help:            ## what there is
 
 setup:           ## both venvs: the mesh (.venv) and the SGLang engine (.venv-engine)
 	@scripts/check-system.sh
-	@$(MAKE) --no-print-directory -j2 $(MESH_READY) $(ENGINE_READY)
+	@$(MAKE) --no-print-directory -j2 $(KERNELS_READY) $(ENGINE_READY)
 
 $(MESH_READY): pyproject.toml clients/python/pyproject.toml research/pyproject.toml requirements-mesh.txt services/sidecar/engine/install-torch.sh
 	@echo "mesh: installing into $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@services/sidecar/engine/install-torch.sh $(BIN)/python -c requirements-mesh.txt torch
 	@$(BIN)/python -m pip --disable-pip-version-check -q install -c requirements-mesh.txt -e clients/python -e '.[dev]' -e research
+	@touch $@
+
+# The script compiles nothing where it has compiled these sources: a hash says whether it has.
+$(KERNELS_READY): $(MESH_READY) scripts/compile_kernels.py $(shell find core -name '*.py')
+	@$(BIN)/python scripts/compile_kernels.py
 	@touch $@
 
 $(ENGINE_READY): $(wildcard services/sidecar/engine/*.sh services/sidecar/engine/*.txt)

@@ -25,7 +25,6 @@ import nats.errors
 import structlog
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 from opentelemetry import trace
 from treadle.certificates import Certificates
 
@@ -301,6 +300,9 @@ async def _listening(runtime: Runtime, wiring: Wiring) -> AsyncIterator[str]:
         add(server)
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    # Only a server needs it, and it compiles its messages when it is imported: a tenth of a second.
+    from grpc_reflection.v1alpha import reflection
+
     reflection.enable_server_reflection([*wiring.services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     address = bind(server, settings.listen, runtime.certificates)
     await server.start()

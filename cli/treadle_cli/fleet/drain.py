@@ -7,15 +7,13 @@ import json
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc.aio
 import typer
 from rich.console import Console
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 
-from treadle_cli import exits
-from treadle_cli.options import DEFAULT_SCHEDULER, AsJson, Scheduler
 from treadle_cli.problems import UsageProblem
 
 if TYPE_CHECKING:
@@ -34,19 +32,6 @@ CORRECTABLE = (
 )
 
 Answer = TypeVar("Answer")
-
-
-def drain(
-    engine: Annotated[str, typer.Argument(help="Id of a registered engine, as `treadle top` shows it.")],
-    scheduler: Scheduler = DEFAULT_SCHEDULER,
-    undo: Annotated[bool, typer.Option("--undo", help="Use the engine again.")] = False,
-    no_wait: Annotated[bool, typer.Option("--no-wait", help="Do not wait until the engine is empty.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Send an engine no more steps and move its trajectories to others, then wait until it is empty. Its running steps
-    end there. Ctrl-C ends the wait and not the drain, which holds until --undo."""
-    out = exits.err if as_json else Console()
-    exits.run(lambda _: run_drain(engine, scheduler, undo, not no_wait, as_json, out))
 
 
 async def run_drain(engine: str, scheduler: str, undo: bool, waits: bool, as_json: bool, out: Console) -> int:

@@ -12,10 +12,10 @@ import json
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
 import grpc.aio
 import typer
@@ -25,7 +25,6 @@ from treadle.certificates import FOLDER_VARIABLE, Certificates
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle_runtime.config import is_loopback
 
-from treadle_cli import exits
 from treadle_cli.authority import DEFAULT_TENANT, OPERATOR, make_certificates
 from treadle_cli.doctor.findings import OK, PROBLEM, Finding, print_findings
 from treadle_cli.mesh.mesh import Board, StartBoard
@@ -41,7 +40,7 @@ from treadle_cli.mesh.services import (
     choose_addresses,
     open_tree,
 )
-from treadle_cli.options import DEFAULT_OUT, DEFAULT_PORT, MOST_PORT, AsJson, Out, new_run_folder
+from treadle_cli.options import new_run_folder
 from treadle_cli.problems import UsageProblem
 from treadle_cli.scheduler import reach_scheduler
 
@@ -92,41 +91,6 @@ class AttachPlan:
             )
         if self.kv_folder is not None and not self.kv_folder.is_dir():
             raise UsageProblem(f"--kv-folder {self.kv_folder}: there is no such folder")
-
-
-def attach(
-    urls: Annotated[list[str], typer.Argument(help="SGLang servers that run, e.g. http://127.0.0.1:30000.")],
-    check: Annotated[bool, typer.Option("--check", help="Say what must change, and start nothing.")] = False,
-    scheduler: Annotated[str, typer.Option(help="host:port of a mesh that runs, to join it.")] = "",
-    nats_url: Annotated[str, typer.Option(help="The NATS of that mesh, nats://host:port.")] = "",
-    host: Annotated[
-        str, typer.Option(help="Where that mesh reaches this machine, if it runs on another.", show_default=LOOPBACK)
-    ] = "",
-    port: Annotated[
-        int, typer.Option(min=0, max=MOST_PORT, help="Port of the scheduler that is started; 0: free ports.")
-    ] = DEFAULT_PORT,
-    slots: Annotated[int, typer.Option(min=0, help="Steps that decode at once on an engine; 0: as it says.")] = 0,
-    kv_folder: Annotated[
-        Path | None, typer.Option(help="The folder in which the servers' HiCache stores KV, if they share one.")
-    ] = None,
-    secure: Annotated[
-        bool, typer.Option("--secure", help="Encrypt every connection, and let nobody call without a certificate.")
-    ] = False,
-    out_folder: Out = DEFAULT_OUT,
-    as_json: AsJson = False,
-) -> None:
-    """Put a sidecar beside each SGLang server that somebody else started, until Ctrl-C, which leaves the servers as
-    they were. Checks the servers' flags first; exit code 1 of --check where one must change."""
-    plan = AttachPlan(tuple(urls), scheduler, nats_url, port, host, slots, kv_folder, secure)
-    out = Console()
-
-    def begin(hurry: asyncio.Event) -> Coroutine[Any, Any, int]:
-        if check:
-            return run_check(plan.urls, as_json, out)
-        announce = print_addresses if as_json else None
-        return run_attach(plan, out_folder, exits.err if as_json else out, hurry, announce)
-
-    exits.run(begin)
 
 
 def print_addresses(named: Mapping[str, object]) -> None:
