@@ -1,10 +1,13 @@
-"""Write the reference of every RPC in Markdown from the comments of protos/.
+"""Print the reference of every RPC in Markdown, made from the comments of protos/.
 
-    python scripts/rpc_reference.py DESCRIPTOR_SET > docs/rpc.md      # `make protos` does it
+    "$(scripts/codegen-venv.sh)/python" scripts/rpc_reference.py > rpc.md
 
-DESCRIPTOR_SET: of protoc, with imports and source info. Runs with protobuf alone, in the venv of the generator."""
+The site and the bundle of protos call it, and nobody commits the page. It runs in the venv of the generator, which has
+protoc."""
 
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,11 +22,12 @@ from google.protobuf.descriptor_pb2 import (
     MethodOptions,
 )
 
+PROTOS = Path(__file__).resolve().parents[1] / "protos"
 HEAD = """# Reference of every RPC
 
-Generated from the comments of [protos/](../protos/README.md) by `make protos`. Which call comes when, and what to do on
-which error: [clients.md](clients.md). Every call needs a deadline. A `request_id` is new for each logical call, and the
-same in its repeats.
+This page is generated from the comments of [protos/](../protos/README.md). [clients.md](clients.md) says which call
+comes when, and what a client does on which error. Every call needs a deadline. A `request_id` is new for each logical
+call, and the same in its repeats.
 """
 OWN = "treadle."
 METHOD_OPTIONS = MethodOptions.DESCRIPTOR
@@ -140,10 +144,16 @@ def _type(field: FieldDescriptorProto, message: DescriptorProto) -> str:
     return name
 
 
-def main(descriptors: str) -> None:
-    files = FileDescriptorSet.FromString(Path(descriptors).read_bytes())
-    sys.stdout.write("\n".join(Reference(files).lines()) + "\n")
+def describe_protos(protos: Path) -> FileDescriptorSet:
+    """Return the descriptors of all protos below a folder, with their imports and comments."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "descriptors"
+        names = sorted(str(path.relative_to(protos)) for path in protos.rglob("*.proto"))
+        options = ["--include_imports", "--include_source_info", f"--descriptor_set_out={out}"]
+        protoc = [sys.executable, "-m", "grpc_tools.protoc", f"-I{protos}"]
+        subprocess.run([*protoc, *options, *names], check=True)
+        return FileDescriptorSet.FromString(out.read_bytes())
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    sys.stdout.write("\n".join(Reference(describe_protos(PROTOS)).lines()) + "\n")
