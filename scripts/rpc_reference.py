@@ -2,12 +2,10 @@
 
     "$(scripts/codegen-venv.sh)/python" scripts/rpc_reference.py > rpc.md
 
-The site and the bundle of protos call it, and nobody commits the page. It runs in the venv of the generator, which has
-protoc."""
+The site and the bundle of protos show the page; nobody commits it. It runs in the venv of the generator."""
 
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -146,13 +144,11 @@ def _type(field: FieldDescriptorProto, message: DescriptorProto) -> str:
 
 def describe_protos(protos: Path) -> FileDescriptorSet:
     """Return the descriptors of all protos below a folder, with their imports and comments."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "descriptors"
-        names = sorted(str(path.relative_to(protos)) for path in protos.rglob("*.proto"))
-        options = ["--include_imports", "--include_source_info", f"--descriptor_set_out={out}"]
-        protoc = [sys.executable, "-m", "grpc_tools.protoc", f"-I{protos}"]
-        subprocess.run([*protoc, *options, *names], check=True)
-        return FileDescriptorSet.FromString(out.read_bytes())
+    names = sorted(str(path.relative_to(protos)) for path in protos.rglob("*.proto"))
+    protoc = [sys.executable, "-m", "grpc_tools.protoc", f"-I{protos}", *names]
+    options = ["--include_imports", "--include_source_info", "--descriptor_set_out=/dev/stdout"]
+    made = subprocess.run([*protoc, *options], stdout=subprocess.PIPE, check=True)
+    return FileDescriptorSet.FromString(made.stdout)
 
 
 if __name__ == "__main__":

@@ -126,5 +126,4 @@ def describe_commands() -> str:
 def describe_rpcs() -> str:
     """Return the page with every RPC and message, as the venv of the generator makes it."""
     command = f'"$("{ROOT}/scripts/codegen-venv.sh")/python" "{ROOT}/scripts/rpc_reference.py"'
-    made = subprocess.run(["bash", "-c", command], stdout=subprocess.PIPE, text=True, check=True)
-    return made.stdout
+    return subprocess.run(["bash", "-c", command], stdout=subprocess.PIPE, text=True, check=True).stdout

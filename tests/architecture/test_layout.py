@@ -18,7 +18,7 @@ BUDGETS = {
     "examples": (820, 8),
     "learned": (2_170, 14),
     "runtime": (3_230, 19),
-    "scripts": (640, 4),
+    "scripts": (655, 4),
     "services/console": (1_510, 12),
     "services/gateway": (3_300, 22),
     "services/migrator": (860, 8),
