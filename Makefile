@@ -93,7 +93,7 @@ bench-shaping: $(MESH_READY) ## which samples are trained: DARTS, RollArt, a les
 check-protos:    ## lint of protos/, and no change that would break clients of the last release
 	@scripts/check-protos.sh
 
-protos:          ## regenerate the stubs under clients/python, and docs/rpc.md
+protos:          ## regenerate the stubs under clients/python
 	@scripts/generate-protos.sh
 
 protos-bundle:   ## dist/treadle-protos-VERSION.tar.gz: the protos with their documentation, for teams in other languages

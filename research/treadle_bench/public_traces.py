@@ -1,7 +1,7 @@
 """Reads four public data sets as trajectories, from a folder that the caller names.
 
 A trajectory that was cut by a limit or an error is censored. What a source does not say is filled by a rule that stands
-here and in docs/traces.md, drawn from the seed. Every step generates at least one token. Field names are the sources'
+here, drawn from the seed. Every step generates at least one token. Field names are the sources'
 own, cleaned; a line that lacks one raises PublicTraceError.
 
 | source | tokens of a step | answer of a tool | seconds of a tool |
