@@ -23,14 +23,14 @@ BUDGETS = {
     "services/gateway": (3_300, 22),
     "services/migrator": (880, 9),
     "services/placement": (270, 6),
-    "services/predictor": (1_360, 12),
+    "services/predictor": (1_370, 13),
     "services/rollout": (1_840, 11),
     "services/scheduler": (2_130, 12),
     "services/sidecar": (4_340, 26),
     "services/tools": (10_480, 53),
     "sim": (7_180, 43),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 82_600, 523, 56_690
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 82_600, 524, 56_690
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 
