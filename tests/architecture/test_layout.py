@@ -27,10 +27,10 @@ BUDGETS = {
     "services/rollout": (1_840, 11),
     "services/scheduler": (2_130, 12),
     "services/sidecar": (4_340, 26),
-    "services/tools": (10_480, 53),
+    "services/tools": (10_500, 53),
     "sim": (7_180, 43),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 82_600, 524, 56_690
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 82_620, 524, 56_690
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 
