@@ -1,6 +1,6 @@
 """Learn from facts, and record running trajectories for the learned model.
 
-A recording becomes what the model is asked (`Question`), and, once its trajectory has ended, what
+A recording becomes what the model is asked, and, once its trajectory has ended, what
 the model is trained on.
 
 Invariants: a recording that misses a step is not `whole` and is neither read nor trained on; a fact
@@ -18,9 +18,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from treadle.common.v1.tokens_pb2 import TokenIds
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.telemetry.v1.facts_pb2 import Fact, StepFinished, StepStarted, TrajectoryClosed, TrajectoryOpened
-from treadle_core.ranking.estimator import Forecast, Progress
-from treadle_core.ranking.evidence import Evidence
-from treadle_learned.moments import Steps, Vector, features_of
+from treadle_learned.moments import Steps
 from treadle_learned.transcript import Transcript, Turn, version_number
 from treadle_runtime.times import seconds
 
@@ -224,31 +222,3 @@ class Recordings:
 
     def _decode(self, tokens: TokenIds) -> str:
         return self.decode(array("i", tokens.int32_le).tolist()) if tokens.int32_le else ""
-
-
-@dataclass(frozen=True)
-class Question:
-    """What the learned model is asked at the end of a step: the same features and texts as in
-    training.
-    """
-
-    progress: Progress
-    features: Vector
-    prompt: str
-    """Empty where the prompt's text is not known."""
-
-    turns: tuple[Turn, ...]
-    """The finished turns with their texts; the tool of the last one still runs."""
-
-
-def make_question(
-    progress: Progress, recording: Recording, forecast: Forecast, evidence: Evidence, prompt: str
-) -> Question | None:
-    """Return the question about a trajectory; None where its group is not known.
-
-    forecast: of the estimators without a model. prompt: the text, where the recording has none.
-    """
-    features = features_of(progress, recording.steps, evidence, forecast, recording.weight_version)
-    if features is None:
-        return None
-    return Question(progress, features, recording.prompt or prompt, tuple(recording.turns))

@@ -10,8 +10,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from treadle_core.tools import action as core
-from treadle_core.tools.action import CPU_CORES, GPUS, Action, Amdahl, Elasticity, Fixed, Measured, Range, UnitSet
+from treadle_core.tools.action import (
+    CPU_CORES,
+    GPUS,
+    MEMORY_BYTES,
+    MOST_UNITS,
+    Action,
+    Amdahl,
+    Demand,
+    Elasticity,
+    Fixed,
+    InvalidActionError,
+    Measured,
+    Range,
+    UnitSet,
+    check_action,
+)
 from treadle_core.tools.cpu import CpuManager, Machine
 from treadle_core.tools.dispatcher import Dispatcher, Resources
 from treadle_core.tools.gpu import GpuManager
@@ -32,9 +46,9 @@ class RecentMeans(dict[str, float]):
         self[key] = known + RECENT_SHARE * (value - known)
 
 
-def elasticity(scaling: Scaling) -> core.Elasticity:
+def elasticity(scaling: Scaling) -> Elasticity:
     """Return E of eq. 1 (ARL-Tangram) for a Scaling."""
-    return core.Measured(scaling.efficiency) if scaling.efficiency else core.Amdahl(scaling.serial_share)
+    return Measured(scaling.efficiency) if scaling.efficiency else Amdahl(scaling.serial_share)
 
 
 class Demands:
@@ -67,7 +81,7 @@ class Demands:
             return 0.0
         return self._overhead_s[tool.name] + self._single_core_s[tool.name] / self._speedup[tool.name]
 
-    def action(self, action_id: str, holder: str, tool: Tool, limits: Limits) -> core.Action:
+    def action(self, action_id: str, holder: str, tool: Tool, limits: Limits) -> Action:
         """Return one action of `tool` as the scheduler takes it.
 
         holder: the session, whose memory is held until its end, or the action itself.
@@ -77,19 +91,19 @@ class Demands:
         Scaling nothing is known of how it scales, but how long it takes is told all the same.
         """
         most = min(limits.cpu_cores, self._cores)
-        cost: dict[str, core.Demand] = {core.CPU_CORES: cores_demand(tool.scaling, most)}
+        cost: dict[str, Demand] = {CPU_CORES: cores_demand(tool.scaling, most)}
         stays = tool.kind is Kind.ENVIRONMENT
         if stays:
-            cost[core.MEMORY_BYTES] = core.Fixed(min(tool.reserve_bytes, limits.memory_bytes, self._memory_bytes))
+            cost[MEMORY_BYTES] = Fixed(min(tool.reserve_bytes, limits.memory_bytes, self._memory_bytes))
         if tool.provider:
             cost |= self._providers[tool.provider].cost()
-        return core.Action(
+        return Action(
             action_id,
             holder,
             UNORDERED,
             cost,
             self._next_single_core_s(tool),
-            key=core.CPU_CORES,
+            key=CPU_CORES,
             elasticity=elasticity(tool.scaling) if tool.scaling is not None else None,
             node_id=None if stays else NODE_ID,
         )
@@ -109,21 +123,21 @@ def check_scaling(tool: Tool) -> None:
     if (scaling := tool.scaling) is None:
         return
     single_core_s = 1.0 if scaling.single_core_s is None else scaling.single_core_s
-    cost = {core.CPU_CORES: core.UnitSet(scaling.cores)}
-    declared = core.Action(tool.name, tool.name, 0, cost, single_core_s, core.CPU_CORES, elasticity(scaling))
-    core.check_action(declared, {core.CPU_CORES: core.MOST_UNITS})
+    cost = {CPU_CORES: UnitSet(scaling.cores)}
+    declared = Action(tool.name, tool.name, 0, cost, single_core_s, CPU_CORES, elasticity(scaling))
+    check_action(declared, {CPU_CORES: MOST_UNITS})
     if scaling.cores[-1] > tool.limits.cpu_cores:
-        raise core.InvalidActionError("cores", f"must be at most limits.cpu_cores, {tool.limits.cpu_cores}")
+        raise InvalidActionError("cores", f"must be at most limits.cpu_cores, {tool.limits.cpu_cores}")
 
 
-def cores_demand(scaling: Scaling | None, most: int) -> core.Demand:
+def cores_demand(scaling: Scaling | None, most: int) -> Demand:
     """Return how many cores an action asks for, where it can have `most`."""
     if scaling is None:
-        return core.Fixed(most)
+        return Fixed(most)
     choices = tuple(cores for cores in scaling.cores if cores <= most) or (most,)
     if choices == tuple(range(choices[0], choices[-1] + 1)):
-        return core.Range(choices[0], choices[-1])
-    return core.UnitSet(choices)
+        return Range(choices[0], choices[-1])
+    return UnitSet(choices)
 
 
 NODE_ID = "local"
