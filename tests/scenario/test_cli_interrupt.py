@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.cli import TreadleProcess
 from support.processes import command_line, free_port
-from support.sandbox import need_sandbox, without_bubblewrap_wheel
+from support.sandbox import without_bubblewrap_wheel
 from treadle_cli.mesh.services import TOGETHER
 
 Start = Callable[..., TreadleProcess]
@@ -30,8 +30,6 @@ def treadle(tmp_path: Path) -> Iterator[Start]:
     started: list[TreadleProcess] = []
 
     def start(*arguments: str, **env: str) -> TreadleProcess:
-        if not env.keys() & {"PATH", "TREADLE_ENGINE_PYTHON"}:
-            need_sandbox()
         process = TreadleProcess(list(arguments), tmp_path, env)
         started.append(process)
         return process

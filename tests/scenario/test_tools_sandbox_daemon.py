@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support.sandbox import need_sandbox
 from support.tools import gone, groups_of
 from treadle_tools.builtin import PYTHON
 from treadle_tools.sandbox import channel
@@ -29,7 +30,8 @@ LARGE = 2 * 1024 * 1024  # more than any socket buffer holds
 @asynccontextmanager
 async def service(state: Path, **changes: Any) -> AsyncIterator[DaemonClient]:
     """A service's side of a daemon, which outlives it by default."""
-    bubblewrap = find_bubblewrap("bwrap")
+    need_sandbox()
+    bubblewrap = find_bubblewrap()
     settings = {"warm": 1, "cgroups": False, "keep_s": 30.0, "keep_on_exit": True, **changes}
     client = DaemonClient(StateFolder.take(state), [bubblewrap.recipe(PYTHON)], {}, **settings)
     await client.connect()
