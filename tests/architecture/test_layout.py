@@ -30,7 +30,7 @@ BUDGETS = {
     "services/tools": (10_070, 68),
     "sim": (4_060, 23),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 82_290, 536, 56_650
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 82_290, 536, 56_640
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 
