@@ -108,6 +108,11 @@ def test_a_package_imports_only_the_packages_below_it(package: str) -> None:
     assert not wrong_imports(sources(package), lambda module: top(module) in above)
 
 
+def test_the_tests_of_the_product_do_without_research() -> None:
+    tests = sorted((ROOT / "tests").rglob("*.py"))
+    assert tests and not wrong_imports(tests, lambda module: top(module) == "treadle_bench")
+
+
 @pytest.mark.parametrize("package", sorted(PACKAGES))
 def test_imports_inside_a_package_run_one_way(package: str) -> None:
     """In each folder, modules and subfolders have an order in which none imports one above it, also not for types."""
