@@ -1,10 +1,11 @@
 """Give mkdocs the pages of the whole repository, each at its own path.
 
-Pages stand beside what they describe (services/*/README.md, research/results/*.md), and link to each other and to source
-files. mkdocs reads one folder only. So the site gets every page that git would commit, with the pictures and source
-files to which pages link: a link that works in a checkout works in the site. Two pages are made here and are not
-committed: all commands of `treadle` with their options, from the command line itself, and the reference of every RPC,
-from the comments of the protos.
+Pages stand beside what they describe (services/*/README.md, research/results/*.md), and link to
+each other and to source files. mkdocs reads one folder only. So the site gets every page that git
+would commit, with the pictures and source files to which pages link: a link that works in a
+checkout works in the site. Two pages are made here and are not committed: all commands of `treadle`
+with their options, from the command line itself, and the reference of every RPC, from the comments
+of the protos.
 """
 
 import posixpath
