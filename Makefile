@@ -5,11 +5,12 @@ ENGINE_VENV := .venv-engine
 BIN := $(VENV)/bin
 MESH_READY := $(VENV)/.treadle-mesh-ready
 ENGINE_READY := $(ENGINE_VENV)/.treadle-engine-ready
+KERNELS_READY := $(VENV)/.treadle-kernels-ready
 FRAMEWORKS := .cache/frameworks
 FRAMEWORKS_READY := $(FRAMEWORKS)/.ready
-RUFF_PATHS := clients core learned runtime services sim cli bench examples tests scripts
+RUFF_PATHS := clients core learned runtime services sim cli research examples tests scripts
 
-.PHONY: help setup frameworks demo test test-quick test-frameworks fuzz test-engine test-compose check lint types manifests check-protos wheels verify docs docs-serve release-wheels protos protos-bundle \
+.PHONY: help setup frameworks demo test test-quick test-frameworks fuzz test-engine test-research test-compose check lint types manifests check-protos wheels verify docs docs-serve release-wheels protos protos-bundle \
   protos-release bench-tools bench-shaping clean
 
 help:            ## what there is
@@ -17,15 +18,21 @@ help:            ## what there is
 
 setup:           ## both venvs: the mesh (.venv) and the SGLang engine (.venv-engine)
 	@scripts/check-system.sh
-	@$(MAKE) --no-print-directory -j2 $(MESH_READY) $(ENGINE_READY)
+	@$(MAKE) --no-print-directory -j2 $(KERNELS_READY) $(ENGINE_READY)
 
-$(MESH_READY): pyproject.toml clients/python/pyproject.toml bench/pyproject.toml requirements-mesh.txt
+$(MESH_READY): pyproject.toml clients/python/pyproject.toml research/pyproject.toml requirements-mesh.txt services/sidecar/engine/install-torch.sh
 	@echo "mesh: installing into $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip --disable-pip-version-check -q install -c requirements-mesh.txt -e clients/python -e '.[dev]' -e bench
+	@services/sidecar/engine/install-torch.sh $(BIN)/python -c requirements-mesh.txt torch
+	@$(BIN)/python -m pip --disable-pip-version-check -q install -c requirements-mesh.txt -e clients/python -e '.[dev]' -e research
 	@touch $@
 
-$(ENGINE_READY): services/sidecar/engine/install.sh services/sidecar/engine/requirements.txt services/sidecar/engine/constraints.txt
+# The script compiles nothing where it has compiled these sources: a hash says whether it has.
+$(KERNELS_READY): $(MESH_READY) scripts/compile_kernels.py $(shell find core -name '*.py')
+	@$(BIN)/python scripts/compile_kernels.py
+	@touch $@
+
+$(ENGINE_READY): $(wildcard services/sidecar/engine/*.sh services/sidecar/engine/*.txt)
 	@PYTHON=$(PYTHON) services/sidecar/engine/install.sh $(ENGINE_VENV)
 
 frameworks: $(FRAMEWORKS_READY) ## packages of RL frameworks whose own clients the tests run
@@ -58,6 +65,10 @@ fuzz: setup      ## 10,000 hostile requests to each service and as many answers 
 test-engine: setup $(FRAMEWORKS_READY) ## what only a real SGLang engine can show
 	@$(BIN)/python -m pytest -m engine $(ARGS)
 
+test-research: setup ## the figures of research/ and the models that only they use
+	@$(BIN)/python -m pytest research -m "not engine" -n 3 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest research -m engine $(ARGS)
+
 test-compose: $(MESH_READY) ## the compose file on a real Docker daemon: built, used, each container killed; docs/operations.md
 	@$(BIN)/python tests/compose/run.py $(ARGS)
 
@@ -77,12 +88,12 @@ bench-tools: $(MESH_READY) ## tools and rewards: ARL-Tangram's evaluation, and t
 	@$(BIN)/treadle bench tools $(ARGS)
 
 bench-shaping: $(MESH_READY) ## which samples are trained: DARTS, RollArt, a lesson's patches, with a model of learning; 20 minutes
-	@$(BIN)/treadle bench shaping --repeats 3 --pictures bench/results $(ARGS)
+	@$(BIN)/treadle bench shaping --repeats 3 --pictures research/results $(ARGS)
 
 check-protos:    ## lint of protos/, and no change that would break clients of the last release
 	@scripts/check-protos.sh
 
-protos:          ## regenerate the stubs under clients/python, and docs/rpc.md
+protos:          ## regenerate the stubs under clients/python
 	@scripts/generate-protos.sh
 
 protos-bundle:   ## dist/treadle-protos-VERSION.tar.gz: the protos with their documentation, for teams in other languages

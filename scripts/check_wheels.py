@@ -27,7 +27,7 @@ from treadle_cli.mesh.services import read_ready_file, start_nats
 
 ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = ROOT / "requirements-mesh.txt"
-DISTRIBUTIONS = {"treadle-client": "clients/python", "treadle": ".", "treadle-bench": "bench"}
+DISTRIBUTIONS = {"treadle-client": "clients/python", "treadle": ".", "treadle-bench": "research"}
 SERVICES = ("predictor", "scheduler", "placement", "migrator", "tools", "rollout", "gateway", "sidecar", "console")
 # Of a release with dependencies. Not `learned`, whose torch is larger than all the rest, and so not treadle-bench.
 RELEASED = (f"treadle[{','.join(SERVICES)},sim,cli,kubernetes]", "treadle-client[arrow]")

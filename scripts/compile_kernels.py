@@ -1,10 +1,13 @@
-"""Compile the core's kernels ahead of time, into the extension module `treadle_kernels`: for the build of the images.
+"""Compile the core's kernels ahead of time, into the extension module `treadle_kernels`: for images and developers.
 
 An image then needs neither numba nor llvmlite, which are larger than all that a service has besides, and no start
 compiles or loads anything. `treadle_core.compiled` takes kernels from the module where there is one. It is for this
 version of Python, numpy and the core, and for every processor of the architecture that numpy's own wheels run on.
 
     python scripts/compile_kernels.py FOLDER      # needs numba, setuptools and a C++ compiler
+    python scripts/compile_kernels.py             # into the cache that `treadle_core.compiled` reads: `make setup`
+
+Without a C++ compiler the second form has numba fill its own cache, from which a process loads kernels in a second.
 
 The kernels are those that Python calls where the services run `compile_kernels`, before they serve. numba's
 ahead-of-time compiler (`numba.pycc`) does the work, with three changes: kernels run without the interpreter's lock, as
@@ -13,9 +16,9 @@ as something else; and results are made without a pickle, which took longer than
 """
 
 import importlib
-import os
-import platform
+import shutil
 import sys
+import sysconfig
 import tempfile
 import warnings
 from pathlib import Path
@@ -23,8 +26,6 @@ from typing import Any
 
 from llvmlite import ir
 
-# x86-64-v2 is of 2009, and numpy's wheels need it too. v3 (AVX2) made kernels faster by less than a tenth.
-TARGET_CPU = {"x86_64": "x86-64-v2"}.get(platform.machine(), "generic")
 WARM_UPS = ("treadle_scheduler.wire", "treadle_placement.wire", "treadle_tools.scheduling.resources")
 READ_ARRAY = r"""
 #define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
@@ -55,34 +56,57 @@ def import_untyped(name: str) -> Any:
         return importlib.import_module(f"numba.{name}")
 
 
-os.environ.update(NUMBA_CPU_NAME=TARGET_CPU, NUMBA_CPU_FEATURES="")  # read when numba is imported
-boxing, cgutils, compiler, dispatcher, pythonapi, types, typing = (
-    import_untyped(f"core.{name}")
-    for name in ("boxing", "cgutils", "compiler", "dispatcher", "pythonapi", "types", "typing")
+sys.modules["treadle_kernels"] = None  # type: ignore[assignment]  # else there are no kernels of numba to compile
+compiled = importlib.import_module("treadle_core.compiled")
+compiled.import_numba()
+boxing, cgutils, compiler, pythonapi, types, typing = (
+    import_untyped(f"core.{name}") for name in ("boxing", "cgutils", "compiler", "pythonapi", "types", "typing")
 )
 numpy_support, pycc, pycc_compiler = map(import_untyped, ("np.numpy_support", "pycc", "pycc.compiler"))
-compiled = importlib.import_module("treadle_core.compiled")
 
 
 def main(folder: Path) -> None:
+    """Compile the kernels into the folder."""
     signatures = find_signatures()
     change_wrappers()
-    module = pycc.CC(compiled.AHEAD_MODULE, source_module=__name__)
-    module.output_dir = str(folder)
-    module.target_cpu = TARGET_CPU
-    for kernel, signature in signatures.items():
-        module.export(compiled.name_ahead(kernel.py_func), signature)(kernel.py_func)
-    with tempfile.TemporaryDirectory() as scratch:
-        source = Path(scratch) / "read_array.c"
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        source = Path(scratch, "read_array.c")
         source.write_text(READ_ARRAY)
+        module = pycc.CC(compiled.AHEAD_MODULE, source_module=__name__)
+        module.output_dir = scratch
+        module.target_cpu = compiled.TARGET_CPU
+        for kernel, signature in signatures.items():
+            module.export(compiled.name_ahead(kernel.py_func), signature)(kernel.py_func)
         module._mixin_sources = [*module._mixin_sources, str(source)]
         module.compile()
-    print(f"{len(signatures)} kernels for {TARGET_CPU}")
+        Path(scratch, module.output_file).replace(folder / module.output_file)
+    print(f"{len(signatures)} kernels for {compiled.TARGET_CPU}")
+
+
+def fill_cache() -> None:
+    """Compile the kernels for developers unless that is done, and remove what was compiled of other sources."""
+    folder = compiled.cache_folder()
+    if any(folder.glob(f"{compiled.AHEAD_MODULE}.*")):
+        return
+    for other in compiled.CACHE.glob("*"):
+        shutil.rmtree(other)
+    print("kernels: compiling, a minute", flush=True)
+    if shutil.which("c++") and Path(sysconfig.get_paths()["include"], "Python.h").is_file():
+        main(folder)
+    else:
+        for warm_up in find_warm_ups():
+            warm_up()
+
+
+def find_warm_ups() -> list[Any]:
+    """Return the functions that run every kernel of a service once."""
+    return [importlib.import_module(name).compile_kernels for name in WARM_UPS]
 
 
 def find_signatures() -> dict[Any, Any]:
     """Every kernel that Python calls to the signature for which it is compiled; exits where there are several."""
-    warm_ups = [importlib.import_module(name).compile_kernels for name in WARM_UPS]
+    warm_ups = find_warm_ups()
     for warm_up in warm_ups:
         warm_up()
     # Once more, now that all is compiled: a kernel must not see what takes the place of another one.
@@ -92,7 +116,7 @@ def find_signatures() -> dict[Any, Any]:
         for module_name, module in list(sys.modules.items())
         if module_name.startswith("treadle_core.")
         for name, value in list(vars(module).items())
-        if isinstance(value, dispatcher.Dispatcher)
+        if isinstance(value, compiled.Kernel)
     ]
     for module, name, kernel in replaced:
         setattr(module, name, note_calls(kernel, called))
@@ -101,7 +125,7 @@ def find_signatures() -> dict[Any, Any]:
     for module, name, kernel in replaced:
         setattr(module, name, kernel)
     found = {}
-    for kernel in called:
+    for kernel in (each.run for each in called):
         signatures = {
             typing.signature(each.signature.return_type, *map(general_type, arguments))
             for arguments, each in kernel.overloads.items()
@@ -164,6 +188,9 @@ def make_array(kind: Any, value: Any, wrapper: Any) -> Any:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) > 2:
         sys.exit(__doc__)
-    main(Path(sys.argv[1]))
+    elif len(sys.argv) == 2:
+        main(Path(sys.argv[1]))
+    else:
+        fill_cache()

@@ -1,9 +1,10 @@
-"""Write the reference of every RPC in Markdown from the comments of protos/.
+"""Print the reference of every RPC in Markdown, made from the comments of protos/.
 
-    python scripts/rpc_reference.py DESCRIPTOR_SET > docs/rpc.md      # `make protos` does it
+    "$(scripts/codegen-venv.sh)/python" scripts/rpc_reference.py > rpc.md
 
-DESCRIPTOR_SET: of protoc, with imports and source info. Runs with protobuf alone, in the venv of the generator."""
+The site and the bundle of protos show the page; nobody commits it. It runs in the venv of the generator."""
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +20,12 @@ from google.protobuf.descriptor_pb2 import (
     MethodOptions,
 )
 
+PROTOS = Path(__file__).resolve().parents[1] / "protos"
 HEAD = """# Reference of every RPC
 
-Generated from the comments of [protos/](../protos/README.md) by `make protos`. Which call comes when, and what to do on
-which error: [clients.md](clients.md). Every call needs a deadline. A `request_id` is new for each logical call, and the
-same in its repeats.
+This page is generated from the comments of [protos/](../protos/README.md). [clients.md](clients.md) says which call
+comes when, and what a client does on which error. Every call needs a deadline. A `request_id` is new for each logical
+call, and the same in its repeats.
 """
 OWN = "treadle."
 METHOD_OPTIONS = MethodOptions.DESCRIPTOR
@@ -140,10 +142,14 @@ def _type(field: FieldDescriptorProto, message: DescriptorProto) -> str:
     return name
 
 
-def main(descriptors: str) -> None:
-    files = FileDescriptorSet.FromString(Path(descriptors).read_bytes())
-    sys.stdout.write("\n".join(Reference(files).lines()) + "\n")
+def describe_protos(protos: Path) -> FileDescriptorSet:
+    """Return the descriptors of all protos below a folder, with their imports and comments."""
+    names = sorted(str(path.relative_to(protos)) for path in protos.rglob("*.proto"))
+    protoc = [sys.executable, "-m", "grpc_tools.protoc", f"-I{protos}", *names]
+    options = ["--include_imports", "--include_source_info", "--descriptor_set_out=/dev/stdout"]
+    made = subprocess.run([*protoc, *options], stdout=subprocess.PIPE, check=True)
+    return FileDescriptorSet.FromString(made.stdout)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    sys.stdout.write("\n".join(Reference(describe_protos(PROTOS)).lines()) + "\n")

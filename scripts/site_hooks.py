@@ -1,9 +1,11 @@
 """Give mkdocs the pages of the whole repository, each at its own path.
 
-Pages stand beside what they describe (services/*/README.md, bench/results/*.md), and link to each other and to source
-files. mkdocs reads one folder only. So the site gets every page that git would commit, with the pictures and source
-files to which pages link: a link that works in a checkout works in the site. One page is made here: all commands of
-`treadle` with their options, from the command line itself.
+Pages stand beside what they describe (services/*/README.md, research/results/*.md), and link to
+each other and to source files. mkdocs reads one folder only. So the site gets every page that git
+would commit, with the pictures and source files to which pages link: a link that works in a
+checkout works in the site. Two pages are made here and are not committed: all commands of `treadle`
+with their options, from the command line itself, and the reference of every RPC, from the comments
+of the protos.
 """
 
 import posixpath
@@ -18,6 +20,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = "cli/commands.md"
+RPCS = "docs/rpc.md"
 LINK = re.compile(r"\]\(([^)\s#]+)")
 
 
@@ -36,7 +39,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     own = [
         File.generated(config, name, abs_src_path=str(ROOT / name), inclusion=InclusionLevel.INCLUDED) for name in names
     ]
-    own.append(File.generated(config, COMMANDS, content=describe_commands(), inclusion=InclusionLevel.INCLUDED))
+    for name, content in ((COMMANDS, describe_commands()), (RPCS, describe_rpcs())):
+        own.append(File.generated(config, name, content=content, inclusion=InclusionLevel.INCLUDED))
     return Files([*(file for file in files if file.src_dir != config.docs_dir), *own])
 
 
@@ -118,3 +122,9 @@ def describe_commands() -> str:
     return get_docs_for_click(
         obj=command, ctx=typer.Context(command, info_name="treadle"), name="treadle", title="Commands and options"
     )
+
+
+def describe_rpcs() -> str:
+    """Return the page with every RPC and message, as the venv of the generator makes it."""
+    command = f'"$("{ROOT}/scripts/codegen-venv.sh")/python" "{ROOT}/scripts/rpc_reference.py"'
+    return subprocess.run(["bash", "-c", command], stdout=subprocess.PIPE, text=True, check=True).stdout

@@ -4,24 +4,21 @@ import asyncio
 import json
 from collections.abc import Coroutine
 from dataclasses import asdict, replace
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markdown import Markdown
 from typer.core import TyperCommand
 
 from treadle_cli import exits
-from treadle_cli.attach import attach, print_addresses
-from treadle_cli.authority import DEFAULT_DAYS, DEFAULT_TENANT, identities, make_certificates
 from treadle_cli.doctor.command import doctor
-from treadle_cli.drain import drain
+from treadle_cli.fleet.commands import apply, attach, drain
 from treadle_cli.mesh import checks
 from treadle_cli.mesh.engines import DEFAULT_MODEL, EnginePlan, default_model_folder
 from treadle_cli.on_ray.command import RayOptions, down, up_on_ray
 from treadle_cli.options import (
+    DEFAULT_DAYS,
     DEFAULT_OUT,
     DEFAULT_PORT,
     DEFAULT_SCHEDULER,
@@ -58,7 +55,7 @@ PASS_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": False}
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(predictor_commands, name="predictor")
-for each in (attach, down, doctor, drain, top, simulate):
+for each in (attach, down, doctor, drain, top, simulate, apply):
     app.command()(each)
 out = Console()
 
@@ -152,6 +149,7 @@ def up(
 
     What stands after -- is passed to SGLang.
     """
+    from treadle_cli.fleet.attach import print_addresses
     from treadle_cli.mesh.mesh import MeshPlan, run_up
 
     with exits.end_with_one_line():
@@ -175,30 +173,6 @@ def up(
 
 
 @app.command()
-def apply(
-    plan: Annotated[
-        Path | None,
-        typer.Argument(help="JSON file of a treadle.resources.v1.ResourcePlan; none: print the present one."),
-    ] = None,
-    scheduler: Scheduler = DEFAULT_SCHEDULER,
-    kubernetes: Annotated[
-        str | None, typer.Option(help="Namespace of a cluster's StatefulSets of engines, instead of `treadle up`.")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would change, and change nothing.")] = False,
-    drain: Annotated[float, typer.Option(min=0, help="Seconds to wait for open trajectories to close.")] = 0.0,
-    start_timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds that an engine may take until it is measured; then all goes back.")
-    ] = 1800.0,
-    as_json: AsJson = False,
-) -> None:
-    """Change the engines of a mesh that is running to a resource plan, between training steps."""
-    from treadle_cli.resources.command import run_apply
-
-    how = (dry_run, drain, start_timeout)
-    exits.run(lambda _: run_apply(plan, scheduler, kubernetes, *how, _shown(as_json), as_json))
-
-
-@app.command()
 def certs(
     folder: Annotated[Path, typer.Argument(help="Where the certificates go; kept between runs.")],
     tenant: Annotated[
@@ -208,6 +182,8 @@ def certs(
     as_json: AsJson = False,
 ) -> None:
     """Make certificates for all parts of a mesh and for its clients; run again, make new ones of the same authority."""
+    from treadle_cli.authority import DEFAULT_TENANT, identities, make_certificates
+
     with exits.end_with_one_line():
         tenants = tenant or [DEFAULT_TENANT]
         make_certificates(folder, tenants, days)
@@ -262,10 +238,12 @@ class _Untouched(TyperCommand):
 # All arguments, --help too, are for the command of the distribution treadle-bench.
 @app.command(cls=_Untouched, add_help_option=False)
 def bench(ctx: typer.Context) -> None:
-    """Measure a figure on this machine. Needs the distribution treadle-bench: pip install ./bench"""
+    """Measure a figure on this machine. Needs the distribution treadle-bench: pip install ./research"""
+    from importlib.metadata import entry_points
+
     commands = entry_points(group="treadle.commands", name="bench")
     if not commands:
-        exits.end(UsageProblem("treadle bench is a distribution of its own: run pip install ./bench in a checkout"))
+        exits.end(UsageProblem("treadle bench is a distribution of its own: run pip install ./research in a checkout"))
     for command in commands:
         typer.main.get_command(command.load())(ctx.args, prog_name=ctx.command_path)
 
@@ -342,23 +320,21 @@ def shaping(
 
 @app.command()
 def fit(
-    data: Annotated[Path | None, typer.Option(help="Folder of public engine measurements, see sim/README.md.")] = None,
-    profile: Annotated[Path | None, typer.Option(help="Profile that was measured on a live engine.")] = None,
-    out_folder: Annotated[Path | None, typer.Option("--out", help="Folder for figures, page and picture.")] = None,
-    profiles: Annotated[Path | None, typer.Option(help="With --data: folder to write the shipped profiles to.")] = None,
+    profile: Annotated[Path, typer.Option(help="Profile that was measured on a live engine, see sim/README.md.")],
+    out_folder: Annotated[Path | None, typer.Option("--out", help="Folder for figures and picture.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Fit the simulator's engine curves to measurements, and say how far off they are."""
-    from treadle_cli.fit import fit_data, fit_profile
+    """Fit an engine's curve to what was measured on it, and print how far off it is."""
+    from treadle_cli.fit import fit_profile
 
     with exits.end_with_one_line():
-        if data is not None and profile is None:
-            figures, page = fit_data(data, out_folder, profiles, exits.err)
-        elif profile is not None and data is None:
-            figures, page = fit_profile(profile, out_folder)
+        figures, page = fit_profile(profile, out_folder)
+        if as_json:
+            typer.echo(json.dumps(figures))
         else:
-            raise UsageProblem("fit takes either --data DIR or --profile FILE")
-        typer.echo(json.dumps(figures)) if as_json else out.print(Markdown(page))
+            from rich.markdown import Markdown
+
+            out.print(Markdown(page))
 
 
 @app.command()

@@ -19,13 +19,13 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from treadle.certificates import AUTHORITY, CERTIFICATE, KEY, NATS_NAME
 from treadle_runtime.identity.callers import OF_TENANTS, SCHEME, caller_in
 
+from treadle_cli.options import DEFAULT_DAYS
 from treadle_cli.problems import UsageProblem
 
 SERVICES = ("scheduler", "predictor", "placement", "migrator", "tools", "rollout", "sidecar")
 OPERATOR, CONSOLE, NATS = "operator", "console", "nats"
 RESOURCES_NAME = "resources.treadle"  # an operator's process answers for resources
 DEFAULT_TENANT = "default"
-DEFAULT_DAYS = 90
 AUTHORITY_KEY = "ca.key"
 AUTHORITY_DAYS = 3650
 BACKDATED = timedelta(minutes=5)  # for clocks that are late

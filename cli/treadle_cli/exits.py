@@ -15,14 +15,8 @@ from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
-from treadle import TreadleError
-from treadle_learned.errors import LearnedError
-from treadle_sim.workloads.public_traces import PublicTraceError
-from treadle_sim.workloads.workload import TraceFileError
 
-from treadle_cli.mesh.processes import ProcessError
 from treadle_cli.problems import UsageProblem
-from treadle_cli.report.records import RecordError
 
 INTERRUPTED = 130  # exit code that a shell gives for SIGINT
 
@@ -58,20 +52,51 @@ def run_interruptible(main: Callable[[asyncio.Event], Coroutine[Any, Any, int]])
 
 
 FAILED, USER_CAN_HELP = 1, 2
-USERS = (UsageProblem, TraceFileError, PublicTraceError)  # the user can correct these
-KNOWN = (*USERS, ProcessError, TreadleError)  # any other error is a bug of ours and shows its traceback
 
 err = Console(stderr=True, soft_wrap=True)
+
+Errors = tuple[type[Exception], ...]
+
+
+# These import when an error is there, since a command that meets none needs neither the client nor the simulator.
+def _for_users() -> Errors:
+    """Return the errors that the user can correct."""
+    from treadle_sim.workloads.workload import TraceFileError
+
+    return UsageProblem, TraceFileError
+
+
+def _while_it_ran() -> Errors:
+    """Return the errors of meshes and of processes."""
+    from treadle import TreadleError
+
+    from treadle_cli.mesh.processes import ProcessError
+
+    return ProcessError, TreadleError
+
+
+def _of_files() -> Errors:
+    """Return the errors of files that a command reads."""
+    from treadle_learned.errors import LearnedError
+
+    from treadle_cli.report.records import RecordError
+
+    return LearnedError, RecordError, OSError
+
+
+def _known() -> Errors:
+    """Return all errors that end a command with one line. Any other is a bug of ours and shows its traceback."""
+    return *_for_users(), *_while_it_ran()
 
 
 def run(begin: Callable[[asyncio.Event], Coroutine[Any, Any, int]]) -> NoReturn:
     """Run an async command under signal handling; end the process with its exit code."""
     try:
         code = run_interruptible(begin)
-    except KNOWN as error:
+    except _known() as error:
         end(error)
     except BaseExceptionGroup as group:
-        known, bugs = group.split(KNOWN)
+        known, bugs = group.split(_known())
         if known is None or bugs is not None:
             raise
         end(known)
@@ -83,7 +108,7 @@ def end_with_one_line() -> Iterator[None]:
     """For commands without a loop: end on what the user can correct, files included, and on Ctrl-C."""
     try:
         yield
-    except (*USERS, LearnedError, RecordError, OSError) as error:
+    except (*_for_users(), *_of_files()) as error:
         end(error)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("treadle"):
@@ -99,4 +124,4 @@ def end(error: BaseException) -> NoReturn:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     err.print(f"treadle: {error}", style="red", highlight=False, markup=False)
-    raise typer.Exit(FAILED if isinstance(error, (ProcessError, TreadleError)) else USER_CAN_HELP)
+    raise typer.Exit(FAILED if isinstance(error, _while_it_ran()) else USER_CAN_HELP)

@@ -13,6 +13,7 @@ from treadle_cli.problems import UsageProblem
 DEFAULT_PORT = 7401  # of the scheduler, as in the services' own defaults
 DEFAULT_SCHEDULER = f"127.0.0.1:{DEFAULT_PORT}"
 DEFAULT_OUT = Path("runs")
+DEFAULT_DAYS = 90  # for which certificates are valid
 # Sixteen times the papers' cluster: beyond, a simulation takes longer than anyone waits, and then the memory.
 MOST_GPUS, MOST_SLOTS = 1_024, 4_096
 MOST_PORT = 65_000  # of the scheduler: those of the services and of each engine's sidecar follow

@@ -1,4 +1,4 @@
-"""Run a service: start, serve, drain, exit code.
+"""Run a service, or several in one process: start, serve, drain, exit code.
 
 A service's `wire` gets a `Runtime` and returns what is to be served (`Wiring`). Order of a drain: health NOT_SERVING,
 calls in flight finish (drain_grace_s at most), background tasks end, accepted facts reach NATS, `close`, channels
@@ -14,7 +14,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,6 @@ import nats.errors
 import structlog
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 from opentelemetry import trace
 from treadle.certificates import Certificates
 
@@ -136,50 +135,77 @@ class Serving:
     runtime: Runtime
 
 
-def run(settings_type: type[Settings], wire: Wire) -> None:
-    """Read the settings, serve until a signal, drain, return (exit code 0). Raises SystemExit where the service cannot
-    start or go on."""
-    settings = read_settings(settings_type)
-    configure_logging(settings)
+@dataclass(frozen=True)
+class Service:
+    """A service as its package offers it to be run: the class of its settings, and its `wire`."""
+
+    settings: type[Settings]
+    wire: Wire
+
+
+def run(*services: Service) -> None:
+    """Read the settings, serve until a signal, drain, return (exit code 0).
+
+    Several services share this process and its event loop; each has its own port, settings and connections. Raises
+    SystemExit where one of them cannot start or go on: the others drain.
+    """
+    hosted = [(read_settings(service.settings), service.wire) for service in services]
+    configure_logging(hosted[0][0])
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_main(settings, wire))
+            runner.run(_serve_until_signal(hosted))
     except ExceptionGroup as group:
-        log.exception("a background task failed", exc_info=group)
-        raise SystemExit(TASK_FAILED_EXIT_CODE) from None
-    except StartError as error:
-        sys.stderr.write(f"treadle_{settings.service}: {error}\n")
+        not_started, failed = group.split(StartError)
+        if failed is not None:
+            log.exception("a background task failed", exc_info=failed)
+            raise SystemExit(TASK_FAILED_EXIT_CODE) from None
+        for error in leaves(not_started):
+            sys.stderr.write(f"{error}\n")
         raise SystemExit(START_FAILED_EXIT_CODE) from None
 
 
-async def _main(settings: Settings, wire: Wire) -> None:
-    stop, started = asyncio.Event(), asyncio.Event()
+def leaves(group: BaseException | None) -> Iterator[BaseException]:
+    """The exceptions of a group and of the groups in it."""
+    if isinstance(group, BaseExceptionGroup):
+        for each in group.exceptions:
+            yield from leaves(each)
+    elif group is not None:
+        yield group
+
+
+async def _serve_until_signal(hosted: Sequence[tuple[Settings, Wire]]) -> None:
+    stop = asyncio.Event()
+    starting = {settings.service for settings, _ in hosted}
     loop = asyncio.get_running_loop()
-    main = asyncio.current_task()
-    assert main is not None
+
+    async def serve(settings: Settings, wire: Wire) -> None:
+        structlog.contextvars.bind_contextvars(service=settings.service)
+        tracing = configure_tracing(settings)
+        if tracing.provider is not None:
+            trace.set_tracer_provider(tracing.provider)  # of several services here, the first one's stays
+        try:
+            async with serving(settings, wire, tracing=tracing):
+                starting.discard(settings.service)
+                if not starting:
+                    _tune_garbage_collection()
+                await stop.wait()
+        except StartError as error:
+            raise StartError(f"treadle_{settings.service}: {error}") from error
 
     def on_signal(number: int) -> None:
         if stop.is_set():
             os._exit(KILLED_EXIT_CODE + number)
         log.info("signal", signal=signal.Signals(number).name)
         stop.set()
-        if not started.is_set():
-            main.cancel()
+        for settings, _ in hosted:
+            if settings.service in starting:
+                log.info("stopped before it was up", service=settings.service)
+                tasks[settings.service].cancel()
 
     for number in SIGNALS:
         loop.add_signal_handler(number, on_signal, number)
-    tracing = configure_tracing(settings)
-    if tracing.provider is not None:
-        trace.set_tracer_provider(tracing.provider)
-    try:
-        async with serving(settings, wire, tracing=tracing):
-            _tune_garbage_collection()
-            started.set()
-            await stop.wait()
-    except asyncio.CancelledError:
-        if not stop.is_set():
-            raise
-        log.info("stopped before it was up")
+    async with asyncio.TaskGroup() as group:
+        tasks = {settings.service: group.create_task(serve(settings, wire)) for settings, wire in hosted}
 
 
 def _tune_garbage_collection() -> None:
@@ -274,6 +300,9 @@ async def _listening(runtime: Runtime, wiring: Wiring) -> AsyncIterator[str]:
         add(server)
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    # Only a server needs it, and it compiles its messages when it is imported: a tenth of a second.
+    from grpc_reflection.v1alpha import reflection
+
     reflection.enable_server_reflection([*wiring.services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     address = bind(server, settings.listen, runtime.certificates)
     await server.start()

@@ -4,7 +4,12 @@ Owns structlog's configuration (JSON lines on stderr, with service and, where a 
 the standard library's loggers go the same way) and the OpenTelemetry tracer and meter. Tracing is off, with no
 provider, exporter or interceptor, until `otlp_endpoint` is set; nor is there a meter provider, and an instrument does
 nothing. The collector must take traces and metrics. Anywhere: `log = structlog.get_logger()`.
+
+The SDK, the exporters and the interceptors of OpenTelemetry are imported only where `otlp_endpoint` is set: they take
+a quarter of a second of processor time.
 """
+
+from __future__ import annotations
 
 import asyncio
 import contextvars
@@ -14,23 +19,19 @@ import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 import structlog
 from opentelemetry import metrics, trace
 from opentelemetry.context import Context
-from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.instrumentation.grpc import aio_client_interceptors, aio_server_interceptor
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
 from treadle_runtime.config import Settings
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
 
 FLUSH_TIMEOUT_S = 5.0  # a collector that is away must not hold up the end of the process
 SPANS_EXPORT_INTERVAL_S = 1.0  # spans are seen soon, still many at a time
@@ -41,18 +42,6 @@ BOUNDS_S = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0
 
 
 _given_ids: contextvars.ContextVar[trace.SpanContext | None] = contextvars.ContextVar("treadle_ids", default=None)
-
-
-class _Ids(RandomIdGenerator):
-    """Random ids, but for a span that has them already."""
-
-    def generate_trace_id(self) -> int:
-        given = _given_ids.get()
-        return super().generate_trace_id() if given is None else given.trace_id
-
-    def generate_span_id(self) -> int:
-        given = _given_ids.get()
-        return super().generate_span_id() if given is None else given.span_id
 
 
 @dataclass(frozen=True)
@@ -71,12 +60,16 @@ class Tracing:
         """What starts a span for each RPC served; None where tracing is off."""
         if self.provider is None:
             return None
+        from opentelemetry.instrumentation.grpc import aio_server_interceptor
+
         return aio_server_interceptor(tracer_provider=self.provider)  # type: ignore[no-untyped-call, no-any-return]
 
     def client_interceptors(self) -> Sequence[grpc.aio.ClientInterceptor]:
         """What starts a span for each RPC made and sends its context; none where tracing is off."""
         if self.provider is None:
             return ()
+        from opentelemetry.instrumentation.grpc import aio_client_interceptors
+
         return aio_client_interceptors(tracer_provider=self.provider)  # type: ignore[no-untyped-call, no-any-return]
 
     def record_span(self, span: trace.SpanContext, name: str, start_s: float, end_s: float, **attributes: Any) -> None:
@@ -102,7 +95,23 @@ def configure_tracing(settings: Settings) -> Tracing:
     """The tracer that `settings` ask for."""
     if not settings.otlp_endpoint:
         return Tracing()
-    provider = TracerProvider(resource=_resource_of(settings), id_generator=_Ids())
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+
+    class Ids(RandomIdGenerator):
+        """Random ids, but for a span that has them already."""
+
+        def generate_trace_id(self) -> int:
+            given = _given_ids.get()
+            return super().generate_trace_id() if given is None else given.trace_id
+
+        def generate_span_id(self) -> int:
+            given = _given_ids.get()
+            return super().generate_span_id() if given is None else given.span_id
+
+    provider = TracerProvider(resource=_resource_of(settings), id_generator=Ids())
     exporter = OTLPSpanExporter(**_collector(settings))
     provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=SPANS_EXPORT_INTERVAL_S * 1000))
     return Tracing(provider)
@@ -175,6 +184,10 @@ class Metrics:
         if not self._settings.otlp_endpoint:
             return metrics.NoOpMeter(SCOPE)
         if self._provider is None:
+            from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+            from opentelemetry.sdk.metrics import MeterProvider
+            from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+
             exporter = OTLPMetricExporter(**_collector(self._settings))
             reader = PeriodicExportingMetricReader(exporter, METRICS_EXPORT_INTERVAL_S * 1000, FLUSH_TIMEOUT_S * 1000)
             self._provider = MeterProvider([reader], _resource_of(self._settings), shutdown_on_exit=False)
@@ -193,6 +206,8 @@ def _collector(settings: Settings) -> dict[str, Any]:
 
 def _resource_of(settings: Settings) -> Resource:
     """The attributes that name this process in traces and metrics."""
+    from opentelemetry.sdk.resources import Resource
+
     port = settings.listen.rpartition(":")[2]
     # A process that is started again at its port goes on with the series of the one before it.
     instance = f"{socket.gethostname()}:{port if port != '0' else f'pid-{os.getpid()}'}"

@@ -10,7 +10,6 @@ from treadle_core.placing import placement
 from treadle_core.placing.workload import Workspace
 
 from treadle_sim.engine_model import EngineModel
-from treadle_sim.merging import Merging
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +50,13 @@ class WeightUpdate:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Engines in the order of their ids, and what happens to them. merging: None: they stay what they are."""
+    """Engines in the order of their ids, and what happens to them."""
 
     engines: tuple[EngineModel, ...]
     link: Link = Link()
     latencies: Latencies = Latencies()
     failures: tuple[Failure, ...] = ()
     weight_updates: tuple[WeightUpdate, ...] = ()
-    merging: Merging | None = None
 
     @property
     def gpus(self) -> int:
@@ -83,9 +81,7 @@ def engine_index(engine_id: str) -> int:
     return int(engine_id[1:])
 
 
-def declare(
-    index: int, model: EngineModel, weight_version: str, kv_transfer: KvTransfer = KvTransfer.STORAGE
-) -> EngineSpec:
+def declare(index: int, model: EngineModel, weight_version: str) -> EngineSpec:
     """The engine as its sidecar would declare it: with a straight line for a curve."""
     return EngineSpec(
         engine_id=engine_id(index),
@@ -96,7 +92,7 @@ def declare(
         kv_tokens_capacity=model.kv_tokens,
         host_kv_tokens=model.host_kv_tokens,
         tensor_parallel=model.gpus,
-        kv_transfer=kv_transfer,
+        kv_transfer=KvTransfer.STORAGE,
         kv_bytes_per_token=model.kv_bytes_per_token,
         hardware_tags=(model.accelerator,),
         decode_curve=model.curve.linear(model.slots),

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from treadle_core import actions, events
 from treadle_core.controller import Controller
-from treadle_core.model import KvTransfer, Policy, Prediction, TicketRecord
 from treadle_core.model import Outcome as Ending
+from treadle_core.model import Policy, Prediction, TicketRecord
 from treadle_core.planning.plans import Planner
 from treadle_core.refusals import NoEngine
 from treadle_core.tuning import Tuning
@@ -21,7 +21,6 @@ from treadle_sim.batch import EngineStep
 from treadle_sim.cluster import Cluster, SimPlacement, declare, engine_id, engine_index
 from treadle_sim.engine import SimEngine
 from treadle_sim.engine_model import EngineModel
-from treadle_sim.merging import Merger
 from treadle_sim.migrator import Migrator
 from treadle_sim.outcome import Outcome, Progress, Span
 from treadle_sim.predictors import Predictor
@@ -75,17 +74,6 @@ class Driver:
         self._migrator = Migrator(
             cluster.link, self._timeline, self._by_id, self._engines, self._send, self._disruptions.is_down
         )
-        self._merger: Merger | None = None
-        if cluster.merging is not None:
-            self._merger = Merger(
-                cluster.merging,
-                self._all,
-                self._timeline,
-                self._disruptions.is_down,
-                self._disruptions.retire,
-                self._start_engine,
-            )
-            self._merger.lay_out(cluster.engines)
         self._left = len(self._all)
         self._events = 0
         self._idle_s = 0.0
@@ -135,13 +123,6 @@ class Driver:
             finished=self._finished,
         )
 
-    def _start_engine(self, model: EngineModel) -> int:
-        """Add an engine to the mesh, to which KV does not get; returns its index."""
-        index = len(self._engines)
-        self._engines.append(self._make_engine(index, model))
-        self._disruptions.add(model)
-        return index
-
     # Events to the controller, and its actions.
 
     def _send(self, event: events.Event) -> None:
@@ -157,8 +138,6 @@ class Driver:
                 execute(action)
 
     def _tick(self) -> None:
-        if self._merger is not None:
-            self._merger.look()
         self._send(events.Tick())
         self._idle_s = self._idle_s + TICK_S if self._timeline.idle else 0.0
         if self._idle_s < STUCK_S:
@@ -332,14 +311,12 @@ class Disruptions:
         resume: Callable[[Sequence[EngineStep]], None],
     ) -> None:
         self._cluster = cluster
-        self._models = list(cluster.engines)
         self._engines = engines
         self._timeline = timeline
         self._lease_ttl_s = lease_ttl_s
         self._send = send
         self._resume = resume
         self._down: set[int] = set()
-        self._retired: set[int] = set()
         self._lives = [0] * len(cluster.engines)
         self._weight_version = 0
 
@@ -357,29 +334,13 @@ class Disruptions:
         """Whether the engine refuses calls."""
         return engine in self._down
 
-    def retire(self, engine: int) -> None:
-        """Take an engine out for good, at once. Steps that it has go on elsewhere, from the tokens they have."""
-        self._down.add(engine)
-        self._retired.add(engine)
-        self._send(events.EngineDeregistered(f"l{engine}.{self._lives[engine]}", engine_id(engine)))
-        self._resume(self._engines[engine].fail())
-
-    def add(self, model: EngineModel) -> None:
-        """Register an engine that takes part from now on."""
-        self._models.append(model)
-        self._lives.append(0)
-        self._register(len(self._models) - 1)
-
     def _register(self, index: int) -> None:
-        """A returning engine loads the weights that are served now. KV gets to the engines of the beginning alone."""
+        """Register an engine with the weights that are served now."""
         life = self._lives[index]
-        kv_transfer = KvTransfer.STORAGE if index < len(self._cluster.engines) else KvTransfer.PREFILL
-        spec = declare(index, self._models[index], str(self._weight_version), kv_transfer)
+        spec = declare(index, self._cluster.engines[index], str(self._weight_version))
         self._send(events.EngineRegistered(f"r{index}.{life}", f"l{index}.{life}", spec))
 
     def _fail(self, index: int) -> None:
-        if index in self._retired:
-            return
         self._down.add(index)
         self._timeline.after(self._lease_ttl_s, self._expire_lease, index, self._lives[index])
         self._resume(self._engines[index].fail())
@@ -389,8 +350,6 @@ class Disruptions:
             self._send(events.EngineDeregistered(f"l{index}.{life}", engine_id(index)))
 
     def _return(self, index: int) -> None:
-        if index in self._retired:
-            return
         self._down.discard(index)
         self._lives[index] += 1
         self._register(index)

@@ -3,7 +3,8 @@
 The simulated engines follow these curves. The planner sees only `StepCurve.linear`, the straight line that a sidecar
 would declare, so that a plan is not judged by its own cost model.
 
-`profiles/*.json` holds one file an accelerator, written by `treadle fit --data DIR --profiles FOLDER` (sim/README.md).
+`profiles/*.json` holds one file an accelerator, written by
+`treadle bench fit --data DIR --profiles FOLDER` (sim/README.md).
 The `origin` of a profile: `fitted`: kernels and whole engines were measured on that model and accelerator.
 `transferred`: its kernels were measured, the overhead of whole engines comes from another model or accelerator.
 `derived`: nothing was measured, a roofline scales another accelerator's curve. `measured`: whole engines were measured.

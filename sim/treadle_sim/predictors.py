@@ -7,7 +7,6 @@ errors. `Siblings` learns only from what a predictor service would have received
 
 import itertools
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -35,7 +34,7 @@ class Answer(NamedTuple):
 
 
 # Of `Noisy`, chosen so that before the first step it ranks trajectories about as well as `PromptMean`, and better
-# with each step, as in Heddle §7.2 and Figure 13. Their recall and correlation: bench/results/workloads.md.
+# with each step, as in Heddle §7.2 and Figure 13. Their recall and correlation: research/results/workloads.md.
 SIGMA0 = 0.60  # of ln(predicted / true remaining tokens) before the first step
 DECAY = 0.85  # what each finished step leaves of it
 FRESH_SIGMA = 0.10  # added, drawn anew for each answer
@@ -82,7 +81,7 @@ class Predictor:
     def _turns_left(self, index: int, turn: int) -> float:
         return float(max(0, self._turns[index] - turn))
 
-    def _room(self, gen_tokens: int) -> float:
+    def room(self, gen_tokens: int) -> float:
         """Tokens that the cap leaves; infinite without one."""
         return float(max(0, self._cap - gen_tokens)) if self._cap else math.inf
 
@@ -99,7 +98,7 @@ class Blind(Predictor):
     """Predicts for every trajectory what the controller assumes without a prediction."""
 
     def predict(self, index: int, turn: int, gen_tokens: int) -> Answer:
-        return Answer(_certain(min(Tuning().default_remaining_tokens, self._room(gen_tokens))))
+        return Answer(_certain(min(Tuning().default_remaining_tokens, self.room(gen_tokens))))
 
 
 class Noisy(Predictor):
@@ -140,7 +139,7 @@ class Noisy(Predictor):
         tokens = math.exp(mean + trust * (seen - mean))
         spread = math.exp(P90_Z * math.sqrt(trust * variance))
         scaled = (_spread_around(each * tokens / left, spread, math.inf) for each in rest)
-        return Answer(_spread_around(tokens, spread, self._room(gen_tokens)), *scaled)
+        return Answer(_spread_around(tokens, spread, self.room(gen_tokens)), *scaled)
 
 
 class PromptMean(Predictor):
@@ -164,7 +163,7 @@ class PromptMean(Predictor):
         rest = (turns, *(each * turns / mean_turns for each in of_tools))
         spread = math.exp(P90_Z * SPREAD_SIGMA)
         scaled = (_spread_around(each, spread, math.inf) for each in rest)
-        return Answer(_spread_around(tokens, spread, self._room(gen_tokens)), *scaled)
+        return Answer(_spread_around(tokens, spread, self.room(gen_tokens)), *scaled)
 
 
 class Siblings(Predictor):
@@ -201,38 +200,6 @@ class Siblings(Predictor):
     def finish(self, index: int) -> None:
         self._evidence.close_trajectory(_ended(f"{NOW}-{index}", NOW, self._workload.trajectories[index]))
         self._seen.pop(index, None)
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """Tokens left, as an estimator said after `turn` finished steps, when `gen_tokens` were sampled."""
-
-    turn: int
-    gen_tokens: int
-    remaining: Estimate
-
-
-class RecordedPredictor(Predictor):
-    """Repeats the recorded answers of an estimator that is not part of the simulator, to judge it by the rollouts.
-
-    Between answers, and after the last, a quantile is what it was less what was sampled since, as the controller
-    counts. Turns are not predicted. answers: of each trajectory of the workload, by rising turn. Raises ValueError if a
-    trajectory has none of turn 0.
-    """
-
-    def __init__(self, workload: Workload, answers: Sequence[Sequence[Recorded]]) -> None:
-        if len(answers) != len(workload.trajectories) or not all(own and own[0].turn == 0 for own in answers):
-            raise ValueError("answers must begin at turn 0 for every trajectory of the workload")
-        super().__init__(workload)
-        self._answers = answers
-
-    def predict(self, index: int, turn: int, gen_tokens: int) -> Answer:
-        own = self._answers[index]
-        last = own[bisect_right(own, turn, key=lambda answer: answer.turn) - 1]
-        since = gen_tokens - last.gen_tokens
-        room = self._room(gen_tokens)
-        quantiles = (last.remaining.p10, last.remaining.p50, last.remaining.p90)
-        return Answer(Estimate(*(min(max(0.0, each - since), room) for each in quantiles)))
 
 
 MAKERS: Mapping[str, Callable[[Workload, int, Sequence[TrajectoryWork]], Predictor]] = {

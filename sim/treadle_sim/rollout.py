@@ -63,8 +63,7 @@ def simulate(system: System, setting: Setting, degree: int = 0, *, record: bool 
     """degree: of all engines, 0 for what the system allocates. Raises KeyError for a degree that has no engine,
     CoreError if no engine fits."""
     cluster = choose_cluster(system, setting) if not degree else homogeneous(setting.model(degree), setting.gpus)
-    merging = replace(system.merging, models=setting.models) if system.merging is not None else None
-    cluster = replace(cluster, link=setting.link, latencies=setting.latencies, merging=merging)
+    cluster = replace(cluster, link=setting.link, latencies=setting.latencies)
     name = system.predictor or setting.predictor
     predictor = None if name == "none" else make_predictor(name, setting.workload, setting.seed, setting.earlier)
     tuning = replace(

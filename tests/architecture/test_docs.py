@@ -58,6 +58,7 @@ def test_the_site_builds_without_a_warning_and_has_every_page(site: Path) -> Non
         assert (site / folder / "index.html").is_file(), page
     parts = {
         "cli/commands": 'id="treadle-simulate"',
+        "docs/rpc": 'id="treadle.scheduler.v1.SchedulerService.ScheduleStep"',
         "docs/reference/client": 'id="treadle.Client.push_weights"',  # of a base class
         "docs/reference/environments": 'id="treadle.environments.EnvManager"',
     }

@@ -1,17 +1,16 @@
 """`treadle up` as a real process with real services: whatever ends it, no process is left, and it says why."""
 
 import re
-import shutil
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from support.cli import TreadleProcess
 from support.processes import command_line, free_port
-from treadle_cli.mesh.services import SERVICES
+from support.sandbox import without_bubblewrap_wheel
+from treadle_cli.mesh.services import TOGETHER
 
 Start = Callable[..., TreadleProcess]
 NO_ENGINE = ("up", "--engines", "0", "--port", "0")
@@ -54,7 +53,8 @@ def test_a_signal_stops_nats_and_all_services(treadle: Start, tmp_path: Path, nu
     mesh.until(lambda: "Ctrl-C stops everything" in mesh.text())
     (kv_folder,) = tmp_path.glob("treadle-*")
     running = {command_line(process) for process in mesh.look()}
-    assert all(any(f"treadle_{name}" in command for command in running) for name in SERVICES)
+    assert any(f"treadle_runtime.start {' '.join(TOGETHER)}" in command for command in running)
+    assert all(any(f"treadle_{name}" in command for command in running) for name in ("tools", "gateway", "console"))
     mesh.send(number)
     assert mesh.wait() == 130
     assert mesh.left_over() == []
@@ -84,16 +84,25 @@ def test_an_engine_that_dies_while_it_starts_is_shown_with_its_last_words(treadl
 def test_a_service_that_dies_ends_the_mesh_and_is_named(treadle: Start) -> None:
     mesh = treadle(*NO_ENGINE)
     mesh.until(lambda: "Ctrl-C stops everything" in mesh.text())
-    mesh.named("treadle_placement").kill()
+    mesh.named("treadle_gateway").kill()
     assert mesh.wait() == 1
-    assert "placement was killed by SIGKILL" in mesh.text()
+    assert "gateway was killed by SIGKILL" in mesh.text()
+    assert mesh.left_over() == []
+
+
+def test_the_process_of_several_services_ends_the_mesh_when_it_dies(treadle: Start) -> None:
+    mesh = treadle(*NO_ENGINE)
+    mesh.until(lambda: "Ctrl-C stops everything" in mesh.text())
+    mesh.named("treadle_runtime.start").kill()
+    assert mesh.wait() == 1
+    assert "control-plane was killed by SIGKILL" in mesh.text()
     assert mesh.left_over() == []
 
 
 @pytest.mark.parametrize(
     ("engines", "variable", "says"),
     [
-        ("0", "PATH", r"(?s)bubblewrap is not installed.*apt-get install -y bubblewrap"),
+        ("0", "PATH", r"(?s)bubblewrap is not installed.*apt-get install bubblewrap"),
         ("1", "TREADLE_ENGINE_PYTHON", "TREADLE_ENGINE_PYTHON=.* cannot be run"),
     ],
 )
@@ -102,8 +111,8 @@ def test_without_bubblewrap_or_the_engines_python_it_says_what_to_do_and_starts_
 ) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()
-    (tools / "apt-get").symlink_to(shutil.which("true") or sys.executable)
-    mesh = treadle("up", "--engines", engines, **{variable: str(tools)})
+    environment = {"PYTHONPATH": without_bubblewrap_wheel(tmp_path / "modules"), variable: str(tools)}
+    mesh = treadle("up", "--engines", engines, **environment)
     assert mesh.wait() == 2
     assert re.search(says, mesh.text())
     assert not (tmp_path / "runs").exists()

@@ -13,7 +13,7 @@ from support.conditions import until_said
 from support.fake_sglang import FakeSglang, fake_sglang
 from support.mesh_in_process import QUICK, generate
 from support.processes import ServiceProcess, StartService, free_port
-from support.prometheus import TABLE, series_of
+from support.prometheus import entries, series_of
 from support.scheduler import SchedulerClient, scheduler_client
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 
@@ -120,8 +120,8 @@ def trace_of(collector: Collector, trajectory_id: str) -> list[tuple[str, Span]]
     return [(service, span) for service, span in collector.spans if span.trace_id == root.trace_id]
 
 
-def rows(collector: Collector) -> list[str]:
-    """The rows of docs/metrics.md, as the services sent them."""
+def entries_sent(collector: Collector) -> list[str]:
+    """Return the entries of docs/metrics.md, as the services sent them."""
     sent: defaultdict[str, list[tuple[str, Metric]]] = defaultdict(list)
     for (service, _, name), metric in collector.metrics.items():
         sent[name].append((service.removeprefix("treadle-"), metric))
@@ -132,9 +132,12 @@ def rows(collector: Collector) -> list[str]:
         services = sorted({service for service, _ in metrics})
         labels = sorted({label for _, each in metrics for point in points_of(each) for label in labels_of(point)})
         where = "all" if len(services) == len(SERVICES) else ", ".join(services)
-        series = series_of(name, kind, metric.unit)
-        by = ", ".join(labels).replace(".", "_")
-        written.append(f"| `{name}` | `{series}` | {kind} | {metric.unit} | {by} | {where} | {metric.description} |")
+        written.append(
+            f"`{series_of(name, kind, metric.unit)}` (`{name}`), {kind} of {metric.unit.strip('{}')}"
+            + (f" by {', '.join(labels).replace('.', '_')}" if labels else "")
+            + ("" if name.startswith(f"treadle.{where}.") else f", from {where}")
+            + f": {metric.description}."
+        )
     return written
 
 
@@ -177,5 +180,5 @@ async def test_a_rollout_with_tools_and_moves_is_seen_in_every_service(start_ser
         labels_of(span).get(f"treadle.{kind}_id") for _, span in collector.spans for kind in ("trajectory", "rollout")
     }
     assert not values & known
-    written = rows(collector)
-    assert TABLE.read_text().split("\n\n")[-1].splitlines()[2:] == written, "\n".join(written)
+    sent = entries_sent(collector)
+    assert entries() == sent, "\n".join(f"- {entry}" for entry in sent)

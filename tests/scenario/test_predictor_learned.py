@@ -17,6 +17,7 @@ from support.processes import StartService
 from treadle.common.v1.tokens_pb2 import TokenIds
 from treadle.predictor.v1 import predictor_pb2, predictor_pb2_grpc
 from treadle.telemetry.v1.facts_pb2 import Fact
+from treadle_cli.predictor.facts import facts_of
 from treadle_learned.backbone import Backbone
 from treadle_learned.checkpoint import HEAD, POINTER, load
 from treadle_learned.transcript import Transcript, Turn
@@ -25,8 +26,6 @@ from treadle_predictor.wire import wire
 from treadle_runtime.bus import Bus
 from treadle_runtime.errors import StartError
 from treadle_runtime.server import serving
-
-from treadle_bench.predictor.facts import facts_of
 
 CALL_S = 20.0
 WITHIN_S = 60.0

@@ -10,16 +10,16 @@ from typing import Any
 
 import psutil
 import pytest
+from support.sandbox import need_sandbox
 from support.tools import gone, groups_of
 from treadle_tools.builtin import PYTHON
-from treadle_tools.sandbox.bubblewrap.command import find_bubblewrap
-from treadle_tools.sandbox.bubblewrap.sandbox import BubblewrapSandbox
-from treadle_tools.sandbox.daemon import channel
-from treadle_tools.sandbox.daemon.channel import Channel
-from treadle_tools.sandbox.daemon.client import DaemonClient
-from treadle_tools.sandbox.daemon.state_folder import FolderRefused, StateFolder
-from treadle_tools.sandbox.inside import frames
+from treadle_tools.sandbox import channel
+from treadle_tools.sandbox.bubblewrap import find_bubblewrap
+from treadle_tools.sandbox.channel import Channel
+from treadle_tools.sandbox.daemon_client import BubblewrapSandbox, DaemonClient
+from treadle_tools.sandbox.inside import messages
 from treadle_tools.sandbox.sandboxes import Sandbox, SandboxLost
+from treadle_tools.sandbox.state_folder import FolderRefused, StateFolder
 from treadle_tools.tool import Limits
 
 LIMITS = Limits(output_bytes=4 * 1024 * 1024)
@@ -30,7 +30,8 @@ LARGE = 2 * 1024 * 1024  # more than any socket buffer holds
 @asynccontextmanager
 async def service(state: Path, **changes: Any) -> AsyncIterator[DaemonClient]:
     """A service's side of a daemon, which outlives it by default."""
-    bubblewrap = await find_bubblewrap("bwrap")
+    need_sandbox()
+    bubblewrap = find_bubblewrap()
     settings = {"warm": 1, "cgroups": False, "keep_s": 30.0, "keep_on_exit": True, **changes}
     client = DaemonClient(StateFolder.take(state), [bubblewrap.recipe(PYTHON)], {}, **settings)
     await client.connect()
@@ -66,7 +67,7 @@ async def run(sandbox: Sandbox, code: str, request_id: str) -> dict[str, Any]:
 def request(code: str, request_id: str) -> bytes:
     limits = {"memory_bytes": LIMITS.memory_bytes, "wall_s": 10.0, "output_bytes": LIMITS.output_bytes, "cpu_cores": 1}
     body = json.dumps({"code": code}).encode()
-    return frames.encode({"op": "call", "id": request_id, "limits": limits, "body": len(body)}) + body
+    return messages.encode({"op": "call", "id": request_id, "limits": limits, "body": len(body)}) + body
 
 
 async def test_an_answer_that_was_read_by_half_is_received_whole(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import psutil
 from support.processes import command_line
+from support.sandbox import need_sandbox
 
+STARTS_TOOLS = ("up", "attach", "demo")
 PATIENCE_S = 90.0  # services start beside whatever else this machine does
 
 
@@ -21,6 +23,8 @@ class TreadleProcess:
     def __init__(
         self, arguments: list[str], folder: Path, env: Mapping[str, str] | None = None, patience_s: float = PATIENCE_S
     ) -> None:
+        if arguments[0] in STARTS_TOOLS:
+            need_sandbox()
         self._patience_s = patience_s
         self._screen = folder / "screen.txt"
         with self._screen.open("wb") as screen:

@@ -9,7 +9,7 @@ from support.container_tools import TOOLS
 from treadle_tools.builtin import PYTHON
 from treadle_tools.sandbox.containers.fleet import Fleet
 from treadle_tools.sandbox.containers.hosts import Host, Hosts, Recipe
-from treadle_tools.sandbox.daemon.state_folder import StateFolder
+from treadle_tools.sandbox.state_folder import StateFolder
 from treadle_tools.tool import Tool
 
 (COUNTER,) = TOOLS

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 from support.conditions import until_said
 from support.fake_sglang import FakeSglang
-from support.processes import free_port
+from support.processes import fork_server, free_port
 from treadle.certificates import AUTHORITY
 from treadle_cli.mesh.processes import ProcessTree
 from treadle_cli.mesh.services import GATEWAY_FOLDER, ControlPlane, choose_addresses
@@ -120,7 +120,7 @@ async def front_door(
             await engine.start()
             stack.push_async_callback(engine.stop)
         urls = {name: engine.url for name, engine in engines.items()} if urls is None else urls
-        tree = await stack.enter_async_context(ProcessTree(folder / "logs", grace_s=5.0))
+        tree = await stack.enter_async_context(ProcessTree(folder / "logs", grace_s=5.0, fork_server=fork_server()))
         where = choose_addresses(tree.ports, 0, list(urls))
         plane = ControlPlane(tree, where, folder / "state", certificates=certificates)
         await plane.start_nats()

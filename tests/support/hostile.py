@@ -5,7 +5,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from treadle_tools.sandbox.inside import answers
+from treadle_tools.sandbox.inside import messages
 
 # A stateless tool, a reward and an environment, each called `hostile...`; an argument `bytes` (base64 of zlib) is the
 # answer.
@@ -67,11 +67,11 @@ FIELDS = (
     "id", "execution_s", "cpu_s", "fatal", "python", "file", "oom_kills", "truncated",
 )  # fmt: skip
 # Mostly an answer; also what else there is, and what is not.
-SENT_KINDS = (*[answers.ANSWER] * 6, answers.LAST, answers.ORDER, 0, 255)
+SENT_KINDS = (*[messages.ANSWER] * 6, messages.LAST, messages.ORDER, 0, 255)
 
 
-def framed(body: bytes, kind: int = answers.ANSWER) -> bytes:
-    return answers.HEAD.pack(kind, len(body)) + body
+def framed(body: bytes, kind: int = messages.ANSWER) -> bytes:
+    return messages.ANSWER_HEAD.pack(kind, len(body)) + body
 
 
 def _fields(rng: Random) -> bytes:
@@ -98,7 +98,10 @@ def _cut(rng: Random) -> bytes:
 
 
 def _large(rng: Random) -> bytes:
-    return answers.HEAD.pack(answers.ANSWER, rng.choice([5_000_000, 16 * 1024 * 1024 + 1, 2**32 - 1])) + b"x" * 1000
+    return (
+        messages.ANSWER_HEAD.pack(messages.ANSWER, rng.choice([5_000_000, 16 * 1024 * 1024 + 1, 2**32 - 1]))
+        + b"x" * 1000
+    )
 
 
 def _honest(_: Random) -> bytes:
@@ -116,4 +119,4 @@ def hostile_answer(rng: Random) -> bytes:
 def hostile_body(rng: Random) -> bytes:
     """What a function or a judge sends as JSON."""
     body = hostile_answer(rng)
-    return body[answers.HEAD.size :] if rng.random() < 0.9 else body
+    return body[messages.ANSWER_HEAD.size :] if rng.random() < 0.9 else body

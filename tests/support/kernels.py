@@ -6,10 +6,10 @@ import pkgutil
 
 import numpy as np
 import treadle_core
-from numba.core.dispatcher import Dispatcher
 from support.placements import columns
 from support.simulated import engine, play, trajectory
 from treadle.placement.v1 import placement_pb2 as pb
+from treadle_core.compiled import kernel_of
 from treadle_core.model import CostModel, DecodeCurve
 from treadle_core.planning import snapshot
 from treadle_core.tools.action import CPU_CORES, GPUS, MEMORY_BYTES, Action, Amdahl, Demand, Fixed, Measured, UnitSet
@@ -85,6 +85,7 @@ def _signatures() -> Signatures:
     found = set()
     for module in pkgutil.walk_packages(treadle_core.__path__, "treadle_core."):
         for name, value in vars(importlib.import_module(module.name)).items():
-            if isinstance(value, Dispatcher):
-                found |= {(name, str(signature)) for signature in value.signatures}
+            kernel = kernel_of(value)
+            if kernel is not None:
+                found |= {(name, str(signature)) for signature in kernel.run.signatures}
     return found

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 from treadle.placement.v1.placement_pb2 import PlacedColumns
-from treadle_core.compiled import Floats
+from treadle_core.compiled import AHEAD_MODULE, Floats
 from treadle_core.model import CostModel, DecodeCurve
 from treadle_core.placing import paths
 from treadle_core.placing.costs import Costs, group_cost, tabulate
@@ -52,14 +52,33 @@ def group_seconds(costs: Costs, bounds: npt.NDArray[np.int64]) -> list[float]:
     return [group_cost(costs.table, e, int(bounds[e]), int(bounds[e + 1])) for e in range(len(bounds) - 1)]
 
 
-def check_without_numba(script: str, results: int, also: str = "") -> None:
+WITHOUT_AHEAD = f"import sys; sys.modules[{AHEAD_MODULE!r}] = None\n"
+WITHOUT_NUMBA = "import sys; sys.modules['numba'] = None\n"
+
+
+def check_without_numba(script: str, results: int, also: str = WITHOUT_AHEAD) -> None:
     """The same last bits with numba and without it, where `also` runs first; so many lines begin with False there."""
     plain, compiled = (
         subprocess.run([sys.executable, "-c", before + script], capture_output=True, text=True, check=True).stdout
-        for before in (f"import sys; sys.modules['numba'] = None; {also}", "")
+        for before in (WITHOUT_NUMBA + also, WITHOUT_AHEAD)
     )
     assert plain.count("False") == results
     assert plain.replace("False", "True") == compiled
+
+
+def least_makespan(costs: Costs) -> float:
+    """Return the makespan of the best contiguous partition, by Heddle's dynamic program (eq. 3).
+
+    It shares only the cost of a group with the solver. Groups may be empty.
+    """
+    n = len(costs.table.lengths)
+    best = [0.0] + [np.inf] * n
+    for engine in range(len(costs.table.engines)):
+        best = [
+            min(max(best[first], group_cost(costs.table, engine, first, end)) for first in range(end + 1))
+            for end in range(n + 1)
+        ]
+    return float(best[-1])
 
 
 def contiguous_costs(costs: Costs) -> list[list[float]]:

@@ -16,7 +16,7 @@ from treadle_runtime.calls import remaining_s
 from treadle_runtime.config import Json, Settings
 from treadle_runtime.facts import make_fact
 from treadle_runtime.idempotency import answered_once
-from treadle_runtime.server import Runtime, Wiring, run
+from treadle_runtime.server import Runtime, Service, Wiring, run
 
 log = structlog.get_logger()
 PROBE = "support.probe_service"  # to start it as a process
@@ -143,7 +143,7 @@ async def wire(runtime: Runtime) -> Wiring:
 
 def main() -> None:
     """Run as a process."""
-    run(ProbeSettings, wire)
+    run(Service(ProbeSettings, wire))
 
 
 if __name__ == "__main__":

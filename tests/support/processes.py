@@ -1,5 +1,7 @@
 """A Treadle service as a real child process."""
 
+import atexit
+import functools
 import json
 import os
 import signal
@@ -12,7 +14,10 @@ from typing import Protocol
 
 import psutil
 from support.conditions import until
+from support.sandbox import need_sandbox
 from treadle_cli.mesh.ports import Ports
+from treadle_cli.mesh.services import SERVICE_MODULES
+from treadle_runtime.fork_server import ForkedProcess, ForkServer
 
 END_DEADLINE_S = 60.0
 CLEAR_UP_S = 20.0  # after the test: SIGKILL does no harm then
@@ -21,10 +26,18 @@ AS_USER = ("unshare", "--user", "--map-user=1000", "--map-group=1000")
 PORTS = Ports()
 
 
+@functools.cache
+def fork_server() -> ForkServer:
+    """Return the fork server of this run of the tests, which starts all services; it is started at the first call."""
+    server = ForkServer(SERVICE_MODULES)
+    atexit.register(server.close)
+    return server
+
+
 class ServiceProcess:
     """A started service. `address` is known once `ready` has returned."""
 
-    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | ForkedProcess, folder: Path) -> None:
         self._process = process
         self._folder = folder
         self.address = ""
@@ -135,6 +148,8 @@ def start_process(
 ) -> ServiceProcess:
     """Start `python -m module` on a free port; its ready file and stderr go to `folder`. as_user: as a user who is not
     root and has no right over the machine, in a namespace where this user is another one."""
+    if service == "tools" and not env.keys() & {"TREADLE_TOOLS_BACKEND", "TREADLE_TOOLS_BWRAP"}:
+        need_sandbox()
     folder.mkdir(parents=True, exist_ok=True)
     prefix = f"TREADLE_{service.upper()}_"
     own = {
@@ -142,11 +157,12 @@ def start_process(
         f"{prefix}READY_FILE": str(folder / "ready.json"),
         "PYTHONPATH": import_path(),
     }
+    environment = clean_environment({**own, **env})
+    process: subprocess.Popen[bytes] | ForkedProcess
     with (folder / "stderr").open("ab") as stderr:
-        process = subprocess.Popen(
-            [*(AS_USER if as_user and os.geteuid() == 0 else ()), sys.executable, "-m", module],
-            env=clean_environment({**own, **env}),
-            stdout=stderr,
-            stderr=stderr,
-        )
+        if as_user and os.geteuid() == 0:
+            command = [*AS_USER, sys.executable, "-m", module]
+            process = subprocess.Popen(command, env=environment, stdout=stderr, stderr=stderr)
+        else:
+            process = fork_server().start(module, environment, stderr.fileno())
     return ServiceProcess(process, folder)

@@ -1,8 +1,14 @@
 """The metrics of docs/metrics.md, as Prometheus has them."""
 
+import re
 from pathlib import Path
 
-TABLE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+# `series` (`name`), kind of unit by label, label, from service, service: what it counts.
+ENTRY = re.compile(
+    r"`(?P<series>\w+)` \(`[\w.]+`\), (?P<kind>\w+) of \w+"
+    r"(?: by (?P<labels>(?:(?!, from )[^:])+))?(?:, from [^:]+)?: "
+)
 
 
 def series_of(name: str, kind: str, unit: str) -> str:
@@ -11,8 +17,17 @@ def series_of(name: str, kind: str, unit: str) -> str:
     return "_".join(words)
 
 
+def entries() -> list[str]:
+    """Return the entries of the page, each on one line."""
+    listed = PAGE.read_text().split("\n\n")[-1]
+    return [" ".join(entry.split()) for entry in f"\n{listed}".split("\n- ")[1:]]
+
+
 def documented() -> dict[str, tuple[str, set[str]]]:
-    """Kind and labels of each metric, by its name in Prometheus."""
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in TABLE.read_text().splitlines()]
-    rows = [row for row in cells if len(row) == 7 and row[0].startswith("`")]
-    return {row[1].strip("`"): (row[2], set(filter(None, row[4].split(", ")))) for row in rows}
+    """Return kind and labels of each metric, by its name in Prometheus."""
+    found: dict[str, tuple[str, set[str]]] = {}
+    for entry in entries():
+        match = ENTRY.match(entry)
+        assert match is not None, f"docs/metrics.md: {entry}"
+        found[match["series"]] = (match["kind"], set((match["labels"] or "").split(", ")) - {""})
+    return found

@@ -17,6 +17,7 @@ from google.protobuf.message_factory import GetMessageClass
 from support.conditions import until_said
 from support.fake_sglang import FakeSglang, fake_sglang
 from support.mesh_in_process import QUICK
+from support.processes import fork_server
 from treadle.certificates import NATS_NAME, Certificates, open_channel
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from treadle_cli.authority import make_certificates
@@ -126,11 +127,11 @@ async def secure_mesh(
         engines = {name: await stack.enter_async_context(fake_sglang(token_s=token_s)) for name in ENGINES}
         for engine in engines.values():
             engine.arguments.update(arguments)
-        tree = await stack.enter_async_context(ProcessTree(folder / "logs", grace_s=5.0))
+        tree = await stack.enter_async_context(ProcessTree(folder / "logs", grace_s=5.0, fork_server=fork_server()))
         where = choose_addresses(tree.ports, 0, ENGINES)
         plane = ControlPlane(tree, where, folder / "state", certificates=certificates)
         mesh = SecureMesh(tree, plane, where, engines, certificates)
-        await plane.start()
+        await plane.start(together=())  # tests kill one service at a time
         async with asyncio.TaskGroup() as group:
             for name in engines:
                 group.create_task(mesh.start_sidecar(name))

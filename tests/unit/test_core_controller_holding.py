@@ -1,5 +1,7 @@
 """Policy.reserve: who may begin where, in which order, and what a step waits for."""
 
+from typing import Any
+
 import pytest
 from support.control import Scenario, all_of, answer, one
 from treadle_core import actions as act
@@ -44,7 +46,7 @@ def tickets(actions: list[act.Action]) -> list[str]:
     ],
 )
 def test_an_engine_lets_begin_what_its_slots_and_its_kv_hold_longest_first(
-    engine: dict[str, int], lengths: dict[str, float], begun: list[str]
+    engine: dict[str, Any], lengths: dict[str, float], begun: list[str]
 ) -> None:
     scenario = Scenario(RESERVE, WHOLE, engines=("e0",), **engine)
 

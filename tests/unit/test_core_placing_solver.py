@@ -4,14 +4,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.placements import check_without_numba, contiguous_costs, group_seconds, makespans_of_all, tokens, workloads
+from support.placements import (
+    check_without_numba,
+    contiguous_costs,
+    group_seconds,
+    least_makespan,
+    makespans_of_all,
+    tokens,
+    workloads,
+)
 from treadle_core.model import CostModel, DecodeCurve
 from treadle_core.placing.bound import lower_bound
 from treadle_core.placing.costs import Costs, group_cost, tabulate
 from treadle_core.placing.question import PlanEngine
 from treadle_core.placing.solver import partition
-
-from treadle_bench.placement.measure import aggregate, least_makespan
 
 REL = 1e-9
 
@@ -121,20 +127,6 @@ def test_a_flat_engine_takes_no_more_for_free_than_the_others_need_it_to() -> No
     )
     assert makespan_s == pytest.approx(500.0)
     assert bounds[1] == 1
-
-
-@pytest.mark.parametrize("model", list(CostModel))
-@pytest.mark.parametrize("seed", range(4))
-def test_bundles_of_short_trajectories_lose_little_and_only_what_one_bundle_adds(model: CostModel, seed: int) -> None:
-    """Heddle's aggregation (§5.2), and what it saves: the program is quadratic in the ranks at which it may cut."""
-    rng = np.random.default_rng(seed)
-    lengths = rng.lognormal(6.5, 1.0, 600)
-    spec = PlanEngine("e", 40, 0, 1, DecodeCurve(0.01, 2e-4, 1e-8))
-    costs = tabulate(model, lengths, rng.uniform(0, 900, 600), np.zeros(600, bool), [spec] * 6)
-    exact_s = least_makespan(costs)
-    cuts = aggregate(costs, float(np.quantile(lengths, 0.8)), 8)
-    assert len(cuts) < 200
-    assert exact_s <= least_makespan(costs, cuts) <= exact_s * 1.02
 
 
 @given(st.integers(0, 1_000), st.integers(2, 12), st.integers(2, 200), st.sampled_from([0.5, 1.5, 3.0]))

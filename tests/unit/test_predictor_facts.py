@@ -11,6 +11,7 @@ import pytest
 from treadle.engine.v1.engine_pb2 import EngineInfo
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.telemetry.v1 import facts_pb2
+from treadle_cli.predictor.facts import facts_of, prompt_started
 from treadle_core.ranking.estimator import Estimator, Prior, Progress
 from treadle_core.ranking.evidence import Ended, Evidence
 from treadle_learned.moments import FEATURES
@@ -22,8 +23,6 @@ from treadle_predictor.history import HistoryStore, decode, encode
 from treadle_predictor.question import make_question
 from treadle_runtime.facts import make_fact
 from treadle_runtime.times import duration
-
-from treadle_bench.predictor.facts import facts_of, prompt_started
 
 
 def closed(outcome: int = scheduler_pb2.OUTCOME_FINISHED, **changed: object) -> facts_pb2.Fact:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.learned_models import BOUNDS, random_head
 from support.tiny_backbone import HIDDEN, tiny_backbone
 from treadle.telemetry.v1.facts_pb2 import Fact
+from treadle_cli.predictor.facts import facts_of
 from treadle_core.ranking.estimator import Estimator, Prior, Progress, Source
 from treadle_core.ranking.evidence import Evidence
 from treadle_learned.backbone import Backbone
@@ -24,8 +25,6 @@ from treadle_predictor.convert import learn
 from treadle_predictor.facts import Recordings
 from treadle_predictor.model import READING_BYTES, LearnedModel, Readings
 from treadle_predictor.question import Question, make_question
-
-from treadle_bench.predictor.facts import facts_of
 
 MUCH = 1 << 30
 

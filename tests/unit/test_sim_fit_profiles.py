@@ -15,7 +15,7 @@ from treadle_sim.engine_model import (
     profiles,
     render_profiles,
 )
-from treadle_sim.fitting.curves import MeasuredProfileError, fit_measured
+from treadle_sim.fitting import MeasuredProfileError, fit_measured
 from typer.testing import CliRunner
 
 SHIPPED = profiles()

@@ -10,7 +10,7 @@ from treadle_core import actions as act
 from treadle_core import events as ev
 from treadle_core.model import CostModel, Policy
 from treadle_core.tuning import Tuning
-from treadle_sim.systems import Ranks, RankScaling, ScaledGroups
+from treadle_sim.rank_scaling import Ranks, RankScaling, ScaledGroups
 
 HEDDLE = Policy()
 LENGTHS = st.lists(st.tuples(st.integers(0, 7), st.floats(0, 100) | st.none()), max_size=60)

@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
-from treadle_tools.sandbox.bubblewrap.cgroups import OOM_EVENTS, SWAP_MOST, Cgroups, Root, Slot, find_cgroups
-from treadle_tools.sandbox.bubblewrap.fork_server import read_private_bytes
+from treadle_tools.sandbox.cgroups import OOM_EVENTS, SWAP_MOST, Cgroups, Root, Slot, find_cgroups
+from treadle_tools.sandbox.processes import read_private_bytes
 
 
 def slot_of(version: int, folder: Path) -> tuple[Slot, dict[str, Path]]:

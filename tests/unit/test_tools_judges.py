@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from treadle_tools.declarations import Judge
+from treadle_tools.remote.declarations import Judge
 from treadle_tools.replies import Reply
-from treadle_tools.rewards.scorers import NoScore, chat_request, read_answer, read_score
+from treadle_tools.rewards.judges import NoScore, chat_request, read_answer, read_score
 
 JUDGE = Judge(
     name="j",

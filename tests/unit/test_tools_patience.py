@@ -2,7 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from treadle_tools.functions import SHORTEST_COLD_S, SHORTEST_WARM_S, Patience
+from treadle_tools.remote.functions import SHORTEST_COLD_S, SHORTEST_WARM_S, Patience
 
 COLD_S, IDLE_S = 90.0, 60.0
 

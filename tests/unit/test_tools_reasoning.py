@@ -10,7 +10,7 @@ import pytest
 from reasoning_gym.factory import DATASETS, create_dataset
 from treadle.environments import ReasoningGym, Reply
 from treadle.environments.reasoning import EVALUATED
-from treadle_tools.environments.reasoning import ReasoningTask, is_formula
+from treadle_tools.builtin.reasoning import ReasoningTask, is_formula
 from treadle_tools.tool import Outcome
 
 NEEDS_MORE = frozenset({"composite"})  # tasks that are made of others, which an opening does not name
@@ -89,7 +89,7 @@ class Missing:
         if name.partition(".")[0] in ("matplotlib", "mpl_toolkits"):
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Missing())
-from treadle_tools.environments.reasoning import ReasoningTask
+from treadle_tools.builtin.reasoning import ReasoningTask
 for task in ("game_of_life", "game_of_life_halting"):
     made = ReasoningTask({"task": task}, None)
     print(made.step({"answer": str(made._entry["answer"])}).reward)

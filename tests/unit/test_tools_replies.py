@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from treadle_tools.api import convert
-from treadle_tools.builtin import FROZEN_LAKE, PYTHON, PYTHON_TESTS
+from treadle_tools import convert
+from treadle_tools.builtin import FROZEN_LAKE, PYTHON
 from treadle_tools.replies import (
     CUT_MARK_BYTES,
     MOST_DATA_BYTES,
@@ -19,6 +19,7 @@ from treadle_tools.replies import (
     result_of,
     result_of_function,
 )
+from treadle_tools.rewards.python_tests import PYTHON_TESTS
 from treadle_tools.tool import Kind, Result, Status, Tool
 
 OUTPUT_BYTES = 1000

@@ -4,7 +4,7 @@ import asyncio
 
 from support.conditions import until
 from treadle_tools.builtin import PYTHON
-from treadle_tools.sandbox.bubblewrap.sandbox import BubblewrapSandbox
+from treadle_tools.sandbox.daemon_client import BubblewrapSandbox
 from treadle_tools.sandbox.sandboxes import ReusedSandboxes
 
 

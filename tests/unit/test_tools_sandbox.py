@@ -1,6 +1,5 @@
 """The sandbox's command line and the frames that cross its wall."""
 
-import asyncio
 import json
 import os
 import socket
@@ -13,12 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import uvloop
 from treadle_tools.builtin import FROZEN_LAKE, PYTHON, TOOLS
-from treadle_tools.sandbox.bubblewrap.command import Bubblewrap, BubblewrapMissing, find_bubblewrap, find_code
-from treadle_tools.sandbox.inside import answers, content, frames
+from treadle_tools.sandbox.bubblewrap import (
+    Bubblewrap,
+    BubblewrapMissing,
+    find_bubblewrap,
+    find_code,
+    locate_bubblewrap,
+)
+from treadle_tools.sandbox.inside import content, messages
 from treadle_tools.sandbox.inside.content import Content
-from treadle_tools.sandbox.worker import NOBODY
+from treadle_tools.sandbox.sandboxes import NOBODY
 
 SITE = Path(sysconfig.get_path("purelib"))
 
@@ -59,7 +63,7 @@ def test_a_tool_of_a_module_brings_its_package_along(tmp_path: Path, monkeypatch
 def test_the_same_tool_has_the_same_recipe_in_every_run_of_the_service() -> None:
     """The daemon ends sandboxes whose tool's recipe has changed; hashes, and so sets, differ between processes."""
     code = (
-        "from treadle_tools.builtin import TOOLS; from treadle_tools.sandbox.bubblewrap.command import find_code; "
+        "from treadle_tools.builtin import TOOLS; from treadle_tools.sandbox.bubblewrap import find_code; "
         "print([find_code(tool) for tool in TOOLS])"
     )
     told = set()
@@ -70,48 +74,57 @@ def test_the_same_tool_has_the_same_recipe_in_every_run_of_the_service() -> None
 
 
 @pytest.mark.parametrize("name", ["/nowhere/bwrap", "no-such-bwrap", "/usr/bin/false"])
-async def test_a_missing_bubblewrap_names_the_command_that_installs_it(name: str) -> None:
+def test_a_missing_bubblewrap_names_the_command_that_installs_it(name: str) -> None:
     with pytest.raises(BubblewrapMissing, match="apt-get install bubblewrap"):
-        await find_bubblewrap(name)
+        find_bubblewrap(name)
+
+
+def test_where_the_system_has_no_bubblewrap_the_wheels_is_found_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as bare:
+        bare.setenv("PATH", "")
+        found = locate_bubblewrap()
+        other = locate_bubblewrap("no-such-bwrap")
+    assert other is None, "the wheel stands in for no program of another name"
+    assert found is not None and found != locate_bubblewrap("/usr/bin/bwrap")
+    answer = subprocess.run([found, "--version"], capture_output=True, text=True, check=True)
+    assert answer.stdout.startswith("bubblewrap ")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="root alone can become nobody")
 def test_a_bubblewrap_that_root_cannot_use_is_run_by_nobody() -> None:
-    """On the event loop of the services, which starts no process as another user by itself."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)
         fake_bwrap = folder / "fake-bwrap"
         fake_bwrap.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo fake 1.0 || [ "$(id -u)" = {NOBODY} ]\n')
         fake_bwrap.chmod(0o755)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            found = runner.run(find_bubblewrap(str(fake_bwrap)))
+        found = find_bubblewrap(str(fake_bwrap))
     assert found == Bubblewrap(str(fake_bwrap), "1.0", user=NOBODY, drop_root=False)
 
 
 def test_frames_pass_and_bad_ones_are_refused() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        frames.send(ours, {"text": "\ud800 é", "number": 1})
-        assert frames.receive(theirs) == ({"text": "\ud800 é", "number": 1}, [])
-        ours.sendall(frames.HEADER.pack(3) + b"[1]")
-        with pytest.raises(frames.FrameError, match="not a JSON object"):
-            frames.receive(theirs)
-        ours.sendall(frames.HEADER.pack(frames.MAX_FRAME_BYTES + 1))
-        with pytest.raises(frames.FrameError, match="are the most"):
-            frames.receive(theirs)
-        ours.sendall(frames.HEADER.pack(9) + json.dumps({}).encode())
+        messages.send(ours, {"text": "\ud800 é", "number": 1})
+        assert messages.receive(theirs) == ({"text": "\ud800 é", "number": 1}, [])
+        ours.sendall(messages.HEADER.pack(3) + b"[1]")
+        with pytest.raises(messages.FrameError, match="not a JSON object"):
+            messages.receive(theirs)
+        ours.sendall(messages.HEADER.pack(messages.MAX_FRAME_BYTES + 1))
+        with pytest.raises(messages.FrameError, match="are the most"):
+            messages.receive(theirs)
+        ours.sendall(messages.HEADER.pack(9) + json.dumps({}).encode())
         ours.close()
-        with pytest.raises(frames.FrameError, match="ended in a frame"):
-            frames.receive(theirs)
-        assert frames.receive(theirs) is None
-    with pytest.raises(frames.FrameError, match="are the most"):
-        frames.encode({"text": "x" * frames.MAX_FRAME_BYTES})
+        with pytest.raises(messages.FrameError, match="ended in a frame"):
+            messages.receive(theirs)
+        assert messages.receive(theirs) is None
+    with pytest.raises(messages.FrameError, match="are the most"):
+        messages.encode({"text": "x" * messages.MAX_FRAME_BYTES})
 
 
 def said(answer: object, printed: bytes = b"", most: int = 5, **header: object) -> dict[str, object]:
     """What a reader makes of an answer."""
-    return answers.read({"id": "one", "most_output": most, **header}, printed, json.dumps(answer).encode())
+    return messages.read_answer({"id": "one", "most_output": most, **header}, printed, json.dumps(answer).encode())
 
 
 def test_output_is_cut_at_a_character_and_says_so() -> None:
@@ -137,7 +150,7 @@ def test_an_answer_says_nothing_that_its_supervisor_says() -> None:
 
 @pytest.mark.parametrize("answer", [[], "text", {"output": 1}, {"error": []}, {"output": "", "error": None}])
 def test_an_answer_that_is_none_is_crashed(answer: object) -> None:
-    assert (said(answer)["status"], said(answer)["error"]) == ("crashed", answers.NOT_VALID)
+    assert (said(answer)["status"], said(answer)["error"]) == ("crashed", messages.NOT_VALID)
 
 
 def test_content_leaves_nothing_in_memory() -> None:

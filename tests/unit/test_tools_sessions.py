@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 from treadle_runtime.errors import Unavailable
 from treadle_tools.builtin import FROZEN_LAKE
-from treadle_tools.sessions.session import Opening
-from treadle_tools.sessions.sessions import open_with_retries
+from treadle_tools.sessions import Opening, open_with_retries
 from treadle_tools.tool import Result, Status
 
 OPENING = Opening(FROZEN_LAKE, {}, FROZEN_LAKE.limits, "t", "r", "j")

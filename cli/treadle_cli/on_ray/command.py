@@ -17,11 +17,8 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from treadle_cli import exits
-from treadle_cli.attach import print_alike
-from treadle_cli.doctor.findings import Finding
 from treadle_cli.options import AsJson
 from treadle_cli.problems import UsageProblem
 
@@ -168,6 +165,11 @@ def _parse_environment(given: str) -> dict[str, Any]:
 
 
 def _show(mesh: Mapping[str, Any], address: str, out: Console) -> None:
+    from rich.table import Table
+
+    from treadle_cli.doctor.findings import Finding
+    from treadle_cli.fleet.attach import print_alike
+
     table = Table("part", "where", box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for name in ("scheduler", "gateway", "console", "nats"):
         table.add_row(name, mesh[name])

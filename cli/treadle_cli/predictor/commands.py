@@ -7,17 +7,18 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
-from treadle_learned.transcript import Transcript
 
 from treadle_cli import exits
 from treadle_cli.mesh.engines import DEFAULT_MODEL, default_model_folder
 from treadle_cli.problems import UsageProblem
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from treadle_learned.transcript import Transcript
 
 DEFAULT_BACKBONE = "Qwen/Qwen3-0.6B"  # Heddle 4.1; treadle_learned.backbone says the same, and would import torch
 
@@ -144,7 +145,7 @@ def export(
         out.print(f"{folder} is in use", highlight=False, soft_wrap=True)
 
 
-def evaluate_checkpoint(checkpoint: Path, name: str, transcripts: Sequence[Transcript], bar: Bar) -> dict[str, Any]:
+def evaluate_checkpoint(checkpoint: Path, name: str, transcripts: "Sequence[Transcript]", bar: Bar) -> dict[str, Any]:
     """Rows of `treadle_learned.scores` for learned, siblings and history on the test prompts, with the training prompts
     as history. Raises LearnedError."""
     import numpy as np
@@ -176,7 +177,9 @@ def evaluate_checkpoint(checkpoint: Path, name: str, transcripts: Sequence[Trans
     }
 
 
-def _table(found: dict[str, Any]) -> Table:
+def _table(found: dict[str, Any]) -> "Table":
+    from rich.table import Table
+
     drawn = Table(title=f"{found['version']} on {found['test']['prompts']} test prompts, 95% intervals")
     for column in ("step", "trajectories", "estimator", *COLUMNS):
         drawn.add_column(column, justify="left" if column == "estimator" else "right")
@@ -191,6 +194,14 @@ def _table(found: dict[str, Any]) -> Table:
 def _bars(console: Console) -> Iterator[Bar]:
     """Progress bars on stderr, that may stand inside each other, in place of those of transformers; a bar disappears
     when it is done."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
     from transformers.utils import logging
 
     logging.disable_progress_bar()

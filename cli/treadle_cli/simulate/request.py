@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from treadle_sim.engine_model import EngineModel, profiles
-from treadle_sim.fitting.curves import MeasuredProfileError, fit_measured
+from treadle_sim.fitting import MeasuredProfileError, fit_measured
 from treadle_sim.predictors import NAMES
 from treadle_sim.rollout import Setting
 from treadle_sim.systems import BASELINES, HEDDLE, ORACLE, SYSTEMS, TREADLE, System

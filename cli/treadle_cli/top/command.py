@@ -5,10 +5,8 @@ import json
 import time
 from typing import Annotated
 
-import grpc.aio
 import typer
 from rich.console import Console
-from rich.live import Live
 
 from treadle_cli import exits
 from treadle_cli.options import DEFAULT_SCHEDULER, AsJson, Scheduler
@@ -29,6 +27,9 @@ def top(
 
 async def run_top(scheduler: str, once: bool, as_json: bool, out: Console) -> int:
     """Show the mesh at `scheduler`. Raises UsageProblem, TreadleError."""
+    import grpc.aio
+    from rich.live import Live
+
     from treadle_cli.scheduler import own_certificates, reach_scheduler
     from treadle_cli.top.screen import Screen
     from treadle_cli.top.snapshot import Watcher

@@ -7,13 +7,11 @@ from treadle.telemetry.v1.facts_pb2 import Fact, MigrationEnded
 from treadle_core.steps.transfers import Transfer
 from treadle_runtime.errors import endpoint, identifier, non_empty, non_negative, positive, require
 from treadle_runtime.facts import make_fact
-from treadle_runtime.times import duration, require_duration, timestamp
+from treadle_runtime.times import duration, number_of, require_duration, timestamp
 
-from treadle_migrator.migrations import Endpoint, Migration, Move, Path, State
+from treadle_migrator.migrations import Endpoint, Migration, Move, State
 
 FACT_SOURCE = "migrator"
-STATES = {state: pb.MigrationState.Value(f"MIGRATION_STATE_{state.name}") for state in State}
-PATHS = {path: pb.MigrationPath.Value(f"MIGRATION_PATH_{path.name}") for path in Path}
 
 
 def migration_id_of(request_id: str) -> str:
@@ -68,12 +66,12 @@ def migration_to(migration: Migration) -> pb.Migration:
         trajectory_id=move.trajectory_id,
         source_engine_id=move.source.engine_id,
         target_engine_id=move.target.engine_id,
-        state=STATES[migration.state],
+        state=number_of(migration.state, pb.MigrationState),
         revision=migration.revision,
         failure_reason=migration.failure_reason,
     )
     if prefix is not None:
-        message.path = PATHS[prefix.path]
+        message.path = number_of(prefix.path, pb.MigrationPath)
         message.prefix_tokens = prefix.tokens
         message.tokens_from_storage = prefix.from_storage
         message.tokens_prefilled = prefix.prefilled

@@ -1,4 +1,6 @@
-"""Serve MigratorService: check the request, convert it, ask the store, convert the answer. Moves run in mover.py."""
+"""Serve MigratorService: check the request, convert it, ask the store, convert the answer. Moves
+run in mover.py.
+"""
 
 from collections.abc import AsyncIterator
 
@@ -39,13 +41,17 @@ class MigratorServicer(migrator_pb2_grpc.MigratorServiceServicer):
     async def WatchMigration(
         self, request: pb.WatchMigrationRequest, context: Context
     ) -> AsyncIterator[pb.WatchMigrationResponse]:
-        """The present state, then each change; a reader that is slower than the move misses states between."""
+        """The present state, then each change; a reader that is slower than the move misses states
+        between.
+        """
         async for migration in self._changes(self._find(request.migration_id)):
             yield pb.WatchMigrationResponse(migration=migration_to(migration))
 
     @answered_once
     async def CancelMigration(self, request: pb.CancelMigrationRequest, context: Context) -> pb.CancelMigrationResponse:
-        """Cancels what has not begun to switch; a switch under way is waited for, and the answer says how it ended."""
+        """Cancels what has not begun to switch; a switch under way is waited for, and the answer
+        says how it ended.
+        """
         migration_id = self._find(request.migration_id).migration_id
         await self._store.change(migration_id, State.CANCELLED)
         self._runner.wake()

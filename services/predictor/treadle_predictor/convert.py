@@ -7,10 +7,10 @@ from treadle.predictor.v1 import predictor_pb2
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.telemetry.v1.facts_pb2 import Fact
 from treadle_core.model import Estimate
-from treadle_core.ranking.estimator import Forecast, Progress, Source
+from treadle_core.ranking.estimator import Forecast, Progress
 from treadle_core.ranking.evidence import Ended, Evidence
 from treadle_runtime.errors import at_most, identifier, non_empty, non_negative, require
-from treadle_runtime.times import require_duration, seconds
+from treadle_runtime.times import number_of, require_duration, seconds
 
 LONGEST_PROMPT_ID_CHARS = 256
 TOKEN_ID_BYTES = 4  # int32
@@ -18,7 +18,6 @@ TOKEN_ID_BYTES = 4  # int32
 FACT_KINDS = ("trajectory_opened", "step_finished", "trajectory_closed")
 LEARNED_FACT_KINDS = (*FACT_KINDS, "step_started", "engine_joined", "weights_updated")  # with a model that reads text
 
-ESTIMATORS = {source: predictor_pb2.Estimator.Value(f"ESTIMATOR_{source.name}") for source in Source}
 COUNTS = ("turn", "gen_tokens", "context_tokens", "prompt_tokens", "max_total_tokens")  # of a query and of Progress
 
 
@@ -48,7 +47,7 @@ def prediction_of(trajectory_id: str, forecast: Forecast) -> predictor_pb2.Predi
         trajectory_id=trajectory_id,
         remaining_tokens=quantiles_of(forecast.remaining_tokens),
         remaining_turns=quantiles_of(forecast.remaining_turns),
-        estimator=ESTIMATORS[forecast.source],
+        estimator=number_of(forecast.source, predictor_pb2.Estimator),
         model_version=forecast.model_version,
         remaining_tool_s=quantiles_of(forecast.remaining_tool_s),
         remaining_observed_tokens=quantiles_of(forecast.remaining_observed_tokens),

@@ -1,8 +1,11 @@
-"""Learn from facts, and record running trajectories for the learned model: what it is asked, and, once they have ended,
-what it is trained on.
+"""Learn from facts, and record running trajectories for the learned model.
 
-Invariants: a recording that misses a step is not `whole` and is neither read nor trained on; a fact that comes twice
-changes nothing. The number of recordings is bounded; those without a fact for longest go first.
+A recording becomes what the model is asked, and, once its trajectory has ended, what
+the model is trained on.
+
+Invariants: a recording that misses a step is not `whole` and is neither read nor trained on; a fact
+that comes twice changes nothing. The number of recordings is bounded; those without a fact for
+longest go first.
 """
 
 import asyncio
@@ -30,9 +33,12 @@ Decode = Callable[[list[int]], str]
 
 
 class Learner:
-    """Takes in facts. updated_at: the time of the newest fact, None before the first. recordings: of a learned model.
-    on_start: called when a trajectory's first step starts, with its prompt; on_end: when a trajectory ends, with its
-    generated tokens, or None where it did not end by itself."""
+    """Takes in facts.
+
+    updated_at: the time of the newest fact, None before the first. recordings: of a learned model.
+    on_start: called when a trajectory's first step starts, with its prompt; on_end: when a
+    trajectory ends, with its generated tokens, or None where it did not end by itself.
+    """
 
     def __init__(
         self,
@@ -66,7 +72,10 @@ class Learner:
 
 @dataclass
 class Recording:
-    """A running trajectory. context_tokens: after its newest step. weight_version: the policy's when it was opened."""
+    """A running trajectory.
+
+    context_tokens: after its newest step. weight_version: the policy's when it was opened.
+    """
 
     trajectory_id: str
     rollout_id: str
@@ -81,7 +90,10 @@ class Recording:
 
 
 class Recordings:
-    """Recordings of running trajectories, and transcripts of ended ones. decode: from the policy's ids to text."""
+    """Recordings of running trajectories, and transcripts of ended ones.
+
+    decode: from the policy's ids to text.
+    """
 
     def __init__(self, decode: Decode) -> None:
         self.decode = decode
@@ -109,7 +121,9 @@ class Recordings:
                 self._weight_version = fact.weights_updated.weight_version
 
     def version_of(self, trajectory_id: str) -> int | None:
-        """The number of the policy's version when a running trajectory was opened; None where it is not known."""
+        """The number of the policy's version when a running trajectory was opened; None where it is
+        not known.
+        """
         found = self._running.get(trajectory_id)
         return version_number(found.weight_version) if found is not None else None
 
@@ -119,7 +133,9 @@ class Recordings:
         return found if found is not None and found.whole and len(found.turns) == turn else None
 
     async def wait_for(self, trajectory_id: str, turn: int, within_s: float) -> Recording | None:
-        """As `get`, with some time for the fact of the newest step, which comes at about the time of the question."""
+        """As `get`, with some time for the fact of the newest step, which comes at about the time
+        of the question.
+        """
         found = self._running.get(trajectory_id)
         if found is not None and found.whole and len(found.turns) < turn:
             arrived = asyncio.Event()

@@ -12,19 +12,26 @@ from treadle_predictor.facts import Recording
 
 @dataclass(frozen=True)
 class Question:
-    """A trajectory's features and texts at the end of a step, as in training. turns: finished, with their texts; the
-    tool of the last one still runs. prompt: empty where it is not known."""
+    """What the learned model is asked at the end of a step: the same features and texts as in
+    training.
+    """
 
     progress: Progress
     features: Vector
     prompt: str
+    """Empty where the prompt's text is not known."""
+
     turns: tuple[Turn, ...]
+    """The finished turns with their texts; the tool of the last one still runs."""
 
 
 def make_question(
     progress: Progress, recording: Recording, forecast: Forecast, evidence: Evidence, prompt: str
 ) -> Question | None:
-    """forecast: of the estimators without a model. None where the trajectory's group is not known."""
+    """Return the question about a trajectory; None where its group is not known.
+
+    forecast: of the estimators without a model. prompt: the text, where the recording has none.
+    """
     features = features_of(progress, recording.steps, evidence, forecast, recording.weight_version)
     if features is None:
         return None

@@ -1,10 +1,10 @@
-"""Answer PredictorService by the best estimator that is ready: the learned model where it leads and is in time, else
-siblings, history, the prior."""
+"""Answer PredictorService by the best estimator that is ready: the learned model where it leads and
+is in time, else siblings, history, the prior.
+"""
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -14,11 +14,12 @@ from treadle.predictor.v1 import predictor_pb2, predictor_pb2_grpc
 from treadle_core.ranking.estimator import Estimator, Forecast, Progress, Source
 from treadle_core.ranking.evidence import Evidence
 from treadle_runtime.errors import require
-from treadle_runtime.telemetry import SCOPE, Metrics
+from treadle_runtime.telemetry import SCOPE
+from treadle_runtime.times import number_of
 
-from treadle_predictor.calibration import Calibration
-from treadle_predictor.convert import ESTIMATORS, context_of, prediction_of, progress_of
+from treadle_predictor.convert import context_of, prediction_of, progress_of
 from treadle_predictor.facts import Learner
+from treadle_predictor.metrics import Meters
 from treadle_predictor.question import make_question
 
 if TYPE_CHECKING:  # a service without a learned model needs no torch
@@ -28,34 +29,28 @@ MOST_QUERIES = 4_096
 # Predictions made before other tasks run on the event loop; one takes from 40 us to 0.3 ms.
 QUERIES_AT_ONCE = 128
 
-# The fact of a step and the question after it travel at the same time; a fact that is later than this is taken as lost.
+# The fact of a step and the question after it travel at the same time; a fact that is later than
+# this is taken as lost.
 FACT_WITHIN_S = 0.1
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
 class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
-    """Answers from the facts so far; waits for nothing but the learned model, and for that not long.
+    """Answers from the facts so far; waits for nothing but the learned model, and for that not
+    long.
 
     learned: None where no models folder is given.
     """
 
     def __init__(
-        self,
-        evidence: Evidence,
-        estimator: Estimator,
-        learned: "LearnedPart | None",
-        learner: Learner,
-        calibration: Calibration,
-        metrics: Metrics,
+        self, evidence: Evidence, estimator: Estimator, learned: "LearnedPart | None", learner: Learner, meters: Meters
     ) -> None:
         self._evidence = evidence
         self._estimator = estimator
         self._learned = learned
         self._learner = learner
-        self._answer_s = metrics.seconds("answer", "What a call with questions took")
-        self._answers = metrics.total("predictions", "prediction", "Answers by estimator")
-        self._calibration = calibration
+        self._meters = meters
 
     async def PredictRemaining(
         self, request: predictor_pb2.PredictRemainingRequest, context: Context
@@ -64,7 +59,7 @@ class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
         progress = progress_of(request.query, "query")
         began_s = time.monotonic()
         forecast = await self._forecast(progress, context_of(request.query))
-        self._count(began_s, [progress], [forecast])
+        self._meters.record_answers(time.monotonic() - began_s, [progress], [forecast])
         return predictor_pb2.PredictRemainingResponse(prediction=prediction_of(progress.trajectory_id, forecast))
 
     async def BatchPredictRemaining(
@@ -83,7 +78,7 @@ class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
                 forecasts.append(self._estimator.estimate(progress))
                 if index % QUERIES_AT_ONCE == 0:
                     await asyncio.sleep(0)
-        self._count(began_s, asked, forecasts)
+        self._meters.record_answers(time.monotonic() - began_s, asked, forecasts)
         _trace_queries(request.queries, began_ns)
         return predictor_pb2.BatchPredictRemainingResponse(
             predictions=[
@@ -101,23 +96,19 @@ class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
         version = f"{best.name.lower()}-{self._evidence.closed_total}"
         return predictor_pb2.GetModelInfoResponse(
             model_version=leading.version if leading is not None else version,
-            best_estimator=ESTIMATORS[best],
+            best_estimator=number_of(best, predictor_pb2.Estimator),
             finished_trajectories=self._evidence.closed_total,
             known_prompts=self._evidence.known_prompts,
             updated_at=self._learner.updated_at,
             learned=_describe(self._learned) if self._learned is not None else None,
         )
 
-    def _count(self, began_s: float, asked: Sequence[Progress], forecasts: Sequence[Forecast]) -> None:
-        self._answer_s(time.monotonic() - began_s)
-        for progress, forecast in zip(asked, forecasts, strict=True):
-            self._calibration.note(progress, forecast)
-        for source, count in Counter(forecast.source for forecast in forecasts).items():
-            self._answers(count, {"estimator": source.name.lower()})
-
     async def _forecast(self, progress: Progress, context: list[int]) -> Forecast:
-        """An answer within the model's deadline. context: the trajectory's token ids by its query, or none; they are
-        the prompt before the first step."""
+        """An answer within the model's deadline.
+
+        context: the trajectory's token ids by its query, or none; they are the prompt before the
+        first step.
+        """
         learned = self._learned
         if learned is None or not learned.loader.leads:
             return self._estimator.estimate(progress)
@@ -148,7 +139,9 @@ def _describe(part: "LearnedPart") -> predictor_pb2.LearnedModel:
 
 
 def _trace_queries(queries: Iterable[predictor_pb2.Query], began_ns: int) -> None:
-    """Send a span for each query of the present call, in the trace of its trajectory: one call asks about many."""
+    """Send a span for each query of the present call, in the trace of its trajectory: one call asks
+    about many.
+    """
     call = trace.get_current_span()
     if not call.is_recording():
         return

@@ -11,11 +11,11 @@ from treadle_core.ranking.evidence import Evidence
 from treadle_runtime.errors import StartError
 from treadle_runtime.server import Runtime, Wiring
 
-from treadle_predictor.calibration import Calibration
 from treadle_predictor.config import PredictorSettings
 from treadle_predictor.convert import FACT_KINDS, LEARNED_FACT_KINDS
 from treadle_predictor.facts import Learner
 from treadle_predictor.history import HistoryStore
+from treadle_predictor.metrics import Meters
 from treadle_predictor.servicer import PredictorServicer
 
 if TYPE_CHECKING:  # a service without a learned model needs no torch
@@ -23,7 +23,10 @@ if TYPE_CHECKING:  # a service without a learned model needs no torch
 
 
 async def wire(runtime: Runtime) -> Wiring:
-    """Load the histories and the learned model, take in the facts that are kept, then serve. Raises StartError."""
+    """Load the histories and the learned model, take in the facts that are kept, then serve.
+
+    Raises StartError.
+    """
     settings = cast(PredictorSettings, runtime.settings)
     evidence = Evidence()
     prior = Prior(
@@ -34,10 +37,10 @@ async def wire(runtime: Runtime) -> Wiring:
     )
     learned, tasks = await _load_learned(settings) if settings.models else (None, [])
     store = await HistoryStore.open(runtime.bus, evidence)
-    calibration = Calibration(runtime.metrics)
+    meters = Meters(runtime.metrics)
 
     def on_end(trajectory_id: str, gen_tokens: int | None) -> None:
-        calibration.judge(trajectory_id, gen_tokens)
+        meters.judge(trajectory_id, gen_tokens)
         if learned is not None:
             learned.worker.forget(trajectory_id)
 
@@ -48,7 +51,7 @@ async def wire(runtime: Runtime) -> Wiring:
     # Not durable: the state is in memory, so each process takes in all kept facts from the first.
     await runtime.bus.subscribe(LEARNED_FACT_KINDS if learned else FACT_KINDS, learner.on_fact, replay=True)
     await runtime.bus.catch_up()
-    servicer = PredictorServicer(evidence, Estimator(evidence, prior), learned, learner, calibration, runtime.metrics)
+    servicer = PredictorServicer(evidence, Estimator(evidence, prior), learned, learner, meters)
     return Wiring(
         services={"treadle.predictor.v1.PredictorService": partial(add_PredictorServiceServicer_to_server, servicer)},
         tasks=[store.run, *tasks],

@@ -1,9 +1,11 @@
-"""`python -m treadle_rollout`: serve until SIGTERM."""
+"""Run the service until SIGTERM: `python -m treadle_rollout`."""
 
-from treadle_runtime.server import run
+from treadle_runtime.server import Service, run
 
 from treadle_rollout.config import RolloutSettings
 from treadle_rollout.wire import wire
 
+SERVICE = Service(RolloutSettings, wire)
+
 if __name__ == "__main__":
-    run(RolloutSettings, wire)
+    run(SERVICE)

@@ -11,20 +11,18 @@ from treadle.common.v1.tokens_pb2 import Logprobs, TokenIds, VersionSpan
 from treadle.rollout.v1 import rollout_pb2 as pb
 from treadle.scheduler.v1.scheduler_pb2 import OUTCOME_CANCELLED
 from treadle.telemetry.v1.facts_pb2 import Fact, GroupSettled
-from treadle_core.rollouts.buffer import Aborted, Batch, RolloutState, SampleBuffer
-from treadle_core.rollouts.group import DropReason, Group, Sample, Verdict
+from treadle_core.rollouts.buffer import Aborted, Batch, SampleBuffer
+from treadle_core.rollouts.group import Group, Sample, Verdict
 from treadle_core.rollouts.length_cap import CutReward
 from treadle_core.rollouts.spec import RolloutSpec
 from treadle_runtime.errors import finite, identifier, non_negative, positive, require
 from treadle_runtime.facts import make_fact
-from treadle_runtime.times import require_duration, seconds, timestamp
+from treadle_runtime.times import number_of, require_duration, seconds, timestamp
 
 from treadle_rollout.convert_shaping import cap_from, fill_shaping, redundancy_from, selection_from
 from treadle_rollout.rollouts import BatchRequest, Rollout
 from treadle_rollout.running import ITEM_BYTES, Ended, Stretch
 
-STATES = {state: pb.RolloutState.Value(f"ROLLOUT_STATE_{state.name}") for state in RolloutState}
-DROP_REASONS = {reason: pb.DropReason.Value(f"DROP_REASON_{reason.name}") for reason in DropReason}
 MOST_PARTS = 65_536  # far more ranks than one trainer has
 NO_BOUND = -1  # of max_staleness on the wire
 # SGLang's name for the weights that it was launched with, unless --weight-version names them.
@@ -123,7 +121,7 @@ def rollout_to(rollout: Rollout, since_revision: int | None = None) -> pb.Rollou
     return pb.Rollout(
         rollout_id=rollout.rollout_id,
         spec=spec_to(buffer.spec),
-        state=STATES[buffer.state],
+        state=number_of(buffer.state, pb.RolloutState),
         revision=buffer.revision,
         groups=[
             pb.GroupStatus(
@@ -136,7 +134,9 @@ def rollout_to(rollout: Rollout, since_revision: int | None = None) -> pb.Rollou
             for each in buffer.groups.values()
             if since_revision is None or each.revision > since_revision
         ],
-        drops=[pb.DropCount(reason=DROP_REASONS[reason], count=count) for reason, count in buffer.drops.items()],
+        drops=[
+            pb.DropCount(reason=number_of(reason, pb.DropReason), count=count) for reason, count in buffer.drops.items()
+        ],
         buffered_trajectories=buffer.buffered,
         taken_trajectories=buffer.taken_total,
         created_at=timestamp(rollout.created_at_s),
@@ -168,7 +168,7 @@ def verdict_to(verdict: Verdict) -> pb.SubmitTrajectoryResponse:
     reason = verdict.drop_reason
     return pb.SubmitTrajectoryResponse(
         kept=verdict.kept,
-        drop_reason=pb.DROP_REASON_UNSPECIFIED if reason is None else DROP_REASONS[reason],
+        drop_reason=pb.DROP_REASON_UNSPECIFIED if reason is None else number_of(reason, pb.DropReason),
         group_settled=verdict.group_settled,
     )
 
@@ -283,7 +283,7 @@ def event_to(event: Stretch | Ended) -> pb.StreamTokensResponse:
             prompt_id=event.prompt_id,
             sample=event.sample,
             kept=reason is None,
-            drop_reason=pb.DROP_REASON_UNSPECIFIED if reason is None else DROP_REASONS[reason],
+            drop_reason=pb.DROP_REASON_UNSPECIFIED if reason is None else number_of(reason, pb.DropReason),
         )
         return pb.StreamTokensResponse(ended=ended)
     chunk = pb.TokenChunk(

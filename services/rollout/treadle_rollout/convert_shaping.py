@@ -7,17 +7,13 @@ from treadle_core.rollouts.length_cap import CapPolicy, CapReport, CapState, Cut
 from treadle_core.rollouts.selection import Candidate
 from treadle_core.rollouts.spec import Redundancy, RolloutSpec, RuleName, Selection
 from treadle_runtime.errors import InvalidArgument, finite, non_negative, positive, require
+from treadle_runtime.times import number_of
 
 RULES = {
     pb.SELECTION_RULE_UNSPECIFIED: RuleName.FIRST,
-    **{pb.SelectionRule.Value(f"SELECTION_RULE_{rule.name}"): rule for rule in RuleName},
+    **{number_of(rule, pb.SelectionRule): rule for rule in RuleName},
 }
-RULE_NUMBERS = {rule: number for number, rule in RULES.items()}
-CUT_REWARDS = {
-    pb.CUT_REWARD_UNSPECIFIED: CutReward.SOFT,
-    **{pb.CutReward.Value(f"CUT_REWARD_{how.name}"): how for how in CutReward},
-}
-CUT_REWARD_NUMBERS = {how: number for number, how in CUT_REWARDS.items()}
+CUT_REWARDS = {pb.CUT_REWARD_UNSPECIFIED: CutReward.SOFT, **{number_of(how, pb.CutReward): how for how in CutReward}}
 
 
 def redundancy_from(spec: pb.RolloutSpec, keep: int) -> Redundancy:
@@ -86,7 +82,7 @@ def fill_shaping(message: pb.RolloutSpec, spec: RolloutSpec) -> None:
     if spec.cap is not None:
         message.length_cap.CopyFrom(_cap_to(spec.cap))
     if chosen != Selection():
-        message.selection.rule = RULE_NUMBERS[chosen.rule]
+        message.selection.rule = number_of(chosen.rule, pb.SelectionRule)
         message.selection.longest, message.selection.saturated_samples = chosen.longest, chosen.saturated_at
         message.selection.success_reward, message.selection.keep_uniform = chosen.success_at, not chosen.drop_uniform
 
@@ -97,7 +93,7 @@ def _cap_to(cap: CapPolicy) -> pb.LengthCap:
         floor_tokens=cap.floor_tokens,
         percentile=cap.percentile,
         soft_percentile=cap.soft_percentile,
-        cut_reward=CUT_REWARD_NUMBERS[cap.cut_reward],
+        cut_reward=number_of(cap.cut_reward, pb.CutReward),
         success_reward=cap.success_at,
         most_cut_share=cap.most_cut_share,
         least_successes=cap.least_successes,

@@ -12,46 +12,33 @@ from treadle_core.rollouts.history import bias_of
 from treadle_runtime.errors import FailedPrecondition, NotFound, identifier, non_negative, require
 from treadle_runtime.idempotency import RequestRecords, answered_once
 from treadle_runtime.identity.tenants import minted
-from treadle_runtime.telemetry import Metrics
 
 from treadle_rollout import convert, convert_shaping
+from treadle_rollout.metrics import Meters
 from treadle_rollout.rollouts import Rollout, Rollouts
-from treadle_rollout.running import TokenRoom
 
 log = structlog.get_logger()
 
 Context = grpc.aio.ServicerContext[object, object]
 
-# What a batch needs beside its trajectories: prompt ids, lengths, flags. 64 KiB are 400 groups of 128-character ids.
+# What a batch needs beside its trajectories: prompt ids, lengths, flags. 64 KiB are 400 groups of
+# 128-character ids.
 BATCH_FRAME_BYTES = 64 * 1024
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     """Owns nothing: state is in `rollouts`."""
 
-    def __init__(
-        self, rollouts: Rollouts, records: RequestRecords, metrics: Metrics, room: TokenRoom, *, max_message_bytes: int
-    ) -> None:
-        self._submit_s = metrics.seconds("submit", "From a submission to its verdict")
-        self._samples = metrics.total("samples", "sample", "Submitted samples by verdict")
-        self._batches = metrics.total("batches", "batch", "Answers with a batch, repeats included")
-        self._makespan_s = metrics.seconds("makespan", "From a rollout's creation to its last sample")
-        self._tail_s = metrics.seconds("tail", "From nine tenths of a rollout's samples to its last one")
-        metrics.gauge("open", "rollout", "Rollouts that are not over", lambda: sum(not r.buffer.over for r in rollouts))
-        kept = "Kept samples that no batch has taken"
-        metrics.gauge("buffered", "sample", kept, lambda: sum(each.buffer.buffered for each in rollouts))
-        fraction = "Trained over sampled trajectories of the rollout that finished last; below 0.5 most are thrown away"
-        self._kept_fraction = 1.0
-        metrics.gauge("kept_fraction", "share", fraction, lambda: self._kept_fraction)
-        held = "Memory that tokens of running trajectories take"
-        metrics.gauge("streaming", "byte", held, lambda: room.taken_bytes)
+    def __init__(self, rollouts: Rollouts, records: RequestRecords, meters: Meters, *, max_message_bytes: int) -> None:
         self._rollouts = rollouts
+        self._meters = meters
         self.records = records
         self._batch_bytes = max(1, max_message_bytes - BATCH_FRAME_BYTES)
 
     @answered_once
     async def CreateRollout(self, request: pb.CreateRolloutRequest, context: Context) -> pb.CreateRolloutResponse:
-        # Derived, not drawn: a repeat of a request whose answer was not recorded must find what it created.
+        # Derived, not drawn: a repeat of a request whose answer was not recorded must find what it
+        # created.
         rollout_id = identifier("rollout_id", request.rollout_id or minted("r", request.request_id))
         rollout = await self._rollouts.create(rollout_id, convert.spec_from(request.spec), request.request_id)
         return pb.CreateRolloutResponse(rollout=convert.rollout_to(rollout))
@@ -102,18 +89,19 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         began_s = time.monotonic()
         trained = convert_shaping.shaped(request.trajectory, sample, rollout.buffer.spec)
         verdict = await rollout.submit(sample, trained.SerializeToString())
-        self._submit_s(time.monotonic() - began_s)
-        self._samples(1, {"verdict": "kept" if verdict.drop_reason is None else verdict.drop_reason.name.lower()})
+        answer = "kept" if verdict.drop_reason is None else verdict.drop_reason.name.lower()
+        self._meters.record_submission(time.monotonic() - began_s, answer)
         if rollout.finished_by == sample.trajectory_id:
-            self._makespan_s(rollout.arrivals_s[-1] - rollout.created_at_s)
-            self._tail_s(rollout.tail_s)
+            self._meters.record_last_sample(rollout)
             self._judge(rollout)
         return convert.verdict_to(verdict)
 
     def _judge(self, rollout: Rollout) -> None:
-        """Measure what shaping did in a rollout that has finished, and warn where it starves a kind of samples."""
+        """Measure what shaping did in a rollout that has finished, and warn where it starves a kind
+        of samples.
+        """
         guard = bias_of(rollout.buffer)
-        self._kept_fraction = guard.kept.value
+        self._meters.record_kept_fraction(guard.kept.value)
         for alarm in guard.alarms():
             log.warning("shaping changes what is trained", rollout_id=rollout.rollout_id, alarm=alarm)
 
@@ -132,7 +120,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 f"the batch has {size_bytes} bytes, a message may have {self._batch_bytes}: call StreamBatch with the"
                 " same request_id",
             )
-        self._batches(1)
+        self._meters.record_batch()
         return convert.batch_to(batch, await rollout.payloads_of(batch))
 
     async def StreamBatch(self, request: pb.GetBatchRequest, context: Context) -> AsyncIterator[pb.StreamBatchResponse]:
@@ -140,7 +128,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         asked = convert.batch_request_from(request)
         rollout = await self._find(request.rollout_id)
         batch = await rollout.take(asked)
-        self._batches(1)
+        self._meters.record_batch()
         for prompt_id, trajectory_ids in batch.groups:
             for trajectory_id in trajectory_ids:
                 async for data, last in rollout.chunks_of(trajectory_id):

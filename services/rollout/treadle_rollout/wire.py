@@ -16,6 +16,7 @@ from treadle_runtime.server import Runtime, Wiring
 
 from treadle_rollout import convert
 from treadle_rollout.config import RolloutSettings
+from treadle_rollout.metrics import Meters
 from treadle_rollout.rollouts import Rollout, Rollouts
 from treadle_rollout.running import TokenRoom
 from treadle_rollout.servicer import RolloutServicer
@@ -68,12 +69,14 @@ async def wire(runtime: Runtime) -> Wiring:
                 await (await rollouts.find(rollout_id)).note_aborted(aborted)
 
     await runtime.bus.subscribe(["trajectory_closed"], receive, durable=DURABLE)
-    servicer = RolloutServicer(
-        rollouts, runtime.records, runtime.metrics, room, max_message_bytes=settings.max_message_bytes
-    )
+    meters = Meters(runtime.metrics, rollouts, room)
+    servicer = RolloutServicer(rollouts, runtime.records, meters, max_message_bytes=settings.max_message_bytes)
 
     async def sweep() -> None:
-        """Remove what nobody can ask for any more. A sweep that NATS interrupts is taken up by the next one."""
+        """Remove what nobody can ask for any more.
+
+        A sweep that NATS interrupts is taken up by the next one.
+        """
         while True:
             try:
                 await rollouts.sweep(

@@ -5,7 +5,7 @@ A function that takes a request raises InvalidArgument naming the first field th
 
 import enum
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 from treadle.common.v1.estimate_pb2 import Quantiles
 from treadle.common.v1.ticket_pb2 import Ticket
@@ -44,7 +44,7 @@ from treadle_runtime.errors import (
     require,
 )
 from treadle_runtime.identity.tenants import like, minted
-from treadle_runtime.times import duration, require_duration, require_timestamp, timestamp
+from treadle_runtime.times import duration, number_of, require_duration, require_timestamp, timestamp, value_of
 
 # A ticket id holds the trajectory id, the turn and the attempt, and must itself be an identifier of 128 characters.
 LONGEST_TRAJECTORY_ID_CHARS = 96
@@ -54,7 +54,6 @@ LONGEST_URL_CHARS = 2048
 LEAST_WEIGHT, LARGEST_WEIGHT = 1e-6, 1e6  # of a job; only ratios count
 MOST_ROLLOUTS = 1000  # of a job, in progress at once
 
-E = TypeVar("E", bound=enum.Enum)
 
 # Fields that a message and the core's dataclass have under the same name; the numbers of a request must be >= 0.
 _SIZES = ("kv_tokens_capacity", "host_kv_tokens", "max_context_tokens", "tensor_parallel", "kv_bytes_per_token")
@@ -142,7 +141,7 @@ def trajectory_closed(request: pb.CloseTrajectoryRequest) -> ev.TrajectoryClosed
     return ev.TrajectoryClosed(
         request_id=identifier("request_id", request.request_id),
         trajectory_id=_trajectory_id(request.trajectory_id),
-        outcome=_enum_of(Outcome, "outcome", pb.Outcome, request.outcome),
+        outcome=value_of(Outcome, "outcome", pb.Outcome, request.outcome),
         reward=finite("reward", request.reward) if request.HasField("reward") else None,
         client_times=_client_times(request.times) if request.HasField("times") else None,
     )
@@ -179,7 +178,7 @@ def _policy(message: pb.Policy) -> Policy:
     require(served, "policy.replanning", "must be REPLANNING_RESOLVE: a mesh serves no other rule")
     usual: dict[str, int] = {"objective": pb.OBJECTIVE_MAKESPAN}
     choices: dict[str, Any] = {
-        name: _enum_of(kind, f"policy.{name}", message_enum, getattr(message, name) or usual.get(name, 0))
+        name: value_of(kind, f"policy.{name}", message_enum, getattr(message, name) or usual.get(name, 0))
         for name, (kind, message_enum) in _CHOICES.items()
     }
     return Policy(**choices, **fields_of(message, _SWITCHES))
@@ -354,22 +353,6 @@ def curve_message(curve: DecodeCurve) -> engine_pb2.DecodeCurve:
 
 def quantiles(estimate: Estimate) -> Quantiles:
     return Quantiles(p10=estimate.p10, p50=estimate.p50, p90=estimate.p90)
-
-
-def number_of(value: enum.Enum, message_enum: Any) -> Any:
-    """The number in a protobuf enum of the value that the core gives the same name."""
-    return message_enum.Value(f"{_prefix(message_enum)}{value.name}")
-
-
-def _enum_of(kind: type[E], field: str, message_enum: Any, number: int) -> E:
-    known = number != 0 and number in message_enum.values()
-    require(known, field, f"must be one of {', '.join(message_enum.keys()[1:])}, is {number}")
-    return kind[message_enum.Name(number).removeprefix(_prefix(message_enum))]
-
-
-def _prefix(message_enum: Any) -> str:
-    """What the names of a protobuf enum begin with, e.g. `OUTCOME_`."""
-    return str(message_enum.Name(0)).removesuffix("UNSPECIFIED")
 
 
 def fields_of(source: Any, names: Iterable[str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import structlog
 from treadle.scheduler.v1.scheduler_pb2_grpc import add_SchedulerServiceServicer_to_server
-from treadle_core import refusals
+from treadle_core import compiled, refusals
 from treadle_core.controller import Controller
 from treadle_core.model import TREADLE_POLICY
 from treadle_core.planning import snapshot
@@ -103,9 +103,14 @@ async def wire(runtime: Runtime) -> Wiring:
         finally:
             await store.hand_over()
 
+    # Compiled ahead of time they need milliseconds, and no plan waits for them. numba compiles them for a minute or
+    # loads them for a second, while requests are served.
+    before = compiled.ahead is not None
+    if before:
+        compile_kernels()
     return Wiring(
         services={"treadle.scheduler.v1.SchedulerService": partial(add_SchedulerServiceServicer_to_server, servicer)},
-        tasks=[warm_up, lead],
+        tasks=[lead] if before else [warm_up, lead],
         errors=ERRORS,
         turn=turn,
     )

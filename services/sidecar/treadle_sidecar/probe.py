@@ -39,8 +39,8 @@ log = structlog.get_logger()
 
 CONTEXTS = (64, 256, 512)  # tokens, of the first round
 # To the first token of 512 takes a GPU as long as to that of 2,000, so short prompts declare it as six times too slow
-# (bench/results/h100.md). Therefore the next round's longest context is as long as takes PREFILL_S by the round before,
-# which is what a step may have to wait for. That is 512 tokens on a CPU.
+# (research/results/h100.md). Therefore the next round's longest context is as long as takes PREFILL_S
+# by the round before, which is what a step may have to wait for. That is 512 tokens on a CPU.
 PREFILL_S = 0.5
 MOST_PROMPT_TOKENS = 8192  # one chunk of SGLang's prefill on most GPUs
 TOKENS = 9  # two windows of four steps after the prefill

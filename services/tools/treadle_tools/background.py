@@ -1,4 +1,5 @@
-"""Run work that goes on after the call that began it has ended, such as a step that must not be half done.
+"""Run work that goes on after the call that began it has ended, such as a step that must not be
+half done.
 
 Owns: one TaskGroup, from `run` (a background task of the service) until the drain.
 """
@@ -13,7 +14,9 @@ R = TypeVar("R")
 
 
 class Background:
-    """Runs work in one task group: `spawn` and forget, or `finish` whether or not the caller still waits."""
+    """Runs work in one task group: `spawn` and forget, or `finish` whether or not the caller still
+    waits.
+    """
 
     def __init__(self) -> None:
         self._group: asyncio.TaskGroup | None = None
@@ -31,7 +34,7 @@ class Background:
         return self._group.create_task(work, context=detached_context())
 
     async def finish(self, call: Callable[[], Awaitable[R]]) -> R:
-        """The result of `call`, which runs to its end even where the caller is cancelled."""
+        """Return the result of `call`, which runs to its end even where the caller is cancelled."""
 
         async def work() -> R | Exception:
             try:

@@ -9,7 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from treadle_runtime.config import Settings
 
-from treadle_tools.builtin import REWARDS, TOOLS
+from treadle_tools.builtin import TOOLS
+from treadle_tools.rewards import REWARDS
 from treadle_tools.tool import Tool
 
 
@@ -57,39 +58,53 @@ DockerHosts = Annotated[
 
 
 class ToolsSettings(Settings):
-    """Seconds, counts and bytes are in the names."""
+    """Settings of the tools service; their names carry the units.
+
+    Seconds, counts and bytes are in the names.
+    """
 
     service: ClassVar[str] = "tools"
 
     listen: str = "127.0.0.1:7405"
-    bwrap: Annotated[str, Field(min_length=1)] = "bwrap"  # a path, or a name that is looked up on PATH
+    # A path or a name; see `locate_bubblewrap`
+    bwrap: Annotated[str, Field(min_length=1)] = "bwrap"
     builtin: Annotated[Names, _names_of(TOOLS)] = tuple(
         tool.name for tool in TOOLS
     )  # which of the tools that come with the service are on
     functions: str = ""  # a file, TOML or JSON, of HTTP functions that are tools or rewards
-    function_hosts: Names = ()  # where they may be: hosts, host:port or *.domain, separated by commas
+    # Where they may be: hosts, host:port or *.domain, separated by commas
+    function_hosts: Names = ()
     modules: ModuleNames = ()  # Python modules with a list TOOLS, separated by commas
-    cores: int = Field(default=0, ge=0)  # that actions may use at a time; 0: all this process may run on
-    pin: Literal["auto", "off"] = "auto"  # auto: an action runs on cores of its own, where control groups can say so
+    # That actions may use at a time; 0: all this process may run on
+    cores: int = Field(default=0, ge=0)
+    # auto: an action runs on cores of its own, where control groups can say so
+    pin: Literal["auto", "off"] = "auto"
     memory_bytes: int = Field(default=0, ge=0)  # for what tools reserve; 0: all of the machine's
     providers_file: str = ""  # TOML or JSON: the providers that tools call, and what they allow
     max_waiting: int = Field(default=2048, ge=0)  # actions that may wait for their turn
     max_sessions: int = Field(default=256, ge=1)  # open at a time
     session_idle_s: float = Field(default=1800.0, gt=0)  # until an unused session is closed
-    rewards: Annotated[Names, _names_of(REWARDS)] = tuple(reward.name for reward in REWARDS)  # which of them are on
-    reward_slots: int = Field(default=0, ge=0)  # rewards in the sandbox at a time; 0: as many as cores
+    # Which of them are on
+    rewards: Annotated[Names, _names_of(REWARDS)] = tuple(reward.name for reward in REWARDS)
+    # Rewards in the sandbox at a time; 0: as many as cores
+    reward_slots: int = Field(default=0, ge=0)
     max_rewards: int = Field(default=65_536, ge=1)  # that may wait
-    reward_kept_s: float = Field(default=3600.0, gt=0)  # how long a reward that has ended can be asked for
+    # How long a reward that has ended can be asked for
+    reward_kept_s: float = Field(default=3600.0, gt=0)
     warm_sandboxes: int = Field(default=2, ge=1)  # per tool
-    reused_sandboxes: int = Field(default=64, ge=0)  # that wait for the next call of the trajectory that used them
+    # That wait for the next call of the trajectory that used them
+    reused_sandboxes: int = Field(default=64, ge=0)
     reused_sandbox_s: float = Field(default=60.0, gt=0)  # how long they wait
-    state_dir: str = ""  # where the sandbox daemon is found again; empty: a folder named after `listen`
+    # Where the sandbox daemon is found again; empty: a folder named after `listen`
+    state_dir: str = ""
     keep_s: float = Field(default=60.0, ge=0)  # that sessions wait for the service to come back
     keep_on_exit: bool = False  # also after an orderly end
     backend: Literal["bubblewrap", "docker", "kubernetes"] = "bubblewrap"  # of tools that name none
     image: str = ""  # of containers, for tools that name none
-    code_in_image: bool = False  # containers show the worker's code from here, or their image has it
-    networks: NetworkNames = ()  # that tools may name, separated by commas; a container that names none has none
+    # Containers show the worker's code from here, or their image has it
+    code_in_image: bool = False
+    # That tools may name, separated by commas; a container that names none has none
+    networks: NetworkNames = ()
     owner: str = ""  # whose containers they are; empty: this machine's at this port
     docker_hosts: DockerHosts = ("unix:///var/run/docker.sock",)  # daemons, separated by commas
     docker_tls: str = ""  # a folder with ca.pem, cert.pem and key.pem, for tcp:// daemons
@@ -100,12 +115,14 @@ class ToolsSettings(Settings):
 
     @property
     def builtin_tools(self) -> tuple[Tool, ...]:
-        """The tools and rewards that are on, in the order of the module `builtin`."""
+        """Return the tools and rewards that are on, in the order of TOOLS and REWARDS."""
         return tuple(tool for tool in (*TOOLS, *REWARDS) if tool.name in {*self.builtin, *self.rewards})
 
     @property
     def state_folder(self) -> Path:
-        """`state_dir`, or a folder of the user's for this address; of this process, where the port is not fixed."""
+        """Return `state_dir`, or a folder of the user's for this address; of this process, where
+        the port is not fixed.
+        """
         if self.state_dir:
             return Path(self.state_dir)
         address = self.listen.replace(":", "-").replace("/", "-")

@@ -1,8 +1,8 @@
 """Keep the tools by name, and check the arguments of their calls.
 
-Tools are the built-in ones, those of a file of declarations and those of the modules named in the settings.
-Invariants: names are unique and identifiers, schemas are valid JSON Schema, limits are positive. A tool that breaks
-one, or a module that cannot be imported, is refused at start.
+Tools are the built-in ones, those of a file of declarations and those of the modules named in the
+settings. Invariants: names are unique and identifiers, schemas are valid JSON Schema, limits are
+positive. A tool that breaks one, or a module that cannot be imported, is refused at start.
 """
 
 import importlib
@@ -16,14 +16,15 @@ from jsonschema.protocols import Validator
 from treadle_core.tools.action import InvalidActionError
 from treadle_runtime.errors import InvalidArgument, NotFound, identifier
 
-from treadle_tools.declarations import HttpFunction, Judge
-from treadle_tools.scheduling.demand import check_scaling
+from treadle_tools.remote.declarations import HttpFunction, Judge
+from treadle_tools.scheduling.resources import check_scaling
 from treadle_tools.tool import Kind, Result, Tool
 
 BACKENDS = ("", "bubblewrap", "docker", "kubernetes")
 NOT_FOUND = {"tool": "TOOL_NOT_FOUND", "reward": "REWARD_FUNCTION_NOT_FOUND"}
 FIELD = "arguments_json"
-LARGEST_BYTES = 1024 * 1024  # code and answers are kilobytes; a worker's frame and its JSON parser hold a few copies
+# Code and answers are kilobytes; a worker's frame and its JSON parser hold a few copies
+LARGEST_BYTES = 1024 * 1024
 
 Arguments = dict[str, Any]
 
@@ -33,7 +34,10 @@ class RegistrationError(Exception):
 
 
 class Registry:
-    """Tools by name. providers: whom they may call. networks: that they may name. Raises RegistrationError."""
+    """Tools by name, with the schemas of their arguments.
+
+    providers: whom they may call. networks: that they may name. Raises RegistrationError.
+    """
 
     def __init__(self, tools: Iterable[Tool], providers: Collection[str] = (), networks: Collection[str] = ()) -> None:
         self._providers = providers
@@ -58,7 +62,7 @@ class Registry:
         self._tools[tool.name] = tool
 
     def _problem_of(self, tool: Tool) -> str:
-        """What keeps it from being used; "" where nothing does."""
+        """Return what keeps it from being used; "" where nothing does."""
         amounts = tool.limits.message().values()
         checks = {
             f"entry must be module:callable, is {tool.entry!r}": ":" in tool.entry or tool.remote is not None,
@@ -86,31 +90,31 @@ class Registry:
         return iter(self._tools.values())
 
     def stateless(self, name: str) -> Tool:
-        """A tool to invoke without a session."""
+        """Return the tool to invoke without a session."""
         tool = self._find("tool", name)
         if tool.kind is not Kind.STATELESS:
             raise InvalidArgument("session_id", f"tool {name!r} is an environment: open a session and name it here")
         return tool
 
     def environment(self, name: str) -> Tool:
-        """A tool to open a session of."""
+        """Return the tool of which a session is to be opened."""
         tool = self._find("tool", name)
         if tool.kind is not Kind.ENVIRONMENT:
             raise InvalidArgument("tool", f"{name!r} is stateless: it has no sessions; use Invoke")
         return tool
 
     def reward(self, name: str) -> Tool:
-        """A function that scores trajectories."""
+        """Return the function that scores trajectories."""
         return self._find("reward", name)
 
     @property
     def rewards(self) -> tuple[Tool, ...]:
-        """The functions that score trajectories."""
+        """Return the functions that score trajectories."""
         return tuple(tool for tool in self._tools.values() if tool.kind is Kind.REWARD)
 
     @property
     def tools(self) -> tuple[Tool, ...]:
-        """What agents may use."""
+        """Return the tools that agents may use."""
         return tuple(tool for tool in self._tools.values() if tool.kind is not Kind.REWARD)
 
     def _find(self, field: str, name: str) -> Tool:
@@ -126,11 +130,11 @@ class Registry:
         raise NotFound(NOT_FOUND[field], message, **{field: name})
 
     def step_arguments(self, tool: Tool, text: str) -> Arguments:
-        """Arguments of one call or step. Raises InvalidArgument naming what is wrong."""
+        """Return the arguments of one call or step. Raises InvalidArgument naming what is wrong."""
         return check_arguments(text, self._arguments[tool.name])
 
     def open_arguments(self, tool: Tool, text: str) -> Arguments:
-        """Arguments that open a session. Raises InvalidArgument naming what is wrong."""
+        """Return the arguments that open a session. Raises InvalidArgument naming what is wrong."""
         return check_arguments(text, self._opening[tool.name])
 
 
@@ -145,7 +149,7 @@ def _validator(tool: Tool, schema: Mapping[str, Any]) -> Validator:
 def load_registry(
     tools: Iterable[Tool], modules: Iterable[str], providers: Collection[str] = (), networks: Collection[str] = ()
 ) -> Registry:
-    """`tools` and the `TOOLS` of each module. Raises RegistrationError."""
+    """Return a registry of `tools` and of the `TOOLS` of each module. Raises RegistrationError."""
     every = list(tools)
     for name in modules:
         try:
@@ -160,14 +164,17 @@ def load_registry(
 
 
 def refuse_invalid(result: Result) -> None:
-    """Raises InvalidArgument where the tool refused an argument."""
+    """Raise InvalidArgument where the tool refused an argument."""
     if result.invalid is not None:
         name, description = result.invalid
         raise InvalidArgument(f"{FIELD}.{name}", description)
 
 
 def check_arguments(text: str, validator: Validator) -> Arguments:
-    """The JSON object in `text` ({} where it is empty). Raises InvalidArgument naming what does not fit the schema."""
+    """Return the JSON object in `text` ({} where it is empty).
+
+    Raises InvalidArgument naming what does not fit the schema.
+    """
     if len(text) > LARGEST_BYTES:
         raise InvalidArgument(FIELD, f"must be at most {LARGEST_BYTES} characters, is {len(text)}")
     try:

@@ -1,9 +1,10 @@
 """Read what code that nobody trusts has answered: in a sandbox, or behind a URL.
 
-Invariants: whatever was sent, the outcome is a Result whose fields have their types, sizes and ranges. An answer that
-breaks them is that one call's CRASHED (of a sandbox) or TOOL_ERROR (of a function). What a kind of tool has no say in
-is left out: code that a caller sends to the `python` tool can answer in that tool's place, and gets output, error and
-status, which it could print anyway.
+Invariants: whatever was sent, the outcome is a Result whose fields have their types, sizes and
+ranges. An answer that breaks them is that one call's CRASHED (of a sandbox) or TOOL_ERROR (of a
+function). What a kind of tool has no say in is left out: code that a caller sends to the `python`
+tool can answer in that tool's place, and gets output, error and status, which it could print
+anyway.
 """
 
 import json
@@ -18,8 +19,10 @@ MOST_ERROR_BYTES = 4 * 1024
 MOST_DATA_BYTES = 1024 * 1024
 MOST_NAME_BYTES = 256  # of an argument that a tool refuses
 CUT_MARK_BYTES = 64  # of the line that says an output was cut
-LONGEST_REST_S = 86_400.0  # what a tool says that its provider asked for; quotas of a day are the longest in use
-HOSTED = ("alive", "truncated", "execution_s", "cpu_s", "output", "error")  # said of every action, also by its host
+# What a tool says that its provider asked for; quotas of a day are the longest in use
+LONGEST_REST_S = 86_400.0
+# Said of every action, also by its host
+HOSTED = ("alive", "truncated", "execution_s", "cpu_s", "output", "error")
 SAYS: Mapping[Kind, tuple[str, ...]] = {
     Kind.STATELESS: ("reward", "data_json", "invalid", "retry_after_s"),
     Kind.ENVIRONMENT: ("reward", "done", "data_json", "invalid", "retry_after_s"),
@@ -41,7 +44,7 @@ class Reply:
 
 
 def result_of(reply: Mapping[str, Any], tool: Tool, output_bytes: int) -> Result:
-    """The Result of a sandbox's answer."""
+    """Return the Result of a sandbox's answer."""
     try:
         return _read(reply, tool, output_bytes)
     except BadReply as bad:
@@ -67,14 +70,16 @@ def _read(reply: Mapping[str, Any], tool: Tool, output_bytes: int) -> Result:
     if status is Status.OK:
         error = result.error or f"the provider refuses for {refused_s:g} s"
         result = replace(result, status=Status.TOOL_ERROR, error=error)
-    return replace(result, refused_s=refused_s) if tool.provider else result  # else there is nobody to leave alone
+    # Else there is nobody to leave alone
+    return replace(result, refused_s=refused_s) if tool.provider else result
 
 
 def result_of_function(reply: Reply, tool: Tool, output_bytes: int) -> Result:
-    """The Result of an HTTP answer.
+    """Return the Result of an HTTP answer.
 
-    A JSON object with `output` has the fields of `tool.Outcome` (output, reward, done, data, error); any other JSON is
-    data, and its text the output; all else is text. A reward's score is a number, or an object's `score` or `reward`.
+    A JSON object with `output` has the fields of `tool.Outcome` (output, reward, done, data,
+    error); any other JSON is data, and its text the output; all else is text. A reward's score is a
+    number, or an object's `score` or `reward`.
     """
     body = reply.body.decode("utf-8", "replace")
     if "json" not in reply.content_type:
@@ -110,7 +115,10 @@ def _read_outcome(body: str, tool: Tool) -> Result:
 
 
 def read_json(what: str, text: str) -> Any:
-    """Parse JSON, which has no NaN and no infinity. Raises BadReply, also for what is nested too deeply to be read."""
+    """Parse JSON, which has no NaN and no infinity.
+
+    Raises BadReply, also for what is nested too deeply to be read.
+    """
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -118,7 +126,7 @@ def read_json(what: str, text: str) -> Any:
 
 
 def in_range(reward: float, reward_range: tuple[float, float]) -> float:
-    """The reward. Raises BadReply where it is not within the range, ends included."""
+    """Return the reward. Raises BadReply where it is not within the range, ends included."""
     low, high = reward_range
     if not low <= reward <= high:
         raise BadReply(f"reward must be from {low:g} to {high:g}, is {reward:g}")
@@ -126,7 +134,7 @@ def in_range(reward: float, reward_range: tuple[float, float]) -> float:
 
 
 def cut(text: str, most_bytes: int) -> tuple[str, bool]:
-    """The text in at most so many bytes of UTF-8, and whether it was longer."""
+    """Return the text in at most so many bytes of UTF-8, and whether it was longer."""
     if 4 * len(text) <= most_bytes:
         return text, False
     encoded = text.encode("utf-8", "surrogatepass")

@@ -1,7 +1,8 @@
 """The values of the service: a tool, the limits of one action, and its outcome and result.
 
-Invariant: standard library only, because this module is read on both sides of the sandbox's wall. A tool's code is
-named by `entry` and imported inside the sandbox; the service itself never imports it.
+Invariant: this module imports the standard library only, because both sides of the sandbox's wall
+import it. The field `entry` names a tool's code, which is imported inside the sandbox. Of foreign
+tools the service itself never imports the code.
 """
 
 import enum
@@ -12,14 +13,30 @@ from typing import Any, Protocol
 
 MIB = 1024 * 1024
 
-WORKER_BYTES = 64 * MIB  # beside an action's memory: pages of the preloaded modules that a fork copies; the supervisor
-WORKER_PROCESSES = 4  # beside an action's processes: init, the environment, and one that is being forked
+# Beside an action's memory: pages of the preloaded modules that a fork copies; the supervisor
+WORKER_BYTES = 64 * MIB
+# Beside an action's processes: init, the environment, and one that is being forked
+WORKER_PROCESSES = 4
 WORK_FOLDER_INODES = 16384  # kernel memory that the size of a work folder in bytes does not count
-BACKSTOP_S = 2.0  # the sandbox enforces its own wall clock; this long later the service stops waiting for its answer
+# The sandbox enforces its own wall clock; this long later the service stops waiting for its answer
+BACKSTOP_S = 2.0
+
+
+TEXT = {"type": "string"}  # the JSON Schema of a text
+
+
+def object_schema(properties: Mapping[str, Any], *required: str, **more: int) -> dict[str, Any]:
+    """Return the JSON Schema of an object that has these properties and no others.
+
+    more: further rules of the schema, such as minProperties=1.
+    """
+    schema = {"type": "object", "properties": properties, "additionalProperties": False, **more}
+    return {**schema, "required": list(required)} if required else schema
 
 
 class Kind(enum.StrEnum):
-    """How a tool is used: by single calls, by the steps of a session, or by the service to score a trajectory.
+    """How a tool is used: by single calls, by the steps of a session, or by the service to score a
+    trajectory.
 
     Agents cannot call a reward: it is not listed among the tools, and Invoke does not find it.
     """
@@ -30,7 +47,10 @@ class Kind(enum.StrEnum):
 
 
 class Status(enum.StrEnum):
-    """How an action ended. Only OK is what the agent wanted; none of them is a fault of the service."""
+    """How an action ended.
+
+    Only OK is what the agent wanted; none of them is a fault of the service.
+    """
 
     OK = "ok"
     TOOL_ERROR = "tool_error"
@@ -43,8 +63,9 @@ class Status(enum.StrEnum):
 class Limits:
     """What one action in a sandbox may use: cores, memory, seconds and bytes of output.
 
-    memory_bytes counts what the action adds to its preloaded worker, children included. How many processes an action
-    may have, and how large its /tmp may be, are properties of its tool (`Tool.processes`, `Tool.work_bytes`).
+    memory_bytes counts what the action adds to its preloaded worker, children included. How many
+    processes an action may have, and how large its /tmp may be, are properties of its tool
+    (`Tool.processes`, `Tool.work_bytes`).
     """
 
     cpu_cores: int = 1
@@ -53,13 +74,16 @@ class Limits:
     output_bytes: int = 64 * 1024
 
     def message(self) -> dict[str, Any]:
-        """The limits that the sandbox enforces by itself, as JSON."""
+        """Return the limits that the sandbox enforces by itself, as JSON."""
         return {each.name: getattr(self, each.name) for each in fields(Limits)}
 
 
 @dataclass(frozen=True)
 class Granted(Limits):
-    """What one action gets. cpu_cores: how many; cores: which, ascending; empty where any will do."""
+    """What one action gets.
+
+    cpu_cores: how many; cores: which, ascending; empty where any will do.
+    """
 
     cores: tuple[int, ...] = ()
 
@@ -68,9 +92,10 @@ class Granted(Limits):
 class Scaling:
     """How an action of a tool gets faster with more cores (ARL-Tangram, eq. 1).
 
-    cores: the numbers of cores that it can use, ascending. serial_share: of its work, in [0, 1], what one core does
-    whatever the others do (Amdahl); efficiency: measured instead, (cores, E) with E in (0, 1]. single_core_s: what an
-    action takes on one core; None: learned from those that ended.
+    cores: the numbers of cores that it can use, ascending. serial_share: of its work, in [0, 1],
+    what one core does whatever the others do (Amdahl); efficiency: measured instead, (cores, E)
+    with E in (0, 1]. single_core_s: what an action takes on one core; None: learned from those that
+    ended.
     """
 
     cores: tuple[int, ...]
@@ -84,18 +109,20 @@ class Tool:
     """One registered tool.
 
     entry: "package.module:callable", imported in the sandbox. A stateless tool and a reward are
-    `f(arguments) -> Outcome`, where the reward of a reward's outcome is the score; an environment is
-    `f(arguments, sandbox) -> Environment`, called once a session.
-    arguments_schema: JSON Schema of one call's or step's arguments; open_schema: of an environment's opening arguments.
-    preload: modules imported once, before any action: what is slow to import belongs here.
-    work_bytes: size of the private /tmp, and the largest file. processes: processes and threads at a time.
-    reserve_bytes: memory that the node keeps for a session as long as it lives; the limit may be far above. scaling:
-    None for a tool that uses `limits.cpu_cores`, no more and no less. provider: whose quota each call takes of
-    (PROVIDERS_FILE); empty: nobody's. remote: an HttpFunction or Judge, which runs it instead; `entry` is then empty.
-    backend: where it runs (bubblewrap, docker, kubernetes); empty: where the service runs tools (BACKEND).
-    image: of its containers; empty: IMAGE. network: of the operator's (NETWORKS), for its containers; empty: none.
-    reward_range: lowest and highest reward of an answer; another one is no answer. runs_code: an argument is code that
-    runs in the process that answers, so that a reward, data or refusal in its answer means nothing.
+    `f(arguments) -> Outcome`, where the reward of a reward's outcome is the score; an environment
+    is `f(arguments, sandbox) -> Environment`, called once a session. arguments_schema: JSON Schema
+    of one call's or step's arguments; open_schema: of an environment's opening arguments. preload:
+    modules imported once, before any action: what is slow to import belongs here. work_bytes: size
+    of the private /tmp, and the largest file. processes: processes and threads at a time.
+    reserve_bytes: memory that the node keeps for a session as long as it lives; the limit may be
+    far above. scaling: None for a tool that uses `limits.cpu_cores`, no more and no less. provider:
+    whose quota each call takes of (PROVIDERS_FILE); empty: nobody's. remote: an HttpFunction or
+    Judge, which runs it instead; `entry` is then empty. backend: where it runs (bubblewrap, docker,
+    kubernetes); empty: where the service runs tools (BACKEND). image: of its containers; empty:
+    IMAGE. network: of the operator's (NETWORKS), for its containers; empty: none. reward_range:
+    lowest and highest reward of an answer; another one is no answer. runs_code: an argument is code
+    that runs in the process that answers, so that a reward, data or refusal in its answer means
+    nothing.
     """
 
     name: str
@@ -121,10 +148,11 @@ class Tool:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a tool answers. output is what the agent reads; reward and done are for environments and scorers.
+    """What a tool answers. output is what the agent reads; reward and done are for environments and
+    scorers.
 
-    retry_after_s: the tool's provider refused, and asks to be left alone for so long; a call of a stateless tool is
-    then made again by the service, if its caller has the time.
+    retry_after_s: the tool's provider refused, and asks to be left alone for so long; a call of a
+    stateless tool is then made again by the service, if its caller has the time.
     """
 
     output: str = ""
@@ -137,7 +165,10 @@ class Outcome:
 
 
 class InvalidArguments(Exception):  # noqa: N818 - named as the gRPC code it becomes
-    """Raised by a tool: an argument passes the schema but is wrong all the same. The caller gets INVALID_ARGUMENT."""
+    """Raised by a tool: an argument passes the schema but is wrong all the same.
+
+    The caller gets INVALID_ARGUMENT.
+    """
 
     def __init__(self, name: str, description: str) -> None:
         super().__init__(f"{name}: {description}")
@@ -150,29 +181,38 @@ class Sandbox(Protocol):
 
     @property
     def cores(self) -> int:
-        """How many cores the present step may use. Of a stateless tool: the environment variable TREADLE_CORES."""
+        """Return how many cores the present step may use.
+
+        Of a stateless tool: the environment variable TREADLE_CORES.
+        """
 
     def python(self, code: str) -> Outcome:
-        """Run Python in a process of its own that sees the session's /tmp, but not the environment's memory."""
+        """Run Python in a process of its own that sees the session's /tmp, but not the
+        environment's memory.
+        """
 
 
 class Environment(Protocol):
     """A stateful tool: one object a session, in one process, called from one thread."""
 
     def first(self) -> Outcome:
-        """The first observation."""
+        """Return the first observation."""
 
     def step(self, arguments: Mapping[str, Any]) -> Outcome:
-        """One action of the agent. An exception is answered as TOOL_ERROR, and the session goes on."""
+        """Carry out one action of the agent.
+
+        An exception is answered as TOOL_ERROR, and the session goes on.
+        """
 
 
 @dataclass(frozen=True)
 class Result:
     """What came of an action, as the service sees it. Times in seconds.
 
-    alive: the session's process can take another step. invalid: (argument, description) where the tool refused an
-    argument. cores: that it was granted. held_s: for how long it held them. cpu_s: CPU seconds that it used; None
-    where nobody counts. refused_s: for how long the tool's provider asked to be left alone.
+    alive: the session's process can take another step. invalid: (argument, description) where the
+    tool refused an argument. cores: that it was granted. held_s: for how long it held them. cpu_s:
+    CPU seconds that it used; None where nobody counts. refused_s: for how long the tool's provider
+    asked to be left alone.
     """
 
     status: Status
@@ -193,5 +233,7 @@ class Result:
     refused_s: float | None = None
 
     def timed(self, *, queue_s: float, total_s: float) -> "Result":
-        """The same with queue and overhead filled in: overhead is what is neither queue nor execution."""
+        """Return the same with queue and overhead filled in: overhead is what is neither queue nor
+        execution.
+        """
         return replace(self, queue_s=queue_s, overhead_s=max(0.0, total_s - queue_s - self.execution_s))

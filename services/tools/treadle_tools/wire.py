@@ -20,37 +20,39 @@ from treadle_runtime.bus import run_beside
 from treadle_runtime.errors import StartError
 from treadle_runtime.server import Runtime, Wiring
 
-from treadle_tools.api.convert import FactPublisher
-from treadle_tools.api.servicer import Gateway, RewardsServicer, ToolsServicer
+from treadle_tools.backends import start_backends
 from treadle_tools.background import Background
 from treadle_tools.config import ToolsSettings
-from treadle_tools.declarations import DeclarationError, Declarations, Judge, read_declarations, read_providers
-from treadle_tools.functions import Caller, FunctionTools
-from treadle_tools.gpu.rounds import Rounds
-from treadle_tools.gpu.servers import BUCKET as GPU_BUCKET
-from treadle_tools.gpu.servers import EngineMemory, Ledger, Residents
+from treadle_tools.convert import FactPublisher
+from treadle_tools.metrics import Meters
 from treadle_tools.registry import RegistrationError, load_registry
-from treadle_tools.rewards.pool import RewardPool
+from treadle_tools.remote.declarations import DeclarationError, Declarations, Judge, read_declarations, read_providers
+from treadle_tools.remote.functions import Caller, FunctionTools
+from treadle_tools.remote.gpu_rounds import Rounds
+from treadle_tools.remote.gpu_servers import BUCKET as GPU_BUCKET
+from treadle_tools.remote.gpu_servers import EngineMemory, Ledger, Residents
+from treadle_tools.rewards.judges import JudgeScorer
+from treadle_tools.rewards.pool import RewardPool, Scorer, ToolScorer
 from treadle_tools.rewards.reward import BUCKET as REWARDS_BUCKET
 from treadle_tools.rewards.reward import RewardJournal
-from treadle_tools.rewards.scorers import JudgeScorer, Scorer, ToolScorer
-from treadle_tools.sandbox.backends import start_backends
 from treadle_tools.sandbox.sandboxes import ReusedSandboxes
-from treadle_tools.scheduling.actions import Actions
-from treadle_tools.scheduling.demand import Demands
-from treadle_tools.scheduling.resources import compile_kernels, find_node
-from treadle_tools.scheduling.scheduler import ActionScheduler
-from treadle_tools.scheduling.usage import Meters
-from treadle_tools.sessions.sessions import Sessions
+from treadle_tools.scheduling.actions import Actions, ActionScheduler
+from treadle_tools.scheduling.resources import Demands, compile_kernels, find_node
+from treadle_tools.servicer import Gateway, RewardsServicer, ToolsServicer
+from treadle_tools.sessions import Sessions
 from treadle_tools.tool import Tool
 
 SERVICE = tools_pb2.DESCRIPTOR.services_by_name["ToolsService"].full_name
-RECORDS_BYTES = 256 * 1024 * 1024  # of answers to repeated calls: sixty of the longest, a hundred thousand usual ones
+# Of answers to repeated calls: sixty of the longest, a hundred thousand usual ones
+RECORDS_BYTES = 256 * 1024 * 1024
 REWARDS_SERVICE = rewards_pb2.DESCRIPTOR.services_by_name["RewardsService"].full_name
 
 
 async def wire(runtime: Runtime) -> Wiring:
-    """The service on `runtime`. Raises StartError for a file or module that is not usable."""
+    """Assemble the service on `runtime`.
+
+    Raises StartError for a file or module that is not usable.
+    """
     settings = runtime.settings
     assert isinstance(settings, ToolsSettings)
     bus = runtime.bus
@@ -148,7 +150,7 @@ async def wire(runtime: Runtime) -> Wiring:
 
 @contextmanager
 def _naming(setting: str, value: str) -> Iterator[None]:
-    """Raises StartError with the setting where what it names is not usable."""
+    """Raise StartError with the setting where what it names is not usable."""
     try:
         yield
     except (DeclarationError, InvalidPoolError, RegistrationError) as error:

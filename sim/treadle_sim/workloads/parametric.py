@@ -8,7 +8,7 @@ The model of a trajectory, where z is standard normal:
     ln tokens = ln median + sigma (sqrt(1 - WITHIN_PROMPT) z_prompt + sqrt(WITHIN_PROMPT) z_sample), cut at the cap
     ln steps  = ln steps_median + elasticity (ln tokens - ln median) + steps_sigma z, rounded, at least 1
     tokens over steps: log-normal weights; answers of tools, in tokens and in seconds: log-normal, cut at a limit.
-The source of each parameter stands beside it; docs/traces.md has them in one table.
+The source of each parameter stands beside it.
 """
 
 import math

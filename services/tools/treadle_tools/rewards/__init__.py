@@ -1,1 +1,11 @@
-"""Rewards: accept them, keep them across restarts, share the slots among jobs, score them, publish how they ended."""
+"""Rewards: the functions that score a trajectory, the LLM judges, and the pool that scores for all
+jobs.
+
+A reward that comes with the service is a module of this folder: it declares a `Tool` of kind
+REWARD, has the function that `entry` of it names, and stands in REWARDS below.
+"""
+
+from treadle_tools.rewards.answers import EXACT_MATCH, MATH_EQUAL
+from treadle_tools.rewards.python_tests import PYTHON_TESTS
+
+REWARDS = (EXACT_MATCH, MATH_EQUAL, PYTHON_TESTS)

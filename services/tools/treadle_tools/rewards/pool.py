@@ -1,65 +1,127 @@
-"""Accept rewards of all jobs at once, score them as slots come free, and publish those that have ended.
+"""Accept rewards of all jobs at once, score them as slots come free, and publish those that have
+ended.
 
-Invariants: an accepted reward is in the journal before its caller knows, and stays there until it has ended; after a
-restart the rewards that had not ended are scored, a second time where the first was cut; a function that cannot be
-asked for the moment is asked again, and one that crashes `MOST_TRIES` times in all. No reward ends the pool, or the
-service twice: one that has not ended at a restart is marked while it is scored, one with a mark is scored while no
-other one with a mark is, and one with `MOST_ENDS` marks has failed.
+Invariants: an accepted reward is in the journal before its caller knows, and stays there until it
+has ended; after a restart the rewards that had not ended are scored, a second time where the first
+was cut; a function that cannot be asked for the moment is asked again, and one that crashes
+`MOST_TRIES` times in all. No reward ends the pool, or the service twice: one that has not ended at
+a restart is marked while it is scored, one with a mark is scored while no other one with a mark is,
+and one with `MOST_ENDS` marks has failed.
 """
 
 import asyncio
 import contextlib
 import hmac
 import json
+import math
 import time
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import nats.errors
 import structlog
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception,
+    retry_if_exception_type,
+    retry_if_result,
+    wait_exponential,
+)
 from treadle_core.fair_share import FairQueue
-from treadle_runtime import errors
-from treadle_runtime.errors import InvalidArgument, NotFound, ResourceExhausted, TreadleError
+from treadle_runtime.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    TreadleError,
+    Unavailable,
+)
 from treadle_runtime.identity.tenants import like
 
+from treadle_tools.remote.declarations import HttpFunction
 from treadle_tools.replies import MOST_ERROR_BYTES, cut
-from treadle_tools.rewards.reward import Reward, RewardJournal, State
-from treadle_tools.rewards.scorers import Scorer
-from treadle_tools.scheduling.demand import RecentMeans
-from treadle_tools.tool import Result, Status
+from treadle_tools.rewards.reward import Reward, RewardJournal, RewardTable, State
+from treadle_tools.scheduling.resources import RecentMeans
+from treadle_tools.tool import Limits, Result, Status, Tool
 
 log = structlog.get_logger()
 
 ID_BYTES = 16  # of a reward's id
 MOST_TRIES = 3
 MOST_ENDS = 2
-FIRST_PAUSE_S = 0.5  # before a function is asked again
-LONGEST_PAUSE_S = 30.0
+BACKOFF = wait_exponential(multiplier=0.5, max=30.0)  # seconds before a function is asked again
 FULL_RETRY_S = 1.0
 SWEEP_PERIOD_S = 60.0
-# Together, as JSON, within half of NATS's default max_payload (a letter takes up to 6 bytes there, an emoji 12); kept
-# in memory for as long as the reward.
+# Together, as JSON, within half of NATS's default max_payload (a letter takes up to 6 bytes there,
+# an emoji 12); kept in memory for as long as the reward.
 MOST_DATA_BYTES = 256 * 1024  # of data_json; longer is left out
 MOST_OUTPUT_BYTES = 16 * 1024  # as the judge's reasons or a traceback; longer is cut
+
+SANDBOX_QUEUE = "(sandbox)"  # a tool cannot have this name
 
 UNKNOWN_S = 1.0  # what a function is taken to cost before it has run
 
 # The function is not to blame, and may answer later.
-NOT_NOW = (errors.Unavailable, ResourceExhausted, errors.FailedPrecondition)
+NOT_NOW = (Unavailable, ResourceExhausted, FailedPrecondition)
 
 Arguments = Mapping[str, Any]
-Matches = Callable[[Reward], bool]
+Call = Callable[[Tool, Mapping[str, Any], Limits, str], Awaitable[Result]]
+
+
+class Scorer(Protocol):
+    """One reward function."""
+
+    queue: str
+    """Scorers with the same name here share the slots."""
+
+    slots: int
+    """So many rewards of the queue are scored at a time."""
+
+    async def score(self, arguments: Mapping[str, Any]) -> Result:
+        """Score a trajectory: the score is `reward` of a result whose status is OK.
+
+        Raises InvalidArgument where the function refuses an argument; Unavailable,
+        ResourceExhausted or FailedPrecondition where it cannot be asked at the moment.
+        """
+
+
+class ToolScorer:
+    """`Scorer` that calls a registered tool of kind REWARD, in the sandbox or over HTTP.
+
+    call: runs a tool. sandbox_slots: how many rewards run in the sandbox at a time.
+    """
+
+    def __init__(self, tool: Tool, call: Call, sandbox_slots: int) -> None:
+        self._tool = tool
+        self._call = call
+        function = tool.remote if isinstance(tool.remote, HttpFunction) else None
+        self.queue = tool.name if function else SANDBOX_QUEUE
+        self.slots = function.at_once if function else sandbox_slots
+
+    async def score(self, arguments: Mapping[str, Any]) -> Result:
+        """Return the tool's score (see Scorer).
+
+        The action belongs to no trajectory: that has ended.
+        """
+        result = await self._call(self._tool, arguments, self._tool.limits, "")
+        if result.refused_s is not None:
+            raise Unavailable("PROVIDER_REFUSED", result.error or "refused", retry_after_s=result.refused_s)
+        if result.status is not Status.OK or (result.reward is not None and math.isfinite(result.reward)):
+            return result
+        none = "the reward function gave no reward"
+        error = none if result.reward is None else f"the reward is {result.reward}, no finite number"
+        return replace(result, status=Status.TOOL_ERROR, error=error)
 
 
 @dataclass(eq=False)
 class RewardPool:
     """Owns the rewards, their action queues, and a task for each reward that runs.
 
-    secret: of the journal. read: the arguments of a function by its name, out of their JSON; raises TreadleError.
-    publish: publishes a reward that has ended. most_waiting: rewards that may wait. kept_s: how long a reward that has
-    ended is kept.
+    secret: of the journal. read: the arguments of a function by its name, out of their JSON; raises
+    TreadleError. publish: publishes a reward that has ended. most_waiting: rewards that may wait.
+    kept_s: how long a reward that has ended is kept.
     """
 
     scorers: Mapping[str, Scorer]
@@ -69,21 +131,26 @@ class RewardPool:
     publish: Callable[[Reward], Awaitable[None]]
     most_waiting: int
     kept_s: float
-    table: "RewardTable" = field(default_factory=lambda: RewardTable(), init=False)
-    _learned_s: RecentMeans = field(default_factory=RecentMeans, init=False)  # of a slot, by function
+    table: RewardTable = field(default_factory=RewardTable, init=False)
+    # Of a slot, by function
+    _learned_s: RecentMeans = field(default_factory=RecentMeans, init=False)
     _arguments: dict[str, Arguments] = field(default_factory=dict, init=False)
     _running: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
-    _found: set[str] = field(default_factory=set, init=False)  # had not ended when the service started
-    _marked: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)  # of one with a mark that is scored
-    _unwanted: set[str] = field(default_factory=set, init=False)  # cancelled by a caller, not by the drain
+    # Had not ended when the service started
+    _found: set[str] = field(default_factory=set, init=False)
+    # Of one with a mark that is scored
+    _marked: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    # Cancelled by a caller, not by the drain
+    _unwanted: set[str] = field(default_factory=set, init=False)
     _wake: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def __post_init__(self) -> None:
         self._queues = {scorer.queue: _Queue(scorer.slots) for scorer in self.scorers.values()}
 
     def id_of(self, request_id: str) -> str:
-        """The id of the reward that a request asks for: the same for a repeat whose first answer was not recorded, and
-        not to be guessed from the request's id."""
+        """Return the id of the reward that a request asks for: the same for a repeat whose first
+        answer was not recorded, and not to be guessed from the request's id.
+        """
         drawn = hmac.digest(self.secret, request_id.encode(), "sha256")[:ID_BYTES]
         return like(request_id, f"w-{drawn.hex()}")
 
@@ -103,7 +170,7 @@ class RewardPool:
         return reward
 
     def get(self, reward_id: str) -> Reward:
-        """Raises NotFound."""
+        """Return the reward of an id. Raises NotFound."""
         if (reward := self.table.rewards.get(reward_id)) is None:
             why = f"there is no reward {reward_id[:64]!r}: never accepted, or ended over {self.kept_s:g} s ago"
             raise NotFound("REWARD_NOT_FOUND", f"reward_id: {why}", reward_id=reward_id)
@@ -127,7 +194,8 @@ class RewardPool:
         for reward, arguments_json in await self.journal.load():
             if reward.ended:
                 self.table.put(reward)
-                await self.publish(reward)  # its end may not have been published; the fact has the same id
+                # Its end may not have been published; the fact has the same id
+                await self.publish(reward)
                 continue
             try:
                 if arguments_json is None:
@@ -181,7 +249,9 @@ class RewardPool:
             self._wake.set()
 
     async def _score_safely(self, reward: Reward) -> Reward:
-        """Score, whatever that raises; with a mark in the journal where the reward may have ended the service."""
+        """Score, whatever that raises; with a mark in the journal where the reward may have ended
+        the service.
+        """
         try:
             if reward.reward_id not in self._found:
                 return await self._score(reward)
@@ -201,25 +271,38 @@ class RewardPool:
     async def _score(self, reward: Reward) -> Reward:
         """Score until there is a result, and return the reward as it ends."""
         scorer, arguments = self.scorers[reward.name], self._arguments[reward.reward_id]
-        pause_s = FIRST_PAUSE_S
-        tries = 0
-        while True:
-            queue_s, revision = max(0.0, time.time() - reward.accepted_at), reward.revision + 1
-            reward = replace(reward, state=State.RUNNING, tries=tries + 1, queue_s=queue_s, revision=revision)
+        crashes = 0
+
+        async def score_once() -> Reward:
+            """Return the reward as it ends; one that is still running where the function crashed."""
+            nonlocal reward, crashes
+            reward = replace(
+                reward,
+                state=State.RUNNING,
+                tries=crashes + 1,
+                queue_s=max(0.0, time.time() - reward.accepted_at),
+                revision=reward.revision + 1,
+            )
             self.table.put(reward)
             try:
                 result = await scorer.score(arguments)
             except InvalidArgument as refused:
                 return replace(reward, state=State.FAILED, error=refused.message)
-            except NOT_NOW as error:
+            crashes += result.status is Status.CRASHED
+            if result.status is Status.CRASHED and crashes < MOST_TRIES:
+                return reward
+            return _end_of(reward, result)
+
+        def report(state: RetryCallState) -> None:
+            if isinstance(error := _error_of(state), TreadleError):
                 log.warning("a reward waits", reward=reward.name, reward_id=reward.reward_id, why=error.message)
-                pause_s = max(pause_s, error.retry_after_s or 0.0)
-            else:
-                tries += 1
-                if result.status is not Status.CRASHED or tries >= MOST_TRIES:
-                    return _end_of(reward, result)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+        until_ended = AsyncRetrying(
+            retry=retry_if_exception_type(NOT_NOW) | retry_if_result(lambda scored: not scored.ended),
+            wait=_pause_s,
+            before_sleep=report,
+        )
+        return await until_ended(score_once)
 
     async def _end(self, reward: Reward) -> None:
         """Store and publish how it ended. While NATS is away, waits."""
@@ -250,19 +333,32 @@ class RewardPool:
 
 
 async def _until_written(write: Callable[[], Awaitable[None]]) -> None:
-    """Try until it is written. Raises nats.errors.MaxPayloadError, which no waiting cures."""
-    pause_s = FIRST_PAUSE_S
-    while True:
-        try:
-            await write()
-        except nats.errors.MaxPayloadError:
-            raise
-        except nats.errors.Error as error:
-            log.warning("the state of a reward is not written", error=repr(error))
-        else:
-            return
-        await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+    """Write again until NATS takes it.
+
+    Raises nats.errors.MaxPayloadError, which no waiting cures.
+    """
+
+    def may_pass(error: BaseException) -> bool:
+        return isinstance(error, nats.errors.Error) and not isinstance(error, nats.errors.MaxPayloadError)
+
+    def report(state: RetryCallState) -> None:
+        log.warning("the state of a reward is not written", error=repr(_error_of(state)))
+
+    async def write_once() -> None:  # tenacity does not await what a lambda returns
+        await write()
+
+    await AsyncRetrying(retry=retry_if_exception(may_pass), wait=_pause_s, before_sleep=report)(write_once)
+
+
+def _pause_s(state: RetryCallState) -> float:
+    """Return an exponential pause, and at least as long a one as the error asks for."""
+    error = _error_of(state)
+    asked_s = error.retry_after_s if isinstance(error, TreadleError) else None
+    return max(BACKOFF(state), asked_s or 0.0)
+
+
+def _error_of(state: RetryCallState) -> BaseException | None:
+    return None if state.outcome is None else state.outcome.exception()
 
 
 def _end_of(reward: Reward, result: Result) -> Reward:
@@ -286,60 +382,3 @@ class _Queue:
 
     free: int
     share: FairQueue[Reward] = field(default_factory=FairQueue)
-
-
-@dataclass(eq=False)
-class _Watcher:
-    matches: Matches
-    changed: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def note(self, reward: Reward) -> None:
-        if self.matches(reward):
-            self.changed[reward.reward_id] = None
-            self.wake.set()
-
-
-class RewardTable:
-    """All rewards by id, and who watches them.
-
-    Invariant: a watcher gets every matching reward in its newest state. Only states in between may be left out.
-    """
-
-    def __init__(self) -> None:
-        self.rewards: dict[str, Reward] = {}
-        self._watchers: set[_Watcher] = set()
-
-    def put(self, reward: Reward) -> None:
-        """A new reward, or a newer state of one."""
-        self.rewards[reward.reward_id] = reward
-        for watcher in self._watchers:
-            watcher.note(reward)
-
-    async def watch(self, matches: Matches) -> AsyncIterator[Reward]:
-        """Each reward that matches, then each change, for ever."""
-        watcher = _Watcher(matches)
-        for reward in self.rewards.values():
-            watcher.note(reward)
-        self._watchers.add(watcher)
-        try:
-            while True:
-                await watcher.wake.wait()
-                watcher.wake.clear()
-                while watcher.changed:
-                    reward_id, _ = watcher.changed.popitem(last=False)
-                    if (newest := self.rewards.get(reward_id)) is not None:
-                        yield newest
-        finally:
-            self._watchers.discard(watcher)
-
-    async def watch_until_ended(self, reward_ids: Iterable[str]) -> AsyncIterator[Reward]:
-        """As `watch`, of these, until all of them have ended."""
-        wanted = frozenset(reward_ids)
-        left = set(wanted)
-        async for reward in self.watch(lambda reward: reward.reward_id in wanted):
-            yield reward
-            if reward.ended:
-                left.discard(reward.reward_id)
-            if not left:
-                return

@@ -1,1 +1,4 @@
-"""Where tools run: sandboxes of bubblewrap, Docker or Kubernetes. The service imports no code of a tool."""
+"""Where tools run: sandboxes of bubblewrap, Docker or Kubernetes.
+
+The service imports no code of a tool.
+"""

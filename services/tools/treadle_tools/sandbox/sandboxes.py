@@ -1,28 +1,81 @@
-"""What the service asks of a sandbox and of a backend that makes sandboxes; and the sandboxes that wait for a call.
+"""A sandbox of any kind: how its worker is started, what the service asks of it, and who makes it.
 
-Backends: the client of the sandbox daemon for bubblewrap (`daemon/client.py`), the fleet of containers
-(`containers/fleet.py`). Neither is known here.
+Backends make sandboxes: the client of the sandbox daemon for bubblewrap (`daemon_client.py`), the
+fleet of containers (`containers/fleet.py`). This module knows neither, and imports the standard
+library only.
 """
 
 import asyncio
-import itertools
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any
 
-from treadle_tools.tool import Limits, Status, Tool
+from treadle_tools.tool import Kind, Limits, Status, Tool
+
+NOBODY = 65534
+PACKAGE = "treadle_tools"
+VARIABLES = MappingProxyType({
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "OPENBLAS_NUM_THREADS": "1",  # a fork server must have one thread; and one action, one core
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "MPLBACKEND": "Agg",
+    "MPLCONFIGDIR": "/tmp",
+})  # fmt: skip
+BOOT = (
+    "import sys, json; config = json.loads(sys.argv[1]); sys.path += config['paths']; "
+    "from treadle_tools.sandbox.inside.{module} import main; main(config)"
+)
+
+
+def worker_arguments(tool: Tool, module: str, paths: Sequence[str], **more: Any) -> list[str]:
+    """Return the arguments of a Python that runs `main` of a module of `inside/`.
+
+    paths: added to sys.path; more: for `main`.
+    """
+    config = {
+        "paths": list(paths),
+        "entry": tool.entry,
+        "preload": list(tool.preload),
+        "work_bytes": tool.work_bytes,
+        "processes": tool.processes,
+        "hidden": tool.kind is Kind.REWARD,
+        **more,
+    }
+    return ["-c", BOOT.format(module=module), json.dumps(config)]
+
+
+def find_top_level(tool: Tool, name: str) -> ModuleSpec:
+    """Return the package or module at the top of a dotted name that `tool` needs.
+
+    Raises ModuleNotFoundError without it.
+    """
+    top = name.partition(":")[0].partition(".")[0]
+    if (spec := find_spec(top)) is None:
+        raise ModuleNotFoundError(f"tool {tool.name!r}: no module named {top!r}", name=top)
+    return spec
+
 
 CHECK_INTERVAL_S = 1.0  # between two looks whether the tool's worker has failed meanwhile
-RETRY_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # after each start of a worker that fails; the last one again
-MOST_CLOSED = 4096  # closed sessions remembered, because the service's next run may get a repeat of the closing
+# After each start of a worker that fails; the last one again
+RETRY_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+# Closed sessions remembered, because the service's next run may get a repeat of the closing
+MOST_CLOSED = 4096
 
 
 class SandboxLost(Exception):  # noqa: N818 - an answer to the caller, not a fault
-    """The sandbox died, broke the protocol or did not answer. status: of its action, as far as the cause is known."""
+    """The sandbox died, broke the protocol or did not answer.
+
+    status: of its action, as far as the cause is known.
+    """
 
     def __init__(self, message: str, status: Status = Status.CRASHED) -> None:
         super().__init__(message)
@@ -33,13 +86,10 @@ class WorkerFailed(Exception):  # noqa: N818 - named for what happened
     """A tool's worker did not start or could not make a sandbox; the message says why."""
 
 
-def worker_retry_pauses() -> Iterator[float]:
-    """Seconds to wait after a worker's first failure to start, its second, and so on without end."""
-    return itertools.chain(RETRY_PAUSES_S, itertools.repeat(RETRY_PAUSES_S[-1]))
-
-
 class Sandbox(ABC):
-    """An isolated process tree in which one action or one session runs. name: unique among all that are remembered.
+    """An isolated process tree in which one action or one session runs.
+
+    name: unique among all that are remembered.
 
     reusable: whether it can take another call after one that was asked with `again`.
     """
@@ -50,22 +100,23 @@ class Sandbox(ABC):
     @property
     @abstractmethod
     def alive(self) -> bool:
-        """Whether it can take a request."""
+        """Return whether it can take a request."""
 
     async def ask(
         self, op: str, arguments: Any, limits: Limits, processes: int, *, request_id: str = "", again: bool = False
     ) -> dict[str, Any]:
         """Send one request and return the answer of its supervisor (`inside/supervisor.py`).
 
-        op: `call`, `open`, `step`; or `recall`, which returns the last answer again ({"id": ""} where
-        there was none). again: another call will follow, so what this one leaves is to be removed; an
-        answer that is `soiled` says that this failed for the last call, and that this call has not
-        run. A step keeps the memory limit of the session's opening; its own, lower limit holds for
-        each process that the step starts. Granted cores (`Granted.cores`, numbers of this machine) are
-        released with the answer.
-        Raises SandboxLost; then the caller closes the sandbox.
+        op: `call`, `open`, `step`; or `recall`, which returns the last answer again ({"id": ""}
+        where there was none). again: another call will follow, so what this one leaves is to be
+        removed; an answer that is `soiled` says that this failed for the last call, and that this
+        call has not run. A step keeps the memory limit of the session's opening; its own, lower
+        limit holds for each process that the step starts. Granted cores (`Granted.cores`, numbers
+        of this machine) are released with the answer. Raises SandboxLost; then the caller closes
+        the sandbox.
         """
-        body = json.dumps(arguments, separators=(",", ":")).encode("ascii")  # a lone surrogate stays legal on the wire
+        # A lone surrogate stays legal on the wire
+        body = json.dumps(arguments, separators=(",", ":")).encode("ascii")
         request = {"op": op, "id": request_id, "limits": limits.message(), "again": again, "body": len(body)}
         above_memory = f"stopped above {limits.memory_bytes} bytes of memory"
         try:
@@ -82,12 +133,14 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def _exchange(self, header: dict[str, Any], body: bytes, limits: Limits, processes: int) -> dict[str, Any]:
-        """Send a request; its answer (`answers.read`). Raises SandboxLost, and TimeoutError where none comes within the
-        limits."""
+        """Send a request and return its answer, as `messages.read_answer` reads it.
+
+        Raises SandboxLost, and TimeoutError where no answer comes within the limits.
+        """
 
     @abstractmethod
     def _was_killed_for_memory(self) -> bool:
-        """Whether a process has been killed for its memory since the last request was sent."""
+        """Return whether a process has been killed for its memory since the last request was sent."""
 
     @abstractmethod
     def close(self) -> None:
@@ -97,9 +150,10 @@ class Sandbox(ABC):
 class WarmSandboxes:
     """Sandboxes of a tool that have been started and wait for their first call.
 
-    count: how many. request: orders that many from the backend, which passes them to `add`. lazy: none is ordered
-    before the first `take`, so that a tool that no job uses costs nothing. failure: why there are none, if so.
-    Invariant: a sandbox is handed out once, and another is ordered in its place.
+    count: how many. request: orders that many from the backend, which passes them to `add`. lazy:
+    none is ordered before the first `take`, so that a tool that no job uses costs nothing. failure:
+    why there are none, if so. Invariant: a sandbox is handed out once, and another is ordered in
+    its place.
     """
 
     def __init__(self, count: int, request: Callable[[int], None], *, lazy: bool = False, failure: str = "") -> None:
@@ -110,7 +164,10 @@ class WarmSandboxes:
         self._lazy = lazy
 
     async def take(self) -> Sandbox:
-        """A sandbox that nothing has run in. Raises WorkerFailed where the tool's worker does not start."""
+        """Take a sandbox in which nothing has run.
+
+        Raises WorkerFailed where the tool's worker does not start.
+        """
         if self._lazy:
             self._lazy = False
             self.fill()
@@ -144,7 +201,8 @@ class WarmSandboxes:
 
 
 class SessionRecords:
-    """Sessions as the service last stored them, the sandbox in which each lives, and which request closed the others.
+    """Sessions as the service last stored them, the sandbox in which each lives, and which request
+    closed the others.
 
     All by session id. Of a record only its session_id is read here.
     """
@@ -165,7 +223,10 @@ class SessionRecords:
             self.records[session_id].update(facts)
 
     def forget(self, session_id: str, closed_by: str = "") -> None:
-        """Remove a closed session. closed_by: the request that closed it, which may be repeated to the next run."""
+        """Remove a closed session.
+
+        closed_by: the request that closed it, which may be repeated to the next run.
+        """
         self.records.pop(session_id, None)
         self.sandboxes.pop(session_id, None)
         if closed_by:
@@ -176,17 +237,23 @@ class SessionRecords:
 
 @dataclass(frozen=True)
 class FoundSession:
-    """A session of an earlier run of the service. record: as last stored. sandbox: None where it has ended."""
+    """A session of an earlier run of the service.
+
+    record: as last stored. sandbox: None where it has ended.
+    """
 
     record: Mapping[str, Any]
     sandbox: Sandbox | None
 
 
 class Backend(ABC):
-    """Makes sandboxes, and stores sessions for the service's next run. While `run` runs it keeps sandboxes warm.
+    """Makes sandboxes, and stores sessions for the service's next run.
 
-    records: where sessions are stored. tools: those that it runs. failures: why its others cannot run. warm: sandboxes
-    per tool that wait. lazy: tools whose worker starts with the first call. found: sessions of the service's last run.
+    While `run` runs it keeps sandboxes warm.
+
+    records: where sessions are stored. tools: those that it runs. failures: why its others cannot
+    run. warm: sandboxes per tool that wait. lazy: tools whose worker starts with the first call.
+    found: sessions of the service's last run.
     """
 
     def __init__(
@@ -205,7 +272,7 @@ class Backend(ABC):
             self._warm[tool] = WarmSandboxes(0, lambda count: None, failure=why)
 
     async def take(self, tool: str) -> Sandbox:
-        """A fresh sandbox. Raises WorkerFailed where the tool's worker does not start."""
+        """Take a fresh sandbox. Raises WorkerFailed where the tool's worker does not start."""
         return await self._warm[tool].take()
 
     @abstractmethod
@@ -227,21 +294,25 @@ class Backend(ABC):
 class ReusedSandboxes:
     """Sandboxes that a trajectory's call has left clean, for its next call of the same tool.
 
-    A fresh sandbox costs more CPU than most calls: forks, namespaces, mounts, and their end. most: how many wait; 0:
-    none is used again. kept_s: how long. Invariant: a sandbox serves one trajectory, and one call at a time.
+    A fresh sandbox costs more CPU than most calls: forks, namespaces, mounts, and their end. most:
+    how many wait; 0: none is used again. kept_s: how long. Invariant: a sandbox serves one
+    trajectory, and one call at a time.
     """
 
     def __init__(self, *, most: int, kept_s: float) -> None:
         self._most = most
         self._kept_s = kept_s
-        self._waiting: dict[tuple[str, str], tuple[Sandbox, float]] = {}  # (trajectory, tool) -> since; oldest first
+        # (trajectory, tool) -> since; oldest first
+        self._waiting: dict[tuple[str, str], tuple[Sandbox, float]] = {}
 
     def wants(self, sandbox: Sandbox, trajectory_id: str) -> bool:
-        """Whether to ask `sandbox` to clean itself after a call of that trajectory ("": of none)."""
+        """Return whether to ask `sandbox` to clean itself after a call of that trajectory ("": of
+        none).
+        """
         return bool(self._most and trajectory_id and sandbox.reusable)
 
     def take(self, trajectory_id: str, tool: Tool) -> Sandbox | None:
-        """The sandbox that the trajectory's last call of `tool` has left, if it is alive."""
+        """Take the sandbox that the trajectory's last call of `tool` has left, if it is alive."""
         sandbox, _ = self._waiting.pop((trajectory_id, tool.name), (None, 0.0))
         if sandbox is not None and not sandbox.alive:
             sandbox.close()
@@ -249,7 +320,10 @@ class ReusedSandboxes:
         return sandbox
 
     def add(self, trajectory_id: str, tool: Tool, sandbox: Sandbox) -> None:
-        """Keep it for the trajectory's next call. Of two calls at once, the sandbox of the later one is kept."""
+        """Keep it for the trajectory's next call.
+
+        Of two calls at once, the sandbox of the later one is kept.
+        """
         key = trajectory_id, tool.name
         self._drop(key)
         self._waiting[key] = sandbox, time.monotonic()

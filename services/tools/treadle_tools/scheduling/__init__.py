@@ -1,0 +1,1 @@
+"""Which waiting action starts now, and on which cores?"""

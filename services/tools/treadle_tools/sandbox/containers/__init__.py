@@ -1,0 +1,1 @@
+"""Sandboxes that are Docker containers or Kubernetes pods."""

@@ -1,8 +1,8 @@
 """Containers of a Docker daemon.
 
-Owns: the connection to the daemon. Invariants: a container has no network unless its recipe names one, no capability,
-no way to more privileges, a read-only root, a /tmp of a limited size, and limits on memory, processes and cores; its
-label names its owner, who finds it again by that.
+Owns: the connection to the daemon. Invariants: a container has no network unless its recipe names
+one, no capability, no way to more privileges, a read-only root, a /tmp of a limited size, and
+limits on memory, processes and cores; its label names its owner, who finds it again by that.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from tenacity import retry_if_exception
 
 from treadle_tools.sandbox.containers import hosts
 from treadle_tools.sandbox.containers.hosts import Allotment, ContainerLost, Ending, HostFailed, Pipe, Recipe
-from treadle_tools.sandbox.worker import NOBODY, VARIABLES
+from treadle_tools.sandbox.sandboxes import NOBODY, VARIABLES
 from treadle_tools.tool import WORK_FOLDER_INODES, WORKER_PROCESSES
 
 log = structlog.get_logger()
@@ -30,7 +30,8 @@ STDERR = 2
 OWNER = "treadle.tools.owner"
 TOOL = "treadle.tools.tool"
 PERIOD_US = 100_000
-CALL_TIMEOUT_S = 60.0  # of one call to the daemon; a container is made in half a second on an idle machine
+# Of one call to the daemon; a container is made in half a second on an idle machine
+CALL_TIMEOUT_S = 60.0
 UNIX = "unix://"
 PULL_PAUSES_S = (1.0, 4.0, 16.0)  # a registry that refuses is busy: back off
 FINAL_STATUSES = (400, 401, 403, 404)  # a registry answers the same in a moment
@@ -56,13 +57,17 @@ class DockerPipe:
         return None
 
     async def close(self) -> None:
-        with contextlib.suppress(AssertionError):  # the library's, where the other end has gone first
+        # The library's, where the other end has gone first
+        with contextlib.suppress(AssertionError):
             await self._stream.close()
 
 
 class DockerHost:
-    """A `Host`. mirror: a registry that is asked first for images, such as `registry.local:5000`; empty: none. tls: a
-    folder with ca.pem, cert.pem and key.pem, for a daemon that is not on this machine."""
+    """`Host` that is a Docker daemon.
+
+    mirror: a registry that is asked first for images, such as `registry.local:5000`; empty: none.
+    tls: a folder with ca.pem, cert.pem and key.pem, for a daemon that is not on this machine.
+    """
 
     def __init__(self, url: str, *, owner: str, mirror: str = "", tls: str = "") -> None:
         self.name = url
@@ -104,7 +109,10 @@ class DockerHost:
             return await _attach(self._container(name))
 
     async def allot(self, name: str, allotment: Allotment) -> None:
-        """Change what a container may use, as `docker update` does. Core numbers mean nothing on another machine."""
+        """Change what a container may use, as `docker update` does.
+
+        Core numbers mean nothing on another machine.
+        """
         limits: dict[str, Any] = {"CpuPeriod": PERIOD_US, "CpuQuota": allotment.cpu_cores * PERIOD_US}
         if self.name.startswith(UNIX):
             limits["CpusetCpus"] = ",".join(map(str, allotment.cores)) or self._all_cores
@@ -145,7 +153,8 @@ class DockerHost:
 
     def _connect(self) -> aiodocker.Docker:
         if self._docker is None:
-            # Each attached container holds a connection, and the library's own connector stops at a hundred.
+            # Each attached container holds a connection, and the library's own connector stops at a
+            # hundred.
             connector: aiohttp.BaseConnector
             if self.name.startswith(UNIX):
                 url, connector = f"{UNIX}localhost", aiohttp.UnixConnector(self.name.removeprefix(UNIX), limit=0)
@@ -205,7 +214,10 @@ class DockerHost:
 
 
 async def _create(docker: aiodocker.Docker, settings: dict[str, Any], name: str) -> DockerContainer:
-    """Create a container. The daemon does so even if this call is cancelled: then wait for it, and remove it."""
+    """Create a container.
+
+    The daemon does so even if this call is cancelled: then wait for it, and remove it.
+    """
     creating = asyncio.ensure_future(docker.containers.create(settings, name=name))
     try:
         return await asyncio.shield(creating)
@@ -244,10 +256,12 @@ def _failures(what: str, missing: type[Exception] = ContainerLost) -> Iterator[N
 
 
 class Images:
-    """Images of one daemon, taken from the nearest place: the daemon itself, the mirror, the image's own registry.
+    """Images of one daemon, taken from the nearest place: the daemon itself, the mirror, the
+    image's own registry.
 
-    RollArt §8: a reset of an environment fails most often where an image is fetched, and takes longest there.
-    Invariant: an image is fetched once at a time, however many containers wait for it.
+    RollArt §8: a reset of an environment fails most often where an image is fetched, and takes
+    longest there. Invariant: an image is fetched once at a time, however many containers wait for
+    it.
     """
 
     def __init__(self, docker: aiodocker.Docker, mirror: str) -> None:
@@ -256,7 +270,10 @@ class Images:
         self._fetching: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def require(self, image: str) -> None:
-        """Return once the daemon has it. Raises aiodocker.DockerError where no registry gives it."""
+        """Return once the daemon has it.
+
+        Raises aiodocker.DockerError where no registry gives it.
+        """
         async with self._fetching[image]:
             try:
                 await self._docker.images.inspect(image)

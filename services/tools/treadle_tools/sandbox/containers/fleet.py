@@ -1,7 +1,9 @@
-"""All containers of this service: a few warm ones for each tool, one for each session or call, and no others.
+"""All containers of this service: a few warm ones for each tool, one for each session or call, and
+no others.
 
-Owns: the warm containers, the ones in use, the records of sessions. Invariants: a container is used once; one that was
-closed is removed, however often its host must be asked; of a killed service's containers only its sessions' are kept.
+Owns: the warm containers, the ones in use, the records of sessions. Invariants: a container is used
+once; one that was closed is removed, however often its host must be asked; of a killed service's
+containers only its sessions' are kept.
 """
 
 import asyncio
@@ -15,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-from tenacity import retry_if_exception_type
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_chain, wait_fixed
 
 from treadle_tools.sandbox.containers.hosts import ContainerLost, Host, HostFailed, Hosts, Recipe, retry_after, sweep
 from treadle_tools.sandbox.containers.sandbox import ContainerSandbox, Disconnected
-from treadle_tools.sandbox.daemon.state_folder import StateFolder
-from treadle_tools.sandbox.sandboxes import Backend, FoundSession, SessionRecords, WorkerFailed, worker_retry_pauses
+from treadle_tools.sandbox.sandboxes import RETRY_PAUSES_S, Backend, FoundSession, SessionRecords, WorkerFailed
+from treadle_tools.sandbox.state_folder import StateFolder
 
 log = structlog.get_logger()
 
@@ -31,10 +33,13 @@ OPEN, CLOSED = ".session.json", ".closed"
 
 
 class SessionFiles(SessionRecords):
-    """Records of sessions, one file each, which the service's next run reads. A sandbox is named as its container.
+    """Records of sessions, one file each, which the service's next run reads.
 
-    Invariant: a file is whole, or the one before it; what was stored and forgotten outlives this process (not the
-    machine, nor do its containers). The lock on the state folder makes the files one service's.
+    A sandbox is named as its container.
+
+    Invariant: a file is whole, or the one before it; what was stored and forgotten outlives this
+    process (not the machine, nor do its containers). The lock on the state folder makes the files
+    one service's.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -78,7 +83,10 @@ class SessionFiles(SessionRecords):
 
 
 class Fleet(Backend):
-    """See Backend. folder: for records of sessions. keep_on_exit: whether sessions outlive an orderly end too."""
+    """`Backend` of Docker containers or Kubernetes pods.
+
+    folder: for records of sessions. keep_on_exit: whether sessions outlive an orderly end too.
+    """
 
     records: SessionFiles
 
@@ -105,7 +113,10 @@ class Fleet(Backend):
         self._in_use: dict[str, ContainerSandbox] = {}
 
     async def connect(self) -> None:
-        """Find the containers of stored sessions, and remove all others. The sessions of a silent host are lost."""
+        """Find the containers of stored sessions, and remove all others.
+
+        The sessions of a silent host are lost.
+        """
         stored, alive = set(self.records.sandboxes.values()), dict[str, Host]()
         for host in self._hosts:
             try:
@@ -133,7 +144,9 @@ class Fleet(Backend):
             await asyncio.Event().wait()
 
     async def close(self) -> None:
-        """Remove every container, but those of sessions that are to outlive the service; `run` has ended."""
+        """Remove every container, but those of sessions that are to outlive the service; `run` has
+        ended.
+        """
         kept = set(self.records.sandboxes.values()) if self._keep_on_exit else set()
         if not self._keep_on_exit:
             self.records.clear()
@@ -151,20 +164,21 @@ class Fleet(Backend):
 
     async def _supply(self, tool: str) -> None:
         """Make one more warm container, however often that fails."""
-        for pause_s in worker_retry_pauses():
+
+        async def make() -> ContainerSandbox:
             try:
                 async with self._making:
-                    sandbox = await self._make(self._recipes[tool])
+                    return await self._make(self._recipes[tool])
             except WorkerFailed as failure:
                 log.error("a tool's worker failed", tool=tool, error=str(failure))
                 self._warm[tool].failure = str(failure)
-                await asyncio.sleep(pause_s)
-            else:
-                self._warm[tool].add(sandbox)
-                return
+                raise
+
+        failed, pauses = retry_if_exception_type(WorkerFailed), map(wait_fixed, RETRY_PAUSES_S)
+        self._warm[tool].add(await AsyncRetrying(retry=failed, wait=wait_chain(*pauses))(make))
 
     async def _make(self, recipe: Recipe) -> ContainerSandbox:
-        """A container whose worker answers. Raises WorkerFailed."""
+        """Make a container whose worker answers. Raises WorkerFailed."""
         tool = recipe.tool.name
         name = f"{self._prefix}-{_slug(tool)}-{uuid.uuid4().hex[:12]}"
         try:
@@ -229,6 +243,8 @@ def _slug(text: str) -> str:
 
 
 def default_owner(listen: str) -> str:
-    """Name the owner of containers where the settings do not: this machine and port, or this process."""
+    """Name the owner of containers where the settings do not: this machine and port, or this
+    process.
+    """
     port = listen.rpartition(":")[2]
     return f"{os.uname().nodename}-{port if port not in ('', '0') else f'pid-{os.getpid()}'}"

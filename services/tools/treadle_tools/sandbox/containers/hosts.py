@@ -1,7 +1,8 @@
-"""How a tool's container is made, and on which host: what Docker daemons and Kubernetes clusters have in common.
+"""How a tool's container is made, and on which host: what Docker daemons and Kubernetes clusters
+have in common.
 
-Implemented by `docker.py` and `kubernetes.py`. RollArt §8 (environment stability): a creation that fails is tried again
-elsewhere, with longer and longer pauses where there is no other host.
+Implemented by `docker.py` and `kubernetes.py`. RollArt §8 (environment stability): a creation that
+fails is tried again elsewhere, with longer and longer pauses where there is no other host.
 """
 
 import asyncio
@@ -12,10 +13,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
-from tenacity import AsyncRetrying, RetryCallState, stop_after_attempt, wait_chain, wait_fixed
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_chain, wait_fixed
 from tenacity.retry import RetryBaseT
 
-from treadle_tools.sandbox.worker import PACKAGE, find_top_level, worker_arguments
+from treadle_tools.sandbox.sandboxes import PACKAGE, find_top_level, worker_arguments
 from treadle_tools.tool import MIB, Tool
 
 log = structlog.get_logger()
@@ -25,12 +26,18 @@ START_BYTES = 512 * MIB  # for imports, until the worker has said what it holds
 MOST_DESCRIPTORS = 1024
 INTERPRETER = ("python3", "-I", "-B", "-X", "utf8")
 TRIES = 5
-REST_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # of a host, after each of its failures; the last one again
+# Of a host, after each of its failures; the last one again
+REST_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """code: (path here, path inside), shown read-only; empty: in the image. memory_bytes: until its worker runs."""
+    """How a tool's container is made.
+
+    code: (path here, path inside), shown read-only; empty: in the image.
+
+    memory_bytes: until its worker runs.
+    """
 
     tool: Tool
     image: str
@@ -40,7 +47,9 @@ class Recipe:
 
     @classmethod
     def for_tool(cls, tool: Tool, *, image: str, code_in_image: bool, silence_s: float) -> "Recipe":
-        """The recipe of `tool`. silence_s: seconds without a request after which its worker ends by itself.
+        """Return the recipe of `tool`.
+
+        silence_s: seconds without a request after which its worker ends by itself.
 
         Raises ModuleNotFoundError where its code is to be shown from this machine and is not here.
         """
@@ -68,7 +77,10 @@ def _find_code(tool: Tool) -> tuple[tuple[Path, str], ...]:
 
 
 class HostFailed(Exception):  # noqa: N818 - named for what happened
-    """A host does not answer, or refuses; another one, or a later try, may do better. The message says why."""
+    """A host does not answer, or refuses; another one, or a later try, may do better.
+
+    The message says why.
+    """
 
 
 class ContainerLost(Exception):  # noqa: N818 - an answer to the caller, not a fault
@@ -77,7 +89,10 @@ class ContainerLost(Exception):  # noqa: N818 - an answer to the caller, not a f
 
 @dataclass(frozen=True)
 class Allotment:
-    """What a container may use. cores: by this machine's numbers; empty: any. memory_bytes: None leaves it as it is."""
+    """What a container may use.
+
+    cores: by this machine's numbers; empty: any. memory_bytes: None leaves it as it is.
+    """
 
     cpu_cores: int
     cores: tuple[int, ...] = ()
@@ -112,7 +127,9 @@ class Pipe(Protocol):
 
 
 class Host(Protocol):
-    """Makes containers, which run by then, and finds those of this owner again. name: tells it from the other hosts.
+    """Makes containers, which run by then, and finds those of this owner again.
+
+    name: tells it from the other hosts.
 
     Every method raises HostFailed. `attach` and `allot` raise ContainerLost too.
     """
@@ -120,32 +137,35 @@ class Host(Protocol):
     name: str
 
     async def check(self) -> str:
-        """What it runs, with its version."""
+        """Return what it runs, with its version."""
 
     async def make(self, recipe: Recipe, name: str) -> None:
         """Make and start a container; nothing is left of it where this fails."""
 
     async def attach(self, name: str) -> Pipe:
-        """A pipe to a container."""
+        """Return a pipe to a container."""
 
     async def allot(self, name: str, allotment: Allotment) -> None:
         """Change what a container may use."""
 
     async def ending(self, name: str) -> Ending:
-        """Whether a container has ended, and how."""
+        """Return whether a container has ended, and how."""
 
     async def remove(self, name: str) -> None:
         """Kill everything in a container and remove it, if it is there."""
 
     async def list_names(self, *, running: bool = False) -> Sequence[str]:
-        """Names of this owner's containers: all, or those that run."""
+        """Return the names of this owner's containers: all, or those that run."""
 
     async def close(self) -> None:
         """Disconnect from the host."""
 
 
 async def sweep(host: Host, kept: Collection[str] = ()) -> int:
-    """Remove the owner's containers but `kept` from a host; how many there were. Raises HostFailed."""
+    """Remove the owner's containers but `kept` from a host; how many there were.
+
+    Raises HostFailed.
+    """
     swept = [name for name in await host.list_names() if name not in kept]
     for name in swept:
         await host.remove(name)
@@ -154,7 +174,10 @@ async def sweep(host: Host, kept: Collection[str] = ()) -> int:
 
 @dataclass
 class _HostState:
-    """load: containers on the host, those being made included."""
+    """A host, its load and its failures.
+
+    load: containers on the host, those being made included.
+    """
 
     host: Host
     load: int = 0
@@ -164,7 +187,10 @@ class _HostState:
 
 @dataclass(eq=False)
 class Hosts:
-    """Chooses the least loaded host that works. clock: seconds, as time.monotonic. sleep: as asyncio.sleep."""
+    """Chooses the least loaded host that works.
+
+    clock: seconds, as time.monotonic. sleep: as asyncio.sleep.
+    """
 
     hosts: Sequence[Host]
     clock: Callable[[], float] = time.monotonic
@@ -181,36 +207,45 @@ class Hosts:
         self._states[name].load += containers
 
     async def make(self, recipe: Recipe, name: str) -> Host:
-        """Make a container on the best host, or the next best, in TRIES tries. Raises HostFailed."""
-        for tries_left in reversed(range(TRIES)):
-            state = self._best()
-            await self.sleep(max(0.0, state.rests_until - self.clock()))
-            state.load += 1
-            try:
-                await state.host.make(recipe, name)
-            except HostFailed as failure:
-                state.load -= 1
-                state.rests_until = self.clock() + REST_PAUSES_S[min(state.failures, len(REST_PAUSES_S) - 1)]
+        """Make a container on the best host, or the next best, in TRIES tries.
+
+        Raises HostFailed.
+        """
+        what = "a container is tried elsewhere, or again"
+        retrying = retry_after((0.0,) * (TRIES - 1), retry_if_exception_type(HostFailed), what, container=name)
+        return await retrying(self._make_on_best, recipe, name)
+
+    async def _make_on_best(self, recipe: Recipe, name: str) -> Host:
+        """Make a container on the best host, once that need not rest. Raises HostFailed."""
+        state = self._best()
+        await self.sleep(max(0.0, state.rests_until - self.clock()))
+        state.load += 1
+        try:
+            await state.host.make(recipe, name)
+        except BaseException as error:
+            state.load -= 1
+            if isinstance(error, HostFailed):
+                pause_s = REST_PAUSES_S[min(state.failures, len(REST_PAUSES_S) - 1)]
+                state.rests_until = self.clock() + pause_s
                 state.failures += 1
-                if not tries_left:
-                    raise
-                log.warning("a container is tried elsewhere, or again", host=state.host.name, error=str(failure))
-            except BaseException:
-                state.load -= 1
-                raise
-            else:
-                state.failures = 0
-                return state.host
-        raise AssertionError("the last try returns or raises")
+            raise
+        state.failures = 0
+        return state.host
 
     def _best(self) -> _HostState:
-        """The host that need not rest and has least load; where all rest, the first to be back."""
+        """Return the host that need not rest and has least load; where all rest, the first to be
+        back.
+        """
         now = self.clock()
         return min(self._states.values(), key=lambda state: (max(0.0, state.rests_until - now), state.load))
 
 
 def retry_after(pauses_s: Sequence[float], retry: RetryBaseT, what: str, **fields: Any) -> AsyncRetrying:
-    """Calls a coroutine function again after each of `pauses_s`, and logs `what` each time. Raises the last error."""
+    """Return what calls a coroutine function again after each of `pauses_s`, and logs `what` each
+    time.
+
+    It raises the last error.
+    """
 
     def report(state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome is not None else None

@@ -1,10 +1,11 @@
 """Pods of a Kubernetes cluster. The cluster chooses the node and caches images.
 
-Owns: the connection to the API server. A pod obeys Kubernetes' `restricted` security standard, and a little more; its
-label names its owner, who finds it again by that. Its specification cannot limit processes (the kubelet has one limit
-for all pods, `podPidsLimit`) nor refuse a network (a NetworkPolicy does, by the label `treadle.tools/network`, on
-clusters that enforce policies). The cores of each action are set by in-place resize where the server has it (on by
-default from 1.33, stable from 1.35): the kubelet does so a little after the action's start, and knows no core numbers.
+Owns: the connection to the API server. A pod obeys Kubernetes' `restricted` security standard, and
+a little more; its label names its owner, who finds it again by that. Its specification cannot limit
+processes (the kubelet has one limit for all pods, `podPidsLimit`) nor refuse a network (a
+NetworkPolicy does, by the label `treadle.tools/network`, on clusters that enforce policies). The
+cores of each action are set by in-place resize where the server has it (on by default from 1.33,
+stable from 1.35): the kubelet does so a little after the action's start, and knows no core numbers.
 """
 
 import asyncio
@@ -22,23 +23,27 @@ from kubernetes_asyncio import client, config
 from kubernetes_asyncio.client.exceptions import ApiException
 from kubernetes_asyncio.config.config_exception import ConfigException
 from kubernetes_asyncio.stream import WsApiClient
+from tenacity import AsyncRetrying, retry_if_result, wait_exponential
 
 from treadle_tools.sandbox.containers.hosts import Allotment, ContainerLost, Ending, HostFailed, Pipe, Recipe
-from treadle_tools.sandbox.worker import NOBODY, VARIABLES
+from treadle_tools.sandbox.sandboxes import NOBODY, VARIABLES
 
 log = structlog.get_logger()
 
 OWNER, TOOL, NETWORK = "treadle.tools/owner", "treadle.tools/tool", "treadle.tools/network"
 NO_NETWORK = "none"
 CONTAINER = "worker"
-# What the cluster's scheduler counts for a container that mostly waits; the service itself schedules actions.
+# What the cluster's scheduler counts for a container that mostly waits; the service itself
+# schedules actions.
 REQUESTED_CPU = "50m"
 PIECE_BYTES = 32 * 1024  # of a message to a pod: what the kubelet itself sends at a time
 STDIN, STDOUT, STDERR = 0, 1, 2
 RESIZE_MINOR = 33  # of version 1: the first that resizes pods in place by default
 START_TIMEOUT_S = 120.0  # an image may have to be fetched first
-LOOK_PAUSE_S = 0.2
-LONGEST_LOOK_PAUSE_S = 2.0
+UNTIL_STARTED = AsyncRetrying(
+    retry=retry_if_result(lambda started: not started),
+    wait=wait_exponential(multiplier=0.2, max=2.0),  # seconds between two looks at a pod
+)
 CALL_TIMEOUT_S = 60.0
 LOG_LINES = 20
 HOPELESS = (
@@ -53,7 +58,7 @@ OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
 def make_pod(recipe: Recipe, *, name: str, owner: str, runtime_class: str) -> dict[str, Any]:
-    """The Pod object of a recipe, as the API takes it."""
+    """Return the Pod object of a recipe, as the API takes it."""
     memory = str(recipe.memory_bytes)
     user = {"runAsNonRoot": True, "runAsUser": NOBODY, "runAsGroup": NOBODY, "fsGroup": NOBODY}
     security = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
@@ -79,7 +84,8 @@ def make_pod(recipe: Recipe, *, name: str, owner: str, runtime_class: str) -> di
         "hostname": "sandbox",
         "securityContext": {**user, "seccompProfile": {"type": "RuntimeDefault"}},
         "containers": [worker],
-        # In memory, because the kernel enforces its size; on disk the kubelet looks every few minutes, and evicts.
+        # In memory, because the kernel enforces its size; on disk the kubelet looks every few
+        # minutes, and evicts.
         "volumes": [{"name": "tmp", "emptyDir": {"medium": "Memory", "sizeLimit": str(recipe.tool.work_bytes)}}],
     }
     if runtime_class:
@@ -100,7 +106,9 @@ def make_label(text: str) -> str:
 
 
 class PodPipe:
-    """A `Pipe` to a pod's init over a web socket; the first byte of a message names an input or output."""
+    """A `Pipe` to a pod's init over a web socket; the first byte of a message names an input or
+    output.
+    """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
@@ -125,14 +133,18 @@ class PodPipe:
 
 
 class KubernetesHost:
-    """A `Host`. namespace: empty: of this pod, or "default". runtime_class: of the pods; empty: the cluster's."""
+    """`Host` that is a Kubernetes cluster.
+
+    namespace: empty: of this pod, or "default". runtime_class: of the pods; empty: the cluster's.
+    """
 
     def __init__(self, *, owner: str, namespace: str = "", runtime_class: str = "") -> None:
         self.name = "kubernetes"
         self._owner = owner
         self._namespace = namespace
         self._runtime_class = runtime_class
-        self._api: Any = None  # CoreV1Api; the library's types are those of a client that is not asynchronous
+        # CoreV1Api; the library's types are those of a client that is not asynchronous
+        self._api: Any = None
         self._streams: Any = None
         self._resizes = False
 
@@ -154,7 +166,7 @@ class KubernetesHost:
             await self._call(f"pod {name}", "create_namespaced_pod", body=pod)
             try:
                 async with asyncio.timeout(START_TIMEOUT_S):
-                    await self._wait_started(name)
+                    await UNTIL_STARTED.copy()(self._has_started, name)
             except BaseException:
                 await self.remove(name)
                 raise
@@ -164,8 +176,11 @@ class KubernetesHost:
             raise HostFailed(f"pod {name} did not run within {START_TIMEOUT_S:g} s") from None
 
     async def attach(self, name: str) -> Pipe:
-        """A pipe to a pod. Not `exec`, which would start a process that foreign code in the pod can reach. A pod that
-        has ended raises ContainerLost with the last line of its output."""
+        """Return a pipe to a pod.
+
+        Not `exec`, which would start a process that foreign code in the pod can reach. A pod that
+        has ended raises ContainerLost with the last line of its output.
+        """
         await self._connect()
         if not (await self.ending(name)).runs:
             raise ContainerLost(await self._read_last_line(name))
@@ -177,8 +192,11 @@ class KubernetesHost:
             return PodPipe(await opening)
 
     async def allot(self, name: str, allotment: Allotment) -> None:
-        """Have the kubelet change a pod's limit of cores, without waiting until it has. Memory stays as it was made
-        with, and so does what the pod requests, so that the cluster's scheduler need not be asked."""
+        """Have the kubelet change a pod's limit of cores, without waiting until it has.
+
+        Memory stays as it was made with, and so does what the pod requests, so that the cluster's
+        scheduler need not be asked.
+        """
         if self._resizes:
             limits = {"limits": {"cpu": str(allotment.cpu_cores)}}
             patch = {"spec": {"containers": [{"name": CONTAINER, "resources": limits}]}}
@@ -208,17 +226,15 @@ class KubernetesHost:
             if api is not None:
                 await api.api_client.close()
 
-    async def _wait_started(self, name: str) -> None:
-        pause_s = LOOK_PAUSE_S
-        while True:
-            pod = await self._call_pod("read_namespaced_pod", name)
-            if pod.status.phase in ("Running", "Succeeded", "Failed"):
-                return
-            for status in pod.status.container_statuses or ():
-                if (waiting := status.state.waiting) is not None and waiting.reason in HOPELESS:
-                    raise HostFailed(f"pod {name}: {waiting.reason}: {waiting.message or ''}")
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_LOOK_PAUSE_S)
+    async def _has_started(self, name: str) -> bool:
+        """Return whether a pod runs, or has ended. Raises HostFailed where it will never run."""
+        pod = await self._call_pod("read_namespaced_pod", name)
+        if pod.status.phase in ("Running", "Succeeded", "Failed"):
+            return True
+        for status in pod.status.container_statuses or ():
+            if (waiting := status.state.waiting) is not None and waiting.reason in HOPELESS:
+                raise HostFailed(f"pod {name}: {waiting.reason}: {waiting.message or ''}")
+        return False
 
     async def _read_last_line(self, name: str) -> str:
         try:
@@ -232,7 +248,10 @@ class KubernetesHost:
         return await self._call(f"pod {name}", method, name=name, **arguments)
 
     async def _call(self, what: str, method: str, **arguments: Any) -> Any:
-        """Call a method of the API in this namespace. what: is named in HostFailed or ContainerLost."""
+        """Call a method of the API in this namespace.
+
+        what: is named in HostFailed or ContainerLost.
+        """
         api = await self._connect()
         with _failures(what):
             return await getattr(api, method)(namespace=self._namespace, _request_timeout=CALL_TIMEOUT_S, **arguments)
@@ -255,12 +274,15 @@ class KubernetesHost:
 
 
 def _own_namespace() -> str:
-    """The namespace of this pod; outside of one, the API's default."""
+    """Return the namespace of this pod; outside of one, the API's default."""
     return OWN_NAMESPACE.read_text().strip() if OWN_NAMESPACE.exists() else "default"
 
 
 def can_resize(major: str, minor: str) -> bool:
-    """Whether servers of a version resize pods in place by default. minor: as the server reports it, such as "33+"."""
+    """Return whether servers of a version resize pods in place by default.
+
+    minor: as the server reports it, such as "33+".
+    """
     digits = re.match(r"\d+", minor)
     return int(major) > 1 or (digits is not None and int(digits[0]) >= RESIZE_MINOR)
 

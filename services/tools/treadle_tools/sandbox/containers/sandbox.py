@@ -1,8 +1,10 @@
-"""One container as the service sees it: a connection to its init, its cores before each action, its removal at the end.
+"""One container as the service sees it: a connection to its init, its cores before each action, its
+removal at the end.
 
-Owns: the connection. Invariants: the cores of an action are written before it is sent (ARL-Tangram §5.2, allocate on
-execution); memory is set when a call or a session begins, and kept until its end; a connection that breaks while the
-container runs is made again, and a request that has an id is carried out once all the same.
+Owns: the connection. Invariants: the cores of an action are written before it is sent (ARL-Tangram
+§5.2, allocate on execution); memory is set when a call or a session begins, and kept until its end;
+a connection that breaks while the container runs is made again, and a request that has an id is
+carried out once all the same.
 """
 
 import asyncio
@@ -15,7 +17,7 @@ import structlog
 from tenacity import retry_if_exception_type
 
 from treadle_tools.sandbox.containers.hosts import Allotment, ContainerLost, Ending, Host, HostFailed, Pipe, retry_after
-from treadle_tools.sandbox.inside import answers, frames
+from treadle_tools.sandbox.inside import messages
 from treadle_tools.sandbox.inside.container import HELLO
 from treadle_tools.sandbox.sandboxes import Sandbox, SandboxLost
 from treadle_tools.tool import BACKSTOP_S, WORKER_BYTES, Granted, Limits
@@ -25,7 +27,8 @@ log = structlog.get_logger()
 STDERR_BYTES = 8192  # of what the worker wrote to stderr, the newest
 ALLOT_TIMEOUT_S = 30.0  # 10 ms on an idle machine
 RECONNECT_PAUSES_S = (0.1, 0.5, 2.0)  # a daemon that is being restarted is back within seconds
-ENDING_PAUSES_S = (0.05, 0.2, 0.5, 1.0)  # a host may learn a little later than this process that a container has ended
+# A host may learn a little later than this process that a container has ended
+ENDING_PAUSES_S = (0.05, 0.2, 0.5, 1.0)
 
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
 
@@ -42,13 +45,13 @@ class Connection:
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
-        self._stdout = asyncio.StreamReader(limit=frames.MAX_FRAME_BYTES)
+        self._stdout = asyncio.StreamReader(limit=messages.MAX_FRAME_BYTES)
         self._stderr = b""
         self.open = True
 
     @property
     def stderr(self) -> str:
-        """The last that the worker has written to standard error."""
+        """Return the last that the worker has written to standard error."""
         return self._stderr.decode(errors="replace").strip()
 
     async def pump(self) -> None:
@@ -64,12 +67,15 @@ class Connection:
             await self.close()
 
     async def greet(self) -> dict[str, Any]:
-        """Find the border of a message, ignore answers to an earlier service, return the hello. Raises Disconnected."""
+        """Find the border of a message, ignore answers to an earlier service, return the hello.
+
+        Raises Disconnected.
+        """
         word = uuid.uuid4().hex
         await self._write(b"\n" + _encode({"op": HELLO, HELLO: word}))
         while True:
-            with contextlib.suppress(frames.FrameError):
-                message = frames.decode(await self._next())
+            with contextlib.suppress(messages.FrameError):
+                message = messages.decode(await self._next())
                 if message.get(HELLO) == word:
                     return message
 
@@ -77,15 +83,15 @@ class Connection:
         """Send a request with its body and return its answer. Raises Disconnected."""
         await self._write(_encode(header) + body + b"\n")
         try:
-            said = frames.decode(await self._next())
+            said = messages.decode(await self._next())
             printed, answer = [await self._content(said, name) for name in ("printed", "answer")]
-            return answers.read(said, printed, answer)
-        except frames.FrameError as error:
+            return messages.read_answer(said, printed, answer)
+        except messages.FrameError as error:
             raise Disconnected(str(error)) from error
 
     async def _content(self, header: Mapping[str, Any], name: str) -> bytes:
         try:
-            return await self._stdout.readexactly(answers.size_of(header, name))
+            return await self._stdout.readexactly(messages.size_of(header, name))
         except asyncio.IncompleteReadError:
             raise Disconnected("it has ended") from None
 
@@ -115,11 +121,14 @@ class Connection:
 
 
 def _encode(message: Mapping[str, Any]) -> bytes:
-    return frames.encode(message)[frames.HEADER.size :] + b"\n"
+    return messages.encode(message)[messages.HEADER.size :] + b"\n"
 
 
 class ContainerSandbox(Sandbox):
-    """spawn: starts what runs beside it. on_close: called once, to remove the container."""
+    """`Sandbox` that is a container or a pod.
+
+    spawn: starts what runs beside it. on_close: called once, to remove the container.
+    """
 
     reusable = False  # its process 1 may be the image's own
 
@@ -137,16 +146,22 @@ class ContainerSandbox(Sandbox):
 
     @property
     def alive(self) -> bool:
-        """Whether it can take a request. One that was found again counts as alive until it is asked."""
+        """Return whether it can take a request.
+
+        One that was found again counts as alive until it is asked.
+        """
         return not self._closed and (self._connection is None or self._connection.open)
 
     @property
     def stderr(self) -> str:
-        """The last that its worker has written to standard error."""
+        """Return the last that its worker has written to standard error."""
         return "" if self._connection is None else self._connection.stderr
 
     async def start(self, limits: Limits) -> None:
-        """Wait until its worker answers, and give it `limits`. Raises Disconnected, ContainerLost, HostFailed."""
+        """Wait until its worker answers, and give it `limits`.
+
+        Raises Disconnected, ContainerLost, HostFailed.
+        """
         await self._connect()
         await self._allot("call", limits)
 
@@ -161,7 +176,7 @@ class ContainerSandbox(Sandbox):
             raise SandboxLost(f"the container is gone ({lost})") from lost
         except HostFailed as failed:
             raise SandboxLost(f"the container cannot be reached: {failed}") from failed
-        except frames.FrameError as error:
+        except messages.FrameError as error:
             raise SandboxLost(str(error)) from error
         except Disconnected:
             raise await self._explain_loss() from None
@@ -191,13 +206,15 @@ class ContainerSandbox(Sandbox):
 
         async def prepare() -> None:
             await self._connect()
-            self._oom_kills_before = self._oom_kills  # as the hello has it, if this was a new connection
+            # As the hello has it, if this was a new connection
+            self._oom_kills_before = self._oom_kills
             await self._allot(op, limits)
 
         failed = retry_if_exception_type(HostFailed)
         retry = retry_after(RECONNECT_PAUSES_S, failed, "a container's host is asked again", container=self.name)
         try:
-            async with asyncio.timeout(ALLOT_TIMEOUT_S + limits.wall_s):  # one that was found may be in a step
+            # One that was found may be in a step
+            async with asyncio.timeout(ALLOT_TIMEOUT_S + limits.wall_s):
                 await retry(prepare)
         except TimeoutError:
             raise HostFailed(f"no answer in {ALLOT_TIMEOUT_S + limits.wall_s:g} s") from None
@@ -223,7 +240,7 @@ class ContainerSandbox(Sandbox):
             self._allotted = allotment
 
     async def _exchange_once(self, header: Mapping[str, Any], body: bytes) -> dict[str, Any]:
-        """The answer, also where the connection breaks on the way but not the container."""
+        """Return the answer, also where the connection breaks on the way but not the container."""
         connection = await self._connect()
         for pause_s in RECONNECT_PAUSES_S:
             try:
@@ -250,7 +267,7 @@ class ContainerSandbox(Sandbox):
         return SandboxLost(f"the container ended without an answer ({ending})")
 
     async def wait_ending(self) -> Ending:
-        """How the container ended, after its connection has. Raises HostFailed."""
+        """Return how the container ended, after its connection has. Raises HostFailed."""
         for pause_s in ENDING_PAUSES_S:
             ending = await self.host.ending(self.name)
             if not ending.runs:

@@ -1,1 +1,4 @@
-"""Code that runs inside the sandbox, started with `python -I -S`. Its imports: standard library, `tool`."""
+"""Code that runs inside the sandbox, started with `python -I -S`.
+
+Its imports: standard library, `tool`.
+"""

@@ -1,12 +1,18 @@
-"""A forked process whose output is captured, and which answers over a socket until a deadline.
+"""A process that the supervisor forks for foreign code: a call, a piece of Python, or an
+environment.
 
-Owns: the fork, its pipes, its resource limits. Invariants: the parent never blocks on what the child writes or does not
-write, and never has it in its memory; the child holds no descriptor but its own pipe and socket; its memory is hidden
-until it shows it itself.
+`Child` is the supervisor's side. It owns the fork, its pipes and its limits. `run_order` is what
+the process does. Invariants: the parent never blocks on what the child writes or does not write,
+and never has it in its memory; the child holds no descriptor but its own pipe and socket. The
+process of an environment hides its memory, since the answer to a task may be in it; the agent's
+code runs beside it, in a fork of a process that has never seen the answer.
 """
 
+import ast
 import contextlib
 import io
+import json
+import linecache
 import math
 import os
 import random
@@ -16,20 +22,28 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from treadle_tools.sandbox.inside import answers, frames, isolation
+from treadle_tools.sandbox.inside import isolation, messages
 from treadle_tools.sandbox.inside.content import BUFFER_BYTES as READ_BYTES
-from treadle_tools.sandbox.inside.content import Content
+from treadle_tools.sandbox.inside.content import Content, take
+from treadle_tools.tool import Environment, InvalidArguments, Outcome, Status
 
 MOST_DESCRIPTORS = 256
-CPU_GRACE_S = 1  # of CPU seconds above wall clock x cores, so that the wall clock ends the action first
+# Of CPU seconds above wall clock x cores, so that the wall clock ends the action first
+CPU_GRACE_S = 1
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What the child may use. baseline_bytes: address space of the preloaded worker. cpu_s: None: no limit."""
+    """What the child may use.
+
+    baseline_bytes: address space of the preloaded worker. cpu_s: None: no limit.
+    """
 
     memory_bytes: int
     baseline_bytes: int
@@ -59,7 +73,12 @@ class Budget:
 
 @dataclass(frozen=True)
 class Event:
-    """kind: of what came (answers.py); 0: nothing. late: the deadline has come. wait_status: the child has ended."""
+    """What a child process did until its parent looked.
+
+    kind: of what came (messages.py); 0: nothing.
+
+    late: the deadline has come. wait_status: the child has ended.
+    """
 
     kind: int = 0
     late: bool = False
@@ -86,21 +105,26 @@ class Child:
             self._poll.register(descriptor, select.POLLIN)
 
     def send(self, message: Mapping[str, object], *files: int) -> None:
-        """Send a message to the child, and open files with it. Raises OSError where the child is gone."""
+        """Send a message to the child, and open files with it.
+
+        Raises OSError where the child is gone.
+        """
         self.link.setblocking(True)
         try:
-            frames.send(self.link, message, *files)
+            messages.send(self.link, message, *files)
         finally:
             self.link.setblocking(False)
 
     def next_event(self, deadline: float, printed: Content, answer: Content) -> Event:
-        """What the child does next, until the deadline (time.monotonic). Adds its output to `printed`, and what it
-        sends to `answer`, which is cleared. Raises FrameError where it sends something else than answers.py describes.
+        """Return what the child does next, until the deadline (time.monotonic).
+
+        Adds its output to `printed`, and what it sends to `answer`, which is cleared. Raises
+        FrameError where it sends something else than messages.py describes.
         """
-        answer.clear(answers.MOST_BYTES)
+        answer.clear(messages.MOST_ANSWER_BYTES)
         head, size = b"", 0
         while True:
-            if len(head) == answers.HEAD.size and answer.size == size:
+            if len(head) == messages.ANSWER_HEAD.size and answer.size == size:
                 self._drain(printed)
                 return Event(kind=head[0])
             left = deadline - time.monotonic()
@@ -113,8 +137,8 @@ class Child:
             if self.link.fileno() in ready:
                 with contextlib.suppress(BlockingIOError, ConnectionResetError):
                     came = 1
-                    if len(head) < answers.HEAD.size:
-                        piece = self.link.recv(answers.HEAD.size - len(head))
+                    if len(head) < messages.ANSWER_HEAD.size:
+                        piece = self.link.recv(messages.ANSWER_HEAD.size - len(head))
                         head += piece
                         size, came = _size_of(head), len(piece)
                     if came and answer.size < size:
@@ -151,12 +175,12 @@ class Child:
 
 
 def _size_of(head: bytes) -> int:
-    """The size of an answer; 0 while its head is incomplete. Raises FrameError."""
-    if len(head) < answers.HEAD.size:
+    """Return the size of an answer; 0 while its head is incomplete. Raises FrameError."""
+    if len(head) < messages.ANSWER_HEAD.size:
         return 0
-    kind, size = answers.HEAD.unpack(head)
-    if kind not in (answers.ANSWER, answers.LAST, answers.ORDER) or size > answers.MOST_BYTES:
-        raise frames.FrameError(f"an answer of kind {kind} and {size} bytes")
+    kind, size = messages.ANSWER_HEAD.unpack(head)
+    if kind not in (messages.ANSWER, messages.LAST, messages.ORDER) or size > messages.MOST_ANSWER_BYTES:
+        raise messages.FrameError(f"an answer of kind {kind} and {size} bytes")
     return int(size)
 
 
@@ -172,7 +196,8 @@ def _run(main: Callable[[socket.socket], None], link: socket.socket, output: int
         os.closerange(3, kept)
         os.closerange(kept + 1, MOST_DESCRIPTORS * 4)
         isolation.set_dumpable(False)
-        # Line buffering: a killed snippet still shows what it printed. A lone surrogate must not fail.
+        # Line buffering: a killed snippet still shows what it printed. A lone surrogate must not
+        # fail.
         sys.stdout, sys.stderr = _open_output(1), _open_output(2)
         _reseed()
         main(link)
@@ -191,4 +216,140 @@ def _reseed() -> None:
     """Seed the random generators anew: forks of one process must not share their random numbers."""
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(int.from_bytes(os.urandom(4), "big"))  # with no number given it takes 7 ms
+        # With no number given it takes 7 ms
+        numpy.random.seed(int.from_bytes(os.urandom(4), "big"))
+
+
+CORES = "TREADLE_CORES"  # environment variable: how many cores the program was granted
+SNIPPET = "<code>"  # the file name of an agent's code in tracebacks
+
+
+def run_order(program: Callable[..., Any], link: socket.socket, *, hidden: bool, counted: bool) -> None:
+    """Wait for this process's one order and carry it out, within the order's budget.
+
+    program: of the tool. hidden: the program starts foreign code, which must not reach into its
+    memory or take its link. counted: a control group counts its memory.
+    """
+    # The first touch of a page after a fork copies it: some 90 that no caller waits for
+    run_snippet({"code": "None"})
+    if (received := messages.receive(link)) is None:
+        return
+    order, (body,) = received
+    Budget(**order["budget"]).enforce()
+    if not counted:
+        isolation.refuse_unmapped_memory()
+    op, arguments = order["op"], json.loads(take(body))
+    os.environ[CORES] = str(order["cores"])
+    if op == "open":
+        _serve_environment(program, arguments, link)
+    else:
+        if not hidden:
+            isolation.set_dumpable(True)  # some programs read their own /proc
+        _answer(link, partial(run_snippet if op == "python" else program, arguments))
+
+
+def _answer(link: socket.socket, program: Callable[[], Outcome], *, fatal: bool = False) -> bool:
+    """Run foreign code and send its outcome.
+
+    fatal: a failure is the last of it. False where it has failed.
+    """
+    failed = True
+    try:
+        message = _encode(program())
+        failed = False
+    except InvalidArguments as refusal:
+        message = {"status": Status.TOOL_ERROR, "invalid": [refusal.name, refusal.description]}
+    except MemoryError:
+        message = {"status": Status.OUT_OF_MEMORY, "error": "MemoryError"}
+    except BaseException as error:  # noqa: BLE001 - foreign code may raise anything; it is the answer
+        message = _encode(_report_error(error))
+    messages.send_answer(link, messages.LAST if fatal and failed else messages.ANSWER, message)
+    return not failed
+
+
+def _encode(outcome: Outcome) -> dict[str, Any]:
+    message = dict(vars(outcome))  # not asdict, which copies what is inside too
+    data = message.pop("data")
+    return {**message, "data_json": "" if data is None else json.dumps(data, allow_nan=False)}
+
+
+def _report_error(error: BaseException) -> Outcome:
+    """Print the traceback of foreign code to stderr, without our own frames; the outcome has its
+    last line.
+    """
+    tracing = error.__traceback__
+    while tracing is not None and tracing.tb_frame.f_code.co_filename != SNIPPET:
+        tracing = tracing.tb_next
+    traceback.print_exception(type(error), error, tracing)
+    sys.stderr.flush()
+    last = traceback.format_exception_only(error)[-1].strip()
+    return Outcome(status=Status.TOOL_ERROR, error=last[: messages.MOST_ERROR_CHARS])
+
+
+def run_snippet(arguments: Mapping[str, Any]) -> Outcome:
+    """Run arguments["code"] as an interactive prompt does, and show a last expression: the `python`
+    tool.
+    """
+    code = str(arguments["code"])
+    linecache.cache[SNIPPET] = (len(code), None, code.splitlines(keepends=True), SNIPPET)
+    namespace: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
+    try:
+        module = ast.parse(code, SNIPPET)
+        last = module.body.pop() if module.body and isinstance(module.body[-1], ast.Expr) else None
+        exec(compile(module, SNIPPET, "exec"), namespace)
+        if isinstance(last, ast.Expr):
+            value = eval(compile(ast.Expression(last.value), SNIPPET, "eval"), namespace)
+            if value is not None:
+                print(repr(value))
+    except MemoryError:
+        namespace.clear()
+        return Outcome(status=Status.OUT_OF_MEMORY, error="MemoryError")
+    except SystemExit as leaving:
+        if leaving.code in (None, 0):
+            return Outcome()
+        return Outcome(status=Status.TOOL_ERROR, error=f"SystemExit: {leaving.code}")
+    except BaseException as error:  # noqa: BLE001 - foreign code may raise anything; it is the answer
+        return _report_error(error)
+    return Outcome()
+
+
+class LinkedSandbox:
+    """The `Sandbox` that an environment is given: asks the supervisor, which forks a process
+    without the answer.
+    """
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+
+    @property
+    def cores(self) -> int:
+        """Return how many cores the present step may use."""
+        return int(os.environ[CORES])
+
+    def python(self, code: str) -> Outcome:
+        """Run Python beside the environment."""
+        messages.send_answer(self._link, messages.ORDER, {"code": code})
+        if (received := messages.receive(self._link)) is None:
+            raise messages.FrameError("the supervisor has ended")
+        header, files = received
+        printed, answer = (take(file) for file in files)
+        reply = messages.read_answer(header, printed, answer)
+        status = reply["status"] if reply["status"] in tuple(Status) else Status.CRASHED
+        return Outcome(output=reply["output"], status=Status(status), error=reply["error"])
+
+
+def _serve_environment(program: Callable[..., Environment], arguments: Any, link: socket.socket) -> None:
+    """Answer with the first observation of an environment, then serve its steps."""
+    made: list[Environment] = []
+
+    def first() -> Outcome:
+        made.append(program(arguments, LinkedSandbox(link)))
+        return made[0].first()
+
+    if not _answer(link, first, fatal=True):
+        return
+    (environment,) = made
+    while (received := messages.receive(link)) is not None:
+        request, (file,) = received
+        os.environ[CORES] = str(request["cores"])
+        _answer(link, partial(environment.step, json.loads(take(file))))

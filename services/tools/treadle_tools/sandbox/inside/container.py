@@ -1,11 +1,13 @@
-"""The init of a container or a pod: imports a tool once, then answers the service on its standard input and output.
+"""The init of a container or a pod: imports a tool once, then answers the service on its standard
+input and output.
 
-A request is a line with its header and a line with its arguments (ASCII JSON holds no line break); an answer is a line
-with its header, and as many bytes behind it as that says. A service may be killed in the middle of a request: the next
-one begins with an empty line, which is a border, then says hello with a random word and ignores everything until that
-word comes back. Invariants: foreign code never runs in this process and cannot reach its input or
-output, so nothing in the container answers in its place; it ends where no request comes for `silence_s`, so that a
-container which no service knows any more ends too.
+A request is a line with its header and a line with its arguments (ASCII JSON holds no line break);
+an answer is a line with its header, and as many bytes behind it as that says. A service may be
+killed in the middle of a request: the next one begins with an empty line, which is a border, then
+says hello with a random word and ignores everything until that word comes back. Invariants: foreign
+code never runs in this process and cannot reach its input or output, so nothing in the container
+answers in its place; it ends where no request comes for `silence_s`, so that a container which no
+service knows any more ends too.
 """
 
 import contextlib
@@ -17,21 +19,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treadle_tools.sandbox.inside import frames, isolation
+from treadle_tools.sandbox.inside import isolation, messages
 from treadle_tools.sandbox.inside.content import Content
 from treadle_tools.sandbox.inside.supervisor import Request, Supervisor, Worker, hide_standard_streams
 
 HELLO = "hello"
 READ_BYTES = 64 * 1024
 LONGEST_HEADER_BYTES = 64 * 1024
-# The kernel counts a user's processes over all containers together; the container's own limit holds instead.
+# The kernel counts a user's processes over all containers together; the container's own limit holds
+# instead.
 ANY_PROCESSES = 1 << 22
 CPU_USAGE, CPU_STAT = Path("/sys/fs/cgroup/cpuacct/cpuacct.usage"), Path("/sys/fs/cgroup/cpu.stat")
 OOM_COUNTS = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control"))
 
 
 def main(config: Mapping[str, Any]) -> None:
-    """config: that of a fork server, and {"silence_s": seconds}."""
+    """Import the tool, then answer the service until it is silent.
+
+    config: that of a fork server, and {"silence_s": seconds}.
+    """
     requests, answers = hide_standard_streams()
     worker = replace(Worker.load(config), processes=ANY_PROCESSES)
     isolation.drop_privileges()
@@ -50,14 +56,16 @@ class LineRequests:
         self._begin = self._end = 0  # what the buffer holds unread
 
     def next_request(self) -> Request | None:
-        """The next request; None where no more comes within `silence_s`."""
+        """Return the next request; None where no more comes within `silence_s`."""
         line = Content(LONGEST_HEADER_BYTES)
         try:
             while self._take_line(line):
-                with contextlib.suppress(frames.FrameError):  # half a message: its sender was killed
-                    header = frames.decode(os.pread(line.file, line.size, 0))
+                # Half a message: its sender was killed
+                with contextlib.suppress(messages.FrameError):
+                    header = messages.decode(os.pread(line.file, line.size, 0))
                     if header.get("op") == HELLO:
-                        os.write(self._answers, b"\n")  # a border here too: contents have no line break at their end
+                        # A border here too: contents have no line break at their end
+                        os.write(self._answers, b"\n")
                         self._write({HELLO: header[HELLO], "resident_bytes": read_resident_bytes()})
                     elif (request := self._receive(header)) is not None:
                         return request
@@ -66,15 +74,16 @@ class LineRequests:
             line.close()
 
     def answer(self, header: Mapping[str, Any], printed: Content, answer: Content) -> None:
-        """Send an answer, with what the kernel has counted here: processes killed for memory, CPU seconds. Both
-        contents follow the header."""
+        """Send an answer, with what the kernel has counted here: processes killed for memory, CPU
+        seconds. Both contents follow the header.
+        """
         self._write(header)
         printed.send(self._answers)
         answer.send(self._answers)
 
     def _receive(self, header: dict[str, Any]) -> Request | None:
         """Read the rest of a request: its body. None where it is half a message."""
-        body = Content(frames.MAX_FRAME_BYTES)
+        body = Content(messages.MAX_FRAME_BYTES)
         if not self._take_line(body) or body.size != header["body"]:
             body.close()
             return None
@@ -82,12 +91,15 @@ class LineRequests:
 
     def _write(self, message: Mapping[str, Any]) -> None:
         whole = {**message, "oom_kills": count_oom_kills(), "cpu_used_s": read_cpu_used_s()}
-        left = memoryview(frames.encode(whole)[frames.HEADER.size :] + b"\n")
+        left = memoryview(messages.encode(whole)[messages.HEADER.size :] + b"\n")
         while left:
             left = left[os.write(self._answers, left) :]
 
     def _take_line(self, content: Content) -> bool:
-        """Read one line, without its end, into `content`. False where none comes in time, or one is too long."""
+        """Read one line, without its end, into `content`.
+
+        False where none comes in time, or one is too long.
+        """
         content.clear()
         poll = select.poll()
         poll.register(self._requests, select.POLLIN)
@@ -106,18 +118,22 @@ class LineRequests:
 
 
 def read_resident_bytes() -> int:
-    """Memory of this process, which the container's limit must leave room for beside any action."""
+    """Return the memory of this process, which the container's limit must leave room for beside any
+    action.
+    """
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def count_oom_kills() -> int:
-    """Processes that the kernel has killed in this container for its memory; 0 where it does not count."""
+    """Return how many processes the kernel has killed in this container for its memory; 0 where it
+    does not count.
+    """
     counts = [_read_counter(file, "oom_kill") for file in OOM_COUNTS]
     return next((count for count in counts if count is not None), 0)
 
 
 def read_cpu_used_s() -> float | None:
-    """CPU seconds of this container's whole life; None where the kernel does not count."""
+    """Return the CPU seconds of this container's whole life; None where the kernel does not count."""
     with contextlib.suppress(OSError):
         return int(CPU_USAGE.read_text()) / 1e9
     used_us = _read_counter(CPU_STAT, "usage_usec")

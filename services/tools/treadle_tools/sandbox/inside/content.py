@@ -1,14 +1,15 @@
-"""Moves the content of actions between sockets, pipes and files, and leaves none of it in this process's memory.
+"""Moves the content of actions between sockets, pipes and files, and leaves none of it in this
+process's memory.
 
-The supervisor forks the processes that run foreign code, and a fork has all that its parent's memory holds. So code,
-arguments, outputs and answers go through one buffer, which is wiped after each use, into files that the kernel alone
-holds. No object of Python ever has them.
+The supervisor forks the processes that run foreign code, and a fork has all that its parent's
+memory holds. So code, arguments, outputs and answers go through one buffer, which is wiped after
+each use, into files that the kernel alone holds. No object of Python ever has them.
 """
 
 import os
 import socket
 
-from treadle_tools.sandbox.inside.frames import FrameError
+from treadle_tools.sandbox.inside.messages import FrameError
 
 BUFFER_BYTES = 64 * 1024  # a pipe's whole buffer at a time
 _buffer = memoryview(bytearray(BUFFER_BYTES))
@@ -16,7 +17,10 @@ _zeros = memoryview(bytes(BUFFER_BYTES))
 
 
 class Content:
-    """A file in memory that takes `most` bytes. size: that it has. cut: more came, and was dropped."""
+    """A file in memory that takes `most` bytes.
+
+    size: that it has. cut: more came, and was dropped.
+    """
 
     def __init__(self, most: int) -> None:
         self.file = os.memfd_create("content")
@@ -31,18 +35,27 @@ class Content:
         self.size, self.cut = 0, False
 
     def receive(self, link: socket.socket, at_most: int) -> int:
-        """Add what a socket has, up to so many bytes: how many came, 0 at its end. Raises BlockingIOError, OSError."""
+        """Add what a socket has, up to so many bytes: how many came, 0 at its end.
+
+        Raises BlockingIOError, OSError.
+        """
         return self._keep(link.recv_into(_buffer, min(at_most, BUFFER_BYTES)))
 
     def receive_exactly(self, link: socket.socket, count: int) -> None:
-        """Add so many bytes of a blocking socket. Raises FrameError where it ends before, OSError."""
+        """Add so many bytes of a blocking socket.
+
+        Raises FrameError where it ends before, OSError.
+        """
         while count > 0:
             if not (came := self.receive(link, count)):
                 raise FrameError("the other side ended in a message")
             count -= came
 
     def read(self, file: int) -> int:
-        """Add what a pipe has, one buffer at most: how many bytes came, 0 at its end. Raises BlockingIOError."""
+        """Add what a pipe has, one buffer at most: how many bytes came, 0 at its end.
+
+        Raises BlockingIOError.
+        """
         return self._keep(os.readv(file, [_buffer]))
 
     def add(self, piece: memoryview) -> None:
@@ -71,8 +84,9 @@ class Content:
 
 
 def send_with(link: socket.socket, head: bytes, *contents: Content) -> None:
-    """Send a header and contents over a blocking socket: at once where they are short, so that the other side wakes up
-    once. Raises OSError."""
+    """Send a header and contents over a blocking socket: at once where they are short, so that the
+    other side wakes up once. Raises OSError.
+    """
     end = len(head) + sum(content.size for content in contents)
     if end > BUFFER_BYTES:
         link.sendall(head)
@@ -90,7 +104,7 @@ def send_with(link: socket.socket, head: bytes, *contents: Content) -> None:
 
 
 def take(file: int) -> bytes:
-    """All of a file in memory, which is closed: for processes that may have its content."""
+    """Return all of a file in memory and close it; only for processes that may have its content."""
     try:
         return os.pread(file, os.fstat(file).st_size, 0)
     finally:

@@ -1,8 +1,10 @@
-"""The first program in a bubblewrap sandbox: imports a tool once, then forks spawners, which fork sandboxes.
+"""The first program in a bubblewrap sandbox: imports a tool once, then forks spawners, which fork
+sandboxes.
 
-A spawner is a fork of the fork server that the daemon has put into a control group once: its sandboxes start in that
-group, because moving a process costs the kernel 10 ms. Owns: the control sockets (the fork server's is descriptor 0 at
-start). Invariants: one thread; foreign code never runs here; it gives up root before it imports anything of a tool.
+A spawner is a fork of the fork server that the daemon has put into a control group once: its
+sandboxes start in that group, because moving a process costs the kernel 10 ms. Owns: the control
+sockets (the fork server's is descriptor 0 at start). Invariants: one thread; foreign code never
+runs here; it gives up root before it imports anything of a tool.
 """
 
 import contextlib
@@ -13,7 +15,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from treadle_tools.sandbox.inside import frames, isolation
+from treadle_tools.sandbox.inside import isolation, messages
 from treadle_tools.sandbox.inside.content import Content, send_with
 from treadle_tools.sandbox.inside.supervisor import Request, Supervisor, Worker, hide_standard_streams
 
@@ -24,7 +26,11 @@ SPAWNER, SANDBOX, UNCOUNTED_SANDBOX = b"spawner", b"sandbox", b"uncounted sandbo
 
 
 def main(config: Mapping[str, Any]) -> None:
-    """config: {"entry": "module:callable", "preload": [module], "work_bytes": n, "processes": n, "drop_root": bool}."""
+    """Import the tool, then carry out the daemon's orders.
+
+    config: {"entry": "module:callable", "preload": [module], "work_bytes": n, "processes": n,
+    "drop_root": bool}.
+    """
     requests, answers = hide_standard_streams()
     os.close(answers)
     control = socket.socket(fileno=requests)
@@ -33,12 +39,14 @@ def main(config: Mapping[str, Any]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     worker = Worker.load(config)
     isolated = _can_isolate(worker.work_bytes)
-    control.send(frames.encode({"ready": os.getpid(), "isolated": isolated})[frames.HEADER.size :])
+    control.send(messages.encode({"ready": os.getpid(), "isolated": isolated})[messages.HEADER.size :])
     _carry_out_orders(control, worker, isolated=isolated)
 
 
 def _carry_out_orders(control: socket.socket, worker: Worker, *, isolated: bool) -> None:
-    """Start spawners and sandboxes, each with its own control socket, until the daemon closes `control`."""
+    """Start spawners and sandboxes, each with its own control socket, until the daemon closes
+    `control`.
+    """
     while True:
         order, descriptors, _, _ = socket.recv_fds(control, LONGEST_ORDER_BYTES, 1)
         if not order:
@@ -64,11 +72,11 @@ def _start_sandbox(
         control.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         supervisor = Supervisor(worker, counted=counted)
-        frames.send(given, {"hello": os.getpid()})
+        messages.send(given, {"hello": os.getpid()})
         supervisor.serve(NewestConnection(given))
 
     def report(error: OSError) -> None:
-        frames.send(given, {"failed": str(error)})
+        messages.send(given, {"failed": str(error)})
 
     if isolated:
         try:
@@ -86,7 +94,10 @@ def _start_sandbox(
 
 
 def _give_up_root() -> None:
-    """Become nobody, with no capability. Run by root, bubblewrap needs no user namespace, and starts this as root."""
+    """Become nobody, with no capability.
+
+    Run by root, bubblewrap needs no user namespace, and starts this as root.
+    """
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
@@ -96,7 +107,10 @@ def _give_up_root() -> None:
 
 
 def _can_isolate(work_bytes: int) -> bool:
-    """Whether the kernel allows namespaces inside bubblewrap. Where not, this fork server serves one action only."""
+    """Return whether the kernel allows namespaces inside bubblewrap.
+
+    Where not, this fork server serves one action only.
+    """
     read_end, write_end = os.pipe()
     with contextlib.suppress(OSError):
         isolation.fork_isolated(work_bytes, lambda: os._exit(os.write(write_end, b"1") - 1), lambda _: None)
@@ -107,10 +121,11 @@ def _can_isolate(work_bytes: int) -> bool:
 
 
 class NewestConnection:
-    """Requests of the service, over the newest connection that the daemon has sent through `control`.
+    """Requests of the service, over the newest connection that the daemon has sent through
+    `control`.
 
-    Invariants: a request that was not read whole never happened; an answer that could not be sent whole stays with the
-    supervisor; the next connection starts at the border of a frame.
+    Invariants: a request that was not read whole never happened; an answer that could not be sent
+    whole stays with the supervisor; the next connection starts at the border of a frame.
     """
 
     def __init__(self, control: socket.socket) -> None:
@@ -118,7 +133,7 @@ class NewestConnection:
         self._connection: socket.socket | None = None
 
     def next_request(self) -> Request | None:
-        """See Requests; None once the daemon has closed `control`."""
+        """Return the next request (see Requests); None once the daemon has closed `control`."""
         while True:
             poll = select.poll()
             poll.register(self._control, select.POLLIN)
@@ -129,7 +144,7 @@ class NewestConnection:
                 if not self._replace():
                     return None
             elif self._connection is not None:
-                with contextlib.suppress(OSError, frames.FrameError):
+                with contextlib.suppress(OSError, messages.FrameError):
                     if (request := _receive_request(self._connection)) is not None:
                         return request
                 self._drop()
@@ -137,7 +152,7 @@ class NewestConnection:
     def answer(self, header: Mapping[str, Any], printed: Content, answer: Content) -> None:
         if self._connection is not None:
             try:
-                send_with(self._connection, frames.encode(header), printed, answer)
+                send_with(self._connection, messages.encode(header), printed, answer)
             except OSError:
                 self._drop()
 
@@ -160,10 +175,10 @@ class NewestConnection:
 
 
 def _receive_request(connection: socket.socket) -> Request | None:
-    if (received := frames.receive(connection)) is None:
+    if (received := messages.receive(connection)) is None:
         return None
     header, _ = received
-    body = Content(frames.MAX_FRAME_BYTES)
+    body = Content(messages.MAX_FRAME_BYTES)
     request = Request(header, body)
     try:
         body.receive_exactly(connection, int(header["body"]))

@@ -1,9 +1,11 @@
-"""Isolates a sandbox from others of its fork server, with namespaces, mounts, capabilities and a system-call filter.
+"""Isolates a sandbox from others of its fork server, with namespaces, mounts, capabilities and a
+system-call filter.
 
-bubblewrap isolates the fork server from the host. Inside it each sandbox has user, mount, process, network and IPC
-namespaces of its own, made in about 2 ms: an empty private /tmp, no view of other sandboxes' processes, no shared
-loopback. The kernel removes all of it when the sandbox's init ends. A sandbox holds no capability and can make no
-further namespace. The standard library lacks these system calls; every failure of one is an OSError.
+bubblewrap isolates the fork server from the host. Inside it each sandbox has user, mount, process,
+network and IPC namespaces of its own, made in about 2 ms: an empty private /tmp, no view of other
+sandboxes' processes, no shared loopback. The kernel removes all of it when the sandbox's init ends.
+A sandbox holds no capability and can make no further namespace. The standard library lacks these
+system calls; every failure of one is an OSError.
 """
 
 import contextlib
@@ -66,8 +68,10 @@ def _check(result: int, what: str) -> int:
 
 
 def fork_isolated(work_bytes: int, run_init: Callable[[], None], report: Callable[[OSError], None]) -> None:
-    """Fork a new sandbox from this single-threaded process. `run_init` runs as its init, or `report` in its place
-    where the kernel refuses. work_bytes: size of its /tmp.
+    """Fork a new sandbox from this single-threaded process.
+
+    `run_init` runs as its init, or `report` in its place where the kernel refuses. work_bytes: size
+    of its /tmp.
 
     Raises OSError where the kernel refuses namespaces altogether.
     """
@@ -84,7 +88,8 @@ def fork_isolated(work_bytes: int, run_init: Callable[[], None], report: Callabl
 def _isolate(work_bytes: int) -> None:
     """Make this process, which has just been cloned into new namespaces, the init of a sandbox."""
     uid, gid = os.getuid(), os.getgid()
-    # After a change of uid the kernel lets only root write /proc/self/uid_map, unless the process is dumpable.
+    # After a change of uid the kernel lets only root write /proc/self/uid_map, unless the process
+    # is dumpable.
     set_dumpable(True)
     for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         _write(f"/proc/self/{name}", line)
@@ -94,7 +99,8 @@ def _isolate(work_bytes: int) -> None:
         _mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, options)
     # Terminals of its own, few of them: the kernel limits how many there are on the machine.
     _mount("devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, f"newinstance,ptmxmode=0666,mode=0600,max={PTYS}")
-    with contextlib.suppress(PermissionError):  # where memory runs out, the kernel should kill a sandbox first
+    # Where memory runs out, the kernel should kill a sandbox first
+    with contextlib.suppress(PermissionError):
         _write("/proc/self/oom_score_adj", str(OOM_SCORE))
     for name, most in MOST_INOTIFY.items():
         with contextlib.suppress(OSError):  # /proc/sys may be read-only
@@ -109,8 +115,10 @@ def _isolate(work_bytes: int) -> None:
 
 
 def drop_privileges() -> None:
-    """Give up what a sandbox does not need any more: capabilities, new namespaces, readable memory; and Python's
-    handler of SIGINT, because a signal that init does not handle never reaches it from inside its namespace."""
+    """Give up what a sandbox does not need any more: capabilities, new namespaces, readable memory;
+    and Python's handler of SIGINT, because a signal that init does not handle never reaches it from
+    inside its namespace.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     drop_capabilities()
     _filter_system_calls(_FILTER)
@@ -119,10 +127,12 @@ def drop_privileges() -> None:
 
 
 def _clone(flags: int) -> int:
-    """os.fork, whose child is in the new namespaces named by `flags` (CLONE_NEW…), and process 1 of a new process
-    namespace. The process must have one thread. OSError on a machine that is not in `_MACHINES`.
+    """os.fork, whose child is in the new namespaces named by `flags` (CLONE_NEW…), and process 1 of
+    a new process namespace. The process must have one thread. OSError on a machine that is not in
+    `_MACHINES`.
 
-    One fork instead of the two that unshare takes for a process namespace: a fork of a Python costs the kernel 1 ms.
+    One fork instead of the two that unshare takes for a process namespace: a fork of a Python costs
+    the kernel 1 ms.
     """
     if platform.machine() not in _MACHINES:
         raise OSError(errno.ENOSYS, f"clone: no table for {platform.machine()}")
@@ -140,7 +150,10 @@ def _clone(flags: int) -> int:
 
 
 def _write(path: str, text: str) -> None:
-    """Write a file of the kernel. A tenth of the time of pathlib's, which counts where every action pays it."""
+    """Write a file of the kernel.
+
+    A tenth of the time of pathlib's, which counts where every action pays it.
+    """
     descriptor = os.open(path, os.O_WRONLY)
     try:
         os.write(descriptor, text.encode())
@@ -163,7 +176,7 @@ def die_with_parent(signal_number: int) -> None:
 
 
 def has_no_new_privileges() -> bool:
-    """Whether set-user-id programs and file capabilities give this process nothing."""
+    """Return whether set-user-id programs and file capabilities give this process nothing."""
     return _check(_libc.prctl(_PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0), "prctl no_new_privs") == 1
 
 
@@ -174,7 +187,7 @@ def drop_capabilities() -> None:
 
 
 def read_inode_flags(folder: Path) -> int:
-    """What chattr shows of a folder; 0 where its file system has none."""
+    """Return what chattr shows of a folder; 0 where its file system has none."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         return int.from_bytes(fcntl.ioctl(descriptor, _FS_IOC_GETFLAGS, bytes(8)), "little")
@@ -185,14 +198,16 @@ def read_inode_flags(folder: Path) -> int:
 
 
 def read_io_and_timer_ranks() -> tuple[int, int]:
-    """The I/O priority of this process, and how late its timers may be in ns."""
+    """Return the I/O priority of this process, and how late its timers may be in ns."""
     number = {"x86_64": 252, "aarch64": 31}.get(platform.machine())
     io_rank = -1 if number is None else int(_libc.syscall(number, 1, 0))
     return io_rank, int(_libc.prctl(_PR_GET_TIMERSLACK, 0, 0, 0, 0))
 
 
 def count_ipc_objects() -> int:
-    """How many shared memory segments, semaphore sets and message queues of System V this IPC namespace has."""
+    """Return how many shared memory segments, semaphore sets and message queues of System V this
+    IPC namespace has.
+    """
     counted = ctypes.create_string_buffer(_INFO_BYTES)
     total = 0
     for call, arguments, at in (
@@ -205,12 +220,14 @@ def count_ipc_objects() -> int:
     return total
 
 
-# The filter refuses what no tool needs and what escapes and leaks between actions use: more namespaces, other
-# processes' memory and descriptors, kernel keyrings (they outlive an action), programs that the kernel interprets,
-# watches whose number the kernel limits for all sandboxes together, sockets of families whose addresses are shared.
-# Per machine: audit architecture; clone, clone3, socket, socketpair; the refused calls: unshare setns ptrace
-# process_vm_readv process_vm_writev add_key request_key keyctl bpf perf_event_open userfaultfd io_uring_setup
-# pidfd_getfd fanotify_init; those that make memory which no process has mapped: memfd_create memfd_secret shmget.
+# The filter refuses what no tool needs and what escapes and leaks between actions use: more
+# namespaces, other processes' memory and descriptors, kernel keyrings (they outlive an action),
+# programs that the kernel interprets, watches whose number the kernel limits for all sandboxes
+# together, sockets of families whose addresses are shared. Per machine: audit architecture; clone,
+# clone3, socket, socketpair; the refused calls: unshare setns ptrace process_vm_readv
+# process_vm_writev add_key request_key keyctl bpf perf_event_open userfaultfd io_uring_setup
+# pidfd_getfd fanotify_init; those that make memory which no process has mapped: memfd_create
+# memfd_secret shmget.
 _MACHINES = {
     "x86_64": (
         0xC000003E,
@@ -228,12 +245,15 @@ _MACHINES = {
 _SOCKETS = (1, 2, 10, 16)  # AF_UNIX, AF_INET, AF_INET6, AF_NETLINK
 _X32_CALLS = 0x40000000  # x86_64's second table of numbers
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER_AT, _ARCHITECTURE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16  # offsets in struct seccomp_data, little-endian
+# Offsets in struct seccomp_data, little-endian
+_NUMBER_AT, _ARCHITECTURE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
 _ALLOW, _NO_PERMISSION, _NO_SUCH_CALL, _NO_FAMILY = 0x7FFF0000, 0x00050000 | 1, 0x00050000 | 38, 0x00050000 | 97
 
 
 def _head(machine: str) -> list[tuple[int, int, int, int]]:
-    """The begin of a filter: refuse calls of another machine's table, then load the number of the call."""
+    """Return the beginning of a filter: refuse calls of another machine's table, then load the
+    number of the call.
+    """
     return [
         (_LOAD, 0, 0, _ARCHITECTURE_AT),
         (_JUMP_EQUAL, 1, 0, _MACHINES[machine][0]),
@@ -249,9 +269,10 @@ def _refuse(numbers: Iterable[int]) -> list[tuple[int, int, int, int]]:
 
 
 def _filter_program(machine: str) -> list[tuple[int, int, int, int]]:
-    """What every sandbox is refused."""
+    """Return what every sandbox is refused."""
     _, (clone, clone3, *sockets), refused, _ = _MACHINES[machine]
-    # glibc falls back to clone, whose flags the filter can read; those of clone3 are behind a pointer.
+    # glibc falls back to clone, whose flags the filter can read; those of clone3 are behind a
+    # pointer.
     program = [*_head(machine), (_JUMP_EQUAL, 0, 1, clone3), (_RETURN, 0, 0, _NO_SUCH_CALL), *_refuse(refused)]
     for number in sockets:
         program += [(_JUMP_EQUAL, 0, len(_SOCKETS) + 3, number), (_LOAD, 0, 0, _FIRST_ARGUMENT_AT)]
@@ -268,18 +289,23 @@ def _filter_program(machine: str) -> list[tuple[int, int, int, int]]:
 
 
 def _memory_program(machine: str) -> list[tuple[int, int, int, int]]:
-    """What is refused where nobody but the service counts memory."""
+    """Return what is refused where nobody but the service counts memory."""
     return [*_head(machine), *_refuse(_MACHINES[machine][3]), (_RETURN, 0, 0, _ALLOW)]
 
 
 def _packed(program: Callable[[str], list[tuple[int, int, int, int]]]) -> bytes | None:
-    """A filter as the kernel reads it (struct sock_filter[]); None on a machine that is not in `_MACHINES`."""
+    """Return a filter as the kernel reads it (struct sock_filter[]); None on a machine that is not
+    in `_MACHINES`.
+    """
     machine = platform.machine()
     return b"".join(struct.pack("=HBBI", *step) for step in program(machine)) if machine in _MACHINES else None
 
 
 def _filter_system_calls(program: bytes | None) -> None:
-    """Refuse these calls from now on, for children too; cannot be undone. Nothing on a machine without a table."""
+    """Refuse these calls from now on, for children too; cannot be undone.
+
+    Nothing on a machine without a table.
+    """
     if program is None:
         return
     code = ctypes.create_string_buffer(program)

@@ -1,10 +1,12 @@
-"""The init of a sandbox: takes the service's requests, runs the tool in processes of its own, answers how each ended.
+"""The init of a sandbox: takes the service's requests, runs the tool in processes of its own,
+answers how each ended.
 
-Owns: the sandbox's child processes and their deadlines. Invariants: foreign code never runs in this process, so that
-nothing in the sandbox can answer the service in its place; this process never has in its memory what an action says or
-hears (content.py), as the processes of foreign code are its forks; the kernel lets no process inside the sandbox kill
-or stop init. What a call left is removed before another of the same trajectory runs; where that fails, none runs again.
-What an agent's code left running in a session is killed before the session's next step.
+Owns: the sandbox's child processes and their deadlines. Invariants: foreign code never runs in this
+process, so that nothing in the sandbox can answer the service in its place; this process never has
+in its memory what an action says or hears (content.py), as the processes of foreign code are its
+forks; the kernel lets no process inside the sandbox kill or stop init. What a call left is removed
+before another of the same trajectory runs; where that fails, none runs again. What an agent's code
+left running in a session is killed before the session's next step.
 """
 
 import contextlib
@@ -22,13 +24,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from treadle_tools.sandbox.inside import answers, frames, isolation
-from treadle_tools.sandbox.inside.child import Budget, Child, Event
+from treadle_tools.sandbox.inside import isolation, messages
+from treadle_tools.sandbox.inside.child import Budget, Child, Event, run_order
 from treadle_tools.sandbox.inside.content import Content
-from treadle_tools.sandbox.inside.program import run_order
 from treadle_tools.tool import Limits, Status
 
-ENVIRONMENT_GRACE_S = 1.0  # for an environment to answer after code that it ran has used up the time
+# For an environment to answer after code that it ran has used up the time
+ENVIRONMENT_GRACE_S = 1.0
 WRITABLE = (Path("/tmp"), Path("/dev/shm"))  # all folders that a sandbox can write
 WRITABLE_MODE = 0o700
 ALL_CORES = range(1024)  # the widest mask that the standard library can set
@@ -40,8 +42,11 @@ RESOURCE_LIMITS = tuple(getattr(resource, name) for name in dir(resource) if nam
 
 @dataclass(frozen=True)
 class Worker:
-    """A tool that this process has imported. program: what the tool's `entry` names. hidden: foreign code runs beside
-    it, and must not reach into it. baseline_bytes: address space."""
+    """A tool that this process has imported.
+
+    program: what the tool's `entry` names. hidden: foreign code runs beside it, and must not reach
+    into it. baseline_bytes: address space.
+    """
 
     program: Callable[..., Any]
     hidden: bool
@@ -51,20 +56,26 @@ class Worker:
 
     @classmethod
     def load(cls, config: Mapping[str, Any]) -> "Worker":
-        """Import the tool and its preloaded modules. Any failure ends the process; its stderr has the reason."""
+        """Import the tool and its preloaded modules.
+
+        Any failure ends the process; its stderr has the reason.
+        """
         for name in config["preload"]:
             importlib.import_module(name)
         module, _, attribute = str(config["entry"]).partition(":")
         program: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         gc.collect()
-        gc.freeze()  # so that a fork's garbage collector does not copy every page of the preloaded modules
+        # So that a fork's garbage collector does not copy every page of the preloaded modules
+        gc.freeze()
         baseline_bytes = pages * resource.getpagesize()
         return cls(program, bool(config["hidden"]), int(config["work_bytes"]), int(config["processes"]), baseline_bytes)
 
 
 def hide_standard_streams() -> tuple[int, int]:
-    """Standard input and output under other numbers; nothing that is imported from now on finds them."""
+    """Move standard input and output to other numbers, where nothing imported from now on finds
+    them.
+    """
     streams = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
@@ -75,7 +86,12 @@ def hide_standard_streams() -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Request:
-    """op, id, limits, again: as of `Sandbox.ask`. body: its arguments, which only the process that it is for reads."""
+    """One request of the service, with its body.
+
+    op, id, limits, again: as of `Sandbox.ask`.
+
+    body: its arguments, which only the process that it is for reads.
+    """
 
     header: Mapping[str, Any]
     body: Content
@@ -88,16 +104,20 @@ class Requests(Protocol):
     """Where requests come from and answers go."""
 
     def next_request(self) -> Request | None:
-        """The next request, which the caller closes; None where there will be no more."""
+        """Return the next request, which the caller closes; None where there will be no more."""
 
     def answer(self, header: Mapping[str, Any], printed: Content, answer: Content) -> None:
-        """Send an answer (`answers.read`), if anybody still listens. The header says how long both contents are."""
+        """Send an answer (`read_answer`), if anybody still listens.
+
+        The header says how long both contents are.
+        """
 
 
 class Supervisor:
     """Answers requests, which `Sandbox.ask` of the service describes, one at a time.
 
-    The last answer stays here, with its request's id: the next service can `recall` what a killed one did not pass on.
+    The last answer stays here, with its request's id: the next service can `recall` what a killed
+    one did not pass on.
     """
 
     def __init__(self, worker: Worker, *, counted: bool = True) -> None:
@@ -142,7 +162,7 @@ class Supervisor:
         started = time.monotonic()
         limits = Limits(**request.header["limits"])
         printed.clear(limits.output_bytes)
-        answer.clear(answers.MOST_BYTES)
+        answer.clear(messages.MOST_ANSWER_BYTES)
         status = self._start_and_wait(request, limits, printed, answer)
         return {
             **status,
@@ -150,7 +170,8 @@ class Supervisor:
             "most_output": limits.output_bytes,
             "execution_s": time.monotonic() - started,
             "alive": self._environment is not None,
-            # Only process 1 of namespaces of its own can remove what a call left: every other process is the call's.
+            # Only process 1 of namespaces of its own can remove what a call left: every other
+            # process is the call's.
             "again": bool(request.header.get("again")) and not self._soiled and os.getpid() == 1,
         }
 
@@ -169,12 +190,17 @@ class Supervisor:
         return self._wait_for_environment(limits, printed, answer)
 
     def _fork(self) -> None:
-        """Have a process ready for the next order: forking one of a worker with large libraries takes milliseconds."""
+        """Have a process ready for the next order: forking one of a worker with large libraries
+        takes milliseconds.
+        """
         if self._warm is None:
             self._warm = Child(self._run_order)
 
     def _start(self, op: str, limits: Limits, body: Content) -> Child:
-        """Give a process its order. An environment's CPU seconds add up over its steps, so it has no limit there."""
+        """Give a process its order.
+
+        An environment's CPU seconds add up over its steps, so it has no limit there.
+        """
         self._fork()
         child, self._warm = self._warm, None
         assert child is not None
@@ -194,14 +220,14 @@ class Supervisor:
             return {"status": Status.CRASHED, "error": "the environment has ended"}
         deadline = time.monotonic() + limits.wall_s
         try:
-            while (event := environment.next_event(deadline, self._unread, answer)).kind == answers.ORDER:
+            while (event := environment.next_event(deadline, self._unread, answer)).kind == messages.ORDER:
                 self._run_python(environment, limits, answer)
                 deadline = max(deadline, time.monotonic() + ENVIRONMENT_GRACE_S)
-        except (frames.FrameError, OSError) as error:
+        except (messages.FrameError, OSError) as error:
             event, ended = Event(late=True), {"status": Status.CRASHED, "error": str(error)}
         else:
             ended = _ending(event, limits)
-        if event.kind != answers.ANSWER:
+        if event.kind != messages.ANSWER:
             environment.kill()
             self._environment = None
         return ended
@@ -211,7 +237,7 @@ class Supervisor:
         if self._has_run_python:
             self._kill_leftovers()  # of the piece before
         self._has_run_python = True
-        printed, answer = Content(limits.output_bytes), Content(answers.MOST_BYTES)
+        printed, answer = Content(limits.output_bytes), Content(messages.MOST_ANSWER_BYTES)
         try:
             child = self._start("python", limits, order)
             try:
@@ -225,9 +251,11 @@ class Supervisor:
             answer.close()
 
     def _kill_leftovers(self) -> None:
-        """Kill and reap every process but this one, the environment with those that it started, and a warm one, which
-        it forks."""
-        if os.getpid() != 1:  # without namespaces of its own a sandbox does not know which processes are its
+        """Kill and reap every process but this one, the environment with those that it started, and
+        a warm one, which it forks.
+        """
+        # Without namespaces of its own a sandbox does not know which processes are its
+        if os.getpid() != 1:
             return
         last = HIGHEST_PID
         with contextlib.suppress(OSError):  # foreign code has used up the processes
@@ -245,15 +273,18 @@ class Supervisor:
 
 
 def _wait(child: Child, limits: Limits, printed: Content, answer: Content) -> dict[str, Any]:
-    """Wait for the one answer of a child, which the caller kills afterwards. How it ended, where it sent none."""
+    """Wait for the one answer of a child, which the caller kills afterwards.
+
+    How it ended, where it sent none.
+    """
     try:
         return _ending(child.next_event(time.monotonic() + limits.wall_s, printed, answer), limits)
-    except frames.FrameError as error:
-        return {"status": Status.CRASHED, "error": f"{answers.NOT_VALID}: {error}"}
+    except messages.FrameError as error:
+        return {"status": Status.CRASHED, "error": f"{messages.NOT_VALID}: {error}"}
 
 
 def _ending(event: Event, limits: Limits) -> dict[str, Any]:
-    """The status and error of an event that is no answer."""
+    """Return the status and error of an event that is no answer."""
     if event.late:
         return {"status": Status.TIMED_OUT, "error": f"stopped after {limits.wall_s:g} s"}
     if event.wait_status is None:
@@ -265,7 +296,8 @@ def _ending(event: Event, limits: Limits) -> dict[str, Any]:
     if number == signal.SIGXCPU:
         cpu_s = limits.wall_s * limits.cpu_cores
         return {"status": Status.TIMED_OUT, "error": f"stopped after more than {cpu_s:g} CPU seconds"}
-    names = {each.value: each.name for each in signal.Signals}  # of real-time signals only two have one
+    # Of real-time signals only two have one
+    names = {each.value: each.name for each in signal.Signals}
     return {"status": Status.CRASHED, "error": f"killed by {names.get(number, f'signal {number}')}"}
 
 
@@ -285,8 +317,9 @@ def _end(pids: Sequence[int]) -> None:
 
 
 def _session_of(pid: int) -> int | None:
-    """The session of a process, which is that of the `Child` it descends from unless it made its own; None: no such
-    process. Without /proc, which a sandbox of root's has not."""
+    """Return the session of a process, which is that of the `Child` it descends from unless it made
+    its own; None: no such process. Without /proc, which a sandbox of root's has not.
+    """
     try:
         return os.getsid(pid)
     except ProcessLookupError:
@@ -294,7 +327,9 @@ def _session_of(pid: int) -> int | None:
 
 
 def _read_init_state() -> tuple[object, ...]:
-    """What processes of the same user may change of init and of the folders, and later calls would find."""
+    """Return what processes of the same user may change of init and of the folders, and later calls
+    would find.
+    """
     limits = [resource.getrlimit(which) for which in RESOURCE_LIMITS]
     folders = [isolation.read_inode_flags(folder) for folder in WRITABLE]
     ranks = os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0), *isolation.read_io_and_timer_ranks()
@@ -302,11 +337,14 @@ def _read_init_state() -> tuple[object, ...]:
 
 
 def _clean(before: tuple[object, ...]) -> str:
-    """Remove what a call left in the sandbox, and kill every other process. before: the state of init at its start.
+    """Remove what a call left in the sandbox, and kill every other process.
+
+    before: the state of init at its start.
 
     Returns what could not be removed; empty where the sandbox is as it was.
     """
-    with contextlib.suppress(ProcessLookupError):  # a process that forks meanwhile is killed before its fork is done
+    # A process that forks meanwhile is killed before its fork is done
+    with contextlib.suppress(ProcessLookupError):
         while True:
             os.kill(-1, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
@@ -315,7 +353,8 @@ def _clean(before: tuple[object, ...]) -> str:
     try:
         for folder in WRITABLE:
             _empty(folder)
-        # A mask of cores that the call set here would hold for later children; the control group's still holds.
+        # A mask of cores that the call set here would hold for later children; the control group's
+        # still holds.
         os.sched_setaffinity(0, ALL_CORES)
     except (OSError, RecursionError) as error:
         return f"left behind: {error}"

@@ -1,0 +1,1 @@
+"""Change which engines a mesh has: attach servers, drain an engine, apply a plan."""

@@ -1,0 +1,276 @@
+"""`treadle attach`: put sidecars beside SGLang servers that somebody else started, and a mesh around them.
+
+The servers are read before anything starts (`doctor.servers`), and are never started, stopped or reconfigured. The mesh
+is one of its own (NATS and services), or one that runs already. When the command ends, its sidecars take their engines
+from the scheduler, end the steps that they run, and the servers go on as they were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc.aio
+import typer
+from rich.console import Console
+from rich.table import Table
+from treadle.certificates import FOLDER_VARIABLE, Certificates
+from treadle.scheduler.v1 import scheduler_pb2 as pb
+from treadle_runtime.config import is_loopback
+
+from treadle_cli.authority import DEFAULT_TENANT, OPERATOR, make_certificates
+from treadle_cli.doctor.findings import OK, PROBLEM, Finding, print_findings
+from treadle_cli.mesh.mesh import Board, StartBoard
+from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree, describe_exit
+from treadle_cli.mesh.services import (
+    CONSOLE,
+    CONSOLE_PURPOSE,
+    GATEWAY,
+    GATEWAY_PURPOSE,
+    SERVICES,
+    Addresses,
+    ControlPlane,
+    choose_addresses,
+    open_tree,
+)
+from treadle_cli.options import new_run_folder
+from treadle_cli.problems import UsageProblem
+from treadle_cli.scheduler import reach_scheduler
+
+if TYPE_CHECKING:
+    from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub
+
+REGISTRATION_S = 120.0  # a sidecar first probes its engine, for 10 s at most; a busy engine is not probed
+ASK_S = 10.0
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class AttachPlan:
+    """What to put beside the servers at `urls`. scheduler, nats_url: of a mesh that runs already; empty: one is started
+    with its scheduler at `base_port`. host: the name or address at which that mesh reaches this machine; empty: the
+    mesh runs on this machine. slots: steps at once on each engine, 0: as the engine says. kv_folder: the engines'
+    shared storage of KV, None: not known."""
+
+    urls: tuple[str, ...]
+    scheduler: str = ""
+    nats_url: str = ""
+    base_port: int = 0
+    host: str = ""
+    slots: int = 0
+    kv_folder: Path | None = None
+    secure: bool = False
+
+    @property
+    def reached_at(self) -> str:
+        """Host of the sidecars' addresses."""
+        return self.host or LOOPBACK
+
+    def require_sound(self) -> None:
+        """Raises UsageProblem for options that do not go together."""
+        if self.scheduler and not self.nats_url:
+            raise UsageProblem("--scheduler needs --nats-url: the NATS of that mesh, where sidecars publish facts")
+        if self.nats_url and not self.scheduler:
+            raise UsageProblem("--nats-url needs --scheduler: without one, attach starts a mesh with a NATS of its own")
+        elsewhere = [each for each in self.scheduler.split(",") if each and not is_loopback(each.strip())]
+        if elsewhere and not self.host:
+            raise UsageProblem(
+                f"--scheduler {elsewhere[0]} needs --host: the name or address at which that mesh reaches this machine"
+            )
+        if self.scheduler and self.secure:
+            raise UsageProblem(
+                f"--secure is of a mesh that attach starts; for one that runs, set {FOLDER_VARIABLE} to the folder of "
+                "a sidecar's certificate"
+            )
+        if self.kv_folder is not None and not self.kv_folder.is_dir():
+            raise UsageProblem(f"--kv-folder {self.kv_folder}: there is no such folder")
+
+
+def print_addresses(named: Mapping[str, object]) -> None:
+    """What --json prints once a mesh serves: one line, so that a script can wait for it."""
+    typer.echo(json.dumps(named))
+
+
+async def run_check(urls: Sequence[str], as_json: bool, out: Console) -> int:
+    """`--check`: print what must change on the servers; the exit code. Raises UsageProblem for a bad URL."""
+    from treadle_cli.doctor.command import report
+    from treadle_cli.doctor.servers import check_servers, clean_urls, read_servers
+
+    return report(list(check_servers(await read_servers(clean_urls(urls)))), as_json, out)
+
+
+async def run_attach(
+    plan: AttachPlan,
+    out_folder: Path,
+    out: Console,
+    hurry: asyncio.Event,
+    announce: Callable[[Mapping[str, object]], None] | None = None,
+) -> int:
+    """Check the servers, start what is missing, and wait for a signal. announce: called with all addresses by name
+    when every engine is registered. Raises UsageProblem, ProcessError."""
+    from treadle_cli.doctor.servers import check_servers, clean_urls, read_servers
+    from treadle_cli.mesh.checks import nats_server, require_bubblewrap
+
+    plan.require_sound()
+    servers = await read_servers(clean_urls(plan.urls))
+    _require_usable(list(check_servers(servers)), out)
+    urls = {server.name(plan.reached_at): server.url for server in servers}
+    if len(urls) < len(servers):
+        raise UsageProblem(f"{', '.join(plan.urls)}: two of these are one server, by its host and port")
+    if not plan.scheduler:
+        require_bubblewrap()
+        nats_server()
+        if not plan.secure:
+            os.environ.pop(FOLDER_VARIABLE, None)  # of another mesh; this one is plaintext on the loopback interface
+    folder = new_run_folder(out_folder, "attach-")
+    state = folder / "state"
+    try:
+        async with open_tree(folder / "logs", hurry) as tree:
+            model_path = str(servers[0].model["model_path"])  # they all serve the same
+            attachment = _Attachment(plan, urls, model_path, tree, state)
+            with StartBoard(out) as board:
+                await attachment.start(board)
+            out.print(attachment.table())
+            for line in attachment.hints(folder / "logs"):
+                out.print(line, highlight=False, soft_wrap=True)
+            if announce is not None:
+                announce(attachment.addresses())
+            await attachment.until_broken()
+    finally:
+        shutil.rmtree(state, ignore_errors=True)
+    return 0
+
+
+def _require_usable(findings: Sequence[Finding], out: Console) -> None:
+    """Show what could be better; raise UsageProblem where a server cannot be used."""
+    noted = [finding for finding in findings if finding.level != OK]
+    print_alike(noted, out)
+    problems = [f"{finding.subject}: {finding.check}: {finding.says}" for finding in noted if finding.level == PROBLEM]
+    if problems:
+        raise UsageProblem("nothing was started: " + "; ".join(problems))
+
+
+def print_alike(findings: Sequence[Finding], out: Console) -> None:
+    """Print findings, those of several servers that are alike as one."""
+    alike: defaultdict[Finding, list[str]] = defaultdict(list)  # without its subject
+    for finding in findings:
+        alike[replace(finding, subject="")].append(finding.subject)
+    print_findings([replace(finding, subject=", ".join(subjects)) for finding, subjects in alike.items()], out)
+
+
+async def _engine_ids(stub: SchedulerServiceAsyncStub) -> list[str]:
+    answer = await stub.ListEngines(pb.ListEnginesRequest(), timeout=ASK_S)
+    return [engine.info.engine_id for engine in answer.engines]
+
+
+class _Attachment:
+    """The sidecars of one command, and the mesh if it is their own."""
+
+    def __init__(
+        self, plan: AttachPlan, urls: dict[str, str], model_path: str, tree: ProcessTree, folder: Path
+    ) -> None:
+        self._plan, self._urls, self._model_path, self._tree = plan, urls, model_path, tree
+        folder.mkdir(parents=True)
+        self._certificates = make_certificates(folder.absolute() / "certificates") if plan.secure else None
+        if plan.scheduler:
+            self._where = Addresses({"scheduler": plan.scheduler}, {})
+        else:
+            self._where = replace(choose_addresses(tree.ports, plan.base_port, list(urls)), resources="")
+        self._control = ControlPlane(tree, self._where, folder, certificates=self._certificates)
+        self._broken: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
+        self._sidecars: dict[str, str] = {}
+        self._front_door = self._page = ""
+        tree.on_death = self._on_death
+
+    async def start(self, board: Board) -> None:
+        """Return once every engine is registered with the scheduler. Raises ProcessError, UsageProblem."""
+        if self._plan.scheduler:
+            self._control.nats_url = self._plan.nats_url
+        else:
+            with board.part("NATS and services"):
+                await self._control.start()
+        own = None if self._certificates is None else Certificates(self._certificates / OPERATOR)
+        async with reach_scheduler(self._where.scheduler, own) as stub:
+            taken = sorted(set(self._urls) & set(await _engine_ids(stub)))
+            if taken:
+                raise UsageProblem(
+                    f"{self._urls[taken[0]]}: the mesh has an engine {taken[0]}: is it attached already?"
+                )
+            async with asyncio.TaskGroup() as group:
+                for engine_id in self._urls:
+                    group.create_task(self._start_sidecar(engine_id, stub, board))
+        if not self._plan.scheduler:
+            with board.part("gateway and console"):
+                self._front_door = await self._control.start_gateway(self._model_path)
+                self._page = await self._control.start_console(self._plan.base_port)
+
+    def addresses(self) -> dict[str, object]:
+        """Of the mesh by name, with the sidecars of this command."""
+        return replace(self._where, sidecars=self._sidecars).named(self.nats_url, self._front_door, self._page)
+
+    @property
+    def nats_url(self) -> str:
+        """Of the NATS of the mesh."""
+        return self._control.nats_url
+
+    async def until_broken(self) -> None:
+        """Raise ProcessError once a child dies."""
+        child = await asyncio.shield(self._broken)
+        raise ProcessError(child, describe_exit(child.returncode))
+
+    async def _start_sidecar(self, engine_id: str, stub: SchedulerServiceAsyncStub, board: Board) -> None:
+        async def is_registered() -> bool | None:
+            try:
+                return engine_id in await _engine_ids(stub) or None
+            except grpc.aio.AioRpcError:
+                return None  # it may be restarting; the limit of time holds
+
+        address = self._where.sidecars.get(engine_id) or f"{self._plan.reached_at}:{self._tree.ports.choose(1)[0]}"
+        settings = {
+            "TREADLE_SIDECAR_ENGINE_URL": self._urls[engine_id],
+            "TREADLE_SIDECAR_SLOTS": str(self._plan.slots),
+            "TREADLE_SIDECAR_LISTEN": address,
+        }
+        if self._plan.kv_folder is not None:
+            settings["TREADLE_SIDECAR_KV_STORAGE_DIR"] = str(self._plan.kv_folder.absolute())
+        if self._plan.scheduler:
+            settings["TREADLE_SIDECAR_TLS_FOLDER"] = os.environ.get(FOLDER_VARIABLE, "")
+        with board.part(f"sidecar of {self._urls[engine_id]}"):
+            child = await self._control.start_sidecar(engine_id, settings)
+            self._sidecars[engine_id] = address
+            await child.until(is_registered, "registration with the scheduler", REGISTRATION_S)
+
+    def _on_death(self, child: Child) -> None:
+        if not self._broken.done():
+            self._broken.set_result(child)
+
+    def table(self) -> Table:
+        """Addresses, as treadle up prints them."""
+        table = Table("service", "address", "what for", box=None, pad_edge=False, padding=(0, 3, 0, 0))
+        for name, purpose in SERVICES.items():
+            if name in self._where.services:
+                table.add_row(name, self._where.services[name], purpose)
+        for engine_id, address in self._sidecars.items():
+            table.add_row(f"sidecar of {engine_id}", address, f"SGLang at {self._urls[engine_id]}")
+        table.add_row("NATS", self.nats_url, "facts and state")
+        if self._front_door:
+            table.add_row(GATEWAY, self._front_door, GATEWAY_PURPOSE)
+            table.add_row(CONSOLE, self._page, CONSOLE_PURPOSE)
+        return table
+
+    def hints(self, logs: Path) -> list[str]:
+        """What to do next."""
+        lines = []
+        if self._certificates is not None:
+            client = self._certificates / f"trainer-{DEFAULT_TENANT}"
+            lines.append(f"Clients: export {FOLDER_VARIABLE}={client}  (or {OPERATOR})")
+        lines.append(f"Watch it: treadle top --scheduler {self._where.scheduler}")
+        lines.append(f"Logs: {logs}. Ctrl-C takes the sidecars away and leaves the servers as they are.")
+        return lines

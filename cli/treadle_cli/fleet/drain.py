@@ -1,0 +1,90 @@
+"""`treadle drain`: empty an engine of a running mesh, so that it can be stopped, and use it again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import grpc.aio
+import typer
+from rich.console import Console
+from treadle.scheduler.v1 import scheduler_pb2 as pb
+
+from treadle_cli.problems import UsageProblem
+
+if TYPE_CHECKING:
+    from rich.status import Status
+    from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub
+
+ASK_S = 10.0
+AWAY_S = 60.0  # how long a scheduler that restarts is waited for
+LOOK_S = 0.5  # between two looks at how many trajectories are left
+AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+CORRECTABLE = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.PERMISSION_DENIED,
+)
+
+Answer = TypeVar("Answer")
+
+
+async def run_drain(engine: str, scheduler: str, undo: bool, waits: bool, as_json: bool, out: Console) -> int:
+    """Drain, or end a drain, and say how many trajectories are left. Raises UsageProblem, TreadleError."""
+    from treadle.errors import TreadleError
+
+    from treadle_cli.scheduler import reach_scheduler
+
+    request = pb.DrainEngineRequest(request_id=uuid.uuid4().hex, engine_id=engine, undo=undo)
+    try:
+        async with reach_scheduler(scheduler) as stub:
+            with out.status(f"{engine}: waiting") as status:
+                left = (await _answer(lambda: stub.DrainEngine(request, timeout=ASK_S), engine, status)).trajectories
+                if left and waits and not undo:
+                    await _until_empty(stub, engine, status)
+                    left = 0
+    except TreadleError as error:
+        raise (UsageProblem(error.message) if error.code in CORRECTABLE else error) from None
+    if as_json:
+        typer.echo(json.dumps({"engine": engine, "draining": not undo, "trajectories": left}))
+    elif undo:
+        out.print(f"{engine} takes steps again", highlight=False, markup=False)
+    else:
+        told = f"{left} trajectories are still there" if left else "it is empty: stop it, or use it again with --undo"
+        out.print(f"{engine} gets no more steps; {told}", highlight=False, markup=False)
+    return 0
+
+
+async def _until_empty(stub: SchedulerServiceAsyncStub, engine: str, status: Status) -> None:
+    """Return once no trajectory is there, or the engine is gone. Raises UsageProblem where somebody ends the drain, and
+    AioRpcError as `_answer` does."""
+    while True:
+        listed = await _answer(lambda: stub.ListEngines(pb.ListEnginesRequest(), timeout=ASK_S), engine, status)
+        found = next((each for each in listed.engines if each.info.engine_id == engine), None)
+        if found is None:
+            return
+        if not found.draining:
+            raise UsageProblem(f"the drain of {engine} was ended meanwhile: it takes steps again")
+        if not found.trajectories:
+            return
+        steps = found.load.running_steps + found.load.waiting_steps
+        status.update(f"{engine}: {found.trajectories} trajectories are left, {steps} of their steps run or wait")
+        await asyncio.sleep(LOOK_S)
+
+
+async def _answer(ask: Callable[[], Awaitable[Answer]], engine: str, status: Status) -> Answer:
+    """Ask again while the scheduler restarts. Raises AioRpcError where it refuses, or is away for AWAY_S."""
+    gives_up_at = time.monotonic() + AWAY_S
+    while True:
+        try:
+            return await ask()
+        except grpc.aio.AioRpcError as error:
+            if error.code() not in AWAY or time.monotonic() > gives_up_at:
+                raise
+        status.update(f"{engine}: waiting for the scheduler, which does not answer")
+        await asyncio.sleep(LOOK_S)

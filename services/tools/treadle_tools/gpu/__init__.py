@@ -1,1 +1,0 @@
-"""GPU services: models that share GPUs, brought into memory when they are asked (ARL-Tangram §5.3)."""

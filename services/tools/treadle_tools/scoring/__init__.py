@@ -1,1 +1,0 @@
-"""The built-in reward functions. Imported in the sandbox only."""

@@ -1,1 +1,0 @@
-"""Stateful environments: opened, stepped, kept through a restart, copied, closed."""

@@ -1,0 +1,108 @@
+"""A fork server with real children: each is a process like any other, and none outlives the fork server."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from support.conditions import until
+from treadle_runtime.fork_server import ForkedProcess, ForkServer
+
+PROGRAM = """
+import os, signal, sys, time
+print(sys.argv[1:], os.environ.get("NAME"), "HOME" in os.environ, os.getcwd(), os.getsid(0) == os.getpid(), flush=True)
+print("to stderr", file=sys.stderr, flush=True)
+import json.decoder  # imported already
+if sys.argv[1] == "exit":
+    sys.exit(int(sys.argv[2]))
+if sys.argv[1] == "raise":
+    raise RuntimeError("on purpose")
+time.sleep(1000)
+"""
+CALLER = """
+import os, sys, time
+from treadle_runtime.fork_server import ForkServer
+server = ForkServer(["json"])
+child = server.start("program", {"PYTHONPATH": sys.argv[1]}, 2, arguments=["sleep"])
+print(server.pid, child.pid, flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    return tmp_path
+
+
+@pytest.fixture
+def server() -> Iterator[ForkServer]:
+    with ForkServer(["json", "no_such_module"]) as server:
+        yield server
+
+
+def start(server: ForkServer, folder: Path, *arguments: str, new_session: bool = False) -> ForkedProcess:
+    with (folder / "output").open("ab") as output:
+        return server.start(
+            "program",
+            {"NAME": "treadle", "PYTHONPATH": str(folder)},
+            output.fileno(),
+            arguments=arguments,
+            cwd=str(folder),
+            new_session=new_session,
+        )
+
+
+def test_a_child_has_its_own_arguments_environment_folder_output_and_exit_code(
+    server: ForkServer, folder: Path
+) -> None:
+    child = start(server, folder, "exit", "7", new_session=True)
+    assert child.wait() == 7 and child.poll() == 7
+    assert (folder / "output").read_text() == f"['exit', '7'] treadle False {folder} True\nto stderr\n"
+
+
+def test_an_uncaught_exception_ends_a_child_as_it_ends_any_program(server: ForkServer, folder: Path) -> None:
+    assert start(server, folder, "raise").wait() == 1
+    assert "RuntimeError: on purpose" in (folder / "output").read_text()
+
+
+async def test_signals_reach_a_child_and_its_exit_code_names_the_signal(server: ForkServer, folder: Path) -> None:
+    first, second = start(server, folder, "sleep"), start(server, folder, "sleep")
+    await until(lambda: (folder / "output").read_text().count("to stderr") == 2)
+    assert " ".join(psutil.Process(first.pid).cmdline()).rstrip() == f"{sys.executable} -m program sleep"
+    assert first.poll() is None
+    first.terminate()
+    assert first.wait() == -signal.SIGTERM
+    second.kill()
+    assert second.wait() == -signal.SIGKILL
+    second.kill()  # it has ended: nothing is signalled
+
+
+async def test_the_end_of_a_fork_server_ends_its_children(server: ForkServer, folder: Path) -> None:
+    child = start(server, folder, "sleep")
+    await until(lambda: (folder / "output").exists() and "to stderr" in (folder / "output").read_text())
+    server.close()
+    await until(lambda: child.poll() is not None)
+    assert child.returncode == -signal.SIGKILL
+    await until(lambda: not psutil.pid_exists(child.pid))
+    with pytest.raises(OSError):
+        start(server, folder, "exit", "0")
+
+
+def test_nothing_is_left_where_the_caller_is_killed(folder: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with (folder / "errors").open("wb") as errors:
+        caller = subprocess.Popen(
+            [sys.executable, "-c", CALLER, str(folder)], env=environment, stdout=subprocess.PIPE, stderr=errors
+        )
+    assert caller.stdout is not None
+    pids = [int(word) for word in caller.stdout.readline().split()]
+    assert all(map(psutil.pid_exists, pids))
+    caller.kill()
+    caller.communicate()
+    ended = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    assert psutil.wait_procs(ended, timeout=30.0)[1] == []
