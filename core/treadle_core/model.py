@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from treadle_core.ledger import NO_TIMES, ClientTimes, Ledger, StepTimes
 
+TENANT_MARK = "::"  # a name that belongs to a tenant begins with the tenant's and this
+
 # Decode speed assumed of an engine that declares none: seconds a token alone, and more for each further sequence in the
 # batch. Only ratios matter where no engine of a mesh declares a curve; the values are those of a small model on one
 # accelerator.
@@ -303,6 +305,12 @@ class TicketRecord:
     weight: float = 1.0
     waited_s: float = 0.0
     times: StepTimes = NO_TIMES
+
+    @property
+    def cache_salt(self) -> str:
+        """Return what KV is kept under: the weight version and the tenant, so that no other's KV is hit."""
+        tenant, mark, _ = self.trajectory_id.partition(TENANT_MARK)
+        return f"{tenant}{mark}{self.weight_version}" if tenant and mark else self.weight_version
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,21 +1,16 @@
-"""Errors that a servicer may raise, their form on the wire, and checks of request fields.
+"""Errors that a servicer may raise, and their form on the wire.
 
 A servicer raises these errors, or core exceptions that its `ErrorTable` maps to them; only the interceptor (`calls.py`)
 turns them into a status. Details are `treadle.common.v1.Status`, wire-equal to google.rpc.Status, so that any parser of
-google.rpc reads them. Each check of a field raises InvalidArgument naming the field and what would be right, and
-returns the value.
+google.rpc reads them.
 """
 
-import math
-import re
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import grpc
 from google.protobuf.message import Message
 from treadle.common.v1 import status_pb2
-
-from treadle_runtime.config import address
 
 DETAILS_KEY = "grpc-status-details-bin"
 TYPE_URL_PREFIX = "type.googleapis.com/google.rpc."
@@ -159,67 +154,3 @@ def status_of(error: TreadleError, domain: str) -> status_pb2.Status:
 def _shortened(text: str, longest: int) -> str:
     text = text.encode(errors="replace").decode()  # no message carries the lone surrogates of what it quotes
     return text if len(text) <= longest else f"{text[:longest]}… ({len(text)} characters)"
-
-
-_IDENTIFIER = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
-
-Number = TypeVar("Number", int, float)
-
-
-def require(condition: object, field: str, description: str) -> None:
-    """Refuse the request unless `condition` holds; `description` says what would be right."""
-    if not condition:
-        raise InvalidArgument(field, description)
-
-
-def finite(field: str, value: float) -> float:
-    """A number that is neither NaN nor infinite."""
-    require(math.isfinite(value), field, f"must be a finite number, is {value}")
-    return value
-
-
-def positive(field: str, value: Number) -> Number:
-    """A finite number > 0."""
-    finite(field, value)
-    require(value > 0, field, f"must be > 0, is {value}")
-    return value
-
-
-def non_negative(field: str, value: Number) -> Number:
-    """A finite number >= 0."""
-    finite(field, value)
-    require(value >= 0, field, f"must be >= 0, is {value}")
-    return value
-
-
-def non_empty(field: str, value: str) -> str:
-    """A string, bytes or list with something in it."""
-    require(value, field, "must not be empty")
-    return value
-
-
-def at_most(field: str, value: str, longest: int) -> str:
-    """A string of at most `longest` characters."""
-    require(len(value) <= longest, field, f"must be at most {longest} characters, is {len(value)}")
-    return value
-
-
-def endpoint(field: str, value: str) -> str:
-    """host:port"""
-    try:
-        return address(value)
-    except ValueError as error:
-        raise InvalidArgument(field, f"must be {error}, is {value[:64]!r}") from None
-
-
-def optional_identifier(field: str, value: str) -> str:
-    """An id, or nothing."""
-    return identifier(field, value) if value else value
-
-
-def identifier(field: str, value: str) -> str:
-    """An id: 1 to 128 characters of A-Z a-z 0-9 _ . : -"""
-    require(value, field, "must not be empty")
-    valid = _IDENTIFIER.fullmatch(value)
-    require(valid, field, f"must be 1 to 128 characters of A-Z a-z 0-9 _ . : -, is {value[:64]!r}")
-    return value

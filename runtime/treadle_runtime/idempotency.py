@@ -23,7 +23,8 @@ from nats.js.kv import KeyValue
 
 from treadle_runtime.buckets import entries_of, kv_key
 from treadle_runtime.bus import Bus
-from treadle_runtime.errors import InvalidArgument, identifier
+from treadle_runtime.errors import InvalidArgument
+from treadle_runtime.fields import identifier
 
 log = structlog.get_logger()
 

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable
 from heapq import nsmallest
 from typing import TypeVar
 
-from treadle_runtime.errors import InvalidArgument, require
+from treadle_runtime.errors import InvalidArgument
+from treadle_runtime.fields import require
 
 Item = TypeVar("Item")
 Place = tuple[float, str]  # an item's creation, Unix seconds, and its id

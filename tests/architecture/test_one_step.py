@@ -16,8 +16,8 @@ from treadle_predictor.config import PredictorSettings
 from treadle_predictor.wire import wire as predictor_wire
 from treadle_runtime.server import serving
 
-MOST_FILES_TO_TICKET = 52
-MOST_FILES = 72
+MOST_FILES_TO_TICKET = 26
+MOST_FILES = 60
 PLAYS = 4
 # A pause before each play: by then a plan is due at once, and what the play before has changed is stored.
 PAUSE_S = Tuning().plan_interval_s + 0.2

@@ -18,7 +18,7 @@ from treadle.telemetry.v1 import facts_pb2
 from treadle.tools.v1 import tools_pb2
 from treadle_runtime.bus import Bus
 from treadle_runtime.facts import make_fact
-from treadle_runtime.times import duration
+from treadle_runtime.fields import duration
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -22,7 +22,7 @@ from treadle_cli.doctor.findings import OK, PROBLEM, WARNING, Finding, as_json, 
 from treadle_cli.doctor.mesh import LATE_S, _clocks, _dated, _engines
 from treadle_cli.doctor.servers import TESTED_VERSION, Server, check_server, check_servers, clean_urls
 from treadle_cli.problems import UsageProblem
-from treadle_runtime.times import timestamp
+from treadle_runtime.fields import timestamp
 
 URL = "http://127.0.0.1:30000"
 # A server that needs no change: SGLang's answers, as far as they are read.

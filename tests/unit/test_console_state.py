@@ -14,7 +14,7 @@ from treadle_console.convert import take_fact
 from treadle_console.records import Cursor, Spans
 from treadle_console.state import Mesh
 from treadle_runtime.facts import KINDS, make_fact
-from treadle_runtime.times import duration, timestamp
+from treadle_runtime.fields import duration, timestamp
 
 T0 = 1_700_000_000
 MOST = 1_000

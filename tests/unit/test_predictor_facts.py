@@ -22,7 +22,7 @@ from treadle_predictor.facts import Learner, Recordings
 from treadle_predictor.history import HistoryStore, decode, encode
 from treadle_predictor.question import make_question
 from treadle_runtime.facts import make_fact
-from treadle_runtime.times import duration
+from treadle_runtime.fields import duration
 
 
 def closed(outcome: int = scheduler_pb2.OUTCOME_FINISHED, **changed: object) -> facts_pb2.Fact:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
-from treadle_runtime import errors as fields
+from treadle_runtime import errors, fields
 from treadle_runtime.errors import InvalidArgument
-from treadle_runtime.times import LONGEST_DURATION_S, duration, require_duration, require_timestamp, seconds, timestamp
+from treadle_runtime.fields import LONGEST_DURATION_S, duration, require_duration, require_timestamp, seconds, timestamp
 
 
 @pytest.mark.parametrize(
@@ -69,5 +69,5 @@ def test_a_time_that_is_none_is_refused_by_its_field(value: Timestamp) -> None:
 
 
 def test_an_error_may_quote_what_no_message_carries() -> None:
-    status = fields.status_of(fields.NotFound("NOT_THERE", "\ud800 is not here", name="\udfff"), "x.treadle")
+    status = errors.status_of(errors.NotFound("NOT_THERE", "\ud800 is not here", name="\udfff"), "x.treadle")
     assert status.message == "? is not here"

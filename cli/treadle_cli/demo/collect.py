@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from nats.aio.msg import Msg
 from treadle import TrajectoryResult
 from treadle.telemetry.v1.facts_pb2 import Fact, MigrationEnded, TrajectoryPredicted
-from treadle_runtime.times import seconds
+from treadle_runtime.fields import seconds
 
 from treadle_cli.report.records import ForecastRecord, SpanRecord, TrajectoryRecord
 

@@ -24,7 +24,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from treadle.certificates import FOLDER_VARIABLE, Certificates, open_channel
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from treadle_runtime.errors import require
+from treadle_runtime.fields import require
 
 from treadle_cli.authority import DEFAULT_TENANT, OPERATOR, make_certificates
 from treadle_cli.mesh import checks, engines

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from treadle.resources.v1 import resources_pb2 as pb
-from treadle_runtime.errors import InvalidArgument, require
+from treadle_runtime.errors import InvalidArgument
+from treadle_runtime.fields import require
 
 MOST_ENGINES = 4_096  # of a plan; more are a mistake
 MOST_DEGREE = 1_024

@@ -15,11 +15,11 @@ from treadle.resources.v1 import resources_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle_runtime.calls import Interceptor, detached_context
 from treadle_runtime.config import Settings
-from treadle_runtime.errors import FailedPrecondition, identifier, non_negative, require
+from treadle_runtime.errors import FailedPrecondition
+from treadle_runtime.fields import identifier, non_negative, require, seconds
 from treadle_runtime.identity.tenants import TenantLimits
 from treadle_runtime.server import bind
 from treadle_runtime.telemetry import Metrics
-from treadle_runtime.times import seconds
 
 from treadle_cli.resources.apply import START_TIMEOUT_S, Applied, Engines, apply_plan
 from treadle_cli.resources.plan import plan_message, plan_of

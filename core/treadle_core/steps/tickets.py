@@ -12,7 +12,15 @@ from operator import attrgetter
 from treadle_core.actions import AbortStep, Action, Decided, IssueTicket, SaveTrajectory, StepWaits
 from treadle_core.events import StepFinished, StepRequested
 from treadle_core.ledger import NO_TIMES, Cause
-from treadle_core.model import EngineSpec, TicketRecord, TicketStatus, TrajectoryRecord, TrajectoryState, copy_with
+from treadle_core.model import (
+    TENANT_MARK,
+    EngineSpec,
+    TicketRecord,
+    TicketStatus,
+    TrajectoryRecord,
+    TrajectoryState,
+    copy_with,
+)
 from treadle_core.ranking import priorities
 from treadle_core.refusals import (
     BadField,
@@ -28,7 +36,6 @@ from treadle_core.steps.state import State
 
 # 48 bits in front of every ticket id: the engine matches ids by prefix when it aborts, so no ticket id may be a prefix
 # of another.
-TENANT_MARK = "::"  # a name that belongs to a tenant begins with the tenant's and this
 TICKET_DIGEST_CHARACTERS = 12
 
 MOST_UNCOUNTED = 8  # tickets of a trajectory; more only where `step_finished` is lost for good

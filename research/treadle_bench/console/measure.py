@@ -24,7 +24,7 @@ from treadle_cli.mesh.ports import HOST, Ports
 from treadle_cli.problems import UsageProblem
 from treadle_runtime.bus import Bus, open_bus
 from treadle_runtime.facts import make_fact
-from treadle_runtime.times import duration
+from treadle_runtime.fields import duration
 
 from treadle_bench.bench import Bench, BenchOptions
 from treadle_bench.processes import run_service

@@ -17,7 +17,7 @@ from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.telemetry.v1 import facts_pb2
 from treadle.tools.v1 import tools_pb2
 from treadle.types import words_of
-from treadle_runtime.times import seconds
+from treadle_runtime.fields import seconds
 
 from treadle_console.state import Mesh
 

@@ -5,9 +5,19 @@ import uuid
 from treadle.migrator.v1 import migrator_pb2 as pb
 from treadle.telemetry.v1.facts_pb2 import Fact, MigrationEnded
 from treadle_core.steps.transfers import Transfer
-from treadle_runtime.errors import endpoint, identifier, non_empty, non_negative, positive, require
 from treadle_runtime.facts import make_fact
-from treadle_runtime.times import duration, number_of, require_duration, timestamp
+from treadle_runtime.fields import (
+    duration,
+    endpoint,
+    identifier,
+    non_empty,
+    non_negative,
+    number_of,
+    positive,
+    require,
+    require_duration,
+    timestamp,
+)
 
 from treadle_migrator.migrations import Endpoint, Migration, Move, State
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import grpc.aio
 from treadle.migrator.v1 import migrator_pb2 as pb
 from treadle.migrator.v1 import migrator_pb2_grpc
-from treadle_runtime.errors import identifier, optional_identifier
+from treadle_runtime.fields import identifier, optional_identifier
 from treadle_runtime.idempotency import RequestRecords, answered_once
 from treadle_runtime.pages import page_of
 

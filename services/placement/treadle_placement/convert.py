@@ -10,8 +10,8 @@ from treadle.placement.v1 import placement_pb2 as pb
 from treadle_core.model import CostModel, DecodeCurve
 from treadle_core.placing.placement import Plan
 from treadle_core.placing.question import PlanEngine, slowest_curve
-from treadle_runtime.errors import InvalidArgument, require
-from treadle_runtime.times import duration
+from treadle_runtime.errors import InvalidArgument
+from treadle_runtime.fields import duration, require
 
 
 def model_of(request: pb.PlanPlacementRequest, default: CostModel) -> CostModel:

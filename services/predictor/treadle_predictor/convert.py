@@ -9,8 +9,16 @@ from treadle.telemetry.v1.facts_pb2 import Fact
 from treadle_core.model import Estimate
 from treadle_core.ranking.estimator import Forecast, Progress
 from treadle_core.ranking.evidence import Ended, Evidence
-from treadle_runtime.errors import at_most, identifier, non_empty, non_negative, require
-from treadle_runtime.times import number_of, require_duration, seconds
+from treadle_runtime.fields import (
+    at_most,
+    identifier,
+    non_empty,
+    non_negative,
+    number_of,
+    require,
+    require_duration,
+    seconds,
+)
 
 LONGEST_PROMPT_ID_CHARS = 256
 TOKEN_ID_BYTES = 4  # int32

@@ -20,7 +20,7 @@ from treadle.scheduler.v1 import scheduler_pb2
 from treadle.telemetry.v1.facts_pb2 import Fact, StepFinished, StepStarted, TrajectoryClosed, TrajectoryOpened
 from treadle_learned.moments import Steps
 from treadle_learned.transcript import Transcript, Turn, version_number
-from treadle_runtime.times import seconds
+from treadle_runtime.fields import seconds
 
 from treadle_predictor.convert import learn
 from treadle_predictor.history import HistoryStore

@@ -13,9 +13,8 @@ from opentelemetry import propagate, trace
 from treadle.predictor.v1 import predictor_pb2, predictor_pb2_grpc
 from treadle_core.ranking.estimator import Estimator, Forecast, Progress, Source
 from treadle_core.ranking.evidence import Evidence
-from treadle_runtime.errors import require
+from treadle_runtime.fields import number_of, require
 from treadle_runtime.telemetry import SCOPE
-from treadle_runtime.times import number_of
 
 from treadle_predictor.convert import context_of, prediction_of, progress_of
 from treadle_predictor.facts import Learner

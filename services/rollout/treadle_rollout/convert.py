@@ -15,9 +15,18 @@ from treadle_core.rollouts.buffer import Aborted, Batch, SampleBuffer
 from treadle_core.rollouts.group import Group, Sample, Verdict
 from treadle_core.rollouts.length_cap import CutReward
 from treadle_core.rollouts.spec import RolloutSpec
-from treadle_runtime.errors import finite, identifier, non_negative, positive, require
 from treadle_runtime.facts import make_fact
-from treadle_runtime.times import number_of, require_duration, seconds, timestamp
+from treadle_runtime.fields import (
+    finite,
+    identifier,
+    non_negative,
+    number_of,
+    positive,
+    require,
+    require_duration,
+    seconds,
+    timestamp,
+)
 
 from treadle_rollout.convert_shaping import cap_from, fill_shaping, redundancy_from, selection_from
 from treadle_rollout.rollouts import BatchRequest, Rollout

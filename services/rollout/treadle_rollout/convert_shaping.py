@@ -6,8 +6,8 @@ from treadle_core.rollouts.group import Sample
 from treadle_core.rollouts.length_cap import CapPolicy, CapReport, CapState, CutReward, shape_reward
 from treadle_core.rollouts.selection import Candidate
 from treadle_core.rollouts.spec import Redundancy, RolloutSpec, RuleName, Selection
-from treadle_runtime.errors import InvalidArgument, finite, non_negative, positive, require
-from treadle_runtime.times import number_of
+from treadle_runtime.errors import InvalidArgument
+from treadle_runtime.fields import finite, non_negative, number_of, positive, require
 
 RULES = {
     pb.SELECTION_RULE_UNSPECIFIED: RuleName.FIRST,

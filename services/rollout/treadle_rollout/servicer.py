@@ -9,7 +9,8 @@ from treadle.rollout.v1 import rollout_pb2 as pb
 from treadle.rollout.v1 import rollout_pb2_grpc
 from treadle_core.rollouts.group import DropReason
 from treadle_core.rollouts.history import bias_of
-from treadle_runtime.errors import FailedPrecondition, NotFound, identifier, non_negative, require
+from treadle_runtime.errors import FailedPrecondition, NotFound
+from treadle_runtime.fields import identifier, non_negative, require
 from treadle_runtime.idempotency import RequestRecords, answered_once
 from treadle_runtime.identity.tenants import minted
 

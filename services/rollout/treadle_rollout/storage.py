@@ -25,7 +25,8 @@ from treadle_core.rollouts.buffer import Aborted, Advanced, Arrived, Batch, Canc
 from treadle_core.rollouts.history import RolloutHistory
 from treadle_core.rollouts.spec import RolloutSpec
 from treadle_runtime.buckets import entries_of
-from treadle_runtime.errors import FailedPrecondition, ResourceExhausted, require
+from treadle_runtime.errors import FailedPrecondition, ResourceExhausted
+from treadle_runtime.fields import require
 
 # A rollout of thousands of prompts, or a batch of them, comes near NATS's 1 MiB; ids compress to a fraction.
 COMPRESS_FROM_BYTES = 64 * 1024

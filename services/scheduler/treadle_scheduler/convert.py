@@ -32,19 +32,24 @@ from treadle_core.model import (
     TrajectoryRecord,
     WeightsRecord,
 )
-from treadle_runtime.errors import (
+from treadle_runtime.fields import (
     at_most,
+    duration,
     endpoint,
     finite,
     identifier,
     non_empty,
     non_negative,
+    number_of,
     optional_identifier,
     positive,
     require,
+    require_duration,
+    require_timestamp,
+    timestamp,
+    value_of,
 )
-from treadle_runtime.identity.tenants import like, minted
-from treadle_runtime.times import duration, number_of, require_duration, require_timestamp, timestamp, value_of
+from treadle_runtime.identity.tenants import minted
 
 # A ticket id holds the trajectory id, the turn and the attempt, and must itself be an identifier of 128 characters.
 LONGEST_TRAJECTORY_ID_CHARS = 96
@@ -258,7 +263,6 @@ def engine_deregistered(request: pb.DeregisterEngineRequest) -> ev.EngineDeregis
 
 
 def ticket_message(ticket: TicketRecord) -> Ticket:
-    """The cache salt is of the weight version and the tenant: KV of others is never hit."""
     return Ticket(
         ticket_id=ticket.ticket_id,
         trajectory_id=ticket.trajectory_id,
@@ -266,7 +270,7 @@ def ticket_message(ticket: TicketRecord) -> Ticket:
         engine_id=ticket.engine_id,
         engine_address=ticket.engine_address,
         priority=ticket.priority,
-        cache_salt=like(ticket.trajectory_id, ticket.weight_version),
+        cache_salt=ticket.cache_salt,
         weight_version=ticket.weight_version,
         revision=ticket.revision,
         expires_at=timestamp(ticket.expires_s),

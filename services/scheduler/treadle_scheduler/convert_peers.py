@@ -18,8 +18,8 @@ from treadle_core import events as ev
 from treadle_core.ledger import StepTimes
 from treadle_core.model import EngineSpec, Estimate, Prediction
 from treadle_runtime.facts import make_fact
+from treadle_runtime.fields import duration, number_of, seconds
 from treadle_runtime.identity.tenants import like
-from treadle_runtime.times import duration, number_of, seconds
 
 from treadle_scheduler.convert import IDENTITY, curve_message, engine_info, fields_of, ledger_message, quantiles
 

@@ -6,13 +6,12 @@ from typing import Any
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle_runtime.calls import remaining_s
-from treadle_runtime.errors import identifier, optional_identifier
+from treadle_runtime.fields import duration, identifier, optional_identifier
 from treadle_runtime.idempotency import RequestRecords, answered_once
 from treadle_runtime.identity.callers import tenant_of
 from treadle_runtime.identity.seals import Sealer
 from treadle_runtime.identity.tenants import owner_of
 from treadle_runtime.pages import page_of
-from treadle_runtime.times import duration
 
 from treadle_scheduler import convert
 from treadle_scheduler.config import SchedulerSettings

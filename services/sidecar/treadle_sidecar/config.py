@@ -10,7 +10,7 @@ WILDCARD_HOSTS = ("0.0.0.0", "[::]", "::")
 
 DEFAULT_ENGINE_URL = "http://127.0.0.1:30000"
 
-Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]  # as treadle_runtime.errors.identifier
+Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]  # as treadle_runtime.fields.identifier
 EngineUrl = Annotated[str, AfterValidator(lambda value: url(value, ("http", "https"), DEFAULT_ENGINE_URL).rstrip("/"))]
 Count = Annotated[int, Field(ge=0)]
 NotNegative = Annotated[float, Field(ge=0)]

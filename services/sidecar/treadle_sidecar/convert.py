@@ -16,9 +16,18 @@ from treadle.engine.v1 import engine_pb2 as pb
 from treadle.telemetry.v1 import facts_pb2 as facts
 from treadle_core.model import INCOMPLETE, DecodeCurve
 from treadle_runtime.config import is_loopback
-from treadle_runtime.errors import endpoint, finite, identifier, non_negative, optional_identifier, positive, require
 from treadle_runtime.facts import make_fact
-from treadle_runtime.times import require_timestamp, seconds
+from treadle_runtime.fields import (
+    endpoint,
+    finite,
+    identifier,
+    non_negative,
+    optional_identifier,
+    positive,
+    require,
+    require_timestamp,
+    seconds,
+)
 
 from treadle_sidecar.config import SidecarSettings
 from treadle_sidecar.engine.watch import ASLEEP, MEMORY, EngineProfile

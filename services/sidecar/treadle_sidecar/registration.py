@@ -14,8 +14,8 @@ import structlog
 from treadle.connection import finish
 from treadle.engine.v1.engine_pb2 import DecodeCurve, EngineInfo, Load
 from treadle.scheduler.v1 import scheduler_pb2
+from treadle_runtime.fields import seconds
 from treadle_runtime.identity.seals import SealCheck
-from treadle_runtime.times import seconds
 
 from treadle_sidecar.engine.watch import EngineWatch
 

@@ -13,11 +13,11 @@ from treadle_core.engine_queue.curves import EngineWork, MeasuredCurve
 from treadle_core.engine_queue.preemptive_queue import QueuePolicy
 from treadle_core.engine_queue.progress import EngineProgress
 from treadle_core.model import DecodeCurve
+from treadle_runtime.fields import seconds, timestamp
 from treadle_runtime.idempotency import RequestRecords
 from treadle_runtime.identity.seals import SealCheck
 from treadle_runtime.server import Runtime, Wiring
 from treadle_runtime.telemetry import Metrics
-from treadle_runtime.times import seconds, timestamp
 
 from treadle_sidecar import convert
 from treadle_sidecar.config import SidecarSettings

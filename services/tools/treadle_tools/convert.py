@@ -14,9 +14,8 @@ from treadle.tools.v1 import tools_pb2 as pb
 from treadle_core.tools.dispatcher import Dispatcher
 from treadle_core.tools.providers import BasicManager
 from treadle_runtime.bus import Bus
-from treadle_runtime.errors import require
 from treadle_runtime.facts import make_fact
-from treadle_runtime.times import duration, number_of, seconds, timestamp
+from treadle_runtime.fields import duration, number_of, require, seconds, timestamp
 
 from treadle_tools.rewards.reward import Reward
 from treadle_tools.sessions import Session

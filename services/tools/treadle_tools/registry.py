@@ -14,7 +14,8 @@ import jsonschema
 from jsonschema.exceptions import best_match
 from jsonschema.protocols import Validator
 from treadle_core.tools.action import InvalidActionError
-from treadle_runtime.errors import InvalidArgument, NotFound, identifier
+from treadle_runtime.errors import InvalidArgument, NotFound
+from treadle_runtime.fields import identifier
 
 from treadle_tools.remote.declarations import HttpFunction, Judge
 from treadle_tools.scheduling.resources import check_scaling

@@ -21,7 +21,8 @@ from typing import Any
 import structlog
 from treadle_core.engine_queue.progress import EngineProgress
 from treadle_core.model import INCOMPLETE, DecodeCurve
-from treadle_runtime.errors import FailedPrecondition, Unavailable, require
+from treadle_runtime.errors import FailedPrecondition, Unavailable
+from treadle_runtime.fields import require
 
 from treadle_sidecar.engine.client import (
     INCREMENTAL_FLAG,

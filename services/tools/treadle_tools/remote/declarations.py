@@ -52,7 +52,8 @@ from treadle_core.tools.arrangement import NODE_GPUS, level_of
 from treadle_core.tools.pools import InvalidPoolError
 from treadle_core.tools.providers import UNLIMITED, BasicManager, BreakerRule, Provider, Quota
 from treadle_runtime.config import url
-from treadle_runtime.errors import InvalidArgument, identifier
+from treadle_runtime.errors import InvalidArgument
+from treadle_runtime.fields import identifier
 
 from treadle_tools.tool import MIB, Kind, Limits, Tool
 

@@ -1,23 +1,90 @@
-"""Convert times and enums between the code and protobuf, and check those of a request.
+"""Check the fields of a request, and convert times and enums between messages and code.
 
-Messages carry Duration and Timestamp; code counts in float seconds. Both directions are exact to the
-nanosecond as far as a float is. An enum of the code and one of protobuf give their values the same names,
-behind a prefix in protobuf.
+Each check returns the value, or raises InvalidArgument naming the field. Messages carry Duration and
+Timestamp; code counts in float seconds. Both directions are exact to the nanosecond as far as a float is.
+An enum of the code and one of protobuf give their values the same names, behind a prefix in protobuf.
 """
 
 import enum
+import math
+import re
 from typing import Any, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from treadle_runtime.errors import require
+from treadle_runtime.config import address
+from treadle_runtime.errors import InvalidArgument
 
 LONGEST_DURATION_S = 315_576_000_000  # what a Duration can be at most: 10,000 years
 LAST_TIMESTAMP_S = 253_402_300_799  # what a Timestamp can be at most: the end of the year 9999
 NANOSECONDS = 1e9  # of a second
 
 E = TypeVar("E", bound=enum.Enum)
+
+
+_IDENTIFIER = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+Number = TypeVar("Number", int, float)
+
+
+def require(condition: object, field: str, description: str) -> None:
+    """Refuse the request unless `condition` holds; `description` says what would be right."""
+    if not condition:
+        raise InvalidArgument(field, description)
+
+
+def finite(field: str, value: float) -> float:
+    """A number that is neither NaN nor infinite."""
+    require(math.isfinite(value), field, f"must be a finite number, is {value}")
+    return value
+
+
+def positive(field: str, value: Number) -> Number:
+    """A finite number > 0."""
+    finite(field, value)
+    require(value > 0, field, f"must be > 0, is {value}")
+    return value
+
+
+def non_negative(field: str, value: Number) -> Number:
+    """A finite number >= 0."""
+    finite(field, value)
+    require(value >= 0, field, f"must be >= 0, is {value}")
+    return value
+
+
+def non_empty(field: str, value: str) -> str:
+    """A string, bytes or list with something in it."""
+    require(value, field, "must not be empty")
+    return value
+
+
+def at_most(field: str, value: str, longest: int) -> str:
+    """A string of at most `longest` characters."""
+    require(len(value) <= longest, field, f"must be at most {longest} characters, is {len(value)}")
+    return value
+
+
+def endpoint(field: str, value: str) -> str:
+    """host:port"""
+    try:
+        return address(value)
+    except ValueError as error:
+        raise InvalidArgument(field, f"must be {error}, is {value[:64]!r}") from None
+
+
+def optional_identifier(field: str, value: str) -> str:
+    """An id, or nothing."""
+    return identifier(field, value) if value else value
+
+
+def identifier(field: str, value: str) -> str:
+    """An id: 1 to 128 characters of A-Z a-z 0-9 _ . : -"""
+    require(value, field, "must not be empty")
+    valid = _IDENTIFIER.fullmatch(value)
+    require(valid, field, f"must be 1 to 128 characters of A-Z a-z 0-9 _ . : -, is {value[:64]!r}")
+    return value
 
 
 def duration(seconds: float) -> Duration:
