@@ -231,12 +231,13 @@ class AnnounceEngineLost(Action):
 
 
 class Note(Action):
-    """Base of the notes that handlers leave for the books."""
+    """Base of the notes that handlers leave for the books. They are not frozen, since one that is frozen
+    takes three times as long to make."""
 
     __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Decided(Note):
     """Keep what was decided about a trajectory, and why. The fields are those of `bookkeeping.Decision`."""
 
@@ -250,7 +251,7 @@ class Decided(Note):
     """Whether it is decided anew at each look: then it is kept once, as long as nothing else is decided."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepCounted(Note):
     """The tokens of a finished step are in the record of its trajectory."""
 
@@ -259,19 +260,19 @@ class StepCounted(Note):
     output_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TrajectoryEnded(Note):
     """A trajectory takes no more steps."""
 
     record: TrajectoryRecord
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EnginesChanged(Note):
     """Engines came, went, changed their speed, or are used again or no more: plans in force are of no use."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepWaits(Note):
     """A requested step waits for `cause` from now on. None: its client has given it up."""
 
@@ -279,7 +280,7 @@ class StepWaits(Note):
     cause: Cause | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class QueueSeen(Note):
     """The queue of first steps of an engine was looked at, which waits for weights where the engine `loads` them."""
 

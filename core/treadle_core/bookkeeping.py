@@ -221,8 +221,9 @@ class Books:
             keep = keepers.get(type(action))
             if keep is not None:
                 keep(action, now)
-            if not isinstance(action, act.Note):
-                left.append(action)
+                if isinstance(action, act.Note):
+                    continue
+            left.append(action)
         return left
 
     def _keep_ticket(self, issued: act.IssueTicket, now: float) -> None:
