@@ -54,7 +54,8 @@ def names_in(tree: ast.AST) -> Iterator[str]:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield from (node.value, f"{node.value}.__main__")
+            # A service is started by its module, or by its short name where several are.
+            yield from (node.value, f"{node.value}.__main__", f"treadle_{node.value}.__main__")
 
 
 def seen_by(tree: ast.AST, modules: dict[str, Path]) -> set[Path]:
