@@ -4,10 +4,12 @@
 - `IssueTicket` and `KeepWaiting` answer StepRequested.
 - All others are done in the background as far as possible: a failure is logged, and becomes an event at most
   (PlanArrived without engines, MoveEnded). A driver without the service that an action needs drops it the same way.
+- A `Note` is for the controller's own books (`bookkeeping`). No driver gets one.
 """
 
 from dataclasses import dataclass
 
+from treadle_core.ledger import Cause
 from treadle_core.model import (
     CostModel,
     EngineRecord,
@@ -101,6 +103,12 @@ class IssueTicket(Action):
     """Answer StepRequested with this ticket."""
 
     ticket: TicketRecord
+
+    repeats: bool = False
+    """Whether the same request has got this ticket before."""
+
+    tool_s: float = 0.0
+    """Seconds of the tool call before the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +211,9 @@ class AnnouncePredicted(Action):
 
     record: TrajectoryRecord
 
+    first: bool = False
+    """Whether the trajectory had no prediction before."""
+
 
 @dataclass(frozen=True, slots=True)
 class AnnounceEngineJoined(Action):
@@ -217,3 +228,60 @@ class AnnounceEngineLost(Action):
 
     engine_id: str
     reason: str
+
+
+class Note(Action):
+    """Base of the notes that handlers leave for the books."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Decided(Note):
+    """Keep what was decided about a trajectory, and why. The fields are those of `bookkeeping.Decision`."""
+
+    trajectory_id: str
+    kind: str
+    engine_id: str
+    pattern: str
+    values: tuple[object, ...] = ()
+
+    again: bool = False
+    """Whether it is decided anew at each look: then it is kept once, as long as nothing else is decided."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCounted(Note):
+    """The tokens of a finished step are in the record of its trajectory."""
+
+    record: TrajectoryRecord
+    turn: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryEnded(Note):
+    """A trajectory takes no more steps."""
+
+    record: TrajectoryRecord
+
+
+@dataclass(frozen=True, slots=True)
+class EnginesChanged(Note):
+    """Engines came, went, changed their speed, or are used again or no more: plans in force are of no use."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepWaits(Note):
+    """A requested step waits for `cause` from now on. None: its client has given it up."""
+
+    trajectory_id: str
+    cause: Cause | None
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSeen(Note):
+    """The queue of first steps of an engine was looked at, which waits for weights where the engine `loads` them."""
+
+    engine_id: str
+    loads: bool

@@ -11,12 +11,13 @@ from typing import Any
 
 from treadle_core import events as ev
 from treadle_core.actions import Action, SavePolicy
+from treadle_core.bookkeeping import Decision, Step
 from treadle_core.ledger import Ledger
 from treadle_core.model import EngineRecord, JobRecord, JobUse, Policy, TrajectoryRecord, WeightsRecord
 from treadle_core.planning.plans import Planner
-from treadle_core.steps import admission, leases, lifecycle, moves, requests, weights
+from treadle_core.refusals import NoEngine
+from treadle_core.steps import admission, leases, lifecycle, moves, reports, tickets, weights
 from treadle_core.steps.state import State
-from treadle_core.tables.histories import Decision, Step
 from treadle_core.tuning import Tuning
 
 
@@ -51,13 +52,13 @@ HANDLERS: Mapping[type[ev.Event], Callable[[State, Any, float], list[Action]]] =
     ev.TrajectoryClosed: lifecycle.close_trajectory,
     ev.ClosedAnnounced: lifecycle.confirm_announcement,
     ev.GroupSettled: lifecycle.end_group,
-    ev.StepRequested: requests.request_step,
-    ev.StepPreempted: requests.note_preemption,
-    ev.StepFinished: requests.finish_step,
-    ev.StepUnknown: requests.lose_step,
-    ev.ToolStarted: requests.start_tool,
-    ev.ToolFinished: requests.finish_tool,
-    ev.PredictionArrived: requests.take_prediction,
+    ev.StepRequested: admission.request_step,
+    ev.StepPreempted: reports.note_preemption,
+    ev.StepFinished: reports.finish_step,
+    ev.StepUnknown: reports.lose_step,
+    ev.ToolStarted: reports.start_tool,
+    ev.ToolFinished: reports.finish_tool,
+    ev.PredictionArrived: reports.take_prediction,
     ev.PlanArrived: moves.take_plan,
     ev.MoveAccepted: moves.accept_move,
     ev.MoveEnded: moves.end_move,
@@ -114,19 +115,25 @@ class Controller:
         state.planner.restore(state.table.open_records())
         for record in state.table.open_records():
             if record.engine_id and record.engine_id not in state.engines:
-                actions += leases.place_again(state, record, now)
+                actions += leases.place_again(state, record)
         state.siting.restore()
         state.planner.note_engines()
-        return [*actions, *leases.close_without_job(state, now), *weights.ask_engines(state, now)]
+        actions += leases.close_without_job(state, now)
+        return state.books.enter([*actions, *weights.ask_engines(state, now)], now)
 
     def on_event(self, event: ev.Event, now: float) -> list[Action]:
         """Handle one event at `now` (seconds, never going back); returns the actions to be done, in order. Raises
         Refusal for a request that cannot be granted."""
         state = self._state
-        kind = type(event)
-        actions = HANDLERS[kind](state, event, now)
+        kind, enter = type(event), state.books.enter
+        try:
+            actions = enter(HANDLERS[kind](state, event, now), now)
+        except NoEngine as lack:
+            assert isinstance(event, ev.StepRequested), "nothing else is refused for want of an engine"
+            enter(tickets.note_lack(state, event.trajectory_id, lack), now)
+            raise
         if state.waiting.requests:
-            actions = [*actions, *admission.answer_waiting(state, event, now)]
+            actions += enter(admission.answer_waiting(state, event, now), now)
         ask = state.planner.ask(now, ticked=kind is ev.Tick)
         return [*actions, ask] if ask is not None else actions
 
@@ -171,11 +178,11 @@ class Controller:
     def ledger(self, trajectory_id: str, now: float) -> Ledger:
         """Where the seconds of a trajectory went, as far as they are accounted for, the wait for a ticket that goes on
         included. Raises TrajectoryNotFound."""
-        return self._state.open_waits.count(self.trajectory(trajectory_id), now).ledger
+        return self._state.books.waits.count(self.trajectory(trajectory_id), now).ledger
 
     def history(self, trajectory_id: str) -> tuple[list[Decision], list[Step]]:
         """What was decided about a trajectory and its finished steps, as far as they are kept, oldest first."""
-        histories = self._state.histories
+        histories = self._state.books.histories
         return histories.decisions(trajectory_id), histories.get(trajectory_id).steps
 
     def trajectories(self) -> list[TrajectoryRecord]:

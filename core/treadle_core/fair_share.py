@@ -5,9 +5,10 @@ job that begins to wait gets at least the smallest tag of those that wait alread
 what a job got above its share is remembered as long as any job waits. While two jobs both wait, their tags differ by
 at most the largest piece of service of each, divided by its weight (theorem 1 there).
 
-Used for slots of an engine (`steps.preemptive_queue`), for slots and KV of the mesh (`steps.shares`), and for the pool
-that computes the rewards of all jobs (RollArt §4, principle 3), where a job that submits ten thousand at once must not
-delay a job that submits ten. `FairOrder` does the same for the actions of tools.
+Used for slots of an engine (`engine_queue.preemptive_queue`), for slots and KV of the mesh
+(`tables.jobs`), and for the pool that computes the rewards of all jobs (RollArt §4, principle 3),
+where a job that submits ten thousand at once must not delay a job that submits ten. `FairOrder`
+does the same for the actions of tools.
 
 Pure state machines: no clock, no task. All service has one unit, which the caller chooses.
 """

@@ -1,7 +1,17 @@
 """Where the time of a trajectory went: what the scheduler, engines and clients account for, and all of it together."""
 
+import enum
 from dataclasses import dataclass, fields
 from typing import NamedTuple
+
+
+class Cause(enum.Enum):
+    """What a requested step without a ticket waits for. HELD: room, a slot or an engine. MOVE: its trajectory's KV.
+    WEIGHTS: an engine that loads. The value is the field of TrajectoryRecord that it counts in."""
+
+    HELD = "held_s"
+    MOVE = "move_s"
+    WEIGHTS = "weights_s"
 
 
 class StepTimes(NamedTuple):  # which costs less than a dataclass, at each step

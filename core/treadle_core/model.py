@@ -58,7 +58,7 @@ class Objective(enum.Enum):
 
 
 class PlacementRule(enum.Enum):
-    """Which engine runs a trajectory (`planning.siting`)."""
+    """Which engine runs a trajectory (`tables.engines`)."""
 
     PLANNED = "planned"
     PINNED = "pinned"

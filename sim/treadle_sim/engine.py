@@ -1,9 +1,10 @@
 """One simulated engine behind a sidecar's queue: continuous batching, slots, a KV limit and a radix cache.
 
-The queue is the sidecar's own (`treadle_core.steps.preemptive_queue`), the batch is `DecodeBatch`. A step that arrives
-or is to be aborted during a decode step waits for the end of that decode step. Prefills run alone and before decodes,
-as SGLang schedules them (the chunks of one prefill do not let decodes in between); a step that arrives during a prefill
-waits for the next one. Equations and assumptions: docs/simulator.md.
+The queue is the sidecar's own (`treadle_core.engine_queue.preemptive_queue`), the batch is
+`DecodeBatch`. A step that arrives or is to be aborted during a decode step waits for the end of
+that decode step. Prefills run alone and before decodes, as SGLang schedules them (the chunks of one
+prefill do not let decodes in between); a step that arrives during a prefill waits for the next one.
+Equations and assumptions: docs/simulator.md.
 
 The driver submits and reprioritizes steps, and learns of their ends through `StepListener`.
 """
@@ -13,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from treadle_core.steps.preemptive_queue import Admit, Evict, Prefill, QueuePolicy, StepQueue
+from treadle_core.engine_queue.preemptive_queue import Admit, Evict, Prefill, QueuePolicy, StepQueue
 
 from treadle_sim.batch import DecodeBatch, EngineStep, SpeculativeBatch, StepListener
 from treadle_sim.engine_model import EngineModel

@@ -16,10 +16,9 @@ from treadle_core.compiled import Indexes
 from treadle_core.model import CostModel, PlacementRule, TrajectoryRecord
 from treadle_core.placing.question import PlanWork
 from treadle_core.planning.plans import Planner, PlanTiming
-from treadle_core.planning.siting import carries_tags
 from treadle_core.planning.snapshot import Snapshot
 from treadle_core.ranking.priorities import remaining_tokens
-from treadle_core.tables.engines import EngineTable
+from treadle_core.tables.engines import EngineTable, carries_tags
 from treadle_core.tables.trajectories import TrajectoryTable
 from treadle_core.tuning import Tuning
 
@@ -128,8 +127,7 @@ class RankScaling(Planner):
         if _is_ranked(record):
             self._ranks.put(record.trajectory_id, remaining_tokens(record, self._tuning))
 
-    def note_prediction(self, record: TrajectoryRecord, *, first: bool) -> None:
-        super().note_prediction(record, first=first)
+    def follow_prediction(self, record: TrajectoryRecord) -> None:
         if not _is_ranked(record):
             return
         self._ranks.put(record.trajectory_id, remaining_tokens(record, self._tuning))

@@ -57,6 +57,7 @@ class Scenario:
     def send(self, event: ev.Event) -> list[act.Action]:
         """One event at the present time; its actions, stored as a driver does."""
         actions = self.controller.on_event(event, self.now)
+        assert not any(isinstance(action, act.Note) for action in actions), "notes stay in the controller"
         for action in actions:
             match action:
                 case act.SaveTrajectory(record):

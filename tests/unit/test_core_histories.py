@@ -1,9 +1,11 @@
 """What the controller keeps of its decisions and of steps, in words and within bounds."""
 
+import pytest
 from support.control import Scenario
 from treadle_core import events as ev
+from treadle_core.bookkeeping import MOST_DECISIONS, MOST_HISTORIES, Histories
 from treadle_core.model import Policy
-from treadle_core.tables.histories import MOST_DECISIONS, MOST_HISTORIES, Histories
+from treadle_core.refusals import NoEngine
 
 
 def told(scenario: Scenario, name: str = "t") -> list[tuple[str, str, str]]:
@@ -54,3 +56,22 @@ def test_a_history_is_bounded_and_goes_with_its_trajectory() -> None:
     assert not histories.decisions("t") and histories.decisions("t0")
     histories.forget("t0")
     assert not histories.decisions("t0")
+
+
+def test_a_refused_request_is_held_once_until_an_engine_comes() -> None:
+    """No engine is there while a step is requested twice; then one registers.
+
+    Result: the history says once why the step was held, and the ticket says how long.
+    """
+    scenario = Scenario(engines=())
+    scenario.open("t")
+    for _ in range(2):
+        with pytest.raises(NoEngine):
+            scenario.step("t", 0)
+        scenario.now += 1.0
+    scenario.engine("e0")
+    scenario.step("t", 0)
+
+    held, placed, got = told(scenario)
+    assert held == ("held", "", "no engine is registered")
+    assert placed[0] == "placed" and got[2].endswith("after 2.00 s")

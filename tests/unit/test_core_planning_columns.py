@@ -8,10 +8,10 @@ from support.control import Scenario, all_of
 from treadle_core import actions as act
 from treadle_core import events as ev
 from treadle_core.model import Policy, TrajectoryRecord, copy_with
+from treadle_core.planning.snapshot import read_columns
 from treadle_core.ranking.priorities import remaining_tokens
 from treadle_core.steps.state import Deadlines
-from treadle_core.tables.columns import FIRST_ROWS
-from treadle_core.tables.trajectories import TrajectoryTable
+from treadle_core.tables.trajectories import FIRST_ROWS, TrajectoryTable
 from treadle_core.tuning import Tuning
 
 EAGER = Tuning(plan_every_events=1, plan_interval_s=0.0)
@@ -34,7 +34,7 @@ def test_the_live_columns_say_what_a_walk_over_the_open_records_would(
         table.put(record)
         if leaves:
             table.forget(f"t{number}")
-    live, columns = table.columns.read(), table.columns
+    live, columns = read_columns(table.columns), table.columns
     walked = table.open_records()
     assert len(live) == len(columns) == len(walked)
     assert set(columns.ids[live.rows]) == {record.trajectory_id for record in walked}

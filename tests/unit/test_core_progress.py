@@ -3,8 +3,8 @@
 import math
 
 import pytest
+from treadle_core.engine_queue.progress import IDLE_PROBE_S, PASS_TOKENS, PATIENCE, SUSPECT_PROBE_S, EngineProgress
 from treadle_core.model import DecodeCurve
-from treadle_core.progress import IDLE_PROBE_S, PASS_TOKENS, PATIENCE, SUSPECT_PROBE_S, EngineProgress
 
 STALL_S = 30.0
 CURVE = DecodeCurve(base_s=0.01, per_sequence_s=0.0, prefill_tokens_per_s=1000.0)

@@ -8,7 +8,7 @@ from types import MappingProxyType
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core.steps.preemptive_queue import (
+from treadle_core.engine_queue.preemptive_queue import (
     LONG_PREFILL_STEPS,
     MOST_HELD_S,
     Admit,

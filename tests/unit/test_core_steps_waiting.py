@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 from treadle_core.events import StepRequested
-from treadle_core.steps.state import WaitingSteps
+from treadle_core.tables.waiting import WaitingSteps
 
 ENGINES = ("e0", "e1", "e2")
 ENQUEUE = st.tuples(st.integers(0, 9), st.sampled_from(ENGINES), st.floats(-3.0, 3.0).map(round))

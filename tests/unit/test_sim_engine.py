@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from support.simulated import KV_BYTES_PER_TOKEN, SLOW, LoneEngine, decode_s, engine_step
-from treadle_core.steps.preemptive_queue import DEFAULT_MIN_RUN_TOKENS
+from treadle_core.engine_queue.preemptive_queue import DEFAULT_MIN_RUN_TOKENS
 from treadle_sim.batch import EngineStep
 
 

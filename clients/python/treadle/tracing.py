@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-STATE = "treadle=root"  # the services read it in treadle_scheduler.traces
+STATE = "treadle=root"  # the services read it in treadle_scheduler.metrics
 
 
 class TrajectoryTrace:

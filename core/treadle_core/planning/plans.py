@@ -101,9 +101,11 @@ class Planner:
     def note_step(self) -> None:
         self._timing.note_work()
 
-    def note_prediction(self, record: TrajectoryRecord, *, first: bool) -> None:
-        if first:
-            self._timing.note_news()
+    def note_first_prediction(self) -> None:
+        self._timing.note_news()
+
+    def follow_prediction(self, record: TrajectoryRecord) -> None:
+        """Decide where a trajectory should be whose prediction has changed. This planner waits for the next plan."""
 
     def note_closing(self, record: TrajectoryRecord) -> None:
         self.drop_target(record)

@@ -12,14 +12,70 @@ from functools import cached_property
 
 import numpy as np
 
-from treadle_core.compiled import Flags, Floats, Indexes
+from treadle_core.compiled import Flags, Floats, Indexes, compiled
 from treadle_core.model import DecodeCurve
 from treadle_core.placing import paths
 from treadle_core.placing.candidates import best_placement, judge
 from treadle_core.placing.question import PlanEngine, slowest_curve
-from treadle_core.tables.columns import Columns, LiveColumns
+from treadle_core.tables import trajectories as of
 from treadle_core.tables.engines import EngineTable
+from treadle_core.tables.trajectories import LiveColumns
 from treadle_core.tuning import Tuning
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Copies of the live columns at one moment, in the order of opening."""
+
+    rows: Indexes
+    tokens: Floats
+    context_tokens: Floats
+    tool_s: Floats
+    engine_number: Indexes
+    planned: Flags
+    tags_number: Indexes
+    started: Flags
+    read: Flags
+    log_sigma: Floats
+    room_tokens: Floats
+    observed_tokens: Floats
+    prompt_number: Floats
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@compiled
+def gather(cells: Floats, rows: Indexes) -> Floats:
+    """Some rows, column by column, in a third of the time that numpy takes."""
+    columns = np.empty((cells.shape[1], len(rows)))
+    for index in range(len(rows)):
+        row = rows[index]
+        for column in range(cells.shape[1]):
+            columns[column, index] = cells[row, column]
+    return columns
+
+
+def read_columns(live: LiveColumns) -> Columns:
+    """Copy the live columns."""
+    cells = live.cells
+    rows = np.flatnonzero(cells[:, of.MOVABLE] != of.CLOSED)
+    columns = gather(cells, rows)
+    return Columns(
+        rows=rows,
+        tokens=columns[of.TOKENS],
+        context_tokens=columns[of.CONTEXT],
+        tool_s=columns[of.TOOL_S],
+        engine_number=columns[of.ENGINE].astype(np.int64),
+        planned=columns[of.MOVABLE] == of.PLANNED,
+        tags_number=columns[of.TAGS].astype(np.int64),
+        started=columns[of.STARTED] > 0.0,
+        read=columns[of.READ] > 0.0,
+        log_sigma=columns[of.LOG_SIGMA],
+        room_tokens=columns[of.ROOM],
+        observed_tokens=columns[of.OBSERVED],
+        prompt_number=columns[of.PROMPT],
+    )
 
 
 @dataclass(frozen=True)
@@ -95,7 +151,7 @@ class Snapshots:
         self._made_for = (-1, -1, -1)
 
     def take(self) -> Snapshot:
-        live = self._columns.read()
+        live = read_columns(self._columns)
         made_for = (self._engines.membership, len(self._columns.engines), len(self._columns.tags))
         if self._roster is None or made_for != self._made_for:
             self._roster, self._made_for = self._make_roster(), made_for
@@ -129,7 +185,7 @@ class Snapshots:
 
 def warm_up() -> None:
     """Compile all kernels of re-planning, or load them: the first plan must not wait for a compiler."""
-    LiveColumns().read()
+    read_columns(LiveColumns())
     engines = paths.engine_rows([PlanEngine(name, 1, 0, 1, DecodeCurve()) for name in "ab"])
     ones, placement = np.ones(2), np.zeros(2, np.int64)
     started = np.array([True, False])

@@ -9,7 +9,7 @@ overtakes one that does not fit. Without reserves, an engine would start more tr
 would evict the context of a trajectory whose tool runs, and prefill the same tokens again after every tool call. (This
 rule is not in Heddle, which starts all trajectories and evicts.)
 
-Where several jobs use the engines, the next job is chosen first (`steps.shares`, ADR 0039), and then its step of the
+Where several jobs use the engines, the next job is chosen first (`tables.jobs`, ADR 0039), and then its step of the
 highest priority. A job that uses less than its share may start a trajectory within its share of an engine, although
 others have filled that engine. If none of its steps waits for an engine with room, one that waits for another engine
 comes there.
@@ -20,14 +20,33 @@ A later step waits until the trajectory's KV has moved to another engine, for no
 from collections.abc import Sequence
 
 from treadle_core import events as ev
-from treadle_core.actions import Action, KeepWaiting, SaveTrajectory
+from treadle_core.actions import Action, Decided, IssueTicket, KeepWaiting, QueueSeen, SaveTrajectory, StepWaits
+from treadle_core.ledger import Cause
 from treadle_core.model import EngineRecord, EngineSpec, PlacementRule, TrajectoryRecord, copy_with
-from treadle_core.planning.siting import carries_tags, fits_context
 from treadle_core.refusals import ContextTooLong, NoEngine
 from treadle_core.steps import moves, tickets
-from treadle_core.steps.state import Place, State
-from treadle_core.tables.open_waits import Cause
+from treadle_core.steps.state import State
+from treadle_core.tables.engines import carries_tags, fits_context
 from treadle_core.tables.trajectories import NOTHING
+from treadle_core.tables.waiting import Place
+
+
+def request_step(state: State, event: ev.StepRequested, now: float) -> list[Action]:
+    """Answer with a ticket, or let the step wait for one. Raises what `check_request` raises, TrajectoryNotFound,
+    ContextTooLong, NoEngine."""
+    record = state.table.require(event.trajectory_id)
+    state.jobs.touch(record.job_id, now)
+    kind = tickets.check_request(record, event)
+    if kind is tickets.StepKind.REPEAT:
+        assert record.ticket is not None, "only a ticket's own request repeats"
+        state.table.put(copy_with(record, touched_s=now))
+        return [IssueTicket(record.ticket, repeats=True)]
+    if kind is tickets.StepKind.NEXT and must_wait(state, record):
+        return let_wait(state, event, now)
+    actions = tickets.issue_ticket(state, record, event, kind, now)
+    if event.trajectory_id in state.waiting.requests:  # at an engine that is gone
+        stop_waiting(state, event.trajectory_id)
+    return actions
 
 
 def must_wait(state: State, record: TrajectoryRecord) -> bool:
@@ -55,10 +74,10 @@ def let_wait(state: State, event: ev.StepRequested, now: float) -> list[Action]:
     actions: list[Action] = [KeepWaiting(trajectory_id)]
     if state.waiting.add(event):
         if record.ticket is not None:
-            state.open_waits.note(trajectory_id, Cause.MOVE, now)
-        _enqueue(state, trajectory_id, now)
+            actions.append(StepWaits(trajectory_id, Cause.MOVE))
+        actions += _enqueue(state, trajectory_id)
         pattern, *values = _explain_wait(state, record)
-        state.histories.decide(trajectory_id, now, "held", record.engine_id, pattern, *values)
+        actions.append(Decided(trajectory_id, "held", record.engine_id, pattern, tuple(values)))
         actions += moves.limit_wait(state, record, now)
     return actions
 
@@ -83,9 +102,10 @@ def answer_waiting(state: State, event: ev.Event, now: float) -> list[Action]:
         case ev.PlanArrived() | ev.EngineRegistered() | ev.DrainSet() | ev.GroupSettled() | ev.Tick():
             actions: list[Action] = []
             for trajectory_id in state.waiting.by_arrival(state.table.take_changed()):
-                _enqueue(state, trajectory_id, now)
+                actions += _enqueue(state, trajectory_id)
                 actions += _start_after_move(state, trajectory_id, now)
-            sent = [*_place_waiting(state, now), *_follow_plan(state, now)]
+            sent = [*_place_waiting(state), *_follow_plan(state)]
+            actions += sent
             shared = state.shares.divide(state.waiting.jobs, now)
             # A step of a job below its share may wait elsewhere.
             for engine_id in (
@@ -93,7 +113,8 @@ def answer_waiting(state: State, event: ev.Event, now: float) -> list[Action]:
             ):
                 actions += _start_first_steps(state, engine_id, now, shared)
             # Trajectories that start now were saved with their tickets.
-            return actions + [SaveTrajectory(state.table.require(each)) for each in sent if each in state.waiting]
+            moved = [each.trajectory_id for each in sent if isinstance(each, Decided)]
+            return actions + [SaveTrajectory(state.table.require(each)) for each in moved if each in state.waiting]
         case _:
             return []
 
@@ -108,18 +129,16 @@ def _start_first_steps(state: State, engine_id: str, now: float, shared: bool) -
     jobs use the engines."""
     engine = state.engines.get(engine_id)
     loads = engine is not None and engine.behind
-    state.open_waits.note_queue(engine_id, state.waiting.waiting_for(engine_id), loads, now)
+    actions: list[Action] = [QueueSeen(engine_id, loads)]
     if engine is None or loads:
-        return []
+        return actions
     if shared:
-        return _start_by_share(state, engine, now)
-    actions: list[Action] = []
+        return actions + _start_by_share(state, engine, now)
     for job in list(state.waiting.jobs):
         queue, refused = state.waiting.jobs[job].get(engine_id, ()), 0
         while (record := _next_in_queue(state, queue, refused, engine_id)) and _fits(state, record, engine.spec):
-            issued = _issue(state, record, now)
-            actions += issued
-            refused += not issued
+            actions += _issue(state, record, now)
+            refused += record.trajectory_id in state.waiting
     return actions
 
 
@@ -138,9 +157,11 @@ def _start_by_share(state: State, engine: EngineRecord, now: float) -> list[Acti
             del refused[job]
             blocked = blocked or (job if here else "")
             continue
-        issued = _issue(state, record if here else _send_to(state, record, engine, now), now)
-        actions += issued
-        refused[job] += not issued
+        if not here:
+            actions += _send_to(state, record, engine)
+            record = state.table.require(record.trajectory_id)
+        actions += _issue(state, record, now)
+        refused[job] += record.trajectory_id in state.waiting
         state.shares.note_start(state.table.require(record.trajectory_id))
     return actions
 
@@ -189,17 +210,17 @@ def _fits_share(state: State, record: TrajectoryRecord, spec: EngineSpec, blocke
     return has_slot and (has_room or shares.owns_room(record, tokens, spec, mine))
 
 
-def _enqueue(state: State, trajectory_id: str, now: float) -> None:
+def _enqueue(state: State, trajectory_id: str) -> list[Action]:
     """Put a first step into the queue of its engine, by its priority now; any other step into none."""
     record = state.table.get(trajectory_id)
     if record is not None and _waits_to_start(record):
         state.waiting.enqueue(record.engine_id, trajectory_id, record.priority, record.job)
         engine = state.engines.get(record.engine_id)
         loads = engine is not None and engine.behind
-        state.open_waits.note_queue(record.engine_id, state.waiting.waiting_for(record.engine_id), loads, now)
-        state.open_waits.note(trajectory_id, Cause.WEIGHTS if loads else Cause.HELD, now)
-    else:
-        state.waiting.dequeue(trajectory_id)
+        cause = Cause.WEIGHTS if loads else Cause.HELD
+        return [QueueSeen(record.engine_id, loads), StepWaits(trajectory_id, cause)]
+    state.waiting.dequeue(trajectory_id)
+    return []
 
 
 def _waits_to_start(record: TrajectoryRecord) -> bool:
@@ -247,50 +268,47 @@ def _start_after_move(state: State, trajectory_id: str, now: float) -> list[Acti
     return []
 
 
-def _follow_plan(state: State, now: float) -> list[str]:
-    """Send waiting first steps where the newest plan wants them; returns those for which that is another engine."""
-    followed: list[str] = []
+def _follow_plan(state: State) -> list[Action]:
+    """Send waiting first steps where the newest plan wants them, if that is another engine."""
+    actions: list[Action] = []
     for trajectory_id in state.waiting.by_arrival(state.planner.targeted()):
         record = state.table.require(trajectory_id)
         if record.ticket is None and record.policy.placement is PlacementRule.PLANNED:
             target = state.engines.get(state.planner.target(record))
             if target is not None and target.usable and target.spec.engine_id != record.engine_id:
-                _send_to(state, record, target, now)
-                followed.append(trajectory_id)
-    return followed
+                actions += _send_to(state, record, target)
+    return actions
 
 
-def _place_waiting(state: State, now: float) -> list[str]:
-    """Send waiting first steps that lost their only engine to one that has registered since; returns those."""
-    placed: list[str] = []
+def _place_waiting(state: State) -> list[Action]:
+    """Send waiting first steps that lost their only engine to one that has registered since."""
+    actions: list[Action] = []
     lost = [place for job in state.waiting.jobs for place in state.waiting.queue("", job)]
     for _, _, trajectory_id in sorted(lost):
         record = state.table.require(trajectory_id)
         engine = state.siting.choose(record)
         if engine is not None:
-            _send_to(state, record, engine, now)
-            placed.append(trajectory_id)
-    return placed
+            actions += _send_to(state, record, engine)
+    return actions
 
 
-def _send_to(state: State, record: TrajectoryRecord, engine: EngineRecord, now: float) -> TrajectoryRecord:
+def _send_to(state: State, record: TrajectoryRecord, engine: EngineRecord) -> list[Action]:
     """Make an engine the owner of a trajectory whose first step waits, and queue the step there."""
     record = copy_with(record, engine_id=engine.spec.engine_id, revision=record.revision + 1)
     record = copy_with(record, priority=state.priority(record))
     state.table.put(record)
     state.planner.drop_target(record)
-    state.histories.decide(record.trajectory_id, now, "planned", record.engine_id, "before its first step")
-    _enqueue(state, record.trajectory_id, now)
-    return record
+    planned = Decided(record.trajectory_id, "planned", record.engine_id, "before its first step")
+    return [planned, *_enqueue(state, record.trajectory_id)]
 
 
 def _issue(state: State, record: TrajectoryRecord, now: float) -> list[Action]:
     event = state.waiting.request(record.trajectory_id)
     try:
         actions = tickets.issue_ticket(state, record, event, tickets.StepKind.NEXT, now)
-    except (NoEngine, ContextTooLong):  # the engines have changed; the client's next request is refused
+    except (NoEngine, ContextTooLong) as lack:  # the engines have changed; the client's next request is refused
         state.table.put(record)  # so that the next tick, at the latest, looks at it again
-        return []
+        return tickets.note_lack(state, record.trajectory_id, lack) if isinstance(lack, NoEngine) else []
     stop_waiting(state, record.trajectory_id)
     return actions
 

@@ -39,8 +39,7 @@ def register_engine(state: State, event: EngineRegistered, now: float) -> list[a
         actions = remove_engine(state, event.spec.engine_id, "REPLACED", now)
     record = state.engines.register(event, now)
     state.siting.note_engine(record.spec)
-    state.planner.note_engines()
-    return [*actions, act.SaveEngine(record), act.AnnounceEngineJoined(record.spec)]
+    return [*actions, act.EnginesChanged(), act.SaveEngine(record), act.AnnounceEngineJoined(record.spec)]
 
 
 def renew_lease(state: State, event: LeaseRenewed, now: float) -> list[act.Action]:
@@ -48,9 +47,10 @@ def renew_lease(state: State, event: LeaseRenewed, now: float) -> list[act.Actio
     again. Raises LeaseNotFound."""
     before = state.engines.require_lease(event.lease_id, event.engine_id)
     record = state.engines.renew(event, now)
+    actions: list[act.Action] = [act.SaveEngine(record)] if record.spec != before.spec else []
     if (record.spec.decode_curve, record.behind) != (before.spec.decode_curve, before.behind):
-        state.planner.note_engines()
-    return [act.SaveEngine(record)] if record.spec != before.spec else []
+        actions.append(act.EnginesChanged())
+    return actions
 
 
 def deregister_engine(state: State, event: EngineDeregistered, now: float) -> list[act.Action]:
@@ -70,10 +70,10 @@ def expire_engines(state: State, now: float) -> list[act.Action]:
 def remove_engine(state: State, engine_id: str, reason: str, now: float) -> list[act.Action]:
     """Remove an engine and place its open trajectories again. reason: as in AnnounceEngineLost."""
     state.engines.remove(engine_id)
-    state.planner.note_engines()
-    actions: list[act.Action] = [act.RemoveEngine(engine_id), act.AnnounceEngineLost(engine_id, reason)]
+    actions: list[act.Action] = [act.EnginesChanged(), act.RemoveEngine(engine_id)]
+    actions.append(act.AnnounceEngineLost(engine_id, reason))
     for record in state.table.on(engine_id):
-        actions += place_again(state, record, now)
+        actions += place_again(state, record)
     return [*actions, *_cancel_moves_to(state, engine_id)]
 
 
@@ -91,16 +91,15 @@ def set_drain(state: State, event: DrainSet, now: float) -> list[act.Action]:
             engine_id=engine_id,
         )
     state.engines.drain(drained | {engine_id} if event.draining else drained - {engine_id})
-    state.planner.note_engines()
-    actions: list[act.Action] = [act.SaveDrained()]
+    actions: list[act.Action] = [act.EnginesChanged(), act.SaveDrained()]
     if event.draining:
         actions += _cancel_moves_to(state, engine_id)
     for record in state.table.on(engine_id):
-        actions += leave_drained(state, record, now)
+        actions += leave_drained(state, record)
     return actions
 
 
-def leave_drained(state: State, record: TrajectoryRecord, now: float) -> list[act.Action]:
+def leave_drained(state: State, record: TrajectoryRecord) -> list[act.Action]:
     """Give a trajectory another engine where its own is drained and another can run it, unless its step is out or its
     KV is on the way to another engine."""
     own, move = state.engines.get(record.engine_id), record.move
@@ -113,8 +112,8 @@ def leave_drained(state: State, record: TrajectoryRecord, now: float) -> list[ac
     record = copy_with(record, engine_id=engine.spec.engine_id, revision=record.revision + 1, move=None)
     state.table.put(record)
     state.planner.drop_target(record)
-    state.histories.decide(record.trajectory_id, now, "placed", record.engine_id, "{} is drained", own.spec.engine_id)
-    return [act.SaveTrajectory(record)]
+    why = ("{} is drained", (own.spec.engine_id,))
+    return [act.SaveTrajectory(record), act.Decided(record.trajectory_id, "placed", record.engine_id, *why)]
 
 
 def _cancel_moves_to(state: State, engine_id: str) -> list[act.Action]:
@@ -126,7 +125,7 @@ def _cancel_moves_to(state: State, engine_id: str) -> list[act.Action]:
     return actions
 
 
-def place_again(state: State, record: TrajectoryRecord, now: float) -> list[act.Action]:
+def place_again(state: State, record: TrajectoryRecord) -> list[act.Action]:
     """Give a trajectory whose engine is gone another one, or none yet; its ticket is lost."""
     gone = record.engine_id
     actions = moves.cancel_migration(record)
@@ -140,8 +139,9 @@ def place_again(state: State, record: TrajectoryRecord, now: float) -> list[act.
         record, engine_id=engine.spec.engine_id if engine is not None else "", revision=record.revision + 1
     )
     state.table.put(record)
-    state.histories.decide(record.trajectory_id, now, "placed", record.engine_id, "{} cannot serve it any more", gone)
-    return [*actions, act.SaveTrajectory(record)]
+    why = ("{} cannot serve it any more", (gone,))
+    placed = act.Decided(record.trajectory_id, "placed", record.engine_id, *why)
+    return [*actions, act.SaveTrajectory(record), placed]
 
 
 def open_job(state: State, event: JobOpened, now: float) -> list[act.Action]:

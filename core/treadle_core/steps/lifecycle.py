@@ -53,16 +53,14 @@ def open_trajectory(state: State, event: TrajectoryOpened, now: float) -> list[a
         requested_s=now,
         touched_s=now,
     )
-    engine = state.siting.choose(record)
+    engine, placed = state.siting.choose(record), list[act.Action]()
     if engine is not None:
         record = copy_with(record, engine_id=engine.spec.engine_id, revision=1)
-        pattern, why = state.siting.why
-        state.histories.decide(record.trajectory_id, now, "placed", engine.spec.engine_id, pattern, *why)
+        placed.append(act.Decided(record.trajectory_id, "placed", engine.spec.engine_id, *state.siting.why))
     record = copy_with(record, priority=state.priority(record))
     state.table.put(record)
-    state.planner.note_opening(record)
     state.sweeps.set(record.trajectory_id, sweep_s(state, record, now))
-    actions: list[act.Action] = [act.SaveTrajectory(record), act.AnnounceOpened(record), act.AskPrediction(record)]
+    actions = [*placed, act.SaveTrajectory(record), act.AnnounceOpened(record), act.AskPrediction(record)]
     if job is not None and (held := state.jobs.hold(job, now)) != job:  # it had ended, and is held again
         actions.append(act.SaveJob(held))
     return actions
@@ -149,7 +147,6 @@ def sweep(state: State, now: float) -> list[act.Action]:
             state.sweeps.set(trajectory_id, now + state.tuning.announce_again_s)
         else:
             state.table.forget(trajectory_id)
-            state.histories.forget(trajectory_id)
             actions.append(act.ForgetTrajectory(trajectory_id))
     return actions
 
@@ -184,7 +181,7 @@ def _close(
     if engine is not None and record.ticket is not None:
         actions.append(act.ReleasePrefix(engine.address, record.trajectory_id))
     record = copy_with(
-        tickets.end_ticket(state.open_waits.count(record, now)),
+        tickets.end_ticket(state.books.waits.count(record, now)),
         state=CLOSED_STATES[outcome],
         outcome=outcome,
         reward=reward,
@@ -194,11 +191,10 @@ def _close(
         touched_s=now,
     )
     state.table.put(record)
-    state.open_waits.end(record.trajectory_id)
-    state.planner.note_closing(record)
     state.sweeps.set(record.trajectory_id, now + state.tuning.keep_closed_s)
     state.announcements[record.trajectory_id] = now + state.tuning.close_settle_s
-    return [act.SaveTrajectory(record), *actions, *announce_if_counted(state, record, now)]
+    saved = [act.SaveTrajectory(record), act.TrajectoryEnded(record)]
+    return [*saved, *actions, *announce_if_counted(state, record, now)]
 
 
 def _announce(state: State, record: TrajectoryRecord, now: float) -> list[act.Action]:

@@ -7,7 +7,7 @@ never while a ticket is out; whatever fails, the source stays the owner.
 
 from dataclasses import replace
 
-from treadle_core.actions import Action, CancelMigration, SaveTrajectory, StartMigration
+from treadle_core.actions import Action, CancelMigration, Decided, SaveTrajectory, StartMigration
 from treadle_core.events import MoveAccepted, MoveEnded, PlanArrived, SwitchRequested
 from treadle_core.model import MoveRecord, PlacementRule, TicketStatus, TrajectoryRecord, copy_with
 from treadle_core.ranking.priorities import remaining_tokens
@@ -30,8 +30,8 @@ def take_plan(state: State, event: PlanArrived, now: float) -> list[Action]:
     actions: list[Action] = []
     for trajectory_id in state.planner.take_plan(event):
         record = state.table.require(trajectory_id)
-        wanted, saving_s = state.planner.target(record), state.planner.saving_s(record)
-        state.histories.decide_anew(trajectory_id, now, "planned", wanted, "a plan that saves {:.2f} s", saving_s)
+        why = ("a plan that saves {:.2f} s", (state.planner.saving_s(record),))
+        actions.append(Decided(trajectory_id, "planned", state.planner.target(record), *why, again=True))
         actions += start_move(state, record, now)
     return actions
 
@@ -51,9 +51,8 @@ def start_move(state: State, record: TrajectoryRecord, now: float) -> list[Actio
         return []  # KV of other weights is useless
     reserve = record.ticket.kv_reserve_tokens if record.ticket is not None else 0
     if record.policy.reserve and not state.table.tally(wanted).has_room(record, reserve, target.spec):
-        note = (record.trajectory_id, now, "stays", record.engine_id)
-        state.histories.decide_anew(*note, "{} has no room for its {} KV tokens", wanted, reserve)
-        return []
+        why = ("{} has no room for its {} KV tokens", (wanted, reserve))
+        return [Decided(record.trajectory_id, "stays", record.engine_id, *why, again=True)]
     cost_s = move_cost_s(record.context_tokens, source.spec, target.spec, state.tuning)
     cost_s *= state.measured_moves.slowness(source.spec.engine_id, target.spec.engine_id)
     # What a move by rank saves is not known. A step waits for as long as a move that is worth its cost would save.
@@ -71,9 +70,8 @@ def start_move(state: State, record: TrajectoryRecord, now: float) -> list[Actio
             tuning=state.tuning,
         )
         if longest_s is None:
-            note = (record.trajectory_id, now, "stays", record.engine_id)
-            state.histories.decide_anew(*note, gate, wanted, worth_waiting_s, cost_s, tool_left_s)
-            return []
+            figures = (wanted, worth_waiting_s, cost_s, tool_left_s)
+            return [Decided(record.trajectory_id, "stays", record.engine_id, gate, figures, again=True)]
         give_up_after_s = max(longest_s, state.tuning.move_fixed_s)
     move = MoveRecord(
         move_id=f"{record.trajectory_id}.move.{record.moves_asked}",
@@ -85,8 +83,7 @@ def start_move(state: State, record: TrajectoryRecord, now: float) -> list[Actio
     )
     record = copy_with(record, move=move, moves_asked=record.moves_asked + 1)
     state.table.put(record)
-    note = (record.trajectory_id, now, "moves", record.engine_id)
-    state.histories.decide(*note, gate, wanted, state.planner.saving_s(record), cost_s, tool_left_s)
+    figures = (wanted, state.planner.saving_s(record), cost_s, tool_left_s)
     start = StartMigration(
         move_id=move.move_id,
         trajectory_id=record.trajectory_id,
@@ -98,7 +95,7 @@ def start_move(state: State, record: TrajectoryRecord, now: float) -> list[Actio
         allow_prefill=True,
         give_up_after_s=move.give_up_s - now,
     )
-    return [SaveTrajectory(record), start]
+    return [SaveTrajectory(record), Decided(record.trajectory_id, "moves", record.engine_id, gate, figures), start]
 
 
 def _may_move(state: State, record: TrajectoryRecord) -> bool:
@@ -146,7 +143,7 @@ def accept_move(state: State, event: MoveAccepted, _now: float) -> list[Action]:
     return [SaveTrajectory(record)]
 
 
-def end_move(state: State, event: MoveEnded, now: float) -> list[Action]:
+def end_move(state: State, event: MoveEnded, _now: float) -> list[Action]:
     """Forget a move that is over. After a failed one the trajectory stays until the next plan."""
     record = state.table.get(event.trajectory_id)
     if record is None or record.move is None:
@@ -159,13 +156,13 @@ def end_move(state: State, event: MoveEnded, now: float) -> list[Action]:
     if event.took_s and source is not None and target is not None:
         expected_s = move_cost_s(record.context_tokens, source, target, state.tuning)
         state.measured_moves.note_end(source.engine_id, target.engine_id, expected_s, event.took_s, moved=event.moved)
-    if not event.moved:
-        state.planner.drop_target(record)
-        note = (record.trajectory_id, now, "stays", record.engine_id)
-        state.histories.decide(*note, "the move to {} ended: {}", move.target_engine_id, event.reason)
     record = copy_with(record, move=None)
     state.table.put(record)
-    return [SaveTrajectory(record)]
+    if event.moved:
+        return [SaveTrajectory(record)]
+    state.planner.drop_target(record)
+    why = ("the move to {} ended: {}", (move.target_engine_id, event.reason))
+    return [SaveTrajectory(record), Decided(record.trajectory_id, "stays", record.engine_id, *why)]
 
 
 def expire_moves(state: State, now: float) -> list[Action]:
@@ -239,5 +236,4 @@ def switch_engine(state: State, event: SwitchRequested, now: float) -> list[Acti
     record = copy_with(record, priority=state.priority(record))
     state.table.put(record)
     state.planner.drop_target(record)
-    state.histories.decide(record.trajectory_id, now, "moved", record.engine_id, "its KV is there")
-    return [SaveTrajectory(record)]
+    return [SaveTrajectory(record), Decided(record.trajectory_id, "moved", record.engine_id, "its KV is there")]

@@ -9,14 +9,14 @@ import enum
 import hashlib
 from operator import attrgetter
 
-from treadle_core.actions import AbortStep, Action, IssueTicket, SaveTrajectory
+from treadle_core.actions import AbortStep, Action, Decided, IssueTicket, SaveTrajectory, StepWaits
 from treadle_core.events import StepFinished, StepRequested
-from treadle_core.ledger import NO_TIMES
+from treadle_core.ledger import NO_TIMES, Cause
 from treadle_core.model import EngineSpec, TicketRecord, TicketStatus, TrajectoryRecord, TrajectoryState, copy_with
 from treadle_core.ranking import priorities
 from treadle_core.refusals import (
     BadField,
-    ContextTooLong,
+    NoEngine,
     NoEngineWithTags,
     RequestIdReused,
     StepInFlight,
@@ -25,7 +25,6 @@ from treadle_core.refusals import (
 )
 from treadle_core.steps import moves
 from treadle_core.steps.state import State
-from treadle_core.tables.open_waits import Cause
 
 # 48 bits in front of every ticket id: the engine matches ids by prefix when it aborts, so no ticket id may be a prefix
 # of another.
@@ -196,23 +195,33 @@ def issue_ticket(
         context_tokens=event.context_tokens,
     )
     if engine is None:
-        lack = state.siting.explain_lack(record, now)
-        if isinstance(lack, NoEngineWithTags | ContextTooLong):  # the client does not wait, and counts what it waited
-            state.open_waits.end(record.trajectory_id)
-        else:
-            loads = any(other.behind and not other.load_error for other in state.engines)
-            state.open_waits.note(record.trajectory_id, Cause.WEIGHTS if loads else Cause.HELD, now)
-            state.histories.decide_anew(record.trajectory_id, now, "held", record.engine_id, "{}", lack.message)
-        raise lack
-    actions: list[Action] = []
+        raise state.siting.explain_lack(record, now)
+    placed: list[Action] = []
+    if engine.spec.engine_id != record.engine_id:
+        state.planner.drop_target(record)
+        placed = [Decided(record.trajectory_id, "placed", engine.spec.engine_id, *state.siting.why)]
+    cancels: list[Action] = []
     if lost is not None:
         state.engines.suspect(lost.engine_id, now)
-        actions.append(AbortStep(lost.engine_address, lost.ticket_id))
-    actions += moves.cancel_migration(record)
+        cancels.append(AbortStep(lost.engine_address, lost.ticket_id))
+    if record.move is not None:
+        cancels += moves.cancel_migration(record)
     record, ticket = _add_ticket(state, record, event, kind, engine.spec, now)
     state.table.put(record)
     state.siting.note_step(record)
-    return [SaveTrajectory(record), IssueTicket(ticket), *actions]
+    return [SaveTrajectory(record), *placed, IssueTicket(ticket, tool_s=event.tool_s), *cancels]
+
+
+def note_lack(state: State, trajectory_id: str, lack: NoEngine) -> list[Action]:
+    """Note that a request has found no engine: its step waits, unless the client is not to ask again."""
+    if isinstance(lack, NoEngineWithTags):  # the client counts itself what it has waited
+        return [StepWaits(trajectory_id, None)]
+    loads = any(engine.behind and not engine.load_error for engine in state.engines)
+    engine_id = state.table.require(trajectory_id).engine_id
+    return [
+        StepWaits(trajectory_id, Cause.WEIGHTS if loads else Cause.HELD),
+        Decided(trajectory_id, "held", engine_id, "{}", (lack.message,), again=True),
+    ]
 
 
 def _add_ticket(
@@ -222,9 +231,10 @@ def _add_ticket(
     move = record.move if record.move is not None and not moved and record.move.has_switched(spec.engine_id) else None
     attempt = record.ticket.attempt + 1 if kind is StepKind.AGAIN and record.ticket is not None else 0
     tool_s = _learn_tool_s(state, record, event) if kind is StepKind.NEXT else record.tool_s
-    waited_s = state.open_waits.waited_s(record.trajectory_id, now)
+    waits = state.books.waits
+    waited_s = waits.waited_s(record.trajectory_id, now)
     record = copy_with(
-        state.open_waits.count(record, now),
+        waits.count(record, now),
         state=TrajectoryState.STEPPING,
         engine_id=spec.engine_id,
         revision=record.revision + (1 if moved else 0),
@@ -236,20 +246,8 @@ def _add_ticket(
         touched_s=now,
         client_times=event.client_times or record.client_times,
     )
-    state.open_waits.end(record.trajectory_id)
     _learn_observed(state, record)
-    priority = state.priority(record)
-    note = (record.trajectory_id, now)
-    if moved:
-        state.planner.drop_target(record)
-        pattern, values = state.siting.why
-        state.histories.decide(*note, "placed", spec.engine_id, pattern, *values)
-    if kind is StepKind.NEXT:
-        state.histories.begin_step(record.trajectory_id, event.turn, event.context_tokens, event.tool_s)
-    state.histories.decide(
-        *(*note, "ticket", spec.engine_id, "turn {} at priority {:.2f}, after {:.2f} s"),
-        *(event.turn, priority, waited_s),
-    )
+    priority = state.priorities.priority(record, priorities.token_s(spec))
     ticket = TicketRecord(
         ticket_id=ticket_id(record.trajectory_id, event.turn, attempt),
         trajectory_id=record.trajectory_id,

@@ -29,8 +29,7 @@ def set_weights(state: State, event: WeightsSet, now: float) -> list[act.Action]
     if known is not None and same and known.model_path not in ("", event.model_path):
         raise BadField("weight_version", f"is that of {known.model_path}, which is desired already; name a new one")
     state.engines.desire(wanted)
-    state.planner.note_engines()
-    return [act.SaveWeights(), *ask_engines(state, now)]
+    return [act.EnginesChanged(), act.SaveWeights(), *ask_engines(state, now)]
 
 
 def ask_engines(state: State, now: float) -> list[act.Action]:
@@ -52,7 +51,7 @@ def ask_engine(state: State, engine_id: str, now: float) -> list[act.Action]:
     if engine.load_error or not any(other.able for other in state.engines):
         return []
     missed = f"{wanted.weight_version} was not pushed to it: push the version again, or set it with a model_path"
-    return _leave_out(state, engine_id, missed, now)
+    return _leave_out(state, engine_id, missed)
 
 
 def ask_again(state: State, now: float) -> list[act.Action]:
@@ -61,7 +60,7 @@ def ask_again(state: State, now: float) -> list[act.Action]:
     for engine_id in state.loads.take_due(now):
         again, asked = ask_engine(state, engine_id, now), state.engines.get(engine_id)
         if again and asked is not None and not asked.load_error and any(engine.able for engine in state.engines):
-            actions += _leave_out(state, engine_id, "it has not loaded yet, and other engines have", now)
+            actions += _leave_out(state, engine_id, "it has not loaded yet, and other engines have")
         actions += again
     return actions
 
@@ -87,10 +86,9 @@ def update_weights(state: State, event: WeightsUpdated, now: float) -> list[act.
     record = state.engines.set_weight_version(event.engine_id, event.weight_version)
     if record is None:
         return []
-    if before is not None and before.behind != record.behind:
-        state.planner.note_engines()
     _note_behind(state, before, now)
-    return [act.SaveEngine(record)]
+    changed = before is not None and before.behind != record.behind
+    return [act.SaveEngine(record), *([act.EnginesChanged()] if changed else [])]
 
 
 def fail_load(state: State, event: LoadFailed, now: float) -> list[act.Action]:
@@ -101,13 +99,13 @@ def fail_load(state: State, event: LoadFailed, now: float) -> list[act.Action]:
     if not event.refused:
         state.loads.set(event.engine_id, now + state.tuning.load_retry_s)
         return []
-    return _leave_out(state, event.engine_id, event.message, now)
+    return _leave_out(state, event.engine_id, event.message)
 
 
-def _leave_out(state: State, engine_id: str, message: str, now: float) -> list[act.Action]:
+def _leave_out(state: State, engine_id: str, message: str) -> list[act.Action]:
     state.engines.note_load_error(engine_id, message)
     actions: list[act.Action] = []
     for record in state.table.on(engine_id):
         if record.live_ticket is None:
-            actions += leases.place_again(state, record, now)
+            actions += leases.place_again(state, record)
     return actions

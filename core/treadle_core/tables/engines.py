@@ -1,16 +1,39 @@
-"""The table of engines and their leases.
+"""Engines: which are here, by their leases, and which of them runs the next step of a trajectory.
 
-Owns every EngineRecord. An engine is here while its lease runs; it has one lease, which only the lease's own id renews.
-`revision` grows with every change, `membership` when an engine comes, goes, changes its spec or whether it is usable:
-callers keep what they derive from the table until these change. Whoever owns the table removes what `expired` names.
+`EngineTable` owns every EngineRecord. An engine is here while its lease runs; it has one lease, which only the lease's
+own id renews. `revision` grows with every change, `membership` when an engine comes, goes, changes its spec or whether
+it is usable: callers keep what they derive from the table until these change. Whoever owns the table removes what
+`expired` names.
+
+`Siting` chooses an engine by the placement rule of the trajectory's policy. A pinned engine always
+wins, and every rule avoids an engine that is gone or unhealthy. An engine that is drained is left,
+by trajectories that would stay with it too, unless no other can run them: nothing is refused for
+it.
+- PINNED (verl): engines in turn at the opening, then always the same.
+- STICKY (prime-rl, SkyRL): the least loaded engine at the first step, then always the same.
+- LEAST_LOAD (slime): at each step the engine with the fewest live tickets for each slot, wherever the prefix is.
+- CACHE_AWARE (the SGLang router, as Heddle's Verl* uses it): the engine that holds the prefix, its own or, before the
+  first step, a sibling's of the same prompt; while the loads are skewed, the least loaded one. Skewed is what the
+  router calls imbalanced: the most loaded engine has over `skew_steps` steps more than the least loaded AND over
+  `skew_ratio` times as many. (Heddle prints the 32 as a ratio, which would hardly ever be met: a weaker baseline.)
+- PLANNED: opens where least predicted work is, goes where the plan says until its first step, as moving is free until
+  then, and stays afterwards: later moves are migrations (`steps.moves`).
 """
 
+import math
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from treadle_core.events import EngineRegistered, LeaseRenewed
-from treadle_core.model import INCOMPLETE, EngineRecord, EngineSpec, WeightsRecord
-from treadle_core.refusals import LeaseNotFound, RequestIdReused
+from treadle_core.model import INCOMPLETE, EngineRecord, EngineSpec, PlacementRule, TrajectoryRecord, WeightsRecord
+from treadle_core.ranking.priorities import remaining_tokens, token_s
+from treadle_core.refusals import ContextTooLong, LeaseNotFound, NoEngine, NoEngineWithTags, RequestIdReused
+from treadle_core.tables.trajectories import TrajectoryTable
+from treadle_core.tuning import Tuning
+
+# Prompts whose engine is remembered; an older one has most likely left the engine's cache as well.
+MOST_PROMPTS = 16_384
 
 
 class EngineTable:
@@ -161,3 +184,226 @@ class EngineTable:
     def _changed(self) -> None:
         self._sorted = None
         self.revision += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Able:
+    """Engines, by id, that may run trajectories with some tags. usable: engines for new steps; where none is usable,
+    those that are not drained, or all. fits_all: context tokens that each of them takes."""
+
+    engines: list[EngineRecord]
+    usable: list[EngineRecord]
+    fits_all: float
+
+    @classmethod
+    def of(cls, engines: list[EngineRecord]) -> "Able":
+        limits = [engine.spec.max_context_tokens for engine in engines if engine.spec.max_context_tokens]
+        usable = [engine for engine in engines if engine.usable]
+        usable = usable or [engine for engine in engines if not engine.draining] or engines
+        return cls(engines, usable, min(limits) - 1 if limits else math.inf)
+
+    def fitting(self, context_tokens: int) -> "Able":
+        """The engines that take a context this long and one token more. Raises ContextTooLong where there are engines
+        and none does."""
+        if context_tokens <= self.fits_all:
+            return self
+        return Able.of(_require_fitting(self.engines, context_tokens))
+
+    def without(self, engine_id: str) -> "Able":
+        """All engines but this one, unless it is the only one."""
+        return Able.of([engine for engine in self.engines if engine.spec.engine_id != engine_id] or self.engines)
+
+
+class Siting:
+    """Chooses engines. Keeps the position of the round-robin, and which engine saw each prompt last."""
+
+    def __init__(self, engines: EngineTable, table: TrajectoryTable, tuning: Tuning) -> None:
+        self._engines = engines
+        self._table = table
+        self._tuning = tuning
+        self._pinned = 0
+        self._prompts: OrderedDict[str, str] = OrderedDict()
+        self._able: dict[tuple[str, ...], Able] = {}  # by the tags that they must carry
+        self._able_revision = -1
+        self.why: tuple[str, tuple[object, ...]] = ("", ())  # the last choice was made: a pattern and its values
+        self._missing_since_s: dict[tuple[str, ...], float] = {}  # tags that were asked for and no engine carries
+
+    def restore(self) -> None:
+        """Continue from the stored trajectories of an earlier run."""
+        for record in self._table:
+            if record.engine_id and record.policy.placement is PlacementRule.PINNED:
+                self._pinned += 1
+            elif record.ticket is not None:
+                self.note_step(record)
+
+    def note_engine(self, spec: EngineSpec) -> None:
+        """An engine has registered: its tags are missing no more."""
+        found = [tags for tags in self._missing_since_s if set(tags) <= set(spec.hardware_tags)]
+        for tags in found:
+            del self._missing_since_s[tags]
+
+    def note_step(self, record: TrajectoryRecord) -> None:
+        """A step of the trajectory goes to its engine, which will cache the prompt."""
+        if record.policy.placement is PlacementRule.CACHE_AWARE:
+            self._prompts[record.prompt_id] = record.engine_id
+            self._prompts.move_to_end(record.prompt_id)
+            if len(self._prompts) > MOST_PROMPTS:
+                self._prompts.popitem(last=False)
+
+    def choose(
+        self, record: TrajectoryRecord, *, target: str = "", avoid: str = "", context_tokens: int = 0
+    ) -> EngineRecord | None:
+        """The engine for the trajectory's next step, or None where none may take it now.
+
+        target: the engine that the plan wants; avoid: one that has just lost a stream of this trajectory, taken only
+        where there is no other. Raises ContextTooLong where engines exist and none takes `context_tokens`.
+        """
+        if record.pinned_engine_id:
+            pinned = self._engines.get(record.pinned_engine_id)
+            if pinned is None or not pinned.able:
+                return None
+            self.why = ("pinned_engine_id names it", ())
+            return _require_fitting([pinned], context_tokens)[0]
+        own, first = self._engines.get(record.engine_id), record.ticket is None
+        loads = own is not None and own.behind and not own.load_error and not own.draining
+        if loads and not first and record.engine_id != avoid:
+            return None  # it loads weights, and so do the others; then it goes on there
+        rule = record.policy.placement
+        if rule in (PlacementRule.PLANNED, PlacementRule.PINNED) or (rule is PlacementRule.STICKY and not first):
+            free = rule is PlacementRule.PLANNED and first
+            for engine_id in (target if free else "", record.engine_id):
+                engine = self._engines.get(engine_id) if engine_id and engine_id != avoid else None
+                if (
+                    engine is not None
+                    and (engine.usable or engine_id == record.engine_id)
+                    and engine.able
+                    and not engine.draining
+                    and carries_tags(engine, record)
+                    and fits_context(engine, context_tokens)
+                ):
+                    self.why = ("it was there before" if engine_id == record.engine_id else "the plan names it", ())
+                    return engine
+        able = self._able_for(record).fitting(context_tokens)
+        if avoid:
+            able = able.without(avoid)
+        if not able.engines:
+            return None
+        if rule in (PlacementRule.LEAST_LOAD, PlacementRule.STICKY):
+            return self._least_loaded(able)
+        if rule is PlacementRule.CACHE_AWARE:
+            return self._cache_aware(record, able)
+        for engine in able.usable:
+            if engine.spec.engine_id == record.engine_id:  # to be avoided, or drained, and the only one
+                self.why = ("no other engine is there", ())
+                return engine
+        if rule is PlacementRule.PINNED:
+            self._pinned += 1
+            self.why = ("engines in turn, of {}", (len(able.usable),))
+            return able.usable[(self._pinned - 1) % len(able.usable)]
+        return self._least_work(able, record)
+
+    def require_fitting(self, record: TrajectoryRecord, context_tokens: int) -> None:
+        """Raises ContextTooLong where engines exist and none takes a context this long, as `choose` would."""
+        self._able_for(record).fitting(context_tokens)
+
+    def explain_lack(self, record: TrajectoryRecord, now: float) -> NoEngine:
+        """Why `choose` has found no engine, without the trajectory's name, so that a client can say it once for all."""
+        engines, tags = list(self._engines), ", ".join(record.hardware_tags)
+        lack, kind = "no engine is registered", NoEngine
+        if record.pinned_engine_id:
+            lack = f"engine {record.pinned_engine_id}, to which the trajectory is pinned, is gone or not healthy"
+        elif any(carries_tags(engine, record) for engine in engines):
+            lack = f"no engine with the hardware tags {tags} is healthy" if tags else "no engine is healthy"
+            if any(engine.behind for engine in engines):
+                lack = f"{lack} and serves the desired weights; engines that do not are loading them, or cannot"
+        elif engines:
+            missing_s = now - self._missing_since_s.setdefault(record.hardware_tags, now)
+            known = ", ".join(sorted({tag for engine in engines for tag in engine.spec.hardware_tags}))
+            lack = (
+                f"none of the {len(engines)} engines carries the hardware tags {tags}; "
+                f"engines have {f'the tags {known}' if known else 'no tags'}"
+            )
+            longest_s = self._tuning.missing_tags_s
+            if missing_s < longest_s:
+                lack = f"{lack}; steps are refused once that is so for {longest_s:g} s"
+            else:
+                lack, kind = f"{lack}, for over {longest_s:g} s", NoEngineWithTags
+        return kind(lack, trajectory_id=record.trajectory_id)
+
+    def _able_for(self, record: TrajectoryRecord) -> Able:
+        """Healthy engines with the trajectory's tags; kept until the engines change."""
+        if self._able_revision != self._engines.revision:
+            self._able.clear()
+            self._able_revision = self._engines.revision
+        able = self._able.get(record.hardware_tags)
+        if able is None:
+            able = Able.of([engine for engine in self._engines if engine.able and carries_tags(engine, record)])
+            self._able[record.hardware_tags] = able
+        return able
+
+    def _cache_aware(self, record: TrajectoryRecord, able: Able) -> EngineRecord:
+        tally = self._table.tally
+        steps = [tally(engine.spec.engine_id).live_tickets for engine in able.usable]
+        most, least = max(steps), min(steps)
+        if most - least <= self._tuning.skew_steps or most <= self._tuning.skew_ratio * least:
+            holder = record.engine_id if record.ticket is not None else self._prompts.get(record.prompt_id, "")
+            for engine in able.usable:
+                if engine.spec.engine_id == holder:
+                    self.why = ("it holds the prefix, with {} to {} steps an engine", (least, most))
+                    return engine
+        return self._least_loaded(able)
+
+    def _least_loaded(self, able: Able) -> EngineRecord:
+        """Fewest live tickets for each slot, then fewest waiting steps, then the smaller id. The count of tickets is
+        newer than any measured load."""
+        tally = self._table.tally
+        best, least = able.usable[0], (math.inf, math.inf)
+        for engine in able.usable:
+            spec, load = engine.spec, engine.load
+            steps = tally(spec.engine_id).live_tickets / (spec.slot_limit or 1)
+            if steps <= least[0]:
+                standing = (steps, float(load.waiting_steps) if load is not None else 0.0)
+                if standing < least:
+                    best, least = engine, standing
+        self.why = ("fewest steps a slot, {:.2f}, of {} engines", (least[0], len(able.usable)))
+        return best
+
+    def _least_work(self, able: Able, record: TrajectoryRecord) -> EngineRecord:
+        """Least seconds of predicted work with this trajectory added, all slots decoding; then fewest trajectories,
+        then the smaller id."""
+        tally = self._table.tally
+        added = remaining_tokens(record, self._tuning)
+        best, least_s, fewest, next_s = able.usable[0], math.inf, 0, math.inf
+        for engine in able.usable:
+            spec = engine.spec
+            there = tally(spec.engine_id)
+            work_s = (there.tokens + added) * token_s(spec) / (spec.slot_limit or 1)
+            if work_s < least_s or (work_s == least_s and there.trajectories < fewest):
+                best, least_s, fewest, next_s = engine, work_s, there.trajectories, least_s
+            elif work_s < next_s:
+                next_s = work_s
+        self.why = ("least predicted work: {:.1f} s, the next {:.1f} s", (least_s, next_s))
+        if len(able.usable) == 1:
+            self.why = ("the only engine", ())
+        return best
+
+
+def carries_tags(engine: EngineRecord, record: TrajectoryRecord) -> bool:
+    """Whether the engine has all the hardware tags that the trajectory asks for."""
+    return not record.hardware_tags or set(record.hardware_tags) <= set(engine.spec.hardware_tags)
+
+
+def fits_context(engine: EngineRecord, context_tokens: int) -> bool:
+    """Whether it takes a context this long and one token more."""
+    return not engine.spec.max_context_tokens or context_tokens < engine.spec.max_context_tokens
+
+
+def _require_fitting(able: list[EngineRecord], context_tokens: int) -> list[EngineRecord]:
+    fitting = [engine for engine in able if fits_context(engine, context_tokens)]
+    if able and not fitting:
+        longest = max(engine.spec.max_context_tokens for engine in able)
+        raise ContextTooLong(
+            "context_tokens",
+            f"{context_tokens} tokens leave no room to generate: the longest context of an engine is {longest}",
+        )
+    return fitting

@@ -12,6 +12,7 @@ from treadle.common.v1.ticket_pb2 import Ticket
 from treadle.engine.v1 import engine_pb2
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle_core import events as ev
+from treadle_core.bookkeeping import Decision, Step
 from treadle_core.ledger import LEDGER_PARTS, ClientTimes, Ledger, StepTimes
 from treadle_core.model import (
     DEFAULT_PREFILL_TOKENS_PER_S,
@@ -31,7 +32,6 @@ from treadle_core.model import (
     TrajectoryRecord,
     WeightsRecord,
 )
-from treadle_core.tables.histories import Decision, Step
 from treadle_runtime.errors import (
     at_most,
     endpoint,

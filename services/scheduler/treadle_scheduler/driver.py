@@ -26,6 +26,7 @@ from treadle_core.events import Event, StepRequested, Tick
 from treadle_core.model import EngineRecord, JobRecord, Policy, TicketRecord, TrajectoryRecord, WeightsRecord
 from treadle_runtime.buckets import entries_of, kv_key, purge_markers
 
+from treadle_scheduler.convert_peers import event_of
 from treadle_scheduler.lease import LEADER_KEY, Lease, NotLeader
 
 log = structlog.get_logger()
@@ -245,6 +246,13 @@ class Driver:
         succeeds. Raises Refusal, NotLeader and nats.errors.Error.
         """
         await self._store.settle({*self.handle(event), *keys})
+
+    async def hear(self, fact: Any) -> None:
+        """Handle the event that a fact of the bus becomes, if any, once this process is known to lead."""
+        event = event_of(fact)
+        if event is not None:
+            await self._store.lease.until_held()
+            await self.request(event)
 
     async def request_step(self, event: StepRequested, timeout_s: float | None) -> TicketRecord:
         """Handle a request for a ticket and return the ticket once it is stored.

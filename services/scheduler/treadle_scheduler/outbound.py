@@ -26,8 +26,7 @@ from treadle_runtime.telemetry import Tracing
 
 from treadle_scheduler import convert_peers as convert
 from treadle_scheduler.config import SchedulerSettings
-from treadle_scheduler.meters import Meters
-from treadle_scheduler.traces import Traces
+from treadle_scheduler.metrics import Metrics, Traces
 
 T = TypeVar("T")
 Command = act.StartMigration | act.CancelMigration | act.AbortStep | act.AskStep | act.ReleasePrefix
@@ -126,13 +125,13 @@ class Outbound:
         bus: Bus,
         connect: Callable[[str, str], grpc.aio.Channel],
         may_send: Callable[[], Awaitable[None]] | None = None,
-        meters: Meters | None = None,
+        metrics: Metrics | None = None,
         traces: Traces | None = None,
     ) -> None:
         self._settings = settings
         self._bus = bus
         self._connect = connect
-        self._meters = meters
+        self._metrics = metrics
         self._traces = traces or Traces(Tracing())
         self._predictions: Queues[act.AskPrediction] = Queues(
             self._predict, most=MOST_QUERIES, gather_s=GATHER_QUERIES_S, may_work=may_send
@@ -212,8 +211,8 @@ class Outbound:
                 await self._bus.publish(convert.plan_fact(response))
             except (grpc.aio.AioRpcError, ValueError) as error:
                 log.warning("no plan", trajectories=len(ask.work), error=_brief(error))
-            if self._meters is not None:
-                self._meters.record_plan(time.monotonic() - began_s)
+            if self._metrics is not None:
+                self._metrics.record_plan(time.monotonic() - began_s)
         self.handle(event)
 
     async def _reprioritize(self, address: str, changes: list[tuple[str, float]]) -> None:
@@ -283,8 +282,8 @@ class Outbound:
         if closed:
             await self._bus.flush()
             for closing in closed:
-                if self._meters is not None:
-                    self._meters.record_closing(closing)
+                if self._metrics is not None:
+                    self._metrics.record_closing(closing)
                 self._traces.close(closing.record)
                 self.handle(ClosedAnnounced(closing.record.trajectory_id))
 

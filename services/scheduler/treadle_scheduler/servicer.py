@@ -17,26 +17,38 @@ from treadle_runtime.times import duration
 from treadle_scheduler import convert
 from treadle_scheduler.config import SchedulerSettings
 from treadle_scheduler.driver import POLICY_KEY, Driver, engine_key, job_key, trajectory_key
-from treadle_scheduler.traces import Traces
+from treadle_scheduler.lease import Lease, NotLeader
+from treadle_scheduler.metrics import Traces
 
 ANSWER_S = 0.2  # of a call's time, kept to answer STEP_HELD before the deadline
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """The core's refusals pass through; `wire.py` maps them to gRPC errors. `serve` comes before the first call;
-    `has_state` says whether it has."""
+    """The core's refusals pass through; `wire.py` maps them to gRPC errors. Before `serve`, `admit` refuses every
+    call."""
 
     records: RequestRecords
 
-    def __init__(self, settings: SchedulerSettings, traces: Traces) -> None:
-        self._settings, self._traces = settings, traces
-        self.has_state = False
+    def __init__(self, settings: SchedulerSettings, lease: Lease, traces: Traces) -> None:
+        self._settings = settings
+        self._lease = lease
+        self._traces = traces
+        self._has_state = False
+
+    async def admit(self) -> None:
+        """Let a call in where this process leads. Raises NotLeader."""
+        if not self._has_state:
+            raise NotLeader(self._lease.leader_address)
+        await self._lease.admit()
 
     def serve(self, driver: Driver, records: RequestRecords, sealer: Sealer | None) -> None:
         """Answer from this driver's state, which is read when the process begins to lead. sealer: of tickets; None in
         plaintext."""
-        self._driver, self._controller, self.records, self._sealer = driver, driver.controller, records, sealer
-        self.has_state = True
+        self._driver = driver
+        self._controller = driver.controller
+        self.records = records
+        self._sealer = sealer
+        self._has_state = True
 
     async def OpenJob(self, request: pb.OpenJobRequest, context: Any) -> pb.OpenJobResponse:
         event = convert.job_opened(request)

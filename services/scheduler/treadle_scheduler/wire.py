@@ -32,13 +32,12 @@ from treadle_runtime.identity.seals import Sealer
 from treadle_runtime.server import Runtime, Turn, Wiring
 
 from treadle_scheduler.config import SchedulerSettings
-from treadle_scheduler.convert_peers import SUBSCRIBED_KINDS, event_of
+from treadle_scheduler.convert_peers import SUBSCRIBED_KINDS
 from treadle_scheduler.driver import POLICY_KEY, Driver, MeshRecord, StepHeld, Store, steady_clock
 from treadle_scheduler.lease import Lease, NotLeader
-from treadle_scheduler.meters import Meters
+from treadle_scheduler.metrics import Metrics, Traces
 from treadle_scheduler.outbound import Outbound
 from treadle_scheduler.servicer import SchedulerServicer
-from treadle_scheduler.traces import Traces
 
 log = structlog.get_logger()
 
@@ -83,14 +82,8 @@ async def wire(runtime: Runtime) -> Wiring:
     settings = cast(SchedulerSettings, runtime.settings)
     lease = await Lease.open(runtime.bus, settings.leader_ttl_s)
     traces = Traces(runtime.tracing)
-    servicer = SchedulerServicer(settings, traces)
-
-    async def admit() -> None:
-        if not servicer.has_state:
-            raise NotLeader(lease.leader_address)
-        await lease.admit()
-
-    turn = Turn(admit)
+    servicer = SchedulerServicer(settings, lease, traces)
+    turn = Turn(servicer.admit)
     runtime.metrics.gauge("leads", "process", "1 in the process that leads, else 0", lambda: int(turn.serves))
 
     async def lead() -> None:
@@ -152,18 +145,12 @@ async def restore(
     controller = Controller(mesh.policy, tuning_of(settings), mesh.epoch_s)
     restored = controller.restore(trajectories, engines, clock(), jobs, mesh.weights, mesh.drained)
     log.info("restored", trajectories=len(trajectories), engines=len(engines), jobs=len(jobs))
-    meters = Meters(runtime.metrics)
-    outbound = Outbound(settings, runtime.bus, runtime.channel, store.lease.until_held, meters, traces)
-    driver = Driver(controller, store, mesh, clock, outbound.send, meters.record)
+    metrics = Metrics(runtime.metrics)
+    outbound = Outbound(settings, runtime.bus, runtime.channel, store.lease.until_held, metrics, traces)
+    driver = Driver(controller, store, mesh, clock, outbound.send, metrics.record)
     outbound.handle = driver.handle
-    meters.watch(controller, lambda: driver.held_calls)
+    metrics.watch(controller, lambda: driver.held_calls)
     driver.carry_out(restored)
-
-    async def receive(fact: Any) -> None:
-        event = event_of(fact)
-        if event is not None:
-            await store.lease.until_held()
-            await driver.request(event)
 
     async def end_waiting() -> None:
         try:
@@ -171,7 +158,7 @@ async def restore(
         finally:
             driver.hold(False)
 
-    await runtime.bus.subscribe(SUBSCRIBED_KINDS, receive, durable=DURABLE)
+    await runtime.bus.subscribe(SUBSCRIBED_KINDS, driver.hear, durable=DURABLE)
     return driver, [driver.tick, driver.store, store.purge_markers, end_waiting, *outbound.tasks]
 
 

@@ -3,7 +3,7 @@
 from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field, model_validator
-from treadle_core.steps.preemptive_queue import DEFAULT_HYSTERESIS, DEFAULT_MIN_RUN_TOKENS
+from treadle_core.engine_queue.preemptive_queue import DEFAULT_HYSTERESIS, DEFAULT_MIN_RUN_TOKENS
 from treadle_runtime.config import Json, OptionalAddress, OptionalAddresses, OptionalFolder, Settings, url
 
 WILDCARD_HOSTS = ("0.0.0.0", "[::]", "::")

@@ -1,17 +1,19 @@
 """Probes of an engine without steps: what its decode curve is, and whether it still generates.
 
-The curve is learned from all that runs on the engine (`treadle_core.curves`). A probe is work of which the curve can be
-told: a few requests alone, half and all of the slots at once, at three lengths of context, and twice more alone, at
-longer ones where the engine is fast. There is one at the start, so that the first plan has a curve, and one after each
-change that the engine's own work has shown.
+The curve is learned from all that runs on the engine (`treadle_core.engine_queue.curves`). A probe
+is work of which the curve can be told: a few requests alone, half and all of the slots at once, at
+three lengths of context, and twice more alone, at longer ones where the engine is fast. There is
+one at the start, so that the first plan has a curve, and one after each change that the engine's
+own work has shown.
 
 Invariants: a probe ends at once when a step or a pause comes, and after `limit_s`. It samples TOKENS for each of at
 most 3 * (1 + 32 + 64) + 6 requests. Each round has its own prompt of random tokens, which its requests share, so that
 the engine computes its tokens once, and no step's prefix is ever one of them. Requests of a probe are no steps:
 they pass by the queue, and no fact or load speaks of them.
 
-The other probe asks for one token (`treadle_core.progress` says when), because SGLang answers questions without the
-process that generates. A pause waits for it, as the device of a paused engine may be a trainer's.
+The other probe asks for one token (`treadle_core.engine_queue.progress` says when), because SGLang
+answers questions without the process that generates. A pause waits for it, as the device of a
+paused engine may be a trainer's.
 """
 
 import asyncio
@@ -25,8 +27,8 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 
 import structlog
-from treadle_core.curves import MeasuredCurve
-from treadle_core.progress import EngineProgress
+from treadle_core.engine_queue.curves import MeasuredCurve
+from treadle_core.engine_queue.progress import EngineProgress
 from treadle_runtime.errors import TreadleError
 
 from treadle_sidecar.engine.client import EngineClient, EngineLost, EngineRefused, EngineRequest

@@ -1,4 +1,4 @@
-"""Run steps: carry out what the queue (treadle_core.steps.preemptive_queue) decides, and stream tokens to the callers.
+"""Run steps: carry out what the queue (`engine_queue.preemptive_queue`) decides, and stream tokens to the callers.
 
 Owns one task a step, in one TaskGroup. A step's task is the only one that changes its record; others ask the step to
 stop, or the engine to abort its attempt, and wait. Invariants: a token that the engine sampled reaches the caller's
@@ -15,8 +15,8 @@ from contextlib import aclosing
 from dataclasses import replace
 
 import structlog
+from treadle_core.engine_queue.preemptive_queue import Admit, Prefill, QueueFull, QueuePolicy, StepQueue
 from treadle_core.model import DecodeCurve
-from treadle_core.steps.preemptive_queue import Admit, Prefill, QueueFull, QueuePolicy, StepQueue
 from treadle_runtime.bus import Bus
 from treadle_runtime.errors import NotFound, ResourceExhausted, TreadleError
 

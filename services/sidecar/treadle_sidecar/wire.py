@@ -9,10 +9,10 @@ from typing import cast
 from treadle.engine.v1 import engine_pb2
 from treadle.engine.v1.engine_pb2_grpc import add_EngineServiceServicer_to_server
 from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceStub
-from treadle_core.curves import EngineWork, MeasuredCurve
+from treadle_core.engine_queue.curves import EngineWork, MeasuredCurve
+from treadle_core.engine_queue.preemptive_queue import QueuePolicy
+from treadle_core.engine_queue.progress import EngineProgress
 from treadle_core.model import DecodeCurve
-from treadle_core.progress import EngineProgress
-from treadle_core.steps.preemptive_queue import QueuePolicy
 from treadle_runtime.idempotency import RequestRecords
 from treadle_runtime.identity.seals import SealCheck
 from treadle_runtime.server import Runtime, Wiring

@@ -1,8 +1,9 @@
 """Watch the engine: whether it answers and makes progress, what it is (its profile), and which weights it serves.
 
-An engine that refuses connections is lost at once; one that is slow to answer only after several polls, because a CPU
-engine in a long prefill answers late. One that answers but makes no progress (`treadle_core.progress`) is lost too,
-until it generates again: SGLang answers polls without the process that generates.
+An engine that refuses connections is lost at once; one that is slow to answer only after several
+polls, because a CPU engine in a long prefill answers late. One that answers but makes no progress
+(`treadle_core.engine_queue.progress`) is lost too, until it generates again: SGLang answers polls
+without the process that generates.
 """
 
 import asyncio
@@ -18,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from treadle_core.engine_queue.progress import EngineProgress
 from treadle_core.model import INCOMPLETE, DecodeCurve
-from treadle_core.progress import EngineProgress
 from treadle_runtime.errors import FailedPrecondition, Unavailable, require
 
 from treadle_sidecar.engine.client import (

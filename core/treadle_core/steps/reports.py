@@ -1,28 +1,18 @@
-"""Handlers of steps: requests for tickets, and what engines, tools and the predictor report."""
+"""Handlers of what engines, tools and the predictor report about steps."""
 
 from treadle_core import events as ev
-from treadle_core.actions import Action, AnnouncePredicted, AskPrediction, IssueTicket, Reprioritize, SaveTrajectory
+from treadle_core.actions import (
+    Action,
+    AnnouncePredicted,
+    AskPrediction,
+    Decided,
+    Reprioritize,
+    SaveTrajectory,
+    StepCounted,
+)
 from treadle_core.model import TicketStatus, copy_with
-from treadle_core.steps import admission, leases, lifecycle, moves, tickets
+from treadle_core.steps import leases, lifecycle, moves, tickets
 from treadle_core.steps.state import State
-from treadle_core.steps.tickets import StepKind
-
-
-def request_step(state: State, event: ev.StepRequested, now: float) -> list[Action]:
-    """Answer with a ticket, or let the step wait for one. Raises what `check_request` raises, TrajectoryNotFound,
-    ContextTooLong, NoEngine."""
-    record = state.table.require(event.trajectory_id)
-    state.jobs.touch(record.job_id, now)
-    kind = tickets.check_request(record, event)
-    if kind is StepKind.REPEAT:
-        assert record.ticket is not None, "only a ticket's own request repeats"
-        state.table.put(copy_with(record, touched_s=now))
-        return [IssueTicket(record.ticket)]
-    if kind is StepKind.NEXT and admission.must_wait(state, record):
-        return admission.let_wait(state, event, now)
-    actions = tickets.issue_ticket(state, record, event, kind, now)
-    admission.stop_waiting(state, event.trajectory_id)  # it may have waited at an engine that is gone
-    return actions
 
 
 def finish_step(state: State, event: ev.StepFinished, now: float) -> list[Action]:
@@ -32,29 +22,26 @@ def finish_step(state: State, event: ev.StepFinished, now: float) -> list[Action
     if record is None:
         return []
     state.table.put(record)
-    state.histories.finish_step(record.trajectory_id, event.turn, event.output_tokens)
-    state.planner.note_step()
+    actions: list[Action] = [SaveTrajectory(record), StepCounted(record, event.turn, event.output_tokens)]
     if not record.is_open:
-        return [SaveTrajectory(record), *lifecycle.announce_if_counted(state, record, now)]
-    actions = [SaveTrajectory(record), AskPrediction(record), *moves.start_move(state, record, now)]
-    return [*actions, *leases.leave_drained(state, state.table.require(record.trajectory_id), now)]
+        return [*actions, *lifecycle.announce_if_counted(state, record, now)]
+    actions += [AskPrediction(record), *moves.start_move(state, record, now)]
+    return [*actions, *leases.leave_drained(state, state.table.require(record.trajectory_id))]
 
 
-def note_preemption(state: State, event: ev.StepPreempted, now: float) -> list[Action]:
+def note_preemption(state: State, event: ev.StepPreempted, _now: float) -> list[Action]:
     """Note which step took the slot; the step keeps its ticket and its priority."""
     record = state.table.get(event.trajectory_id)
     ticket = record.live_ticket if record is not None else None
     if ticket is None or ticket.ticket_id != event.ticket_id:
         return []
-    note = (event.trajectory_id, now, "preempted", ticket.engine_id)
+    pattern = "after {} tokens, by a pause of the engine"
+    values: tuple[object, ...] = (event.output_tokens,)
     other = state.table.get(tickets.trajectory_of(event.by_ticket_id))
-    if other is None:
-        state.histories.decide(*note, "after {} tokens, by a pause of the engine", event.output_tokens)
-    else:
+    if other is not None:
         pattern = "at priority {:.2f} after {} tokens, by {} at {:.2f}"
         values = (ticket.priority, event.output_tokens, other.trajectory_id, other.priority)
-        state.histories.decide(*note, pattern, *values)
-    return []
+    return [Decided(event.trajectory_id, "preempted", ticket.engine_id, pattern, values)]
 
 
 def lose_step(state: State, event: ev.StepUnknown, now: float) -> list[Action]:
@@ -95,8 +82,8 @@ def take_prediction(state: State, event: ev.PredictionArrived, now: float) -> li
     record = copy_with(record, prediction=new)
     record = copy_with(record, priority=state.priority(record))
     state.table.put(record)
-    state.planner.note_prediction(record, first=known is None)
-    actions: list[Action] = [SaveTrajectory(record), AnnouncePredicted(record)]
+    state.planner.follow_prediction(record)
+    actions: list[Action] = [SaveTrajectory(record), AnnouncePredicted(record, first=known is None)]
     ticket = record.live_ticket
     if ticket is None:
         return actions + moves.start_move(state, record, now)

@@ -1,0 +1,280 @@
+"""Bookkeeping: what was decided about each trajectory, what its requests wait for, and what the planner has to count.
+
+Handlers of events decide, and return actions. `Books.enter` then goes once over the actions of an event and keeps all
+accounts from them; no handler writes into an account. Nothing of it is stored: after a restart a history begins with
+the next event, and a wait with the next request.
+
+- Histories are for people who ask why a trajectory took so long, and for a replay of its rollout under other policies
+  (ADR 0040); no decision reads them. They are bounded: the last MOST_DECISIONS and MOST_STEPS of a trajectory, of the
+  MOST_HISTORIES that were opened last.
+- A wait begins with the first request, also with one that is refused as no engine can run the step, and ends with the
+  ticket or the closing: repeats of a request go on with it. What it waits for may change; each second counts for one
+  cause. What the client waited before a restart is in the client's own measure.
+- The planner counts openings, steps, predictions and closings, so that it knows when a plan is due.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from treadle_core import actions as act
+from treadle_core.ledger import Cause
+from treadle_core.model import TrajectoryRecord, copy_with
+from treadle_core.planning.plans import Planner
+from treadle_core.tables.waiting import WaitingSteps
+
+MOST_HISTORIES = 16_384  # trajectories: some KB each
+MOST_DECISIONS = 64
+MOST_STEPS = 4_096
+_NUMBERS = 4  # of a step
+
+
+class Step(NamedTuple):
+    """A finished step: the tokens of its prompt and of its output, and the seconds of the tool call before it."""
+
+    turn: int
+    context_tokens: int
+    output_tokens: int
+    tool_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """now_s: when. kind: placed, held, ticket, preempted, planned, moves, stays or moved. engine_id: which it is about.
+    reason: a sentence, in parts: a pattern of str.format and its values."""
+
+    now_s: float
+    kind: str
+    engine_id: str
+    pattern: str
+    values: tuple[object, ...]
+
+    @property
+    def reason(self) -> str:
+        return self.pattern.format(*self.values)
+
+
+class History:
+    """Of one trajectory. `decisions`: oldest first."""
+
+    __slots__ = ("_numbers", "decisions")
+
+    def __init__(self) -> None:
+        self.decisions: deque[tuple[Any, ...]] = deque(maxlen=MOST_DECISIONS)  # fields of Decision, `values` flat
+        self._numbers = array("d")  # of each step in order: its turn, context, output (0 until it ends), and tool
+
+    @property
+    def steps(self) -> list[Step]:
+        """The finished steps, in order."""
+        rows = (self._numbers[at : at + _NUMBERS] for at in range(0, len(self._numbers), _NUMBERS))
+        return [Step(int(turn), int(context), int(output), tool_s) for turn, context, output, tool_s in rows if output]
+
+    def begin_step(self, turn: int, context_tokens: int, tool_s: float) -> None:
+        """A ticket was issued for a step; another attempt at the same turn changes nothing."""
+        numbers = self._numbers
+        if len(numbers) < _NUMBERS * MOST_STEPS and not (numbers and numbers[-_NUMBERS] == turn):
+            numbers.extend((turn, context_tokens, 0.0, tool_s))
+
+    def finish_step(self, turn: int, output_tokens: int) -> None:
+        """A step has ended, the last one or one of those before it."""
+        for at in range(len(self._numbers) - _NUMBERS, -1, -_NUMBERS):
+            if self._numbers[at] <= turn:
+                if self._numbers[at] == turn:
+                    self._numbers[at + 2] = output_tokens
+                return
+
+
+NO_HISTORY = History()  # never written
+
+
+class Histories:
+    """Histories by trajectory, in the order in which they began."""
+
+    def __init__(self) -> None:
+        self._histories: dict[str, History] = {}
+
+    def get(self, trajectory_id: str) -> History:
+        """The history of a trajectory; an empty one where nothing is known of it."""
+        return self._histories.get(trajectory_id, NO_HISTORY)
+
+    def decide(self, trajectory_id: str, now: float, kind: str, engine_id: str, pattern: str, *values: object) -> None:
+        """Note a decision; see Decision."""
+        self._history(trajectory_id).decisions.append((now, kind, engine_id, pattern, *values))
+
+    def decide_again(
+        self, trajectory_id: str, now: float, kind: str, engine_id: str, pattern: str, *values: object
+    ) -> None:
+        """Note a decision that is made again and again, once as long as no other comes between."""
+        decisions = self._history(trajectory_id).decisions
+        if not decisions or decisions[-1][1:4] != (kind, engine_id, pattern):
+            decisions.append((now, kind, engine_id, pattern, *values))
+
+    def begin_step(self, trajectory_id: str, turn: int, context_tokens: int, tool_s: float) -> None:
+        """As in History."""
+        self._history(trajectory_id).begin_step(turn, context_tokens, tool_s)
+
+    def finish_step(self, trajectory_id: str, turn: int, output_tokens: int) -> None:
+        """As in History."""
+        self._history(trajectory_id).finish_step(turn, output_tokens)
+
+    def decisions(self, trajectory_id: str) -> list[Decision]:
+        """What was decided about a trajectory, oldest first."""
+        return [
+            Decision(now_s, kind, engine_id, pattern, tuple(values))
+            for now_s, kind, engine_id, pattern, *values in self.get(trajectory_id).decisions
+        ]
+
+    def forget(self, trajectory_id: str) -> None:
+        self._histories.pop(trajectory_id, None)
+
+    def _history(self, trajectory_id: str) -> History:
+        history = self._histories.get(trajectory_id)
+        if history is None:
+            history = self._histories[trajectory_id] = History()
+            if len(self._histories) > MOST_HISTORIES:
+                del self._histories[next(iter(self._histories))]
+        return history
+
+
+class _Wait(NamedTuple):
+    """held_s, move_s, weights_s: until `since_s`, when `cause` became what it waits for."""
+
+    began_s: float
+    since_s: float
+    cause: Cause
+    spent_s: dict[Cause, float]
+
+
+class OpenWaits:
+    """Waits by trajectory."""
+
+    def __init__(self) -> None:
+        self._waits: dict[str, _Wait] = {}
+        self._loading: set[str] = set()  # engines whose queue waits for WEIGHTS
+
+    def note(self, trajectory_id: str, cause: Cause, now: float) -> None:
+        """A request waits for `cause` from now on, if it did not before."""
+        wait = self._waits.get(trajectory_id)
+        if wait is None:
+            self._waits[trajectory_id] = _Wait(now, now, cause, {})
+        elif wait.cause is not cause:
+            self._waits[trajectory_id] = _Wait(wait.began_s, now, cause, _spent_until(wait, now))
+
+    def see_queue(self, engine_id: str, trajectory_ids: Iterable[str], loads: bool, now: float) -> None:
+        """An engine begins or ends to load weights, for which its queue of first steps waits; else nothing changes."""
+        if loads is (engine_id in self._loading):
+            return
+        (self._loading.add if loads else self._loading.discard)(engine_id)
+        for trajectory_id in trajectory_ids:
+            self.note(trajectory_id, Cause.WEIGHTS if loads else Cause.HELD, now)
+
+    def count(self, record: TrajectoryRecord, now: float) -> TrajectoryRecord:
+        """The record with its open wait, if it has one, counted until now."""
+        wait = self._waits.get(record.trajectory_id)
+        if wait is None:
+            return record
+        spent = _spent_until(wait, now)
+        return copy_with(record, **{cause.value: getattr(record, cause.value) + s for cause, s in spent.items()})
+
+    def waited_s(self, trajectory_id: str, now: float) -> float:
+        """Seconds of the open wait so far; 0 without one."""
+        wait = self._waits.get(trajectory_id)
+        return now - wait.began_s if wait is not None else 0.0
+
+    def end(self, trajectory_id: str) -> None:
+        """Forget a wait, if there is one."""
+        self._waits.pop(trajectory_id, None)
+
+
+def _spent_until(wait: _Wait, now: float) -> dict[Cause, float]:
+    return {**wait.spent_s, wait.cause: wait.spent_s.get(wait.cause, 0.0) + now - wait.since_s}
+
+
+class Books:
+    """All accounts of the controller. `histories` and `waits` are for others to read only."""
+
+    def __init__(self, planner: Planner, waiting: WaitingSteps) -> None:
+        self.histories = Histories()
+        self.waits = OpenWaits()
+        self._planner = planner
+        self._waiting = waiting
+        self._keepers: Mapping[type[act.Action], Callable[[Any, float], None]] = {
+            act.IssueTicket: self._keep_ticket,
+            act.StepCounted: self._keep_step,
+            act.AnnounceOpened: self._keep_opening,
+            act.AnnouncePredicted: self._keep_prediction,
+            act.TrajectoryEnded: self._keep_end,
+            act.ForgetTrajectory: self._keep_nothing_of,
+            act.Decided: self._keep_decision,
+            act.StepWaits: self._keep_wait,
+            act.QueueSeen: self._keep_queue,
+            act.EnginesChanged: self._keep_engines,
+        }
+
+    def enter(self, actions: list[act.Action], now: float) -> list[act.Action]:
+        """Keep the accounts of one event's actions, in their order. Returns the actions that are for the driver."""
+        keepers = self._keepers
+        left: list[act.Action] = []
+        for action in actions:
+            keep = keepers.get(type(action))
+            if keep is not None:
+                keep(action, now)
+            if not isinstance(action, act.Note):
+                left.append(action)
+        return left
+
+    def _keep_ticket(self, issued: act.IssueTicket, now: float) -> None:
+        if issued.repeats:
+            return
+        ticket, histories = issued.ticket, self.histories
+        trajectory_id = ticket.trajectory_id
+        self.waits.end(trajectory_id)
+        if ticket.attempt == 0:
+            histories.begin_step(trajectory_id, ticket.turn, ticket.context_tokens, issued.tool_s)
+        histories.decide(
+            trajectory_id,
+            now,
+            "ticket",
+            ticket.engine_id,
+            "turn {} at priority {:.2f}, after {:.2f} s",
+            ticket.turn,
+            ticket.priority,
+            ticket.waited_s,
+        )
+
+    def _keep_step(self, counted: act.StepCounted, _now: float) -> None:
+        record = counted.record
+        self.histories.finish_step(record.trajectory_id, counted.turn, counted.output_tokens)
+        self._planner.note_step()
+
+    def _keep_opening(self, opened: act.AnnounceOpened, _now: float) -> None:
+        self._planner.note_opening(opened.record)
+
+    def _keep_prediction(self, predicted: act.AnnouncePredicted, _now: float) -> None:
+        if predicted.first:
+            self._planner.note_first_prediction()
+
+    def _keep_end(self, ended: act.TrajectoryEnded, _now: float) -> None:
+        self.waits.end(ended.record.trajectory_id)
+        self._planner.note_closing(ended.record)
+
+    def _keep_nothing_of(self, forgotten: act.ForgetTrajectory, _now: float) -> None:
+        self.histories.forget(forgotten.trajectory_id)
+
+    def _keep_decision(self, made: act.Decided, now: float) -> None:
+        decide = self.histories.decide_again if made.again else self.histories.decide
+        decide(made.trajectory_id, now, made.kind, made.engine_id, made.pattern, *made.values)
+
+    def _keep_wait(self, waits: act.StepWaits, now: float) -> None:
+        if waits.cause is None:
+            self.waits.end(waits.trajectory_id)
+        else:
+            self.waits.note(waits.trajectory_id, waits.cause, now)
+
+    def _keep_queue(self, seen: act.QueueSeen, now: float) -> None:
+        self.waits.see_queue(seen.engine_id, self._waiting.waiting_for(seen.engine_id), seen.loads, now)
+
+    def _keep_engines(self, _changed: act.EnginesChanged, _now: float) -> None:
+        self._planner.note_engines()
