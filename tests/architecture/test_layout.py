@@ -27,10 +27,10 @@ BUDGETS = {
     "services/rollout": (1_790, 10),
     "services/scheduler": (2_130, 12),
     "services/sidecar": (4_340, 26),
-    "services/tools": (10_070, 68),
+    "services/tools": (10_120, 69),
     "sim": (7_180, 43),
 }
-MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 82_450, 537, 56_690
+MOST_LINES, MOST_MODULES, MOST_TEST_LINES = 82_500, 538, 56_760
 MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
 MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 
