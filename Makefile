@@ -24,6 +24,9 @@ $(MESH_READY): pyproject.toml clients/python/pyproject.toml research/pyproject.t
 	@echo "mesh: installing into $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@services/sidecar/engine/install-torch.sh $(BIN)/python -c requirements-mesh.txt torch
+	@$(BIN)/python -m pip --disable-pip-version-check -q install -c requirements-mesh.txt pycosat 2>/dev/null || \
+	  { echo "mesh: no C compiler for pycosat, so reasoning-gym makes no zebra puzzles"; \
+	    $(BIN)/python -m pip --disable-pip-version-check -q install services/tools/pycosat; }
 	@$(BIN)/python -m pip --disable-pip-version-check -q install -c requirements-mesh.txt -e clients/python -e '.[dev]' -e research
 	@touch $@
 
