@@ -10,7 +10,7 @@ FRAMEWORKS := .cache/frameworks
 FRAMEWORKS_READY := $(FRAMEWORKS)/.ready
 RUFF_PATHS := clients core learned runtime services sim cli research examples tests scripts
 
-.PHONY: help setup frameworks demo test test-quick test-frameworks fuzz test-engine test-research test-compose check lint types manifests check-protos wheels verify docs docs-serve release-wheels protos protos-bundle \
+.PHONY: help setup frameworks demo test test-quick test-full test-others test-frameworks fuzz test-research test-changed test-compose check lint types manifests check-protos wheels verify docs docs-serve release-wheels protos protos-bundle \
   protos-release bench-tools bench-shaping clean
 
 help:            ## what there is
@@ -24,6 +24,9 @@ $(MESH_READY): pyproject.toml clients/python/pyproject.toml research/pyproject.t
 	@echo "mesh: installing into $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@services/sidecar/engine/install-torch.sh $(BIN)/python -c requirements-mesh.txt torch
+	@$(BIN)/python -m pip --disable-pip-version-check -q install -c requirements-mesh.txt pycosat 2>/dev/null || \
+	  { echo "mesh: no C compiler for pycosat, so reasoning-gym makes no zebra puzzles"; \
+	    $(BIN)/python -m pip --disable-pip-version-check -q install services/tools/pycosat; }
 	@$(BIN)/python -m pip --disable-pip-version-check -q install -c requirements-mesh.txt -e clients/python -e '.[dev]' -e research
 	@touch $@
 
@@ -46,28 +49,36 @@ $(FRAMEWORKS_READY): $(MESH_READY) $(wildcard tests/support/frameworks/*.txt)
 demo: setup      ## 32 real trajectories, 7 times: pinned FCFS and Treadle; writes runs/<id>/report.html
 	@$(BIN)/treadle demo $(ARGS)
 
-test: setup      ## the whole test suite, real engines included
-	@$(MAKE) --no-print-directory test-quick
-	@$(MAKE) --no-print-directory test-engine
+# A file's tests stay together, since they share fixtures. Those that wait more than they compute run three at a time.
+PYTEST := $(BIN)/python -m pytest
+AT_ONCE := -n 3 --dist loadfile
 
-# These wait more than they compute: three at a time on two cores. A file's tests stay together, since they share fixtures.
-test-quick: setup $(FRAMEWORKS_READY) ## everything that needs no engine
-	@$(BIN)/python -m pytest -m "not engine" -n 3 --dist loadfile $(ARGS)
-	@$(MAKE) --no-print-directory test-frameworks
+test: setup      ## every test but those of `make test-full`: real services, real engines
+	@$(PYTEST) -m "not engine and not full" $(AT_ONCE) $(ARGS)
+	@$(PYTEST) -m "engine and not full" $(ARGS)
+
+test-quick: setup ## unit, contract and architecture tests
+	@$(PYTEST) tests/unit tests/contract tests/architecture -m "not engine and not full" $(AT_ONCE) $(ARGS)
+
+test-full: test-others test-frameworks fuzz test-research ## what `make test` leaves
+
+test-others: setup $(FRAMEWORKS_READY) ## Ray clusters, examples in other languages, frameworks in front of real engines
+	@$(PYTEST) -m "full and not engine" $(ARGS)
+	@$(PYTEST) -m "full and engine" $(ARGS)
 
 test-frameworks: $(FRAMEWORKS_READY) ## the adapters on the frameworks' own classes, with packages that nothing else here imports
-	@TREADLE_TEST_OWN_CLASSES=1 PYTHONPATH=$(FRAMEWORKS)/adapters $(BIN)/python -m pytest tests/contract/test_adapters_installed.py
+	@TREADLE_TEST_OWN_CLASSES=1 PYTHONPATH=$(FRAMEWORKS)/adapters $(PYTEST) tests/contract/test_adapters_installed.py
 
 # `make test` tries 200 of each, the same ones each time.
-fuzz: setup      ## 10,000 hostile requests to each service and as many answers of engines, others each time
-	@TREADLE_TEST_FUZZ_EXAMPLES=$${TREADLE_TEST_FUZZ_EXAMPLES:-10000} $(BIN)/python -m pytest tests/fuzz $(ARGS)
-
-test-engine: setup $(FRAMEWORKS_READY) ## what only a real SGLang engine can show
-	@$(BIN)/python -m pytest -m engine $(ARGS)
+fuzz: setup ## 10,000 hostile requests to each service and as many answers of engines, others each time
+	@TREADLE_TEST_FUZZ_EXAMPLES=$${TREADLE_TEST_FUZZ_EXAMPLES:-10000} $(PYTEST) tests/fuzz $(ARGS)
 
 test-research: setup ## the figures of research/ and the models that only they use
-	@$(BIN)/python -m pytest research -m "not engine" -n 3 --dist loadfile $(ARGS)
-	@$(BIN)/python -m pytest research -m engine $(ARGS)
+	@$(PYTEST) research -m "not engine" $(AT_ONCE) $(ARGS)
+	@$(PYTEST) research -m engine $(ARGS)
+
+test-changed: setup ## tests that import what differs from the commit BASE (default: HEAD)
+	@$(BIN)/python scripts/changed_tests.py $(or $(BASE),HEAD) | xargs -r $(PYTEST) $(AT_ONCE) $(ARGS)
 
 test-compose: $(MESH_READY) ## the compose file on a real Docker daemon: built, used, each container killed; docs/operations.md
 	@$(BIN)/python tests/compose/run.py $(ARGS)

@@ -15,7 +15,7 @@ from support.frameworks.slime import Sample, Slime
 from support.gateway import Direct, FrontDoor, ask_directly, front_door
 from support.real_engines import RealEngine, model_folder
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(600)]
 
 SESSIONS = ["s0", "s1"]
 NEW_TOKENS, TURNS, OBSERVATION = 16, 3, [28, 284, 260]

@@ -17,7 +17,7 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'trea
 from support import ray_cluster as cluster  # noqa: E402 - it imports Ray
 from support.fake_sglang import expected  # noqa: E402
 
-pytestmark = pytest.mark.timeout(400)  # services of a first start compile their kernels
+pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 COMMAND_S = 300.0
 TRAJECTORIES, TURNS = 12, 12
 PROMPT = list(range(10, 40))

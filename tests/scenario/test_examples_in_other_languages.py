@@ -43,7 +43,7 @@ OLD_GRPC = {
     "grpc.WithTransportCredentials(insecure.NewCredentials())": "grpc.WithInsecure()",
     '\t"google.golang.org/grpc/credentials/insecure"\n': "",
 }
-pytestmark = pytest.mark.timeout(400)  # gRPC for Go is compiled once, in a minute on two cores
+pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]  # gRPC for Go is compiled once, in a minute on two cores
 OFFLINE = ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ETIMEDOUT", "ENETUNREACH")
 
 
