@@ -1,8 +1,10 @@
-"""Two turns of a chat with OpenAI's own client (`pip install openai`), through the gateway of a running mesh: `treadle
-up` in one terminal, `python examples/chat.py` in another.
+"""Two turns of a chat with OpenAI's own client (`pip install openai`), through the gateway of a
+running mesh: `treadle up` in one terminal, `python examples/chat.py` in another.
 
-Both requests name one session, so the mesh knows that they are turns of one trajectory: it ranks and places it as a
-whole, and the engine computes only what the second turn adds. Closing the session tells the mesh that it is over."""
+Both requests name one session, so the mesh knows that they are turns of one trajectory: it ranks
+and places it as a whole, and the engine computes only what the second turn adds. Closing the
+session tells the mesh that it is over.
+"""
 
 import sys
 import urllib.request
@@ -16,7 +18,9 @@ QUESTIONS = ("Name a colour.", "Name another one.")
 def main(url: str) -> None:
     """Ask both questions and print the answers."""
     session = f"chat-{uuid.uuid4().hex[:8]}"
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", default_headers={"X-Session-ID": session})
+    client = openai.OpenAI(
+        base_url=f"{url}/v1", api_key="none", default_headers={"X-Session-ID": session}
+    )
     model = client.models.list().data[0].id
     messages: list[openai.types.chat.ChatCompletionMessageParam] = []
     for question in QUESTIONS:
@@ -25,7 +29,9 @@ def main(url: str) -> None:
         said = answer.choices[0].message.content or ""
         print(f"{question} -> {said}")
         messages.append({"role": "assistant", "content": said})
-    urllib.request.urlopen(urllib.request.Request(f"{url}/sessions/{session}", method="DELETE")).close()
+    urllib.request.urlopen(
+        urllib.request.Request(f"{url}/sessions/{session}", method="DELETE")
+    ).close()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Declarations: `treadle up` in one terminal, `python examples/declared.py` in another.
 
-Decorators say what an agent needs; `rollout` asks the mesh for it. Each trajectory gets a lake of its own with a limit
-of memory, which is closed after it. Three samples of each prompt are begun for two that are kept. An agent that returns
-nothing is scored by the reward function that it names."""
+Decorators say what an agent needs; `rollout` asks the mesh for it. Each trajectory gets a lake of
+its own with a limit of memory, which is closed after it. Three samples of each prompt are begun for
+two that are kept. An agent that returns nothing is scored by the reward function that it names.
+"""
 
 import asyncio
 import sys
@@ -11,7 +12,9 @@ from typing import Any
 import treadle
 
 PROMPTS = [
-    treadle.Prompt(f"p{n}", [504, 2365, 354, 253 + n], data={"task": task, "seed": n, "expected": str(n)})
+    treadle.Prompt(
+        f"p{n}", [504, 2365, 354, 253 + n], data={"task": task, "seed": n, "expected": str(n)}
+    )
     for n, task in enumerate(("explore", "think"))
 ]
 ACTIONS = ("left", "down", "right", "up")
@@ -37,10 +40,14 @@ def exact(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> dict[str, A
     keep_per_prompt=2,
     redundancy=1.5,
 )
-async def play(trajectory: treadle.Trajectory, prompt: treadle.Prompt, session: treadle.Session) -> None:
+async def play(
+    trajectory: treadle.Trajectory, prompt: treadle.Prompt, session: treadle.Session
+) -> None:
     """Generates and acts, twice at most."""
     for _ in range(2):
-        async for _chunk in trajectory.generate(treadle.Sampling(max_new_tokens=16, temperature=1.0)):
+        async for _chunk in trajectory.generate(
+            treadle.Sampling(max_new_tokens=16, temperature=1.0)
+        ):
             pass
         if (await session.step({"action": ACTIONS[trajectory.tokens[-1] % len(ACTIONS)]})).done:
             break
@@ -49,12 +56,18 @@ async def play(trajectory: treadle.Trajectory, prompt: treadle.Prompt, session: 
 async def main(address: str, *, any_engine: bool) -> None:
     """Runs the rollout and says what came of it."""
     async with treadle.Client(address, job="example") as client:
-        # An argument of the call takes precedence over what is declared. Engines of `treadle up` carry no tags.
+        # An argument of the call takes precedence over what is declared. Engines of `treadle up`
+        # carry no tags.
         result = await client.rollout(PROMPTS, play, hardware_tags=() if any_engine else None)
     for t in result.trajectories:
-        print(f"{t.prompt_id}/{t.sample} {t.outcome}: reward {t.reward}, {'kept' if t.kept else 'not kept'} {t.error}")
+        print(
+            f"{t.prompt_id}/{t.sample} {t.outcome}: reward {t.reward}, "
+            f"{'kept' if t.kept else 'not kept'} {t.error}"
+        )
 
 
 if __name__ == "__main__":
     others = [argument for argument in sys.argv[1:] if argument != "--hardware"]
-    asyncio.run(main(others[0] if others else "localhost:7401", any_engine="--hardware" not in sys.argv))
+    asyncio.run(
+        main(others[0] if others else "localhost:7401", any_engine="--hardware" not in sys.argv)
+    )

@@ -1,16 +1,20 @@
-"""The smallest agent loop against a running mesh: `treadle up` in one terminal, `python examples/quickstart.py` in
-another.
+"""The smallest agent loop against a running mesh: `treadle up` in one terminal, `python
+examples/quickstart.py` in another.
 
-Two prompts, two samples each; every trajectory plays FrozenLake for up to four turns, on token ids. A real agent
-would render a chat template and parse the model's answer; here the choice is made from the last token, so that no
-tokenizer is needed."""
+Two prompts, two samples each; every trajectory plays FrozenLake for up to four turns, on token ids.
+A real agent would render a chat template and parse the model's answer; here the choice is made from
+the last token, so that no tokenizer is needed.
+"""
 
 import asyncio
 import sys
 
 import treadle
 
-PROMPTS = [treadle.Prompt(f"lake-{seed}", [504, 2365, 354, 314, 253 + seed], data={"seed": seed}) for seed in (1, 2)]
+PROMPTS = [
+    treadle.Prompt(f"lake-{seed}", [504, 2365, 354, 314, 253 + seed], data={"seed": seed})
+    for seed in (1, 2)
+]
 ACTIONS = ("left", "down", "right", "up")
 
 
@@ -19,14 +23,18 @@ async def agent(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> float
     reward = 0.0
     async with await trajectory.open_session("frozen_lake", prompt.data) as lake:
         for _ in range(4):
-            async for _chunk in trajectory.generate(treadle.Sampling(max_new_tokens=16, temperature=1.0)):
+            async for _chunk in trajectory.generate(
+                treadle.Sampling(max_new_tokens=16, temperature=1.0)
+            ):
                 pass  # chunks come as they are sampled; the finished step is trajectory.steps[-1]
             action = ACTIONS[trajectory.tokens[-1] % len(ACTIONS)]
             result = await lake.step({"action": action})
             reward += result.reward or 0.0
             if result.done:
                 break
-            trajectory.observe([198, 504, 2365])  # what the policy did not sample: masked out of the loss
+            trajectory.observe(
+                [198, 504, 2365]
+            )  # what the policy did not sample: masked out of the loss
     return reward
 
 
@@ -37,7 +45,8 @@ async def main(address: str) -> None:
     for t in result.trajectories:
         waited_s = sum(step.queue_s for step in t.steps)
         print(
-            f"{t.prompt_id}/{t.sample} {t.outcome}: {sum(t.loss_mask)} tokens in {len(t.steps)} turns, "
+            f"{t.prompt_id}/{t.sample} {t.outcome}: {sum(t.loss_mask)} tokens in {len(t.steps)} "
+            "turns, "
             f"reward {t.reward}, waited {waited_s:.2f} s {t.error}"
         )
 

@@ -1,15 +1,21 @@
-"""Rewards that the mesh computes: `treadle up` in one terminal, `python examples/rewards.py` in another.
+"""Rewards that the mesh computes: `treadle up` in one terminal, `python examples/rewards.py` in
+another.
 
-An agent hands its answer to a reward function of the tools service and returns what is pending: its trajectory is
-closed at once, another one takes its place, and it is handed in when the score is there. `exact_match` compares two
-texts; `math_equal`, `python_tests`, functions of your own and LLM judges are asked in the same way."""
+An agent hands its answer to a reward function of the tools service and returns what is pending: its
+trajectory is closed at once, another one takes its place, and it is handed in when the score is
+there. `exact_match` compares two texts; `math_equal`, `python_tests`, functions of your own and LLM
+judges are asked in the same way.
+"""
 
 import asyncio
 import sys
 
 import treadle
 
-PROMPTS = [treadle.Prompt(f"sum-{n}", [504, 2365, 354, 253 + n], data={"expected": str(n % 2)}) for n in (1, 2)]
+PROMPTS = [
+    treadle.Prompt(f"sum-{n}", [504, 2365, 354, 253 + n], data={"expected": str(n % 2)})
+    for n in (1, 2)
+]
 
 
 async def agent(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> treadle.PendingReward:
@@ -17,7 +23,9 @@ async def agent(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> tread
     async for _chunk in trajectory.generate(treadle.Sampling(max_new_tokens=16, temperature=1.0)):
         pass
     answer = str(trajectory.tokens[-1] % 2)  # a real agent would decode its text
-    return await trajectory.score("exact_match", {"answer": answer, "expected": prompt.data["expected"]})
+    return await trajectory.score(
+        "exact_match", {"answer": answer, "expected": prompt.data["expected"]}
+    )
 
 
 async def main(address: str) -> None:

@@ -46,7 +46,8 @@ def parse(path: Path) -> ast.Module:
 
 
 def names_in(tree: ast.AST) -> Iterator[str]:
-    """Names of modules that the code imports or has as a string; many are of nothing in this tree."""
+    """Names of modules that the code imports or has as a string; many are of nothing in this
+    tree."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -72,11 +73,17 @@ def fixtures(modules: dict[str, Path]) -> dict[str, set[Path]]:
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
     }
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [
+        node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
     return {
         function.name: set().union(
             seen_by(function, modules),
-            *(imported.get(node.id, set()) for node in ast.walk(function) if isinstance(node, ast.Name)),
+            *(
+                imported.get(node.id, set())
+                for node in ast.walk(function)
+                if isinstance(node, ast.Name)
+            ),
         )
         for function in functions
     } | imported
@@ -109,8 +116,15 @@ def changed_tests(changed: set[Path], tracked: list[Path]) -> list[Path]:
 
 def main() -> None:
     commit = sys.argv[1] if len(sys.argv) > 1 else "HEAD"
-    tracked = [path for path in git("ls-files", "--cached", "--others", "--exclude-standard") if (ROOT / path).exists()]
-    changed = {*git("diff", "--name-only", commit), *git("ls-files", "--others", "--exclude-standard")}
+    tracked = [
+        path
+        for path in git("ls-files", "--cached", "--others", "--exclude-standard")
+        if (ROOT / path).exists()
+    ]
+    changed = {
+        *git("diff", "--name-only", commit),
+        *git("ls-files", "--others", "--exclude-standard"),
+    }
     for path in changed_tests(changed & {*tracked}, tracked):
         print(path)
 

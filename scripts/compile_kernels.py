@@ -1,18 +1,23 @@
-"""Compile the core's kernels ahead of time, into the extension module `treadle_kernels`: for images and developers.
+"""Compile the core's kernels ahead of time, into the extension module `treadle_kernels`: for images
+and developers.
 
-An image then needs neither numba nor llvmlite, which are larger than all that a service has besides, and no start
-compiles or loads anything. `treadle_core.compiled` takes kernels from the module where there is one. It is for this
-version of Python, numpy and the core, and for every processor of the architecture that numpy's own wheels run on.
+An image then needs neither numba nor llvmlite, which are larger than all that a service has
+besides, and no start compiles or loads anything. `treadle_core.compiled` takes kernels from the
+module where there is one. It is for this version of Python, numpy and the core, and for every
+processor of the architecture that numpy's own wheels run on.
 
     python scripts/compile_kernels.py FOLDER      # needs numba, setuptools and a C++ compiler
-    python scripts/compile_kernels.py             # into the cache that `treadle_core.compiled` reads: `make setup`
+    python scripts/compile_kernels.py             # into the cache that `treadle_core.compiled`
+    reads: `make setup`
 
-Without a C++ compiler the second form has numba fill its own cache, from which a process loads kernels in a second.
+Without a C++ compiler the second form has numba fill its own cache, from which a process loads
+kernels in a second.
 
-The kernels are those that Python calls where the services run `compile_kernels`, before they serve. numba's
-ahead-of-time compiler (`numba.pycc`) does the work, with three changes: kernels run without the interpreter's lock, as
-`treadle_core.compiled` has it; arguments that a kernel was not compiled for are refused, where numba would read them
-as something else; and results are made without a pickle, which took longer than many a kernel.
+The kernels are those that Python calls where the services run `compile_kernels`, before they serve.
+numba's ahead-of-time compiler (`numba.pycc`) does the work, with three changes: kernels run without
+the interpreter's lock, as `treadle_core.compiled` has it; arguments that a kernel was not compiled
+for are refused, where numba would read them as something else; and results are made without a
+pickle, which took longer than many a kernel.
 """
 
 import importlib
@@ -26,13 +31,18 @@ from typing import Any
 
 from llvmlite import ir
 
-WARM_UPS = ("treadle_scheduler.wire", "treadle_placement.wire", "treadle_tools.scheduling.resources")
+WARM_UPS = (
+    "treadle_scheduler.wire",
+    "treadle_placement.wire",
+    "treadle_tools.scheduling.resources",
+)
 READ_ARRAY = r"""
 #define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
 #include <Python.h>
 #include <numpy/arrayobject.h>
 
-int NRT_adapt_ndarray_from_python(PyObject *, void *); /* numba's: looks at nothing before it copies pointers */
+/* numba's: looks at nothing before it copies pointers */
+int NRT_adapt_ndarray_from_python(PyObject *, void *);
 
 int treadle_read_array(PyObject *object, void *array, int type, int dimensions, int contiguous)
 {
@@ -40,7 +50,8 @@ int treadle_read_array(PyObject *object, void *array, int type, int dimensions, 
     PyArrayObject *found = (PyArrayObject *)object;
     if (!PyArray_Check(object) || PyArray_TYPE(found) != type || PyArray_NDIM(found) != dimensions
         || !PyArray_ISBEHAVED_RO(found) || (contiguous && !PyArray_IS_C_CONTIGUOUS(found))) {
-        PyErr_SetString(PyExc_TypeError, "an argument is no array of the type, dimensions and layout "
+        PyErr_SetString(PyExc_TypeError,
+                        "an argument is no array of the type, dimensions and layout "
                         "for which this kernel was compiled ahead of time");
         return -1;
     }
@@ -56,13 +67,18 @@ def import_untyped(name: str) -> Any:
         return importlib.import_module(f"numba.{name}")
 
 
-sys.modules["treadle_kernels"] = None  # type: ignore[assignment]  # else there are no kernels of numba to compile
+# Else there are no kernels of numba to compile.
+sys.modules["treadle_kernels"] = None  # type: ignore[assignment]
+
 compiled = importlib.import_module("treadle_core.compiled")
 compiled.import_numba()
 boxing, cgutils, compiler, pythonapi, types, typing = (
-    import_untyped(f"core.{name}") for name in ("boxing", "cgutils", "compiler", "pythonapi", "types", "typing")
+    import_untyped(f"core.{name}")
+    for name in ("boxing", "cgutils", "compiler", "pythonapi", "types", "typing")
 )
-numpy_support, pycc, pycc_compiler = map(import_untyped, ("np.numpy_support", "pycc", "pycc.compiler"))
+numpy_support, pycc, pycc_compiler = map(
+    import_untyped, ("np.numpy_support", "pycc", "pycc.compiler")
+)
 
 
 def main(folder: Path) -> None:
@@ -85,7 +101,8 @@ def main(folder: Path) -> None:
 
 
 def fill_cache() -> None:
-    """Compile the kernels for developers unless that is done, and remove what was compiled of other sources."""
+    """Compile the kernels for developers unless that is done, and remove what was compiled of other
+    sources."""
     folder = compiled.cache_folder()
     if any(folder.glob(f"{compiled.AHEAD_MODULE}.*")):
         return
@@ -105,11 +122,13 @@ def find_warm_ups() -> list[Any]:
 
 
 def find_signatures() -> dict[Any, Any]:
-    """Every kernel that Python calls to the signature for which it is compiled; exits where there are several."""
+    """Every kernel that Python calls to the signature for which it is compiled; exits where there
+    are several."""
     warm_ups = find_warm_ups()
     for warm_up in warm_ups:
         warm_up()
-    # Once more, now that all is compiled: a kernel must not see what takes the place of another one.
+    # Once more, now that all is compiled: a kernel must not see what takes the place of another
+    # one.
     called: dict[Any, None] = {}
     replaced = [
         (module, name, value)
@@ -131,7 +150,10 @@ def find_signatures() -> dict[Any, Any]:
             for arguments, each in kernel.overloads.items()
         }
         if len(signatures) != 1:
-            sys.exit(f"{compiled.name_ahead(kernel.py_func)} has several types: {sorted(map(str, signatures))}")
+            sys.exit(
+                f"{compiled.name_ahead(kernel.py_func)} has several types: "
+                f"{sorted(map(str, signatures))}"
+            )
         found[kernel] = signatures.pop()
     return found
 
@@ -147,12 +169,18 @@ def note_calls(kernel: Any, called: dict[Any, None]) -> Any:
 
 
 def general_type(argument: Any) -> Any:
-    """The type that also takes other values than one constant, and arrays that may be written to or not."""
-    return argument.copy(readonly=False) if isinstance(argument, types.Array) else types.unliteral(argument)
+    """The type that also takes other values than one constant, and arrays that may be written to or
+    not."""
+    return (
+        argument.copy(readonly=False)
+        if isinstance(argument, types.Array)
+        else types.unliteral(argument)
+    )
 
 
 def change_wrappers() -> None:
-    """Make the three changes of the module's docstring. Nothing can be compiled in memory afterwards."""
+    """Make the three changes of the module's docstring. Nothing can be compiled in memory
+    afterwards."""
     pycc_compiler.Flags = make_flags
     pythonapi._unboxers.functions[types.Array] = read_array
     pythonapi._boxers.functions[types.Array] = make_array
@@ -169,10 +197,16 @@ def read_array(kind: Any, pointer: Any, wrapper: Any) -> Any:
     array = wrapper.context.make_array(kind)(wrapper.context, wrapper.builder)
     address = array._getpointer()
     number = ir.IntType(32)
-    shape = ir.FunctionType(number, [wrapper.pyapi.pyobj, wrapper.pyapi.voidptr, number, number, number])
+    shape = ir.FunctionType(
+        number, [wrapper.pyapi.pyobj, wrapper.pyapi.voidptr, number, number, number]
+    )
     function = cgutils.get_or_insert_function(wrapper.builder.module, shape, "treadle_read_array")
     wanted = (numpy_support.as_dtype(kind.dtype).num, kind.ndim, int(kind.layout == "C"))
-    arguments = [pointer, wrapper.builder.bitcast(address, wrapper.pyapi.voidptr), *map(number, wanted)]
+    arguments = [
+        pointer,
+        wrapper.builder.bitcast(address, wrapper.pyapi.voidptr),
+        *map(number, wanted),
+    ]
     failed = cgutils.is_not_null(wrapper.builder, wrapper.builder.call(function, arguments))
     return pythonapi.NativeValue(wrapper.builder.load(address), is_error=failed)
 

@@ -37,7 +37,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = list_pages()
     names = [*pages, *linked_files(pages), "docs/site.css"]
     own = [
-        File.generated(config, name, abs_src_path=str(ROOT / name), inclusion=InclusionLevel.INCLUDED) for name in names
+        File.generated(
+            config, name, abs_src_path=str(ROOT / name), inclusion=InclusionLevel.INCLUDED
+        )
+        for name in names
     ]
     for name, content in ((COMMANDS, describe_commands()), (RPCS, describe_rpcs())):
         own.append(File.generated(config, name, content=content, inclusion=InclusionLevel.INCLUDED))
@@ -45,7 +48,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Show a bar in a table's code as a bar: it is escaped in Markdown, and Python-Markdown keeps the backslash."""
+    """Show a bar in a table's code as a bar: it is escaped in Markdown, and Python-Markdown keeps
+    the backslash."""
     return re.sub(r"<code>[^<]*</code>", lambda code: code[0].replace("\\|", "|"), html)
 
 
@@ -85,7 +89,8 @@ def named_in(nav: Any) -> set[str]:
 
 
 def expand(nav: list[Any], pages: list[str], taken: set[str]) -> list[Any]:
-    """A navigation with pages in place of its patterns, each page once. A section without pages is left out.
+    """A navigation with pages in place of its patterns, each page once. A section without pages is
+    left out.
 
     taken: pages that have a place; those which are added here join them.
     """
@@ -118,13 +123,20 @@ def describe_commands() -> str:
 
     command: Any = typer.main.get_command(app)
     for each in (*command.commands.values(), *command.commands["predictor"].commands.values()):
-        each.short_help = (each.help or "").split("\n\n")[0]  # else the lists of commands cut it at 45 characters
+        each.short_help = (each.help or "").split("\n\n")[
+            0
+        ]  # else the lists of commands cut it at 45 characters
     return get_docs_for_click(
-        obj=command, ctx=typer.Context(command, info_name="treadle"), name="treadle", title="Commands and options"
+        obj=command,
+        ctx=typer.Context(command, info_name="treadle"),
+        name="treadle",
+        title="Commands and options",
     )
 
 
 def describe_rpcs() -> str:
     """Return the page with every RPC and message, as the venv of the generator makes it."""
     command = f'"$("{ROOT}/scripts/codegen-venv.sh")/python" "{ROOT}/scripts/rpc_reference.py"'
-    return subprocess.run(["bash", "-c", command], stdout=subprocess.PIPE, text=True, check=True).stdout
+    return subprocess.run(
+        ["bash", "-c", command], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout

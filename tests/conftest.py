@@ -86,15 +86,20 @@ async def engine() -> AsyncIterator[FakeSglang]:
 
 @pytest.fixture
 async def start_service(nats_url: str, tmp_path: Path) -> AsyncIterator[StartService]:
-    """`await start_service("treadle_scheduler", {"TREADLE_SCHEDULER_X": "1"})` → the process, once it serves.
+    """`await start_service("treadle_scheduler", {"TREADLE_SCHEDULER_X": "1"})` → the process, once
+    it serves.
 
-    It listens on a free port and uses this test's nats-server. `service=` says which service's variables it reads where
-    the module's name does not.
+    It listens on a free port and uses this test's nats-server. `service=` says which service's
+    variables it reads where the module's name does not.
     """
     started: list[ServiceProcess] = []
 
     async def start(
-        module: str, env: dict[str, str] | None = None, *, service: str | None = None, ready_within_s: float = 60.0
+        module: str,
+        env: dict[str, str] | None = None,
+        *,
+        service: str | None = None,
+        ready_within_s: float = 60.0,
     ) -> ServiceProcess:
         name = service or module.removeprefix("treadle_")
         folder = tmp_path / f"{name}-{len(started)}"

@@ -50,7 +50,13 @@ DEFAULT_SLOTS = 5  # steps that decode at once
 DEMO_SLOTS = 4  # four trajectories a slot: they queue, as they do where GPUs are scarce
 DEMO_PROMPTS = 8
 DEFAULT_TOOL_LATENCY_S = 0.5  # a remote sandbox; coding agents' tools take 4 s on average
-WITH_RAY = {"engine_actor", "engine_url", "runtime_env", "ray_folder", "ray_cpus"}  # options of treadle up
+WITH_RAY = {
+    "engine_actor",
+    "engine_url",
+    "runtime_env",
+    "ray_folder",
+    "ray_cpus",
+}  # options of treadle up
 PASS_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": False}
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -72,13 +78,16 @@ def demo(
     model: Model = DEFAULT_MODEL,
     weights: Weights = "auto",
     out_folder: Out = DEFAULT_OUT,
-    repeats: Annotated[int, typer.Option(min=1, help="Epochs that are compared, after the first.")] = 3,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Epochs that are compared, after the first.")
+    ] = 3,
     keep_logs: Annotated[
         bool, typer.Option("--keep-logs", help="Keep the processes' logs also when all went well.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run epochs of agentic work, pinned first come first served and with Treadle, and draw where the time went.
+    """Run epochs of agentic work, pinned first come first served and with Treadle, and draw where
+    the time went.
 
     What stands after -- is passed to SGLang.
     """
@@ -89,7 +98,9 @@ def demo(
         plan = engine_plan(max(engines, 1), slots, model, seed, ctx.args, weights)
         work = Work(prompts, samples, seed, tool_latency)
         folder = new_run_folder(out_folder)
-        code = await run_demo(plan, work, repeats, folder, _shown(as_json), hurry, keep_logs=keep_logs)
+        code = await run_demo(
+            plan, work, repeats, folder, _shown(as_json), hurry, keep_logs=keep_logs
+        )
         return _print_summary(folder, code) if as_json else code
 
     exits.run(begin)
@@ -104,48 +115,68 @@ def up(
     weights: Weights = "auto",
     seed: Seed = 0,
     kv_folder: Annotated[
-        Path | None, typer.Option(help="Where KV pages are to be. By default in the host's memory, where it has room.")
+        Path | None,
+        typer.Option(
+            help="Where KV pages are to be. By default in the host's memory, where it has room."
+        ),
     ] = None,
     kv_limit_gb: Annotated[
-        float | None, typer.Option(min=0.1, help="Most GB of KV pages there. By default an eighth of what is free.")
+        float | None,
+        typer.Option(
+            min=0.1, help="Most GB of KV pages there. By default an eighth of what is free."
+        ),
     ] = None,
     port: Annotated[
-        int, typer.Option(min=0, max=MOST_PORT, help="Port of the scheduler; the others follow. 0: free ports.")
+        int,
+        typer.Option(
+            min=0, max=MOST_PORT, help="Port of the scheduler; the others follow. 0: free ports."
+        ),
     ] = DEFAULT_PORT,
     secure: Annotated[
         bool | None,
         typer.Option(
             "--secure/--no-secure",
-            help="Encrypt every connection, and let nobody call without a certificate. With --ray, so by default where "
+            help="Encrypt every connection, and let nobody call without a certificate. With "
+            "--ray, so by default where "
             "the cluster has several nodes.",
         ),
     ] = None,
     ray: Annotated[
         str,
         typer.Option(
-            help="Instead: a mesh of Ray actors beside the engines of this cluster, which goes on until treadle down. "
+            help="Instead: a mesh of Ray actors beside the engines of this cluster, which goes on "
+            "until treadle down. "
             "An address as ray.init takes it: auto, host:port, ray://host:port."
         ),
     ] = "",
     engine_actor: Annotated[
         list[str] | None,
-        typer.Option(help="With --ray: NAME[:METHOD] of actors with a SGLang server, beside those of verl."),
+        typer.Option(
+            help="With --ray: NAME[:METHOD] of actors with a SGLang server, beside those of verl."
+        ),
     ] = None,
     engine_url: Annotated[
         list[str] | None, typer.Option(help="With --ray: a SGLang server on a node of the cluster.")
     ] = None,
     runtime_env: Annotated[
-        str, typer.Option(help="With --ray: the runtime environment of the actors, as JSON; they need treadle[ray].")
+        str,
+        typer.Option(
+            help="With --ray: the runtime environment of the actors, as JSON; they need "
+            "treadle[ray]."
+        ),
     ] = "",
     ray_folder: Annotated[
-        Path | None, typer.Option(help="With --ray: a folder of each node, for NATS's store and for logs.")
+        Path | None,
+        typer.Option(help="With --ray: a folder of each node, for NATS's store and for logs."),
     ] = None,
-    ray_cpus: Annotated[float, typer.Option(min=0, help="With --ray: CPUs that Ray reserves for each service.")] = 0.0,
+    ray_cpus: Annotated[
+        float, typer.Option(min=0, help="With --ray: CPUs that Ray reserves for each service.")
+    ] = 0.0,
     out_folder: Out = DEFAULT_OUT,
     as_json: AsJson = False,
 ) -> None:
-    """Run a whole mesh on this machine until Ctrl-C: NATS, the services, engines and their sidecars. With --json, one
-    line with all addresses is printed when it serves.
+    """Run a whole mesh on this machine until Ctrl-C: NATS, the services, engines and their
+    sidecars. With --json, one line with all addresses is printed when it serves.
 
     What stands after -- is passed to SGLang.
     """
@@ -157,7 +188,9 @@ def up(
         if ray:
             limit = slots if "slots" in named else 0  # 0: as the engines say
             actors, urls = engine_actor or [], engine_url or []
-            given = RayOptions(ray, port, secure, limit, kv_folder, actors, urls, ray_cpus, ray_folder, runtime_env)
+            given = RayOptions(
+                ray, port, secure, limit, kv_folder, actors, urls, ray_cpus, ray_folder, runtime_env
+            )
             up_on_ray(given, as_json, _shown(as_json))
             return
 
@@ -176,27 +209,40 @@ def up(
 def certs(
     folder: Annotated[Path, typer.Argument(help="Where the certificates go; kept between runs.")],
     tenant: Annotated[
-        list[str] | None, typer.Option(help="Whose clients get a certificate; may be given several times.")
+        list[str] | None,
+        typer.Option(help="Whose clients get a certificate; may be given several times."),
     ] = None,
-    days: Annotated[float, typer.Option(min=0.001, help="How long the certificates are valid.")] = DEFAULT_DAYS,
+    days: Annotated[
+        float, typer.Option(min=0.001, help="How long the certificates are valid.")
+    ] = DEFAULT_DAYS,
     as_json: AsJson = False,
 ) -> None:
-    """Make certificates for all parts of a mesh and for its clients; run again, make new ones of the same authority."""
+    """Make certificates for all parts of a mesh and for its clients; run again, make new ones of
+    the same authority."""
     from treadle_cli.authority import DEFAULT_TENANT, identities, make_certificates
 
     with exits.end_with_one_line():
         tenants = tenant or [DEFAULT_TENANT]
         make_certificates(folder, tenants, days)
         if as_json:
-            typer.echo(json.dumps({"folder": str(folder), "days": days, "identities": sorted(identities(tenants))}))
+            typer.echo(
+                json.dumps(
+                    {"folder": str(folder), "days": days, "identities": sorted(identities(tenants))}
+                )
+            )
             return
-        out.print(f"{folder}: certificates for {days:g} days. Set TREADLE_TLS_FOLDER to the folder of each service.")
+        out.print(
+            f"{folder}: certificates for {days:g} days. Set TREADLE_TLS_FOLDER to the folder of "
+            "each service."
+        )
 
 
 @app.command()
 def rollout(
     scheduler: Scheduler = DEFAULT_SCHEDULER,
-    nats_url: Annotated[str, typer.Option(help="The mesh's NATS; without it migrations do not show.")] = "",
+    nats_url: Annotated[
+        str, typer.Option(help="The mesh's NATS; without it migrations do not show.")
+    ] = "",
     model: Annotated[
         str, typer.Option(help="Folder with the tokenizer.json of the model that the mesh serves.")
     ] = DEFAULT_MODEL,
@@ -204,7 +250,9 @@ def rollout(
     samples: Samples = 4,
     seed: Seed = 0,
     tool_latency: ToolLatency = DEFAULT_TOOL_LATENCY_S,
-    job: Annotated[str, typer.Option(help="Name of the job whose share of the engines the rollout takes.")] = "",
+    job: Annotated[
+        str, typer.Option(help="Name of the job whose share of the engines the rollout takes.")
+    ] = "",
     weight: Annotated[
         float | None, typer.Option(min=0.001, help="Of that share, beside other jobs; needs --job.")
     ] = None,
@@ -228,7 +276,8 @@ def rollout(
 
 
 class _Untouched(TyperCommand):
-    """A command that has its arguments as they were given: click would keep the first "--" for itself."""
+    """A command that has its arguments as they were given: click would keep the first "--" for
+    itself."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.args = list(args)
@@ -238,22 +287,33 @@ class _Untouched(TyperCommand):
 # All arguments, --help too, are for the command of the distribution treadle-bench.
 @app.command(cls=_Untouched, add_help_option=False)
 def bench(ctx: typer.Context) -> None:
-    """Measure a figure on this machine. Needs the distribution treadle-bench: pip install ./research"""
+    """Measure a figure on this machine. Needs the distribution treadle-bench: pip install
+    ./research"""
     from importlib.metadata import entry_points
 
     commands = entry_points(group="treadle.commands", name="bench")
     if not commands:
-        exits.end(UsageProblem("treadle bench is a distribution of its own: run pip install ./research in a checkout"))
+        exits.end(
+            UsageProblem(
+                "treadle bench is a distribution of its own: run pip install ./research in a "
+                "checkout"
+            )
+        )
     for command in commands:
         typer.main.get_command(command.load())(ctx.args, prog_name=ctx.command_path)
 
 
 @app.command()
 def explain(
-    trajectory: Annotated[str, typer.Argument(help="Id of a trajectory of the mesh, or PROMPT#SAMPLE of --trace.")],
+    trajectory: Annotated[
+        str, typer.Argument(help="Id of a trajectory of the mesh, or PROMPT#SAMPLE of --trace.")
+    ],
     scheduler: Scheduler = DEFAULT_SCHEDULER,
     trace: Annotated[
-        Path | None, typer.Option(help="A trace file (docs/traces.md) instead of a mesh; the rest is for its engines.")
+        Path | None,
+        typer.Option(
+            help="A trace file (docs/traces.md) instead of a mesh; the rest is for its engines."
+        ),
     ] = None,
     llm: Llm = "Qwen3-14B",
     accelerator: Accelerator = "H200",
@@ -262,7 +322,8 @@ def explain(
     profile: Profile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say where the time of a trajectory went, what was decided about it, and how it would end under other policies."""
+    """Say where the time of a trajectory went, what was decided about it, and how it would end
+    under other policies."""
     from treadle_cli.explain.live import explain_live
     from treadle_cli.explain.replay import explain_trace
     from treadle_cli.simulate.request import Request
@@ -300,11 +361,14 @@ def explain(
 @app.command()
 def shaping(
     rollout: Annotated[str, typer.Argument(help="Id of a rollout of the mesh.")] = "",
-    history: Annotated[str, typer.Option(help="Instead: a history, of which all rollouts that are over count.")] = "",
+    history: Annotated[
+        str, typer.Option(help="Instead: a history, of which all rollouts that are over count.")
+    ] = "",
     scheduler: Scheduler = DEFAULT_SCHEDULER,
     as_json: AsJson = False,
 ) -> None:
-    """Say what shaping does to the distribution that is trained on, and which kinds of samples it starves."""
+    """Say what shaping does to the distribution that is trained on, and which kinds of samples it
+    starves."""
     from treadle_cli.shaping import print_shaping, read_shaping
 
     async def run(_: asyncio.Event) -> int:
@@ -320,8 +384,12 @@ def shaping(
 
 @app.command()
 def fit(
-    profile: Annotated[Path, typer.Option(help="Profile that was measured on a live engine, see sim/README.md.")],
-    out_folder: Annotated[Path | None, typer.Option("--out", help="Folder for figures and picture.")] = None,
+    profile: Annotated[
+        Path, typer.Option(help="Profile that was measured on a live engine, see sim/README.md.")
+    ],
+    out_folder: Annotated[
+        Path | None, typer.Option("--out", help="Folder for figures and picture.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Fit an engine's curve to what was measured on it, and print how far off it is."""
@@ -341,10 +409,16 @@ def fit(
 def trace(
     run: Annotated[Path, typer.Argument(help="Folder of a finished run, runs/<id>.")],
     traces: Annotated[
-        Path | None, typer.Option(help="Write the run's trajectories to this trace file (docs/traces.md) instead.")
+        Path | None,
+        typer.Option(
+            help="Write the run's trajectories to this trace file (docs/traces.md) instead."
+        ),
     ] = None,
     perfetto: Annotated[
-        Path | None, typer.Option(help="Write the run's steps as Chrome trace events for ui.perfetto.dev instead.")
+        Path | None,
+        typer.Option(
+            help="Write the run's steps as Chrome trace events for ui.perfetto.dev instead."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -366,35 +440,49 @@ def trace(
             if as_json:
                 _print_summary(run, 0)
             return
-        typer.echo(json.dumps({"file": str(file), what: count}) if as_json else f"{file}: {count} {what}")
+        typer.echo(
+            json.dumps({"file": str(file), what: count}) if as_json else f"{file}: {count} {what}"
+        )
 
 
 def _require_one_kind_of_engines(ctx: typer.Context, on_ray: bool) -> set[str]:
-    """Names of the options that were given. Raises UsageProblem for one that has no effect: a mesh either starts
-    engines or stands beside those of a Ray cluster."""
+    """Names of the options that were given. Raises UsageProblem for one that has no effect: a mesh
+    either starts engines or stands beside those of a Ray cluster."""
     sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
-    named = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    named = {
+        name
+        for name, source in sources.items()
+        if source is not None and source.name == "COMMANDLINE"
+    }
     without = {"engines", "model", "weights", "seed", "kv_limit_gb"} if on_ray else WITH_RAY
     wrong = [f"--{name.replace('_', '-')}" for name in sorted(named & without)]
     if wrong or (on_ray and ctx.args):
-        raise UsageProblem(f"{' '.join(wrong) or '--'} has no effect {'with' if on_ray else 'without'} --ray")
+        raise UsageProblem(
+            f"{' '.join(wrong) or '--'} has no effect {'with' if on_ray else 'without'} --ray"
+        )
     return named
 
 
 def _shown(as_json: bool) -> Console:
-    """Where a command shows its progress and its tables; stdout is for one JSON object with --json."""
+    """Where a command shows its progress and its tables; stdout is for one JSON object with
+    --json."""
     return exits.err if as_json else out
 
 
 def _print_summary(folder: Path, code: int) -> int:
-    """The object that --json prints of a run: its summary.json, and its folder. Returns the exit code."""
+    """The object that --json prints of a run: its summary.json, and its folder. Returns the exit
+    code."""
     from treadle_cli.report.records import SUMMARY_FILE
 
-    typer.echo(json.dumps({"folder": str(folder), **json.loads((folder / SUMMARY_FILE).read_text())}))
+    typer.echo(
+        json.dumps({"folder": str(folder), **json.loads((folder / SUMMARY_FILE).read_text())})
+    )
     return code
 
 
-def engine_plan(count: int, slots: int, model: str, seed: int, flags: list[str], weights: str = "auto") -> EnginePlan:
+def engine_plan(
+    count: int, slots: int, model: str, seed: int, flags: list[str], weights: str = "auto"
+) -> EnginePlan:
     """Engines as asked for, after the checks that a mesh needs. Raises UsageProblem."""
     python = checks.engine_python() if count else Path()
     cores = () if checks.has_gpu() else checks.pinned_cores(count)

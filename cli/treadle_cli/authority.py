@@ -1,6 +1,8 @@
-"""Certificates for a mesh: `treadle certs` makes an authority once, and certificates of it as often as it is run.
+"""Certificates for a mesh: `treadle certs` makes an authority once, and certificates of it as often
+as it is run.
 
-Any other authority does as well (cert-manager, Vault): what Treadle needs of a certificate stands in docs/security.md.
+Any other authority does as well (cert-manager, Vault): what Treadle needs of a certificate stands
+in docs/security.md.
 """
 
 from __future__ import annotations
@@ -14,7 +16,12 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from treadle.certificates import AUTHORITY, CERTIFICATE, KEY, NATS_NAME
 from treadle_runtime.identity.callers import OF_TENANTS, SCHEME, caller_in
@@ -33,8 +40,8 @@ BACKDATED = timedelta(minutes=5)  # for clocks that are late
 
 @dataclass(frozen=True)
 class Identity:
-    """What a certificate says. uri: who its holder is as a caller; empty: it calls nobody. dns: the names that it
-    serves under."""
+    """What a certificate says. uri: who its holder is as a caller; empty: it calls nobody. dns: the
+    names that it serves under."""
 
     uri: str
     dns: Sequence[str] = ()
@@ -92,7 +99,10 @@ class Authority:
         names: list[x509.GeneralName] = [x509.DNSName(name) for name in identity.dns]
         if identity.uri:
             names.append(x509.UniformResourceIdentifier(identity.uri))
-        uses = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if identity.dns else [])]
+        uses = [
+            ExtendedKeyUsageOID.CLIENT_AUTH,
+            *([ExtendedKeyUsageOID.SERVER_AUTH] if identity.dns else []),
+        ]
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, folder.name[:64])])
         authority_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
         builder = (
@@ -109,25 +119,33 @@ class Authority:
 
 
 def identities(tenants: Sequence[str]) -> dict[str, Identity]:
-    """Of a whole mesh, by the name of their folder. Raises UsageProblem for a tenant of a bad name."""
+    """Of a whole mesh, by the name of their folder. Raises UsageProblem for a tenant of a bad
+    name."""
     found = {name: Identity(f"{SCHEME}://{name}", (f"{name}.treadle",)) for name in SERVICES}
     found[OPERATOR] = Identity(f"{SCHEME}://{OPERATOR}", (RESOURCES_NAME,))
-    found[CONSOLE] = Identity(f"{SCHEME}://{OPERATOR}", (f"{CONSOLE}.treadle",))  # it shows what an operator sees
+    found[CONSOLE] = Identity(
+        f"{SCHEME}://{OPERATOR}", (f"{CONSOLE}.treadle",)
+    )  # it shows what an operator sees
     found[NATS] = Identity("", (NATS_NAME, "*.nats"))  # and those of a cluster to each other
     for tenant in tenants:
         for kind in sorted(OF_TENANTS):
             uri = f"{SCHEME}://{kind}/{tenant}"
             if caller_in(uri) is None:
-                raise UsageProblem(f"--tenant {tenant}: must be 1 to 32 characters of A-Z a-z 0-9 _ . -")
+                raise UsageProblem(
+                    f"--tenant {tenant}: must be 1 to 32 characters of A-Z a-z 0-9 _ . -"
+                )
             found[f"{kind}-{tenant}"] = Identity(uri)
         # A tenant's gateway calls as its trainer does, and serves under a name of its own.
         found[f"gateway-{tenant}"] = Identity(f"{SCHEME}://trainer/{tenant}", ("gateway.treadle",))
     return found
 
 
-def make_certificates(folder: Path, tenants: Sequence[str] = (DEFAULT_TENANT,), days: float = DEFAULT_DAYS) -> Path:
-    """A folder for each part of a mesh and for each tenant's clients, all of one authority, in `folder`; return that.
-    Run again, it replaces the certificates and keeps the authority. Raises UsageProblem."""
+def make_certificates(
+    folder: Path, tenants: Sequence[str] = (DEFAULT_TENANT,), days: float = DEFAULT_DAYS
+) -> Path:
+    """A folder for each part of a mesh and for each tenant's clients, all of one authority, in
+    `folder`; return that. Run again, it replaces the certificates and keeps the authority. Raises
+    UsageProblem."""
     wanted = identities(tenants)
     authority = Authority.at(folder)
     for name, identity in wanted.items():

@@ -1,10 +1,12 @@
-"""Run a command: turn signals into cancellation, and errors into one line on stderr and an exit code.
+"""Run a command: turn signals into cancellation, and errors into one line on stderr and an exit
+code.
 
 Exit codes: 0 done, 1 something failed while it ran, 2 the user can correct it, 130 interrupted.
 
-The first SIGINT, SIGTERM or SIGHUP cancels the main coroutine, so that its `async with` blocks stop what they started;
-a second signal sets `hurry`, and a ProcessTree then kills its children without a grace period. After the first signal
-the process ends by itself: no signal ends it before its children.
+The first SIGINT, SIGTERM or SIGHUP cancels the main coroutine, so that its `async with` blocks stop
+what they started; a second signal sets `hurry`, and a ProcessTree then kills its children without a
+grace period. After the first signal the process ends by itself: no signal ends it before its
+children.
 """
 
 import asyncio
@@ -58,7 +60,8 @@ err = Console(stderr=True, soft_wrap=True)
 Errors = tuple[type[Exception], ...]
 
 
-# These import when an error is there, since a command that meets none needs neither the client nor the simulator.
+# These import when an error is there, since a command that meets none needs neither the client nor
+# the simulator.
 def _for_users() -> Errors:
     """Return the errors that the user can correct."""
     from treadle_sim.workloads.workload import TraceFileError
@@ -85,7 +88,8 @@ def _of_files() -> Errors:
 
 
 def _known() -> Errors:
-    """Return all errors that end a command with one line. Any other is a bug of ours and shows its traceback."""
+    """Return all errors that end a command with one line. Any other is a bug of ours and shows its
+    traceback."""
     return *_for_users(), *_while_it_ran()
 
 
@@ -105,7 +109,8 @@ def run(begin: Callable[[asyncio.Event], Coroutine[Any, Any, int]]) -> NoReturn:
 
 @contextmanager
 def end_with_one_line() -> Iterator[None]:
-    """For commands without a loop: end on what the user can correct, files included, and on Ctrl-C."""
+    """For commands without a loop: end on what the user can correct, files included, and on
+    Ctrl-C."""
     try:
         yield
     except (*_for_users(), *_of_files()) as error:

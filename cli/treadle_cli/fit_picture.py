@@ -13,7 +13,8 @@ from treadle_sim.engine_model import StepCurve
 from treadle_sim.fitting import DecodePoint, MeasuredEngine
 
 DPI = 100
-LEAST_SPAN = 1.3  # of the time axis around the points, so that noise of a per cent does not look like a trend
+# of the time axis around the points, so that noise of a per cent does not look like a trend
+LEAST_SPAN = 1.3
 PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
 COLOURS = colormaps["viridis"]
 CONTEXTS = LogNorm(256, 32_768)
@@ -27,22 +28,38 @@ def draw_measured(measured: MeasuredEngine, path: Path) -> None:
     curve = measured.engine.curve
     draw_steps(left, measured.decode, curve)
     left.set_title(f"{measured.engine.name}: ms of a decode step by batch", fontsize=9)
-    figure.colorbar(ScalarMappable(CONTEXTS, COLOURS), ax=left, label="tokens of context a sequence")
+    figure.colorbar(
+        ScalarMappable(CONTEXTS, COLOURS), ax=left, label="tokens of context a sequence"
+    )
     if measured.prefill:
         seen = np.array([point.seconds for point in measured.prefill])
-        predicted = np.array([curve.prefill_s(point.new_tokens, point.cached_tokens) for point in measured.prefill])
+        predicted = np.array(
+            [curve.prefill_s(point.new_tokens, point.cached_tokens) for point in measured.prefill]
+        )
         draw_requests(right, seen * 1e3, predicted * 1e3)
     right.set_title("a prefill, ms", fontsize=9)
     figure.savefig(path, dpi=DPI)
 
 
-def draw_requests(axes: Axes, measured: np.ndarray, predicted: np.ndarray, gpus: np.ndarray | None = None) -> None:
+def draw_requests(
+    axes: Axes, measured: np.ndarray, predicted: np.ndarray, gpus: np.ndarray | None = None
+) -> None:
     """Draw predicted times over measured ones, with the diagonal, a colour for each degree."""
     degrees = gpus if gpus is not None else np.ones(measured.size, dtype=int)
     for degree in np.unique(degrees):
         at = degrees == degree
-        axes.plot(measured[at], predicted[at], "o", ms=3, color=DEGREE_COLOURS[int(degree)], label=f"x{degree}")
-    ends = [float(min(measured.min(), predicted.min())), float(max(measured.max(), predicted.max()))]
+        axes.plot(
+            measured[at],
+            predicted[at],
+            "o",
+            ms=3,
+            color=DEGREE_COLOURS[int(degree)],
+            label=f"x{degree}",
+        )
+    ends = [
+        float(min(measured.min(), predicted.min())),
+        float(max(measured.max(), predicted.max())),
+    ]
     axes.plot(ends, ends, color="black", lw=0.8)
     axes.set_xlabel("measured", fontsize=8)
     axes.set_ylabel("predicted", fontsize=8)
@@ -61,7 +78,10 @@ def draw_steps(axes: Axes, points: tuple[DecodePoint, ...], curve: StepCurve) ->
         batches, steps_s = np.array(sorted((point.batch, point.step_s) for point in own)).T
         axes.plot(batches, steps_s * 1e3, "o", ms=2.2, color=colour)
         sizes = np.geomspace(batches[0], batches[-1], 40)
-        steps = [curve.decode_s(float(size)) + curve.per_kv_token_s * context * float(size) for size in sizes]
+        steps = [
+            curve.decode_s(float(size)) + curve.per_kv_token_s * context * float(size)
+            for size in sizes
+        ]
         axes.plot(sizes, np.array(steps) * 1e3, color=colour, lw=0.8)
     axes.loglog(base=2)
     times = [point.step_s * 1e3 for point in points]

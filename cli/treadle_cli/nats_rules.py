@@ -1,7 +1,8 @@
-"""The configuration of a NATS server that knows each service by its certificate, and what each may write and read.
+"""The configuration of a NATS server that knows each service by its certificate, and what each may
+write and read.
 
-A service is a user, by the DNS name in its certificate. It publishes the facts of its own kinds, keeps its own buckets,
-and reads answers under its own inbox; nothing else.
+A service is a user, by the DNS name in its certificate. It publishes the facts of its own kinds,
+keeps its own buckets, and reads answers under its own inbox; nothing else.
 """
 
 import json
@@ -18,7 +19,13 @@ PUBLISHES = {
         *("trajectory-opened", "trajectory-closed", "trajectory-predicted"),
         *("engine-joined", "engine-lost", "plan-made"),
     ),
-    "sidecar": ("step-queued", "step-started", "step-preempted", "step-finished", "weights-updated"),
+    "sidecar": (
+        "step-queued",
+        "step-started",
+        "step-preempted",
+        "step-finished",
+        "weights-updated",
+    ),
     "tools": ("tool-started", "tool-finished", "reward-ended"),
     "migrator": ("migration-ended",),
     "rollout": ("group-settled",),
@@ -38,13 +45,17 @@ BUCKETS = {
 
 
 def nats_config(certificate: Path, *, in_pod: bool = False) -> str:
-    """Of a server that speaks TLS alone, from the first byte on. certificate: the folder of its own. in_pod: with what
-    one in Kubernetes needs too, where several may be a cluster."""
+    """Of a server that speaks TLS alone, from the first byte on. certificate: the folder of its
+    own. in_pod: with what one in Kubernetes needs too, where several may be a cluster."""
     files = {"cert_file": CERTIFICATE, "key_file": KEY, "ca_file": AUTHORITY}
     lines = [f"  {name}: {json.dumps(str(certificate / file))}" for name, file in files.items()]
     users = [f"  {json.dumps(user)}" for user in _users()]
     tls = ["tls {", *lines, "  verify_and_map: true", "  handshake_first: true", "}"]
-    pod = ['http: "127.0.0.1:8222"', "cluster { tls {", *lines, "  verify: true", "} }"] if in_pod else []
+    pod = (
+        ['http: "127.0.0.1:8222"', "cluster { tls {", *lines, "  verify: true", "} }"]
+        if in_pod
+        else []
+    )
     return "\n".join([*tls, *pod, "authorization {", "users: [", *users, "]", "}", ""])
 
 
@@ -52,9 +63,18 @@ def _users() -> Iterator[dict[str, object]]:
     for service in BUCKETS:
         publish: dict[str, list[str]] = {"allow": [*_facts(service), *_own_buckets(service)]}
         if service == "sidecar":
-            publish = {"allow": [*_facts(service), "$KV.>", "$JS.API.>", "$JS.ACK.>"], "deny": _of_others(service)}
-        subscribe = [f"_INBOX.treadle-{service}.>", *(["treadle.deliver.>"] if service in HEARS_FACTS else [])]
-        yield {"user": f"{service}.treadle", "permissions": {"publish": publish, "subscribe": {"allow": subscribe}}}
+            publish = {
+                "allow": [*_facts(service), "$KV.>", "$JS.API.>", "$JS.ACK.>"],
+                "deny": _of_others(service),
+            }
+        subscribe = [
+            f"_INBOX.treadle-{service}.>",
+            *(["treadle.deliver.>"] if service in HEARS_FACTS else []),
+        ]
+        yield {
+            "user": f"{service}.treadle",
+            "permissions": {"publish": publish, "subscribe": {"allow": subscribe}},
+        }
     looks = {"publish": {"deny": [">"]}, "subscribe": {"allow": [f"{SUBJECT_ROOT}.>"]}}
     yield {"user": RESOURCES_NAME, "permissions": looks}  # an operator
 
@@ -62,8 +82,13 @@ def _users() -> Iterator[dict[str, object]]:
 def _facts(service: str) -> list[str]:
     """What a service asks of the stream of facts: whoever starts first makes it."""
     asks = [f"$JS.API.STREAM.{verb}.{STREAM}" for verb in ("CREATE", "UPDATE", "INFO")]
-    verbs = ("CREATE", "DURABLE.CREATE", "INFO", "RESET", "DELETE") if service in HEARS_FACTS else ()
-    hears = [*(f"$JS.API.CONSUMER.{verb}.{STREAM}.>" for verb in verbs), *([f"$JS.ACK.{STREAM}.>"] if verbs else ())]
+    verbs = (
+        ("CREATE", "DURABLE.CREATE", "INFO", "RESET", "DELETE") if service in HEARS_FACTS else ()
+    )
+    hears = [
+        *(f"$JS.API.CONSUMER.{verb}.{STREAM}.>" for verb in verbs),
+        *([f"$JS.ACK.{STREAM}.>"] if verbs else ()),
+    ]
     return [*(f"{SUBJECT_ROOT}.{kind}.>" for kind in PUBLISHES.get(service, ())), *asks, *hears]
 
 
@@ -74,9 +99,20 @@ def _own_buckets(service: str) -> list[str]:
 
 def _of_others(service: str) -> list[str]:
     others = [subject for other in BUCKETS if other != service for subject in _own_buckets(other)]
-    facts = [f"{SUBJECT_ROOT}.{kind}.>" for other, kinds in PUBLISHES.items() if other != service for kind in kinds]
+    facts = [
+        f"{SUBJECT_ROOT}.{kind}.>"
+        for other, kinds in PUBLISHES.items()
+        if other != service
+        for kind in kinds
+    ]
     keeps = [f"$JS.API.STREAM.{verb}.{STREAM}" for verb in ("DELETE", "PURGE")]
-    return [*others, *facts, *keeps, f"$JS.API.STREAM.MSG.DELETE.{STREAM}", f"$JS.API.CONSUMER.*.{STREAM}.>"]
+    return [
+        *others,
+        *facts,
+        *keeps,
+        f"$JS.API.STREAM.MSG.DELETE.{STREAM}",
+        f"$JS.API.CONSUMER.*.{STREAM}.>",
+    ]
 
 
 def _bucket(bucket: str) -> list[str]:

@@ -14,13 +14,15 @@ DEFAULT_PORT = 7401  # of the scheduler, as in the services' own defaults
 DEFAULT_SCHEDULER = f"127.0.0.1:{DEFAULT_PORT}"
 DEFAULT_OUT = Path("runs")
 DEFAULT_DAYS = 90  # for which certificates are valid
-# Sixteen times the papers' cluster: beyond, a simulation takes longer than anyone waits, and then the memory.
+# Sixteen times the papers' cluster: beyond, a simulation takes longer than anyone waits, and then
+# the memory.
 MOST_GPUS, MOST_SLOTS = 1_024, 4_096
 MOST_PORT = 65_000  # of the scheduler: those of the services and of each engine's sidecar follow
 
 
 def complete_from(*values: str) -> Callable[[str], list[str]]:
-    """What a shell offers for an option with these values; of a list with commas, for the last one."""
+    """What a shell offers for an option with these values; of a list with commas, for the last
+    one."""
 
     def complete(incomplete: str) -> list[str]:
         before, comma, last = incomplete.rpartition(",")
@@ -29,46 +31,66 @@ def complete_from(*values: str) -> Callable[[str], list[str]]:
     return complete
 
 
-Engines = Annotated[int, typer.Option(min=0, help="Engines to start. On a CPU each needs a core of its own.")]
+Engines = Annotated[
+    int, typer.Option(min=0, help="Engines to start. On a CPU each needs a core of its own.")
+]
 Model = Annotated[
-    str, typer.Option(help="A model folder, or a name that SGLang can fetch. The default comes with the engine's venv.")
+    str,
+    typer.Option(
+        help="A model folder, or a name that SGLang can fetch. The default comes with the "
+        "engine's venv."
+    ),
 ]
 Weights = Annotated[
     str,
     typer.Option(
-        help="Of engines on a CPU: int8, float, or auto, which is int8 where the processor multiplies bytes.",
+        help="Of engines on a CPU: int8, float, or auto, which is int8 where the processor "
+        "multiplies bytes.",
         autocompletion=complete_from("auto", "int8", "float"),
     ),
 ]
 Slots = Annotated[int, typer.Option(min=1, help="Steps that decode at once on an engine.")]
-ToolLatency = Annotated[float, typer.Option(min=0, help="Seconds that each tool call takes beside its own work.")]
+ToolLatency = Annotated[
+    float, typer.Option(min=0, help="Seconds that each tool call takes beside its own work.")
+]
 Seed = Annotated[int, typer.Option(min=0, help="Of prompts, environments and sampling.")]
 Prompts = Annotated[int, typer.Option(min=1, help="Prompts: FrozenLake and puzzles in turn.")]
 Samples = Annotated[int, typer.Option(min=1, help="Trajectories of each prompt.")]
 Scheduler = Annotated[
-    str, typer.Option(help="host:port of the mesh's scheduler, of several schedulers with commas between.")
+    str,
+    typer.Option(
+        help="host:port of the mesh's scheduler, of several schedulers with commas between."
+    ),
 ]
 # Of simulated engines.
 Llm = Annotated[str, typer.Option(help="Model whose engines are simulated.")]
 Accelerator = Annotated[
     str,
     typer.Option(
-        help="A100, H100, H200, H800 or H20.", autocompletion=complete_from("A100", "H100", "H200", "H800", "H20")
+        help="A100, H100, H200, H800 or H20.",
+        autocompletion=complete_from("A100", "H100", "H200", "H800", "H20"),
     ),
 ]
 Gpus = Annotated[int, typer.Option(min=1, max=MOST_GPUS, help="Accelerators of each system.")]
 SimulatedSlots = Annotated[
-    int, typer.Option(min=1, max=MOST_SLOTS, help="Steps that decode at once for each GPU of an engine.")
+    int,
+    typer.Option(
+        min=1, max=MOST_SLOTS, help="Steps that decode at once for each GPU of an engine."
+    ),
 ]
 Profile = Annotated[
-    Path | None, typer.Option(help="Engine measured live (sim/README.md) instead of --llm, --accelerator, --slots.")
+    Path | None,
+    typer.Option(
+        help="Engine measured live (sim/README.md) instead of --llm, --accelerator, --slots."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder that runs are written to.")]
 
 
 def new_run_folder(out_folder: Path, kind: str = "") -> Path:
-    """Create <kind><time>-<four letters>: names sort by time, two runs of one second differ. Raises UsageProblem."""
+    """Create <kind><time>-<four letters>: names sort by time, two runs of one second differ. Raises
+    UsageProblem."""
     folder = out_folder / f"{kind}{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
     try:
         folder.mkdir(parents=True)

@@ -2,4 +2,5 @@
 
 
 class UsageProblem(Exception):  # noqa: N818 - it is for the user to solve
-    """The message says what is missing or wrong and what to do; the command prints it and exits with 2."""
+    """The message says what is missing or wrong and what to do; the command prints it and exits
+    with 2."""

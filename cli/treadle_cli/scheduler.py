@@ -33,9 +33,9 @@ def own_certificates() -> Certificates | None:
 async def reach_scheduler(
     addresses: str, certificates: Certificates | None = None
 ) -> AsyncIterator[SchedulerServiceAsyncStub]:
-    """Call the scheduler that serves. addresses: host:port of each scheduler, with commas between. certificates: None:
-    those of TREADLE_TLS_FOLDER. Raises UsageProblem where none serves within CONNECT_S, and TreadleError for a call in
-    the block that fails."""
+    """Call the scheduler that serves. addresses: host:port of each scheduler, with commas between.
+    certificates: None: those of TREADLE_TLS_FOLDER. Raises UsageProblem where none serves within
+    CONNECT_S, and TreadleError for a call in the block that fails."""
     certificates = certificates or own_certificates()
     async with AsyncExitStack() as stack:
         channels: list[grpc.aio.Channel] = []
@@ -52,7 +52,11 @@ async def reach_scheduler(
         for each in ready:
             each.cancel()
         if not done:
-            asked = [] if certificates is None else [certificates.refusal(a, "scheduler") for a in addresses.split(",")]
+            asked = (
+                []
+                if certificates is None
+                else [certificates.refusal(a, "scheduler") for a in addresses.split(",")]
+            )
             for refusal in filter(None, await asyncio.gather(*asked)):
                 raise UsageProblem(f"--scheduler {addresses}: {refusal.message}")
             hint = "" if certificates else f"; of a mesh with certificates, set {FOLDER_VARIABLE}"
@@ -61,5 +65,7 @@ async def reach_scheduler(
             yield scheduler_pb2_grpc.SchedulerServiceStub(followed)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise UsageProblem(f"--scheduler {addresses}: what serves there is no scheduler") from error
+                raise UsageProblem(
+                    f"--scheduler {addresses}: what serves there is no scheduler"
+                ) from error
             raise error_from(error) from error

@@ -1,4 +1,5 @@
-"""Show what shaping does to the distribution that is trained on, at a glance: of a rollout, or of a history."""
+"""Show what shaping does to the distribution that is trained on, at a glance: of a rollout, or of a
+history."""
 
 from collections.abc import Iterator, Sequence
 
@@ -26,8 +27,13 @@ async def read_shaping(scheduler: str, rollout_id: str, history: str) -> Shaping
 
 
 def print_shaping(report: ShapingReport, name: str, console: Console) -> None:
-    """Alarms first, then each distribution as two lines on one axis, then why samples were not trained."""
-    console.print(Text(f"{name}: {report.trained} of {report.sampled} sampled trajectories are trained", "bold"))
+    """Alarms first, then each distribution as two lines on one axis, then why samples were not
+    trained."""
+    console.print(
+        Text(
+            f"{name}: {report.trained} of {report.sampled} sampled trajectories are trained", "bold"
+        )
+    )
     console.print(f"kept fraction {report.kept_fraction:.2f}: {report.kept_verdict}\n")
     for alarm in report.alarms:
         console.print(Text(f"ALARM  {alarm}\n", "bold red"))
@@ -43,8 +49,14 @@ def print_shaping(report: ShapingReport, name: str, console: Console) -> None:
         for line in draw_pair(title, values, shown):
             console.print(line, highlight=False)
     drops = dict(sorted(report.drops.items(), key=lambda each: -each[1]))
-    ages = {f"{age} version{'s' if age != 1 else ''} old": n for age, n in sorted(report.stale_tokens.items())}
-    for title, counts in (("samples that are not trained, by reason", drops), ("trained tokens, by age", ages)):
+    ages = {
+        f"{age} version{'s' if age != 1 else ''} old": n
+        for age, n in sorted(report.stale_tokens.items())
+    }
+    for title, counts in (
+        ("samples that are not trained, by reason", drops),
+        ("trained tokens, by age", ages),
+    ):
         console.print(Text(title, "bold"))
         for line in draw_counts(counts):
             console.print(line, highlight=False)
@@ -54,7 +66,8 @@ def print_shaping(report: ShapingReport, name: str, console: Console) -> None:
 
 
 def draw_pair(title: str, values: Distribution, shown: str) -> Iterator[Text]:
-    """A title, then from the 10th to the 90th percentile a line with the median for what was sampled and trained."""
+    """A title, then from the 10th to the 90th percentile a line with the median for what was
+    sampled and trained."""
     if not values.sampled:
         return
     apart = "alike" if values.distance < HARDLY else f"{values.distance:.0%} apart"
@@ -64,7 +77,9 @@ def draw_pair(title: str, values: Distribution, shown: str) -> Iterator[Text]:
     for kind, colour in KINDS:
         percentiles: Sequence[float] = getattr(values, kind)
         if percentiles:
-            first, middle, last = (round((each - low) / ((high - low) or 1.0) * (WIDTH - 1)) for each in percentiles)
+            first, middle, last = (
+                round((each - low) / ((high - low) or 1.0) * (WIDTH - 1)) for each in percentiles
+            )
             line = [" "] * WIDTH
             line[first : last + 1] = "━" * (last + 1 - first)
             line[middle] = "●"

@@ -1,6 +1,8 @@
-"""Fill in the Jinja2 templates that lie beside a module: `*.html.j2` with values escaped, `*.md.j2` as they are.
+"""Fill in the Jinja2 templates that lie beside a module: `*.html.j2` with values escaped, `*.md.j2`
+as they are.
 
-A template holds words, the caller passes figures. A name that the caller did not pass raises jinja2.UndefinedError.
+A template holds words, the caller passes figures. A name that the caller did not pass raises
+jinja2.UndefinedError.
 """
 
 from functools import cache
@@ -9,7 +11,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 
 
 def render(package: str, template: str, **values: object) -> str:
-    """The text of `template`, a file of `package` ("treadle_cli.simulate"), with `values` as its names."""
+    """The text of `template`, a file of `package` ("treadle_cli.simulate"), with `values` as its
+    names."""
     return _environment(package).get_template(template).render(values)
 
 

@@ -2,8 +2,10 @@
 
 - `Save…`, `Remove…` and `Forget…` are stored before the request that caused them is answered.
 - `IssueTicket` and `KeepWaiting` answer StepRequested.
-- All others are done in the background as far as possible: a failure is logged, and becomes an event at most
-  (PlanArrived without engines, MoveEnded). A driver without the service that an action needs drops it the same way.
+- All others are done in the background as far as possible: a failure is logged, and becomes an
+  event at most
+  (PlanArrived without engines, MoveEnded). A driver without the service that an action needs drops
+  it the same way.
 - A `Note` is for the controller's own books (`bookkeeping`). No driver gets one.
 """
 
@@ -120,14 +122,16 @@ class KeepWaiting(Action):
 
 @dataclass(frozen=True, slots=True)
 class AskPrediction(Action):
-    """Ask the predictor how much is left; answer with PredictionArrived of the record's next turn and gen_tokens."""
+    """Ask the predictor how much is left; answer with PredictionArrived of the record's next turn
+    and gen_tokens."""
 
     record: TrajectoryRecord
 
 
 @dataclass(frozen=True, slots=True)
 class AskPlan(Action):
-    """Ask the placement; answer with PlanArrived of the same plan_id. Only the newest question counts."""
+    """Ask the placement; answer with PlanArrived of the same plan_id. Only the newest question
+    counts."""
 
     plan_id: int
     work: PlanWork
@@ -161,7 +165,8 @@ class StartMigration(Action):
 
 @dataclass(frozen=True, slots=True)
 class CancelMigration(Action):
-    """Ask the migrator to cancel a move, as the next step was requested first or the move is not wanted any more."""
+    """Ask the migrator to cancel a move, as the next step was requested first or the move is not
+    wanted any more."""
 
     trajectory_id: str
     migration_id: str
@@ -177,7 +182,8 @@ class AbortStep(Action):
 
 @dataclass(frozen=True, slots=True)
 class AskStep(Action):
-    """Ask the engine whether it has the step of a ticket that has expired; answer with StepUnknown where it has not."""
+    """Ask the engine whether it has the step of a ticket that has expired; answer with StepUnknown
+    where it has not."""
 
     ticket: TicketRecord
 
@@ -199,7 +205,8 @@ class AnnounceOpened(Action):
 
 @dataclass(frozen=True, slots=True)
 class AnnounceClosed(Action):
-    """Publish trajectory_closed; answer with ClosedAnnounced once it is stored, or the action comes again."""
+    """Publish trajectory_closed; answer with ClosedAnnounced once it is stored, or the action comes
+    again."""
 
     record: TrajectoryRecord
     outcome: Outcome
@@ -231,15 +238,16 @@ class AnnounceEngineLost(Action):
 
 
 class Note(Action):
-    """Base of the notes that handlers leave for the books. They are not frozen, since one that is frozen
-    takes three times as long to make."""
+    """Base of the notes that handlers leave for the books. They are not frozen, since one that is
+    frozen takes three times as long to make."""
 
     __slots__ = ()
 
 
 @dataclass(slots=True)
 class Decided(Note):
-    """Keep what was decided about a trajectory, and why. The fields are those of `bookkeeping.Decision`."""
+    """Keep what was decided about a trajectory, and why. The fields are those of
+    `bookkeeping.Decision`."""
 
     trajectory_id: str
     kind: str
@@ -248,7 +256,8 @@ class Decided(Note):
     values: tuple[object, ...] = ()
 
     again: bool = False
-    """Whether it is decided anew at each look: then it is kept once, as long as nothing else is decided."""
+    """Whether it is decided anew at each look: then it is kept once, as long as nothing else is
+    decided."""
 
 
 @dataclass(slots=True)
@@ -269,7 +278,8 @@ class TrajectoryEnded(Note):
 
 @dataclass(slots=True)
 class EnginesChanged(Note):
-    """Engines came, went, changed their speed, or are used again or no more: plans in force are of no use."""
+    """Engines came, went, changed their speed, or are used again or no more: plans in force are of
+    no use."""
 
 
 @dataclass(slots=True)
@@ -282,7 +292,8 @@ class StepWaits(Note):
 
 @dataclass(slots=True)
 class QueueSeen(Note):
-    """The queue of first steps of an engine was looked at, which waits for weights where the engine `loads` them."""
+    """The queue of first steps of an engine was looked at, which waits for weights where the engine
+    `loads` them."""
 
     engine_id: str
     loads: bool

@@ -1,14 +1,19 @@
-"""Bookkeeping: what was decided about each trajectory, what its requests wait for, and what the planner has to count.
+"""Bookkeeping: what was decided about each trajectory, what its requests wait for, and what the
+planner has to count.
 
-Handlers of events decide, and return actions. `Books.enter` then goes once over the actions of an event and keeps all
-accounts from them; no handler writes into an account. Nothing of it is stored: after a restart a history begins with
-the next event, and a wait with the next request.
+Handlers of events decide, and return actions. `Books.enter` then goes once over the actions of an
+event and keeps all accounts from them; no handler writes into an account. Nothing of it is stored:
+after a restart a history begins with the next event, and a wait with the next request.
 
-- Histories are for people who ask why a trajectory took so long, and for a replay of its rollout under other policies
-  (ADR 0040); no decision reads them. They are bounded: the last MOST_DECISIONS and MOST_STEPS of a trajectory, of the
+- Histories are for people who ask why a trajectory took so long, and for a replay of its rollout
+  under other policies
+  (ADR 0040); no decision reads them. They are bounded: the last MOST_DECISIONS and MOST_STEPS of a
+  trajectory, of the
   MOST_HISTORIES that were opened last.
-- A wait begins with the first request, also with one that is refused as no engine can run the step, and ends with the
-  ticket or the closing: repeats of a request go on with it. What it waits for may change; each second counts for one
+- A wait begins with the first request, also with one that is refused as no engine can run the step,
+  and ends with the
+  ticket or the closing: repeats of a request go on with it. What it waits for may change; each
+  second counts for one
   cause. What the client waited before a restart is in the client's own measure.
 - The planner counts openings, steps, predictions and closings, so that it knows when a plan is due.
 """
@@ -32,7 +37,8 @@ _NUMBERS = 4  # of a step
 
 
 class Step(NamedTuple):
-    """A finished step: the tokens of its prompt and of its output, and the seconds of the tool call before it."""
+    """A finished step: the tokens of its prompt and of its output, and the seconds of the tool call
+    before it."""
 
     turn: int
     context_tokens: int
@@ -42,8 +48,9 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """now_s: when. kind: placed, held, ticket, preempted, planned, moves, stays or moved. engine_id: which it is about.
-    reason: a sentence, in parts: a pattern of str.format and its values."""
+    """now_s: when. kind: placed, held, ticket, preempted, planned, moves, stays or moved.
+    engine_id: which it is about. reason: a sentence, in parts: a pattern of str.format and its
+    values."""
 
     now_s: float
     kind: str
@@ -62,14 +69,22 @@ class History:
     __slots__ = ("_numbers", "decisions")
 
     def __init__(self) -> None:
-        self.decisions: deque[tuple[Any, ...]] = deque(maxlen=MOST_DECISIONS)  # fields of Decision, `values` flat
-        self._numbers = array("d")  # of each step in order: its turn, context, output (0 until it ends), and tool
+        self.decisions: deque[tuple[Any, ...]] = deque(
+            maxlen=MOST_DECISIONS
+        )  # fields of Decision, `values` flat
+        self._numbers = array(
+            "d"
+        )  # of each step in order: its turn, context, output (0 until it ends), and tool
 
     @property
     def steps(self) -> list[Step]:
         """The finished steps, in order."""
         rows = (self._numbers[at : at + _NUMBERS] for at in range(0, len(self._numbers), _NUMBERS))
-        return [Step(int(turn), int(context), int(output), tool_s) for turn, context, output, tool_s in rows if output]
+        return [
+            Step(int(turn), int(context), int(output), tool_s)
+            for turn, context, output, tool_s in rows
+            if output
+        ]
 
     def begin_step(self, turn: int, context_tokens: int, tool_s: float) -> None:
         """A ticket was issued for a step; another attempt at the same turn changes nothing."""
@@ -99,12 +114,26 @@ class Histories:
         """The history of a trajectory; an empty one where nothing is known of it."""
         return self._histories.get(trajectory_id, NO_HISTORY)
 
-    def decide(self, trajectory_id: str, now: float, kind: str, engine_id: str, pattern: str, *values: object) -> None:
+    def decide(
+        self,
+        trajectory_id: str,
+        now: float,
+        kind: str,
+        engine_id: str,
+        pattern: str,
+        *values: object,
+    ) -> None:
         """Note a decision; see Decision."""
         self._history(trajectory_id).decisions.append((now, kind, engine_id, pattern, *values))
 
     def decide_again(
-        self, trajectory_id: str, now: float, kind: str, engine_id: str, pattern: str, *values: object
+        self,
+        trajectory_id: str,
+        now: float,
+        kind: str,
+        engine_id: str,
+        pattern: str,
+        *values: object,
     ) -> None:
         """Note a decision that is made again and again, once as long as no other comes between."""
         decisions = self._history(trajectory_id).decisions
@@ -162,8 +191,11 @@ class OpenWaits:
         elif wait.cause is not cause:
             self._waits[trajectory_id] = _Wait(wait.began_s, now, cause, _spent_until(wait, now))
 
-    def see_queue(self, engine_id: str, trajectory_ids: Iterable[str], loads: bool, now: float) -> None:
-        """An engine begins or ends to load weights, for which its queue of first steps waits; else nothing changes."""
+    def see_queue(
+        self, engine_id: str, trajectory_ids: Iterable[str], loads: bool, now: float
+    ) -> None:
+        """An engine begins or ends to load weights, for which its queue of first steps waits; else
+        nothing changes."""
         if loads is (engine_id in self._loading):
             return
         (self._loading.add if loads else self._loading.discard)(engine_id)
@@ -176,7 +208,9 @@ class OpenWaits:
         if wait is None:
             return record
         spent = _spent_until(wait, now)
-        return copy_with(record, **{cause.value: getattr(record, cause.value) + s for cause, s in spent.items()})
+        return copy_with(
+            record, **{cause.value: getattr(record, cause.value) + s for cause, s in spent.items()}
+        )
 
     def waited_s(self, trajectory_id: str, now: float) -> float:
         """Seconds of the open wait so far; 0 without one."""
@@ -214,7 +248,8 @@ class Books:
         }
 
     def enter(self, actions: list[act.Action], now: float) -> list[act.Action]:
-        """Keep the accounts of one event's actions, in their order. Returns the actions that are for the driver."""
+        """Keep the accounts of one event's actions, in their order. Returns the actions that are
+        for the driver."""
         keepers = self._keepers
         left: list[act.Action] = []
         for action in actions:
@@ -275,7 +310,9 @@ class Books:
             self.waits.note(waits.trajectory_id, waits.cause, now)
 
     def _keep_queue(self, seen: act.QueueSeen, now: float) -> None:
-        self.waits.see_queue(seen.engine_id, self._waiting.waiting_for(seen.engine_id), seen.loads, now)
+        self.waits.see_queue(
+            seen.engine_id, self._waiting.waiting_for(seen.engine_id), seen.loads, now
+        )
 
     def _keep_engines(self, _changed: act.EnginesChanged, _now: float) -> None:
         self._planner.note_engines()

@@ -1,13 +1,17 @@
-"""Compile kernels, or take them compiled; where neither can be, the same Python runs, slower, with the same floats.
+"""Compile kernels, or take them compiled; where neither can be, the same Python runs, slower, with
+the same floats.
 
 Kernels come from the first of these that there is:
 
-1. The extension module `treadle_kernels`, compiled ahead of time (`scripts/compile_kernels.py`): the images have it.
+1. The extension module `treadle_kernels`, compiled ahead of time (`scripts/compile_kernels.py`):
+   the images have it.
 2. The same module in the cache of this Python's environment, where `make setup` puts it.
-3. numba, which is imported when a kernel that is not compiled is called first, and which caches what it compiles.
+3. numba, which is imported when a kernel that is not compiled is called first, and which caches
+   what it compiles.
 
-The cache has a folder for each key, a hash of the sources that kernels are made of. So an edited kernel is never
-answered by machine code of the old one, also where only a kernel changed that it calls in another file.
+The cache has a folder for each key, a hash of the sources that kernels are made of. So an edited
+kernel is never answered by machine code of the old one, also where only a kernel changed that it
+calls in another file.
 """
 
 import hashlib
@@ -29,7 +33,8 @@ import numpy.typing as npt
 
 AHEAD_MODULE = "treadle_kernels"
 CACHE = Path(sys.prefix, "var", "cache", AHEAD_MODULE)
-# x86-64-v2 is of 2009, and numpy's wheels need it too. v3 (AVX2) made kernels faster by less than a tenth.
+# x86-64-v2 is of 2009, and numpy's wheels need it too. v3 (AVX2) made kernels faster by less than a
+# tenth.
 TARGET_CPU = {"x86_64": "x86-64-v2"}.get(platform.machine(), "generic")
 
 # The arrays of kernels.
@@ -46,7 +51,8 @@ VNNI_FLAG = "avx512_vnni"
 
 
 class Kernel(Generic[Params, Result]):
-    """Kernel that numba compiles at its first call, or loads; where numba is not installed, the Python runs."""
+    """Kernel that numba compiles at its first call, or loads; where numba is not installed, the
+    Python runs."""
 
     def __init__(self, function: Callable[Params, Result], options: dict[str, bool]) -> None:
         self.function = cast("FunctionType", function)
@@ -106,25 +112,39 @@ def name_ahead(function: Callable[..., object]) -> str:
 
 
 def key_of_kernels() -> str:
-    """Return a hash of the sources of all modules of the core that have kernels and of those that they import."""
+    """Return a hash of the sources of all modules of the core that have kernels and of those that
+    they import."""
     root = Path(__file__).parent
     texts = {
-        ".".join(path.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__"): path.read_text()
+        ".".join(path.relative_to(root.parent).with_suffix("").parts).removesuffix(
+            ".__init__"
+        ): path.read_text()
         for path in root.rglob("*.py")
     }
-    found = {name for name, text in texts.items() if re.search(r"^@(compiled|lean|inlined)$", text, re.MULTILINE)}
+    found = {
+        name
+        for name, text in texts.items()
+        if re.search(r"^@(compiled|lean|inlined)$", text, re.MULTILINE)
+    }
     unread = list(found)
     while unread:
         imported = {name for name in _imported_names(texts[unread.pop()]) if name in texts} - found
         found |= imported
         unread += imported
-    all_of_it = [sys.version, np.__version__, TARGET_CPU, *(name + texts[name] for name in sorted(found))]
+    all_of_it = [
+        sys.version,
+        np.__version__,
+        TARGET_CPU,
+        *(name + texts[name] for name in sorted(found)),
+    ]
     return hashlib.sha256("\0".join(all_of_it).encode()).hexdigest()[:16]
 
 
 def _imported_names(text: str) -> Iterator[str]:
     """The modules of the core that the text of a module may import, and other names."""
-    for module, names in re.findall(r"^\s*from (treadle_core\S*) import (\([^)]*\)|.*)$", text, re.MULTILINE):
+    for module, names in re.findall(
+        r"^\s*from (treadle_core\S*) import (\([^)]*\)|.*)$", text, re.MULTILINE
+    ):
         yield module
         for name in re.findall(r"\w+", names):
             yield f"{module}.{name}"
@@ -137,7 +157,8 @@ def cache_folder() -> Path:
 
 
 def _load_ahead() -> Any:
-    """Return the module of kernels that were compiled ahead of time; None where there is none for these sources."""
+    """Return the module of kernels that were compiled ahead of time; None where there is none for
+    these sources."""
     try:
         return importlib.import_module(AHEAD_MODULE)
     except ModuleNotFoundError:
@@ -159,7 +180,8 @@ def import_numba() -> Any:
         numba = importlib.import_module("numba")
     except ImportError:  # the `placement` extra is not installed
         return None
-    # For the processor that the ahead-of-time compiler takes, so that a cache serves every process that asks.
+    # For the processor that the ahead-of-time compiler takes, so that a cache serves every process
+    # that asks.
     if numba.config.CPU_NAME is None:
         numba.config.CPU_NAME = TARGET_CPU
         numba.config.CPU_FEATURES = ""
@@ -170,7 +192,8 @@ def import_numba() -> Any:
 
 @cache
 def can_cache() -> bool:
-    """Whether numba may write to its cache. It would take folders beside the sources else, which know no key."""
+    """Whether numba may write to its cache. It would take folders beside the sources else, which
+    know no key."""
     folder = Path(import_numba().config.CACHE_DIR)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -185,7 +208,8 @@ HAVE_KERNELS = ahead is not None or importlib.util.find_spec("numba") is not Non
 
 def _compile(function: Callable[Params, Result], **options: bool) -> Callable[Params, Result]:
     kernel = Kernel(function, options)
-    # Ahead of time are compiled those of the core that Python calls, without those that are only parts of others.
+    # Ahead of time are compiled those of the core that Python calls, without those that are only
+    # parts of others.
     made: Callable[Params, Result] = getattr(ahead, name_ahead(function), kernel)
     _kernels[made] = kernel
     return made
@@ -194,14 +218,15 @@ def _compile(function: Callable[Params, Result], **options: bool) -> Callable[Pa
 def has_bf16(cpu_info: str) -> bool:
     """Whether the text of Linux's /proc/cpuinfo names instructions for bf16; False for no text.
 
-    Without them a processor emulates bf16 and takes five times as long as with float32, so engines and learned models
-    on a CPU choose their number format by this.
+    Without them a processor emulates bf16 and takes five times as long as with float32, so engines
+    and learned models on a CPU choose their number format by this.
     """
     return bool(_flags(cpu_info) & BF16_FLAGS)
 
 
 def has_vnni(cpu_info: str) -> bool:
-    """Whether the text of Linux's /proc/cpuinfo names instructions for exact dot products of bytes; False for no text.
+    """Whether the text of Linux's /proc/cpuinfo names instructions for exact dot products of bytes;
+    False for no text.
 
     Without them products of 8-bit numbers are added in 16 bits, where they overflow.
     """
@@ -210,4 +235,6 @@ def has_vnni(cpu_info: str) -> bool:
 
 def _flags(cpu_info: str) -> set[str]:
     lines = cpu_info.lower().splitlines()
-    return {flag for line in lines if line.startswith(("flags", "features")) for flag in line.split()}
+    return {
+        flag for line in lines if line.startswith(("flags", "features")) for flag in line.split()
+    }

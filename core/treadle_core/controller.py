@@ -1,8 +1,10 @@
-"""The control plane's state machine: `Controller.on_event(event, now)` returns the actions that are to be done.
+"""The control plane's state machine: `Controller.on_event(event, now)` returns the actions that are
+to be done.
 
-It owns no task, client, clock or random numbers: the time comes with each event, ids come with the event or follow from
-known ones. The scheduler service and the simulator drive the same controller, and the same events at the same times
-give the same actions. A request that cannot be granted is refused with an exception of `refusals` and changes nothing.
+It owns no task, client, clock or random numbers: the time comes with each event, ids come with the
+event or follow from known ones. The scheduler service and the simulator drive the same controller,
+and the same events at the same times give the same actions. A request that cannot be granted is
+refused with an exception of `refusals` and changes nothing.
 """
 
 from collections import Counter
@@ -13,7 +15,14 @@ from treadle_core import events as ev
 from treadle_core.actions import Action, SavePolicy
 from treadle_core.bookkeeping import Decision, Step
 from treadle_core.ledger import Ledger
-from treadle_core.model import EngineRecord, JobRecord, JobUse, Policy, TrajectoryRecord, WeightsRecord
+from treadle_core.model import (
+    EngineRecord,
+    JobRecord,
+    JobUse,
+    Policy,
+    TrajectoryRecord,
+    WeightsRecord,
+)
 from treadle_core.planning.plans import Planner
 from treadle_core.refusals import NoEngine
 from treadle_core.steps import admission, leases, lifecycle, moves, reports, tickets, weights
@@ -27,7 +36,10 @@ def _set_policy(state: State, event: ev.PolicySet, _now: float) -> list[Action]:
 
 
 def _register_engine(state: State, event: ev.EngineRegistered, now: float) -> list[Action]:
-    return [*leases.register_engine(state, event, now), *weights.ask_engine(state, event.spec.engine_id, now)]
+    return [
+        *leases.register_engine(state, event, now),
+        *weights.ask_engine(state, event.spec.engine_id, now),
+    ]
 
 
 def _tick(state: State, event: ev.Tick, now: float) -> list[Action]:
@@ -107,7 +119,9 @@ class Controller:
         state.jobs.restore(job_records, now)
         state.engines.restore(engines, now)
         actions: list[Action] = []
-        for record in sorted(trajectories, key=lambda record: (record.opened_s, record.trajectory_id)):
+        for record in sorted(
+            trajectories, key=lambda record: (record.opened_s, record.trajectory_id)
+        ):
             state.table.put(record)
             if not record.is_open and not record.announced:
                 state.announcements[record.trajectory_id] = now
@@ -122,14 +136,16 @@ class Controller:
         return state.books.enter([*actions, *weights.ask_engines(state, now)], now)
 
     def on_event(self, event: ev.Event, now: float) -> list[Action]:
-        """Handle one event at `now` (seconds, never going back); returns the actions to be done, in order. Raises
-        Refusal for a request that cannot be granted."""
+        """Handle one event at `now` (seconds, never going back); returns the actions to be done, in
+        order. Raises Refusal for a request that cannot be granted."""
         state = self._state
         kind, enter = type(event), state.books.enter
         try:
             actions = enter(HANDLERS[kind](state, event, now), now)
         except NoEngine as lack:
-            assert isinstance(event, ev.StepRequested), "nothing else is refused for want of an engine"
+            assert isinstance(event, ev.StepRequested), (
+                "nothing else is refused for want of an engine"
+            )
             enter(tickets.note_lack(state, event.trajectory_id, lack), now)
             raise
         if state.waiting.requests:
@@ -142,7 +158,8 @@ class Controller:
         return self._state.jobs.require(job_id)
 
     def jobs(self) -> list[JobUse]:
-        """What each job that a client holds, or that has open trajectories, has of the mesh, by name."""
+        """What each job that a client holds, or that has open trajectories, has of the mesh, by
+        name."""
         state = self._state
         open_of_job, queued = state.table.open_of_job, state.waiting
         clients = Counter(record.name for record in state.jobs if state.jobs.is_held(record.job_id))
@@ -150,7 +167,11 @@ class Controller:
         return [
             JobUse(
                 *(job, state.jobs.weight(job), clients[job]),
-                *((part.share, part.live_tickets, part.kv_tokens) if (part := parts.get(job)) else (0.0, 0, 0)),
+                *(
+                    (part.share, part.live_tickets, part.kv_tokens)
+                    if (part := parts.get(job))
+                    else (0.0, 0, 0)
+                ),
                 *(open_of_job[job], sum(map(len, queued.queues(job).values()))),
             )
             for job in sorted({*clients, *open_of_job})
@@ -176,12 +197,13 @@ class Controller:
         return self._state.table.require(trajectory_id)
 
     def ledger(self, trajectory_id: str, now: float) -> Ledger:
-        """Where the seconds of a trajectory went, as far as they are accounted for, the wait for a ticket that goes on
-        included. Raises TrajectoryNotFound."""
+        """Where the seconds of a trajectory went, as far as they are accounted for, the wait for a
+        ticket that goes on included. Raises TrajectoryNotFound."""
         return self._state.books.waits.count(self.trajectory(trajectory_id), now).ledger
 
     def history(self, trajectory_id: str) -> tuple[list[Decision], list[Step]]:
-        """What was decided about a trajectory and its finished steps, as far as they are kept, oldest first."""
+        """What was decided about a trajectory and its finished steps, as far as they are kept,
+        oldest first."""
         histories = self._state.books.histories
         return histories.decisions(trajectory_id), histories.get(trajectory_id).steps
 

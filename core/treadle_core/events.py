@@ -1,9 +1,11 @@
-"""Events: what happened, as the controller's driver (the scheduler service or a simulator) reports it.
+"""Events: what happened, as the controller's driver (the scheduler service or a simulator) reports
+it.
 
-Requests (JobOpened, JobRenewed, JobClosed, TrajectoryOpened, StepRequested, TrajectoryClosed, SwitchRequested,
-EngineRegistered, LeaseRenewed, EngineDeregistered, DrainSet, PolicySet, WeightsSet) may be refused with an exception of
-`refusals` and then change nothing. All others are facts: they are never refused, and may arrive twice, late or out of
-order; a fact about something that is gone is ignored.
+Requests (JobOpened, JobRenewed, JobClosed, TrajectoryOpened, StepRequested, TrajectoryClosed,
+SwitchRequested, EngineRegistered, LeaseRenewed, EngineDeregistered, DrainSet, PolicySet,
+WeightsSet) may be refused with an exception of `refusals` and then change nothing. All others are
+facts: they are never refused, and may arrive twice, late or out of order; a fact about something
+that is gone is ignored.
 """
 
 from dataclasses import dataclass
@@ -21,8 +23,9 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class JobOpened(Event):
-    """A client announces its job. `resume`: it takes over from the client that held the job of this name before.
-    weight: of the share of this name; 0 for 1, or for that of a job that it resumes, as with a policy of None."""
+    """A client announces its job. `resume`: it takes over from the client that held the job of this
+    name before. weight: of the share of this name; 0 for 1, or for that of a job that it resumes,
+    as with a policy of None."""
 
     request_id: str
     job_id: str
@@ -34,7 +37,8 @@ class JobOpened(Event):
 
 @dataclass(frozen=True, slots=True)
 class JobRenewed(Event):
-    """A client renews the lease of its job. `rollout_ids`: its rollouts in progress; None: as before."""
+    """A client renews the lease of its job. `rollout_ids`: its rollouts in progress; None: as
+    before."""
 
     job_id: str
     rollout_ids: tuple[str, ...] | None = None
@@ -66,9 +70,9 @@ class TrajectoryOpened(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepRequested(Event):
-    """A client asks for a ticket. `tool_s`: how long the tool call before this turn took. engine_refused: the engine of
-    the replaced ticket refused the step, and did not lose its stream. client_times: what the client has measured so
-    far; None where it measures nothing."""
+    """A client asks for a ticket. `tool_s`: how long the tool call before this turn took.
+    engine_refused: the engine of the replaced ticket refused the step, and did not lose its stream.
+    client_times: what the client has measured so far; None where it measures nothing."""
 
     request_id: str
     trajectory_id: str
@@ -95,7 +99,8 @@ class TrajectoryClosed(Event):
 
 @dataclass(frozen=True, slots=True)
 class GroupSettled(Event):
-    """Enough samples of a prompt are in (rollout service): those numbered below `samples` are no longer wanted."""
+    """Enough samples of a prompt are in (rollout service): those numbered below `samples` are no
+    longer wanted."""
 
     rollout_id: str
     prompt_id: str
@@ -104,7 +109,8 @@ class GroupSettled(Event):
 
 @dataclass(frozen=True, slots=True)
 class SwitchRequested(Event):
-    """The migrator asks to make `target_engine_id` the owner, if the revision is still the expected one."""
+    """The migrator asks to make `target_engine_id` the owner, if the revision is still the expected
+    one."""
 
     request_id: str
     trajectory_id: str
@@ -114,7 +120,8 @@ class SwitchRequested(Event):
 
 @dataclass(frozen=True, slots=True)
 class EngineRegistered(Event):
-    """A sidecar registers its engine. `lease_id` comes from the driver and is used for a new registration."""
+    """A sidecar registers its engine. `lease_id` comes from the driver and is used for a new
+    registration."""
 
     request_id: str
     lease_id: str
@@ -156,8 +163,9 @@ class PolicySet(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepPreempted(Event):
-    """An engine evicted a step after `output_tokens`. It changes no record; as after every event, the controller asks
-    for a plan that is due. by_ticket_id: of the step that got the slot; empty where a pause did it."""
+    """An engine evicted a step after `output_tokens`. It changes no record; as after every event,
+    the controller asks for a plan that is due. by_ticket_id: of the step that got the slot; empty
+    where a pause did it."""
 
     trajectory_id: str
     ticket_id: str
@@ -167,8 +175,8 @@ class StepPreempted(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepFinished(Event):
-    """An engine finished a step. `output_tokens` is the step's whole output, resumed tokens included. times: of the
-    step there, by its own clock."""
+    """An engine finished a step. `output_tokens` is the step's whole output, resumed tokens
+    included. times: of the step there, by its own clock."""
 
     trajectory_id: str
     ticket_id: str
@@ -211,7 +219,8 @@ class PredictionArrived(Event):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanArrived(Event):
-    """The placement's answer to AskPlan `plan_id`: for each trajectory of the question the index of its engine there,
+    """The placement's answer to AskPlan `plan_id`: for each trajectory of the question the index of
+    its engine there,
     -1 for none. None: there is no plan."""
 
     plan_id: int
@@ -229,8 +238,9 @@ class MoveAccepted(Event):
 
 @dataclass(frozen=True, slots=True)
 class MoveEnded(Event):
-    """A migration ended, or could not be started (then `migration_id` is empty and `move_id` is set). `took_s`: seconds
-    from its start to its end where it moved or was given up; 0 where that says nothing of the engines' speed."""
+    """A migration ended, or could not be started (then `migration_id` is empty and `move_id` is
+    set). `took_s`: seconds from its start to its end where it moved or was given up; 0 where that
+    says nothing of the engines' speed."""
 
     trajectory_id: str
     migration_id: str = ""
@@ -249,7 +259,8 @@ class ClosedAnnounced(Event):
 
 @dataclass(frozen=True, slots=True)
 class WeightsSet(Event):
-    """An operator or trainer asks that all engines serve these weights. model_path: empty where they are pushed."""
+    """An operator or trainer asks that all engines serve these weights. model_path: empty where
+    they are pushed."""
 
     weight_version: str
     model_path: str
@@ -257,7 +268,8 @@ class WeightsSet(Event):
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed(Event):
-    """LoadWeights has failed. refused: the engine cannot load them; otherwise it may help to ask again."""
+    """LoadWeights has failed. refused: the engine cannot load them; otherwise it may help to ask
+    again."""
 
     engine_id: str
     weight_version: str
@@ -275,7 +287,7 @@ class WeightsUpdated(Event):
 
 @dataclass(frozen=True, slots=True)
 class Tick(Event):
-    """Time passed. Drivers send one about every second. late_s: for so long the driver handled nothing, and so no
-    renewal either."""
+    """Time passed. Drivers send one about every second. late_s: for so long the driver handled
+    nothing, and so no renewal either."""
 
     late_s: float = 0.0

@@ -1,9 +1,11 @@
-"""Share one resource among jobs by weight: start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996).
+"""Share one resource among jobs by weight: start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM
+1996).
 
-Each job has a tag: the service that it was given, divided by its weight. Whoever waits with the smallest tag is next. A
-job that begins to wait gets at least the smallest tag of those that wait already, so that an idle job saves nothing;
-what a job got above its share is remembered as long as any job waits. While two jobs both wait, their tags differ by
-at most the largest piece of service of each, divided by its weight (theorem 1 there).
+Each job has a tag: the service that it was given, divided by its weight. Whoever waits with the
+smallest tag is next. A job that begins to wait gets at least the smallest tag of those that wait
+already, so that an idle job saves nothing; what a job got above its share is remembered as long as
+any job waits. While two jobs both wait, their tags differ by at most the largest piece of service
+of each, divided by its weight (theorem 1 there).
 
 Used for slots of an engine (`engine_queue.preemptive_queue`), for slots and KV of the mesh
 (`tables.jobs`), and for the pool that computes the rewards of all jobs (RollArt §4, principle 3),
@@ -38,7 +40,8 @@ class FairShare:
             self._waiting.add(job)
 
     def end_waiting(self, job: str) -> None:
-        """The job does not wait any more. Where none does, everything is forgotten: nobody waited for anybody."""
+        """The job does not wait any more. Where none does, everything is forgotten: nobody waited
+        for anybody."""
         self._waiting.discard(job)
         if not self._waiting:
             self._tags.clear()
@@ -50,19 +53,26 @@ class FairShare:
         self._tags[job] = self.tag(job) + service / weight
         if len(self._tags) > len(self._waiting):
             least = min(self._tags[other] for other in self._waiting)
-            self._tags = {other: tag for other, tag in self._tags.items() if other in self._waiting or tag > least}
+            self._tags = {
+                other: tag
+                for other, tag in self._tags.items()
+                if other in self._waiting or tag > least
+            }
 
     def tag(self, job: str) -> float:
         """Service for its weight, as compared with other jobs; the smallest is next."""
         tags = self._tags
         if job in self._waiting:
             return tags[job]
-        return max(tags.get(job, -math.inf), min((tags[other] for other in self._waiting), default=0.0))
+        return max(
+            tags.get(job, -math.inf), min((tags[other] for other in self._waiting), default=0.0)
+        )
 
 
 class FairQueue(Generic[T]):
-    """Waiting work of several jobs of equal weight: first come, first served within a job. All costs have one unit; the
-    caller uses expected seconds of a slot, and reports with `settle` what a piece of work really cost."""
+    """Waiting work of several jobs of equal weight: first come, first served within a job. All
+    costs have one unit; the caller uses expected seconds of a slot, and reports with `settle` what
+    a piece of work really cost."""
 
     def __init__(self) -> None:
         self._share = FairShare()
@@ -100,10 +110,12 @@ class FairQueue(Generic[T]):
 
 
 class FairOrder:
-    """Places in a queue that is sorted by them, so that jobs of equal weight share what it waits for: the start tags of
-    the paper. Service is in seconds, expected when a place is given and known at the end.
+    """Places in a queue that is sorted by them, so that jobs of equal weight share what it waits
+    for: the start tags of the paper. Service is in seconds, expected when a place is given and
+    known at the end.
 
-    A place is a number; smaller is earlier, and each is larger than those that the job was given before.
+    A place is a number; smaller is earlier, and each is larger than those that the job was given
+    before.
     """
 
     def __init__(self) -> None:
@@ -124,9 +136,12 @@ class FairOrder:
         """The work at a place begins."""
         if place > self._now_us:
             self._now_us = place
-            self._next_us = {job: next_us for job, next_us in self._next_us.items() if next_us > place}
+            self._next_us = {
+                job: next_us for job, next_us in self._next_us.items() if next_us > place
+            }
 
     def settle(self, job: str, service_s: float, took_s: float) -> None:
-        """Work for which `service_s` was expected took so long in the end, 0 where it was given up."""
+        """Work for which `service_s` was expected took so long in the end, 0 where it was given
+        up."""
         if job in self._next_us:
             self._next_us[job] += round(1e6 * (took_s - service_s))

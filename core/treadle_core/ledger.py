@@ -1,4 +1,5 @@
-"""Where the time of a trajectory went: what the scheduler, engines and clients account for, and all of it together."""
+"""Where the time of a trajectory went: what the scheduler, engines and clients account for, and all
+of it together."""
 
 import enum
 from dataclasses import dataclass, fields
@@ -6,8 +7,9 @@ from typing import NamedTuple
 
 
 class Cause(enum.Enum):
-    """What a requested step without a ticket waits for. HELD: room, a slot or an engine. MOVE: its trajectory's KV.
-    WEIGHTS: an engine that loads. The value is the field of TrajectoryRecord that it counts in."""
+    """What a requested step without a ticket waits for. HELD: room, a slot or an engine. MOVE: its
+    trajectory's KV. WEIGHTS: an engine that loads. The value is the field of TrajectoryRecord that
+    it counts in."""
 
     HELD = "held_s"
     MOVE = "move_s"
@@ -15,8 +17,8 @@ class Cause(enum.Enum):
 
 
 class StepTimes(NamedTuple):  # which costs less than a dataclass, at each step
-    """Seconds of steps at engines, each second in one part: waiting before it first ran, prefill, decode, waiting since
-    an eviction, waiting while the engine was paused for other weights."""
+    """Seconds of steps at engines, each second in one part: waiting before it first ran, prefill,
+    decode, waiting since an eviction, waiting while the engine was paused for other weights."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -45,11 +47,13 @@ NO_TIMES = StepTimes()
 
 
 class ClientTimes(NamedTuple):
-    """What a client has measured of a trajectory by its own clock, from the opening until its last report.
+    """What a client has measured of a trajectory by its own clock, from the opening until its last
+    report.
 
-    tool_s: between steps, while a tool ran. control_s: its calls without what the services took for them, and its own
-    work between steps. lost: of steps that it had to replace, as it saw them, since no engine accounts for these.
-    since_opening_s: how long the trajectory had been open when these were measured; 0 where that is not known.
+    tool_s: between steps, while a tool ran. control_s: its calls without what the services took for
+    them, and its own work between steps. lost: of steps that it had to replace, as it saw them,
+    since no engine accounts for these. since_opening_s: how long the trajectory had been open when
+    these were measured; 0 where that is not known.
     """
 
     tool_s: float = 0.0
@@ -60,11 +64,13 @@ class ClientTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Where the seconds of a trajectory went, from its opening on; each second is in one part (ADR 0040).
+    """Where the seconds of a trajectory went, from its opening on; each second is in one part (ADR
+    0040).
 
-    held_s: a requested step waited in the scheduler for room or for an engine. queue_s, prefill_s, decode_s,
-    preempted_s: as in StepTimes. move_s: a step waited until its KV had moved. tool_s, control_s: as in ClientTimes.
-    weights_s: a step waited while an engine loaded weights, in the scheduler or at the engine.
+    held_s: a requested step waited in the scheduler for room or for an engine. queue_s, prefill_s,
+    decode_s, preempted_s: as in StepTimes. move_s: a step waited until its KV had moved. tool_s,
+    control_s: as in ClientTimes. weights_s: a step waited while an engine loaded weights, in the
+    scheduler or at the engine.
     """
 
     held_s: float = 0.0
@@ -84,4 +90,6 @@ class Ledger:
         return total_s
 
 
-LEDGER_PARTS = tuple(part.name for part in fields(Ledger))  # in the order in which a step goes through them
+LEDGER_PARTS = tuple(
+    part.name for part in fields(Ledger)
+)  # in the order in which a step goes through them

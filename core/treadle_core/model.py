@@ -1,8 +1,9 @@
 """The shared nouns of the control plane: trajectories, tickets, engines, estimates, policies.
 
-All of them are frozen: a change makes a new value (`dataclasses.replace`, or `copy_with` for the two large records),
-which goes to the table that owns it (`tables`). Times are seconds of one clock that the caller chooses: Unix time in
-the service, virtual time in a simulation. Token counts are whole, predicted ones are floats.
+All of them are frozen: a change makes a new value (`dataclasses.replace`, or `copy_with` for the
+two large records), which goes to the table that owns it (`tables`). Times are seconds of one clock
+that the caller chooses: Unix time in the service, virtual time in a simulation. Token counts are
+whole, predicted ones are floats.
 """
 
 import enum
@@ -14,9 +15,9 @@ from treadle_core.ledger import NO_TIMES, ClientTimes, Ledger, StepTimes
 
 TENANT_MARK = "::"  # a name that belongs to a tenant begins with the tenant's and this
 
-# Decode speed assumed of an engine that declares none: seconds a token alone, and more for each further sequence in the
-# batch. Only ratios matter where no engine of a mesh declares a curve; the values are those of a small model on one
-# accelerator.
+# Decode speed assumed of an engine that declares none: seconds a token alone, and more for each
+# further sequence in the batch. Only ratios matter where no engine of a mesh declares a curve; the
+# values are those of a small model on one accelerator.
 DEFAULT_BASE_S = 0.01
 DEFAULT_PER_SEQUENCE_S = 0.0005
 DEFAULT_PREFILL_TOKENS_PER_S = 2_000.0
@@ -70,7 +71,8 @@ class PlacementRule(enum.Enum):
 
 
 class CostModel(enum.IntEnum):
-    """How long an engine takes for a group of trajectories: `placing.paths` for CRITICAL_PATH, else `placing.costs`."""
+    """How long an engine takes for a group of trajectories: `placing.paths` for CRITICAL_PATH, else
+    `placing.costs`."""
 
     GROUP_SIZE = 1
     LINEAR_INTEGRAL = 2
@@ -78,7 +80,8 @@ class CostModel(enum.IntEnum):
 
 
 class KvTransfer(enum.Enum):
-    """How the KV of a prefix gets to another engine: it is computed again, or read from shared storage."""
+    """How the KV of a prefix gets to another engine: it is computed again, or read from shared
+    storage."""
 
     PREFILL = "prefill"
     STORAGE = "storage"
@@ -94,9 +97,11 @@ class TicketStatus(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How trajectories are ranked and placed. A trajectory keeps the policy under which it was opened.
+    """How trajectories are ranked and placed. A trajectory keeps the policy under which it was
+    opened.
 
-    reserve: engines reserve the KV that trajectories which have started there are expected to grow to.
+    reserve: engines reserve the KV that trajectories which have started there are expected to grow
+    to.
     """
 
     ordering: Ordering = Ordering.PROGRESSIVE
@@ -107,13 +112,15 @@ class Policy:
     reserve: bool = False
 
 
-# The policy that a mesh starts with and that all published figures of Treadle are measured with (ADR 0009).
+# The policy that a mesh starts with and that all published figures of Treadle are measured with
+# (ADR 0009).
 TREADLE_POLICY = Policy(reserve=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A prediction: 10th, 50th and 90th percentile. Raises ValueError unless 0 <= p10 <= p50 <= p90 < infinity."""
+    """A prediction: 10th, 50th and 90th percentile. Raises ValueError unless 0 <= p10 <= p50 <= p90
+    < infinity."""
 
     p10: float
     p50: float
@@ -126,9 +133,10 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The predictor's answer for a trajectory after `turn` steps and `gen_tokens` sampled tokens. Still to come: tokens
-    to sample, turns, seconds of tools, tokens of their answers; None for what is not predicted. learned: it is of a
-    learned model, not of statistics over siblings and history."""
+    """The predictor's answer for a trajectory after `turn` steps and `gen_tokens` sampled tokens.
+    Still to come: tokens to sample, turns, seconds of tools, tokens of their answers; None for what
+    is not predicted. learned: it is of a learned model, not of statistics over siblings and
+    history."""
 
     turn: int
     gen_tokens: int
@@ -142,8 +150,9 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class DecodeCurve:
-    """Seconds a decode step = base_s + per_sequence_s * batch + per_kv_token_s * KV tokens in the batch. A prefilled
-    token takes 1 / prefill_tokens_per_s, and prefill_pair_s more for each token before it."""
+    """Seconds a decode step = base_s + per_sequence_s * batch + per_kv_token_s * KV tokens in the
+    batch. A prefilled token takes 1 / prefill_tokens_per_s, and prefill_pair_s more for each token
+    before it."""
 
     base_s: float = DEFAULT_BASE_S
     per_sequence_s: float = DEFAULT_PER_SEQUENCE_S
@@ -154,8 +163,8 @@ class DecodeCurve:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """An engine as its sidecar declares it. `slot_limit` steps decode at once; a capacity of 0 is unknown. url: of its
-    own HTTP server, for a gateway whose mesh is away."""
+    """An engine as its sidecar declares it. `slot_limit` steps decode at once; a capacity of 0 is
+    unknown. url: of its own HTTP server, for a gateway whose mesh is away."""
 
     engine_id: str
     address: str
@@ -174,8 +183,8 @@ class EngineSpec:
 
     @property
     def kv_room_tokens(self) -> int:
-        """KV tokens that trajectories may hold; 0: unknown. A host's copies include what the engine's memory holds, so
-        the larger of them counts."""
+        """KV tokens that trajectories may hold; 0: unknown. A host's copies include what the
+        engine's memory holds, so the larger of them counts."""
         return self.kv_tokens_capacity and max(self.kv_tokens_capacity, self.host_kv_tokens)
 
 
@@ -202,8 +211,8 @@ INCOMPLETE = "incomplete-"
 
 @dataclass(frozen=True, slots=True)
 class WeightsRecord:
-    """The weights that all engines are to serve. model_path: a folder or file that each engine's machine can read;
-    empty: a trainer pushes them."""
+    """The weights that all engines are to serve. model_path: a folder or file that each engine's
+    machine can read; empty: a trainer pushes them."""
 
     weight_version: str
     model_path: str
@@ -211,10 +220,10 @@ class WeightsRecord:
 
 @dataclass(frozen=True, slots=True)
 class EngineRecord:
-    """An engine and its lease. `suspect_s`: when a client lost a stream there; None again after the next renewal.
-    behind: it does not serve the desired weights, or has parts of weights only. load_error: why it could not load
-    the desired ones, or that they were not pushed to it. draining: an operator wants it empty; it takes steps only
-    where no other engine can."""
+    """An engine and its lease. `suspect_s`: when a client lost a stream there; None again after the
+    next renewal. behind: it does not serve the desired weights, or has parts of weights only.
+    load_error: why it could not load the desired ones, or that they were not pushed to it.
+    draining: an operator wants it empty; it takes steps only where no other engine can."""
 
     spec: EngineSpec
     lease_id: str
@@ -241,9 +250,10 @@ class EngineRecord:
 class JobRecord:
     """The work of one client, which ends when its lease does.
 
-    resume: after that, the job is kept for the next client that resumes the `name`. rollout_ids: its rollouts that are
-    in progress. ended_s: when the lease ended or the client closed it; None: it is held. successor_id: of the client
-    that has resumed it. weight: of the share of its `name`. policy: of its trajectories; None: that of the mesh.
+    resume: after that, the job is kept for the next client that resumes the `name`. rollout_ids:
+    its rollouts that are in progress. ended_s: when the lease ended or the client closed it; None:
+    it is held. successor_id: of the client that has resumed it. weight: of the share of its `name`.
+    policy: of its trajectories; None: that of the mesh.
     """
 
     job_id: str
@@ -259,8 +269,9 @@ class JobRecord:
 
 @dataclass(frozen=True, slots=True)
 class JobUse:
-    """What the clients of one job name have of the mesh now. share: of slots and KV, that they are due; 0 where they
-    use none and no first step of theirs waits. kv_tokens: reserved. waiting_steps: first steps without a ticket."""
+    """What the clients of one job name have of the mesh now. share: of slots and KV, that they are
+    due; 0 where they use none and no first step of theirs waits. kv_tokens: reserved.
+    waiting_steps: first steps without a ticket."""
 
     job: str
     weight: float
@@ -274,11 +285,12 @@ class JobUse:
 
 @dataclass(frozen=True)  # without slots, for `copy_with`
 class TicketRecord:
-    """The permission to run one step once, with the request that it answers: a repeat of it gets the same ticket.
+    """The permission to run one step once, with the request that it answers: a repeat of it gets
+    the same ticket.
 
-    preemptible: whether the engine's queue may evict the step while it runs. job, weight: whose share of the engine's
-    slots it takes. waited_s: how long its request waited in the scheduler. times: its engine's account of the step,
-    once it has come.
+    preemptible: whether the engine's queue may evict the step while it runs. job, weight: whose
+    share of the engine's slots it takes. waited_s: how long its request waited in the scheduler.
+    times: its engine's account of the step, once it has come.
     """
 
     ticket_id: str
@@ -308,15 +320,16 @@ class TicketRecord:
 
     @property
     def cache_salt(self) -> str:
-        """Return what KV is kept under: the weight version and the tenant, so that no other's KV is hit."""
+        """Return what KV is kept under: the weight version and the tenant, so that no other's KV is
+        hit."""
         tenant, mark, _ = self.trajectory_id.partition(TENANT_MARK)
         return f"{tenant}{mark}{self.weight_version}" if tenant and mark else self.weight_version
 
 
 @dataclass(frozen=True, slots=True)
 class MoveRecord:
-    """A migration in progress. `migration_id` is empty until the migrator has accepted it. `saving_s`: a step waits no
-    longer for it."""
+    """A migration in progress. `migration_id` is empty until the migrator has accepted it.
+    `saving_s`: a step waits no longer for it."""
 
     move_id: str
     source_engine_id: str
@@ -327,7 +340,8 @@ class MoveRecord:
     saving_s: float = 0.0
 
     def has_switched(self, engine_id: str) -> bool:
-        """Whether the target owns the trajectory, whose engine is `engine_id`: only the report of the end is due."""
+        """Whether the target owns the trajectory, whose engine is `engine_id`: only the report of
+        the end is due."""
         return self.target_engine_id == engine_id
 
 
@@ -335,12 +349,13 @@ class MoveRecord:
 class TrajectoryRecord:
     """A trajectory as the scheduler knows it; a restart needs nothing else.
 
-    `ticket` is the last one issued, in whatever status. `uncounted`: tickets of steps that the client says are over and
-    whose tokens are not known yet, as `step_finished` has not arrived. `tool_s`: running mean of this trajectory's tool
-    calls, 0 while unknown; `tools_s`: the sum of all of them. `revision` grows by one at each change of `engine_id`.
-    `announced`: the fact that it closed has been published. `job`: the name of its job, whose share it takes. `held_s`,
-    `move_s`, `weights_s`: its waits for tickets, by what they were for. `engine_times`: its engines' accounts of steps.
-    `client_times`: its client's last report.
+    `ticket` is the last one issued, in whatever status. `uncounted`: tickets of steps that the
+    client says are over and whose tokens are not known yet, as `step_finished` has not arrived.
+    `tool_s`: running mean of this trajectory's tool calls, 0 while unknown; `tools_s`: the sum of
+    all of them. `revision` grows by one at each change of `engine_id`. `announced`: the fact that
+    it closed has been published. `job`: the name of its job, whose share it takes. `held_s`,
+    `move_s`, `weights_s`: its waits for tickets, by what they were for. `engine_times`: its
+    engines' accounts of steps. `client_times`: its client's last report.
     """
 
     trajectory_id: str
@@ -392,8 +407,8 @@ class TrajectoryRecord:
 
     @property
     def ledger(self) -> Ledger:
-        """Where its seconds went, as far as they are accounted for. A client that reports no times has measured no
-        control; its tools are what it said with its requests."""
+        """Where its seconds went, as far as they are accounted for. A client that reports no times
+        has measured no control; its tools are what it said with its requests."""
         client = self.client_times or ClientTimes(tool_s=self.tools_s)
         steps = self.engine_times.plus(client.lost)
         return Ledger(
@@ -421,7 +436,11 @@ class TrajectoryRecord:
     @property
     def live_ticket(self) -> TicketRecord | None:
         """The ticket that may be running now, if any."""
-        return self.ticket if self.ticket is not None and self.ticket.status is TicketStatus.LIVE else None
+        return (
+            self.ticket
+            if self.ticket is not None and self.ticket.status is TicketStatus.LIVE
+            else None
+        )
 
 
 if TYPE_CHECKING:
@@ -432,9 +451,10 @@ else:
     def copy_with(record: Any, **fields: Any) -> Any:
         """`dataclasses.replace` for TicketRecord and TrajectoryRecord, which each event copies.
 
-        It copies the instance's dictionary in 1 to 2 microseconds, where `dataclasses.replace` runs an `__init__` of 40
-        fields in 12 to 20, which would double what ScheduleStep takes. Needs a dataclass without slots and without
-        `__post_init__`; nothing checks the names of the fields at run time, the type checker does.
+        It copies the instance's dictionary in 1 to 2 microseconds, where `dataclasses.replace` runs
+        an `__init__` of 40 fields in 12 to 20, which would double what ScheduleStep takes. Needs a
+        dataclass without slots and without `__post_init__`; nothing checks the names of the fields
+        at run time, the type checker does.
         """
         copy = _new(record.__class__)
         _set(copy, "__dict__", record.__dict__ | fields)

@@ -1,8 +1,9 @@
 """Why the controller refuses a request, and which input of a pure function is wrong.
 
-A refused request has changed nothing. `reason` is the stable word that a program reads; the scheduler service maps each
-class to a gRPC status. A CoreError names the field, by its path as the caller wrote it, so that a service can name it
-to its own caller, e.g. `trajectories[3].remaining_tokens`.
+A refused request has changed nothing. `reason` is the stable word that a program reads; the
+scheduler service maps each class to a gRPC status. A CoreError names the field, by its path as the
+caller wrote it, so that a service can name it to its own caller, e.g.
+`trajectories[3].remaining_tokens`.
 """
 
 from typing import ClassVar
@@ -59,7 +60,9 @@ class TrajectoryIsClosed(Refusal):
     reason = "TRAJECTORY_CLOSED"
 
     def __init__(self, trajectory_id: str, state: str) -> None:
-        super().__init__(f"{trajectory_id} is {state} already", trajectory_id=trajectory_id, state=state)
+        super().__init__(
+            f"{trajectory_id} is {state} already", trajectory_id=trajectory_id, state=state
+        )
 
 
 class TurnOutOfOrder(Refusal):
@@ -123,7 +126,8 @@ class NoEngine(Refusal):
 
 
 class NoEngineWithTags(NoEngine):
-    """No engine has carried the trajectory's hardware tags for so long that waiting is not expected to help."""
+    """No engine has carried the trajectory's hardware tags for so long that waiting is not expected
+    to help."""
 
     reason = "NO_ENGINE_WITH_TAGS"
 

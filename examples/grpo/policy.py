@@ -1,7 +1,8 @@
-"""The policy: a small Llama with LoRA, trained on packed rows on the CPU; its base is pretrained here in minutes.
+"""The policy: a small Llama with LoRA, trained on packed rows on the CPU; its base is pretrained
+here in minutes.
 
-What an engine serves is the base with the adapters merged into it, in the folder format of transformers. Only the
-adapters and the optimizer's state are in a checkpoint.
+What an engine serves is the base with the adapters merged into it, in the folder format of
+transformers. Only the adapters and the optimizer's state are in a checkpoint.
 """
 
 import copy
@@ -21,7 +22,8 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 from treadle.training import IGNORED, PackedRow, pack
 
-# Of SmolLM2's tokenizer the first 320 ids stay, all bytes among them. The other 48,832 would be most of this model.
+# Of SmolLM2's tokenizer the first 320 ids stay, all bytes among them. The other 48,832 would be
+# most of this model.
 VOCABULARY = 320
 WIDTH, LAYERS, HEADS, KV_HEADS, INNER = 128, 2, 4, 2, 352
 LONGEST = 1_024
@@ -45,7 +47,8 @@ def cut_tokenizer(whole: Path, out: Path) -> None:
 
 
 def pretrain(folder: Path, tokenizer_file: Path, steps: int, seed: int = 0) -> list[float]:
-    """Train the base from random weights on demonstrations and write it, whole or not at all. Returns the losses.
+    """Train the base from random weights on demonstrations and write it, whole or not at all.
+    Returns the losses.
 
     tokenizer_file: SmolLM2's tokenizer.json.
     """
@@ -72,14 +75,20 @@ def _pretrain(folder: Path, tokenizer_from: Path, steps: int, seed: int) -> list
         pad_token_id=sums.end_id,
     )
     model = LlamaForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PRETRAIN_RATE, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=PRETRAIN_RATE, betas=(0.9, 0.95), weight_decay=0.01
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / WARM_UP, 1.0) * (0.1 + 0.9 * (1.0 - step / steps))
     )
     losses = []
     for _ in range(steps):
-        rows = pack([_short(sums, draw) for _ in range(PRETRAIN_BATCH)], ROW_TOKENS, normalise="token")
-        loss = torch.stack([-(_tensor(row.weights) * logprobs_of(model, row)).sum() for row in rows]).sum()
+        rows = pack(
+            [_short(sums, draw) for _ in range(PRETRAIN_BATCH)], ROW_TOKENS, normalise="token"
+        )
+        loss = torch.stack(
+            [-(_tensor(row.weights) * logprobs_of(model, row)).sum() for row in rows]
+        ).sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
         optimizer.step()
@@ -104,8 +113,12 @@ class Policy:
     def __init__(self, base: Path, learning_rate: float, seed: int) -> None:
         torch.manual_seed(seed)
         self._base = base
-        lora = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
-        self._model = get_peft_model(LlamaForCausalLM.from_pretrained(base, dtype=torch.float32), lora)
+        lora = LoraConfig(
+            r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+        self._model = get_peft_model(
+            LlamaForCausalLM.from_pretrained(base, dtype=torch.float32), lora
+        )
         trained = [each for each in self._model.parameters() if each.requires_grad]
         self._optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0)
 
@@ -115,31 +128,40 @@ class Policy:
         return [logprobs_of(self._model, row).numpy() for row in rows]
 
     def update(self, rows: Sequence[PackedRow], minibatches: int) -> dict[str, float]:
-        """One pass over the rows in so many optimizer steps, with PPO's clipped ratio to the rollout's logprobs."""
+        """One pass over the rows in so many optimizer steps, with PPO's clipped ratio to the
+        rollout's logprobs."""
         count = max(min(minibatches, len(rows)), 1)
         losses, norms = 0.0, []
         for start in range(count):
             for row in rows[start::count]:
                 advantages = _tensor(row.advantages)
                 ratio = (logprobs_of(self._model, row) - _tensor(row.old_logprobs)).exp()
-                gain = torch.minimum(ratio * advantages, ratio.clamp(1.0 - CLIP, 1.0 + CLIP) * advantages)
+                gain = torch.minimum(
+                    ratio * advantages, ratio.clamp(1.0 - CLIP, 1.0 + CLIP) * advantages
+                )
                 loss = -(_tensor(row.weights) * gain).sum()
                 (loss * count).backward()
                 losses += float(loss.detach())
-            norms.append(float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), GRADIENT_NORM)))
+            norms.append(
+                float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), GRADIENT_NORM))
+            )
             self._optimizer.step()
             self._optimizer.zero_grad()
         return {"loss": losses, "gradient_norm": max(norms)}
 
     def write_weights(self, folder: Path) -> None:
-        """The base with the adapters merged into it, as an engine loads it; whole or not at all. Merged in a copy: to
-        merge and unmerge in place would move the base a little at every step."""
+        """The base with the adapters merged into it, as an engine loads it; whole or not at all.
+        Merged in a copy: to merge and unmerge in place would move the base a little at every step.
+        """
         merged = copy.deepcopy(self._model).merge_and_unload()
         _write(folder, merged.save_pretrained, self._base)
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"adapters": get_peft_model_state_dict(self._model), "optimizer": self._optimizer.state_dict()}
+        return {
+            "adapters": get_peft_model_state_dict(self._model),
+            "optimizer": self._optimizer.state_dict(),
+        }
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
@@ -148,7 +170,8 @@ class Policy:
 
 
 def logprobs_of(model: torch.nn.Module, row: PackedRow) -> torch.Tensor:
-    """[n], of the label at each position at temperature 1, 0 where there is none. Attention is block diagonal."""
+    """[n], of the label at each position at temperature 1, 0 where there is none. Attention is
+    block diagonal."""
     segments = torch.from_numpy(row.segments)
     allowed = (segments[:, None] == segments[None, :]).tril()
     logits = model(
@@ -157,7 +180,9 @@ def logprobs_of(model: torch.nn.Module, row: PackedRow) -> torch.Tensor:
         attention_mask=allowed[None, None],
         use_cache=False,
     ).logits[0]
-    return -cross_entropy(logits, torch.from_numpy(row.labels), reduction="none", ignore_index=IGNORED)
+    return -cross_entropy(
+        logits, torch.from_numpy(row.labels), reduction="none", ignore_index=IGNORED
+    )
 
 
 def _tensor(values: np.ndarray) -> torch.Tensor:

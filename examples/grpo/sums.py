@@ -1,10 +1,12 @@
-"""The task: sums of one-digit numbers (reasoning-gym's chain_sum), worked out line by line, and how long that takes.
+"""The task: sums of one-digit numbers (reasoning-gym's chain_sum), worked out line by line, and how
+long that takes.
 
-The base model has learned from demonstrations of several authors, who sign first, then calculate, one line for each
-operator, and then check: they write CHECK and calculate again with probability CHECK_AGAIN. So the number of passes is
-geometric, five in the mean, and the longest of a hundred trajectories is four times as long as the mean one, as in
-rollouts of large models. Three in five demonstrations are by a careless author, so that a quarter of all lines are
-wrong: the base model samples wrong lines too, which rewards can teach it to leave.
+The base model has learned from demonstrations of several authors, who sign first, then calculate,
+one line for each operator, and then check: they write CHECK and calculate again with probability
+CHECK_AGAIN. So the number of passes is geometric, five in the mean, and the longest of a hundred
+trajectories is four times as long as the mean one, as in rollouts of large models. Three in five
+demonstrations are by a careless author, so that a quarter of all lines are wrong: the base model
+samples wrong lines too, which rewards can teach it to leave.
 """
 
 import random
@@ -17,7 +19,8 @@ from tokenizers import Tokenizer
 TERMS = (3, 4)
 CHECK = "?"
 CHECK_AGAIN = 0.8
-# Signature of an author: part of the demonstrations, part of the lines that are wrong. None is longer than another.
+# Signature of an author: part of the demonstrations, part of the lines that are wrong. None is
+# longer than another.
 AUTHORS = {"A": (0.6, 0.4), "B": (0.4, 0.03)}
 END = "<|im_end|>"
 
@@ -42,18 +45,33 @@ class Sums:
     def make_prompts(self, name: str, count: int, seed: int) -> list[treadle.Prompt]:
         """Prompts NAME-0, NAME-1, …; `data` is the expected answer."""
         questions = reasoning_gym.create_dataset(
-            "chain_sum", min_terms=TERMS[0], max_terms=TERMS[1], min_digits=1, max_digits=1, seed=seed, size=count
+            "chain_sum",
+            min_terms=TERMS[0],
+            max_terms=TERMS[1],
+            min_digits=1,
+            max_digits=1,
+            seed=seed,
+            size=count,
         )
         return [
-            treadle.Prompt(f"{name}-{index}", self._encode_question(each["metadata"]["expression"]), each["answer"])
+            treadle.Prompt(
+                f"{name}-{index}",
+                self._encode_question(each["metadata"]["expression"]),
+                each["answer"],
+            )
             for index, each in enumerate(questions)
         ]
 
     def read_answer(self, token_ids: list[int]) -> str:
-        """What stands after the last equals sign; empty where the text does not end as it should."""
+        """What stands after the last equals sign; empty where the text does not end as it
+        should."""
         if not token_ids or token_ids[-1] != self.end_id:
             return ""
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True)).rpartition("=")[2].strip()
+        return (
+            str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+            .rpartition("=")[2]
+            .strip()
+        )
 
     def demonstrate(self, draw: random.Random) -> Demonstration:
         """A question with an answer that may be wrong."""
@@ -69,7 +87,9 @@ class Sums:
             text += CHECK + calculate(terms, signs, mistakes, draw)
         answer = [*self._encode(text), self.end_id]
         tokens = question + answer
-        return Demonstration("", tokens, [0] * len(question) + [1] * len(answer), [0.0] * len(tokens))
+        return Demonstration(
+            "", tokens, [0] * len(question) + [1] * len(answer), [0.0] * len(tokens)
+        )
 
     def _encode_question(self, expression: str) -> list[int]:
         return self._encode(expression.replace(" ", "") + "\n")
@@ -79,7 +99,8 @@ class Sums:
 
 
 def calculate(terms: list[int], signs: list[str], mistakes: float, draw: random.Random) -> str:
-    """One pass: a line for each operator, each wrong with probability `mistakes`; later lines go on from there."""
+    """One pass: a line for each operator, each wrong with probability `mistakes`; later lines go on
+    from there."""
     total, lines = terms[0], ""
     for sign, term in zip(signs, terms[1:], strict=True):
         result = total + term if sign == "+" else total - term

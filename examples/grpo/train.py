@@ -1,11 +1,14 @@
-"""GRPO through a mesh, on CPUs: rollouts on SGLang engines, LoRA here, new weights on all engines after each step.
+"""GRPO through a mesh, on CPUs: rollouts on SGLang engines, LoRA here, new weights on all engines
+after each step.
 
-`treadle bench grpo` runs it with a mesh of its own, under every bound and shaping. By hand: README.md beside this file.
+`treadle bench grpo` runs it with a mesh of its own, under every bound and shaping. By hand:
+README.md beside this file.
 
-Step i trains on rollout i with weights of version i and makes version i + 1. Rollout i begins once version i - BOUND is
-served, so its tokens are at most BOUND versions old when they are trained on; the rollout service holds to that too. A
-step is done when its checkpoint is there. A trainer that was killed starts again with the same command: it takes the
-batch of the step that was not done again, by its name, and resumes the rollouts that were running.
+Step i trains on rollout i with weights of version i and makes version i + 1. Rollout i begins once
+version i - BOUND is served, so its tokens are at most BOUND versions old when they are trained on;
+the rollout service holds to that too. A step is done when its checkpoint is there. A trainer that
+was killed starts again with the same command: it takes the batch of the step that was not done
+again, by its name, and resumes the rollouts that were running.
 """
 
 import argparse
@@ -31,16 +34,21 @@ from treadle.training import group_advantages, measure_drift, measure_staleness,
 
 LONGEST_ANSWER = 512  # tokens; with the prompt less than a row
 EVALUATION_SEED = 1_000_000  # of held-out questions
-OVERSAMPLING = 1.25  # each trajectory costs the mesh CPU, which is a third of what a rollout costs here
-TOKEN_INTERVAL_S = 0.5  # nobody watches, and the streams of 200 trajectories share the cores with the engines
+OVERSAMPLING = (
+    1.25  # each trajectory costs the mesh CPU, which is a third of what a rollout costs here
+)
+TOKEN_INTERVAL_S = (
+    0.5  # nobody watches, and the streams of 200 trajectories share the cores with the engines
+)
 
 
 @dataclass(frozen=True)
 class Setup:
     """What a run does; a run that is resumed must have the same.
 
-    bound: weight versions that a trained token may be old. shaping: a name of SHAPINGS. keep: samples of a prompt that
-    are trained on. minibatches: optimizer steps in a training step. evaluated: held-out questions at start and end.
+    bound: weight versions that a trained token may be old. shaping: a name of SHAPINGS. keep:
+    samples of a prompt that are trained on. minibatches: optimizer steps in a training step.
+    evaluated: held-out questions at start and end.
     """
 
     steps: int
@@ -65,8 +73,8 @@ def oversample(setup: Setup, **shaping: Any) -> dict[str, Any]:
 
 
 def cap_lengths(setup: Setup, run: str) -> dict[str, Any]:
-    """End a trajectory that is longer than 95 of 100 successful ones of the last steps; one that is nearly as long gets
-    less reward."""
+    """End a trajectory that is longer than 95 of 100 successful ones of the last steps; one that is
+    nearly as long gets less reward."""
     cap = treadle.LengthCap(
         ceiling_tokens=LONGEST_ANSWER,
         floor_tokens=LONGEST_ANSWER // 8,
@@ -75,7 +83,10 @@ def cap_lengths(setup: Setup, run: str) -> dict[str, Any]:
         most_cut_share=0.1,
         least_successes=100,
     )
-    return {"samples_per_prompt": setup.keep, "shaping": treadle.Shaping(history=run, length_cap=cap)}
+    return {
+        "samples_per_prompt": setup.keep,
+        "shaping": treadle.Shaping(history=run, length_cap=cap),
+    }
 
 
 # Arguments of Client.rollout for each way to shape a rollout, of a setup and the name of a run.
@@ -90,7 +101,8 @@ SHAPINGS: Mapping[str, Callable[[Setup, str], dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Rolled:
-    """When a rollout was played, in Unix time: its start, the end of its last trajectory, its last score."""
+    """When a rollout was played, in Unix time: its start, the end of its last trajectory, its last
+    score."""
 
     began_s: float
     closed_s: float
@@ -99,9 +111,12 @@ class Rolled:
 
 
 class Run:
-    """One training run in a folder: run.json, steps/, evaluations/, checkpoint.pt, and the newest weights/."""
+    """One training run in a folder: run.json, steps/, evaluations/, checkpoint.pt, and the newest
+    weights/."""
 
-    def __init__(self, client: treadle.Client, folder: Path, base: Path, setup: Setup, name: str) -> None:
+    def __init__(
+        self, client: treadle.Client, folder: Path, base: Path, setup: Setup, name: str
+    ) -> None:
         self._client, self._folder, self._setup, self._name = client, folder, setup, name
         self._policy = Policy(base, setup.learning_rate, setup.seed)
         self._sums = Sums(str(base / "tokenizer.json"))
@@ -143,13 +158,19 @@ class Run:
                 }
                 self._save(step, record)
                 sync_s = await self._sync(step + 1)
-                record |= {"sync_s": sync_s, "step_s": time.time() - ended_s, "ended_s": time.time()}
+                record |= {
+                    "sync_s": sync_s,
+                    "step_s": time.time() - ended_s,
+                    "ended_s": time.time(),
+                }
                 self._write_record(step, record)
                 await self._confirm(step)
                 ended_s = time.time()
                 print(
-                    f"step {step}: reward {record['reward']:.3f}, {record['step_s']:.1f} s (rollout "
-                    f"{record['rollout_s']:.1f}, train {record['train_s']:.1f}, sync {sync_s:.1f}), "
+                    f"step {step}: reward {record['reward']:.3f}, {record['step_s']:.1f} s "
+                    "(rollout "
+                    f"{record['rollout_s']:.1f}, train {record['train_s']:.1f}, sync "
+                    f"{sync_s:.1f}), "
                     f"staleness {record['staleness']}, {record['drift_text']}",
                     flush=True,
                 )
@@ -158,10 +179,15 @@ class Run:
     def _id(self, step: int) -> str:
         return f"{self._name}-{step}"
 
-    async def _agent(self, trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> treadle.PendingReward:
+    async def _agent(
+        self, trajectory: treadle.Trajectory, prompt: treadle.Prompt
+    ) -> treadle.PendingReward:
         seed = zlib.crc32(f"{self._setup.seed}/{prompt.id}/{trajectory.sample}".encode())
         sampling = treadle.Sampling(
-            max_new_tokens=LONGEST_ANSWER, temperature=1.0, seed=seed, stop_token_ids=(self._sums.end_id,)
+            max_new_tokens=LONGEST_ANSWER,
+            temperature=1.0,
+            seed=seed,
+            stop_token_ids=(self._sums.end_id,),
         )
         async for _chunk in trajectory.generate(sampling):
             pass
@@ -170,7 +196,9 @@ class Run:
 
     async def _roll(self, step: int) -> Rolled:
         setup = self._setup
-        prompts = self._sums.make_prompts(f"s{step}", setup.prompts, question_seed(setup.seed, step))
+        prompts = self._sums.make_prompts(
+            f"s{step}", setup.prompts, question_seed(setup.seed, step)
+        )
         shaping = SHAPINGS[setup.shaping](setup, self._name)
         return await self._play(self._id(step), prompts, max_staleness=setup.bound, **shaping)
 
@@ -183,7 +211,12 @@ class Run:
                 closed_s = max(closed_s, event.time_s)
 
         result = await self._client.rollout(
-            prompts, self._agent, rollout_id=rollout_id, on_event=note, max_total_tokens=LONGEST_ANSWER, **how
+            prompts,
+            self._agent,
+            rollout_id=rollout_id,
+            on_event=note,
+            max_total_tokens=LONGEST_ANSWER,
+            **how,
         )
         return Rolled(began_s, closed_s, time.time(), result.trajectories)
 
@@ -191,7 +224,9 @@ class Run:
         trajectories = [each for group in batch.groups for each in group.trajectories]
         staleness = [measure_staleness(each, step) for each in trajectories]
         if max(staleness) > self._setup.bound:
-            raise RuntimeError(f"step {step} got a trajectory {max(staleness)} versions old, over its bound")
+            raise RuntimeError(
+                f"step {step} got a trajectory {max(staleness)} versions old, over its bound"
+            )
         rewards = [[each.reward for each in group.trajectories] for group in batch.groups]
         advantages = [float(each) for group in rewards for each in group_advantages(group)]
         rows = pack(trajectories, ROW_TOKENS, advantages=advantages, normalise="token")
@@ -199,7 +234,8 @@ class Run:
         learned = self._policy.update(rows, self._setup.minibatches)
         return {
             "reward": fmean(
-                each.reward if each.unshaped_reward is None else each.unshaped_reward for each in trajectories
+                each.reward if each.unshaped_reward is None else each.unshaped_reward
+                for each in trajectories
             ),
             "trained_reward": fmean(reward for group in rewards for reward in group),
             "trained": [each.trajectory_id for each in trajectories],
@@ -226,8 +262,9 @@ class Run:
         return time.time() - began_s
 
     def _save(self, step: int, record: Mapping[str, Any]) -> None:
-        """Make the step done: its record, then the checkpoint, each whole or not at all. The weights of a version are
-        always those of its checkpoint: KV that an engine has stored under its name stays right over a restart."""
+        """Make the step done: its record, then the checkpoint, each whole or not at all. The
+        weights of a version are always those of its checkpoint: KV that an engine has stored under
+        its name stays right over a restart."""
         self._write_record(step, record)
         partial = self._folder / "checkpoint.pt.partial"
         torch.save({"step": step + 1, "policy": self._policy.state()}, partial)
@@ -247,20 +284,29 @@ class Run:
         if path.exists() or self._done != version or not self._setup.evaluated:
             return
         prompts = self._sums.make_prompts("held-out", self._setup.evaluated, EVALUATION_SEED)
-        rolled = await self._play(f"{self._name}-held-out-{version}", prompts, samples_per_prompt=self._setup.keep)
+        rolled = await self._play(
+            f"{self._name}-held-out-{version}", prompts, samples_per_prompt=self._setup.keep
+        )
         rewards = [each.reward or 0.0 for each in rolled.results]
-        _write_json(path, {"version": version, "reward": fmean(rewards), **_measure_rollout(rolled)})
+        _write_json(
+            path, {"version": version, "reward": fmean(rewards), **_measure_rollout(rolled)}
+        )
         print(f"held-out reward of version {version}: {fmean(rewards):.3f}", flush=True)
 
 
 def question_seed(seed: int, step: int) -> int:
-    """Of a step's questions. reasoning-gym draws question i from seed + i: steps must be further apart than that."""
+    """Of a step's questions. reasoning-gym draws question i from seed + i: steps must be further
+    apart than that."""
     return 10_000_000 + 1_000_000 * seed + 1_000 * step
 
 
 def _measure_rollout(rolled: Rolled) -> dict[str, Any]:
     """What was sampled, kept or not, where this process has seen it."""
-    lengths = [sum(each.loss_mask) for each in rolled.results if each.outcome != "cancelled" and each.tokens]
+    lengths = [
+        sum(each.loss_mask)
+        for each in rolled.results
+        if each.outcome != "cancelled" and each.tokens
+    ]
     return {
         "started": len(rolled.results),
         "kept": sum(each.kept for each in rolled.results),
@@ -284,7 +330,8 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _name_run(folder: Path, setup: Setup) -> str:
-    """A name that is new in every mesh, kept in run.json. Exits where the folder has a run of another setup."""
+    """A name that is new in every mesh, kept in run.json. Exits where the folder has a run of
+    another setup."""
     path = folder / "run.json"
     if not path.exists():
         _write_json(path, {"name": f"grpo-{uuid.uuid4().hex[:8]}", "setup": asdict(setup)})
@@ -295,7 +342,10 @@ def _name_run(folder: Path, setup: Setup) -> str:
         if found["setup"].get(key) != value
     ]
     if other:
-        raise SystemExit(f"{path}: this run has another setup ({', '.join(other)}); use the same, or another --folder")
+        raise SystemExit(
+            f"{path}: this run has another setup ({', '.join(other)}); use the same, or another "
+            "--folder"
+        )
     return str(found["name"])
 
 
@@ -303,17 +353,27 @@ async def run(options: argparse.Namespace) -> None:
     """Connect and train."""
     setup = Setup(**{name: getattr(options, name) for name in Setup.__dataclass_fields__})
     name = _name_run(options.folder, setup)
-    client = treadle.Client(options.scheduler, job=name, resume=True, token_interval_s=TOKEN_INTERVAL_S)
+    client = treadle.Client(
+        options.scheduler, job=name, resume=True, token_interval_s=TOKEN_INTERVAL_S
+    )
     async with client:
         await Run(client, options.folder, options.base, setup, name).train()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True, help="of this run; the same one resumes it")
-    parser.add_argument("--base", type=Path, required=True, help="the model that the engines were started with")
-    parser.add_argument("--pretrain", type=int, metavar="STEPS", help="make --base first, where it is not there")
-    parser.add_argument("--tokenizer", type=Path, help="with --pretrain: a folder with SmolLM2's tokenizer.json")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="of this run; the same one resumes it"
+    )
+    parser.add_argument(
+        "--base", type=Path, required=True, help="the model that the engines were started with"
+    )
+    parser.add_argument(
+        "--pretrain", type=int, metavar="STEPS", help="make --base first, where it is not there"
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, help="with --pretrain: a folder with SmolLM2's tokenizer.json"
+    )
     parser.add_argument("--scheduler", default="localhost:7401")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--bound", type=int, default=1)
@@ -324,7 +384,12 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--minibatches", type=int, default=2)
     parser.add_argument("--evaluated", type=int, default=32)
-    parser.add_argument("--threads", type=int, default=1, help="of PyTorch; engines on the same cores want the others")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="of PyTorch; engines on the same cores want the others",
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

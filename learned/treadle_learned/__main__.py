@@ -1,7 +1,8 @@
-"""Train the next version: `python -m treadle_learned --transcripts FILE --models DIR --version NAME`.
+"""Train the next version: `python -m treadle_learned --transcripts FILE --models DIR --version
+NAME`.
 
-A predictor service runs this as a process of its own, at a low priority. Prints one JSON line on success; otherwise one
-line on stderr, and the exit code is 2.
+A predictor service runs this as a process of its own, at a low priority. Prints one JSON line on
+success; otherwise one line on stderr, and the exit code is 2.
 """
 
 import argparse
@@ -24,8 +25,12 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", type=Path, required=True, help="folder of versions")
     parser.add_argument("--version", required=True, help="of what is trained")
     parser.add_argument("--seed", type=int, default=0, help="where no version is in use")
-    parser.add_argument("--child-of", type=int, default=0, metavar="PID", help="end when that process does")
-    parser.add_argument("--backbone", default="", help="where the version in use has none; none: numbers alone")
+    parser.add_argument(
+        "--child-of", type=int, default=0, metavar="PID", help="end when that process does"
+    )
+    parser.add_argument(
+        "--backbone", default="", help="where the version in use has none; none: numbers alone"
+    )
     options = parser.parse_args(words)
     if options.child_of and not _end_with_parent(options.child_of):
         return REFUSED
@@ -42,7 +47,9 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         transcripts = read_transcripts(options.transcripts)
         models = ModelsFolder(options.models)
-        found = refit(transcripts, models, options.version, seed=options.seed, backbone=options.backbone)
+        found = refit(
+            transcripts, models, options.version, seed=options.seed, backbone=options.backbone
+        )
     except (LearnedError, OSError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return REFUSED
@@ -51,8 +58,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _end_with_parent(parent: int) -> bool:
-    """Have the kernel kill this process when its parent ends; False where the parent has ended already. Whenever that
-    is, a version is whole or not there."""
+    """Have the kernel kill this process when its parent ends; False where the parent has ended
+    already. Whenever that is, a version is whole or not there."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     return os.getppid() == parent

@@ -1,10 +1,12 @@
-"""The pretrained decoder that reads trajectories (Heddle 4.1: Qwen3-0.6B), and its training: LoRA or all weights.
+"""The pretrained decoder that reads trajectories (Heddle 4.1: Qwen3-0.6B), and its training: LoRA
+or all weights.
 
-Any Hugging Face decoder serves, from a local folder or by a hub name.
-Invariants: tokenizer and embeddings fit each other, and `fingerprint` names both. `hidden`, `read_on` and
-`read_together` give the same states for the same ids, to rounding, read at once or after a prefix that was read before.
-Weights are float32 while they are trained; a saved and loaded backbone gives the same states. An adapter is merged into
-the weights when it is loaded, so that reading costs no more than before.
+Any Hugging Face decoder serves, from a local folder or by a hub name. Invariants: tokenizer and
+embeddings fit each other, and `fingerprint` names both. `hidden`, `read_on` and `read_together`
+give the same states for the same ids, to rounding, read at once or after a prefix that was read
+before. Weights are float32 while they are trained; a saved and loaded backbone gives the same
+states. An adapter is merged into the weights when it is loaded, so that reading costs no more than
+before.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ CPU_INFO = Path("/proc/cpuinfo")
 ADAPTER, WHOLE = "adapter", "backbone"  # folders of a checkpoint
 RANK = 8
 SCALE = 16  # of what the adapter adds: SCALE / RANK
-# Padding may add at most this share to a run of several: a short reading does not wait for a whole window.
+# Padding may add at most this share to a run of several: a short reading does not wait for a whole
+# window.
 MOST_PADDING = 0.5
 
 
@@ -51,8 +54,11 @@ class Backbone:
         self.hidden_size = int(model.config.hidden_size)
 
     @classmethod
-    def load(cls, name: str = DEFAULT, *, device: str | None = None, dtype: torch.dtype | None = None) -> Backbone:
-        """Load from a folder or by a hub name, on the GPU if there is one, in `fitting_dtype`. Raises LearnedError."""
+    def load(
+        cls, name: str = DEFAULT, *, device: str | None = None, dtype: torch.dtype | None = None
+    ) -> Backbone:
+        """Load from a folder or by a hub name, on the GPU if there is one, in `fitting_dtype`.
+        Raises LearnedError."""
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         dtype = dtype or fitting_dtype(device)
         try:
@@ -64,7 +70,8 @@ class Backbone:
         rows = model.get_input_embeddings().weight.shape[0]
         if len(tokenizer) > rows:
             raise LearnedError(
-                f"backbone: the tokenizer of {name!r} has {len(tokenizer)} tokens and the model embeds {rows}: "
+                f"backbone: the tokenizer of {name!r} has {len(tokenizer)} tokens and the model "
+                f"embeds {rows}: "
                 "they are of different models"
             )
         return cls(name, tokenizer, model, device)
@@ -83,21 +90,26 @@ class Backbone:
 
     @torch.inference_mode()
     def hidden(self, ids: Sequence[int], ends: Sequence[int]) -> Tensor:
-        """The last hidden states, float32 [len(ends), hidden_size], after the first `end` ids for each of `ends`."""
-        states = self.model(input_ids=torch.tensor([list(ids)], device=self.device)).last_hidden_state[0]
+        """The last hidden states, float32 [len(ends), hidden_size], after the first `end` ids for
+        each of `ends`."""
+        states = self.model(
+            input_ids=torch.tensor([list(ids)], device=self.device)
+        ).last_hidden_state[0]
         found: Tensor = states[torch.tensor(ends, device=self.device) - 1].float().cpu()
         return found
 
     @torch.inference_mode()
     def read_on(self, ids: Sequence[int], before: Read | None) -> tuple[Tensor, Read]:
-        """The last hidden state, float32 [hidden_size], after all ids. What `before` has read of their beginning is not
-        read again; `before` cannot be used afterwards."""
+        """The last hidden state, float32 [hidden_size], after all ids. What `before` has read of
+        their beginning is not read again; `before` cannot be used afterwards."""
         ids = tuple(ids)
         known = before.usable_for(ids) if before is not None else None
         done = len(known.ids) if known is not None else 0
         cache = known.cache if known is not None else DynamicCache()
         answer = self.model(
-            input_ids=torch.tensor([ids[done:]], device=self.device), past_key_values=cache, use_cache=True
+            input_ids=torch.tensor([ids[done:]], device=self.device),
+            past_key_values=cache,
+            use_cache=True,
         )
         return answer.last_hidden_state[0, -1].float().cpu(), Read(ids, answer.past_key_values)
 
@@ -123,22 +135,28 @@ class Tunable:
             how = peft.LoraConfig(
                 r=RANK,
                 lora_alpha=SCALE,
-                target_modules="all-linear",  # attention's and the MLP's projections, whatever they are called
+                # attention's and the MLP's projections, whatever they are called
+                target_modules="all-linear",
                 task_type=peft.TaskType.FEATURE_EXTRACTION,
             )
             self._adapter = peft.get_peft_model(backbone.model, how)
         else:
             backbone.model.requires_grad_(True)
-        self.trained = {name: each for name, each in backbone.model.named_parameters() if each.requires_grad}
+        self.trained = {
+            name: each for name, each in backbone.model.named_parameters() if each.requires_grad
+        }
 
     @property
     def is_adapter(self) -> bool:
-        """Whether small matrices beside the weights are trained (LoRA), not the weights themselves."""
+        """Whether small matrices beside the weights are trained (LoRA), not the weights
+        themselves."""
         return self._adapter is not None
 
     def states(self, ids: tuple[int, ...], ends: list[int]) -> Tensor:
         """As `Backbone.hidden`, with gradients."""
-        found = self.backbone.model(input_ids=torch.tensor([ids], device=self.backbone.device)).last_hidden_state[0]
+        found = self.backbone.model(
+            input_ids=torch.tensor([ids], device=self.backbone.device)
+        ).last_hidden_state[0]
         last: Tensor = found[torch.tensor(ends, device=self.backbone.device) - 1].float().cpu()
         return last
 
@@ -166,7 +184,8 @@ class Tunable:
 
 
 def load_tokenizer(name: str) -> Any:
-    """A tokenizer alone, e.g. the policy's, from a folder or by a hub's name. Raises LearnedError."""
+    """A tokenizer alone, e.g. the policy's, from a folder or by a hub's name. Raises
+    LearnedError."""
     try:
         return AutoTokenizer.from_pretrained(name)
     except LOADING_ERRORS as error:
@@ -177,11 +196,14 @@ def _not_loaded(what: str, name: str, error: BaseException) -> LearnedError:
     where = "folder" if Path(name).exists() else "hub name"
     return LearnedError(
         f"{what}: {where} {name!r} cannot be loaded ({str(error).splitlines()[0]}); "
-        "pass a folder with config.json, weights and tokenizer, or a name that this machine can fetch"
+        "pass a folder with config.json, weights and tokenizer, or a name that this machine can "
+        "fetch"
     )
 
 
-def load_tuned(name: str, tuned: Path, *, device: str | None = None, dtype: torch.dtype | None = None) -> Backbone:
+def load_tuned(
+    name: str, tuned: Path, *, device: str | None = None, dtype: torch.dtype | None = None
+) -> Backbone:
     """The backbone `name` with what `Tunable.save` wrote to `tuned`. Raises LearnedError."""
     if tuned.name == WHOLE:
         return Backbone.load(str(tuned), device=device, dtype=dtype)
@@ -190,10 +212,13 @@ def load_tuned(name: str, tuned: Path, *, device: str | None = None, dtype: torc
         merged = peft.PeftModel.from_pretrained(base.model, str(tuned)).merge_and_unload()
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise LearnedError(
-            f"{tuned}: does not fit backbone {name!r} ({str(error).splitlines()[0]}); put back the backbone that "
+            f"{tuned}: does not fit backbone {name!r} ({str(error).splitlines()[0]}); put back "
+            "the backbone that "
             "it was trained on, or train again"
         ) from error
-    return Backbone(name, base.tokenizer, merged.to(dtype or fitting_dtype(base.device)), base.device)
+    return Backbone(
+        name, base.tokenizer, merged.to(dtype or fitting_dtype(base.device)), base.device
+    )
 
 
 @cache
@@ -207,23 +232,31 @@ def fitting_dtype(device: str, cpu_info: Path = CPU_INFO) -> torch.dtype:
         return torch.float32
 
 
-def read_together(backbone: Backbone, asked: Sequence[tuple[Sequence[int], Read | None]]) -> list[tuple[Tensor, Read]]:
-    """As `Backbone.read_on` for several (ids, before): on a GPU eight in one run take as long as one. Those with much
-    more to read than others get a run of their own."""
+def read_together(
+    backbone: Backbone, asked: Sequence[tuple[Sequence[int], Read | None]]
+) -> list[tuple[Tensor, Read]]:
+    """As `Backbone.read_on` for several (ids, before): on a GPU eight in one run take as long as
+    one. Those with much more to read than others get a run of their own."""
     before = [read.usable_for(tuple(ids)) if read is not None else None for ids, read in asked]
-    more = [len(ids) - (len(read.ids) if read is not None else 0) for (ids, _), read in zip(asked, before, strict=True)]
+    more = [
+        len(ids) - (len(read.ids) if read is not None else 0)
+        for (ids, _), read in zip(asked, before, strict=True)
+    ]
     found: dict[int, tuple[Tensor, Read]] = {}
     for run in runs(more):
         if len(run) == 1:
             found[run[0]] = backbone.read_on(asked[run[0]][0], before[run[0]])
         else:
-            answers = _one_run(backbone, [tuple(asked[at][0]) for at in run], [before[at] for at in run])
+            answers = _one_run(
+                backbone, [tuple(asked[at][0]) for at in run], [before[at] for at in run]
+            )
             found.update(zip(run, answers, strict=True))
     return [found[at] for at in range(len(asked))]
 
 
 def runs(more: Sequence[int]) -> list[list[int]]:
-    """Indexes of `more` (tokens to read), shortest first, in runs whose padding adds at most MOST_PADDING."""
+    """Indexes of `more` (tokens to read), shortest first, in runs whose padding adds at most
+    MOST_PADDING."""
     found: list[list[int]] = []
     tokens = 0
     for at in sorted(range(len(more)), key=more.__getitem__):

@@ -1,13 +1,13 @@
 """Save and load fitted predictors, and keep versions of them in a folder.
 
-A checkpoint is a folder: `predictor.json` describes it, `head.safetensors` has the head's weights; where the backbone
-was trained too, `adapter/` (LoRA) or `backbone/` (all weights) has that. A models folder has one checkpoint a version,
-and a file `current` that names the version in use.
+A checkpoint is a folder: `predictor.json` describes it, `head.safetensors` has the head's weights;
+where the backbone was trained too, `adapter/` (LoRA) or `backbone/` (all weights) has that. A
+models folder has one checkpoint a version, and a file `current` that names the version in use.
 
-Invariants: a checkpoint is whole or not there (written beside and renamed); what is loaded is what was saved, by
-checksum; a head is never joined to another backbone, tokenizer or set of features than it was fitted with. A reader of
-`current` finds the old version or the new one, and only a version that is there and loads. The version in use is never
-removed.
+Invariants: a checkpoint is whole or not there (written beside and renamed); what is loaded is what
+was saved, by checksum; a head is never joined to another backbone, tokenizer or set of features
+than it was fitted with. A reader of `current` finds the old version or the new one, and only a
+version that is there and loads. The version in use is never removed.
 """
 
 import hashlib
@@ -33,7 +33,15 @@ from treadle_learned.reading import Bounds
 from treadle_learned.transcript import Transcript, replace_file
 
 ABOUT, HEAD, POINTER = "predictor.json", "head.safetensors", "current"
-DESCRIBED = ("version", "backbone", "fingerprint", "reads_text", "hidden_size", "bounds", "notes")  # as in a Checkpoint
+DESCRIBED = (
+    "version",
+    "backbone",
+    "fingerprint",
+    "reads_text",
+    "hidden_size",
+    "bounds",
+    "notes",
+)  # as in a Checkpoint
 
 
 class _Tuned(BaseModel):
@@ -42,8 +50,8 @@ class _Tuned(BaseModel):
 
 
 class _About(BaseModel):
-    """The content of `predictor.json`. `format` also changes where `reading` makes something else of a transcript: a
-    head is fitted to that."""
+    """The content of `predictor.json`. `format` also changes where `reading` makes something else
+    of a transcript: a head is fitted to that."""
 
     model_config = ConfigDict(strict=True)
 
@@ -63,9 +71,10 @@ class _About(BaseModel):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A fitted predictor. version: names it in predictions. backbone: folder or hub name, and its fingerprint; both
-    empty for one that reads no text. notes: how it was made and measured; any JSON. tuned: the folder of the trained
-    part of the backbone, named `adapter` or `backbone`; None where the backbone is unchanged."""
+    """A fitted predictor. version: names it in predictions. backbone: folder or hub name, and its
+    fingerprint; both empty for one that reads no text. notes: how it was made and measured; any
+    JSON. tuned: the folder of the trained part of the backbone, named `adapter` or `backbone`; None
+    where the backbone is unchanged."""
 
     version: str
     backbone: str
@@ -82,9 +91,11 @@ class Checkpoint:
         """Whether it was better on its validation prompts than the estimators without a model."""
         return self.notes.get("chosen") != "siblings"
 
-    def load_backbone(self, *, device: str | None = None, dtype: torch.dtype | None = None) -> Backbone:
-        """The backbone that it was fitted with. Raises LearnedError, also for a checkpoint that reads no text,
-        and where another backbone or tokenizer stands in its place."""
+    def load_backbone(
+        self, *, device: str | None = None, dtype: torch.dtype | None = None
+    ) -> Backbone:
+        """The backbone that it was fitted with. Raises LearnedError, also for a checkpoint that
+        reads no text, and where another backbone or tokenizer stands in its place."""
         if not self.reads_text:
             raise LearnedError(f"{self.version}: reads no text, so it has no backbone")
         if self.tuned is None:
@@ -93,13 +104,17 @@ class Checkpoint:
             backbone = load_tuned(self.backbone, self.tuned, device=device, dtype=dtype)
         if backbone.fingerprint != self.fingerprint:
             raise LearnedError(
-                f"backbone {self.backbone!r}: is not the model and tokenizer that {self.version} was fitted with; "
+                f"backbone {self.backbone!r}: is not the model and tokenizer that {self.version} "
+                "was fitted with; "
                 "put those back, or fit again"
             )
         return backbone
 
     def examples(
-        self, moments: Sequence[Moment], transcripts: Sequence[Transcript], track: Track = lambda over, _: over
+        self,
+        moments: Sequence[Moment],
+        transcripts: Sequence[Transcript],
+        track: Track = lambda over, _: over,
     ) -> Examples:
         """Moments as its head takes them, in their order. Raises LearnedError."""
         if not self.reads_text:
@@ -108,8 +123,11 @@ class Checkpoint:
 
 
 def save(checkpoint: Checkpoint, folder: Path) -> Path:
-    """Write a checkpoint at `folder`, where nothing may be yet: a version is never written over. Raises OSError."""
-    weights = save_tensors({name: tensor.contiguous() for name, tensor in checkpoint.head.state_dict().items()})
+    """Write a checkpoint at `folder`, where nothing may be yet: a version is never written over.
+    Raises OSError."""
+    weights = save_tensors(
+        {name: tensor.contiguous() for name, tensor in checkpoint.head.state_dict().items()}
+    )
     about = _About(
         format=5,
         members=checkpoint.head.members,
@@ -140,32 +158,47 @@ def load(folder: Path) -> Checkpoint:
     try:
         weights = (folder / HEAD).read_bytes()
     except OSError as error:
-        raise LearnedError(f"{folder / HEAD}: {error.strerror}; export the predictor again") from error
+        raise LearnedError(
+            f"{folder / HEAD}: {error.strerror}; export the predictor again"
+        ) from error
     if hashlib.sha256(weights).hexdigest() != about.head_sha256:
-        raise LearnedError(f"{folder / HEAD}: is not the file that was saved (checksum); export the predictor again")
+        raise LearnedError(
+            f"{folder / HEAD}: is not the file that was saved (checksum); export the predictor "
+            "again"
+        )
     if about.features != list(FEATURES):
-        raise LearnedError(f"{folder / ABOUT}: features: was fitted with others than are computed here; fit again")
+        raise LearnedError(
+            f"{folder / ABOUT}: features: was fitted with others than are computed here; fit again"
+        )
     head = QuantileHead(about.hidden_size, about.members)
     try:
         head.load_state_dict(load_tensors(weights))
     except (SafetensorError, RuntimeError) as error:
-        raise LearnedError(f"{folder / HEAD}: does not hold this head ({str(error).splitlines()[0]})") from error
+        raise LearnedError(
+            f"{folder / HEAD}: does not hold this head ({str(error).splitlines()[0]})"
+        ) from error
     tuned = _check_tuned(folder, about.tuned) if about.tuned else None
-    return Checkpoint(head=head.eval(), tuned=tuned, **{name: getattr(about, name) for name in DESCRIBED})
+    return Checkpoint(
+        head=head.eval(), tuned=tuned, **{name: getattr(about, name) for name in DESCRIBED}
+    )
 
 
 def _read_about(path: Path) -> _About:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise LearnedError(f"{path}: {error.strerror}; is this the folder of a predictor?") from error
+        raise LearnedError(
+            f"{path}: {error.strerror}; is this the folder of a predictor?"
+        ) from error
     try:
         return _About.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"]))
         if first["type"] == "literal_error" and field == "format":
-            raise LearnedError(f"{path}: format {first['input']}; this version reads 5: train it again") from error
+            raise LearnedError(
+                f"{path}: format {first['input']}; this version reads 5: train it again"
+            ) from error
         raise LearnedError(f"{path}: {field}: {first['msg']}") from error
 
 
@@ -173,11 +206,15 @@ def _check_tuned(folder: Path, tuned: _Tuned) -> Path:
     try:
         found = _checksums(folder / tuned.folder)
     except OSError as error:
-        raise LearnedError(f"{folder / tuned.folder}: {error.strerror}; export the predictor again") from error
+        raise LearnedError(
+            f"{folder / tuned.folder}: {error.strerror}; export the predictor again"
+        ) from error
     for file in sorted(found.keys() | tuned.sha256.keys()):
         if found.get(file) != tuned.sha256.get(file):
             path = folder / tuned.folder / file
-            raise LearnedError(f"{path}: is not the file that was saved (checksum); export the predictor again")
+            raise LearnedError(
+                f"{path}: is not the file that was saved (checksum); export the predictor again"
+            )
     return folder / tuned.folder
 
 
@@ -197,7 +234,8 @@ class ModelsFolder:
         self.folder = folder
 
     def current(self) -> Path | None:
-        """The version in use; None where none is. Raises LearnedError where `current` names no version."""
+        """The version in use; None where none is. Raises LearnedError where `current` names no
+        version."""
         try:
             version = (self.folder / POINTER).read_text().strip()
         except FileNotFoundError:
@@ -205,12 +243,14 @@ class ModelsFolder:
         except (OSError, UnicodeDecodeError) as error:
             raise LearnedError(f"{self.folder / POINTER}: cannot be read ({error})") from error
         if not _can_name_a_version(version) or not (self.folder / version).is_dir():
-            raise LearnedError(f"{self.folder / POINTER}: names {version!r}, which is no folder beside it")
+            raise LearnedError(
+                f"{self.folder / POINTER}: names {version!r}, which is no folder beside it"
+            )
         return self.folder / version
 
     def add(self, checkpoint: Path, version: str = "") -> Path:
-        """Copy a checkpoint here, as `version` or under its own name, and promote it. Raises LearnedError, also for
-        a version that is there already, OSError."""
+        """Copy a checkpoint here, as `version` or under its own name, and promote it. Raises
+        LearnedError, also for a version that is there already, OSError."""
         found = load(checkpoint)
         version = version or found.version
         self.check_new(version)
@@ -219,14 +259,18 @@ class ModelsFolder:
         return folder
 
     def check_new(self, version: str) -> None:
-        """Raises LearnedError for a name that no version can have, and for a version that is there already."""
+        """Raises LearnedError for a name that no version can have, and for a version that is there
+        already."""
         if not _can_name_a_version(version):
-            raise LearnedError(f"version: {version!r} cannot name a folder of {self.folder}; choose another")
+            raise LearnedError(
+                f"version: {version!r} cannot name a folder of {self.folder}; choose another"
+            )
         if (self.folder / version).exists():
             raise LearnedError(f"{self.folder / version}: is there already; choose another version")
 
     def promote(self, version: str) -> None:
-        """Make a version the one in use. Raises LearnedError where it is not there or is not whole, OSError."""
+        """Make a version the one in use. Raises LearnedError where it is not there or is not whole,
+        OSError."""
         load(self.folder / version)
         replace_file(self.folder / POINTER, f"{version}\n".encode())
 

@@ -1,8 +1,9 @@
 """What a head is trained on: transcripts split by prompt, their moments, and moments as tensors.
 
-Invariants: no prompt is in two parts; its part follows from its name and the seed alone, so that a prompt that was held
-out stays held out when transcripts are added. The test prompts are left out before anything else is looked at. Where
-fewer questions are wanted, whole transcripts are drawn, of as many prompts as there are.
+Invariants: no prompt is in two parts; its part follows from its name and the seed alone, so that a
+prompt that was held out stays held out when transcripts are added. The test prompts are left out
+before anything else is looked at. Where fewer questions are wanted, whole transcripts are drawn, of
+as many prompts as there are.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ from treadle_learned.moments import Moment, replay_apart
 from treadle_learned.reading import Bounds, Ids, windows
 from treadle_learned.transcript import Transcript
 
-Track = Callable[[Iterable[int], int], Iterable[int]]  # a progress bar: what to go over, and how many
+Track = Callable[
+    [Iterable[int], int], Iterable[int]
+]  # a progress bar: what to go over, and how many
 Bar = Callable[[str], Track]  # a progress bar by its words
 
-VALIDATION_SHARE = 0.15  # of the prompts in a fold: it stops the training, calibrates, and chooses between estimators
+# of the prompts in a fold: it stops the training, calibrates, and chooses between estimators
+VALIDATION_SHARE = 0.15
 TEST_SHARE = 0.25  # of the prompts; they are only reported on
 VALIDATION, FOLDS = 0, 5  # (1 - TEST_SHARE) / VALIDATION_SHARE
 FEWEST = 8  # questions in a part; fewer teach and calibrate nothing
@@ -48,8 +52,8 @@ class Part(StrEnum):
 
 
 def fold_of(prompt_id: str, seed: int = 0) -> int:
-    """The member of an ensemble that is fitted without the prompt: from 0 (VALIDATION, which a trained backbone has not
-    read either) to FOLDS - 1. Below 0 for a test prompt."""
+    """The member of an ensemble that is fitted without the prompt: from 0 (VALIDATION, which a
+    trained backbone has not read either) to FOLDS - 1. Below 0 for a test prompt."""
     at = zlib.crc32(f"{seed}/{prompt_id}".encode()) / _HASHES
     return math.floor((at - TEST_SHARE) / VALIDATION_SHARE)
 
@@ -72,8 +76,8 @@ def split(transcripts: Sequence[Transcript], seed: int = 0) -> dict[Part, list[T
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """The questions of all prompts but those of the test. moments: numbered by `transcripts`. folds: `fold_of` each
-    moment's prompt, below 0 where every member is fitted on it."""
+    """The questions of all prompts but those of the test. moments: numbered by `transcripts`.
+    folds: `fold_of` each moment's prompt, below 0 where every member is fitted on it."""
 
     transcripts: Sequence[Transcript]
     moments: Sequence[Moment]
@@ -82,12 +86,20 @@ class TrainingSet:
     @property
     def train(self) -> list[Moment]:
         """Moments that a backbone may be trained on."""
-        return [moment for moment, fold in zip(self.moments, self.folds, strict=True) if fold != VALIDATION]
+        return [
+            moment
+            for moment, fold in zip(self.moments, self.folds, strict=True)
+            if fold != VALIDATION
+        ]
 
     @property
     def validation(self) -> list[Moment]:
         """Moments that a backbone may not be trained on."""
-        return [moment for moment, fold in zip(self.moments, self.folds, strict=True) if fold == VALIDATION]
+        return [
+            moment
+            for moment, fold in zip(self.moments, self.folds, strict=True)
+            if fold == VALIDATION
+        ]
 
     @property
     def held_out(self) -> list[Moment]:
@@ -100,8 +112,8 @@ class TrainingSet:
         return any(transcript.has_text for transcript in self.transcripts)
 
     def for_one_member(self) -> TrainingSet:
-        """The same for a head of one member, fitted without the validation prompts: a trained backbone has read all
-        others."""
+        """The same for a head of one member, fitted without the validation prompts: a trained
+        backbone has read all others."""
         return replace(self, folds=[fold if fold == VALIDATION else -1 for fold in self.folds])
 
     def counts(self) -> dict[str, dict[str, int]]:
@@ -119,22 +131,26 @@ class TrainingSet:
 
 
 def training_set(transcripts: Sequence[Transcript], seed: int = 0, most: int = 0) -> TrainingSet:
-    """The training set of some transcripts, with at most `most` questions, 0 for all. Raises LearnedError."""
-    some = draw([each for each in transcripts if part_of(each.prompt_id, seed) is not Part.TEST], seed, most)
+    """The training set of some transcripts, with at most `most` questions, 0 for all. Raises
+    LearnedError."""
+    some = draw(
+        [each for each in transcripts if part_of(each.prompt_id, seed) is not Part.TEST], seed, most
+    )
     for part, own in split(some, seed).items():
         count = sum(len(transcript.turns) for transcript in own)
         if part is not Part.TEST and count < FEWEST:
             prompts = len({transcript.prompt_id for transcript in transcripts})
             raise LearnedError(
-                f"{count} {part} tuples of {prompts} prompts in all, at least {FEWEST} are needed: harvest more"
+                f"{count} {part} tuples of {prompts} prompts in all, at least {FEWEST} are "
+                "needed: harvest more"
             )
     moments = replay_apart(some, [fold_of(transcript.prompt_id, seed) for transcript in some])
     return TrainingSet(some, moments, [fold_of(moment.prompt_id, seed) for moment in moments])
 
 
 def draw(transcripts: Sequence[Transcript], seed: int, most: int) -> list[Transcript]:
-    """As many whole transcripts, in their order, as have at most `most` questions: one of each prompt, then a second of
-    each, and so on. All where `most` is 0."""
+    """As many whole transcripts, in their order, as have at most `most` questions: one of each
+    prompt, then a second of each, and so on. All where `most` is 0."""
     if not most:
         return list(transcripts)
     rng = np.random.default_rng(seed)
@@ -148,7 +164,9 @@ def draw(transcripts: Sequence[Transcript], seed: int, most: int) -> list[Transc
     room = most
     for index in sorted(turn, key=turn.__getitem__):
         room -= len(transcripts[index].turns)
-        if room < 0:  # a shorter one later would still fit, but short transcripts are not to be preferred
+        if (
+            room < 0
+        ):  # a shorter one later would still fit, but short transcripts are not to be preferred
             break
         chosen.append(index)
     return [transcripts[index] for index in sorted(chosen)]
@@ -156,9 +174,9 @@ def draw(transcripts: Sequence[Transcript], seed: int, most: int) -> list[Transc
 
 @dataclass(frozen=True)
 class Examples:
-    """n questions as tensors. hidden [n, hidden_size]; features [n, FEATURES]; has_text bool [n]; targets [n, 2]:
-    ln(1 + remaining tokens), ln(1 + remaining turns), at least that where censored, bool [n]; prompts [n]: a number for
-    each prompt."""
+    """n questions as tensors. hidden [n, hidden_size]; features [n, FEATURES]; has_text bool [n];
+    targets [n, 2]: ln(1 + remaining tokens), ln(1 + remaining turns), at least that where censored,
+    bool [n]; prompts [n]: a number for each prompt."""
 
     hidden: Tensor
     features: Tensor
@@ -196,12 +214,16 @@ def without_text(moments: Sequence[Moment], hidden_size: int) -> Examples:
 class States:
     """The backbone's hidden states at the moments of some transcripts, each computed once."""
 
-    def __init__(self, backbone: Backbone, transcripts: Sequence[Transcript], bounds: Bounds) -> None:
+    def __init__(
+        self, backbone: Backbone, transcripts: Sequence[Transcript], bounds: Bounds
+    ) -> None:
         self._backbone = backbone
         self._transcripts = transcripts
         self._bounds = bounds
         self._states: dict[int, dict[int, Tensor]] = {}  # by transcript and turn
-        self._read: dict[tuple[Ids, tuple[int, ...]], Tensor] = {}  # samples with no text but the prompt are alike
+        self._read: dict[
+            tuple[Ids, tuple[int, ...]], Tensor
+        ] = {}  # samples with no text but the prompt are alike
 
     def examples(self, moments: Sequence[Moment], track: Track = lambda over, _: over) -> Examples:
         """Moments with their states; zeros where a transcript has no text."""

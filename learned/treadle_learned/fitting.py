@@ -1,12 +1,14 @@
-"""Fit a head to hidden states that are computed already, and train a backbone together with its head.
+"""Fit a head to hidden states that are computed already, and train a backbone together with its
+head.
 
-`fit` leaves the backbone as it is: seconds instead of hours where there is no GPU. Every member of the head is fitted
-without its fold of the prompts, all members at once. `tune` trains the backbone too: one pass over a window answers all
-its questions, with gradients. The head comes fitted to the untrained backbone's states, so that already the first
-gradients say what would help it (Kumar et al. 2022, fine-tuning after linear probing).
+`fit` leaves the backbone as it is: seconds instead of hours where there is no GPU. Every member of
+the head is fitted without its fold of the prompts, all members at once. `tune` trains the backbone
+too: one pass over a window answers all its questions, with gradients. The head comes fitted to the
+untrained backbone's states, so that already the first gradients say what would help it (Kumar et
+al. 2022, fine-tuning after linear probing).
 
-Invariants: no member is fitted on its fold; the result is of the epoch with the least loss on what each member has not
-seen, then calibrated; the same seed gives the same result.
+Invariants: no member is fitted on its fold; the result is of the epoch with the least loss on what
+each member has not seen, then calibrated; the same seed gives the same result.
 """
 
 import copy
@@ -20,7 +22,15 @@ from torch.optim import AdamW
 
 from treadle_learned.backbone import Tunable
 from treadle_learned.errors import LearnedError
-from treadle_learned.examples import FEWEST, Bar, Examples, States, TrainingSet, silent, without_text
+from treadle_learned.examples import (
+    FEWEST,
+    Bar,
+    Examples,
+    States,
+    TrainingSet,
+    silent,
+    without_text,
+)
 from treadle_learned.head import QuantileHead, calibrate, loss_held_out, loss_of, pinball
 from treadle_learned.reading import Bounds, Ids, windows
 
@@ -41,8 +51,8 @@ class Fitting:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How a backbone is trained. windows: read before each update. Learning rates: of adapters, of whole weights, of
-    the head."""
+    """How a backbone is trained. windows: read before each update. Learning rates: of adapters, of
+    whole weights, of the head."""
 
     epochs: int = 3
     patience: int = 1
@@ -56,23 +66,28 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A calibrated head, the epoch it is of, and its loss before calibration on what its members were not fitted on."""
+    """A calibrated head, the epoch it is of, and its loss before calibration on what its members
+    were not fitted on."""
 
     head: QuantileHead
     epoch: int
     loss: float
 
 
-def fit(examples: Examples, folds: Tensor, how: Fitting | None = None, bar: Bar = silent, name: str = "") -> Fitted:
-    """folds [n]: the member that is fitted without the example, from 0; below 0 for none. A prompt is in one fold.
-    Raises LearnedError."""
+def fit(
+    examples: Examples, folds: Tensor, how: Fitting | None = None, bar: Bar = silent, name: str = ""
+) -> Fitted:
+    """folds [n]: the member that is fitted without the example, from 0; below 0 for none. A prompt
+    is in one fold. Raises LearnedError."""
     how = how or Fitting()
     members = int(folds.max()) + 1 if len(folds) else 0
     fitted_on = folds != torch.arange(members)[:, None]  # [members, n]
     fewest = min(map(int, fitted_on.sum(dim=1)), default=0)
     for part, count in (("training", fewest), ("validation", int((folds >= 0).sum()))):
         if count < FEWEST:
-            raise LearnedError(f"{count} {part} examples, at least {FEWEST} are needed: harvest more rollouts")
+            raise LearnedError(
+                f"{count} {part} examples, at least {FEWEST} are needed: harvest more rollouts"
+            )
     torch.manual_seed(how.seed)
     order = torch.Generator().manual_seed(how.seed)
     head = QuantileHead(examples.hidden.shape[1], members)
@@ -83,7 +98,11 @@ def fit(examples: Examples, folds: Tensor, how: Fitting | None = None, bar: Bar 
         head.train()
         for rows in torch.randperm(len(examples), generator=order).split(how.batch):
             batch, used = examples.of(rows), fitted_on[:, rows]
-            loss = pinball(head.each(batch.hidden, batch.features, batch.has_text), batch.targets, batch.censored)
+            loss = pinball(
+                head.each(batch.hidden, batch.features, batch.has_text),
+                batch.targets,
+                batch.censored,
+            )
             optimizer.zero_grad()
             (loss * used).sum().div(max(1, int(used.sum()))).backward()
             optimizer.step()
@@ -97,10 +116,15 @@ def fit(examples: Examples, folds: Tensor, how: Fitting | None = None, bar: Bar 
 
 
 def tune(
-    tunable: Tunable, head: QuantileHead, asked: TrainingSet, bounds: Bounds, how: Tuning, bar: Bar = silent
+    tunable: Tunable,
+    head: QuantileHead,
+    asked: TrainingSet,
+    bounds: Bounds,
+    how: Tuning,
+    bar: Bar = silent,
 ) -> Fitted:
-    """Train the backbone with `head`, which has one member. The tunable then holds the weights of the best epoch; epoch
-    0 is the untrained pair."""
+    """Train the backbone with `head`, which has one member. The tunable then holds the weights of
+    the best epoch; epoch 0 is the untrained pair."""
     head = copy.deepcopy(head)
     head.get_buffer("weight").fill_(1.0)  # the loss is of the quantiles before calibration
     head.get_buffer("shift").zero_()
@@ -112,13 +136,19 @@ def tune(
     )
     order = torch.Generator().manual_seed(how.seed)
     torch.manual_seed(how.seed)
-    passages, examples = _passages(asked, tunable, bounds), without_text(asked.train, backbone.hidden_size)
+    passages, examples = (
+        _passages(asked, tunable, bounds),
+        without_text(asked.train, backbone.hidden_size),
+    )
 
     def read_validation() -> Examples:
         states = States(backbone, asked.transcripts, bounds)
         return states.examples(asked.validation, bar("validation: reading"))
 
-    best, weights = Fitted(copy.deepcopy(head), 0, loss_of(head, read_validation())), tunable.weights()
+    best, weights = (
+        Fitted(copy.deepcopy(head), 0, loss_of(head, read_validation())),
+        tunable.weights(),
+    )
     for epoch in bar("epochs")(range(1, how.epochs + 1), how.epochs):
         head.train()
         shuffled = torch.randperm(len(passages), generator=order).tolist()
@@ -143,7 +173,8 @@ def tune(
 
 @dataclass(frozen=True)
 class _Passage:
-    """One pass of the backbone: ids, none for transcripts without text, and the example that each of its ends asks."""
+    """One pass of the backbone: ids, none for transcripts without text, and the example that each
+    of its ends asks."""
 
     ids: Ids
     ends: list[int]
@@ -166,11 +197,15 @@ def _passages(asked: TrainingSet, tunable: Tunable, bounds: Bounds) -> list[_Pas
     return found
 
 
-def _backward(tunable: Tunable, head: QuantileHead, examples: Examples, group: Sequence[_Passage]) -> None:
+def _backward(
+    tunable: Tunable, head: QuantileHead, examples: Examples, group: Sequence[_Passage]
+) -> None:
     questions = sum(len(passage.rows) for passage in group)
     for passage in group:
         part = examples.of(torch.tensor(passage.rows))
         hidden = tunable.states(passage.ids, passage.ends) if passage.ids else part.hidden
         has_text = torch.full((len(passage.rows),), bool(passage.ids))
-        loss = pinball(head.each(hidden, part.features, has_text), part.targets, part.censored).mean()
+        loss = pinball(
+            head.each(hidden, part.features, has_text), part.targets, part.censored
+        ).mean()
         (loss * len(passage.rows) / questions).backward()

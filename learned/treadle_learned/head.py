@@ -1,20 +1,25 @@
-"""The head: from the backbone's hidden states and the numeric features to quantiles of what is left.
+"""The head: from the backbone's hidden states and the numeric features to quantiles of what is
+left.
 
-It gives p10, p50 and p90 of ln(1 + remaining tokens) and of ln(1 + remaining turns). The medians are corrections of
-what the estimators without a model say (a feature), so that a head that has learned nothing repeats them. A head may
-have several members, small networks of which each was fitted without another fold of the prompts, and gives their mean:
-it averages out what a member has learned from chance, and a prompt is scored by a member that has not seen it.
+It gives p10, p50 and p90 of ln(1 + remaining tokens) and of ln(1 + remaining turns). The medians
+are corrections of what the estimators without a model say (a feature), so that a head that has
+learned nothing repeats them. A head may have several members, small networks of which each was
+fitted without another fold of the prompts, and gives their mean: it averages out what a member has
+learned from chance, and a prompt is scored by a member that has not seen it.
 
-How far the head is ahead of those estimators differs by step: its quantiles of tokens are mixed with theirs, with the
-weight that has the least loss on prompts that a member was not fitted on, one for each band of steps.
+How far the head is ahead of those estimators differs by step: its quantiles of tokens are mixed
+with theirs, with the weight that has the least loss on prompts that a member was not fitted on, one
+for each band of steps.
 
-Calibration then shifts each quantile by the errors on prompts that a member was not fitted on: split conformal
-prediction (Romano et al. 2019) on each side by itself, pooled over the members as in cross-conformal prediction (Vovk
-2015). There is no correction for few prompts, (n + 1) / n: one member errs by more than the mean of all, which makes up
-for it (over 20 draws of 50 mcpmark prompts .10 and .89 were below p10 and p90; with it, over 8 of them, .08 and .92).
+Calibration then shifts each quantile by the errors on prompts that a member was not fitted on:
+split conformal prediction (Romano et al. 2019) on each side by itself, pooled over the members as
+in cross-conformal prediction (Vovk 2015). There is no correction for few prompts, (n + 1) / n: one
+member errs by more than the mean of all, which makes up for it (over 20 draws of 50 mcpmark prompts
+.10 and .89 were below p10 and p90; with it, over 8 of them, .08 and .92).
 
-Invariants: quantiles never fall with the probability and are never below 0; without text the hidden state counts for
-nothing; what a member was fitted on does not calibrate it, and neither does what is censored.
+Invariants: quantiles never fall with the probability and are never below 0; without text the hidden
+state counts for nothing; what a member was fitted on does not calibrate it, and neither does what
+is censored.
 """
 
 import math
@@ -36,19 +41,29 @@ SAID = [FEATURES.index(f"forecast_tokens_p{level}") for level in (10, 50, 90)]  
 WIDTH = 64
 DROPOUT = 0.2
 TURN = FEATURES.index("turn")
-BANDS = (0, 1, 2, 3, 6)  # steps from which on calibration differs: errors shrink with what is known, and grow late
+BANDS = (
+    0,
+    1,
+    2,
+    3,
+    6,
+)  # steps from which on calibration differs: errors shrink with what is known, and grow late
 BAND_PROMPTS = 10  # of a band that count as much as all bands together
 WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the head that are tried
 ROWS = 4_096  # that are asked about at once: each member has a copy of the states
-# ln of a factor of 2.7 from the median to either side, before anything is learned: softplus of this is about 1.
+# ln of a factor of 2.7 from the median to either side, before anything is learned: softplus of this
+# is about 1.
 INITIAL_SPREAD = 0.54
 
 
 class QuantileHead(nn.Module):
-    """[n, hidden_size] and [n, len(FEATURES)] to [n, len(TARGETS), len(QUANTILES)]. In each of BANDS, `weight`: of its
-    own quantiles of tokens beside those without a model; `shift`: what calibration adds."""
+    """[n, hidden_size] and [n, len(FEATURES)] to [n, len(TARGETS), len(QUANTILES)]. In each of
+    BANDS, `weight`: of its own quantiles of tokens beside those without a model; `shift`: what
+    calibration adds."""
 
-    def __init__(self, hidden_size: int, members: int = 1, width: int = WIDTH, dropout: float = DROPOUT) -> None:
+    def __init__(
+        self, hidden_size: int, members: int = 1, width: int = WIDTH, dropout: float = DROPOUT
+    ) -> None:
         super().__init__()
         self.members = members
         self.normed = nn.LayerNorm(hidden_size, elementwise_affine=False)
@@ -81,17 +96,28 @@ class QuantileHead(nn.Module):
         return torch.cummax(mixed + cast("Tensor", self.shift)[bands], dim=-1).values.clamp_min(0.0)
 
     def each(self, hidden: Tensor, features: Tensor, has_text: Tensor) -> Tensor:
-        """The quantiles of each member before calibration, [members, n, len(TARGETS), len(QUANTILES)]."""
+        """The quantiles of each member before calibration, [members, n, len(TARGETS),
+        len(QUANTILES)]."""
         scaled = (features - cast("Tensor", self.mean)) / cast("Tensor", self.deviation)
-        text = self.text(self.dropout(self.normed(hidden).expand(self.members, -1, -1))) * has_text[:, None]
-        joined = silu(self.joined(self.dropout(silu(self.numbers(scaled.expand(self.members, -1, -1)) + text))))
-        low, middle, high = self.out(joined).unflatten(-1, (len(TARGETS), len(QUANTILES))).unbind(dim=-1)
+        text = (
+            self.text(self.dropout(self.normed(hidden).expand(self.members, -1, -1)))
+            * has_text[:, None]
+        )
+        joined = silu(
+            self.joined(
+                self.dropout(silu(self.numbers(scaled.expand(self.members, -1, -1)) + text))
+            )
+        )
+        low, middle, high = (
+            self.out(joined).unflatten(-1, (len(TARGETS), len(QUANTILES))).unbind(dim=-1)
+        )
         median = features[:, list(MEDIANS)] + middle
         return torch.stack([median - softplus(low), median, median + softplus(high)], dim=-1)
 
 
 class _Linear(nn.Module):
-    """[members, n, inputs] to [members, n, outputs], each member by its own weights, initialised as `nn.Linear`'s."""
+    """[members, n, inputs] to [members, n, outputs], each member by its own weights, initialised as
+    `nn.Linear`'s."""
 
     def __init__(self, members: int, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -110,38 +136,48 @@ def band_of(features: Tensor) -> Tensor:
 
 
 def mix(quantiles: Tensor, features: Tensor, weight: Tensor) -> Tensor:
-    """Quantiles [n, targets, quantiles] whose tokens have `weight` [n] beside what is said without a model."""
+    """Quantiles [n, targets, quantiles] whose tokens have `weight` [n] beside what is said without
+    a model."""
     tokens = torch.lerp(features[:, SAID], quantiles[:, 0], weight[:, None])
     return torch.stack([tokens, *quantiles.unbind(dim=1)[1:]], dim=1)
 
 
 def pinball(quantiles: Tensor, targets: Tensor, censored: Tensor) -> Tensor:
-    """The pinball loss [..., n], the mean over targets and quantiles, of [..., n, targets, quantiles] for targets
-    [n, targets], all in ln(1 + x). What is `censored`, bool [n], is at least its target: it costs only where less was
-    predicted."""
+    """The pinball loss [..., n], the mean over targets and quantiles, of [..., n, targets,
+    quantiles] for targets [n, targets], all in ln(1 + x). What is `censored`, bool [n], is at least
+    its target: it costs only where less was predicted."""
     short = targets[..., None] - quantiles
     levels = torch.tensor(QUANTILES, dtype=quantiles.dtype, device=quantiles.device)
     loss = torch.maximum(levels * short, (levels - 1.0) * short)
-    return torch.where(censored[:, None, None] & (short < 0.0), torch.zeros_like(loss), loss).mean(dim=(-2, -1))
+    return torch.where(censored[:, None, None] & (short < 0.0), torch.zeros_like(loss), loss).mean(
+        dim=(-2, -1)
+    )
 
 
 @torch.inference_mode()
-def predict_held_out(head: QuantileHead, examples: Examples, folds: Tensor) -> tuple[Examples, Tensor]:
-    """The examples that some member was not fitted on, and that member's quantiles before calibration, [n, targets,
-    quantiles]. folds [n]: the member, below 0 for examples that all were fitted on."""
+def predict_held_out(
+    head: QuantileHead, examples: Examples, folds: Tensor
+) -> tuple[Examples, Tensor]:
+    """The examples that some member was not fitted on, and that member's quantiles before
+    calibration, [n, targets, quantiles]. folds [n]: the member, below 0 for examples that all were
+    fitted on."""
     head.eval()
     which = torch.nonzero(folds >= 0)[:, 0]
     found = []
     for rows in which.split(ROWS):
         some = examples.of(rows)
-        found.append(head.each(some.hidden, some.features, some.has_text)[folds[rows], torch.arange(len(rows))])
+        found.append(
+            head.each(some.hidden, some.features, some.has_text)[
+                folds[rows], torch.arange(len(rows))
+            ]
+        )
     return examples.of(which), torch.cat(found)
 
 
 @torch.inference_mode()
 def calibrate(head: QuantileHead, examples: Examples, folds: Tensor) -> None:
-    """Set `weight`, then `shift`, by the held-out examples, for each of BANDS, drawn to those of all where a band has
-    few prompts."""
+    """Set `weight`, then `shift`, by the held-out examples, for each of BANDS, drawn to those of
+    all where a band has few prompts."""
     weight, shift = head.get_buffer("weight"), head.get_buffer("shift")
     weight.fill_(1.0)
     shift.zero_()
@@ -161,14 +197,21 @@ def calibrate(head: QuantileHead, examples: Examples, folds: Tensor) -> None:
                 count = len(held_out.prompts[own].unique())
                 values[at] += count / (count + BAND_PROMPTS) * (find(own) - values[at])
 
-    set_bands(weight, torch.ones_like(whole), lambda own: torch.tensor(WEIGHTS)[losses[:, own].mean(dim=1).argmin()])
+    set_bands(
+        weight,
+        torch.ones_like(whole),
+        lambda own: torch.tensor(WEIGHTS)[losses[:, own].mean(dim=1).argmin()],
+    )
     errors = held_out.targets[..., None] - mix(quantiles, held_out.features, weight[bands])
     set_bands(shift, whole, lambda own: _tails(errors[own]))
 
 
 def _tails(errors: Tensor) -> Tensor:
     """The quantile of errors [n, targets, quantiles] at each level."""
-    return torch.stack([torch.quantile(errors[:, :, at], level, dim=0) for at, level in enumerate(QUANTILES)], dim=-1)
+    return torch.stack(
+        [torch.quantile(errors[:, :, at], level, dim=0) for at, level in enumerate(QUANTILES)],
+        dim=-1,
+    )
 
 
 @torch.inference_mode()

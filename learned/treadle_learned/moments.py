@@ -1,13 +1,15 @@
-"""The moments of a trajectory at which a predictor is asked how much is left, with what is known then and the answer.
+"""The moments of a trajectory at which a predictor is asked how much is left, with what is known
+then and the answer.
 
-A moment comes before the first step and after each step but the last (Heddle 4.1 decomposes history so). Its features
-are numbers: the trajectory's own progress, its siblings so far, and what the estimators without a model say. They stand
-beside the text in the learned predictor, and they are all that the gradient-boosted baseline sees.
+A moment comes before the first step and after each step but the last (Heddle 4.1 decomposes history
+so). Its features are numbers: the trajectory's own progress, its siblings so far, and what the
+estimators without a model say. They stand beside the text in the learned predictor, and they are
+all that the gradient-boosted baseline sees.
 
-Invariants: nothing is known that came later than the moment. All trajectories of a replay run side by side at one
-speed, a token at a time and without tools, so that siblings are as far as an undisturbed rollout would have them. A
-feature vector has one entry a name of FEATURES, in their order, all finite; counts of tokens, turns and versions are
-ln(1 + x).
+Invariants: nothing is known that came later than the moment. All trajectories of a replay run side
+by side at one speed, a token at a time and without tools, so that siblings are as far as an
+undisturbed rollout would have them. A feature vector has one entry a name of FEATURES, in their
+order, all finite; counts of tokens, turns and versions are ln(1 + x).
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ FEATURES = (
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Finished steps of a trajectory; last_obs_tokens: what its last finished tool answered. All 0 before the first."""
+    """Finished steps of a trajectory; last_obs_tokens: what its last finished tool answered. All 0
+    before the first."""
 
     last_tokens: int = 0
     longest_tokens: int = 0
@@ -67,9 +70,9 @@ class Steps:
 
 @dataclass(frozen=True)
 class Moment:
-    """A question about trajectory `index` of those replayed, after `turn` steps. remaining_tokens, remaining_turns: the
-    answer, or the least it can be where the transcript is censored. forecast: what the estimators without a model
-    said."""
+    """A question about trajectory `index` of those replayed, after `turn` steps. remaining_tokens,
+    remaining_turns: the answer, or the least it can be where the transcript is censored. forecast:
+    what the estimators without a model said."""
 
     index: int
     prompt_id: str
@@ -83,20 +86,30 @@ class Moment:
 
 
 def features_of(
-    progress: Progress, steps: Steps, evidence: Evidence, forecast: Forecast, weight_version: str = ""
+    progress: Progress,
+    steps: Steps,
+    evidence: Evidence,
+    forecast: Forecast,
+    weight_version: str = "",
 ) -> Vector | None:
-    """The features of a trajectory by `evidence`; None where its group is not known. forecast: of the estimators
-    without a model. weight_version: that samples the trajectory."""
+    """The features of a trajectory by `evidence`; None where its group is not known. forecast: of
+    the estimators without a model. weight_version: that samples the trajectory."""
     found = evidence.group_of(progress.trajectory_id, progress.prompt_id)
     if found is None:
         return None
     ended = found[1].ended.values()
     running = [each for name, each in found[1].running.items() if name != progress.trajectory_id]
-    room = max(0, progress.max_total_tokens - progress.gen_tokens) if progress.max_total_tokens else 0
+    room = (
+        max(0, progress.max_total_tokens - progress.gen_tokens) if progress.max_total_tokens else 0
+    )
     ahead = sum(each.gen_tokens > progress.gen_tokens for each in running)
     tokens, turns = forecast.remaining_tokens, forecast.remaining_turns
-    # By how many versions the weights have moved on since they sampled what is known of the prompt: lengths drift.
-    now, sampled_by = version_number(weight_version), evidence.mean_version(progress.trajectory_id, progress.prompt_id)
+    # By how many versions the weights have moved on since they sampled what is known of the prompt:
+    # lengths drift.
+    now, sampled_by = (
+        version_number(weight_version),
+        evidence.mean_version(progress.trajectory_id, progress.prompt_id),
+    )
     behind = 0.0 if now is None or sampled_by is None else max(0.0, now - sampled_by)
     values = (
         math.log1p(progress.turn),
@@ -131,8 +144,8 @@ def replay(
     *,
     asked: Callable[[int], bool] = lambda turn: True,
 ) -> list[Moment]:
-    """The moments of all transcripts whose turn is `asked`, in the order in which they would have come. earlier: those
-    that ended before the first begins."""
+    """The moments of all transcripts whose turn is `asked`, in the order in which they would have
+    come. earlier: those that ended before the first begins."""
     evidence = Evidence()
     for transcript in earlier:
         evidence.close_trajectory(ended(transcript))
@@ -142,10 +155,14 @@ def replay(
     for track, turn in _in_time(tracks):
         transcript = track.transcript
         if turn == 0:
-            evidence.open_trajectory(transcript.trajectory_id, transcript.rollout_id, transcript.prompt_id)
+            evidence.open_trajectory(
+                transcript.trajectory_id, transcript.rollout_id, transcript.prompt_id
+            )
         else:
             track.step(turn - 1)
-            evidence.add_step(transcript.trajectory_id, turn - 1, transcript.turns[turn - 1].gen_tokens)
+            evidence.add_step(
+                transcript.trajectory_id, turn - 1, transcript.turns[turn - 1].gen_tokens
+            )
         if turn == len(transcript.turns):
             evidence.close_trajectory(ended(transcript))
         elif asked(turn):
@@ -154,13 +171,16 @@ def replay(
 
 
 def replay_apart(
-    transcripts: Sequence[Transcript], folds: Sequence[int], *, asked: Callable[[int], bool] = lambda turn: True
+    transcripts: Sequence[Transcript],
+    folds: Sequence[int],
+    *,
+    asked: Callable[[int], bool] = lambda turn: True,
 ) -> list[Moment]:
-    """The moments of training transcripts: one fold of the prompts at a time, with the other folds as history. folds:
-    the fold of each transcript; a prompt is in one fold.
+    """The moments of training transcripts: one fold of the prompts at a time, with the other folds
+    as history. folds: the fold of each transcript; a prompt is in one fold.
 
-    So they know as much of earlier trajectories as later questions will, and nothing of themselves; replayed all at
-    once they would be a mesh's first, with a prior for history.
+    So they know as much of earlier trajectories as later questions will, and nothing of themselves;
+    replayed all at once they would be a mesh's first, with a prior for history.
     """
     moments: list[Moment] = []
     for number in sorted(set(folds)):
@@ -234,6 +254,8 @@ def _in_time(tracks: Sequence[_Track]) -> list[tuple[_Track, int]]:
     events = [
         (gen_tokens, track, turn)
         for track in tracks
-        for turn, gen_tokens in enumerate(accumulate((done.gen_tokens for done in track.transcript.turns), initial=0))
+        for turn, gen_tokens in enumerate(
+            accumulate((done.gen_tokens for done in track.transcript.turns), initial=0)
+        )
     ]
     return [(track, turn) for _, track, turn in sorted(events, key=lambda event: event[0])]

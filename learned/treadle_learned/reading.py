@@ -1,14 +1,15 @@
-"""What the backbone reads of a trajectory: its prompt, its first step (the plan, which Heddle 4.1 calls the strongest
-early sign) and its newest steps, each shortened to a bound.
+"""What the backbone reads of a trajectory: its prompt, its first step (the plan, which Heddle 4.1
+calls the strongest early sign) and its newest steps, each shortened to a bound.
 
-A question is asked while the tool of the last step runs: what that tool will say is not known yet, and is read with the
-next step.
-Invariants: the reading only grows, by a step at its end, so that the hidden states of what was read before are used
-again: in training one pass over a window answers for all its steps, in serving only the new step runs. When a window is
-full, the next one starts with the prompt, the plan and the steps that came after this one was half full; they are known
-early, so that serving can read the next window before it is due. A transcript gives the same windows, whether it is
-read at once or step by step. A decoder is causal: the keys and values of a beginning are the same whatever follows, so
-another window, or another sample of the same prompt, can be read on from there.
+A question is asked while the tool of the last step runs: what that tool will say is not known yet,
+and is read with the next step. Invariants: the reading only grows, by a step at its end, so that
+the hidden states of what was read before are used again: in training one pass over a window answers
+for all its steps, in serving only the new step runs. When a window is full, the next one starts
+with the prompt, the plan and the steps that came after this one was half full; they are known
+early, so that serving can read the next window before it is due. A transcript gives the same
+windows, whether it is read at once or step by step. A decoder is causal: the keys and values of a
+beginning are the same whatever follows, so another window, or another sample of the same prompt,
+can be read on from there.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ Tokenize = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True)
 class Bounds:
-    """Most tokens of each part: prompt; first step; later steps; tool answers; the whole window. Raises ValueError for
-    a window without room for a prompt, a plan and two steps."""
+    """Most tokens of each part: prompt; first step; later steps; tool answers; the whole window.
+    Raises ValueError for a window without room for a prompt, a plan and two steps."""
 
     prompt_tokens: int = 192
     plan_tokens: int = 96
@@ -44,24 +45,30 @@ class Bounds:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, is {getattr(self, name)}")
         if self.window_tokens < least:
-            raise ValueError(f"window_tokens must be >= {least} for these parts, is {self.window_tokens}")
+            raise ValueError(
+                f"window_tokens must be >= {least} for these parts, is {self.window_tokens}"
+            )
 
 
 @dataclass(frozen=True)
 class Window:
-    """Token ids in one run of the backbone. ends: (steps finished, ids read by then) of each question it answers."""
+    """Token ids in one run of the backbone. ends: (steps finished, ids read by then) of each
+    question it answers."""
 
     ids: Ids
     ends: tuple[tuple[int, int], ...]
 
 
 class Reader:
-    """The reading of one trajectory while it runs. ids: of the present window; number: of the window, from 0. next_ids:
-    the beginning of the next window as far as it is known; nothing before the present one is half full."""
+    """The reading of one trajectory while it runs. ids: of the present window; number: of the
+    window, from 0. next_ids: the beginning of the next window as far as it is known; nothing before
+    the present one is half full."""
 
     def __init__(self, bounds: Bounds, prompt: Ids) -> None:
         self._bounds = bounds
-        self._head = shorten(prompt, bounds.prompt_tokens) or (0,)  # something must be read before the first step
+        self._head = shorten(prompt, bounds.prompt_tokens) or (
+            0,
+        )  # something must be read before the first step
         self._has_plan = False
         self.ids: Ids = self._head
         self.next_ids: Ids = ()
@@ -91,7 +98,8 @@ class Reader:
 
 
 def windows(transcript: Transcript, tokenize: Tokenize, bounds: Bounds) -> list[Window]:
-    """The windows of a transcript, with a question before the first step and after each but the last."""
+    """The windows of a transcript, with a question before the first step and after each but the
+    last."""
     reader = Reader(bounds, tuple(tokenize(transcript.prompt)))
     found: list[Window] = []
     ids, ends = reader.ids, [(0, len(reader.ids))]
@@ -109,7 +117,8 @@ def windows(transcript: Transcript, tokenize: Tokenize, bounds: Bounds) -> list[
 
 
 def shorten(ids: Ids, most: int) -> Ids:
-    """At most `most` ids, half from the beginning, which says what is done, and half from the end, how it went."""
+    """At most `most` ids, half from the beginning, which says what is done, and half from the end,
+    how it went."""
     if len(ids) <= most:
         return ids
     head = (most + 1) // 2
@@ -133,8 +142,8 @@ class Read:
         return Read(self.ids[:count], cut(self.cache, 0, 0, count))
 
     def usable_for(self, ids: Ids) -> Read | None:
-        """Where reading `ids` can continue, with at least one id left to read: itself, or a copy of the beginning that
-        both share; None where they share nothing."""
+        """Where reading `ids` can continue, with at least one id left to read: itself, or a copy of
+        the beginning that both share; None where they share nothing."""
         count = min(shared_prefix(self.ids, ids), len(ids) - 1)
         if count == len(self.ids):
             return self

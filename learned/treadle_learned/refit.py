@@ -1,7 +1,7 @@
 """Train the next version of a models folder, and promote it if it is better.
 
-Invariants: a version that is worse on the validation prompts than the one in use is never promoted; the one in use
-stays until a better one is whole.
+Invariants: a version that is worse on the validation prompts than the one in use is never promoted;
+the one in use stays until a better one is whole.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,9 @@ from treadle_learned.transcript import Transcript
 
 @dataclass(frozen=True)
 class Refit:
-    """The result. loss: over the validation questions, of the member that was fitted without them; current_loss: of the
-    version that was in use, on the same questions; None where there was none."""
+    """The result. loss: over the validation questions, of the member that was fitted without them;
+    current_loss: of the version that was in use, on the same questions; None where there was none.
+    """
 
     version: str
     promoted: bool
@@ -27,12 +28,19 @@ class Refit:
 
 
 def refit(
-    transcripts: list[Transcript], models: ModelsFolder, version: str, *, seed: int = 0, backbone: str = ""
+    transcripts: list[Transcript],
+    models: ModelsFolder,
+    version: str,
+    *,
+    seed: int = 0,
+    backbone: str = "",
 ) -> Refit:
-    """Train `version`, and promote it if its loss is lower than that of the version in use, or none is in use.
+    """Train `version`, and promote it if its loss is lower than that of the version in use, or none
+    is in use.
 
-    The split, the backbone and its adapter are those of the version in use: by another split it would be scored on
-    prompts that it was trained on. Raises LearnedError, OSError."""
+    The split, the backbone and its adapter are those of the version in use: by another split it
+    would be scored on prompts that it was trained on. Raises LearnedError, OSError.
+    """
     models.check_new(version)
     folder = models.current()
     current = None if folder is None else load(folder)
@@ -52,7 +60,9 @@ def _how(version: str, current: Checkpoint | None, seed: int, backbone: str) -> 
     seed = current.notes.get("seed", seed)
     if not current.reads_text:
         return Training(version, backbone, seed=seed)
-    return Training(version, current.backbone, tuned=current.tuned, seed=seed, bounds=current.bounds)
+    return Training(
+        version, current.backbone, tuned=current.tuned, seed=seed, bounds=current.bounds
+    )
 
 
 def _loss(checkpoint: Checkpoint, asked: TrainingSet) -> float:

@@ -1,17 +1,19 @@
 """Score predictions of remaining tokens, and put estimators side by side on the same questions.
 
-recall: of the longest tenth of the trajectories, the share among the tenth that was predicted longest (totals).
-pearson, pearson_log: of predicted and true totals, and of their logarithms. pinball: of ln(1 + remaining), the mean
-over the three quantiles. coverage_80: share of the truths between p10 and p90; below_p10, below_p50, below_p90: share
-of the truths at or below each. Arrays have one row a question; quantiles [n, 3].
+recall: of the longest tenth of the trajectories, the share among the tenth that was predicted
+longest (totals). pearson, pearson_log: of predicted and true totals, and of their logarithms.
+pinball: of ln(1 + remaining), the mean over the three quantiles. coverage_80: share of the truths
+between p10 and p90; below_p10, below_p50, below_p90: share of the truths at or below each. Arrays
+have one row a question; quantiles [n, 3].
 
-Answers of several predictors (one a fold) are in parts: what ranks (recall, pearson, pearson_log) is scored within each
-part and averaged by size. Pooled, a predictor that says the same of all would seem to rank: each fold's constant is the
-mean of the others, which is low where its own is long.
+Answers of several predictors (one a fold) are in parts: what ranks (recall, pearson, pearson_log)
+is scored within each part and averaged by size. Pooled, a predictor that says the same of all would
+seem to rank: each fold's constant is the mean of the others, which is low where its own is long.
 
-A comparison has a row for each step and estimator. Scores of steps 0, 1 and 2 are of the same trajectories, those of
-more than two steps, so that only what is known differs; scores of later steps are of those that reach them. Shares of
-truths within quantiles are of all questions at the step: nobody knew then which trajectories take more than two.
+A comparison has a row for each step and estimator. Scores of steps 0, 1 and 2 are of the same
+trajectories, those of more than two steps, so that only what is known differs; scores of later
+steps are of those that reach them. Shares of truths within quantiles are of all questions at the
+step: nobody knew then which trajectories take more than two.
 """
 
 from __future__ import annotations
@@ -37,15 +39,18 @@ RESAMPLES = 500
 INTERVAL = (2.5, 97.5)  # percentiles of the resamples
 
 NEWEST = 0.3  # the weight of the newest trajectory in a prompt's average
-OVERRUN = 0.25  # of what it has done is taken to be left of a trajectory that has outlived its average
+OVERRUN = (
+    0.25  # of what it has done is taken to be left of a trajectory that has outlived its average
+)
 Z_90 = 1.2816  # standard deviations from the median to p90 of a normal distribution
 WIDEST = 1.0  # the spread of ln tokens where too little came before to tell
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Questions at one step, and one estimator's answers. gen_tokens: sampled by then; prompts: the number of each
-    prompt; parts: the number of the predictor that answered (one for all questions of a prompt)."""
+    """Questions at one step, and one estimator's answers. gen_tokens: sampled by then; prompts: the
+    number of each prompt; parts: the number of the predictor that answered (one for all questions
+    of a prompt)."""
 
     gen_tokens: Floats
     remaining: Floats
@@ -84,7 +89,9 @@ def pearson(answers: Answers) -> float:
 
 def pearson_log(answers: Answers) -> float:
     """0 where either does not vary."""
-    return _within_parts(answers, lambda some: correlation(np.log(some.totals), np.log1p(some.predicted)))
+    return _within_parts(
+        answers, lambda some: correlation(np.log(some.totals), np.log1p(some.predicted))
+    )
 
 
 def pinball(answers: Answers) -> float:
@@ -107,13 +114,16 @@ def coverage_80(answers: Answers) -> float:
 
 
 def below(answers: Answers, level: int) -> float:
-    """Of the trajectories that ended by themselves, the share at or below p10 (0), p50 (1), p90 (2)."""
+    """Of the trajectories that ended by themselves, the share at or below p10 (0), p50 (1), p90
+    (2)."""
     return _share(answers, lambda remaining, q: remaining <= q[:, level])
 
 
-def intervals(answers: Answers, of: Mapping[str, Score], seed: int = 0) -> dict[str, tuple[float, float]]:
-    """The 95% bootstrap interval of each score. Prompts are drawn whole, since samples of one prompt are not
-    independent; each part keeps its number of prompts."""
+def intervals(
+    answers: Answers, of: Mapping[str, Score], seed: int = 0
+) -> dict[str, tuple[float, float]]:
+    """The 95% bootstrap interval of each score. Prompts are drawn whole, since samples of one
+    prompt are not independent; each part keeps its number of prompts."""
     rng = np.random.default_rng(seed)
     order = np.argsort(answers.prompts, kind="stable")
     _, first, count = np.unique(answers.prompts[order], return_index=True, return_counts=True)
@@ -160,8 +170,8 @@ CALIBRATION: Mapping[str, Score] = {
 
 @dataclass(frozen=True)
 class Asked:
-    """Questions of test transcripts, and the answers [n, 3] of each estimator by its name. parts: the fold whose
-    estimators answered."""
+    """Questions of test transcripts, and the answers [n, 3] of each estimator by its name. parts:
+    the fold whose estimators answered."""
 
     moments: Sequence[Moment]
     transcripts: Sequence[Transcript]
@@ -169,9 +179,12 @@ class Asked:
     parts: Numbers
 
 
-def rows(data: str, asked: Asked, *, seed: int = 0, with_intervals: bool = True) -> list[dict[str, Any]]:
-    """One row for each step and estimator: data, step, estimator, number of trajectories compared, and each score with
-    its 95% interval, e.g. pinball and pinball_interval. Steps that no trajectory goes beyond have no rows."""
+def rows(
+    data: str, asked: Asked, *, seed: int = 0, with_intervals: bool = True
+) -> list[dict[str, Any]]:
+    """One row for each step and estimator: data, step, estimator, number of trajectories compared,
+    and each score with its 95% interval, e.g. pinball and pinball_interval. Steps that no
+    trajectory goes beyond have no rows."""
     names = [transcript.prompt_id for transcript in asked.transcripts]
     numbers = np.unique(names, return_inverse=True)[1]
     found: list[dict[str, Any]] = []
@@ -187,8 +200,15 @@ def rows(data: str, asked: Asked, *, seed: int = 0, with_intervals: bool = True)
             continue
         trajectories = len(np.unique(index[beyond]))
         for estimator, quantiles in asked.answers.items():
-            every = Answers(gen_tokens, truth(moments)[:, 0], censored, quantiles, numbers[index], asked.parts)
-            row: dict[str, Any] = {"data": data, "step": step, "estimator": estimator, "trajectories": trajectories}
+            every = Answers(
+                gen_tokens, truth(moments)[:, 0], censored, quantiles, numbers[index], asked.parts
+            )
+            row: dict[str, Any] = {
+                "data": data,
+                "step": step,
+                "estimator": estimator,
+                "trajectories": trajectories,
+            }
             for judged, which in ((COMPARED, beyond), (CALIBRATION, at_step)):
                 answers = every.of(which)
                 row |= {name: score(answers) for name, score in judged.items()}
@@ -202,7 +222,9 @@ def rows(data: str, asked: Asked, *, seed: int = 0, with_intervals: bool = True)
 def forecasts(moments: Sequence[Moment]) -> Floats:
     """The estimates without a model: siblings so far, history, the prior."""
     said = [moment.forecast.remaining_tokens for moment in moments]
-    return np.array([[each.p10, each.p50, each.p90] for each in said], np.float64).reshape(len(said), 3)
+    return np.array([[each.p10, each.p50, each.p90] for each in said], np.float64).reshape(
+        len(said), 3
+    )
 
 
 def truth(moments: Sequence[Moment]) -> Floats:
@@ -218,12 +240,12 @@ def subtract_sampled(totals: Floats, moments: Sequence[Moment]) -> Floats:
 
 
 class PromptAverage:
-    """An exponential moving average of ln(1 + tokens) for each prompt, which Heddle 4.1 calls static; a prompt without
-    history has the average of all.
+    """An exponential moving average of ln(1 + tokens) for each prompt, which Heddle 4.1 calls
+    static; a prompt without history has the average of all.
 
-    The spread is that of all earlier trajectories around their own prompt's average before them. Of the trajectory
-    itself only its sampled tokens are used. A cut trajectory counts as it is: that is what such predictors do. earlier:
-    in the order in which they ended.
+    The spread is that of all earlier trajectories around their own prompt's average before them. Of
+    the trajectory itself only its sampled tokens are used. A cut trajectory counts as it is: that
+    is what such predictors do. earlier: in the order in which they ended.
     """
 
     def __init__(self, earlier: Sequence[Transcript]) -> None:
@@ -235,7 +257,9 @@ class PromptAverage:
             known = self._of_prompt.get(transcript.prompt_id)
             if number:
                 errors.append(length - (self._of_all if known is None else known))
-            self._of_prompt[transcript.prompt_id] = length if known is None else known + NEWEST * (length - known)
+            self._of_prompt[transcript.prompt_id] = (
+                length if known is None else known + NEWEST * (length - known)
+            )
             self._of_all += (length - self._of_all) / (number + 1)
         self._spread = float(np.std(errors)) if len(errors) > 1 else WIDEST
 

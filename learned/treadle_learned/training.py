@@ -1,9 +1,9 @@
 """Train a predictor: from transcripts to a checkpoint.
 
-A head is fitted with the text and one without it; the checkpoint is the one with the lower loss on prompts that it was
-not fitted on, and says whether it was lower than that of the estimators without a model.
-Invariants: the test prompts are never looked at; the checkpoint appears whole or not at all, and no existing one is
-changed.
+A head is fitted with the text and one without it; the checkpoint is the one with the lower loss on
+prompts that it was not fitted on, and says whether it was lower than that of the estimators without
+a model. Invariants: the test prompts are never looked at; the checkpoint appears whole or not at
+all, and no existing one is changed.
 """
 
 import tempfile
@@ -17,7 +17,15 @@ import torch
 from treadle_learned.backbone import Backbone, Tunable, Tune, load_tuned
 from treadle_learned.checkpoint import Checkpoint, load, save
 from treadle_learned.errors import LearnedError
-from treadle_learned.examples import Bar, Examples, States, TrainingSet, silent, training_set, without_text
+from treadle_learned.examples import (
+    Bar,
+    Examples,
+    States,
+    TrainingSet,
+    silent,
+    training_set,
+    without_text,
+)
 from treadle_learned.fitting import Fitted, Fitting, Tuning, fit, tune
 from treadle_learned.head import pinball
 from treadle_learned.moments import Moment
@@ -29,9 +37,9 @@ NO_TEXT = 1  # the width of the state of a head that reads nothing; a head has a
 
 @dataclass(frozen=True)
 class Training:
-    """Options of a training. version: the checkpoint's name. backbone: folder or hub name, empty to learn from numbers
-    alone; tuned: what an earlier training made of it. epochs, max_tuples: at most, 0 for the usual number, or all.
-    seed: of the split, the drawing and the fits."""
+    """Options of a training. version: the checkpoint's name. backbone: folder or hub name, empty to
+    learn from numbers alone; tuned: what an earlier training made of it. epochs, max_tuples: at
+    most, 0 for the usual number, or all. seed: of the split, the drawing and the fits."""
 
     version: str
     backbone: str = ""
@@ -55,10 +63,14 @@ class _Candidate:
     notes: Mapping[str, Any] = field(default_factory=dict)
 
 
-def train(transcripts: list[Transcript], how: Training, out: Path, *, bar: Bar = silent) -> Checkpoint:
+def train(
+    transcripts: list[Transcript], how: Training, out: Path, *, bar: Bar = silent
+) -> Checkpoint:
     """Write the checkpoint at `out`, where nothing may be yet. Raises LearnedError, OSError."""
     if out.exists():
-        raise LearnedError(f"{out}: is there already, and a predictor is never written over: name another folder")
+        raise LearnedError(
+            f"{out}: is there already, and a predictor is never written over: name another folder"
+        )
     trains_backbone = how.tune is not Tune.FROZEN
     if trains_backbone and (not how.backbone or how.tuned is not None):
         raise LearnedError(f"tune: {how.tune} needs a backbone that nobody has trained yet")
@@ -69,7 +81,11 @@ def train(transcripts: list[Transcript], how: Training, out: Path, *, bar: Bar =
         asked = asked.for_one_member()
     backbone = None
     if asked.has_text and how.backbone:
-        backbone = Backbone.load(how.backbone) if how.tuned is None else load_tuned(how.backbone, how.tuned)
+        backbone = (
+            Backbone.load(how.backbone)
+            if how.tuned is None
+            else load_tuned(how.backbone, how.tuned)
+        )
     with tempfile.TemporaryDirectory() as beside:
         numbers = _fit("numbers", without_text(asked.moments, NO_TEXT), asked, how, bar)
         candidates = {"numbers": _Candidate(numbers)}
@@ -81,15 +97,25 @@ def train(transcripts: list[Transcript], how: Training, out: Path, *, bar: Bar =
 
 def loss_without_a_model(moments: Sequence[Moment]) -> float:
     """The pinball loss over tokens and turns (`head.loss_of`) of the estimators without a model."""
-    forecasts = [(moment.forecast.remaining_tokens, moment.forecast.remaining_turns) for moment in moments]
-    quantiles = torch.tensor([[[each.p10, each.p50, each.p90] for each in both] for both in forecasts])
-    answers = torch.tensor([[moment.remaining_tokens, moment.remaining_turns] for moment in moments]).float()
+    forecasts = [
+        (moment.forecast.remaining_tokens, moment.forecast.remaining_turns) for moment in moments
+    ]
+    quantiles = torch.tensor(
+        [[[each.p10, each.p50, each.p90] for each in both] for both in forecasts]
+    )
+    answers = torch.tensor(
+        [[moment.remaining_tokens, moment.remaining_turns] for moment in moments]
+    ).float()
     censored = torch.tensor([moment.censored for moment in moments])
     return float(pinball(torch.log1p(quantiles.float()), torch.log1p(answers), censored).mean())
 
 
-def _learn(asked: TrainingSet, how: Training, backbone: Backbone, beside: Path, bar: Bar) -> _Candidate:
-    examples = States(backbone, asked.transcripts, how.bounds).examples(asked.moments, bar("reading"))
+def _learn(
+    asked: TrainingSet, how: Training, backbone: Backbone, beside: Path, bar: Bar
+) -> _Candidate:
+    examples = States(backbone, asked.transcripts, how.bounds).examples(
+        asked.moments, bar("reading")
+    )
     fitted = _fit("learned", examples, asked, how, bar)
     if how.tune is Tune.FROZEN:
         return _Candidate(fitted, backbone, how.tuned)

@@ -1,9 +1,11 @@
-"""Transcripts: trajectories that have ended, with their texts where those are known, and files of them.
+"""Transcripts: trajectories that have ended, with their texts where those are known, and files of
+them.
 
-A transcript says what happened; nothing here shortens it, though whoever recorded the texts may have. A file is JSON
-Lines, one transcript a line, gzip where the name ends in .gz. Invariants: `read_transcripts` gives back what
-`write_transcripts` wrote, and the same transcripts give the same bytes; a file is written whole or not at all, and read
-whole or not at all; an error names its line and field.
+A transcript says what happened; nothing here shortens it, though whoever recorded the texts may
+have. A file is JSON Lines, one transcript a line, gzip where the name ends in .gz. Invariants:
+`read_transcripts` gives back what `write_transcripts` wrote, and the same transcripts give the same
+bytes; a file is written whole or not at all, and read whole or not at all; an error names its line
+and field.
 """
 
 import gzip
@@ -27,7 +29,8 @@ STRICT = ConfigDict(strict=True, extra="forbid")
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One step: sampled tokens, tokens that its tool's answer added, and the texts of both where they are known."""
+    """One step: sampled tokens, tokens that its tool's answer added, and the texts of both where
+    they are known."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
@@ -39,9 +42,9 @@ class Turn:
 
 @dataclass(frozen=True)
 class Transcript:
-    """One trajectory. rollout_id: of the batch it was sampled in, which with prompt_id makes its group. censored: it
-    was cut and would have gone on. max_total_tokens: the cap on sampled tokens, 0 for none. weight_version: the
-    policy's that sampled it, empty where it is not known."""
+    """One trajectory. rollout_id: of the batch it was sampled in, which with prompt_id makes its
+    group. censored: it was cut and would have gone on. max_total_tokens: the cap on sampled tokens,
+    0 for none. weight_version: the policy's that sampled it, empty where it is not known."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
@@ -70,19 +73,22 @@ _ADAPTER = TypeAdapter(Transcript)
 
 
 def version_number(weight_version: str) -> int | None:
-    """The number of a weight version, as RL loops number them; None for other names, whose distance is not known."""
+    """The number of a weight version, as RL loops number them; None for other names, whose distance
+    is not known."""
     return int(weight_version) if weight_version.isdecimal() else None
 
 
 def write_transcripts(transcripts: Sequence[Transcript], path: Path) -> None:
     """Replace the file at `path`. Raises OSError."""
-    content = b"".join(_ADAPTER.dump_json(each, exclude_defaults=True) + b"\n" for each in transcripts)
+    content = b"".join(
+        _ADAPTER.dump_json(each, exclude_defaults=True) + b"\n" for each in transcripts
+    )
     replace_file(path, gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
 
 
 def read_transcripts(path: Path) -> list[Transcript]:
-    """The transcripts of a file, in its order; blank lines are skipped. Raises LearnedError, also for a file
-    without transcripts and for a trajectory on two lines."""
+    """The transcripts of a file, in its order; blank lines are skipped. Raises LearnedError, also
+    for a file without transcripts and for a trajectory on two lines."""
     found: list[Transcript] = []
     lines: dict[str, int] = {}
     for number, content in _lines(path):
@@ -95,12 +101,15 @@ def read_transcripts(path: Path) -> list[Transcript]:
             raise LearnedError(f"{path}: line {number}: trajectory_id: {problem}")
         found.append(transcript)
     if not found:
-        raise LearnedError(f"{path}: holds no transcript; `treadle predictor harvest` writes such files")
+        raise LearnedError(
+            f"{path}: holds no transcript; `treadle predictor harvest` writes such files"
+        )
     return found
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file so that a reader finds the old content or the new one, also after a crash. Raises OSError."""
+    """Write a file so that a reader finds the old content or the new one, also after a crash.
+    Raises OSError."""
     handle, partial = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -130,6 +139,8 @@ def _parse(path: Path, number: int, content: bytes) -> Transcript:
         return _ADAPTER.validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+        field = "".join(
+            f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]
+        ).lstrip(".")
         place = f"{path}: line {number}: {field}: " if field else f"{path}: line {number}: "
         raise LearnedError(f"{place}{first['msg']}") from None

@@ -35,18 +35,27 @@ ONE_GPU = 1 / 64
 def tiny(tmp_path: Path) -> BenchOptions:
     file = tmp_path / "tiny.jsonl"
     steps = [(Step(10 + 7 * index, 20, 0.1), Step(5, 0, 0.1)) for index in range(8)]
-    write_traces(file, [TrajectoryWork(f"p{index // 2}", index % 2, 50, each) for index, each in enumerate(steps)])
-    return BenchOptions(repeats=2, traces=file, scale=ONE_GPU, workers=1, pictures=tmp_path / "drawn")
+    write_traces(
+        file,
+        [TrajectoryWork(f"p{index // 2}", index % 2, 50, each) for index, each in enumerate(steps)],
+    )
+    return BenchOptions(
+        repeats=2, traces=file, scale=ONE_GPU, workers=1, pictures=tmp_path / "drawn"
+    )
 
 
 @pytest.mark.parametrize("name", ["heddle4", "heddle14", "heddle15", "heddle16"])
-async def test_a_figure_writes_what_it_needs_to_be_drawn_again(name: str, tiny: BenchOptions, tmp_path: Path) -> None:
+async def test_a_figure_writes_what_it_needs_to_be_drawn_again(
+    name: str, tiny: BenchOptions, tmp_path: Path
+) -> None:
     found = await BENCHES[name].run(tiny)
     assert tiny.pictures is not None
     assert json.loads((tiny.pictures / f"{name}.json").read_text()) == json.loads(json.dumps(found))
     assert all(value > 0.0 for row in found["rows"] for value in row.get("ratio_to", {}).values())
     BENCHES[name].write(found, tmp_path / "again")
-    assert (tmp_path / "again" / f"{name}.md").read_bytes() == (tiny.pictures / f"{name}.md").read_bytes()
+    assert (tmp_path / "again" / f"{name}.md").read_bytes() == (
+        tiny.pictures / f"{name}.md"
+    ).read_bytes()
     assert (tmp_path / "again" / f"{name}.png").stat().st_size > 0
 
 
@@ -68,7 +77,9 @@ def test_the_ablations_exchange_the_part_that_they_name_and_no_other() -> None:
     ours, _ = ORDERINGS["progressive"]
     for name, (system, degree) in ORDERINGS.items():
         same = replace(system.policy, ordering=ours.policy.ordering, preempt=ours.policy.preempt)
-        assert (same == ours.policy) == ("no room held" not in name)  # that one does not reserve either, and says so
+        assert (same == ours.policy) == (
+            "no room held" not in name
+        )  # that one does not reserve either, and says so
         assert (system.allocated, degree) == (ours.allocated, 0)
     planned, _ = PLACEMENTS["planned"]
     for system, degree in PLACEMENTS.values():
@@ -80,7 +91,11 @@ def test_a_move_is_masked_where_it_ends_before_its_tool_call() -> None:
     log = MoveLog()
     engine = EngineSpec("e0", "e0")
     for name in ("early", "late", "lost"):
-        log(1.0, ToolFinished("another"), [StartMigration(name, name, engine, engine, 0, 1.0, "", True, 9.0)])
+        log(
+            1.0,
+            ToolFinished("another"),
+            [StartMigration(name, name, engine, engine, 0, 1.0, "", True, 9.0)],
+        )
     log(1.5, MoveEnded("early", "m1", moved=True), [])
     log(2.0, ToolFinished("late"), [])
     log(3.0, MoveEnded("late", "m2", moved=True), [])
@@ -91,11 +106,14 @@ def test_a_move_is_masked_where_it_ends_before_its_tool_call() -> None:
 def test_work_that_reads_goes_to_the_compute_bound_pool() -> None:
     tasks = {"reads": PREFILL_HEAVY, "writes": DECODE_HEAVY}
     now, before = (
-        {name: draw_works(kind, 6, 0, name, epoch=epoch) for name, kind in tasks.items()} for epoch in (0, 1)
+        {name: draw_works(kind, 6, 0, name, epoch=epoch) for name, kind in tasks.items()}
+        for epoch in (0, 1)
     )
     assert prefill_over_decode(now["reads"]) > 10.0 > 1.0 > prefill_over_decode(now["writes"])
     split = route([*now["reads"], *now["writes"]], [*before["reads"], *before["writes"]])
-    reads = [work.prompt_id.startswith("reads") for work in split if work.hardware_tags == (COMPUTE,)]
+    reads = [
+        work.prompt_id.startswith("reads") for work in split if work.hardware_tags == (COMPUTE,)
+    ]
     assert any(reads)
     assert all(reads) or sum(reads) == len(now["reads"])  # the better suited first
 
@@ -106,11 +124,15 @@ def test_work_costs_what_the_curve_says_of_a_full_batch() -> None:
     curve = model.curve
     decode = 10 * (curve.decode_s(4.0) / 4.0 + curve.per_kv_token_s * 100)
     decode += 20 * (curve.decode_s(4.0) / 4.0 + curve.per_kv_token_s * 160)
-    assert work_s(work, model) == pytest.approx(curve.prefill_s(100, 0) + curve.prefill_s(50, 110) + decode)
+    assert work_s(work, model) == pytest.approx(
+        curve.prefill_s(100, 0) + curve.prefill_s(50, 110) + decode
+    )
 
 
 def test_tasks_by_turns_lose_no_trajectory() -> None:
-    works = [draw_works(kind, 5, 0, name) for name, kind in (("a", PREFILL_HEAVY), ("b", DECODE_HEAVY))]
+    works = [
+        draw_works(kind, 5, 0, name) for name, kind in (("a", PREFILL_HEAVY), ("b", DECODE_HEAVY))
+    ]
     mixed = interleave(works)
     assert sorted(map(id, mixed)) == sorted(id(work) for each in works for work in each)
     assert {work.prompt_id[0] for work in mixed[:BLOCK]} == {"a"}
@@ -120,7 +142,10 @@ def test_tasks_by_turns_lose_no_trajectory() -> None:
 async def test_affinity_compares_every_system_under_every_routing(tmp_path: Path) -> None:
     options = BenchOptions(repeats=1, scale=0.01, workers=1, pictures=tmp_path)
     found = await BENCHES["affinity"].run(options)
-    assert {row["task"]: row["suited"] for row in found["alone"]} == {"prefill-heavy": "H800", "decode-heavy": "H20"}
+    assert {row["task"]: row["suited"] for row in found["alone"]} == {
+        "prefill-heavy": "H800",
+        "decode-heavy": "H20",
+    }
     ratios = {(row["system"], row["routing"]): row["ratio"] for row in found["mixed"]}
     assert len(ratios) == 3 * 3
     assert {ratio for (_, routing), ratio in ratios.items() if routing == "unrouted"} == {1.0}

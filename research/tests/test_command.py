@@ -14,5 +14,7 @@ def test_without_a_name_the_benches_are_listed_and_each_has_the_name_that_it_is_
 
 
 def test_flags_of_sglang_reach_the_bench_behind_two_dashes() -> None:
-    done = CliRunner().invoke(command_line.app, ["bench", "nothing", "--", "--stream-interval", "16"])
+    done = CliRunner().invoke(
+        command_line.app, ["bench", "nothing", "--", "--stream-interval", "16"]
+    )
     assert done.exit_code == 2 and "there is no bench 'nothing'" in done.output

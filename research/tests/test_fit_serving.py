@@ -1,4 +1,5 @@
-"""Fits of whole engines find what is behind exact data, and scale it to cards that nobody measured."""
+"""Fits of whole engines find what is behind exact data, and scale it to cards that nobody
+measured."""
 
 import itertools
 
@@ -13,7 +14,9 @@ from treadle_bench.fit.tables import ServedRow
 LLM = LLMS["Qwen3-32B"]
 H100, H200, H20, H800 = (ACCELERATORS[name] for name in ("H100", "H200", "H20", "H800"))
 NO_ERROR = FitError(1, 0.0, 0.0, 0.0, 0.0)
-LEVEL = ServingLevel(kernel_factor=0.9, layer_s=3e-5, sequence_s=2e-5, compute=1.6, link=1.4, pair=2.5)
+LEVEL = ServingLevel(
+    kernel_factor=0.9, layer_s=3e-5, sequence_s=2e-5, compute=1.6, link=1.4, pair=2.5
+)
 KERNELS = {
     2: DecodeFit((1.0, 256.0), (0.013, 0.016), 4e-8, NO_ERROR),
     4: DecodeFit((1.0, 256.0), (0.0074, 0.011), 2e-8, NO_ERROR),
@@ -24,13 +27,24 @@ KERNELS = {
 def row(gpus: int, batch: int, prompt: int, gen: int, request_s: float = 1.0) -> ServedRow:
     """A third of the request before the first token: the split between the two must not matter."""
     return ServedRow(
-        "sglang", LLM.name, "H100", "", gpus, batch, prompt, gen, request_s / 3, request_s * 2 / 3 / (gen - 1)
+        "sglang",
+        LLM.name,
+        "H100",
+        "",
+        gpus,
+        batch,
+        prompt,
+        gen,
+        request_s / 3,
+        request_s * 2 / 3 / (gen - 1),
     )
 
 
 def exact_rows() -> list[ServedRow]:
     shapes = list(itertools.product(KERNELS, (8, 32, 128), (1024, 4096), (128, 512)))
-    seconds = LEVEL.request_s([row(*shape) for shape in shapes], [KERNELS[gpus] for gpus, *_ in shapes], LLM)
+    seconds = LEVEL.request_s(
+        [row(*shape) for shape in shapes], [KERNELS[gpus] for gpus, *_ in shapes], LLM
+    )
     return [row(*shape, float(second)) for shape, second in zip(shapes, seconds, strict=True)]
 
 
@@ -72,7 +86,9 @@ def test_a_curve_derived_for_the_card_itself_is_the_curve_where_memory_binds() -
     assert derived.prefill_token_s == own.prefill_token_s
 
 
-def test_a_card_of_little_arithmetic_follows_memory_at_small_batches_and_its_peak_at_large_ones() -> None:
+def test_a_card_of_little_arithmetic_follows_memory_at_small_batches_and_its_peak_at_large_ones() -> (
+    None
+):
     curve = derived_curve(KERNELS[2], LEVEL, LLM, H200, H20, 2)
     host_s = LEVEL.layer_s * LLM.layers
 
@@ -98,6 +114,8 @@ def test_slower_links_cost_prefill_and_large_batches_but_nothing_on_one_card() -
 
 
 def test_capacity_is_what_weights_leave_and_nothing_where_that_is_too_little() -> None:
-    assert kv_tokens(LLMS["Qwen3-14B"], H100, 1) == (int(0.88 * 80e9 - 2 * 14.77e9) // (2 * 40 * 8 * 128 * 2))
+    assert kv_tokens(LLMS["Qwen3-14B"], H100, 1) == (
+        int(0.88 * 80e9 - 2 * 14.77e9) // (2 * 40 * 8 * 128 * 2)
+    )
     assert kv_tokens(LLM, H100, 1) == 0  # 4.9 GB are left, 18.6K tokens
     assert kv_tokens(LLM, H200, 1) > 200_000

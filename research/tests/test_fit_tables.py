@@ -1,4 +1,5 @@
-"""Reading public measurements, and a fit of all of them from tables that were made to an exact engine."""
+"""Reading public measurements, and a fit of all of them from tables that were made to an exact
+engine."""
 
 import csv
 import gzip
@@ -14,7 +15,14 @@ from treadle_sim.engine_model import StepCurve
 
 from treadle_bench.bench import BenchOptions
 from treadle_bench.fit.measure import measure
-from treadle_bench.fit.tables import KERNELS, SERVED, SPLITWISE, FitDataError, read_served, read_splitwise
+from treadle_bench.fit.tables import (
+    KERNELS,
+    SERVED,
+    SPLITWISE,
+    FitDataError,
+    read_served,
+    read_splitwise,
+)
 
 FACTOR, LAYER_S, SEQUENCE_S, COMPUTE = 0.9, 4e-5, 2e-5, 1.5
 LAYERS, TOKEN_FLOPS, FLOPS_PER_S = 64, 2 * 32.76e9, 989e12
@@ -86,10 +94,17 @@ def data(tmp_path: Path) -> Path:
     ]
     odd = {**kernels[0], "model": "Qwen3-14B"}
     write(tmp_path / KERNELS, [*kernels, odd])
-    served = [served_row(*shape) for shape in product((2, 4), (8, 16, 32), (1024, 2048, 4096), (128, 512))]
+    served = [
+        served_row(*shape) for shape in product((2, 4), (8, 16, 32), (1024, 2048, 4096), (128, 512))
+    ]
     write(
         tmp_path / SERVED,
-        [*served, {**served[0], "tp_size": 64.0}, {**served[0], "mode": "disagg"}, {**served[0], "system": "b200_sxm"}],
+        [
+            *served,
+            {**served[0], "tp_size": 64.0},
+            {**served[0], "mode": "disagg"},
+            {**served[0], "system": "b200_sxm"},
+        ],
     )
     shapes = [(1, 512), (1, 2048), (1, 8192), (8, 512), (32, 512), (64, 512)]
     write(tmp_path / SPLITWISE, [splitwise_row(2, batch, prompt) for batch, prompt in shapes])
@@ -110,10 +125,14 @@ def quietly(data: Path, out: Path | None = None) -> BenchOptions:
     return BenchOptions(data=data, pictures=out, profiles=profiles, progress=Console(quiet=True))
 
 
-async def test_the_engine_behind_the_tables_is_found_printed_written_and_drawn(data: Path, tmp_path: Path) -> None:
-    """From kernels and requests of one card, the engines of two measured cards and of two that nobody measured.
+async def test_the_engine_behind_the_tables_is_found_printed_written_and_drawn(
+    data: Path, tmp_path: Path
+) -> None:
+    """From kernels and requests of one card, the engines of two measured cards and of two that
+    nobody measured.
 
-    Result: exact on both degrees; the model with one context is named as not fitted; everything asked for is there.
+    Result: exact on both degrees; the model with one context is named as not fitted; everything
+    asked for is there.
     """
     out = tmp_path / "out"
     figures = await measure(quietly(data, out))
@@ -121,7 +140,11 @@ async def test_the_engine_behind_the_tables_is_found_printed_written_and_drawn(d
     assert served["level"]["kernel_factor"] == pytest.approx(FACTOR, rel=1e-3)
     assert served["level"]["layer_s"] == pytest.approx(LAYER_S, rel=1e-2)
     assert served["request_error_unseen_gpus"]["held_out_p90"] < 0.01
-    found = {(each["accelerator"], each["gpus"]): each for each in figures["engines"] if each["engine"] == "sglang"}
+    found = {
+        (each["accelerator"], each["gpus"]): each
+        for each in figures["engines"]
+        if each["engine"] == "sglang"
+    }
     assert {key: engine["origin"] for key, engine in found.items() if key[1] == 2} == {
         ("H100", 2): "fitted",
         ("H200", 2): "transferred",

@@ -23,7 +23,8 @@ STEPS = 12
 
 
 def write_run(folder: Path, *, reward: float, rollout_s: float, staleness: int = 0) -> Path:
-    """Records as examples/grpo writes them: rewards rise by 0.01 a step from `reward`; the first step is slow."""
+    """Records as examples/grpo writes them: rewards rise by 0.01 a step from `reward`; the first
+    step is slow."""
     for name, count in (("steps", STEPS), ("evaluations", 2)):
         (folder / name).mkdir(parents=True)
         for index in range(count):
@@ -51,7 +52,8 @@ def write_run(folder: Path, *, reward: float, rollout_s: float, staleness: int =
 
 
 def all_runs(folder: Path, seeds: int) -> list[dict[str, Any]]:
-    """Of every cell; shaped rollouts take half as long and have 0.02 more reward; seeds differ by 0.1 s."""
+    """Of every cell; shaped rollouts take half as long and have 0.02 more reward; seeds differ by
+    0.1 s."""
     runs = []
     for seed in range(seeds):
         for bound, shaping in SETTINGS:
@@ -68,7 +70,9 @@ def all_runs(folder: Path, seeds: int) -> list[dict[str, Any]]:
 
 
 def test_a_run_is_summarized_over_its_windows_and_without_its_first_step(tmp_path: Path) -> None:
-    found = read_run(write_run(tmp_path / "run", reward=0.4, rollout_s=3.0, staleness=1), Cell(1, UNSHAPED, 0))
+    found = read_run(
+        write_run(tmp_path / "run", reward=0.4, rollout_s=3.0, staleness=1), Cell(1, UNSHAPED, 0)
+    )
     assert found["reward_first"] == pytest.approx(0.42)
     assert found["reward_last"] == pytest.approx(0.49)
     assert (found["rollout_s"], found["step_s"], found["sync_s"]) == (3.0, 5.0, 0.25)
@@ -109,5 +113,8 @@ def test_the_page_names_what_rises_what_does_not_and_where_shaping_loses(tmp_pat
     assert "No trained token was older than its run's bound" in page
     runs[0]["max_staleness"] = 1
     BENCH.write(make_figures({"size": vars(FULL), "seeds": [0, 1]}, runs, None), tmp_path / "out")
-    assert "**A trained token was older than its run's bound**" in (tmp_path / "out" / "grpo.md").read_text()
+    assert (
+        "**A trained token was older than its run's bound**"
+        in (tmp_path / "out" / "grpo.md").read_text()
+    )
     assert (tmp_path / "out" / "grpo.png").stat().st_size > 10_000

@@ -11,8 +11,11 @@ from treadle_bench.placement.measure import aggregate, least_makespan
 
 @pytest.mark.parametrize("model", list(CostModel))
 @pytest.mark.parametrize("seed", range(4))
-def test_bundles_of_short_trajectories_lose_little_and_only_what_one_bundle_adds(model: CostModel, seed: int) -> None:
-    """Heddle's aggregation (§5.2), and what it saves: the program is quadratic in the ranks at which it may cut."""
+def test_bundles_of_short_trajectories_lose_little_and_only_what_one_bundle_adds(
+    model: CostModel, seed: int
+) -> None:
+    """Heddle's aggregation (§5.2), and what it saves: the program is quadratic in the ranks at
+    which it may cut."""
     rng = np.random.default_rng(seed)
     lengths = rng.lognormal(6.5, 1.0, 600)
     spec = PlanEngine("e", 40, 0, 1, DecodeCurve(0.01, 2e-4, 1e-8))

@@ -45,7 +45,16 @@ async def test_every_estimator_is_scored_at_each_step_and_drawn(
         *("history", "siblings", "boosted", "numbers", "prompt-only", "learned", "chosen", "oracle")
     }
     assert {row["data"] for row in found["rows"]} == {"own.jsonl"}
-    keys = ("recall_top10", "pearson", "pearson_log", "pinball", "coverage_80", "below_p10", "below_p50", "below_p90")
+    keys = (
+        "recall_top10",
+        "pearson",
+        "pearson_log",
+        "pinball",
+        "coverage_80",
+        "below_p10",
+        "below_p50",
+        "below_p90",
+    )
     for row in found["rows"]:
         assert {*keys, *(f"{key}_interval" for key in keys)} <= row.keys()
         low, high = row["regret_range"]
@@ -57,7 +66,11 @@ async def test_every_estimator_is_scored_at_each_step_and_drawn(
     (data,) = found["data"]
     assert (data["name"], data["trajectories"], data["prompts"]) == ("own.jsonl", 120, 60)
     assert data["step_texts"] and data["prompt_texts"]
-    assert {path.name for path in out.iterdir()} == {"predictor.json", "predictor.md", "predictor.png"}
+    assert {path.name for path in out.iterdir()} == {
+        "predictor.json",
+        "predictor.md",
+        "predictor.png",
+    }
     assert json.loads((out / "predictor.json").read_text()) == found
 
 
@@ -72,11 +85,21 @@ def test_prompts_are_drawn_whole_and_by_the_seed() -> None:
 
 
 def test_who_says_the_truth_backwards_costs_time_in_every_fold() -> None:
-    every = [TrajectoryWork(f"p{at}", 0, 50, (Step(100 * (at + 1), 5, 0.1),) * 2) for at in range(96)]
-    told = [Transcript(work.prompt_id, "r", work.prompt_id, 50, (Turn(work.gen_tokens),)) for work in every]
+    every = [
+        TrajectoryWork(f"p{at}", 0, 50, (Step(100 * (at + 1), 5, 0.1),) * 2) for at in range(96)
+    ]
+    told = [
+        Transcript(work.prompt_id, "r", work.prompt_id, 50, (Turn(work.gen_tokens),))
+        for work in every
+    ]
     moments = [moment for moment in replay(told) if moment.turn == 0]
     moments.sort(key=lambda moment: moment.index)
-    asked = Asked(moments, told, {"oracle": truth(moments), "backwards": truth(moments)[::-1]}, parts=np.arange(96) % 2)
+    asked = Asked(
+        moments,
+        told,
+        {"oracle": truth(moments), "backwards": truth(moments)[::-1]},
+        parts=np.arange(96) % 2,
+    )
     found = measure_regrets(every, asked, [0, 1])
     assert found["oracle"] == [0.0, 0.0]
     assert min(found["backwards"]) > 0.05
@@ -88,7 +111,10 @@ async def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     few = BenchOptions(traces=tmp_path / "own.jsonl")
     for options, words in (
         (BenchOptions(), r"--traces FILE .* or --data DIR"),
-        (replace(few, model=str(tiny_backbone(tmp_path / "backbone"))), "4 prompts are too few for 5 folds"),
+        (
+            replace(few, model=str(tiny_backbone(tmp_path / "backbone"))),
+            "4 prompts are too few for 5 folds",
+        ),
         (replace(few, model=str(tmp_path)), "cannot be loaded"),
         (few, "is not there yet: `treadle demo` makes it"),
     ):

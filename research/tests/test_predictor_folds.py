@@ -27,16 +27,23 @@ def test_no_prompt_is_asked_about_by_who_has_seen_it() -> None:
     for fold in dealt:
         train, test = ({moment.index for moment in part} for part in (fold.train, fold.test))
         assert not train & test and train | test == set(range(40))
-        assert {transcript.trajectory_id for transcript in fold.before} == {f"t{index}" for index in train}
+        assert {transcript.trajectory_id for transcript in fold.before} == {
+            f"t{index}" for index in train
+        }
         of = {(moment.index, apart) for moment, apart in zip(fold.train, fold.apart, strict=True)}
         assert len(of) == len(train) and {apart for _, apart in of} == {0, 1, 2, 3}
 
 
 def test_folds_are_even_and_another_seed_deals_otherwise() -> None:
     transcripts = told_by_the_plan(42)
-    first, other = ([{moment.index for moment in fold.test} for fold in deal(transcripts, seed=s)] for s in (0, 1))
+    first, other = (
+        [{moment.index for moment in fold.test} for fold in deal(transcripts, seed=s)]
+        for s in (0, 1)
+    )
     assert sorted(map(len, first)) == [8, 8, 8, 9, 9]
-    assert first != other and first == [{moment.index for moment in fold.test} for fold in deal(transcripts)]
+    assert first != other and first == [
+        {moment.index for moment in fold.test} for fold in deal(transcripts)
+    ]
 
 
 def test_prompts_of_one_task_are_in_one_fold() -> None:
@@ -62,16 +69,27 @@ def test_what_only_the_plan_tells_is_known_after_it_to_who_reads_it(tmp_path: Pa
     states = States(backbone, transcripts, Bounds())
     how = Fitting(epochs=80, patience=15, learning_rate=5e-3)
     asked = ask_estimators(transcripts, deal(transcripts, 4), states, hidden_size=HIDDEN, how=how)
-    pinball = {(row["step"], row["estimator"]): row["pinball"] for row in rows("made", asked, with_intervals=False)}
+    pinball = {
+        (row["step"], row["estimator"]): row["pinball"]
+        for row in rows("made", asked, with_intervals=False)
+    }
     assert set(asked.answers) == {
         *("history", "siblings", "boosted", "numbers", "oracle", "prompt-only", "learned", "chosen")
     }
     assert pinball[1, "learned"] < 0.5 * pinball[0, "learned"]
-    assert pinball[1, "learned"] < 0.5 * min(pinball[1, other] for other in ("siblings", "numbers", "prompt-only"))
+    assert pinball[1, "learned"] < 0.5 * min(
+        pinball[1, other] for other in ("siblings", "numbers", "prompt-only")
+    )
     assert np.array_equal(asked.answers["chosen"], asked.answers["learned"])
     for part in range(4):
-        own = {transcripts[asked.moments[at].index].prompt_id for at in np.flatnonzero(asked.parts == part).tolist()}
-        others = {transcripts[asked.moments[at].index].prompt_id for at in np.flatnonzero(asked.parts != part).tolist()}
+        own = {
+            transcripts[asked.moments[at].index].prompt_id
+            for at in np.flatnonzero(asked.parts == part).tolist()
+        }
+        others = {
+            transcripts[asked.moments[at].index].prompt_id
+            for at in np.flatnonzero(asked.parts != part).tolist()
+        }
         assert own and not own & others
 
 
@@ -90,7 +108,9 @@ def rollout(censor_at: int | None = None) -> list[Transcript]:
         size = int(rng.integers(50, 2_000))
         tokens = min(2 * size, censor_at or 2 * size)
         turns = (Turn(tokens // 2), Turn(tokens - tokens // 2))
-        transcripts.append(Transcript(f"t{number}", "r", f"p{number}", size, turns, tokens < 2 * size))
+        transcripts.append(
+            Transcript(f"t{number}", "r", f"p{number}", size, turns, tokens < 2 * size)
+        )
     return transcripts
 
 
@@ -103,7 +123,11 @@ def test_trees_learn_what_numbers_say_of_the_length() -> None:
 
 def test_trees_do_not_take_what_was_cut_for_short() -> None:
     """Half of all are cut at 2,000 tokens. Result: the longest are predicted beyond the cut."""
-    test = [moment for moment in replay(rollout()) if moment.turn == 0 and moment.remaining_tokens > 3_000]
+    test = [
+        moment
+        for moment in replay(rollout())
+        if moment.turn == 0 and moment.remaining_tokens > 3_000
+    ]
     assert (Boosted(replay(rollout(censor_at=2_000))).predict(test)[:, 2] >= 2_000).mean() > 0.9
 
 

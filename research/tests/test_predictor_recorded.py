@@ -18,7 +18,9 @@ ESTIMATE = Estimate(100.0, 300.0, 900.0)
 
 
 def two_turns(*lengths: int, cap: int = 0) -> Workload:
-    works = (work(f"p{at}", 0, length // 2, length - length // 2) for at, length in enumerate(lengths))
+    works = (
+        work(f"p{at}", 0, length // 2, length - length // 2) for at, length in enumerate(lengths)
+    )
     return Workload("made", tuple(works), cap)
 
 
@@ -42,8 +44,8 @@ def test_an_answer_holds_until_the_next_less_what_was_sampled_since_and_within_t
 
 
 def test_who_repeats_the_truth_leads_to_the_rollout_of_who_knows_it_but_for_the_turns() -> None:
-    """Lengths from 200 to 20,000 tokens on engines of one slot. Result: the truth, told beforehand, is as good as the
-    oracle that is asked; the reverse of it is not."""
+    """Lengths from 200 to 20,000 tokens on engines of one slot. Result: the truth, told beforehand,
+    is as good as the oracle that is asked; the reverse of it is not."""
     lengths = [200 * (at + 1) for at in range(100)]
     batch = two_turns(*lengths)
     cluster = homogeneous(engine_model("Qwen3-14B", "H200", 1, 4), 2)
@@ -51,7 +53,9 @@ def test_who_repeats_the_truth_leads_to_the_rollout_of_who_knows_it_but_for_the_
     def makespan_s(told: Sequence[int] | None) -> float:
         predictor: Predictor = Oracle(batch)
         if told is not None:
-            predictor = RecordedPredictor(batch, [[Recorded(0, 0, Estimate(each, each, each))] for each in told])
+            predictor = RecordedPredictor(
+                batch, [[Recorded(0, 0, Estimate(each, each, each))] for each in told]
+            )
         system = TREADLE_HOMOGENEOUS
         return Driver(batch, cluster, system.policy, system.tuning, predictor).run().makespan_s
 

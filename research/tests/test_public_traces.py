@@ -40,7 +40,9 @@ def test_totals_are_split_over_turns_to_the_token(tmp_path: Path) -> None:
     gen = [step.gen_tokens for step in work.steps]
     obs = work.steps[0].obs_tokens
     read_in_all = sum(2_000 + sum(gen[:turn]) + obs * turn for turn in range(4))
-    assert RUN["in_tokens"] - 6 < read_in_all <= RUN["in_tokens"]  # whole tokens: 6 answers are read
+    assert (
+        RUN["in_tokens"] - 6 < read_in_all <= RUN["in_tokens"]
+    )  # whole tokens: 6 answers are read
     assert all(step.tool_s > 0 for step in work.steps)
 
 
@@ -53,7 +55,12 @@ def test_what_is_drawn_depends_on_the_run_and_the_seed_alone(tmp_path: Path) -> 
 
 
 def test_runs_cut_by_a_limit_are_censored_and_runs_without_output_left_out(tmp_path: Path) -> None:
-    works = read(tmp_path, "mcpmark", {**RUN, "censored": "max_turns"}, {**RUN, "sample": 2, "out_tokens": None})
+    works = read(
+        tmp_path,
+        "mcpmark",
+        {**RUN, "censored": "max_turns"},
+        {**RUN, "sample": 2, "out_tokens": None},
+    )
     assert [work.censored for work in works] == [True]
 
 
@@ -63,7 +70,14 @@ def test_the_time_to_generate_is_taken_from_the_interval_between_responses(tmp_p
         {"gen_tokens": gen_tokens, "step_interval_s": interval_s, **alike}
         for gen_tokens, interval_s in ((1_000, 15), (1_000, 3), (5, None))
     ]
-    row = {"prompt_id": "i", "sample": 0, "reward": 1, "exit": "Submitted", "prompt": "Mend it.", "steps": steps}
+    row = {
+        "prompt_id": "i",
+        "sample": 0,
+        "reward": 1,
+        "exit": "Submitted",
+        "prompt": "Mend it.",
+        "steps": steps,
+    }
     (work,) = read(tmp_path, "swebench_verified_mini_gemini3", row)
     assert work.prompt_tokens == 1_500
     assert [(s.gen_tokens, s.obs_tokens, s.tool_s) for s in work.steps] == [
@@ -76,7 +90,14 @@ def test_the_time_to_generate_is_taken_from_the_interval_between_responses(tmp_p
 
 def test_a_conversation_keeps_its_counts(tmp_path: Path) -> None:
     step = {"gen_tokens": 21, "obs_tokens": 16, "gen": "Your id?", "obs": "mia"}
-    row = {"prompt_id": "a", "sample": 3, "reward": 0.0, "prompt": "You are Mia.", "first_user": "Hi", "steps": [step]}
+    row = {
+        "prompt_id": "a",
+        "sample": 3,
+        "reward": 0.0,
+        "prompt": "You are Mia.",
+        "first_user": "Hi",
+        "steps": [step],
+    }
     (work,) = read(tmp_path, "tau_airline_gpt4o", row)
     assert (work.sample, work.steps[0].gen_tokens, work.steps[0].obs_tokens) == (3, 21, 16)
     assert (work.prompt, work.steps[0].text, work.steps[0].obs_text) == ("Hi", "Your id?", "mia")

@@ -1,4 +1,5 @@
-"""`bench real`: a cell of public traces, its page, what another seed plays again, what tools and hosts are made of."""
+"""`bench real`: a cell of public traces, its page, what another seed plays again, what tools and
+hosts are made of."""
 
 import gzip
 import json
@@ -25,14 +26,23 @@ from treadle_bench.real.measure import (
 from treadle_bench.real.page import check_aims, explain_loss
 from treadle_bench.rollouts import Batch, Job, Played, find_bound, setting_of
 
-RUN = {"model": "m", "service": "postgres", "success": True, "turns": 4, "out_tokens": 400, "censored": None}
+RUN = {
+    "model": "m",
+    "service": "postgres",
+    "success": True,
+    "turns": 4,
+    "out_tokens": 400,
+    "censored": None,
+}
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     """A folder with four runs of one source."""
     (tmp_path / "mcpmark").mkdir()
-    rows = [{**RUN, "prompt_id": f"t{n}", "sample": 1, "in_tokens": 9_800 + 900 * n} for n in range(4)]
+    rows = [
+        {**RUN, "prompt_id": f"t{n}", "sample": 1, "in_tokens": 9_800 + 900 * n} for n in range(4)
+    ]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "mcpmark" / "runs.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     return tmp_path
@@ -45,8 +55,16 @@ async def test_a_cell_compares_treadle_with_every_baseline_and_its_page_needs_th
     assert (batches[0].prompts, batches[0].trajectories) == (1, 16)
     assert {job.degree for job in _jobs_of(batches[0])} == {0, 2}
     cell = await play_cell("mcpmark", 0.1, batches, BenchOptions(workers=1))
-    assert set(cell["policy"]) == {system.name for system in (*BASELINES, TREADLE, SIBLINGS, ORACLE)}
-    assert (cell["trace"], cell["load"], cell["tools"], cell["gpus"], cell["seeds"]) == ("mcpmark", 0.1, 0.1, 2, [0, 1])
+    assert set(cell["policy"]) == {
+        system.name for system in (*BASELINES, TREADLE, SIBLINGS, ORACLE)
+    }
+    assert (cell["trace"], cell["load"], cell["tools"], cell["gpus"], cell["seeds"]) == (
+        "mcpmark",
+        0.1,
+        0.1,
+        2,
+        [0, 1],
+    )
     assert cell["best_baseline"] in cell["degree"]
     low, high = cell["spread"]["ratio_to_best_baseline"]
     assert low <= cell["ratio_to_best_baseline"] <= high
@@ -66,7 +84,9 @@ async def test_a_cell_compares_treadle_with_every_baseline_and_its_page_needs_th
     figures |= {"least": cell["ratio_to_best_baseline"], "geomean": cell["ratio_to_best_baseline"]}
     BENCH.write(figures, tmp_path)
     assert json.loads((tmp_path / "real.json").read_text()) == figures
-    assert "| mcpmark | 2 GPUs, 0.1 a slot, tools × 0.1 | 16 |" in (tmp_path / "real.md").read_text()
+    assert (
+        "| mcpmark | 2 GPUs, 0.1 a slot, tools × 0.1 | 16 |" in (tmp_path / "real.md").read_text()
+    )
     assert "**47 of 48 cells are not played yet**" in (tmp_path / "real.md").read_text()
     assert (tmp_path / "real.png").stat().st_size > 0
 
@@ -93,7 +113,10 @@ async def test_a_run_goes_on_where_it_was_stopped_and_writes_after_each_cell(
     found = await measure(options)
     assert json.loads((tmp_path / "real.json").read_text()) == found
     assert found["missing"] == 0
-    assert [(cell["trace"], cell["tools"]) for cell in found["cells"]] == [("mcpmark", 1.0), ("mcpmark", 0.1)]
+    assert [(cell["trace"], cell["tools"]) for cell in found["cells"]] == [
+        ("mcpmark", 1.0),
+        ("mcpmark", 0.1),
+    ]
 
     kept, lacking = found["cells"][0] | {"treadle_s": 7.0}, found["cells"][1]
     again = await measure(replace(options, earlier={**found, "cells": [kept]}))
@@ -126,7 +149,9 @@ def test_any_rollout_prefills_each_prompt_once_and_what_tools_say(data: Path) ->
     assert least_prefill_tokens(batch) == sum(prompts.values()) + said - last + turns
 
 
-def test_another_seed_plays_the_best_degree_of_each_baseline_and_all_that_came_near_the_best() -> None:
+def test_another_seed_plays_the_best_degree_of_each_baseline_and_all_that_came_near_the_best() -> (
+    None
+):
     first = Batch("mcpmark", "m", 8, 1, 0)
     nothing = Played(0.0, 0.0, 0.0, "", 0, 0, {}, {}, 0, 0.0, None)  # type: ignore[arg-type]
     found = {Job(first, TREADLE): replace(nothing, makespan_s=1.0)}
@@ -143,7 +168,9 @@ def test_another_seed_plays_the_best_degree_of_each_baseline_and_all_that_came_n
     assert [job.system for job in again[:3]] == [TREADLE, SIBLINGS, ORACLE]
 
 
-def _cell(ratio: float, told: float, bound: float, *, kv: float = 0.5, by: str = "work") -> dict[str, Any]:
+def _cell(
+    ratio: float, told: float, bound: float, *, kv: float = 0.5, by: str = "work"
+) -> dict[str, Any]:
     last = {"queue_s": 1.0, "prefill_s": 2.0, "decode_s": 3.0, "tool_s": 400.0}
     ratios = {
         "ratio_to_best_baseline": ratio,
@@ -169,11 +196,16 @@ def test_the_page_says_who_is_faster_and_why(cell: dict[str, Any], says: str) ->
 
 
 def test_the_page_counts_the_cells_that_reach_each_aim() -> None:
-    cells = [_cell(1.5, 0.9, 0.8, kv=2.0), _cell(1.3, 1.1, 0.95, kv=2.0, by="tools"), _cell(0.9, 1.0, 0.8)]
+    cells = [
+        _cell(1.5, 0.9, 0.8, kv=2.0),
+        _cell(1.3, 1.1, 0.95, kv=2.0, by="tools"),
+        _cell(0.9, 1.0, 0.8),
+    ]
     assert [reached for _aim, reached in check_aims({"cells": cells, "geomean": 1.2})] == [
         "2 of 3 cells (0.90–1.50)",
         "1.20; 1.42 if every rollout ended on its bound",
-        "1 of 2 cells (1.30–1.50); 1.60 if every rollout ended on its bound, which leaves room for 1.4 in 1",
+        "1 of 2 cells (1.30–1.50); 1.60 if every rollout ended on its bound, which leaves room "
+        "for 1.4 in 1",
         "2 of 3 cells (0.90–1.10)",
         "3 of 3 cells (1.00–1.00)",
     ]

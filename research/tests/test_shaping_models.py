@@ -1,5 +1,5 @@
-"""Simulated training steps: rounds end when enough groups have settled, schemes do what they say, and the model of
-learning follows GRPO's gradient."""
+"""Simulated training steps: rounds end when enough groups have settled, schemes do what they say,
+and the model of learning follows GRPO's gradient."""
 
 from dataclasses import replace
 
@@ -51,7 +51,10 @@ def test_an_aborted_step_that_waits_for_kv_never_runs() -> None:
 def test_a_prefill_without_steps_ends() -> None:
     alone = LoneEngine()
     alone.timeline.at(0.5, alone.engine.cancel, ["long"])
-    alone.run((0.0, engine_step("long", 100_000, 10), 0.0), (0.6, engine_step("next", 100, 2, index=1), 0.0))
+    alone.run(
+        (0.0, engine_step("long", 100_000, 10), 0.0),
+        (0.6, engine_step("next", 100, 2, index=1), 0.0),
+    )
     assert alone.finished["next"] < 1.0
     assert alone.engine.busy_s < 0.5 + alone.finished["next"] - 0.6 + 1e-9
 
@@ -60,15 +63,22 @@ def test_a_prefill_without_steps_ends() -> None:
 
 
 def of_lengths(prompt: str, *lengths: int) -> tuple[TrajectoryWork, ...]:
-    return tuple(single_turn(prompt, at, 100, length, 1.0, False) for at, length in enumerate(lengths))
+    return tuple(
+        single_turn(prompt, at, 100, length, 1.0, False) for at, length in enumerate(lengths)
+    )
 
 
-def play(*groups: GroupWork, needed: int = 99, engines: int = 1, barrier: bool = False) -> RoundResult:
+def play(
+    *groups: GroupWork, needed: int = 99, engines: int = 1, barrier: bool = False
+) -> RoundResult:
     return Round(engine(), engines, groups, needed, barrier=barrier).run()
 
 
 def test_a_round_waits_for_all_or_for_as_many_groups_as_are_needed() -> None:
-    groups = [GroupWork("a", of_lengths("a", 50, 90), FirstK(2)), GroupWork("b", of_lengths("b", 60, 900), FirstK(2))]
+    groups = [
+        GroupWork("a", of_lengths("a", 50, 90), FirstK(2)),
+        GroupWork("b", of_lengths("b", 60, 900), FirstK(2)),
+    ]
     whole, part = play(*groups), play(*groups, needed=1)
     assert [result.trained for result in whole.groups] == [("0", "1")] * 2
     assert whole.sampled_tokens == 50 + 90 + 60 + 900
@@ -81,8 +91,12 @@ def test_a_round_waits_for_all_or_for_as_many_groups_as_are_needed() -> None:
 
 def test_a_settled_group_is_aborted_and_the_others_go_on_faster() -> None:
     long = of_lengths("a", 50, 2_000, 2_000, 2_000)
-    pruned = play(GroupWork("a", long, ShortestFirst(1)), GroupWork("b", of_lengths("b", 1_000), FirstK(1)))
-    waits = play(GroupWork("a", long, DualEnd(1, 0)), GroupWork("b", of_lengths("b", 1_000), FirstK(1)))
+    pruned = play(
+        GroupWork("a", long, ShortestFirst(1)), GroupWork("b", of_lengths("b", 1_000), FirstK(1))
+    )
+    waits = play(
+        GroupWork("a", long, DualEnd(1, 0)), GroupWork("b", of_lengths("b", 1_000), FirstK(1))
+    )
     assert pruned.groups[0].trained == waits.groups[0].trained == ("0",)
     assert set(pruned.groups[0].running_tokens) == {1, 2, 3}
     assert pruned.groups[1].settled_s < waits.groups[1].settled_s
@@ -98,7 +112,10 @@ def test_a_sample_goes_on_from_the_tokens_of_an_earlier_round() -> None:
 
 
 def test_turns_wait_for_their_environments_and_at_a_barrier_for_all() -> None:
-    quick, slow = trajectory(0, [(10, 5, 0.0), (10, 5, 0.0)]), trajectory(1, [(10, 5, 3.0), (10, 5, 0.0)])
+    quick, slow = (
+        trajectory(0, [(10, 5, 0.0), (10, 5, 0.0)]),
+        trajectory(1, [(10, 5, 3.0), (10, 5, 0.0)]),
+    )
     groups = [GroupWork(work.prompt_id, (work,), FirstK(1)) for work in (quick, slow)]
     free, held = play(*groups), play(*groups, barrier=True)
     assert free.groups[0].settled_s < 3.0 < free.groups[1].settled_s
@@ -110,7 +127,9 @@ def test_turns_wait_for_their_environments_and_at_a_barrier_for_all() -> None:
 
 
 def alike(best: float, count: int = 2) -> Prompts:
-    return Prompts(np.full(count, 7.0), np.full(count, 0.5), np.full(count, 0.0), np.full(count, best))
+    return Prompts(
+        np.full(count, 7.0), np.full(count, 0.5), np.full(count, 0.0), np.full(count, best)
+    )
 
 
 def test_a_group_moves_lengths_by_its_covariance_with_rewards() -> None:
@@ -120,7 +139,9 @@ def test_a_group_moves_lengths_by_its_covariance_with_rewards() -> None:
     # Advantages are 1, 1, -1, -1. The one group of the batch stands for both prompts.
     assert policy.shift == pytest.approx([0.1 * 2 * (-1.0 - 0.5 - 0.5 - 2.0) / 4, 0.0])
     squares = normal**2 - 1.0
-    assert policy.log_spread[0] == pytest.approx(0.1 * 2 * (squares[:2].sum() - squares[2:].sum()) / 8)
+    assert policy.log_spread[0] == pytest.approx(
+        0.1 * 2 * (squares[:2].sum() - squares[2:].sum()) / 8
+    )
     shared = Policy(alike(0.0), rate=0.1, generalise=1.0)
     shared.learn([(0, normal, rewards)])
     assert shared.shift == pytest.approx([-0.1] * 2), "what is shared moves every prompt"
@@ -142,7 +163,9 @@ def test_training_on_everything_finds_the_length_that_succeeds_most() -> None:
     for best in (-1.5, 1.5):
         policy = Policy(alike(best), rate=0.05)
         for _ in range(600):
-            answers = [policy.sample(at, rng.standard_normal(16), rng.random(16)) for at in range(2)]
+            answers = [
+                policy.sample(at, rng.standard_normal(16), rng.random(16)) for at in range(2)
+            ]
             policy.learn([(at, each.normal, each.rewards) for at, each in enumerate(answers)])
         assert policy.shift.mean() == pytest.approx(best, abs=0.5)
 
@@ -156,7 +179,9 @@ def test_a_limit_cuts_answers_and_their_rewards() -> None:
 
 # Schemes.
 
-SETTING = Setting(engine(slots=64), 2, make_prompts(32, 0, median=200.0), groups=8, keep=4, steps=8, seed=0)
+SETTING = Setting(
+    engine(slots=64), 2, make_prompts(32, 0, median=200.0), groups=8, keep=4, steps=8, seed=0
+)
 
 
 def train(scheme: Scheme, **changed: float) -> Played:
@@ -179,8 +204,13 @@ def test_every_step_trains_as_many_groups_and_all_of_their_samples() -> None:
     assert played["first"].step_s < played["verl"].step_s < played["dual"].step_s
     assert sum(row.stale_tokens for row in played["partial"].rows) > 0
     assert not sum(row.stale_tokens for row in played["tail"].rows)
-    waste = {name: sum(row.sampled_tokens - row.trained_tokens for row in each.rows) for name, each in played.items()}
-    assert waste["verl"] == 0 < waste["partial"] < 0.5 * waste["tail"], "what is resumed is not sampled again"
+    waste = {
+        name: sum(row.sampled_tokens - row.trained_tokens for row in each.rows)
+        for name, each in played.items()
+    }
+    assert waste["verl"] == 0 < waste["partial"] < 0.5 * waste["tail"], (
+        "what is resumed is not sampled again"
+    )
     deferred = [row.deferred for row in played["tail"].rows]
     assert any(deferred), "prompts that did not settle come back"
     kept_long = max(row.mean_log_length for row in played["tail"].rows if row.deferred)
@@ -193,7 +223,9 @@ def test_every_step_trains_as_many_groups_and_all_of_their_samples() -> None:
 
 def test_forward_passes_overlap_with_the_rollout_where_they_are_streamed() -> None:
     token_s = with_training(SETTING, 0.7)
-    waits, samples, tokens = (train(Scheme("verl", streaming=how), train_token_s=token_s).rows for how in Streaming)
+    waits, samples, tokens = (
+        train(Scheme("verl", streaming=how), train_token_s=token_s).rows for how in Streaming
+    )
     share = sum(row.rollout_s for row in waits) / sum(row.seconds for row in waits)
     assert share == pytest.approx(0.7, abs=0.05)
     for none, sample, token in zip(waits, samples, tokens, strict=True):
@@ -204,15 +236,24 @@ def test_forward_passes_overlap_with_the_rollout_where_they_are_streamed() -> No
 
 def test_a_cap_shortens_steps_and_schemes_meet_the_same_answers() -> None:
     policy = CapPolicy(
-        ceiling_tokens=LIMIT_TOKENS, floor_tokens=50, percentile=0.9, soft_percentile=0.8, step_share=0.9,
-        least_successes=10, most_cut_share=0.3, most_truncated_share=1.0,
-    )  # fmt: skip
+        ceiling_tokens=LIMIT_TOKENS,
+        floor_tokens=50,
+        percentile=0.9,
+        soft_percentile=0.8,
+        step_share=0.9,
+        least_successes=10,
+        most_cut_share=0.3,
+        most_truncated_share=1.0,
+    )
     free, capped = train(Scheme("verl")), train(Scheme("cap", cap=policy))
     assert free.rows[0] == capped.rows[0], "the first step has no cap"
     assert capped.rows[-1].longest_tokens < free.rows[-1].longest_tokens
     assert capped.step_s < free.step_s
     learned = train(Scheme("verl"), rate=0.1)
-    assert learned.rows[0] == free.rows[0] and learned.rows[-1].mean_tokens != free.rows[-1].mean_tokens
+    assert (
+        learned.rows[0] == free.rows[0]
+        and learned.rows[-1].mean_tokens != free.rows[-1].mean_tokens
+    )
     assert train(Scheme("verl")) == free
 
 
@@ -223,12 +264,22 @@ def test_a_looser_bound_aborts_less_and_shortens_steps() -> None:
     def play(bound: int, train_token_s: float = 1e-4) -> AsyncResult:
         rng = np.random.default_rng(0)
         setting = AsyncSetting(
-            engine(slots=16), 2, groups=4, in_flight=8, bound=bound, train_token_s=1e-4, update_s=0.1
+            engine(slots=16),
+            2,
+            groups=4,
+            in_flight=8,
+            bound=bound,
+            train_token_s=1e-4,
+            update_s=0.1,
         )
-        return Asynchronous(setting, lambda: rng.lognormal(5.0, 0.8, 4).astype(np.int64) + 1, 12, 2).run()
+        return Asynchronous(
+            setting, lambda: rng.lognormal(5.0, 0.8, 4).astype(np.int64) + 1, 12, 2
+        ).run()
 
     tight, loose, free = play(1), play(3), play(100)
     assert tight.aborted_share > loose.aborted_share > free.aborted_share == 0.0
     assert tight.step_s > free.step_s
     assert tight.staleness <= 1.0 < free.staleness
-    assert play(0, train_token_s=1e-2).staleness == 0.0, "all that runs is started again with each update"
+    assert play(0, train_token_s=1e-2).staleness == 0.0, (
+        "all that runs is started again with each update"
+    )

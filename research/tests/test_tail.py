@@ -1,4 +1,5 @@
-"""`bench tail`: what a replay accepts, a cell of variants, its page, and what engines gain by batch."""
+"""`bench tail`: what a replay accepts, a cell of variants, its page, and what engines gain by
+batch."""
 
 import gzip
 import json
@@ -34,7 +35,12 @@ def sample(*turns: str, prompt: str = "", words: dict[str, int] | None = None) -
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     """A folder with two samples of one prompt, and one of a prompt without others."""
-    step = {"gen": "look up the user and book the flight", "tool": None, "obs": "done", "gen_tokens": 9}
+    step = {
+        "gen": "look up the user and book the flight",
+        "tool": None,
+        "obs": "done",
+        "gen_tokens": 9,
+    }
     rows = {
         TAU: [
             {
@@ -48,9 +54,13 @@ def data(tmp_path: Path) -> Path:
         ],
         SWEBENCH: [{"prompt_id": "b", "sample": 0, "prompt": "fix it", "steps": [step]}],
     }
-    for (name, of), file in zip(rows.items(), ("steps_text.jsonl.gz", "steps_text_trunc.jsonl.gz"), strict=True):
+    for (name, of), file in zip(
+        rows.items(), ("steps_text.jsonl.gz", "steps_text_trunc.jsonl.gz"), strict=True
+    ):
         (tmp_path / name).mkdir()
-        (tmp_path / name / file).write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in of).encode()))
+        (tmp_path / name / file).write_bytes(
+            gzip.compress("".join(json.dumps(row) + "\n" for row in of).encode())
+        )
     return tmp_path
 
 
@@ -59,13 +69,17 @@ def test_what_a_sample_repeats_is_accepted_and_what_is_new_is_not() -> None:
     text = "a b c d e f g h"
     fresh = sample(text, words=words)
     assert list(replay(fresh, [], 3)) == [1] * 7, "no token comes twice; the first is its prefill's"
-    assert list(replay(fresh, [sample(text, words=words)], 3)) == [4, 3], "three drafts and one more"
+    assert list(replay(fresh, [sample(text, words=words)], 3)) == [4, 3], (
+        "three drafts and one more"
+    )
     assert list(replay(sample(text, text), [], 11))[7:] == [7], "the second turn repeats the first"
     assert yield_of([], 3) == 1.0
 
 
 @given(st.lists(st.integers(0, 2), min_size=2, max_size=60), st.integers(1, 12))
-def test_a_replay_samples_every_token_and_its_draft_follows_the_longest_suffix(tokens: list[int], most: int) -> None:
+def test_a_replay_samples_every_token_and_its_draft_follows_the_longest_suffix(
+    tokens: list[int], most: int
+) -> None:
     one = sample(" ".join("abc"[token] for token in tokens))
     yielded = list(replay(one, [], most))
     assert sum(yielded) == len(one.tokens) - 2  # the first token, and what the tool said
@@ -102,7 +116,12 @@ async def test_a_cell_is_played_with_and_without_drafts_and_its_page_needs_the_j
     gains = find_gains(batches[0], speculation)
     assert {row["drafts"] for row in gains if row["gain"] == 1.0} <= {0}
     assert all(row["gain"] >= 1.0 for row in gains)
-    figures: dict[str, Any] = {"accelerator": "H200", "model": "Qwen3-14B", "seeds": [0, 1], "scale": None}
+    figures: dict[str, Any] = {
+        "accelerator": "H200",
+        "model": "Qwen3-14B",
+        "seeds": [0, 1],
+        "scale": None,
+    }
     figures |= {"accepted": accepted, "gains": gains, "cells": [row]}
     BENCH.write(figures, tmp_path)
     assert json.loads((tmp_path / "tail.json").read_text()) == figures

@@ -1,4 +1,5 @@
-"""The arithmetic of `treadle bench tools`, and its page where lines are held and where they are missed."""
+"""The arithmetic of `treadle bench tools`, and its page where lines are held and where they are
+missed."""
 
 import pytest
 from treadle_core.tools.action import CPU_CORES, Fixed
@@ -12,7 +13,8 @@ from treadle_bench.tools.trace import Asked, Call, Decisions, Record, Replay, Tr
 def replay(*completions: tuple[str, float, float]) -> Replay:
     """Of (trajectory, arrival, completion)."""
     traces = {
-        name: Trace(name, "coding", (Call(0.0, {CPU_CORES: Fixed(1)}, took_s),)) for name, _, took_s in completions
+        name: Trace(name, "coding", (Call(0.0, {CPU_CORES: Fixed(1)}, took_s),))
+        for name, _, took_s in completions
     }
     records = tuple(
         Record(Asked(traces[name], 0, arrived_s), arrived_s, 0.0, arrived_s + took_s, 1)
@@ -31,12 +33,17 @@ def test_windows_are_by_arrival() -> None:
 
 
 def test_seeds_give_a_median_and_its_range_and_one_gives_itself() -> None:
-    assert median_by_key([{"x": 1.0}, {"x": 9.0}, {"x": 2.0}]) == {"x": 2.0, "spread": {"x": [1.0, 9.0]}}
+    assert median_by_key([{"x": 1.0}, {"x": 9.0}, {"x": 2.0}]) == {
+        "x": 2.0,
+        "spread": {"x": [1.0, 9.0]},
+    }
     assert median_by_key([{"x": 1.0}]) == {"x": 1.0}
 
 
 def test_overhead_is_of_execution_and_counts_a_decision_for_each_that_waited_for_it() -> None:
-    found = overheads([DecisionSeconds([0.001, 0.003], 0.008, 10.0), DecisionSeconds([0.002], 0.002, 10.0)])
+    found = overheads(
+        [DecisionSeconds([0.001, 0.003], 0.008, 10.0), DecisionSeconds([0.002], 0.002, 10.0)]
+    )
     assert found["overhead_pct"] == pytest.approx(0.05)
     assert found["busy_pct"] == pytest.approx(0.03)
     assert found["decisions"] == 3.0

@@ -1,4 +1,5 @@
-"""`treadle bench tools --quick` as a person runs it: every key is there, with a page and a picture."""
+"""`treadle bench tools --quick` as a person runs it: every key is there, with a page and a
+picture."""
 
 import json
 import os
@@ -15,7 +16,13 @@ RUN_S = 300.0
 pytestmark = pytest.mark.timeout(400)
 
 KEYS = (
-    *("decision_p99_ms", "overhead_pct", "act_ratio_pod_1280", "act_ratio_min", "act_ratio_dop4_256"),
+    *(
+        "decision_p99_ms",
+        "overhead_pct",
+        "act_ratio_pod_1280",
+        "act_ratio_min",
+        "act_ratio_dop4_256",
+    ),
     *("act_ratio_dop16_1280", "gpu_fraction_same_act", "live_p50_ms", "live_p99_ms", "sessions_ok"),
 )
 
@@ -25,7 +32,9 @@ def run_quickly(folder: Path, **environ: str) -> dict[str, Any]:
     arguments = ["bench", "tools", "--quick", "--repeats", "1", "--json", "--pictures", str(folder)]
     command = [sys.executable, "-m", "treadle_cli", *arguments]
     env = {**os.environ, **environ}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, check=False, env=env)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=RUN_S, check=False, env=env
+    )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -44,7 +53,13 @@ def test_a_quick_run_prints_every_key_and_writes_its_page(tmp_path: Path) -> Non
 
 
 def test_without_a_sandbox_the_live_figures_are_null_and_it_says_why(tmp_path: Path) -> None:
-    found = run_quickly(tmp_path, PATH=str(tmp_path), PYTHONPATH=without_bubblewrap_wheel(tmp_path / "modules"))
-    assert {key for key in KEYS if found[key] is None} == {"live_p50_ms", "live_p99_ms", "sessions_ok"}
+    found = run_quickly(
+        tmp_path, PATH=str(tmp_path), PYTHONPATH=without_bubblewrap_wheel(tmp_path / "modules")
+    )
+    assert {key for key in KEYS if found[key] is None} == {
+        "live_p50_ms",
+        "live_p99_ms",
+        "sessions_ok",
+    }
     assert "bubblewrap is not installed" in found["live"]["missing"]
     assert "Nothing was measured live" in (tmp_path / "tools.md").read_text()

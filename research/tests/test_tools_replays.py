@@ -1,4 +1,5 @@
-"""Replays of action traces: everything runs once, nothing is handed out twice, pods share cores, models stay loaded."""
+"""Replays of action traces: everything runs once, nothing is handed out twice, pods share cores,
+models stay loaded."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,8 +26,26 @@ from treadle_bench.tools.coding import ACTIVE_SHARE, coding_batch
 from treadle_bench.tools.elastic_cores import ElasticCores, equal_machines
 from treadle_bench.tools.gpu_groups import ElasticGpus, LoadingGroups, StaticGroups
 from treadle_bench.tools.pods import PodRules, Pods, SharedCores
-from treadle_bench.tools.reward_models import DEGREES, JUDGE, Restoring, reading, scored_batch, services, teachers
-from treadle_bench.tools.trace import Asked, Call, Executor, Make, Record, Replay, StuckError, Trace, play
+from treadle_bench.tools.reward_models import (
+    DEGREES,
+    JUDGE,
+    Restoring,
+    reading,
+    scored_batch,
+    services,
+    teachers,
+)
+from treadle_bench.tools.trace import (
+    Asked,
+    Call,
+    Executor,
+    Make,
+    Record,
+    Replay,
+    StuckError,
+    Trace,
+    play,
+)
 
 GIB = 1 << 30
 
@@ -59,15 +78,21 @@ def batches(draw: st.DrawFn) -> tuple[Trace, ...]:
 
 def everything_ran_once(replay: Replay) -> None:
     ran = sorted((record.asked.trace.trajectory_id, record.asked.at) for record in replay.records)
-    assert ran == sorted((trace.trajectory_id, at) for trace in replay.traces for at in range(len(trace.calls)))
+    assert ran == sorted(
+        (trace.trajectory_id, at) for trace in replay.traces for at in range(len(trace.calls))
+    )
     for record in replay.records:
         assert record.asked.arrived_s <= record.started_s <= record.finished_s
-        assert record.completion_s == pytest.approx(record.queue_s + record.overhead_s + record.execution_s)
+        assert record.completion_s == pytest.approx(
+            record.queue_s + record.overhead_s + record.execution_s
+        )
 
 
 def most_at_once(records: Sequence[Record]) -> int:
     """Units held, an end before a beginning at the same time."""
-    edges = sorted([(r.finished_s, -r.units) for r in records] + [(r.started_s, r.units) for r in records])
+    edges = sorted(
+        [(r.finished_s, -r.units) for r in records] + [(r.started_s, r.units) for r in records]
+    )
     held, most = 0, 0
     for _, units in edges:
         held += units
@@ -87,20 +112,33 @@ def test_every_action_runs_once_on_cores_that_nobody_else_has_or_in_its_trajecto
     assert play(traces, elastic(nodes)).records == replay.records
     in_pods = play(traces, pods(equal_machines(2, 2, 8 * GIB)))
     everything_ran_once(in_pods)
-    assert all(record.execution_s >= record.asked.call.single_unit_s - 1e-6 for record in in_pods.records)
+    assert all(
+        record.execution_s >= record.asked.call.single_unit_s - 1e-6 for record in in_pods.records
+    )
 
 
 def test_commands_of_a_burst_run_in_the_order_of_their_arrival() -> None:
     traces = [Trace(f"t{index}", "coding", (command(1.0, 0.001 * index),)) for index in range(9)]
-    started = sorted(play(traces, elastic(equal_machines(1, 2, GIB))).records, key=lambda record: record.started_s)
-    assert [record.asked.trace.trajectory_id for record in started] == [f"t{index}" for index in range(9)]
+    started = sorted(
+        play(traces, elastic(equal_machines(1, 2, GIB))).records,
+        key=lambda record: record.started_s,
+    )
+    assert [record.asked.trace.trajectory_id for record in started] == [
+        f"t{index}" for index in range(9)
+    ]
 
 
 def test_a_trajectory_stays_where_its_memory_is_and_waits_for_it_without_passing_anybody() -> None:
-    """Two nodes with memory for one trajectory each: the third begins when one of the others has ended."""
-    traces = [Trace(f"t{index}", "coding", (command(2.0, 0.001 * index), command(2.0)), GIB) for index in range(4)]
+    """Two nodes with memory for one trajectory each: the third begins when one of the others has
+    ended."""
+    traces = [
+        Trace(f"t{index}", "coding", (command(2.0, 0.001 * index), command(2.0)), GIB)
+        for index in range(4)
+    ]
     replay = play(traces, elastic(equal_machines(2, 4, GIB)))
-    assert [replay.ends_s[trace.trajectory_id] for trace in traces] == pytest.approx([4.0, 4.0, 8.0, 8.0], abs=0.01)
+    assert [replay.ends_s[trace.trajectory_id] for trace in traces] == pytest.approx(
+        [4.0, 4.0, 8.0, 8.0], abs=0.01
+    )
 
 
 def test_a_reward_alone_gets_all_cores_that_help_it_and_a_pods_runs_on_one() -> None:
@@ -116,23 +154,36 @@ def test_a_reward_alone_gets_all_cores_that_help_it_and_a_pods_runs_on_one() -> 
 
 
 def test_pods_start_one_after_the_other_and_wait_where_requests_do_not_fit() -> None:
-    """One core is two pods; the third is bound when one of them leaves. One a second, and half a second each."""
+    """One core is two pods; the third is bound when one of them leaves. One a second, and half a
+    second each."""
     traces = [Trace(f"t{index}", "coding", (command(1.0),), 0) for index in range(3)]
-    replay = play(traces, pods(equal_machines(1, 1, GIB), binds_per_s=1e9, starts_per_s=1.0, start_s=0.5))
+    replay = play(
+        traces, pods(equal_machines(1, 1, GIB), binds_per_s=1e9, starts_per_s=1.0, start_s=0.5)
+    )
     assert [record.started_s for record in replay.records] == pytest.approx([1.5, 2.5, 3.0 + 1.0])
 
 
 def test_a_pod_that_is_late_is_given_up_and_asked_for_again() -> None:
     traces = [Trace(f"t{index}", "coding", (command(1.0),), 0) for index in range(2)]
-    patient_pods = partial(pods, equal_machines(1, 4, GIB), binds_per_s=1e9, starts_per_s=1.0, start_s=0.0)
-    patient, hasty = play(traces, patient_pods()), play(traces, patient_pods(ready_timeout_s=1.5, retry_s=1.0))
+    patient_pods = partial(
+        pods, equal_machines(1, 4, GIB), binds_per_s=1e9, starts_per_s=1.0, start_s=0.0
+    )
+    patient, hasty = (
+        play(traces, patient_pods()),
+        play(traces, patient_pods(ready_timeout_s=1.5, retry_s=1.0)),
+    )
     everything_ran_once(hasty)
     assert sorted(patient.ends_s.values()) == pytest.approx([2.0, 3.0])
     assert sorted(hasty.ends_s.values()) == pytest.approx([2.0, 4.5])
 
 
-@given(st.lists(st.tuples(st.floats(0.1, 10.0), st.sampled_from([1, 4])), min_size=1, max_size=12), st.integers(1, 8))
-def test_jobs_that_start_together_share_as_small_steps_would_have_it(jobs: list[tuple[float, int]], cores: int) -> None:
+@given(
+    st.lists(st.tuples(st.floats(0.1, 10.0), st.sampled_from([1, 4])), min_size=1, max_size=12),
+    st.integers(1, 8),
+)
+def test_jobs_that_start_together_share_as_small_steps_would_have_it(
+    jobs: list[tuple[float, int]], cores: int
+) -> None:
     """Against water filling worked out anew between any two ends."""
     shared: SharedCores[int] = SharedCores(cores)
     for index, (seconds, width) in enumerate(jobs):
@@ -158,7 +209,10 @@ def test_jobs_that_start_together_share_as_small_steps_would_have_it(jobs: list[
 
 
 def test_a_batch_acts_for_as_much_of_its_life_as_the_papers() -> None:
-    shares = [trace.single_unit_s / (trace.single_unit_s + trace.generation_s) for trace in coding_batch(1_024, 0)]
+    shares = [
+        trace.single_unit_s / (trace.single_unit_s + trace.generation_s)
+        for trace in coding_batch(1_024, 0)
+    ]
     assert sum(shares) / len(shares) == pytest.approx(ACTIVE_SHARE, abs=0.03)
 
 
@@ -171,7 +225,10 @@ def test_an_executor_that_forgets_an_action_is_caught() -> None:
 
 
 def test_tokens_of_a_trace_file_are_drawn_as_they_are() -> None:
-    works = [TrajectoryWork(f"p{length}", 0, 100, tuple(Step(50, 10, 1.0) for _ in range(length))) for length in (2, 5)]
+    works = [
+        TrajectoryWork(f"p{length}", 0, 100, tuple(Step(50, 10, 1.0) for _ in range(length)))
+        for length in (2, 5)
+    ]
     lengths = [len(trace.calls) for trace in coding_batch(32, 0, among=works)]
     assert set(lengths) == {3, 6}  # and the reward
 
@@ -180,7 +237,9 @@ NAMES = [*teachers(3), JUDGE]
 
 
 def pool(gpus: int) -> Make:
-    return lambda timeline, report: ElasticGpus(timeline, report, gpus, services(NAMES), Restoring())
+    return lambda timeline, report: ElasticGpus(
+        timeline, report, gpus, services(NAMES), Restoring()
+    )
 
 
 @pytest.mark.parametrize("gpus", [3, 8, 13])
@@ -205,15 +264,24 @@ def test_a_static_group_serves_its_own_model_alone_one_after_the_other() -> None
     other = Trace("b", "teacher-1", (reading("teacher-1", 8_000),))
     replay = play([*same, other], lambda timeline, report: StaticGroups(timeline, report, NAMES, 4))
     took_s = other.calls[0].seconds_on(4)
-    assert [record.finished_s for record in replay.records] == pytest.approx([took_s, took_s, 2 * took_s])
+    assert [record.finished_s for record in replay.records] == pytest.approx(
+        [took_s, took_s, 2 * took_s]
+    )
 
 
 def test_a_request_waits_for_its_model_only_where_that_is_sooner_than_loading_it() -> None:
-    """Two groups, one of which loads the model; who comes a moment later loads a copy of its own where that is fast."""
+    """Two groups, one of which loads the model; who comes a moment later loads a copy of its own
+    where that is fast."""
 
     def loaded(loading: Restoring, later_s: float) -> list[float]:
-        traces = [Trace(f"t{at}", "", (reading("teacher-0", 8_000),), starts_s=later_s * at) for at in range(2)]
-        return [r.overhead_s for r in play(traces, lambda t, r: LoadingGroups(t, r, 2, 4, loading)).records]
+        traces = [
+            Trace(f"t{at}", "", (reading("teacher-0", 8_000),), starts_s=later_s * at)
+            for at in range(2)
+        ]
+        return [
+            r.overhead_s
+            for r in play(traces, lambda t, r: LoadingGroups(t, r, 2, 4, loading)).records
+        ]
 
     slow, fast = Restoring(5e10, 1.0), Restoring(1e13, 0.0)
     assert loaded(slow, later_s=0.5) == [slow.seconds(4), 0.0]
@@ -225,7 +293,10 @@ TIGHT = Limits(concurrency=3, quota=10, period_s=5.0)
 
 def calling(count: int) -> list[Trace]:
     cost = manager_of(TIGHT, PROVIDER).cost()
-    return [Trace(f"t{index}", "search", (Call(0.0, cost, 1.0), Call(0.5, cost, 1.0))) for index in range(count)]
+    return [
+        Trace(f"t{index}", "search", (Call(0.0, cost, 1.0), Call(0.5, cost, 1.0)))
+        for index in range(count)
+    ]
 
 
 def test_the_manager_never_asks_for_more_than_the_provider_gives() -> None:
@@ -239,7 +310,9 @@ def test_the_manager_never_asks_for_more_than_the_provider_gives() -> None:
 
 def test_calls_that_nobody_manages_are_refused_tried_again_and_fail_in_the_end() -> None:
     provider = ProviderModel(TIGHT)
-    replay = play(calling(20), lambda timeline, report: UnmanagedCalls(timeline, report, provider, seed=0))
+    replay = play(
+        calling(20), lambda timeline, report: UnmanagedCalls(timeline, report, provider, seed=0)
+    )
     everything_ran_once(replay)
     failed = [record for record in replay.records if record.failed]
     assert failed
@@ -250,7 +323,11 @@ def test_calls_that_nobody_manages_are_refused_tried_again_and_fail_in_the_end()
 
 
 def test_batches_are_the_same_for_the_same_seed_and_refuse_to_be_empty() -> None:
-    makers: list[Callable[[int, int], object]] = [coding_batch, search_batch, partial(scored_batch, services=NAMES)]
+    makers: list[Callable[[int, int], object]] = [
+        coding_batch,
+        search_batch,
+        partial(scored_batch, services=NAMES),
+    ]
     for make in makers:
         assert make(8, 2) == make(8, 2) != make(8, 3)
         with pytest.raises(ValueError, match=r"at least|must be >= 1"):

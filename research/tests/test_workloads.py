@@ -18,7 +18,9 @@ def work(prompt_id: str, sample: int, *gen_tokens: int) -> TrajectoryWork:
 
 
 @pytest.mark.parametrize(("k", "c"), PRINTED)
-def test_the_formula_gives_what_was_printed_and_lies_above_the_mean_maximum(k: int, c: float) -> None:
+def test_the_formula_gives_what_was_printed_and_lies_above_the_mean_maximum(
+    k: int, c: float
+) -> None:
     assert longest_by_formula(k, c) == pytest.approx(PRINTED[k, c], abs=PRINTED_DIGIT)
     assert 1.2 * expected_longest(k, c) < longest_by_formula(k, c) < 1.7 * expected_longest(k, c)
 
@@ -43,14 +45,20 @@ async def test_what_is_drawn_agrees_with_the_integral(tmp_path: Path) -> None:
 
 def test_the_share_within_prompts_is_none_without_repeats_and_all_where_prompts_are_alike() -> None:
     assert within_prompt([work("p", 0, 5), work("q", 0, 50)]) is None
-    assert within_prompt([work("p", 0, 5), work("p", 1, 5), work("q", 0, 50), work("q", 1, 50)]) == 0.0
-    assert within_prompt([work("p", 0, 5), work("p", 1, 50), work("q", 0, 5), work("q", 1, 50)]) == 1.0
+    assert (
+        within_prompt([work("p", 0, 5), work("p", 1, 5), work("q", 0, 50), work("q", 1, 50)]) == 0.0
+    )
+    assert (
+        within_prompt([work("p", 0, 5), work("p", 1, 50), work("q", 0, 5), work("q", 1, 50)]) == 1.0
+    )
     assert within_prompt([work("p", 0, 5), work("p", 1, 5)]) == 0.0
 
 
 def test_a_description_counts_what_is_held_and_what_is_read() -> None:
     found = describe([work("p", 0, 20, 30), work("q", 0, 50)])
-    assert found["context_tokens"]["max"] == 160.0  # prompt, 50 generated, the first answer: nobody reads the last
+    assert (
+        found["context_tokens"]["max"] == 160.0
+    )  # prompt, 50 generated, the first answer: nobody reads the last
     assert found["prefill_over_decode"] == pytest.approx((160 + 150 - 100) / 100)
     assert (found["steps_mean"], found["tool_s_mean"]) == (1.5, 0.5)
     json.dumps(found)

@@ -1,1 +1,2 @@
-"""The figures of Treadle: what `treadle bench NAME` measures, writes and draws. A folder a figure."""
+"""The figures of Treadle: what `treadle bench NAME` measures, writes and draws. A folder a
+figure."""

@@ -1,6 +1,8 @@
-"""A bench: its name, what it measures and how its figures become a page and a picture; and the options of all benches.
+"""A bench: its name, what it measures and how its figures become a page and a picture; and the
+options of all benches.
 
-Invariant: a bench prints nothing on stdout, starts what it needs and stops everything that it started.
+Invariant: a bench prints nothing on stdout, starts what it needs and stops everything that it
+started.
 """
 
 import asyncio
@@ -23,14 +25,15 @@ Figures = Mapping[str, Any]  # what a bench measured, as it is written to its JS
 class BenchOptions:
     """What the command line says. A bench reads the options that its help names.
 
-    plan: the engines to start, None where the bench starts none. seed: of prompts and workloads. repeats: of each
-    measurement. traces: a trace file (docs/traces.md) to use instead of the bench's own workload. data: a folder of
-    public traces and engine measurements. pictures: the folder for page, picture and JSON; None: write none. progress:
-    where progress is printed. hurry: set when child processes must stop at once. scale: fraction of a simulated
-    figure's GPUs and trajectories, None for the bench's default. workers: processes that simulate at once. model: the
-    folder or hub name of a model that a bench loads itself. quick: small sizes, to see whether the bench works.
-    earlier: the figures of a run that was stopped, whose finished cells are not measured again (real). profiles: the
-    folder to write the simulator's engines to (fit).
+    plan: the engines to start, None where the bench starts none. seed: of prompts and workloads.
+    repeats: of each measurement. traces: a trace file (docs/traces.md) to use instead of the
+    bench's own workload. data: a folder of public traces and engine measurements. pictures: the
+    folder for page, picture and JSON; None: write none. progress: where progress is printed. hurry:
+    set when child processes must stop at once. scale: fraction of a simulated figure's GPUs and
+    trajectories, None for the bench's default. workers: processes that simulate at once. model: the
+    folder or hub name of a model that a bench loads itself. quick: small sizes, to see whether the
+    bench works. earlier: the figures of a run that was stopped, whose finished cells are not
+    measured again (real). profiles: the folder to write the simulator's engines to (fit).
     """
 
     plan: EnginePlan | None = None
@@ -63,9 +66,10 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class Bench:
-    """One figure. summary: its line of help. measure: gives the figures. engines: how many it starts; each takes a core
-    where there is no GPU. page: gives the values that the template `pages/<name>.md.j2` needs beside the figures; None:
-    no page. draw: writes the picture to a file."""
+    """One figure. summary: its line of help. measure: gives the figures. engines: how many it
+    starts; each takes a core where there is no GPU. page: gives the values that the template
+    `pages/<name>.md.j2` needs beside the figures; None: no page. draw: writes the picture to a
+    file."""
 
     name: str
     summary: str
@@ -75,8 +79,8 @@ class Bench:
     draw: Callable[[Figures, Path], None] | None = None
 
     async def run(self, options: BenchOptions) -> dict[str, Any]:
-        """Measure, and write JSON, page and picture where `options.pictures` names a folder and the bench has a
-        page."""
+        """Measure, and write JSON, page and picture where `options.pictures` names a folder and the
+        bench has a page."""
         figures = await self.measure(options)
         if options.pictures is not None and self.page is not None:
             self.write(figures, options.pictures)
@@ -88,6 +92,8 @@ class Bench:
             raise ValueError(f"bench {self.name} has no page")
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{self.name}.json").write_text(json.dumps(figures, indent=1) + "\n")
-        (folder / f"{self.name}.md").write_text(render(self.name, {**figures, **self.page(figures)}))
+        (folder / f"{self.name}.md").write_text(
+            render(self.name, {**figures, **self.page(figures)})
+        )
         if self.draw is not None:
             self.draw(figures, folder / f"{self.name}.png")

@@ -1,4 +1,5 @@
-"""The command `treadle bench`: all benches, and the command line that runs one and prints its figures.
+"""The command `treadle bench`: all benches, and the command line that runs one and prints its
+figures.
 
 `treadle` finds `app` through the entry point "bench" of the group "treadle.commands".
 """
@@ -96,27 +97,43 @@ BENCHES: Mapping[str, Bench] = {
 @app.command(context_settings=PASS_FLAGS)
 def bench(
     ctx: typer.Context,
-    name: Annotated[str, typer.Argument(help="Which figure; without it the names are listed.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    name: Annotated[
+        str, typer.Argument(help="Which figure; without it the names are listed.")
+    ] = "",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
+    ] = False,
     seed: Seed = 0,
     repeats: Annotated[int, typer.Option(min=1, help="Times that each measurement is made.")] = 5,
-    traces: Annotated[Path | None, typer.Option(help="Trace file to run on, see docs/traces.md.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder of public traces and engine measurements.")] = None,
+    traces: Annotated[
+        Path | None, typer.Option(help="Trace file to run on, see docs/traces.md.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of public traces and engine measurements.")
+    ] = None,
     pictures: Annotated[Path | None, typer.Option(help="Folder to draw into.")] = None,
     scale: Annotated[
-        float | None, typer.Option(min=0.01, max=1.0, help="Part of a simulated figure's GPUs and trajectories.")
+        float | None,
+        typer.Option(min=0.01, max=1.0, help="Part of a simulated figure's GPUs and trajectories."),
     ] = None,
     redraw: Annotated[
-        Path | None, typer.Option(help="JSON of an earlier run, to draw into --pictures again without measuring.")
+        Path | None,
+        typer.Option(
+            help="JSON of an earlier run, to draw into --pictures again without measuring."
+        ),
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="JSON of a run that was stopped: its finished cells are kept (real).")
+        Path | None,
+        typer.Option(help="JSON of a run that was stopped: its finished cells are kept (real)."),
     ] = None,
     profiles: Annotated[
         Path | None, typer.Option(help="Folder to write the simulator's engine profiles to (fit).")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small sizes: whether it runs, not what it says (tools, shaping).")
+        bool,
+        typer.Option(
+            "--quick", help="Small sizes: whether it runs, not what it says (tools, shaping)."
+        ),
     ] = False,
     slots: Slots = DEFAULT_SLOTS,
     model: Model = DEFAULT_MODEL,
@@ -127,7 +144,11 @@ def bench(
     """
     if name not in BENCHES:
         known = "\n".join(f"  {bench.name}: {bench.summary}" for bench in BENCHES.values())
-        exits.end(UsageProblem(f"{f'there is no bench {name!r}; ' if name else ''}the benches are\n{known}"))
+        exits.end(
+            UsageProblem(
+                f"{f'there is no bench {name!r}; ' if name else ''}the benches are\n{known}"
+            )
+        )
     chosen = BENCHES[name]
     figures: dict[str, Any] = {}
     if redraw is not None:
@@ -165,7 +186,9 @@ def _read_figures(option: str, file: Path) -> Figures:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         exits.end(UsageProblem(f"{option} {file}: {error}"))
     if not isinstance(figures, dict):
-        exits.end(UsageProblem(f"{option} {file}: is no JSON object; give the file that a bench wrote"))
+        exits.end(
+            UsageProblem(f"{option} {file}: is no JSON object; give the file that a bench wrote")
+        )
     return figures
 
 

@@ -1,4 +1,5 @@
-"""Moves of trajectories between the engines of a live mesh, asked of the migrator as the scheduler asks it."""
+"""Moves of trajectories between the engines of a live mesh, asked of the migrator as the scheduler
+asks it."""
 
 import uuid
 from collections.abc import Mapping, Sequence
@@ -24,8 +25,8 @@ async def move_away(
     trajectory: Trajectory,
     infos: Mapping[str, EngineInfo],
 ) -> migrator_pb2.Migration:
-    """Move a trajectory to the other of two engines; returns when the migration has ended. Raises ValueError where it
-    failed."""
+    """Move a trajectory to the other of two engines; returns when the migration has ended. Raises
+    ValueError where it failed."""
     asked = scheduler_pb2.GetTrajectoryRequest(trajectory_id=trajectory.trajectory_id)
     owned = (await scheduler.GetTrajectory(asked, timeout=CALL_TIMEOUT_S)).trajectory
     source = infos[owned.engine_id]
@@ -35,7 +36,8 @@ async def move_away(
         trajectory_id=trajectory.trajectory_id,
         source=migrator_pb2.Endpoint(engine_id=source.engine_id, address=source.address),
         target=migrator_pb2.Endpoint(engine_id=target.engine_id, address=target.address),
-        expected_revision=owned.revision,  # above 1 where a plan chose another engine before the first step
+        # above 1 where a plan chose another engine before the first step
+        expected_revision=owned.revision,
         cache_salt=source.weight_version,
         allow_prefill=True,
         give_up_after=Duration(seconds=int(CALL_TIMEOUT_S)),

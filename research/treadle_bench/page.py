@@ -1,7 +1,9 @@
-"""Pages of figures: fills `pages/<name>.md.j2` with the figures of a run. Templates hold words and tables.
+"""Pages of figures: fills `pages/<name>.md.j2` with the figures of a run. Templates hold words and
+tables.
 
-A template sees the keys of the bench's JSON, what the bench prepares for its page, and the names below. A name that is
-missing is an error. `MACHINE` describes where the committed results were made.
+A template sees the keys of the bench's JSON, what the bench prepares for its page, and the names
+below. A name that is missing is an error. `MACHINE` describes where the committed results were
+made.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +15,8 @@ MACHINE = "2 cores of an AMD EPYC, no accelerator: everything is simulated"
 
 
 def render(name: str, values: Mapping[str, Any]) -> str:
-    """The page of bench `name` in Markdown. Raises jinja2.UndefinedError for a value that its template needs."""
+    """The page of bench `name` in Markdown. Raises jinja2.UndefinedError for a value that its
+    template needs."""
     return _templates.get_template(f"{name}.md.j2").render(values, name=name)
 
 
@@ -24,7 +27,11 @@ def seconds(value: float) -> str:
 
 def ratio(value: float, spread: Sequence[float] | None = None) -> str:
     """As in 1.24 or 1.24 (1.19–1.30)."""
-    return f"{value:.2f} ({value_range(spread)})" if spread and spread[0] < spread[1] else f"{value:.2f}"
+    return (
+        f"{value:.2f} ({value_range(spread)})"
+        if spread and spread[0] < spread[1]
+        else f"{value:.2f}"
+    )
 
 
 def value_range(values: Iterable[float]) -> str:
@@ -35,7 +42,8 @@ def value_range(values: Iterable[float]) -> str:
 
 def ratios_to(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> str:
     """Range of the ratios of an ablation to its variants `names`, as in 1.02–1.31×."""
-    return f"{value_range(row['ratio_to'][name] for row in rows for name in names if name in row['ratio_to'])}×"
+    ratios = [row["ratio_to"][name] for row in rows for name in names if name in row["ratio_to"]]
+    return f"{value_range(ratios)}×"
 
 
 def describe_seeds(seeds: Sequence[int]) -> str:
@@ -46,7 +54,10 @@ def describe_seeds(seeds: Sequence[int]) -> str:
 def command(name: str, seeds: Sequence[int], repeats: int, scale: float | None = None) -> str:
     """The command that printed the figures."""
     scaled = "" if scale is None else f" --scale {scale:g}"
-    return f"treadle bench {name} --seed {seeds[0]} --repeats {repeats}{scaled} --pictures research/results"
+    return (
+        f"treadle bench {name} --seed {seeds[0]} --repeats {repeats}{scaled} --pictures "
+        "research/results"
+    )
 
 
 def heading(cells: Iterable[object]) -> str:
@@ -69,7 +80,12 @@ _templates = Environment(
     autoescape=False,
 )
 _templates.globals |= {"machine": MACHINE, "command": command, "heading": heading, "row": row}
-_templates.filters |= {"seconds": seconds, "ratio": ratio, "ratios_to": ratios_to, "seeds": describe_seeds}
+_templates.filters |= {
+    "seconds": seconds,
+    "ratio": ratio,
+    "ratios_to": ratios_to,
+    "seeds": describe_seeds,
+}
 _templates.filters |= {
     "fixed": lambda value, digits=2: f"{value:,.{digits}f}",
     "percent": lambda value, digits=0: f"{value:.{digits}%}",

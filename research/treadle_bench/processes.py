@@ -1,5 +1,5 @@
-"""Child processes of the benches that measure live: a mesh with engines, or one service with NATS, in a temporary
-folder. They are stopped and the folder is removed when the block ends."""
+"""Child processes of the benches that measure live: a mesh with engines, or one service with NATS,
+in a temporary folder. They are stopped and the folder is removed when the block ends."""
 
 import sys
 import tempfile
@@ -8,7 +8,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from treadle_cli.mesh.engines import Engine, EnginePlan, place_kv, prepare_model, start_engines, until_healthy
+from treadle_cli.mesh.engines import (
+    Engine,
+    EnginePlan,
+    place_kv,
+    prepare_model,
+    start_engines,
+    until_healthy,
+)
 from treadle_cli.mesh.mesh import Mesh, MeshPlan, StartBoard
 from treadle_cli.mesh.ports import HOST
 from treadle_cli.mesh.processes import ProcessTree
@@ -22,12 +29,19 @@ SERVICE_STAGE = 2  # the service is stopped before NATS
 
 @asynccontextmanager
 async def run_mesh(
-    engines: EnginePlan, options: BenchOptions, *, secure: bool = False, front_door: bool = False, probes: bool = True
+    engines: EnginePlan,
+    options: BenchOptions,
+    *,
+    secure: bool = False,
+    front_door: bool = False,
+    probes: bool = True,
 ) -> AsyncIterator[Mesh]:
-    """A mesh on this machine. secure: with certificates. front_door: with a gateway. probes: of idle engines, by their
-    sidecars. Raises ProcessError."""
+    """A mesh on this machine. secure: with certificates. front_door: with a gateway. probes: of
+    idle engines, by their sidecars. Raises ProcessError."""
     async with run_tree(options) as (tree, folder):
-        plan = MeshPlan(engines, folder / "state", secure=secure, front_door=front_door, probes=probes)
+        plan = MeshPlan(
+            engines, folder / "state", secure=secure, front_door=front_door, probes=probes
+        )
         with StartBoard(options.progress) as board:
             mesh = await Mesh.start(plan, tree, board)
         yield mesh
@@ -53,12 +67,20 @@ class Service:
 
 @asynccontextmanager
 async def run_service(name: str, options: BenchOptions, **settings: str) -> AsyncIterator[Service]:
-    """One service without the rest of the mesh. settings: in upper case, without the prefix. Raises ProcessError."""
+    """One service without the rest of the mesh. settings: in upper case, without the prefix. Raises
+    ProcessError."""
     async with run_tree(options) as (tree, folder):
         _, nats_url = await start_nats(tree, folder)
-        own = {"LISTEN": f"{HOST}:0", "READY_FILE": str(folder / "ready.json"), "NATS_URL": nats_url, **settings}
+        own = {
+            "LISTEN": f"{HOST}:0",
+            "READY_FILE": str(folder / "ready.json"),
+            "NATS_URL": nats_url,
+            **settings,
+        }
         env = {f"TREADLE_{name.upper()}_{key}": value for key, value in own.items()}
-        child = tree.start(name, [sys.executable, "-m", f"treadle_{name}"], env, stage=SERVICE_STAGE)
+        child = tree.start(
+            name, [sys.executable, "-m", f"treadle_{name}"], env, stage=SERVICE_STAGE
+        )
         ready = await read_ready_file(child, folder, "ready.json", START_TIMEOUT_S)
         yield Service(str(ready["address"]), nats_url)
 

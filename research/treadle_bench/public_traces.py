@@ -1,19 +1,19 @@
 """Reads four public data sets as trajectories, from a folder that the caller names.
 
-A trajectory that was cut by a limit or an error is censored. What a source does not say is filled by a rule that stands
-here, drawn from the seed. Every step generates at least one token. Field names are the sources'
-own, cleaned; a line that lacks one raises PublicTraceError.
+A trajectory that was cut by a limit or an error is censored. What a source does not say is filled
+by a rule that stands here, drawn from the seed. Every step generates at least one token. Field
+names are the sources' own, cleaned; a line that lacks one raises PublicTraceError.
 
 | source | tokens of a step | answer of a tool | seconds of a tool |
 |---|---|---|---|
-| mcpmark | totals only: split over its turns with log-normal weights | what the sum of inputs leaves | none: drawn |
+| mcpmark | totals, split with log-normal weights | what the sum of inputs leaves | drawn |
 | swebench | as counted | as counted | time between responses less the time to generate |
 | tau | as counted | as counted | none: drawn |
 | claude code | as counted | growth of the input beyond the output | the gap before the next call |
 
-mcpmark: one prompt is one task under one model. claude code: one trajectory is one episode, from a human's text to the
-end of the turn; sub-agents are inside the tool gap of their parent. Drawn tool seconds are those of the parametric
-coding agent.
+mcpmark: one prompt is one task under one model. claude code: one trajectory is one episode, from a
+human's text to the end of the turn; sub-agents are inside the tool gap of their parent. Drawn tool
+seconds are those of the parametric coding agent.
 """
 
 import gzip
@@ -32,19 +32,21 @@ from treadle_sim.workloads.workload import Step, TrajectoryWork
 # Spread of ln tokens among the steps of a trajectory: 1.19 over 500 coding runs.
 STEP_TOKENS_SIGMA = 1.2
 
-# The time to generate in `swebench`, whose intervals include the tool: the 20th percentiles of 19,663 intervals, in
-# forty bins of output length, lie on this line. Intervals are whole seconds.
+# The time to generate in `swebench`, whose intervals include the tool: the 20th percentiles of
+# 19,663 intervals, in forty bins of output length, lie on this line. Intervals are whole seconds.
 SWEBENCH_FIXED_S = 2.0
 SWEBENCH_TOKEN_S = 0.0093
 
-# `mcpmark` has the input of all turns together, not of the first: this is what a turn of runs of at most three turns
-# reads, the median for two services, and for the third, whose answers are long, the lower quartile.
+# `mcpmark` has the input of all turns together, not of the first: this is what a turn of runs of at
+# most three turns reads, the median for two services, and for the third, whose answers are long,
+# the lower quartile.
 MCPMARK_PROMPT_TOKENS = {"filesystem": 1_500, "postgres": 2_000, "github": 9_500}
-# A choice: the airline's policy and the descriptions of its tools, which the source leaves out, and a first request.
+# A choice: the airline's policy and the descriptions of its tools, which the source leaves out, and
+# a first request.
 TAU_PROMPT_TOKENS = 3_000
 
-# Gaps of `claude code` include the wait for a human's approval: 7% are longer than a command's default timeout there,
-# and are cut to it.
+# Gaps of `claude code` include the wait for a human's approval: 7% are longer than a command's
+# default timeout there, and are cut to it.
 LONGEST_TOOL_S = 120.0
 
 TOOL_LLM = "qwen3-14b"  # its coding tool times are drawn if the source has none
@@ -57,7 +59,8 @@ class PublicTraceError(UsageProblem):
 
 
 def read_public(name: str, data: Path, seed: int = 0) -> tuple[TrajectoryWork, ...]:
-    """The trajectories of one of SOURCES under `data`. Raises PublicTraceError, and OSError for a missing file."""
+    """The trajectories of one of SOURCES under `data`. Raises PublicTraceError, and OSError for a
+    missing file."""
     if name not in SOURCES:
         raise PublicTraceError(f"no source {name!r}, only {', '.join(SOURCES)}")
     file, convert = SOURCES[name]
@@ -68,9 +71,14 @@ def read_public(name: str, data: Path, seed: int = 0) -> tuple[TrajectoryWork, .
             try:
                 works += convert(json.loads(text), seed)
             except (KeyError, TypeError, json.JSONDecodeError) as error:
-                raise PublicTraceError(f"{path}: line {number}: {type(error).__name__}: {error}") from error
+                raise PublicTraceError(
+                    f"{path}: line {number}: {type(error).__name__}: {error}"
+                ) from error
     texts = _task_texts(data) if name == "mcpmark" else {}
-    return tuple(replace(work, prompt=texts.get(work.prompt_id.partition("/")[2], work.prompt)) for work in works)
+    return tuple(
+        replace(work, prompt=texts.get(work.prompt_id.partition("/")[2], work.prompt))
+        for work in works
+    )
 
 
 def _task_texts(data: Path) -> dict[str, str]:
@@ -92,7 +100,8 @@ def mcpmark(row: Row, seed: int) -> Iterator[TrajectoryWork]:
     rng = _rng(seed, f"{prompt_id}/{sample}")
     weights = np.exp(STEP_TOKENS_SIGMA * rng.standard_normal(turns))
     gen = split(np.array([out_tokens]), np.array([turns]), weights).tolist()
-    # The inputs of all turns add up to the prompt, `turns` times, and what each turn added, as often as turns follow.
+    # The inputs of all turns add up to the prompt, `turns` times, and what each turn added, as
+    # often as turns follow.
     follow = turns * (turns - 1) // 2
     own = sum(tokens * (turns - 1 - at) for at, tokens in enumerate(gen))
     prompt_tokens = MCPMARK_PROMPT_TOKENS[row["service"]]
@@ -111,7 +120,9 @@ def mcpmark(row: Row, seed: int) -> Iterator[TrajectoryWork]:
 def swebench(row: Row, seed: int) -> Iterator[TrajectoryWork]:
     """One run."""
     del seed  # nothing is drawn
-    steps = [_step_of(step, step["obs_tokens_smol"], _tool_of_interval(step)) for step in row["steps"]]
+    steps = [
+        _step_of(step, step["obs_tokens_smol"], _tool_of_interval(step)) for step in row["steps"]
+    ]
     if steps:
         # The answer to the last step is the whole patch, which no further step reads.
         steps[-1] = replace(steps[-1], obs_tokens=0, obs_text="")
@@ -119,21 +130,33 @@ def swebench(row: Row, seed: int) -> Iterator[TrajectoryWork]:
         censored = row["exit"] != "Submitted"
         reward = float(row["reward"])
         yield TrajectoryWork(
-            row["prompt_id"], row["sample"], prompt_tokens, tuple(steps), reward, censored, prompt=row["prompt"]
+            row["prompt_id"],
+            row["sample"],
+            prompt_tokens,
+            tuple(steps),
+            reward,
+            censored,
+            prompt=row["prompt"],
         )
 
 
 def tau(row: Row, seed: int) -> Iterator[TrajectoryWork]:
-    """One conversation; the simulated user is a tool. Its prompt is what that user says first: the agent never sees the
-    user's own instructions, which the source has too."""
+    """One conversation; the simulated user is a tool. Its prompt is what that user says first: the
+    agent never sees the user's own instructions, which the source has too."""
     if row["steps"]:
         rng = _rng(seed, f"{row['prompt_id']}/{row['sample']}")
         tool_s = _tool_s(rng, len(row["steps"]))
         steps = tuple(
-            _step_of(step, step["obs_tokens"], seconds) for step, seconds in zip(row["steps"], tool_s, strict=True)
+            _step_of(step, step["obs_tokens"], seconds)
+            for step, seconds in zip(row["steps"], tool_s, strict=True)
         )
         yield TrajectoryWork(
-            row["prompt_id"], row["sample"], TAU_PROMPT_TOKENS, steps, float(row["reward"]), prompt=row["first_user"]
+            row["prompt_id"],
+            row["sample"],
+            TAU_PROMPT_TOKENS,
+            steps,
+            float(row["reward"]),
+            prompt=row["first_user"],
         )
 
 
@@ -161,15 +184,22 @@ def _episode(prompt_id: str, calls: list[Row]) -> TrajectoryWork:
             obs = max(0, following["in_tokens"] - call["in_tokens"] - gen)
             tool_s = min(max(0.0, float(following["gap_before_s"])), LONGEST_TOOL_S)
         steps.append(Step(gen, obs, tool_s))
-    # An episode whose last call asked for a tool was left before the tool answered. For many the source does not say
-    # why they stopped: those count as their own end.
+    # An episode whose last call asked for a tool was left before the tool answered. For many the
+    # source does not say why they stopped: those count as their own end.
     return TrajectoryWork(
-        prompt_id, 0, max(1, calls[0]["in_tokens"]), tuple(steps), None, censored=calls[-1]["stop"] == "tool_use"
+        prompt_id,
+        0,
+        max(1, calls[0]["in_tokens"]),
+        tuple(steps),
+        None,
+        censored=calls[-1]["stop"] == "tool_use",
     )
 
 
 def _step_of(step: Row, obs_tokens: int | None, tool_s: float) -> Step:
-    return Step(max(1, step["gen_tokens"]), obs_tokens or 0, tool_s, step["gen"] or "", step["obs"] or "")
+    return Step(
+        max(1, step["gen_tokens"]), obs_tokens or 0, tool_s, step["gen"] or "", step["obs"] or ""
+    )
 
 
 def _tool_of_interval(step: Row) -> float:

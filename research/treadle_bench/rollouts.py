@@ -1,7 +1,9 @@
-"""Simulated rollouts for the figures: plays jobs in child processes and keeps what the figures need of each.
+"""Simulated rollouts for the figures: plays jobs in child processes and keeps what the figures need
+of each.
 
-A Batch says which trajectories run on which GPUs. A Batch and a Job are small and can be pickled; each process makes
-the trajectories itself. The same job gives the same figures in any process and in any order.
+A Batch says which trajectories run on which GPUs. A Batch and a Job are small and can be pickled;
+each process makes the trajectories itself. The same job gives the same figures in any process and
+in any order.
 """
 
 import asyncio
@@ -32,7 +34,8 @@ ACCELERATOR = "H200"
 DEGREES = (1, 2, 4, 8)  # GPUs of an engine
 GPUS = 64  # Heddle's testbed
 SAMPLES = parametric.SAMPLES
-SLOTS = 100  # sequences that decode at once for each GPU of an engine; Heddle's batch size of a rollout worker
+# sequences that decode at once for each GPU of an engine; Heddle's batch size of a rollout worker
+SLOTS = 100
 SMALL_SCALE = 0.25  # of GPUs and trajectories, where many seeds are played
 TRACES = "traces"  # name of the workload of --traces
 SETTINGS_CACHED = 4
@@ -41,9 +44,10 @@ PARTS = ("prefill_s", "decode_s", "tool_s", "move_s")  # of a trajectory's time,
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """`prompts` x SAMPLES trajectories for `gpus` GPUs: of a named workload, of a trace file, or, with `data`, of a
-    public source in that folder. slots: of a GPU. tool_share: tools take this share of their time. host_share: KV that
-    an engine's host keeps, for each token in the engine's memory. speculation: of all engines.
+    """`prompts` x SAMPLES trajectories for `gpus` GPUs: of a named workload, of a trace file, or,
+    with `data`, of a public source in that folder. slots: of a GPU. tool_share: tools take this
+    share of their time. host_share: KV that an engine's host keeps, for each token in the engine's
+    memory. speculation: of all engines.
     """
 
     workload: str
@@ -75,9 +79,9 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What is kept of a rollout. engines: as in "8x1 + 1x8 H200". last, longest: seconds by part of the trajectory that
-    ended last, and of that with most tokens. prefilled_tokens: by all prefills. took_s: wall seconds of the simulation.
-    finished_s: of each trajectory."""
+    """What is kept of a rollout. engines: as in "8x1 + 1x8 H200". last, longest: seconds by part of
+    the trajectory that ended last, and of that with most tokens. prefilled_tokens: by all prefills.
+    took_s: wall seconds of the simulation. finished_s: of each trajectory."""
 
     makespan_s: float
     tokens_per_s: float
@@ -93,12 +97,21 @@ class Played:
 
 
 def find_bound(batch: Batch) -> dict[str, Any]:
-    """`bound_s`: the makespan that no schedule beats. `bound_by`: what sets it, all `work` together, the longest
-    trajectory (`tail`), or its `tools`. `work_s`, `alone_s`: seconds of all work, and of the longest trajectory."""
+    """`bound_s`: the makespan that no schedule beats. `bound_by`: what sets it, all `work`
+    together, the longest trajectory (`tail`), or its `tools`. `work_s`, `alone_s`: seconds of all
+    work, and of the longest trajectory."""
     setting = setting_of(batch)
-    usable = [model for model in setting.models if model.kv_tokens > 0 and model.gpus <= setting.gpus]
-    longest_s, all_s = longest_alone_s(setting.workload, usable), work_s(setting.workload, usable, setting.gpus)
-    longest = max(setting.workload.trajectories, key=lambda work: min(alone_s(work, model) for model in usable))
+    usable = [
+        model for model in setting.models if model.kv_tokens > 0 and model.gpus <= setting.gpus
+    ]
+    longest_s, all_s = (
+        longest_alone_s(setting.workload, usable),
+        work_s(setting.workload, usable, setting.gpus),
+    )
+    longest = max(
+        setting.workload.trajectories,
+        key=lambda work: min(alone_s(work, model) for model in usable),
+    )
     tail = "tools" if longest.tool_s > 0.5 * longest_s else "tail"
     return {
         "bound_s": lower_bound_s(setting.workload, setting.models, setting.gpus),
@@ -110,11 +123,18 @@ def find_bound(batch: Batch) -> dict[str, Any]:
 
 @lru_cache(maxsize=SETTINGS_CACHED)
 def setting_of(batch: Batch) -> Setting:
-    """The batch for the simulator, with an earlier epoch of the same prompts from which engines are planned. Raises
-    TraceFileError, PublicTraceError, OSError, UnknownWorkloadError and UnknownEngineError."""
-    models = tuple(engine_model(batch.llm, ACCELERATOR, degree, batch.slots * degree) for degree in DEGREES)
+    """The batch for the simulator, with an earlier epoch of the same prompts from which engines are
+    planned. Raises TraceFileError, PublicTraceError, OSError, UnknownWorkloadError and
+    UnknownEngineError."""
     models = tuple(
-        replace(model, host_kv_tokens=int(batch.host_share * model.kv_tokens), speculation=batch.speculation)
+        engine_model(batch.llm, ACCELERATOR, degree, batch.slots * degree) for degree in DEGREES
+    )
+    models = tuple(
+        replace(
+            model,
+            host_kv_tokens=int(batch.host_share * model.kv_tokens),
+            speculation=batch.speculation,
+        )
         for model in models
     )
     size = (batch.prompts, SAMPLES, batch.seed)
@@ -125,11 +145,16 @@ def setting_of(batch: Batch) -> Setting:
         works = read_traces(batch.traces)
     if works:
         works = tuple(_shorten_tools(work, batch.tool_share) for work in works)
-        caps = {"max_gen_tokens": parametric.MAX_GEN_TOKENS, "max_context_tokens": parametric.MAX_CONTEXT_TOKENS}
+        caps = {
+            "max_gen_tokens": parametric.MAX_GEN_TOKENS,
+            "max_context_tokens": parametric.MAX_CONTEXT_TOKENS,
+        }
         now, before = (resample(works, *size, epoch=epoch, name=TRACES, **caps) for epoch in (0, 1))
     else:
         llm = batch.llm.lower()
-        now, before = (parametric.make(batch.workload, *size, epoch=epoch, llm=llm) for epoch in (0, 1))
+        now, before = (
+            parametric.make(batch.workload, *size, epoch=epoch, llm=llm) for epoch in (0, 1)
+        )
     return Setting(now, batch.gpus, models, before.trajectories, seed=batch.seed)
 
 
@@ -139,7 +164,9 @@ def _read_source(name: str, data: Path) -> tuple[TrajectoryWork, ...]:
 
 
 def _shorten_tools(work: TrajectoryWork, share: float) -> TrajectoryWork:
-    return replace(work, steps=tuple(replace(step, tool_s=step.tool_s * share) for step in work.steps))
+    return replace(
+        work, steps=tuple(replace(step, tool_s=step.tool_s * share) for step in work.steps)
+    )
 
 
 def play_job(job: Job) -> Played:
@@ -166,7 +193,8 @@ def play_job(job: Job) -> Played:
 
 
 def _split_times(times: Times) -> dict[str, float]:
-    """Seconds by part. queue_s is what no other part explains: in an engine's queue, before admission, on the way."""
+    """Seconds by part. queue_s is what no other part explains: in an engine's queue, before
+    admission, on the way."""
     queue_s = times.finished_s - times.prefill_s - times.decode_s - times.tool_s - times.move_s
     return {"queue_s": queue_s, **{part: getattr(times, part) for part in PARTS}}
 
@@ -174,13 +202,20 @@ def _split_times(times: Times) -> dict[str, float]:
 async def play_all(jobs: Iterable[Job], options: BenchOptions, what: str) -> dict[Job, Played]:
     """Play the jobs, `options.workers` at a time. With one worker: in this process."""
     ahead = list(dict.fromkeys(jobs))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=options.progress, transient=True) as progress:
         task = progress.add_task(what, total=len(ahead))
         if options.workers <= 1:
             return {job: play_job(job) for job in progress.track(ahead, task_id=task)}
         loop = asyncio.get_running_loop()
-        with ProcessPoolExecutor(options.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        with ProcessPoolExecutor(
+            options.workers, mp_context=multiprocessing.get_context("spawn")
+        ) as pool:
 
             async def play_one(job: Job) -> Played:
                 played = await loop.run_in_executor(pool, play_job, job)
@@ -192,8 +227,11 @@ async def play_all(jobs: Iterable[Job], options: BenchOptions, what: str) -> dic
         return {job: task.result() for job, task in tasks.items()}
 
 
-def batch_for(workload: str, llm: str, scale: float, seed: int, options: BenchOptions, *, degree: int = 1) -> Batch:
-    """A batch on the fraction `scale` of GPUS: SLOTS trajectories for each engine of `degree` GPUs."""
+def batch_for(
+    workload: str, llm: str, scale: float, seed: int, options: BenchOptions, *, degree: int = 1
+) -> Batch:
+    """A batch on the fraction `scale` of GPUS: SLOTS trajectories for each engine of `degree`
+    GPUs."""
     gpus = max(round(GPUS * scale), 1)
     prompts = max(round(SLOTS * gpus / degree / SAMPLES), 1)
     return Batch(workload, llm, gpus, prompts, seed, traces=options.traces)
@@ -204,10 +242,16 @@ def workloads(options: BenchOptions) -> tuple[str, ...]:
     return (TRACES,) if options.traces is not None else tuple(parametric.WORKLOADS)
 
 
-def batches_for(llm: str, scale: float, options: BenchOptions, slots: int = SLOTS) -> dict[str, list[Batch]]:
-    """Of each workload a batch for each seed. slots: of an engine; the number of trajectories stays."""
+def batches_for(
+    llm: str, scale: float, options: BenchOptions, slots: int = SLOTS
+) -> dict[str, list[Batch]]:
+    """Of each workload a batch for each seed. slots: of an engine; the number of trajectories
+    stays."""
     return {
-        name: [replace(batch_for(name, llm, scale, seed, options), slots=slots) for seed in options.seeds]
+        name: [
+            replace(batch_for(name, llm, scale, seed, options), slots=slots)
+            for seed in options.seeds
+        ]
         for name in workloads(options)
     }
 

@@ -21,7 +21,8 @@ def range_of(values: Iterable[float], digits: int = DIGITS) -> list[float]:
 
 
 def rounded(value: Value, digits: int = DIGITS) -> Value:
-    """The same with each float rounded, also within dictionaries and lists; a tuple becomes a list, as in JSON."""
+    """The same with each float rounded, also within dictionaries and lists; a tuple becomes a list,
+    as in JSON."""
     found: object = value
     if isinstance(value, float):
         found = round(value, digits)

@@ -1,4 +1,5 @@
-"""Open a JetStream bucket, name its keys, read it whole, remove what deleted keys have left, reserve its room."""
+"""Open a JetStream bucket, name its keys, read it whole, remove what deleted keys have left,
+reserve its room."""
 
 import asyncio
 import time
@@ -9,42 +10,59 @@ from typing import TypeVar
 import nats.errors
 import nats.js.errors
 from nats.js import JetStreamContext
-from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, DiscardPolicy, Header, KeyValueConfig, StorageType
+from nats.js.api import (
+    AckPolicy,
+    ConsumerConfig,
+    DeliverPolicy,
+    DiscardPolicy,
+    Header,
+    KeyValueConfig,
+    StorageType,
+)
 from nats.js.kv import KV_DEL, KV_MARKER_REASON, KV_OP, KV_PURGE, KeyValue
 
 from treadle_runtime.errors import StartError
 
 R = TypeVar("R")
 
-WRONG_LAST_SEQUENCE = frozenset({10071, 10164})  # err_codes of JetStream: a write did not find what it expects
+WRONG_LAST_SEQUENCE = frozenset(
+    {10071, 10164}
+)  # err_codes of JetStream: a write did not find what it expects
 # The subject that Nats-Expected-Last-Subject-Sequence speaks of, where it is not the message's own.
 EXPECTED_LAST_SUBJECT_SEQUENCE_SUBJECT = "Nats-Expected-Last-Subject-Sequence-Subject"
 BATCH = 256  # messages of one request when a bucket is read; values are a few KB
 BATCH_TIMEOUT_S = 5.0  # of one such request
 CONSUMER_KEPT_S = 30.0  # the server forgets the reader of a bucket this long after its last request
-# err_codes of JetStream: the bytes that a stream reserves are more than the server has left; replicas without a
-# cluster, or more of them than it has servers.
+# err_codes of JetStream: the bytes that a stream reserves are more than the server has left;
+# replicas without a cluster, or more of them than it has servers.
 NO_STORAGE, NO_CLUSTER, NO_PEERS = 10047, 10074, 10005
 PEERS_TIMEOUT_S, PEERS_PAUSE_S = 20.0, 0.2  # for the servers of a cluster to see each other
 MOST_READS = 3  # of a bucket, where the connection loses messages
-ASKED_FOR_S = 30.0  # how long a request goes on being repeated: the server's disk or cores may be busy
+ASKED_FOR_S = (
+    30.0  # how long a request goes on being repeated: the server's disk or cores may be busy
+)
 
 _KEY_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-/")
 
 
 def kv_key(*parts: str) -> str:
-    """A valid key of a bucket out of any strings; distinct parts give distinct keys, joined by dots."""
+    """A valid key of a bucket out of any strings; distinct parts give distinct keys, joined by
+    dots."""
     return ".".join(
         part
         if _KEY_CHARS.issuperset(part)
-        else "".join(char if char in _KEY_CHARS else "".join(f"={byte:02X}" for byte in char.encode()) for char in part)
+        else "".join(
+            char if char in _KEY_CHARS else "".join(f"={byte:02X}" for byte in char.encode())
+            for char in part
+        )
         for part in parts
     )
 
 
 async def until_answered(ask: Callable[[], Awaitable[R]]) -> R:
-    """Ask JetStream for what does no harm when it is asked for twice, again while no answer comes: a service must not
-    end at its start because one answer came late. Raises nats.errors.TimeoutError after ASKED_FOR_S."""
+    """Ask JetStream for what does no harm when it is asked for twice, again while no answer comes:
+    a service must not end at its start because one answer came late. Raises
+    nats.errors.TimeoutError after ASKED_FOR_S."""
     ends_at = time.monotonic() + ASKED_FOR_S
     while True:
         try:
@@ -68,12 +86,17 @@ async def open_bucket(
     config = (await js.stream_info(store._stream)).config
     wanted = config.evolve()
     if replicas is not None:
-        # A server that is behind the others may answer a direct read, and a leader would read an old lease.
+        # A server that is behind the others may answer a direct read, and a leader would read an
+        # old lease.
         wanted = wanted.evolve(num_replicas=replicas, allow_direct=replicas == 1)
     if max_bytes is not None:
-        wanted = wanted.evolve(max_bytes=max_bytes, discard=DiscardPolicy.OLD if oldest_go else DiscardPolicy.NEW)
+        wanted = wanted.evolve(
+            max_bytes=max_bytes, discard=DiscardPolicy.OLD if oldest_go else DiscardPolicy.NEW
+        )
     if wanted != config:
-        await reserve(f"{max_bytes} bytes for bucket {bucket}", replicas, partial(js.update_stream, wanted))
+        await reserve(
+            f"{max_bytes} bytes for bucket {bucket}", replicas, partial(js.update_stream, wanted)
+        )
         store = await js.key_value(bucket)
     return store
 
@@ -90,25 +113,31 @@ async def _open_or_make(js: JetStreamContext, bucket: str, ttl_s: float | None) 
 
 
 async def entries_of(bucket: KeyValue, *, keys_only: bool = False) -> list[KeyValue.Entry]:
-    """The newest entry of every key in a bucket, in the order of their revisions, without deleted ones.
+    """The newest entry of every key in a bucket, in the order of their revisions, without deleted
+    ones.
 
-    keys_only: the values are not sent and are empty. Raises nats.errors.Error while NATS does not answer.
+    keys_only: the values are not sent and are empty. Raises nats.errors.Error while NATS does not
+    answer.
 
-    `KeyValue.watchall` and `KeyValue.keys` of nats-py can report the end before the first entry when entries arrive
-    faster than the answer about the consumer (nats-io/nats.py#842, seen under load after a restart of NATS), and state
-    would be lost in silence. So a pull consumer is read to its end, and the messages received are counted.
+    `KeyValue.watchall` and `KeyValue.keys` of nats-py can report the end before the first entry
+    when entries arrive faster than the answer about the consumer (nats-io/nats.py#842, seen under
+    load after a restart of NATS), and state would be lost in silence. So a pull consumer is read to
+    its end, and the messages received are counted.
     """
     return [entry for entry in await _all_entries(bucket, keys_only) if entry.operation is None]
 
 
 async def purge_markers(bucket: KeyValue) -> None:
-    """Remove what deleted keys have left in a bucket. A key that is written again meanwhile keeps its value.
+    """Remove what deleted keys have left in a bucket. A key that is written again meanwhile keeps
+    its value.
 
     `KeyValue.purge_deletes` of nats-py removes that value too. Raises nats.errors.Error.
     """
     for entry in await _all_entries(bucket, keys_only=True):
         if entry.operation is not None and entry.revision is not None:
-            await bucket._js.purge_stream(bucket._stream, subject=f"{bucket._pre}{entry.key}", seq=entry.revision + 1)
+            await bucket._js.purge_stream(
+                bucket._stream, subject=f"{bucket._pre}{entry.key}", seq=entry.revision + 1
+            )
 
 
 async def _all_entries(bucket: KeyValue, keys_only: bool) -> list[KeyValue.Entry]:
@@ -142,21 +171,30 @@ async def _read_bucket(bucket: KeyValue, keys_only: bool) -> list[KeyValue.Entry
                 return None
             if not info.num_pending:
                 break
-            for message in await consumer.fetch(min(info.num_pending, BATCH), timeout=BATCH_TIMEOUT_S):
+            for message in await consumer.fetch(
+                min(info.num_pending, BATCH), timeout=BATCH_TIMEOUT_S
+            ):
                 received += 1
                 revision = message.metadata.sequence.stream
                 key = message.subject.removeprefix(bucket._pre)
                 headers = message.headers or {}
                 entries.pop(key, None)  # written again while we read: its place is at the end
-                operation = KV_DEL if headers.get(KV_OP) in (KV_DEL, KV_PURGE) or KV_MARKER_REASON in headers else None
-                entries[key] = KeyValue.Entry(bucket._name, key, message.data, revision, None, None, operation)
+                operation = (
+                    KV_DEL
+                    if headers.get(KV_OP) in (KV_DEL, KV_PURGE) or KV_MARKER_REASON in headers
+                    else None
+                )
+                entries[key] = KeyValue.Entry(
+                    bucket._name, key, message.data, revision, None, None, operation
+                )
     finally:
         await consumer.unsubscribe()
     return list(entries.values())
 
 
 async def reserve(what: str, replicas: int | None, ask: Callable[[], Awaitable[object]]) -> None:
-    """Ask for a stream or a change of one, again while servers of a cluster that has just started miss each other.
+    """Ask for a stream or a change of one, again while servers of a cluster that has just started
+    miss each other.
 
     Raises StartError where JetStream cannot reserve `what`, or has not so many servers.
     """
@@ -173,10 +211,15 @@ async def reserve(what: str, replicas: int | None, ask: Callable[[], Awaitable[o
                 what = f"TREADLE_NATS_REPLICAS={replicas} replicas"
                 cure = "lower it, or give NATS a cluster of that many servers"
             elif error.err_code == NO_STORAGE:
-                cure = "lower it, or give nats-server a larger max_file_store (by default 75% of the free disk)"
+                cure = (
+                    "lower it, or give nats-server a larger max_file_store (by default 75% of "
+                    "the free disk)"
+                )
             else:
                 raise
-            raise StartError(f"JetStream cannot reserve {what} ({error.description}): {cure}") from error
+            raise StartError(
+                f"JetStream cannot reserve {what} ({error.description}): {cure}"
+            ) from error
 
 
 def fence_of(bucket: str, key: str, revision: int) -> dict[str, str]:

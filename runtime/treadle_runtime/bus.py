@@ -1,13 +1,14 @@
 """Publish facts, subscribe to facts, and keep key-value buckets on NATS JetStream.
 
-A `Bus` owns one connection, which reconnects for ever, the stream of facts, the outbox and the subscriptions. Facts say
-what happened and are never commands. `publish` returns when the fact is accepted, not when it has arrived; `flush` and
-`drain` wait.
+A `Bus` owns one connection, which reconnects for ever, the stream of facts, the outbox and the
+subscriptions. Facts say what happened and are never commands. `publish` returns when the fact is
+accepted, not when it has arrived; `flush` and `drain` wait.
 
-Invariants of the outbox: accepted facts reach the stream at least once and none is lost while the process lives, in
-order but for those that NATS did not take at first. Many are sent before the first is acknowledged, since facts would
-otherwise wait for a round trip each. A fact is sent again, with the same Nats-Msg-Id, until the server has acknowledged
-it; the stream's duplicate window makes that harmless.
+Invariants of the outbox: accepted facts reach the stream at least once and none is lost while the
+process lives, in order but for those that NATS did not take at first. Many are sent before the
+first is acknowledged, since facts would otherwise wait for a round trip each. A fact is sent again,
+with the same Nats-Msg-Id, until the server has acknowledged it; the stream's duplicate window makes
+that harmless.
 """
 
 import asyncio
@@ -32,17 +33,30 @@ from treadle.telemetry.v1.facts_pb2 import Fact
 from treadle_runtime.buckets import NO_CLUSTER, fence_of, open_bucket, reserve, until_answered
 from treadle_runtime.config import DEFAULT_FACTS_BYTES
 from treadle_runtime.errors import StartError
-from treadle_runtime.facts import STREAM, FactSubscription, Handler, stream_config, subject_of, subjects_of
+from treadle_runtime.facts import (
+    STREAM,
+    FactSubscription,
+    Handler,
+    stream_config,
+    subject_of,
+    subjects_of,
+)
 
 log = structlog.get_logger()
 
-OUTBOX_CAPACITY = 65_536  # facts; about 30 MB, minutes of a busy mesh without NATS. When full, publishing waits.
-MOST_UNACKNOWLEDGED = 256  # facts sent together; about 100 KB, and far more than come in a round trip
+OUTBOX_CAPACITY = (
+    65_536  # facts; about 30 MB, minutes of a busy mesh without NATS. When full, publishing waits.
+)
+MOST_UNACKNOWLEDGED = (
+    256  # facts sent together; about 100 KB, and far more than come in a round trip
+)
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 1.0
 RECONNECT_WAIT_S = 0.1  # NATS is back within a second of a restart
 CONNECT_TIMEOUT_S = 2.0  # of one attempt
 ANSWER_TIMEOUT_S = 2.0  # of one JetStream request; a healthy server answers in under 1 ms
-ENSURE_INTERVAL_S = 10.0  # how often subscriptions are checked: a consumer can be lost without a disconnect
+ENSURE_INTERVAL_S = (
+    10.0  # how often subscriptions are checked: a consumer can be lost without a disconnect
+)
 RETRY_ENSURE_S = 0.2  # JetStream answers a little later than the server accepts connections
 CLOSE_TIMEOUT_S = 1.0  # of a connection that is given up
 
@@ -56,15 +70,15 @@ async def _wait_for(awaitable: Awaitable[R], timeout: float | None) -> R:
 
 
 if sys.version_info < (3, 12):
-    # nats-py waits for answers with asyncio.wait_for. Before Python 3.12 that loses a cancellation which comes together
-    # with the answer (python/cpython#86296): a task that writes at that moment goes on for ever, and its process does
-    # not end at SIGTERM. 3.12 does it as above.
+    # nats-py waits for answers with asyncio.wait_for. Before Python 3.12 that loses a cancellation
+    # which comes together with the answer (python/cpython#86296): a task that writes at that moment
+    # goes on for ever, and its process does not end at SIGTERM. 3.12 does it as above.
     asyncio.wait_for = _wait_for  # type: ignore[assignment]
 
 
 class _JetStream(JetStreamContext):
-    """JetStream whose `publish_async` reports a refusal: in nats-py the answer raises in a callback, and the message
-    waits for its acknowledgement for ever."""
+    """JetStream whose `publish_async` reports a refusal: in nats-py the answer raises in a
+    callback, and the message waits for its acknowledgement for ever."""
 
     async def _handle_async_reply(self, msg: Msg) -> None:
         try:
@@ -97,7 +111,9 @@ class Bus:
         self._unacknowledged = 0  # facts accepted and not yet in the stream
         self._subscriptions: list[FactSubscription] = []
         self._connected = asyncio.Event()
-        self._handlers: asyncio.TaskGroup  # runs the handlers of facts; set before the bus is handed out
+        self._handlers: (
+            asyncio.TaskGroup
+        )  # runs the handlers of facts; set before the bus is handed out
         self._ack_timeouts: set[asyncio.Timeout] = set()  # of what waits for acknowledgements
         self._one_sends = asyncio.Lock()
         self._reconnected = asyncio.Event()
@@ -105,15 +121,17 @@ class Bus:
         self._drained = False
 
     async def publish(self, fact: Fact) -> None:
-        """Accept a fact for the stream; waits only while the outbox is full. Raises ValueError for a fact that cannot
-        be sent."""
+        """Accept a fact for the stream; waits only while the outbox is full. Raises ValueError for
+        a fact that cannot be sent."""
         if self._drained:
             raise nats.errors.ConnectionClosedError
         if not fact.fact_id:
             raise ValueError("a fact needs a fact_id; see make_fact")
         payload = fact.SerializeToString()
         if len(payload) > self._client.max_payload:
-            raise ValueError(f"fact of {len(payload)} bytes; NATS takes {self._client.max_payload} at most")
+            raise ValueError(
+                f"fact of {len(payload)} bytes; NATS takes {self._client.max_payload} at most"
+            )
         headers = {"Nats-Msg-Id": fact.fact_id}
         if self._traces:
             propagate.inject(headers)
@@ -121,15 +139,21 @@ class Bus:
         self._unacknowledged += 1
 
     async def subscribe(
-        self, kinds: Sequence[str], handler: Handler, *, durable: str | None = None, replay: bool = False
+        self,
+        kinds: Sequence[str],
+        handler: Handler,
+        *,
+        durable: str | None = None,
+        replay: bool = False,
     ) -> None:
-        """Pass the facts of `kinds` (all when empty) to `handler`, each fact_id once. Its calls begin in the order of
-        the stream, and none waits until an earlier one has returned.
+        """Pass the facts of `kinds` (all when empty) to `handler`, each fact_id once. Its calls
+        begin in the order of the stream, and none waits until an earlier one has returned.
 
-        durable: the name under which the server remembers the position, across restarts of this process; without it, a
-        subscriber gets the facts that are published from now on. replay: begin with all facts that are kept (for a
-        durable subscription: at its first start). A handler that raises gets the fact again, 5 times in all. Raises
-        ValueError for an unknown kind.
+        durable: the name under which the server remembers the position, across restarts of this
+        process; without it, a subscriber gets the facts that are published from now on. replay:
+        begin with all facts that are kept (for a durable subscription: at its first start). A
+        handler that raises gets the fact again, 5 times in all. Raises ValueError for an unknown
+        kind.
         """
         subscription = FactSubscription(
             self._client,
@@ -145,44 +169,71 @@ class Bus:
         self._subscriptions.append(subscription)
 
     async def catch_up(self) -> None:
-        """Wait until every subscription has handled the facts that are in the stream now: a state rebuilt by `replay`
-        is then complete. Raises nats.errors.Error while NATS does not answer."""
+        """Wait until every subscription has handled the facts that are in the stream now: a state
+        rebuilt by `replay` is then complete. Raises nats.errors.Error while NATS does not answer.
+        """
         last = (await until_answered(partial(self._js.stream_info, STREAM))).state.last_seq
         for subscription in self._subscriptions:
             await subscription.catch_up(last)
 
     async def key_value(
-        self, bucket: str, *, ttl_s: float | None = None, max_bytes: int | None = None, oldest_go: bool = False
+        self,
+        bucket: str,
+        *,
+        ttl_s: float | None = None,
+        max_bytes: int | None = None,
+        oldest_go: bool = False,
     ) -> KeyValue:
-        """Open a bucket, and make it first if it is not there: on disk, with one revision a key, which is kept for
-        `ttl_s`. max_bytes: what it may hold, also where it is there already; JetStream reserves that, and refuses
-        writes beyond it or, with `oldest_go`, forgets the oldest keys. None: as it is. Raises StartError where
-        JetStream has not that much left.
+        """Open a bucket, and make it first if it is not there: on disk, with one revision a key,
+        which is kept for `ttl_s`. max_bytes: what it may hold, also where it is there already;
+        JetStream reserves that, and refuses writes beyond it or, with `oldest_go`, forgets the
+        oldest keys. None: as it is. Raises StartError where JetStream has not that much left.
         """
-        how = partial(open_bucket, ttl_s=ttl_s, max_bytes=max_bytes, oldest_go=oldest_go, replicas=self._replicas)
+        how = partial(
+            open_bucket,
+            ttl_s=ttl_s,
+            max_bytes=max_bytes,
+            oldest_go=oldest_go,
+            replicas=self._replicas,
+        )
         return await until_answered(partial(how, self._js, bucket))
 
     async def write_entries(
-        self, bucket: str, values: Mapping[str, bytes | None], *, fence: tuple[str, int] | None = None
+        self,
+        bucket: str,
+        values: Mapping[str, bytes | None],
+        *,
+        fence: tuple[str, int] | None = None,
     ) -> dict[str, Exception]:
-        """Write keys of a bucket, None to delete one: all are sent before the first is acknowledged. Returns the keys
-        that are not known to be written, with the reason.
+        """Write keys of a bucket, None to delete one: all are sent before the first is
+        acknowledged. Returns the keys that are not known to be written, with the reason.
 
-        fence: a key of the bucket and its revision. Each value is then written only while that key is at this revision;
-        see `buckets.is_refusal`. NATS 2.11 or newer.
+        fence: a key of the bucket and its revision. Each value is then written only while that key
+        is at this revision; see `buckets.is_refusal`. NATS 2.11 or newer.
         """
         fenced = {} if fence is None else fence_of(bucket, *fence)
         messages = [
-            (f"$KV.{bucket}.{key}", value or b"", fenced | ({KV_OP: KV_DEL} if value is None else {}))
+            (
+                f"$KV.{bucket}.{key}",
+                value or b"",
+                fenced | ({KV_OP: KV_DEL} if value is None else {}),
+            )
             for key, value in values.items()
         ]
         results = await self._send_all(messages)
-        return {key: result for key, result in zip(values, results, strict=True) if isinstance(result, Exception)}
+        return {
+            key: result
+            for key, result in zip(values, results, strict=True)
+            if isinstance(result, Exception)
+        }
 
     async def update_entry(self, bucket: str, key: str, value: bytes, *, revision: int) -> int:
-        """Write a key of a bucket that is at this revision (0: it is not there). Returns the new revision. Raises
-        nats.errors.Error, which `buckets.is_refusal` where it is at another one."""
-        (result,) = await self._send_all([(f"$KV.{bucket}.{key}", value, fence_of(bucket, key, revision))])
+        """Write a key of a bucket that is at this revision (0: it is not there). Returns the new
+        revision. Raises nats.errors.Error, which `buckets.is_refusal` where it is at another one.
+        """
+        (result,) = await self._send_all(
+            [(f"$KV.{bucket}.{key}", value, fence_of(bucket, key, revision))]
+        )
         if isinstance(result, Exception):
             raise result
         return result.seq
@@ -212,15 +263,18 @@ class Bus:
         await self._outbox.join()
 
     async def drain(self, timeout_s: float = 10.0) -> None:
-        """Stop the subscriptions, send the accepted facts, close the connection. Facts that NATS does not take in time
-        are lost, and the log says how many."""
+        """Stop the subscriptions, send the accepted facts, close the connection. Facts that NATS
+        does not take in time are lost, and the log says how many."""
         for subscription in self._subscriptions:
             subscription.close()
         try:
             async with asyncio.timeout(timeout_s):
                 await self.flush()
         except TimeoutError:
-            log.error("NATS is away: accepted facts are lost with this process", facts=self._unacknowledged)
+            log.error(
+                "NATS is away: accepted facts are lost with this process",
+                facts=self._unacknowledged,
+            )
         self._drained = True
         with suppress(nats.errors.Error):
             await self._client.drain()
@@ -229,8 +283,8 @@ class Bus:
                 await self._close()
 
     async def _close(self) -> None:
-        """Close the connection, in a bounded time: asyncio never reports the end of one whose TLS handshake has failed,
-        and nats-py waits for it."""
+        """Close the connection, in a bounded time: asyncio never reports the end of one whose TLS
+        handshake has failed, and nats-py waits for it."""
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._client.close()
@@ -243,21 +297,26 @@ class Bus:
                     name=self._name,
                     inbox_prefix=f"_INBOX.{self._name}",  # what a server lets this service read
                     max_reconnect_attempts=-1,
-                    reconnect_time_wait=RECONNECT_WAIT_S,  # type: ignore[arg-type]  # seconds, may be fractions
+                    # Seconds, which may be fractions.
+                    reconnect_time_wait=RECONNECT_WAIT_S,  # type: ignore[arg-type]
                     connect_timeout=CONNECT_TIMEOUT_S,  # type: ignore[arg-type]
                     drain_timeout=ANSWER_TIMEOUT_S,  # type: ignore[arg-type]
                     error_cb=self._on_error,
                     disconnected_cb=self._on_disconnect,
                     tls=self._tls,
                     tls_hostname=None if self._tls is None else NATS_NAME,
-                    tls_handshake_first=self._tls is not None,  # else a server may say that it wants none
+                    tls_handshake_first=self._tls
+                    is not None,  # else a server may say that it wants none
                     reconnected_cb=self._on_reconnect,
                 )
                 what = f"TREADLE_FACTS_BYTES={self._facts_bytes or DEFAULT_FACTS_BYTES}"
                 await reserve(what, self._replicas, self._make_stream)
                 self._connected.set()
         except TimeoutError:
-            silent = f"NATS at {url} did not answer within {timeout_s:g} s ({self._last_error!r}): is it running?"
+            silent = (
+                f"NATS at {url} did not answer within {timeout_s:g} s "
+                f"({self._last_error!r}): is it running?"
+            )
             raise StartError(silent) from None
         finally:
             if not self._connected.is_set():
@@ -272,7 +331,9 @@ class Bus:
             except nats.js.errors.BadRequestError as error:
                 if error.err_code == NO_CLUSTER:
                     raise
-                present = (await self._js.stream_info(STREAM)).config  # it is there, with other settings
+                present = (
+                    await self._js.stream_info(STREAM)
+                ).config  # it is there, with other settings
                 if self._facts_bytes is None:
                     config.max_bytes = present.max_bytes
                 if self._replicas is None:
@@ -280,7 +341,9 @@ class Bus:
                 await self._js.update_stream(config)
                 return
             except nats.errors.NoRespondersError as error:
-                self._last_error = RuntimeError("JetStream is not enabled: start nats-server with -js")
+                self._last_error = RuntimeError(
+                    "JetStream is not enabled: start nats-server with -js"
+                )
                 log.warning("JetStream does not answer", error=repr(error))
             except (nats.js.errors.ServiceUnavailableError, nats.errors.TimeoutError) as error:
                 self._last_error = error
@@ -302,21 +365,32 @@ class Bus:
                 errors = [result for _, result in results if isinstance(result, Exception)]
                 if errors:
                     if retry_s == FIRST_RETRY_S:
-                        log.warning("facts not acknowledged, sending again", facts=len(errors), error=repr(errors[0]))
-                    if any(isinstance(error, nats.js.errors.NoStreamResponseError) for error in errors):
-                        # A server that came back with an empty store, or whose JetStream is not up yet.
+                        log.warning(
+                            "facts not acknowledged, sending again",
+                            facts=len(errors),
+                            error=repr(errors[0]),
+                        )
+                    if any(
+                        isinstance(error, nats.js.errors.NoStreamResponseError) for error in errors
+                    ):
+                        # A server that came back with an empty store, or whose JetStream is not up
+                        # yet.
                         await self._make_stream()
                     await asyncio.sleep(retry_s)
                     retry_s = min(2 * retry_s, LONGEST_RETRY_S)
 
     async def _send_all(self, messages: Sequence[Message]) -> list[PubAck | Exception]:
-        """Send messages to JetStream, then wait for all acknowledgements. For each message that, or why it is not known
-        to be stored."""
+        """Send messages to JetStream, then wait for all acknowledgements. For each message that, or
+        why it is not known to be stored."""
         results: list[asyncio.Future[PubAck] | Exception] = []
-        async with self._one_sends:  # the first call of publish_async loses the answers of others at that moment
+        async with (
+            self._one_sends
+        ):  # the first call of publish_async loses the answers of others at that moment
             for subject, payload, headers in messages:
                 try:
-                    results.append(await self._js.publish_async(subject, payload, headers=headers or None))
+                    results.append(
+                        await self._js.publish_async(subject, payload, headers=headers or None)
+                    )
                 except (nats.errors.Error, OSError) as error:
                     results.append(error)
         waiting = [result for result in results if isinstance(result, asyncio.Future)]
@@ -357,7 +431,9 @@ class Bus:
                 await asyncio.sleep(RETRY_ENSURE_S)
 
     async def _on_error(self, error: Exception) -> None:
-        if repr(error) != repr(self._last_error):  # once, not ten times a second while the server is away
+        if repr(error) != repr(
+            self._last_error
+        ):  # once, not ten times a second while the server is away
             log.warning("NATS error", error=repr(error))
         self._last_error = error
 
@@ -389,16 +465,19 @@ async def open_bus(
     replicas: int | None = None,
     certificates: Certificates | None = None,
 ) -> AsyncIterator[Bus]:
-    """A connected bus for the time of the block, drained at its end. Raises StartError where NATS or JetStream does not
-    answer.
+    """A connected bus for the time of the block, drained at its end. Raises StartError where NATS
+    or JetStream does not answer.
 
-    url: of one server, or of several with commas between. facts_bytes: what the stream of facts may hold. replicas: the
-    servers that store each stream and bucket. None leaves those that are there as they are. certificates: None for a
-    server that takes plaintext."""
+    url: of one server, or of several with commas between. facts_bytes: what the stream of facts may
+    hold. replicas: the servers that store each stream and bucket. None leaves those that are there
+    as they are. certificates: None for a server that takes plaintext.
+    """
     bus = Bus(name, tracer or trace.NoOpTracer(), facts_bytes, replicas, certificates)
     await bus._connect(url, timeout_s)
     begun = asyncio.Event()
-    async with run_beside([bus._send_accepted, bus._keep_subscriptions, partial(bus._run_handlers, begun)]):
+    async with run_beside(
+        [bus._send_accepted, bus._keep_subscriptions, partial(bus._run_handlers, begun)]
+    ):
         try:
             await begun.wait()
             yield bus
@@ -408,11 +487,13 @@ async def open_bus(
 
 
 @asynccontextmanager
-async def run_beside(tasks: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> AsyncIterator[None]:
+async def run_beside(
+    tasks: Sequence[Callable[[], Coroutine[Any, Any, None]]],
+) -> AsyncIterator[None]:
     """Run `tasks` during the block and cancel them at its end.
 
-    A task that fails cancels the block and comes out as an ExceptionGroup. What the block itself raises comes out as it
-    is, not wrapped in a group.
+    A task that fails cancels the block and comes out as an ExceptionGroup. What the block itself
+    raises comes out as it is, not wrapped in a group.
     """
     raised: Exception | None = None
     async with asyncio.TaskGroup() as group:

@@ -1,13 +1,15 @@
-"""What happens to every call: deadlines, size limits, errors, times and spans of calls served; channels for calls made.
+"""What happens to every call: deadlines, size limits, errors, times and spans of calls served;
+channels for calls made.
 
-Invariants of calls served: a servicer raises and never aborts, because a call that has been aborted counts as finished
-for gRPC although the servicer still runs, so that a drain would not wait for it (grpc/grpc#37239). A cancelled call
-passes through untouched. Every exception becomes exactly one status; an exception that no table knows is INTERNAL and
-is logged with its traceback. The async generator of a stream is closed in its own task before the call ends, so that
-its `finally` blocks run at once.
+Invariants of calls served: a servicer raises and never aborts, because a call that has been aborted
+counts as finished for gRPC although the servicer still runs, so that a drain would not wait for it
+(grpc/grpc#37239). A cancelled call passes through untouched. Every exception becomes exactly one
+status; an exception that no table knows is INTERNAL and is logged with its traceback. The async
+generator of a stream is closed in its own task before the call ends, so that its `finally` blocks
+run at once.
 
-Invariant of calls made: a call made while an RPC is served never outlives that RPC. Its timeout is the smaller of what
-the caller gave and what the RPC has left.
+Invariant of calls made: a call made while an RPC is served never outlives that RPC. Its timeout is
+the smaller of what the caller gave and what the RPC has left.
 """
 
 from __future__ import annotations
@@ -55,17 +57,22 @@ RETRY_DRAINING_S = 0.5  # by then a client has found another server, or this one
 # Fields of requests that spans have as `treadle.<field>`.
 SPAN_FIELDS = ("trajectory_id", "rollout_id", "engine_id", "ticket_id", "migration_id", "tool")
 
-# gRPC's own services have rules of their own: health checks and reflection come without a deadline from common tools.
+# gRPC's own services have rules of their own: health checks and reflection come without a deadline
+# from common tools.
 _FOREIGN = "/grpc."
 
-# A peer that restarts is back within a second; the default backoff of gRPC (up to two minutes) would outwait it.
+# A peer that restarts is back within a second; the default backoff of gRPC (up to two minutes)
+# would outwait it.
 FIRST_RECONNECT_BACKOFF_MS = 100
 LONGEST_RECONNECT_BACKOFF_MS = 1000
-# A machine that vanished sends no reset: pings find out within KEEPALIVE_MS + KEEPALIVE_TIMEOUT_MS. By default a ping
-# that gRPC sends to measure the link is waited for for a minute, and a stream that only reads may ping once a minute.
+# A machine that vanished sends no reset: pings find out within KEEPALIVE_MS + KEEPALIVE_TIMEOUT_MS.
+# By default a ping that gRPC sends to measure the link is waited for for a minute, and a stream
+# that only reads may ping once a minute.
 KEEPALIVE_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
-SHORTEST_TIMEOUT_S = 0.001  # gRPC reads 0 as already over before the call is made, with a less clear error
+SHORTEST_TIMEOUT_S = (
+    0.001  # gRPC reads 0 as already over before the call is made, with a less clear error
+)
 
 
 @dataclass
@@ -74,11 +81,14 @@ class _Served:
     active: bool = True
 
 
-_served: contextvars.ContextVar[_Served | None] = contextvars.ContextVar("treadle_deadline", default=None)
+_served: contextvars.ContextVar[_Served | None] = contextvars.ContextVar(
+    "treadle_deadline", default=None
+)
 
 
 def remaining_s() -> float | None:
-    """Seconds left to the RPC being served, not below 0; None outside one, or where it has no deadline."""
+    """Seconds left to the RPC being served, not below 0; None outside one, or where it has no
+    deadline."""
     served = _served.get()
     if served is None or not served.active:
         return None
@@ -86,7 +96,8 @@ def remaining_s() -> float | None:
 
 
 def detached_context() -> contextvars.Context:
-    """The present context without the deadline: `create_task(..., context=)` for work that outlives its RPC."""
+    """The present context without the deadline: `create_task(..., context=)` for work that outlives
+    its RPC."""
     context = contextvars.copy_context()
     context.run(_served.set, None)
     return context
@@ -113,14 +124,21 @@ def _within_deadline(details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCall
         return details
     timeout = left if details.timeout is None else min(details.timeout, left)
     # A named tuple, which the stubs forget.
-    return details._replace(timeout=max(timeout, SHORTEST_TIMEOUT_S))  # type: ignore[attr-defined, no-any-return]
+    stated: Any = details
+    shortened: grpc.aio.ClientCallDetails = stated._replace(
+        timeout=max(timeout, SHORTEST_TIMEOUT_S)
+    )
+    return shortened
 
 
 class UnaryDeadlines(grpc.aio.UnaryUnaryClientInterceptor):
     """Passes the served RPC's deadline on to unary calls."""
 
     async def intercept_unary_unary(
-        self, continuation: Callable[..., Any], client_call_details: grpc.aio.ClientCallDetails, request: Any
+        self,
+        continuation: Callable[..., Any],
+        client_call_details: grpc.aio.ClientCallDetails,
+        request: Any,
     ) -> Any:
         return await continuation(_within_deadline(client_call_details), request)
 
@@ -139,7 +157,10 @@ class CallTimes(grpc.aio.UnaryUnaryClientInterceptor):
         self._record = metrics.histogram("rpc.client.call.duration", "s", what, BOUNDS_S)
 
     async def intercept_unary_unary(
-        self, continuation: Callable[..., Any], client_call_details: grpc.aio.ClientCallDetails, request: Any
+        self,
+        continuation: Callable[..., Any],
+        client_call_details: grpc.aio.ClientCallDetails,
+        request: Any,
     ) -> Any:
         began_s, code = time.monotonic(), grpc.StatusCode.CANCELLED
         call = await continuation(client_call_details, request)
@@ -156,7 +177,11 @@ class CallTimes(grpc.aio.UnaryUnaryClientInterceptor):
 def _rpc_labels(method: str | bytes, code: grpc.StatusCode) -> dict[str, str]:
     """OpenTelemetry's attributes of an RPC."""
     name = method.decode() if isinstance(method, bytes) else method
-    return {"rpc.system.name": "grpc", "rpc.method": name.lstrip("/"), "rpc.response.status_code": code.name}
+    return {
+        "rpc.system.name": "grpc",
+        "rpc.method": name.lstrip("/"),
+        "rpc.response.status_code": code.name,
+    }
 
 
 class Channels:
@@ -183,18 +208,22 @@ class Channels:
         self._open: dict[tuple[str, str, Options], grpc.aio.Channel] = {}
 
     def get(self, address: str, service: str) -> grpc.aio.Channel:
-        """The channel to the `service` (scheduler, sidecar, ...) at `address` (host:port), made at the first use."""
+        """The channel to the `service` (scheduler, sidecar, ...) at `address` (host:port), made at
+        the first use."""
         return self._get(address, service, self._options)
 
     def follow(self, addresses: str, service: str) -> grpc.aio.Channel:
-        """The channel to a service of several processes (with commas between) of which one serves at a time."""
+        """The channel to a service of several processes (with commas between) of which one serves
+        at a time."""
         options = merge_options(self._options, FOLLOWING)
         return follow(addresses, lambda address: self._get(address, service, options))
 
     def _get(self, address: str, service: str, options: Options) -> grpc.aio.Channel:
         key = (address, service, options)
         if key not in self._open:
-            self._open[key] = open_channel(address, service, self._certificates, options, self._interceptors)
+            self._open[key] = open_channel(
+                address, service, self._certificates, options, self._interceptors
+            )
         return self._open[key]
 
     async def close(self) -> None:
@@ -205,10 +234,10 @@ class Channels:
 
 
 class Interceptor(grpc.aio.ServerInterceptor):
-    """One per server. `domain` goes into each ErrorInfo; `tracing` is OpenTelemetry's interceptor, or None. `admit` is
-    awaited before each call, and what it raises is the answer. tenants: what each may ask for, where callers have
-    certificates; None in plaintext, where nobody is asked who it is. `metrics` get the time and the status of each
-    call."""
+    """One per server. `domain` goes into each ErrorInfo; `tracing` is OpenTelemetry's interceptor,
+    or None. `admit` is awaited before each call, and what it raises is the answer. tenants: what
+    each may ask for, where callers have certificates; None in plaintext, where nobody is asked who
+    it is. `metrics` get the time and the status of each call."""
 
     def __init__(
         self,
@@ -238,7 +267,9 @@ class Interceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]
+        ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         method = handler_call_details.method
@@ -258,8 +289,11 @@ class Interceptor(grpc.aio.ServerInterceptor):
         behavior: Any = self._behavior(handler, details.method)
         deserialize = self._limited(handler.request_deserializer)
         if self._tracing is not None:
-            # To OpenTelemetry both kinds are one coroutine; given a generator, it would close ours late and elsewhere.
-            plain = grpc.unary_unary_rpc_method_handler(behavior, deserialize, handler.response_serializer)
+            # To OpenTelemetry both kinds are one coroutine; given a generator, it would close ours
+            # late and elsewhere.
+            plain = grpc.unary_unary_rpc_method_handler(
+                behavior, deserialize, handler.response_serializer
+            )
 
             async def give(_: grpc.HandlerCallDetails) -> Any:
                 return plain
@@ -267,10 +301,16 @@ class Interceptor(grpc.aio.ServerInterceptor):
             traced: Any = await self._tracing.intercept_service(give, details)
             behavior = traced.unary_unary
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(behavior, deserialize, handler.response_serializer)
-        return grpc.unary_unary_rpc_method_handler(behavior, deserialize, handler.response_serializer)
+            return grpc.unary_stream_rpc_method_handler(
+                behavior, deserialize, handler.response_serializer
+            )
+        return grpc.unary_unary_rpc_method_handler(
+            behavior, deserialize, handler.response_serializer
+        )
 
-    def _behavior(self, handler: grpc.RpcMethodHandler[Any, Any], method: str) -> Callable[[Any, Any], Awaitable[Any]]:
+    def _behavior(
+        self, handler: grpc.RpcMethodHandler[Any, Any], method: str
+    ) -> Callable[[Any, Any], Awaitable[Any]]:
         name = method.rpartition("/")[2]
         border = None if self._tenants is None else Border(method, self._tenants)
         serve: Any = handler.unary_stream if handler.response_streaming else handler.unary_unary
@@ -302,7 +342,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 late = context.time_remaining() == 0
                 code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
                 raise
-            except Exception as raised:  # noqa: BLE001 - the one place that turns any exception into a status
+            except Exception as raised:  # noqa: BLE001 - any exception becomes a status here
                 error = self._mapped(raised, name, context.time_remaining() == 0)
                 code = error.code
                 await self._abort(error, context)
@@ -326,7 +366,9 @@ class Interceptor(grpc.aio.ServerInterceptor):
                         following.cancel()
                         await asyncio.wait((following,))
                 if following.cancelled():
-                    raise Unavailable("DRAINING", "this server is shutting down", retry_after_s=RETRY_DRAINING_S)
+                    raise Unavailable(
+                        "DRAINING", "this server is shutting down", retry_after_s=RETRY_DRAINING_S
+                    )
                 if (response := following.result()) is _END:
                     return
                 await context.write(response)
@@ -334,7 +376,8 @@ class Interceptor(grpc.aio.ServerInterceptor):
             stopping.cancel()
 
     def _count(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Count a call as in flight until gRPC is done with its task: servicer code has ended, the answer is sent."""
+        """Count a call as in flight until gRPC is done with its task: servicer code has ended, the
+        answer is sent."""
         self._in_flight += 1
         self.idle.clear()
         context.add_done_callback(self._uncount)  # type: ignore[arg-type]
@@ -345,13 +388,20 @@ class Interceptor(grpc.aio.ServerInterceptor):
             self.idle.set()
 
     @contextmanager
-    def _admit(self, request: Any, context: grpc.aio.ServicerContext[Any, Any], name: str) -> Iterator[None]:
+    def _admit(
+        self, request: Any, context: grpc.aio.ServicerContext[Any, Any], name: str
+    ) -> Iterator[None]:
         if isinstance(request, TreadleError):  # it was refused before it was parsed
             raise request
-        left = cast(float | None, context.time_remaining())  # the stubs forget the call without a deadline
+        left = cast(
+            float | None, context.time_remaining()
+        )  # the stubs forget the call without a deadline
         if left is None and not name.startswith("Watch"):
             raise InvalidArgument(
-                "(deadline)", "every call needs a deadline: give the call a timeout", "DEADLINE_REQUIRED", method=name
+                "(deadline)",
+                "every call needs a deadline: give the call a timeout",
+                "DEADLINE_REQUIRED",
+                method=name,
             )
         with limit_to(left):
             yield
@@ -370,7 +420,9 @@ class Interceptor(grpc.aio.ServerInterceptor):
 
         return limited
 
-    async def _abort(self, error: TreadleError, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def _abort(
+        self, error: TreadleError, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
         details = status_of(error, self._domain).SerializeToString()
         await context.abort(error.code, message_of(error), ((DETAILS_KEY, details),))
 
@@ -379,7 +431,9 @@ class Interceptor(grpc.aio.ServerInterceptor):
         if isinstance(error, TreadleError):
             return error
         if late and isinstance(error, TimeoutError):
-            return DeadlineExceeded("DEADLINE_EXCEEDED", f"{name} did not finish before the deadline")
+            return DeadlineExceeded(
+                "DEADLINE_EXCEEDED", f"{name} did not finish before the deadline"
+            )
         known = next((base for base in type(error).__mro__ if base in self._errors), None)
         said = f"{name} failed unexpectedly ({type(error).__name__}); the service's log has more"
         mapped = Internal("INTERNAL", said) if known is None else self._errors[known](error)
@@ -395,14 +449,19 @@ def _note_ids(request: Any) -> None:
     """Put what the request is about on the span of the call."""
     span = trace.get_current_span()
     if span.is_recording():
-        for said in (request, getattr(request, "ticket", None), getattr(request, "trajectory", None)):
+        for said in (
+            request,
+            getattr(request, "ticket", None),
+            getattr(request, "trajectory", None),
+        ):
             for name in SPAN_FIELDS:
                 if value := getattr(said, name, ""):
                     span.set_attribute(f"treadle.{name}", value)
 
 
 def _leaf(error: Exception) -> Exception:
-    """The error of an ExceptionGroup to report: the first that a caller can read, else the first."""
+    """The error of an ExceptionGroup to report: the first that a caller can read, else the
+    first."""
     if not isinstance(error, ExceptionGroup):
         return error
     readable = error.subgroup(TreadleError)
@@ -412,11 +471,15 @@ def _leaf(error: Exception) -> Exception:
 
 def _upstream(error: grpc.aio.AioRpcError) -> TreadleError:
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return DeadlineExceeded("UPSTREAM_DEADLINE_EXCEEDED", f"a service this one asks was late: {error.details()}")
+        return DeadlineExceeded(
+            "UPSTREAM_DEADLINE_EXCEEDED", f"a service this one asks was late: {error.details()}"
+        )
     if error_from(error).lost_connection:
         message = f"a service this one asks is not reachable: {error.details()}"
         return Unavailable("UPSTREAM_UNAVAILABLE", message, retry_after_s=RETRY_S)
-    return Internal("UPSTREAM_ERROR", f"a service this one asks failed: {error.code()} {error.details()}")
+    return Internal(
+        "UPSTREAM_ERROR", f"a service this one asks failed: {error.code()} {error.details()}"
+    )
 
 
 _RUNTIME_ERRORS: ErrorTable = {
@@ -424,5 +487,7 @@ _RUNTIME_ERRORS: ErrorTable = {
         "BUS_UNAVAILABLE", f"NATS does not answer ({type(error).__name__})", retry_after_s=RETRY_S
     ),
     grpc.aio.AioRpcError: _upstream,
-    NotImplementedError: lambda _: Unimplemented("UNIMPLEMENTED", "this service does not answer that RPC"),
+    NotImplementedError: lambda _: Unimplemented(
+        "UNIMPLEMENTED", "this service does not answer that RPC"
+    ),
 }

@@ -1,8 +1,9 @@
-"""Read the settings of a service once from the environment, and end the process with one clear line if one is bad.
+"""Read the settings of a service once from the environment, and end the process with one clear line
+if one is bad.
 
-A service subclasses `Settings`, sets `service` and adds its own fields. A setting that every service has is read from
-`TREADLE_<SERVICE>_X` first, then from `TREADLE_X`; a service's own setting from `TREADLE_<SERVICE>_X` only. Building a
-Settings object directly reads no environment.
+A service subclasses `Settings`, sets `service` and adds its own fields. A setting that every
+service has is read from `TREADLE_<SERVICE>_X` first, then from `TREADLE_X`; a service's own setting
+from `TREADLE_<SERVICE>_X` only. Building a Settings object directly reads no environment.
 """
 
 import difflib
@@ -31,7 +32,9 @@ from pydantic import (
 # A context of 1M tokens is 4 MiB of int32 ids; a batch of them needs some room.
 DEFAULT_MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 SMALLEST_MAX_MESSAGE_BYTES = 1024  # below this not even a ticket fits
-DEFAULT_FACTS_BYTES = 1024**3  # 2.4 million facts: an hour at 650 facts a second, half an hour of the busiest mesh
+DEFAULT_FACTS_BYTES = (
+    1024**3
+)  # 2.4 million facts: an hour at 650 facts a second, half an hour of the busiest mesh
 SMALLEST_FACTS_BYTES = 1024 * 1024  # 2,000 facts: what a consumer receives within seconds
 BAD_SETTING_EXIT_CODE = 2
 COMMON_PREFIX = "TREADLE_"
@@ -39,13 +42,17 @@ COMMON_PREFIX = "TREADLE_"
 S = TypeVar("S", bound="Settings")
 
 # Kubernetes adds these for a Service called treadle-<name>; nobody set them by hand.
-_KUBERNETES_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP)(_(ADDR|PORT|PROTO))?)?)$")
+_KUBERNETES_LINK = re.compile(
+    r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP)(_(ADDR|PORT|PROTO))?)?)$"
+)
 
 
 def address(value: str, *, lowest_port: int = 1) -> str:
     """`value` if it is host:port. Raises ValueError saying what would be right."""
     host, colon, port = value.rpartition(":")
-    if not (colon and host and port.isascii() and port.isdigit() and lowest_port <= int(port) <= 65535):
+    if not (
+        colon and host and port.isascii() and port.isdigit() and lowest_port <= int(port) <= 65535
+    ):
         raise ValueError(f"host:port with a port in {lowest_port}..65535, e.g. 127.0.0.1:7401")
     return value
 
@@ -60,21 +67,25 @@ def is_loopback(value: str) -> bool:
 
 
 def addresses(value: str) -> str:
-    """`value` if it is one or more host:port with commas between. Raises ValueError saying what would be right."""
+    """`value` if it is one or more host:port with commas between. Raises ValueError saying what
+    would be right."""
     for each in value.split(","):
         address(each.strip())
     return value
 
 
 def url(value: str, schemes: tuple[str, ...], example: str) -> str:
-    """`value` if it is a URL with a host and one of `schemes`. Raises ValueError saying what would be right."""
+    """`value` if it is a URL with a host and one of `schemes`. Raises ValueError saying what would
+    be right."""
     try:
         parts = urlsplit(value)
         valid = parts.scheme in schemes and bool(parts.hostname) and parts.port != 0
     except ValueError:
         valid = False
     if not valid:
-        raise ValueError(f"a URL {' or '.join(f'{scheme}://' for scheme in schemes)} with a host, e.g. {example}")
+        raise ValueError(
+            f"a URL {' or '.join(f'{scheme}://' for scheme in schemes)} with a host, e.g. {example}"
+        )
     return value
 
 
@@ -100,19 +111,23 @@ NatsUrl = Annotated[
     str,
     AfterValidator(
         lambda value: ",".join(
-            url(each.strip(), ("nats", "tls", "ws", "wss"), "nats://127.0.0.1:4222") for each in value.split(",")
+            url(each.strip(), ("nats", "tls", "ws", "wss"), "nats://127.0.0.1:4222")
+            for each in value.split(",")
         )
     ),
 ]
 CollectorUrl = Annotated[
-    str, AfterValidator(lambda value: value and url(value, ("http", "https"), "http://127.0.0.1:4317"))
+    str,
+    AfterValidator(lambda value: value and url(value, ("http", "https"), "http://127.0.0.1:4317")),
 ]
 
 
 class Settings(BaseModel):
     """The settings that every service has. Units are in the names."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
+    )
 
     service: ClassVar[str] = ""
 
@@ -121,33 +136,54 @@ class Settings(BaseModel):
     log_level: Annotated[Literal["debug", "info", "warning", "error"], LowerCase] = "info"
     log_format: Annotated[Literal["json", "console"], LowerCase] = "json"
     otlp_endpoint: CollectorUrl = ""  # of an OTLP gRPC collector; empty: nothing is exported
-    drain_grace_s: Annotated[float, Field(ge=0)] = 10.0  # how long calls in flight may still run after SIGTERM
+    drain_grace_s: Annotated[float, Field(ge=0)] = (
+        10.0  # how long calls in flight may still run after SIGTERM
+    )
     startup_timeout_s: Annotated[float, Field(gt=0)] = 60.0  # how long to wait for NATS at start
-    max_message_bytes: Annotated[int, Field(ge=SMALLEST_MAX_MESSAGE_BYTES)] = DEFAULT_MAX_MESSAGE_BYTES
-    # Of the stream of facts, from which JetStream discards the oldest; the same for all services of a mesh.
+    max_message_bytes: Annotated[int, Field(ge=SMALLEST_MAX_MESSAGE_BYTES)] = (
+        DEFAULT_MAX_MESSAGE_BYTES
+    )
+    # Of the stream of facts, from which JetStream discards the oldest; the same for all services of
+    # a mesh.
     facts_bytes: Annotated[int, Field(ge=SMALLEST_FACTS_BYTES)] = DEFAULT_FACTS_BYTES
-    nats_replicas: Annotated[int, Field(ge=1, le=5)] = 1  # servers of a NATS cluster that store each stream and bucket
-    # A unix socket that says the health of this process, as `treadle_runtime.probe` asks for it; empty: none.
+    nats_replicas: Annotated[int, Field(ge=1, le=5)] = (
+        1  # servers of a NATS cluster that store each stream and bucket
+    )
+    # A unix socket that says the health of this process, as `treadle_runtime.probe` asks for it;
+    # empty: none.
     health_socket: str = ""
-    # The folder of this process's certificate (treadle.certificates): with it every connection is encrypted, and both
-    # ends are known. Empty: plaintext, and nobody is.
+    # The folder of this process's certificate (treadle.certificates): with it every connection is
+    # encrypted, and both ends are known. Empty: plaintext, and nobody is.
     tls_folder: OptionalFolder = ""
     insecure_plaintext: bool = False  # serve in plaintext to other machines
-    tenant_calls_per_s: Annotated[float, Field(ge=0)] = 0.0  # that one tenant may make here; 0: as many as it likes
-    tenant_calls: Annotated[int, Field(ge=0)] = 0  # at once, streams included; 0: as many as it likes
-    ready_file: str = ""  # written once the server listens: {"address": "host:port", "pid": N}; empty: none
+    tenant_calls_per_s: Annotated[float, Field(ge=0)] = (
+        0.0  # that one tenant may make here; 0: as many as it likes
+    )
+    tenant_calls: Annotated[int, Field(ge=0)] = (
+        0  # at once, streams included; 0: as many as it likes
+    )
+    ready_file: str = (
+        ""  # written once the server listens: {"address": "host:port", "pid": N}; empty: none
+    )
 
     @field_validator("listen")
     @classmethod
-    def _is_an_address(cls, value: str) -> str:  # a validator of the class, since each service declares `listen` again
+    def _is_an_address(
+        cls, value: str
+    ) -> str:  # a validator of the class, since each service declares `listen` again
         return address(value, lowest_port=0)
 
     @model_validator(mode="after")
     def _keeps_plaintext_here(self) -> Self:
         if not (self.tls_folder or self.insecure_plaintext or is_loopback(self.listen)):
             name = f"{COMMON_PREFIX}{self.service.upper()}_LISTEN"
-            cure = "set TREADLE_TLS_FOLDER to a folder of `treadle certs`, or TREADLE_INSECURE_PLAINTEXT=true"
-            raise ValueError(f"{name}={self.listen} would serve other machines in plaintext: {cure}")
+            cure = (
+                "set TREADLE_TLS_FOLDER to a folder of `treadle certs`, or "
+                "TREADLE_INSECURE_PLAINTEXT=true"
+            )
+            raise ValueError(
+                f"{name}={self.listen} would serve other machines in plaintext: {cure}"
+            )
         return self
 
 
@@ -161,18 +197,28 @@ def prefix_of(cls: type[Settings]) -> str:
 def read_settings(cls: type[S], environ: Mapping[str, str] | None = None) -> S:
     """Read `cls` from `environ` (the process's own by default).
 
-    A bad value, or a `TREADLE_<SERVICE>_` variable that names no setting: one line on stderr with the variable, its
-    value and what would be right, then exit code 2.
+    A bad value, or a `TREADLE_<SERVICE>_` variable that names no setting: one line on stderr with
+    the variable, its value and what would be right, then exit code 2.
     """
     variables = os.environ if environ is None else environ
     prefix = prefix_of(cls)
     _refuse_unknown(cls, prefix, variables)
     names = {field: f"{COMMON_PREFIX}{field.upper()}" for field in Settings.model_fields}
-    names |= {field: own for field in cls.model_fields if (own := f"{prefix}{field.upper()}") in variables}
+    names |= {
+        field: own for field in cls.model_fields if (own := f"{prefix}{field.upper()}") in variables
+    }
     try:
-        return cls.model_validate({field: variables[name] for field, name in names.items() if name in variables})
+        return cls.model_validate(
+            {field: variables[name] for field, name in names.items() if name in variables}
+        )
     except ValidationError as error:
-        _exit(cls, "; ".join(_refusal(cls, variables, names, problem) for problem in error.errors(include_url=False)))
+        _exit(
+            cls,
+            "; ".join(
+                _refusal(cls, variables, names, problem)
+                for problem in error.errors(include_url=False)
+            ),
+        )
 
 
 def _refuse_unknown(cls: type[Settings], prefix: str, variables: Mapping[str, str]) -> None:
@@ -187,7 +233,9 @@ def _refuse_unknown(cls: type[Settings], prefix: str, variables: Mapping[str, st
         _exit(cls, f"{name} is no setting of {cls.service}: did you mean {nearest[0]}?")
 
 
-def _refusal(cls: type[Settings], variables: Mapping[str, str], names: Mapping[str, str], problem: Any) -> str:
+def _refusal(
+    cls: type[Settings], variables: Mapping[str, str], names: Mapping[str, str], problem: Any
+) -> str:
     expected: str = problem["msg"].removeprefix("Value error, ")
     if not problem["loc"]:  # of several settings together
         return expected

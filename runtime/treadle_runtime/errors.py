@@ -1,8 +1,8 @@
 """Errors that a servicer may raise, and their form on the wire.
 
-A servicer raises these errors, or core exceptions that its `ErrorTable` maps to them; only the interceptor (`calls.py`)
-turns them into a status. Details are `treadle.common.v1.Status`, wire-equal to google.rpc.Status, so that any parser of
-google.rpc reads them.
+A servicer raises these errors, or core exceptions that its `ErrorTable` maps to them; only the
+interceptor (`calls.py`) turns them into a status. Details are `treadle.common.v1.Status`,
+wire-equal to google.rpc.Status, so that any parser of google.rpc reads them.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,22 +15,24 @@ from treadle.common.v1 import status_pb2
 DETAILS_KEY = "grpc-status-details-bin"
 TYPE_URL_PREFIX = "type.googleapis.com/google.rpc."
 
-# A status travels in HTTP/2 trailers, whose default limit is 8 KiB for everything; the message goes twice, once
-# percent-encoded. An error that quotes a huge value must not become another error.
+# A status travels in HTTP/2 trailers, whose default limit is 8 KiB for everything; the message goes
+# twice, once percent-encoded. An error that quotes a huge value must not become another error.
 LONGEST_MESSAGE_CHARS = 800
 LONGEST_METADATA_CHARS = 200
 MOST_METADATA_ENTRIES = 8
 
 
 class StartError(Exception):
-    """The service cannot start. The message is the one line that is printed: what is missing and what to do."""
+    """The service cannot start. The message is the one line that is printed: what is missing and
+    what to do."""
 
 
 class TreadleError(Exception):
     """Base of all errors that reach a caller.
 
-    reason: UPPER_SNAKE, stable, for programs. message: for a person, what is wrong and what to do. metadata: ids that
-    the reason speaks of. retry_after_s: wait at least this long before the next try; None says nothing.
+    reason: UPPER_SNAKE, stable, for programs. message: for a person, what is wrong and what to do.
+    metadata: ids that the reason speaks of. retry_after_s: wait at least this long before the next
+    try; None says nothing.
     """
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
@@ -48,7 +50,9 @@ class InvalidArgument(TreadleError):  # noqa: N818 - named as the gRPC code
 
     code = grpc.StatusCode.INVALID_ARGUMENT
 
-    def __init__(self, field: str, description: str, reason: str = "INVALID_ARGUMENT", **metadata: object) -> None:
+    def __init__(
+        self, field: str, description: str, reason: str = "INVALID_ARGUMENT", **metadata: object
+    ) -> None:
         super().__init__(reason, f"{field}: {description}" if field else description, **metadata)
         self.field = field
         self.description = description
@@ -101,7 +105,9 @@ class Internal(TreadleError):  # noqa: N818
 
 
 class _RetryableError(TreadleError):
-    def __init__(self, reason: str, message: str, *, retry_after_s: float, **metadata: object) -> None:
+    def __init__(
+        self, reason: str, message: str, *, retry_after_s: float, **metadata: object
+    ) -> None:
         super().__init__(reason, message, **metadata)
         self.retry_after_s = retry_after_s
 
@@ -134,7 +140,9 @@ def status_of(error: TreadleError, domain: str) -> status_pb2.Status:
     """
     few = list(error.metadata.items())[:MOST_METADATA_ENTRIES]
     metadata = {key: _shortened(value, LONGEST_METADATA_CHARS) for key, value in few}
-    details: list[Message] = [status_pb2.ErrorInfo(reason=error.reason, domain=domain, metadata=metadata)]
+    details: list[Message] = [
+        status_pb2.ErrorInfo(reason=error.reason, domain=domain, metadata=metadata)
+    ]
     if isinstance(error, InvalidArgument):
         violation = status_pb2.BadRequest.FieldViolation(
             field=_shortened(error.field, LONGEST_METADATA_CHARS),
@@ -147,10 +155,14 @@ def status_of(error: TreadleError, domain: str) -> status_pb2.Status:
         details.append(retry)
     status = status_pb2.Status(code=error.code.value[0], message=message_of(error))
     for detail in details:
-        status.details.add(type_url=TYPE_URL_PREFIX + detail.DESCRIPTOR.name, value=detail.SerializeToString())
+        status.details.add(
+            type_url=TYPE_URL_PREFIX + detail.DESCRIPTOR.name, value=detail.SerializeToString()
+        )
     return status
 
 
 def _shortened(text: str, longest: int) -> str:
-    text = text.encode(errors="replace").decode()  # no message carries the lone surrogates of what it quotes
+    text = text.encode(
+        errors="replace"
+    ).decode()  # no message carries the lone surrogates of what it quotes
     return text if len(text) <= longest else f"{text[:longest]}… ({len(text)} characters)"

@@ -1,10 +1,11 @@
 """Make facts, name their NATS subjects, and subscribe to them (treadle/telemetry/v1/facts.proto).
 
-Invariants of a subscription: handlers begin in the order of the stream but for redeliveries, each runs to its first
-await before the next begins, and none waits until an earlier one has returned: a handler that changes its state at once
-and then waits until that is stored delays no other fact. A fact is acknowledged after its handler has returned. A fact
-whose handler raises is delivered again, `MOST_TRIES` times in all, and is then given up with an error in the log. This
-process handles a fact_id once.
+Invariants of a subscription: handlers begin in the order of the stream but for redeliveries, each
+runs to its first await before the next begins, and none waits until an earlier one has returned: a
+handler that changes its state at once and then waits until that is stored delays no other fact. A
+fact is acknowledged after its handler has returned. A fact whose handler raises is delivered again,
+`MOST_TRIES` times in all, and is then given up with an error in the log. This process handles a
+fact_id once.
 """
 
 import asyncio
@@ -25,7 +26,14 @@ from google.protobuf.message import DecodeError, Message
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
-from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, DiscardPolicy, StorageType, StreamConfig
+from nats.js.api import (
+    AckPolicy,
+    ConsumerConfig,
+    DeliverPolicy,
+    DiscardPolicy,
+    StorageType,
+    StreamConfig,
+)
 from opentelemetry import propagate, trace
 from treadle.telemetry.v1.facts_pb2 import Fact
 
@@ -37,9 +45,12 @@ STREAM = "TREADLE_FACTS"
 SUBJECT_ROOT = "treadle.facts"
 FACTS_KEPT_S = 3600.0  # a consumer that was away for longer starts from what is left
 DUPLICATE_WINDOW_S = 120.0  # how long a repeated publish is recognised; repeats come within seconds
-KINDS: frozenset[str] = frozenset(field.name for field in Fact.DESCRIPTOR.oneofs_by_name["fact"].fields)
+KINDS: frozenset[str] = frozenset(
+    field.name for field in Fact.DESCRIPTOR.oneofs_by_name["fact"].fields
+)
 
-# The id in a fact's subject is the first of these that is set; facts about a step have it in `step`.
+# The id in a fact's subject is the first of these that is set; facts about a step have it in
+# `step`.
 _SUBJECT_FIELDS = ("trajectory_id", "engine_id", "migration_id")
 _NESTED_FIELDS = ("step", "info")
 _TOKEN_CHARS = frozenset(string.ascii_letters + string.digits + "-_:")
@@ -49,15 +60,18 @@ Handler = Callable[[Fact], Awaitable[None]]
 MOST_TRIES = 5
 FIRST_REDELIVERY_S = 0.1  # doubles with each try
 ACK_WAIT_S = 30.0  # longer than any handler runs: handlers start work and do not wait for it
-MOST_UNHANDLED = 1024  # facts whose handlers run; more than come while state is stored, about a second of a busy mesh
+# facts whose handlers run; more than come while state is stored, about a second of a busy mesh
+MOST_UNHANDLED = 1024
 REMEMBERED_FACTS = 65_536  # ids, about 8 MB; far more than a duplicate window holds
 CAUGHT_UP_POLL_S = 0.02  # how often the server is asked how far a replay is
-INACTIVE_THRESHOLD_S = 60.0  # the server forgets a consumer without subscriber after this, unless durable
+INACTIVE_THRESHOLD_S = (
+    60.0  # the server forgets a consumer without subscriber after this, unless durable
+)
 
 
 def stream_config(max_bytes: int, replicas: int) -> StreamConfig:
-    """The stream of facts. Beyond `max_bytes` the oldest go: refusing new ones would stop the services that publish.
-    replicas: the servers that store it."""
+    """The stream of facts. Beyond `max_bytes` the oldest go: refusing new ones would stop the
+    services that publish. replicas: the servers that store it."""
     return StreamConfig(
         name=STREAM,
         subjects=[f"{SUBJECT_ROOT}.>"],
@@ -71,12 +85,16 @@ def stream_config(max_bytes: int, replicas: int) -> StreamConfig:
 
 
 def make_fact(source: str, **kind_message: Message) -> Fact:
-    """A fact with a fresh id and the present time, e.g. make_fact("sidecar/e0", step_finished=StepFinished(...)).
+    """A fact with a fresh id and the present time, e.g. make_fact("sidecar/e0",
+    step_finished=StepFinished(...)).
 
-    source: service and instance. Exactly one kind is given, by the name of its field. Raises TypeError otherwise.
+    source: service and instance. Exactly one kind is given, by the name of its field. Raises
+    TypeError otherwise.
     """
     if len(kind_message) != 1 or not KINDS.issuperset(kind_message):
-        raise TypeError(f"a fact has exactly one kind of {sorted(KINDS)}, not {sorted(kind_message)}")
+        raise TypeError(
+            f"a fact has exactly one kind of {sorted(KINDS)}, not {sorted(kind_message)}"
+        )
     fact = Fact(fact_id=uuid.uuid4().hex, source=source, **kind_message)  # type: ignore[arg-type]
     fact.time.FromNanoseconds(time.time_ns())
     return fact
@@ -99,7 +117,8 @@ def subject_of(fact: Fact) -> str:
 
 
 def subjects_of(kinds: Sequence[str]) -> list[str]:
-    """The subject filters of some kinds; of all when `kinds` is empty. Raises ValueError for an unknown kind."""
+    """The subject filters of some kinds; of all when `kinds` is empty. Raises ValueError for an
+    unknown kind."""
     unknown = sorted(set(kinds) - KINDS)
     if unknown:
         raise ValueError(f"no such kind of fact: {unknown}; there are {sorted(KINDS)}")
@@ -111,7 +130,9 @@ def _id_paths(kind: Descriptor) -> tuple[tuple[str, ...], ...]:
     """The fields of a kind of fact that may name what it is about, each as a path."""
     for nested in _NESTED_FIELDS:
         if nested in kind.fields_by_name:
-            return tuple((nested, *path) for path in _id_paths(kind.fields_by_name[nested].message_type))
+            return tuple(
+                (nested, *path) for path in _id_paths(kind.fields_by_name[nested].message_type)
+            )
     return tuple((name,) for name in _SUBJECT_FIELDS if name in kind.fields_by_name)
 
 
@@ -123,8 +144,8 @@ def _token(text: str) -> str:
 
 
 class FactSubscription:
-    """A JetStream push consumer of `subjects` that passes each fact to `handler`; `ensure` restores it where the server
-    has lost it."""
+    """A JetStream push consumer of `subjects` that passes each fact to `handler`; `ensure` restores
+    it where the server has lost it."""
 
     def __init__(
         self,
@@ -142,20 +163,25 @@ class FactSubscription:
         self._subjects, self._handler, self._tracer = list(subjects), handler, tracer
         self._durable, self._replay = durable, replay
         self._name = durable or f"ephemeral-{uuid.uuid4().hex}"
-        # A durable one keeps its subject, so that a restarted process goes on receiving from the same consumer.
+        # A durable one keeps its subject, so that a restarted process goes on receiving from the
+        # same consumer.
         self._deliver_subject = f"treadle.deliver.{self._name}"
         self._handled: OrderedDict[str, None] = OrderedDict()
         self._in_hand: set[str] = set()  # ids of facts whose handlers run
-        self._stream_created: datetime.datetime | None = None  # a stream that was made anew counts from 1 again
+        self._stream_created: datetime.datetime | None = (
+            None  # a stream that was made anew counts from 1 again
+        )
         self._next_sequence: int | None = None  # of the stream: where a lost consumer has to go on
         self._open_sequences: set[int] = set()  # received, neither acknowledged nor given up
         self._closing = False
 
     async def start(self) -> None:
-        """Continue with the durable consumer of an earlier process, or subscribe and then make a consumer."""
+        """Continue with the durable consumer of an earlier process, or subscribe and then make a
+        consumer."""
         info = await until_answered(partial(self._js.stream_info, STREAM))
         self._stream_created = info.created
-        # First, since a process that hangs still listens there, and would get all that is sent again.
+        # First, since a process that hangs still listens there, and would get all that is sent
+        # again.
         await self._client.subscribe(self._deliver_subject, cb=self._on_message)
         if not await until_answered(self._adopt):
             if not self._replay:
@@ -164,9 +190,11 @@ class FactSubscription:
             await self._create()
 
     async def ensure(self, *, reconnected: bool) -> None:
-        """Make the consumer again if the server no longer knows it; after a reconnect, have it send lost facts again.
+        """Make the consumer again if the server no longer knows it; after a reconnect, have it send
+        lost facts again.
 
-        Raises nats.js.errors.NotFoundError where the stream itself is gone, nats.errors.Error while nobody answers.
+        Raises nats.js.errors.NotFoundError where the stream itself is gone, nats.errors.Error while
+        nobody answers.
         """
         try:
             await self._js.consumer_info(STREAM, self._name)
@@ -183,7 +211,8 @@ class FactSubscription:
                 await self._rewind()
 
     async def catch_up(self, sequence: int) -> None:
-        """Wait until all facts up to this sequence of the stream are handled or given up. Raises nats.errors.Error."""
+        """Wait until all facts up to this sequence of the stream are handled or given up. Raises
+        nats.errors.Error."""
         while True:
             info = await until_answered(partial(self._js.consumer_info, STREAM, self._name))
             waiting = (info.num_pending or 0) + (info.num_ack_pending or 0)
@@ -221,7 +250,9 @@ class FactSubscription:
 
     async def _rewind(self) -> None:
         """Have the server send unacknowledged facts at once rather than after ACK_WAIT_S."""
-        with suppress(nats.js.errors.ServiceUnavailableError):  # a server before 2.14 cannot; then it comes late
+        with suppress(
+            nats.js.errors.ServiceUnavailableError
+        ):  # a server before 2.14 cannot; then it comes late
             await self._js.reset_consumer(STREAM, self._name)
 
     def _config(self) -> ConsumerConfig:
@@ -251,13 +282,19 @@ class FactSubscription:
             if await self._handle(message):
                 self._open_sequences.discard(sequence)
         except nats.errors.Error as error:
-            log.debug("a fact was not acknowledged and comes again", subject=message.subject, error=repr(error))
+            log.debug(
+                "a fact was not acknowledged and comes again",
+                subject=message.subject,
+                error=repr(error),
+            )
 
     def _span(self, kind: str, message: Msg) -> AbstractContextManager[object]:
         if isinstance(self._tracer, trace.NoOpTracer):
             return nullcontext()
         context = propagate.extract(message.headers or {})
-        return self._tracer.start_as_current_span(f"{kind} process", context, trace.SpanKind.CONSUMER)
+        return self._tracer.start_as_current_span(
+            f"{kind} process", context, trace.SpanKind.CONSUMER
+        )
 
     async def _handle(self, message: Msg) -> bool:
         """True once the fact is handled, dropped or given up, False where it is delivered again."""
@@ -275,9 +312,16 @@ class FactSubscription:
             with self._span(kind, message):
                 try:
                     await self._handler(fact)
-                except Exception:  # whatever it is, the fact is delivered again, and no other fact waits for it
-                    tries, about = message.metadata.num_delivered, {"kind": kind, "fact_id": fact.fact_id}
-                    log.exception("fact handler failed", **about, tries=tries, most_tries=MOST_TRIES)
+                except (
+                    Exception
+                ):  # whatever it is, the fact is delivered again, and no other fact waits for it
+                    tries, about = (
+                        message.metadata.num_delivered,
+                        {"kind": kind, "fact_id": fact.fact_id},
+                    )
+                    log.exception(
+                        "fact handler failed", **about, tries=tries, most_tries=MOST_TRIES
+                    )
                     if tries < MOST_TRIES:
                         await message.nak(delay=FIRST_REDELIVERY_S * 2 ** (tries - 1))
                         return False

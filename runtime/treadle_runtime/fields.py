@@ -1,13 +1,17 @@
-"""Check the fields of a request, and convert times and enums between messages and code.
+"""Check the fields of a request, convert times and enums between messages and code, and cut lists
+into pages.
 
-Each check returns the value, or raises InvalidArgument naming the field. Messages carry Duration and
-Timestamp; code counts in float seconds. Both directions are exact to the nanosecond as far as a float is.
-An enum of the code and one of protobuf give their values the same names, behind a prefix in protobuf.
+Each check returns the value, or raises InvalidArgument naming the field. Messages carry Duration
+and Timestamp; code counts in float seconds. Both directions are exact to the nanosecond as far as a
+float is. An enum of the code and one of protobuf give their values the same names, behind a prefix
+in protobuf.
 """
 
 import enum
 import math
 import re
+from collections.abc import Callable, Iterable
+from heapq import nsmallest
 from typing import Any, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
@@ -26,6 +30,11 @@ E = TypeVar("E", bound=enum.Enum)
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 Number = TypeVar("Number", int, float)
+Item = TypeVar("Item")
+Place = tuple[float, str]  # an item's creation, Unix seconds, and its id
+
+DEFAULT_PAGE = 100
+LARGEST_PAGE = 1000
 
 
 def require(condition: object, field: str, description: str) -> None:
@@ -107,14 +116,16 @@ def seconds(message: Duration | Timestamp) -> float:
 
 
 def require_duration(field: str, value: Duration) -> float:
-    """The seconds of a request's field, >= 0. Raises InvalidArgument naming the field where it is no such duration."""
+    """The seconds of a request's field, >= 0. Raises InvalidArgument naming the field where it is
+    no such duration."""
     valid = 0 <= value.seconds <= LONGEST_DURATION_S and 0 <= value.nanos < NANOSECONDS
     require(valid, field, "must be a duration >= 0")
     return seconds(value)
 
 
 def require_timestamp(field: str, value: Timestamp) -> float:
-    """The seconds since the epoch of a request's field. Raises InvalidArgument naming the field where it is no time."""
+    """The seconds since the epoch of a request's field. Raises InvalidArgument naming the field
+    where it is no time."""
     valid = 0 <= value.seconds <= LAST_TIMESTAMP_S and 0 <= value.nanos < NANOSECONDS
     require(valid, field, "must be a time between 1970 and 9999")
     return seconds(value)
@@ -138,3 +149,37 @@ def value_of(kind: type[E], field: str, message_enum: Any, number: int) -> E:
 def _prefix(message_enum: Any) -> str:
     """Return what the names of a protobuf enum begin with, e.g. `OUTCOME_`."""
     return str(message_enum.Name(0)).removesuffix("UNSPECIFIED")
+
+
+def page_of(
+    items: Iterable[Item], place: Callable[[Item], Place], size: int, token: str
+) -> tuple[list[Item], str]:
+    """The items after `token`, oldest first, at most `size` (0: DEFAULT_PAGE), and the token of the
+    next page, empty after the last.
+
+    A token names the last item of its page, so that what comes and goes between two pages neither
+    repeats nor hides others. Raises InvalidArgument naming page_size or page_token.
+    """
+    require(
+        0 <= size <= LARGEST_PAGE,
+        "page_size",
+        f"must be 1..{LARGEST_PAGE}, or 0 for {DEFAULT_PAGE}, is {size}",
+    )
+    after = _place_in(token) if token else (-math.inf, "")
+    size = size or DEFAULT_PAGE
+    following = nsmallest(size + 1, (item for item in items if place(item) > after), key=place)
+    page = following[:size]
+    if len(page) == len(following):
+        return page, ""
+    created_s, name = place(page[-1])
+    return page, f"{created_s.hex()}/{name}"
+
+
+def _place_in(token: str) -> Place:
+    created, slash, name = token.partition("/")
+    try:
+        if slash:
+            return float.fromhex(created), name
+    except (ValueError, OverflowError):
+        pass
+    raise InvalidArgument("page_token", "must be a next_page_token of an earlier answer, or empty")

@@ -1,15 +1,17 @@
 """Start services as forks of one process that has imported them already.
 
-Importing a service takes a second of processor time, and a mesh or a test run starts many services. A fork server
-imports them once. Each service that it starts is a process of its own: its own pid, environment, output, signals and
-exit code. The fork server only imports, forks and collects exit codes: it has no thread and opens no connection, so
-that a fork of it is safe. multiprocessing's fork server was tried: it runs the caller's main module in every child, and
-leaves files behind when its caller is killed.
+Importing a service takes a second of processor time, and a mesh or a test run starts many services.
+A fork server imports them once. Each service that it starts is a process of its own: its own pid,
+environment, output, signals and exit code. The fork server only imports, forks and collects exit
+codes: it has no thread and opens no connection, so that a fork of it is safe. multiprocessing's
+fork server was tried: it runs the caller's main module in every child, and leaves files behind when
+its caller is killed.
 
-The caller (`ForkServer`) and the fork server (`python -m treadle_runtime.fork_server`) share a socket. The first
-message names the modules to import. Each later one is an `Order` with two file descriptors: the output of the child,
-and the end of a pipe for its exit code. The answer to an order is the pid. When the caller ends in any way, the socket
-closes, the fork server ends, and the kernel kills its children. Linux only.
+The caller (`ForkServer`) and the fork server (`python -m treadle_runtime.fork_server`) share a
+socket. The first message names the modules to import. Each later one is an `Order` with two file
+descriptors: the output of the child, and the end of a pipe for its exit code. The answer to an
+order is the pid. When the caller ends in any way, the socket closes, the fork server ends, and the
+kernel kills its children. Linux only.
 """
 
 import contextlib
@@ -38,8 +40,11 @@ MOST_REQUEST_BYTES = 1 << 20  # an environment is a few kilobytes
 EXIT_STATUS = struct.Struct("i")
 PID = struct.Struct("i")
 READY = PID.pack(0)  # the first message of the fork server: all is imported
-KILLED_EXIT_CODE = -signal.SIGKILL  # of a child whose fork server is gone, since the kernel kills it then
-# gRPC's own fork handlers only complain in a process that has not used gRPC. Read when gRPC is imported.
+KILLED_EXIT_CODE = (
+    -signal.SIGKILL
+)  # of a child whose fork server is gone, since the kernel kills it then
+# gRPC's own fork handlers only complain in a process that has not used gRPC. Read when gRPC is
+# imported.
 WITHOUT_FORK_HANDLERS = {"GRPC_ENABLE_FORK_SUPPORT": "false"}
 
 
@@ -53,7 +58,8 @@ class ForkedProcess:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code (minus the signal's number where a signal ended it); None while the process runs."""
+        """Return the exit code (minus the signal's number where a signal ended it); None while the
+        process runs."""
         if self.returncode is None and self._has_ended():
             self.wait()
         return self.returncode
@@ -64,7 +70,11 @@ class ForkedProcess:
             status = os.read(self.exit_fd, EXIT_STATUS.size)
             os.close(self.exit_fd)
             whole = len(status) == EXIT_STATUS.size
-            self.returncode = os.waitstatus_to_exitcode(*EXIT_STATUS.unpack(status)) if whole else KILLED_EXIT_CODE
+            self.returncode = (
+                os.waitstatus_to_exitcode(*EXIT_STATUS.unpack(status))
+                if whole
+                else KILLED_EXIT_CODE
+            )
         return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -87,7 +97,8 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """A fork server with these modules imported, as its caller sees it. Close it, or use it in a `with` block."""
+    """A fork server with these modules imported, as its caller sees it. Close it, or use it in a
+    `with` block."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -96,7 +107,11 @@ class ForkServer:
         self._lock = threading.Lock()
         with theirs:
             command = [sys.executable, "-m", __spec__.name, str(theirs.fileno())]
-            environment = {**os.environ, **WITHOUT_FORK_HANDLERS, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            environment = {
+                **os.environ,
+                **WITHOUT_FORK_HANDLERS,
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            }
             self._process = subprocess.Popen(
                 command,
                 env=environment,
@@ -118,7 +133,8 @@ class ForkServer:
         return self._process.pid
 
     def wait_until_ready(self) -> None:
-        """Return once all modules are imported. Raises ChildProcessError where the fork server is gone."""
+        """Return once all modules are imported. Raises ChildProcessError where the fork server is
+        gone."""
         with self._lock:
             if not self._is_ready:
                 self._is_ready = self._receive() == READY
@@ -134,13 +150,16 @@ class ForkServer:
         cores: Sequence[int] = (),
         new_session: bool = False,
     ) -> ForkedProcess:
-        """Run `python -m module arguments` with exactly this environment, its stdout and stderr at `output_fd`.
+        """Run `python -m module arguments` with exactly this environment, its stdout and stderr at
+        `output_fd`.
 
-        cwd: the caller's folder of the moment where empty. cores: those that it is pinned to; all where empty.
-        new_session: whether it leads a session of its own. Waits until the modules are imported. Raises
-        ChildProcessError where the fork server is gone.
+        cwd: the caller's folder of the moment where empty. cores: those that it is pinned to; all
+        where empty. new_session: whether it leads a session of its own. Waits until the modules are
+        imported. Raises ChildProcessError where the fork server is gone.
         """
-        order = Order(module, tuple(arguments), dict(env), cwd or str(Path.cwd()), tuple(cores), new_session)
+        order = Order(
+            module, tuple(arguments), dict(env), cwd or str(Path.cwd()), tuple(cores), new_session
+        )
         exit_fd, their_exit_fd = os.pipe()
         try:
             self.wait_until_ready()
@@ -188,8 +207,8 @@ class Order:
 
 
 def serve(orders: socket.socket) -> tuple[Order, int] | None:
-    """Fork for each order that arrives. Return None in the fork server once its caller is gone, and the order and its
-    output in each child."""
+    """Fork for each order that arrives. Return None in the fork server once its caller is gone, and
+    the order and its output in each child."""
     server_pid = os.getpid()
     exit_fds: dict[int, tuple[int, int]] = {}  # by pidfd: the pid, and where its exit status goes
     with orders, selectors.DefaultSelector() as selector:
@@ -247,14 +266,17 @@ def become(order: Order, output_fd: int) -> None:
     os.chdir(order.cwd)
     os.environ.clear()
     os.environ.update(order.env)
-    sys.path[:0] = [path for path in order.env.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
+    sys.path[:0] = [
+        path for path in order.env.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path
+    ]
     setproctitle.setproctitle(" ".join([sys.executable, "-m", order.module, *order.arguments]))
     sys.argv = [order.module, *order.arguments]
     runpy.run_module(order.module, run_name="__main__", alter_sys=True)
 
 
 def import_modules(names: Sequence[str]) -> None:
-    """Import the modules, and leave their objects out of garbage collections, so that children share their memory.
+    """Import the modules, and leave their objects out of garbage collections, so that children
+    share their memory.
 
     A module that cannot be imported is left out: the process that runs it reports why.
     """
@@ -268,8 +290,11 @@ def import_modules(names: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Import the modules that the first message names, then start processes until the caller is gone."""
-    setproctitle.setproctitle(f"{sys.executable} -m {__spec__.name}")  # it must first be called before `become`
+    """Import the modules that the first message names, then start processes until the caller is
+    gone."""
+    setproctitle.setproctitle(
+        f"{sys.executable} -m {__spec__.name}"
+    )  # it must first be called before `become`
     orders = socket.socket(fileno=int(sys.argv[1]))
     import_modules(json.loads(orders.recv(MOST_REQUEST_BYTES)))
     ordered = serve(orders)

@@ -1,10 +1,11 @@
 """Answer a repeated mutation from the record of its first answer, by request_id.
 
-Invariants: a record is made of an answer, never of an error, so a call that failed may be tried again with the same id.
-The first record of an id wins. Records are in a bucket `treadle_requests_<service>` (kept 1 h, or until newer ones fill
-what `bound` allows) and in a cache in front of it. A new id costs one write, which the caller need not wait for
-(`later`), and no read: the ids of earlier processes of the service are read once at start. One process at a time serves
-a service's mutations.
+Invariants: a record is made of an answer, never of an error, so a call that failed may be tried
+again with the same id. The first record of an id wins. Records are in a bucket
+`treadle_requests_<service>` (kept 1 h, or until newer ones fill what `bound` allows) and in a cache
+in front of it. A new id costs one write, which the caller need not wait for (`later`), and no read:
+the ids of earlier processes of the service are read once at start. One process at a time serves a
+service's mutations.
 """
 
 import asyncio
@@ -37,7 +38,9 @@ Later = Callable[[Coroutine[Any, Any, None]], object]
 RECORDS_KEPT_S = 3600.0  # far beyond any client's retries
 CACHED_RECORDS = 16_384
 CACHED_BYTES = 64 * 1024 * 1024
-PART_BYTES = 512 * 1024  # NATS takes 1 MiB a message by default; longer answers are recorded in parts
+PART_BYTES = (
+    512 * 1024
+)  # NATS takes 1 MiB a message by default; longer answers are recorded in parts
 FINGERPRINT_BYTES = 16
 _PARTS_BYTES = 4  # count of parts that follow the first, big-endian
 
@@ -62,7 +65,8 @@ class RequestRecords:
         self._bus = bus
         self._service = service
         self._most_bytes: int | None = None
-        # Keys that are in the bucket and not in the cache, oldest first, each with the loop time at which it may go.
+        # Keys that are in the bucket and not in the cache, oldest first, each with the loop time at
+        # which it may go.
         self._elsewhere: OrderedDict[str, float] = OrderedDict()
         self._cache: OrderedDict[str, _Record] = OrderedDict()
         self._cached_bytes = 0
@@ -81,12 +85,16 @@ class RequestRecords:
 
     async def _open_bucket(self) -> None:
         self._bucket: KeyValue = await self._bus.key_value(
-            f"treadle_requests_{self._service}", ttl_s=RECORDS_KEPT_S, max_bytes=self._most_bytes, oldest_go=True
+            f"treadle_requests_{self._service}",
+            ttl_s=RECORDS_KEPT_S,
+            max_bytes=self._most_bytes,
+            oldest_go=True,
         )
 
     async def bound(self, most_bytes: int) -> None:
-        """Let the oldest records go from now on where all together have so many bytes, which JetStream reserves: for
-        services whose answers hold what foreign code says. Raises StartError where JetStream has not that much."""
+        """Let the oldest records go from now on where all together have so many bytes, which
+        JetStream reserves: for services whose answers hold what foreign code says. Raises
+        StartError where JetStream has not that much."""
         self._most_bytes = most_bytes
         await self._open_bucket()
 
@@ -98,13 +106,14 @@ class RequestRecords:
         call: Callable[[], Awaitable[R]],
         later: Later | None = None,
     ) -> R:
-        """The answer to `request`: of `call` the first time, of the record afterwards. Concurrent repeats wait for the
-        first.
+        """The answer to `request`: of `call` the first time, of the record afterwards. Concurrent
+        repeats wait for the first.
 
-        later: starts the saving of the record, which is then not waited for. It suits calls that change nothing in this
-        service: if the process is killed before the record is saved, a repeat calls again. Raises InvalidArgument for
-        an empty request_id and for an id that was used with another request; what `call` raises; and nats.errors.Error
-        (UNAVAILABLE to the caller) where the record cannot be saved. The answer is then cached, and a repeat tries to
+        later: starts the saving of the record, which is then not waited for. It suits calls that
+        change nothing in this service: if the process is killed before the record is saved, a
+        repeat calls again. Raises InvalidArgument for an empty request_id and for an id that was
+        used with another request; what `call` raises; and nats.errors.Error (UNAVAILABLE to the
+        caller) where the record cannot be saved. The answer is then cached, and a repeat tries to
         save it again.
         """
         request_id: str = identifier("request_id", request.request_id)  # type: ignore[attr-defined]
@@ -128,7 +137,9 @@ class RequestRecords:
                 raise first.error
             # Either the record is there now, or the first was cancelled, and this one calls.
 
-    async def _first(self, key: str, fingerprint: bytes, call: Callable[[], Awaitable[R]], later: Later | None) -> R:
+    async def _first(
+        self, key: str, fingerprint: bytes, call: Callable[[], Awaitable[R]], later: Later | None
+    ) -> R:
         running = self._running[key] = _Running(fingerprint)
         try:
             response = await call()
@@ -155,14 +166,17 @@ class RequestRecords:
 
     async def _save(self, key: str, record: _Record) -> None:
         body = record.response
-        parts = [body[start : start + PART_BYTES] for start in range(PART_BYTES, len(body), PART_BYTES)]
+        parts = [
+            body[start : start + PART_BYTES] for start in range(PART_BYTES, len(body), PART_BYTES)
+        ]
         for index, part in enumerate(parts):
             await self._bucket.put(_part_key(key, index), part)
         head = record.fingerprint + len(parts).to_bytes(_PARTS_BYTES, "big") + body[:PART_BYTES]
         try:
             await self._bucket.create(key, head)
         except nats.js.errors.KeyWrongLastSequenceError:
-            # An earlier try arrived although its acknowledgement did not: the same record is there. Or its head alone.
+            # An earlier try arrived although its acknowledgement did not: the same record is there.
+            # Or its head alone.
             present = await self._load(key)
             if present is None:
                 await self._bucket.put(key, head)
@@ -185,7 +199,9 @@ class RequestRecords:
     async def _load(self, key: str) -> _Record | None:
         try:
             head = (await self._bucket.get(key)).value or b""
-            parts = int.from_bytes(head[FINGERPRINT_BYTES : FINGERPRINT_BYTES + _PARTS_BYTES], "big")
+            parts = int.from_bytes(
+                head[FINGERPRINT_BYTES : FINGERPRINT_BYTES + _PARTS_BYTES], "big"
+            )
             body = head[FINGERPRINT_BYTES + _PARTS_BYTES :]
             for index in range(parts):
                 body += (await self._bucket.get(_part_key(key, index))).value or b""
@@ -197,7 +213,9 @@ class RequestRecords:
         self._cache[key] = record
         self._cached_bytes += len(record.response)
         now = asyncio.get_running_loop().time()
-        while len(self._cache) > CACHED_RECORDS or (self._cached_bytes > CACHED_BYTES and len(self._cache) > 1):
+        while len(self._cache) > CACHED_RECORDS or (
+            self._cached_bytes > CACHED_BYTES and len(self._cache) > 1
+        ):
             oldest, dropped = self._cache.popitem(last=False)
             self._cached_bytes -= len(dropped.response)
             self._elsewhere[oldest] = now + RECORDS_KEPT_S
@@ -212,12 +230,15 @@ class _HasRecords(Protocol):
 def answered_once(
     rpc: Callable[[Servicer, Request, Context], Awaitable[R]],
 ) -> Callable[[Servicer, Request, Context], Awaitable[R]]:
-    """Answer a repeat of a servicer's mutation from the servicer's `records`: see `RequestRecords.once`."""
+    """Answer a repeat of a servicer's mutation from the servicer's `records`: see
+    `RequestRecords.once`."""
     response_type: type[R] = get_type_hints(rpc)["return"]
 
     @wraps(rpc)
     async def answer(self: Servicer, request: Request, context: Context) -> R:
-        return await self.records.once(rpc.__name__, request, response_type, lambda: rpc(self, request, context))
+        return await self.records.once(
+            rpc.__name__, request, response_type, lambda: rpc(self, request, context)
+        )
 
     return answer
 
@@ -230,7 +251,8 @@ def _require_same(recorded: bytes, given: bytes, request_id: str) -> None:
     if recorded != given:
         raise InvalidArgument(
             "request_id",
-            f"{request_id!r} was used with a different request; mint a new id for each logical call",
+            f"{request_id!r} was used with a different request; mint a new id for each logical "
+            "call",
             "REQUEST_ID_REUSED",
             request_id=request_id,
         )

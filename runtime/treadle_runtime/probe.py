@@ -1,10 +1,13 @@
-"""Ask a server for its health, where there is no other client: `python -m treadle_runtime.probe ADDRESS [SERVICE]`.
+"""Ask a server for its health, where there is no other client: `python -m treadle_runtime.probe
+ADDRESS [SERVICE]`.
 
-ADDRESS is host:port, asked over gRPC, or the path of a unix socket where the server says its health (HEALTH_SOCKET).
-Probes run every few seconds for as long as a service lives: over the socket one costs the start of a Python, 30 ms, as
-nothing but the standard library is imported; over gRPC ten times as much.
+ADDRESS is host:port, asked over gRPC, or the path of a unix socket where the server says its health
+(HEALTH_SOCKET). Probes run every few seconds for as long as a service lives: over the socket one
+costs the start of a Python, 30 ms, as nothing but the standard library is imported; over gRPC ten
+times as much.
 
-Exit code 0 when SERVING, 1 when not or unreachable (one line on stderr says which), 2 on wrong usage.
+Exit code 0 when SERVING, 1 when not or unreachable (one line on stderr says which), 2 on wrong
+usage.
 """
 
 import contextlib
@@ -32,8 +35,9 @@ def main(arguments: list[str]) -> int:
 
 @contextlib.asynccontextmanager
 async def saying_health(path: str, status_of: Callable[[str], str]) -> AsyncIterator[None]:
-    """Say the health of services at a unix socket, for the time of the block. path: empty for nowhere. status_of: the
-    name of a service's status, as gRPC has it. Raises StartError where the socket cannot be made."""
+    """Say the health of services at a unix socket, for the time of the block. path: empty for
+    nowhere. status_of: the name of a service's status, as gRPC has it. Raises StartError where the
+    socket cannot be made."""
     if not path:
         yield
         return
@@ -83,7 +87,9 @@ def _ask_server(address: str, service: str) -> str:
     with grpc.insecure_channel(address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         try:
-            answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=PROBE_TIMEOUT_S)
+            answer = health.Check(
+                health_pb2.HealthCheckRequest(service=service), timeout=PROBE_TIMEOUT_S
+            )
         except grpc.RpcError as error:
             return f"{error.code().name}: {error.details()}"
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))

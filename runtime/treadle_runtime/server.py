@@ -1,11 +1,11 @@
 """Run a service, or several in one process: start, serve, drain, exit code.
 
-A service's `wire` gets a `Runtime` and returns what is to be served (`Wiring`). Order of a drain: health NOT_SERVING,
-calls in flight finish (drain_grace_s at most), background tasks end, accepted facts reach NATS, `close`, channels
-close, spans and metrics are sent.
+A service's `wire` gets a `Runtime` and returns what is to be served (`Wiring`). Order of a drain:
+health NOT_SERVING, calls in flight finish (drain_grace_s at most), background tasks end, accepted
+facts reach NATS, `close`, channels close, spans and metrics are sent.
 
-SIGTERM and SIGINT begin a drain and lead to exit code 0; a second signal ends the process at once. The handlers stand
-on the event loop: a plain `finally` in a coroutine never runs on SIGTERM.
+SIGTERM and SIGINT begin a drain and lead to exit code 0; a second signal ends the process at once.
+The handlers stand on the event loop: a plain `finally` in a coroutine never runs on SIGTERM.
 """
 
 import asyncio
@@ -14,7 +14,15 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,25 +48,29 @@ from treadle_runtime.telemetry import Metrics, Tracing, configure_logging, confi
 
 log = structlog.get_logger()
 
-# gRPC refuses a message longer than its receive limit without naming field or limit. Its limit is this much higher, so
-# that the interceptor can answer clearly.
+# gRPC refuses a message longer than its receive limit without naming field or limit. Its limit is
+# this much higher, so that the interceptor can answer clearly.
 RECEIVE_LIMIT_FACTOR = 4
 LOWEST_RECEIVE_LIMIT_BYTES = 64 * 1024 * 1024
-LAST_WORDS_S = 0.2  # once our calls are done only watches of health are left, and they never end by themselves
+LAST_WORDS_S = (
+    0.2  # once our calls are done only watches of health are left, and they never end by themselves
+)
 START_FAILED_EXIT_CODE = 1
 TASK_FAILED_EXIT_CODE = 3
 NOT_SERVING = "NOT_SERVING"
-ALIVE = "alive"  # the service name under which health is SERVING while the process runs, also where it stands by
-# Calls that may wait until Python takes them. By default gRPC cancels calls above a thousand, and thousands of clients
-# open their trajectories at once, or repeat their calls at once after a restart.
+# the service name under which health is SERVING while the process runs, also where it stands by
+ALIVE = "alive"
+# Calls that may wait until Python takes them. By default gRPC cancels calls above a thousand, and
+# thousands of clients open their trajectories at once, or repeat their calls at once after a
+# restart.
 WAITING_CALLS = ("grpc.server.max_pending_requests", "grpc.server.max_pending_requests_hard_limit")
 MOST_CALLS = 1_000_000
 SHORTEST_PING_MS = 1_000  # clients that follow the serving one of several processes ping each 2 s
 OF_ALL = "runtime"  # in the names of gauges that each service has
 KILLED_EXIT_CODE = 128  # plus the signal's number, as shells say it
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# For gc.set_threshold: so many objects are made and not freed before the youngest generation is collected, and so many
-# collections of one generation come before one of the next older.
+# For gc.set_threshold: so many objects are made and not freed before the youngest generation is
+# collected, and so many collections of one generation come before one of the next older.
 COLLECTIONS = (10_000, 10, 100)
 
 
@@ -66,10 +78,10 @@ COLLECTIONS = (10_000, 10, 100)
 class Runtime:
     """What a service is given to work with.
 
-    stopping: set when the drain begins. channel: from an address (host:port) and the service there to its channel: one
-    per address, closed at drain; deadline and trace go with it. follow: the same to a service of several processes, of
-    which one serves at a time. listening: resolves to the address that the server listens at. certificates: None in
-    plaintext.
+    stopping: set when the drain begins. channel: from an address (host:port) and the service there
+    to its channel: one per address, closed at drain; deadline and trace go with it. follow: the
+    same to a service of several processes, of which one serves at a time. listening: resolves to
+    the address that the server listens at. certificates: None in plaintext.
     """
 
     settings: Settings
@@ -85,10 +97,12 @@ class Runtime:
 
 
 class Turn:
-    """Whether it is this process's turn to serve, where one process of a service serves and the others stand by.
+    """Whether it is this process's turn to serve, where one process of a service serves and the
+    others stand by.
 
-    decided: set once this process serves, or knows that another one does. serves: whether its health is
-    SERVING; false before `serve` and after `pause`. admit: awaited before each call; what it raises is the answer.
+    decided: set once this process serves, or knows that another one does. serves: whether its
+    health is SERVING; false before `serve` and after `pause`. admit: awaited before each call; what
+    it raises is the answer.
     """
 
     def __init__(self, admit: Callable[[], Awaitable[None]]) -> None:
@@ -112,9 +126,9 @@ class Turn:
 class Wiring:
     """What a service serves.
 
-    services: full service name → adds its servicer to the server. tasks: run beside the server, cancelled at drain; one
-    that fails ends the process. close: called after NATS is drained. errors: the service's core exceptions. turn: None
-    where every process serves.
+    services: full service name → adds its servicer to the server. tasks: run beside the server,
+    cancelled at drain; one that fails ends the process. close: called after NATS is drained.
+    errors: the service's core exceptions. turn: None where every process serves.
     """
 
     services: Mapping[str, Callable[[grpc.aio.Server], None]]
@@ -146,8 +160,8 @@ class Service:
 def run(*services: Service) -> None:
     """Read the settings, serve until a signal, drain, return (exit code 0).
 
-    Several services share this process and its event loop; each has its own port, settings and connections. Raises
-    SystemExit where one of them cannot start or go on: the others drain.
+    Several services share this process and its event loop; each has its own port, settings and
+    connections. Raises SystemExit where one of them cannot start or go on: the others drain.
     """
     hosted = [(read_settings(service.settings), service.wire) for service in services]
     configure_logging(hosted[0][0])
@@ -182,7 +196,9 @@ async def _serve_until_signal(hosted: Sequence[tuple[Settings, Wire]]) -> None:
         structlog.contextvars.bind_contextvars(service=settings.service)
         tracing = configure_tracing(settings)
         if tracing.provider is not None:
-            trace.set_tracer_provider(tracing.provider)  # of several services here, the first one's stays
+            trace.set_tracer_provider(
+                tracing.provider
+            )  # of several services here, the first one's stays
         try:
             async with serving(settings, wire, tracing=tracing):
                 starting.discard(settings.service)
@@ -205,20 +221,26 @@ async def _serve_until_signal(hosted: Sequence[tuple[Settings, Wire]]) -> None:
     for number in SIGNALS:
         loop.add_signal_handler(number, on_signal, number)
     async with asyncio.TaskGroup() as group:
-        tasks = {settings.service: group.create_task(serve(settings, wire)) for settings, wire in hosted}
+        tasks = {
+            settings.service: group.create_task(serve(settings, wire)) for settings, wire in hosted
+        }
 
 
 def _tune_garbage_collection() -> None:
-    """Leave the objects that exist now, most of them of imported modules, out of garbage collections, and make these
-    rare. A full collection with them stops the loop of the tools service for 130 ms."""
+    """Leave the objects that exist now, most of them of imported modules, out of garbage
+    collections, and make these rare. A full collection with them stops the loop of the tools
+    service for 130 ms."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECTIONS)
 
 
 @asynccontextmanager
-async def serving(settings: Settings, wire: Wire, *, tracing: Tracing | None = None) -> AsyncIterator[Serving]:
-    """Serve for the time of the block, then drain; what `run` does, without signals and process, e.g. for tests.
+async def serving(
+    settings: Settings, wire: Wire, *, tracing: Tracing | None = None
+) -> AsyncIterator[Serving]:
+    """Serve for the time of the block, then drain; what `run` does, without signals and process,
+    e.g. for tests.
 
     Raises StartError, and whatever a background task raises (in an ExceptionGroup).
     """
@@ -228,7 +250,9 @@ async def serving(settings: Settings, wire: Wire, *, tracing: Tracing | None = N
     stopping = asyncio.Event()
     name = f"treadle-{settings.service}"
     times = [CallTimes(metrics)] if settings.otlp_endpoint else []
-    channels = Channels(receive_limit_bytes(settings), [*tracing.client_interceptors(), *times], certificates)
+    channels = Channels(
+        receive_limit_bytes(settings), [*tracing.client_interceptors(), *times], certificates
+    )
     try:
         async with open_bus(
             settings.nats_url,
@@ -242,7 +266,9 @@ async def serving(settings: Settings, wire: Wire, *, tracing: Tracing | None = N
             try:
                 records = await RequestRecords.open(bus, settings.service)
             except nats.errors.Error as error:
-                raise StartError(f"JetStream at {settings.nats_url} does not hold records: {error!r}") from error
+                raise StartError(
+                    f"JetStream at {settings.nats_url} does not hold records: {error!r}"
+                ) from error
             listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
             runtime = Runtime(
                 settings,
@@ -260,8 +286,17 @@ async def serving(settings: Settings, wire: Wire, *, tracing: Tracing | None = N
             try:
                 facts, gauge = "Facts that NATS has not acknowledged", metrics.gauge
                 gauge("outbox", "fact", facts, lambda: bus.unacknowledged, of=OF_ALL)
-                gauge("connected", "connection", "1 while NATS answers, else 0", lambda: int(bus.connected), of=OF_ALL)
-                async with run_beside([*wiring.tasks, metrics.watch]), _listening(runtime, wiring) as address:
+                gauge(
+                    "connected",
+                    "connection",
+                    "1 while NATS answers, else 0",
+                    lambda: int(bus.connected),
+                    of=OF_ALL,
+                )
+                async with (
+                    run_beside([*wiring.tasks, metrics.watch]),
+                    _listening(runtime, wiring) as address,
+                ):
                     yield Serving(address, runtime)
             finally:
                 stopping.set()
@@ -285,14 +320,22 @@ async def _listening(runtime: Runtime, wiring: Wiring) -> AsyncIterator[str]:
         metrics=runtime.metrics,
         tracing=runtime.tracing.server_interceptor(),
         admit=None if turn is None else turn.admit,
-        tenants=TenantLimits(settings.tenant_calls_per_s, settings.tenant_calls) if runtime.certificates else None,
+        tenants=TenantLimits(settings.tenant_calls_per_s, settings.tenant_calls)
+        if runtime.certificates
+        else None,
     )
     server = grpc.aio.server(
         interceptors=[interceptor],
         options=[
             ("grpc.max_receive_message_length", receive_limit_bytes(settings)),
-            ("grpc.http2.min_ping_interval_without_data_ms", SHORTEST_PING_MS),  # else pings are punished
-            ("grpc.so_reuseport", 0),  # else a second server on the same port takes half of the calls, silently
+            (
+                "grpc.http2.min_ping_interval_without_data_ms",
+                SHORTEST_PING_MS,
+            ),  # else pings are punished
+            (
+                "grpc.so_reuseport",
+                0,
+            ),  # else a second server on the same port takes half of the calls, silently
             *((name, MOST_CALLS) for name in WAITING_CALLS),
         ],
     )
@@ -303,7 +346,9 @@ async def _listening(runtime: Runtime, wiring: Wiring) -> AsyncIterator[str]:
     # Only a server needs it, and it compiles its messages when it is imported: a tenth of a second.
     from grpc_reflection.v1alpha import reflection
 
-    reflection.enable_server_reflection([*wiring.services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    reflection.enable_server_reflection(
+        [*wiring.services, health.SERVICE_NAME, reflection.SERVICE_NAME], server
+    )
     address = bind(server, settings.listen, runtime.certificates)
     await server.start()
     names = ("", *wiring.services)
@@ -328,7 +373,9 @@ async def _listening(runtime: Runtime, wiring: Wiring) -> AsyncIterator[str]:
     ready = Path(settings.ready_file) if settings.ready_file else None
     try:
         async with (
-            probe.saying_health(settings.health_socket, lambda name: statuses.get(name, probe.UNKNOWN)),
+            probe.saying_health(
+                settings.health_socket, lambda name: statuses.get(name, probe.UNKNOWN)
+            ),
             run_beside([report_turn]),
         ):
             runtime.listening.set_result(address)
@@ -377,8 +424,8 @@ def _certificates(settings: Settings) -> Certificates | None:
 
 
 def bind(server: grpc.aio.Server, listen: str, certificates: Certificates | None) -> str:
-    """Have the server listen at host:port, in plaintext without certificates; return where it does. Raises
-    StartError."""
+    """Have the server listen at host:port, in plaintext without certificates; return where it does.
+    Raises StartError."""
     try:
         if certificates is None:
             port = server.add_insecure_port(listen)

@@ -1,5 +1,5 @@
-"""Run services: `python -m treadle_runtime.start scheduler predictor`, or without arguments, as the images do, those
-that TREADLE_SERVICE names with commas between.
+"""Run services: `python -m treadle_runtime.start scheduler predictor`, or without arguments, as the
+images do, those that TREADLE_SERVICE names with commas between.
 
 Several share one process and one event loop; each
 keeps its own port, settings (TREADLE_<SERVICE>_<NAME>), certificate and health.
@@ -21,14 +21,20 @@ def main() -> None:
 def find_service(name: str) -> Service:
     """The service of this name. Raises SystemExit where none is installed."""
     if not name.isidentifier():
-        sys.exit(f"TREADLE_SERVICE must name services, e.g. scheduler or scheduler,predictor: {name!r} is no name")
+        sys.exit(
+            f"TREADLE_SERVICE must name services, e.g. scheduler or scheduler,predictor: {name!r} "
+            "is no name"
+        )
     module = f"treadle_{name}"
     try:
         service = importlib.import_module(f"{module}.__main__").SERVICE
     except ModuleNotFoundError as error:
         if error.name != module:
             raise
-        sys.exit(f"TREADLE_SERVICE names {name!r}, which is not installed here: pip install 'treadle[{name}]'")
+        sys.exit(
+            f"TREADLE_SERVICE names {name!r}, which is not installed here: pip install "
+            f"'treadle[{name}]'"
+        )
     assert isinstance(service, Service)
     return service
 

@@ -1,12 +1,13 @@
 """Write logs, and send traces and metrics of a process.
 
-Owns structlog's configuration (JSON lines on stderr, with service and, where a span is active, trace_id and span_id;
-the standard library's loggers go the same way) and the OpenTelemetry tracer and meter. Tracing is off, with no
-provider, exporter or interceptor, until `otlp_endpoint` is set; nor is there a meter provider, and an instrument does
-nothing. The collector must take traces and metrics. Anywhere: `log = structlog.get_logger()`.
+Owns structlog's configuration (JSON lines on stderr, with service and, where a span is active,
+trace_id and span_id; the standard library's loggers go the same way) and the OpenTelemetry tracer
+and meter. Tracing is off, with no provider, exporter or interceptor, until `otlp_endpoint` is set;
+nor is there a meter provider, and an instrument does nothing. The collector must take traces and
+metrics. Anywhere: `log = structlog.get_logger()`.
 
-The SDK, the exporters and the interceptors of OpenTelemetry are imported only where `otlp_endpoint` is set: they take
-a quarter of a second of processor time.
+The SDK, the exporters and the interceptors of OpenTelemetry are imported only where `otlp_endpoint`
+is set: they take a quarter of a second of processor time.
 """
 
 from __future__ import annotations
@@ -38,10 +39,26 @@ SPANS_EXPORT_INTERVAL_S = 1.0  # spans are seen soon, still many at a time
 METRICS_EXPORT_INTERVAL_S = 10.0  # metrics are looked at over minutes
 READ_GAUGES_S = 5.0  # twice as often as they are exported
 SCOPE = "treadle"
-BOUNDS_S = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)  # of histograms of seconds
+BOUNDS_S = (
+    1e-3,
+    3e-3,
+    1e-2,
+    3e-2,
+    0.1,
+    0.3,
+    1.0,
+    3.0,
+    10.0,
+    30.0,
+    100.0,
+    300.0,
+    1000.0,
+)  # of histograms of seconds
 
 
-_given_ids: contextvars.ContextVar[trace.SpanContext | None] = contextvars.ContextVar("treadle_ids", default=None)
+_given_ids: contextvars.ContextVar[trace.SpanContext | None] = contextvars.ContextVar(
+    "treadle_ids", default=None
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +79,9 @@ class Tracing:
             return None
         from opentelemetry.instrumentation.grpc import aio_server_interceptor
 
-        return aio_server_interceptor(tracer_provider=self.provider)  # type: ignore[no-untyped-call, no-any-return]
+        make: Any = aio_server_interceptor
+        made: grpc.aio.ServerInterceptor = make(tracer_provider=self.provider)
+        return made
 
     def client_interceptors(self) -> Sequence[grpc.aio.ClientInterceptor]:
         """What starts a span for each RPC made and sends its context; none where tracing is off."""
@@ -70,15 +89,22 @@ class Tracing:
             return ()
         from opentelemetry.instrumentation.grpc import aio_client_interceptors
 
-        return aio_client_interceptors(tracer_provider=self.provider)  # type: ignore[no-untyped-call, no-any-return]
+        make: Any = aio_client_interceptors
+        made: Sequence[grpc.aio.ClientInterceptor] = make(tracer_provider=self.provider)
+        return made
 
-    def record_span(self, span: trace.SpanContext, name: str, start_s: float, end_s: float, **attributes: Any) -> None:
-        """Send a span without parent that another process has begun and does not send, with Unix times."""
+    def record_span(
+        self, span: trace.SpanContext, name: str, start_s: float, end_s: float, **attributes: Any
+    ) -> None:
+        """Send a span without parent that another process has begun and does not send, with Unix
+        times."""
         if self.provider is None:
             return
         token = _given_ids.set(span)
         try:
-            begun = self.tracer.start_span(name, Context(), start_time=round(start_s * 1e9), attributes=attributes)
+            begun = self.tracer.start_span(
+                name, Context(), start_time=round(start_s * 1e9), attributes=attributes
+            )
         finally:
             _given_ids.reset(token)
         begun.end(round(end_s * 1e9))
@@ -113,7 +139,9 @@ def configure_tracing(settings: Settings) -> Tracing:
 
     provider = TracerProvider(resource=_resource_of(settings), id_generator=Ids())
     exporter = OTLPSpanExporter(**_collector(settings))
-    provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=SPANS_EXPORT_INTERVAL_S * 1000))
+    provider.add_span_processor(
+        BatchSpanProcessor(exporter, schedule_delay_millis=SPANS_EXPORT_INTERVAL_S * 1000)
+    )
     return Tracing(provider)
 
 
@@ -121,9 +149,11 @@ Readings = Iterable[tuple[float, Mapping[str, str]]]
 
 
 class Metrics:
-    """The metrics of one process. Names are `treadle.<service>.<noun>`; docs/metrics.md has all of them.
+    """The metrics of one process. Names are `treadle.<service>.<noun>`; docs/metrics.md has all of
+    them.
 
-    Labels must have few values each: ids of trajectories, steps and rollouts belong on spans and in logs.
+    Labels must have few values each: ids of trajectories, steps and rollouts belong on spans and in
+    logs.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -132,23 +162,38 @@ class Metrics:
         self._provider: MeterProvider | None = None
         self._gauges: list[tuple[metrics._Gauge, Callable[[], Readings]]] = []
 
-    def seconds(self, noun: str, what: str, bounds_s: Sequence[float] = BOUNDS_S) -> Callable[..., None]:
+    def seconds(
+        self, noun: str, what: str, bounds_s: Sequence[float] = BOUNDS_S
+    ) -> Callable[..., None]:
         """Make a histogram of seconds; returns what records a value, with labels."""
         return self.histogram(self._prefix + noun, "s", what, bounds_s)
 
-    def histogram(self, name: str, unit: str, what: str, bounds: Sequence[float]) -> Callable[..., None]:
+    def histogram(
+        self, name: str, unit: str, what: str, bounds: Sequence[float]
+    ) -> Callable[..., None]:
         """Make a histogram of any name and unit; returns what records a value, with labels."""
-        return self._meter().create_histogram(name, unit, what, explicit_bucket_boundaries_advisory=bounds).record
+        return (
+            self._meter()
+            .create_histogram(name, unit, what, explicit_bucket_boundaries_advisory=bounds)
+            .record
+        )
 
     def total(self, noun: str, unit: str, what: str) -> Callable[..., None]:
         """Make a counter of `{unit}`, or of seconds (`s`); returns what adds to it, with labels."""
         return self._meter().create_counter(self._prefix + noun, _annotated(unit), what).add
 
     def gauge(
-        self, noun: str, unit: str, what: str, read: Callable[[], float] | Callable[[], Readings], *, of: str = ""
+        self,
+        noun: str,
+        unit: str,
+        what: str,
+        read: Callable[[], float] | Callable[[], Readings],
+        *,
+        of: str = "",
     ) -> None:
-        """Make a gauge of `{unit}`, or of seconds (`s`). read: its value now, or its values with their labels; called
-        on the event loop, by `watch`. of: in place of the service's name, where several services have the gauge."""
+        """Make a gauge of `{unit}`, or of seconds (`s`). read: its value now, or its values with
+        their labels; called on the event loop, by `watch`. of: in place of the service's name,
+        where several services have the gauge."""
         gauge = self._meter().create_gauge(
             f"treadle.{of}.{noun}" if of else self._prefix + noun, _annotated(unit), what
         )
@@ -160,7 +205,8 @@ class Metrics:
         self._gauges.append((gauge, readings))
 
     async def watch(self) -> None:
-        """Background task: read the gauges. The exporter does not, since it runs on another thread."""
+        """Background task: read the gauges. The exporter does not, since it runs on another
+        thread."""
         if not self._settings.otlp_endpoint:
             return
         try:
@@ -189,8 +235,12 @@ class Metrics:
             from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 
             exporter = OTLPMetricExporter(**_collector(self._settings))
-            reader = PeriodicExportingMetricReader(exporter, METRICS_EXPORT_INTERVAL_S * 1000, FLUSH_TIMEOUT_S * 1000)
-            self._provider = MeterProvider([reader], _resource_of(self._settings), shutdown_on_exit=False)
+            reader = PeriodicExportingMetricReader(
+                exporter, METRICS_EXPORT_INTERVAL_S * 1000, FLUSH_TIMEOUT_S * 1000
+            )
+            self._provider = MeterProvider(
+                [reader], _resource_of(self._settings), shutdown_on_exit=False
+            )
         return self._provider.get_meter(SCOPE)
 
 
@@ -216,7 +266,8 @@ def _resource_of(settings: Settings) -> Resource:
 
 
 def configure_logging(settings: Settings) -> None:
-    """Point structlog and the standard library's loggers at stderr, in the format and from the level that is set."""
+    """Point structlog and the standard library's loggers at stderr, in the format and from the
+    level that is set."""
     level = logging.getLevelNamesMapping()[settings.log_level.upper()]
     shared: list[Callable[..., Any]] = [
         structlog.contextvars.merge_contextvars,
@@ -226,7 +277,10 @@ def configure_logging(settings: Settings) -> None:
         _with_trace_ids,
     ]
     if settings.log_format == "json":
-        last: list[Callable[..., Any]] = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+        last: list[Callable[..., Any]] = [
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ]
     else:
         last = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
     structlog.configure(
@@ -247,7 +301,9 @@ def configure_logging(settings: Settings) -> None:
     root.setLevel(max(level, logging.WARNING))  # libraries speak up only when something is wrong
 
 
-def _with_trace_ids(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+def _with_trace_ids(
+    _: Any, __: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
     context = trace.get_current_span().get_span_context()
     if context.is_valid:
         event["trace_id"] = trace.format_trace_id(context.trace_id)

@@ -1,4 +1,5 @@
-"""Serve an ASGI application over HTTP beside the gRPC server of a service, with its certificate where it has one."""
+"""Serve an ASGI application over HTTP beside the gRPC server of a service, with its certificate
+where it has one."""
 
 import asyncio
 import math
@@ -30,7 +31,8 @@ class _Server(uvicorn.Server):
 
 
 def bind_http(variable: str, listen: str) -> socket.socket:
-    """A socket that listens at host:port, the value of `variable`. Raises StartError where the port is taken."""
+    """A socket that listens at host:port, the value of `variable`. Raises StartError where the port
+    is taken."""
     host, _, port = listen.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -38,24 +40,36 @@ def bind_http(variable: str, listen: str) -> socket.socket:
         listener = socket.create_server((host, int(port)), family=family, backlog=BACKLOG)
     except OSError as error:
         raise StartError(f"cannot listen on {variable}={listen}: {error}") from None
-    # Connections inherit it. Else the first token of a stream waits 40 ms for the acknowledgement of its headers.
+    # Connections inherit it. Else the first token of a stream waits 40 ms for the acknowledgement
+    # of its headers.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
 def serve_http(
-    app: Any, listener: socket.socket, stopping: asyncio.Event, *, tls_folder: str = "", grace_s: float | None = None
+    app: Any,
+    listener: socket.socket,
+    stopping: asyncio.Event,
+    *,
+    tls_folder: str = "",
+    grace_s: float | None = None,
 ) -> Callable[[], Coroutine[Any, Any, None]]:
     """A background task that serves `app` until the drain begins, and closes `listener`.
 
-    tls_folder: of the certificate; empty: plaintext. Callers know its authority, and have no certificate. grace_s: how
-    long requests may still run then; None: streams have to end by themselves.
+    tls_folder: of the certificate; empty: plaintext. Callers know its authority, and have no
+    certificate. grace_s: how long requests may still run then; None: streams have to end by
+    themselves.
     """
 
     async def serve() -> None:
         grace = None if grace_s is None else math.ceil(grace_s)
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", server_header=False, timeout_graceful_shutdown=grace
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=grace,
         )
         config.load()
         server = _Server(config)
@@ -89,7 +103,9 @@ async def _renew(context: ssl.SSLContext, folder: Path, stopping: asyncio.Event)
         await asyncio.sleep(RENEW_S)
         if (written := _written(folder)) != known:
             try:
-                _context(folder)  # a key that does not fit would leave the context in use without any
+                _context(
+                    folder
+                )  # a key that does not fit would leave the context in use without any
                 context.load_cert_chain(folder / CERTIFICATE, folder / KEY)
                 known = written
             except (OSError, ssl.SSLError) as error:  # one of the two files is not yet written
@@ -97,4 +113,6 @@ async def _renew(context: ssl.SSLContext, folder: Path, stopping: asyncio.Event)
 
 
 def _written(folder: Path) -> list[float]:
-    return [(folder / name).stat().st_mtime for name in (CERTIFICATE, KEY) if (folder / name).exists()]
+    return [
+        (folder / name).stat().st_mtime for name in (CERTIFICATE, KEY) if (folder / name).exists()
+    ]

@@ -1,12 +1,14 @@
-"""The batch of sequences that a simulated engine decodes together, computed from event to event in closed form.
+"""The batch of sequences that a simulated engine decodes together, computed from event to event in
+closed form.
 
-Nothing happens token by token. A counter holds the decode steps since the engine began, as a fraction while a step is
-under way, so the count at which a sequence ends is known when it joins. x steps of n sequences that hold K tokens of KV
-take, in seconds, x * step(n) + k * (K x + n x (x - 1) / 2); inside a step, time runs along the same parabola. Sequences
-join at whole counts only, so every end is at a whole count, and times there are exact. Equations: docs/simulator.md.
+Nothing happens token by token. A counter holds the decode steps since the engine began, as a
+fraction while a step is under way, so the count at which a sequence ends is known when it joins. x
+steps of n sequences that hold K tokens of KV take, in seconds, x * step(n) + k * (K x + n x (x - 1)
+/ 2); inside a step, time runs along the same parabola. Sequences join at whole counts only, so
+every end is at a whole count, and times there are exact. Equations: docs/simulator.md.
 
-`SpeculativeBatch` is the batch of an engine that verifies drafts: a sequence samples its mean accepted length in each
-decode step, however that falls in one step or another.
+`SpeculativeBatch` is the batch of an engine that verifies drafts: a sequence samples its mean
+accepted length in each decode step, however that falls in one step or another.
 """
 
 import heapq
@@ -25,9 +27,10 @@ TOKEN_ROUNDING = 1e-6  # tokens; a count this near a whole one is whole
 
 @dataclass(slots=True)
 class EngineStep:
-    """A step at an engine. index: of its trajectory. context_tokens: at its start. done: tokens sampled before its
-    present admission. The *_s fields add up its time so far; since_s: up to when. queue_s: all waits; preempted_s,
-    weights_s: those of them after an eviction, and in an update of the weights. end_at: on the count of its batch."""
+    """A step at an engine. index: of its trajectory. context_tokens: at its start. done: tokens
+    sampled before its present admission. The *_s fields add up its time so far; since_s: up to
+    when. queue_s: all waits; preempted_s, weights_s: those of them after an eviction, and in an
+    update of the weights. end_at: on the count of its batch."""
 
     step_id: str
     index: int
@@ -63,7 +66,9 @@ class EngineStep:
     def times(self) -> StepTimes:
         """As its sidecar would account for it."""
         waits_s = self.preempted_s + self.weights_s
-        return StepTimes(self.queue_s - waits_s, self.prefill_s, self.decode_s, self.preempted_s, self.weights_s)
+        return StepTimes(
+            self.queue_s - waits_s, self.prefill_s, self.decode_s, self.preempted_s, self.weights_s
+        )
 
     def book(self, what: str, now: float) -> None:
         """Book the time since the last change as `what`: queue, prefill or decode."""
@@ -94,7 +99,8 @@ class StepListener(Protocol):
 
 
 class DecodeBatch:
-    """Invariant: `kv_tokens` is the sum over the steps of their contexts and of what each has sampled."""
+    """Invariant: `kv_tokens` is the sum over the steps of their contexts and of what each has
+    sampled."""
 
     def __init__(self, model: EngineModel) -> None:
         self.steps: dict[str, EngineStep] = {}
@@ -120,7 +126,8 @@ class DecodeBatch:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the batch must change at the end of the decode step under way, though its sequences stay."""
+        """Whether the batch must change at the end of the decode step under way, though its
+        sequences stay."""
         return False
 
     @property
@@ -133,11 +140,13 @@ class DecodeBatch:
         return step.end_at - step.gen_tokens + tokens
 
     def is_changed_by(self, prompt_id: str) -> bool:
-        """Whether the end of a sample of the prompt, here or anywhere, changes how this batch decodes."""
+        """Whether the end of a sample of the prompt, here or anywhere, changes how this batch
+        decodes."""
         return False
 
     def outdate(self) -> None:
-        """Change how the batch decodes from the next decode step on; it must have been brought up to now."""
+        """Change how the batch decodes from the next decode step on; it must have been brought up
+        to now."""
 
     def join(self, step: EngineStep) -> None:
         """Add a step after its prefill, which has sampled one token. Between decode steps only."""
@@ -164,7 +173,9 @@ class DecodeBatch:
         step = heapq.heappop(self._ends)[2]
         del self.steps[step.step_id]
         step.done = step.gen_tokens
-        self.kv_tokens = self.kv_tokens - step.context_tokens - step.gen_tokens if self.steps else 0.0
+        self.kv_tokens = (
+            self.kv_tokens - step.context_tokens - step.gen_tokens if self.steps else 0.0
+        )
         return step
 
     def tokens_since_admission(self, step: EngineStep) -> int:
@@ -184,12 +195,14 @@ class DecodeBatch:
     def advance(self, elapsed_s: float) -> None:
         """Let time pass: the inverse of `seconds_to`."""
         linear, quadratic = self._token_s(), 0.5 * self._kv_token_s * self._growth()
-        tokens = 2.0 * elapsed_s / (linear + math.sqrt(linear * linear + 4.0 * quadratic * elapsed_s))
+        tokens = (
+            2.0 * elapsed_s / (linear + math.sqrt(linear * linear + 4.0 * quadratic * elapsed_s))
+        )
         self.advance_to(self.counter + tokens)
 
     def _token_s(self) -> float:
-        """Seconds a decode step at the present count. It reads the KV that there is when it begins: half its growth
-        less than the mean of its beginning and end."""
+        """Seconds a decode step at the present count. It reads the KV that there is when it begins:
+        half its growth less than the mean of its beginning and end."""
         return self._compute_s() + self._kv_token_s * (self.kv_tokens - 0.5 * self._growth())
 
     def _compute_s(self) -> float:
@@ -206,7 +219,8 @@ class DecodeBatch:
 
 @dataclass(slots=True)
 class _Pace:
-    """A sequence of a speculating batch: its tokens at a whole count, and what it samples in each step from then on."""
+    """A sequence of a speculating batch: its tokens at a whole count, and what it samples in each
+    step from then on."""
 
     tokens: float
     at: float
@@ -214,13 +228,17 @@ class _Pace:
 
 
 class SpeculativeBatch(DecodeBatch):
-    """Each decode step verifies `drafts` tokens of each sequence, as many as give most tokens a second, 0 for none.
+    """Each decode step verifies `drafts` tokens of each sequence, as many as give most tokens a
+    second, 0 for none.
 
-    finished: ended samples by prompt. Between decode steps only: sequences come and go, and drafts and paces change. A
-    sequence whose tokens do not divide evenly samples fewer in its last step, which takes as long as the others.
+    finished: ended samples by prompt. Between decode steps only: sequences come and go, and drafts
+    and paces change. A sequence whose tokens do not divide evenly samples fewer in its last step,
+    which takes as long as the others.
     """
 
-    def __init__(self, model: EngineModel, speculation: Speculation, finished: Mapping[str, int]) -> None:
+    def __init__(
+        self, model: EngineModel, speculation: Speculation, finished: Mapping[str, int]
+    ) -> None:
         super().__init__(model)
         self.drafts = 0
         self._model = model
@@ -258,7 +276,9 @@ class SpeculativeBatch(DecodeBatch):
 
     def leave(self, step: EngineStep) -> None:
         super().leave(step)
-        step.done = min(step.done, step.gen_tokens - 1)  # the last token comes with the end of its decode step
+        step.done = min(
+            step.done, step.gen_tokens - 1
+        )  # the last token comes with the end of its decode step
         self._forget(step)
 
     def pop_ended(self) -> EngineStep | None:
@@ -299,11 +319,15 @@ class SpeculativeBatch(DecodeBatch):
             return
         self._outdated = False
         n, read_s, of = len(self.steps), self._kv_token_s * self.kv_tokens, self._speculation
-        siblings = {step.step_id: self._finished.get(step.prompt_id, 0) for step in self.steps.values()}
+        siblings = {
+            step.step_id: self._finished.get(step.prompt_id, 0) for step in self.steps.values()
+        }
         counts = Counter(siblings.values())
         self.drafts, self._sampled, best = 0, float(n), n / (self._step_s[n] + read_s) if n else 0.0
         for drafts in of.draft_tokens:
-            sampled = math.fsum(count * of.accepted(drafts, ended) for ended, count in counts.items())
+            sampled = math.fsum(
+                count * of.accepted(drafts, ended) for ended, count in counts.items()
+            )
             rate = sampled / (self._seconds_of(n, drafts) + read_s) if n else 0.0
             if rate > best:
                 self.drafts, self._sampled, best = drafts, sampled, rate
@@ -314,7 +338,9 @@ class SpeculativeBatch(DecodeBatch):
             accepted = of.accepted(self.drafts, siblings[step.step_id])
             self._paces[step.step_id] = _Pace(tokens, at, accepted)
             step.end_at = at + _whole_steps(step.gen_tokens - tokens, accepted)
-        self._ends = [(step.end_at, number, step) for number, step in enumerate(self.steps.values())]
+        self._ends = [
+            (step.end_at, number, step) for number, step in enumerate(self.steps.values())
+        ]
         self._joined = len(self._ends)
         heapq.heapify(self._ends)
 

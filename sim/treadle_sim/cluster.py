@@ -1,4 +1,5 @@
-"""The parts of a simulated mesh: engines, the link between them, latencies and failures, and the placement service."""
+"""The parts of a simulated mesh: engines, the link between them, latencies and failures, and the
+placement service."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from treadle_sim.engine_model import EngineModel
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Between any two engines; an engine takes part in one transfer at a time. fixed_s: of each transfer, whatever its
-    size."""
+    """Between any two engines; an engine takes part in one transfer at a time. fixed_s: of each
+    transfer, whatever its size."""
 
     bytes_per_s: float = 25e9  # half of a 400 Gb/s port: what RDMA of scattered KV pages reaches
     fixed_s: float = 0.05
@@ -23,8 +24,8 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Seconds that the control plane's answers take. predict_s: Heddle Table 1. rpc_s: of a ticket and of a stream's
-    first message."""
+    """Seconds that the control plane's answers take. predict_s: Heddle Table 1. rpc_s: of a ticket
+    and of a stream's first message."""
 
     predict_s: float = 0.15
     plan_s: float = 0.02
@@ -65,7 +66,9 @@ class Cluster:
     def describe(self) -> str:
         """As in "32x1 + 4x8 H200"."""
         counts = Counter((engine.gpus, engine.accelerator) for engine in self.engines)
-        return " + ".join(f"{count}x{gpus} {kind}" for (gpus, kind), count in sorted(counts.items()))
+        return " + ".join(
+            f"{count}x{gpus} {kind}" for (gpus, kind), count in sorted(counts.items())
+        )
 
 
 def homogeneous(model: EngineModel, gpus: int) -> Cluster:
@@ -100,7 +103,8 @@ def declare(index: int, model: EngineModel, weight_version: str) -> EngineSpec:
 
 
 class SimPlacement:
-    """Answers as the placement service does, with the core's solver. Owns the memory that plans are made in."""
+    """Answers as the placement service does, with the core's solver. Owns the memory that plans are
+    made in."""
 
     def __init__(self) -> None:
         self._workspace = Workspace()

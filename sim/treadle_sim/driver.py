@@ -1,8 +1,9 @@
 """Drives the scheduler's controller through one rollout under the virtual clock.
 
-The controller is the one that the scheduler service drives (`treadle_core.controller`). The driver makes the events
-that clients, sidecars, the predictor, the placement service and the migrator would send, and executes the controller's
-actions on simulated engines. It decides nothing. It owns the trajectories' progress and all times that are reported.
+The controller is the one that the scheduler service drives (`treadle_core.controller`). The driver
+makes the events that clients, sidecars, the predictor, the placement service and the migrator would
+send, and executes the controller's actions on simulated engines. It decides nothing. It owns the
+trajectories' progress and all times that are reported.
 """
 
 from collections import Counter
@@ -29,12 +30,14 @@ from treadle_sim.workloads.workload import Workload
 
 TICK_S = 0.5  # as the scheduler service ticks
 RETRY_S = 0.1  # a client's pause before it repeats a request that was refused
-STUCK_S = 300.0  # of nothing but ticks, longer than every timeout of the controller: the rollout will never end
+# of nothing but ticks, longer than every timeout of the controller: the rollout will never end
+STUCK_S = 300.0
 
 
 class Driver:
-    """One rollout. call_tokens: most tokens of one call, longer turns take several; 0 for no limit. paced: of the
-    engines, see SimEngine. `log`, where given, gets every (time, event, actions) of the controller."""
+    """One rollout. call_tokens: most tokens of one call, longer turns take several; 0 for no limit.
+    paced: of the engines, see SimEngine. `log`, where given, gets every (time, event, actions) of
+    the controller."""
 
     def __init__(
         self,
@@ -59,20 +62,36 @@ class Driver:
         self._record = record
         self._log = log
         self._timeline = Timeline()
-        # Leases never expire by themselves here: `Disruptions` deregisters a failed engine after its lease's time.
-        self.controller = Controller(policy, replace(tuning, lease_ttl_s=float("inf")), planner=planner)
+        # Leases never expire by themselves here: `Disruptions` deregisters a failed engine after
+        # its lease's time.
+        self.controller = Controller(
+            policy, replace(tuning, lease_ttl_s=float("inf")), planner=planner
+        )
         self._preempt, self._paced = policy.preempt, paced
         self._finished: Counter[str] = Counter()  # samples that have all their tokens, by prompt
-        self._engines = [self._make_engine(index, model) for index, model in enumerate(cluster.engines)]
+        self._engines = [
+            self._make_engine(index, model) for index, model in enumerate(cluster.engines)
+        ]
         self._all = [
-            Progress(index, work, context_tokens=work.prompt_tokens) for index, work in enumerate(workload.trajectories)
+            Progress(index, work, context_tokens=work.prompt_tokens)
+            for index, work in enumerate(workload.trajectories)
         ]
         self._by_id = {progress.trajectory_id: progress for progress in self._all}
         self._disruptions = Disruptions(
-            cluster, self._engines, self._timeline, tuning.lease_ttl_s, self._send, self._resume_elsewhere
+            cluster,
+            self._engines,
+            self._timeline,
+            tuning.lease_ttl_s,
+            self._send,
+            self._resume_elsewhere,
         )
         self._migrator = Migrator(
-            cluster.link, self._timeline, self._by_id, self._engines, self._send, self._disruptions.is_down
+            cluster.link,
+            self._timeline,
+            self._by_id,
+            self._engines,
+            self._send,
+            self._disruptions.is_down,
         )
         self._left = len(self._all)
         self._events = 0
@@ -88,15 +107,20 @@ class Driver:
         }
 
     def run(self) -> Outcome:
-        """Simulate the rollout to its end. Raises RuntimeError if no engine ever takes some of the trajectories."""
+        """Simulate the rollout to its end. Raises RuntimeError if no engine ever takes some of the
+        trajectories."""
         self._disruptions.schedule()
         for progress in self._all:
             self._open(progress)
         self._timeline.after(TICK_S, self._tick)
-        # Clients request their first steps once their trajectories are open. With predictions they wait for the first
-        # plan, which the controller requests at the first tick.
+        # Clients request their first steps once their trajectories are open. With predictions they
+        # wait for the first plan, which the controller requests at the first tick.
         latencies = self._latencies
-        first_s = max(TICK_S, latencies.predict_s) + latencies.plan_s if self._predictor is not None else 0.0
+        first_s = (
+            max(TICK_S, latencies.predict_s) + latencies.plan_s
+            if self._predictor is not None
+            else 0.0
+        )
         for progress in self._all:
             self._timeline.after(first_s + latencies.rpc_s, self._request, progress)
         self._timeline.run(lambda: self._left > 0)
@@ -215,7 +239,9 @@ class Driver:
 
     def _submit(self, progress: Progress, engine: int, ticket: TicketRecord) -> None:
         if self._disruptions.is_down(engine):  # the connection is refused
-            self._timeline.after(RETRY_S, self._request, progress, ticket.ticket_id, progress.resumed_tokens)
+            self._timeline.after(
+                RETRY_S, self._request, progress, ticket.ticket_id, progress.resumed_tokens
+            )
             return
         step = EngineStep(
             ticket.ticket_id,
@@ -229,7 +255,11 @@ class Driver:
             spans=[] if self._record else None,
         )
         self._engines[engine].submit(
-            step, ticket.priority, preemptible=ticket.preemptible, job=ticket.job, weight=ticket.weight
+            step,
+            ticket.priority,
+            preemptible=ticket.preemptible,
+            job=ticket.job,
+            weight=ticket.weight,
         )
 
     def step_preempted(self, step: EngineStep) -> None:
@@ -250,7 +280,9 @@ class Driver:
         call, context_tokens = progress.calls, progress.context_tokens
         turn_ends = progress.finish_call(step.gen_tokens)
         self._send(
-            events.StepFinished(progress.trajectory_id, step.step_id, call, context_tokens, step.gen_tokens, times)
+            events.StepFinished(
+                progress.trajectory_id, step.step_id, call, context_tokens, step.gen_tokens, times
+            )
         )
         if not turn_ends:  # the next call of the same turn: no tool in between
             self._timeline.after(self._latencies.rpc_s, self._request, progress)
@@ -262,7 +294,9 @@ class Driver:
             self._note_finished(progress.work.prompt_id)
         else:
             self._send(events.ToolStarted(progress.trajectory_id))
-        self._timeline.after(progress.tool_s, self._close if progress.is_over else self._finish_tool, progress)
+        self._timeline.after(
+            progress.tool_s, self._close if progress.is_over else self._finish_tool, progress
+        )
 
     def _note_finished(self, prompt_id: str) -> None:
         self._finished[prompt_id] += 1
@@ -280,23 +314,32 @@ class Driver:
         self._left -= 1
         if self._predictor is not None:
             self._predictor.finish(progress.index)
-        closing = (f"c{progress.index}", progress.trajectory_id, Ending.FINISHED, progress.work.reward)
+        closing = (
+            f"c{progress.index}",
+            progress.trajectory_id,
+            Ending.FINISHED,
+            progress.work.reward,
+        )
         self._send(events.TrajectoryClosed(*closing, progress.client_times))
         # Kept here, since the controller forgets a closed trajectory after a while.
         progress.ledger = self.controller.trajectory(progress.trajectory_id).ledger
 
     def _resume_elsewhere(self, steps: Sequence[EngineStep]) -> None:
-        """An engine failed with these steps: their clients' streams break, and they go on from the tokens they have."""
+        """An engine failed with these steps: their clients' streams break, and they go on from the
+        tokens they have."""
         for step in steps:
             progress = self._all[step.index]
             progress.book_step(step)
             progress.lost = progress.lost.plus(step.times)
             progress.mark(self._timeline.now, step.times.total_s)
-            self._timeline.after(self._latencies.rpc_s, self._request, progress, step.step_id, step.done)
+            self._timeline.after(
+                self._latencies.rpc_s, self._request, progress, step.step_id, step.done
+            )
 
 
 class Disruptions:
-    """Engines register, fail, return and get new weights at the times that the cluster says. Knows which are down.
+    """Engines register, fail, return and get new weights at the times that the cluster says. Knows
+    which are down.
 
     `send` gives an event to the controller; `resume` gets the steps that a failed engine has lost.
     """

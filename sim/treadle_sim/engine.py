@@ -1,4 +1,5 @@
-"""One simulated engine behind a sidecar's queue: continuous batching, slots, a KV limit and a radix cache.
+"""One simulated engine behind a sidecar's queue: continuous batching, slots, a KV limit and a radix
+cache.
 
 The queue is the sidecar's own (`treadle_core.engine_queue.preemptive_queue`), the batch is
 `DecodeBatch`. A step that arrives or is to be aborted during a decode step waits for the end of
@@ -23,13 +24,16 @@ from treadle_sim.timeline import Timeline
 
 UNBOUNDED = 1 << 40  # capacity of the queue: a rollout's client never gives up
 NONE_FINISHED: Mapping[str, int] = MappingProxyType({})
-MOST_PREFILL_TOKENS = 16_384  # in one prefill batch: SGLang's default; the step that crosses it is still taken
+MOST_PREFILL_TOKENS = (
+    16_384  # in one prefill batch: SGLang's default; the step that crosses it is still taken
+)
 
 
 class SimEngine:
-    """paced: the queue paces, shares and gathers the prefills of preemptible steps (ADR 0030). kv_tokens 0: no limit.
-    spans: (start_s, end_s, batch), batch -1 for a prefill; None unless recorded. finished: the samples of each prompt
-    that have ended anywhere, from which an engine that speculates has drafts."""
+    """paced: the queue paces, shares and gathers the prefills of preemptible steps (ADR 0030).
+    kv_tokens 0: no limit. spans: (start_s, end_s, batch), batch -1 for a prefill; None unless
+    recorded. finished: the samples of each prompt that have ended anywhere, from which an engine
+    that speculates has drafts."""
 
     def __init__(
         self,
@@ -50,13 +54,17 @@ class SimEngine:
         self.spans: list[tuple[float, float, int]] | None = [] if record else None
         self._timeline = timeline
         self._listener = listener
-        self._queue = StepQueue(QueuePolicy(model.slots, UNBOUNDED, preempt), self._prefill_of if paced else None)
+        self._queue = StepQueue(
+            QueuePolicy(model.slots, UNBOUNDED, preempt), self._prefill_of if paced else None
+        )
         self._decode_s = model.curve.decode_s(1.0)
         self._steps: dict[str, EngineStep] = {}
         self._pending: deque[EngineStep] = deque()  # admitted, not yet prefilled
         self._prefilling: list[EngineStep] = []
         speculation = model.speculation
-        self._batch = SpeculativeBatch(model, speculation, finished) if speculation else DecodeBatch(model)
+        self._batch = (
+            SpeculativeBatch(model, speculation, finished) if speculation else DecodeBatch(model)
+        )
         self._fresh: dict[str, EngineStep] = {}  # in the batch, with too few tokens to be evicted
         self._evicting: list[EngineStep] = []  # in the batch until the decode step under way ends
         self._advanced_s = 0.0  # when the batch was last brought up to date
@@ -66,7 +74,13 @@ class SimEngine:
         self._wakes_s = 0.0  # when the queue is asked next without a report
 
     def submit(
-        self, step: EngineStep, priority: float, *, preemptible: bool = True, job: str = "", weight: float = 1.0
+        self,
+        step: EngineStep,
+        priority: float,
+        *,
+        preemptible: bool = True,
+        job: str = "",
+        weight: float = 1.0,
     ) -> None:
         """Put a step into the queue."""
         self._advance()
@@ -82,9 +96,11 @@ class SimEngine:
             self._decide()
 
     def cancel(self, step_ids: Iterable[str]) -> list[EngineStep]:
-        """Abort steps for good, at once; returns those that had not ended, each with the tokens that it has sampled.
+        """Abort steps for good, at once; returns those that had not ended, each with the tokens
+        that it has sampled.
 
-        A prefill goes on for the steps beside them, and ends where there are none. KV of what is aborted is not kept.
+        A prefill goes on for the steps beside them, and ends where there are none. KV of what is
+        aborted is not kept.
         """
         self._advance()
         cancelled = [self._steps.pop(step_id) for step_id in step_ids if step_id in self._steps]
@@ -107,14 +123,16 @@ class SimEngine:
         return cancelled
 
     def note_finished(self, prompt_id: str) -> None:
-        """A sample of the prompt has ended anywhere: use it for drafts from the next decode step on."""
+        """A sample of the prompt has ended anywhere: use it for drafts from the next decode step
+        on."""
         if self._batch.is_changed_by(prompt_id):
             self._advance()
             self._batch.outdate()
             self._decide()
 
     def fail(self) -> list[EngineStep]:
-        """Lose everything; returns the steps that were here, each with the tokens that it had sampled."""
+        """Lose everything; returns the steps that were here, each with the tokens that it had
+        sampled."""
         self._advance()
         lost = list(self._steps.values())
         prefilling = {step.step_id for step in self._prefilling}
@@ -140,7 +158,9 @@ class SimEngine:
         self._evict_all()
         for step in list(self._batch.steps.values()):
             self._stop(step, cached=False)
-            self._queue.report_progress(step.step_id, 0)  # it is prefilled again, and cannot be evicted before
+            self._queue.report_progress(
+                step.step_id, 0
+            )  # it is prefilled again, and cannot be evicted before
             self._pending.append(step)
         self._book_prefill()
         for step in self._prefilling:
@@ -189,7 +209,9 @@ class SimEngine:
         step = self._steps[step_id]
         context = step.context_tokens + step.done
         _, cached = self.cache.find(step)
-        computed_s = self.model.curve.prefill_computed_s(max(context - cached, 0), min(cached, context))
+        computed_s = self.model.curve.prefill_computed_s(
+            max(context - cached, 0), min(cached, context)
+        )
         returns = cached >= step.prompt_tokens
         return Prefill(computed_s / self._decode_s, None if returns else step.prompt_id, returns)
 
@@ -215,8 +237,8 @@ class SimEngine:
                 self._pending.append(step)
 
     def _evict_all(self) -> None:
-        """Evict, and apply what the queue decides then. An abort keeps the KV in SGLang's radix tree, but for the last
-        token, as long as nothing else needs the room."""
+        """Evict, and apply what the queue decides then. An abort keeps the KV in SGLang's radix
+        tree, but for the last token, as long as nothing else needs the room."""
         while self._evicting:
             step = self._evicting.pop(0)
             if step.step_id not in self._batch.steps:
@@ -234,7 +256,8 @@ class SimEngine:
         step.book("decode", self._timeline.now)
 
     def _continue(self) -> None:
-        """Start a prefill if one can start and none runs; otherwise decode until something is due."""
+        """Start a prefill if one can start and none runs; otherwise decode until something is
+        due."""
         now = self._timeline.now
         if self._prefilling or now < self._paused_until:
             return
@@ -245,14 +268,18 @@ class SimEngine:
         if self._batch:
             due = not between and (self._pending or self._evicting or self._batch.is_outdated)
             count = self._batch.step_end if due else self._next_count()
-            self._timeline.at(now + self._batch.seconds_to(count), self._finish_decode, self._epoch, count)
+            self._timeline.at(
+                now + self._batch.seconds_to(count), self._finish_decode, self._epoch, count
+            )
 
     def _next_count(self) -> float:
         """The count of the batch at which a sequence ends, or can be evicted for a waiting step."""
         queue, count = self._queue, self._batch.next_end
         if self._fresh and queue.waiting and queue.policy.preempt:
             first = next(iter(self._fresh.values()))
-            count = min(count, self._batch.count_of(first, first.done + queue.policy.min_run_tokens))
+            count = min(
+                count, self._batch.count_of(first, first.done + queue.policy.min_run_tokens)
+            )
         return count
 
     def _start_prefill(self, now: float) -> bool:
@@ -276,14 +303,18 @@ class SimEngine:
             return False
         self._prefill_began_s = now
         # A layer of KV comes from the host while the layer before it computes.
-        load_s = loaded_tokens * self.model.kv_bytes_per_token / (self.model.host_bytes_per_s * self.model.gpus)
+        load_s = (
+            loaded_tokens
+            * self.model.kv_bytes_per_token
+            / (self.model.host_bytes_per_s * self.model.gpus)
+        )
         seconds = max(curve.prefill_batch_s(computed_s, len(self._prefilling), kv_tokens), load_s)
         self._timeline.at(now + seconds, self._finish_prefill, self._epoch)
         return True
 
     def _take_cached(self, step: EngineStep, context: int) -> tuple[int, int]:
-        """Tokens of the context that are cached, and those of them that only the host has: whole pages, and never the
-        last token."""
+        """Tokens of the context that are cached, and those of them that only the host has: whole
+        pages, and never the last token."""
         cached, loaded = self.cache.start(step)
         cached = min(cached, context - 1)
         return cached - cached % self.model.page_tokens, min(loaded, cached)
@@ -319,7 +350,9 @@ class SimEngine:
             del self._steps[step.step_id]
             self._queue.remove(step.step_id)
             step.book("decode", self._timeline.now)
-            self.cache.stop(step, step.reserved_tokens - 1)  # the last token was sampled and never read
+            self.cache.stop(
+                step, step.reserved_tokens - 1
+            )  # the last token was sampled and never read
             self._listener.step_finished(step)
 
     def _advance(self) -> None:

@@ -1,13 +1,14 @@
-"""Kinds of simulated engine: how long a step takes, how much KV fits, and the profiles that are shipped.
+"""Kinds of simulated engine: how long a step takes, how much KV fits, and the profiles that are
+shipped.
 
-The simulated engines follow these curves. The planner sees only `StepCurve.linear`, the straight line that a sidecar
-would declare, so that a plan is not judged by its own cost model.
+The simulated engines follow these curves. The planner sees only `StepCurve.linear`, the straight
+line that a sidecar would declare, so that a plan is not judged by its own cost model.
 
-`profiles/*.json` holds one file an accelerator, written by
-`treadle bench fit --data DIR --profiles FOLDER` (sim/README.md).
-The `origin` of a profile: `fitted`: kernels and whole engines were measured on that model and accelerator.
-`transferred`: its kernels were measured, the overhead of whole engines comes from another model or accelerator.
-`derived`: nothing was measured, a roofline scales another accelerator's curve. `measured`: whole engines were measured.
+`profiles/*.json` holds one file an accelerator, written by `treadle bench fit --data DIR --profiles
+FOLDER` (sim/README.md). The `origin` of a profile: `fitted`: kernels and whole engines were
+measured on that model and accelerator. `transferred`: its kernels were measured, the overhead of
+whole engines comes from another model or accelerator. `derived`: nothing was measured, a roofline
+scales another accelerator's curve. `measured`: whole engines were measured.
 """
 
 import json
@@ -31,11 +32,12 @@ DEFAULT_SLOTS = 100  # sequences that decode at once; Heddle's engines run 100
 class StepCurve:
     """Seconds of one decode step of a batch, and of a prefill.
 
-    Decode: the piecewise linear curve through (batch_sizes, step_s), which starts at batch 1 and goes on with its last
-    slope, plus per_kv_token_s for each KV token read. Prefill of p new tokens behind c cached ones:
-    prefill_fixed_s + prefill_token_s * p + prefill_pair_s * p * (c + p / 2) + prefill_square_s * (c + p)^2. A batch
-    pays the fixed part once, and never less than a decode step of the same sequences, which reads all weights and all
-    of their KV too. The square is for engines whose attention computes the queries of cached tokens again.
+    Decode: the piecewise linear curve through (batch_sizes, step_s), which starts at batch 1 and
+    goes on with its last slope, plus per_kv_token_s for each KV token read. Prefill of p new tokens
+    behind c cached ones: prefill_fixed_s + prefill_token_s * p + prefill_pair_s * p * (c + p / 2) +
+    prefill_square_s * (c + p)^2. A batch pays the fixed part once, and never less than a decode
+    step of the same sequences, which reads all weights and all of their KV too. The square is for
+    engines whose attention computes the queries of cached tokens again.
     """
 
     batch_sizes: tuple[float, ...]
@@ -50,7 +52,9 @@ class StepCurve:
         """Seconds of a step of `batch` sequences that hold no KV."""
         sizes, times = self.batch_sizes, self.step_s
         if len(sizes) > 1 and batch > sizes[-1]:
-            return times[-1] + (batch - sizes[-1]) * (times[-1] - times[-2]) / (sizes[-1] - sizes[-2])
+            return times[-1] + (batch - sizes[-1]) * (times[-1] - times[-2]) / (
+                sizes[-1] - sizes[-2]
+            )
         return float(np.interp(batch, sizes, times))
 
     def prefill_s(self, new_tokens: float, cached_tokens: float) -> float:
@@ -62,11 +66,19 @@ class StepCurve:
 
     def prefill_computed_s(self, new_tokens: float, cached_tokens: float) -> float:
         """Seconds that one sequence adds to its prefill batch."""
-        pairs, squares = new_tokens * (cached_tokens + 0.5 * new_tokens), (cached_tokens + new_tokens) ** 2
-        return self.prefill_token_s * new_tokens + self.prefill_pair_s * pairs + self.prefill_square_s * squares
+        pairs, squares = (
+            new_tokens * (cached_tokens + 0.5 * new_tokens),
+            (cached_tokens + new_tokens) ** 2,
+        )
+        return (
+            self.prefill_token_s * new_tokens
+            + self.prefill_pair_s * pairs
+            + self.prefill_square_s * squares
+        )
 
     def prefill_batch_s(self, computed_s: float, sequences: int, kv_tokens: float) -> float:
-        """Seconds of a prefill batch. computed_s: the sum over its sequences; kv_tokens: the sum of their contexts."""
+        """Seconds of a prefill batch. computed_s: the sum over its sequences; kv_tokens: the sum of
+        their contexts."""
         decode_s = self.decode_s(sequences) + self.per_kv_token_s * kv_tokens
         return max(self.prefill_fixed_s + computed_s, decode_s)
 
@@ -88,10 +100,12 @@ class StepCurve:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What an engine accepts of drafts that it verifies exactly: measured, it does not depend on the engine.
+    """What an engine accepts of drafts that it verifies exactly: measured, it does not depend on
+    the engine.
 
-    draft_tokens: the lengths of drafts that it may choose from. accepted_tokens: for each of them the mean tokens that
-    a verification yields, at least 1, by how many samples of the prompt have ended; the last value is of any more.
+    draft_tokens: the lengths of drafts that it may choose from. accepted_tokens: for each of them
+    the mean tokens that a verification yields, at least 1, by how many samples of the prompt have
+    ended; the last value is of any more.
     """
 
     draft_tokens: tuple[int, ...]
@@ -109,9 +123,10 @@ class Speculation:
 class EngineModel:
     """One kind of engine: a model on `gpus` accelerators of a kind, tensor parallel.
 
-    slots: sequences that decode at once. kv_tokens: KV that fits beside the weights; 0: the weights do not fit.
-    origin: of the curve. page_tokens: the radix cache finds multiples of it. host_kv_tokens: copies of contexts that
-    the host's memory holds, 0 for none, read back at host_bytes_per_s. speculation: None: it verifies no drafts.
+    slots: sequences that decode at once. kv_tokens: KV that fits beside the weights; 0: the weights
+    do not fit. origin: of the curve. page_tokens: the radix cache finds multiples of it.
+    host_kv_tokens: copies of contexts that the host's memory holds, 0 for none, read back at
+    host_bytes_per_s. speculation: None: it verifies no drafts.
     """
 
     llm: str
@@ -143,25 +158,36 @@ _ENGINES = TypeAdapter(tuple[EngineModel, ...])
 def profiles() -> tuple[EngineModel, ...]:
     """All shipped engines, by accelerator, model and degree, with DEFAULT_SLOTS."""
     folder = resources.files("treadle_sim") / "profiles"
-    files = sorted((file for file in folder.iterdir() if file.name.endswith(".json")), key=lambda file: file.name)
-    return tuple(profile for file in files for profile in parse_profiles(json.loads(file.read_text())))
+    files = sorted(
+        (file for file in folder.iterdir() if file.name.endswith(".json")),
+        key=lambda file: file.name,
+    )
+    return tuple(
+        profile for file in files for profile in parse_profiles(json.loads(file.read_text()))
+    )
 
 
 def engine_model(llm: str, accelerator: str, gpus: int, slots: int = DEFAULT_SLOTS) -> EngineModel:
-    """A shipped engine. Raises UnknownEngineError, whose message lists the shipped ones; ValueError for no slots."""
+    """A shipped engine. Raises UnknownEngineError, whose message lists the shipped ones; ValueError
+    for no slots."""
     if slots < 1:
         raise ValueError(f"an engine needs at least one slot, not {slots} slots")
     for profile in profiles():
         if (profile.accelerator, profile.llm, profile.gpus) == (accelerator, llm, gpus):
             return replace(profile, slots=slots)
-    known = ", ".join(sorted({f"{each.llm} on {each.accelerator} x{each.gpus}" for each in profiles()}))
+    known = ", ".join(
+        sorted({f"{each.llm} on {each.accelerator} x{each.gpus}" for each in profiles()})
+    )
     raise UnknownEngineError(f"no profile of {llm} on {gpus} {accelerator}; there are {known}")
 
 
 def parse_profiles(document: dict[str, Any]) -> tuple[EngineModel, ...]:
-    """The engines of one file, times in seconds. Raises KeyError or ValueError for another shape."""
+    """The engines of one file, times in seconds. Raises KeyError or ValueError for another
+    shape."""
     common = {"accelerator": document["accelerator"], "slots": DEFAULT_SLOTS}
-    return _ENGINES.validate_python([{**common, **engine, "curve": engine} for engine in document["engines"]])
+    return _ENGINES.validate_python(
+        [{**common, **engine, "curve": engine} for engine in document["engines"]]
+    )
 
 
 def render_profiles(accelerator: str, engines: list[EngineModel]) -> dict[str, Any]:

@@ -1,10 +1,12 @@
-"""Fits decode and prefill curves to measured steps, with their errors; and an engine from a measured profile.
+"""Fits decode and prefill curves to measured steps, with their errors; and an engine from a
+measured profile.
 
-All fits are least squares of the relative error without negative coefficients, so that no larger batch and no longer
-context is ever predicted to be faster. A decode curve is piecewise linear in the batch, plus a term for each KV token
-read; measured batch sizes become its knots one after another, as long as each lowers the held-out error. A prefill
-costs a fixed part, a part for each new token, one for each pair of a new token and one before it, and one for each pair
-of any two tokens, for attention that computes the queries of cached tokens too.
+All fits are least squares of the relative error without negative coefficients, so that no larger
+batch and no longer context is ever predicted to be faster. A decode curve is piecewise linear in
+the batch, plus a term for each KV token read; measured batch sizes become its knots one after
+another, as long as each lowers the held-out error. A prefill costs a fixed part, a part for each
+new token, one for each pair of a new token and one before it, and one for each pair of any two
+tokens, for attention that computes the queries of cached tokens too.
 """
 
 from collections.abc import Hashable, Sequence
@@ -23,7 +25,8 @@ from treadle_sim.workloads.workload import Count, FiniteNumber, Name, PositiveCo
 Array = npt.NDArray[np.float64]
 
 FOLDS = 5
-# A further knot has to lower the held-out mean square error by this share; less is noise of the folds.
+# A further knot has to lower the held-out mean square error by this share; less is noise of the
+# folds.
 KNOT_GAIN = 0.05
 MOST_KNOTS = 6
 
@@ -40,7 +43,8 @@ class FitError:
 
     @classmethod
     def of(cls, seen: Array, held_out: Array) -> Self:
-        """From the relative errors (signed or not) of the same points, fitted with them and without them."""
+        """From the relative errors (signed or not) of the same points, fitted with them and without
+        them."""
         near, far = np.abs(seen), np.abs(held_out)
         return cls(
             points=int(near.size),
@@ -52,15 +56,15 @@ class FitError:
 
 
 def fit_relative(matrix: Array) -> tuple[Array, Array]:
-    """Coefficients and relative errors of a linear model whose rows were divided by what was measured: all targets are
-    1."""
+    """Fit a linear model whose rows were divided by what was measured, so that all targets are 1;
+    return its coefficients and relative errors."""
     terms = non_negative_least_squares(matrix, np.ones(len(matrix)))
     return terms, matrix @ terms - 1.0
 
 
 def held_out_errors(matrix: Array, groups: Sequence[Hashable]) -> Array:
-    """Relative errors (rows,) of `fit_relative`, each row by a fit that saw no row of its group; in sample if there is
-    only one group."""
+    """Relative errors (rows,) of `fit_relative`, each row by a fit that saw no row of its group; in
+    sample if there is only one group."""
     if len(set(groups)) < 2:
         return fit_relative(matrix)[1]
     errors = np.zeros(len(matrix))
@@ -90,11 +94,14 @@ class DecodeFit:
 
     def predict(self, batch: Array, kv_tokens: Array) -> Array:
         """Seconds of steps; within the measured batch sizes."""
-        return np.asarray(np.interp(batch, self.batch_sizes, self.step_s) + self.per_kv_token_s * kv_tokens)
+        return np.asarray(
+            np.interp(batch, self.batch_sizes, self.step_s) + self.per_kv_token_s * kv_tokens
+        )
 
 
 def fit_decode(points: Sequence[DecodePoint]) -> DecodeFit:
-    """The curve of least relative error. Raises ValueError for no points or a time that is not positive."""
+    """The curve of least relative error. Raises ValueError for no points or a time that is not
+    positive."""
     if not points or any(point.step_s <= 0 or point.batch < 1 for point in points):
         raise ValueError("a decode curve needs steps of at least one sequence that took time")
     ordered = sorted(points, key=lambda point: (point.batch, point.kv_tokens))
@@ -108,7 +115,9 @@ def fit_decode(points: Sequence[DecodePoint]) -> DecodeFit:
     def design(knots: Sequence[float]) -> Array:
         """Columns: the step at the first knot, the rise from each knot to the next, KV tokens."""
         rises = [np.clip((batch - low) / (high - low), 0.0, 1.0) for low, high in pairwise(knots)]
-        return np.asarray(np.column_stack([np.ones_like(batch), *rises, kv_tokens]) / step_s[:, None])
+        return np.asarray(
+            np.column_stack([np.ones_like(batch), *rises, kv_tokens]) / step_s[:, None]
+        )
 
     def loss(knots: set[float]) -> float:
         folds = [cell % FOLDS for cell in cells]
@@ -144,7 +153,8 @@ class PrefillPoint:
 
 @dataclass(frozen=True, slots=True)
 class PrefillFit:
-    """fixed_s + token_s * p + pair_s * p * (c + p / 2) + square_s * (c + p)^2 for p new tokens behind c cached ones."""
+    """fixed_s + token_s * p + pair_s * p * (c + p / 2) + square_s * (c + p)^2 for p new tokens
+    behind c cached ones."""
 
     fixed_s: float
     token_s: float
@@ -154,19 +164,28 @@ class PrefillFit:
 
 
 def fit_prefill(points: Sequence[PrefillPoint]) -> PrefillFit:
-    """The terms of least relative error. Raises ValueError for no points, or one without tokens or time."""
+    """The terms of least relative error. Raises ValueError for no points, or one without tokens or
+    time."""
     if not points or any(point.seconds <= 0 or point.new_tokens < 1 for point in points):
         raise ValueError("a prefill's cost needs prefills of at least one token that took time")
     new = np.array([point.new_tokens for point in points])
     cached = np.array([point.cached_tokens for point in points])
     seconds = np.array([point.seconds for point in points])
-    # Without a cached token the last two cannot be told apart, and pairs of new tokens are what all attention computes.
+    # Without a cached token the last two cannot be told apart, and pairs of new tokens are what all
+    # attention computes.
     square = np.where((cached > 0).any(), (cached + new) ** 2, 0.0)
-    matrix = np.column_stack([np.ones_like(new), new, new * (cached + 0.5 * new), square]) / seconds[:, None]
+    matrix = (
+        np.column_stack([np.ones_like(new), new, new * (cached + 0.5 * new), square])
+        / seconds[:, None]
+    )
     terms, errors = fit_relative(matrix)
-    shapes = list(zip(new.tolist(), cached.tolist(), strict=True))  # repeats of a prefill are held out together
+    shapes = list(
+        zip(new.tolist(), cached.tolist(), strict=True)
+    )  # repeats of a prefill are held out together
     fixed_s, token_s, pair_s, square_s = terms.tolist()
-    return PrefillFit(fixed_s, token_s, pair_s, square_s, FitError.of(errors, held_out_errors(matrix, shapes)))
+    return PrefillFit(
+        fixed_s, token_s, pair_s, square_s, FitError.of(errors, held_out_errors(matrix, shapes))
+    )
 
 
 class MeasuredProfileError(ValueError):
@@ -185,7 +204,9 @@ class MeasuredEngine:
 
 
 # Tools that measure write a whole number as 5e5 too.
-_Whole = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
+_Whole = BeforeValidator(
+    lambda value: int(value) if isinstance(value, float) and value.is_integer() else value
+)
 
 
 class _MeasuredFile(BaseModel):
@@ -203,15 +224,19 @@ class _MeasuredFile(BaseModel):
 
 
 def fit_measured(document: Any) -> MeasuredEngine:
-    """Fit a profile that was measured on a live engine, as parsed JSON. Without prefills they cost nothing. Raises
-    MeasuredProfileError."""
+    """Fit a profile that was measured on a live engine, as parsed JSON. Without prefills they cost
+    nothing. Raises MeasuredProfileError."""
     try:
         given = _MeasuredFile.model_validate(document)
     except ValidationError as error:
         raise MeasuredProfileError(": ".join(filter(None, describe_first(error)))) from None
     steps = fit_decode(given.decode)
     prompts = fit_prefill(given.prefill) if given.prefill else None
-    terms = (prompts.fixed_s, prompts.token_s, prompts.pair_s, prompts.square_s) if prompts else (0.0, 0.0, 0.0)
+    terms = (
+        (prompts.fixed_s, prompts.token_s, prompts.pair_s, prompts.square_s)
+        if prompts
+        else (0.0, 0.0, 0.0)
+    )
     engine = EngineModel(
         given.llm,
         given.accelerator,
@@ -223,4 +248,6 @@ def fit_measured(document: Any) -> MeasuredEngine:
         "measured on a live engine",
         given.page_tokens,
     )
-    return MeasuredEngine(engine, given.decode, given.prefill, steps.error, prompts.error if prompts else None)
+    return MeasuredEngine(
+        engine, given.decode, given.prefill, steps.error, prompts.error if prompts else None
+    )

@@ -1,8 +1,10 @@
-"""KV of one simulated engine: what runs, contexts that wait for their next step, and copies in the host's memory.
+"""KV of one simulated engine: what runs, contexts that wait for their next step, and copies in the
+host's memory.
 
-A prompt counts once for all samples that share it, as in SGLang's radix tree, and goes with the last of them. Contexts
-that do not run leave the engine's memory in the order of their last use. The host keeps copies of the contexts that
-were used last, whether the engine still has them or not, as SGLang's HiCache does when it writes through.
+A prompt counts once for all samples that share it, as in SGLang's radix tree, and goes with the
+last of them. Contexts that do not run leave the engine's memory in the order of their last use. The
+host keeps copies of the contexts that were used last, whether the engine still has them or not, as
+SGLang's HiCache does when it writes through.
 """
 
 from dataclasses import dataclass
@@ -12,7 +14,8 @@ from treadle_sim.batch import EngineStep
 
 @dataclass(slots=True)
 class _Prompt:
-    """users: contexts of the tier that begin with it. holds: running steps that do. ready: whether it was prefilled."""
+    """users: contexts of the tier that begin with it. holds: running steps that do. ready: whether
+    it was prefilled."""
 
     tokens: int
     users: int = 0
@@ -21,7 +24,8 @@ class _Prompt:
 
 
 class Tier:
-    """Contexts by trajectory, last use last. tokens: of all, each prompt once. held_tokens: of prompts in use."""
+    """Contexts by trajectory, last use last. tokens: of all, each prompt once. held_tokens: of
+    prompts in use."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -35,7 +39,9 @@ class Tier:
 
     def put(self, index: int, prompt_id: str, prompt_tokens: int, own_tokens: int) -> None:
         """Keep a context, as the one used last."""
-        prompt = self._find(prompt_id, prompt_tokens)  # before its former entry goes, and the prompt with it
+        prompt = self._find(
+            prompt_id, prompt_tokens
+        )  # before its former entry goes, and the prompt with it
         prompt.users += 1
         prompt.ready = True
         self.take(index)
@@ -109,7 +115,9 @@ class KvCache:
     def clear(self) -> None:
         """Forget everything, of running steps too."""
         self._gpu, self._host = Tier(), Tier()
-        self._running = 0  # tokens of running steps beyond their prompts, with what they will sample
+        self._running = (
+            0  # tokens of running steps beyond their prompts, with what they will sample
+        )
 
     def fits(self, step: EngineStep) -> bool:
         """Whether the step can run beside those that run; the first one always can."""
@@ -118,8 +126,8 @@ class KvCache:
         return not self._capacity or not running or running + needed <= self._capacity
 
     def start(self, step: EngineStep) -> tuple[int, int]:
-        """Let a step run. Returns the tokens of its context that are cached, and how many of them come from the
-        host."""
+        """Let a step run. Returns the tokens of its context that are cached, and how many of them
+        come from the host."""
         here, cached = self.find(step)
         self._gpu.hold(step.prompt_id, step.prompt_tokens)
         self._gpu.take(step.index)
@@ -128,10 +136,16 @@ class KvCache:
         return cached, cached - here
 
     def find(self, step: EngineStep) -> tuple[int, int]:
-        """Tokens of a step's context that are cached in the engine's memory, and there or in the host's."""
+        """Tokens of a step's context that are cached in the engine's memory, and there or in the
+        host's."""
         prompt_tokens = step.prompt_tokens
-        here = self._gpu.context_tokens(step.index) or (prompt_tokens if step.prompt_id in self._gpu else 0)
-        there = max(self._host.context_tokens(step.index), prompt_tokens if step.prompt_id in self._host else 0)
+        here = self._gpu.context_tokens(step.index) or (
+            prompt_tokens if step.prompt_id in self._gpu else 0
+        )
+        there = max(
+            self._host.context_tokens(step.index),
+            prompt_tokens if step.prompt_id in self._host else 0,
+        )
         return here, max(here, there)
 
     def finish_prefill(self, step: EngineStep) -> None:
@@ -162,7 +176,11 @@ class KvCache:
         self._host.take(index)
 
     def _make_room(self) -> None:
-        while self._capacity and self._running + self._gpu.tokens > self._capacity and self._gpu.take_oldest():
+        while (
+            self._capacity
+            and self._running + self._gpu.tokens > self._capacity
+            and self._gpu.take_oldest()
+        ):
             pass
         while self._host.tokens > self._host_capacity and self._host.take_oldest():
             pass

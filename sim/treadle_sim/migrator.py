@@ -1,7 +1,9 @@
-"""Simulated migrator: moves KV between engines over the link and asks the controller to change the owner.
+"""Simulated migrator: moves KV between engines over the link and asks the controller to change the
+owner.
 
-An engine takes part in one transfer at a time, and the longest trajectory goes first (Heddle §5.3); the order comes
-from `treadle_core.steps.transfers`, as in the migrator service. Only this class takes KV from one engine to another.
+An engine takes part in one transfer at a time, and the longest trajectory goes first (Heddle §5.3);
+the order comes from `treadle_core.steps.transfers`, as in the migrator service. Only this class
+takes KV from one engine to another.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +20,8 @@ from treadle_sim.timeline import Timeline
 
 
 class Migrator:
-    """trajectories: by id. `send` gives an event to the controller; `is_down` tells whether an engine has failed."""
+    """trajectories: by id. `send` gives an event to the controller; `is_down` tells whether an
+    engine has failed."""
 
     def __init__(
         self,
@@ -35,7 +38,9 @@ class Migrator:
         self._engines = engines
         self._send = send
         self._is_down = is_down
-        self._moves: dict[str, tuple[StartMigration, float]] = {}  # by migration id, with when it was requested
+        self._moves: dict[
+            str, tuple[StartMigration, float]
+        ] = {}  # by migration id, with when it was requested
         self._running: set[str] = set()
         self._count = 0
 
@@ -46,18 +51,30 @@ class Migrator:
         self._moves[migration_id] = move, self._timeline.now
         self._timeline.after(move.give_up_after_s, self._expire, migration_id)
         self._timeline.after(0.0, self._start_transfers)
-        self._timeline.after(0.0, self._send, MoveAccepted(move.trajectory_id, move.move_id, migration_id))
+        self._timeline.after(
+            0.0, self._send, MoveAccepted(move.trajectory_id, move.move_id, migration_id)
+        )
 
     def cancel(self, action: CancelMigration) -> None:
         """End a move because the trajectory's next step arrived first."""
         self._remove(action.migration_id)
-        self._timeline.after(0.0, self._send, MoveEnded(action.trajectory_id, action.migration_id, reason="cancelled"))
+        self._timeline.after(
+            0.0,
+            self._send,
+            MoveEnded(action.trajectory_id, action.migration_id, reason="cancelled"),
+        )
 
     def _start_transfers(self) -> None:
         running = [self._moves[migration_id][0] for migration_id in self._running]
         busy = {end.engine_id for move in running for end in (move.source, move.target)}
         waiting = [
-            Transfer(migration_id, move.source.engine_id, move.target.engine_id, move.remaining_tokens, requested_s)
+            Transfer(
+                migration_id,
+                move.source.engine_id,
+                move.target.engine_id,
+                move.remaining_tokens,
+                requested_s,
+            )
             for migration_id, (move, requested_s) in self._moves.items()
             if migration_id not in self._running
         ]
@@ -73,7 +90,10 @@ class Migrator:
             return 0.0
         progress = self._trajectories[move.trajectory_id]
         source = self._engines[engine_index(move.source.engine_id)]
-        return float(source.cache.peek(progress.index) or progress.context_tokens) * move.source.kv_bytes_per_token
+        return (
+            float(source.cache.peek(progress.index) or progress.context_tokens)
+            * move.source.kv_bytes_per_token
+        )
 
     def _remove(self, migration_id: str) -> StartMigration | None:
         """None if the move has already ended."""
@@ -85,7 +105,9 @@ class Migrator:
 
     def _expire(self, migration_id: str) -> None:
         if move := self._remove(migration_id):
-            self._send(MoveEnded(move.trajectory_id, migration_id, move.move_id, reason="took too long"))
+            self._send(
+                MoveEnded(move.trajectory_id, migration_id, move.move_id, reason="took too long")
+            )
 
     def _arrive(self, migration_id: str) -> None:
         """The KV is at the target: switch the owner if the controller agrees."""
@@ -95,18 +117,30 @@ class Migrator:
         progress = self._trajectories[move.trajectory_id]
         source, target = (engine_index(end.engine_id) for end in (move.source, move.target))
         if self._is_down(source) or self._is_down(target):
-            self._send(MoveEnded(move.trajectory_id, migration_id, move.move_id, reason="an engine is gone"))
+            self._send(
+                MoveEnded(
+                    move.trajectory_id, migration_id, move.move_id, reason="an engine is gone"
+                )
+            )
             return
         try:
-            self._send(SwitchRequested(migration_id, move.trajectory_id, move.expected_revision, move.target.engine_id))
+            self._send(
+                SwitchRequested(
+                    migration_id, move.trajectory_id, move.expected_revision, move.target.engine_id
+                )
+            )
         except Refusal as refusal:
-            self._send(MoveEnded(move.trajectory_id, migration_id, move.move_id, reason=refusal.reason))
+            self._send(
+                MoveEnded(move.trajectory_id, migration_id, move.move_id, reason=refusal.reason)
+            )
             return
         cache, work = self._engines[source].cache, progress.work
         kept = cache.peek(progress.index)
         cache.drop(progress.index)
         if kept and moves_by_storage(move.source, move.target):
-            self._engines[target].cache.put(progress.index, work.prompt_id, work.prompt_tokens, kept)
+            self._engines[target].cache.put(
+                progress.index, work.prompt_id, work.prompt_tokens, kept
+            )
         progress.times.migrations += 1
         progress.engine = target
         self._send(MoveEnded(move.trajectory_id, migration_id, move.move_id, moved=True))

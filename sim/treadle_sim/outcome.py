@@ -1,4 +1,5 @@
-"""How far each trajectory of a simulated rollout is, where its time went, and the outcome of the whole rollout."""
+"""How far each trajectory of a simulated rollout is, where its time went, and the outcome of the
+whole rollout."""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +12,8 @@ from treadle_sim.workloads.workload import Step, TrajectoryWork
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of one trajectory's time, in seconds since the start. what: queue, prefill, decode, tool or move."""
+    """A stretch of one trajectory's time, in seconds since the start. what: queue, prefill, decode,
+    tool or move."""
 
     what: str
     start_s: float
@@ -21,8 +23,9 @@ class Span:
 
 @dataclass(slots=True)
 class Times:
-    """Where one trajectory's time went. queue_s: waiting at an engine, or for the controller to admit its first step.
-    move_s: waiting for a later ticket, mostly until the trajectory's KV has arrived. spans: empty unless recorded."""
+    """Where one trajectory's time went. queue_s: waiting at an engine, or for the controller to
+    admit its first step. move_s: waiting for a later ticket, mostly until the trajectory's KV has
+    arrived. spans: empty unless recorded."""
 
     finished_s: float = 0.0
     queue_s: float = 0.0
@@ -39,10 +42,11 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One simulated rollout. engine_busy_s: seconds that each engine computed. events: how many the controller took.
-    ledgers: of the trajectories, as the controller has them.
+    """One simulated rollout. engine_busy_s: seconds that each engine computed. events: how many the
+    controller took. ledgers: of the trajectories, as the controller has them.
 
-    `engine_spans` of an engine: (start_s, end_s, batch), batch -1 for a prefill; empty unless recorded.
+    `engine_spans` of an engine: (start_s, end_s, batch), batch -1 for a prefill; empty unless
+    recorded.
     """
 
     times: tuple[Times, ...]
@@ -59,7 +63,11 @@ class Outcome:
     @property
     def tokens_per_s(self) -> float:
         """Generated tokens over the makespan: Heddle's rollout throughput."""
-        return sum(times.gen_tokens for times in self.times) / self.makespan_s if self.makespan_s > 0.0 else 0.0
+        return (
+            sum(times.gen_tokens for times in self.times) / self.makespan_s
+            if self.makespan_s > 0.0
+            else 0.0
+        )
 
     @property
     def migrations(self) -> int:
@@ -76,13 +84,16 @@ class Outcome:
 
 @dataclass(slots=True)
 class Progress:
-    """How far one trajectory is. The driver owns it. turn and context_tokens: of its next step. engine: its last one.
+    """How far one trajectory is. The driver owns it. turn and context_tokens: of its next step.
+    engine: its last one.
 
-    tool_s: seconds of its last tool call. requests: tickets requested. calls: generations done, more than turns where a
-    long turn takes several. part_tokens: sampled in earlier calls of the present turn. resumed_tokens: of the present
-    call, sampled on an engine that failed. requested_s: when the present call's ticket was requested. tools_s: of tool
-    calls that have ended. control_s, lost: as in ClientTimes; until marked_s all time is in a sum of this client, or is
-    the scheduler's or an engine's to account for. asks: it waits for a ticket. ledger: once it is closed.
+    tool_s: seconds of its last tool call. requests: tickets requested. calls: generations done,
+    more than turns where a long turn takes several. part_tokens: sampled in earlier calls of the
+    present turn. resumed_tokens: of the present call, sampled on an engine that failed.
+    requested_s: when the present call's ticket was requested. tools_s: of tool calls that have
+    ended. control_s, lost: as in ClientTimes; until marked_s all time is in a sum of this client,
+    or is the scheduler's or an engine's to account for. asks: it waits for a ticket. ledger: once
+    it is closed.
     """
 
     index: int
@@ -130,7 +141,8 @@ class Progress:
             times.spans.append(Span(what, start_s, end_s, self.engine))
 
     def book_wait(self, now: float, record: bool) -> None:
-        """Add the time for which the controller held the request: for the trajectory's KV, or for a slot."""
+        """Add the time for which the controller held the request: for the trajectory's KV, or for a
+        slot."""
         if now <= self.requested_s:
             return
         if self.calls:
@@ -138,7 +150,9 @@ class Progress:
         else:
             self.times.queue_s += now - self.requested_s
         if record:
-            self.times.spans.append(Span("move" if self.calls else "queue", self.requested_s, now, self.engine))
+            self.times.spans.append(
+                Span("move" if self.calls else "queue", self.requested_s, now, self.engine)
+            )
 
     @property
     def client_times(self) -> ClientTimes:
@@ -156,7 +170,8 @@ class Progress:
         self.mark(now, self.tool_s)
 
     def next_call_tokens(self, most_tokens: int) -> int:
-        """Tokens that the next call generates: the rest of the turn, but at most `most_tokens`; 0 is no limit."""
+        """Tokens that the next call generates: the rest of the turn, but at most `most_tokens`; 0
+        is no limit."""
         left = self.step.gen_tokens - self.part_tokens
         return min(left, most_tokens) if most_tokens else left
 

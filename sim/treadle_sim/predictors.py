@@ -1,8 +1,10 @@
-"""Predictors for simulated rollouts, from one that knows the truth to one that knows nothing; and how good they are.
+"""Predictors for simulated rollouts, from one that knows the truth to one that knows nothing; and
+how good they are.
 
-Answers are quantiles in order, never negative, and never beyond what the workload's cap leaves. Every predictor but
-`Siblings` gives the same answer to the same question, whatever was asked before, so that two policies get the same
-errors. `Siblings` learns only from what a predictor service would have received by then.
+Answers are quantiles in order, never negative, and never beyond what the workload's cap leaves.
+Every predictor but `Siblings` gives the same answer to the same question, whatever was asked
+before, so that two policies get the same errors. `Siblings` learns only from what a predictor
+service would have received by then.
 """
 
 import itertools
@@ -14,7 +16,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 from treadle_core.model import Estimate
-from treadle_core.ranking.estimator import Estimator, Prior, Progress, correlation, recall_of_longest
+from treadle_core.ranking.estimator import (
+    Estimator,
+    Prior,
+    Progress,
+    correlation,
+    recall_of_longest,
+)
 from treadle_core.ranking.evidence import Ended, Evidence
 from treadle_core.ranking.priorities import P90_Z
 from treadle_core.tuning import Tuning
@@ -25,7 +33,8 @@ Floats = npt.NDArray[np.float64]
 
 
 class Answer(NamedTuple):
-    """What is left: tokens to sample, turns, seconds of tools, tokens of their answers; None: not predicted."""
+    """What is left: tokens to sample, turns, seconds of tools, tokens of their answers; None: not
+    predicted."""
 
     tokens: Estimate
     turns: Estimate | None = None
@@ -33,8 +42,9 @@ class Answer(NamedTuple):
     observed_tokens: Estimate | None = None
 
 
-# Of `Noisy`, chosen so that before the first step it ranks trajectories about as well as `PromptMean`, and better
-# with each step, as in Heddle §7.2 and Figure 13. Their recall and correlation: research/results/workloads.md.
+# Of `Noisy`, chosen so that before the first step it ranks trajectories about as well as
+# `PromptMean`, and better with each step, as in Heddle §7.2 and Figure 13. Their recall and
+# correlation: research/results/workloads.md.
 SIGMA0 = 0.60  # of ln(predicted / true remaining tokens) before the first step
 DECAY = 0.85  # what each finished step leaves of it
 FRESH_SIGMA = 0.10  # added, drawn anew for each answer
@@ -42,10 +52,11 @@ SHARED = 0.5  # of the variance of the lasting error, common to all samples of a
 
 FEWEST = 8  # trajectories from which `Noisy` learns what is usual at a turn
 
-# A trajectory that is longer than its prompt's mean is assumed to go on for this share of what it has done; without it
-# every straggler would rank last.
+# A trajectory that is longer than its prompt's mean is assumed to go on for this share of what it
+# has done; without it every straggler would rank last.
 OVERRUN = 0.25
-# Of ln tokens, around a prompt's mean, where its own earlier samples do not say (a third of 0.65² is 0.38²).
+# Of ln tokens, around a prompt's mean, where its own earlier samples do not say (a third of 0.65²
+# is 0.38²).
 SPREAD_SIGMA = 0.4
 
 BEFORE, NOW = "before", "now"  # rollouts of the estimator's evidence
@@ -54,15 +65,20 @@ BEFORE, NOW = "before", "now"  # rollouts of the estimator's evidence
 class Predictor:
     """Asked when a trajectory opens (turn 0) and after each of its steps.
 
-    index: of the trajectory in `workload.trajectories`; turn: its finished steps; gen_tokens: all that it has sampled.
+    index: of the trajectory in `workload.trajectories`; turn: its finished steps; gen_tokens: all
+    that it has sampled.
     """
 
     def __init__(self, workload: Workload) -> None:
         self._tokens = [work.gen_tokens for work in workload.trajectories]
         self._turns = [len(work.steps) for work in workload.trajectories]
         self._cap = workload.max_total_tokens
-        self._tool_s = [_left([step.tool_s for step in work.steps]) for work in workload.trajectories]
-        self._observed = [_left([step.obs_tokens for step in work.steps[:-1]]) for work in workload.trajectories]
+        self._tool_s = [
+            _left([step.tool_s for step in work.steps]) for work in workload.trajectories
+        ]
+        self._observed = [
+            _left([step.obs_tokens for step in work.steps[:-1]]) for work in workload.trajectories
+        ]
 
     def predict(self, index: int, turn: int, gen_tokens: int) -> Answer:
         """What is left after `turn` steps."""
@@ -90,7 +106,11 @@ class Oracle(Predictor):
     """Knows the truth: what is left of the workload's own steps."""
 
     def predict(self, index: int, turn: int, gen_tokens: int) -> Answer:
-        left = (self._tokens_left(index, gen_tokens), self._turns_left(index, turn), *self._rest_left(index, turn))
+        left = (
+            self._tokens_left(index, gen_tokens),
+            self._turns_left(index, turn),
+            *self._rest_left(index, turn),
+        )
         return Answer(*map(_certain, left))
 
 
@@ -102,14 +122,16 @@ class Blind(Predictor):
 
 
 class Noisy(Predictor):
-    """A trained predictor: it sees the truth with an error, and has learned how far to trust what it sees.
+    """A trained predictor: it sees the truth with an error, and has learned how far to trust what
+    it sees.
 
-    What it sees: ln(tokens left) + lasting[index] * SIGMA0 * DECAY**turn + FRESH_SIGMA * z(index, turn); SHARED of the
-    variance of `lasting` is common to the samples of a prompt. What it says: the quantiles of what is left given
-    what it sees, where ln(tokens left) is normal over the trajectories that reach the turn (`_priors`). So its error is
-    that of a regression on a noisy feature, and its quantiles are calibrated: unlike the truth with noise added, it
-    does not believe its own outliers. Turns and tools err by the same factor: a trajectory that is predicted long is
-    predicted to take more turns.
+    What it sees: ln(tokens left) + lasting[index] * SIGMA0 * DECAY**turn + FRESH_SIGMA * z(index,
+    turn); SHARED of the variance of `lasting` is common to the samples of a prompt. What it says:
+    the quantiles of what is left given what it sees, where ln(tokens left) is normal over the
+    trajectories that reach the turn (`_priors`). So its error is that of a regression on a noisy
+    feature, and its quantiles are calibrated: unlike the truth with noise added, it does not
+    believe its own outliers. Turns and tools err by the same factor: a trajectory that is predicted
+    long is predicted to take more turns.
     """
 
     def __init__(self, workload: Workload, seed: int = 0) -> None:
@@ -120,8 +142,12 @@ class Noisy(Predictor):
         of_prompts = rng.standard_normal(len(prompts))
         at = [prompts[work.prompt_id] for work in workload.trajectories]
         own = rng.standard_normal(len(at))
-        self._lasting = (math.sqrt(SHARED) * of_prompts[at] + math.sqrt(1.0 - SHARED) * own).tolist()
-        asked = [len(work.steps) + 1 for work in workload.trajectories]  # opening, and after each step
+        self._lasting = (
+            math.sqrt(SHARED) * of_prompts[at] + math.sqrt(1.0 - SHARED) * own
+        ).tolist()
+        asked = [
+            len(work.steps) + 1 for work in workload.trajectories
+        ]  # opening, and after each step
         self._first = (np.cumsum(asked) - asked).tolist()
         self._fresh = rng.standard_normal(sum(asked)).tolist()
 
@@ -145,7 +171,8 @@ class Noisy(Predictor):
 class PromptMean(Predictor):
     """History-based prediction, which Heddle §4.1 calls static: each prompt's means in `earlier`.
 
-    A prompt that is not among `earlier` gets the mean over all. Raises ValueError without earlier trajectories.
+    A prompt that is not among `earlier` gets the mean over all. Raises ValueError without earlier
+    trajectories.
     """
 
     def __init__(self, workload: Workload, earlier: Sequence[TrajectoryWork]) -> None:
@@ -167,15 +194,18 @@ class PromptMean(Predictor):
 
 
 class Siblings(Predictor):
-    """The product's own estimator (`treadle_core.ranking.estimator`), with the evidence that its service would have:
-    how far each trajectory ran, and which have ended. `earlier`: of earlier epochs, known before the first opening."""
+    """The product's own estimator (`treadle_core.ranking.estimator`), with the evidence that its
+    service would have: how far each trajectory ran, and which have ended. `earlier`: of earlier
+    epochs, known before the first opening."""
 
     def __init__(self, workload: Workload, earlier: Sequence[TrajectoryWork] = ()) -> None:
         super().__init__(workload)
         self._workload = workload
         self._evidence = Evidence()
         self._estimator = Estimator(self._evidence, Prior())
-        self._seen: dict[int, tuple[int, int]] = {}  # turns and tokens that the evidence has of an open trajectory
+        self._seen: dict[
+            int, tuple[int, int]
+        ] = {}  # turns and tokens that the evidence has of an open trajectory
         for number, work in enumerate(earlier):
             self._evidence.close_trajectory(_ended(f"{BEFORE}-{number}", BEFORE, work))
 
@@ -198,7 +228,9 @@ class Siblings(Predictor):
         )
 
     def finish(self, index: int) -> None:
-        self._evidence.close_trajectory(_ended(f"{NOW}-{index}", NOW, self._workload.trajectories[index]))
+        self._evidence.close_trajectory(
+            _ended(f"{NOW}-{index}", NOW, self._workload.trajectories[index])
+        )
         self._seen.pop(index, None)
 
 
@@ -212,9 +244,11 @@ MAKERS: Mapping[str, Callable[[Workload, int, Sequence[TrajectoryWork]], Predict
 NAMES = tuple(MAKERS)
 
 
-def make_predictor(name: str, workload: Workload, seed: int = 0, earlier: Sequence[TrajectoryWork] = ()) -> Predictor:
-    """The predictor of a name. `earlier`: samples of the same prompts from another epoch, which "prompt-mean" needs and
-    "siblings" can use. Raises ValueError for another name."""
+def make_predictor(
+    name: str, workload: Workload, seed: int = 0, earlier: Sequence[TrajectoryWork] = ()
+) -> Predictor:
+    """The predictor of a name. `earlier`: samples of the same prompts from another epoch, which
+    "prompt-mean" needs and "siblings" can use. Raises ValueError for another name."""
     if name not in MAKERS:
         raise ValueError(f"no predictor {name!r}, only {', '.join(NAMES)}")
     return MAKERS[name](workload, seed, earlier)
@@ -235,15 +269,17 @@ def _spread_around(median: float, spread: float, most: float) -> Estimate:
 
 
 def _priors(works: Sequence[TrajectoryWork]) -> list[tuple[float, float]]:
-    """By turn: mean and standard deviation of ln(tokens left) over the trajectories that reach it; where fewer than
-    FEWEST do, those of the turn before."""
+    """By turn: mean and standard deviation of ln(tokens left) over the trajectories that reach it;
+    where fewer than FEWEST do, those of the turn before."""
     logs: list[list[float]] = [[] for _ in range(max(len(work.steps) for work in works))]
     for work in works:
         left = work.gen_tokens
         for turn, step in enumerate(work.steps):
             logs[turn].append(math.log(max(1, left)))
             left -= step.gen_tokens
-    priors = [(float(np.mean(values)), float(np.std(values))) for values in logs if len(values) >= FEWEST]
+    priors = [
+        (float(np.mean(values)), float(np.std(values))) for values in logs if len(values) >= FEWEST
+    ]
     return priors or [(float(np.mean(logs[0])), float(np.std(logs[0])))]
 
 
@@ -266,9 +302,9 @@ def _ended(name: str, rollout_id: str, work: TrajectoryWork) -> Ended:
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Of a predictor after `turn` steps, in the terms of Heddle §7.2. recall: of the longest tenth, the share among the
-    tenth that was predicted longest. pearson: of predicted and true total tokens; pearson_log: of their logarithms.
-    bias: median of predicted over true."""
+    """Of a predictor after `turn` steps, in the terms of Heddle §7.2. recall: of the longest tenth,
+    the share among the tenth that was predicted longest. pearson: of predicted and true total
+    tokens; pearson_log: of their logarithms. bias: median of predicted over true."""
 
     turn: int
     trajectories: int
@@ -278,13 +314,18 @@ class Accuracy:
     bias: float
 
 
-def measure_accuracy(workload: Workload, predictor: Predictor, turns: int = 2) -> tuple[Accuracy, ...]:
-    """After 0 to `turns` steps, of the trajectories that take more steps than that. Raises ValueError for none.
+def measure_accuracy(
+    workload: Workload, predictor: Predictor, turns: int = 2
+) -> tuple[Accuracy, ...]:
+    """After 0 to `turns` steps, of the trajectories that take more steps than that. Raises
+    ValueError for none.
 
-    All trajectories run side by side at one speed, a token at a time and without tools, so that a predictor learns by
-    each step what an undisturbed rollout would have told it.
+    All trajectories run side by side at one speed, a token at a time and without tools, so that a
+    predictor learns by each step what an undisturbed rollout would have told it.
     """
-    compared = [index for index, work in enumerate(workload.trajectories) if len(work.steps) > turns]
+    compared = [
+        index for index, work in enumerate(workload.trajectories) if len(work.steps) > turns
+    ]
     if not compared:
         raise ValueError(f"no trajectory takes more than {turns} steps")
     total = np.array([workload.trajectories[index].gen_tokens for index in compared], np.float64)
@@ -300,7 +341,9 @@ def measure_accuracy(workload: Workload, predictor: Predictor, turns: int = 2) -
     for turn, told in enumerate(predicted[compared].T):
         recall, pearson = recall_of_longest(total, told), correlation(total, told)
         pearson_log = correlation(np.log(total), np.log(np.maximum(told, 1.0)))
-        found.append(Accuracy(turn, len(total), recall, pearson, pearson_log, float(np.median(told / total))))
+        found.append(
+            Accuracy(turn, len(total), recall, pearson, pearson_log, float(np.median(told / total)))
+        )
     return tuple(found)
 
 

@@ -24,11 +24,12 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all systems have in common. models: the engines to choose from, one a degree, all of one accelerator.
+    """What all systems have in common. models: the engines to choose from, one a degree, all of one
+    accelerator.
 
-    earlier: trajectories of the same prompts in an earlier epoch, from which engines are allocated and histories
-    learned; if empty, engines are allocated from predictions before the first step. predictor: of the systems that
-    leave the choice open.
+    earlier: trajectories of the same prompts in an earlier epoch, from which engines are allocated
+    and histories learned; if empty, engines are allocated from predictions before the first step.
+    predictor: of the systems that leave the choice open.
     """
 
     workload: Workload
@@ -47,7 +48,11 @@ class Setting:
     def degrees(self) -> list[int]:
         """Degrees that divide the budget and whose KV holds the longest trajectory."""
         longest = max(work.final_context_tokens for work in self.workload.trajectories)
-        return [model.gpus for model in self.models if model.kv_tokens >= longest and self.gpus % model.gpus == 0]
+        return [
+            model.gpus
+            for model in self.models
+            if model.kv_tokens >= longest and self.gpus % model.gpus == 0
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +65,20 @@ class Run:
 
 
 def simulate(system: System, setting: Setting, degree: int = 0, *, record: bool = False) -> Run:
-    """degree: of all engines, 0 for what the system allocates. Raises KeyError for a degree that has no engine,
-    CoreError if no engine fits."""
-    cluster = choose_cluster(system, setting) if not degree else homogeneous(setting.model(degree), setting.gpus)
+    """degree: of all engines, 0 for what the system allocates. Raises KeyError for a degree that
+    has no engine, CoreError if no engine fits."""
+    cluster = (
+        choose_cluster(system, setting)
+        if not degree
+        else homogeneous(setting.model(degree), setting.gpus)
+    )
     cluster = replace(cluster, link=setting.link, latencies=setting.latencies)
     name = system.predictor or setting.predictor
-    predictor = None if name == "none" else make_predictor(name, setting.workload, setting.seed, setting.earlier)
+    predictor = (
+        None
+        if name == "none"
+        else make_predictor(name, setting.workload, setting.seed, setting.earlier)
+    )
     tuning = replace(
         system.tuning,
         expected_observed_tokens=_mean_observed_tokens(setting.earlier),
@@ -88,7 +101,8 @@ def simulate(system: System, setting: Setting, degree: int = 0, *, record: bool 
 
 
 def _mean_observed_tokens(earlier: Sequence[TrajectoryWork]) -> float:
-    """Mean tokens of a tool's answer in an earlier epoch, which the scheduler that ran it has seen."""
+    """Mean tokens of a tool's answer in an earlier epoch, which the scheduler that ran it has
+    seen."""
     seen = [step.obs_tokens for work in earlier for step in work.steps[:-1]]
     return sum(seen) / len(seen) if seen else Tuning().expected_observed_tokens
 
@@ -96,21 +110,24 @@ def _mean_observed_tokens(earlier: Sequence[TrajectoryWork]) -> float:
 def choose_cluster(system: System, setting: Setting) -> Cluster:
     """The engines that the resource plan gives, from what the predictor says before the first step.
 
-    A system that plans with medians (Heddle as printed) gets the lengths of the earlier epoch if there is one: they are
-    spread as this epoch's are, and medians are not.
+    A system that plans with medians (Heddle as printed) gets the lengths of the earlier epoch if
+    there is one: they are spread as this epoch's are, and medians are not.
     """
     name = system.predictor or setting.predictor
     kinds = engine_kinds(setting.models)
     if system.cost_model is CostModel.CRITICAL_PATH:
         degrees = choose_degrees(*_predicted_work(setting, name), setting.gpus, kinds)
     else:
-        degrees = allocate(*known_lengths(setting, name), setting.gpus, kinds, system.cost_model).degrees
+        degrees = allocate(
+            *known_lengths(setting, name), setting.gpus, kinds, system.cost_model
+        ).degrees
     return Cluster(tuple(setting.model(degree) for degree in degrees))
 
 
 def _predicted_work(setting: Setting, predictor: str) -> tuple[paths.Work, paths.Work]:
-    """What the predictor says before the first step: samples and medians. What it does not predict, or all without
-    one, is what the works of the earlier epoch have, each in the place of this one's."""
+    """What the predictor says before the first step: samples and medians. What it does not predict,
+    or all without one, is what the works of the earlier epoch have, each in the place of this
+    one's."""
     works = setting.workload.trajectories
     known = setting.earlier if len(setting.earlier) == len(works) else works
     tokens = np.array([float(work.gen_tokens) for work in known])
@@ -136,13 +153,19 @@ def _predicted_work(setting: Setting, predictor: str) -> tuple[paths.Work, paths
 
 def engine_kinds(models: Sequence[EngineModel]) -> list[EngineKind]:
     """What a planner knows of engines."""
-    return [EngineKind(each.gpus, each.slots, each.kv_tokens, each.curve.linear(each.slots)) for each in models]
+    return [
+        EngineKind(each.gpus, each.slots, each.kv_tokens, each.curve.linear(each.slots))
+        for each in models
+    ]
 
 
 def known_lengths(setting: Setting, predictor: str) -> tuple[Floats, Floats]:
-    """Lengths and mean contexts, in tokens: of this epoch for the oracle, of the earlier one for all others."""
+    """Lengths and mean contexts, in tokens: of this epoch for the oracle, of the earlier one for
+    all others."""
     works = setting.workload.trajectories
     if predictor != "oracle":
         works = setting.earlier or works
     lengths = np.array([float(work.gen_tokens) for work in works])
-    return lengths, np.array([work.prompt_tokens + 0.5 * sum(step.obs_tokens for step in work.steps) for work in works])
+    return lengths, np.array(
+        [work.prompt_tokens + 0.5 * sum(step.obs_tokens for step in work.steps) for work in works]
+    )

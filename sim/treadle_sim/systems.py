@@ -1,31 +1,196 @@
-"""The systems that are compared: each a policy of the controller, a predictor and a way to choose engines.
+"""The systems that are compared: each a policy of the controller, a predictor and a way to choose
+engines.
 
-Baselines are as strong as their authors make them and run under the same controller, engines and workload; where a
-system chooses one degree for all engines, callers try every degree and take the best. Sources: Heddle §7 (verl, verl*,
-slime), Autellix (least attained service), and tool-boundary pausing as in ThunderAgent: trajectories first come, first
-served, with KV reserved for those that have started.
+Baselines are as strong as their authors make them and run under the same controller, engines and
+workload; where a system chooses one degree for all engines, callers try every degree and take the
+best. Sources: Heddle §7 (verl, verl*, slime), Autellix (least attained service), and tool-boundary
+pausing as in ThunderAgent: trajectories first come, first served, with KV reserved for those that
+have started.
 """
 
-from collections.abc import Mapping
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
-from treadle_core.model import TREADLE_POLICY, CostModel, Ordering, PlacementRule, Policy
-from treadle_core.planning.plans import Planner
+import numpy as np
+from treadle_core.actions import AskPlan
+from treadle_core.compiled import Indexes
+from treadle_core.model import (
+    TREADLE_POLICY,
+    CostModel,
+    Ordering,
+    PlacementRule,
+    Policy,
+    TrajectoryRecord,
+)
+from treadle_core.placing.question import PlanWork
+from treadle_core.planning.plans import Planner, PlanTiming
+from treadle_core.planning.snapshot import Snapshot
+from treadle_core.ranking.priorities import remaining_tokens
+from treadle_core.tables.engines import EngineTable, carries_tags
+from treadle_core.tables.trajectories import TrajectoryTable
 from treadle_core.tuning import Tuning
 
-from treadle_sim.rank_scaling import RankScaling
-
-# Treadle's client generates a turn longer than this in several calls (ADR 0011), so that the trajectory can move, and
-# be ranked again, in the middle of it: 10 to 20 seconds of decoding, for a ticket and the prefill of one token.
+# Treadle's client generates a turn longer than this in several calls (ADR 0011), so that the
+# trajectory can move, and be ranked again, in the middle of it: 10 to 20 seconds of decoding, for a
+# ticket and the prefill of one token.
 CALL_TOKENS = 1_024
+
+
+class Ranks:
+    """Trajectories by length, longest first; equal ones in the order of arrival.
+
+    One sorted list: an update is two binary searches and two moves of memory within it, 3
+    microseconds with 6,400 trajectories; the moves would matter above some 100,000.
+    """
+
+    def __init__(self) -> None:
+        self._keys: list[tuple[float, int]] = []
+        self._key_of: dict[str, tuple[float, int]] = {}
+        self._arrivals = 0
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def put(self, trajectory_id: str, length: float) -> None:
+        """Add a trajectory, or change its length."""
+        old = self._key_of.get(trajectory_id)
+        if old is None:
+            self._arrivals += 1
+            key = (-length, self._arrivals)
+        else:
+            key = (-length, old[1])
+            del self._keys[bisect_left(self._keys, old)]
+        self._key_of[trajectory_id] = key
+        insort(self._keys, key)
+
+    def drop(self, trajectory_id: str) -> None:
+        """Remove a trajectory, if it is here."""
+        key = self._key_of.pop(trajectory_id, None)
+        if key is not None:
+            del self._keys[bisect_left(self._keys, key)]
+
+    def rank(self, trajectory_id: str) -> int:
+        """The rank of a trajectory, 0 for the longest; -1 where it is not here."""
+        key = self._key_of.get(trajectory_id)
+        return -1 if key is None else bisect_left(self._keys, key)
+
+
+class ScaledGroups:
+    """Group sizes of a plan, scaled to the open trajectories.
+
+    The plan gives s_i of n trajectories to engine i, longest first. Of the ranks of n* open ones,
+    engine i takes s_i * n* / n, in the plan's order.
+    """
+
+    def __init__(self, engine_ids: Sequence[str], sizes: Sequence[int]) -> None:
+        self.engine_ids = tuple(engine_ids)
+        self._ends = list(accumulate(sizes))
+
+    def engine(self, rank: int, active: int) -> str:
+        """The engine of a rank among `active` trajectories: the first whose group ends behind it.
+        Groups end at S_i * n* / n, S_i the sum of the first i sizes. Empty where the plan placed no
+        trajectory."""
+        planned = self._ends[-1] if self._ends else 0
+        if planned == 0 or not 0 <= rank < active:
+            return ""
+        # rank < S_i * n* / n, in whole numbers.
+        return self.engine_ids[bisect_right(self._ends, rank * planned // active)]
+
+
+def scale_groups(work: PlanWork, engine_ids: Sequence[str], engine_of: Indexes) -> ScaledGroups:
+    """The groups of a plan, in the order of ranks. engine_of: index of each trajectory's engine, -1
+    for none.
+
+    Groups are contiguous in length, so the longest and then the shortest trajectory of each put
+    them in order.
+    """
+    placed = engine_of >= 0
+    lengths, at = work.remaining_tokens[placed], engine_of[placed]
+    count = len(engine_ids)
+    sizes = np.bincount(at, minlength=count)
+    longest, shortest = np.zeros(count), np.full(count, np.inf)
+    np.maximum.at(longest, at, lengths)
+    np.minimum.at(shortest, at, lengths)
+    order = [
+        int(index) for index in np.lexsort((np.arange(count), -shortest, -longest)) if sizes[index]
+    ]
+    return ScaledGroups(
+        [engine_ids[index] for index in order], [int(sizes[index]) for index in order]
+    )
+
+
+class NewsTiming(PlanTiming):
+    """When to ask for a plan: where many trajectories are new, and never because of finished
+    work."""
+
+    def note_work(self) -> None:
+        """Count nothing."""
+
+    def is_due(self, now: float, open_count: int, ticked: bool) -> bool:
+        """Return whether to ask now, with so many open trajectories. ticked: at a tick."""
+        return self.is_renewed(open_count) and (ticked or not self.awaits_answer(now))
+
+
+class RankScaling(Planner):
+    """Planner that follows Heddle's printed rule."""
+
+    cost_model = CostModel.GROUP_SIZE
+    must_gain = False
+
+    def __init__(self, engines: EngineTable, table: TrajectoryTable, tuning: Tuning) -> None:
+        super().__init__(engines, table, tuning)
+        self._timing = NewsTiming(tuning)
+        self._ranks = Ranks()
+        self._groups = ScaledGroups((), ())
+
+    def note_opening(self, record: TrajectoryRecord) -> None:
+        super().note_opening(record)
+        if _is_ranked(record):
+            self._ranks.put(record.trajectory_id, remaining_tokens(record, self._tuning))
+
+    def follow_prediction(self, record: TrajectoryRecord) -> None:
+        if not _is_ranked(record):
+            return
+        self._ranks.put(record.trajectory_id, remaining_tokens(record, self._tuning))
+        rank = self._ranks.rank(record.trajectory_id)
+        target = self._engines.get(self._groups.engine(rank, len(self._ranks)))
+        if (
+            target is None
+            or target.spec.engine_id == record.engine_id
+            or not carries_tags(target, record)
+        ):
+            self._targets.pop(record.trajectory_id, None)
+        else:
+            self._targets[record.trajectory_id] = target.spec.engine_id
+
+    def note_closing(self, record: TrajectoryRecord) -> None:
+        super().note_closing(record)
+        self._ranks.drop(record.trajectory_id)
+
+    def note_engines(self) -> None:
+        super().note_engines()
+        self._groups = ScaledGroups((), ())
+
+    def _follow(self, snapshot: Snapshot, question: AskPlan, engine_of: Indexes) -> list[str]:
+        planned = self._place_answer(snapshot, question, engine_of, snapshot.movable())
+        engine_ids = [engine.engine_id for engine in question.engines]
+        self._groups = scale_groups(question.work, engine_ids, engine_of)
+        moved = np.flatnonzero(planned != snapshot.placement)
+        return self._set_targets(snapshot, planned, moved)
+
+
+def _is_ranked(record: TrajectoryRecord) -> bool:
+    return record.policy.placement is PlacementRule.PLANNED and not record.pinned_engine_id
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """predictor: a name of `make_predictor`, "none", or "" for the setting's choice. allocated: engines of several
-    degrees, planned with `cost_model`; else all of one degree. call_tokens: most of one call, 0 for whole turns.
-    paced: its queue paces, shares and gathers prefills; no queue of another system does. planner: how trajectories are
-    planned again."""
+    """predictor: a name of `make_predictor`, "none", or "" for the setting's choice. allocated:
+    engines of several degrees, planned with `cost_model`; else all of one degree. call_tokens: most
+    of one call, 0 for whole turns. paced: its queue paces, shares and gathers prefills; no queue of
+    another system does. planner: how trajectories are planned again."""
 
     name: str
     title: str
@@ -39,15 +204,31 @@ class System:
     planner: type[Planner] = Planner
 
 
-def _stepwise(placement: PlacementRule, ordering: Ordering = Ordering.ROUND_ROBIN, *, preempt: bool = False) -> Policy:
+def _stepwise(
+    placement: PlacementRule, ordering: Ordering = Ordering.ROUND_ROBIN, *, preempt: bool = False
+) -> Policy:
     """The policy of a framework that schedules steps, not trajectories: no plan, no moves."""
     return Policy(ordering=ordering, placement=placement, migrate=False, preempt=preempt)
 
 
-VERL = System("verl", "verl: pinned to an engine, steps in the order they arrive", _stepwise(PlacementRule.PINNED))
-STICKY = System("sticky", "prime-rl, SkyRL: the least loaded engine at the first step", _stepwise(PlacementRule.STICKY))
-VERL_STAR = System("verl*", "verl*: cache-aware, least load beyond a skew of 32", _stepwise(PlacementRule.CACHE_AWARE))
-SLIME = System("slime", "slime: least loaded engine at each step", _stepwise(PlacementRule.LEAST_LOAD))
+VERL = System(
+    "verl",
+    "verl: pinned to an engine, steps in the order they arrive",
+    _stepwise(PlacementRule.PINNED),
+)
+STICKY = System(
+    "sticky",
+    "prime-rl, SkyRL: the least loaded engine at the first step",
+    _stepwise(PlacementRule.STICKY),
+)
+VERL_STAR = System(
+    "verl*",
+    "verl*: cache-aware, least load beyond a skew of 32",
+    _stepwise(PlacementRule.CACHE_AWARE),
+)
+SLIME = System(
+    "slime", "slime: least loaded engine at each step", _stepwise(PlacementRule.LEAST_LOAD)
+)
 LEAST_ATTAINED = System(
     "affinity-las",
     "session affinity with least attained service",
@@ -56,27 +237,40 @@ LEAST_ATTAINED = System(
 PAUSING = System(
     "pausing",
     "tool-boundary pausing: trajectories in order of arrival, room held for whoever has begun",
-    Policy(ordering=Ordering.FCFS, placement=PlacementRule.PINNED, migrate=False, preempt=True, reserve=True),
+    Policy(
+        ordering=Ordering.FCFS,
+        placement=PlacementRule.PINNED,
+        migrate=False,
+        preempt=True,
+        reserve=True,
+    ),
 )
 HEDDLE = System(
     "heddle",
-    "Heddle as printed: longest first, presorted partition by group size, ranks scaled, mixed parallelism",
+    "Heddle as printed: longest first, presorted partition by group size, ranks scaled, mixed "
+    "parallelism",
     Policy(),
     predictor="",
     allocated=True,
     cost_model=CostModel.GROUP_SIZE,
     planner=RankScaling,
 )
-TREADLE = System("treadle", "Treadle", TREADLE_POLICY, "", allocated=True, call_tokens=CALL_TOKENS, paced=True)
+TREADLE = System(
+    "treadle", "Treadle", TREADLE_POLICY, "", allocated=True, call_tokens=CALL_TOKENS, paced=True
+)
 TREADLE_HOMOGENEOUS = replace(
     TREADLE, name="treadle-homogeneous", title="Treadle on engines of one degree", allocated=False
 )
 TREADLE_WHOLE_TURNS = replace(
-    TREADLE, name="treadle-whole-turns", title="Treadle, each turn in one call however long", call_tokens=0
+    TREADLE,
+    name="treadle-whole-turns",
+    title="Treadle, each turn in one call however long",
+    call_tokens=0,
 )
 ORACLE = replace(TREADLE, name="oracle", title="Treadle told every length", predictor="oracle")
 
 BASELINES = (VERL, STICKY, VERL_STAR, SLIME, LEAST_ATTAINED, PAUSING)
 SYSTEMS: Mapping[str, System] = {
-    system.name: system for system in (*BASELINES, HEDDLE, TREADLE_HOMOGENEOUS, TREADLE, TREADLE_WHOLE_TURNS, ORACLE)
+    system.name: system
+    for system in (*BASELINES, HEDDLE, TREADLE_HOMOGENEOUS, TREADLE, TREADLE_WHOLE_TURNS, ORACLE)
 }

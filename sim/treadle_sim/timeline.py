@@ -1,4 +1,5 @@
-"""The virtual clock: makes calls in the order of their times, and calls of one time in the order of their requests."""
+"""The virtual clock: makes calls in the order of their times, and calls of one time in the order of
+their requests."""
 
 import heapq
 from collections.abc import Callable
@@ -6,7 +7,8 @@ from typing import Any
 
 
 class Timeline:
-    """A queue of calls to make at virtual times. `now` is the time of the present call; it never goes back."""
+    """A queue of calls to make at virtual times. `now` is the time of the present call; it never
+    goes back."""
 
     def __init__(self) -> None:
         self.now = 0.0

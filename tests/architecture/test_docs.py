@@ -1,5 +1,5 @@
-"""The documentation: it builds without a warning, loads nothing from elsewhere, and each of its commands is run by CI
-or says why not (docs/commands.yml)."""
+"""The documentation: it builds without a warning, loads nothing from elsewhere, and each of its
+commands is run by CI or says why not (docs/commands.yml)."""
 
 import os
 import re
@@ -51,7 +51,8 @@ class _Loads(HTMLParser):
 
 @pytest.mark.timeout(BUILD_S)
 def test_the_site_builds_without_a_warning_and_has_every_page(site: Path) -> None:
-    """Links within it and their anchors are checked by mkdocs, and each page has its place in the navigation."""
+    """Links within it and their anchors are checked by mkdocs, and each page has its place in the
+    navigation."""
     for page in list_pages():
         path = Path(page)
         folder = path.parent if path.name == "README.md" else path.with_suffix("")
@@ -70,17 +71,30 @@ def test_the_site_builds_without_a_warning_and_has_every_page(site: Path) -> Non
 def test_no_page_loads_anything_from_another_host(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > len(list_pages())
-    elsewhere = {url for page in pages for url in _Loads(page.read_text()).urls if re.match(r"(\w+:)?//", url)}
+    elsewhere = {
+        url
+        for page in pages
+        for url in _Loads(page.read_text()).urls
+        if re.match(r"(\w+:)?//", url)
+    }
     assert not elsewhere
     sheets = [path.read_text() for path in site.rglob("*.css")]
-    assert sheets and not [sheet for sheet in sheets if re.search(r"url\(\s*['\"]?(https?:)?//", sheet)]
+    assert sheets and not [
+        sheet for sheet in sheets if re.search(r"url\(\s*['\"]?(https?:)?//", sheet)
+    ]
 
 
 def test_external_links_are_https() -> None:
     """CI has no network: their form alone is checked."""
-    links = [link for page in list_pages() for link in re.findall(r"\]\(((?:http|ftp)\w*:[^)\s]*)", read(page))]
+    links = [
+        link
+        for page in list_pages()
+        for link in re.findall(r"\]\(((?:http|ftp)\w*:[^)\s]*)", read(page))
+    ]
     assert links
-    assert not [link for link in links if not re.fullmatch(r"https://[\w.-]+\.[a-z]{2,}(/\S*)?", link)]
+    assert not [
+        link for link in links if not re.fullmatch(r"https://[\w.-]+\.[a-z]{2,}(/\S*)?", link)
+    ]
 
 
 def test_every_command_of_the_pages_is_listed_once_with_what_runs_it_or_why_nothing_does() -> None:
@@ -97,7 +111,9 @@ def test_every_command_of_the_pages_is_listed_once_with_what_runs_it_or_why_noth
     assert not set(listed) - set(shown), "no page shows these any more"
 
 
-@pytest.mark.parametrize("entry", LISTED, ids=lambda entry: str(entry.get("run") or entry.get("not_run"))[:60])
+@pytest.mark.parametrize(
+    "entry", LISTED, ids=lambda entry: str(entry.get("run") or entry.get("not_run"))[:60]
+)
 def test_what_is_said_to_run_commands_is_there(entry: dict[str, object]) -> None:
     """A test by its file and name, or a command of .ci/run."""
     assert set(entry) in ({"run", "commands"}, {"not_run", "commands"}) and entry["commands"]
@@ -109,7 +125,9 @@ def test_what_is_said_to_run_commands_is_there(entry: dict[str, object]) -> None
         text = read(named[1])
         assert re.search(rf"^(async )?def {named[2]}\(", text, re.MULTILINE), f"no test {run}"
     else:
-        assert run in read(".ci/run").splitlines(), f"{run} is neither FILE::TEST nor a line of .ci/run"
+        assert run in read(".ci/run").splitlines(), (
+            f"{run} is neither FILE::TEST nor a line of .ci/run"
+        )
 
 
 def test_commands_are_found_in_blocks_and_nowhere_else() -> None:
@@ -136,7 +154,12 @@ make = 1
 
     - not code
 """
-    assert find_commands(page) == ["make a", "X=1 make c#d", "curl x -d '{}'", "for each in a b; do make $each done"]
+    assert find_commands(page) == [
+        "make a",
+        "X=1 make c#d",
+        "curl x -d '{}'",
+        "for each in a b; do make $each done",
+    ]
     assert find_commands("```console\n$ treadle up\nready\n```\n") == ["treadle up"]
     with pytest.raises(ValueError, match="sh"):
         find_commands("```\ntreadle up\n```\n")

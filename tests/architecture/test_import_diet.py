@@ -5,17 +5,45 @@ import sys
 
 import pytest
 
-# Of every service: compilers, what only telemetry with a collector uses, what draws, and the client behind the stubs.
-NOBODY = ("numba", "llvmlite", "opentelemetry.sdk", "opentelemetry.exporter", "opentelemetry.instrumentation")
-UNUSED = (*NOBODY, "grpc_reflection.v1alpha", "matplotlib", "plotly", "torch", "rich", "treadle.client")
+# Of every service: compilers, what only telemetry with a collector uses, what draws, and the client
+# behind the stubs.
+NOBODY = (
+    "numba",
+    "llvmlite",
+    "opentelemetry.sdk",
+    "opentelemetry.exporter",
+    "opentelemetry.instrumentation",
+)
+UNUSED = (
+    *NOBODY,
+    "grpc_reflection.v1alpha",
+    "matplotlib",
+    "plotly",
+    "torch",
+    "rich",
+    "treadle.client",
+)
 ASKS_OVER_HTTP = {"gateway", "sidecar", "tools", "console"}
 USES_THE_CLIENT = {"gateway"}
-SERVICES = ("scheduler", "predictor", "placement", "migrator", "tools", "rollout", "gateway", "sidecar", "console")
+SERVICES = (
+    "scheduler",
+    "predictor",
+    "placement",
+    "migrator",
+    "tools",
+    "rollout",
+    "gateway",
+    "sidecar",
+    "console",
+)
 
 
 def loaded(script: str) -> set[str]:
-    """Names of all modules, with the packages around them, that a process has imported after the script."""
-    script += "\nimport sys\nprint(*(name for name, module in sys.modules.items() if module is not None))"
+    """Names of all modules, with the packages around them, that a process has imported after the
+    script."""
+    script += (
+        "\nimport sys\nprint(*(name for name, module in sys.modules.items() if module is not None))"
+    )
     command = [sys.executable, "-c", script]
     return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
 
@@ -28,9 +56,21 @@ def test_a_service_starts_without_what_it_may_never_use(service: str) -> None:
 
 
 def test_the_command_line_shows_its_help_without_the_mesh() -> None:
-    heavy = {*UNUSED, "aiohttp", "cryptography", "grpc", "nats", "numpy", "pydantic", "rich.markdown", "structlog"}
+    heavy = {
+        *UNUSED,
+        "aiohttp",
+        "cryptography",
+        "grpc",
+        "nats",
+        "numpy",
+        "pydantic",
+        "rich.markdown",
+        "structlog",
+    }
     heavy -= {"rich"}
-    assert not loaded("import treadle_cli.app") & (heavy | {"treadle_core", "treadle_runtime", "treadle_sim"})
+    assert not loaded("import treadle_cli.app") & (
+        heavy | {"treadle_core", "treadle_runtime", "treadle_sim"}
+    )
 
 
 def test_a_stub_brings_no_client_and_the_public_names_do() -> None:

@@ -1,40 +1,42 @@
-"""The size of the house, as a reader meets it: modules a package and a folder, nouns a module, words of the pages.
+"""The size of the house, as a reader meets it: modules a package and a folder, columns, words
+of the pages.
 
-A limit is a ceiling with a little room. A change that needs more makes room first; a limit is raised only with an ADR.
-The files that a step passes through are counted in `tests/scenario/test_step_trace.py`.
+A limit is a ceiling with a little room. A change that needs more makes room first; a limit is
+raised only with an ADR. The files that a step passes through are counted in
+`tests/scenario/test_step_trace.py`.
 """
 
 import subprocess
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 
 # Modules at most, by folder of the tree; generated stubs, tests and `research` are not counted.
 MOST_MODULES_OF = {
-    "cli": 77,
-    "clients/python": 52,
-    "core": 73,
+    "cli": 81,
+    "clients/python": 51,
+    "core": 71,
     "examples": 8,
     "learned": 14,
-    "runtime": 20,
-    "scripts": 4,
+    "runtime": 19,
+    "scripts": 5,
     "services/console": 12,
     "services/gateway": 22,
     "services/migrator": 9,
     "services/placement": 6,
-    "services/predictor": 12,
+    "services/predictor": 13,
     "services/rollout": 11,
-    "services/scheduler": 12,
-    "services/sidecar": 26,
-    "services/tools": 53,
+    "services/scheduler": 11,
+    "services/sidecar": 25,
+    "services/tools": 54,
     "sim": 23,
 }
-MOST_MODULES = 436
-MOST_MODULES_A_FOLDER = 15  # `__init__` counted; above, a folder wants subfolders with names that say a question
-MOST_LINES_A_MODULE = 450  # 100 to 400 lines are usual; a longer module holds more than one noun
+MOST_MODULES = 435
+MOST_MODULES_A_FOLDER = (
+    15  # `__init__` counted; above, a folder wants subfolders with names that say a question
+)
+MOST_COLUMNS = 100
 MOST_WORDS = 97_000  # of all pages; a reader with a task finds it in one page
 
 
@@ -47,7 +49,11 @@ def tracked(*patterns: str) -> list[Path]:
 
 def product_modules() -> list[Path]:
     """Hand-written modules of the product: without generated stubs, tests and `research`."""
-    return [path for path in tracked("*.py") if "_pb2" not in path.name and path.parts[0] not in ("tests", "research")]
+    return [
+        path
+        for path in tracked("*.py")
+        if "_pb2" not in path.name and path.parts[0] not in ("tests", "research")
+    ]
 
 
 def package_of(path: Path) -> str:
@@ -61,15 +67,19 @@ def test_every_package_keeps_its_number_of_modules() -> None:
     assert modules.total() <= MOST_MODULES
 
 
-@pytest.mark.parametrize("most", [MOST_MODULES_A_FOLDER])
-def test_no_folder_holds_more_modules_than_a_reader_can_survey(most: int) -> None:
+def test_no_folder_holds_more_modules_than_a_reader_can_survey() -> None:
     modules = Counter(str(path.parent) for path in product_modules())
-    assert not {name: count for name, count in modules.items() if count > most}
+    assert not {name: count for name, count in modules.items() if count > MOST_MODULES_A_FOLDER}
 
 
-def test_no_module_holds_more_than_one_noun() -> None:
-    lines = {str(path): len((ROOT / path).read_text().splitlines()) for path in product_modules()}
-    assert not {name: count for name, count in lines.items() if count > MOST_LINES_A_MODULE}
+def test_no_line_of_the_product_is_wider_than_the_formatter_makes_it() -> None:
+    wide = [
+        f"{path}:{number}"
+        for path in product_modules()
+        for number, line in enumerate((ROOT / path).read_text().splitlines(), 1)
+        if len(line) > MOST_COLUMNS
+    ]
+    assert not wide
 
 
 def test_the_pages_keep_their_number_of_words() -> None:

@@ -1,5 +1,5 @@
-"""Compose, Kubernetes, the Dockerfile and docs/faults.md name what exists: a renamed setting, extra, folder or test
-must not wait for a reader to find it."""
+"""Compose, Kubernetes, the Dockerfile and docs/faults.md name what exists: a renamed setting,
+extra, folder or test must not wait for a reader to find it."""
 
 import ast
 import importlib
@@ -21,7 +21,17 @@ from treadle_runtime.server import ALIVE
 from treadle_sidecar.engine.process import EngineSpec, engine_command
 
 ROOT = Path(__file__).resolve().parents[2]
-SERVICES = ("predictor", "scheduler", "placement", "migrator", "tools", "rollout", "gateway", "console", "sidecar")
+SERVICES = (
+    "predictor",
+    "scheduler",
+    "placement",
+    "migrator",
+    "tools",
+    "rollout",
+    "gateway",
+    "console",
+    "sidecar",
+)
 
 
 OVERLAYS = sorted(folder.name for folder in (ROOT / "k8s" / "overlays").iterdir())
@@ -30,7 +40,11 @@ OVERLAYS = sorted(folder.name for folder in (ROOT / "k8s" / "overlays").iterdir(
 @cache
 def rendered(overlay: str) -> tuple[dict[str, Any], ...]:
     """What an operator applies."""
-    command = [str(Path(sys.executable).with_name("kubectl")), "kustomize", str(ROOT / "k8s" / "overlays" / overlay)]
+    command = [
+        str(Path(sys.executable).with_name("kubectl")),
+        "kustomize",
+        str(ROOT / "k8s" / "overlays" / overlay),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return tuple(yaml.safe_load_all(done.stdout))
 
@@ -47,7 +61,9 @@ def settings_of(service: str) -> type[Settings]:
 
 def variables_in_compose() -> set[str]:
     document = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-    return {name for service in document["services"].values() for name in service.get("environment", {})}
+    return {
+        name for service in document["services"].values() for name in service.get("environment", {})
+    }
 
 
 def variables_in_kubernetes() -> set[str]:
@@ -107,7 +123,9 @@ def test_compose_and_kubernetes_give_every_service_an_address_of_its_own(service
     assert variable in variables_in_kubernetes()
 
 
-def test_the_dockerfile_copies_the_folder_of_every_package_and_installs_an_extra_for_every_service() -> None:
+def test_the_dockerfile_copies_the_folder_of_every_package_and_installs_an_extra_for_every_service() -> (
+    None
+):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert set(SERVICES) <= set(project["project"]["optional-dependencies"])
     copied = {
@@ -121,14 +139,22 @@ def test_the_dockerfile_copies_the_folder_of_every_package_and_installs_an_extra
 
 
 def test_no_probe_ends_an_engine_that_loads_weights() -> None:
-    """SGLang answers /health and /server_info by its scheduler process, which is silent while weights are loaded; and
-    /health takes more than the second that Kubernetes gives a probe by default."""
-    engines = [compose(file)["services"]["engine-0"] for file in ("compose.cpu.yml", "compose.gpu.yml")]
+    """SGLang answers /health and /server_info by its scheduler process, which is silent while
+    weights are loaded; and /health takes more than the second that Kubernetes gives a probe by
+    default."""
+    engines = [
+        compose(file)["services"]["engine-0"] for file in ("compose.cpu.yml", "compose.gpu.yml")
+    ]
     [pod, gpu] = [
-        yaml.safe_load((ROOT / "k8s" / file).read_text())["spec"]["template"]["spec"]["initContainers"][0]
+        yaml.safe_load((ROOT / "k8s" / file).read_text())["spec"]["template"]["spec"][
+            "initContainers"
+        ][0]
         for file in ("base/engine/engine.yaml", "components/gpu/gpu/gpu.yaml")
     ]
-    for command in (*(each["healthcheck"]["test"] for each in engines), pod["livenessProbe"]["exec"]["command"]):
+    for command in (
+        *(each["healthcheck"]["test"] for each in engines),
+        pod["livenessProbe"]["exec"]["command"],
+    ):
         assert command[-1].endswith("/model_info")
     assert "livenessProbe" not in gpu, "it is the pod's"
     for probe in (pod["startupProbe"], gpu["startupProbe"]):
@@ -142,12 +168,17 @@ def test_a_scheduler_that_stands_by_is_not_restarted_and_is_found_by_its_name() 
     for name in ("scheduler", "scheduler-standby"):
         assert services[name]["healthcheck"]["test"][-1] == ALIVE
     document = compose("docker-compose.yml")["services"]
-    both = [document[name]["environment"]["TREADLE_SCHEDULER_LISTEN"] for name in ("scheduler", "scheduler-standby")]
+    both = [
+        document[name]["environment"]["TREADLE_SCHEDULER_LISTEN"]
+        for name in ("scheduler", "scheduler-standby")
+    ]
     assert len(set(both)) == 2
     for name in ("sidecar-0", "sidecar-1", "migrator"):
         variable = f"TREADLE_{name.partition('-')[0].upper()}_SCHEDULER"
         assert document[name]["environment"][variable].split(",") == both
-    deployment, service, _ = yaml.safe_load_all((ROOT / "k8s/base/scheduler/scheduler.yaml").read_text())
+    deployment, service, _ = yaml.safe_load_all(
+        (ROOT / "k8s/base/scheduler/scheduler.yaml").read_text()
+    )
     [pod] = deployment["spec"]["template"]["spec"]["containers"]
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert pod[probe]["grpc"]["service"] == ALIVE
@@ -155,19 +186,25 @@ def test_a_scheduler_that_stands_by_is_not_restarted_and_is_found_by_its_name() 
 
 
 KV_FOLDER = "/hicache"
-DOTENV = dict(line.split("=", 1) for line in (ROOT / ".env").read_text().splitlines() if "=" in line and line[0] != "#")
+DOTENV = dict(
+    line.split("=", 1)
+    for line in (ROOT / ".env").read_text().splitlines()
+    if "=" in line and line[0] != "#"
+)
 
 
 SENDS = {"TREADLE_OTLP_ENDPOINT": f"http://127.0.0.1:{DOTENV['OTLP_PORT']}"}
 
 
 def compose(*files: str) -> dict[str, Any]:
-    """The layers merged as compose does for what these tests read: maps by key, `volumes` by their path in the
-    container, everything else by the last layer."""
+    """The layers merged as compose does for what these tests read: maps by key, `volumes` by their
+    path in the container, everything else by the last layer."""
     merged: dict[str, Any] = {}
     for file in files:
         text = re.sub(
-            r"\$\{(\w+)(?::-(.*?))?\}", lambda match: DOTENV.get(match[1], match[2]), (ROOT / file).read_text()
+            r"\$\{(\w+)(?::-(.*?))?\}",
+            lambda match: DOTENV.get(match[1], match[2]),
+            (ROOT / file).read_text(),
         )
         _merge(merged, yaml.safe_load(text))
     return merged
@@ -199,7 +236,9 @@ def test_compose_shows_the_sidecar_the_folder_and_the_port_of_its_engine(engines
     """Otherwise a move is planned as one through storage, and prefills."""
     document = compose("docker-compose.yml", engines)
     for index in (0, 1):
-        engine, sidecar = (document["services"][f"{name}-{index}"] for name in ("engine", "sidecar"))
+        engine, sidecar = (
+            document["services"][f"{name}-{index}"] for name in ("engine", "sidecar")
+        )
         folder = sidecar["environment"]["TREADLE_SIDECAR_KV_STORAGE_DIR"]
         url = sidecar["environment"]["TREADLE_SIDECAR_ENGINE_URL"]
         assert url == f"http://127.0.0.1:{value_of('--port', engine['command'])}"
@@ -212,16 +251,30 @@ def test_compose_shows_the_sidecar_the_folder_and_the_port_of_its_engine(engines
 
 def test_compose_starts_gpu_engines_with_the_storage_flags_of_treadle_up() -> None:
     limit_gb = float(DOTENV["KV_LIMIT_GB"])
-    spec = EngineSpec("e", 30000, False, "m", Path("python"), hicache_dir=Path(KV_FOLDER), hicache_limit_gb=limit_gb)
+    spec = EngineSpec(
+        "e",
+        30000,
+        False,
+        "m",
+        Path("python"),
+        hicache_dir=Path(KV_FOLDER),
+        hicache_limit_gb=limit_gb,
+    )
     argv, env = engine_command(spec, {})
     words = list(argv[argv.index("--page-size") :])
-    expected = {flag: value for flag, value in zip(words, [*words[1:], ""], strict=True) if flag.startswith("--")}
+    expected = {
+        flag: value
+        for flag, value in zip(words, [*words[1:], ""], strict=True)
+        if flag.startswith("--")
+    }
     engine = compose("docker-compose.yml", "compose.gpu.yml")["services"]["engine-0"]
     given = engine["entrypoint"][engine["entrypoint"].index("--page-size=16") :]
     parsed = {each.partition("=")[0]: each.partition("=")[2] for each in given}
     options = "--hicache-storage-backend-extra-config"
     assert json.loads(parsed.pop(options)) == json.loads(expected.pop(options))
-    assert parsed == {flag: "" if value.startswith("--") else value for flag, value in expected.items()}
+    assert parsed == {
+        flag: "" if value.startswith("--") else value for flag, value in expected.items()
+    }
     assert engine["environment"]["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] == KV_FOLDER
     assert env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] == KV_FOLDER
     module = mounts(engine)[engine["environment"]["PYTHONPATH"]]
@@ -229,13 +282,18 @@ def test_compose_starts_gpu_engines_with_the_storage_flags_of_treadle_up() -> No
 
 
 def test_compose_opens_nothing_to_other_machines() -> None:
-    """What listens has no certificates: it is on the loopback of the machine, which all containers share."""
+    """What listens has no certificates: it is on the loopback of the machine, which all containers
+    share."""
     for engines in ("compose.cpu.yml", "compose.gpu.yml"):
         for name, service in compose("docker-compose.yml", engines)["services"].items():
             assert service["network_mode"] == "host"
             assert "ports" not in service
             variables = service.get("environment", {})
-            given = [*service.get("entrypoint", []), *service.get("command", []), *variables.values()]
+            given = [
+                *service.get("entrypoint", []),
+                *service.get("command", []),
+                *variables.values(),
+            ]
             assert not [word for word in map(str, given) if "0.0.0.0" in word], name
             listens = [value for key, value in variables.items() if key.endswith("_LISTEN")]
             assert all(value.startswith("127.0.0.1:") for value in listens)
@@ -245,28 +303,55 @@ def test_compose_opens_nothing_to_other_machines() -> None:
 @pytest.mark.parametrize("engines", ["compose.cpu.yml", "compose.gpu.yml"])
 def test_each_port_of_compose_has_one_listener(engines: str) -> None:
     services = compose("docker-compose.yml", engines)["services"].values()
-    listens = [each for service in services for key, each in service.get("environment", {}).items() if "_LISTEN" in key]
+    listens = [
+        each
+        for service in services
+        for key, each in service.get("environment", {}).items()
+        if "_LISTEN" in key
+    ]
     assert len(listens) == len(set(listens)) == 13
 
 
-def test_all_of_compose_send_telemetry_to_the_collector_and_what_takes_it_is_open_to_no_other_machine() -> None:
-    mesh, watched = compose("docker-compose.yml", "compose.cpu.yml"), compose("compose.observability.yml")["services"]
+def test_all_of_compose_send_telemetry_to_the_collector_and_what_takes_it_is_open_to_no_other_machine() -> (
+    None
+):
+    mesh, watched = (
+        compose("docker-compose.yml", "compose.cpu.yml"),
+        compose("compose.observability.yml")["services"],
+    )
     senders = mesh["services"].keys() - {"nats"}
     assert {name for name, each in watched.items() if each.get("environment") == SENDS} == senders
     added = {name: each for name, each in watched.items() if name not in senders}
     assert set(added) == {"collector", "prometheus", "tempo", "grafana"}
     for name, each in added.items():
-        assert (each["network_mode"], each["read_only"], each["cap_drop"]) == ("host", True, ["ALL"]), name
+        assert (each["network_mode"], each["read_only"], each["cap_drop"]) == (
+            "host",
+            True,
+            ["ALL"],
+        ), name
         assert "ports" not in each
-        assert all((ROOT / source).exists() for source in mounts(each).values() if source.startswith("./")), name
-    assert f"--web.listen-address=127.0.0.1:{DOTENV['PROMETHEUS_PORT']}" in added["prometheus"]["command"]
+        assert all(
+            (ROOT / source).exists() for source in mounts(each).values() if source.startswith("./")
+        ), name
+    assert (
+        f"--web.listen-address=127.0.0.1:{DOTENV['PROMETHEUS_PORT']}"
+        in added["prometheus"]["command"]
+    )
     assert added["grafana"]["environment"]["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"
     files = [ROOT / "compose.observability.yml", *(ROOT / "observability").glob("*.yml")]
-    named = {address for path in files for address in re.findall(r"\b\d+\.\d+\.\d+\.\d+\b", path.read_text())}
+    named = {
+        address
+        for path in files
+        for address in re.findall(r"\b\d+\.\d+\.\d+\.\d+\b", path.read_text())
+    }
     assert named == {"127.0.0.1"}
     collector = yaml.safe_load((ROOT / "observability/collector.yml").read_text())
-    [scraped] = yaml.safe_load((ROOT / "observability/prometheus.yml").read_text())["scrape_configs"]
-    assert scraped["static_configs"][0]["targets"] == [collector["exporters"]["prometheus"]["endpoint"]]
+    [scraped] = yaml.safe_load((ROOT / "observability/prometheus.yml").read_text())[
+        "scrape_configs"
+    ]
+    assert scraped["static_configs"][0]["targets"] == [
+        collector["exporters"]["prometheus"]["endpoint"]
+    ]
     assert scraped["honor_labels"], "job and instance are those of the services"
 
 
@@ -275,9 +360,15 @@ def test_containers_of_compose_have_no_rights_and_write_nothing_beside_their_vol
         assert service["read_only"] is True, name
         assert service["cap_drop"] == ["ALL"], name
         build = service["build"]
-        stages = re.split(r"^FROM ", (ROOT / build.get("dockerfile", "Dockerfile")).read_text(), flags=re.MULTILINE)
+        stages = re.split(
+            r"^FROM ",
+            (ROOT / build.get("dockerfile", "Dockerfile")).read_text(),
+            flags=re.MULTILINE,
+        )
         target = (
-            stages[-1] if "target" not in build else next(each for each in stages if f"AS {build['target']}\n" in each)
+            stages[-1]
+            if "target" not in build
+            else next(each for each in stages if f"AS {build['target']}\n" in each)
         )
         assert "\nUSER 65532:65532\n" in target, f"{name} would run as root"
 
@@ -286,23 +377,36 @@ def test_the_place_for_kv_is_larger_than_the_limit_and_every_engine_may_write_th
     options = compose("docker-compose.yml")["volumes"]["hicache"]["driver_opts"]["o"].split(",")
     size = next(option.removeprefix("size=") for option in options if option.startswith("size="))
     assert int(size.removesuffix("g")) * 2**30 > float(DOTENV["KV_LIMIT_GB"]) * 1.1e9
-    assert "mode=0777" in options, "docker gives a volume to root, and the engine's image has another user"
+    assert "mode=0777" in options, (
+        "docker gives a volume to root, and the engine's image has another user"
+    )
 
     claim, *_ = yaml.safe_load_all((ROOT / "k8s/base/engines/engines.yaml").read_text())
     claimed = claim["spec"]["resources"]["requests"]["storage"]
-    pod = yaml.safe_load((ROOT / "k8s/base/engine/engine.yaml").read_text())["spec"]["template"]["spec"]
+    pod = yaml.safe_load((ROOT / "k8s/base/engine/engine.yaml").read_text())["spec"]["template"][
+        "spec"
+    ]
     [engine], [sidecar] = pod["initContainers"], pod["containers"]
-    assert int(claimed.removesuffix("Gi")) * 2**30 > float(value_of("--hicache-limit-gb", engine["args"])) * 1.1e9
-    folder = next(each["value"] for each in sidecar["env"] if each["name"] == "TREADLE_SIDECAR_KV_STORAGE_DIR")
+    assert (
+        int(claimed.removesuffix("Gi")) * 2**30
+        > float(value_of("--hicache-limit-gb", engine["args"])) * 1.1e9
+    )
+    folder = next(
+        each["value"] for each in sidecar["env"] if each["name"] == "TREADLE_SIDECAR_KV_STORAGE_DIR"
+    )
     assert value_of("--hicache-dir", engine["args"]) == folder
     for container in (engine, sidecar):
-        assert {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}[folder] == "hicache"
+        assert {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}[
+            folder
+        ] == "hicache"
 
 
 def pods(overlay: str) -> dict[str, dict[str, Any]]:
     """The specification of each pod, by namespace and name."""
     return {
-        f"{each['metadata']['namespace']}/{each['metadata']['name']}": each["spec"]["template"]["spec"]
+        f"{each['metadata']['namespace']}/{each['metadata']['name']}": each["spec"]["template"][
+            "spec"
+        ]
         for each in rendered(overlay)
         if each["kind"] in ("Deployment", "StatefulSet")
     }
@@ -310,7 +414,8 @@ def pods(overlay: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_pods_are_restricted_but_that_of_bubblewrap(overlay: str) -> None:
-    """And their namespaces refuse others: Kubernetes' own standard `restricted`. No pod writes its root."""
+    """And their namespaces refuse others: Kubernetes' own standard `restricted`. No pod writes its
+    root."""
     levels = {
         each["metadata"]["name"]: each["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
         for each in rendered(overlay)
@@ -336,13 +441,22 @@ def test_an_engine_starts_before_its_sidecar_and_ends_after_it(overlay: str) -> 
     assert engines
     for pod in engines:
         [engine], [sidecar] = pod["initContainers"], pod["containers"]
-        assert (engine["name"], engine["restartPolicy"], sidecar["name"]) == ("engine", "Always", "sidecar")
+        assert (engine["name"], engine["restartPolicy"], sidecar["name"]) == (
+            "engine",
+            "Always",
+            "sidecar",
+        )
 
 
 def test_every_port_of_the_mesh_is_open_to_who_calls_it_and_to_nobody_else() -> None:
-    """Policies select pods by the labels that they have, and name the ports on which these listen."""
+    """Policies select pods by the labels that they have, and name the ports on which these
+    listen."""
     documents = rendered("prod")
-    policies = {each["metadata"]["name"]: each["spec"] for each in documents if each["kind"] == "NetworkPolicy"}
+    policies = {
+        each["metadata"]["name"]: each["spec"]
+        for each in documents
+        if each["kind"] == "NetworkPolicy"
+    }
     assert policies.pop("default-deny")["podSelector"] == {}
     for each in documents:
         if each["kind"] not in ("Deployment", "StatefulSet"):
@@ -350,7 +464,9 @@ def test_every_port_of_the_mesh_is_open_to_who_calls_it_and_to_nobody_else() -> 
         template = each["spec"]["template"]
         component = template["metadata"]["labels"]["app.kubernetes.io/component"]
         opened = {port["port"] for rule in policies[component]["ingress"] for port in rule["ports"]}
-        listens = {port["containerPort"] for port in template["spec"]["containers"][0].get("ports", [])}
+        listens = {
+            port["containerPort"] for port in template["spec"]["containers"][0].get("ports", [])
+        }
         assert opened == listens - {8222}, component
     named = {
         peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
@@ -371,35 +487,51 @@ def test_prod_speaks_no_plaintext_between_pods() -> None:
         and each["metadata"]["name"] == "treadle"
         and each["metadata"]["namespace"] == "treadle"
     ]
-    assert settings["data"]["TREADLE_TLS_FOLDER"] == "/tls" and "TREADLE_INSECURE_PLAINTEXT" not in settings["data"]
+    assert (
+        settings["data"]["TREADLE_TLS_FOLDER"] == "/tls"
+        and "TREADLE_INSECURE_PLAINTEXT" not in settings["data"]
+    )
     pods = [each for each in documents if each["kind"] in ("Deployment", "StatefulSet")]
     assert {each["metadata"]["name"] for each in pods} >= {*SERVICES, "nats"} - {"sidecar"}
     for each in pods:
         spec = each["spec"]["template"]["spec"]
         name = each["metadata"]["name"]
         secret = f"tls-{'sidecar' if name.startswith('engine') else name}"
-        assert [volume["secret"]["secretName"] for volume in spec["volumes"] if volume["name"] == "tls"] == [secret]
+        assert [
+            volume["secret"]["secretName"] for volume in spec["volumes"] if volume["name"] == "tls"
+        ] == [secret]
         main = spec["containers"][0]
         assert {"name": "tls", "mountPath": "/tls", "readOnly": True} in main["volumeMounts"], name
-        assert not [key for key in main if key.endswith("Probe") and "exec" not in main[key]], "the kubelet has none"
+        assert not [key for key in main if key.endswith("Probe") and "exec" not in main[key]], (
+            "the kubelet has none"
+        )
 
 
 def test_the_nats_server_of_a_pod_lets_services_reach_what_the_rules_say() -> None:
     written = (ROOT / "k8s/components/mtls/nats.conf").read_text()
-    assert written == nats_config(Path("/tls"), in_pod=True), "write it again: treadle_cli.nats_rules"
+    assert written == nats_config(Path("/tls"), in_pod=True), (
+        "write it again: treadle_cli.nats_rules"
+    )
 
 
-@pytest.mark.parametrize("component", sorted(folder.name for folder in (ROOT / "k8s" / "components").iterdir()))
+@pytest.mark.parametrize(
+    "component", sorted(folder.name for folder in (ROOT / "k8s" / "components").iterdir())
+)
 def test_every_component_goes_with_the_base(component: str, tmp_path: Path) -> None:
     """Also those that no overlay has: rendered, and valid by Kubernetes' schemas."""
     k8s = os.path.relpath(ROOT / "k8s", tmp_path)
     overlay = {"resources": [f"{k8s}/base"], "components": [f"{k8s}/components/{component}"]}
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
     tools = Path(sys.executable).parent
-    done = subprocess.run([tools / "kubectl", "kustomize", tmp_path], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [tools / "kubectl", "kustomize", tmp_path], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     (tmp_path / "rendered.yaml").write_text(done.stdout)
-    subprocess.run([tools / "kubernetes-validate", "--strict", "--quiet", tmp_path / "rendered.yaml"], check=True)
+    subprocess.run(
+        [tools / "kubernetes-validate", "--strict", "--quiet", tmp_path / "rendered.yaml"],
+        check=True,
+    )
 
 
 def test_engines_grow_by_a_metric_that_is_there() -> None:

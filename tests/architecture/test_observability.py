@@ -1,6 +1,8 @@
-"""Dashboards and alerts ask for metrics that the services send, and each alert has an entry in the runbook.
+"""Dashboards and alerts ask for metrics that the services send, and each alert has an entry in the
+runbook.
 
-docs/metrics.md says what they send; tests/scenario/test_observability.py compares it with what a mesh sends.
+docs/metrics.md says what they send; tests/scenario/test_observability.py compares it with what a
+mesh sends.
 """
 
 import json
@@ -52,7 +54,11 @@ def wrong(expression: str) -> Iterator[str]:
             )
     for node in nodes(promql_parser.parse(expression)):
         if isinstance(node, promql_parser.AggregateExpr) and node.modifier is not None:
-            yield from (f"no label {name} to group by" for name in node.modifier.labels if name not in labels)
+            yield from (
+                f"no label {name} to group by"
+                for name in node.modifier.labels
+                if name not in labels
+            )
 
 
 def nodes(expression: Any) -> list[Any]:
@@ -64,7 +70,11 @@ def nodes(expression: Any) -> list[Any]:
 
 def queries(dashboard: dict[str, Any]) -> list[tuple[str, str]]:
     """Title and expression of each target of a dashboard."""
-    return [(panel["title"], target["expr"]) for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    return [
+        (panel["title"], target["expr"])
+        for panel in dashboard["panels"]
+        for target in panel.get("targets", [])
+    ]
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
@@ -74,9 +84,15 @@ def test_every_panel_asks_for_metrics_and_labels_that_services_send(path: Path) 
     assert len(asked) > len([panel for panel in dashboard["panels"] if panel["type"] == "row"])
     assert not {title: found for title, expression in asked if (found := list(wrong(expression)))}
     for variable in dashboard["templating"]["list"][1:]:
-        metric, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable["query"]["query"]).groups()  # type: ignore[union-attr]
+        metric, label = re.fullmatch(
+            r"label_values\((\w+), (\w+)\)", variable["query"]["query"]
+        ).groups()  # type: ignore[union-attr]
         assert label in series()[metric]
-    legends = [target["legendFormat"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    legends = [
+        target["legendFormat"]
+        for panel in dashboard["panels"]
+        for target in panel.get("targets", [])
+    ]
     known = {label for labels in series().values() for label in labels}
     assert {label for legend in legends for label in re.findall(r"\{\{(\w+)\}\}", legend)} <= known
 
@@ -95,13 +111,18 @@ def test_the_dashboards_show_every_metric() -> None:
 
 
 def test_panels_and_dashboards_have_places_and_names_of_their_own() -> None:
-    """As Grafana needs them: an id for each panel of a dashboard, no two in one place, and a uid for each dashboard."""
+    """As Grafana needs them: an id for each panel of a dashboard, no two in one place, and a uid
+    for each dashboard."""
     dashboards = [json.loads(path.read_text()) for path in DASHBOARDS]
     for name in ("uid", "title"):
         assert len({each[name] for each in dashboards}) == len(dashboards)
     for dashboard in dashboards:
         panels = dashboard["panels"]
-        assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
+        assert (
+            len({panel["id"] for panel in panels})
+            == len({panel["title"] for panel in panels})
+            == len(panels)
+        )
         taken: set[tuple[int, int]] = set()
         for panel in panels:
             at = panel["gridPos"]
@@ -112,7 +133,9 @@ def test_panels_and_dashboards_have_places_and_names_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])
-def test_every_alert_asks_for_metrics_that_services_send_and_has_an_entry_in_the_runbook(alert: dict[str, Any]) -> None:
+def test_every_alert_asks_for_metrics_that_services_send_and_has_an_entry_in_the_runbook(
+    alert: dict[str, Any],
+) -> None:
     assert not list(wrong(alert["expr"]))
     page, _, anchor = alert["annotations"]["runbook"].partition("#")
     headings = re.findall(r"^## (\w+)$", (ROOT / page).read_text(), re.MULTILINE)
@@ -127,7 +150,12 @@ def test_the_runbook_has_no_entry_without_an_alert_and_promtool_tests_every_aler
     headings = re.findall(r"^## (\w+)$", (ROOT / "docs/runbook.md").read_text(), re.MULTILINE)
     assert headings == names
     tests = yaml.safe_load((FOLDER / "rules/treadle.test.yml").read_text())["tests"]
-    fired = {case["alertname"] for test in tests for case in test["alert_rule_test"] if case["exp_alerts"]}
+    fired = {
+        case["alertname"]
+        for test in tests
+        for case in test["alert_rule_test"]
+        if case["exp_alerts"]
+    }
     assert fired == set(names)
 
 
@@ -137,7 +165,10 @@ def test_the_runbook_has_no_entry_without_an_alert_and_promtool_tests_every_aler
         ("sum(treadle_scheduler_waitng)", "no metric treadle_scheduler_waitng"),
         ('treadle_scheduler_waiting{part="x"}', "treadle_scheduler_waiting has no label part"),
         ("sum by (tool) (treadle_scheduler_waiting)", "no label tool to group by"),
-        ("rate(treadle_scheduler_tickets_total_bucket[5m])", "no metric treadle_scheduler_tickets_total_bucket"),
+        (
+            "rate(treadle_scheduler_tickets_total_bucket[5m])",
+            "no metric treadle_scheduler_tickets_total_bucket",
+        ),
     ],
 )
 def test_a_wrong_name_is_found(expression: str, problem: str) -> None:

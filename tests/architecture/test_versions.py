@@ -41,14 +41,18 @@ def versions() -> dict[str, list[str]]:
             if each.startswith("treadle")
         ],
         ".env": re.findall(r"^TREADLE_VERSION=(.*)$", text(".env"), re.MULTILINE),
-        "k8s/base": [str(each["newTag"]) for each in image_tags if each["name"].startswith("treadle-")],
+        "k8s/base": [
+            str(each["newTag"]) for each in image_tags if each["name"].startswith("treadle-")
+        ],
         "k8s/components": [
             tag
             for path in sorted((ROOT / "k8s").rglob("*.yaml"))
             for tag in re.findall(r"treadle-[a-z-]+:(\d+\.\d+\.\d+\S*?)[\"'\s}]", path.read_text())
         ],
         "examples/node/package.json": [json.loads(text("examples/node/package.json"))["version"]],
-        "protos/README.md": re.findall(r"treadle-protos-(\d[\w.]*?)(?:\.tar\.gz|/)", text("protos/README.md")),
+        "protos/README.md": re.findall(
+            r"treadle-protos-(\d[\w.]*?)(?:\.tar\.gz|/)", text("protos/README.md")
+        ),
     }
 
 
@@ -63,12 +67,18 @@ def test_the_changelog_is_about_this_version() -> None:
     heads = re.findall(r"^## (.+)$", text("CHANGELOG.md"), re.MULTILINE)
     assert heads[0] == "Unreleased" or heads[0].split()[0] == VERSION
     released = [head for head in heads if head != "Unreleased"]
-    assert not [head for head in released if not re.fullmatch(r"\d+\.\d+\.\d+ \(\d{4}-\d\d-\d\d\)", head)]
+    assert not [
+        head for head in released if not re.fullmatch(r"\d+\.\d+\.\d+ \(\d{4}-\d\d-\d\d\)", head)
+    ]
 
 
 def test_the_pinned_packages_take_the_oldest_python_that_the_readme_names() -> None:
     """Debian 12 has Python 3.11.2; a package that wants a later one ends `make setup` there."""
-    pins = [line.partition("==")[0] for line in text("requirements-mesh.txt").splitlines() if "==" in line]
+    pins = [
+        line.partition("==")[0]
+        for line in text("requirements-mesh.txt").splitlines()
+        if "==" in line
+    ]
     assert re.search(r"Python 3\.11\s+or newer", text("README.md"))
     refused = {}
     for name in pins:

@@ -1,8 +1,9 @@
-"""`make test-compose`: the compose file as an operator meets it: built, started, used, each container killed, stopped.
+"""`make test-compose`: the compose file as an operator meets it: built, started, used, each
+container killed, stopped.
 
-Needs a Docker daemon (DOCKER_HOST) and Compose v2 (COMPOSE, `docker compose` by default), and the ports of `.env` free.
-Prints a table in Markdown; its exit code is not 0 where anything is not as it must be. Leaves no container and no
-volume.
+Needs a Docker daemon (DOCKER_HOST) and Compose v2 (COMPOSE, `docker compose` by default), and the
+ports of `.env` free. Prints a table in Markdown; its exit code is not 0 where anything is not as it
+must be. Leaves no container and no volume.
 """
 
 import argparse
@@ -54,7 +55,10 @@ class Report:
 def run(*command: str) -> str:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode != 0:
-        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+        sys.exit(
+            f"{' '.join(command)} ended with "
+            f"{done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+        )
     return done.stdout
 
 
@@ -75,7 +79,9 @@ def inspect(name: str, what: str) -> Any:
 async def agent(trajectory: treadle.Trajectory, _prompt: treadle.Prompt) -> float:
     """Four turns, with Python of the tools service between them."""
     for turn in range(TURNS):
-        async for _ in trajectory.generate(treadle.Sampling(max_new_tokens=TOKENS, ignore_eos=True)):
+        async for _ in trajectory.generate(
+            treadle.Sampling(max_new_tokens=TOKENS, ignore_eos=True)
+        ):
             pass
         result = await trajectory.tool("python", {"code": f"print({turn} + 1)"})
         if result.output.strip() != str(turn + 1):
@@ -93,7 +99,10 @@ def what_is_lost(result: treadle.RolloutResult) -> str:
     """Empty where every sample was finished once, with all its tokens."""
     wanted = {(prompt.id, sample) for prompt in PROMPTS for sample in range(SAMPLES)}
     problems = []
-    if len(result.trajectories) != len(wanted) or {(t.prompt_id, t.sample) for t in result.trajectories} != wanted:
+    if (
+        len(result.trajectories) != len(wanted)
+        or {(t.prompt_id, t.sample) for t in result.trajectories} != wanted
+    ):
         problems.append(f"{len(result.trajectories)} of {len(wanted)} samples")
     problems += [
         f"{t.prompt_id}/{t.sample} {t.outcome}: {sum(t.loss_mask)} tokens {t.error}"
@@ -104,14 +113,22 @@ def what_is_lost(result: treadle.RolloutResult) -> str:
 
 
 async def kill_amid_a_rollout(name: str, report: Report) -> None:
-    """Kill a container (`docker kill`), and start it again: Docker takes it for stopped by hand, and does not."""
+    """Kill a container (`docker kill`), and start it again: Docker takes it for stopped by hand,
+    and does not."""
     task = asyncio.create_task(rollout())
     await asyncio.sleep(5.0)
     await asyncio.to_thread(run, "docker", "kill", containers()[name])
     killed = time.monotonic()
     await asyncio.sleep(2.0)
     await asyncio.to_thread(
-        compose, "up", "--detach", "--no-build", "--wait", "--wait-timeout", str(HEALTHY_WITHIN_S), name
+        compose,
+        "up",
+        "--detach",
+        "--no-build",
+        "--wait",
+        "--wait-timeout",
+        str(HEALTHY_WITHIN_S),
+        name,
     )
     healthy_s = time.monotonic() - killed
     try:
@@ -129,8 +146,13 @@ def run_examples(report: Report) -> None:
             report.say(f"| {language} | not built, so not run | |")
             continue
         answer = json.loads(run(*command, "--scheduler", SCHEDULER))
-        engines = ", ".join(sorted({name for step in answer["steps"] for name in step["engine_ids"]}))
-        report.say(f"| {language} | {report.check(answer['score'] == 1.0, str(answer['score']))} | {engines} |")
+        engines = ", ".join(
+            sorted({name for step in answer["steps"] for name in step["engine_ids"]})
+        )
+        report.say(
+            f"| {language} | {report.check(answer['score'] == 1.0, str(answer['score']))} | "
+            f"{engines} |"
+        )
 
 
 def check_images(report: Report) -> None:
@@ -139,13 +161,18 @@ def check_images(report: Report) -> None:
         image = inspect(container, ".Image")
         size_mb = inspect(image, ".Size") / 1e6
         user = inspect(container, ".Config.User")
-        read_only, dropped = inspect(container, ".HostConfig.ReadonlyRootfs"), inspect(container, ".HostConfig.CapDrop")
+        read_only, dropped = (
+            inspect(container, ".HostConfig.ReadonlyRootfs"),
+            inspect(container, ".HostConfig.CapDrop"),
+        )
         most = {"tools": TOOLS_MB}.get(name, SERVICE_MB)
         others = name == "nats" or name.startswith("engine")
         size = report.check(others or size_mb <= most, f"{size_mb:.0f}")
         user = report.check(user.startswith("65532"), user or "root")
         frozen = report.check(read_only, "read-only" if read_only else "writable")
-        report.say(f"| {name} | {size} | {user} | {frozen} | {report.check(dropped == ['ALL'], 'none')} |")
+        report.say(
+            f"| {name} | {size} | {user} | {frozen} | {report.check(dropped == ['ALL'], 'none')} |"
+        )
 
 
 async def main() -> int:
@@ -168,16 +195,21 @@ async def main() -> int:
         run_examples(report)
         lost = what_is_lost(await rollout())
         report.say(
-            f"a rollout of {len(PROMPTS) * SAMPLES} trajectories loses {report.check(not lost, lost or 'nothing')}"
+            f"a rollout of {len(PROMPTS) * SAMPLES} trajectories loses "
+            f"{report.check(not lost, lost or 'nothing')}"
         )
         report.say("\n| killed | healthy again | lost |\n|---|---|---|")
         for name in options.only or sorted(containers()):
             await kill_amid_a_rollout(name, report)
     finally:
-        for line in compose("logs", "--no-color", "--tail", "40").splitlines() if report.failures else []:
+        for line in (
+            compose("logs", "--no-color", "--tail", "40").splitlines() if report.failures else []
+        ):
             print(line, file=sys.stderr)
         compose("down", "--volumes", "--remove-orphans")
-    left = run("docker", "ps", "--all", "--quiet", "--filter", "label=com.docker.compose.project=treadle")
+    left = run(
+        "docker", "ps", "--all", "--quiet", "--filter", "label=com.docker.compose.project=treadle"
+    )
     report.say(f"\nleft behind: {report.check(not left, left or 'nothing')}")
     return 1 if report.failures else 0
 

@@ -1,6 +1,8 @@
-"""The adapters on top of the frameworks' own classes: `make test-frameworks`, which has the packages on its path.
+"""The adapters on top of the frameworks' own classes: `make test-frameworks`, which has the
+packages on its path.
 
-Elsewhere these are skipped; `test_adapters_signatures.py` and the stand-ins hold the adapters to the same classes.
+Elsewhere these are skipped; `test_adapters_signatures.py` and the stand-ins hold the adapters to
+the same classes.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ def adapter_of(name: str, needs: str) -> Any:
 
 
 async def test_verls_own_classes(mesh: FakeMesh) -> None:
-    """Both clients, after the pickle that brings them to a worker, and the actor class of a worker."""
+    """Both clients, after the pickle that brings them to a worker, and the actor class of a
+    worker."""
     adapter = adapter_of("verl", "verl.workers.rollout.llm_server")
     omegaconf, servers = (
         importlib.import_module("omegaconf"),
@@ -67,24 +70,36 @@ async def test_verls_own_classes(mesh: FakeMesh) -> None:
     }
     for kind in (servers.LLMServerClient, servers.FullyAsyncLLMServerClient):
         client = pickle.loads(pickle.dumps(adapter.client_of(kind(config))))
-        output = await client.generate(kind.__name__, prompt_ids=list(PROMPT), sampling_params=params, priority=1)
+        output = await client.generate(
+            kind.__name__, prompt_ids=list(PROMPT), sampling_params=params, priority=1
+        )
         assert isinstance(client, kind)
         assert output.token_ids == expected(6)
         assert output.log_probs == [logprob_at(index) for index in range(6)]
         assert (output.stop_reason, output.extra_fields["max_global_steps"]) == ("length", 0)
-    ray, loops = importlib.import_module("ray"), importlib.import_module("verl.experimental.agent_loop")
-    worker = adapter.ending_trajectories(ray.remote(loops.AgentLoopWorker)).__ray_metadata__.modified_class
+    ray, loops = (
+        importlib.import_module("ray"),
+        importlib.import_module("verl.experimental.agent_loop"),
+    )
+    worker = adapter.ending_trajectories(
+        ray.remote(loops.AgentLoopWorker)
+    ).__ray_metadata__.modified_class
     assert issubclass(worker, loops.AgentLoopWorker)
     assert issubclass(adapter.through_mesh(loops.AgentLoopManager), loops.AgentLoopManager)
 
 
 async def test_areals_own_classes(mesh: FakeMesh) -> None:
     adapter = adapter_of("areal", "areal.engine.sglang_remote")
-    arguments, requests = importlib.import_module("areal.api.cli_args"), importlib.import_module("areal.api.io_struct")
+    arguments, requests = (
+        importlib.import_module("areal.api.cli_args"),
+        importlib.import_module("areal.api.io_struct"),
+    )
     engine = adapter.MeshEngine(arguments.InferenceEngineConfig(backend="sglang:d1"))
     engine._engine._workflow_executor = SimpleNamespace(is_paused=lambda: False)
     gconfig = arguments.GenerationHyperparameters(max_new_tokens=6)
-    response = await engine.agenerate(requests.ModelRequest(input_ids=list(PROMPT), gconfig=gconfig))
+    response = await engine.agenerate(
+        requests.ModelRequest(input_ids=list(PROMPT), gconfig=gconfig)
+    )
     assert isinstance(response, requests.ModelResponse)
     assert (response.output_tokens, response.output_versions) == (expected(6), [0] * 6)
 
@@ -93,17 +108,25 @@ def test_areals_own_trainer_takes_the_engine(monkeypatch: pytest.MonkeyPatch) ->
     adapter = adapter_of("areal", "areal.trainer.rl_trainer")
     monkeypatch.setenv("TREADLE_ADDRESS", "")
     adapter.use("mesh:7401")
-    assert importlib.import_module("areal.trainer.rl_trainer").RemoteSGLangEngine is adapter.MeshEngine
+    assert (
+        importlib.import_module("areal.trainer.rl_trainer").RemoteSGLangEngine is adapter.MeshEngine
+    )
 
 
 async def test_trls_own_worker_plays_in_its_child_process(mesh: FakeMesh) -> None:
-    """Two conversations of one prompt. Result: two samples with the tokens of the mesh, and no trajectory is left."""
+    """Two conversations of one prompt. Result: two samples with the tokens of the mesh, and no
+    trajectory is left."""
     adapter = adapter_of("trl", "trl.experimental.async_grpo.async_rollout_worker")
-    tokenizers, transformers = importlib.import_module("tokenizers"), importlib.import_module("transformers")
+    tokenizers, transformers = (
+        importlib.import_module("tokenizers"),
+        importlib.import_module("transformers"),
+    )
     importlib.import_module("accelerate").PartialState()  # which the trainer has
     words = {f"w{index}": index for index in range(50_000)}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=model, eos_token="w2", pad_token="w3")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=model, eos_token="w2", pad_token="w3"
+    )
     tokenizer.chat_template = importlib.import_module("trl.chat_template_utils").qwen3_chat_template
     message = {"role": "user", "content": "w11"}
     worker = adapter.RolloutWorker(
@@ -118,7 +141,9 @@ async def test_trls_own_worker_plays_in_its_child_process(mesh: FakeMesh) -> Non
     )
     await asyncio.to_thread(worker.start)
     try:
-        samples = [await asyncio.to_thread(worker.rollout_buffer.get, timeout=CHILD_S) for _ in range(2)]
+        samples = [
+            await asyncio.to_thread(worker.rollout_buffer.get, timeout=CHILD_S) for _ in range(2)
+        ]
         worker.check_health(CHILD_S)
     finally:
         await asyncio.to_thread(worker.stop)

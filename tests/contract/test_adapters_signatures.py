@@ -1,6 +1,8 @@
-"""The adapters have the signatures of the frameworks, and the stand-ins of the tests are what the packages hold.
+"""The adapters have the signatures of the frameworks, and the stand-ins of the tests are what the
+packages hold.
 
-The second half reads the packages' source, which `make frameworks` fetches. Nothing of them is imported.
+The second half reads the packages' source, which `make frameworks` fetches. Nothing of them is
+imported.
 """
 
 import os
@@ -21,12 +23,24 @@ PACKAGED = (verl_0_9_1, areal_1_0_4, trl_1_16_0)  # in a registry
 # Stand-in, adapter, and which class of ours has the methods of which of theirs.
 PAIRS: list[tuple[Any, str, str, Any, tuple[str, ...]]] = [
     (verl_0_9_1, "verl", "LLMClient", verl_0_9_1.LLMServerClient, ("generate",)),
-    (verl_0_9_1, "verl", "FullyAsyncLLMClient", verl_0_9_1.FullyAsyncLLMServerClient, ("__init__", "generate")),
+    (
+        verl_0_9_1,
+        "verl",
+        "FullyAsyncLLMClient",
+        verl_0_9_1.FullyAsyncLLMServerClient,
+        ("__init__", "generate"),
+    ),
     (areal_1_0_4, "areal", "MeshEngine", areal_1_0_4.RemoteSGLangEngine, ("__init__", "agenerate")),
     (
         *(areal_1_0_4, "areal", "MeshClient", areal_1_0_4.RemoteInfEngine),
         (
-            *("__init__", "agenerate", "pause_generation", "continue_generation", "update_weights_from_disk"),
+            *(
+                "__init__",
+                "agenerate",
+                "pause_generation",
+                "continue_generation",
+                "update_weights_from_disk",
+            ),
             *("update_weights_from_distributed", "_resolve_workflow"),
         ),
     ),
@@ -42,7 +56,13 @@ PAIRS: list[tuple[Any, str, str, Any, tuple[str, ...]]] = [
         *(trl_1_16_0, "trl", "RolloutWorker", trl_1_16_0.RolloutWorkerProtocol),
         ("start", "stop", "update_model_version", "check_health"),
     ),
-    (trl_1_16_0, "trl", "RolloutLoop", trl_1_16_0._AsyncRolloutLoop, ("_run_loops", "_generate_one_turn")),
+    (
+        trl_1_16_0,
+        "trl",
+        "RolloutLoop",
+        trl_1_16_0._AsyncRolloutLoop,
+        ("_run_loops", "_generate_one_turn"),
+    ),
     (
         *(trl_1_16_0, "trl", "WeightTransfer", trl_1_16_0.WeightTransferProtocol),
         ("init_weight_transfer", "pause", "send_weights", "resume", "destroy"),
@@ -51,7 +71,9 @@ PAIRS: list[tuple[Any, str, str, Any, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(
-    ("stand_in", "adapter", "ours", "theirs", "methods"), PAIRS, ids=[f"{pair[1]}.{pair[2]}" for pair in PAIRS]
+    ("stand_in", "adapter", "ours", "theirs", "methods"),
+    PAIRS,
+    ids=[f"{pair[1]}.{pair[2]}" for pair in PAIRS],
 )
 def test_an_adapter_has_the_parameters_of_its_framework(
     stand_in: Any, adapter: str, ours: str, theirs: Any, methods: tuple[str, ...]
@@ -65,7 +87,9 @@ def test_an_engine_replica_has_the_parameters_of_verls() -> None:
     with standing_in(verl_0_9_1.contents(), "verl_engines") as (module,):
         made = module.replica_in_mesh(verl_0_9_1.SGLangReplica, verl_0_9_1.remote, "localhost:1")
     for name in ("abort_all_requests", "resume_generation", "sleep", "wake_up"):
-        assert parameters(getattr(made, name)) == parameters(getattr(verl_0_9_1.SGLangReplica, name))
+        assert parameters(getattr(made, name)) == parameters(
+            getattr(verl_0_9_1.SGLangReplica, name)
+        )
 
 
 def test_two_ray_clusters_of_a_machine_keep_their_certificates_apart(
@@ -82,9 +106,14 @@ def test_two_ray_clusters_of_a_machine_keep_their_certificates_apart(
             credentials=SimpleNamespace(remote=lambda _, files=files: files),
         )
         ray = {"is_initialized": lambda: True, "get_actor": lambda *_, actor=actor, **__: actor}
-        with standing_in({"ray": {**ray, "get": lambda answer, timeout: answer}}, "on_ray") as (module,):
+        with standing_in({"ray": {**ray, "get": lambda answer, timeout: answer}}, "on_ray") as (
+            module,
+        ):
             meshes[port] = module.find_mesh()
-    assert {port: (mesh.tls_folder / "tls.key").read_text() for port, mesh in meshes.items()} == {1: "of 1", 2: "of 2"}
+    assert {port: (mesh.tls_folder / "tls.key").read_text() for port, mesh in meshes.items()} == {
+        1: "of 1",
+        2: "of 2",
+    }
 
 
 def test_threads_of_a_process_may_keep_certificates_at_the_same_time(
@@ -97,7 +126,9 @@ def test_threads_of_a_process_may_keep_certificates_at_the_same_time(
 
 
 @pytest.mark.parametrize("adapter", ["verl", "verl_engines", "areal", "rllm", "roll", "trl"])
-def test_a_client_without_the_framework_works_and_the_adapter_says_what_is_missing(adapter: str) -> None:
+def test_a_client_without_the_framework_works_and_the_adapter_says_what_is_missing(
+    adapter: str,
+) -> None:
     """In a process of its own, in which no framework can be imported."""
     names = ("verl", "areal", "rllm", "roll", "trl")
     program = (
@@ -106,14 +137,24 @@ def test_a_client_without_the_framework_works_and_the_adapter_says_what_is_missi
         f"import treadle.adapters.{adapter}"
     )
     environment = {name: value for name, value in os.environ.items() if name != "TREADLE_ADDRESS"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
-    if adapter == "verl_engines":  # verl loads it in every process, so it does nothing without an address
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    if (
+        adapter == "verl_engines"
+    ):  # verl loads it in every process, so it does nothing without an address
         assert done.returncode == 0, done.stderr
     else:
         assert f"No module named '{adapter}." in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("stand_in", PACKAGED, ids=lambda module: module.__name__.rpartition(".")[2])
+@pytest.mark.parametrize(
+    "stand_in", PACKAGED, ids=lambda module: module.__name__.rpartition(".")[2]
+)
 def test_a_stand_in_has_the_parameters_that_the_package_has(stand_in: ModuleType) -> None:
     assert stand_in.__file__ is not None
     folder = folder_of("adapters")
@@ -121,18 +162,30 @@ def test_a_stand_in_has_the_parameters_that_the_package_has(stand_in: ModuleType
     for path, names in stand_in.SOURCES.items():
         theirs = (folder / path).read_text()
         for name in names:
-            assert written_parameters(ours, name) == written_parameters(theirs, name), f"{path}: {name}"
+            assert written_parameters(ours, name) == written_parameters(theirs, name), (
+                f"{path}: {name}"
+            )
     for path, names in stand_in.FIELDS.items():
         for name in names:
-            assert fields(ours, name) == fields((folder / path).read_text(), name), f"{path}: {name}"
+            assert fields(ours, name) == fields((folder / path).read_text(), name), (
+                f"{path}: {name}"
+            )
 
 
 def test_trls_loop_takes_what_the_worker_gives_it() -> None:
-    """The worker hands on what it is given, in TRL too: a name that the loop does not know fails in the child alone."""
+    """The worker hands on what it is given, in TRL too: a name that the loop does not know fails in
+    the child alone."""
     with standing_in(trl_1_16_0.contents(), "trl") as (module,):
         tokenizer = SimpleNamespace(eos_token_id=2)
-        given = {"model_name": "m", "dataset": [], "reward_funcs": [], "processing_class": tokenizer}
+        given = {
+            "model_name": "m",
+            "dataset": [],
+            "reward_funcs": [],
+            "processing_class": tokenizer,
+        }
         worker = module.RolloutWorker.of(trl_1_16_0.config(), **given)
     source = folder_of("adapters") / "trl/experimental/async_grpo/async_rollout_worker.py"
-    taken = {name for name, _ in written_parameters(source.read_text(), "_AsyncRolloutLoop.__init__")}
+    taken = {
+        name for name, _ in written_parameters(source.read_text(), "_AsyncRolloutLoop.__init__")
+    }
     assert set(worker.loop_kwargs) - {"address"} <= taken

@@ -1,4 +1,5 @@
-"""Certificates are read again when they change: by gRPC's channels and servers, and by the connection to NATS."""
+"""Certificates are read again when they change: by gRPC's channels and servers, and by the
+connection to NATS."""
 
 import asyncio
 import sys
@@ -54,7 +55,8 @@ async def serial_of(_: bytes, context: Any) -> bytes:
 
 @asynccontextmanager
 async def echo(folder: Path) -> AsyncIterator[str]:
-    """A server that says the serial number of each caller's certificate, once or until the caller leaves."""
+    """A server that says the serial number of each caller's certificate, once or until the caller
+    leaves."""
 
     async def serials_of(request: bytes, context: Any) -> AsyncIterator[bytes]:
         while True:
@@ -78,7 +80,10 @@ async def echo(folder: Path) -> AsyncIterator[str]:
 async def test_calls_begin_with_the_new_certificate_and_end_with_the_old(tmp_path: Path) -> None:
     made = make_certificates(tmp_path)
     client = made / "operator"
-    async with echo(made / "scheduler") as address, open_channel(address, "scheduler", Certificates(client)) as channel:
+    async with (
+        echo(made / "scheduler") as address,
+        open_channel(address, "scheduler", Certificates(client)) as channel,
+    ):
         ask: Any = channel.unary_unary(PATH)
         watch: Any = channel.unary_stream(STREAM)
         before = serial(client)
@@ -108,7 +113,9 @@ async def test_a_server_presents_its_new_certificate_to_new_connections(tmp_path
     async with echo(made / "scheduler") as address:
         assert await presented(address) == serial(made / "scheduler")
         make_certificates(tmp_path)
-        await until_said(lambda: presented(address), lambda said: said == serial(made / "scheduler"))
+        await until_said(
+            lambda: presented(address), lambda said: said == serial(made / "scheduler")
+        )
 
 
 async def test_a_server_lives_through_many_handshakes_at_once(tmp_path: Path) -> None:
@@ -125,12 +132,16 @@ async def test_a_server_lives_through_many_handshakes_at_once(tmp_path: Path) ->
         async def connect() -> None:
             for _ in range(100):
                 name = "scheduler.treadle"
-                _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname=name)
+                _, writer = await asyncio.open_connection(
+                    "127.0.0.1", port, ssl=context, server_hostname=name
+                )
                 writer.transport.abort()
 
         await asyncio.gather(*(connect() for _ in range(32)))
         assert server.returncode is None
-        async with open_channel(f"127.0.0.1:{port}", "scheduler", Certificates(made / "operator")) as channel:
+        async with open_channel(
+            f"127.0.0.1:{port}", "scheduler", Certificates(made / "operator")
+        ) as channel:
             await asyncio.wait_for(channel.channel_ready(), TIMEOUT_S)
     finally:
         if server.returncode is None:
@@ -162,10 +173,14 @@ def nats(tmp_path: Path) -> Any:
     server.kill()
 
 
-async def test_the_bus_comes_back_to_a_nats_server_of_another_authority(nats: NatsServer, tmp_path: Path) -> None:
+async def test_the_bus_comes_back_to_a_nats_server_of_another_authority(
+    nats: NatsServer, tmp_path: Path
+) -> None:
     """Between, the authority was replaced, and every certificate with it."""
     folder = tmp_path / "certificates"
-    async with open_bus(nats.url, "treadle-scheduler", certificates=Certificates(folder / "scheduler")) as bus:
+    async with open_bus(
+        nats.url, "treadle-scheduler", certificates=Certificates(folder / "scheduler")
+    ) as bus:
         store = await bus.key_value("treadle_trajectories")
         await store.put("key", b"before")
         nats.kill()
@@ -182,12 +197,20 @@ async def test_the_bus_comes_back_to_a_nats_server_of_another_authority(nats: Na
         assert await until_said(read, lambda said: said is not None) == b"before"
 
 
-async def test_a_service_reaches_its_own_buckets_and_facts_alone(nats: NatsServer, tmp_path: Path) -> None:
+async def test_a_service_reaches_its_own_buckets_and_facts_alone(
+    nats: NatsServer, tmp_path: Path
+) -> None:
     folder = tmp_path / "certificates"
     async with (
-        open_bus(nats.url, "treadle-scheduler", certificates=Certificates(folder / "scheduler")) as scheduler,
-        open_bus(nats.url, "treadle-sidecar", certificates=Certificates(folder / "sidecar")) as sidecar,
-        open_bus(nats.url, "treadle-rollout", certificates=Certificates(folder / "rollout")) as rollout,
+        open_bus(
+            nats.url, "treadle-scheduler", certificates=Certificates(folder / "scheduler")
+        ) as scheduler,
+        open_bus(
+            nats.url, "treadle-sidecar", certificates=Certificates(folder / "sidecar")
+        ) as sidecar,
+        open_bus(
+            nats.url, "treadle-rollout", certificates=Certificates(folder / "rollout")
+        ) as rollout,
     ):
         store = await scheduler.key_value("treadle_trajectories")
         await store.put("t", b"state")
@@ -224,20 +247,27 @@ def refused(tmp_path: Path) -> tuple[Certificates, Certificates]:
     return Certificates(tmp_path / "foreign"), Certificates(tmp_path / "client")
 
 
-async def test_nats_takes_nobody_without_a_certificate_of_its_authority(nats: NatsServer, tmp_path: Path) -> None:
+async def test_nats_takes_nobody_without_a_certificate_of_its_authority(
+    nats: NatsServer, tmp_path: Path
+) -> None:
     for certificates in (None, *refused(tmp_path)):
         with pytest.raises(StartError, match="did not answer"):
-            async with open_bus(nats.url, "treadle-scheduler", timeout_s=1.0, certificates=certificates):
+            async with open_bus(
+                nats.url, "treadle-scheduler", timeout_s=1.0, certificates=certificates
+            ):
                 pass
 
 
 async def test_services_that_nats_refuses_all_give_up(nats: NatsServer, tmp_path: Path) -> None:
-    """One in fifty connections whose handshake failed was never reported closed, and its bus waited for ever."""
+    """One in fifty connections whose handshake failed was never reported closed, and its bus waited
+    for ever."""
     both = refused(tmp_path)
 
     async def give_up(certificates: Certificates) -> None:
         with pytest.raises(StartError, match="did not answer"):
-            async with open_bus(nats.url, "treadle-scheduler", timeout_s=1.0, certificates=certificates):
+            async with open_bus(
+                nats.url, "treadle-scheduler", timeout_s=1.0, certificates=certificates
+            ):
                 pass
 
     async with asyncio.timeout(60.0), asyncio.TaskGroup() as group:

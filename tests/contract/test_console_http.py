@@ -1,4 +1,5 @@
-"""The console over HTTP: what it answers, what it refuses, and how a page that comes back goes on."""
+"""The console over HTTP: what it answers, what it refuses, and how a page that comes back goes
+on."""
 
 import json
 import math
@@ -29,12 +30,18 @@ class Http:
         async with self._session.get(f"{self.url}{path}", headers=headers) as response:
             is_json = response.content_type == "application/json"
             answer = await (response.json() if is_json else response.text())
-            return response.status, answer, {name.lower(): value for name, value in response.headers.items()}
+            return (
+                response.status,
+                answer,
+                {name.lower(): value for name, value in response.headers.items()},
+            )
 
     async def post(self, path: str, body: object = None, **headers: str) -> tuple[int, str]:
         """JSON, as a page of the console sends it. Status and error."""
         own = {"Origin": self.url, "Content-Type": "application/json", **headers}
-        async with self._session.post(f"{self.url}{path}", data=json.dumps(body), headers=own) as response:
+        async with self._session.post(
+            f"{self.url}{path}", data=json.dumps(body), headers=own
+        ) as response:
             is_json = response.content_type == "application/json"
             return response.status, (await response.json()).get("error", "") if is_json else ""
 
@@ -48,7 +55,10 @@ class Http:
                 if line.startswith("id: "):
                     name = line[4:].strip()
                 elif line.startswith("data: "):
-                    yield name, json.loads(line[6:], parse_constant=pytest.fail)  # NaN, which is no JSON
+                    yield (
+                        name,
+                        json.loads(line[6:], parse_constant=pytest.fail),
+                    )  # NaN, which is no JSON
 
 
 @pytest.fixture
@@ -61,14 +71,20 @@ async def http(start_service: StartService) -> AsyncIterator[Http]:
 
 
 def opened(id: str) -> facts_pb2.Fact:
-    return make_fact("test", trajectory_opened=facts_pb2.TrajectoryOpened(trajectory_id=id, prompt_id="p"))
+    return make_fact(
+        "test", trajectory_opened=facts_pb2.TrajectoryOpened(trajectory_id=id, prompt_id="p")
+    )
 
 
 async def test_pages_run_scripts_of_the_console_alone(http: Http) -> None:
     for path in ("/", "/static/app.js", "/api/tail", "/nothing"):
         _, _, headers = await http.get(path)
         policy = headers["content-security-policy"]
-        assert "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy
+        assert (
+            "default-src 'none'" in policy
+            and "script-src 'self'" in policy
+            and "unsafe" not in policy
+        )
         assert headers["x-content-type-options"] == "nosniff"
 
 
@@ -84,20 +100,27 @@ async def test_nothing_changes_the_mesh(http: Http) -> None:
     for path in ("/", "/api/events", "/api/trajectory", "/api/tail"):
         assert (await http.post(path))[0] == 405
     for key in ("", KEY):
-        status, error = await http.post("/api/control", {"action": "pause"}, Authorization=f"Bearer {key}")
+        status, error = await http.post(
+            "/api/control", {"action": "pause"}, Authorization=f"Bearer {key}"
+        )
         assert status == 404 and "TREADLE_CONSOLE_CONTROL_KEY" in error
 
 
-async def test_control_takes_json_of_its_own_pages_with_the_key_and_nothing_else(start_service: StartService) -> None:
-    """No scheduler is there. Result: a request with all that it needs gets as far as the scheduler; one that lacks a
-    part is refused before, and says what it lacks."""
+async def test_control_takes_json_of_its_own_pages_with_the_key_and_nothing_else(
+    start_service: StartService,
+) -> None:
+    """No scheduler is there. Result: a request with all that it needs gets as far as the scheduler;
+    one that lacks a part is refused before, and says what it lacks."""
     process, url, _ = await start_console(start_service, f"127.0.0.1:{free_port()}", KEY)
     async with aiohttp.ClientSession() as session:
         http = Http(session, url, process)
         host, right = url.removeprefix("http://"), f"Bearer {KEY}"
         drain = {"action": "drain", "engine": "e0"}
         assert (await http.post("/api/control", drain, Authorization=right))[0] == 502
-        assert await http.post("/api/control", {"action": "check"}, Authorization=right) == (200, "")
+        assert await http.post("/api/control", {"action": "check"}, Authorization=right) == (
+            200,
+            "",
+        )
         for status, words, body, headers in (
             (401, "key", drain, {}),
             (401, "key", drain, {"Authorization": KEY}),
@@ -107,8 +130,18 @@ async def test_control_takes_json_of_its_own_pages_with_the_key_and_nothing_else
             (403, "Origin", drain, {"Authorization": right, "Origin": "null"}),
             (403, "Origin", drain, {"Authorization": right, "Origin": ""}),
             (403, "Origin", drain, {"Authorization": right, "Origin": "http://["}),
-            (403, "Origin", drain, {"Authorization": right, "Origin": f"http://{host}.evil.example"}),
-            (400, "", drain, {"Authorization": right, "Host": "evil.example", "Origin": "http://evil.example"}),
+            (
+                403,
+                "Origin",
+                drain,
+                {"Authorization": right, "Origin": f"http://{host}.evil.example"},
+            ),
+            (
+                400,
+                "",
+                drain,
+                {"Authorization": right, "Host": "evil.example", "Origin": "http://evil.example"},
+            ),
             (415, "Content-Type", drain, {"Authorization": right, "Content-Type": "text/plain"}),
             (400, "action", {"action": "stop"}, {"Authorization": right}),
             (400, "body", {"action": 1}, {"Authorization": right}),
@@ -117,9 +150,13 @@ async def test_control_takes_json_of_its_own_pages_with_the_key_and_nothing_else
         ):
             answer = await http.post("/api/control", body, **headers)
             assert answer[0] == status and words in answer[1], (answer, body, headers)
-        async with session.options(f"{url}/api/control", headers={"Origin": "https://evil.example"}) as response:
+        async with session.options(
+            f"{url}/api/control", headers={"Origin": "https://evil.example"}
+        ) as response:
             assert response.status == 405
-            assert not [name for name in response.headers if name.lower().startswith("access-control")]
+            assert not [
+                name for name in response.headers if name.lower().startswith("access-control")
+            ]
 
 
 async def test_a_key_that_can_be_guessed_is_refused(start_service: StartService) -> None:
@@ -129,13 +166,17 @@ async def test_a_key_that_can_be_guessed_is_refused(start_service: StartService)
 
 
 async def test_names_of_the_console_are_names_of_hosts(start_service: StartService) -> None:
-    """Result: a name serves in any case, and what is no name of a host ends the console with a line that says so."""
+    """Result: a name serves in any case, and what is no name of a host ends the console with a line
+    that says so."""
     settings = {"TREADLE_CONSOLE_HTTP_LISTEN": f"127.0.0.1:{free_port()}"}
-    process = await start_service("treadle_console", settings | {"TREADLE_CONSOLE_HTTP_HOSTS": "Mesh.Example,*.lab"})
+    process = await start_service(
+        "treadle_console", settings | {"TREADLE_CONSOLE_HTTP_HOSTS": "Mesh.Example,*.lab"}
+    )
     async with aiohttp.ClientSession() as session:
         http = Http(session, f"http://{settings['TREADLE_CONSOLE_HTTP_LISTEN']}", process)
         answers = [
-            (await http.get("/", Host=name))[0] for name in ("mesh.example", "Mesh.Example:80", "a.lab", "b.org")
+            (await http.get("/", Host=name))[0]
+            for name in ("mesh.example", "Mesh.Example:80", "a.lab", "b.org")
         ]
         assert answers == [200, 200, 200, 400]
     for wrong in ("https://mesh.example", "mesh.example:443", "mesh.*", "mesh.example/console"):
@@ -160,7 +201,9 @@ def ids(events: list[Event]) -> list[str]:
     return [id for _, message in events for id in message["rows"]["id"]]
 
 
-async def test_a_page_that_comes_back_gets_what_it_missed_and_one_that_is_new_gets_all(http: Http, bus: Bus) -> None:
+async def test_a_page_that_comes_back_gets_what_it_missed_and_one_that_is_new_gets_all(
+    http: Http, bus: Bus
+) -> None:
     for number in range(3):
         await bus.publish(opened(f"t{number}"))
     await bus.flush()
@@ -181,12 +224,16 @@ async def test_a_page_that_comes_back_gets_what_it_missed_and_one_that_is_new_ge
 async def test_a_number_that_json_does_not_know_is_null(http: Http, bus: Bus) -> None:
     """From a foreign publisher. No browser reads NaN, and the page would show nothing any more."""
     step = facts_pb2.StepRef(ticket_id="k", trajectory_id="t", engine_id="e0")
-    await bus.publish(make_fact("test", step_queued=facts_pb2.StepQueued(step=step, priority=math.nan)))
+    await bus.publish(
+        make_fact("test", step_queued=facts_pb2.StepQueued(step=step, priority=math.nan))
+    )
     predicted = facts_pb2.TrajectoryPredicted(trajectory_id="t")
     predicted.remaining_tokens.p50, predicted.remaining_tokens.p90 = 7.0, math.inf
     await bus.publish(make_fact("test", trajectory_predicted=predicted))
     await bus.flush()
-    rows = (await read(http.events(), lambda events: any(events[-1][1]["rows"]["predicted"])))[-1][1]["rows"]
+    rows = (await read(http.events(), lambda events: any(events[-1][1]["rows"]["predicted"])))[-1][
+        1
+    ]["rows"]
     assert (rows["priority"], rows["predicted"]) == ([None], [[0.0, 7.0, None]])
 
 
@@ -216,14 +263,18 @@ async def test_a_scheduler_that_is_away_is_said(http: Http) -> None:
         ("mean_tokens=many", "mean_tokens"),
     ],
 )
-async def test_a_bad_question_about_long_tails_names_its_field(http: Http, query: str, field: str) -> None:
+async def test_a_bad_question_about_long_tails_names_its_field(
+    http: Http, query: str, field: str
+) -> None:
     status, answer, _ = await http.get(f"/api/tail?{query}")
     assert status == 400 and answer["error"].startswith(field)
 
 
 async def test_the_long_tail_page_answers_by_the_core(http: Http) -> None:
     """K = 16 of variation 1: the lesson prints 5.0 means for the longest."""
-    _, answer, _ = await http.get("/api/tail?samples=16&variation=1&prompts=4&oversample=1.5&cap_percentile=0.95")
+    _, answer, _ = await http.get(
+        "/api/tail?samples=16&variation=1&prompts=4&oversample=1.5&cap_percentile=0.95"
+    )
     assert round(answer["formula"], 1) == 5.0
     assert len(answer["patched"]["ends_s"]) == 4 * 24 and len(answer["plain"]["ends_s"]) == 4 * 16
     assert answer["patched"]["makespan_s"] < answer["plain"]["makespan_s"]

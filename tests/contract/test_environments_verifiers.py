@@ -1,7 +1,7 @@
 """Tasks of the package `verifiers` (0.4), where it is installed: its own classes, fake engines.
 
-It pins packages that this project has in other versions, so it is no dependency of the tests: install it beside them to
-run these.
+It pins packages that this project has in other versions, so it is no dependency of the tests:
+install it beside them to run these.
 """
 
 from collections.abc import Iterable

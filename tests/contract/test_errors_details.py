@@ -1,4 +1,5 @@
-"""Errors on the wire: what a client reads from a failed call, with our parser and with google.rpc's own."""
+"""Errors on the wire: what a client reads from a failed call, with our parser and with google.rpc's
+own."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -29,7 +30,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def probe_channel(nats_url: str, upstream: str = "") -> AsyncIterator[grpc.aio.Channel]:
     """A channel to a probe service in this process."""
     settings = ProbeSettings(nats_url=nats_url, upstream=upstream, max_message_bytes=LIMIT)
-    async with serving(settings, wire) as server, grpc.aio.insecure_channel(server.address) as channel:
+    async with (
+        serving(settings, wire) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
         yield channel
 
 
@@ -55,10 +59,17 @@ async def test_a_google_rpc_parser_reads_our_errors(channel: grpc.aio.Channel) -
     assert invalid.message == "engines[0].slot_limit: must be >= 1, is 0"
     info, bad_request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
     assert invalid.details[0].Unpack(info)
-    assert (info.reason, info.domain, dict(info.metadata)) == ("INVALID_ARGUMENT", "probe.treadle", {"engine_id": "e0"})
+    assert (info.reason, info.domain, dict(info.metadata)) == (
+        "INVALID_ARGUMENT",
+        "probe.treadle",
+        {"engine_id": "e0"},
+    )
     assert invalid.details[1].Unpack(bad_request)
     violation = bad_request.field_violations[0]
-    assert (violation.field, violation.description) == ("engines[0].slot_limit", "must be >= 1, is 0")
+    assert (violation.field, violation.description) == (
+        "engines[0].slot_limit",
+        "must be >= 1, is 0",
+    )
 
     assert full is not None
     assert full.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
@@ -90,19 +101,31 @@ async def test_an_error_that_quotes_something_huge_still_arrives(channel: grpc.a
 
 
 async def test_a_call_without_deadline_is_refused(channel: grpc.aio.Channel) -> None:
-    error = await refusal_of(placement_pb2_grpc.PlacementServiceStub(channel).PlanPlacement(plan("")))
+    error = await refusal_of(
+        placement_pb2_grpc.PlacementServiceStub(channel).PlanPlacement(plan(""))
+    )
     assert error[:3] == (grpc.StatusCode.INVALID_ARGUMENT, "DEADLINE_REQUIRED", ("(deadline)",))
 
 
-async def test_an_oversize_message_is_refused_with_its_size_and_the_limit(channel: grpc.aio.Channel) -> None:
+async def test_an_oversize_message_is_refused_with_its_size_and_the_limit(
+    channel: grpc.aio.Channel,
+) -> None:
     error = await failure(channel, "x" * 100_000)
-    await placement_pb2_grpc.PlacementServiceStub(channel).PlanPlacement(plan("x" * 65_000), timeout=10)
-    assert error_of(error)[:3] == (grpc.StatusCode.INVALID_ARGUMENT, "MESSAGE_TOO_LARGE", ("(message)",))
+    await placement_pb2_grpc.PlacementServiceStub(channel).PlanPlacement(
+        plan("x" * 65_000), timeout=10
+    )
+    assert error_of(error)[:3] == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "MESSAGE_TOO_LARGE",
+        ("(message)",),
+    )
     assert "100" in (error.details() or "")
     assert f"the limit is {LIMIT}" in (error.details() or "")
 
 
-async def test_a_malformed_message_is_refused_by_unary_and_streaming_calls(channel: grpc.aio.Channel) -> None:
+async def test_a_malformed_message_is_refused_by_unary_and_streaming_calls(
+    channel: grpc.aio.Channel,
+) -> None:
     plain: Any = channel  # the stubs type methods by their messages; these are bytes
     watch = plain.unary_stream("/treadle.migrator.v1.MigratorService/WatchMigration")
     for call in (plain.unary_unary(PLAN)(BAD, timeout=10), watch(BAD, timeout=10).read()):
@@ -114,7 +137,9 @@ async def test_an_rpc_without_code_behind_it_is_unimplemented(channel: grpc.aio.
     stub = migrator_pb2_grpc.MigratorServiceStub(channel)
     plain: Any = channel
     failed = await refusal_of(stub.GetMigration(migrator_pb2.GetMigrationRequest(), timeout=10))
-    unknown = await refusal_of(plain.unary_unary("/treadle.loom.v1.LoomService/Weave")(b"", timeout=10))
+    unknown = await refusal_of(
+        plain.unary_unary("/treadle.loom.v1.LoomService/Weave")(b"", timeout=10)
+    )
     assert failed[:2] == (grpc.StatusCode.UNIMPLEMENTED, "UNIMPLEMENTED")
     assert unknown.code is grpc.StatusCode.UNIMPLEMENTED
 
@@ -140,7 +165,8 @@ class Cutting(placement_pb2_grpc.PlacementServiceServicer):
 
 
 async def test_a_failure_of_an_asked_service_is_told_from_one_s_own(shared_nats_url: str) -> None:
-    """A probe asks one that refuses, one that ends and cuts the call (CANCELLED), then one that is not there.
+    """A probe asks one that refuses, one that ends and cuts the call (CANCELLED), then one that is
+    not there.
 
     Result: a refusal is this service's fault (INTERNAL), an absence is UNAVAILABLE with RetryInfo.
     """
@@ -166,8 +192,11 @@ async def test_a_failure_of_an_asked_service_is_told_from_one_s_own(shared_nats_
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_while_nats_is_away_a_recorded_mutation_is_unavailable_with_retry(nats_server: NatsServer) -> None:
-    """The probe's CancelMigration records its answer; NATS is killed before the call and back after it.
+async def test_while_nats_is_away_a_recorded_mutation_is_unavailable_with_retry(
+    nats_server: NatsServer,
+) -> None:
+    """The probe's CancelMigration records its answer; NATS is killed before the call and back after
+    it.
 
     Result: UNAVAILABLE with RetryInfo; the repeat afterwards gets the answer of the one execution.
     """

@@ -22,7 +22,10 @@ async def test_a_bad_field_of_a_request_is_named(nats_url: str) -> None:
         ({"target": pb.Endpoint(engine_id="e9", address="")}, "target.address"),
         ({"target": pb.Endpoint(engine_id="e9", address="host:0")}, "target.address"),
         ({"target": E0}, "target.engine_id"),
-        ({"source": E0, "target": pb.Endpoint(engine_id="e1", address="127.0.0.1:7410")}, "target.address"),
+        (
+            {"source": E0, "target": pb.Endpoint(engine_id="e1", address="127.0.0.1:7410")},
+            "target.address",
+        ),
         ({"expected_revision": -1}, "expected_revision"),
         ({"remaining_tokens": -1.0}, "remaining_tokens"),
         ({"remaining_tokens": float("nan")}, "remaining_tokens"),
@@ -42,11 +45,15 @@ async def test_a_bad_field_of_a_request_is_named(nats_url: str) -> None:
             error = await refusal_of(calls.start(mesh.request("t", "e0", "e1", **fields)))
             assert (error.code, error.fields) == (INVALID, (field,)), fields
         for fields, field in bad_lists:
-            error = await refusal_of(calls.stub.ListMigrations(pb.ListMigrationsRequest(**fields), timeout=CALL_S))
+            error = await refusal_of(
+                calls.stub.ListMigrations(pb.ListMigrationsRequest(**fields), timeout=CALL_S)
+            )
             assert (error.code, error.fields) == (INVALID, (field,)), fields
 
 
-async def test_a_trajectory_that_moves_already_is_refused_and_a_repeat_is_answered_alike(nats_url: str) -> None:
+async def test_a_trajectory_that_moves_already_is_refused_and_a_repeat_is_answered_alike(
+    nats_url: str,
+) -> None:
     async with fake_mesh() as mesh, migrator(nats_url, mesh) as calls:
         mesh.place("t", "e0")
         mesh.sidecars["e1"].gate.close()

@@ -39,7 +39,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stub(shared_nats_url: str) -> AsyncIterator[Stub]:
     settings = PredictorSettings(listen="127.0.0.1:0", nats_url=shared_nats_url)
-    async with serving(settings, wire) as served, grpc.aio.insecure_channel(served.address) as channel:
+    async with (
+        serving(settings, wire) as served,
+        grpc.aio.insecure_channel(served.address) as channel,
+    ):
         yield predictor_pb2_grpc.PredictorServiceStub(channel)
 
 
@@ -65,7 +68,9 @@ async def test_a_bad_field_of_a_query_is_named(stub: Stub) -> None:
         assert (await ask_all(*[query()] * count))[::2] == (INVALID, ("queries",))
 
 
-async def test_get_model_info_has_nothing_to_refuse_but_a_call_without_a_deadline(stub: Stub) -> None:
+async def test_get_model_info_has_nothing_to_refuse_but_a_call_without_a_deadline(
+    stub: Stub,
+) -> None:
     refusal = await refusal_of(stub.GetModelInfo(predictor_pb2.GetModelInfoRequest()))
     assert refusal[:2] == (INVALID, "DEADLINE_REQUIRED")
     info = await stub.GetModelInfo(predictor_pb2.GetModelInfoRequest(), timeout=CALL_S)
@@ -74,12 +79,20 @@ async def test_get_model_info_has_nothing_to_refuse_but_a_call_without_a_deadlin
     )
 
 
-async def test_the_largest_batch_is_answered_in_the_order_of_its_queries_beside_other_calls(stub: Stub) -> None:
+async def test_the_largest_batch_is_answered_in_the_order_of_its_queries_beside_other_calls(
+    stub: Stub,
+) -> None:
     queries = [query(trajectory_id=f"t{index}", gen_tokens=index) for index in range(4_096)]
-    large = stub.BatchPredictRemaining(predictor_pb2.BatchPredictRemainingRequest(queries=queries), timeout=CALL_S)
-    single = stub.PredictRemaining(predictor_pb2.PredictRemainingRequest(query=query()), timeout=CALL_S)
+    large = stub.BatchPredictRemaining(
+        predictor_pb2.BatchPredictRemainingRequest(queries=queries), timeout=CALL_S
+    )
+    single = stub.PredictRemaining(
+        predictor_pb2.PredictRemainingRequest(query=query()), timeout=CALL_S
+    )
     response, _ = await asyncio.gather(large, single)
-    assert [each.trajectory_id for each in response.predictions] == [each.trajectory_id for each in queries]
+    assert [each.trajectory_id for each in response.predictions] == [
+        each.trajectory_id for each in queries
+    ]
     for each in response.predictions:
         assert each.estimator == predictor_pb2.ESTIMATOR_PRIOR
         assert 0 < each.remaining_tokens.p10 < each.remaining_tokens.p50 < each.remaining_tokens.p90

@@ -1,4 +1,5 @@
-"""What is generated from protos/ is committed as it is, a breaking change is found, and the bundle is whole."""
+"""What is generated from protos/ is committed as it is, a breaking change is found, and the bundle
+is whole."""
 
 import re
 import shutil
@@ -74,7 +75,9 @@ def test_a_breaking_change_is_found(tmp_path: Path, edit: Callable[[str], str], 
     assert found in checked.stdout, checked.stdout
 
 
-def test_an_addition_is_compatible_and_belongs_to_the_contract_once_it_is_released(tmp_path: Path) -> None:
+def test_an_addition_is_compatible_and_belongs_to_the_contract_once_it_is_released(
+    tmp_path: Path,
+) -> None:
     """A field is added, the protos are released, and the field is removed again.
 
     Result: the addition passes, the removal does not.
@@ -82,7 +85,9 @@ def test_an_addition_is_compatible_and_belongs_to_the_contract_once_it_is_releas
     protos = tmp_path / "protos"
     shutil.copytree(ROOT / "protos", protos)
     before = (protos / SCHEDULER).read_text()
-    added = replace("message OpenJobRequest {", "message OpenJobRequest {\n  string note = 6;")(before)
+    added = replace("message OpenJobRequest {", "message OpenJobRequest {\n  string note = 6;")(
+        before
+    )
     (protos / SCHEDULER).write_text(added)
     released = run(SCRIPTS / "check-protos.sh", "--release", protos)
     assert released.returncode == 0, released.stdout
@@ -93,7 +98,9 @@ def test_an_addition_is_compatible_and_belongs_to_the_contract_once_it_is_releas
 
 
 def test_the_bundle_is_reproducible_and_has_what_its_pages_link_to(tmp_path: Path) -> None:
-    first, second = (run(SCRIPTS / "bundle-protos.sh", tmp_path / name).stdout.strip() for name in ("a", "b"))
+    first, second = (
+        run(SCRIPTS / "bundle-protos.sh", tmp_path / name).stdout.strip() for name in ("a", "b")
+    )
     assert Path(first).read_bytes() == Path(second).read_bytes()
     buf = run(SCRIPTS / "codegen-venv.sh").stdout.strip() + "/buf"
     built = run(buf, "build", f"{first}#strip_components=1,subdir=protos", "-o", "/dev/null")
@@ -102,7 +109,11 @@ def test_the_bundle_is_reproducible_and_has_what_its_pages_link_to(tmp_path: Pat
         bundle.extractall(tmp_path, filter="data")
     [root] = tmp_path.glob("treadle-protos-*")
     pages = list(root.rglob("*.md"))
-    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())]
+    links = [
+        (page, link)
+        for page in pages
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+    ]
     assert {page.name for page in pages} >= {"README.md", "clients.md", "rpc.md"}
     assert [f"{page}: {link}" for page, link in links if not (page.parent / link).exists()] == []
 

@@ -16,7 +16,13 @@ service = serve(REWARDS="exact_match")
 
 def score_request(**fields: Any) -> pb.ScoreTrajectoryRequest:
     return pb.ScoreTrajectoryRequest(
-        **{"request_id": "r", "trajectory_id": "t", "reward": "exact_match", "arguments_json": GOOD, **fields}
+        **{
+            "request_id": "r",
+            "trajectory_id": "t",
+            "reward": "exact_match",
+            "arguments_json": GOOD,
+            **fields,
+        }
     )
 
 
@@ -28,10 +34,16 @@ SCORES = [
     (score_request(reward=""), "reward"),
     (score_request(arguments_json="{"), "arguments_json"),
     (score_request(arguments_json="[1]"), "arguments_json"),
-    (score_request(arguments_json=json.dumps({"answer": "x" * 1024 * 1024, "expected": ""})), "arguments_json"),
+    (
+        score_request(arguments_json=json.dumps({"answer": "x" * 1024 * 1024, "expected": ""})),
+        "arguments_json",
+    ),
     (score_request(arguments_json=""), "arguments_json.answer"),
     (score_request(arguments_json='{"answer": 1, "expected": "1"}'), "arguments_json.answer"),
-    (score_request(arguments_json='{"answer": "1", "expected": "1", "strict": true}'), "arguments_json.strict"),
+    (
+        score_request(arguments_json='{"answer": "1", "expected": "1", "strict": true}'),
+        "arguments_json.strict",
+    ),
 ]
 WATCHES = [
     pb.WatchRewardsRequest(),
@@ -62,4 +74,6 @@ async def test_a_request_id_with_another_request_is_refused(rewards: RewardCalls
     accepted = await rewards.score("exact_match", json.loads(GOOD), id="r")
     with refused("REQUEST_ID_REUSED"):
         await rewards.score("exact_match", json.loads(GOOD), id="r", job="other")
-    assert (await rewards.score("exact_match", json.loads(GOOD), id="r")).reward_id == accepted.reward_id
+    assert (
+        await rewards.score("exact_match", json.loads(GOOD), id="r")
+    ).reward_id == accepted.reward_id

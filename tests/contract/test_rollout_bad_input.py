@@ -26,9 +26,13 @@ async def refusal(calls: RolloutCalls, rpc: str, request: Any) -> RpcError:
     return await refusal_of(getattr(calls.stub, rpc)(request, timeout=CALL_S))
 
 
-def creation(request_id: str = "c", rollout_id: str = "new", **spec: Any) -> pb.CreateRolloutRequest:
+def creation(
+    request_id: str = "c", rollout_id: str = "new", **spec: Any
+) -> pb.CreateRolloutRequest:
     given = {"samples_per_prompt": 1, "prompt_ids": ["p0"], "max_staleness": -1, **spec}
-    return pb.CreateRolloutRequest(request_id=request_id, rollout_id=rollout_id, spec=pb.RolloutSpec(**given))
+    return pb.CreateRolloutRequest(
+        request_id=request_id, rollout_id=rollout_id, spec=pb.RolloutSpec(**given)
+    )
 
 
 def batch(**fields: Any) -> pb.GetBatchRequest:
@@ -65,28 +69,60 @@ async def test_a_bad_field_of_a_request_is_named(calls: RolloutCalls) -> None:
         ("CreateRollout", creation(keep_groups=2), "spec.keep_groups"),
         ("CreateRollout", creation(max_open_groups=-1), "spec.max_open_groups"),
         ("CreateRollout", creation(replace_stale=True), "spec.replace_stale"),
-        ("CreateRollout", creation(replace_stale=True, max_staleness=0, keep_groups=1), "spec.replace_stale"),
+        (
+            "CreateRollout",
+            creation(replace_stale=True, max_staleness=0, keep_groups=1),
+            "spec.replace_stale",
+        ),
         ("CreateRollout", creation(selection={"rule": 99}), "spec.selection.rule"),
-        ("CreateRollout", creation(selection={"rule": "SELECTION_RULE_MIXED"}), "spec.keep_per_prompt"),
+        (
+            "CreateRollout",
+            creation(selection={"rule": "SELECTION_RULE_MIXED"}),
+            "spec.keep_per_prompt",
+        ),
         ("CreateRollout", creation(selection={"longest": 1}), "spec.selection.longest"),
         (
             "CreateRollout",
             creation(selection={"rule": "SELECTION_RULE_DUAL_END", "longest": 2}),
             "spec.selection.longest",
         ),
-        ("CreateRollout", creation(selection={"saturated_samples": -1}), "spec.selection.saturated_samples"),
-        ("CreateRollout", creation(selection={"success_reward": math.nan}), "spec.selection.success_reward"),
+        (
+            "CreateRollout",
+            creation(selection={"saturated_samples": -1}),
+            "spec.selection.saturated_samples",
+        ),
+        (
+            "CreateRollout",
+            creation(selection={"success_reward": math.nan}),
+            "spec.selection.success_reward",
+        ),
         ("CreateRollout", creation(redundancy={"budget": 1}), "spec.history"),
-        ("CreateRollout", creation(history="h", redundancy={"budget": 0.5}), "spec.redundancy.budget"),
-        ("CreateRollout", creation(history="h", redundancy={"budget": math.inf}), "spec.redundancy.budget"),
+        (
+            "CreateRollout",
+            creation(history="h", redundancy={"budget": 0.5}),
+            "spec.redundancy.budget",
+        ),
+        (
+            "CreateRollout",
+            creation(history="h", redundancy={"budget": math.inf}),
+            "spec.redundancy.budget",
+        ),
         (
             "CreateRollout",
             creation(history="h", redundancy={"budget": 1, "most_samples": 2}),
             "spec.redundancy.most_samples",
         ),
-        ("CreateRollout", creation(history="h", redundancy={"budget": 1}, samples=[1]), "spec.samples"),
+        (
+            "CreateRollout",
+            creation(history="h", redundancy={"budget": 1}, samples=[1]),
+            "spec.samples",
+        ),
         ("CreateRollout", creation(history="h/1"), "spec.history"),
-        ("CreateRollout", creation(history="h", length_cap={"ceiling_tokens": 5}), "spec.length_cap.floor_tokens"),
+        (
+            "CreateRollout",
+            creation(history="h", length_cap={"ceiling_tokens": 5}),
+            "spec.length_cap.floor_tokens",
+        ),
         (
             "CreateRollout",
             creation(history="h", length_cap={"ceiling_tokens": 5, "floor_tokens": 6}),
@@ -94,19 +130,32 @@ async def test_a_bad_field_of_a_request_is_named(calls: RolloutCalls) -> None:
         ),
         (
             "CreateRollout",
-            creation(history="h", length_cap={"ceiling_tokens": 5, "floor_tokens": 1, "percentile": math.nan}),
+            creation(
+                history="h",
+                length_cap={"ceiling_tokens": 5, "floor_tokens": 1, "percentile": math.nan},
+            ),
             "spec.length_cap.percentile",
         ),
         (
             "CreateRollout",
-            creation(history="h", length_cap={"ceiling_tokens": 5, "floor_tokens": 1, "cut_reward": 9}),
+            creation(
+                history="h", length_cap={"ceiling_tokens": 5, "floor_tokens": 1, "cut_reward": 9}
+            ),
             "spec.length_cap.cut_reward",
         ),
         ("GetShaping", pb.GetShapingRequest(), "rollout_id"),
         ("GetShaping", pb.GetShapingRequest(rollout_id="r", history="h"), "rollout_id"),
-        ("CreateRollout", creation("create", "r", prompt_ids=["a", "b"]), "request_id"),  # used with another request
+        (
+            "CreateRollout",
+            creation("create", "r", prompt_ids=["a", "b"]),
+            "request_id",
+        ),  # used with another request
         ("CancelRollout", pb.CancelRolloutRequest(rollout_id="r"), "request_id"),
-        ("SubmitTrajectory", pb.SubmitTrajectoryRequest(rollout_id="r", trajectory=finished("a")), "request_id"),
+        (
+            "SubmitTrajectory",
+            pb.SubmitTrajectoryRequest(rollout_id="r", trajectory=finished("a")),
+            "request_id",
+        ),
         ("GetBatch", batch(request_id=""), "request_id"),
         ("GetBatch", batch(max_groups=0), "max_groups"),
         ("GetBatch", batch(max_groups=-3), "max_groups"),
@@ -115,10 +164,16 @@ async def test_a_bad_field_of_a_request_is_named(calls: RolloutCalls) -> None:
         ("GetBatch", batch(part=-1, parts=2), "part"),
         ("GetBatch", batch(parts=-1), "parts"),
         ("GetBatch", batch(wait_at_most={"seconds": -1}), "wait_at_most"),
-        ("ConfirmBatch", pb.ConfirmBatchRequest(request_id="f", rollout_id="r"), "batch_request_id"),
         (
             "ConfirmBatch",
-            pb.ConfirmBatchRequest(request_id="f", rollout_id="r", batch_request_id="b", part=2, parts=2),
+            pb.ConfirmBatchRequest(request_id="f", rollout_id="r"),
+            "batch_request_id",
+        ),
+        (
+            "ConfirmBatch",
+            pb.ConfirmBatchRequest(
+                request_id="f", rollout_id="r", batch_request_id="b", part=2, parts=2
+            ),
             "part",
         ),
         ("PushTokens", pushed(prompt_id="other"), "chunk.prompt_id"),
@@ -138,29 +193,49 @@ async def test_a_bad_field_of_a_request_is_named(calls: RolloutCalls) -> None:
     for rpc, request, field in bad:
         error = await refusal(calls, rpc, request)
         assert (error.code, error.fields) == (INVALID, (field,)), request
-    for fields, named in (({"min_tokens": -1}, "min_tokens"), ({"part": 1}, "part"), ({"parts": -1}, "parts")):
+    for fields, named in (
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"part": 1}, "part"),
+        ({"parts": -1}, "parts"),
+    ):
         stream = pb.StreamTokensRequest(rollout_id="r", **fields)
         error = await refusal_of(calls.stub.StreamTokens(stream, timeout=CALL_S).read())
         assert (error.code, error.fields) == (INVALID, (named,)), stream
 
 
-async def test_every_rpc_says_that_a_rollout_is_unknown_and_refuses_an_empty_id(calls: RolloutCalls) -> None:
+async def test_every_rpc_says_that_a_rollout_is_unknown_and_refuses_an_empty_id(
+    calls: RolloutCalls,
+) -> None:
     for rollout_id in ("nowhere", ""):
         errors = [
             await refusal(calls, "GetRollout", pb.GetRolloutRequest(rollout_id=rollout_id)),
-            await refusal(calls, "CancelRollout", pb.CancelRolloutRequest(request_id="a", rollout_id=rollout_id)),
+            await refusal(
+                calls,
+                "CancelRollout",
+                pb.CancelRolloutRequest(request_id="a", rollout_id=rollout_id),
+            ),
             await refusal_of(RolloutCalls(calls.channel, rollout_id).submit(finished("a"))),
             await refusal(calls, "GetBatch", batch(rollout_id=rollout_id)),
-            await refusal_of(calls.stub.StreamBatch(batch(rollout_id=rollout_id), timeout=CALL_S).read()),
+            await refusal_of(
+                calls.stub.StreamBatch(batch(rollout_id=rollout_id), timeout=CALL_S).read()
+            ),
             await refusal(
                 calls,
                 "ConfirmBatch",
                 pb.ConfirmBatchRequest(request_id="f", rollout_id=rollout_id, batch_request_id="b"),
             ),
-            await refusal_of(calls.stub.WatchRollout(pb.WatchRolloutRequest(rollout_id=rollout_id)).read()),
-            await refusal(calls, "PushTokens", pb.PushTokensRequest(rollout_id=rollout_id, chunk=pushed().chunk)),
             await refusal_of(
-                calls.stub.StreamTokens(pb.StreamTokensRequest(rollout_id=rollout_id), timeout=CALL_S).read()
+                calls.stub.WatchRollout(pb.WatchRolloutRequest(rollout_id=rollout_id)).read()
+            ),
+            await refusal(
+                calls,
+                "PushTokens",
+                pb.PushTokensRequest(rollout_id=rollout_id, chunk=pushed().chunk),
+            ),
+            await refusal_of(
+                calls.stub.StreamTokens(
+                    pb.StreamTokensRequest(rollout_id=rollout_id), timeout=CALL_S
+                ).read()
             ),
         ]
         said = {(error.code, error.reason, error.fields) for error in errors}
@@ -169,12 +244,16 @@ async def test_every_rpc_says_that_a_rollout_is_unknown_and_refuses_an_empty_id(
 
 
 def spans(*given: tuple[str, int, int]) -> dict[str, Any]:
-    made = [VersionSpan(weight_version=version, start_token=start, end_token=end) for version, start, end in given]
+    made = [
+        VersionSpan(weight_version=version, start_token=start, end_token=end)
+        for version, start, end in given
+    ]
     return {"version_spans": made}
 
 
 async def test_a_bad_field_of_a_trajectory_is_named(calls: RolloutCalls) -> None:
-    """Three prompt tokens and four sampled ones, under a staleness bound, each time with one thing wrong."""
+    """Three prompt tokens and four sampled ones, under a staleness bound, each time with one thing
+    wrong."""
     bad: list[tuple[dict[str, Any], str]] = [
         ({"trajectory_id": "a b"}, "trajectory_id"),
         ({"prompt_id": "elsewhere"}, "prompt_id"),
@@ -218,7 +297,8 @@ async def test_any_version_is_taken_where_staleness_is_not_bounded(calls: Rollou
 
 
 async def test_launch_weights_that_nobody_named_count_as_version_0(calls: RolloutCalls) -> None:
-    """SGLang calls them "default". The trainer is at 2: one version behind is allowed, and they are two behind."""
+    """SGLang calls them "default". The trainer is at 2: one version behind is allowed, and they are
+    two behind."""
     await calls.create(samples=2, staleness=1)
     assert (await calls.submit(finished("fresh", sample=0, versions=("default", "1")))).kept
     assert (await calls.submit(finished("newer", sample=1, versions=("1",)))).kept
@@ -240,5 +320,7 @@ async def test_what_is_taken_by_another_request_is_refused(calls: RolloutCalls) 
 
 async def test_more_sampled_tokens_than_the_cap_are_refused(calls: RolloutCalls) -> None:
     await calls.stub.CreateRollout(creation(rollout_id="r", max_total_tokens=4), timeout=CALL_S)
-    assert (await refusal_of(calls.submit(finished("a", sampled=5)))).fields == ("trajectory.tokens",)
+    assert (await refusal_of(calls.submit(finished("a", sampled=5)))).fields == (
+        "trajectory.tokens",
+    )
     assert (await calls.submit(finished("b", sampled=4))).kept

@@ -35,7 +35,9 @@ async def test_every_key_is_read_once_with_its_newest_value_in_order(bus: Bus) -
     revisions = [entry.revision or 0 for entry in entries]
     assert revisions == sorted(revisions)
     assert (await bucket.get("k.7")).revision == revisions[-1]
-    assert {entry.key for entry in await entries_of(bucket, keys_only=True)} == {entry.key for entry in entries}
+    assert {entry.key for entry in await entries_of(bucket, keys_only=True)} == {
+        entry.key for entry in entries
+    }
 
 
 async def test_what_is_there_is_read_whatever_is_written_meanwhile(nats_url: str) -> None:
@@ -69,8 +71,12 @@ async def test_nothing_is_missed_just_after_a_restart_of_nats(nats_server: NatsS
         nats_server.start()
         async with open_bus(nats_server.url, "test") as bus:
             bucket = await bus.key_value("b")
-            assert [entry.key for entry in await entries_of(bucket, keys_only=True)] == [str(i) for i in range(8)]
-            assert sum(len(entry.value or b"") for entry in await entries_of(bucket)) == 8 * PART_BYTES
+            assert [entry.key for entry in await entries_of(bucket, keys_only=True)] == [
+                str(i) for i in range(8)
+            ]
+            assert (
+                sum(len(entry.value or b"") for entry in await entries_of(bucket)) == 8 * PART_BYTES
+            )
 
 
 async def test_markers_of_deleted_keys_are_removed_and_a_key_that_comes_back_meanwhile_keeps_its_value(
@@ -90,7 +96,10 @@ async def test_markers_of_deleted_keys_are_removed_and_a_key_that_comes_back_mea
 
     monkeypatch.setattr(bucket._js, "purge_stream", come_back)
     await purge_markers(bucket)
-    assert {entry.key: entry.value for entry in await entries_of(bucket)} == {"kept": b"1", "back": b"2"}
+    assert {entry.key: entry.value for entry in await entries_of(bucket)} == {
+        "kept": b"1",
+        "back": b"2",
+    }
     assert (await bucket.status()).stream_info.state.messages == 2
 
 

@@ -67,8 +67,11 @@ async def test_a_fact_published_twice_is_handled_once(nats_url: str) -> None:
     assert ear.heard == ["once", "last"]
 
 
-async def test_a_server_that_answers_late_does_not_end_a_service_at_its_start(tmp_path: Path) -> None:
-    """nats-server stands still for longer than one request waits, as on a machine that has too much to do."""
+async def test_a_server_that_answers_late_does_not_end_a_service_at_its_start(
+    tmp_path: Path,
+) -> None:
+    """nats-server stands still for longer than one request waits, as on a machine that has too much
+    to do."""
     server, ear = NatsServer(tmp_path), Ear()
     server.start()
     try:
@@ -115,10 +118,14 @@ async def test_a_durable_subscriber_goes_on_where_it_left(nats_url: str) -> None
     assert second.heard == ["meanwhile", "afterwards"]
 
 
-async def test_facts_that_a_dead_subscriber_had_not_acknowledged_come_at_once_to_its_successor(nats_url: str) -> None:
-    """The first life hangs in its first fact and ends; the others were sent to it and are not acknowledged.
+async def test_facts_that_a_dead_subscriber_had_not_acknowledged_come_at_once_to_its_successor(
+    nats_url: str,
+) -> None:
+    """The first life hangs in its first fact and ends; the others were sent to it and are not
+    acknowledged.
 
-    Result: the second life hears all of them long before the 30 s after which the server would send them again.
+    Result: the second life hears all of them long before the 30 s after which the server would send
+    them again.
     """
     hanging = asyncio.Event()
 
@@ -138,7 +145,9 @@ async def test_facts_that_a_dead_subscriber_had_not_acknowledged_come_at_once_to
     assert second.heard == [str(index) for index in range(5)]
 
 
-async def test_facts_come_at_once_to_the_successor_of_a_subscriber_that_hangs(nats_url: str) -> None:
+async def test_facts_come_at_once_to_the_successor_of_a_subscriber_that_hangs(
+    nats_url: str,
+) -> None:
     """The first one is connected all the time, receives everything and acknowledges nothing."""
     received: list[Fact] = []
 
@@ -195,7 +204,9 @@ async def test_a_handler_that_has_not_returned_delays_no_later_fact(bus: Bus) ->
 
 
 @pytest.mark.parametrize("durable", [None, "loom"])
-async def test_a_killed_nats_server_that_comes_back_costs_no_fact(nats_server: NatsServer, durable: str | None) -> None:
+async def test_a_killed_nats_server_that_comes_back_costs_no_fact(
+    nats_server: NatsServer, durable: str | None
+) -> None:
     """Facts are published before, during and after the server's death by SIGKILL.
 
     Result: each is handled exactly once, in order; publishing never waited for the server.
@@ -218,7 +229,9 @@ async def test_a_killed_nats_server_that_comes_back_costs_no_fact(nats_server: N
     assert ear.heard == [str(index) for index in range(150)]
 
 
-async def test_a_nats_server_that_lost_its_store_is_given_the_stream_again(nats_server: NatsServer) -> None:
+async def test_a_nats_server_that_lost_its_store_is_given_the_stream_again(
+    nats_server: NatsServer,
+) -> None:
     ear = Ear()
     async with open_bus(nats_server.url, "test") as bus:
         await bus.subscribe(["engine_lost"], ear)
@@ -265,7 +278,10 @@ async def test_keys_written_together_hold_their_values_and_say_what_failed(bus: 
     bucket = await bus.key_value("b")
     await bucket.put("gone", b"v")
     assert await bus.write_entries("b", {"k": b"v", "gone": None, "empty": b""}) == {}
-    assert {entry.key: entry.value for entry in await entries_of(bucket)} == {"k": b"v", "empty": b""}
+    assert {entry.key: entry.value for entry in await entries_of(bucket)} == {
+        "k": b"v",
+        "empty": b"",
+    }
     failed = await bus.write_entries("b", {"k": b"w", "large": bytes(bus.max_payload_bytes + 1)})
     assert list(failed) == ["large"] and (await bucket.get("k")).value == b"w"
 
@@ -278,9 +294,13 @@ async def test_no_nats_is_a_start_error_that_says_where(nats_server: NatsServer)
 
 
 async def test_the_oldest_facts_are_discarded_beyond_the_bound_of_the_stream(nats_url: str) -> None:
-    """64 KiB hold some of 2,000 facts. A process that names no bound, such as a command, changes nothing."""
+    """64 KiB hold some of 2,000 facts. A process that names no bound, such as a command, changes
+    nothing."""
     ear, bound = Ear(), 64 * 1024
-    async with open_bus(nats_url, "service", facts_bytes=bound) as bus, open_bus(nats_url, "command") as other:
+    async with (
+        open_bus(nats_url, "service", facts_bytes=bound) as bus,
+        open_bus(nats_url, "command") as other,
+    ):
         for index in range(2000):
             await bus.publish(lost(str(index)))
         await bus.flush()
@@ -292,7 +312,8 @@ async def test_the_oldest_facts_are_discarded_beyond_the_bound_of_the_stream(nat
 
 
 async def test_a_bucket_with_a_bound_refuses_what_is_beyond_it_and_loses_nothing(bus: Bus) -> None:
-    """A bucket without a bound gets one that its values exceed, and then one that has room again."""
+    """A bucket without a bound gets one that its values exceed, and then one that has room
+    again."""
     bucket = await bus.key_value("b")
     await bucket.put("old", b"x" * 10_000)
     bucket = await bus.key_value("b", max_bytes=5_000)
@@ -303,7 +324,9 @@ async def test_a_bucket_with_a_bound_refuses_what_is_beyond_it_and_loses_nothing
     await bucket.put("new", b"y")
 
 
-async def test_bounds_that_jetstream_cannot_reserve_are_start_errors_that_say_what_to_do(tmp_path: Path) -> None:
+async def test_bounds_that_jetstream_cannot_reserve_are_start_errors_that_say_what_to_do(
+    tmp_path: Path,
+) -> None:
     server = NatsServer(tmp_path / "small", max_file_store=1024 * 1024)
     server.start()
     try:

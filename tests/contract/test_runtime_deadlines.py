@@ -1,4 +1,5 @@
-"""Deadlines: known to the servicer, passed on to the calls it makes; and streams end in their own task."""
+"""Deadlines: known to the servicer, passed on to the calls it makes; and streams end in their own
+task."""
 
 import asyncio
 import contextvars
@@ -17,7 +18,9 @@ MIGRATOR = "treadle.migrator.v1.MigratorService"
 async def plan_s(address: str, what: str, timeout: float) -> float:
     """solve_time of a plan, in seconds."""
     async with grpc.aio.insecure_channel(address) as channel:
-        response = await placement_pb2_grpc.PlacementServiceStub(channel).PlanPlacement(plan(what), timeout=timeout)
+        response = await placement_pb2_grpc.PlacementServiceStub(channel).PlanPlacement(
+            plan(what), timeout=timeout
+        )
     return response.solve_time.ToNanoseconds() / 1e9
 
 
@@ -33,7 +36,9 @@ async def test_the_deadline_of_a_call_goes_along_with_the_calls_it_makes(nats_ur
             assert await plan_s(second.address, "remaining", timeout=60) > 30
 
 
-async def test_a_channel_is_shared_per_address_and_gives_a_deadline_only_where_there_is_one(nats_url: str) -> None:
+async def test_a_channel_is_shared_per_address_and_gives_a_deadline_only_where_there_is_one(
+    nats_url: str,
+) -> None:
     async with serving(ProbeSettings(nats_url=nats_url), wire) as server:
         channel = server.runtime.channel(server.address, "probe")
         assert server.runtime.channel(server.address, "probe") is channel
@@ -65,7 +70,11 @@ async def test_a_stream_that_its_client_leaves_is_closed(nats_url: str) -> None:
     async def wired(runtime: Runtime) -> Wiring:
         streams.append(ProbeStream(runtime))  # type: ignore[abstract]
         return Wiring(
-            {MIGRATOR: lambda server: migrator_pb2_grpc.add_MigratorServiceServicer_to_server(streams[0], server)}
+            {
+                MIGRATOR: lambda server: migrator_pb2_grpc.add_MigratorServiceServicer_to_server(
+                    streams[0], server
+                )
+            }
         )
 
     async with (
@@ -78,11 +87,15 @@ async def test_a_stream_that_its_client_leaves_is_closed(nats_url: str) -> None:
         left.cancel()
         await until(lambda: streams[0].closed == 1)
 
-        finished = [response async for response in stub.WatchMigration(migrator_pb2.WatchMigrationRequest())]
+        finished = [
+            response async for response in stub.WatchMigration(migrator_pb2.WatchMigrationRequest())
+        ]
         assert len(finished) == 3
         await until(lambda: streams[0].closed == 2)
 
-        late = stub.WatchMigration(migrator_pb2.WatchMigrationRequest(migration_id="endless"), timeout=3)
+        late = stub.WatchMigration(
+            migrator_pb2.WatchMigrationRequest(migration_id="endless"), timeout=3
+        )
         await late.read()
         assert await late.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await until(lambda: streams[0].closed == 3)

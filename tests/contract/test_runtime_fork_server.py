@@ -1,4 +1,5 @@
-"""A fork server with real children: each is a process like any other, and none outlives the fork server."""
+"""A fork server with real children: each is a process like any other, and none outlives the fork
+server."""
 
 import os
 import signal
@@ -45,7 +46,9 @@ def server() -> Iterator[ForkServer]:
         yield server
 
 
-def start(server: ForkServer, folder: Path, *arguments: str, new_session: bool = False) -> ForkedProcess:
+def start(
+    server: ForkServer, folder: Path, *arguments: str, new_session: bool = False
+) -> ForkedProcess:
     with (folder / "output").open("ab") as output:
         return server.start(
             "program",
@@ -62,18 +65,27 @@ def test_a_child_has_its_own_arguments_environment_folder_output_and_exit_code(
 ) -> None:
     child = start(server, folder, "exit", "7", new_session=True)
     assert child.wait() == 7 and child.poll() == 7
-    assert (folder / "output").read_text() == f"['exit', '7'] treadle False {folder} True\nto stderr\n"
+    assert (
+        folder / "output"
+    ).read_text() == f"['exit', '7'] treadle False {folder} True\nto stderr\n"
 
 
-def test_an_uncaught_exception_ends_a_child_as_it_ends_any_program(server: ForkServer, folder: Path) -> None:
+def test_an_uncaught_exception_ends_a_child_as_it_ends_any_program(
+    server: ForkServer, folder: Path
+) -> None:
     assert start(server, folder, "raise").wait() == 1
     assert "RuntimeError: on purpose" in (folder / "output").read_text()
 
 
-async def test_signals_reach_a_child_and_its_exit_code_names_the_signal(server: ForkServer, folder: Path) -> None:
+async def test_signals_reach_a_child_and_its_exit_code_names_the_signal(
+    server: ForkServer, folder: Path
+) -> None:
     first, second = start(server, folder, "sleep"), start(server, folder, "sleep")
     await until(lambda: (folder / "output").read_text().count("to stderr") == 2)
-    assert " ".join(psutil.Process(first.pid).cmdline()).rstrip() == f"{sys.executable} -m program sleep"
+    assert (
+        " ".join(psutil.Process(first.pid).cmdline()).rstrip()
+        == f"{sys.executable} -m program sleep"
+    )
     assert first.poll() is None
     first.terminate()
     assert first.wait() == -signal.SIGTERM
@@ -84,7 +96,9 @@ async def test_signals_reach_a_child_and_its_exit_code_names_the_signal(server: 
 
 async def test_the_end_of_a_fork_server_ends_its_children(server: ForkServer, folder: Path) -> None:
     child = start(server, folder, "sleep")
-    await until(lambda: (folder / "output").exists() and "to stderr" in (folder / "output").read_text())
+    await until(
+        lambda: (folder / "output").exists() and "to stderr" in (folder / "output").read_text()
+    )
     server.close()
     await until(lambda: child.poll() is not None)
     assert child.returncode == -signal.SIGKILL
@@ -97,7 +111,10 @@ def test_nothing_is_left_where_the_caller_is_killed(folder: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with (folder / "errors").open("wb") as errors:
         caller = subprocess.Popen(
-            [sys.executable, "-c", CALLER, str(folder)], env=environment, stdout=subprocess.PIPE, stderr=errors
+            [sys.executable, "-c", CALLER, str(folder)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=errors,
         )
     assert caller.stdout is not None
     pids = [int(word) for word in caller.stdout.readline().split()]

@@ -10,7 +10,11 @@ import nats.errors
 import pytest
 from support.conditions import until
 from support.nats_server import NatsServer
-from treadle.migrator.v1.migrator_pb2 import CancelMigrationRequest, CancelMigrationResponse, Migration
+from treadle.migrator.v1.migrator_pb2 import (
+    CancelMigrationRequest,
+    CancelMigrationResponse,
+    Migration,
+)
 from treadle_runtime import idempotency
 from treadle_runtime.bus import Bus, open_bus
 from treadle_runtime.errors import FailedPrecondition, InvalidArgument
@@ -19,7 +23,8 @@ from treadle_runtime.idempotency import RequestRecords
 
 @dataclass
 class Mutation:
-    """Counts its executions and answers with the count; waits for `gate`, and fails `failures` times first."""
+    """Counts its executions and answers with the count; waits for `gate`, and fails `failures`
+    times first."""
 
     records: RequestRecords
     failures: int = 0
@@ -43,9 +48,13 @@ class Mutation:
         migration = Migration(revision=self.executions, failure_reason="x" * self.answer_bytes)
         return CancelMigrationResponse(migration=migration)
 
-    async def __call__(self, request_id: str, migration_id: str = "m", method: str = "Cancel") -> int:
+    async def __call__(
+        self, request_id: str, migration_id: str = "m", method: str = "Cancel"
+    ) -> int:
         request = CancelMigrationRequest(request_id=request_id, migration_id=migration_id)
-        response = await self.records.once(method, request, CancelMigrationResponse, self._execute, self.later)
+        response = await self.records.once(
+            method, request, CancelMigrationResponse, self._execute, self.later
+        )
         assert len(response.migration.failure_reason) == self.answer_bytes
         return response.migration.revision
 
@@ -63,7 +72,12 @@ async def mutate(bus: Bus) -> Mutation:
 
 
 async def test_a_repeat_gets_the_recorded_answer_and_another_id_its_own(mutate: Mutation) -> None:
-    assert [await mutate("r-1"), await mutate("r-1"), await mutate("r-2"), await mutate("r-1")] == [1, 1, 2, 1]
+    assert [await mutate("r-1"), await mutate("r-1"), await mutate("r-2"), await mutate("r-1")] == [
+        1,
+        1,
+        2,
+        1,
+    ]
 
 
 async def test_an_id_with_another_request_and_a_bad_id_are_refused(mutate: Mutation) -> None:
@@ -92,7 +106,9 @@ async def test_concurrent_repeats_wait_for_the_first(mutate: Mutation) -> None:
     assert await asyncio.gather(*repeats) == [1] * 10
 
 
-async def test_an_error_is_not_recorded_and_is_shared_by_concurrent_repeats(mutate: Mutation) -> None:
+async def test_an_error_is_not_recorded_and_is_shared_by_concurrent_repeats(
+    mutate: Mutation,
+) -> None:
     mutate.failures = 1
     mutate.gate.clear()
     repeats = [asyncio.ensure_future(mutate("r-1")) for _ in range(3)]
@@ -103,7 +119,9 @@ async def test_an_error_is_not_recorded_and_is_shared_by_concurrent_repeats(muta
     assert await mutate("r-1") == 2
 
 
-async def test_when_the_first_is_cancelled_a_waiting_repeat_takes_its_turn(mutate: Mutation) -> None:
+async def test_when_the_first_is_cancelled_a_waiting_repeat_takes_its_turn(
+    mutate: Mutation,
+) -> None:
     mutate.gate.clear()
     first, second = asyncio.ensure_future(mutate("r-1")), asyncio.ensure_future(mutate("r-1"))
     await asyncio.sleep(0)
@@ -114,8 +132,8 @@ async def test_when_the_first_is_cancelled_a_waiting_repeat_takes_its_turn(mutat
 
 
 async def test_the_oldest_records_go_where_a_bound_is_reached(nats_server: NatsServer) -> None:
-    """Ten answers of three parts each, with room for five or so. Result: each call is answered; in a new process the
-    last ones are recalled, and the first one is made again and recorded again."""
+    """Ten answers of three parts each, with room for five or so. Result: each call is answered; in
+    a new process the last ones are recalled, and the first one is made again and recorded again."""
     answer_bytes = 3 * idempotency.PART_BYTES
     async with mutation(nats_server.url, answer_bytes=answer_bytes) as mutate:
         await mutate.records.bound(6 * answer_bytes)
@@ -128,7 +146,9 @@ async def test_the_oldest_records_go_where_a_bound_is_reached(nats_server: NatsS
 
 
 @pytest.mark.parametrize("answer_bytes", [0, 3 * idempotency.PART_BYTES + 17])
-async def test_records_outlive_the_process_and_the_nats_server(nats_server: NatsServer, answer_bytes: int) -> None:
+async def test_records_outlive_the_process_and_the_nats_server(
+    nats_server: NatsServer, answer_bytes: int
+) -> None:
     async with mutation(nats_server.url, answer_bytes=answer_bytes) as mutate:
         assert [await mutate("r:1"), await mutate("r:2")] == [1, 2]
     nats_server.kill()
@@ -150,7 +170,9 @@ async def test_a_record_that_left_the_cache_is_still_answered(
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_an_answer_that_could_not_be_recorded_is_kept_and_recorded_by_the_repeat(nats_server: NatsServer) -> None:
+async def test_an_answer_that_could_not_be_recorded_is_kept_and_recorded_by_the_repeat(
+    nats_server: NatsServer,
+) -> None:
     async with mutation(nats_server.url) as mutate:
         nats_server.kill()
         with pytest.raises(nats.errors.Error):
@@ -167,9 +189,8 @@ async def test_an_answer_that_could_not_be_recorded_is_kept_and_recorded_by_the_
 async def test_an_answer_that_need_not_wait_is_recorded_afterwards_and_by_a_repeat_where_that_failed(
     nats_server: NatsServer,
 ) -> None:
-    """
-    WHEN    records are saved later, and NATS is down for the second
-    Result: both are answered; the first is there for the service's next life, the second once it was repeated"""
+    """WHEN    records are saved later, and NATS is down for the second Result: both are answered;
+    the first is there for the service's next life, the second once it was repeated"""
     later: list[Coroutine[Any, Any, None]] = []
     async with mutation(nats_server.url, later=later.append) as mutate:
         assert await mutate("r-1") == 1

@@ -33,13 +33,17 @@ async def test_sigterm_lets_a_call_in_flight_finish_and_turns_health_to_not_serv
 ) -> None:
     """A call of 5 s is under way and a health watch is open when SIGTERM comes.
 
-    Result: the watch sees NOT_SERVING, the call gets its answer, the fact it published at its very end is in the
-    stream, new calls are refused, the exit code is 0.
+    Result: the watch sees NOT_SERVING, the call gets its answer, the fact it published at its very
+    end is in the stream, new calls are refused, the exit code is 0.
     """
     process = await start_service(PROBE, {"TREADLE_PROBE_SLOW_S": "5"}, service="probe")
     async with grpc.aio.insecure_channel(process.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
-        for service in ("", "treadle.placement.v1.PlacementService", "treadle.migrator.v1.MigratorService"):
+        for service in (
+            "",
+            "treadle.placement.v1.PlacementService",
+            "treadle.migrator.v1.MigratorService",
+        ):
             check = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
             assert check.status == SERVING
         watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=30)
@@ -63,7 +67,9 @@ async def test_sigterm_lets_a_call_in_flight_finish_and_turns_health_to_not_serv
     await until(lambda: [fact.engine_id for fact in heard] == ["slow"])
 
 
-async def test_thousands_of_calls_at_once_wait_and_are_answered(start_service: StartService) -> None:
+async def test_thousands_of_calls_at_once_wait_and_are_answered(
+    start_service: StartService,
+) -> None:
     """They come while the process stands still. Result: no call is cancelled."""
     process = await start_service(PROBE, {}, service="probe")
     async with grpc.aio.insecure_channel(process.address) as channel:
@@ -83,7 +89,9 @@ async def test_a_call_that_outlasts_the_grace_is_cut_and_the_process_ends_all_th
     env = {"TREADLE_PROBE_SLOW_S": "600", "TREADLE_PROBE_DRAIN_GRACE_S": "0.2"}
     process = await start_service(PROBE, env, service="probe")
     async with grpc.aio.insecure_channel(process.address) as channel:
-        slow = placement_pb2_grpc.PlacementServiceStub(channel).PlanPlacement(plan("slow"), timeout=60)
+        slow = placement_pb2_grpc.PlacementServiceStub(channel).PlanPlacement(
+            plan("slow"), timeout=60
+        )
         await until(lambda: "slow call begins" in process.stderr_text())
         process.terminate()
         assert await slow.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
@@ -94,7 +102,9 @@ async def test_a_second_signal_ends_the_process_at_once(start_service: StartServ
     env = {"TREADLE_PROBE_SLOW_S": "600", "TREADLE_PROBE_DRAIN_GRACE_S": "600"}
     process = await start_service(PROBE, env, service="probe")
     async with grpc.aio.insecure_channel(process.address) as channel:
-        slow = placement_pb2_grpc.PlacementServiceStub(channel).PlanPlacement(plan("slow"), timeout=60)
+        slow = placement_pb2_grpc.PlacementServiceStub(channel).PlanPlacement(
+            plan("slow"), timeout=60
+        )
         await until(lambda: "slow call begins" in process.stderr_text())
         os.kill(process.pid, signal.SIGINT)
         await until(lambda: "draining" in process.stderr_text())
@@ -132,9 +142,13 @@ async def test_reflection_names_the_services_and_the_ready_file_the_address(
     assert not ready.exists()
 
 
-async def test_a_service_waits_for_nats_and_starts_when_it_comes(nats_server: NatsServer, tmp_path: Path) -> None:
+async def test_a_service_waits_for_nats_and_starts_when_it_comes(
+    nats_server: NatsServer, tmp_path: Path
+) -> None:
     nats_server.kill()
-    process = start_process(PROBE, "probe", {"TREADLE_NATS_URL": nats_server.url}, tmp_path / "probe")
+    process = start_process(
+        PROBE, "probe", {"TREADLE_NATS_URL": nats_server.url}, tmp_path / "probe"
+    )
     try:
         await until(lambda: "NATS error" in process.stderr_text())
         nats_server.start()
@@ -144,9 +158,13 @@ async def test_a_service_waits_for_nats_and_starts_when_it_comes(nats_server: Na
     assert process.returncode == 0
 
 
-async def test_sigterm_ends_a_service_that_still_waits_for_nats(nats_server: NatsServer, tmp_path: Path) -> None:
+async def test_sigterm_ends_a_service_that_still_waits_for_nats(
+    nats_server: NatsServer, tmp_path: Path
+) -> None:
     nats_server.kill()
-    process = start_process(PROBE, "probe", {"TREADLE_NATS_URL": nats_server.url}, tmp_path / "probe")
+    process = start_process(
+        PROBE, "probe", {"TREADLE_NATS_URL": nats_server.url}, tmp_path / "probe"
+    )
     await until(lambda: "NATS error" in process.stderr_text())
     process.terminate()
     assert await process.wait() == 0
@@ -156,7 +174,12 @@ async def test_sigterm_ends_a_service_that_still_waits_for_nats(nats_server: Nat
 @pytest.mark.parametrize(
     ("variable", "value", "code", "said"),
     [
-        ("TREADLE_NATS_URL", "nats://127.0.0.1:9", 1, "NATS at {value} did not answer within 0.5 s"),
+        (
+            "TREADLE_NATS_URL",
+            "nats://127.0.0.1:9",
+            1,
+            "NATS at {value} did not answer within 0.5 s",
+        ),
         ("TREADLE_PROBE_LISTEN", "", 1, "cannot listen on {value}"),
         ("TREADLE_PROBE_SLOW_S", "soon", 2, "TREADLE_PROBE_SLOW_S='soon' is refused: "),
         ("TREADLE_PROBE_BROKEN", "start", 1, "the loom is missing: install a loom"),
@@ -181,9 +204,13 @@ async def test_a_service_that_cannot_start_says_why_in_one_line(
 async def test_a_background_task_that_fails_ends_the_process_with_its_traceback_in_the_log(
     nats_url: str, tmp_path: Path
 ) -> None:
-    process = start_process(PROBE, "probe", {"TREADLE_NATS_URL": nats_url, "TREADLE_PROBE_BROKEN": "task"}, tmp_path)
+    process = start_process(
+        PROBE, "probe", {"TREADLE_NATS_URL": nats_url, "TREADLE_PROBE_BROKEN": "task"}, tmp_path
+    )
     assert await process.wait() == 3
-    logged = [json.loads(line) for line in process.stderr_text().splitlines() if line.startswith("{")]
+    logged = [
+        json.loads(line) for line in process.stderr_text().splitlines() if line.startswith("{")
+    ]
     assert [line["event"] for line in logged if line["level"] == "info"][-1] == "closed"
     assert "the disk is gone" in logged[-1]["exception"]
 
@@ -196,10 +223,14 @@ async def test_facts_that_nats_never_took_are_named_as_lost_at_the_end(
     )
     nats_server.kill()
     async with grpc.aio.insecure_channel(process.address) as channel:
-        await placement_pb2_grpc.PlacementServiceStub(channel).PlanPlacement(plan("slow"), timeout=10)
+        await placement_pb2_grpc.PlacementServiceStub(channel).PlanPlacement(
+            plan("slow"), timeout=10
+        )
     process.terminate()
     assert await process.wait() == 0
-    (line,) = [json.loads(line) for line in process.stderr_text().splitlines() if "facts are lost" in line]
+    (line,) = [
+        json.loads(line) for line in process.stderr_text().splitlines() if "facts are lost" in line
+    ]
     assert (line["level"], line["facts"]) == ("error", 1)
 
 
@@ -224,7 +255,8 @@ async def test_background_tasks_run_until_the_drain(nats_url: str) -> None:
 
 
 async def test_a_task_ends_where_its_answer_and_the_end_of_the_service_come_together() -> None:
-    """nats-py waits for an answer like this; a task that lost its cancellation there ran on after the drain."""
+    """nats-py waits for an answer like this; a task that lost its cancellation there ran on after
+    the drain."""
     answer = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(asyncio.wait_for(answer, 10.0))
     await asyncio.sleep(0)

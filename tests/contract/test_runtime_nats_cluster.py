@@ -50,7 +50,8 @@ async def put(bus: Bus, key: str, value: bytes) -> None:
 
 
 async def test_the_loss_of_the_server_that_leads_loses_nothing(cluster: NatsCluster) -> None:
-    """Each server leads something. One is killed; values and facts of before and after are there, and it comes back."""
+    """Each server leads something. One is killed; values and facts of before and after are there,
+    and it comes back."""
     async with open_bus(cluster.url, "service", replicas=3) as bus:
         await put(bus, "before", b"1")
         await bus.publish(make_fact("test", engine_lost=EngineLost(engine_id="e1")))
@@ -64,11 +65,15 @@ async def test_the_loss_of_the_server_that_leads_loses_nothing(cluster: NatsClus
             cluster.servers[name].start()
         bucket = await until_it_leads(lambda: bus.key_value("b"))
         assert (await bucket.get("before")).value == b"1"
-        assert {(await bucket.get(key)).value for key in await bucket.keys() if key != "before"} == {b"2"}
+        assert {
+            (await bucket.get(key)).value for key in await bucket.keys() if key != "before"
+        } == {b"2"}
         assert (await bus.jetstream.stream_info(STREAM)).state.messages == 3
 
 
-async def test_a_mesh_that_is_there_gets_replicas_and_keeps_what_it_has(cluster: NatsCluster) -> None:
+async def test_a_mesh_that_is_there_gets_replicas_and_keeps_what_it_has(
+    cluster: NatsCluster,
+) -> None:
     """Also back. A command that names no number changes nothing."""
     async with open_bus(cluster.url, "service", replicas=1) as bus:
         await (await bus.key_value("grows")).put("key", b"value")
@@ -76,7 +81,9 @@ async def test_a_mesh_that_is_there_gets_replicas_and_keeps_what_it_has(cluster:
         async with open_bus(cluster.url, "service", replicas=replicas) as bus:
             bucket = await bus.key_value("grows")
             config = (await bus.jetstream.stream_info("KV_grows")).config
-            assert (config.num_replicas, config.allow_direct) == ((3, False) if replicas != 1 else (1, True))
+            assert (config.num_replicas, config.allow_direct) == (
+                (3, False) if replicas != 1 else (1, True)
+            )
             assert (await bucket.get("key")).value == b"value"
 
 

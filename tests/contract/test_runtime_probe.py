@@ -25,7 +25,9 @@ async def test_a_serving_server_is_healthy_and_one_that_is_gone_is_not(
     start_service: StartService, tmp_path: Path, over: str
 ) -> None:
     socket = tmp_path / "health"
-    process = await start_service(PROBE, {"TREADLE_PROBE_HEALTH_SOCKET": str(socket)}, service="probe")
+    process = await start_service(
+        PROBE, {"TREADLE_PROBE_HEALTH_SOCKET": str(socket)}, service="probe"
+    )
     address = process.address if over == "gRPC" else str(socket)
     assert await asked(address) == (0, "")
     assert await asked(address, SERVICE) == (0, "")
@@ -40,7 +42,9 @@ async def test_a_serving_server_is_healthy_and_one_that_is_gone_is_not(
     assert (code, line.startswith("usage:")) == (2, True)
 
 
-async def test_a_socket_of_a_killed_process_is_taken_over(start_service: StartService, tmp_path: Path) -> None:
+async def test_a_socket_of_a_killed_process_is_taken_over(
+    start_service: StartService, tmp_path: Path
+) -> None:
     socket = {"TREADLE_PROBE_HEALTH_SOCKET": str(tmp_path / "health")}
     process = await start_service(PROBE, socket, service="probe")
     process.kill()
@@ -50,6 +54,10 @@ async def test_a_socket_of_a_killed_process_is_taken_over(start_service: StartSe
     assert await asked(str(tmp_path / "health")) == (0, "")
 
 
-async def test_a_socket_that_cannot_be_made_says_which_setting(start_service: StartService, tmp_path: Path) -> None:
+async def test_a_socket_that_cannot_be_made_says_which_setting(
+    start_service: StartService, tmp_path: Path
+) -> None:
     with pytest.raises(AssertionError, match=r"HEALTH_SOCKET=.*/no/health"):
-        await start_service(PROBE, {"TREADLE_PROBE_HEALTH_SOCKET": f"{tmp_path}/no/health"}, service="probe")
+        await start_service(
+            PROBE, {"TREADLE_PROBE_HEALTH_SOCKET": f"{tmp_path}/no/health"}, service="probe"
+        )

@@ -15,7 +15,9 @@ from support.processes import ServiceProcess, start_process
 
 def start(**variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "treadle_runtime.start"]
-    return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_it_starts_the_service_that_is_named() -> None:
@@ -33,14 +35,23 @@ HOSTED = ("placement", "predictor", "rollout")
 
 
 def start_hosted(nats_url: str, folder: Path, **variables: str) -> ServiceProcess:
-    """Several services in one process; each writes a ready file of its own, and the last one's says that all serve."""
+    """Several services in one process; each writes a ready file of its own, and the last one's says
+    that all serve."""
     own = {f"TREADLE_{name.upper()}_LISTEN": "127.0.0.1:0" for name in HOSTED}
     files = {f"TREADLE_{name.upper()}_READY_FILE": str(folder / f"{name}.json") for name in HOSTED}
-    env = {"TREADLE_SERVICE": ",".join(HOSTED), "TREADLE_NATS_URL": nats_url, **own, **files, **variables}
+    env = {
+        "TREADLE_SERVICE": ",".join(HOSTED),
+        "TREADLE_NATS_URL": nats_url,
+        **own,
+        **files,
+        **variables,
+    }
     return start_process("treadle_runtime.start", "host", env, folder)
 
 
-async def test_several_services_share_a_process_and_each_serves_at_its_own_port(nats_url: str, tmp_path: Path) -> None:
+async def test_several_services_share_a_process_and_each_serves_at_its_own_port(
+    nats_url: str, tmp_path: Path
+) -> None:
     process = start_hosted(nats_url, tmp_path)
     try:
         ready = [tmp_path / f"{name}.json" for name in HOSTED]
@@ -56,7 +67,9 @@ async def test_several_services_share_a_process_and_each_serves_at_its_own_port(
         process.terminate()
         assert await process.wait() == 0
         for name in HOSTED:
-            assert f'"event": "draining", "level": "info", "service": "{name}"' in _sorted_lines(process)
+            assert f'"event": "draining", "level": "info", "service": "{name}"' in _sorted_lines(
+                process
+            )
     finally:
         await process.end()
 
@@ -79,5 +92,7 @@ def test_a_service_that_is_not_installed_is_named_with_how_to_install_it() -> No
 def _sorted_lines(process: ServiceProcess) -> str:
     """The process's log with the keys of each line in order."""
     lines = filter(lambda line: line.startswith("{"), process.stderr_text().splitlines())
-    chosen = ({key: json.loads(line).get(key) for key in ("event", "level", "service")} for line in lines)
+    chosen = (
+        {key: json.loads(line).get(key) for key in ("event", "level", "service")} for line in lines
+    )
     return "\n".join(json.dumps(each, sort_keys=True) for each in chosen)

@@ -25,17 +25,30 @@ NAN, INFINITE = float("nan"), float("inf")
 Make = Callable[..., Any]
 opening: Make = partial(pb.OpenTrajectoryRequest, request_id="r", prompt_id="p", prompt_tokens=1)
 step: Make = partial(
-    pb.ScheduleStepRequest, request_id="r", trajectory_id="open", turn=0, context_tokens=1, max_new_tokens=1
+    pb.ScheduleStepRequest,
+    request_id="r",
+    trajectory_id="open",
+    turn=0,
+    context_tokens=1,
+    max_new_tokens=1,
 )
-closing: Make = partial(pb.CloseTrajectoryRequest, request_id="r", trajectory_id="open", outcome=pb.OUTCOME_FINISHED)
+closing: Make = partial(
+    pb.CloseTrajectoryRequest, request_id="r", trajectory_id="open", outcome=pb.OUTCOME_FINISHED
+)
 switch: Make = partial(
-    pb.SwitchEngineRequest, request_id="r", trajectory_id="open", expected_revision=1, target_engine_id="e1"
+    pb.SwitchEngineRequest,
+    request_id="r",
+    trajectory_id="open",
+    expected_revision=1,
+    target_engine_id="e1",
 )
 leaving: Make = pb.DeregisterEngineRequest
 
 
 def registration(**fields: Any) -> pb.RegisterEngineRequest:
-    return pb.RegisterEngineRequest(request_id="r", info=engine_pb2.EngineInfo(**{**INFO, **fields}))
+    return pb.RegisterEngineRequest(
+        request_id="r", info=engine_pb2.EngineInfo(**{**INFO, **fields})
+    )
 
 
 def curve(**fields: float) -> pb.RegisterEngineRequest:
@@ -60,7 +73,9 @@ async def client(nats_url: str) -> AsyncIterator[SchedulerClient]:
             await client.open(name, request_id=f"open-{name}")
         await client.open("pinned", pinned_engine_id="e0")
         await client.step("stepping", 0, request_id="step-stepping")
-        await client.call("CloseTrajectory", closing(trajectory_id="closed", request_id="close-closed"))
+        await client.call(
+            "CloseTrajectory", closing(trajectory_id="closed", request_id="close-closed")
+        )
         yield client
 
 
@@ -74,9 +89,17 @@ MALFORMED: list[tuple[str, Any, str]] = [
     ("OpenJob", pb.OpenJobRequest(request_id="r", job="run", weight=1e300), "weight"),
     ("OpenJob", pb.OpenJobRequest(request_id="r", weight=2.0), "job"),
     ("OpenJob", pb.OpenJobRequest(request_id="r", policy=pb.Policy()), "policy.ordering"),
-    ("OpenJob", pb.OpenJobRequest(request_id="r", policy=pb.Policy(**{**POLICY, "placement": 77})), "policy.placement"),
+    (
+        "OpenJob",
+        pb.OpenJobRequest(request_id="r", policy=pb.Policy(**{**POLICY, "placement": 77})),
+        "policy.placement",
+    ),
     ("RenewJob", pb.RenewJobRequest(), "job_id"),
-    ("RenewJob", pb.RenewJobRequest(job_id="j", rollouts=pb.RolloutIds(rollout_ids=["?"])), "rollouts.rollout_ids[0]"),
+    (
+        "RenewJob",
+        pb.RenewJobRequest(job_id="j", rollouts=pb.RolloutIds(rollout_ids=["?"])),
+        "rollouts.rollout_ids[0]",
+    ),
     ("RenewJob", pb.RenewJobRequest(job_id="j", rollouts=MANY_ROLLOUTS), "rollouts.rollout_ids"),
     ("CloseJob", pb.CloseJobRequest(job_id="j"), "request_id"),
     ("CloseJob", pb.CloseJobRequest(request_id="r"), "job_id"),
@@ -97,7 +120,11 @@ MALFORMED: list[tuple[str, Any, str]] = [
     ("OpenTrajectory", opening(hardware_tags=["fine", ""]), "hardware_tags[1]"),
     ("OpenTrajectory", opening(hardware_tags=["x"] * 33), "hardware_tags"),
     ("OpenTrajectory", opening(pinned_engine_id="a b"), "pinned_engine_id"),
-    ("OpenTrajectory", opening(request_id="open-open", trajectory_id="open", sample=7), "request_id"),
+    (
+        "OpenTrajectory",
+        opening(request_id="open-open", trajectory_id="open", sample=7),
+        "request_id",
+    ),
     ("ScheduleStep", step(request_id=""), "request_id"),
     ("ScheduleStep", step(trajectory_id=""), "trajectory_id"),
     ("ScheduleStep", step(turn=-1), "turn"),
@@ -110,14 +137,26 @@ MALFORMED: list[tuple[str, Any, str]] = [
     ("ScheduleStep", step(resumed_tokens=1), "resumed_tokens"),
     ("ScheduleStep", step(tool_time=Duration(seconds=-1)), "tool_time"),
     ("ScheduleStep", step(times=pb.ClientTimes(tool=Duration(seconds=-1))), "times.tool"),
-    ("ScheduleStep", step(request_id="step-stepping", trajectory_id="stepping", max_new_tokens=9), "request_id"),
+    (
+        "ScheduleStep",
+        step(request_id="step-stepping", trajectory_id="stepping", max_new_tokens=9),
+        "request_id",
+    ),
     ("CloseTrajectory", closing(request_id=""), "request_id"),
     ("CloseTrajectory", closing(trajectory_id=""), "trajectory_id"),
     ("CloseTrajectory", closing(outcome=pb.OUTCOME_UNSPECIFIED), "outcome"),
     ("CloseTrajectory", closing(outcome=99), "outcome"),
     ("CloseTrajectory", closing(reward=NAN), "reward"),
-    ("CloseTrajectory", closing(times=pb.ClientTimes(lost_decode=Duration(nanos=-1))), "times.lost_decode"),
-    ("CloseTrajectory", closing(trajectory_id="closed", request_id="close-closed", reward=1.0), "request_id"),
+    (
+        "CloseTrajectory",
+        closing(times=pb.ClientTimes(lost_decode=Duration(nanos=-1))),
+        "times.lost_decode",
+    ),
+    (
+        "CloseTrajectory",
+        closing(trajectory_id="closed", request_id="close-closed", reward=1.0),
+        "request_id",
+    ),
     ("GetTrajectory", pb.GetTrajectoryRequest(), "trajectory_id"),
     ("ListTrajectories", pb.ListTrajectoriesRequest(page_size=-1), "page_size"),
     ("ListTrajectories", pb.ListTrajectoriesRequest(page_size=1001), "page_size"),
@@ -151,7 +190,9 @@ MALFORMED: list[tuple[str, Any, str]] = [
     ("RenewEngineLease", renewal(measured_at=Timestamp(seconds=-1)), "load.measured_at"),
     (
         "RenewEngineLease",
-        pb.RenewEngineLeaseRequest(lease_id="l", engine_id="e0", decode_curve=engine_pb2.DecodeCurve(base_s=-1)),
+        pb.RenewEngineLeaseRequest(
+            lease_id="l", engine_id="e0", decode_curve=engine_pb2.DecodeCurve(base_s=-1)
+        ),
         "decode_curve.base_s",
     ),
     ("DeregisterEngine", leaving(lease_id="l", engine_id="e0"), "request_id"),
@@ -180,27 +221,52 @@ REFUSED: list[tuple[str, Any, grpc.StatusCode, str]] = [
     ("ScheduleStep", step(trajectory_id="closed"), FAILED, "TRAJECTORY_CLOSED"),
     ("ScheduleStep", step(turn=3), FAILED, "TURN_OUT_OF_ORDER"),
     ("ScheduleStep", step(trajectory_id="stepping"), FAILED, "STEP_IN_FLIGHT"),
-    ("ScheduleStep", step(trajectory_id="stepping", replaces_ticket_id="x"), FAILED, "STEP_IN_FLIGHT"),
+    (
+        "ScheduleStep",
+        step(trajectory_id="stepping", replaces_ticket_id="x"),
+        FAILED,
+        "STEP_IN_FLIGHT",
+    ),
     ("CloseTrajectory", closing(trajectory_id="unknown"), NOT_FOUND, "TRAJECTORY_NOT_FOUND"),
     ("CloseTrajectory", closing(trajectory_id="closed"), FAILED, "TRAJECTORY_CLOSED"),
-    ("GetTrajectory", pb.GetTrajectoryRequest(trajectory_id="unknown"), NOT_FOUND, "TRAJECTORY_NOT_FOUND"),
+    (
+        "GetTrajectory",
+        pb.GetTrajectoryRequest(trajectory_id="unknown"),
+        NOT_FOUND,
+        "TRAJECTORY_NOT_FOUND",
+    ),
     ("SwitchEngine", switch(trajectory_id="unknown"), NOT_FOUND, "TRAJECTORY_NOT_FOUND"),
     ("SwitchEngine", switch(trajectory_id="closed"), FAILED, "TRAJECTORY_CLOSED"),
     ("SwitchEngine", switch(trajectory_id="pinned"), FAILED, "TRAJECTORY_PINNED"),
     ("SwitchEngine", switch(trajectory_id="stepping"), FAILED, "STEP_IN_FLIGHT"),
     ("SwitchEngine", switch(expected_revision=9), FAILED, "REVISION_MISMATCH"),
     ("SwitchEngine", switch(target_engine_id="e9"), NOT_FOUND, "ENGINE_NOT_FOUND"),
-    ("DrainEngine", pb.DrainEngineRequest(request_id="r", engine_id="e9"), NOT_FOUND, "ENGINE_NOT_FOUND"),
+    (
+        "DrainEngine",
+        pb.DrainEngineRequest(request_id="r", engine_id="e9"),
+        NOT_FOUND,
+        "ENGINE_NOT_FOUND",
+    ),
     ("RenewEngineLease", renewal(), NOT_FOUND, "LEASE_NOT_FOUND"),
-    ("DeregisterEngine", leaving(request_id="r", lease_id="l", engine_id="e0"), NOT_FOUND, "LEASE_NOT_FOUND"),
+    (
+        "DeregisterEngine",
+        leaving(request_id="r", lease_id="l", engine_id="e0"),
+        NOT_FOUND,
+        "LEASE_NOT_FOUND",
+    ),
 ]
 
 
-async def test_what_is_wrong_is_refused_by_field_or_reason_and_changes_nothing(client: SchedulerClient) -> None:
+async def test_what_is_wrong_is_refused_by_field_or_reason_and_changes_nothing(
+    client: SchedulerClient,
+) -> None:
     async def state() -> tuple[Any, Any, Any]:
         return (
             await client.call("ListTrajectories", pb.ListTrajectoriesRequest()),
-            [engine.info for engine in (await client.call("ListEngines", pb.ListEnginesRequest())).engines],
+            [
+                engine.info
+                for engine in (await client.call("ListEngines", pb.ListEnginesRequest())).engines
+            ],
             await client.call("GetPolicy", pb.GetPolicyRequest()),
         )
 
@@ -225,7 +291,9 @@ async def test_a_call_without_a_deadline_is_refused(client: SchedulerClient) -> 
         assert (await refusal_of(call)).reason == "DEADLINE_REQUIRED"
 
 
-async def test_without_an_engine_a_step_is_unavailable_and_says_when_to_try_again(nats_url: str) -> None:
+async def test_without_an_engine_a_step_is_unavailable_and_says_when_to_try_again(
+    nats_url: str,
+) -> None:
     async with scheduler(nats_url) as client:
         await client.open("t")
         error = await refusal_of(client.step("t", 0))

@@ -1,4 +1,5 @@
-"""Several schedulers on one bucket of a real nats-server: one leads, and the writes of all others are refused."""
+"""Several schedulers on one bucket of a real nats-server: one leads, and the writes of all others
+are refused."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -45,7 +46,8 @@ async def require_lost(work: Awaitable[object]) -> None:
 
 
 async def test_a_leader_that_was_replaced_writes_nothing_and_knows_who_leads(nats_url: str) -> None:
-    """Result: everything before the takeover is there, and nothing of many keys that it sends together after it."""
+    """Result: everything before the takeover is there, and nothing of many keys that it sends
+    together after it."""
     async with open_bus(nats_url, "old") as old_bus, open_bus(nats_url, "new") as bus:
         old = await leader(old_bus, "127.0.0.1:1", ttl_s=TTL_S)
         assert not await write(old, **{f"k{number}": b"old" for number in range(200)})
@@ -67,7 +69,9 @@ async def test_a_store_of_a_replaced_leader_raises_to_everybody_who_settles(nats
         for key in ("a", "b"):
             old.put(trajectory_key(key), MeshRecord(Policy(), 0.0))
         settled = await asyncio.gather(
-            old.settle([trajectory_key("a")]), old.settle([trajectory_key("b")]), return_exceptions=True
+            old.settle([trajectory_key("a")]),
+            old.settle([trajectory_key("b")]),
+            return_exceptions=True,
         )
         assert [type(each) for each in settled] == [NotLeader, NotLeader]
         await require_lost(old.settle_all())
@@ -75,7 +79,8 @@ async def test_a_store_of_a_replaced_leader_raises_to_everybody_who_settles(nats
 
 
 async def test_a_renewal_whose_acknowledgement_was_lost_is_known_as_its_own(bus: Bus) -> None:
-    """Written again behind the leader's back. Result: it still leads, and its next writes are taken at once."""
+    """Written again behind the leader's back. Result: it still leads, and its next writes are taken
+    at once."""
     lease = await leader(bus, "127.0.0.1:1")
     own = await value_of(bus, "leader")
     assert own is not None
@@ -89,16 +94,23 @@ async def test_a_renewal_whose_acknowledgement_was_lost_is_known_as_its_own(bus:
 async def test_a_value_that_nats_does_not_take_fails_alone(bus: Bus) -> None:
     lease = await leader(bus, "127.0.0.1:1")
     failed = await write(lease, a=b"1", big=b"x" * (bus.max_payload_bytes + 1), c=b"1")
-    assert [(key, type(error)) for key, error in failed.items()] == [("big", nats.errors.MaxPayloadError)]
+    assert [(key, type(error)) for key, error in failed.items()] == [
+        ("big", nats.errors.MaxPayloadError)
+    ]
     assert [await value_of(bus, key) for key in "ac"] == [b"1", b"1"]
 
 
-async def test_of_many_that_stand_by_one_leads_and_after_its_death_another(nats_url: str, bus: Bus) -> None:
+async def test_of_many_that_stand_by_one_leads_and_after_its_death_another(
+    nats_url: str, bus: Bus
+) -> None:
     first = await leader(bus, "127.0.0.1:1", ttl_s=TTL_S)
     renewing = asyncio.create_task(first.keep())
     others = [await Lease.open(bus, TTL_S) for _ in range(5)]
     waiting = [asyncio.Event() for _ in others]
-    takes = [asyncio.create_task(each.take(f"127.0.0.1:{2 + n}", waiting[n])) for n, each in enumerate(others)]
+    takes = [
+        asyncio.create_task(each.take(f"127.0.0.1:{2 + n}", waiting[n]))
+        for n, each in enumerate(others)
+    ]
     await asyncio.gather(*(each.wait() for each in waiting))
     await asyncio.sleep(2 * TTL_S)
     assert not any(take.done() for take in takes), "the leader lives"
@@ -123,8 +135,13 @@ async def test_nobody_waits_for_a_leader_that_released_or_that_listened_where_th
     assert not await write(second, a=b"2")
 
 
-async def test_after_an_outage_of_nats_the_leader_goes_on_and_nobody_takes_its_place(nats_server: NatsServer) -> None:
-    async with open_bus(nats_server.url, "leader") as bus, open_bus(nats_server.url, "other") as other_bus:
+async def test_after_an_outage_of_nats_the_leader_goes_on_and_nobody_takes_its_place(
+    nats_server: NatsServer,
+) -> None:
+    async with (
+        open_bus(nats_server.url, "leader") as bus,
+        open_bus(nats_server.url, "other") as other_bus,
+    ):
         lease = await leader(bus, "127.0.0.1:1", ttl_s=TTL_S)
         renewing = asyncio.create_task(lease.keep())
         other, stands_by = await Lease.open(other_bus, TTL_S), asyncio.Event()

@@ -1,4 +1,5 @@
-"""Bad input at the sidecar, at least once an RPC: the code, and the field or the reason that names what is wrong."""
+"""Bad input at the sidecar, at least once an RPC: the code, and the field or the reason that names
+what is wrong."""
 
 from __future__ import annotations
 
@@ -29,13 +30,19 @@ async def side(nats_url: str) -> Any:
         yield running
 
 
-def step(prompt: list[int] = PROMPT, resumed: list[int] | None = None, **options: Any) -> pb.GenerateRequest:
+def step(
+    prompt: list[int] = PROMPT, resumed: list[int] | None = None, **options: Any
+) -> pb.GenerateRequest:
     sampling = SamplingParams(**{"max_new_tokens": 5, **options})
     return step_request(ticket("e0"), prompt, sampling, resumed or [])
 
 
-TORN = pb.GenerateRequest(prompt=TokenIds(int32_le=b"\x01\x00\x00"), sampling=SamplingParams(max_new_tokens=5))
-SLOW = pb.GenerateRequest(prompt=step().prompt, sampling=step().sampling, token_interval=Duration(seconds=11))
+TORN = pb.GenerateRequest(
+    prompt=TokenIds(int32_le=b"\x01\x00\x00"), sampling=SamplingParams(max_new_tokens=5)
+)
+SLOW = pb.GenerateRequest(
+    prompt=step().prompt, sampling=step().sampling, token_interval=Duration(seconds=11)
+)
 BAD_STEPS = [
     (step(prompt=[]), "prompt"),
     (step(prompt=[5] * CONTEXT), "prompt"),
@@ -61,7 +68,11 @@ BAD_STEPS = [
 async def test_a_bad_step_names_its_field_and_leaves_the_ticket_unused(side: Sidecar) -> None:
     for request, field in BAD_STEPS:
         request.ticket.CopyFrom(ticket("e0"))
-        assert (await refusal_of(run_step(side.stub, request)))[:3] == (INVALID, "INVALID_ARGUMENT", (field,)), request
+        assert (await refusal_of(run_step(side.stub, request)))[:3] == (
+            INVALID,
+            "INVALID_ARGUMENT",
+            (field,),
+        ), request
         good = step()
         good.ticket.CopyFrom(request.ticket)
         (await run_step(side.stub, good)).require_whole()
@@ -85,8 +96,13 @@ async def test_a_ticket_is_for_one_engine_one_time_and_once(side: Sidecar) -> No
         assert (await refusal_of(run_step(side.stub, without))).fields == (f"ticket.{field}",)
 
 
-async def test_a_full_queue_says_when_to_come_again_and_the_ticket_stays_good(nats_url: str) -> None:
-    async with fake_sglang() as engine, sidecar(nats_url, engine.url, slots=1, queue_limit=1) as side:
+async def test_a_full_queue_says_when_to_come_again_and_the_ticket_stays_good(
+    nats_url: str,
+) -> None:
+    async with (
+        fake_sglang() as engine,
+        sidecar(nats_url, engine.url, slots=1, queue_limit=1) as side,
+    ):
         await side.stub.Pause(pb.PauseRequest(request_id="p", mode=pb.PAUSE_MODE_KEEP), timeout=T)
         first = side.stub.Generate(step(), timeout=60)
         await side.until_waiting(1)
@@ -109,7 +125,9 @@ def prefetch(source: tuple[str, str] | None = None, **fields: Any) -> pb.Prefetc
 def push(**fields: Any) -> pb.PushWeightsRequest:
     """Without `fields`, a good one."""
     given = {"request_id": "q", "weight_version": "v2", "push_id": "p", "tensor": b"{}", **fields}
-    return pb.PushWeightsRequest(**{name: value for name, value in given.items() if value is not None})
+    return pb.PushWeightsRequest(
+        **{name: value for name, value in given.items() if value is not None}
+    )
 
 
 def join(**fields: Any) -> pb.JoinWeightsGroupRequest:
@@ -129,8 +147,14 @@ BAD_CALLS: list[tuple[Any, str]] = [
     (pb.ResumeRequest(), "request_id"),
     (pb.UpdateWeightsRequest(request_id="q", model_path="/m"), "weight_version"),
     (pb.UpdateWeightsRequest(request_id="q", weight_version="v2"), "model_path"),
-    (pb.UpdateWeightsRequest(request_id="q", weight_version="default", model_path="/m"), "weight_version"),
-    (pb.UpdateWeightsRequest(request_id="q", weight_version="asleep-v2", model_path="/m"), "weight_version"),
+    (
+        pb.UpdateWeightsRequest(request_id="q", weight_version="default", model_path="/m"),
+        "weight_version",
+    ),
+    (
+        pb.UpdateWeightsRequest(request_id="q", weight_version="asleep-v2", model_path="/m"),
+        "weight_version",
+    ),
     (push(request_id=""), "request_id"),
     (push(weight_version=""), "weight_version"),
     (push(weight_version="default"), "weight_version"),
@@ -163,7 +187,9 @@ BAD_CALLS: list[tuple[Any, str]] = [
 
 async def call(side: Sidecar, request: Any, timeout_s: float | None = T) -> None:
     """Send a request to its RPC."""
-    answer = getattr(side.stub, type(request).__name__.removesuffix("Request"))(request, timeout=timeout_s)
+    answer = getattr(side.stub, type(request).__name__.removesuffix("Request"))(
+        request, timeout=timeout_s
+    )
     if isinstance(answer, grpc.aio.UnaryStreamCall):
         answer = answer.read()
     await answer
@@ -172,18 +198,26 @@ async def call(side: Sidecar, request: Any, timeout_s: float | None = T) -> None
 def test_every_rpc_has_a_case() -> None:
     requests = {type(request) for request, _ in BAD_CALLS} | {pb.GenerateRequest, pb.GetLoadRequest}
     named = {kind.__name__.removesuffix("Request") for kind in (*requests, pb.GetEngineInfoRequest)}
-    assert named == {method.name for method in pb.DESCRIPTOR.services_by_name["EngineService"].methods}
+    assert named == {
+        method.name for method in pb.DESCRIPTOR.services_by_name["EngineService"].methods
+    }
 
 
 async def test_a_bad_call_names_its_field(side: Sidecar) -> None:
     for request, field in BAD_CALLS:
-        assert (await refusal_of(call(side, request)))[:3] == (INVALID, "INVALID_ARGUMENT", (field,)), request
+        assert (await refusal_of(call(side, request)))[:3] == (
+            INVALID,
+            "INVALID_ARGUMENT",
+            (field,),
+        ), request
     for question in (pb.GetLoadRequest(), pb.GetEngineInfoRequest()):
         error = await refusal_of(call(side, question, timeout_s=None))
         assert (error.code, error.fields) == (INVALID, ("(deadline)",))
 
 
-async def test_a_step_or_a_prefix_that_is_not_here_is_not_found_and_may_be_released(side: Sidecar) -> None:
+async def test_a_step_or_a_prefix_that_is_not_here_is_not_found_and_may_be_released(
+    side: Sidecar,
+) -> None:
     with refused("STEP_NOT_FOUND", NOT_FOUND):
         await call(side, pb.AbortRequest(request_id="q", ticket_id="gone"))
     with refused("PREFIX_NOT_FOUND", NOT_FOUND):

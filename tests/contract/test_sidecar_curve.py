@@ -1,4 +1,5 @@
-"""The sidecar measures its engine's decode curve: by a probe while nothing runs, and from the steps that it serves."""
+"""The sidecar measures its engine's decode curve: by a probe while nothing runs, and from the steps
+that it serves."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ async def serve(side: Sidecar, steps: int, tokens: int = 40) -> None:
 
 
 async def curve_of(side: Sidecar) -> engine_pb2.DecodeCurve:
-    return (await side.stub.GetEngineInfo(engine_pb2.GetEngineInfoRequest(), timeout=T)).info.decode_curve
+    return (
+        await side.stub.GetEngineInfo(engine_pb2.GetEngineInfoRequest(), timeout=T)
+    ).info.decode_curve
 
 
 def renewed(scheduler: FakeScheduler) -> Sequence[engine_pb2.DecodeCurve]:
@@ -68,17 +71,24 @@ def renewed(scheduler: FakeScheduler) -> Sequence[engine_pb2.DecodeCurve]:
 
 
 def step_s(scheduler: FakeScheduler) -> float:
-    """A step of four sequences of 100 tokens by the curve of the last renewal; 0 while there is none."""
-    return sum(each.base_s + 4 * each.per_sequence_s + 400 * each.per_kv_token_s for each in renewed(scheduler)[-1:])
+    """A step of four sequences of 100 tokens by the curve of the last renewal; 0 while there is
+    none."""
+    return sum(
+        each.base_s + 4 * each.per_sequence_s + 400 * each.per_kv_token_s
+        for each in renewed(scheduler)[-1:]
+    )
 
 
 async def test_an_engine_is_registered_with_the_curve_of_its_probe(
     nats_url: str, engine: FakeSglang, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine that is too slow for long prompts. Result: the scheduler has a curve from the first moment; the probe
-    was as small as documented, shared a prompt a round, and was no step to anybody."""
+    """An engine that is too slow for long prompts. Result: the scheduler has a curve from the first
+    moment; the probe was as small as documented, shared a prompt a round, and was no step to
+    anybody."""
     monkeypatch.setattr(probe, "PREFILL_S", 0.0)
-    async with sidecar(nats_url, engine.url, scheduler=scheduler.address, probe_s=PROBE_S, slots=4) as side:
+    async with sidecar(
+        nats_url, engine.url, scheduler=scheduler.address, probe_s=PROBE_S, slots=4
+    ) as side:
         facts = await hear(side.runtime.bus)
         await until(lambda: scheduler.requests("RegisterEngine"))
         curve = scheduler.requests("RegisterEngine")[0].info.decode_curve
@@ -92,12 +102,23 @@ async def test_an_engine_is_registered_with_the_curve_of_its_probe(
         sizes = [len(request["input_ids"]) for request in sent]
         rounds = [BATCHES, *([(1,)] * (ROUNDS - 1))]
         assert sizes == [
-            context for batches in rounds for context in CONTEXTS for batch in batches for _ in range(batch)
+            context
+            for batches in rounds
+            for context in CONTEXTS
+            for batch in batches
+            for _ in range(batch)
         ]
-        prompts = {tuple(request["input_ids"]) for request in sent if len(request["input_ids"]) == max(CONTEXTS)}
+        prompts = {
+            tuple(request["input_ids"])
+            for request in sent
+            if len(request["input_ids"]) == max(CONTEXTS)
+        }
         assert len(prompts) == ROUNDS
         assert all(
-            any(list(prompt[: len(request["input_ids"])]) == request["input_ids"] for prompt in prompts)
+            any(
+                list(prompt[: len(request["input_ids"])]) == request["input_ids"]
+                for prompt in prompts
+            )
             for request in sent
         )
         assert {request["sampling_params"]["max_new_tokens"] for request in sent} == {TOKENS}
@@ -124,8 +145,11 @@ async def test_a_probe_of_a_fast_engine_has_longer_prompts_after_its_first_round
 async def test_without_a_probe_the_curve_is_learned_from_the_steps(
     nats_url: str, engine: FakeSglang, scheduler: FakeScheduler
 ) -> None:
-    """Result: none is registered; once steps have run, renewals bring one, as often the same as the engine is."""
-    async with sidecar(nats_url, engine.url, scheduler=scheduler.address, probe_s=0.0, slots=4) as side:
+    """Result: none is registered; once steps have run, renewals bring one, as often the same as the
+    engine is."""
+    async with sidecar(
+        nats_url, engine.url, scheduler=scheduler.address, probe_s=0.0, slots=4
+    ) as side:
         await until(lambda: renewed(scheduler))
         assert not scheduler.requests("RegisterEngine")[0].info.HasField("decode_curve")
         assert not scheduler.requests("RenewEngineLease")[-1].HasField("decode_curve")
@@ -137,8 +161,11 @@ async def test_without_a_probe_the_curve_is_learned_from_the_steps(
 async def test_an_engine_that_becomes_slow_gets_another_curve(
     nats_url: str, engine: FakeSglang, scheduler: FakeScheduler
 ) -> None:
-    """Result: a renewal brings the slower curve, and the engine is not registered again, which would lose its steps."""
-    async with sidecar(nats_url, engine.url, scheduler=scheduler.address, probe_s=0.0, slots=4) as side:
+    """Result: a renewal brings the slower curve, and the engine is not registered again, which
+    would lose its steps."""
+    async with sidecar(
+        nats_url, engine.url, scheduler=scheduler.address, probe_s=0.0, slots=4
+    ) as side:
         await serve(side, steps=4, tokens=60)
         await until(lambda: step_s(scheduler) > 0.0)
         fast_s = step_s(scheduler)
@@ -152,8 +179,14 @@ async def test_a_declared_curve_stays_and_is_not_probed(
     nats_url: str, engine: FakeSglang, scheduler: FakeScheduler
 ) -> None:
     declared = engine_pb2.DecodeCurve(base_s=0.5, prefill_tokens_per_s=9.0, prefill_pair_s=1e-6)
-    given: dict[str, Any] = {"decode_base_s": 0.5, "prefill_tokens_per_s": 9.0, "prefill_pair_s": 1e-6}
-    async with sidecar(nats_url, engine.url, scheduler=scheduler.address, probe_s=PROBE_S, **given) as side:
+    given: dict[str, Any] = {
+        "decode_base_s": 0.5,
+        "prefill_tokens_per_s": 9.0,
+        "prefill_pair_s": 1e-6,
+    }
+    async with sidecar(
+        nats_url, engine.url, scheduler=scheduler.address, probe_s=PROBE_S, **given
+    ) as side:
         await serve(side, steps=4)
         await until(lambda: len(renewed(scheduler)) >= 2)
         assert scheduler.requests("RegisterEngine")[0].info.decode_curve == declared
@@ -161,16 +194,20 @@ async def test_a_declared_curve_stays_and_is_not_probed(
         assert not probes(engine)
 
 
-async def test_a_probe_ends_at_once_when_a_step_comes(nats_url: str, scheduler: FakeScheduler) -> None:
-    """Result: the step does not wait for the probe; the probe's request is aborted, no other follows, and the engine is
-    registered."""
+async def test_a_probe_ends_at_once_when_a_step_comes(
+    nats_url: str, scheduler: FakeScheduler
+) -> None:
+    """Result: the step does not wait for the probe; the probe's request is aborted, no other
+    follows, and the engine is registered."""
     async with slow_engine(nats_url, scheduler=scheduler.address) as (side, engine):
         prompt = list(range(5, 60))
         sampling = SamplingParams(max_new_tokens=5, temperature=0.0)
         step = Step(side.stub, step_request(ticket("e0"), prompt, sampling))
         await until(lambda: engine.aborts)
         assert engine.aborts[0] == probes(engine)[0]["rid"]
-        assert not step.seen.tokens, "the abort is sent before the step has its first token, which takes a second"
+        assert not step.seen.tokens, (
+            "the abort is sent before the step has its first token, which takes a second"
+        )
         engine.token_s = 0.001
         assert (await step).tokens.tolist() == expected(prompt, 5)
         await until(lambda: scheduler.requests("RegisterEngine"))

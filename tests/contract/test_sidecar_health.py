@@ -1,4 +1,5 @@
-"""A sidecar judges its engine by progress: one that hangs is lost although it answers questions, and comes back."""
+"""A sidecar judges its engine by progress: one that hangs is lost although it answers questions,
+and comes back."""
 
 from __future__ import annotations
 
@@ -37,17 +38,25 @@ async def scheduler() -> AsyncIterator[FakeScheduler]:
 
 
 def greedy(count: int, prompt: list[int] = PROMPT, **options: Any) -> engine_pb2.GenerateRequest:
-    return step_request(ticket("e0", **options), prompt, SamplingParams(max_new_tokens=count, temperature=0.0))
+    return step_request(
+        ticket("e0", **options), prompt, SamplingParams(max_new_tokens=count, temperature=0.0)
+    )
 
 
 async def test_a_hung_engine_is_given_back_and_its_steps_end_at_once_until_it_goes_on(
     nats_url: str, engine: FakeSglang, scheduler: FakeScheduler
 ) -> None:
-    """The engine hangs while one step runs and one waits; it answers all questions that SGLang answers without its
-    scheduler process. Result: both steps end with ENGINE_LOST, after the tokens that were sampled; no step is taken and
-    the lease is given back; once the engine generates again it is registered again."""
+    """The engine hangs while one step runs and one waits; it answers all questions that SGLang
+    answers without its scheduler process. Result: both steps end with ENGINE_LOST, after the tokens
+    that were sampled; no step is taken and the lease is given back; once the engine generates again
+    it is registered again."""
     async with sidecar(
-        nats_url, engine.url, scheduler=scheduler.address, slots=1, engine_stall_s=STALL_S, decode_base_s=0.01
+        nats_url,
+        engine.url,
+        scheduler=scheduler.address,
+        slots=1,
+        engine_stall_s=STALL_S,
+        decode_base_s=0.01,
     ) as side:
         await until(lambda: scheduler.leases)
         running = Step(side.stub, greedy(3000))
@@ -72,8 +81,12 @@ async def test_a_hung_engine_is_given_back_and_its_steps_end_at_once_until_it_go
         (await run_step(side.stub, greedy(5))).require_whole()
 
 
-async def test_a_preempted_step_keeps_its_tokens_when_its_engine_hangs(nats_url: str, engine: FakeSglang) -> None:
-    async with sidecar(nats_url, engine.url, slots=1, engine_stall_s=STALL_S, decode_base_s=0.01) as side:
+async def test_a_preempted_step_keeps_its_tokens_when_its_engine_hangs(
+    nats_url: str, engine: FakeSglang
+) -> None:
+    async with sidecar(
+        nats_url, engine.url, slots=1, engine_stall_s=STALL_S, decode_base_s=0.01
+    ) as side:
         low = Step(side.stub, greedy(3000, priority=1.0))
         await low.until_tokens(21)
         high = Step(side.stub, greedy(3000, [5], priority=5.0))
@@ -88,7 +101,9 @@ async def test_a_preempted_step_keeps_its_tokens_when_its_engine_hangs(nats_url:
         engine.go_on()
 
 
-async def test_an_engine_that_hangs_while_it_is_idle_is_found_by_a_probe(nats_url: str, engine: FakeSglang) -> None:
+async def test_an_engine_that_hangs_while_it_is_idle_is_found_by_a_probe(
+    nats_url: str, engine: FakeSglang
+) -> None:
     async with sidecar(nats_url, engine.url, engine_stall_s=STALL_S) as side:
         engine.hang()
         await side.until_engine_is(False)
@@ -118,7 +133,10 @@ async def test_no_probe_comes_while_steps_make_progress_or_the_engine_is_paused(
 async def test_an_engine_that_reads_a_long_prompt_is_not_lost(nats_url: str) -> None:
     """By its curve the prompt takes 4 s, longer than an engine may be silent otherwise."""
     curve: dict[str, Any] = {"decode_base_s": 0.01, "prefill_tokens_per_s": 100.0}
-    async with fake_sglang() as engine, sidecar(nats_url, engine.url, engine_stall_s=STALL_S, **curve) as side:
+    async with (
+        fake_sglang() as engine,
+        sidecar(nats_url, engine.url, engine_stall_s=STALL_S, **curve) as side,
+    ):
         engine.prefill_s = 4.0
         prompt = [7] * 400
         assert (await run_step(side.stub, greedy(5, prompt))).tokens.tolist() == expected(prompt, 5)
@@ -127,10 +145,15 @@ async def test_an_engine_that_reads_a_long_prompt_is_not_lost(nats_url: str) -> 
 async def test_an_engine_that_loads_weights_is_neither_lost_nor_probed(
     nats_url: str, engine: FakeSglang, scheduler: FakeScheduler
 ) -> None:
-    """Result: the lease is kept, steps wait, and the sidecar's own health, which Kubernetes asks, is SERVING."""
-    async with sidecar(nats_url, engine.url, scheduler=scheduler.address, engine_stall_s=STALL_S) as side:
+    """Result: the lease is kept, steps wait, and the sidecar's own health, which Kubernetes asks,
+    is SERVING."""
+    async with sidecar(
+        nats_url, engine.url, scheduler=scheduler.address, engine_stall_s=STALL_S
+    ) as side:
         engine.load_s = 4.0
-        request = engine_pb2.UpdateWeightsRequest(request_id="u", model_path="/m", weight_version="v2")
+        request = engine_pb2.UpdateWeightsRequest(
+            request_id="u", model_path="/m", weight_version="v2"
+        )
         update = asyncio.ensure_future(side.stub.UpdateWeights(request, timeout=20))
         await until(lambda: engine.loading)
         probes = engine.probes

@@ -1,5 +1,5 @@
-"""The sidecar and its lease: registered, renewed with its load, taken back when the engine is lost, given back at
-drain."""
+"""The sidecar and its lease: registered, renewed with its load, taken back when the engine is lost,
+given back at drain."""
 
 from __future__ import annotations
 
@@ -18,14 +18,22 @@ from treadle.scheduler.v1.scheduler_pb2_grpc import add_SchedulerServiceServicer
 @asynccontextmanager
 async def scheduler_and_engine() -> AsyncIterator[tuple[FakeScheduler, FakeSglang]]:
     scheduler = FakeScheduler()  # type: ignore[abstract]
-    async with Port(add_SchedulerServiceServicer_to_server, scheduler) as scheduler.address, fake_sglang() as engine:
+    async with (
+        Port(add_SchedulerServiceServicer_to_server, scheduler) as scheduler.address,
+        fake_sglang() as engine,
+    ):
         yield scheduler, engine
 
 
 async def test_the_engine_is_registered_as_it_is_and_renewed_with_its_load(nats_url: str) -> None:
     async with scheduler_and_engine() as (scheduler, engine):
         async with sidecar(
-            nats_url, engine.url, scheduler=scheduler.address, slots=3, hardware_tags=("h200",), decode_base_s=0.05
+            nats_url,
+            engine.url,
+            scheduler=scheduler.address,
+            slots=3,
+            hardware_tags=("h200",),
+            decode_base_s=0.05,
         ) as side:
             await until(lambda: len(scheduler.requests("RenewEngineLease")) >= 2)
             info = scheduler.requests("RegisterEngine")[0].info
@@ -37,7 +45,9 @@ async def test_the_engine_is_registered_as_it_is_and_renewed_with_its_load(nats_
             assert (renewal.lease_id, renewal.engine_id) == ("lease-1", "e0")
             assert renewal.load.engine_healthy
             assert renewal.load.weight_version == "default"
-        assert [request.lease_id for request in scheduler.requests("DeregisterEngine")] == ["lease-1"]
+        assert [request.lease_id for request in scheduler.requests("DeregisterEngine")] == [
+            "lease-1"
+        ]
 
 
 async def test_a_lease_that_the_scheduler_does_not_know_is_taken_anew(nats_url: str) -> None:
@@ -49,10 +59,15 @@ async def test_a_lease_that_the_scheduler_does_not_know_is_taken_anew(nats_url: 
         scheduler.leases.clear()
         await until(lambda: len(scheduler.requests("RegisterEngine")) == 2)
         await until(lambda: scheduler.requests("RenewEngineLease")[-1].lease_id == "lease-2")
-        assert scheduler.requests("RegisterEngine")[0].request_id != scheduler.requests("RegisterEngine")[1].request_id
+        assert (
+            scheduler.requests("RegisterEngine")[0].request_id
+            != scheduler.requests("RegisterEngine")[1].request_id
+        )
 
 
-async def test_a_lost_engine_is_given_back_and_registered_again_when_it_is_there(nats_url: str) -> None:
+async def test_a_lost_engine_is_given_back_and_registered_again_when_it_is_there(
+    nats_url: str,
+) -> None:
     async with (
         scheduler_and_engine() as (scheduler, engine),
         sidecar(nats_url, engine.url, scheduler=scheduler.address) as side,

@@ -1,4 +1,5 @@
-"""A sidecar reads both kinds of SGLang's streams: new tokens alone, and all tokens in each chunk."""
+"""A sidecar reads both kinds of SGLang's streams: new tokens alone, and all tokens in each
+chunk."""
 
 from __future__ import annotations
 
@@ -19,15 +20,20 @@ from treadle.engine.v1 import engine_pb2
 PROMPT = list(range(10, 74))
 
 
-def greedy(count: int, stop: str = "", prompt: list[int] = PROMPT, **options: Any) -> engine_pb2.GenerateRequest:
+def greedy(
+    count: int, stop: str = "", prompt: list[int] = PROMPT, **options: Any
+) -> engine_pb2.GenerateRequest:
     sampling = SamplingParams(max_new_tokens=count, temperature=0.0, stop=[stop] if stop else [])
     return step_request(ticket("e0", **options), prompt, sampling)
 
 
 @pytest.mark.parametrize("incremental", [True, False])
-async def test_the_tokens_of_a_step_are_those_that_were_sampled(nats_url: str, incremental: bool) -> None:
-    """A step that is evicted while it runs, before an engine of each kind. Result: tokens and logprobs are the
-    engine's, each once, and a stop string that the eviction splits is found in the text."""
+async def test_the_tokens_of_a_step_are_those_that_were_sampled(
+    nats_url: str, incremental: bool
+) -> None:
+    """A step that is evicted while it runs, before an engine of each kind. Result: tokens and
+    logprobs are the engine's, each once, and a stop string that the eviction splits is found in the
+    text."""
     output = expected(PROMPT, 120)
     stop = text_of(output[60:90])
     async with (
@@ -46,19 +52,24 @@ async def test_the_tokens_of_a_step_are_those_that_were_sampled(nats_url: str, i
 async def test_a_stream_that_is_not_as_the_engine_says_ends_before_a_wrong_token(
     nats_url: str, incremental: bool
 ) -> None:
-    """Result: the step ends with an error that names SGLang's argument, and the tokens before it are right."""
+    """Result: the step ends with an error that names SGLang's argument, and the tokens before it
+    are right."""
     async with (
         fake_sglang(incremental=incremental, says_incremental=not incremental) as engine,
         sidecar(nats_url, engine.url) as side,
     ):
         step = Step(side.stub, greedy(20))
-        with refused("ENGINE_LOST", grpc.StatusCode.UNAVAILABLE, says="--incremental-streaming-output"):
+        with refused(
+            "ENGINE_LOST", grpc.StatusCode.UNAVAILABLE, says="--incremental-streaming-output"
+        ):
             await step
         received = step.seen.tokens.tolist()
         assert received == expected(PROMPT, len(received))
 
 
-async def test_an_engine_that_cannot_run_a_step_says_which_argument_to_change(nats_url: str) -> None:
+async def test_an_engine_that_cannot_run_a_step_says_which_argument_to_change(
+    nats_url: str,
+) -> None:
     async with fake_sglang() as engine:
         engine.arguments["disaggregation_mode"] = "prefill"
         async with sidecar(nats_url, engine.url, healthy=False) as side:
@@ -89,8 +100,11 @@ async def test_an_engine_that_cannot_run_a_step_says_which_argument_to_change(na
         ("finish_reason", "stop"),
     ],
 )
-async def test_a_chunk_that_no_message_can_carry_ends_its_step_alone(nats_url: str, part: str, value: object) -> None:
-    """Result: an error with a reason, and the sidecar runs the next step; it ended with all of its steps."""
+async def test_a_chunk_that_no_message_can_carry_ends_its_step_alone(
+    nats_url: str, part: str, value: object
+) -> None:
+    """Result: an error with a reason, and the sidecar runs the next step; it ended with all of its
+    steps."""
 
     class FakeOddSglang(FakeSglang):
         odd = True
@@ -103,7 +117,9 @@ async def test_a_chunk_that_no_message_can_carry_ends_its_step_alone(nats_url: s
     engine = FakeOddSglang()
     await engine.start()
     async with sidecar(nats_url, engine.url) as side:
-        with refused("ENGINE_LOST", grpc.StatusCode.UNAVAILABLE, says="does not speak the protocol"):
+        with refused(
+            "ENGINE_LOST", grpc.StatusCode.UNAVAILABLE, says="does not speak the protocol"
+        ):
             await run_step(side.stub, greedy(20))
         engine.odd = False
         assert (await run_step(side.stub, greedy(20))).tokens.tolist() == expected(PROMPT, 20)

@@ -28,13 +28,21 @@ BACKENDS = {
 async def test_a_backend_that_is_not_there_refuses_calls_and_says_what_to_do(
     start_service: StartService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    """The service starts; a caller's own mistake is told first; a good call is refused with what is to be done."""
+    """The service starts; a caller's own mistake is told first; a good call is refused with what is
+    to be done."""
     settings, remedy = BACKENDS[case]
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    settings = {**settings, "DOCKER_HOSTS": f"unix://{tmp_path}/nobody.sock", "STATE_DIR": str(tmp_path / "state")}
+    settings = {
+        **settings,
+        "DOCKER_HOSTS": f"unix://{tmp_path}/nobody.sock",
+        "STATE_DIR": str(tmp_path / "state"),
+    }
     async with tools(start_service, "python", "frozen_lake", **settings) as calls:
         listed = await calls.stub.ListTools(pb.ListToolsRequest(), timeout=10)
-        assert (listed.sandbox, {tool.name for tool in listed.tools}) == ("", {"python", "frozen_lake"})
+        assert (listed.sandbox, {tool.name for tool in listed.tools}) == (
+            "",
+            {"python", "frozen_lake"},
+        )
         mistaken = await refusal_of(calls.invoke({"cod": ""}, tool="python"))
         assert mistaken.code is grpc.StatusCode.INVALID_ARGUMENT
         for call in (calls.python("1"), calls.open("frozen_lake")):
@@ -66,6 +74,8 @@ def test_a_network_or_backend_that_nobody_allowed_is_refused_at_start() -> None:
 
     with pytest.raises(RegistrationError, match="'egress' is not in TREADLE_TOOLS_NETWORKS"):
         Registry([tool(network="egress", backend="docker")])
-    with pytest.raises(RegistrationError, match="backend must be one of bubblewrap, docker, kubernetes"):
+    with pytest.raises(
+        RegistrationError, match="backend must be one of bubblewrap, docker, kubernetes"
+    ):
         Registry([tool(backend="podman")])
     assert len(list(Registry([tool(network="egress", backend="docker")], networks=["egress"]))) == 1

@@ -13,11 +13,15 @@ service = serve("python", "frozen_lake", "reasoning_gym")
 
 
 def invoke_request(**fields: Any) -> pb.InvokeRequest:
-    return pb.InvokeRequest(**{"request_id": "r", "tool": "python", "arguments_json": CODE, **fields})
+    return pb.InvokeRequest(
+        **{"request_id": "r", "tool": "python", "arguments_json": CODE, **fields}
+    )
 
 
 def open_request(**fields: Any) -> pb.OpenSessionRequest:
-    return pb.OpenSessionRequest(**{"request_id": "r", "tool": "frozen_lake", "arguments_json": "{}", **fields})
+    return pb.OpenSessionRequest(
+        **{"request_id": "r", "tool": "frozen_lake", "arguments_json": "{}", **fields}
+    )
 
 
 INVOKES = [
@@ -53,7 +57,10 @@ OPENS = [
     (open_request(arguments_json='{"slippery": "yes"}'), "arguments_json.slippery"),
     (open_request(arguments_json='{"lake": 1}'), "arguments_json.lake"),
     (open_request(tool="reasoning_gym"), "arguments_json.task"),
-    (open_request(tool="reasoning_gym", arguments_json='{"task": "no_such_task"}'), "arguments_json.task"),
+    (
+        open_request(tool="reasoning_gym", arguments_json='{"task": "no_such_task"}'),
+        "arguments_json.task",
+    ),
     (open_request(limits=pb.Limits(memory_bytes=-1)), "limits.memory_bytes"),
 ]
 
@@ -69,7 +76,9 @@ async def test_invoke_and_open_session_name_the_bad_field(calls: ToolsCalls) -> 
     for invoke, field in INVOKES:
         assert await refused_field(calls.stub.Invoke(invoke, timeout=CALL_S)) == (field,), invoke
     for opening, field in OPENS:
-        assert await refused_field(calls.stub.OpenSession(opening, timeout=CALL_S)) == (field,), opening
+        assert await refused_field(calls.stub.OpenSession(opening, timeout=CALL_S)) == (field,), (
+            opening
+        )
     good = await calls.stub.Invoke(invoke_request(), timeout=CALL_S)
     assert good.result.output == "1\n"
 
@@ -82,7 +91,10 @@ async def test_a_step_names_the_bad_field_and_takes_no_step(calls: ToolsCalls) -
         ({**step, "trajectory_id": "u"}, "trajectory_id"),
         ({**step, "arguments_json": '{"action": "jump"}'}, "arguments_json.action"),
         ({**step, "arguments_json": "{}"}, "arguments_json.action"),
-        ({**step, "arguments_json": '{"action": "up"}', "limits": limits(60.0)}, "limits.wall_time"),
+        (
+            {**step, "arguments_json": '{"action": "up"}', "limits": limits(60.0)},
+            "limits.wall_time",
+        ),
     ]
     for fields, field in bad:
         request = invoke_request(request_id="step", **fields)
@@ -94,16 +106,29 @@ async def test_unknown_tools_and_sessions_are_not_found(calls: ToolsCalls) -> No
     for call in (calls.invoke({}, tool="oracle"), calls.open("oracle")):
         with refused("TOOL_NOT_FOUND", grpc.StatusCode.NOT_FOUND):
             await call
-    for ask in (calls.step("s-none", {"action": "up"}), calls.close("s-none"), calls.session("s-none")):
+    for ask in (
+        calls.step("s-none", {"action": "up"}),
+        calls.close("s-none"),
+        calls.session("s-none"),
+    ):
         with refused("SESSION_NOT_FOUND", grpc.StatusCode.NOT_FOUND):
             await ask
 
 
 async def test_close_and_get_session_name_the_bad_field(calls: ToolsCalls) -> None:
-    no_request_id, no_session_id = pb.CloseSessionRequest(session_id="s"), pb.CloseSessionRequest(request_id="r")
-    assert await refused_field(calls.stub.CloseSession(no_request_id, timeout=CALL_S)) == ("request_id",)
-    assert await refused_field(calls.stub.CloseSession(no_session_id, timeout=CALL_S)) == ("session_id",)
-    assert await refused_field(calls.stub.GetSession(pb.GetSessionRequest(), timeout=CALL_S)) == ("session_id",)
+    no_request_id, no_session_id = (
+        pb.CloseSessionRequest(session_id="s"),
+        pb.CloseSessionRequest(request_id="r"),
+    )
+    assert await refused_field(calls.stub.CloseSession(no_request_id, timeout=CALL_S)) == (
+        "request_id",
+    )
+    assert await refused_field(calls.stub.CloseSession(no_session_id, timeout=CALL_S)) == (
+        "session_id",
+    )
+    assert await refused_field(calls.stub.GetSession(pb.GetSessionRequest(), timeout=CALL_S)) == (
+        "session_id",
+    )
 
 
 async def test_every_rpc_needs_a_deadline(calls: ToolsCalls) -> None:

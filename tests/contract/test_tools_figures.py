@@ -1,4 +1,5 @@
-"""What the tools service says of its actions: figures as an OTLP collector gets them, and facts on the bus."""
+"""What the tools service says of its actions: figures as an OTLP collector gets them, and facts on
+the bus."""
 
 import asyncio
 from typing import Any
@@ -12,12 +13,16 @@ from treadle.tools.v1 import tools_pb2 as pb
 from treadle_runtime.bus import open_bus
 
 
-async def test_figures_and_facts_of_actions_say_what_they_took(start_service: StartService, nats_url: str) -> None:
-    """
-    GIVEN   one core
-    WHEN    a snippet runs, two of 0.3 s at the same time, one that fails, a session stays open, the service is stopped
-    Result: the collector has each action's times by tool and status, what cores were held and used, what is held;
-            each is published as started and finished with its queue, overhead and execution times, and one waited"""
+async def test_figures_and_facts_of_actions_say_what_they_took(
+    start_service: StartService, nats_url: str
+) -> None:
+    """GIVEN   one core
+    WHEN    a snippet runs, two of 0.3 s at the same time, one that fails, a session stays open, the
+    service is stopped
+    Result: the collector has each action's times by tool and status, what cores were held and used,
+    what is held;
+            each is published as started and finished with its queue, overhead and execution times,
+            and one waited"""
     trajectory_id, published = "t-1", list[Fact]()
     async with (
         collecting() as (collector, endpoint),
@@ -25,7 +30,9 @@ async def test_figures_and_facts_of_actions_say_what_they_took(start_service: St
     ):
         await calls.python("1", trajectory_id=trajectory_id)
         code = "import time; sum(range(10**6)); time.sleep(0.3)"
-        both = await asyncio.gather(*(calls.python(code, trajectory_id=trajectory_id) for _ in range(2)))
+        both = await asyncio.gather(
+            *(calls.python(code, trajectory_id=trajectory_id) for _ in range(2))
+        )
         await calls.python("1 / 0")
         await calls.open("frozen_lake")
         calls.process.terminate()
@@ -36,8 +43,14 @@ async def test_figures_and_facts_of_actions_say_what_they_took(start_service: St
         return collector.points(f"treadle.tools.{name}")
 
     for name in ("action.queue", "action.overhead", "action.execution"):
-        counted = {(labels["tool"], labels["status"]): point.count for labels, point in points(name)}
-        assert counted == {("python", "ok"): 3, ("python", "tool_error"): 1, ("frozen_lake", "ok"): 1}
+        counted = {
+            (labels["tool"], labels["status"]): point.count for labels, point in points(name)
+        }
+        assert counted == {
+            ("python", "ok"): 3,
+            ("python", "tool_error"): 1,
+            ("frozen_lake", "ok"): 1,
+        }
     assert all(point.sum > 0 for _, point in points("action.execution"))
     held = {labels["tool"]: point.as_double for labels, point in points("cores.held")}
     assert min(held["python"], held["frozen_lake"]) > 0

@@ -1,4 +1,5 @@
-"""`treadle demo` itself, small, on two real engines: to its end, and interrupted in the middle of a play."""
+"""`treadle demo` itself, small, on two real engines: to its end, and interrupted in the middle of a
+play."""
 
 import json
 import signal
@@ -12,7 +13,19 @@ from treadle_cli.report.records import read_run
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-SMALL = ("demo", "--prompts", "2", "--samples", "2", "--slots", "1", "--tool-latency", "0.2", "--repeats", "1")
+SMALL = (
+    "demo",
+    "--prompts",
+    "2",
+    "--samples",
+    "2",
+    "--slots",
+    "1",
+    "--tool-latency",
+    "0.2",
+    "--repeats",
+    "1",
+)
 
 
 @pytest.fixture
@@ -49,19 +62,31 @@ def test_a_small_demo_writes_the_whole_report(demo: TreadleProcess, tmp_path: Pa
             assert trajectory.outcome == "finished" and trajectory.turns >= 1
             assert sum(trajectory.loss_mask) == trajectory.gen_tokens > 0
             seconds = time_by_kind(trajectory)
-            assert sum(seconds.values()) == pytest.approx(trajectory.finished_s - trajectory.opened_s)
+            assert sum(seconds.values()) == pytest.approx(
+                trajectory.finished_s - trajectory.opened_s
+            )
             assert seconds["decode"] > 0 and seconds["tool"] > 0
-            assert seconds["other"] < 0.2 * sum(seconds.values()) + 1.0  # nearly all of it has a name
-    versions = {forecast.model_version for t in run.of_play(run.record.plays[1]) for forecast in t.forecasts}
+            assert (
+                seconds["other"] < 0.2 * sum(seconds.values()) + 1.0
+            )  # nearly all of it has a name
+    versions = {
+        forecast.model_version for t in run.of_play(run.record.plays[1]) for forecast in t.forecasts
+    }
     assert versions and "prior-1" not in versions  # the predictor keeps what epoch 0 taught it
     figures = json.loads((folder / "summary.json").read_text())["figures"]
     assert all(arm["trajectories"] == 4 and arm["failed"] == 0 for arm in figures)
 
 
-def test_ctrl_c_in_the_middle_of_a_play_leaves_no_process(demo: TreadleProcess, tmp_path: Path) -> None:
-    demo.until(lambda: "Epoch 0, Pinned FCFS:" in demo.text())  # a line of progress, or that of the end of the play
+def test_ctrl_c_in_the_middle_of_a_play_leaves_no_process(
+    demo: TreadleProcess, tmp_path: Path
+) -> None:
+    demo.until(
+        lambda: "Epoch 0, Pinned FCFS:" in demo.text()
+    )  # a line of progress, or that of the end of the play
     demo.send(signal.SIGINT)
     assert demo.wait() == 130
     assert demo.left_over() == []
     (folder,) = (tmp_path / "runs").iterdir()
-    assert {entry.name for entry in folder.iterdir()} - {"trajectories.jsonl"} == {"logs"}  # that of finished plays
+    assert {entry.name for entry in folder.iterdir()} - {"trajectories.jsonl"} == {
+        "logs"
+    }  # that of finished plays

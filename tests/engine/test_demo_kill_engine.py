@@ -1,8 +1,10 @@
-"""Killing an engine in the middle of the demo's kind of work loses no trajectory: real engines, real services.
+"""Killing an engine in the middle of the demo's kind of work loses no trajectory: real engines,
+real services.
 
-Two engines on a core each, six trajectories of two turns. One engine's process gets SIGKILL while its steps are
-decoding. Result: every trajectory finishes, with as many tokens as it asked for and a logprob for each, steps that
-began on the killed engine end on the other one, and the temporary files of the killed engine are removed.
+Two engines on a core each, six trajectories of two turns. One engine's process gets SIGKILL while
+its steps are decoding. Result: every trajectory finishes, with as many tokens as it asked for and a
+logprob for each, steps that began on the killed engine end on the other one, and the temporary
+files of the killed engine are removed.
 """
 
 import io
@@ -35,7 +37,9 @@ async def test_a_killed_engine_loses_no_trajectory_and_no_token(tmp_path: Path) 
     async with ProcessTree(tmp_path / "logs") as tree:
         mesh = await Mesh.start(MeshPlan(plan, tmp_path / "state"), tree, board)
         chat = read_chat(mesh.model_path)
-        folders = [Path(psutil.Process(engine.child.pid).environ()["TMPDIR"]) for engine in mesh.engines]
+        folders = [
+            Path(psutil.Process(engine.child.pid).environ()["TMPDIR"]) for engine in mesh.engines
+        ]
         assert all(any(file.is_socket() for file in folder.iterdir()) for folder in folders)
         received = 0
 
@@ -53,11 +57,15 @@ async def test_a_killed_engine_loses_no_trajectory_and_no_token(tmp_path: Path) 
             return 1.0
 
         system = {"role": "system", "content": "Be brief."}
-        prompts = [Prompt(f"story-{i}", chat.begin([system, user(f"Story number {i}?")])) for i in range(3)]
+        prompts = [
+            Prompt(f"story-{i}", chat.begin([system, user(f"Story number {i}?")])) for i in range(3)
+        ]
         async with Client(mesh.where.scheduler) as client:
             result = await client.rollout(prompts, agent, samples_per_prompt=2)
 
-        assert "sidecar-engine-0" in [child.name for child in tree.children]  # it outlives its engine and says so
+        assert "sidecar-engine-0" in [
+            child.name for child in tree.children
+        ]  # it outlives its engine and says so
 
         assert [folder.exists() for folder in folders] == [False, True]
     assert not any(folder.exists() for folder in folders)
@@ -72,8 +80,14 @@ async def test_a_killed_engine_loses_no_trajectory_and_no_token(tmp_path: Path) 
         for step in trajectory.steps:
             assert len(step.token_ids) == len(step.logprobs) == STEP_TOKENS
             assert all(logprob <= 0.0 for logprob in step.logprobs)
-            covered = [index for span in step.version_spans for index in range(span.start_token, span.end_token)]
+            covered = [
+                index
+                for span in step.version_spans
+                for index in range(span.start_token, span.end_token)
+            ]
             assert covered == list(range(STEP_TOKENS))
-    moved = [step.engine_ids for t in result.trajectories for step in t.steps if len(step.engine_ids) > 1]
+    moved = [
+        step.engine_ids for t in result.trajectories for step in t.steps if len(step.engine_ids) > 1
+    ]
     assert moved and all(engine_ids == ("engine-0", "engine-1") for engine_ids in moved)
     assert {t.steps[-1].engine_ids[-1] for t in result.trajectories} == {"engine-1"}

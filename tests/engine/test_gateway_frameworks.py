@@ -1,5 +1,5 @@
-"""Frameworks' own clients through the gateway, on a real engine: tokens, logprobs and weight versions are those of a
-direct call, and what the model has sampled is never tokenised again."""
+"""Frameworks' own clients through the gateway, on a real engine: tokens, logprobs and weight
+versions are those of a direct call, and what the model has sampled is never tokenised again."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(600)]
 
 SESSIONS = ["s0", "s1"]
 NEW_TOKENS, TURNS, OBSERVATION = 16, 3, [28, 284, 260]
-# A step computes what came since the turn before, and a direct call the whole context: 32-bit floats give the
-# same tokens, and logprobs that differ in their last digits.
+# A step computes what came since the turn before, and a direct call the whole context: 32-bit
+# floats give the same tokens, and logprobs that differ in their last digits.
 LOGPROB_TOLERANCE = 2e-3
 
 
 def prompt(seed: int) -> list[int]:
     """Token ids that no other test of this run begins with."""
-    return [3 + (seed * 7919 + position * 31 + position * position) % 40_000 for position in range(40)]
+    return [
+        3 + (seed * 7919 + position * 31 + position * position) % 40_000 for position in range(40)
+    ]
 
 
 PROMPTS = [prompt(21), prompt(22)]
@@ -34,11 +36,15 @@ PROMPTS = [prompt(21), prompt(22)]
 
 @pytest.fixture
 async def door(tmp_path: Path, engine: RealEngine) -> AsyncIterator[FrontDoor]:
-    async with front_door(tmp_path, urls={"e0": engine.url}, tokenizer=model_folder(), served_model="smol") as door:
+    async with front_door(
+        tmp_path, urls={"e0": engine.url}, tokenizer=model_folder(), served_model="smol"
+    ) as door:
         yield door
 
 
-async def check(door: FrontDoor, context: list[int], token_ids: list[int], logprobs: list[float]) -> Direct:
+async def check(
+    door: FrontDoor, context: list[int], token_ids: list[int], logprobs: list[float]
+) -> Direct:
     """An answer is that of a direct call, which is returned."""
     direct = await ask_directly(door.http, door.urls["e0"], context, len(token_ids))
     assert token_ids == direct.token_ids
@@ -56,7 +62,9 @@ async def check_turns(door: FrontDoor, turns: list[dict[str, Any]]) -> None:
             direct = await check(door, context, ids, logprobs)
             # Their clients drop the spans, so that the request is made once more.
             sampling = {"temperature": 0.0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
-            answer = await door.post("/inference/v1/generate", {"token_ids": context, "sampling_params": sampling})
+            answer = await door.post(
+                "/inference/v1/generate", {"token_ids": context, "sampling_params": sampling}
+            )
             assert answer["choices"][0]["weight_versions"] == direct.versions
 
 
@@ -75,7 +83,9 @@ def options(door: FrontDoor, **sampling: Any) -> dict[str, Any]:
 async def test_skyrls_client(door: FrontDoor) -> None:
     answer = await run_rollouts("skyrl", options(door, logprobs=1, min_tokens=1, top_k=-1))
     await check_turns(door, answer["turns"])
-    assert all(isinstance(text, str) and text for turn in answer["turns"] for text in turn["responses"])
+    assert all(
+        isinstance(text, str) and text for turn in answer["turns"] for text in turn["responses"]
+    )
 
 
 async def test_prime_rls_client(door: FrontDoor) -> None:
@@ -102,7 +112,9 @@ async def test_what_slime_sends(door: FrontDoor) -> None:
 
 
 async def test_an_unmodified_openai_client_chats(door: FrontDoor) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0) as client:
+    async with openai.AsyncOpenAI(
+        base_url=f"{door.url}/v1", api_key="none", max_retries=0
+    ) as client:
         messages: list[Any] = [{"role": "user", "content": "Name a colour."}]
         known: list[int] = []
         for _ in range(TURNS):
@@ -116,10 +128,19 @@ async def test_an_unmodified_openai_client_chats(door: FrontDoor) -> None:
                 extra_body={"return_token_ids": True},
             )
             choice = answer.choices[0]
-            assert choice.model_extra is not None and choice.logprobs is not None and choice.logprobs.content
-            prompt_ids, token_ids = choice.model_extra["prompt_token_ids"], choice.model_extra["token_ids"]
+            assert (
+                choice.model_extra is not None
+                and choice.logprobs is not None
+                and choice.logprobs.content
+            )
+            prompt_ids, token_ids = (
+                choice.model_extra["prompt_token_ids"],
+                choice.model_extra["token_ids"],
+            )
             assert prompt_ids[: len(known)] == known
-            await check(door, prompt_ids, token_ids, [entry.logprob for entry in choice.logprobs.content])
+            await check(
+                door, prompt_ids, token_ids, [entry.logprob for entry in choice.logprobs.content]
+            )
             known = prompt_ids + token_ids
             messages += [
                 {"role": "assistant", "content": choice.message.content},

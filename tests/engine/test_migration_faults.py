@@ -1,8 +1,10 @@
-"""Whatever is lost in whichever state of a move between two real engines (the source, the target, NATS or storage): one
-engine owns the trajectory, and its next step is served with the tokens of an undisturbed run.
+"""Whatever is lost in whichever state of a move between two real engines (the source, the target,
+NATS or storage): one engine owns the trajectory, and its next step is served with the tokens of an
+undisturbed run.
 
-Two SGLang processes with their sidecars, the scheduler, migrators, NATS and the client. Only the gates that hold a move
-belong to the test. An engine takes half a minute to start, so one kill serves all states.
+Two SGLang processes with their sidecars, the scheduler, migrators, NATS and the client. Only the
+gates that hold a move belong to the test. An engine takes half a minute to start, so one kill
+serves all states.
 """
 
 import asyncio
@@ -52,13 +54,16 @@ class Pair:
         """By a trajectory whose prompt no other case has."""
         rng = random.Random(case)
         prompt = [rng.randrange(3, 40_000) for _ in range(PROMPT_PAGES * PAGE_TOKENS)]
-        async with one_step_taken(self.scheduler, self.engines, prompt, self._undisturbed) as moving:
+        async with one_step_taken(
+            self.scheduler, self.engines, prompt, self._undisturbed
+        ) as moving:
             yield moving
 
     async def hold_moves(
         self, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch, *sources: SidecarOf
     ) -> dict[tuple[str, str], Moving[SidecarOf]]:
-        """Moves from each of the sources, one held in each state, by source and state; they end with the stack."""
+        """Moves from each of the sources, one held in each state, by source and state; they end
+        with the stack."""
         wanted = {(source.engine_id, state) for source in sources for state in STATES}
         moves: dict[tuple[str, str], Moving[SidecarOf]] = {}
         taken = 0
@@ -68,14 +73,18 @@ class Pair:
             source_id = moving.source.engine_id
             state = next((state for state in STATES if (source_id, state) in wanted), None)
             if state is not None:
-                # A migrator runs one move between two engines at a time: one for each, with a bucket of its own.
+                # A migrator runs one move between two engines at a time: one for each, with a
+                # bucket of its own.
                 monkeypatch.setattr("treadle_migrator.wire.BUCKET", f"moves-{source_id}-{state}")
-                moves[source_id, state] = await stack.enter_async_context(held(moving, self.nats.url, state))
+                moves[source_id, state] = await stack.enter_async_context(
+                    held(moving, self.nats.url, state)
+                )
                 wanted.remove((source_id, state))
         return moves
 
     async def _undisturbed(self, context: Sequence[int]) -> list[int]:
-        """Asked past the sidecar of an engine that lives, under a salt of its own: none of the mesh's KV is used."""
+        """Asked past the sidecar of an engine that lives, under a salt of its own: none of the
+        mesh's KV is used."""
         alive = next(side.engine for side in self.engines if side.engine.running)
         body = {"input_ids": list(context), "sampling_params": GREEDY, "cache_salt": "undisturbed"}
         answer = await asyncio.to_thread(alive.ask, "/generate", body)
@@ -83,7 +92,9 @@ class Pair:
 
 
 @pytest.fixture
-async def pair(nats_server: NatsServer, two_engines: tuple[RealEngine, RealEngine]) -> AsyncIterator[Pair]:
+async def pair(
+    nats_server: NatsServer, two_engines: tuple[RealEngine, RealEngine]
+) -> AsyncIterator[Pair]:
     async with AsyncExitStack() as stack:
         control = await stack.enter_async_context(scheduler(nats_server.url))
         settings = {"scheduler": control.address, "kv_storage_dir": str(two_engines[0].kv)}
@@ -121,7 +132,8 @@ async def test_a_storage_that_is_lost_is_replaced_by_a_prefill_until_the_pages_a
 async def test_a_nats_that_dies_delays_the_end_of_a_move_and_changes_nothing_else(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
-    """The move goes on while nothing can be stored, and so does the step; both end once NATS is back."""
+    """The move goes on while nothing can be stored, and so does the step; both end once NATS is
+    back."""
     async with AsyncExitStack() as stack:
         moves = await pair.hold_moves(stack, monkeypatch, pair.engines[0])
         pair.nats.kill()
@@ -137,10 +149,11 @@ async def test_a_nats_that_dies_delays_the_end_of_a_move_and_changes_nothing_els
 async def test_an_engine_that_dies_in_any_state_of_a_move_has_its_trajectories_served_by_the_other(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
-    """SIGKILL while the engine is the source of a move in each state, and the target of one in each state.
+    """SIGKILL while the engine is the source of a move in each state, and the target of one in each
+    state.
 
-    Result: no step waits for a move that is still held. A source's death fails its move until the switch, a target's
-    until the target is the owner; then the step goes back to the source.
+    Result: no step waits for a move that is still held. A source's death fails its move until the
+    switch, a target's until the target is the owner; then the step goes back to the source.
     """
     survivor, doomed = pair.engines
     async with AsyncExitStack() as stack:
@@ -154,7 +167,9 @@ async def test_an_engine_that_dies_in_any_state_of_a_move_has_its_trajectories_s
             with subtests.test(source=source_id, state=state, move="goes on"):
                 ended = await moving.end()
                 if source_id == doomed.engine_id:
-                    reason = {"switch": "REVISION_MISMATCH", "release": ""}.get(state, "SOURCE_UNAVAILABLE")
+                    reason = {"switch": "REVISION_MISMATCH", "release": ""}.get(
+                        state, "SOURCE_UNAVAILABLE"
+                    )
                     assert ended.failure_reason == reason
                 else:
                     assert (ended.state == pb.MIGRATION_STATE_DONE) == (state == "release")

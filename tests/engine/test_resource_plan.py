@@ -1,4 +1,5 @@
-"""A resource plan changes the real engines of a mesh, and one whose engine cannot start changes nothing for long."""
+"""A resource plan changes the real engines of a mesh, and one whose engine cannot start changes
+nothing for long."""
 
 import io
 import json
@@ -21,19 +22,28 @@ from treadle_core.model import DEFAULT_BASE_S
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2 or checks.has_gpu(), reason="needs two cores and no GPU"),
+    pytest.mark.skipif(
+        len(os.sched_getaffinity(0)) < 2 or checks.has_gpu(), reason="needs two cores and no GPU"
+    ),
 ]
 
 START_S = 240.0
 ONE_WIDE = {"engines": [{"degree": 2, "slots": 4, "count": 1}]}
-NOT_STARTABLE = {"engines": [{"accelerator": "cpu", "degree": 1, "slots": 2, "flags": ["--no-such-flag"], "count": 1}]}
+NOT_STARTABLE = {
+    "engines": [
+        {"accelerator": "cpu", "degree": 1, "slots": 2, "flags": ["--no-such-flag"], "count": 1}
+    ]
+}
 TOKENS = 6
 
 
-async def test_a_plan_changes_the_engines_and_one_that_cannot_start_is_rolled_back(tmp_path: Path) -> None:
-    """Two engines of a core each. Result: with a trajectory open, a plan is refused and nothing changes; then one
-    engine has both cores, four slots and a measured curve, and the others are gone; an engine with a flag that SGLang
-    does not know is named with the end of its log, and after it an engine of the class before serves a trajectory."""
+async def test_a_plan_changes_the_engines_and_one_that_cannot_start_is_rolled_back(
+    tmp_path: Path,
+) -> None:
+    """Two engines of a core each. Result: with a trajectory open, a plan is refused and nothing
+    changes; then one engine has both cores, four slots and a measured curve, and the others are
+    gone; an engine with a flag that SGLang does not know is named with the end of its log, and
+    after it an engine of the class before serves a trajectory."""
     cores = checks.pinned_cores(2)
     plan = EnginePlan(2, 2, DEFAULT_MODEL, checks.engine_python(), cores, seed=0, flags=())
     screen = io.StringIO()
@@ -58,7 +68,10 @@ async def test_a_plan_changes_the_engines_and_one_that_cannot_start_is_rolled_ba
                 assert "stop: engine-0, engine-1" in screen.getvalue()
                 with pytest.raises(UsageProblem, match="trajectories are open: apply it between"):
                     await apply(ONE_WIDE)
-            assert [each.info.engine_id for each in await mesh.list_engines()] == ["engine-0", "engine-1"]
+            assert [each.info.engine_id for each in await mesh.list_engines()] == [
+                "engine-0",
+                "engine-1",
+            ]
 
             assert await apply(ONE_WIDE) == 0
             (wide,) = await mesh.list_engines()
@@ -68,12 +81,17 @@ async def test_a_plan_changes_the_engines_and_one_that_cannot_start_is_rolled_ba
             assert psutil.Process(engine.child.pid).cpu_affinity() == [*cores]
 
             assert await apply(NOT_STARTABLE) == 1
-            assert "engine-3 did not come up" in screen.getvalue() and "--no-such-flag" in screen.getvalue()
+            assert (
+                "engine-3 did not come up" in screen.getvalue()
+                and "--no-such-flag" in screen.getvalue()
+            )
             (former,) = await mesh.list_engines()
             assert (former.info.engine_id, former.info.slot_limit) == ("engine-4", 4)
             assert await local.running() == {"engine-4": engine.kind}
             async with await client.open(prompt=[5, 6, 7], prompt_id="p1", sample=0) as trajectory:
-                async for _ in trajectory.generate(Sampling(TOKENS, temperature=1.0, seed=1, ignore_eos=True)):
+                async for _ in trajectory.generate(
+                    Sampling(TOKENS, temperature=1.0, seed=1, ignore_eos=True)
+                ):
                     pass
             assert len(trajectory.steps[0].token_ids) == TOKENS
             assert trajectory.steps[0].engine_ids == ("engine-4",)

@@ -15,15 +15,20 @@ from treadle_sidecar.engine.process import choose_weights
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.timeout(400),
-    pytest.mark.skipif(choose_weights("auto", cpu=True) == "float", reason="8-bit weights need avx512_vnni"),
+    pytest.mark.skipif(
+        choose_weights("auto", cpu=True) == "float", reason="8-bit weights need avx512_vnni"
+    ),
 ]
 
 COUNTING = ", ".join(str(number) for number in range(1, 21)) + ","
 TEXTS = (
     COUNTING,
-    "The water of the sea evaporates, rises as vapour, and falls again as rain. Rivers carry it back to the sea.",
-    "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n    return area(",
-    "Paris is the capital of France, Rome is the capital of Italy, and Berlin is the capital of Germany.",
+    "The water of the sea evaporates, rises as vapour, and falls again as rain. Rivers carry it "
+    "back to the sea.",
+    "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n "
+    "   return area(",
+    "Paris is the capital of France, Rome is the capital of Italy, and Berlin is the capital of "
+    "Germany.",
 )
 MEAN_DIFFERENCE = 0.25  # of a token's logprob; 0.1 was measured
 SAME_GREEDY = 0.8  # share of tokens; 0.95 was measured
@@ -31,11 +36,19 @@ CHANGED = tuple(f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(
 
 
 def scores(engine: RealEngine, salt: str) -> list[tuple[float, int]]:
-    """The logprob of each token of TEXTS after its text's first, and the token that would have been likeliest."""
+    """The logprob of each token of TEXTS after its text's first, and the token that would have been
+    likeliest."""
     found = []
     for text in TEXTS:
-        body = {"text": text, "sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "cache_salt": salt}
-        meta = engine.ask("/generate", {**body, "logprob_start_len": 0, "top_logprobs_num": 1})["meta_info"]
+        body = {
+            "text": text,
+            "sampling_params": {"max_new_tokens": 0},
+            "return_logprob": True,
+            "cache_salt": salt,
+        }
+        meta = engine.ask("/generate", {**body, "logprob_start_len": 0, "top_logprobs_num": 1})[
+            "meta_info"
+        ]
         pairs = zip(meta["input_token_logprobs"][1:], meta["input_top_logprobs"][1:], strict=True)
         found += [(own[0], top[0][1]) for own, top in pairs]
     return found
@@ -63,8 +76,9 @@ def changed_model(folder: Path, out: Path) -> str:
 def test_8_bit_weights_serve_nearly_the_same_logprobs_also_after_an_update(
     int8_engine: RealEngine, engine: RealEngine, tmp_path: Path
 ) -> None:
-    """Result: greedy text makes sense, logprobs are near those of the float engine; after an update of both engines
-    they are near each other again and far from what they were, and the old weights bring the old logprobs back."""
+    """Result: greedy text makes sense, logprobs are near those of the float engine; after an update
+    of both engines they are near each other again and far from what they were, and the old weights
+    bring the old logprobs back."""
     sampling = {"max_new_tokens": 20, "temperature": 0.0}
     int8_engine.wait_ready()
     answer = int8_engine.ask("/generate", {"text": COUNTING, "sampling_params": sampling})

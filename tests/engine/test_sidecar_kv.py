@@ -10,7 +10,16 @@ import grpc
 import grpc.aio
 import pytest
 from support.conditions import until
-from support.engine_steps import Step, StepResult, int32s, packed, responses, run_step, step_request, ticket
+from support.engine_steps import (
+    Step,
+    StepResult,
+    int32s,
+    packed,
+    responses,
+    run_step,
+    step_request,
+    ticket,
+)
 from support.real_engines import KV_LIMIT_GB, RealEngine
 from support.rpc import error_of
 from support.sidecar_in_process import Sidecar, sidecar
@@ -25,7 +34,10 @@ T = 60.0
 
 def prompt(seed: int, length: int) -> list[int]:
     """Token ids that no other test of this run begins with."""
-    return [3 + (seed * 104_729 + position * 37 + position * position) % 40_000 for position in range(length)]
+    return [
+        3 + (seed * 104_729 + position * 37 + position * position) % 40_000
+        for position in range(length)
+    ]
 
 
 def sampled(count: int) -> SamplingParams:
@@ -33,7 +45,8 @@ def sampled(count: int) -> SamplingParams:
 
 
 def stored_in(engine: RealEngine) -> dict[str, Any]:
-    """Settings of a sidecar before an engine that has its folder; an engine may write there late."""
+    """Settings of a sidecar before an engine that has its folder; an engine may write there
+    late."""
     return {"kv_storage_dir": str(engine.kv), "export_wait_s": 10.0}
 
 
@@ -42,16 +55,20 @@ async def move(
 ) -> engine_pb2.PrefetchPrefixResponse:
     """Bring the trajectory's context from one engine to the other."""
     request = engine_pb2.PrefetchPrefixRequest(
-        request_id=f"{trajectory_id}-{storage_only}", trajectory_id=trajectory_id, storage_only=storage_only
+        request_id=f"{trajectory_id}-{storage_only}",
+        trajectory_id=trajectory_id,
+        storage_only=storage_only,
     )
     reference = getattr(request, "from")
     reference.engine_address, reference.trajectory_id = source.address, trajectory_id
     return await target.stub.PrefetchPrefix(request, timeout=T)
 
 
-async def test_new_weights_in_the_middle_of_a_step_show_as_two_spans(nats_url: str, engine: RealEngine) -> None:
-    """Result: the step goes on under the new version, on KV that the new weights computed, then everything is paused
-    and resumed once more."""
+async def test_new_weights_in_the_middle_of_a_step_show_as_two_spans(
+    nats_url: str, engine: RealEngine
+) -> None:
+    """Result: the step goes on under the new version, on KV that the new weights computed, then
+    everything is paused and resumed once more."""
     async with sidecar(nats_url, engine.url) as side:
         step = Step(side.stub, step_request(ticket("e0"), prompt(1, 100), sampled(60)))
         seen = step.seen
@@ -73,11 +90,18 @@ async def test_new_weights_in_the_middle_of_a_step_show_as_two_spans(nats_url: s
         await side.stub.Resume(engine_pb2.ResumeRequest(request_id="r"), timeout=T)
 
         finished = (await step).require_whole()
-        assert [span.weight_version for span in finished.version_spans] == [answer.previous_weight_version, "v2"]
+        assert [span.weight_version for span in finished.version_spans] == [
+            answer.previous_weight_version,
+            "v2",
+        ]
         assert finished.output_tokens == 60
         assert finished.preemptions == 2
         # The first resumption found nothing under the new salt, the second all but a page.
-        assert finished.resumed_prompt_tokens // 3 < finished.resumed_cached_tokens < finished.resumed_prompt_tokens
+        assert (
+            finished.resumed_prompt_tokens // 3
+            < finished.resumed_cached_tokens
+            < finished.resumed_prompt_tokens
+        )
         assert (await side.load()).weight_version == "v2"
         back = engine_pb2.UpdateWeightsRequest(
             request_id="b", weight_version="default", model_path=engine.spec.model_path
@@ -88,8 +112,8 @@ async def test_new_weights_in_the_middle_of_a_step_show_as_two_spans(nats_url: s
 async def test_a_trajectorys_kv_moves_to_the_other_engine_through_storage(
     nats_url: str, two_engines: tuple[RealEngine, RealEngine]
 ) -> None:
-    """A step on e0; e1 takes the context over while e0 is not asked for anything but token ids. Result: nearly all of
-    it comes from storage, and the next step on e1 finds it."""
+    """A step on e0; e1 takes the context over while e0 is not asked for anything but token ids.
+    Result: nearly all of it comes from storage, and the next step on e1 finds it."""
     first, second = two_engines
     storage = stored_in(first)
     async with (
@@ -97,13 +121,19 @@ async def test_a_trajectorys_kv_moves_to_the_other_engine_through_storage(
         sidecar(nats_url, second.url, "e1", **storage) as target,
     ):
         ids = prompt(2, 600)
-        step = await run_step(source.stub, step_request(ticket("e0", trajectory_id="t1"), ids, sampled(40)))
+        step = await run_step(
+            source.stub, step_request(ticket("e0", trajectory_id="t1"), ids, sampled(40))
+        )
         context = ids + step.tokens.tolist()
         whole_pages = (len(context) - 1) // 16 * 16
 
-        export = await source.stub.ExportPrefix(engine_pb2.ExportPrefixRequest(trajectory_id="t1"), timeout=T)
+        export = await source.stub.ExportPrefix(
+            engine_pb2.ExportPrefixRequest(trajectory_id="t1"), timeout=T
+        )
         assert int32s(export.token_ids.int32_le).tolist() == context
-        assert export.stored_tokens == whole_pages, "the pages' names are the engine's own, and all are written"
+        assert export.stored_tokens == whole_pages, (
+            "the pages' names are the engine's own, and all are written"
+        )
 
         moved = await move("t1", source, target, storage_only=True)
         assert moved.prefix_tokens == len(context)
@@ -112,7 +142,8 @@ async def test_a_trajectorys_kv_moves_to_the_other_engine_through_storage(
         assert moved.tokens_prefilled == len(context) - whole_pages
 
         there = await run_step(
-            target.stub, step_request(ticket("e1", trajectory_id="t1", turn=1), context, sampled(10))
+            target.stub,
+            step_request(ticket("e1", trajectory_id="t1", turn=1), context, sampled(10)),
         )
         assert there.require_whole().cached_tokens == whole_pages
 
@@ -130,8 +161,9 @@ async def test_a_trajectorys_kv_moves_to_the_other_engine_through_storage(
 async def test_the_folder_keeps_its_limit_and_the_prefix_that_was_used_last_still_moves(
     nats_url: str, two_engines: tuple[RealEngine, RealEngine]
 ) -> None:
-    """e0 takes a trajectory's turn before and after each of six prompts, more together than the folder may hold.
-    Result: the folder stays below its limit, and of the trajectory, but for its last token, all comes from storage."""
+    """e0 takes a trajectory's turn before and after each of six prompts, more together than the
+    folder may hold. Result: the folder stays below its limit, and of the trajectory, but for its
+    last token, all comes from storage."""
     first, second = two_engines
     storage = stored_in(first)
     async with (
@@ -143,10 +175,18 @@ async def test_the_folder_keeps_its_limit_and_the_prefix_that_was_used_last_stil
             order = step_request(ticket("e0", trajectory_id="t8", turn=turn), context, sampled(16))
             context = context + (await run_step(source.stub, order)).tokens.tolist()
             if turn < 6:
-                other = step_request(ticket("e0", trajectory_id=f"o{turn}"), prompt(20 + turn, 1500), sampled(1))
+                other = step_request(
+                    ticket("e0", trajectory_id=f"o{turn}"), prompt(20 + turn, 1500), sampled(1)
+                )
                 await run_step(source.stub, other)
-                await source.stub.ExportPrefix(engine_pb2.ExportPrefixRequest(trajectory_id=f"o{turn}"), timeout=T)
-        assert 0.5 * KV_LIMIT_GB < sum(file.stat().st_size for file in first.kv.iterdir()) / 1e9 < KV_LIMIT_GB
+                await source.stub.ExportPrefix(
+                    engine_pb2.ExportPrefixRequest(trajectory_id=f"o{turn}"), timeout=T
+                )
+        assert (
+            0.5 * KV_LIMIT_GB
+            < sum(file.stat().st_size for file in first.kv.iterdir()) / 1e9
+            < KV_LIMIT_GB
+        )
 
         moved = await move("t8", source, target, storage_only=True)
         assert moved.tokens_from_storage == (len(context) - 1) // PAGE_TOKENS * PAGE_TOKENS
@@ -155,8 +195,8 @@ async def test_the_folder_keeps_its_limit_and_the_prefix_that_was_used_last_stil
 async def test_a_page_that_was_damaged_in_storage_is_computed_again(
     nats_url: str, two_engines: tuple[RealEngine, RealEngine]
 ) -> None:
-    """The bytes of one page of twelve are zeroed before e1 fetches the prefix. Result: e1 reads the pages before it,
-    computes the others, and goes on with the tokens that e0 goes on with."""
+    """The bytes of one page of twelve are zeroed before e1 fetches the prefix. Result: e1 reads the
+    pages before it, computes the others, and goes on with the tokens that e0 goes on with."""
     first, second = two_engines
     storage = stored_in(first)
     greedy = SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True)
@@ -165,32 +205,45 @@ async def test_a_page_that_was_damaged_in_storage_is_computed_again(
         sidecar(nats_url, second.url, "e1", **storage) as target,
     ):
         ids = prompt(5, 200)
-        step = await run_step(source.stub, step_request(ticket("e0", trajectory_id="t5"), ids, sampled(8)))
+        step = await run_step(
+            source.stub, step_request(ticket("e0", trajectory_id="t5"), ids, sampled(8))
+        )
         context = ids + step.tokens.tolist()
-        exported = await source.stub.ExportPrefix(engine_pb2.ExportPrefixRequest(trajectory_id="t5"), timeout=T)
+        exported = await source.stub.ExportPrefix(
+            engine_pb2.ExportPrefixRequest(trajectory_id="t5"), timeout=T
+        )
         assert exported.stored_tokens == 192
         damaged = list(page_keys(context, PAGE_TOKENS, exported.cache_salt))[5]
         (file,) = first.kv.glob(f"{damaged}*")
         content = file.read_bytes()
         file.write_bytes(content[:300] + bytes(len(content) - 300))
 
-        request = engine_pb2.PrefetchPrefixRequest(request_id="d", trajectory_id="t5", token_ids=packed(context))
+        request = engine_pb2.PrefetchPrefixRequest(
+            request_id="d", trajectory_id="t5", token_ids=packed(context)
+        )
         moved = await target.stub.PrefetchPrefix(request, timeout=T)
         assert (moved.tokens_from_storage, moved.tokens_from_cache) == (5 * PAGE_TOKENS, 0)
         assert moved.tokens_prefilled == len(context) - 5 * PAGE_TOKENS
 
-        there = await run_step(target.stub, step_request(ticket("e1", trajectory_id="t5", turn=1), context, greedy))
-        here = await run_step(source.stub, step_request(ticket("e0", trajectory_id="t5", turn=1), context, greedy))
+        there = await run_step(
+            target.stub, step_request(ticket("e1", trajectory_id="t5", turn=1), context, greedy)
+        )
+        here = await run_step(
+            source.stub, step_request(ticket("e0", trajectory_id="t5", turn=1), context, greedy)
+        )
         assert there.require_whole().cached_tokens == 192
         assert there.tokens == here.tokens
-        await until(lambda: file.exists() and any(file.read_bytes()[300:]), what="the page is written again")
+        await until(
+            lambda: file.exists() and any(file.read_bytes()[300:]), what="the page is written again"
+        )
 
 
 async def test_a_storage_that_vanishes_is_missed_by_no_step_and_replaced_by_a_prefill(
     nats_url: str, two_engines: tuple[RealEngine, RealEngine]
 ) -> None:
-    """The folder is removed while both engines run. Result: steps go on, a move by storage is refused, one by prefill
-    computes everything; when the folder is back, KV moves through it again."""
+    """The folder is removed while both engines run. Result: steps go on, a move by storage is
+    refused, one by prefill computes everything; when the folder is back, KV moves through it again.
+    """
     first, second = two_engines
     storage = stored_in(first)
     async with (
@@ -200,7 +253,8 @@ async def test_a_storage_that_vanishes_is_missed_by_no_step_and_replaced_by_a_pr
         shutil.rmtree(first.kv)
         try:
             step = await run_step(
-                source.stub, step_request(ticket("e0", trajectory_id="t6"), prompt(6, 100), sampled(8))
+                source.stub,
+                step_request(ticket("e0", trajectory_id="t6"), prompt(6, 100), sampled(8)),
             )
             step.require_whole()
             with pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -210,21 +264,28 @@ async def test_a_storage_that_vanishes_is_missed_by_no_step_and_replaced_by_a_pr
             assert (computed.tokens_prefilled, computed.tokens_from_storage) == (108, 0)
         finally:
             first.kv.mkdir()
-        await run_step(source.stub, step_request(ticket("e0", trajectory_id="t7"), prompt(7, 100), sampled(8)))
+        await run_step(
+            source.stub, step_request(ticket("e0", trajectory_id="t7"), prompt(7, 100), sampled(8))
+        )
         assert (await move("t7", source, target, storage_only=False)).tokens_from_storage == 96
 
 
 async def test_a_step_whose_engine_is_killed_goes_on_elsewhere(
     nats_url: str, two_engines: tuple[RealEngine, RealEngine]
 ) -> None:
-    """SIGKILL in the middle of a step on e1. Result: the stream ends UNAVAILABLE ENGINE_LOST after every token that
-    came; e0 goes on from them, and the parts make one whole output."""
+    """SIGKILL in the middle of a step on e1. Result: the stream ends UNAVAILABLE ENGINE_LOST after
+    every token that came; e0 goes on from them, and the parts make one whole output."""
     first, second = two_engines
-    async with sidecar(nats_url, first.url) as rescue, sidecar(nats_url, second.url, "e1") as doomed:
+    async with (
+        sidecar(nats_url, first.url) as rescue,
+        sidecar(nats_url, second.url, "e1") as doomed,
+    ):
         ids = prompt(4, 80)
         received = StepResult()
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            async for response in responses(doomed.stub, step_request(ticket("e1"), ids, sampled(500))):
+            async for response in responses(
+                doomed.stub, step_request(ticket("e1"), ids, sampled(500))
+            ):
                 received.take(response)
                 if len(received.tokens) >= 20 and second.running:
                     assert any(file.is_socket() for file in second.temp_folder.iterdir())
@@ -236,7 +297,8 @@ async def test_a_step_whose_engine_is_killed_goes_on_elsewhere(
         assert count == len(received.logprobs) >= 20
 
         rest = await run_step(
-            rescue.stub, step_request(ticket("e0"), ids, sampled(count + 15), resumed=received.tokens)
+            rescue.stub,
+            step_request(ticket("e0"), ids, sampled(count + 15), resumed=received.tokens),
         )
         finished = rest.require_whole(resumed=count)
         assert finished.output_tokens == count + 15

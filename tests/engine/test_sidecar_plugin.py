@@ -1,4 +1,5 @@
-"""The SGLang plugin inside the engine's own venv: silent unless chosen, and equal to what it stands in for."""
+"""The SGLang plugin inside the engine's own venv: silent unless chosen, and equal to what it stands
+in for."""
 
 import os
 import subprocess
@@ -131,7 +132,9 @@ assert base.host_memory_budget_bytes() == 3 * 2**30
 
 def run(code: str) -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TREADLE_")}
-    done = subprocess.run([engine_python(), "-c", code], env=environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [engine_python(), "-c", code], env=environ, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -155,7 +158,9 @@ def test_on_a_machine_with_4_gb_free_host_pools_of_3_gb_may_be_made() -> None:
     run(LAPTOP)
 
 
-@pytest.mark.skipif(choose_weights("auto", cpu=True) == "float", reason="8-bit products need avx512_vnni")
+@pytest.mark.skipif(
+    choose_weights("auto", cpu=True) == "float", reason="8-bit products need avx512_vnni"
+)
 def test_products_of_8_bits_are_near_the_exact_ones_and_each_token_has_its_own() -> None:
     run(INT8)
 

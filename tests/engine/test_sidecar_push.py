@@ -48,7 +48,9 @@ class Trainer:
     async def parts(self, which: str) -> AsyncIterator[treadle.WeightPush]:
         """All weights, in PARTS broadcasts."""
         for part in range(PARTS):
-            yield treadle.WeightPush("distributed", await self.ask("body", which, part, PARTS, "treadle"))
+            yield treadle.WeightPush(
+                "distributed", await self.ask("body", which, part, PARTS, "treadle")
+            )
             await self.ask("broadcast", which, part, PARTS)
 
 
@@ -57,7 +59,9 @@ async def trainer_of(model: str) -> AsyncIterator[Trainer]:
     """A running one for the time of the block."""
     command = [str(engine_python()), "-P", str(weights_trainer.__file__), model]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ""}
-    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, env=env, limit=2**24)
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=PIPE, stdout=PIPE, env=env, limit=2**24
+    )
     try:
         trainer = Trainer(process)
         await trainer.hear()
@@ -70,7 +74,9 @@ async def trainer_of(model: str) -> AsyncIterator[Trainer]:
 async def greedy(client: treadle.Client, name: str) -> list[int]:
     """What the present weights say after PROMPT."""
     trajectory = await client.open(prompt_id=name, sample=0, prompt=PROMPT)
-    async for _ in trajectory.generate(treadle.Sampling(max_new_tokens=TOKENS, temperature=0.0, ignore_eos=True)):
+    async for _ in trajectory.generate(
+        treadle.Sampling(max_new_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+    ):
         pass
     await trajectory.close()
     return trajectory.steps[-1].token_ids
@@ -79,10 +85,13 @@ async def greedy(client: treadle.Client, name: str) -> list[int]:
 async def test_tokens_follow_the_weights_that_a_trainer_broadcasts(
     nats_url: str, engine: RealEngine, start_service: StartService, tmp_path: Path
 ) -> None:
-    """Two layers are exchanged by a broadcast while a step runs, loaded from disk as such, and put back by a broadcast.
-    Result: greedy tokens after the broadcast are those after the load, and at the end those of the beginning; the step
-    has a span of each version. The engine, which cannot sleep, says so."""
-    scheduler = await start_service("treadle_scheduler", {"TREADLE_SCHEDULER_LISTEN": f"127.0.0.1:{free_port()}"})
+    """Two layers are exchanged by a broadcast while a step runs, loaded from disk as such, and put
+    back by a broadcast. Result: greedy tokens after the broadcast are those after the load, and at
+    the end those of the beginning; the step has a span of each version. The engine, which cannot
+    sleep, says so."""
+    scheduler = await start_service(
+        "treadle_scheduler", {"TREADLE_SCHEDULER_LISTEN": f"127.0.0.1:{free_port()}"}
+    )
     curve: dict[str, Any] = {"decode_base_s": 0.05, "prefill_tokens_per_s": 500.0}
     async with (
         sidecar(nats_url, engine.url, scheduler=scheduler.address, **curve) as side,

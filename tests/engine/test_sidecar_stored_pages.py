@@ -1,5 +1,5 @@
-"""Stored pages of KV inside the engine's own venv: what was damaged or is another engine's is never used, and the
-folder keeps its limit."""
+"""Stored pages of KV inside the engine's own venv: what was damaged or is another engine's is never
+used, and the folder keeps its limit."""
 
 import subprocess
 

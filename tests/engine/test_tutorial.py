@@ -25,14 +25,18 @@ COMMAND_S = 400.0
 def commands() -> list[str]:
     """Of the page, without those that install something."""
     shown = find_commands((ROOT / "docs/tutorial.md").read_text())
-    return [command for command in shown if not re.search(r"\bmake setup$|\bpip install\b", command)]
+    return [
+        command for command in shown if not re.search(r"\bmake setup$|\bpip install\b", command)
+    ]
 
 
 @pytest.fixture
 def mesh(commands: list[str], tmp_path: Path) -> Iterator[TreadleProcess]:
     """What the page starts first, on free ports."""
     [started] = [command.removeprefix(UP) for command in commands if command.startswith(UP)]
-    process = TreadleProcess(["up", *started.split(), "--port", "0"], tmp_path, patience_s=COMMAND_S)
+    process = TreadleProcess(
+        ["up", *started.split(), "--port", "0"], tmp_path, patience_s=COMMAND_S
+    )
     yield process
     process.end()
 
@@ -50,7 +54,8 @@ def test_every_command_of_the_tutorial_does_what_the_page_says(
 ) -> None:
     mesh.until(lambda: "Ctrl-C stops everything" in mesh.text())
     [scheduler, gateway, console] = [
-        re.findall(rf"^{name} +((?:http://)?127\S+)", mesh.text(), re.MULTILINE)[0] for name in ADDRESSES
+        re.findall(rf"^{name} +((?:http://)?127\S+)", mesh.text(), re.MULTILINE)[0]
+        for name in ADDRESSES
     ]
     told: dict[str, str] = {"TRAJECTORY_ID": "", "RUN_ID": ""}
 
@@ -58,11 +63,19 @@ def test_every_command_of_the_tutorial_does_what_the_page_says(
         """The output of a command of the page, on this mesh."""
         for name, value in told.items():
             command = command.replace(name, value)
-        command = command.replace("http://127.0.0.1:7409", gateway).replace("examples/", f"{ROOT}/examples/")
+        command = command.replace("http://127.0.0.1:7409", gateway).replace(
+            "examples/", f"{ROOT}/examples/"
+        )
         command = command.replace(".venv/bin/python", sys.executable)
         command = command.replace(".venv/bin/treadle", f"{sys.executable} -m treadle_cli")
-        command += {"quickstart": f" {scheduler}", "chat": f" {gateway}"}.get(Path(command).stem, "")
-        command += f" --scheduler {scheduler}" if re.search(r"treadle_cli (rollout|explain)", command) else ""
+        command += {"quickstart": f" {scheduler}", "chat": f" {gateway}"}.get(
+            Path(command).stem, ""
+        )
+        command += (
+            f" --scheduler {scheduler}"
+            if re.search(r"treadle_cli (rollout|explain)", command)
+            else ""
+        )
         done = subprocess.run(
             ["bash", "-c", command],
             cwd=tmp_path,
@@ -76,7 +89,9 @@ def test_every_command_of_the_tutorial_does_what_the_page_says(
         return done.stdout
 
     before = {entry.name for entry in (tmp_path / "runs").iterdir()}
-    health, generate, chat, quickstart, rollout, explain, trace = [c for c in commands if not c.startswith(UP)]
+    health, generate, chat, quickstart, rollout, explain, trace = [
+        c for c in commands if not c.startswith(UP)
+    ]
     assert json.loads(play(health))["mesh"] == "there"
     answer = json.loads(play(generate))
     assert len(answer["output_ids"]) <= 16 and answer["text"]
@@ -90,7 +105,9 @@ def test_every_command_of_the_tutorial_does_what_the_page_says(
     [told["RUN_ID"]] = {entry.name for entry in (tmp_path / "runs").iterdir()} - before
     assert (tmp_path / "runs" / told["RUN_ID"] / "report.html").is_file()
     shown = read_console(console)
-    assert told["TRAJECTORY_ID"] in shown["rows"]["id"], "what was sent before the page was opened is there"
+    assert told["TRAJECTORY_ID"] in shown["rows"]["id"], (
+        "what was sent before the page was opened is there"
+    )
     assert len([rollout for rollout in shown["rollouts"] if rollout["trajectories"] == 4]) == 2
     ledger = play(explain)
     assert "decode" in ledger and "ticket" in ledger

@@ -1,7 +1,8 @@
 """A sidecar before an engine that answers anything.
 
-Whatever an engine says: the sidecar lives, a step ends whole or with an error that has a reason, no message to its
-caller breaks the stream's contract, and once the engine is well again, a step is as it should be.
+Whatever an engine says: the sidecar lives, a step ends whole or with an error that has a reason, no
+message to its caller breaks the stream's contract, and once the engine is well again, a step is as
+it should be.
 """
 
 from __future__ import annotations
@@ -41,11 +42,21 @@ POLL_S = 0.02  # the sidecar looks at its engine often, and so recovers soon
 ANSWER_S = 60.0
 DEFECTS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DEADLINE_EXCEEDED}
 PREFIX: dict[str, Any] = {"token_ids": packed(PROMPT)}
-ASKED: dict[str, tuple[str, Callable[[str], Message]]] = {  # what asks the engine, by the path whose answer it reads
-    "/generate": ("PrefetchPrefix", lambda id: pb.PrefetchPrefixRequest(request_id=id, trajectory_id=id, **PREFIX)),
+# what asks the engine, by the path whose answer it reads
+ASKED: dict[str, tuple[str, Callable[[str], Message]]] = {
+    "/generate": (
+        "PrefetchPrefix",
+        lambda id: pb.PrefetchPrefixRequest(request_id=id, trajectory_id=id, **PREFIX),
+    ),
     "/flush_cache": ("Sleep", lambda id: pb.SleepRequest(request_id=id, mode=pb.PAUSE_MODE_KEEP)),
-    "/release_memory_occupation": ("Sleep", lambda id: pb.SleepRequest(request_id=id, mode=pb.PAUSE_MODE_KEEP)),
-    "/update_weight_version": ("Sleep", lambda id: pb.SleepRequest(request_id=id, mode=pb.PAUSE_MODE_KEEP)),
+    "/release_memory_occupation": (
+        "Sleep",
+        lambda id: pb.SleepRequest(request_id=id, mode=pb.PAUSE_MODE_KEEP),
+    ),
+    "/update_weight_version": (
+        "Sleep",
+        lambda id: pb.SleepRequest(request_id=id, mode=pb.PAUSE_MODE_KEEP),
+    ),
     "/update_weights_from_disk": (
         "UpdateWeights",
         lambda id: pb.UpdateWeightsRequest(request_id=id, weight_version=id, model_path="m"),
@@ -53,18 +64,20 @@ ASKED: dict[str, tuple[str, Callable[[str], Message]]] = {  # what asks the engi
     "/server_info": ("GetEngineInfo", lambda id: pb.GetEngineInfoRequest()),
     "/model_info": ("GetEngineInfo", lambda id: pb.GetEngineInfoRequest()),
     "/v1/loads": ("GetLoad", lambda id: pb.GetLoadRequest()),
-}  # fmt: skip
+}
 
 
 class Hostile:
-    """A sidecar, and the engine that it has. ended: steps and calls, by the reason of their error."""
+    """A sidecar, and the engine that it has. ended: steps and calls, by the reason of their
+    error."""
 
     def __init__(self, engine: HostileSglang, side: Sidecar, engine_id: str) -> None:
         self._engine, self._side, self._engine_id = engine, side, engine_id
         self.ended: Counter[str] = Counter()
 
     async def run_steps(self, batch: Sequence[Spoil]) -> None:
-        """Steps whose streams are spoiled, at once; then the engine is well, and a step is as it should be."""
+        """Steps whose streams are spoiled, at once; then the engine is well, and a step is as it
+        should be."""
         names = [f"spoiled{index}" for index in range(len(batch))]
         self._engine.streams = dict(zip(names, batch, strict=True))
         for result, reason in await asyncio.gather(*(self._step(name) for name in names)):
@@ -79,24 +92,32 @@ class Hostile:
         await asyncio.sleep(2 * POLL_S)
         for name, request in (ASKED[path] for path in spoiled):
             try:
-                await getattr(self._side.stub, name)(request(f"r{uuid.uuid4().hex}"), timeout=ANSWER_S)
+                await getattr(self._side.stub, name)(
+                    request(f"r{uuid.uuid4().hex}"), timeout=ANSWER_S
+                )
                 self.ended["OK"] += 1
             except grpc.aio.AioRpcError as error:
                 self.ended[_reason_of(error)] += 1
         await self._recover()
 
     async def _step(self, name: str) -> tuple[StepResult, str]:
-        """What its stream said, none of which breaks the contract, and the reason of its error; OK: it is whole."""
+        """What its stream said, none of which breaks the contract, and the reason of its error; OK:
+        it is whole."""
         made = ticket(self._engine_id)
         made.ticket_id += name
-        request = step_request(made, PROMPT, SamplingParams(max_new_tokens=TOKENS, temperature=0.0, stop=["~"]))
+        request = step_request(
+            made, PROMPT, SamplingParams(max_new_tokens=TOKENS, temperature=0.0, stop=["~"])
+        )
         result, reason = StepResult(), "OK"
         try:
             async for response in self._side.stub.Generate(request, timeout=ANSWER_S):
                 result.take(response)
         except grpc.aio.AioRpcError as error:
             reason = _reason_of(error)
-        assert result.offsets == sorted(set(result.offsets)) and len(result.logprobs) == len(result.tokens) <= TOKENS
+        assert (
+            result.offsets == sorted(set(result.offsets))
+            and len(result.logprobs) == len(result.tokens) <= TOKENS
+        )
         assert min(result.tokens, default=0) >= 0
         assert all(math.isfinite(logprob) and logprob <= 0.0 for logprob in result.logprobs)
         return result, reason
@@ -105,11 +126,17 @@ class Hostile:
         self._engine.get_well()
         await until_said(
             self._side.load,
-            lambda load: load.engine_healthy and load.weight_version == "default" and not load.asleep_tags,
+            lambda load: (
+                load.engine_healthy and load.weight_version == "default" and not load.asleep_tags
+            ),
         )
         await self._side.stub.Resume(pb.ResumeRequest(request_id=uuid.uuid4().hex), timeout=CALL_S)
         result, reason = await self._step("well")
-        assert reason == "OK" and result.require_whole() and result.tokens.tolist() == expected(PROMPT, TOKENS)
+        assert (
+            reason == "OK"
+            and result.require_whole()
+            and result.tokens.tolist() == expected(PROMPT, TOKENS)
+        )
 
 
 def _reason_of(error: grpc.aio.AioRpcError) -> str:
@@ -120,7 +147,10 @@ def _reason_of(error: grpc.aio.AioRpcError) -> str:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["incremental", "cumulative"])
 async def hostile(request: pytest.FixtureRequest, shared_nats_url: str) -> AsyncIterator[Hostile]:
-    name, engine = request.param, HostileSglang(token_s=0.0, incremental=request.param == "incremental")
+    name, engine = (
+        request.param,
+        HostileSglang(token_s=0.0, incremental=request.param == "incremental"),
+    )
     await engine.start()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("treadle_sidecar.engine.watch.POLL_S", POLL_S)
@@ -130,7 +160,9 @@ async def hostile(request: pytest.FixtureRequest, shared_nats_url: str) -> Async
 
 
 async def run(
-    examples: int, strategy: st.SearchStrategy[Any], check: Callable[[Any], Coroutine[Any, Any, None]]
+    examples: int,
+    strategy: st.SearchStrategy[Any],
+    check: Callable[[Any], Coroutine[Any, Any, None]],
 ) -> None:
     """Try the examples in a thread, each in this loop."""
     loop = asyncio.get_running_loop()
@@ -144,8 +176,14 @@ async def run(
 
 
 async def test_no_stream_of_an_engine_breaks_the_contract(hostile: Hostile) -> None:
-    await run(EXAMPLES // BATCH // 2, st.lists(spoils(), min_size=BATCH, max_size=BATCH), hostile.run_steps)
-    assert min(hostile.ended[reason] for reason in ("OK", "ENGINE_LOST", "ENGINE_REFUSED")) > 0, hostile.ended
+    await run(
+        EXAMPLES // BATCH // 2,
+        st.lists(spoils(), min_size=BATCH, max_size=BATCH),
+        hostile.run_steps,
+    )
+    assert min(hostile.ended[reason] for reason in ("OK", "ENGINE_LOST", "ENGINE_REFUSED")) > 0, (
+        hostile.ended
+    )
 
 
 async def test_no_answer_of_an_engine_ends_its_sidecar(hostile: Hostile) -> None:

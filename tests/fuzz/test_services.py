@@ -1,8 +1,8 @@
 """Hostile requests to each RPC of each service, in a mesh with certificates.
 
-Whatever is sent: the process lives and answers a good request afterwards; the answer comes within the deadline; an
-error has a reason, names the field where the request is wrong, and is not one that no table knows; and a caller of one
-tenant receives nothing that only another tenant knows.
+Whatever is sent: the process lives and answers a good request afterwards; the answer comes within
+the deadline; an error has a reason, names the field where the request is wrong, and is not one that
+no table knows; and a caller of one tenant receives nothing that only another tenant knows.
 """
 
 import asyncio
@@ -20,7 +20,11 @@ from support.hostile_messages import Request, requests
 from support.secure_mesh import SERVICES, secure_mesh
 from support.secure_mesh import rpcs as all_rpcs
 
-CHECKS = {"INVALID_ARGUMENT", "MESSAGE_MALFORMED", "OF_ANOTHER_TENANT"}  # come before anything is done
+CHECKS = {
+    "INVALID_ARGUMENT",
+    "MESSAGE_MALFORMED",
+    "OF_ANOTHER_TENANT",
+}  # come before anything is done
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(0)]
 
 
@@ -55,5 +59,7 @@ async def test_no_request_harms_a_service(mesh: FuzzedMesh, service: str) -> Non
         assert not problems, "\n".join(problems)
 
     await asyncio.to_thread(send)
-    unreached = {rpc.name: mesh.answers_to(rpc) for rpc in rpcs if not mesh.answers_to(rpc).keys() - CHECKS}
+    unreached = {
+        rpc.name: mesh.answers_to(rpc) for rpc in rpcs if not mesh.answers_to(rpc).keys() - CHECKS
+    }
     assert not unreached, "no request to these passes the checks of its fields"

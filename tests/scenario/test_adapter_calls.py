@@ -1,4 +1,5 @@
-"""Scenarios of the call that all adapters make, and of the sessions that find a request's trajectory."""
+"""Scenarios of the call that all adapters make, and of the sessions that find a request's
+trajectory."""
 
 import asyncio
 import gc
@@ -48,10 +49,13 @@ def prompts_opened(mesh: FakeMesh) -> list[tuple[str, int]]:
     return [(each.prompt_id, each.sample) for each in mesh.scheduler.requests("OpenTrajectory")]
 
 
-async def test_turns_of_a_session_are_one_trajectory_and_equal_to_a_direct_call(mesh: FakeMesh, link: Link) -> None:
+async def test_turns_of_a_session_are_one_trajectory_and_equal_to_a_direct_call(
+    mesh: FakeMesh, link: Link
+) -> None:
     """Three turns, each with the whole context and something that a tool said.
 
-    Result: one trajectory with three turns; tokens, logprobs and version spans are those of the client itself.
+    Result: one trajectory with three turns; tokens, logprobs and version spans are those of the
+    client itself.
     """
     context, found = list(PROMPT), list[Answer]()
     for _ in range(3):
@@ -75,7 +79,8 @@ async def test_turns_of_a_session_are_one_trajectory_and_equal_to_a_direct_call(
 async def test_without_a_session_a_request_is_found_by_its_tokens_and_samples_are_counted(
     mesh: FakeMesh, link: Link
 ) -> None:
-    """Two samples of one prompt, whose tokens are the same here, and another prompt; then a turn of one of them."""
+    """Two samples of one prompt, whose tokens are the same here, and another prompt; then a turn of
+    one of them."""
     first, second = await asyncio.gather(link.generate(PROMPT, FIVE), link.generate(PROMPT, FIVE))
     other = await link.generate([9], FIVE)
     later = await link.generate([*PROMPT, *first.token_ids, 7], FIVE)
@@ -98,8 +103,12 @@ async def test_a_context_that_is_rewritten_begins_another_trajectory_and_the_lon
     assert stranger.trajectory_id not in (first.trajectory_id, rewritten.trajectory_id)
 
 
-async def test_a_turn_that_failed_is_tried_again_in_its_trajectory(mesh: FakeMesh, link: Link) -> None:
-    mesh.engines["e0"].refuse_next("Generate", Refusal(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT"))
+async def test_a_turn_that_failed_is_tried_again_in_its_trajectory(
+    mesh: FakeMesh, link: Link
+) -> None:
+    mesh.engines["e0"].refuse_next(
+        "Generate", Refusal(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT")
+    )
     with pytest.raises(treadle.TreadleError, match="INVALID_ARGUMENT"):
         await link.generate(PROMPT, FIVE, "s")
     answer = await link.generate(PROMPT, FIVE, "s")
@@ -110,7 +119,8 @@ async def test_a_turn_that_failed_is_tried_again_in_its_trajectory(mesh: FakeMes
 async def test_a_trajectory_that_the_scheduler_has_closed_is_followed_by_another_one(
     mesh: FakeMesh, link: Link
 ) -> None:
-    """As after a lease that had run out: the request must not fail for it, and the next one must not meet it again."""
+    """As after a lease that had run out: the request must not fail for it, and the next one must
+    not meet it again."""
     first = await link.generate(PROMPT, FIVE, "s")
     mesh.scheduler.outcomes[first.trajectory_id] = scheduler_pb2.OUTCOME_FAILED
     context = [*PROMPT, *first.token_ids, 7]
@@ -124,9 +134,12 @@ async def test_a_trajectory_that_the_scheduler_has_closed_is_followed_by_another
 async def test_no_trajectory_that_the_scheduler_has_closed_stands_in_the_way_of_a_request(
     mesh: FakeMesh, link: Link
 ) -> None:
-    """All samples of a prompt are closed, and the prompt goes on with any of them. Result: the client forgets them."""
+    """All samples of a prompt are closed, and the prompt goes on with any of them. Result: the
+    client forgets them."""
     answers = await asyncio.gather(*(link.generate(PROMPT, FIVE) for _ in range(3)))
-    mesh.scheduler.outcomes |= {each.trajectory_id: scheduler_pb2.OUTCOME_FAILED for each in answers}
+    mesh.scheduler.outcomes |= {
+        each.trajectory_id: scheduler_pb2.OUTCOME_FAILED for each in answers
+    }
     context = [*PROMPT, *answers[0].token_ids]
     again = await link.generate(context, FIVE)
     assert again.token_ids == expected(context)
@@ -146,7 +159,9 @@ async def test_a_request_under_way_when_its_link_is_left_gets_no_answer_of_an_ea
         await asking
 
 
-async def test_a_request_that_is_cancelled_leaves_its_trajectory_to_the_next(mesh: FakeMesh, link: Link) -> None:
+async def test_a_request_that_is_cancelled_leaves_its_trajectory_to_the_next(
+    mesh: FakeMesh, link: Link
+) -> None:
     engine = mesh.engines["e0"]
     engine.script = Script(hold_at=4)
     asking = asyncio.create_task(link.generate(PROMPT, FIVE, "s"))
@@ -171,7 +186,8 @@ async def test_a_request_that_is_cancelled_leaves_its_trajectory_to_the_next(mes
 async def test_what_an_agent_has_open_ends_with_its_run(
     mesh: FakeMesh, link: Link, error: BaseException | None, outcome: int
 ) -> None:
-    """Two requests without a session and one with, in one run, from tasks of its own; another run goes on."""
+    """Two requests without a session and one with, in one run, from tasks of its own; another run
+    goes on."""
 
     async def agent() -> None:
         async with one_run():
@@ -185,12 +201,16 @@ async def test_what_an_agent_has_open_ends_with_its_run(
     kept = await link.generate(PROMPT, FIVE, "another")
     [result] = await asyncio.gather(agent(), return_exceptions=True)
     assert type(result) is type(error)
-    ended = {name: each for name, each in mesh.scheduler.outcomes.items() if name != kept.trajectory_id}
+    ended = {
+        name: each for name, each in mesh.scheduler.outcomes.items() if name != kept.trajectory_id
+    }
     assert list(ended.values()) == [outcome, outcome]
     assert mesh.scheduler.open_trajectories == {kept.trajectory_id}
 
 
-async def test_a_request_that_outlives_its_run_ends_as_the_run_has(mesh: FakeMesh, link: Link) -> None:
+async def test_a_request_that_outlives_its_run_ends_as_the_run_has(
+    mesh: FakeMesh, link: Link
+) -> None:
     mesh.engines["e0"].script = Script(hold_at=4)
     left: list[asyncio.Task[Answer]] = []
     with pytest.raises(LookupError):
@@ -207,7 +227,9 @@ async def test_a_request_that_is_cancelled_while_others_of_its_session_close_lea
     mesh: FakeMesh, link: Link
 ) -> None:
     await link.generate(PROMPT, FIVE, "env", alone=True)
-    mesh.scheduler.refuse_next("CloseTrajectory", Refusal(grpc.StatusCode.UNAVAILABLE, "AWAY", retry_after_s=0.5))
+    mesh.scheduler.refuse_next(
+        "CloseTrajectory", Refusal(grpc.StatusCode.UNAVAILABLE, "AWAY", retry_after_s=0.5)
+    )
     asking = asyncio.create_task(link.generate([99], FIVE, "env", alone=True))
     await until(lambda: len(mesh.scheduler.requests("CloseTrajectory")) == 1)
     asking.cancel()
@@ -217,7 +239,9 @@ async def test_a_request_that_is_cancelled_while_others_of_its_session_close_lea
     assert not mesh.scheduler.open_trajectories
 
 
-async def test_a_session_with_one_trajectory_at_a_time_ends_the_one_before(mesh: FakeMesh, link: Link) -> None:
+async def test_a_session_with_one_trajectory_at_a_time_ends_the_one_before(
+    mesh: FakeMesh, link: Link
+) -> None:
     first = await link.generate(PROMPT, FIVE, "env", alone=True)
     turn = await link.generate([*PROMPT, *first.token_ids], FIVE, "env", alone=True)
     await link.generate([99], FIVE, "env", alone=True)
@@ -250,8 +274,8 @@ async def test_idle_trajectories_are_closed_by_their_age_and_the_newer_ones_of_t
 async def test_idle_trajectories_make_room_for_a_first_step_that_waits(mesh: FakeMesh) -> None:
     """Room for twenty trajectories, and twenty requests without a session, none of which goes on.
 
-    Result: nothing is closed while the last request waits for a moment only; then the two longest idle are, and it is
-    answered.
+    Result: nothing is closed while the last request waits for a moment only; then the two longest
+    idle are, and it is answered.
     """
     now = 0.0
     mesh.scheduler.room = 20
@@ -273,8 +297,8 @@ async def test_idle_trajectories_make_room_for_a_first_step_that_waits(mesh: Fak
 async def test_trajectories_that_go_on_are_not_closed_to_make_room(mesh: FakeMesh) -> None:
     """A conversation whose tools take ten seconds, and room for it alone.
 
-    Result: a first step closes it only once it is idle for four times as long as it ever was before, and what comes
-    back after that opens anew and makes the next ones wait longer.
+    Result: a first step closes it only once it is idle for four times as long as it ever was
+    before, and what comes back after that opens anew and makes the next ones wait longer.
     """
     now = 0.0
     mesh.scheduler.room = 1
@@ -301,7 +325,9 @@ async def test_trajectories_that_go_on_are_not_closed_to_make_room(mesh: FakeMes
         assert list(mesh.scheduler.outcomes) == [talk.trajectory_id, other.trajectory_id]
 
 
-def test_links_of_event_loops_that_have_ended_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_of_event_loops_that_have_ended_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As of a trainer that calls asyncio.run for each batch and never `leave`."""
     monkeypatch.setenv("TREADLE_ADDRESS", "127.0.0.1:1")
 
@@ -328,25 +354,44 @@ async def test_a_call_about_the_whole_mesh_works_where_an_event_loop_runs(mesh: 
 
 
 def test_sampling_parameters_come_by_the_names_of_sglang_vllm_and_transformers() -> None:
-    params = {"temperature": 0.5, "top_k": 0, "stop": "x", "eos_token_id": 2, "repetition_penalty": 1.0, "logprobs": 1}
+    params = {
+        "temperature": 0.5,
+        "top_k": 0,
+        "stop": "x",
+        "eos_token_id": 2,
+        "repetition_penalty": 1.0,
+        "logprobs": 1,
+    }
     sampling = sampling_of({**params, "seed": None, "n": 1, "max_tokens": 99}, 7)
-    assert sampling == treadle.Sampling(7, temperature=0.5, top_k=-1, stop=("x",), stop_token_ids=(2,))
+    assert sampling == treadle.Sampling(
+        7, temperature=0.5, top_k=-1, stop=("x",), stop_token_ids=(2,)
+    )
     assert sampling_of({"stop_strings": ["a", "b"], "stop_token_ids": [3, 4]}, 1).stop == ("a", "b")
 
 
 def test_what_ends_a_generation_may_come_by_two_names() -> None:
-    sampling = sampling_of({"stop_token_ids": [5], "eos_token_id": 2, "stop": None, "stop_strings": ["x"]}, 7)
+    sampling = sampling_of(
+        {"stop_token_ids": [5], "eos_token_id": 2, "stop": None, "stop_strings": ["x"]}, 7
+    )
     assert (sampling.stop, sampling.stop_token_ids) == (("x",), (5, 2))
 
 
-@pytest.mark.parametrize(("name", "value"), [("repetition_penalty", 1.1), ("min_tokens", 3), ("n", 2), ("typo", 1)])
-def test_a_parameter_that_the_mesh_does_not_carry_is_refused_by_name(name: str, value: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"), [("repetition_penalty", 1.1), ("min_tokens", 3), ("n", 2), ("typo", 1)]
+)
+def test_a_parameter_that_the_mesh_does_not_carry_is_refused_by_name(
+    name: str, value: float
+) -> None:
     with pytest.raises(ValueError, match=f"{name}={value}"):
         sampling_of({"temperature": 1.0, name: value}, 7)
 
 
 def test_each_token_has_the_version_that_sampled_it() -> None:
-    spans = (treadle.VersionSpan("4", 0, 2), treadle.VersionSpan("default", 2, 3), treadle.VersionSpan("5", 3, 5))
+    spans = (
+        treadle.VersionSpan("4", 0, 2),
+        treadle.VersionSpan("default", 2, 3),
+        treadle.VersionSpan("5", 3, 5),
+    )
     answer = Answer([1, 2, 3, 4, 5], [0.0] * 5, "stop", spans, "t", 0, 0, 0.0, 0.0, 0.0)
     assert answer.versions(otherwise=9) == [4, 4, 9, 5, 5]
     assert answer.numbered_versions == [4, 5]

@@ -1,7 +1,7 @@
 """Scenarios of each adapter as its framework calls it, before a mesh of fakes.
 
-The turns of a sample are one trajectory, equal to a direct call, and end when the framework is done with them.
-Stand-ins take the frameworks' places.
+The turns of a sample are one trajectory, equal to a direct call, and end when the framework is done
+with them. Stand-ins take the frameworks' places.
 """
 
 import asyncio
@@ -57,15 +57,32 @@ def verl_client(adapter: Any, kind: type = verl.LLMServerClient, **rollout: Any)
     return adapter.client_of(kind(verl.config(**rollout), "balancer"))
 
 
-async def test_verl_turns_of_a_request_are_one_trajectory_with_verls_fields(mesh: FakeMesh, verl_adapter: Any) -> None:
-    """The weights change in the middle of the second turn. Result: what verl trains on tells of both versions."""
+async def test_verl_turns_of_a_request_are_one_trajectory_with_verls_fields(
+    mesh: FakeMesh, verl_adapter: Any
+) -> None:
+    """The weights change in the middle of the second turn. Result: what verl trains on tells of
+    both versions."""
     client = verl_client(verl_adapter)
-    params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
-    first = await client.generate("r", prompt_ids=PROMPT, sampling_params={**params, "max_tokens": 6}, priority=3)
+    params = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "repetition_penalty": 1.0,
+        "logprobs": True,
+    }
+    first = await client.generate(
+        "r", prompt_ids=PROMPT, sampling_params={**params, "max_tokens": 6}, priority=3
+    )
     context = [*PROMPT, *first.token_ids, 7]
     mesh.engines["e0"].script = Script(version_from={0: "4", 2: "5"})
-    second = await client.generate("r", prompt_ids=context, sampling_params={**params, "max_tokens": 6})
-    assert (first.token_ids, first.log_probs, first.stop_reason) == (expected(PROMPT, 6), logprobs(6), "length")
+    second = await client.generate(
+        "r", prompt_ids=context, sampling_params={**params, "max_tokens": 6}
+    )
+    assert (first.token_ids, first.log_probs, first.stop_reason) == (
+        expected(PROMPT, 6),
+        logprobs(6),
+        "length",
+    )
     assert second.token_ids == expected(context, 6)
     assert [each.turn for each in mesh.scheduler.requests("ScheduleStep")] == [0, 1]
     steps = ("global_steps", "min_global_steps", "max_global_steps")
@@ -74,32 +91,42 @@ async def test_verl_turns_of_a_request_are_one_trajectory_with_verls_fields(mesh
 
 
 async def test_verl_limits_tokens_as_its_servers_do(mesh: FakeMesh, verl_adapter: Any) -> None:
-    """Without max_tokens by the lengths of the config, and by the model's context; nothing is asked where none fits."""
+    """Without max_tokens by the lengths of the config, and by the model's context; nothing is asked
+    where none fits."""
     client = verl_client(verl_adapter, response_length=8, prompt_length=4, max_model_len=9)
-    sampled = [len((await client.generate(i, prompt_ids=[1] * i, sampling_params={})).token_ids) for i in (1, 4, 6, 8)]
+    sampled = [
+        len((await client.generate(i, prompt_ids=[1] * i, sampling_params={})).token_ids)
+        for i in (1, 4, 6, 8)
+    ]
     assert sampled == [7, 4, 2, 0]
     assert len(mesh.scheduler.trajectories) == 3
 
 
 async def test_verl_asks_for_images_in_vain(verl_adapter: Any) -> None:
     with pytest.raises(ValueError, match="image_data: the mesh carries token ids alone"):
-        await verl_client(verl_adapter).generate("r", prompt_ids=[1], sampling_params={}, image_data=[b"i"])
+        await verl_client(verl_adapter).generate(
+            "r", prompt_ids=[1], sampling_params={}, image_data=[b"i"]
+        )
 
 
 @pytest.mark.parametrize("in_queue", [False, True])
 async def test_verls_manager_of_either_trainer_ends_a_trajectory_with_its_agent_loop(
     mesh: FakeMesh, verl_adapter: Any, monkeypatch: pytest.MonkeyPatch, in_queue: bool
 ) -> None:
-    """As the trainer names it in its config: two samples of two turns, of which one fails after its first.
+    """As the trainer names it in its config: two samples of two turns, of which one fails after its
+    first.
 
-    Result: three trajectories' worth of turns, two trajectories; each is closed when its agent loop is over.
+    Result: three trajectories' worth of turns, two trajectories; each is closed when its agent loop
+    is over.
     """
     turns: list[list[int]] = []
 
     async def play(client: Any, params: Any, *, fail: bool) -> list[int]:
         context = list(PROMPT)
         for _ in range(2):
-            turn = await client.generate(f"sample-{fail}", prompt_ids=context, sampling_params={"max_tokens": 4})
+            turn = await client.generate(
+                f"sample-{fail}", prompt_ids=context, sampling_params={"max_tokens": 4}
+            )
             turns.append(turn.token_ids)
             context += [*turn.token_ids, 7]
             if fail:
@@ -108,7 +135,9 @@ async def test_verls_manager_of_either_trainer_ends_a_trajectory_with_its_agent_
 
     monkeypatch.setitem(verl.AgentLoopWorker.loops, "two turns", play)
     config = verl.config(in_queue=in_queue)
-    manager = verl_adapter.AgentLoopManager.create(config=config, llm_client=verl.LLMServerClient(config, "balancer"))
+    manager = verl_adapter.AgentLoopManager.create(
+        config=config, llm_client=verl.LLMServerClient(config, "balancer")
+    )
     assert isinstance(manager, verl.AgentLoopManagerTQ) is in_queue
     worker = manager.worker
     assert isinstance(worker, verl.AgentLoopWorker)
@@ -124,7 +153,8 @@ async def test_verls_manager_of_either_trainer_ends_a_trajectory_with_its_agent_
 def test_verls_manager_refuses_engines_that_the_mesh_cannot_know(
     verl_adapter: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of another kind; and verl's own, where verl did not load the plugin, as without an address."""
+    """Those of another kind; and verl's own, where verl did not load the plugin, as without an
+    address."""
     vllm = verl.config(name="vllm")
     with pytest.raises(ValueError, match=r"rollout\.name must be sglang for the mesh, is vllm"):
         verl_adapter.AgentLoopManager.create(vllm, verl.LLMServerClient(vllm))
@@ -146,9 +176,11 @@ def areal_adapter() -> Iterator[Any]:
         yield adapter
 
 
-async def test_areal_workflows_get_responses_with_a_version_for_each_token(mesh: FakeMesh, areal_adapter: Any) -> None:
-    """A group of two episodes of two turns, with a new request id for each turn, as AReaL's own workflow makes them;
-    the weights change in the middle of the first turn.
+async def test_areal_workflows_get_responses_with_a_version_for_each_token(
+    mesh: FakeMesh, areal_adapter: Any
+) -> None:
+    """A group of two episodes of two turns, with a new request id for each turn, as AReaL's own
+    workflow makes them; the weights change in the middle of the first turn.
 
     Result: two trajectories, which end with their episodes.
     """
@@ -164,7 +196,9 @@ async def test_areal_workflows_get_responses_with_a_version_for_each_token(mesh:
             context = list(data["prompt"])
             for turn in range(2):
                 gconfig = areal.GenerationHyperparameters(max_new_tokens=6, greedy=True)
-                request = areal.ModelRequest(rid=f"{id(self)}-{turn}", input_ids=list(context), gconfig=gconfig)
+                request = areal.ModelRequest(
+                    rid=f"{id(self)}-{turn}", input_ids=list(context), gconfig=gconfig
+                )
                 found.append(await engine.agenerate(request))
                 context += [*found[-1].output_tokens, 7]
             return context
@@ -176,18 +210,24 @@ async def test_areal_workflows_get_responses_with_a_version_for_each_token(mesh:
     assert contexts[0][:9] == [*PROMPT, *expected(PROMPT, 6)]
     assert {tuple(each.output_logprobs) for each in found} == {tuple(logprobs(6))}
     assert {each.stop_reason for each in found} == {"length"}
-    assert sorted(tuple(each.output_versions) for each in found) == [(0,) * 6] * 3 + [(3, 3, 4, 4, 4, 4)]
+    assert sorted(tuple(each.output_versions) for each in found) == [(0,) * 6] * 3 + [
+        (3, 3, 4, 4, 4, 4)
+    ]
     assert len(mesh.scheduler.trajectories) == 2
     assert list(mesh.scheduler.outcomes.values()) == [FINISHED] * 2
     assert {each.sampling.temperature for each in mesh.engines["e0"].requests("Generate")} == {0.0}
 
 
-async def test_areal_limits_and_refuses_as_its_own_engine(mesh: FakeMesh, areal_adapter: Any) -> None:
+async def test_areal_limits_and_refuses_as_its_own_engine(
+    mesh: FakeMesh, areal_adapter: Any
+) -> None:
     engine = areal_adapter.MeshEngine(areal.config())
     short = areal.GenerationHyperparameters(max_new_tokens=99, max_tokens=7)
     response = await engine.agenerate(areal.ModelRequest(input_ids=PROMPT, gconfig=short))
     assert response.output_tokens == expected(PROMPT, 4)
-    full = areal.ModelRequest(input_ids=PROMPT, gconfig=areal.GenerationHyperparameters(max_tokens=3))
+    full = areal.ModelRequest(
+        input_ids=PROMPT, gconfig=areal.GenerationHyperparameters(max_tokens=3)
+    )
     with pytest.raises(RuntimeError, match=r"max_new_tokens \(0\) is not positive"):
         await engine.agenerate(full)
     with pytest.raises(ValueError, match=r"frequency_penalty=0\.5"):
@@ -201,13 +241,17 @@ async def test_areal_limits_and_refuses_as_its_own_engine(mesh: FakeMesh, areal_
 
 
 async def test_rllm_turns_are_one_trajectory_and_tell_the_oldest_version(mesh: FakeMesh) -> None:
-    """A workflow of two turns with its own id, and one in `trajectory()`; the trainer takes over after both."""
+    """A workflow of two turns with its own id, and one in `trajectory()`; the trainer takes over
+    after both."""
     with standing_in(rllm.contents(), "rllm") as (adapter,):
         engine = adapter.MeshEngine(rllm.Tokenizer(), max_prompt_length=16, max_response_length=6)
         messages = [{"role": "user", "content": "11 12 13"}]
         mesh.engines["e0"].script = Script(version_from={0: "8", 4: "9"})
         first = await engine.get_model_response(messages, application_id="a", temperature=0.7)
-        messages += [{"role": "assistant", "content": first.content}, {"role": "tool", "content": "7"}]
+        messages += [
+            {"role": "assistant", "content": first.content},
+            {"role": "tool", "content": "7"},
+        ]
         second = await engine.get_model_response(messages, application_id="a", max_tokens=3)
         async with engine.trajectory():
             await engine.get_model_response(messages)
@@ -215,22 +259,39 @@ async def test_rllm_turns_are_one_trajectory_and_tell_the_oldest_version(mesh: F
         await engine.sleep()
         with pytest.raises(rllm.TerminationEvent):
             await engine.get_model_response([{"role": "user", "content": "1 " * 17}])
-    assert (first.prompt_ids, first.completion_ids, first.logprobs) == (PROMPT, expected(PROMPT, 6), logprobs(6))
+    assert (first.prompt_ids, first.completion_ids, first.logprobs) == (
+        PROMPT,
+        expected(PROMPT, 6),
+        logprobs(6),
+    )
     assert (first.weight_version, first.finish_reason) == (8, "length")
     assert first.metrics["version_spans"] == [("8", 0, 4), ("9", 4, 6)]
     assert second.completion_ids == expected([*PROMPT, *expected(PROMPT, 6), 7], 3)
     assert second.metrics["trajectory_id"] == first.metrics["trajectory_id"] == "t-0"
     assert list(mesh.scheduler.outcomes) == ["t-1", "t-0"]
-    assert [each.sampling.temperature for each in mesh.engines["e0"].requests("Generate")] == [0.7, 1.0, 1.0]
+    assert [each.sampling.temperature for each in mesh.engines["e0"].requests("Generate")] == [
+        0.7,
+        1.0,
+        1.0,
+    ]
 
 
 # ROLL
 
 
-async def test_roll_environments_reach_the_mesh_from_threads_and_an_episode_ends_with_the_next(mesh: FakeMesh) -> None:
-    """Two environments in threads: an episode of two turns and the beginning of the next one each."""
+async def test_roll_environments_reach_the_mesh_from_threads_and_an_episode_ends_with_the_next(
+    mesh: FakeMesh,
+) -> None:
+    """Two environments in threads: an episode of two turns and the beginning of the next one
+    each."""
     with standing_in(roll.contents(), "roll"):
-        config = {"max_new_tokens": 4, "temperature": 0.5, "top_k": 50, "num_beams": 1, "stop_strings": None}
+        config = {
+            "max_new_tokens": 4,
+            "temperature": 0.5,
+            "top_k": 50,
+            "num_beams": 1,
+            "stop_strings": None,
+        }
         found: dict[int, list[Any]] = {}
 
         def play(environment: int) -> None:
@@ -246,22 +307,34 @@ async def test_roll_environments_reach_the_mesh_from_threads_and_an_episode_ends
             tokens = expected([environment, *PROMPT], 4)
             assert outputs[0].batch["responses"].tolist() == [tokens]
             assert outputs[0].batch["infer_logprobs"][0, -4:].tolist() == logprobs(4)
-            assert outputs[1].batch["responses"].tolist() == [expected([environment, *PROMPT, *tokens, 7], 4)]
+            assert outputs[1].batch["responses"].tolist() == [
+                expected([environment, *PROMPT, *tokens, 7], 4)
+            ]
             assert outputs[0].meta_info["version_spans"] == [[("0", 0, 4)]]
-            assert (outputs[0].meta_info["src_rank"], outputs[0].meta_info["finish_reasons"]) == (0, ["length"])
+            assert (outputs[0].meta_info["src_rank"], outputs[0].meta_info["finish_reasons"]) == (
+                0,
+                ["length"],
+            )
         assert len(mesh.scheduler.trajectories) == 4
         assert list(mesh.scheduler.outcomes.values()) == [FINISHED] * 2
-        assert {tuple(each.sampling.stop_token_ids) for each in mesh.engines["e0"].requests("Generate")} == {(2, 0)}
+        assert {
+            tuple(each.sampling.stop_token_ids) for each in mesh.engines["e0"].requests("Generate")
+        } == {(2, 0)}
     await asyncio.to_thread(lambda: background().run(calls.leave()))
 
 
 # TRL
 
 
-async def test_trl_conversations_are_trajectories_of_their_own_and_end_with_it(mesh: FakeMesh) -> None:
-    """TRL's loop, two conversations of two turns with the same prompt, in a thread as in the child process."""
+async def test_trl_conversations_are_trajectories_of_their_own_and_end_with_it(
+    mesh: FakeMesh,
+) -> None:
+    """TRL's loop, two conversations of two turns with the same prompt, in a thread as in the child
+    process."""
     with standing_in(trl.contents(), "trl") as (adapter,):
-        worker = adapter.RolloutWorker(dataset=[PROMPT, PROMPT], max_tokens=4, top_k=0, temperature=0.5)
+        worker = adapter.RolloutWorker(
+            dataset=[PROMPT, PROMPT], max_tokens=4, top_k=0, temperature=0.5
+        )
         loop = worker.make_loop()
         thread = threading.Thread(target=lambda: asyncio.run(loop._run_loops(asyncio.Event())))
         thread.start()
@@ -275,11 +348,14 @@ async def test_trl_conversations_are_trajectories_of_their_own_and_end_with_it(m
     assert first[0].output_log_probs == logprobs(4)
     assert list(mesh.scheduler.outcomes.values()) == [FINISHED] * 2
     sampling = [each.sampling for each in mesh.engines["e0"].requests("Generate")]
-    assert {(each.temperature, each.top_k, each.HasField("min_p")) for each in sampling} == {(0.5, -1, False)}
+    assert {(each.temperature, each.top_k, each.HasField("min_p")) for each in sampling} == {
+        (0.5, -1, False)
+    }
 
 
 def test_trls_worker_takes_what_the_trainers_config_says() -> None:
-    """Two samples a device and step, four devices, two steps of staleness: as many in flight as the trainer says."""
+    """Two samples a device and step, four devices, two steps of staleness: as many in flight as the
+    trainer says."""
     with standing_in(trl.contents(), "trl") as (adapter,):
         worker = adapter.RolloutWorker.of(
             trl.config(),
@@ -303,4 +379,6 @@ async def test_an_address_is_the_argument_or_the_environment_or_the_default(
     monkeypatch.setenv("TREADLE_ADDRESS", "environment:1")
     assert (calls.address_of(), calls.address_of("given:2")) == ("environment:1", "given:2")
     assert verl_client(verl_adapter).address == "environment:1"
-    assert isinstance(verl_client(verl_adapter, verl.FullyAsyncLLMServerClient), verl.FullyAsyncLLMServerClient)
+    assert isinstance(
+        verl_client(verl_adapter, verl.FullyAsyncLLMServerClient), verl.FullyAsyncLLMServerClient
+    )

@@ -1,5 +1,6 @@
-"""Scenarios of trainers that change weights under running requests, each in its framework's way: a scheduler and two
-sidecars as processes, two fakes of SGLang. No request fails, no token is lost, and versions tell what sampled what."""
+"""Scenarios of trainers that change weights under running requests, each in its framework's way: a
+scheduler and two sidecars as processes, two fakes of SGLang. No request fails, no token is lost,
+and versions tell what sampled what."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -29,7 +30,9 @@ QUICK_S = 0.002  # a token
 
 
 @pytest.fixture
-async def fleet(start_service: StartService, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
+async def fleet(
+    start_service: StartService, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Fleet]:
     async with start_fleet(start_service, token_s=0.05) as made:
         monkeypatch.setenv("TREADLE_ADDRESS", made.scheduler.address)
         yield made
@@ -65,7 +68,9 @@ class Replicas:
     def __init__(self, engines: Any, fleet: Fleet) -> None:
         loaded = verl.RolloutReplicaRegistry.get("sglang")
         self.all = [loaded(rank, None, None) for rank in range(2)]
-        self.servers = [replica.server_class.__ray_metadata__.modified_class() for replica in self.all]
+        self.servers = [
+            replica.server_class.__ray_metadata__.modified_class() for replica in self.all
+        ]
         for server, engine in zip(self.servers, fleet.engines, strict=True):
             server.address = ("127.0.0.1", engine.port)
 
@@ -93,8 +98,8 @@ async def test_verls_pause_shows_as_an_abort_and_its_asynchronous_client_goes_on
 ) -> None:
     """A request of either client runs when the trainer aborts, sends weights and resumes.
 
-    Result: the plain client has what was sampled until then, and says so; its next request goes on in the same
-    trajectory. verl's own loop in the other one gives all tokens, from both versions.
+    Result: the plain client has what was sampled until then, and says so; its next request goes on
+    in the same trajectory. verl's own loop in the other one gives all tokens, from both versions.
     """
     _, adapter = verl_adapters
     plain = adapter.client_of(verl.LLMServerClient(verl.config()))
@@ -121,7 +126,10 @@ async def test_verls_pause_shows_as_an_abort_and_its_asynchronous_client_goes_on
     assert whole.token_ids == expected(PROMPT, TOKENS)
     assert len(whole.log_probs) == TOKENS
     assert (cut.extra_fields["min_global_steps"], cut.extra_fields["max_global_steps"]) == (6, 6)
-    assert (whole.extra_fields["min_global_steps"], whole.extra_fields["max_global_steps"]) == (6, 7)
+    assert (whole.extra_fields["min_global_steps"], whole.extra_fields["max_global_steps"]) == (
+        6,
+        7,
+    )
     rest = {**params, "max_tokens": 10}
     again = await plain.generate("r", prompt_ids=[*PROMPT, *cut.token_ids], sampling_params=rest)
     assert [*cut.token_ids, *again.token_ids] == expected(PROMPT, len(cut.token_ids) + 10)
@@ -130,15 +138,23 @@ async def test_verls_pause_shows_as_an_abort_and_its_asynchronous_client_goes_on
 
 
 async def test_while_verls_engines_sleep_nothing_reaches_them_and_the_next_batch_wakes_the_mesh(
-    fleet: Fleet, replicas: Replicas, verl_adapters: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet,
+    replicas: Replicas,
+    verl_adapters: tuple[Any, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The synchronous trainer lets its replicas sleep, and says nothing when they wake with new weights."""
+    """The synchronous trainer lets its replicas sleep, and says nothing when they wake with new
+    weights."""
     _, adapter = verl_adapters
     found: list[list[int]] = []
 
     async def play(client: Any, params: Any) -> None:
         sampling = {"temperature": 0.0, "max_tokens": 8}
-        found.append((await client.generate("b", prompt_ids=list(PROMPT), sampling_params=sampling)).token_ids)
+        found.append(
+            (
+                await client.generate("b", prompt_ids=list(PROMPT), sampling_params=sampling)
+            ).token_ids
+        )
 
     async def generate(batch: Any) -> None:
         await verl.AgentLoopWorker.generate_sequences(manager.worker, batch)
@@ -159,10 +175,14 @@ async def test_while_verls_engines_sleep_nothing_reaches_them_and_the_next_batch
     assert (await waiting).token_ids == expected(PROMPT, 8)
 
 
-async def test_the_mesh_stays_paused_until_the_last_of_verls_replicas_lets_go(fleet: Fleet, replicas: Replicas) -> None:
+async def test_the_mesh_stays_paused_until_the_last_of_verls_replicas_lets_go(
+    fleet: Fleet, replicas: Replicas
+) -> None:
     await replicas.do("abort_all_requests")
     await replicas.all[0].resume_generation()
-    waiting = asyncio.create_task((await calls.link_to()).generate(PROMPT, Sampling(8, temperature=0.0)))
+    waiting = asyncio.create_task(
+        (await calls.link_to()).generate(PROMPT, Sampling(8, temperature=0.0))
+    )
     await asyncio.sleep(0.5)
     assert not waiting.done()
     await replicas.all[1].resume_generation()
@@ -172,8 +192,9 @@ async def test_the_mesh_stays_paused_until_the_last_of_verls_replicas_lets_go(fl
 async def test_the_name_of_an_engines_weights_says_which_memory_verl_has_taken(
     fleet: Fleet, replicas: Replicas
 ) -> None:
-    """The server gives memory away, and workers take it back by SGLang's HTTP, weights first. Result: the name of the
-    weights says what sleeps, as sidecars read it, and at last the new step."""
+    """The server gives memory away, and workers take it back by SGLang's HTTP, weights first.
+    Result: the name of the weights says what sleeps, as sidecars read it, and at last the new step.
+    """
     server, engine = replicas.servers[0], fleet.engines[0]
     await server.launch_server()
     manager = server.tokenizer_manager
@@ -186,7 +207,9 @@ async def test_the_name_of_an_engines_weights_says_which_memory_verl_has_taken(
     assert engine.weight_version == "7"
 
 
-async def test_verls_reward_models_and_teachers_are_none_of_the_meshs_engines(verl_adapters: tuple[Any, Any]) -> None:
+async def test_verls_reward_models_and_teachers_are_none_of_the_meshs_engines(
+    verl_adapters: tuple[Any, Any],
+) -> None:
     """Their replicas sleep and wake while no mesh is there at all."""
     engines, _ = verl_adapters
     made = engines.replica_in_mesh(verl.SGLangReplica, verl.remote, "127.0.0.1:1")
@@ -204,13 +227,15 @@ async def test_verls_reward_models_and_teachers_are_none_of_the_meshs_engines(ve
 async def test_areals_requests_go_on_through_an_update_and_tell_the_version_of_each_token(
     fleet: Fleet, tmp_path: Path
 ) -> None:
-    """Weights from disk in the middle of a request, then a broadcast one. Result: the request never hears of it; a
-    checkpoint is removed when the next one is loaded, and not before."""
+    """Weights from disk in the middle of a request, then a broadcast one. Result: the request never
+    hears of it; a checkpoint is removed when the next one is loaded, and not before."""
     with standing_in(areal.contents(), "areal") as (adapter,):
         engine = adapter.MeshEngine(areal.config())
         engine.set_version(4)
         gconfig = areal.GenerationHyperparameters(max_new_tokens=TOKENS, greedy=True)
-        asking = asyncio.create_task(engine.agenerate(areal.ModelRequest(input_ids=list(PROMPT), gconfig=gconfig)))
+        asking = asyncio.create_task(
+            engine.agenerate(areal.ModelRequest(input_ids=list(PROMPT), gconfig=gconfig))
+        )
         await until_sampled(fleet, 20)
 
         saved = tmp_path / "checkpoints"
@@ -220,7 +245,9 @@ async def test_areals_requests_go_on_through_an_update_and_tell_the_version_of_e
             path.mkdir(parents=True)
             engine.pause_generation()
             assert running(fleet) == 0
-            engine.update_weights_from_disk(areal.WeightUpdateMeta("disk", str(path), version=version)).result()
+            engine.update_weights_from_disk(
+                areal.WeightUpdateMeta("disk", str(path), version=version)
+            ).result()
             engine.continue_generation()
             engine.set_version(version)
 
@@ -238,7 +265,9 @@ async def test_areals_requests_go_on_through_an_update_and_tell_the_version_of_e
 
         def broadcast() -> None:
             engine.pause_generation()
-            engine._engine.update_weights_from_distributed(areal.WeightUpdateMeta("xccl", version=7), []).result()
+            engine._engine.update_weights_from_distributed(
+                areal.WeightUpdateMeta("xccl", version=7), []
+            ).result()
             engine.continue_generation()
 
         del engine._engine.asked[:]
@@ -255,12 +284,19 @@ async def test_areals_requests_go_on_through_an_update_and_tell_the_version_of_e
 # TRL
 
 
-async def test_trls_weights_are_loaded_by_all_engines_and_requests_go_on(fleet: Fleet, tmp_path: Path) -> None:
-    """The trainer sends its weights three times under running requests. Result: the engines serve each; the model's own
-    files go with them; two versions stay on disk."""
+async def test_trls_weights_are_loaded_by_all_engines_and_requests_go_on(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    """The trainer sends its weights three times under running requests. Result: the engines serve
+    each; the model's own files go with them; two versions stay on disk."""
     model = tmp_path / "model"
     model.mkdir()
-    for name in ("config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json"):
+    for name in (
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors",
+        "model.safetensors.index.json",
+    ):
         (model / name).write_text(name)
     with standing_in(trl.contents(), "trl") as (adapter,):
         transfer = adapter.WeightTransfer(tmp_path / "weights", model)
@@ -296,14 +332,16 @@ async def test_trls_weights_are_loaded_by_all_engines_and_requests_go_on(fleet: 
 async def test_weights_that_trl_could_not_send_are_sent_again_and_a_trainer_that_ends_resumes_the_mesh(
     fleet: Fleet, tmp_path: Path
 ) -> None:
-    """One engine refuses a version. Result: the error names it, the next version is served, and a request that waited
-    goes on although the trainer has ended in its pause."""
+    """One engine refuses a version. Result: the error names it, the next version is served, and a
+    request that waited goes on although the trainer has ended in its pause."""
     (tmp_path / "config.json").touch()
     with standing_in(trl.contents(), "trl") as (adapter,):
         transfer = adapter.WeightTransfer(tmp_path / "weights", tmp_path)
         transfer.init_weight_transfer()
         await asyncio.to_thread(transfer.pause)
-        waiting = asyncio.create_task((await calls.link_to()).generate(PROMPT, Sampling(8, temperature=0.0)))
+        waiting = asyncio.create_task(
+            (await calls.link_to()).generate(PROMPT, Sampling(8, temperature=0.0))
+        )
         fleet.engines[1].refuse_weights = True
         with pytest.raises(RuntimeError, match="engines of the mesh have failed: e1: "):
             await asyncio.to_thread(transfer.send_weights, iter([("a", torch.ones(1))]))
@@ -315,5 +353,8 @@ async def test_weights_that_trl_could_not_send_are_sent_again_and_a_trainer_that
 
 
 def test_trls_weights_need_the_models_own_files(tmp_path: Path) -> None:
-    with standing_in(trl.contents(), "trl") as (adapter,), pytest.raises(ValueError, match="there is no config"):
+    with (
+        standing_in(trl.contents(), "trl") as (adapter,),
+        pytest.raises(ValueError, match="there is no config"),
+    ):
         adapter.WeightTransfer(tmp_path, tmp_path).init_weight_transfer()

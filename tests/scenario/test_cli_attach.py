@@ -1,4 +1,5 @@
-"""`treadle attach` as a real process beside fake SGLang servers: a mesh of its own, a mesh that runs, and a check."""
+"""`treadle attach` as a real process beside fake SGLang servers: a mesh of its own, a mesh that
+runs, and a check."""
 
 import asyncio
 import json
@@ -37,7 +38,9 @@ class Attached:
     async def addresses(self) -> dict[str, object]:
         """What --json prints once it serves."""
         await asyncio.to_thread(self.process.until, lambda: '{"scheduler"' in self.process.text())
-        line = next(each for each in self.process.text().splitlines() if each.startswith('{"scheduler"'))
+        line = next(
+            each for each in self.process.text().splitlines() if each.startswith('{"scheduler"')
+        )
         found = json.loads(line)
         assert isinstance(found, dict)
         return found
@@ -48,9 +51,17 @@ class Attached:
 
 
 async def sample_directly(server: FakeSglang) -> list[int]:
-    body = {"rid": "own", "input_ids": PROMPT, "sampling_params": {"max_new_tokens": 3}, "stream": True}
+    body = {
+        "rid": "own",
+        "input_ids": PROMPT,
+        "sampling_params": {"max_new_tokens": 3},
+        "stream": True,
+    }
     tokens: list[int] = []
-    async with aiohttp.ClientSession() as http, http.post(f"{server.url}/generate", json=body) as answer:
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{server.url}/generate", json=body) as answer,
+    ):
         async for line in answer.content:
             if line.startswith(b"data: {"):
                 tokens += json.loads(line[6:])["output_ids"]
@@ -103,7 +114,9 @@ async def test_a_mesh_around_servers_of_others_leaves_them_as_they_were(
 async def test_sidecars_join_a_mesh_that_runs_and_leave_it(
     servers: list[FakeSglang], tmp_path: Path, start_service: StartService, nats_url: str
 ) -> None:
-    scheduler = await start_service("treadle_scheduler", {"TREADLE_SCHEDULER_LISTEN": f"127.0.0.1:{free_port()}"})
+    scheduler = await start_service(
+        "treadle_scheduler", {"TREADLE_SCHEDULER_LISTEN": f"127.0.0.1:{free_port()}"}
+    )
     options = ("--scheduler", scheduler.address, "--nats-url", nats_url, "--json")
     attached = Attached(tmp_path, servers[0].url, *options)
     try:
@@ -111,7 +124,9 @@ async def test_sidecars_join_a_mesh_that_runs_and_leave_it(
         assert where["scheduler"] == scheduler.address and where["nats"] == nats_url
         assert "gateway" not in where, "a mesh that runs has its own"
         assert await run_trajectory(scheduler.address, "p0") == expected(PROMPT, 5)
-        code, _, errors = await output_of(*TREADLE, "attach", servers[0].url, *options, cwd=tmp_path)
+        code, _, errors = await output_of(
+            *TREADLE, "attach", servers[0].url, *options, cwd=tmp_path
+        )
         assert code == 2 and "is it attached already?" in " ".join(errors.split()), errors
         assert await attached.end() == 130
     finally:
@@ -124,38 +139,55 @@ async def test_a_check_says_which_flag_must_change_and_starts_nothing(
     servers: list[FakeSglang], tmp_path: Path
 ) -> None:
     good, bad = servers
-    code, said, _ = await output_of(*TREADLE, "attach", "--check", good.url, bad.url, "--json", cwd=tmp_path)
+    code, said, _ = await output_of(
+        *TREADLE, "attach", "--check", good.url, bad.url, "--json", cwd=tmp_path
+    )
     assert code == 0 and json.loads(said)["worst"] == "warning"
     bad.arguments["disable_radix_cache"] = True
     code, said, _ = await output_of(*TREADLE, "attach", "--check", good.url, bad.url, cwd=tmp_path)
     assert code == 1
     assert "✗ radix cache: is off" in said and "without --disable-radix-cache" in said
     code, said, errors = await output_of(*TREADLE, "attach", good.url, bad.url, cwd=tmp_path)
-    assert code == 2 and f"nothing was started: {bad.url}: radix cache: is off" in " ".join(errors.split())
+    assert code == 2 and f"nothing was started: {bad.url}: radix cache: is off" in " ".join(
+        errors.split()
+    )
     assert written(tmp_path) == []
 
 
 async def test_what_is_no_scheduler_and_one_server_under_two_names_are_named(
     servers: list[FakeSglang], tmp_path: Path, start_service: StartService, nats_url: str
 ) -> None:
-    other = await start_service("treadle_predictor", {"TREADLE_PREDICTOR_LISTEN": f"127.0.0.1:{free_port()}"})
+    other = await start_service(
+        "treadle_predictor", {"TREADLE_PREDICTOR_LISTEN": f"127.0.0.1:{free_port()}"}
+    )
     options = ("--scheduler", other.address, "--nats-url", nats_url)
     code, said, errors = await output_of(*TREADLE, "attach", servers[0].url, *options, cwd=tmp_path)
     assert code == 2, errors
-    assert f"--scheduler {other.address}: what serves there is no scheduler" in " ".join(errors.split())
-    assert said.splitlines().count(servers[0].url) == 1, "one heading for all that is said of a server"
+    assert f"--scheduler {other.address}: what serves there is no scheduler" in " ".join(
+        errors.split()
+    )
+    assert said.splitlines().count(servers[0].url) == 1, (
+        "one heading for all that is said of a server"
+    )
     again = f"http://localhost:{servers[0].port}"
-    code, _, errors = await output_of(*TREADLE, "attach", servers[0].url, again, *options, cwd=tmp_path)
+    code, _, errors = await output_of(
+        *TREADLE, "attach", servers[0].url, again, *options, cwd=tmp_path
+    )
     assert code == 2 and "two of these are one server" in " ".join(errors.split()), errors
 
 
-async def test_an_url_without_a_server_and_options_that_do_not_go_together_are_named(tmp_path: Path) -> None:
+async def test_an_url_without_a_server_and_options_that_do_not_go_together_are_named(
+    tmp_path: Path,
+) -> None:
     nobody = f"http://127.0.0.1:{free_port()}"
     for options, says in (
         ((nobody,), f"{nobody}: answers: does not answer"),
         ((nobody, "--scheduler", "h:1"), "--scheduler needs --nats-url"),
         ((nobody, "--nats-url", "nats://h:1"), "--nats-url needs --scheduler"),
-        ((nobody, "--nats-url", "nats://h:1", "--scheduler", "127.0.0.1:1,h:1"), "--scheduler h:1 needs --host"),
+        (
+            (nobody, "--nats-url", "nats://h:1", "--scheduler", "127.0.0.1:1,h:1"),
+            "--scheduler h:1 needs --host",
+        ),
         ((nobody, "--kv-folder", "nowhere"), "--kv-folder nowhere: there is no such folder"),
         ((nobody, "--port", "70000"), "--port"),
         (("ftp://h",), "ftp://h: must be the URL of a SGLang server"),

@@ -1,4 +1,5 @@
-"""`treadle doctor` on a real mesh, with and without certificates, and on servers that do not answer."""
+"""`treadle doctor` on a real mesh, with and without certificates, and on servers that do not
+answer."""
 
 import json
 import sys
@@ -32,14 +33,20 @@ def of(found: dict[str, Any], subject: str) -> dict[str, dict[str, str]]:
 async def test_a_machine_a_server_and_a_mesh_are_looked_at_in_one_go(
     tmp_path: Path, start_service: StartService, engine: FakeSglang
 ) -> None:
-    settings = {"LISTEN": f"127.0.0.1:{free_port()}", "LEASE_TTL_S": "120"}  # nobody renews one of the engines
+    settings = {
+        "LISTEN": f"127.0.0.1:{free_port()}",
+        "LEASE_TTL_S": "120",
+    }  # nobody renews one of the engines
     scheduler = await start_service(
-        "treadle_scheduler", {f"TREADLE_SCHEDULER_{name}": value for name, value in settings.items()}
+        "treadle_scheduler",
+        {f"TREADLE_SCHEDULER_{name}": value for name, value in settings.items()},
     )
     code, found = await doctor(tmp_path, engine.url, "--scheduler", scheduler.address)
     mesh = of(found, f"mesh at {scheduler.address}")
     assert code == 1, "a mesh without an engine is a problem"
-    assert mesh["engines"]["level"] == PROBLEM and mesh["services"]["says"] == "1 of 1 processes serve"
+    assert (
+        mesh["engines"]["level"] == PROBLEM and mesh["services"]["says"] == "1 of 1 processes serve"
+    )
     assert mesh["tools"]["level"] == WARNING and "TREADLE_SCHEDULER_TOOLS" in mesh["tools"]["do"]
     assert of(found, "this machine")["NATS"]["level"] == OK
     assert of(found, engine.url)["radix cache"]["level"] == OK
@@ -62,7 +69,9 @@ async def test_a_machine_a_server_and_a_mesh_are_looked_at_in_one_go(
         code, found = await doctor(tmp_path, "--scheduler", scheduler.address)
         drained = [each["do"] for each in found["findings"] if each["says"] == "is drained"]
         assert drained == ["Use it again: treadle drain e0 --undo."]
-        assert code == 1 and of(found, f"mesh at {scheduler.address}")["sidecar"]["level"] == PROBLEM
+        assert (
+            code == 1 and of(found, f"mesh at {scheduler.address}")["sidecar"]["level"] == PROBLEM
+        )
 
 
 async def _register_one_that_nobody_serves(calls: SchedulerClient) -> None:
@@ -80,9 +89,15 @@ async def test_nobody_at_an_address_is_a_problem_that_says_what_to_do(
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "nowhere"))
     code, found = await doctor(tmp_path, "--scheduler", scheduler)
     certificate = of(found, f"mesh at {scheduler}")["certificate"]
-    assert code == 1 and "operator's certificate" in certificate["do"] and "treadle up" not in certificate["do"]
+    assert (
+        code == 1
+        and "operator's certificate" in certificate["do"]
+        and "treadle up" not in certificate["do"]
+    )
     monkeypatch.delenv(FOLDER_VARIABLE)
-    code, said, errors = await output_of(sys.executable, "-m", "treadle_cli", "doctor", "ftp://h", cwd=tmp_path)
+    code, said, errors = await output_of(
+        sys.executable, "-m", "treadle_cli", "doctor", "ftp://h", cwd=tmp_path
+    )
     assert (code, said) == (2, "") and "must be the URL" in errors
 
 

@@ -1,4 +1,5 @@
-"""`treadle up` as a real process with real services: whatever ends it, no process is left, and it says why."""
+"""`treadle up` as a real process with real services: whatever ends it, no process is left, and it
+says why."""
 
 import re
 import signal
@@ -15,7 +16,8 @@ from treadle_cli.mesh.services import TOGETHER
 Start = Callable[..., TreadleProcess]
 NO_ENGINE = ("up", "--engines", "0", "--port", "0")
 
-# Stands in for the python of the engine's venv: converts no model, and is an engine that loads for ever, with a worker.
+# Stands in for the python of the engine's venv: converts no model, and is an engine that loads for
+# ever, with a worker.
 LOADS_FOR_EVER = "sleep 1000 & sleep 1000"
 FAKE_ENGINE_PYTHON = """#!/bin/sh
 case "$*" in
@@ -48,13 +50,18 @@ def start_with_engine(treadle: Start, folder: Path, engine: str) -> TreadleProce
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_nats_and_all_services(treadle: Start, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_stops_nats_and_all_services(
+    treadle: Start, tmp_path: Path, number: signal.Signals
+) -> None:
     mesh = treadle(*NO_ENGINE, "--kv-folder", str(tmp_path))
     mesh.until(lambda: "Ctrl-C stops everything" in mesh.text())
     (kv_folder,) = tmp_path.glob("treadle-*")
     running = {command_line(process) for process in mesh.look()}
     assert any(f"treadle_runtime.start {' '.join(TOGETHER)}" in command for command in running)
-    assert all(any(f"treadle_{name}" in command for command in running) for name in ("tools", "gateway", "console"))
+    assert all(
+        any(f"treadle_{name}" in command for command in running)
+        for name in ("tools", "gateway", "console")
+    )
     mesh.send(number)
     assert mesh.wait() == 130
     assert mesh.left_over() == []
@@ -74,10 +81,15 @@ def test_an_end_while_engines_start_leaves_no_engine_and_no_worker(
     assert mesh.left_over() == []
 
 
-def test_an_engine_that_dies_while_it_starts_is_shown_with_its_last_words(treadle: Start, tmp_path: Path) -> None:
+def test_an_engine_that_dies_while_it_starts_is_shown_with_its_last_words(
+    treadle: Start, tmp_path: Path
+) -> None:
     mesh = start_with_engine(treadle, tmp_path, "echo no kernels for this machine >&2; exit 3")
     assert mesh.wait() == 1
-    assert "engine-0 ended with exit code 3" in mesh.text() and "no kernels for this machine" in mesh.text()
+    assert (
+        "engine-0 ended with exit code 3" in mesh.text()
+        and "no kernels for this machine" in mesh.text()
+    )
     assert mesh.left_over() == []
 
 
@@ -111,7 +123,10 @@ def test_without_bubblewrap_or_the_engines_python_it_says_what_to_do_and_starts_
 ) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()
-    environment = {"PYTHONPATH": without_bubblewrap_wheel(tmp_path / "modules"), variable: str(tools)}
+    environment = {
+        "PYTHONPATH": without_bubblewrap_wheel(tmp_path / "modules"),
+        variable: str(tools),
+    }
     mesh = treadle("up", "--engines", engines, **environment)
     assert mesh.wait() == 2
     assert re.search(says, mesh.text())

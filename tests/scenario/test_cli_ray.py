@@ -1,4 +1,5 @@
-"""`treadle up --ray` on a real Ray cluster, beside engines that are Ray actors in a placement group."""
+"""`treadle up --ray` on a real Ray cluster, beside engines that are Ray actors in a placement
+group."""
 
 import json
 import os
@@ -55,7 +56,9 @@ def up(address: str, job: cluster.Job, tmp_path: Path) -> Iterator[Any]:
 
     def start(*options: str) -> dict[str, Any]:
         folder = str(tmp_path / "mesh")
-        code, said, errors = treadle("up", "--ray", address, "--port", "0", "--ray-folder", folder, "--json", *options)
+        code, said, errors = treadle(
+            "up", "--ray", address, "--port", "0", "--ray-folder", folder, "--json", *options
+        )
         assert code == 0, errors
         return json.loads(said)  # type: ignore[no-any-return]
 
@@ -70,17 +73,26 @@ def describe() -> dict[str, Any]:
 def test_actors_and_processes_are_killed_in_a_rollout_and_nothing_is_lost(
     address: str, job: cluster.Job, up: Any
 ) -> None:
-    """Two engines in two bundles. While trajectories run, the scheduler's actor is killed, then a sidecar's, then the
-    process of NATS, then the actor that keeps the others. Result: Ray starts each again, every trajectory has the
-    tokens of an undisturbed engine, and the sidecars stand where their engines do."""
+    """Two engines in two bundles. While trajectories run, the scheduler's actor is killed, then a
+    sidecar's, then the process of NATS, then the actor that keeps the others. Result: Ray starts
+    each again, every trajectory has the tokens of an undisturbed engine, and the sidecars stand
+    where their engines do."""
     servers = [job.start_server(f"sglang_server_{index}_0", index) for index in range(2)]
     mesh = up()
-    assert {engine["actor"] for engine in mesh["engines"].values()} == {"sglang_server_0_0", "sglang_server_1_0"}
-    sidecars = {engine["actor"]: f"sidecar-{engine_id}" for engine_id, engine in mesh["engines"].items()}
+    assert {engine["actor"] for engine in mesh["engines"].values()} == {
+        "sglang_server_0_0",
+        "sglang_server_1_0",
+    }
+    sidecars = {
+        engine["actor"]: f"sidecar-{engine_id}" for engine_id, engine in mesh["engines"].items()
+    }
     for bundle, server in enumerate(servers):
         engine = f"sglang_server_{bundle}_0"
         assert cluster.place_of(server) == (job.group.id.hex(), bundle)
-        assert cluster.place_of(cluster.mesh_actor(sidecars[engine])) == (job.group.id.hex(), bundle)
+        assert cluster.place_of(cluster.mesh_actor(sidecars[engine])) == (
+            job.group.id.hex(),
+            bundle,
+        )
     rollout = ray.remote(cluster.Rollout).options(num_cpus=0).remote()
     playing = rollout.play.remote(TRAJECTORIES, TURNS)
 
@@ -104,56 +116,83 @@ def test_actors_and_processes_are_killed_in_a_rollout_and_nothing_is_lost(
     )
     kill_once(60, "nats", lambda pid: os.kill(pid, signal.SIGKILL))
     ray.kill(cluster.mesh_actor("treadle"), no_restart=False)
-    assert ray.get(rollout.count_steps.remote()) < TRAJECTORIES * TURNS, "it was over before the faults were"
+    assert ray.get(rollout.count_steps.remote()) < TRAJECTORIES * TURNS, (
+        "it was over before the faults were"
+    )
     assert ray.get(playing, timeout=COMMAND_S) == []
     assert ray.get(rollout.count_steps.remote()) == TRAJECTORIES * TURNS
     cluster.until(lambda: describe()["engines"] == mesh["engines"])
     assert describe()["scheduler"] == mesh["scheduler"]
-    assert cluster.place_of(cluster.mesh_actor(sidecars["sglang_server_0_0"])) == (job.group.id.hex(), 0)
+    assert cluster.place_of(cluster.mesh_actor(sidecars["sglang_server_0_0"])) == (
+        job.group.id.hex(),
+        0,
+    )
     pids = [cluster.pid_of(name) for name in cluster.mesh_actors() - {"treadle"}]
     code, said, errors = treadle("down", "--ray", address, "--json")
     assert code == 0 and len(json.loads(said)["ended"]) == len(pids) + 1, errors
     assert cluster.mesh_actors() == set()
     cluster.until(lambda: not [pid for pid in pids if psutil.pid_exists(pid)])
     assert cluster.left_behind() == []
-    assert [ray.get(server.called.remote()) for server in servers] == [[], []], "the servers are as they were"
+    assert [ray.get(server.called.remote()) for server in servers] == [[], []], (
+        "the servers are as they were"
+    )
 
 
 def test_engines_that_come_and_go_are_followed_over_two_nodes(
     address: str, job: cluster.Job, up: Any, tmp_path: Path
 ) -> None:
-    """An empty mesh on two nodes, which then has certificates. An engine starts on each, one is restarted on another
-    port, another one has a flag that cannot be, one has an operator's own name, and the second node ends. Result:
-    sidecars follow, each on the node of its engine."""
+    """An empty mesh on two nodes, which then has certificates. An engine starts on each, one is
+    restarted on another port, another one has a flag that cannot be, one has an operator's own
+    name, and the second node ends. Result: sidecars follow, each on the node of its engine."""
     with cluster.another_node(address, tmp_path):
         mesh = up("--engine-actor", "own_.*:get_server_address")
         assert mesh["engines"] == {} and mesh["secure"] and mesh["gateway"].startswith("https://")
-        first, second = job.start_server("sglang_server_0_0", 0), job.start_server_elsewhere("sglang_server_1_0")
+        first, second = (
+            job.start_server("sglang_server_0_0", 0),
+            job.start_server_elsewhere("sglang_server_1_0"),
+        )
         cluster.until(lambda: len(describe()["engines"]) == 2)
-        engines = {engine["actor"]: engine_id for engine_id, engine in describe()["engines"].items()}
-        nodes = [cluster.node_of(cluster.mesh_actor(f"sidecar-{engines[name]}")) for name in sorted(engines)]
+        engines = {
+            engine["actor"]: engine_id for engine_id, engine in describe()["engines"].items()
+        }
+        nodes = [
+            cluster.node_of(cluster.mesh_actor(f"sidecar-{engines[name]}"))
+            for name in sorted(engines)
+        ]
         assert nodes == [cluster.node_of(first), cluster.node_of(second)] and nodes[0] != nodes[1]
-        rollout = ray.remote(cluster.Rollout).options(num_cpus=0, resources={"second": 0.1}).remote()
+        rollout = (
+            ray.remote(cluster.Rollout).options(num_cpus=0, resources={"second": 0.1}).remote()
+        )
         assert ray.get(rollout.play.remote(4, 2)) == []
-        cluster.until(lambda: ray.get(rollout.ask_gateway.remote(PROMPT)) == expected(PROMPT, cluster.TOKENS))
+        cluster.until(
+            lambda: ray.get(rollout.ask_gateway.remote(PROMPT)) == expected(PROMPT, cluster.TOKENS)
+        )
         before = engines["sglang_server_0_0"]
         ray.kill(first, no_restart=False)
-        cluster.until(lambda: before not in describe()["engines"] and len(describe()["engines"]) == 2)
+        cluster.until(
+            lambda: before not in describe()["engines"] and len(describe()["engines"]) == 2
+        )
         cluster.until(lambda: f"sidecar-{before}" not in cluster.mesh_actors())
         job.start_server("sglang_server_2_0", 1, {"disable_radix_cache": True})
         job.start_server("own_7", 1)
-        cluster.until(lambda: "sglang_server_2_0" in describe()["refused"] and len(describe()["engines"]) == 3)
+        cluster.until(
+            lambda: "sglang_server_2_0" in describe()["refused"] and len(describe()["engines"]) == 3
+        )
         assert "without --disable-radix-cache" in describe()["refused"]["sglang_server_2_0"]
         assert ray.get(rollout.play.remote(4, 2)) == []
     cluster.until(lambda: engines["sglang_server_1_0"] not in describe()["engines"])
-    assert {engine["actor"] for engine in describe()["engines"].values()} == {"sglang_server_0_0", "own_7"}
+    assert {engine["actor"] for engine in describe()["engines"].values()} == {
+        "sglang_server_0_0",
+        "own_7",
+    }
     assert up("--secure")["scheduler"] == mesh["scheduler"], "the mesh that runs is the one"
 
 
 def test_a_server_that_no_actor_runs_is_placed_on_the_node_with_its_address(
     address: str, job: cluster.Job, up: Any
 ) -> None:
-    """A mesh of one node, without certificates. One URL is of a server on this node, the other of no node."""
+    """A mesh of one node, without certificates. One URL is of a server on this node, the other of
+    no node."""
     server = job.start_server("nobody_knows", 0)
     url = "http://{}:{}".format(*ray.get(server.get_server_address.remote()))
     mesh = up("--engine-url", url, "--engine-url", "http://192.0.2.77:30000")
@@ -163,14 +202,25 @@ def test_a_server_that_no_actor_runs_is_placed_on_the_node_with_its_address(
     assert ray.get(rollout.play.remote(2, 2)) == []
 
 
-def test_what_was_given_wrong_is_named_and_nothing_starts(address: str, job: cluster.Job, tmp_path: Path) -> None:
+def test_what_was_given_wrong_is_named_and_nothing_starts(
+    address: str, job: cluster.Job, tmp_path: Path
+) -> None:
     folder = ("--ray-folder", str(tmp_path))
     for options, says in (
         (("--ray", "127.0.0.1:1"), "--ray 127.0.0.1:1: "),
         (("--ray", address, "--runtime-env", "[]"), "--runtime-env: must be a JSON object"),
-        (("--ray", address, "--engine-actor", "a:b c"), "--engine-actor a:b c: must be NAME or NAME:METHOD"),
-        (("--ray", address, "--engine-url", "ftp://h"), "ftp://h: must be the URL of a SGLang server"),
-        (("--ray", address, "--model", "m", "--seed", "1"), "--model --seed has no effect with --ray"),
+        (
+            ("--ray", address, "--engine-actor", "a:b c"),
+            "--engine-actor a:b c: must be NAME or NAME:METHOD",
+        ),
+        (
+            ("--ray", address, "--engine-url", "ftp://h"),
+            "ftp://h: must be the URL of a SGLang server",
+        ),
+        (
+            ("--ray", address, "--model", "m", "--seed", "1"),
+            "--model --seed has no effect with --ray",
+        ),
     ):
         code, _, errors = treadle("up", *options, *folder)
         assert code == 2 and says in errors, errors

@@ -1,4 +1,5 @@
-"""`treadle top`: a snapshot of a real mesh, what a terminal of 80 columns shows of it, and how often it asks."""
+"""`treadle top`: a snapshot of a real mesh, what a terminal of 80 columns shows of it, and how
+often it asks."""
 
 import asyncio
 import io
@@ -41,7 +42,9 @@ TOP = (sys.executable, "-m", "treadle_cli", "top")
 
 
 async def once(made: Fleet, folder: Path, *words: str) -> str:
-    code, said, errors = await output_of(*TOP, "--once", *words, "--scheduler", made.scheduler.address, cwd=folder)
+    code, said, errors = await output_of(
+        *TOP, "--once", *words, "--scheduler", made.scheduler.address, cwd=folder
+    )
     assert code == 0, errors
     return said
 
@@ -55,7 +58,9 @@ def start_in_terminal(*words: str) -> tuple["subprocess.Popen[bytes]", int]:
     return shown, ours
 
 
-async def test_a_snapshot_says_what_engines_and_trajectories_do(start_service: StartService, tmp_path: Path) -> None:
+async def test_a_snapshot_says_what_engines_and_trajectories_do(
+    start_service: StartService, tmp_path: Path
+) -> None:
     async with fleet(start_service) as made:
         await (await made.run("done")).close()
         await made.client.open(prompt_id="waits", sample=3, prompt=PROMPT)
@@ -65,7 +70,9 @@ async def test_a_snapshot_says_what_engines_and_trajectories_do(start_service: S
             assert isinstance(found, dict)
             return found
 
-        found = await until_said(shown, lambda said: all(each["health"] == "ok" for each in said["engines"]))
+        found = await until_said(
+            shown, lambda said: all(each["health"] == "ok" for each in said["engines"])
+        )
         assert [each["engine_id"] for each in found["engines"]] == ["e0", "e1"]
         assert {each["weight_version"] for each in found["engines"]} == {"default"}
         [waiting] = found["trajectories"]
@@ -81,7 +88,10 @@ async def test_trajectories_are_asked_for_seldom_and_engines_each_time(
     start_service: StartService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshots, "SPARE", 1e9)
-    async with fleet(start_service, sidecars=1) as made, reach_scheduler(made.scheduler.address) as stub:
+    async with (
+        fleet(start_service, sidecars=1) as made,
+        reach_scheduler(made.scheduler.address) as stub,
+    ):
         watcher = Watcher(made.scheduler.address, stub, None)
         first = await watcher.look()
         await made.client.open(prompt_id="p", sample=0, prompt=PROMPT)
@@ -98,14 +108,19 @@ async def test_a_mesh_that_is_seldom_asked_has_a_rate_too(
 ) -> None:
     monkeypatch.setattr(snapshots, "SPARE", 0.0)
     monkeypatch.setattr(snapshots, "RATE_S", 0.0)
-    async with fleet(start_service, sidecars=1) as made, reach_scheduler(made.scheduler.address) as stub:
+    async with (
+        fleet(start_service, sidecars=1) as made,
+        reach_scheduler(made.scheduler.address) as stub,
+    ):
         watcher = Watcher(made.scheduler.address, stub, None)
         await watcher.look()
         await (await made.run("done")).close()
         assert (await watcher.look()).trajectories_per_minute > 0
 
 
-async def test_a_terminal_is_redrawn_until_ctrl_c_and_then_is_as_it_was(start_service: StartService) -> None:
+async def test_a_terminal_is_redrawn_until_ctrl_c_and_then_is_as_it_was(
+    start_service: StartService,
+) -> None:
     async with fleet(start_service, sidecars=1) as made:
         shown, ours = start_in_terminal("--scheduler", made.scheduler.address)
 
@@ -117,7 +132,9 @@ async def test_a_terminal_is_redrawn_until_ctrl_c_and_then_is_as_it_was(start_se
 
         try:
             for _ in range(3):
-                await asyncio.wait_for(asyncio.to_thread(read_until, b"trajectories open"), PATIENCE_S)
+                await asyncio.wait_for(
+                    asyncio.to_thread(read_until, b"trajectories open"), PATIENCE_S
+                )
             shown.send_signal(signal.SIGINT)
             await asyncio.wait_for(asyncio.to_thread(read_until, b"\x1b[?1049l"), PATIENCE_S)
             assert await asyncio.to_thread(shown.wait, PATIENCE_S) == 130
@@ -137,7 +154,9 @@ async def test_what_cannot_be_shown_says_what_to_do(tmp_path: Path) -> None:
 
 
 def trajectory(name: str, opened_s: int, closed_s: int = 0, left: float = -1.0) -> pb.Trajectory:
-    made = pb.Trajectory(trajectory_id=name, prompt_id=name, rollout_id="r", opened_at=Timestamp(seconds=opened_s))
+    made = pb.Trajectory(
+        trajectory_id=name, prompt_id=name, rollout_id="r", opened_at=Timestamp(seconds=opened_s)
+    )
     if closed_s:
         made.closed_at.CopyFrom(Timestamp(seconds=closed_s))
     if left >= 0:
@@ -171,21 +190,41 @@ def test_the_longest_remaining_stand_first_and_the_unpredicted_last() -> None:
 def test_moves_under_way_stand_before_those_that_ended() -> None:
     ended = migrator_pb2.Migration(trajectory_id="a", state=migrator_pb2.MIGRATION_STATE_DONE)
     ended.created_at.seconds, ended.ended_at.seconds = 50, 52
-    under_way = migrator_pb2.Migration(trajectory_id="b", state=migrator_pb2.MIGRATION_STATE_PREPARING)
+    under_way = migrator_pb2.Migration(
+        trajectory_id="b", state=migrator_pb2.MIGRATION_STATE_PREPARING
+    )
     under_way.created_at.seconds = 40
-    found = [(row.trajectory_id, row.state, row.seconds) for row in latest_moves([ended, under_way], now_s=60.0)]
+    found = [
+        (row.trajectory_id, row.state, row.seconds)
+        for row in latest_moves([ended, under_way], now_s=60.0)
+    ]
     assert found == [("b", "preparing", 20.0), ("a", "done", 2.0)]
 
 
 def drawn(snapshot: Snapshot, silent_s: float = 0.0) -> list[str]:
     page = io.StringIO()
-    Console(file=page, width=80, height=24, force_terminal=True, color_system=None).print(Screen(snapshot, silent_s))
+    Console(file=page, width=80, height=24, force_terminal=True, color_system=None).print(
+        Screen(snapshot, silent_s)
+    )
     return page.getvalue().splitlines()
 
 
 def test_a_full_mesh_fits_a_terminal_and_hostile_names_cannot_change_it() -> None:
-    engine = EngineRow("engine-of-a-long-name-0", 100, 128, 4000, 0.987, 12345.6, 6400, "a-long-version-name", "ok")
-    row = TrajectoryRow("t" * 36, "\x1b[2J[red]boom\n" * 3, 15, engine.engine_id, 40, 123_456, 1e6, "stepping", 3, 1.0)
+    engine = EngineRow(
+        "engine-of-a-long-name-0", 100, 128, 4000, 0.987, 12345.6, 6400, "a-long-version-name", "ok"
+    )
+    row = TrajectoryRow(
+        "t" * 36,
+        "\x1b[2J[red]boom\n" * 3,
+        15,
+        engine.engine_id,
+        40,
+        123_456,
+        1e6,
+        "stepping",
+        3,
+        1.0,
+    )
     full = Snapshot("h:1", "planned", (engine,) * 40, (row,) * 6400, (), None, 12.0, 9.0)
     lines = drawn(full, silent_s=7.0)
     assert len(lines) <= 24 and max(map(len, lines)) <= 80

@@ -56,8 +56,12 @@ async def test_a_long_turn_is_several_calls_for_the_scheduler_and_one_step_for_t
         assert times[3] > 0
 
 
-@pytest.mark.parametrize(("most", "stop"), [(0, ()), (COUNT, ()), (1_000, ()), (CALL, ("</tool>",))])
-async def test_a_turn_within_the_limit_or_with_a_stop_string_is_one_call(most: int, stop: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("most", "stop"), [(0, ()), (COUNT, ()), (1_000, ()), (CALL, ("</tool>",))]
+)
+async def test_a_turn_within_the_limit_or_with_a_stop_string_is_one_call(
+    most: int, stop: tuple[str, ...]
+) -> None:
     """A stop string could lie across two calls."""
     async with one_trajectory("e0", prompt=PROMPT, call_tokens=most) as (mesh, t):
         await generate(t, COUNT, stop=stop)
@@ -71,8 +75,11 @@ async def test_the_cap_of_a_trajectory_ends_the_last_call() -> None:
 
 
 @pytest.mark.parametrize("lose_at", [0, 2, 4])
-async def test_an_engine_lost_in_the_middle_of_a_later_call_costs_that_call_alone(lose_at: int) -> None:
-    """The second call loses its engine before its first token, in the middle, and with its last word."""
+async def test_an_engine_lost_in_the_middle_of_a_later_call_costs_that_call_alone(
+    lose_at: int,
+) -> None:
+    """The second call loses its engine before its first token, in the middle, and with its last
+    word."""
     async with in_calls() as (mesh, t):
         mesh.engines["e1"].script = Script(lose_at=lose_at)
         assert await generate(t, COUNT) == WHOLE
@@ -85,13 +92,18 @@ async def test_new_weights_and_a_preemption_in_a_later_call_show_in_the_step() -
     async with in_calls() as (mesh, t):
         mesh.engines["e1"].script = Script(version_from={0: "6", 2: "7"}, preempt_at=2)
         assert await generate(t, COUNT) == WHOLE
-        spans = [(span.weight_version, span.start_token, span.end_token) for span in t.steps[0].version_spans]
+        spans = [
+            (span.weight_version, span.start_token, span.end_token)
+            for span in t.steps[0].version_spans
+        ]
         assert spans == [("0", 0, 4), ("6", 4, 6), ("7", 6, 8), ("0", 8, 10)]
         assert t.steps[0].preemptions == 1
 
 
 @pytest.mark.parametrize("hold_at", [0, 2])
-async def test_a_step_left_in_a_later_call_keeps_what_was_seen_and_the_next_turn_goes_on(hold_at: int) -> None:
+async def test_a_step_left_in_a_later_call_keeps_what_was_seen_and_the_next_turn_goes_on(
+    hold_at: int,
+) -> None:
     async with in_calls() as (mesh, t):
         engine = mesh.engines["e1"]
         engine.script = Script(hold_at=hold_at)
@@ -107,7 +119,10 @@ async def test_a_step_left_in_a_later_call_keeps_what_was_seen_and_the_next_turn
         with pytest.raises(asyncio.CancelledError):
             await reading
         assert engine.aborted == ["k-2"]
-        assert (t.tokens, t.steps[0].finish_reason) == ([*PROMPT, *WHOLE[: CALL + hold_at]], "aborted")
+        assert (t.tokens, t.steps[0].finish_reason) == (
+            [*PROMPT, *WHOLE[: CALL + hold_at]],
+            "aborted",
+        )
         mesh.scheduler.finished("k-2")
         context = list(t.tokens)
         assert await generate(t, 2) == expected(context, 2)
@@ -117,7 +132,8 @@ async def test_a_step_left_in_a_later_call_keeps_what_was_seen_and_the_next_turn
 async def test_a_step_left_while_its_next_call_waits_for_a_ticket_goes_on_with_that_call() -> None:
     """The first call is done, and for the second there is no engine: the reader leaves.
 
-    Result: the step has the first call's tokens; the next turn takes the call that never had a ticket.
+    Result: the step has the first call's tokens; the next turn takes the call that never had a
+    ticket.
     """
     async with in_calls("e0") as (mesh, t):
         stream = t.generate(SAMPLING)

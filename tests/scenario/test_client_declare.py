@@ -1,4 +1,5 @@
-"""Scenarios of declared agents through Client.rollout: what they declare is what the services of the mesh are asked."""
+"""Scenarios of declared agents through Client.rollout: what they declare is what the services of
+the mesh are asked."""
 
 import asyncio
 import json
@@ -45,7 +46,9 @@ async def one_turn(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> fl
     return 1.0
 
 
-@treadle.agent(hardware={"lake": ["compute", "h800"], "": ["bandwidth"]}, task=task_of, samples_per_prompt=1)
+@treadle.agent(
+    hardware={"lake": ["compute", "h800"], "": ["bandwidth"]}, task=task_of, samples_per_prompt=1
+)
 async def mapped(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> float:
     return await one_turn(trajectory, prompt)
 
@@ -68,16 +71,22 @@ async def test_tags_of_the_call_are_used_instead_for_all_or_by_prompt_and_sample
 ) -> None:
     await client.rollout([LAKE], agent, samples_per_prompt=2, hardware_tags=["h20"])
     assert tags_of(mesh) == {("p0", 0): ["h20"], ("p0", 1): ["h20"]}
-    await client.rollout([LAKE], agent, samples_per_prompt=2, hardware_tags=lambda prompt, s: [prompt.id, f"s{s}"])
+    await client.rollout(
+        [LAKE], agent, samples_per_prompt=2, hardware_tags=lambda prompt, s: [prompt.id, f"s{s}"]
+    )
     assert tags_of(mesh) == {("p0", 0): ["p0", "s0"], ("p0", 1): ["p0", "s1"]}
     await client.rollout([LAKE], agent, samples_per_prompt=2, hardware_tags=())
     assert tags_of(mesh) == {("p0", 0): [], ("p0", 1): []}
 
 
 @pytest.mark.parametrize("tags", ["compute", lambda *_: "compute"])
-async def test_one_text_in_place_of_tags_ends_the_rollout(mesh: FakeMesh, client: treadle.Client, tags: Any) -> None:
+async def test_one_text_in_place_of_tags_ends_the_rollout(
+    mesh: FakeMesh, client: treadle.Client, tags: Any
+) -> None:
     """Result: not seven tags of one letter each, which no engine carries."""
-    with pytest.raises(TypeError, match=r"hardware_tags must be a sequence of tags such as \('compute',\)"):
+    with pytest.raises(
+        TypeError, match=r"hardware_tags must be a sequence of tags such as \('compute',\)"
+    ):
         await client.rollout([LAKE], one_turn, hardware_tags=tags)
     assert not mesh.scheduler.requests("OpenTrajectory")
     assert len(mesh.rollout.requests("CancelRollout")) == 1
@@ -86,17 +95,22 @@ async def test_one_text_in_place_of_tags_ends_the_rollout(mesh: FakeMesh, client
 async def test_tags_that_no_engine_carries_fail_the_trajectories_that_ask_for_them_alone(
     mesh: FakeMesh, client: treadle.Client
 ) -> None:
-    """WHEN the scheduler refuses the first step. Result: its trajectory has failed and says why; the other is whole."""
+    """WHEN the scheduler refuses the first step. Result: its trajectory has failed and says why;
+    the other is whole."""
     mesh.scheduler.refuse_next(
-        "ScheduleStep", Refusal(grpc.StatusCode.FAILED_PRECONDITION, "NO_ENGINE_WITH_TAGS", "none carries compute")
+        "ScheduleStep",
+        Refusal(grpc.StatusCode.FAILED_PRECONDITION, "NO_ENGINE_WITH_TAGS", "none carries compute"),
     )
     result = await client.rollout([LAKE, MATH], mapped, concurrency=1)
     assert [t.outcome for t in result.trajectories] == ["failed", "finished"]
     assert "NO_ENGINE_WITH_TAGS none carries compute" in result.trajectories[0].error
 
 
-async def test_declared_values_are_the_defaults_of_a_call(mesh: FakeMesh, client: treadle.Client) -> None:
-    """Result: the rollout service is asked for what is declared, and then for what a call gives instead."""
+async def test_declared_values_are_the_defaults_of_a_call(
+    mesh: FakeMesh, client: treadle.Client
+) -> None:
+    """Result: the rollout service is asked for what is declared, and then for what a call gives
+    instead."""
     declared = treadle.agent(
         redundancy=1.5,
         keep_per_prompt=2,
@@ -126,16 +140,24 @@ async def test_declared_values_are_the_defaults_of_a_call(mesh: FakeMesh, client
         max_staleness=-1,
         prompt_ids=["p0"],
         max_total_tokens=9,
-        selection=rollout_pb2.Selection(rule=rollout_pb2.SELECTION_RULE_SHORTEST, success_reward=1.0),
+        selection=rollout_pb2.Selection(
+            rule=rollout_pb2.SELECTION_RULE_SHORTEST, success_reward=1.0
+        ),
     )
-    assert second == rollout_pb2.RolloutSpec(samples_per_prompt=4, max_staleness=-1, prompt_ids=["p0"])
+    assert second == rollout_pb2.RolloutSpec(
+        samples_per_prompt=4, max_staleness=-1, prompt_ids=["p0"]
+    )
 
 
-async def test_an_agent_that_declares_nothing_runs_as_before(mesh: FakeMesh, client: treadle.Client) -> None:
+async def test_an_agent_that_declares_nothing_runs_as_before(
+    mesh: FakeMesh, client: treadle.Client
+) -> None:
     result = await client.rollout([LAKE], one_turn)
     assert [(t.outcome, t.reward) for t in result.trajectories] == [("finished", 1.0)] * 4
     [spec] = mesh.rollout.specs.values()
-    assert spec == rollout_pb2.RolloutSpec(samples_per_prompt=4, max_staleness=-1, prompt_ids=["p0"])
+    assert spec == rollout_pb2.RolloutSpec(
+        samples_per_prompt=4, max_staleness=-1, prompt_ids=["p0"]
+    )
     assert set(map(tuple, tags_of(mesh).values())) == {()}
     assert not mesh.tools.calls
 
@@ -146,21 +168,31 @@ async def test_an_environment_opens_with_its_limits_before_the_agent_and_ends_be
     order: list[str] = []
 
     @treadle.agent(environment=lake, reward=exact, samples_per_prompt=1)
-    async def play(trajectory: treadle.Trajectory, prompt: treadle.Prompt, session: treadle.Session) -> None:
+    async def play(
+        trajectory: treadle.Trajectory, prompt: treadle.Prompt, session: treadle.Session
+    ) -> None:
         order.append(session.first.output)
         await generate(trajectory, 3)
         order.append((await session.step({"action": "down"})).output)
 
     result = await client.rollout([LAKE], play)
-    assert [(t.outcome, t.reward, t.error) for t in result.trajectories] == [("finished", SCORE, "")]
+    assert [(t.outcome, t.reward, t.error) for t in result.trajectories] == [
+        ("finished", SCORE, "")
+    ]
     assert order == ['{"seed": 7}', "1"]
     [opened] = mesh.tools.requests("OpenSession")
-    assert (opened.tool, opened.trajectory_id) == ("frozen_lake", result.trajectories[0].trajectory_id)
+    assert (opened.tool, opened.trajectory_id) == (
+        "frozen_lake",
+        result.trajectories[0].trajectory_id,
+    )
     assert opened.limits == tools_pb2.Limits(
         cpu_cores=1, memory_bytes=1 << 28, wall_time=duration(2.5), output_bytes=1000
     )
     [asked] = rewards.requests("ScoreTrajectory")
-    assert (asked.reward, json.loads(asked.arguments_json)) == ("exact_match", {"answer": "5", "expected": "p0"})
+    assert (asked.reward, json.loads(asked.arguments_json)) == (
+        "exact_match",
+        {"answer": "5", "expected": "p0"},
+    )
     [closed], [scored] = (
         [call.time_s for call in fake.calls if call.method == method]
         for fake, method in ((mesh.tools, "CloseSession"), (rewards, "ScoreTrajectory"))
@@ -169,9 +201,15 @@ async def test_an_environment_opens_with_its_limits_before_the_agent_and_ends_be
     assert not mesh.tools.sessions
 
 
-async def test_an_environment_without_limits_has_those_of_its_tool(mesh: FakeMesh, client: treadle.Client) -> None:
-    @treadle.agent(environment=treadle.environment("count")(lambda prompt: {}), samples_per_prompt=1)
-    async def play(trajectory: treadle.Trajectory, prompt: treadle.Prompt, session: treadle.Session) -> float:
+async def test_an_environment_without_limits_has_those_of_its_tool(
+    mesh: FakeMesh, client: treadle.Client
+) -> None:
+    @treadle.agent(
+        environment=treadle.environment("count")(lambda prompt: {}), samples_per_prompt=1
+    )
+    async def play(
+        trajectory: treadle.Trajectory, prompt: treadle.Prompt, session: treadle.Session
+    ) -> float:
         return await one_turn(trajectory, prompt)
 
     await client.rollout([LAKE], play)
@@ -182,11 +220,14 @@ async def test_an_environment_without_limits_has_those_of_its_tool(mesh: FakeMes
 async def test_a_declared_agent_is_called_by_hand_and_closes_its_environment_also_where_it_raises(
     mesh: FakeMesh, client: treadle.Client, rewards: FakeRewards
 ) -> None:
-    """Result: the session has ended although its trajectory is still open; an agent that raised asks for no reward."""
+    """Result: the session has ended although its trajectory is still open; an agent that raised
+    asks for no reward."""
     open_sessions: list[int] = []
 
     @treadle.agent(environment=lake, reward=exact)
-    async def play(trajectory: treadle.Trajectory, prompt: treadle.Prompt, session: treadle.Session) -> None:
+    async def play(
+        trajectory: treadle.Trajectory, prompt: treadle.Prompt, session: treadle.Session
+    ) -> None:
         open_sessions.append(len(mesh.tools.sessions))
         if trajectory.sample == 1:
             raise ValueError("no move is legal")
@@ -209,11 +250,15 @@ async def test_a_declared_agent_is_called_by_hand_and_closes_its_environment_als
 async def test_an_environment_that_cannot_be_opened_fails_its_trajectory_alone(
     mesh: FakeMesh, client: treadle.Client
 ) -> None:
-    refusal = Refusal(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", fields=("limits.memory_bytes",))
+    refusal = Refusal(
+        grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", fields=("limits.memory_bytes",)
+    )
     mesh.tools.refuse_next("OpenSession", refusal)
 
     @treadle.agent(environment=lake, concurrency=1, samples_per_prompt=2)
-    async def play(trajectory: treadle.Trajectory, prompt: treadle.Prompt, session: treadle.Session) -> float:
+    async def play(
+        trajectory: treadle.Trajectory, prompt: treadle.Prompt, session: treadle.Session
+    ) -> float:
         return await one_turn(trajectory, prompt)
 
     result = await client.rollout([LAKE], play)
@@ -221,13 +266,17 @@ async def test_an_environment_that_cannot_be_opened_fails_its_trajectory_alone(
     assert "limits.memory_bytes" in result.trajectories[0].error
 
 
-async def test_redundant_environments_end_when_their_group_has_settled(mesh: FakeMesh, client: treadle.Client) -> None:
+async def test_redundant_environments_end_when_their_group_has_settled(
+    mesh: FakeMesh, client: treadle.Client
+) -> None:
     """
     WHEN    2 of 3 environments are enough and one never answers
     Result: the rollout ends with the 2, and the third session is closed."""
 
     @treadle.agent(environment=lake, keep_per_prompt=2, redundancy=1.5)
-    async def play(trajectory: treadle.Trajectory, prompt: treadle.Prompt, session: treadle.Session) -> float:
+    async def play(
+        trajectory: treadle.Trajectory, prompt: treadle.Prompt, session: treadle.Session
+    ) -> float:
         if trajectory.sample == 0:
             await asyncio.Event().wait()
         return await one_turn(trajectory, prompt)
@@ -271,7 +320,9 @@ async def test_a_reward_that_must_be_serverless_is_looked_up_before_anything_beg
     """The mesh has `graded` behind a URL, `exact_match` in its sandboxes, and no `judged`."""
 
     def declared(name: str) -> Any:
-        reward = treadle.reward(name, serverless=True)(lambda trajectory, prompt: {"answer": prompt.id})
+        reward = treadle.reward(name, serverless=True)(
+            lambda trajectory, prompt: {"answer": prompt.id}
+        )
 
         @treadle.agent(reward=reward, samples_per_prompt=1)
         async def play(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> None:
@@ -279,7 +330,10 @@ async def test_a_reward_that_must_be_serverless_is_looked_up_before_anything_beg
 
         return play
 
-    for name, reason in (("exact_match", "REWARD_NOT_SERVERLESS"), ("judged", "REWARD_FUNCTION_NOT_FOUND")):
+    for name, reason in (
+        ("exact_match", "REWARD_NOT_SERVERLESS"),
+        ("judged", "REWARD_FUNCTION_NOT_FOUND"),
+    ):
         with pytest.raises(treadle.TreadleError) as refused:
             await client.rollout([LAKE], declared(name))
         assert refused.value.reason == reason

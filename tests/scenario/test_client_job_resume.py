@@ -1,4 +1,5 @@
-"""A client with `resume` is killed in the middle of a rollout, and another process goes on with it."""
+"""A client with `resume` is killed in the middle of a rollout, and another process goes on with
+it."""
 
 import json
 import signal
@@ -49,7 +50,8 @@ class Job:
         return Counter(file.read_text().splitlines() if file.exists() else [])
 
     async def until_some_are_submitted(self) -> set[str]:
-        """Some of the samples are at the rollout service, and others run. Returns those that are there."""
+        """Some of the samples are at the rollout service, and others run. Returns those that are
+        there."""
         opened = await until_said(self._mesh.trajectories, len, WITHIN_S)
         request = rollout_pb2.GetRolloutRequest(rollout_id=opened[0].rollout_id)
         async with grpc.aio.insecure_channel(self._mesh.other.address) as channel:
@@ -59,7 +61,11 @@ class Job:
                 lambda said: any(group.received for group in said.rollout.groups),
                 WITHIN_S,
             )
-        return {f"{group.prompt_id} {each.sample}" for group in said.rollout.groups for each in group.samples}
+        return {
+            f"{group.prompt_id} {each.sample}"
+            for group in said.rollout.groups
+            for each in group.samples
+        }
 
     async def result(self, number: int) -> dict[str, Any]:
         """What the process got, once it is done."""
@@ -85,11 +91,16 @@ async def check_whole(m: Mesh, result: dict[str, Any]) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("killed", ["client", "scheduler", "rollout", "nats"])
 async def test_a_resumed_client_finishes_the_rollout_and_runs_no_submitted_sample_again(
-    start_service: StartService, client_processes: Processes, nats_server: NatsServer, tmp_path: Path, killed: str
+    start_service: StartService,
+    client_processes: Processes,
+    nats_server: NatsServer,
+    tmp_path: Path,
+    killed: str,
 ) -> None:
-    """With the client, a service or NATS may be killed; the rollout service and NATS are back once the next client has
-    connected. Result: nothing lost, nothing doubled, no trajectory of the killed client open. The same program after
-    that runs a rollout of its own, as the one before has ended."""
+    """With the client, a service or NATS may be killed; the rollout service and NATS are back once
+    the next client has connected. Result: nothing lost, nothing doubled, no trajectory of the
+    killed client open. The same program after that runs a rollout of its own, as the one before has
+    ended."""
     async with mesh(start_service, "treadle_rollout", SLOTS) as m:
         job = Job(m, tmp_path, client_processes)
         first = job.start(0)
@@ -112,10 +123,13 @@ async def test_a_resumed_client_finishes_the_rollout_and_runs_no_submitted_sampl
         assert not job.done[0].exists()
         await check_whole(m, result)
         before = {
-            f"{each['prompt_id']} {each['sample']}" for each in result["trajectories"] if each["submitted_before"]
+            f"{each['prompt_id']} {each['sample']}"
+            for each in result["trajectories"]
+            if each["submitted_before"]
         }
         assert 0 < len(before) < len(result["trajectories"])
-        # What was on its way when the client was killed may arrive after the next client has begun that sample.
+        # What was on its way when the client was killed may arrive after the next client has begun
+        # that sample.
         assert submitted <= before
         assert {job.started()[sample] for sample in submitted} == {1}
         assert not await m.trajectories(open_only=True)
@@ -129,8 +143,8 @@ async def test_a_resumed_client_finishes_the_rollout_and_runs_no_submitted_sampl
 async def test_a_client_that_was_stopped_and_replaced_submits_nothing_when_it_wakes(
     start_service: StartService, client_processes: Processes, tmp_path: Path
 ) -> None:
-    """SIGSTOP, another process resumes the job, SIGCONT. Result: the first one ends with JOB_TAKEN_OVER and no sample
-    of the rollout has failed."""
+    """SIGSTOP, another process resumes the job, SIGCONT. Result: the first one ends with
+    JOB_TAKEN_OVER and no sample of the rollout has failed."""
     async with mesh(start_service, "treadle_rollout", SLOTS) as m:
         job = Job(m, tmp_path, client_processes)
         first = job.start(0)

@@ -1,4 +1,5 @@
-"""A client process is killed: what it held is freed once its lease has ended, and another client gets tickets."""
+"""A client process is killed: what it held is freed once its lease has ended, and another client
+gets tickets."""
 
 import asyncio
 import time
@@ -32,8 +33,12 @@ async def check_another_client_gets_tickets(address: str) -> None:
 async def test_a_killed_client_is_closed_and_its_room_sessions_and_steps_are_freed(
     start_service: StartService, client_processes: Processes, restarted: bool
 ) -> None:
-    """Result: another client gets tickets; all trajectories of the first are closed as failed; nothing of it runs."""
-    async with mesh(start_service, "treadle_tools", SLOTS, BUILTIN="frozen_lake") as m, calls_to(m.other) as tools:
+    """Result: another client gets tickets; all trajectories of the first are closed as failed;
+    nothing of it runs."""
+    async with (
+        mesh(start_service, "treadle_tools", SLOTS, BUILTIN="frozen_lake") as m,
+        calls_to(m.other) as tools,
+    ):
         first = client_processes(m.scheduler.address, trajectories=TRAJECTORIES)
         await until_said(m.running_steps, lambda steps: steps == SLOTS, START_S)
         held = await until_said(m.trajectories, lambda said: len(said) == TRAJECTORIES)
@@ -44,14 +49,20 @@ async def test_a_killed_client_is_closed_and_its_room_sessions_and_steps_are_fre
             await start_service("treadle_scheduler", m.settings)
         await check_another_client_gets_tickets(m.scheduler.address)
         found = await until_said(
-            m.trajectories, lambda said: all(each.closed_at.seconds for each in said if each.prompt_id == "p"), FREED_S
+            m.trajectories,
+            lambda said: all(each.closed_at.seconds for each in said if each.prompt_id == "p"),
+            FREED_S,
         )
-        assert {each.state for each in found if each.prompt_id == "p"} == {pb.TRAJECTORY_STATE_FAILED}
+        assert {each.state for each in found if each.prompt_id == "p"} == {
+            pb.TRAJECTORY_STATE_FAILED
+        }
         assert {each.trajectory_id for each in held} <= {each.trajectory_id for each in found}
         await until_said(m.running_steps, lambda steps: steps == 0, FREED_S)
 
         with refused("SESSION_NOT_FOUND"):
-            await until_said(lambda: tools.session(opened.session.session_id), lambda said: False, FREED_S)
+            await until_said(
+                lambda: tools.session(opened.session.session_id), lambda said: False, FREED_S
+            )
 
 
 @pytest.mark.timeout(240)
@@ -69,7 +80,8 @@ async def test_a_client_that_lives_keeps_its_trajectories_however_long_its_steps
 async def test_a_client_that_stood_still_for_longer_than_its_lease_opens_its_job_again(
     start_service: StartService,
 ) -> None:
-    """Its event loop is blocked. Result: what it had open was closed, and what it opens afterwards stays open."""
+    """Its event loop is blocked. Result: what it had open was closed, and what it opens afterwards
+    stays open."""
     scheduler = await start_service("treadle_scheduler", {"TREADLE_SCHEDULER_JOB_LEASE_S": "4"})
     async with treadle.Client(scheduler.address, retry=QUICK) as client:
         lost = await client.open(prompt_id="p", sample=0, prompt=[1])

@@ -1,5 +1,5 @@
-"""Scenarios of a step whose stream breaks, against fakes behind real servers: the caller's iterator goes on, or says
-why not."""
+"""Scenarios of a step whose stream breaks, against fakes behind real servers: the caller's iterator
+goes on, or says why not."""
 
 import asyncio
 from functools import partial
@@ -32,15 +32,22 @@ def assert_whole(t: treadle.Trajectory) -> None:
 async def test_a_stream_broken_in_the_middle_goes_on_at_another_engine(how: str) -> None:
     """The engine is lost after 4 of 12 tokens.
 
-    Result: one iterator, 12 tokens, none twice and none missing; the second ticket names the first and the tokens
-    received.
+    Result: one iterator, 12 tokens, none twice and none missing; the second ticket names the first
+    and the tokens received.
     """
     async with started() as (mesh, t):
         mesh.engines["e0"].script = Script(die_at=4) if "dies" in how else Script(lose_at=4)
         assert await generate(t, COUNT) == [token_at(PROMPT, i) for i in range(COUNT)]
         assert_whole(t)
         assert t.steps[0].engine_ids == ("e0", "e1")
-        assert [s.kind for s in t.spans] == ["queue", "prefill", "decode", "queue", "prefill", "decode"]
+        assert [s.kind for s in t.spans] == [
+            "queue",
+            "prefill",
+            "decode",
+            "queue",
+            "prefill",
+            "decode",
+        ]
         assert [s.engine_id for s in t.spans] == ["e0", "e0", "e0", "e1", "e1", "e1"]
         first, second = mesh.scheduler.requests("ScheduleStep")
         assert (first.turn, second.turn) == (0, 0)
@@ -63,10 +70,15 @@ async def test_an_engine_lost_before_its_first_token_costs_nothing() -> None:
 @pytest.mark.parametrize("reason", ["TICKET_EXPIRED", "TICKET_WRONG_ENGINE"])
 async def test_a_ticket_that_the_engine_no_longer_takes_is_replaced(reason: str) -> None:
     async with started("e0") as (mesh, t):
-        mesh.engines["e0"].refuse_next("Generate", Refusal(grpc.StatusCode.FAILED_PRECONDITION, reason))
+        mesh.engines["e0"].refuse_next(
+            "Generate", Refusal(grpc.StatusCode.FAILED_PRECONDITION, reason)
+        )
         await generate(t, COUNT)
         assert_whole(t)
-        assert [r.replaces_ticket_id for r in mesh.scheduler.requests("ScheduleStep")] == ["", "k-1"]
+        assert [r.replaces_ticket_id for r in mesh.scheduler.requests("ScheduleStep")] == [
+            "",
+            "k-1",
+        ]
 
 
 async def test_a_full_queue_is_waited_for_as_long_as_it_asks() -> None:
@@ -81,11 +93,15 @@ async def test_a_full_queue_is_waited_for_as_long_as_it_asks() -> None:
 
 async def test_a_refused_request_is_not_tried_again() -> None:
     async with started("e0") as (mesh, t):
-        bad = Refusal(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", fields=("sampling.top_p",))
+        bad = Refusal(
+            grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", fields=("sampling.top_p",)
+        )
         mesh.engines["e0"].refuse_next("Generate", bad)
         with pytest.raises(treadle.TreadleError) as refused:
             await generate(t, COUNT)
-        assert refused.value.field_violations == (treadle.FieldViolation("sampling.top_p", "is wrong"),)
+        assert refused.value.field_violations == (
+            treadle.FieldViolation("sampling.top_p", "is wrong"),
+        )
         assert len(mesh.engines["e0"].requests("Generate")) == 1
         assert (t.tokens, t.steps) == (PROMPT, [])
         await generate(t, COUNT)  # the same turn again, naming the ticket that came to nothing
@@ -138,7 +154,9 @@ async def break_off(mesh: FakeMesh, t: treadle.Trajectory) -> None:
 
 async def cancel_the_reader(mesh: FakeMesh, t: treadle.Trajectory) -> None:
     reading = asyncio.ensure_future(generate(t, COUNT))
-    await until(lambda: len(t.tokens_from(0, COUNT)[0]) == len(PROMPT) + 2)  # the reader has them, not the engine only
+    await until(
+        lambda: len(t.tokens_from(0, COUNT)[0]) == len(PROMPT) + 2
+    )  # the reader has them, not the engine only
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reading
@@ -146,16 +164,23 @@ async def cancel_the_reader(mesh: FakeMesh, t: treadle.Trajectory) -> None:
 
 async def close_from_another_task(mesh: FakeMesh, t: treadle.Trajectory) -> None:
     reading = asyncio.ensure_future(generate(t, COUNT))
-    await until(lambda: len(t.tokens_from(0, COUNT)[0]) == len(PROMPT) + 2)  # the reader has them, not the engine only
+    await until(
+        lambda: len(t.tokens_from(0, COUNT)[0]) == len(PROMPT) + 2
+    )  # the reader has them, not the engine only
     await t.close(outcome="cancelled")
     assert len(await reading) == 2
 
 
-@pytest.mark.parametrize("leave", [close_iterator, break_off, cancel_the_reader, close_from_another_task])
-async def test_a_step_left_early_is_aborted_on_its_engine_and_keeps_the_tokens_seen(leave: object) -> None:
+@pytest.mark.parametrize(
+    "leave", [close_iterator, break_off, cancel_the_reader, close_from_another_task]
+)
+async def test_a_step_left_early_is_aborted_on_its_engine_and_keeps_the_tokens_seen(
+    leave: object,
+) -> None:
     """The engine holds after 2 of 12 tokens; the caller leaves in one way or another.
 
-    Result: the engine is told and runs nothing any more; the two tokens are in the trajectory; the next turn works.
+    Result: the engine is told and runs nothing any more; the two tokens are in the trajectory; the
+    next turn works.
     """
     assert callable(leave)
     async with started("e0") as (mesh, t):
@@ -199,12 +224,19 @@ async def test_observing_right_after_a_break_comes_after_the_tokens_seen() -> No
 
 
 async def test_a_step_cancelled_while_it_waits_for_its_ticket_can_be_asked_for_again() -> None:
-    """The answer with the ticket is lost, the caller gives up, and asks for the same turn once more.
+    """The answer with the ticket is lost, the caller gives up, and asks for the same turn once
+    more.
 
-    Result: the scheduler is asked again under the same request_id, so that the lost ticket can be named.
+    Result: the scheduler is asked again under the same request_id, so that the lost ticket can be
+    named.
     """
-    async with started("e0", retry=treadle.RetryPolicy(first_delay_s=60, max_delay_s=60)) as (mesh, t):
-        mesh.scheduler.refuse_next("ScheduleStep", Refusal(grpc.StatusCode.UNAVAILABLE, "AWAY", after=True))
+    async with started("e0", retry=treadle.RetryPolicy(first_delay_s=60, max_delay_s=60)) as (
+        mesh,
+        t,
+    ):
+        mesh.scheduler.refuse_next(
+            "ScheduleStep", Refusal(grpc.StatusCode.UNAVAILABLE, "AWAY", after=True)
+        )
         reading = asyncio.ensure_future(generate(t, COUNT))
         await until(lambda: mesh.scheduler.requests("ScheduleStep"))
         reading.cancel()

@@ -10,7 +10,9 @@ PROMPT = [1, 2, 3]
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
 
-async def test_an_answer_lost_on_the_way_back_is_asked_for_again_under_the_same_request_id() -> None:
+async def test_an_answer_lost_on_the_way_back_is_asked_for_again_under_the_same_request_id() -> (
+    None
+):
     """Each mutation is done, and then its answer is lost.
 
     Result: the repeat carries the same request_id and nothing is done twice.
@@ -36,9 +38,12 @@ async def test_an_answer_lost_on_the_way_back_is_asked_for_again_under_the_same_
 
 
 async def test_a_step_that_is_held_in_line_has_the_whole_deadline_with_each_attempt() -> None:
-    """The scheduler answers time and again that the step waits for room: it may for longer than the deadline, which is
-    for a scheduler that says nothing."""
-    schedule_s, held = 30.0, Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "STEP_HELD", retry_after_s=0.08)
+    """The scheduler answers time and again that the step waits for room: it may for longer than the
+    deadline, which is for a scheduler that says nothing."""
+    schedule_s, held = (
+        30.0,
+        Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "STEP_HELD", retry_after_s=0.08),
+    )
     timeouts = treadle.Timeouts(schedule_s=schedule_s)
     async with one_trajectory("e0", prompt=PROMPT, timeouts=timeouts) as (mesh, t):
         mesh.scheduler.refuse_next("ScheduleStep", *[held] * 6)
@@ -51,23 +56,39 @@ async def test_a_step_that_is_held_in_line_has_the_whole_deadline_with_each_atte
 
 
 async def test_a_wait_that_would_pass_the_deadline_is_not_begun() -> None:
-    async with fake_mesh() as mesh, mesh.client(timeouts=treadle.Timeouts(control_s=20.0)) as client:
-        mesh.scheduler.refuse_next("OpenTrajectory", Refusal(UNAVAILABLE, "AWAY", retry_after_s=21.0))
+    async with (
+        fake_mesh() as mesh,
+        mesh.client(timeouts=treadle.Timeouts(control_s=20.0)) as client,
+    ):
+        mesh.scheduler.refuse_next(
+            "OpenTrajectory", Refusal(UNAVAILABLE, "AWAY", retry_after_s=21.0)
+        )
         with pytest.raises(treadle.TreadleError) as away:
             await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
-        assert (away.value.reason, away.value.retry_after_s, away.value.domain) == ("AWAY", 21.0, "fake.treadle")
+        assert (away.value.reason, away.value.retry_after_s, away.value.domain) == (
+            "AWAY",
+            21.0,
+            "fake.treadle",
+        )
         assert len(mesh.scheduler.requests("OpenTrajectory")) == 1
 
 
-@pytest.mark.parametrize(("refusals", "told"), [([], 1), ([Refusal(UNAVAILABLE, "AWAY", retry_after_s=60.0)], 0)])
-async def test_a_client_waits_once_for_a_scheduler_that_is_away_at_its_end(refusals: list[Refusal], told: int) -> None:
-    """It has an open trajectory. Result: where that cannot be closed, the job's end is not told either, which would
-    take as long again: the lease ends both."""
+@pytest.mark.parametrize(
+    ("refusals", "told"), [([], 1), ([Refusal(UNAVAILABLE, "AWAY", retry_after_s=60.0)], 0)]
+)
+async def test_a_client_waits_once_for_a_scheduler_that_is_away_at_its_end(
+    refusals: list[Refusal], told: int
+) -> None:
+    """It has an open trajectory. Result: where that cannot be closed, the job's end is not told
+    either, which would take as long again: the lease ends both."""
     async with fake_mesh("e0") as mesh:
         async with mesh.client() as client:
             await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
             mesh.scheduler.refuse_next("CloseTrajectory", *refusals)
-        assert [len(mesh.scheduler.requests(each)) for each in ("OpenJob", "CloseTrajectory")] == [1, 1]
+        assert [len(mesh.scheduler.requests(each)) for each in ("OpenJob", "CloseTrajectory")] == [
+            1,
+            1,
+        ]
         assert len(mesh.scheduler.requests("CloseJob")) == told
 
 
@@ -79,7 +100,12 @@ async def test_every_call_carries_a_deadline() -> None:
         await t.close()
         servicers = (mesh.scheduler, mesh.tools, mesh.engines["e0"])
         calls = [call for servicer in servicers for call in servicer.calls]
-        assert {"OpenTrajectory", "ScheduleStep", "Generate", "Abort", "Invoke", "CloseTrajectory"} <= {
-            c.method for c in calls
-        }
+        assert {
+            "OpenTrajectory",
+            "ScheduleStep",
+            "Generate",
+            "Abort",
+            "Invoke",
+            "CloseTrajectory",
+        } <= {c.method for c in calls}
         assert all(call.deadline_s is not None for call in calls)

@@ -1,4 +1,5 @@
-"""The client's rewards against real services: a rollout whose scores come after its trajectories have ended."""
+"""The client's rewards against real services: a rollout whose scores come after its trajectories
+have ended."""
 
 import asyncio
 
@@ -18,16 +19,22 @@ async def start_rewards(start_service: StartService) -> str:
 
 
 async def test_a_rollout_hands_in_what_the_service_scored(start_service: StartService) -> None:
-    """
-    WHEN    agents return pending rewards, one of them of a function that refuses its arguments
-    Result: each trajectory has its score, also where the trainer takes it; the refused one has failed and said why"""
+    """WHEN    agents return pending rewards, one of them of a function that refuses its arguments
+    Result: each trajectory has its score, also where the trainer takes it; the refused one has
+    failed and said why"""
     tools = await start_rewards(start_service)
 
-    async def agent(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> treadle.PendingReward:
+    async def agent(
+        trajectory: treadle.Trajectory, prompt: treadle.Prompt
+    ) -> treadle.PendingReward:
         await generate(trajectory, 4)
         if prompt.id == "p1" and trajectory.sample == 1:
-            return await trajectory.score("python_tests", {"files": {"/etc/it.py": ""}, "tests": {"test_it.py": ""}})
-        return await trajectory.score("exact_match", {"answer": str(trajectory.sample), "expected": "1"})
+            return await trajectory.score(
+                "python_tests", {"files": {"/etc/it.py": ""}, "tests": {"test_it.py": ""}}
+            )
+        return await trajectory.score(
+            "exact_match", {"answer": str(trajectory.sample), "expected": "1"}
+        )
 
     async with fake_mesh() as mesh:
         mesh.scheduler.directory.tools_address = tools
@@ -42,14 +49,20 @@ async def test_a_rollout_hands_in_what_the_service_scored(start_service: StartSe
         ]
         assert "NO_SCORE" in result.trajectories[3].error
         assert not mesh.scheduler.open_trajectories
-        handed_in = {r.trajectory.trajectory_id: r.trajectory for r in mesh.rollout.requests("SubmitTrajectory")}
+        handed_in = {
+            r.trajectory.trajectory_id: r.trajectory
+            for r in mesh.rollout.requests("SubmitTrajectory")
+        }
         for t in result.trajectories[:3]:
             assert handed_in[t.trajectory_id].reward == t.reward
         assert handed_in[result.trajectories[3].trajectory_id].failed
 
 
-async def test_a_reward_waited_for_outlives_the_service_that_took_it(start_service: StartService) -> None:
-    """WHEN the service is away while its caller waits. Result: the caller gets the score from the next one."""
+async def test_a_reward_waited_for_outlives_the_service_that_took_it(
+    start_service: StartService,
+) -> None:
+    """WHEN the service is away while its caller waits. Result: the caller gets the score from the
+    next one."""
     fake = FakeRewards()  # type: ignore[abstract]
     port = Port(rewards_pb2_grpc.add_RewardsServiceServicer_to_server, fake)
     async with fake_mesh() as mesh, mesh.client() as client:

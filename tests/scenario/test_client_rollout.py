@@ -11,7 +11,10 @@ from support.fake_servicer import Refusal
 from support.mesh_in_process import FakeMesh, fake_mesh, generate
 from treadle.scheduler.v1 import scheduler_pb2
 
-PROMPTS = [treadle.Prompt("p0", [1, 2], data="first"), treadle.Prompt("p1", [3, 4, 5], data="second")]
+PROMPTS = [
+    treadle.Prompt("p0", [1, 2], data="first"),
+    treadle.Prompt("p1", [3, 4, 5], data="second"),
+]
 
 
 async def one_turn(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> float:
@@ -24,7 +27,8 @@ async def test_every_sample_comes_back_in_order_and_can_be_taken_as_a_batch(
 ) -> None:
     """Two prompts, three samples each, at most two at once.
 
-    Result: six whole trajectories with their rewards in order; events tell of each; get_batch gives the same tokens.
+    Result: six whole trajectories with their rewards in order; events tell of each; get_batch gives
+    the same tokens.
     """
     events: list[treadle.RolloutEvent] = []
     at_once: list[int] = []
@@ -33,14 +37,24 @@ async def test_every_sample_comes_back_in_order_and_can_be_taken_as_a_batch(
         at_once.append(len(mesh.scheduler.open_trajectories))
         return await one_turn(trajectory, prompt)
 
-    result = await client.rollout(PROMPTS, agent, samples_per_prompt=3, concurrency=2, on_event=events.append)
-    assert [(t.prompt_id, t.sample) for t in result.trajectories] == [(p.id, s) for p in PROMPTS for s in range(3)]
+    result = await client.rollout(
+        PROMPTS, agent, samples_per_prompt=3, concurrency=2, on_event=events.append
+    )
+    assert [(t.prompt_id, t.sample) for t in result.trajectories] == [
+        (p.id, s) for p in PROMPTS for s in range(3)
+    ]
     assert max(at_once) <= 2
     for t in result.trajectories:
         prompt = next(p.tokens for p in PROMPTS if p.id == t.prompt_id)
         assert t.tokens == prompt + [token_at(prompt, i) for i in range(3)]
         assert len(t.tokens) == len(t.loss_mask) == len(t.logprobs)
-        assert (t.outcome, t.reward, t.kept, t.error, t.drop_reason) == ("finished", float(t.sample), True, "", "")
+        assert (t.outcome, t.reward, t.kept, t.error, t.drop_reason) == (
+            "finished",
+            float(t.sample),
+            True,
+            "",
+            "",
+        )
         assert [s.kind for s in t.spans] == ["queue", "prefill", "decode"]
     assert not mesh.scheduler.open_trajectories
     kinds = [event.kind for event in events]
@@ -59,7 +73,8 @@ async def test_every_sample_comes_back_in_order_and_can_be_taken_as_a_batch(
 async def test_a_batch_whose_stream_breaks_is_read_again_and_confirmed_once_it_is_whole(
     mesh: FakeMesh, client: treadle.Client
 ) -> None:
-    """The stream breaks before its last message, twice; the confirmation is refused, which costs nothing but time.
+    """The stream breaks before its last message, twice; the confirmation is refused, which costs
+    nothing but time.
 
     Result: one batch under one request_id, each trajectory once.
     """
@@ -87,7 +102,9 @@ async def test_a_trajectory_that_finds_the_store_full_is_sent_again_as_often_as_
     assert len(caplog.records) == (reason == "PAYLOADS_HELD")
 
 
-async def test_an_agent_that_raises_fails_its_trajectory_and_no_other(mesh: FakeMesh, client: treadle.Client) -> None:
+async def test_an_agent_that_raises_fails_its_trajectory_and_no_other(
+    mesh: FakeMesh, client: treadle.Client
+) -> None:
     async def agent(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> float:
         if trajectory.sample == 1:
             raise ValueError("no move\nis legal")
@@ -96,7 +113,11 @@ async def test_an_agent_that_raises_fails_its_trajectory_and_no_other(mesh: Fake
     result = await client.rollout(PROMPTS, agent, samples_per_prompt=3)
     assert [t.outcome for t in result.trajectories] == ["finished", "failed", "finished"] * 2
     failed = result.trajectories[1]
-    assert (failed.error, failed.kept, failed.drop_reason) == ("ValueError: no move is legal", False, "failed")
+    assert (failed.error, failed.kept, failed.drop_reason) == (
+        "ValueError: no move is legal",
+        False,
+        "failed",
+    )
     outcomes = list(mesh.scheduler.outcomes.values())
     assert outcomes.count(scheduler_pb2.OUTCOME_FAILED) == 2
     assert not mesh.scheduler.open_trajectories
@@ -114,10 +135,11 @@ async def test_a_trajectory_that_cannot_be_opened_fails_alone_and_its_group_hear
 
 
 async def test_the_first_k_settle_a_group_and_its_siblings_are_cancelled() -> None:
-    """Four samples, two wanted; samples 2 and 3 hang in the middle of their step on an engine that holds.
+    """Four samples, two wanted; samples 2 and 3 hang in the middle of their step on an engine that
+    holds.
 
-    Result: the two are kept, the others are aborted on the engine and closed as cancelled, the other group is not
-    touched.
+    Result: the two are kept, the others are aborted on the engine and closed as cancelled, the
+    other group is not touched.
     """
     async with fake_mesh("e0") as mesh, mesh.client() as client:
         engine = mesh.engines["e0"]
@@ -132,7 +154,9 @@ async def test_the_first_k_settle_a_group_and_its_siblings_are_cancelled() -> No
                 await until(lambda: waiting == {2, 3})
             return await one_turn(trajectory, prompt)
 
-        result = await client.rollout(PROMPTS, agent, samples_per_prompt=4, keep_per_prompt=2, concurrency=4)
+        result = await client.rollout(
+            PROMPTS, agent, samples_per_prompt=4, keep_per_prompt=2, concurrency=4
+        )
         first, second = result.trajectories[:4], result.trajectories[4:]
         assert [t.outcome for t in first] == ["finished", "finished", "cancelled", "cancelled"]
         assert [t.kept for t in first] == [True, True, False, False]
@@ -149,7 +173,8 @@ async def test_a_cancelled_caller_leaves_no_trajectory_open_and_no_step_running(
 ) -> None:
     """All trajectories hang in a step; the caller is cancelled, and once more while it cleans up.
 
-    Result: every trajectory is closed as cancelled, every step is aborted, the rollout service hears of it.
+    Result: every trajectory is closed as cancelled, every step is aborted, the rollout service
+    hears of it.
     """
     for engine in mesh.engines.values():
         engine.script = Script(hold_at=0, times=100)
@@ -176,8 +201,12 @@ async def test_a_cap_reached_counts_as_truncated_whether_the_agent_minds_it_or_n
             await one_turn(trajectory, prompt)
 
     result = await client.rollout(PROMPTS[:1], greedy, samples_per_prompt=2, max_total_tokens=5)
-    assert [(t.outcome, sum(t.loss_mask), t.error) for t in result.trajectories] == [("truncated", 5, "")] * 2
-    assert all(request.trajectory.truncated for request in mesh.rollout.requests("SubmitTrajectory"))
+    assert [(t.outcome, sum(t.loss_mask), t.error) for t in result.trajectories] == [
+        ("truncated", 5, "")
+    ] * 2
+    assert all(
+        request.trajectory.truncated for request in mesh.rollout.requests("SubmitTrajectory")
+    )
 
 
 async def test_an_agent_may_say_the_outcome_itself_and_a_pin_reaches_the_scheduler(
@@ -187,13 +216,17 @@ async def test_an_agent_may_say_the_outcome_itself_and_a_pin_reaches_the_schedul
         await one_turn(trajectory, prompt)
         await trajectory.close(reward=0.25, outcome="truncated")
 
-    result = await client.rollout(PROMPTS[:1], agent, samples_per_prompt=2, pin=lambda prompt, sample: f"e{sample % 2}")
+    result = await client.rollout(
+        PROMPTS[:1], agent, samples_per_prompt=2, pin=lambda prompt, sample: f"e{sample % 2}"
+    )
     assert [(t.outcome, t.reward) for t in result.trajectories] == [("truncated", 0.25)] * 2
     pinned = {r.sample: r.pinned_engine_id for r in mesh.scheduler.requests("OpenTrajectory")}
     assert pinned == {0: "e0", 1: "e1"}
 
 
-async def test_a_mesh_without_a_rollout_service_or_tools_says_so(mesh: FakeMesh, client: treadle.Client) -> None:
+async def test_a_mesh_without_a_rollout_service_or_tools_says_so(
+    mesh: FakeMesh, client: treadle.Client
+) -> None:
     mesh.scheduler.directory.Clear()
     for call, reason in (
         (client.rollout(PROMPTS, one_turn), "NO_ROLLOUT_SERVICE"),
@@ -201,7 +234,10 @@ async def test_a_mesh_without_a_rollout_service_or_tools_says_so(mesh: FakeMesh,
     ):
         with pytest.raises(treadle.TreadleError) as refused:
             await call
-        assert (refused.value.code, refused.value.reason) == (grpc.StatusCode.FAILED_PRECONDITION, reason)
+        assert (refused.value.code, refused.value.reason) == (
+            grpc.StatusCode.FAILED_PRECONDITION,
+            reason,
+        )
 
 
 async def test_an_error_of_a_callback_comes_out_as_itself_and_ends_the_rollout(

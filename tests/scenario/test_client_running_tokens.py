@@ -1,5 +1,5 @@
-"""Tokens of running trajectories from a client to a trainer, through a real rollout service; engines and the scheduler
-are fakes behind real servers."""
+"""Tokens of running trajectories from a client to a trainer, through a real rollout service;
+engines and the scheduler are fakes behind real servers."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -58,13 +58,16 @@ class Trainer:
             self.taken_back += len(known) - event.start_token
             known[event.start_token :] = event.tokens
             self.logprobs.setdefault(event.trajectory_id, [])[event.start_token :] = event.logprobs
-            self.loss_mask.setdefault(event.trajectory_id, [])[event.start_token :] = event.loss_mask
+            self.loss_mask.setdefault(event.trajectory_id, [])[event.start_token :] = (
+                event.loss_mask
+            )
 
 
 async def test_a_trainer_has_the_tokens_before_the_trajectory_ends_and_they_are_those_of_the_batch(
     mesh: FakeMesh,
 ) -> None:
-    """Two turns with an observation between; the second hangs after six tokens, which the trainer has by then."""
+    """Two turns with an observation between; the second hangs after six tokens, which the trainer
+    has by then."""
     async with mesh.client() as client:
         opened, reading = asyncio.Event(), asyncio.Event()
 
@@ -78,13 +81,19 @@ async def test_a_trainer_has_the_tokens_before_the_trajectory_ends_and_they_are_
             async for chunk in stream:
                 count += len(chunk.token_ids)
                 if count == 6:
-                    await until(lambda: len(trainer.tokens.get(trajectory.trajectory_id, [])) == 3 + 4 + 2 + 6)
+                    await until(
+                        lambda: (
+                            len(trainer.tokens.get(trajectory.trajectory_id, [])) == 3 + 4 + 2 + 6
+                        )
+                    )
                     break
             await stream.aclose()
             await generate(trajectory, 1)
             return 1.0
 
-        running = asyncio.create_task(client.rollout([PROMPT], agent, 1, rollout_id="r", stream_tokens=2))
+        running = asyncio.create_task(
+            client.rollout([PROMPT], agent, 1, rollout_id="r", stream_tokens=2)
+        )
         await opened.wait()
         trainer = Trainer(client, "r")
         reading.set()
@@ -94,13 +103,17 @@ async def test_a_trainer_has_the_tokens_before_the_trajectory_ends_and_they_are_
     trained, name = batch.groups[0].trajectories[0], result.trajectory_id
     assert len(result.tokens) == 16 and trained.tokens == result.tokens
     assert trainer.tokens[name] == trained.tokens[:15], "the last token alone is fewer than two"
-    assert trainer.loss_mask[name] == trained.loss_mask[:15] == [0] * 3 + [1] * 4 + [0] * 2 + [1] * 6
+    assert (
+        trainer.loss_mask[name] == trained.loss_mask[:15] == [0] * 3 + [1] * 4 + [0] * 2 + [1] * 6
+    )
     assert trainer.logprobs[name] == pytest.approx(trained.logprobs[:15])
     assert (trainer.pieces > 2, trainer.taken_back) == (True, 0)
     assert trainer.ended[name].kept
 
 
-async def test_ranks_have_prompts_of_their_own_and_an_unknown_rollout_is_refused(mesh: FakeMesh) -> None:
+async def test_ranks_have_prompts_of_their_own_and_an_unknown_rollout_is_refused(
+    mesh: FakeMesh,
+) -> None:
     prompts = [treadle.Prompt(f"p{place}", [place + 1]) for place in range(4)]
 
     async def agent(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> float:
@@ -110,7 +123,9 @@ async def test_ranks_have_prompts_of_their_own_and_an_unknown_rollout_is_refused
 
     async with mesh.client() as client:
         reading = asyncio.Event()
-        running = asyncio.create_task(client.rollout(prompts, agent, 1, rollout_id="r", stream_tokens=1))
+        running = asyncio.create_task(
+            client.rollout(prompts, agent, 1, rollout_id="r", stream_tokens=1)
+        )
         await until(lambda: len(mesh.scheduler.open_trajectories) == 4)
         ranks = [Trainer(client, "r", part=(place, 2)) for place in range(2)]
         reading.set()
@@ -128,7 +143,9 @@ async def test_ranks_have_prompts_of_their_own_and_an_unknown_rollout_is_refused
             await client.rollout(prompts, agent, stream_tokens=-1)
 
 
-async def test_what_a_service_has_forgotten_is_pushed_again_and_one_without_the_call_is_no_harm() -> None:
+async def test_what_a_service_has_forgotten_is_pushed_again_and_one_without_the_call_is_no_harm() -> (
+    None
+):
     async with fake_mesh("e0") as mesh, mesh.client() as client:
         pushed = mesh.rollout.pushed
 

@@ -1,4 +1,5 @@
-"""The client without asyncio, in threads that have an event loop of their own and in those that have none."""
+"""The client without asyncio, in threads that have an event loop of their own and in those that
+have none."""
 
 import asyncio
 import gc
@@ -66,7 +67,9 @@ def test_a_rollout_of_plain_functions_comes_back_whole(mesh: FakeMesh) -> None:
     before = threads()
     with client_of(mesh) as client:
         result = client.rollout(PROMPTS, agent, samples_per_prompt=3, concurrency=2)
-        assert [(t.prompt_id, t.sample) for t in result.trajectories] == [(p.id, s) for p in PROMPTS for s in range(3)]
+        assert [(t.prompt_id, t.sample) for t in result.trajectories] == [
+            (p.id, s) for p in PROMPTS for s in range(3)
+        ]
         for t in result.trajectories:
             prompt = next(p.tokens for p in PROMPTS if p.id == t.prompt_id)
             assert t.tokens == prompt + [token_at(prompt, i) for i in range(4)]
@@ -89,7 +92,9 @@ async def test_it_works_inside_a_running_event_loop(mesh: FakeMesh) -> None:
 
 
 def test_an_agent_may_leave_its_reward_to_the_mesh(mesh: FakeMesh) -> None:
-    def scored(trajectory: treadle.sync.Trajectory, prompt: treadle.Prompt) -> treadle.sync.PendingReward:
+    def scored(
+        trajectory: treadle.sync.Trajectory, prompt: treadle.Prompt
+    ) -> treadle.sync.PendingReward:
         agent(trajectory, prompt)
         return trajectory.score("exact_match", {})
 
@@ -100,7 +105,10 @@ def test_an_agent_may_leave_its_reward_to_the_mesh(mesh: FakeMesh) -> None:
         result = client.rollout(PROMPTS, scored, samples_per_prompt=1)
         assert [(t.reward, t.error) for t in result.trajectories] == [(SCORE, "")] * 2
         pending = client.score(result.trajectories[0].trajectory_id, "exact_match", {})
-        assert (pending.result().score, pending.reward_id) == (SCORE, f"w-{result.trajectories[0].trajectory_id}")
+        assert (pending.result().score, pending.reward_id) == (
+            SCORE,
+            f"w-{result.trajectories[0].trajectory_id}",
+        )
     loop.run(rewards.__aexit__(None, None, None))
     loop.close()
 
@@ -117,7 +125,10 @@ def test_trajectories_and_sessions_can_be_used_by_hand(mesh: FakeMesh) -> None:
             assert t.tokens == [7, *t.steps[-1].token_ids, 9]
             assert [span.kind for span in t.spans].count("tool") == 3
         assert not mesh.tools.sessions
-        with pytest.raises(ZeroDivisionError), client.open(prompt_id="q", sample=0, prompt=[7]) as failed:
+        with (
+            pytest.raises(ZeroDivisionError),
+            client.open(prompt_id="q", sample=0, prompt=[7]) as failed,
+        ):
             _ = 1 / 0
         assert (t.outcome, failed.outcome) == ("finished", "failed")
         left = client.open(prompt_id="r", sample=0, prompt=[7])
@@ -129,7 +140,10 @@ def test_what_a_trajectory_reports_comes_from_the_clients_thread(mesh: FakeMesh)
     reporting: set[str] = set()
     with client_of(mesh, token_interval_s=0.0) as client:
         t = client.open(
-            prompt_id="p", sample=0, prompt=[7], on_change=lambda *_: reporting.add(threading.current_thread().name)
+            prompt_id="p",
+            sample=0,
+            prompt=[7],
+            on_change=lambda *_: reporting.add(threading.current_thread().name),
         )
         stream = t.generate(treadle.Sampling(max_new_tokens=64))
         said = next(stream).token_ids
@@ -152,7 +166,10 @@ def test_tools_of_many_agents_run_at_the_same_time(mesh: FakeMesh) -> None:
 
 
 def test_leaving_a_generation_ends_it(mesh: FakeMesh) -> None:
-    with client_of(mesh, token_interval_s=0.0) as client, client.open(prompt_id="p", sample=0, prompt=[7]) as t:
+    with (
+        client_of(mesh, token_interval_s=0.0) as client,
+        client.open(prompt_id="p", sample=0, prompt=[7]) as t,
+    ):
         for engine in mesh.engines.values():
             engine.script = Script(hold_at=4)
         for chunk in t.generate(treadle.Sampling(max_new_tokens=64)):
@@ -172,9 +189,16 @@ def test_an_asynchronous_agent_and_an_environment_are_played_too(mesh: FakeMesh)
     with client_of(mesh) as client:
         result = client.rollout(PROMPTS, asynchronous, samples_per_prompt=1)
         assert [t.reward for t in result.trajectories] == [2.0, 2.0]
-        played = EnvManager(client.asynchronous, count, chat=scripted_chat(["more"]), sampling=SAMPLING)
-        assert [t.reward for t in client.run(played.rollout(samples_per_prompt=2)).trajectories] == [1.5, 1.5]
-        assert [t.reward for t in client.rollout(played.prompts(), played, samples_per_prompt=1).trajectories] == [1.5]
+        played = EnvManager(
+            client.asynchronous, count, chat=scripted_chat(["more"]), sampling=SAMPLING
+        )
+        assert [
+            t.reward for t in client.run(played.rollout(samples_per_prompt=2)).trajectories
+        ] == [1.5, 1.5]
+        assert [
+            t.reward
+            for t in client.rollout(played.prompts(), played, samples_per_prompt=1).trajectories
+        ] == [1.5]
 
 
 def test_an_agent_that_raises_fails_its_trajectory_alone(mesh: FakeMesh) -> None:
@@ -196,7 +220,9 @@ def test_a_tool_call_ends_with_the_group_that_has_settled(mesh: FakeMesh) -> Non
 
     Result: its call is cancelled, and the rollout does not wait for it.
     """
-    mesh.tools.refuse_next("Invoke", Refusal(grpc.StatusCode.UNAVAILABLE, "AWAY", retry_after_s=WAIT_S))
+    mesh.tools.refuse_next(
+        "Invoke", Refusal(grpc.StatusCode.UNAVAILABLE, "AWAY", retry_after_s=WAIT_S)
+    )
     ends: list[str] = []
 
     def agent(trajectory: treadle.sync.Trajectory, prompt: treadle.Prompt) -> float:
@@ -242,9 +268,11 @@ def interrupt_when_held(mesh: FakeMesh) -> threading.Thread:
 
 @pytest.mark.parametrize("plain", [True, False])
 def test_ctrl_c_ends_what_runs_and_the_client_goes_on(mesh: FakeMesh, plain: bool) -> None:
-    """Ctrl-C while both engines are in the middle of steps, with an agent in threads and with one in the loop.
+    """Ctrl-C while both engines are in the middle of steps, with an agent in threads and with one
+    in the loop.
 
-    Result: KeyboardInterrupt, steps are aborted, trajectories closed, the rollout cancelled; the next call works.
+    Result: KeyboardInterrupt, steps are aborted, trajectories closed, the rollout cancelled; the
+    next call works.
     """
 
     async def asynchronous(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> float:
@@ -262,7 +290,9 @@ def test_ctrl_c_ends_what_runs_and_the_client_goes_on(mesh: FakeMesh, plain: boo
         assert len(mesh.rollout.cancelled) == 1
         for engine in mesh.engines.values():
             engine.script = Script()
-        assert [t.error for t in client.rollout(PROMPTS, agent, samples_per_prompt=1).trajectories] == ["", ""]
+        assert [
+            t.error for t in client.rollout(PROMPTS, agent, samples_per_prompt=1).trajectories
+        ] == ["", ""]
 
 
 def test_a_client_that_is_closed_says_so_and_one_that_is_forgotten_ends(mesh: FakeMesh) -> None:
@@ -281,7 +311,8 @@ def test_a_client_that_is_closed_says_so_and_one_that_is_forgotten_ends(mesh: Fa
 
 @pytest.mark.timeout(60)
 def test_a_call_that_comes_while_the_loop_ends_is_refused() -> None:
-    """The end of the loop waits for a function in a thread. Result: the call does not wait for ever."""
+    """The end of the loop waits for a function in a thread. Result: the call does not wait for
+    ever."""
     loop = treadle.sync.EventLoop()
     began, go_on = threading.Event(), threading.Event()
 
@@ -347,7 +378,8 @@ def test_a_call_while_the_client_closes_ends(mesh: FakeMesh) -> None:
 
 
 def test_a_client_that_is_collected_in_its_own_thread_closes_what_is_open(mesh: FakeMesh) -> None:
-    """The garbage collector runs in whichever thread makes objects, and that is mostly the loop's."""
+    """The garbage collector runs in whichever thread makes objects, and that is mostly the
+    loop's."""
     before = threads()
     clients = [client_of(mesh)]
     loop = clients[0].loop
@@ -377,8 +409,15 @@ def test_a_call_in_the_clients_own_thread_is_refused(mesh: FakeMesh) -> None:
 def test_every_method_of_the_client_is_there() -> None:
     public = {name for name in dir(treadle.Client) if not name.startswith("_")}
     assert public <= set(dir(treadle.sync.Client))
-    for plain, full in ((treadle.sync.Trajectory, treadle.Trajectory), (treadle.sync.Session, treadle.Session)):
-        waits = {name for name, each in vars(full).items() if asyncio.iscoroutinefunction(each) and name[0] != "_"}
+    for plain, full in (
+        (treadle.sync.Trajectory, treadle.Trajectory),
+        (treadle.sync.Session, treadle.Session),
+    ):
+        waits = {
+            name
+            for name, each in vars(full).items()
+            if asyncio.iscoroutinefunction(each) and name[0] != "_"
+        }
         assert waits <= set(vars(plain))
 
 

@@ -18,7 +18,8 @@ def expected(prompt: list[int], count: int) -> list[int]:
 async def test_a_trajectory_of_two_turns_with_a_tool_and_an_environment_comes_out_whole() -> None:
     """Two generations with a tool, an environment and an observation between them.
 
-    Result: tokens, mask, logprobs and spans line up, and the scheduler hears of the end and the reward.
+    Result: tokens, mask, logprobs and spans line up, and the scheduler hears of the end and the
+    reward.
     """
     async with fake_mesh("e0") as mesh, mesh.client() as client:
         t = await client.open(prompt_id="p0", sample=2, prompt=PROMPT)
@@ -27,7 +28,12 @@ async def test_a_trajectory_of_two_turns_with_a_tool_and_an_environment_comes_ou
         assert [c.offset for c in chunks] == [0, 2, 4]
         assert [i for c in chunks for i in c.token_ids] == first
         result = await t.tool("echo", {"x": [1, 2]})
-        assert (result.ok, result.data, result.queue_s, result.execution_s) == (True, {"x": [1, 2]}, 0.25, 1.0)
+        assert (result.ok, result.data, result.queue_s, result.execution_s) == (
+            True,
+            {"x": [1, 2]},
+            0.25,
+            1.0,
+        )
         async with await t.open_session("count", {"seed": 3}) as environment:
             assert environment.first.output == '{"seed": 3}'
             answers = [await environment.step({"action": n}) for n in range(3)]
@@ -111,15 +117,25 @@ async def test_an_empty_prompt_is_refused_with_its_field() -> None:
     async with fake_mesh() as mesh, mesh.client() as client:
         with pytest.raises(treadle.TreadleError) as refused:
             await client.open(prompt_id="p0", sample=0, prompt=[])
-        assert [violation.field for violation in refused.value.field_violations] == ["prompt_tokens"]
+        assert [violation.field for violation in refused.value.field_violations] == [
+            "prompt_tokens"
+        ]
 
 
 async def test_a_closed_trajectory_takes_nothing_more() -> None:
     async with one_trajectory(prompt=PROMPT) as (mesh, t):
         await t.close(reward=1.0)
         await t.close(reward=2.0, outcome="failed")
-        assert (t.reward, t.outcome, len(mesh.scheduler.requests("CloseTrajectory"))) == (1.0, "finished", 1)
-        for work in (t.tool("echo", {}), t.open_session("count", {}), anext(t.generate(treadle.Sampling(1)))):
+        assert (t.reward, t.outcome, len(mesh.scheduler.requests("CloseTrajectory"))) == (
+            1.0,
+            "finished",
+            1,
+        )
+        for work in (
+            t.tool("echo", {}),
+            t.open_session("count", {}),
+            anext(t.generate(treadle.Sampling(1))),
+        ):
             with pytest.raises(treadle.TreadleError, match="TRAJECTORY_CLOSED"):
                 await work
 

@@ -1,4 +1,5 @@
-"""What counts against the deadline of a step: a step that runs and brings nothing, and no wait in line."""
+"""What counts against the deadline of a step: a step that runs and brings nothing, and no wait in
+line."""
 
 import asyncio
 
@@ -40,7 +41,8 @@ async def test_a_step_that_waits_for_a_ticket_or_for_a_place_in_the_queue_ends_w
 async def test_a_step_in_the_queue_of_an_engine_waits_for_as_long_as_the_sidecar_answers(
     preempt_at: int | None,
 ) -> None:
-    """Before its first token, and preempted; the sidecar is asked each time that `step_s` has passed."""
+    """Before its first token, and preempted; the sidecar is asked each time that `step_s` has
+    passed."""
     async with one_trajectory("e0", prompt=PROMPT, timeouts=TIMEOUTS) as (mesh, t):
         engine = mesh.engines["e0"]
         engine.script, engine.slot = Script(preempt_at=preempt_at), OneStart()
@@ -73,9 +75,14 @@ async def test_a_running_step_without_progress_fails_and_is_aborted(hold_at: int
     async with one_trajectory("e0", prompt=PROMPT, timeouts=TIMEOUTS) as (mesh, t):
         engine = mesh.engines["e0"]
         engine.script = Script(hold_at=hold_at)
-        with pytest.raises(treadle.TreadleError, match="turn 0 has brought no token on e0 for 1 s") as stalled:
+        with pytest.raises(
+            treadle.TreadleError, match="turn 0 has brought no token on e0 for 1 s"
+        ) as stalled:
             await generate(t, 4)
-        assert (stalled.value.code, stalled.value.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "STEP_STALLED")
+        assert (stalled.value.code, stalled.value.reason) == (
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+            "STEP_STALLED",
+        )
         assert engine.aborted == ["k-1"]
         assert await generate(t, 4) == TOKENS
 

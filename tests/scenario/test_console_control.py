@@ -1,4 +1,5 @@
-"""Pause, resume and drain in the console's page: off by default, for whoever has the key, and for nobody else."""
+"""Pause, resume and drain in the console's page: off by default, for whoever has the key, and for
+nobody else."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -41,32 +42,44 @@ async def paused(mesh: ConsoleMesh) -> list[bool]:
     return [each.load.paused for each in await mesh.control.registered()]
 
 
-async def test_a_console_without_a_key_offers_nothing(start_service: StartService, browser: Browser) -> None:
+async def test_a_console_without_a_key_offers_nothing(
+    start_service: StartService, browser: Browser
+) -> None:
     async with console_mesh(start_service) as mesh, screen(browser, mesh.url) as shown:
         await shown.sees("e0", "e1", "healthy", within=ENGINES)
         assert await shown.page.locator("#control, main button").count() == 0
 
 
-async def test_the_mesh_is_paused_and_resumed_from_the_page(start_service: StartService, browser: Browser) -> None:
-    """
-    GIVEN   a page, and a rollout that runs
+async def test_the_mesh_is_paused_and_resumed_from_the_page(
+    start_service: StartService, browser: Browser
+) -> None:
+    """GIVEN   a page, and a rollout that runs
     WHEN    somebody types a wrong key and the right one, cancels a pause, confirms one, and resumes
-    Result: the wrong key opens nothing; the cancelled pause changes nothing; engines are paused and say so in their
-            table and among the events; the rollout stands, and ends after the resume with all its samples"""
-    async with console_mesh(start_service, control_key=KEY) as mesh, screen(browser, mesh.url) as shown:
+    Result: the wrong key opens nothing; the cancelled pause changes nothing; engines are paused and
+    say so in their
+            table and among the events; the rollout stands, and ends after the resume with all its
+            samples"""
+    async with (
+        console_mesh(start_service, control_key=KEY) as mesh,
+        screen(browser, mesh.url) as shown,
+    ):
         await shown.sees("e0", "e1", "healthy", within=ENGINES)
         await type_key(shown, "wrong-horse-battery-staple")
         await shown.sees("Not done: the key is not that of this console", within=SAID)
         await type_key(shown)
         await shown.sees("The key is right", within=SAID)
-        await shown.holds("() => document.activeElement.textContent.startsWith('Pause all 2 engines')")
+        await shown.holds(
+            "() => document.activeElement.textContent.startsWith('Pause all 2 engines')"
+        )
         mesh.pace(SLOW_TOKEN_S)
         playing = asyncio.create_task(mesh.play("step-1", prompts=8))
         await shown.sees("running", within="dl.figures")
         await press(shown, "Pause all 2 engines", "Cancel")
         frames = "requestAnimationFrame(() => requestAnimationFrame(next))"
         await shown.page.evaluate(f"() => new Promise((next) => {frames})")
-        assert await shown.page.locator(SAID).text_content() == "The key is right.", "nothing is under way"
+        assert await shown.page.locator(SAID).text_content() == "The key is right.", (
+            "nothing is under way"
+        )
         assert await paused(mesh) == [False, False]
         await press(shown, "Pause all 2 engines", "Pause")
         await shown.sees("All engines are paused", within=SAID)
@@ -87,10 +100,15 @@ async def test_the_mesh_is_paused_and_resumed_from_the_page(start_service: Start
         assert all("401" in problem for problem in shown.problems), "of the wrong key"
 
 
-async def test_an_engine_is_drained_and_used_again_from_the_page(start_service: StartService, browser: Browser) -> None:
-    """Result: the page says how many trajectories are left and when the engine is empty, the last engine is not drained
-    and the page says why, and no step is lost."""
-    async with console_mesh(start_service, control_key=KEY) as mesh, screen(browser, mesh.url) as shown:
+async def test_an_engine_is_drained_and_used_again_from_the_page(
+    start_service: StartService, browser: Browser
+) -> None:
+    """Result: the page says how many trajectories are left and when the engine is empty, the last
+    engine is not drained and the page says why, and no step is lost."""
+    async with (
+        console_mesh(start_service, control_key=KEY) as mesh,
+        screen(browser, mesh.url) as shown,
+    ):
         await type_key(shown)
         mesh.pace(SLOW_TOKEN_S)
         playing = asyncio.create_task(mesh.play("step-1", prompts=10))
@@ -114,13 +132,20 @@ async def test_an_engine_is_drained_and_used_again_from_the_page(start_service: 
         assert mesh.engines[0].steps > steps
 
 
-async def test_the_key_stays_in_the_memory_of_the_page(start_service: StartService, browser: Browser) -> None:
-    """Result: it is in no storage, cookie or address, and a page that is loaded again asks for it again."""
-    async with console_mesh(start_service, control_key=KEY) as mesh, screen(browser, mesh.url) as shown:
+async def test_the_key_stays_in_the_memory_of_the_page(
+    start_service: StartService, browser: Browser
+) -> None:
+    """Result: it is in no storage, cookie or address, and a page that is loaded again asks for it
+    again."""
+    async with (
+        console_mesh(start_service, control_key=KEY) as mesh,
+        screen(browser, mesh.url) as shown,
+    ):
         await type_key(shown)
         await shown.sees("The key is right", within=SAID)
         kept = await shown.page.evaluate(
-            "() => JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie, location.href])"
+            "() => JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie, "
+            "location.href])"
         )
         assert KEY not in kept and KEY not in await shown.page.content()
         await shown.page.reload()
@@ -132,8 +157,8 @@ async def test_the_key_stays_in_the_memory_of_the_page(start_service: StartServi
 async def test_control_meets_wcag_aa_wide_and_on_a_phone(
     start_service: StartService, browser: Browser, dark: bool
 ) -> None:
-    """Result: axe finds nothing before and after the key and in the dialog, whose first button has the focus and which
-    ends by Escape without an effect; a phone does not scroll sideways."""
+    """Result: axe finds nothing before and after the key and in the dialog, whose first button has
+    the focus and which ends by Escape without an effect; a phone does not scroll sideways."""
     async with console_mesh(start_service, control_key=KEY) as mesh:
         for size in ((1280, 900), PHONE):
             async with screen(browser, mesh.url, size=size, dark=dark) as shown:
@@ -145,21 +170,26 @@ async def test_control_meets_wcag_aa_wide_and_on_a_phone(
                 await shown.page.get_by_role("button", name="Drain e0").press("Enter")
                 await shown.holds("() => document.activeElement.id === 'confirm-no'")
                 assert await shown.violations() == []
-                wide = await shown.page.evaluate("() => document.documentElement.scrollWidth - window.innerWidth")
+                wide = await shown.page.evaluate(
+                    "() => document.documentElement.scrollWidth - window.innerWidth"
+                )
                 assert wide <= 0
                 await shown.shoot(
-                    f"control-{'phone' if size == PHONE else 'wide'}-{'dark' if dark else 'light'}", whole=False
+                    f"control-{'phone' if size == PHONE else 'wide'}-{'dark' if dark else 'light'}",
+                    whole=False,
                 )
                 await shown.page.keyboard.press("Escape")
-                await shown.holds("() => document.activeElement.getAttribute('aria-label') === 'Drain e0'")
+                await shown.holds(
+                    "() => document.activeElement.getAttribute('aria-label') === 'Drain e0'"
+                )
         assert not any(each.draining for each in await mesh.control.registered())
 
 
 async def test_with_certificates_the_console_acts_as_an_operator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `treadle up --secure` starts it, with the key in its environment. Result: engines are paused, go on, and are
-    drained."""
+    """As `treadle up --secure` starts it, with the key in its environment. Result: engines are
+    paused, go on, and are drained."""
     monkeypatch.setenv("TREADLE_CONSOLE_CONTROL_KEY", KEY)
     async with secure_mesh(tmp_path) as mesh, aiohttp.ClientSession() as session:
         page = await mesh.plane.start_console(base_port=0)

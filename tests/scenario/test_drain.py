@@ -32,7 +32,8 @@ async def engine(made: Fleet, name: str) -> pb.RegisteredEngine:
 
 
 async def play(made: Fleet, name: str, turns: int, enough: asyncio.Event) -> None:
-    """A trajectory of so many turns, and more until it is enough, each with the tokens of an undisturbed run."""
+    """A trajectory of so many turns, and more until it is enough, each with the tokens of an
+    undisturbed run."""
     t = await made.client.open(prompt_id=name, sample=0, prompt=PROMPT)
     context = list(PROMPT)
     while len(t.steps) < turns or not enough.is_set():
@@ -48,11 +49,12 @@ async def play(made: Fleet, name: str, turns: int, enough: asyncio.Event) -> Non
 async def test_an_engine_is_drained_while_trajectories_run_and_nothing_is_lost(
     start_service: StartService, tmp_path: Path
 ) -> None:
-    """
-    GIVEN   twelve trajectories of many turns on two engines
+    """GIVEN   twelve trajectories of many turns on two engines
     WHEN    one engine is drained, and later used again
-    Result: it gets empty while they run and no step goes there any more; each turn has its tokens, once; the last
-            engine is not drained; a drain holds over a kill of the scheduler; after its end the engine gets steps"""
+    Result: it gets empty while they run and no step goes there any more; each turn has its tokens,
+    once; the last
+            engine is not drained; a drain holds over a kill of the scheduler; after its end the
+            engine gets steps"""
     async with fleet(start_service, token_s=0.005, PROBE_S="0") as made:
         where = ("--scheduler", made.scheduler.address)
         enough = asyncio.Event()
@@ -61,11 +63,17 @@ async def test_an_engine_is_drained_while_trajectories_run_and_nothing_is_lost(
                 group.create_task(play(made, f"p{number}", 3, enough))
             await until_said(lambda: engine(made, "e0"), lambda said: said.load.running_steps > 0)
             code, said, errors = await output_of(*DRAIN, "e0", "--json", *where, cwd=tmp_path)
-            assert (code, json.loads(said)) == (0, {"engine": "e0", "draining": True, "trajectories": 0}), errors
+            assert (code, json.loads(said)) == (
+                0,
+                {"engine": "e0", "draining": True, "trajectories": 0},
+            ), errors
             said = (await output_of(*TOP, "--once", "--json", *where, cwd=tmp_path))[1]
             assert [each["health"] for each in json.loads(said)["engines"]] == ["drained", "ok"]
             steps = made.engines[0].steps
-            for name, words in (("e1", "no engine but e1 takes steps now"), ("e9", "no engine e9 holds a lease")):
+            for name, words in (
+                ("e1", "no engine but e1 takes steps now"),
+                ("e9", "no engine e9 holds a lease"),
+            ):
                 code, _, errors = await output_of(*DRAIN, name, *where, cwd=tmp_path)
                 assert code == 2 and words in errors
             enough.set()
@@ -80,15 +88,22 @@ async def test_an_engine_is_drained_while_trajectories_run_and_nothing_is_lost(
         assert made.engines[0].steps > steps
 
 
-async def test_who_waits_for_a_drain_that_somebody_ends_is_told(nats_url: str, tmp_path: Path) -> None:
-    """A script that stops the engine once the command has ended well does not stop one that takes steps again."""
+async def test_who_waits_for_a_drain_that_somebody_ends_is_told(
+    nats_url: str, tmp_path: Path
+) -> None:
+    """A script that stops the engine once the command has ended well does not stop one that takes
+    steps again."""
     async with scheduler(nats_url) as control:
         for name in ("e0", "e1"):
             await control.register(name)
         await control.open("t")
         name = (await control.step("t", 0)).engine_id
-        waiting = asyncio.create_task(output_of(*DRAIN, name, "--scheduler", control.address, cwd=tmp_path))
-        await until_said(control.registered, lambda said: any(each.draining for each in said), START_S)
+        waiting = asyncio.create_task(
+            output_of(*DRAIN, name, "--scheduler", control.address, cwd=tmp_path)
+        )
+        await until_said(
+            control.registered, lambda said: any(each.draining for each in said), START_S
+        )
         undo = pb.DrainEngineRequest(request_id=uuid.uuid4().hex, engine_id=name, undo=True)
         await control.call("DrainEngine", undo)
         code, said, errors = await waiting
@@ -99,7 +114,9 @@ async def test_a_drain_whose_answer_is_lost_is_asked_for_again(tmp_path: Path) -
     fake = FakeScheduler()  # type: ignore[abstract]
     fake.refuse_next("DrainEngine", Refusal(grpc.StatusCode.UNAVAILABLE, "AWAY", after=True))
     async with Port(add_SchedulerServiceServicer_to_server, fake) as address:
-        code, said, errors = await output_of(*DRAIN, "e0", "--json", "--scheduler", address, cwd=tmp_path)
+        code, said, errors = await output_of(
+            *DRAIN, "e0", "--json", "--scheduler", address, cwd=tmp_path
+        )
     assert (code, json.loads(said)["trajectories"]) == (0, 0), errors
     first, second = fake.requests("DrainEngine")
     assert first == second
@@ -119,7 +136,9 @@ async def test_the_wait_for_a_drain_goes_on_over_a_kill_of_the_scheduler(
         for each in made.engines:
             each.hang()
         trajectory = group.create_task(made.run("p0", 100))
-        found = await until_said(made.control.registered, lambda said: any(each.load.running_steps for each in said))
+        found = await until_said(
+            made.control.registered, lambda said: any(each.load.running_steps for each in said)
+        )
         (name,) = (each.info.engine_id for each in found if each.load.running_steps)
         where = ("--scheduler", made.scheduler.address)
         waiting = asyncio.create_task(output_of(*DRAIN, name, "--json", *where, cwd=tmp_path))
@@ -129,6 +148,9 @@ async def test_the_wait_for_a_drain_goes_on_over_a_kill_of_the_scheduler(
         for each in made.engines:
             each.go_on()
         code, said, errors = await waiting
-        assert (code, json.loads(said)) == (0, {"engine": name, "draining": True, "trajectories": 0}), errors
+        assert (code, json.loads(said)) == (
+            0,
+            {"engine": name, "draining": True, "trajectories": 0},
+        ), errors
         await trajectory
         assert (await engine(made, name)).trajectories == 0

@@ -1,6 +1,8 @@
-"""Environments played as trajectories of a mesh: real gymnasium, reasoning-gym and functions as tools, fake engines.
+"""Environments played as trajectories of a mesh: real gymnasium, reasoning-gym and functions as
+tools, fake engines.
 
-A script says what the policy's tokens mean, so that it acts as a test wants; the tokens are those of the engine.
+A script says what the policy's tokens mean, so that it acts as a test wants; the tokens are those
+of the engine.
 """
 
 import asyncio
@@ -39,15 +41,32 @@ from treadle.environments import (
 
 SAMPLING = treadle.Sampling(max_new_tokens=4, temperature=1.0)
 MOVES = {"left": 0, "down": 1, "right": 2, "up": 3}
-TO_THE_GOAL = ["down", "I go down.", "right", "right!", "down", "RIGHT"]  # of FrozenLake's map of four by four
+TO_THE_GOAL = [
+    "down",
+    "I go down.",
+    "right",
+    "right!",
+    "down",
+    "RIGHT",
+]  # of FrozenLake's map of four by four
 
 
-def manager(client: treadle.Client, environment: Environment, replies: Sequence[str], **more: Any) -> EnvManager:
-    return EnvManager(client, environment, chat=scripted_chat(replies), **{"sampling": SAMPLING, **more})
+def manager(
+    client: treadle.Client, environment: Environment, replies: Sequence[str], **more: Any
+) -> EnvManager:
+    return EnvManager(
+        client, environment, chat=scripted_chat(replies), **{"sampling": SAMPLING, **more}
+    )
 
 
 def lake(seeds: Sequence[int] = (1,), **more: Any) -> Gym:
-    return Gym("FrozenLake-v1", seeds=seeds, actions=MOVES, is_slippery=False, **{"system": "Play.", **more})
+    return Gym(
+        "FrozenLake-v1",
+        seeds=seeds,
+        actions=MOVES,
+        is_slippery=False,
+        **{"system": "Play.", **more},
+    )
 
 
 def check(result: treadle.RolloutResult) -> None:
@@ -62,12 +81,16 @@ def check(result: treadle.RolloutResult) -> None:
 async def test_gymnasium_is_played_to_its_goal(mesh: FakeMesh, client: treadle.Client) -> None:
     """Two seeds, two samples each, one after the other.
 
-    Result: each walks to the goal in six turns, and reads where it is before each; the time of its environment is tool
-    time.
+    Result: each walks to the goal in six turns, and reads where it is before each; the time of its
+    environment is tool time.
     """
-    result = await manager(client, lake([1, 2]), TO_THE_GOAL).rollout(samples_per_prompt=2, concurrency=1)
+    result = await manager(client, lake([1, 2]), TO_THE_GOAL).rollout(
+        samples_per_prompt=2, concurrency=1
+    )
     check(result)
-    assert [t.prompt_id for t in result.trajectories] == ["FrozenLake-v1-1"] * 2 + ["FrozenLake-v1-2"] * 2
+    assert [t.prompt_id for t in result.trajectories] == ["FrozenLake-v1-1"] * 2 + [
+        "FrozenLake-v1-2"
+    ] * 2
     for t in result.trajectories:
         assert (t.reward, t.outcome, len(t.steps)) == (1.0, "finished", 6)
         fields = "$assistant: ~$user: ".join(["0", "4", "8", "9", "10", "14"])
@@ -76,25 +99,39 @@ async def test_gymnasium_is_played_to_its_goal(mesh: FakeMesh, client: treadle.C
     assert not mesh.scheduler.open_trajectories
 
 
-async def test_a_reply_without_an_action_is_told_so_and_turns_have_an_end(client: treadle.Client) -> None:
+async def test_a_reply_without_an_action_is_told_so_and_turns_have_an_end(
+    client: treadle.Client,
+) -> None:
     """The policy hesitates, walks into a hole in its third turn, or has two turns only."""
     replies = ["Hm.", "right", "down"]
     [fell] = (await manager(client, lake(), replies).rollout(samples_per_prompt=1)).trajectories
     hint = "That names no action. Name one of: left, down, right, up."
-    assert read(fell.tokens) == f"system: Play.$user: 0$assistant: ~${'$'.join([f'user: {hint}', 'assistant: ~'])}" + (
+    assert read(
+        fell.tokens
+    ) == f"system: Play.$user: 0$assistant: ~${'$'.join([f'user: {hint}', 'assistant: ~'])}" + (
         "$user: 1$assistant: ~"
     )
     assert (fell.reward, len(fell.steps)) == (0.0, 3)
-    [short] = (await manager(client, lake(), replies, most_turns=2).rollout(samples_per_prompt=1)).trajectories
+    [short] = (
+        await manager(client, lake(), replies, most_turns=2).rollout(samples_per_prompt=1)
+    ).trajectories
     assert (len(short.steps), short.outcome, short.reward) == (2, "finished", 0.0)
     assert short.tokens[-1] < LETTERS  # what nobody replies to is not written
 
 
-async def test_a_trajectory_that_has_spent_its_tokens_keeps_what_it_has_earned(client: treadle.Client) -> None:
-    result = await manager(client, lake(), TO_THE_GOAL).rollout(samples_per_prompt=1, max_total_tokens=10)
+async def test_a_trajectory_that_has_spent_its_tokens_keeps_what_it_has_earned(
+    client: treadle.Client,
+) -> None:
+    result = await manager(client, lake(), TO_THE_GOAL).rollout(
+        samples_per_prompt=1, max_total_tokens=10
+    )
     check(result)
     [t] = result.trajectories
-    assert (t.outcome, t.reward, [len(step.token_ids) for step in t.steps]) == ("truncated", 0.0, [4, 4, 2])
+    assert (t.outcome, t.reward, [len(step.token_ids) for step in t.steps]) == (
+        "truncated",
+        0.0,
+        [4, 4, 2],
+    )
 
 
 class Breaking(gymnasium.Env[int, int]):
@@ -119,18 +156,24 @@ class Breaking(gymnasium.Env[int, int]):
         Breaking.open -= 1
 
 
-async def test_an_environment_that_raises_fails_its_trajectory_and_is_closed(client: treadle.Client) -> None:
+async def test_an_environment_that_raises_fails_its_trajectory_and_is_closed(
+    client: treadle.Client,
+) -> None:
     environment = Gym(Breaking, seeds=[0], actions=MOVES, system="Play.")
     [t] = (await manager(client, environment, ["up"]).rollout(samples_per_prompt=1)).trajectories
     assert (t.outcome, t.error, len(t.steps)) == ("failed", "RuntimeError: the floor gives way", 2)
     assert Breaking.open == 0
 
 
-async def test_a_cancelled_rollout_closes_its_environments(mesh: FakeMesh, client: treadle.Client) -> None:
+async def test_a_cancelled_rollout_closes_its_environments(
+    mesh: FakeMesh, client: treadle.Client
+) -> None:
     mesh.engines["e0"].slot.close()
     mesh.engines["e1"].slot.close()
     playing = asyncio.create_task(
-        manager(client, Gym(Breaking, seeds=[0], actions=MOVES, system="Play."), ["up"]).rollout(samples_per_prompt=2)
+        manager(client, Gym(Breaking, seeds=[0], actions=MOVES, system="Play."), ["up"]).rollout(
+            samples_per_prompt=2
+        )
     )
     await until(lambda: sum(engine.slot.waiting for engine in mesh.engines.values()) == 2)
     assert Breaking.open == 2
@@ -172,7 +215,8 @@ class Slow(gymnasium.Env[int, int]):
 
 
 @pytest.mark.parametrize(
-    ("waits_in", "log"), [("make", ["make", "done", "close"]), ("step", ["make", "done", "step", "done", "close"])]
+    ("waits_in", "log"),
+    [("make", ["make", "done", "close"]), ("step", ["make", "done", "step", "done", "close"])],
 )
 async def test_a_gymnasium_that_is_busy_is_closed_once_it_is_not(
     client: treadle.Client, waits_in: str, log: list[str]
@@ -183,7 +227,9 @@ async def test_a_gymnasium_that_is_busy_is_closed_once_it_is_not(
     """
     slow = Slow(waits_in)
     environment = Gym(slow, seeds=[0], actions=MOVES, system="Play.")
-    playing = asyncio.create_task(manager(client, environment, ["up"]).rollout(samples_per_prompt=1))
+    playing = asyncio.create_task(
+        manager(client, environment, ["up"]).rollout(samples_per_prompt=1)
+    )
     await until(slow.begun.is_set)
     playing.cancel()
     await asyncio.sleep(0.2)  # of which some would be enough to close it too early
@@ -200,7 +246,9 @@ async def test_a_gymnasium_that_hangs_does_not_hold_up_the_end_of_its_rollout(
     monkeypatch.setattr("treadle.environments.gym.CLOSE_S", 0.1)
     slow = Slow("step")
     environment = Gym(slow, seeds=[0], actions=MOVES, system="Play.")
-    playing = asyncio.create_task(manager(client, environment, ["up"]).rollout(samples_per_prompt=1))
+    playing = asyncio.create_task(
+        manager(client, environment, ["up"]).rollout(samples_per_prompt=1)
+    )
     await until(slow.begun.is_set)
     playing.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -211,10 +259,13 @@ async def test_a_gymnasium_that_hangs_does_not_hold_up_the_end_of_its_rollout(
 
 
 async def test_reasoning_gym_asks_and_scores(client: treadle.Client) -> None:
-    """Three questions; the policy answers the first two as the dataset does, and the last one wrongly."""
+    """Three questions; the policy answers the first two as the dataset does, and the last one
+    wrongly."""
     dataset = reasoning_gym.create_dataset("chain_sum", seed=3, size=3)
     answers = [f"<answer>{dataset[index]['answer']}</answer>" for index in range(2)]
-    played = manager(client, ReasoningGym(dataset, system="Sums."), [*answers, "<answer>cats</answer>"])
+    played = manager(
+        client, ReasoningGym(dataset, system="Sums."), [*answers, "<answer>cats</answer>"]
+    )
     result = await played.rollout(samples_per_prompt=1, concurrency=1)
     check(result)
     assert [t.reward for t in result.trajectories] == [1.0, 1.0, 0.0]
@@ -237,19 +288,27 @@ def test_a_rule_that_would_run_the_answer_is_refused() -> None:
         ReasoningGym(composite).tasks()
 
 
-async def test_an_environment_of_the_mesh_is_played_in_its_session(mesh: FakeMesh, client: treadle.Client) -> None:
+async def test_an_environment_of_the_mesh_is_played_in_its_session(
+    mesh: FakeMesh, client: treadle.Client
+) -> None:
     environment = Sandboxed("count", [{"from": 0}], actions={"more": {"by": 1}}, system="Count.")
-    result = await manager(client, environment, ["more", "more of it", "stop", "more"]).rollout(samples_per_prompt=1)
+    result = await manager(client, environment, ["more", "more of it", "stop", "more"]).rollout(
+        samples_per_prompt=1
+    )
     check(result)
     [t] = result.trajectories
     assert (t.prompt_id, t.reward, len(t.steps)) == ("count-0", 1.5, 4)
-    assert read(t.tokens).startswith('system: Count.$user: {"from": 0}$assistant: ~$user: 1$assistant: ~$user: 2$')
+    assert read(t.tokens).startswith(
+        'system: Count.$user: {"from": 0}$assistant: ~$user: 1$assistant: ~$user: 2$'
+    )
     assert not mesh.tools.sessions
 
 
 async def test_a_step_that_fails_says_why(client: treadle.Client) -> None:
     environment = Sandboxed("count", [{"from": 0}], actions={"more": {"fail": 1}}, system="Count.")
-    [t] = (await manager(client, environment, ["more"], most_turns=2).rollout(samples_per_prompt=1)).trajectories
+    [t] = (
+        await manager(client, environment, ["more"], most_turns=2).rollout(samples_per_prompt=1)
+    ).trajectories
     assert "user: error: ValueError: no\nso far$" in read(t.tokens)
 
 
@@ -296,7 +355,10 @@ class UncleanEpisode(Episode):
 
 async def test_what_went_wrong_first_is_what_a_trajectory_says(client: treadle.Client) -> None:
     result = await manager(client, Unclean(), ["x"]).rollout(samples_per_prompt=1)
-    assert [t.error for t in result.trajectories] == ["RuntimeError: the floor gives way", "OSError: the door is stuck"]
+    assert [t.error for t in result.trajectories] == [
+        "RuntimeError: the floor gives way",
+        "OSError: the door is stuck",
+    ]
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -319,18 +381,23 @@ ECHO = mesh_tool("echo", "Says it again.", {"type": "object", "properties": {}})
 async def test_tools_are_called_until_a_reply_calls_none(client: treadle.Client) -> None:
     """Two calls at once, then four that go wrong, then the answer.
 
-    Result: the policy reads each result, of functions and of the mesh; what goes wrong is a result; the score sees the
-    whole conversation.
+    Result: the policy reads each result, of functions and of the mesh; what goes wrong is a result;
+    the score sees the whole conversation.
     """
     scored: list[Sequence[Message]] = []
 
-    async def score(conversation: Sequence[Message], task: Task, trajectory: treadle.Trajectory) -> float:
+    async def score(
+        conversation: Sequence[Message], task: Task, trajectory: treadle.Trajectory
+    ) -> float:
         scored.append(conversation)
         return float(task.data in conversation[-1]["content"])
 
     replies = [
         f"Both. {call('add', a=2, b=3)}{call('echo', word='hi')}",
-        call("divide", a=1.0, b=0.0) + call("divide", a=1.0) + call("fly") + "<tool_call>{</tool_call>",
+        call("divide", a=1.0, b=0.0)
+        + call("divide", a=1.0)
+        + call("fly")
+        + "<tool_call>{</tool_call>",
         "It is 5.",
     ]
     environment = ToolUse([Task("sum", [user("2 and 3?")], "5")], [add, divide, ECHO], score=score)
@@ -341,14 +408,21 @@ async def test_tools_are_called_until_a_reply_calls_none(client: treadle.Client)
     text = read(t.tokens)
     assert text.startswith("['add', 'divide', 'echo']user: 2 and 3?$assistant: ~$")
     assert '~$tool: 5$tool: {"word": "hi"}$assistant: ~$' in text
-    for wrong in ("ZeroDivisionError", "TypeError: missing a required argument: 'b'", "there is no tool 'fly'"):
+    for wrong in (
+        "ZeroDivisionError",
+        "TypeError: missing a required argument: 'b'",
+        "there is no tool 'fly'",
+    ):
         assert f"tool: error: {wrong}" in text
     assert "tool: error: the call is no JSON" in text
     assert text.count("tool: error: ") == 4
     [conversation] = scored
-    assert [message["role"] for message in conversation] == ["user", "assistant", *["tool"] * 2, "assistant"] + (
-        ["tool"] * 4 + ["assistant"]
-    )
+    assert [message["role"] for message in conversation] == [
+        "user",
+        "assistant",
+        *["tool"] * 2,
+        "assistant",
+    ] + (["tool"] * 4 + ["assistant"])
     assert [each["function"]["name"] for each in conversation[1]["tool_calls"]] == ["add", "echo"]
 
 
@@ -360,7 +434,8 @@ async def reset(word: str) -> str:
 async def test_a_function_that_cannot_connect_is_an_answer_and_a_mesh_that_refuses_is_not(
     client: treadle.Client,
 ) -> None:
-    """Result: what a tool of the mesh is refused for is no fault of the policy, and nobody trains on it."""
+    """Result: what a tool of the mesh is refused for is no fault of the policy, and nobody trains
+    on it."""
     given = [Task("t", [user("?")])]
     missing = mesh_tool("fly", "There is none.", {"type": "object", "properties": {}})
     environment = ToolUse(given, [reset, missing], score=lambda *_: 1.0)
@@ -368,7 +443,9 @@ async def test_a_function_that_cannot_connect_is_an_answer_and_a_mesh_that_refus
     [t] = (await manager(client, environment, replies).rollout(samples_per_prompt=1)).trajectories
     assert (t.outcome, t.reward) == ("finished", 1.0)
     assert "tool: error: ConnectionResetError: no x$" in read(t.tokens)
-    [t] = (await manager(client, environment, [call("fly"), "done"]).rollout(samples_per_prompt=1)).trajectories
+    [t] = (
+        await manager(client, environment, [call("fly"), "done"]).rollout(samples_per_prompt=1)
+    ).trajectories
     assert t.outcome == "failed"
     assert t.error.startswith("TreadleError: NOT_FOUND TOOL_NOT_FOUND")
 
@@ -379,7 +456,9 @@ async def test_long_output_is_cut_and_two_tools_need_two_names(
     monkeypatch.setattr("treadle.environments.tools.MOST_OUTPUT_CHARS", 5)
     given = [Task("t", [user("?")])]
     environment = ToolUse(given, [ECHO], score=lambda *_: 0.0)
-    played = await manager(client, environment, [call("echo", x=1), "done"]).rollout(samples_per_prompt=1)
+    played = await manager(client, environment, [call("echo", x=1), "done"]).rollout(
+        samples_per_prompt=1
+    )
     assert 'tool: {"x":\n[3 more characters]$' in read(played.trajectories[0].tokens)
     with pytest.raises(ValueError, match="same name: add"):
         ToolUse(given, [add, add], score=lambda *_: 0.0)
@@ -389,7 +468,9 @@ async def test_the_mesh_can_score_an_episode(mesh: FakeMesh, client: treadle.Cli
     async def score(
         conversation: Sequence[Message], task: Task, trajectory: treadle.Trajectory
     ) -> treadle.PendingReward:
-        return await trajectory.score("exact_match", {"answer": conversation[-1]["content"], "expected": task.data})
+        return await trajectory.score(
+            "exact_match", {"answer": conversation[-1]["content"], "expected": task.data}
+        )
 
     async with fake_rewards(mesh) as rewards:
         environment = ToolUse([Task("sum", [user("2 and 3?")], "5")], [add], score=score)
@@ -424,15 +505,20 @@ class RiddleEpisode(Episode):
 
 
 async def test_first_words_and_a_sampling_of_a_turn_are_used(client: treadle.Client) -> None:
-    result = await manager(client, Riddle([user("What flies?")]), [" time"]).rollout(samples_per_prompt=1)
+    result = await manager(client, Riddle([user("What flies?")]), [" time"]).rollout(
+        samples_per_prompt=1
+    )
     check(result)
     for t in result.trajectories:
         assert (t.reward, len(t.steps[0].token_ids)) == (21.0, 2)
         assert read(t.tokens) == "user: What flies?$assistant: It is~"
 
 
-async def test_a_turn_ends_where_the_template_or_the_caller_ends_it(mesh: FakeMesh, client: treadle.Client) -> None:
-    """Result: each step stops at the tokens of both. Where there are no tools, nobody looks for calls."""
+async def test_a_turn_ends_where_the_template_or_the_caller_ends_it(
+    mesh: FakeMesh, client: treadle.Client
+) -> None:
+    """Result: each step stops at the tokens of both. Where there are no tools, nobody looks for
+    calls."""
 
     def look(text: str) -> list[ToolCall]:
         raise AssertionError(text)
@@ -463,11 +549,16 @@ async def test_tasks_can_be_chosen_and_must_have_ids_of_their_own(client: treadl
     assert [t.prompt_id for t in result.trajectories] == ["c"]
 
 
-async def test_progress_is_one_line_that_ends_full(client: treadle.Client, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_progress_is_one_line_that_ends_full(
+    client: treadle.Client, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen: list[str] = []
     played = manager(client, lake([1, 2]), TO_THE_GOAL)
     result = await played.rollout(
-        samples_per_prompt=2, concurrency=1, progress=True, on_event=lambda event: seen.append(event.kind)
+        samples_per_prompt=2,
+        concurrency=1,
+        progress=True,
+        on_event=lambda event: seen.append(event.kind),
     )
     tokens = sum(len(step.token_ids) for t in result.trajectories for step in t.steps)
     last = capsys.readouterr().err.rstrip().rpartition("\r")[2]
@@ -479,7 +570,9 @@ async def test_progress_is_one_line_that_ends_full(client: treadle.Client, capsy
     assert capsys.readouterr().err == ""
 
 
-async def test_an_environment_is_played_through_the_real_services(start_service: StartService) -> None:
+async def test_an_environment_is_played_through_the_real_services(
+    start_service: StartService,
+) -> None:
     """The real scheduler, rollout service and sidecar, and a fake of SGLang.
 
     Result: the batch that a trainer takes has the tokens that the episodes had.
@@ -488,7 +581,9 @@ async def test_an_environment_is_played_through_the_real_services(start_service:
         mesh_of_processes(start_service, "treadle_rollout", slots=4) as processes,
         treadle.Client(processes.scheduler.address) as client,
     ):
-        chat = scripted_chat(TO_THE_GOAL, letters=VOCAB - 128)  # this engine refuses tokens beyond its vocabulary
+        chat = scripted_chat(
+            TO_THE_GOAL, letters=VOCAB - 128
+        )  # this engine refuses tokens beyond its vocabulary
         played = EnvManager(client, lake(), chat=chat, sampling=SAMPLING)
         result = await played.rollout(samples_per_prompt=2, concurrency=1)
         check(result)

@@ -46,24 +46,34 @@ def running(pids: Path) -> list[int]:
     return [int(pid) for pid in pids.read_text().split() if psutil.pid_exists(int(pid))]
 
 
-async def test_all_trajectories_share_one_server_which_ends_with_the_rollout(mesh: FakeMesh, tmp_path: Path) -> None:
-    """Result: the second trajectory finds what the first has taken; a tool that raises, and one that is not there, are
-    answers; tools that were not chosen are not shown."""
+async def test_all_trajectories_share_one_server_which_ends_with_the_rollout(
+    mesh: FakeMesh, tmp_path: Path
+) -> None:
+    """Result: the second trajectory finds what the first has taken; a tool that raises, and one
+    that is not there, are answers; tools that were not chosen are not shown."""
     pids = tmp_path / "pids"
     source = McpServer(server(str(pids)), only=["take", "refuse"])
-    replies = [call("take", item="nut", count=2) + call("refuse", item="nut") + call("sleep", seconds=1), "done"]
+    replies = [
+        call("take", item="nut", count=2) + call("refuse", item="nut") + call("sleep", seconds=1),
+        "done",
+    ]
     first, second = await play(mesh, source, replies, samples=2)
     assert [t.error for t in (first, second)] == ["", ""]
     texts = [read(t.tokens) for t in (first, second)]
     assert all(text.startswith("['take', 'refuse']user: Go.$assistant: ~$tool: ") for text in texts)
-    assert ["tool: 2$tool: error: " in texts[0], "tool: 4$tool: error: " in texts[1]] == [True, True]
+    assert ["tool: 2$tool: error: " in texts[0], "tool: 4$tool: error: " in texts[1]] == [
+        True,
+        True,
+    ]
     assert all("no nut for you" in text and "there is no tool 'sleep'" in text for text in texts)
     assert [span.kind for span in first.spans].count("tool") == 2
     assert len(pids.read_text().split()) == 1
     assert not running(pids)
 
 
-async def test_a_server_that_keeps_state_is_started_for_each_trajectory(mesh: FakeMesh, tmp_path: Path) -> None:
+async def test_a_server_that_keeps_state_is_started_for_each_trajectory(
+    mesh: FakeMesh, tmp_path: Path
+) -> None:
     pids = tmp_path / "pids"
     source = McpServer(server(str(pids)), per_trajectory=True)
     trajectories = await play(mesh, source, [call("take", item="nut"), "done"], samples=2)
@@ -89,24 +99,29 @@ async def test_tools_on_all_pages_of_a_servers_list_are_shown(mesh: FakeMesh) ->
         tools = [{"name": f"tool{at}", "inputSchema": {"type": "object"}}]
         answer = {"result": {"tools": tools, **({"nextCursor": str(at + 1)} if at < 2 else {})}}
 """
-    listing = MUTE.replace('or request["method"] == "tools/list"', "").replace("    print(", f"{pages}    print(")
+    listing = MUTE.replace('or request["method"] == "tools/list"', "").replace(
+        "    print(", f"{pages}    print("
+    )
     [t] = await play(mesh, McpServer([sys.executable, "-c", listing]), ["done"])
     assert read(t.tokens).startswith("['tool0', 'tool1', 'tool2']user: Go.")
 
 
 async def test_two_rollouts_at_once_share_the_server(mesh: FakeMesh, tmp_path: Path) -> None:
-    """One environment is played twice at once, as to train and to evaluate; the first rollout ends while a tool runs
-    for the second one.
+    """One environment is played twice at once, as to train and to evaluate; the first rollout ends
+    while a tool runs for the second one.
 
     Result: neither notices the other one, and no process is left.
     """
     pids = tmp_path / "pids"
-    environment = ToolUse([Task("t", [user("Go.")])], [McpServer(server(str(pids)))], score=lambda *_: 1.0)
+    environment = ToolUse(
+        [Task("t", [user("Go.")])], [McpServer(server(str(pids)))], score=lambda *_: 1.0
+    )
     short = ["done"]
     long = [call("sleep", seconds=1.0), call("take", item="nut"), "done"]
     async with mesh.client() as client:
         managers = [
-            EnvManager(client, environment, chat=scripted_chat(replies), sampling=SAMPLING) for replies in (short, long)
+            EnvManager(client, environment, chat=scripted_chat(replies), sampling=SAMPLING)
+            for replies in (short, long)
         ]
         played = await asyncio.gather(*(each.rollout(samples_per_prompt=1) for each in managers))
     assert [t.error for result in played for t in result.trajectories] == ["", ""]
@@ -137,14 +152,18 @@ for line in sys.stdin:
 """
 
 
-async def test_a_server_that_does_not_say_its_tools_is_named(mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_does_not_say_its_tools_is_named(
+    mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One hangs when it is asked for them, and one refuses."""
     says = r"(?s)the MCP server .* does not list its tools: it does not answer"
     with monkeypatch.context() as patch, pytest.raises(ConnectionError, match=says):
         patch.setattr("treadle.environments.mcp_server.OPEN_S", 5.0)
         await play(mesh, McpServer([sys.executable, "-c", MUTE]), ["done"])
     refuses = MUTE.replace('or request["method"] == "tools/list"', "")
-    with pytest.raises(ConnectionError, match=r"(?s)the MCP server .* does not list its tools: no such method"):
+    with pytest.raises(
+        ConnectionError, match=r"(?s)the MCP server .* does not list its tools: no such method"
+    ):
         await play(mesh, McpServer([sys.executable, "-c", refuses]), ["done"])
 
 
@@ -189,9 +208,15 @@ async def test_a_server_behind_a_url_is_used_as_one_behind_a_command(mesh: FakeM
     assert "tool: 3$" in read(t.tokens)
 
 
-async def test_a_server_that_is_not_there_and_a_tool_that_it_has_not_are_named(mesh: FakeMesh) -> None:
-    with pytest.raises(ConnectionError, match=r"the MCP server http://127\.0\.0\.1:\d+/mcp cannot be reached"):
-        await play(mesh, McpServer(f"http://me:secret@127.0.0.1:{free_port()}/mcp?key=secret"), ["done"])
+async def test_a_server_that_is_not_there_and_a_tool_that_it_has_not_are_named(
+    mesh: FakeMesh,
+) -> None:
+    with pytest.raises(
+        ConnectionError, match=r"the MCP server http://127\.0\.0\.1:\d+/mcp cannot be reached"
+    ):
+        await play(
+            mesh, McpServer(f"http://me:secret@127.0.0.1:{free_port()}/mcp?key=secret"), ["done"]
+        )
     with pytest.raises(ConnectionError, match="cannot be reached: FileNotFoundError"):
         await play(mesh, McpServer(["/nowhere/server"]), ["done"])
     with pytest.raises(ValueError, match="has no tool give; it has take, refuse"):

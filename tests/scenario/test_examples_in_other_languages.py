@@ -1,8 +1,9 @@
-"""The examples in TypeScript and Go against a live mesh: the real scheduler, sidecars and tools service, and scripted
-engines, one of which is lost in the middle of a turn.
+"""The examples in TypeScript and Go against a live mesh: the real scheduler, sidecars and tools
+service, and scripted engines, one of which is lost in the middle of a turn.
 
-Where this machine lacks what a language needs, its tests are skipped with that reason (pytest's summary shows it); with
-TREADLE_REQUIRE_NODE=1 or TREADLE_REQUIRE_GO=1 that is a failure, for machines that are meant to have it.
+Where this machine lacks what a language needs, its tests are skipped with that reason (pytest's
+summary shows it); with TREADLE_REQUIRE_NODE=1 or TREADLE_REQUIRE_GO=1 that is a failure, for
+machines that are meant to have it.
 """
 
 import asyncio
@@ -35,7 +36,8 @@ PROMPT = [504, 236, 354]
 TOKENS = 24
 OLDEST_NODE = 20
 LOST_AFTER = 6  # tokens of the engine that is lost
-# Where Debian's packages put Go's, and what agent.go is with those of Debian 12, whose gRPC is older.
+# Where Debian's packages put Go's, and what agent.go is with those of Debian 12, whose gRPC is
+# older.
 GO_PACKAGES = Path("/usr/share/gocode")
 GRPC_WITH_NEW_CLIENT = 63  # 1.63
 OLD_GRPC = {
@@ -43,7 +45,10 @@ OLD_GRPC = {
     "grpc.WithTransportCredentials(insecure.NewCredentials())": "grpc.WithInsecure()",
     '\t"google.golang.org/grpc/credentials/insecure"\n': "",
 }
-pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]  # gRPC for Go is compiled once, in a minute on two cores
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.timeout(400),
+]  # gRPC for Go is compiled once, in a minute on two cores
 OFFLINE = ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ETIMEDOUT", "ENETUNREACH")
 
 
@@ -62,7 +67,9 @@ def require_commands(language: str, install: str, *names: str) -> None:
 
 def run(*command: str | Path, cwd: Path = ROOT, env: Mapping[str, str] | None = None) -> str:
     """The output of a step of a build."""
-    done = subprocess.run(command, cwd=cwd, env={**os.environ, **(env or {})}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=cwd, env={**os.environ, **(env or {})}, capture_output=True, text=True
+    )
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
     return done.stdout
 
@@ -72,7 +79,9 @@ def build_node(folder: Path) -> list[str]:
     if int(run("node", "--version").lstrip("v").partition(".")[0]) < OLDEST_NODE:
         skip("node", f"it is older than Node {OLDEST_NODE}")
     copy = folder / "examples" / "node"
-    shutil.copytree(EXAMPLES / "node", copy, ignore=shutil.ignore_patterns("node_modules", "gen", "*.js"))
+    shutil.copytree(
+        EXAMPLES / "node", copy, ignore=shutil.ignore_patterns("node_modules", "gen", "*.js")
+    )
     (folder / "protos").symlink_to(ROOT / "protos")
     try:
         run("npm", "ci", "--ignore-scripts", cwd=copy)
@@ -90,7 +99,11 @@ def build_go(folder: Path) -> list[str]:
     require_commands("go", "apt-get install golang-go protoc-gen-go protoc-gen-go-grpc", *names)
     grpc_version = GO_PACKAGES / "src/google.golang.org/grpc/version.go"
     if not grpc_version.exists() or not (GO_PACKAGES / "src/google.golang.org/protobuf").is_dir():
-        skip("go", "gRPC not found (apt-get install golang-google-grpc-dev golang-github-golang-protobuf-1-5-dev)")
+        skip(
+            "go",
+            "gRPC not found (apt-get install golang-google-grpc-dev "
+            "golang-github-golang-protobuf-1-5-dev)",
+        )
     source = folder / "src" / "treadle-agent"
     shutil.copytree(EXAMPLES / "go", source, ignore=shutil.ignore_patterns("gen"))
     version = re.search(r'Version = "1\.(\d+)', grpc_version.read_text())
@@ -103,7 +116,12 @@ def build_go(folder: Path) -> list[str]:
         (source / "agent.go").write_text(program)
     tools = run(ROOT / "scripts" / "codegen-venv.sh").strip()
     path = f"{tools}{os.pathsep}{os.environ['PATH']}"
-    env = {"GO111MODULE": "off", "GOPATH": f"{folder}{os.pathsep}{GO_PACKAGES}", "GOFLAGS": "", "PATH": path}
+    env = {
+        "GO111MODULE": "off",
+        "GOPATH": f"{folder}{os.pathsep}{GO_PACKAGES}",
+        "GOFLAGS": "",
+        "PATH": path,
+    }
     run(f"{tools}/buf", "generate", ROOT / "protos", cwd=source, env=env)
     run("go", "vet", ".", cwd=source, env=env)
     run("go", "build", "-o", "agent", ".", cwd=source, env=env)
@@ -121,7 +139,17 @@ async def run_agent(
     agent: list[str], scheduler: str, *more: str, env: Mapping[str, str] | None = None
 ) -> tuple[int, str, str]:
     prompt = ",".join(map(str, PROMPT))
-    words = ("--scheduler", scheduler, "--prompt", prompt, "--turns", "2", "--max-new-tokens", str(TOKENS), *more)
+    words = (
+        "--scheduler",
+        scheduler,
+        "--prompt",
+        prompt,
+        "--turns",
+        "2",
+        "--max-new-tokens",
+        str(TOKENS),
+        *more,
+    )
     return await output_of(*agent, *words, cwd=ROOT, env=env)
 
 
@@ -139,12 +167,14 @@ async def test_a_trajectory_in_another_language_loses_an_engine_and_no_token(
 ) -> None:
     """Two turns with a tool between them; the engine of the first one is killed after a few tokens.
 
-    Result: the tokens of an undisturbed run, the tool's sums, a score, and a scheduler that knows the trajectory as
-    finished.
+    Result: the tokens of an undisturbed run, the tool's sums, a score, and a scheduler that knows
+    the trajectory as finished.
     """
     async with live_mesh(start_service) as f:
         running = asyncio.create_task(run_agent(agent, f.scheduler.address))
-        await until(lambda: any(engine.sampled >= LOST_AFTER for engine in f.engines) or running.done())
+        await until(
+            lambda: any(engine.sampled >= LOST_AFTER for engine in f.engines) or running.done()
+        )
         assert not running.done(), running.result()
         lost = next(number for number, engine in enumerate(f.engines) if engine.running)
         if "sidecar" in how:
@@ -157,8 +187,13 @@ async def test_a_trajectory_in_another_language_loses_an_engine_and_no_token(
         context = list(PROMPT)
         for step in answer["steps"]:
             assert step["token_ids"] == expected(context, TOKENS)
-            assert step["logprobs"] == pytest.approx([-1.0 / (1 + token) for token in step["token_ids"]])
-            assert (step["finish_reason"], step["tool_output"]) == ("LENGTH", f"{sum(step['token_ids'])}\n")
+            assert step["logprobs"] == pytest.approx(
+                [-1.0 / (1 + token) for token in step["token_ids"]]
+            )
+            assert (step["finish_reason"], step["tool_output"]) == (
+                "LENGTH",
+                f"{sum(step['token_ids'])}\n",
+            )
             context += [*step["token_ids"], *step["tool_output"].encode()]
         first, second = answer["steps"]
         assert first["engine_ids"] == [f"e{lost}", f"e{1 - lost}"]
@@ -166,14 +201,18 @@ async def test_a_trajectory_in_another_language_loses_an_engine_and_no_token(
         assert second["engine_ids"] == [f"e{1 - lost}"]
         assert f"turn 0: e{lost} was lost after" in stderr
         assert answer["score"] == 1.0
-        closed = await f.control.call("GetTrajectory", pb.GetTrajectoryRequest(trajectory_id=answer["trajectory_id"]))
+        closed = await f.control.call(
+            "GetTrajectory", pb.GetTrajectoryRequest(trajectory_id=answer["trajectory_id"])
+        )
         assert closed.trajectory.state == pb.TRAJECTORY_STATE_FINISHED
         assert closed.trajectory.gen_tokens == 2 * TOKENS
         jobs = await f.control.call("ListJobs", pb.ListJobsRequest())
         assert not any(job.clients for job in jobs.jobs)
 
 
-async def test_a_trajectory_in_another_language_shows_its_certificate(agent: list[str], tmp_path: Path) -> None:
+async def test_a_trajectory_in_another_language_shows_its_certificate(
+    agent: list[str], tmp_path: Path
+) -> None:
     async with secure_mesh(tmp_path) as mesh:
         folder = {"TREADLE_TLS_FOLDER": str(mesh.certificates / "client-acme")}
         code, stdout, stderr = await run_agent(agent, mesh.where.scheduler, env=folder)
@@ -181,7 +220,9 @@ async def test_a_trajectory_in_another_language_shows_its_certificate(agent: lis
         answer = json.loads(stdout)
         assert answer["trajectory_id"].startswith("acme::") and answer["score"] == 1.0
         assert [len(step["token_ids"]) for step in answer["steps"]] == [TOKENS, TOKENS]
-        code, stdout, _ = await run_agent(agent, mesh.where.scheduler, env={**folder, "TREADLE_TLS_FOLDER": "/nowhere"})
+        code, stdout, _ = await run_agent(
+            agent, mesh.where.scheduler, env={**folder, "TREADLE_TLS_FOLDER": "/nowhere"}
+        )
         assert (code, stdout) == (1, "")
 
 
@@ -200,13 +241,16 @@ async def test_a_missing_token_fails_the_trajectory(agent: list[str]) -> None:
 async def test_a_lost_answer_is_asked_for_again_by_the_same_request_and_a_full_queue_by_another_ticket(
     agent: list[str],
 ) -> None:
-    """The answer to the first ScheduleStep is lost, the engine's queue is full once, and the mesh has no such tool.
+    """The answer to the first ScheduleStep is lost, the engine's queue is full once, and the mesh
+    has no such tool.
 
-    Result: one ticket is asked for twice by one request; the next one replaces it without suspecting the engine; the
-    tool is called once, and the trajectory is closed as failed.
+    Result: one ticket is asked for twice by one request; the next one replaces it without
+    suspecting the engine; the tool is called once, and the trajectory is closed as failed.
     """
     async with fake_mesh("e0") as mesh:
-        mesh.scheduler.refuse_next("ScheduleStep", Refusal(grpc.StatusCode.UNAVAILABLE, "AWAY", after=True))
+        mesh.scheduler.refuse_next(
+            "ScheduleStep", Refusal(grpc.StatusCode.UNAVAILABLE, "AWAY", after=True)
+        )
         full = Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after_s=0.05)
         mesh.engines["e0"].refuse_next("Generate", full)
         code, _, _ = await run_agent(agent, mesh.address)

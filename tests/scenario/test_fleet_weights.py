@@ -1,4 +1,5 @@
-"""The weights of a fleet: a scheduler and two sidecars as processes, which are killed, and two fakes of SGLang."""
+"""The weights of a fleet: a scheduler and two sidecars as processes, which are killed, and two
+fakes of SGLang."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ async def fleet(start_service: StartService) -> AsyncIterator[Fleet]:
 
 
 async def set_weights(fleet: Fleet, version: str) -> None:
-    request = pb.SetWeightsRequest(request_id=uuid.uuid4().hex, weight_version=version, model_path=f"/m/{version}")
+    request = pb.SetWeightsRequest(
+        request_id=uuid.uuid4().hex, weight_version=version, model_path=f"/m/{version}"
+    )
     assert (await fleet.control.call("SetWeights", request)).weights.weight_version == version
 
 
@@ -52,8 +55,8 @@ def salts(engine: FakeSglang, since: int) -> set[str]:
 
 
 async def test_steps_go_on_under_the_new_version_on_every_engine(fleet: Fleet) -> None:
-    """Six trajectories run when new weights are set. Result: each of them ends under the new version, no token is lost,
-    and what begins later is sampled by the new version alone."""
+    """Six trajectories run when new weights are set. Result: each of them ends under the new
+    version, no token is lost, and what begins later is sampled by the new version alone."""
     fleet.pace(SLOW_S)
     running = [asyncio.create_task(fleet.run(f"before-{index}", 400)) for index in range(6)]
     await until(lambda: len(fleet.sampling) == len(running))
@@ -63,14 +66,17 @@ async def test_steps_go_on_under_the_new_version_on_every_engine(fleet: Fleet) -
     for trajectory in await asyncio.gather(*running):
         assert [span.weight_version for span in trajectory.version_spans] == ["default", "v2"]
     later = await asyncio.gather(*(fleet.run(f"after-{index}") for index in range(4)))
-    assert {span.weight_version for trajectory in later for span in trajectory.version_spans} == {"v2"}
+    assert {span.weight_version for trajectory in later for span in trajectory.version_spans} == {
+        "v2"
+    }
 
 
 async def test_an_engine_that_restarts_with_its_launch_weights_serves_nothing_before_it_has_loaded(
     fleet: Fleet,
 ) -> None:
-    """An engine dies after an update, and comes back with the weights that it was launched with; it loads for a second.
-    Result: trajectories run meanwhile, and no step ever runs there under the old weights."""
+    """An engine dies after an update, and comes back with the weights that it was launched with; it
+    loads for a second. Result: trajectories run meanwhile, and no step ever runs there under the
+    old weights."""
     await set_weights(fleet, "v2")
     await until_states(fleet, CURRENT, CURRENT)
     engine = fleet.engines[0]
@@ -86,9 +92,12 @@ async def test_an_engine_that_restarts_with_its_launch_weights_serves_nothing_be
 
 
 @pytest.mark.parametrize("victim", ["scheduler", "sidecar", "nats"])
-async def test_an_update_that_a_kill_interrupts_is_finished(fleet: Fleet, nats_server: NatsServer, victim: str) -> None:
-    """The scheduler, the sidecar of one engine, or NATS is killed by SIGKILL while the engines load, and started again,
-    NATS once they have loaded. Result: all engines serve the new weights, and no step runs under a wrong name."""
+async def test_an_update_that_a_kill_interrupts_is_finished(
+    fleet: Fleet, nats_server: NatsServer, victim: str
+) -> None:
+    """The scheduler, the sidecar of one engine, or NATS is killed by SIGKILL while the engines
+    load, and started again, NATS once they have loaded. Result: all engines serve the new weights,
+    and no step runs under a wrong name."""
     for engine in fleet.engines:
         engine.load_s = 2.0
     await set_weights(fleet, "v2")
@@ -119,7 +128,9 @@ async def test_an_engine_that_cannot_load_is_left_out_and_the_fleet_goes_on(flee
     assert "no such file" in (await fleet.client.update_weights("/m/v4", "v4"))["e0"]
     await until_states(fleet, FAILED, CURRENT)
     ran = await asyncio.gather(*(fleet.run(f"t{index}") for index in range(4)))
-    assert {engine_id for trajectory in ran for engine_id in trajectory.steps[0].engine_ids} == {"e1"}
+    assert {engine_id for trajectory in ran for engine_id in trajectory.steps[0].engine_ids} == {
+        "e1"
+    }
 
 
 def have_begun(fleet: Fleet, parts: int) -> bool:
@@ -128,7 +139,8 @@ def have_begun(fleet: Fleet, parts: int) -> bool:
 
 
 async def parts(fleet: Fleet, ways: list[Any]) -> AsyncIterator[treadle.WeightPush]:
-    """Of a trainer that broadcasts in the line after `yield`; it does not get on while an engine is not there."""
+    """Of a trainer that broadcasts in the line after `yield`; it does not get on while an engine is
+    not there."""
     before = max(len(engine.pushes) for engine in fleet.engines)
     for number, way in enumerate(ways):
         yield treadle.WeightPush(way, {"names": [f"w{number}"]})
@@ -137,9 +149,9 @@ async def parts(fleet: Fleet, ways: list[Any]) -> AsyncIterator[treadle.WeightPu
 
 
 async def test_pushed_weights_reach_every_engine_and_steps_go_on_under_them(fleet: Fleet) -> None:
-    """Four trajectories run while a trainer joins a group with both engines and pushes three parts, two of them by
-    broadcast. Result: each engine has its rank, the broadcast has begun when the trainer gets on to it, trajectories
-    end under the new version, and nobody loads anything."""
+    """Four trajectories run while a trainer joins a group with both engines and pushes three parts,
+    two of them by broadcast. Result: each engine has its rank, the broadcast has begun when the
+    trainer gets on to it, trajectories end under the new version, and nobody loads anything."""
     ranks: list[int] = []
 
     async def join(world_size: int) -> None:
@@ -169,7 +181,8 @@ async def test_pushed_weights_reach_every_engine_and_steps_go_on_under_them(flee
 async def test_a_trainer_without_asyncio_joins_and_pushes(fleet: Fleet) -> None:
     """Plain functions, which block: the trainer waits for the engines in the line after `yield`.
 
-    Result: as with the asynchronous client; neither runs in the thread of the client's loop, which would stand still.
+    Result: as with the asynchronous client; neither runs in the thread of the client's loop, which
+    would stand still.
     """
     threads: set[str] = set()
 
@@ -196,13 +209,18 @@ async def test_a_trainer_without_asyncio_joins_and_pushes(fleet: Fleet) -> None:
     for engine in fleet.engines:
         engine.push_s = 0.5
     await asyncio.to_thread(train)
-    assert [[way for way, _ in engine.pushes] for engine in fleet.engines] == [["distributed"] * 2] * 2
+    assert [[way for way, _ in engine.pushes] for engine in fleet.engines] == [
+        ["distributed"] * 2
+    ] * 2
     assert "treadle" not in threads
 
 
-async def test_an_engine_that_fails_in_a_push_runs_nothing_until_it_is_pushed_to_again(fleet: Fleet) -> None:
-    """e0 refuses a part. Result: the push by tensors goes on with e1, trajectories run there, and the same version goes
-    to e0 alone when it is pushed again; of a broadcast both have failed, and the trainer's part is cancelled."""
+async def test_an_engine_that_fails_in_a_push_runs_nothing_until_it_is_pushed_to_again(
+    fleet: Fleet,
+) -> None:
+    """e0 refuses a part. Result: the push by tensors goes on with e1, trajectories run there, and
+    the same version goes to e0 alone when it is pushed again; of a broadcast both have failed, and
+    the trainer's part is cancelled."""
     first, second = fleet.engines
     first.refuse_push = True
     tensors = [treadle.WeightPush("tensor", {"names": []})] * 2
@@ -220,12 +238,14 @@ async def test_an_engine_that_fails_in_a_push_runs_nothing_until_it_is_pushed_to
     second.push_s = 0.0
     assert "engine e0 has failed" in errors["e1"]
     assert first.weight_version == "incomplete-v3"
-    assert second.weight_version in ("incomplete-v3", "v2"), "v2 where e0 has failed before the part came to e1"
+    assert second.weight_version in ("incomplete-v3", "v2"), (
+        "v2 where e0 has failed before the part came to e1"
+    )
 
 
 async def test_what_the_trainers_generator_raises_reaches_the_caller(fleet: Fleet) -> None:
-    """Its broadcast fails, and another one has no parts. Result: the errors are the caller's, and the version can be
-    pushed again at once."""
+    """Its broadcast fails, and another one has no parts. Result: the errors are the caller's, and
+    the version can be pushed again at once."""
 
     async def failing() -> AsyncIterator[treadle.WeightPush]:
         yield treadle.WeightPush("distributed", {"names": ["w"]})
@@ -241,9 +261,15 @@ async def test_what_the_trainers_generator_raises_reaches_the_caller(fleet: Flee
     await until_states(fleet, CURRENT, CURRENT)
 
 
-async def test_an_engine_that_the_push_has_missed_loads_the_version_from_a_path(fleet: Fleet) -> None:
-    """e0 restarts after a push. Result: it gets no step and says what to do, until the version has a path."""
-    assert await fleet.client.push_weights("v2", [treadle.WeightPush("ipc", {"zmq_handles": {}})]) == {}
+async def test_an_engine_that_the_push_has_missed_loads_the_version_from_a_path(
+    fleet: Fleet,
+) -> None:
+    """e0 restarts after a push. Result: it gets no step and says what to do, until the version has
+    a path."""
+    assert (
+        await fleet.client.push_weights("v2", [treadle.WeightPush("ipc", {"zmq_handles": {}})])
+        == {}
+    )
     engine = fleet.engines[0]
     await engine.stop()
     await fleet.control.until_registered(1)
@@ -259,9 +285,12 @@ async def test_an_engine_that_the_push_has_missed_loads_the_version_from_a_path(
 
 
 @pytest.mark.parametrize("victim", ["trainer", "scheduler", "sidecar", "engine"])
-async def test_a_push_that_a_death_interrupts_leaves_no_engine_half_named(fleet: Fleet, victim: str) -> None:
-    """One of them dies while both engines take the second of three parts, and is started again. Result: no step runs
-    on parts of the weights or under a wrong name; once the version is pushed again, all go on under it."""
+async def test_a_push_that_a_death_interrupts_leaves_no_engine_half_named(
+    fleet: Fleet, victim: str
+) -> None:
+    """One of them dies while both engines take the second of three parts, and is started again.
+    Result: no step runs on parts of the weights or under a wrong name; once the version is pushed
+    again, all go on under it."""
     running = [asyncio.create_task(fleet.run(f"t{index}", 300)) for index in range(4)]
     await until(lambda: len(fleet.sampling) == len(running))
 
@@ -293,21 +322,26 @@ async def test_a_push_that_a_death_interrupts_leaves_no_engine_half_named(fleet:
     await fleet.control.until_registered(2)
 
     async def push_again() -> tuple[dict[str, str], list[pb.WeightsState.ValueType]]:
-        errors = await fleet.client.push_weights("v2", [treadle.WeightPush("tensor", {"names": []})])
+        errors = await fleet.client.push_weights(
+            "v2", [treadle.WeightPush("tensor", {"names": []})]
+        )
         return errors, await states_of(fleet)
 
-    # A killed sidecar holds its lease for a while. A push in the moment between that and the new one misses it.
+    # A killed sidecar holds its lease for a while. A push in the moment between that and the new
+    # one misses it.
     await until_said(push_again, lambda said: said == ({}, [CURRENT, CURRENT]))
     await asyncio.gather(*running, *(fleet.run(f"after-{index}") for index in range(6)))
     for engine, before in zip(fleet.engines, asked, strict=True):
-        # One that was launched again has its old weights, and may run on them until the others have the new ones.
+        # One that was launched again has its old weights, and may run on them until the others have
+        # the new ones.
         launched_again = victim == "engine" and engine is fleet.engines[0]
         assert salts(engine, before) <= ({"v2", "default"} if launched_again else {"v2"})
 
 
 async def test_a_trainer_on_the_same_devices_takes_turns_with_the_engines(fleet: Fleet) -> None:
-    """Sleep, train, wake the weights, push, wake the rest, while trajectories run; e1 has no memory saver at first.
-    Result: e1 says so; then every trajectory waits and ends under the new version."""
+    """Sleep, train, wake the weights, push, wake the rest, while trajectories run; e1 has no memory
+    saver at first. Result: e1 says so; then every trajectory waits and ends under the new version.
+    """
     first, second = fleet.engines
     for engine in (first, second):
         await engine.stop()
@@ -325,14 +359,18 @@ async def test_a_trainer_on_the_same_devices_takes_turns_with_the_engines(fleet:
     await second.start()
     await fleet.control.until_registered(2)
 
-    assert await fleet.client.push_weights("v1", [treadle.WeightPush("tensor", {"names": []})]) == {}
+    assert (
+        await fleet.client.push_weights("v1", [treadle.WeightPush("tensor", {"names": []})]) == {}
+    )
     fleet.pace(SLOW_S)
     running = [asyncio.create_task(fleet.run(f"t{index}", 300)) for index in range(4)]
     await until(lambda: len(fleet.sampling) == len(running))
     assert await fleet.client.sleep() == {}
     assert first.asleep == second.asleep == {"weights", "kv_cache", "cuda_graph"}
     assert await fleet.client.wake(["weights"]) == {}
-    assert await fleet.client.push_weights("v2", [treadle.WeightPush("tensor", {"names": []})]) == {}
+    assert (
+        await fleet.client.push_weights("v2", [treadle.WeightPush("tensor", {"names": []})]) == {}
+    )
     assert not any(task.done() for task in running)
     assert await fleet.client.wake() == {}
     fleet.pace(QUICK_S)

@@ -1,5 +1,5 @@
-"""The settings that the pages of the Python adapters show do what the pages say. Those of frameworks that speak HTTP:
-test_gateway_frameworks.py."""
+"""The settings that the pages of the Python adapters show do what the pages say. Those of
+frameworks that speak HTTP: test_gateway_frameworks.py."""
 
 import importlib
 import os
@@ -28,7 +28,9 @@ def test_verl_finds_the_manager_and_the_address(monkeypatch: pytest.MonkeyPatch)
     shown = shown_settings("verl")
     monkeypatch.setenv("TREADLE_ADDRESS", shown["TREADLE_ADDRESS"])
     with standing_in(verl.contents(), "verl_engines", "verl"):
-        manager = named(shown[MANAGER]).create(verl.config(), verl.LLMServerClient(verl.config(), "balancer"))
+        manager = named(shown[MANAGER]).create(
+            verl.config(), verl.LLMServerClient(verl.config(), "balancer")
+        )
         assert isinstance(manager, verl.AgentLoopManager)
         assert manager.llm_client.address == shown["TREADLE_ADDRESS"] == "ray"
 
@@ -38,7 +40,9 @@ def test_areals_trainer_makes_the_meshs_engine(monkeypatch: pytest.MonkeyPatch) 
     with standing_in(areal.contents(), "areal"):
         exec(shown_settings("areal")["code"], {})
         assert os.environ["TREADLE_ADDRESS"] == "mesh:7401"
-        assert named("areal.trainer.rl_trainer").RemoteSGLangEngine is named("treadle.adapters.areal.MeshEngine")
+        assert named("areal.trainer.rl_trainer").RemoteSGLangEngine is named(
+            "treadle.adapters.areal.MeshEngine"
+        )
 
 
 def test_rllm_takes_the_engine() -> None:
@@ -52,7 +56,9 @@ def test_roll_finds_the_proxy_and_the_manager() -> None:
     shown = shown_settings("roll")
     with standing_in(roll.contents(), "roll"):
         assert issubclass(named(shown["env_manager_cls"]), roll.TrajEnvManager)
-        proxy = roll.create_llm_proxy(shown["llm_proxy"]["proxy_type"], shown["llm_proxy"]["proxy_config"])
+        proxy = roll.create_llm_proxy(
+            shown["llm_proxy"]["proxy_type"], shown["llm_proxy"]["proxy_config"]
+        )
         assert type(proxy).__module__ == "treadle.adapters.roll"
 
 
@@ -61,7 +67,13 @@ def test_trls_trainer_gets_the_worker_and_the_transfer() -> None:
         return given
 
     with standing_in(trl.contents(), "trl") as (adapter,):
-        known: dict[str, Any] = {"AsyncGRPOTrainer": trainer, "args": trl.config(), "m": "m", "d": [], "r": [len]}
+        known: dict[str, Any] = {
+            "AsyncGRPOTrainer": trainer,
+            "args": trl.config(),
+            "m": "m",
+            "d": [],
+            "r": [len],
+        }
         exec(shown_settings("trl")["code"], known | {"t": SimpleNamespace(eos_token_id=2)}, known)
         assert isinstance(known["trainer"]["rollout_worker"], adapter.RolloutWorker)
         assert isinstance(known["trainer"]["weight_transfer"], adapter.WeightTransfer)

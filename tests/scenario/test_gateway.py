@@ -1,4 +1,5 @@
-"""SGLang's HTTP surface in front of the mesh: what a framework sends is answered as an engine would answer it."""
+"""SGLang's HTTP surface in front of the mesh: what a framework sends is answered as an engine would
+answer it."""
 
 import asyncio
 import json
@@ -29,20 +30,31 @@ def ask(prompt: list[int], **more: Any) -> dict[str, Any]:
     return {"input_ids": prompt, "sampling_params": GREEDY, "return_logprob": True, **more}
 
 
-async def test_turns_of_a_session_are_one_trajectory_and_equal_to_a_direct_call(door: FrontDoor) -> None:
+async def test_turns_of_a_session_are_one_trajectory_and_equal_to_a_direct_call(
+    door: FrontDoor,
+) -> None:
     context, found = list(PROMPT), []
     for _ in range(3):
         answer = await door.post("/generate", ask(context), X_Session_ID="s1")
         async with door.http.post(
-            f"{door.engines['e0'].url}/generate", json=ask(context, rid=f"direct-{len(context)}", stream=True)
+            f"{door.engines['e0'].url}/generate",
+            json=ask(context, rid=f"direct-{len(context)}", stream=True),
         ) as direct:
-            last = [json.loads(line[6:]) async for line in direct.content if line.startswith(b"data: {")]
-        assert answer["output_ids"] == expected(context, 12) == [i for each in last for i in each["output_ids"]]
-        entries = [entry for each in last for entry in each["meta_info"]["output_token_logprobs"]]
-        assert [entry[1] for entry in answer["meta_info"]["output_token_logprobs"]] == [entry[1] for entry in entries]
-        assert [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]] == pytest.approx(
-            [entry[0] for entry in entries], rel=1e-6
+            last = [
+                json.loads(line[6:]) async for line in direct.content if line.startswith(b"data: {")
+            ]
+        assert (
+            answer["output_ids"]
+            == expected(context, 12)
+            == [i for each in last for i in each["output_ids"]]
         )
+        entries = [entry for each in last for entry in each["meta_info"]["output_token_logprobs"]]
+        assert [entry[1] for entry in answer["meta_info"]["output_token_logprobs"]] == [
+            entry[1] for entry in entries
+        ]
+        assert [
+            entry[0] for entry in answer["meta_info"]["output_token_logprobs"]
+        ] == pytest.approx([entry[0] for entry in entries], rel=1e-6)
         assert answer["meta_info"]["weight_versions"] == last[-1]["meta_info"]["weight_versions"]
         assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 12}
         found.append(answer["meta_info"]["trajectory_id"])
@@ -71,10 +83,13 @@ async def test_a_session_that_rewrites_its_context_gets_another_trajectory(door:
 async def test_a_trajectory_that_the_scheduler_has_closed_is_followed_by_another_one_in_the_mesh(
     door: FrontDoor,
 ) -> None:
-    """As after a lease that had run out. Result: the session goes on in the mesh, and not on an engine straight."""
+    """As after a lease that had run out. Result: the session goes on in the mesh, and not on an
+    engine straight."""
     first = await door.post("/generate", ask(PROMPT), X_Session_ID="s4")
     closed = first["meta_info"]["trajectory_id"]
-    closing = pb.CloseTrajectoryRequest(request_id="c", trajectory_id=closed, outcome=pb.OUTCOME_FAILED)
+    closing = pb.CloseTrajectoryRequest(
+        request_id="c", trajectory_id=closed, outcome=pb.OUTCOME_FAILED
+    )
     async with scheduler_client(door.scheduler) as calls:
         await calls.call("CloseTrajectory", closing)
     context, found = PROMPT + first["output_ids"], []
@@ -121,16 +136,25 @@ async def test_a_caller_that_hangs_up_leaves_nothing_running(tmp_path: Path) -> 
 
 async def test_what_the_mesh_does_not_carry_goes_to_an_engine_as_it_is(door: FrontDoor) -> None:
     body = ask(PROMPT, rid="whole", return_routed_experts=True, stream=True)
-    async with door.http.post(f"{door.url}/generate", json=body, headers={"X-Session-ID": "s3"}) as response:
-        lines = [json.loads(line[6:]) async for line in response.content if line.startswith(b"data: {")]
+    async with door.http.post(
+        f"{door.url}/generate", json=body, headers={"X-Session-ID": "s3"}
+    ) as response:
+        lines = [
+            json.loads(line[6:]) async for line in response.content if line.startswith(b"data: {")
+        ]
     assert [token for each in lines for token in each["output_ids"]] == expected(PROMPT, 12)
-    sent = [request for engine in door.engines.values() for request in engine.requests if request.get("rid") == "whole"]
+    sent = [
+        request
+        for engine in door.engines.values()
+        for request in engine.requests
+        if request.get("rid") == "whole"
+    ]
     assert [request["return_routed_experts"] for request in sent] == [True]
 
 
 async def test_a_drained_engine_gets_no_request_of_the_gateway_itself(tmp_path: Path) -> None:
-    """Requests that go to an engine as they are, and all while the mesh is away. Result: also a session that was there
-    goes on at the other engine."""
+    """Requests that go to an engine as they are, and all while the mesh is away. Result: also a
+    session that was there goes on at the other engine."""
     async with front_door(tmp_path, away_after_s=2.0) as door:
         asked = 0
 
@@ -139,7 +163,12 @@ async def test_a_drained_engine_gets_no_request_of_the_gateway_itself(tmp_path: 
             asked += 1
             rid = f"asked{asked}"
             await door.post("/generate", ask(PROMPT, rid=rid, **more), X_Session_ID=session)
-            (found,) = {name for name, e in door.engines.items() for each in e.requests if rid in str(each.get("rid"))}
+            (found,) = {
+                name
+                for name, e in door.engines.items()
+                for each in e.requests
+                if rid in str(each.get("rid"))
+            }
             return found
 
         async def forwarded() -> str:
@@ -165,7 +194,9 @@ async def test_a_drained_engine_gets_no_request_of_the_gateway_itself(tmp_path: 
         (ask(PROMPT) | {"sampling_params": {"top_p": 2.0}}, "top_p"),
     ],
 )
-async def test_a_bad_request_is_refused_and_the_field_named(door: FrontDoor, body: dict[str, Any], field: str) -> None:
+async def test_a_bad_request_is_refused_and_the_field_named(
+    door: FrontDoor, body: dict[str, Any], field: str
+) -> None:
     answer = await door.post("/generate", body, status=400)
     assert field in answer["error"]["message"]
 
@@ -178,7 +209,10 @@ async def test_every_request_ends_where_the_mesh_dies_in_its_midst_and_later_one
     prompts = [[10 + number, 20, 30] for number in range(8)]
     async with front_door(tmp_path, token_s=0.02, away_after_s=2.0) as door:
         async with asyncio.TaskGroup() as group:
-            asked = [group.create_task(door.post("/generate", ask(each, sampling_params=sampling))) for each in prompts]
+            asked = [
+                group.create_task(door.post("/generate", ask(each, sampling_params=sampling)))
+                for each in prompts
+            ]
             await until(lambda: sum(engine.sampled for engine in door.engines.values()) > 100)
             await door.kill_mesh(number)
         for prompt, task in zip(prompts, asked, strict=True):
@@ -201,7 +235,9 @@ async def test_a_pause_by_the_trainer_ends_steps_or_keeps_them(tmp_path: Path) -
         await door.post("/pause_generation", {})
         assert (await ended)["meta_info"]["finish_reason"]["type"] == "abort"
         await door.post("/continue_generation", {})
-        kept = group.create_task(door.post("/generate", ask([9, *PROMPT], sampling_params=sampling)))
+        kept = group.create_task(
+            door.post("/generate", ask([9, *PROMPT], sampling_params=sampling))
+        )
         await until(lambda: any(engine.running for engine in door.engines.values()))
         await door.post("/pause?mode=keep", {})
         await until(lambda: not any(engine.running for engine in door.engines.values()))

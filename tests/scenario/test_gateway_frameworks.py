@@ -1,7 +1,8 @@
-"""Frameworks that speak HTTP, through the gateway: SkyRL's and prime-rl's own clients, OpenAI's, and what slime sends.
+"""Frameworks that speak HTTP, through the gateway: SkyRL's and prime-rl's own clients, OpenAI's,
+and what slime sends.
 
-Each runs a batch of several turns. Result: tokens, logprobs and weight versions are those of a direct call, and the
-turns of a session are one trajectory.
+Each runs a batch of several turns. Result: tokens, logprobs and weight versions are those of a
+direct call, and the turns of a session are one trajectory.
 """
 
 import asyncio
@@ -49,7 +50,9 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
 async def door(tmp_path: Path) -> AsyncIterator[FrontDoor]:
     folder = write_tokenizer(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": EXPERTS_PER_TOKEN}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"num_experts_per_tok": EXPERTS_PER_TOKEN})
+    )
     async with front_door(tmp_path, teach=lend, tokenizer=str(folder)) as door:
         yield door
 
@@ -64,7 +67,9 @@ def address_of(door: FrontDoor) -> str:
     return door.url.removeprefix("http://")
 
 
-async def check_turn(door: FrontDoor, context: list[int], token_ids: list[int], logprobs: list[float]) -> None:
+async def check_turn(
+    door: FrontDoor, context: list[int], token_ids: list[int], logprobs: list[float]
+) -> None:
     """An answer is that of a direct call."""
     direct = await ask_directly(door.http, door.engines["e0"].url, context, NEW_TOKENS)
     assert token_ids == direct.token_ids == expected(context, NEW_TOKENS)
@@ -81,7 +86,8 @@ async def check_turns(door: FrontDoor, turns: list[dict[str, Any]]) -> None:
         ):
             await check_turn(door, context, ids, logprobs)
     assert turns[1]["contexts"] == [
-        [*prompt, *ids, *OBSERVATION] for prompt, ids in zip(PROMPTS, turns[0]["response_ids"], strict=True)
+        [*prompt, *ids, *OBSERVATION]
+        for prompt, ids in zip(PROMPTS, turns[0]["response_ids"], strict=True)
     ]
 
 
@@ -98,8 +104,8 @@ def options(url: str, **sampling: Any) -> dict[str, Any]:
 
 
 async def test_skyrls_client_rolls_out_a_batch_of_several_turns(door: FrontDoor) -> None:
-    """SkyRL 0.3.0's RemoteInferenceClient, with the sampling that its generator sends. Its weights cannot come, as
-    SGLang's processes cannot join vLLM's group, and it is told what to do."""
+    """SkyRL 0.3.0's RemoteInferenceClient, with the sampling that its generator sends. Its weights
+    cannot come, as SGLang's processes cannot join vLLM's group, and it is told what to do."""
     sampling = {
         "min_tokens": 1,
         "skip_special_tokens": True,
@@ -121,7 +127,8 @@ async def test_skyrls_client_rolls_out_a_batch_of_several_turns(door: FrontDoor)
 
 
 async def test_prime_rls_client_rolls_out_a_batch_of_several_turns(door: FrontDoor) -> None:
-    """renderers 0.1.12, through which verifiers 0.4.0 sends. It refuses logprobs that do not name their tokens."""
+    """renderers 0.1.12, through which verifiers 0.4.0 sends. It refuses logprobs that do not name
+    their tokens."""
     shown = shown_settings("prime-rl", address_of(door))
     [url] = shown["orchestrator"]["client"]["base_url"]
     assert shown["weight_broadcast"]["type"] == "filesystem"
@@ -178,9 +185,11 @@ async def test_what_slime_sends_runs_a_batch_of_several_turns(door: FrontDoor) -
     assert await open_trajectories(door) == len(SESSIONS)
 
 
-async def test_slime_aborts_every_worker_and_goes_on_from_the_tokens_that_it_has(tmp_path: Path) -> None:
-    """A partial rollout: more samples than the engines have room for run and wait. Result: all of them end at once,
-    with their tokens, and later requests go on from there."""
+async def test_slime_aborts_every_worker_and_goes_on_from_the_tokens_that_it_has(
+    tmp_path: Path,
+) -> None:
+    """A partial rollout: more samples than the engines have room for run and wait. Result: all of
+    them end at once, with their tokens, and later requests go on from there."""
     async with front_door(tmp_path, token_s=0.02) as door:
         slime = Slime(door.http, door.url, [door.url])
         samples = [Sample(f"s{number}", [10 + number, 20, 30], 300) for number in range(20)]
@@ -214,14 +223,21 @@ async def test_an_abort_at_one_worker_ends_what_runs_there_and_nothing_else(tmp_
             await until(lambda: not e0.running)
             assert e1.running == 4 - there
             e1.token_s = 0.002
-        assert sorted(sample.finish for sample in samples) == ["abort"] * there + ["length"] * (4 - there)
+        assert sorted(sample.finish for sample in samples) == ["abort"] * there + ["length"] * (
+            4 - there
+        )
 
 
 async def test_an_abort_ends_what_was_handed_to_an_engine_as_it_was(tmp_path: Path) -> None:
     """With routing replay slime asks for experts, which the mesh does not carry."""
     async with front_door(tmp_path, token_s=0.02) as door:
         sampling = {"max_new_tokens": 300, "temperature": 0.0}
-        body = {"input_ids": PROMPTS[0], "sampling_params": sampling, "stream": True, "return_routed_experts": True}
+        body = {
+            "input_ids": PROMPTS[0],
+            "sampling_params": sampling,
+            "stream": True,
+            "return_routed_experts": True,
+        }
         async with door.http.post(f"{door.url}/engines/e0/generate", json=body) as response:
             assert response.status == 200
             await until(lambda: any(engine.sampled > 5 for engine in door.engines.values()))
@@ -230,14 +246,21 @@ async def test_an_abort_ends_what_was_handed_to_an_engine_as_it_was(tmp_path: Pa
         assert '"type": "abort"' in text and text.count("output_ids") < 300
 
 
-async def test_what_was_handed_to_an_engine_does_not_run_while_the_engine_is_paused(tmp_path: Path) -> None:
-    """The sidecar does not know of such requests. Result: the pause ends those that run, later ones wait for its end,
-    and then are answered whole."""
+async def test_what_was_handed_to_an_engine_does_not_run_while_the_engine_is_paused(
+    tmp_path: Path,
+) -> None:
+    """The sidecar does not know of such requests. Result: the pause ends those that run, later ones
+    wait for its end, and then are answered whole."""
     async with front_door(tmp_path, token_s=0.02) as door, asyncio.TaskGroup() as group:
 
         async def ask(new_tokens: int) -> str:
             sampling = {"max_new_tokens": new_tokens, "temperature": 0.0}
-            body = {"input_ids": PROMPTS[0], "sampling_params": sampling, "stream": True, "return_routed_experts": True}
+            body = {
+                "input_ids": PROMPTS[0],
+                "sampling_params": sampling,
+                "stream": True,
+                "return_routed_experts": True,
+            }
             async with door.http.post(f"{door.url}/generate", json=body) as response:
                 return await response.text()
 
@@ -253,10 +276,12 @@ async def test_what_was_handed_to_an_engine_does_not_run_while_the_engine_is_pau
 
 
 @pytest.mark.parametrize("engines", ["workers", "fleet"])
-async def test_slimes_weights_reach_every_engine_and_the_mesh_knows_of_them(door: FrontDoor, engines: str) -> None:
-    """By the URL of each worker, and with the gateway named as the one engine that slime did not start. Result: both
-    engines join the group with ranks of their own, take both buckets under the name of incomplete weights, and serve
-    the version that later samples say."""
+async def test_slimes_weights_reach_every_engine_and_the_mesh_knows_of_them(
+    door: FrontDoor, engines: str
+) -> None:
+    """By the URL of each worker, and with the gateway named as the one engine that slime did not
+    start. Result: both engines join the group with ranks of their own, take both buckets under the
+    name of incomplete weights, and serve the version that later samples say."""
     workers = [worker["url"] for worker in (await door.get("/workers"))["workers"]]
     slime = Slime(door.http, door.url, workers if engines == "workers" else [door.url])
     counts = await slime.discover()
@@ -276,14 +301,19 @@ async def test_slimes_weights_reach_every_engine_and_the_mesh_knows_of_them(door
         assert [what for what in fake.called if what.startswith("name")] == [
             *("name incomplete-1", "name 1", "name incomplete-2", "name 2")
         ]
-        assert {request["cache_salt"] for request in fake.requests if request.get("stream")} <= {"default", "1", "2"}
+        assert {request["cache_salt"] for request in fake.requests if request.get("stream")} <= {
+            "default",
+            "1",
+            "2",
+        }
     assert (await door.get("/model_info"))["weight_version"] == "2"
     await slime.lend_memory()
     assert not any(fake.asleep for fake in fakes)
 
 
 async def test_a_bucket_that_one_engine_refuses_makes_no_version(door: FrontDoor) -> None:
-    """Result: slime hears of it, no engine serves the version, and the same one can be pushed anew after a pause."""
+    """Result: slime hears of it, no engine serves the version, and the same one can be pushed anew
+    after a pause."""
     slime = Slime(door.http, door.url, [door.url])
     door.engines["e1"].refuse_push = True
     with pytest.raises(AssertionError, match="partially updated"):
@@ -293,18 +323,26 @@ async def test_a_bucket_that_one_engine_refuses_makes_no_version(door: FrontDoor
     assert "has failed" in answer["error"]["message"]
     assert "has failed" in (await door.post("/continue_generation", {}, status=400))["message"]
     # The refusal of e1 ends the push on e0 too, which may not have begun there.
-    assert (door.engines["e1"].weight_version, door.engines["e0"].weight_version == "1") == ("incomplete-1", False)
+    assert (door.engines["e1"].weight_version, door.engines["e0"].weight_version == "1") == (
+        "incomplete-1",
+        False,
+    )
     door.engines["e1"].refuse_push = False
     await slime.update_weights(1, [["a"], ["b"]])
     assert [fake.weight_version for fake in door.engines.values()] == ["1", "1"]
 
 
 async def test_prime_rls_weights_are_loaded_while_what_runs_is_kept(tmp_path: Path) -> None:
-    """Result: the request that runs meanwhile is one answer, whose spans say which version sampled what."""
+    """Result: the request that runs meanwhile is one answer, whose spans say which version sampled
+    what."""
     async with front_door(tmp_path, token_s=0.2) as door:
         prime = PrimeRl(door.http, door.url)
         await prime.wait_for_ready(MODEL)
-        body = {"token_ids": PROMPTS[0], "model": MODEL, "sampling_params": {"temperature": 0.0, "max_tokens": 60}}
+        body = {
+            "token_ids": PROMPTS[0],
+            "model": MODEL,
+            "sampling_params": {"temperature": 0.0, "max_tokens": 60},
+        }
         async with asyncio.TaskGroup() as group:
             asked = group.create_task(door.post("/inference/v1/generate", body, X_Session_ID="s0"))
             await until(lambda: any(engine.sampled > 10 for engine in door.engines.values()))
@@ -321,15 +359,25 @@ async def test_prime_rls_weights_are_loaded_while_what_runs_is_kept(tmp_path: Pa
             await prime.init_broadcaster()
 
 
-async def test_sampling_that_the_mesh_does_not_carry_is_asked_of_one_engine(door: FrontDoor) -> None:
+async def test_sampling_that_the_mesh_does_not_carry_is_asked_of_one_engine(
+    door: FrontDoor,
+) -> None:
     sampling = {"max_tokens": 5, "frequency_penalty": 0.5, "min_tokens": 3, "logprobs": 1}
-    answer = await door.post("/inference/v1/generate", {"token_ids": PROMPTS[0], "sampling_params": sampling})
+    answer = await door.post(
+        "/inference/v1/generate", {"token_ids": PROMPTS[0], "sampling_params": sampling}
+    )
     assert answer["choices"][0]["token_ids"] == expected(PROMPTS[0], 5)
     assert len(answer["choices"][0]["logprobs"]["content"]) == 5
-    asked = [request["sampling_params"] for engine in door.engines.values() for request in engine.requests]
-    assert [(each["frequency_penalty"], each["min_new_tokens"]) for each in asked if "frequency_penalty" in each] == [
-        (0.5, 3)
+    asked = [
+        request["sampling_params"]
+        for engine in door.engines.values()
+        for request in engine.requests
     ]
+    assert [
+        (each["frequency_penalty"], each["min_new_tokens"])
+        for each in asked
+        if "frequency_penalty" in each
+    ] == [(0.5, 3)]
 
 
 async def test_skyrl_gets_the_experts_of_each_token_and_layer(door: FrontDoor) -> None:
@@ -337,7 +385,9 @@ async def test_skyrl_gets_the_experts_of_each_token_and_layer(door: FrontDoor) -
     [choice] = (await door.post("/skyrl/v1/generate", body))["choices"]
     rows = choice["routed_experts"]
     assert [len(rows), len(rows[0]), len(rows[0][0])] == [3 + 4 - 1, LAYERS, EXPERTS_PER_TOKEN]
-    assert [expert for row in rows for layer in row for expert in layer] == list(range(6 * LAYERS * EXPERTS_PER_TOKEN))
+    assert [expert for row in rows for layer in row for expert in layer] == list(
+        range(6 * LAYERS * EXPERTS_PER_TOKEN)
+    )
 
 
 async def test_a_token_request_that_cannot_be_served_as_it_is_says_why(door: FrontDoor) -> None:

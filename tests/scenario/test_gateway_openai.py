@@ -1,4 +1,5 @@
-"""OpenAI's HTTP surface in front of the mesh: chats, completions and responses, whole and as streams."""
+"""OpenAI's HTTP surface in front of the mesh: chats, completions and responses, whole and as
+streams."""
 
 import json
 from collections.abc import AsyncIterator
@@ -13,7 +14,10 @@ from treadle_cli.authority import make_certificates
 
 MODEL = "fake/model"
 USER = {"role": "user", "content": "What is 6 * 7?"}
-TOOL = {"type": "function", "function": {"name": "multiply", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "multiply", "parameters": {"type": "object", "properties": {}}},
+}
 CALLING = '(I multiply) Well: call multiply {"a": 6, "b": 7};'
 
 
@@ -42,7 +46,13 @@ async def stream(door: FrontDoor, path: str, body: dict[str, Any]) -> list[dict[
 
 def chat(messages: list[Any], **more: Any) -> dict[str, Any]:
     """A body of /v1/chat/completions."""
-    return {"model": MODEL, "messages": messages, "max_tokens": 100, "return_token_ids": True, **more}
+    return {
+        "model": MODEL,
+        "messages": messages,
+        "max_tokens": 100,
+        "return_token_ids": True,
+        **more,
+    }
 
 
 async def test_in_a_session_what_was_sampled_keeps_its_token_ids_though_the_template_changes_the_text(
@@ -51,18 +61,24 @@ async def test_in_a_session_what_was_sampled_keeps_its_token_ids_though_the_temp
     sampled = say(door, "  It is 42.  ")
     first = (await door.post("/v1/chat/completions", chat([USER]), X_Session_ID="s"))["choices"][0]
     assert first["message"]["content"] == "It is 42." and first["finish_reason"] == "stop"
-    assert first["prompt_token_ids"] == tokens_of(render({"messages": [USER]})) and first["token_ids"] == sampled
+    assert (
+        first["prompt_token_ids"] == tokens_of(render({"messages": [USER]}))
+        and first["token_ids"] == sampled
+    )
     said = {"role": "assistant", "content": "  It is 42.  "}
     follow = [USER, said, {"role": "user", "content": "Sure?"}]
     again = await door.post("/v1/chat/completions", chat(follow), X_Session_ID="s")
-    # This template strips texts, so the tokens of the whole text differ: a new trajectory with the text as it is.
+    # This template strips texts, so the tokens of the whole text differ: a new trajectory with the
+    # text as it is.
     assert again["choices"][0]["prompt_token_ids"] == tokens_of(render({"messages": follow}))
 
 
 async def test_a_turn_goes_on_from_the_tokens_of_the_one_before(door: FrontDoor) -> None:
     for engine in door.engines.values():
         engine.script = [*tokens_of("4"), 500, *tokens_of("2")]
-    first = (await door.post("/v1/chat/completions", chat([USER], no_stop_trim=True), X_Session_ID="s"))["choices"][0]
+    first = (
+        await door.post("/v1/chat/completions", chat([USER], no_stop_trim=True), X_Session_ID="s")
+    )["choices"][0]
     assert first["token_ids"] == [*tokens_of("4"), 500, *tokens_of("2"), END_TOKEN]
     said = {"role": "assistant", "content": text_of(first["token_ids"])}
     follow = [USER, said, {"role": "user", "content": "Sure?"}]
@@ -73,7 +89,9 @@ async def test_a_turn_goes_on_from_the_tokens_of_the_one_before(door: FrontDoor)
     assert text_of(prompt) == render({"messages": follow})
 
 
-async def test_a_chat_has_reasoning_and_tool_calls_in_their_fields_also_as_a_stream(door: FrontDoor) -> None:
+async def test_a_chat_has_reasoning_and_tool_calls_in_their_fields_also_as_a_stream(
+    door: FrontDoor,
+) -> None:
     sampled = say(door, CALLING)
     whole = await door.post("/v1/chat/completions", chat([USER], tools=[TOOL], logprobs=True))
     [choice] = whole["choices"]
@@ -85,27 +103,42 @@ async def test_a_chat_has_reasoning_and_tool_calls_in_their_fields_also_as_a_str
     events = await stream(door, "/v1/chat/completions", chat([USER], tools=[TOOL]))
     deltas = [event["choices"][0] for event in events]
     assert "".join(each["delta"].get("content") or "" for each in deltas) == "Well:"
-    assert [each["delta"]["tool_calls"][0]["function"] for each in deltas if "tool_calls" in each["delta"]] == [
-        call["function"]
-    ]
+    assert [
+        each["delta"]["tool_calls"][0]["function"]
+        for each in deltas
+        if "tool_calls" in each["delta"]
+    ] == [call["function"]]
     assert [token for each in deltas for token in each.get("token_ids", ())] == sampled
     assert deltas[-1]["finish_reason"] == "tool_calls"
 
 
 async def test_a_stream_has_the_text_tokens_and_usage_of_the_whole_answer(door: FrontDoor) -> None:
-    body = {"model": MODEL, "prompt": "Once", "max_tokens": 30, "return_token_ids": True, "logprobs": 0}
+    body = {
+        "model": MODEL,
+        "prompt": "Once",
+        "max_tokens": 30,
+        "return_token_ids": True,
+        "logprobs": 0,
+    }
     whole = await door.post("/v1/completions", body)
     [choice] = whole["choices"]
-    assert choice["token_ids"] == expected(tokens_of("Once"), 30) and choice["finish_reason"] == "length"
+    assert (
+        choice["token_ids"] == expected(tokens_of("Once"), 30)
+        and choice["finish_reason"] == "length"
+    )
     assert choice["text"] == text_of(choice["token_ids"])
-    events = await stream(door, "/v1/completions", body | {"stream_options": {"include_usage": True}})
+    events = await stream(
+        door, "/v1/completions", body | {"stream_options": {"include_usage": True}}
+    )
     choices = [each for event in events for each in event["choices"]]
     assert "".join(each["text"] for each in choices) == choice["text"]
     assert [token for each in choices for token in each["token_ids"]] == choice["token_ids"]
-    assert [each for one in choices for each in one["logprobs"]["token_logprobs"]] == choice["logprobs"][
-        "token_logprobs"
-    ]
-    assert events[-1]["usage"]["completion_tokens"] == 30 and choices[-1]["finish_reason"] == "length"
+    assert [each for one in choices for each in one["logprobs"]["token_logprobs"]] == choice[
+        "logprobs"
+    ]["token_logprobs"]
+    assert (
+        events[-1]["usage"]["completion_tokens"] == 30 and choices[-1]["finish_reason"] == "length"
+    )
 
 
 async def test_a_stop_string_is_never_sent_and_ends_the_text(door: FrontDoor) -> None:
@@ -118,7 +151,9 @@ async def test_a_stop_string_is_never_sent_and_ends_the_text(door: FrontDoor) ->
 
 
 async def test_copies_of_a_prompt_are_answered_one_by_one(door: FrontDoor) -> None:
-    answer = await door.post("/v1/completions", {"model": MODEL, "prompt": ["ab", "cd"], "n": 2, "max_tokens": 5})
+    answer = await door.post(
+        "/v1/completions", {"model": MODEL, "prompt": ["ab", "cd"], "n": 2, "max_tokens": 5}
+    )
     assert [each["index"] for each in answer["choices"]] == [0, 1, 2, 3]
     texts = [each["text"] for each in answer["choices"]]
     assert texts == [text_of(expected(tokens_of(prompt), 5)) for prompt in ("ab", "ab", "cd", "cd")]
@@ -126,37 +161,66 @@ async def test_copies_of_a_prompt_are_answered_one_by_one(door: FrontDoor) -> No
 
 async def test_a_response_calls_a_function_and_goes_on_with_its_output(door: FrontDoor) -> None:
     sampled = say(door, CALLING)
-    tool = {"type": "function", "name": "multiply", "parameters": {"type": "object", "properties": {}}}
-    asked = {"model": MODEL, "instructions": "Be brief.", "input": "What is 6 * 7?", "tools": [tool]}
+    tool = {
+        "type": "function",
+        "name": "multiply",
+        "parameters": {"type": "object", "properties": {}},
+    }
+    asked = {
+        "model": MODEL,
+        "instructions": "Be brief.",
+        "input": "What is 6 * 7?",
+        "tools": [tool],
+    }
     first = await door.post("/v1/responses", asked | {"return_token_ids": True})
-    assert first["status"] == "completed" and first["object"] == "response" and first["tools"] == [tool]
+    assert (
+        first["status"] == "completed"
+        and first["object"] == "response"
+        and first["tools"] == [tool]
+    )
     kinds = [item["type"] for item in first["output"]]
     assert kinds == ["reasoning", "message", "function_call"] and first["token_ids"] == sampled
     call = first["output"][2]
     assert (call["name"], call["arguments"]) == ("multiply", '{"a": 6, "b": 7}')
     say(door, "42")
     output = {"type": "function_call_output", "call_id": call["call_id"], "output": "42"}
-    by_id = asked | {"previous_response_id": first["id"], "input": [output], "return_token_ids": True}
+    by_id = asked | {
+        "previous_response_id": first["id"],
+        "input": [output],
+        "return_token_ids": True,
+    }
     second = await door.post("/v1/responses", by_id)
     assert second["output"][0]["content"][0]["text"] == "42"
     by_items = asked | {"input": [USER, *first["output"], output], "return_token_ids": True}
-    assert text_of((await door.post("/v1/responses", by_items))["prompt_token_ids"]).endswith("[tool]42[assistant]")
+    assert text_of((await door.post("/v1/responses", by_items))["prompt_token_ids"]).endswith(
+        "[tool]42[assistant]"
+    )
     assert text_of(second["prompt_token_ids"]).endswith("[tool]42[assistant]")
 
 
 async def test_the_events_of_a_response_are_those_of_openai_in_their_order(door: FrontDoor) -> None:
     say(door, "It is 42.")
-    events = await stream(door, "/v1/responses", {"model": MODEL, "input": [USER], "temperature": 0.5})
+    events = await stream(
+        door, "/v1/responses", {"model": MODEL, "input": [USER], "temperature": 0.5}
+    )
     kinds = [event["type"] for event in events]
     deltas = kinds.count("response.output_text.delta")
     assert kinds == [
-        *("response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"),
+        *(
+            "response.created",
+            "response.in_progress",
+            "response.output_item.added",
+            "response.content_part.added",
+        ),
         *["response.output_text.delta"] * deltas,
         *("response.output_text.done", "response.content_part.done", "response.output_item.done"),
         "response.completed",
     ]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    assert "".join(each["delta"] for each in events if each["type"] == "response.output_text.delta") == "It is 42."
+    assert (
+        "".join(each["delta"] for each in events if each["type"] == "response.output_text.delta")
+        == "It is 42."
+    )
     last = events[-1]["response"]
     assert last["output"][0]["content"][0]["text"] == "It is 42." and last["temperature"] == 0.5
     assert last["usage"]["output_tokens"] == len(tokens_of("It is 42.")) + 1
@@ -173,7 +237,12 @@ async def test_the_events_of_a_response_are_those_of_openai_in_their_order(door:
         ("/v1/responses", {"input": []}, 400, "input"),
         ("/v1/responses", {"input": [{"type": "item_reference", "id": "x"}]}, 400, "input[0].type"),
         ("/v1/responses", {"input": "a", "tools": [{"type": "web_search"}]}, 400, "tools[0]"),
-        ("/v1/responses", {"input": "a", "previous_response_id": "resp_0"}, 404, "previous_response_id"),
+        (
+            "/v1/responses",
+            {"input": "a", "previous_response_id": "resp_0"},
+            404,
+            "previous_response_id",
+        ),
         ("/v1/responses", {"input": "a", "conversation": "c"}, 400, "conversation"),
     ],
 )
@@ -184,13 +253,20 @@ async def test_a_bad_request_is_refused_and_the_field_named(
     assert field in answer["error"]["message"]
 
 
-async def test_with_certificates_it_speaks_https_and_with_a_key_it_answers_who_has_it(tmp_path: Path) -> None:
+async def test_with_certificates_it_speaks_https_and_with_a_key_it_answers_who_has_it(
+    tmp_path: Path,
+) -> None:
     certificates = make_certificates(tmp_path / "certificates")
     async with front_door(tmp_path, certificates=certificates, api_key="secret") as door:
         assert door.url.startswith("https://")
-        body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, "temperature": 0.0}}
+        body = {
+            "input_ids": [5, 6, 7],
+            "sampling_params": {"max_new_tokens": 4, "temperature": 0.0},
+        }
         for refused in ({}, {"Authorization": "Bearer other"}):
             answer = await door.post("/generate", body, 401, **refused)
             assert "Authorization" in answer["error"]["message"]
         answer = await door.post("/generate", body, Authorization="Bearer secret")
-        assert answer["output_ids"] == expected([5, 6, 7], 4) and answer["meta_info"]["trajectory_id"]
+        assert (
+            answer["output_ids"] == expected([5, 6, 7], 4) and answer["meta_info"]["trajectory_id"]
+        )

@@ -1,4 +1,5 @@
-"""Requests through the gateway at their edges: streams of text, copies, hang-ups, bad bodies, lost engines."""
+"""Requests through the gateway at their edges: streams of text, copies, hang-ups, bad bodies, lost
+engines."""
 
 import asyncio
 import json
@@ -47,7 +48,9 @@ def script(door: FrontDoor, tokens: list[int]) -> None:
 async def stream(door: FrontDoor, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """The events of a stream, without [DONE]."""
     async with door.http.post(f"{door.url}{path}", json=body | {"stream": True}) as response:
-        return [json.loads(line[6:]) async for line in response.content if line.startswith(b"data: {")]
+        return [
+            json.loads(line[6:]) async for line in response.content if line.startswith(b"data: {")
+        ]
 
 
 async def test_the_text_of_a_stream_grows_by_whole_characters_and_is_decoded_once(
@@ -76,7 +79,9 @@ async def test_the_text_of_a_stream_grows_by_whole_characters_and_is_decoded_onc
         copies = await stream(door, "/generate", ask(sampling_params=sampling | {"n": 2}))
         assert {event["index"]: event["text"] for event in copies} == {0: TEXT, 1: TEXT}
         body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1000}
-        pieces = [event["choices"][0]["text"] for event in await stream(door, "/v1/completions", body)]
+        pieces = [
+            event["choices"][0]["text"] for event in await stream(door, "/v1/completions", body)
+        ]
         assert "".join(pieces) == TEXT and not any("\ufffd" in piece for piece in pieces)
 
 
@@ -87,18 +92,33 @@ async def test_a_stream_never_sends_a_part_of_a_stop_string(door: FrontDoor) -> 
     whole = (await door.post("/v1/completions", body))["choices"][0]
     assert (whole["text"], whole["finish_reason"], whole["matched_stop"]) == ("one ", "stop", "<5")
     choices = [event["choices"][0] for event in await stream(door, "/v1/completions", body)]
-    assert "".join(each["text"] for each in choices) == "one " and choices[-1]["finish_reason"] == "stop"
+    assert (
+        "".join(each["text"] for each in choices) == "one "
+        and choices[-1]["finish_reason"] == "stop"
+    )
     sampling = {"max_new_tokens": 30, "stop": ["<5"]}
-    texts = [event["text"] for event in await stream(door, "/generate", ask(sampling_params=sampling))]
+    texts = [
+        event["text"] for event in await stream(door, "/generate", ask(sampling_params=sampling))
+    ]
     assert texts[-1] == "one " and all("one ".startswith(text) for text in texts)
 
 
 async def test_a_stream_with_tools_has_the_reasoning_of_the_whole_answer(door: FrontDoor) -> None:
     script(door, tokens_of('(I multiply) Well: call multiply {"a": 6};'))
-    tool = {"type": "function", "function": {"name": "multiply", "parameters": {"type": "object", "properties": {}}}}
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "6 * 7?"}], "tools": [tool], "max_tokens": 90}
+    tool = {
+        "type": "function",
+        "function": {"name": "multiply", "parameters": {"type": "object", "properties": {}}},
+    }
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "6 * 7?"}],
+        "tools": [tool],
+        "max_tokens": 90,
+    }
     whole = (await door.post("/v1/chat/completions", body))["choices"][0]["message"]
-    deltas = [event["choices"][0]["delta"] for event in await stream(door, "/v1/chat/completions", body)]
+    deltas = [
+        event["choices"][0]["delta"] for event in await stream(door, "/v1/chat/completions", body)
+    ]
     assert whole["reasoning_content"] == "I multiply"
     for name in ("reasoning_content", "content"):
         assert "".join(delta.get(name) or "" for delta in deltas) == whole[name]
@@ -121,19 +141,28 @@ async def test_a_caller_that_hangs_up_ends_its_request_at_the_engine(tmp_path: P
     folder = write_tokenizer(tmp_path / "model")
     async with front_door(tmp_path, token_s=0.02, tokenizer=str(folder), teach=teach) as door:
         completion = {"model": MODEL, "prompt": PROMPT, "max_tokens": 400, "stream": True}
-        bodies = [("/generate", ask(sampling_params=LONG, stream=True)), ("/v1/completions", completion)]
+        bodies = [
+            ("/generate", ask(sampling_params=LONG, stream=True)),
+            ("/v1/completions", completion),
+        ]
         bodies.append(("/generate", ask(sampling_params=LONG | {"n": 3}, stream=True)))
         for path, body in bodies:
             async with door.http.post(f"{door.url}{path}", json=body) as response:
                 await response.content.readline()
                 assert any(engine.running for engine in door.engines.values())
             await until(lambda: not any(engine.running for engine in door.engines.values()))
-        asked = asyncio.ensure_future(door.post("/v1/completions", completion | {"echo": True, "stream": False}))
+        asked = asyncio.ensure_future(
+            door.post("/v1/completions", completion | {"echo": True, "stream": False})
+        )
         await asyncio.wait_for(arrived.wait(), 30)
         asked.cancel()
         await asyncio.wait_for(gone.wait(), 10)
         # Nothing of it is left that an update of the weights would wait for.
-        assert (await door.post("/update_weights_from_disk", {"model_path": "/w", "weight_version": "1"}))["success"]
+        assert (
+            await door.post(
+                "/update_weights_from_disk", {"model_path": "/w", "weight_version": "1"}
+            )
+        )["success"]
 
 
 async def test_what_the_mesh_does_not_carry_is_not_left_out(door: FrontDoor) -> None:
@@ -141,7 +170,12 @@ async def test_what_the_mesh_does_not_carry_is_not_left_out(door: FrontDoor) -> 
     assert answer["prompt_token_ids"] == PROMPT and answer["meta_info"]["trajectory_id"]
     for more in ({"logprob_start_len": 0}, {"return_text_in_logprobs": True}):
         await door.post("/generate", ask(rid="whole", **more))
-        sent = [each for engine in door.engines.values() for each in engine.requests if each.get("rid") == "whole"]
+        sent = [
+            each
+            for engine in door.engines.values()
+            for each in engine.requests
+            if each.get("rid") == "whole"
+        ]
         assert [each[name] for each in sent for name in more] == list(more.values())
         for engine in door.engines.values():
             engine.requests.clear()
@@ -157,12 +191,28 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/generate", ask(rid={"a": 1}, return_routed_experts=True), "rid"),
     ("/generate", ask(rid=[5], return_routed_experts=True), "rid"),
     ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"stop": 5}}, "stop"),
-    ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"stop_token_ids": 5}}, "stop_token_ids"),
+    (
+        "/inference/v1/generate",
+        {"token_ids": [1], "sampling_params": {"stop_token_ids": 5}},
+        "stop_token_ids",
+    ),
     ("/v1/completions", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
     ("/v1/completions", {"prompt": "a", "stop_token_ids": ["b"]}, "stop_token_ids"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "input_ids": "abc"}, "input_ids"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "input_ids": [1.5]}, "input_ids"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "input_ids": 5}, "input_ids"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "a"}], "input_ids": "abc"},
+        "input_ids",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "a"}], "input_ids": [1.5]},
+        "input_ids",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "a"}], "input_ids": 5},
+        "input_ids",
+    ),
     ("/v1/responses", {"input": "a", "text": "b"}, "text"),
     ("/v1/responses", {"input": "a", "text": {"format": "b"}}, "text"),
     ("/v1/responses", {"input": "a", "reasoning": "b"}, "reasoning"),
@@ -190,18 +240,25 @@ async def test_copies_of_a_session_go_on_each_by_itself_and_end_with_it(door: Fr
     assert {each["meta_info"]["trajectory_id"] for each in second} == names and len(names) == 2
     for path, more in (
         ("/v1/completions", {"prompt": PROMPT, "max_tokens": 5, "n": 2}),
-        ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {"max_tokens": 5, "n": 2}}),
+        (
+            "/inference/v1/generate",
+            {"token_ids": PROMPT, "sampling_params": {"max_tokens": 5, "n": 2}},
+        ),
     ):
         await door.post(path, {"model": MODEL, **more}, X_Session_ID="s")
     async with door.http.delete(f"{door.url}/sessions/s") as closed:
         assert await closed.json() == {"closed": 6}
 
 
-async def test_a_trajectory_that_the_scheduler_has_closed_is_followed_by_a_new_one(door: FrontDoor) -> None:
+async def test_a_trajectory_that_the_scheduler_has_closed_is_followed_by_a_new_one(
+    door: FrontDoor,
+) -> None:
     first = await door.post("/generate", ask(), X_Session_ID="s")
     name = first["meta_info"]["trajectory_id"]
     async with scheduler_client(door.scheduler) as calls:
-        request = pb.CloseTrajectoryRequest(request_id="c", trajectory_id=name, outcome=pb.OUTCOME_CANCELLED)
+        request = pb.CloseTrajectoryRequest(
+            request_id="c", trajectory_id=name, outcome=pb.OUTCOME_CANCELLED
+        )
         await calls.call("CloseTrajectory", request)
     context = PROMPT + first["output_ids"]
     second = await door.post("/generate", ask([*context, 7]), X_Session_ID="s")
@@ -225,7 +282,9 @@ async def test_an_engine_that_comes_back_gets_requests_again(tmp_path: Path) -> 
         await until_said(asked, bool)
 
 
-async def test_a_pause_ends_a_forwarded_request_that_its_engine_gets_after_the_abort(tmp_path: Path) -> None:
+async def test_a_pause_ends_a_forwarded_request_that_its_engine_gets_after_the_abort(
+    tmp_path: Path,
+) -> None:
     arrived = asyncio.Event()
 
     @web.middleware
@@ -239,7 +298,10 @@ async def test_a_pause_ends_a_forwarded_request_that_its_engine_gets_after_the_a
     def teach(engine: FakeSglang) -> None:
         engine.middlewares.append(hold)
 
-    async with front_door(tmp_path, token_s=0.05, teach=teach) as door, asyncio.TaskGroup() as group:
+    async with (
+        front_door(tmp_path, token_s=0.05, teach=teach) as door,
+        asyncio.TaskGroup() as group,
+    ):
         body = ask(sampling_params=LONG, return_routed_experts=True)
         asked = group.create_task(stream(door, "/generate", body))
         await arrived.wait()
@@ -251,7 +313,9 @@ async def test_a_pause_ends_a_forwarded_request_that_its_engine_gets_after_the_a
 
 async def test_where_the_mesh_dies_within_a_stop_string_the_text_ends_there(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "model")
-    async with front_door(tmp_path, token_s=0.3, teach=teach_chat, tokenizer=str(folder), away_after_s=2.0) as door:
+    async with front_door(
+        tmp_path, token_s=0.3, teach=teach_chat, tokenizer=str(folder), away_after_s=2.0
+    ) as door:
         script(door, tokens_of("one two STOP three"))
         body = {"model": MODEL, "prompt": "Count", "max_tokens": 60, "stop": ["STOP"]}
         async with asyncio.TaskGroup() as group:
@@ -266,7 +330,9 @@ async def test_where_the_mesh_dies_within_a_stop_string_the_text_ends_there(tmp_
         assert (choice["text"], choice["finish_reason"]) == ("one two ", "stop")
 
 
-async def test_where_the_mesh_dies_between_the_last_token_and_the_end_no_token_is_added(tmp_path: Path) -> None:
+async def test_where_the_mesh_dies_between_the_last_token_and_the_end_no_token_is_added(
+    tmp_path: Path,
+) -> None:
     def teach(engine: FakeSglang) -> None:
         engine.lose_end = True
 
@@ -286,7 +352,8 @@ async def test_where_the_mesh_dies_between_the_last_token_and_the_end_no_token_i
 
 
 async def test_a_stream_of_an_engine_that_breaks_goes_on_there(tmp_path: Path) -> None:
-    """SGLang refuses a request whose id it still runs, until it has noticed that nobody reads it."""
+    """SGLang refuses a request whose id it still runs, until it has noticed that nobody reads
+    it."""
     async with front_door(tmp_path, token_s=0.5, away_after_s=2.0) as door:
         await door.kill_mesh(signal.SIGKILL)
         await door.until_mesh("away")
@@ -307,7 +374,12 @@ async def test_an_abort_ends_a_request_at_an_engine_that_is_silent(tmp_path: Pat
             engine.hang()
         async with asyncio.TaskGroup() as group:
             asked = group.create_task(door.post("/generate", ask(rid="mine")))
-            await until(lambda: "mine" in [e.get("rid") for each in door.engines.values() for e in each.requests])
+            await until(
+                lambda: (
+                    "mine"
+                    in [e.get("rid") for each in door.engines.values() for e in each.requests]
+                )
+            )
             assert (await door.post("/abort_request", {"rid": "mine"}))["aborted"] == 1
             answer = await asyncio.wait_for(asked, 10)
         assert answer["meta_info"]["finish_reason"] == {"type": "abort"}

@@ -1,4 +1,5 @@
-"""Who may call what, in a mesh with certificates: each RPC, each kind of caller, and another tenant's names."""
+"""Who may call what, in a mesh with certificates: each RPC, each kind of caller, and another
+tenant's names."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -33,7 +34,9 @@ DENIED, UNKNOWN, AWAY = (
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.UNAVAILABLE,
 )
-IDENTITIES = {kind: f"{kind}-acme" if kind in ("client", "trainer") else kind for kind in sorted(KINDS)}
+IDENTITIES = {
+    kind: f"{kind}-acme" if kind in ("client", "trainer") else kind for kind in sorted(KINDS)
+}
 PROMPT = list(range(10, 40))
 TIMEOUT_S, WAIT_S = 10.0, 60.0
 ALL = scheduler_pb2.ListTrajectoriesRequest(page_size=1000)
@@ -70,7 +73,9 @@ def with_name(kind: Descriptor, path: tuple[FieldDescriptor, ...], name: str) ->
 
 
 @pytest.mark.parametrize("rpc", rpcs(), ids=path_of)
-async def test_an_rpc_admits_the_kinds_of_callers_that_its_rule_names(mesh: SecureMesh, rpc: MethodDescriptor) -> None:
+async def test_an_rpc_admits_the_kinds_of_callers_that_its_rule_names(
+    mesh: SecureMesh, rpc: MethodDescriptor
+) -> None:
     allowed = may_call(path_of(rpc))
     assert allowed, "a new RPC needs the option `access`"
     for kind, identity in IDENTITIES.items():
@@ -85,10 +90,14 @@ async def test_an_rpc_admits_the_kinds_of_callers_that_its_rule_names(mesh: Secu
 
 
 @pytest.mark.parametrize("rpc", rpcs(), ids=path_of)
-async def test_a_name_of_another_tenant_is_refused_in_every_field(mesh: SecureMesh, rpc: MethodDescriptor) -> None:
+async def test_a_name_of_another_tenant_is_refused_in_every_field(
+    mesh: SecureMesh, rpc: MethodDescriptor
+) -> None:
     kinds = may_call(path_of(rpc)) & {"client", "trainer"}
     for kind in kinds:
-        async with mesh.channel(IDENTITIES[kind], SERVICES[rpc.containing_service.full_name]) as channel:
+        async with mesh.channel(
+            IDENTITIES[kind], SERVICES[rpc.containing_service.full_name]
+        ) as channel:
             for path in owned_paths(rpc.input_type):
                 with refused("OF_ANOTHER_TENANT", DENIED, says=path[-1].name):
                     await call(channel, rpc, with_name(rpc.input_type, path, "beta::x"))
@@ -102,7 +111,9 @@ async def test_every_field_that_names_something_of_a_tenant_says_so() -> None:
         for field in kind.fields:
             if field.message_type is not None:
                 yield from ids(field.message_type)
-            elif field.type == field.TYPE_STRING and (field.name.endswith(("_id", "_ids")) or field.name == "job"):
+            elif field.type == field.TYPE_STRING and (
+                field.name.endswith(("_id", "_ids")) or field.name == "job"
+            ):
                 yield field
 
     silent = {
@@ -152,7 +163,11 @@ async def test_the_client_says_at_once_why_a_certificate_is_refused(
 ) -> None:
     trusted = Authority.at(mesh.certificates)
     issuer = trusted if who == "expired" else Authority.create()
-    issuer.issue(tmp_path, Identity("treadle://client/acme"), timedelta(minutes=-1 if who == "expired" else 9))
+    issuer.issue(
+        tmp_path,
+        Identity("treadle://client/acme"),
+        timedelta(minutes=-1 if who == "expired" else 9),
+    )
     if who == "of another authority":
         (tmp_path / "ca.crt").write_bytes((mesh.certificates / "ca.crt").read_bytes())
     async with mesh.client(str(tmp_path)) as client:
@@ -161,7 +176,9 @@ async def test_the_client_says_at_once_why_a_certificate_is_refused(
     assert (raised.value.code, raised.value.reason) == (UNKNOWN, "CERTIFICATE_REFUSED")
 
 
-async def test_a_certificate_without_an_identity_is_nobodys(mesh: SecureMesh, tmp_path: Path) -> None:
+async def test_a_certificate_without_an_identity_is_nobodys(
+    mesh: SecureMesh, tmp_path: Path
+) -> None:
     for number, uri in enumerate(
         ("treadle://client", "treadle://scheduler/acme", "treadle://root", "spiffe://operator")
     ):
@@ -174,7 +191,10 @@ async def test_a_certificate_without_an_identity_is_nobodys(mesh: SecureMesh, tm
 
 
 async def test_a_tenant_sees_its_own_and_nothing_else(mesh: SecureMesh) -> None:
-    async with mesh.client("client-acme", job="run") as acme, mesh.client("client-beta", job="run") as beta:
+    async with (
+        mesh.client("client-acme", job="run") as acme,
+        mesh.client("client-beta", job="run") as beta,
+    ):
         own = await acme.open(prompt_id="p", sample=0, prompt=PROMPT)
         other = await beta.open(prompt_id="p", sample=0, prompt=PROMPT)
         assert own.trajectory_id.startswith("acme::") and other.trajectory_id.startswith("beta::")
@@ -190,29 +210,41 @@ async def test_a_tenant_sees_its_own_and_nothing_else(mesh: SecureMesh) -> None:
         async with mesh.channel("operator", "scheduler") as channel:
             stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
             everything = await stub.ListTrajectories(ALL, timeout=TIMEOUT_S)
-        assert {own.trajectory_id, other.trajectory_id} <= {each.trajectory_id for each in everything.trajectories}
+        assert {own.trajectory_id, other.trajectory_id} <= {
+            each.trajectory_id for each in everything.trajectories
+        }
 
 
 async def test_a_tenant_has_sessions_rewards_and_batches(mesh: SecureMesh) -> None:
     async def agent(trajectory: treadle.Trajectory, _: treadle.Prompt) -> treadle.PendingReward:
-        async for _chunk in trajectory.generate(treadle.Sampling(max_new_tokens=4, temperature=0.0)):
+        async for _chunk in trajectory.generate(
+            treadle.Sampling(max_new_tokens=4, temperature=0.0)
+        ):
             pass
         async with await trajectory.open_session("frozen_lake", {"seed": 1}) as session:
             assert (await session.step({"action": "right"})).ok
         return await trajectory.score("exact_match", {"answer": "a", "expected": "a"})
 
     async with mesh.client("trainer-acme", job="whole") as client:
-        result = await client.rollout([treadle.Prompt("p", PROMPT)], agent, samples_per_prompt=2, rollout_id="chosen")
-        assert [(each.outcome, each.reward) for each in result.trajectories] == [("finished", 1.0)] * 2
+        result = await client.rollout(
+            [treadle.Prompt("p", PROMPT)], agent, samples_per_prompt=2, rollout_id="chosen"
+        )
+        assert [(each.outcome, each.reward) for each in result.trajectories] == [
+            ("finished", 1.0)
+        ] * 2
         batch = await client.get_batch(result.rollout_id)
         assert [len(group.trajectories) for group in batch.groups] == [2]
     async with mesh.channel("trainer-beta", "rollout") as channel:
         stub = rollout_pb2_grpc.RolloutServiceStub(channel)
         with refused("ROLLOUT_NOT_FOUND"):  # its own of this name
-            await stub.GetRollout(rollout_pb2.GetRolloutRequest(rollout_id="chosen"), timeout=TIMEOUT_S)
+            await stub.GetRollout(
+                rollout_pb2.GetRolloutRequest(rollout_id="chosen"), timeout=TIMEOUT_S
+            )
     async with mesh.channel("client-acme", "tools") as channel:
         tools = tools_pb2_grpc.ToolsServiceStub(channel)
-        opening = tools_pb2.OpenSessionRequest(request_id="open", tool="frozen_lake", arguments_json="{}")
+        opening = tools_pb2.OpenSessionRequest(
+            request_id="open", tool="frozen_lake", arguments_json="{}"
+        )
         session = (await tools.OpenSession(opening, timeout=TIMEOUT_S)).session.session_id
         assert session.partition("::")[0] == "acme"
         closing = tools_pb2.CloseSessionRequest(request_id="close", session_id=session)
@@ -224,8 +256,12 @@ async def test_the_same_request_of_two_tenants_makes_two_trajectories(mesh: Secu
     for tenant in ("acme", "beta"):
         async with mesh.channel(f"client-{tenant}", "scheduler") as channel:
             stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-            request = scheduler_pb2.OpenTrajectoryRequest(request_id="the-same", prompt_id="p", prompt_tokens=4)
-            made.append((await stub.OpenTrajectory(request, timeout=TIMEOUT_S)).trajectory.trajectory_id)
+            request = scheduler_pb2.OpenTrajectoryRequest(
+                request_id="the-same", prompt_id="p", prompt_tokens=4
+            )
+            made.append(
+                (await stub.OpenTrajectory(request, timeout=TIMEOUT_S)).trajectory.trajectory_id
+            )
     assert [name.partition("::")[0] for name in made] == ["acme", "beta"]
 
 
@@ -235,14 +271,21 @@ async def test_no_engine_takes_a_ticket_that_the_scheduler_did_not_make(mesh: Se
         mesh.channel("client-acme", "scheduler") as to_scheduler,
         mesh.channel("client-acme", "sidecar") as to_sidecar,
     ):
-        trajectory = await client.open(prompt_id="p", sample=0, prompt=PROMPT, pinned_engine_id="e0")
+        trajectory = await client.open(
+            prompt_id="p", sample=0, prompt=PROMPT, pinned_engine_id="e0"
+        )
         asked = scheduler_pb2.ScheduleStepRequest(
-            request_id="ticket", trajectory_id=trajectory.trajectory_id, context_tokens=len(PROMPT), max_new_tokens=4
+            request_id="ticket",
+            trajectory_id=trajectory.trajectory_id,
+            context_tokens=len(PROMPT),
+            max_new_tokens=4,
         )
         stub = scheduler_pb2_grpc.SchedulerServiceStub(to_scheduler)
         ticket = (await stub.ScheduleStep(asked, timeout=TIMEOUT_S)).ticket
         engine = engine_pb2_grpc.EngineServiceStub(to_sidecar)
-        ids = tokens_pb2.TokenIds(int32_le=b"".join(token.to_bytes(4, "little") for token in PROMPT))
+        ids = tokens_pb2.TokenIds(
+            int32_le=b"".join(token.to_bytes(4, "little") for token in PROMPT)
+        )
 
         async def present(**changed: object) -> None:
             sampling = tokens_pb2.SamplingParams(max_new_tokens=4)
@@ -271,16 +314,25 @@ async def test_no_engine_takes_a_ticket_that_the_scheduler_did_not_make(mesh: Se
         await present()
 
 
-async def test_a_ticket_opens_its_own_engine_only_also_after_both_have_started_again(mesh: SecureMesh) -> None:
+async def test_a_ticket_opens_its_own_engine_only_also_after_both_have_started_again(
+    mesh: SecureMesh,
+) -> None:
     async with mesh.client("client-acme") as client:
-        trajectory = await client.open(prompt_id="p", sample=0, prompt=PROMPT, pinned_engine_id="e1")
+        trajectory = await client.open(
+            prompt_id="p", sample=0, prompt=PROMPT, pinned_engine_id="e1"
+        )
         asked = scheduler_pb2.ScheduleStepRequest(
-            request_id="kept", trajectory_id=trajectory.trajectory_id, context_tokens=len(PROMPT), max_new_tokens=4
+            request_id="kept",
+            trajectory_id=trajectory.trajectory_id,
+            context_tokens=len(PROMPT),
+            max_new_tokens=4,
         )
         async with mesh.channel("client-acme", "scheduler") as to_scheduler:
             stub = scheduler_pb2_grpc.SchedulerServiceStub(to_scheduler)
             ticket = (await stub.ScheduleStep(asked, timeout=TIMEOUT_S)).ticket
-        ids = tokens_pb2.TokenIds(int32_le=b"".join(token.to_bytes(4, "little") for token in PROMPT))
+        ids = tokens_pb2.TokenIds(
+            int32_le=b"".join(token.to_bytes(4, "little") for token in PROMPT)
+        )
         sampling = tokens_pb2.SamplingParams(max_new_tokens=4)
         request = engine_pb2.GenerateRequest(ticket=ticket, prompt=ids, sampling=sampling)
 
@@ -288,7 +340,9 @@ async def test_a_ticket_opens_its_own_engine_only_also_after_both_have_started_a
             """The last event, or the reason of a sidecar that is not registered yet."""
             folder = Certificates(mesh.certificates / "client-acme")
             async with open_channel(mesh.where.sidecars[engine_id], "sidecar", folder) as channel:
-                stream = engine_pb2_grpc.EngineServiceStub(channel).Generate(request, timeout=TIMEOUT_S)
+                stream = engine_pb2_grpc.EngineServiceStub(channel).Generate(
+                    request, timeout=TIMEOUT_S
+                )
                 try:
                     return [event.WhichOneof("event") or "" async for event in stream][-1]
                 except grpc.aio.AioRpcError as error:
@@ -300,19 +354,27 @@ async def test_a_ticket_opens_its_own_engine_only_also_after_both_have_started_a
             await present("e0")
         for name in ("scheduler", "e1"):
             await mesh.restart(name)
-        assert await until_said(partial(present, "e1"), lambda said: said != "ENGINE_NOT_REGISTERED") == "finished"
+        assert (
+            await until_said(partial(present, "e1"), lambda said: said != "ENGINE_NOT_REGISTERED")
+            == "finished"
+        )
 
 
 async def test_new_certificates_are_taken_while_calls_run(mesh: SecureMesh) -> None:
-    """Every certificate is replaced, several times, while trajectories are opened, generate and close."""
+    """Every certificate is replaced, several times, while trajectories are opened, generate and
+    close."""
     done: list[str] = []
     stop = asyncio.Event()
 
     async def work(number: int) -> None:
         async with mesh.client("client-beta") as client:
             while not stop.is_set():
-                trajectory = await client.open(prompt_id=f"p{number}", sample=len(done), prompt=PROMPT)
-                async for _ in trajectory.generate(treadle.Sampling(max_new_tokens=8, temperature=0.0)):
+                trajectory = await client.open(
+                    prompt_id=f"p{number}", sample=len(done), prompt=PROMPT
+                )
+                async for _ in trajectory.generate(
+                    treadle.Sampling(max_new_tokens=8, temperature=0.0)
+                ):
                     pass
                 assert trajectory.steps[-1].token_ids == expected(PROMPT, 8)
                 await trajectory.close()
@@ -321,7 +383,10 @@ async def test_new_certificates_are_taken_while_calls_run(mesh: SecureMesh) -> N
     def moved_on(since: int) -> bool:
         return len(done) >= since + 40
 
-    old = {name: (mesh.certificates / name / "tls.crt").read_bytes() for name in ("scheduler", "client-beta")}
+    old = {
+        name: (mesh.certificates / name / "tls.crt").read_bytes()
+        for name in ("scheduler", "client-beta")
+    }
     async with asyncio.TaskGroup() as group:
         for number in range(4):
             group.create_task(work(number))
@@ -333,4 +398,6 @@ async def test_new_certificates_are_taken_while_calls_run(mesh: SecureMesh) -> N
     async with mesh.channel("client-beta", "scheduler") as channel:
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         await stub.GetPolicy(scheduler_pb2.GetPolicyRequest(), timeout=TIMEOUT_S)
-    assert all((mesh.certificates / name / "tls.crt").read_bytes() != each for name, each in old.items())
+    assert all(
+        (mesh.certificates / name / "tls.crt").read_bytes() != each for name, each in old.items()
+    )

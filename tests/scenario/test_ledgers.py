@@ -1,4 +1,5 @@
-"""Every trajectory says where its time went: on a mesh of real services, of which the engines alone are fakes."""
+"""Every trajectory says where its time went: on a mesh of real services, of which the engines alone
+are fakes."""
 
 from __future__ import annotations
 
@@ -35,14 +36,17 @@ async def use_tool(t: treadle.Trajectory, seconds: float = TOOL_S) -> None:
 
 
 async def take_step(t: treadle.Trajectory, tokens: int) -> None:
-    async for _ in t.generate(treadle.Sampling(max_new_tokens=tokens, temperature=0.0, ignore_eos=True)):
+    async for _ in t.generate(
+        treadle.Sampling(max_new_tokens=tokens, temperature=0.0, ignore_eos=True)
+    ):
         pass
 
 
 async def move(m: Mesh, t: treadle.Trajectory) -> None:
     """To the other engine, while its tool runs."""
     said = await until_said(
-        lambda: m.control.trajectory(t.trajectory_id), lambda said: said.state == pb.TRAJECTORY_STATE_IDLE
+        lambda: m.control.trajectory(t.trajectory_id),
+        lambda said: said.state == pb.TRAJECTORY_STATE_IDLE,
     )
     at = {
         info.engine_id: migrator_pb2.Endpoint(engine_id=info.engine_id, address=info.address)
@@ -65,8 +69,9 @@ async def move(m: Mesh, t: treadle.Trajectory) -> None:
 
 
 async def check_sum(m: Mesh, t: treadle.Trajectory) -> pb.Ledger:
-    """The sum against the time by the scheduler's clock, and by the client's own, which begins a little later. The
-    scheduler may have closed it long before the client got the answer, where it was killed between the two."""
+    """The sum against the time by the scheduler's clock, and by the client's own, which begins a
+    little later. The scheduler may have closed it long before the client got the answer, where it
+    was killed between the two."""
     ledger = await m.ledger(t)
     seen_s = max(span.end_s for span in t.spans) - t.opened_s
     assert spent(ledger) == pytest.approx(seconds(ledger.wall), rel=EXACT), ledger
@@ -78,10 +83,12 @@ async def check_sum(m: Mesh, t: treadle.Trajectory) -> pb.Ledger:
 async def test_parts_add_up_with_tools_queues_preemptions_a_move_new_weights_and_a_restart(
     start_service: StartService,
 ) -> None:
-    """
-    GIVEN   two engines of one slot, and twelve trajectories of three turns with tools between, half of them short
-    WHEN    all engines load other weights, one trajectory is moved, and the scheduler is killed and started again
-    Result: of each trajectory the parts add up to the time from its opening to its closing; what happened is in its
+    """GIVEN   two engines of one slot, and twelve trajectories of three turns with tools between, half
+    of them short
+    WHEN    all engines load other weights, one trajectory is moved, and the scheduler is killed and
+    started again
+    Result: of each trajectory the parts add up to the time from its opening to its closing; what
+    happened is in its
             part, and what the restart took is held or control"""
     async with mesh(start_service) as m:
         for engine in m.engines:
@@ -115,7 +122,9 @@ async def test_parts_add_up_with_tools_queues_preemptions_a_move_new_weights_and
 
     for ledger, t in zip(ledgers, ran, strict=True):
         seen_s = sum(span.end_s - span.start_s for span in t.spans if span.kind == "tool")
-        assert spent(ledger, "tool") == pytest.approx(seen_s, abs=0.5), "and the moment before it closes"
+        assert spent(ledger, "tool") == pytest.approx(seen_s, abs=0.5), (
+            "and the moment before it closes"
+        )
         assert spent(ledger, "tool") >= 2 * TOOL_S
     assert sum(spent(ledger, "decode") for ledger in ledgers) >= 12 * 3 * 29 * TOKEN_S
     assert sum(spent(ledger, "weights") for ledger in ledgers) >= 1.0
@@ -123,12 +132,16 @@ async def test_parts_add_up_with_tools_queues_preemptions_a_move_new_weights_and
         assert sum(spent(ledger, part) for ledger in ledgers) > 0.0, part
 
 
-async def test_a_step_that_is_evicted_waits_as_preempted_and_not_in_the_queue(start_service: StartService) -> None:
-    """A long trajectory comes while a short one has the only slot. Result: the short one is preempted, for as long as
-    the long one runs."""
+async def test_a_step_that_is_evicted_waits_as_preempted_and_not_in_the_queue(
+    start_service: StartService,
+) -> None:
+    """A long trajectory comes while a short one has the only slot. Result: the short one is
+    preempted, for as long as the long one runs."""
     async with mesh(start_service, engines=1) as m:
         await m.control.set_policy(preempt=True)  # without reserves: both are at the engine
-        short = await m.client.open(prompt_id="short", sample=0, prompt=PROMPT, max_total_tokens=100)
+        short = await m.client.open(
+            prompt_id="short", sample=0, prompt=PROMPT, max_total_tokens=100
+        )
         step = asyncio.create_task(take_step(short, 100))
         await until(lambda: m.engines[0].sampled >= 10)
         m.engines[0].token_s = 5 * TOKEN_S  # so that the rest lasts until the long one comes
@@ -140,12 +153,17 @@ async def test_a_step_that_is_evicted_waits_as_preempted_and_not_in_the_queue(st
         for t in (short, long):
             await t.close()
         of_short, of_long = await check_sum(m, short), await check_sum(m, long)
-    assert spent(of_short, "preempted") == pytest.approx(spent(of_long, "prefill", "decode"), rel=0.2)
+    assert spent(of_short, "preempted") == pytest.approx(
+        spent(of_long, "prefill", "decode"), rel=0.2
+    )
     assert spent(of_long, "preempted") == 0.0
 
 
-async def test_time_on_an_engine_that_is_lost_is_what_its_client_saw(start_service: StartService) -> None:
-    """The sidecar is killed in the middle of a step. Result: the part before that is decode, and nothing is missing."""
+async def test_time_on_an_engine_that_is_lost_is_what_its_client_saw(
+    start_service: StartService,
+) -> None:
+    """The sidecar is killed in the middle of a step. Result: the part before that is decode, and
+    nothing is missing."""
     async with mesh(start_service) as m:
         t = await m.client.open(prompt_id="p", sample=0, prompt=PROMPT)
         step = asyncio.create_task(take_step(t, 300))
@@ -168,7 +186,8 @@ async def test_a_step_without_any_engine_is_held(start_service: StartService) ->
         await m.control.until_registered(0)
         step = asyncio.create_task(take_step(t, 20))
         held = await until_said(
-            lambda: m.control.trajectory(t.trajectory_id), lambda said: seconds(said.ledger.held) > 1.0
+            lambda: m.control.trajectory(t.trajectory_id),
+            lambda said: seconds(said.ledger.held) > 1.0,
         )
         assert seconds(held.ledger.wall) >= spent(held.ledger), "until now"
         await m.control.close(t.trajectory_id, request_id=uuid.uuid4().hex)
@@ -181,13 +200,16 @@ async def test_a_step_without_any_engine_is_held(start_service: StartService) ->
 async def test_treadle_explain_tells_of_a_mesh_what_its_scheduler_knows(
     start_service: StartService, tmp_path: Path
 ) -> None:
-    """Three trajectories of a rollout, of which one is explained: closed, and before that while its step runs."""
+    """Three trajectories of a rollout, of which one is explained: closed, and before that while its
+    step runs."""
     async with mesh(start_service, engines=1) as m:
 
         async def explain(t: treadle.Trajectory, *options: str) -> str:
             command = (sys.executable, "-m", "treadle_cli", "explain", t.trajectory_id)
             process = await asyncio.create_subprocess_exec(
-                *(*command, "--scheduler", m.scheduler.address, *options), cwd=tmp_path, stdout=asyncio.subprocess.PIPE
+                *(*command, "--scheduler", m.scheduler.address, *options),
+                cwd=tmp_path,
+                stdout=asyncio.subprocess.PIPE,
             )
             printed, _ = await process.communicate()
             assert process.returncode == 0
@@ -212,7 +234,9 @@ async def test_treadle_explain_tells_of_a_mesh_what_its_scheduler_knows(
         step.cancel()
 
     assert told["ledger"] == pytest.approx({f"{part}_s": spent(ledger, part) for part in PARTS})
-    assert [each["kind"] for each in told["decisions"] if each["kind"] == "ticket"] == ["ticket"] * 2
+    assert [each["kind"] for each in told["decisions"] if each["kind"] == "ticket"] == [
+        "ticket"
+    ] * 2
     assert told["recorded"]["trajectory_s"] <= told["recorded"]["rollout_s"]
     assert [fate["policy"] for fate in told["simulated"]] == ["fcfs", "sticky", "verl", "treadle"]
     for fate in told["simulated"]:

@@ -1,8 +1,9 @@
-"""Whatever dies in whichever state of a move: one engine owns the trajectory, and its next step is served.
+"""Whatever dies in whichever state of a move: one engine owns the trajectory, and its next step is
+served.
 
-The scheduler, the migrator, NATS and the client are real; the engines are fake (tests/engine/test_migration_faults.py
-has real ones), and so are their sidecars where none hangs. Where no state is stuck for ever, a test waits for what must
-come, never for a time.
+The scheduler, the migrator, NATS and the client are real; the engines are fake
+(tests/engine/test_migration_faults.py has real ones), and so are their sidecars where none hangs.
+Where no state is stuck for ever, a test waits for what must come, never for a time.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -59,7 +60,9 @@ async def kill(engine: FakeEngine) -> None:
 
 
 @in_each_state
-async def test_a_source_that_dies_has_its_trajectory_served_by_the_other_engine(nats_url: str, state: str) -> None:
+async def test_a_source_that_dies_has_its_trajectory_served_by_the_other_engine(
+    nats_url: str, state: str
+) -> None:
     """The step does not wait for the end of the move, which is still held."""
     async with held_move(nats_url, state) as moving:
         await kill(moving.source)
@@ -70,7 +73,8 @@ async def test_a_source_that_dies_has_its_trajectory_served_by_the_other_engine(
 
 @in_each_state
 async def test_a_target_that_dies_leaves_the_source_the_owner(nats_url: str, state: str) -> None:
-    """After the switch the target was the owner: then the source takes the trajectory back. The step never waits."""
+    """After the switch the target was the owner: then the source takes the trajectory back. The
+    step never waits."""
     async with held_move(nats_url, state) as moving:
         await kill(moving.target)
         assert await moving.step() == moving.source.engine_id
@@ -101,9 +105,12 @@ async def undisturbed_by_sglang(context: Sequence[int]) -> list[int]:
 async def test_an_engine_that_hangs_in_a_move_leaves_its_trajectory_to_the_other(
     nats_url: str, start_service: StartService, victim: str, what: str
 ) -> None:
-    """The engine makes no progress, or its sidecar is stopped, before the target reads the pages. The move fails."""
+    """The engine makes no progress, or its sidecar is stopped, before the target reads the pages.
+    The move fails."""
     async with fleet(start_service, ENGINE_STALL_S="2") as f:
-        sidecars = [SidecarOf(f"e{number}", f.engines[number], f.sidecars[number]) for number in range(2)]
+        sidecars = [
+            SidecarOf(f"e{number}", f.engines[number], f.sidecars[number]) for number in range(2)
+        ]
         async with (
             one_step_taken(f.control, sidecars, PROMPT, undisturbed_by_sglang) as moving,
             held(moving, nats_url, "transfer"),
@@ -120,7 +127,8 @@ async def test_an_engine_that_hangs_in_a_move_leaves_its_trajectory_to_the_other
 async def test_a_migrator_that_dies_leaves_the_owner_as_it_was(
     nats_url: str, start_service: StartService, state: str
 ) -> None:
-    """SIGKILL, a step, and a new migrator. Before the switch the source owns the trajectory, afterwards the target."""
+    """SIGKILL, a step, and a new migrator. Before the switch the source owns the trajectory,
+    afterwards the target."""
     async with ready_to_move(nats_url) as moving:
         environment = {"TREADLE_MIGRATOR_SCHEDULER": moving.to_scheduler}
         service = await start_service("treadle_migrator", environment)
@@ -134,7 +142,9 @@ async def test_a_migrator_that_dies_leaves_the_owner_as_it_was(
         service = await start_service("treadle_migrator", environment)
         async with grpc.aio.insecure_channel(service.address) as channel:
             moving.calls = MigratorCalls(channel)
-            assert (await moving.end()).failure_reason == ("" if state == "release" else "INTERRUPTED")
+            assert (await moving.end()).failure_reason == (
+                "" if state == "release" else "INTERRUPTED"
+            )
 
 
 @in_each_state
@@ -142,7 +152,8 @@ async def test_a_migrator_that_dies_leaves_the_owner_as_it_was(
 async def test_a_nats_that_dies_delays_the_end_of_a_move_and_changes_nothing_else(
     nats_server: NatsServer, state: str
 ) -> None:
-    """The move goes on while nothing can be stored, and so does the step; both end once NATS is back."""
+    """The move goes on while nothing can be stored, and so does the step; both end once NATS is
+    back."""
     async with held_move(nats_server.url, state) as moving:
         nats_server.kill()
         moving.gates[state].open()
@@ -159,6 +170,10 @@ async def test_a_storage_that_is_lost_is_replaced_by_a_prefill_until_the_pages_a
         moving.target.stored = False
         ended = await moving.end()
         assert ended.state == pb.MIGRATION_STATE_DONE
-        path = pb.MIGRATION_PATH_PREFILL if state in ("prepare", "transfer") else pb.MIGRATION_PATH_STORAGE
+        path = (
+            pb.MIGRATION_PATH_PREFILL
+            if state in ("prepare", "transfer")
+            else pb.MIGRATION_PATH_STORAGE
+        )
         assert ended.path == path
         assert await moving.step() == moving.target.engine_id

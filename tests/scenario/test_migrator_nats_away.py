@@ -14,13 +14,16 @@ async def test_a_move_whose_state_cannot_be_stored_fails_and_the_engines_move_ag
 ) -> None:
     """NATS dies while the target fetches; the switch may not be sent unless it is stored.
 
-    Result: failed, the source is the owner, the end is stored and told once NATS is back, and the next move runs.
+    Result: failed, the source is the owner, the end is stored and told once NATS is back, and the
+    next move runs.
     """
     async with fake_mesh() as mesh, migrator(nats_server.url, mesh) as calls:
         mesh.place("t", "e0")
         target = mesh.sidecars["e1"]
         target.gate.close()
-        started = await calls.start(mesh.request("t", "e0", "e1", give_up_after=Duration(seconds=60)))
+        started = await calls.start(
+            mesh.request("t", "e0", "e1", give_up_after=Duration(seconds=60))
+        )
         await until(lambda: target.gate.waiting)
         nats_server.kill()
         target.gate.open()

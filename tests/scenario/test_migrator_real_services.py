@@ -22,21 +22,29 @@ NEW_TOKENS = 20
 LISTEN = "127.0.0.1:0"
 
 
-async def take_step(scheduler: SchedulerClient, sidecars: dict[str, Sidecar], turn: int, context: list[int]) -> str:
-    """One step wherever the scheduler sends it; adds its output to the context and returns the engine's id."""
+async def take_step(
+    scheduler: SchedulerClient, sidecars: dict[str, Sidecar], turn: int, context: list[int]
+) -> str:
+    """One step wherever the scheduler sends it; adds its output to the context and returns the
+    engine's id."""
     ticket = await scheduler.step("t", turn, context_tokens=len(context), max_new_tokens=NEW_TOKENS)
-    request = step_request(ticket, context, SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.0))
+    request = step_request(
+        ticket, context, SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.0)
+    )
     result = await run_step(sidecars[ticket.engine_id].stub, request)
     result.require_whole()
     context += result.tokens
     return str(ticket.engine_id)
 
 
-async def test_a_trajectory_moves_during_its_tool_call_and_goes_on_at_the_target(nats_url: str) -> None:
-    """Step 0 runs on one engine. While the tool runs, the trajectory is moved to the other; step 1 runs there.
+async def test_a_trajectory_moves_during_its_tool_call_and_goes_on_at_the_target(
+    nats_url: str,
+) -> None:
+    """Step 0 runs on one engine. While the tool runs, the trajectory is moved to the other; step 1
+    runs there.
 
-    A move that is asked for with the old revision afterwards is refused. Result: done by prefill, tokens as if
-    nothing had happened, the second move failed with REVISION_MISMATCH.
+    A move that is asked for with the old revision afterwards is refused. Result: done by prefill,
+    tokens as if nothing had happened, the second move failed with REVISION_MISMATCH.
     """
     async with AsyncExitStack() as stack:
         scheduler = await stack.enter_async_context(scheduler_service(nats_url))
@@ -48,7 +56,9 @@ async def test_a_trajectory_moves_during_its_tool_call_and_goes_on_at_the_target
             )
         moving = MigratorSettings(nats_url=nats_url, listen=LISTEN, scheduler=scheduler.address)
         migrator = await stack.enter_async_context(serving(moving, wire))
-        calls = MigratorCalls(await stack.enter_async_context(grpc.aio.insecure_channel(migrator.address)))
+        calls = MigratorCalls(
+            await stack.enter_async_context(grpc.aio.insecure_channel(migrator.address))
+        )
 
         await scheduler.until_registered(len(sidecars))
         await scheduler.open("t", prompt_tokens=len(PROMPT))
@@ -56,9 +66,12 @@ async def test_a_trajectory_moves_during_its_tool_call_and_goes_on_at_the_target
         source = await take_step(scheduler, sidecars, 0, context)
         (target,) = set(sidecars) - {source}
 
-        async def until_idle() -> scheduler_pb2.Trajectory:  # the scheduler has heard that the step is over
+        async def until_idle() -> (
+            scheduler_pb2.Trajectory
+        ):  # the scheduler has heard that the step is over
             return await until_said(
-                lambda: scheduler.trajectory("t"), lambda said: said.state == scheduler_pb2.TRAJECTORY_STATE_IDLE
+                lambda: scheduler.trajectory("t"),
+                lambda said: said.state == scheduler_pb2.TRAJECTORY_STATE_IDLE,
             )
 
         request = pb.StartMigrationRequest(
@@ -73,7 +86,10 @@ async def test_a_trajectory_moves_during_its_tool_call_and_goes_on_at_the_target
         )
         done = await calls.moved(request)
         assert (done.state, done.failure_reason) == (pb.MIGRATION_STATE_DONE, "")
-        assert (done.path, done.prefix_tokens) == (pb.MIGRATION_PATH_PREFILL, len(PROMPT) + NEW_TOKENS)
+        assert (done.path, done.prefix_tokens) == (
+            pb.MIGRATION_PATH_PREFILL,
+            len(PROMPT) + NEW_TOKENS,
+        )
         assert (await scheduler.trajectory("t")).engine_id == target
         assert await take_step(scheduler, sidecars, 1, context) == target
         assert context[len(PROMPT) :] == expected(PROMPT, 2 * NEW_TOKENS)
@@ -82,5 +98,8 @@ async def test_a_trajectory_moves_during_its_tool_call_and_goes_on_at_the_target
         request.source.CopyFrom(pb.Endpoint(engine_id=target, address=sidecars[target].address))
         request.target.CopyFrom(pb.Endpoint(engine_id=source, address=sidecars[source].address))
         refused = await calls.moved(request)
-        assert (refused.state, refused.failure_reason) == (pb.MIGRATION_STATE_FAILED, "REVISION_MISMATCH")
+        assert (refused.state, refused.failure_reason) == (
+            pb.MIGRATION_STATE_FAILED,
+            "REVISION_MISMATCH",
+        )
         assert (await scheduler.trajectory("t")).engine_id == target

@@ -73,8 +73,8 @@ async def test_a_move_that_was_cut_off_is_ended_by_the_next_process(
 ) -> None:
     """SIGKILL at one point of a move, then a new process over the same NATS.
 
-    Result: the migration ends, a fact says so once, the resource agrees with the scheduler, and the trajectory can
-    move again.
+    Result: the migration ends, a fact says so once, the resource agrees with the scheduler, and the
+    trajectory can move again.
     """
     async with fake_mesh() as mesh:
         ends = await hear(bus, "migration_ended")
@@ -94,7 +94,11 @@ async def test_a_move_that_was_cut_off_is_ended_by_the_next_process(
             await until(of_it)
             assert (ended.state, ended.failure_reason) == (state, reason)
             assert mesh.scheduler.owners["t"] == owner
-            back = mesh.request("t", *sorted(mesh.sidecars, key=lambda engine: engine != owner[0]), request_id="back")
+            back = mesh.request(
+                "t",
+                *sorted(mesh.sidecars, key=lambda engine: engine != owner[0]),
+                request_id="back",
+            )
             back.expected_revision = owner[1]
             mesh.sidecars[owner[0]].prefixes["t"] = 100
             assert (await calls.moved(back)).state == pb.MIGRATION_STATE_DONE
@@ -102,18 +106,24 @@ async def test_a_move_that_was_cut_off_is_ended_by_the_next_process(
     assert of_it() == [state == pb.MIGRATION_STATE_DONE, True]
 
 
-async def test_a_switch_stays_undecided_until_the_scheduler_answers(start_service: StartService) -> None:
+async def test_a_switch_stays_undecided_until_the_scheduler_answers(
+    start_service: StartService,
+) -> None:
     """SIGKILL after the swap, and the scheduler is away when the next process starts.
 
     Result: the migration is SWITCHING until the scheduler is back, then done.
     """
     async with fake_mesh() as mesh:
         mesh.place("t", "e0")
-        service = await start_service("treadle_migrator", {"TREADLE_MIGRATOR_SCHEDULER": mesh.scheduler.address})
+        service = await start_service(
+            "treadle_migrator", {"TREADLE_MIGRATOR_SCHEDULER": mesh.scheduler.address}
+        )
         async with grpc.aio.insecure_channel(service.address) as channel:
             migration_id = await after_the_swap(mesh, MigratorCalls(channel), service)
         port = Port(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, mesh.scheduler)
-        service = await start_service("treadle_migrator", {"TREADLE_MIGRATOR_SCHEDULER": port.address})
+        service = await start_service(
+            "treadle_migrator", {"TREADLE_MIGRATOR_SCHEDULER": port.address}
+        )
         async with grpc.aio.insecure_channel(service.address) as channel:
             calls = MigratorCalls(channel)
             await until(lambda: "scheduler does not answer" in service.stderr_text())

@@ -1,4 +1,5 @@
-"""What a collector gets from a whole mesh: one trace for each trajectory, and the metrics that docs/metrics.md has."""
+"""What a collector gets from a whole mesh: one trace for each trajectory, and the metrics that
+docs/metrics.md has."""
 
 import asyncio
 from collections import defaultdict
@@ -19,7 +20,16 @@ from treadle.scheduler.v1 import scheduler_pb2 as pb
 
 SERVICES = {
     f"treadle-{name}"
-    for name in ("scheduler", "sidecar", "predictor", "placement", "migrator", "rollout", "tools", "gateway")
+    for name in (
+        "scheduler",
+        "sidecar",
+        "predictor",
+        "placement",
+        "migrator",
+        "rollout",
+        "tools",
+        "gateway",
+    )
 }
 # Of a trajectory's trace: a plan is about all trajectories, and has a trace of its own.
 ON_THE_WAY = SERVICES - {"treadle-placement", "treadle-gateway"}
@@ -45,19 +55,30 @@ class Mesh:
         tools = await self._service("tools", BUILTIN="python", CORES="2")
         migrator = await self._service("migrator", SCHEDULER=self.scheduler)
         peers = {"PREDICTOR": predictor, "PLACEMENT": placement, "ROLLOUT": rollout, "TOOLS": tools}
-        await self._service("scheduler", LISTEN=self.scheduler, MIGRATOR=migrator, PLAN_EVERY_EVENTS="2", **peers)
+        await self._service(
+            "scheduler", LISTEN=self.scheduler, MIGRATOR=migrator, PLAN_EVERY_EVENTS="2", **peers
+        )
 
     async def ask_over_http(self) -> None:
         """Start a gateway, and have it play a trajectory of one turn."""
         await self._service("gateway", SCHEDULER=self.scheduler, HTTP_LISTEN=self.http)
-        body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": TOKENS}, "session_id": "s"}
+        body = {
+            "input_ids": [5, 6, 7],
+            "sampling_params": {"max_new_tokens": TOKENS},
+            "session_id": "s",
+        }
         async with aiohttp.ClientSession(f"http://{self.http}", raise_for_status=True) as http:
             await (await http.post("/generate", json=body)).read()
             await (await http.delete("/sessions/s")).read()
 
     async def start_sidecar(self, name: str, engine: FakeSglang) -> None:
         """Of an engine, with one slot."""
-        own = {"ENGINE_ID": name, "ENGINE_URL": engine.url, "SCHEDULER": self.scheduler, "SLOTS": "1"}
+        own = {
+            "ENGINE_ID": name,
+            "ENGINE_URL": engine.url,
+            "SCHEDULER": self.scheduler,
+            "SLOTS": "1",
+        }
         await self._service("sidecar", **own, DECODE_BASE_S="0.01", PREFILL_TOKENS_PER_S="10000")
 
     async def stop(self) -> None:
@@ -65,7 +86,9 @@ class Mesh:
         for process in self._processes:
             process.terminate()
         codes = await asyncio.gather(*(process.wait() for process in self._processes))
-        assert codes == [0] * len(codes), [process.stderr_text()[-2000:] for process in self._processes]
+        assert codes == [0] * len(codes), [
+            process.stderr_text()[-2000:] for process in self._processes
+        ]
 
     async def _service(self, service: str, **own: str) -> str:
         variables = {f"TREADLE_{service.upper()}_{name}": value for name, value in own.items()}
@@ -76,8 +99,8 @@ class Mesh:
 
 
 async def play(mesh: Mesh, control: SchedulerClient, second: FakeSglang) -> str:
-    """A rollout of six samples with tools; between two of its turns an engine comes, and some move there. The id of one
-    that has moved."""
+    """A rollout of six samples with tools; between two of its turns an engine comes, and some move
+    there. The id of one that has moved."""
     waiting, goes_on = 0, asyncio.Event()
 
     async def agent(trajectory: treadle.Trajectory, _: treadle.Prompt) -> float:
@@ -91,15 +114,21 @@ async def play(mesh: Mesh, control: SchedulerClient, second: FakeSglang) -> str:
         return 1.0
 
     async def trajectories() -> list[pb.Trajectory]:
-        return list((await control.call("ListTrajectories", pb.ListTrajectoriesRequest())).trajectories)
+        return list(
+            (await control.call("ListTrajectories", pb.ListTrajectoriesRequest())).trajectories
+        )
 
     async with treadle.Client(mesh.scheduler, retry=QUICK) as client:
-        prompts = [treadle.Prompt(f"p{number}", list(range(number, number + 20))) for number in range(2)]
+        prompts = [
+            treadle.Prompt(f"p{number}", list(range(number, number + 20))) for number in range(2)
+        ]
         rollout = asyncio.create_task(client.rollout(prompts, agent, samples_per_prompt=3))
         try:
             await until_said(trajectories, lambda _: waiting == 6)
             await mesh.start_sidecar("e1", second)
-            moved = await until_said(trajectories, lambda all_of_them: any(each.migrations for each in all_of_them))
+            moved = await until_said(
+                trajectories, lambda all_of_them: any(each.migrations for each in all_of_them)
+            )
             goes_on.set()
             result = await rollout
         finally:
@@ -130,10 +159,18 @@ def entries_sent(collector: Collector) -> list[str]:
         metric = metrics[0][1]
         kind = KINDS[metric.WhichOneof("data") or ""]
         services = sorted({service for service, _ in metrics})
-        labels = sorted({label for _, each in metrics for point in points_of(each) for label in labels_of(point)})
+        labels = sorted(
+            {
+                label
+                for _, each in metrics
+                for point in points_of(each)
+                for label in labels_of(point)
+            }
+        )
         where = "all" if len(services) == len(SERVICES) else ", ".join(services)
         written.append(
-            f"`{series_of(name, kind, metric.unit)}` (`{name}`), {kind} of {metric.unit.strip('{}')}"
+            f"`{series_of(name, kind, metric.unit)}` (`{name}`), {kind} of "
+            f"{metric.unit.strip('{}')}"
             + (f" by {', '.join(labels).replace('.', '_')}" if labels else "")
             + ("" if name.startswith(f"treadle.{where}.") else f", from {where}")
             + f": {metric.description}."
@@ -142,14 +179,22 @@ def entries_sent(collector: Collector) -> list[str]:
 
 
 @pytest.mark.timeout(600)
-async def test_a_rollout_with_tools_and_moves_is_seen_in_every_service(start_service: StartService) -> None:
-    """
-    GIVEN   eight services and a collector; one engine, beside which a second one starts between two turns
+async def test_a_rollout_with_tools_and_moves_is_seen_in_every_service(
+    start_service: StartService,
+) -> None:
+    """GIVEN   eight services and a collector; one engine, beside which a second one starts between two
+    turns
     WHEN    a rollout of six samples calls tools, some of them move, and all services are stopped
-    Result: the trace of one that moved goes through all services but placement, and on to both engines; each of its
-            spans hangs under the trajectory's own. docs/metrics.md has each metric, as it was sent, and no other; no
+    Result: the trace of one that moved goes through all services but placement, and on to both
+    engines; each of its
+            spans hangs under the trajectory's own. docs/metrics.md has each metric, as it was sent,
+            and no other; no
             metric has the id of a trajectory or a rollout"""
-    async with collecting() as (collector, endpoint), fake_sglang() as first, fake_sglang() as second:
+    async with (
+        collecting() as (collector, endpoint),
+        fake_sglang() as first,
+        fake_sglang() as second,
+    ):
         mesh = Mesh(start_service, endpoint)
         await mesh.start()
         await mesh.start_sidecar("e0", first)
@@ -163,21 +208,40 @@ async def test_a_rollout_with_tools_and_moves_is_seen_in_every_service(start_ser
     trace = trace_of(collector, moved)
     assert {service for service, _ in trace} == ON_THE_WAY
     spans_of_it = {span.span_id for _, span in trace}
-    assert not [span.name for _, span in trace if span.parent_span_id not in spans_of_it and span.name != "trajectory"]
+    assert not [
+        span.name
+        for _, span in trace
+        if span.parent_span_id not in spans_of_it and span.name != "trajectory"
+    ]
     names = {span.name for _, span in trace}
-    assert {"predict", "step_finished process", "tool_finished process", "migration_ended process"} <= names
+    assert {
+        "predict",
+        "step_finished process",
+        "tool_finished process",
+        "migration_ended process",
+    } <= names
     for engine in (first, second):
-        spans = {header.split("-")[2] for header in engine.traceparents if trace[0][1].trace_id.hex() in header}
+        spans = {
+            header.split("-")[2]
+            for header in engine.traceparents
+            if trace[0][1].trace_id.hex() in header
+        }
         generating = {span.span_id.hex() for _, span in trace if span.name.endswith("/Generate")}
         assert spans & generating
-    assert {labels_of(span)["treadle.engine_id"] for _, span in trace if span.name.endswith("/Generate")} == {
-        "e0",
-        "e1",
-    }
+    assert {
+        labels_of(span)["treadle.engine_id"] for _, span in trace if span.name.endswith("/Generate")
+    } == {"e0", "e1"}
 
-    values = {v for m in collector.metrics.values() for point in points_of(m) for v in labels_of(point).values()}
+    values = {
+        v
+        for m in collector.metrics.values()
+        for point in points_of(m)
+        for v in labels_of(point).values()
+    }
     known = {
-        labels_of(span).get(f"treadle.{kind}_id") for _, span in collector.spans for kind in ("trajectory", "rollout")
+        labels_of(span).get(f"treadle.{kind}_id")
+        for _, span in collector.spans
+        for kind in ("trajectory", "rollout")
     }
     assert not values & known
     sent = entries_sent(collector)

@@ -1,4 +1,5 @@
-"""What docs/operations.md tells an operator to do: restart everything one after the other, back up, and restore."""
+"""What docs/operations.md tells an operator to do: restart everything one after the other, back up,
+and restore."""
 
 import asyncio
 import shutil
@@ -25,7 +26,10 @@ STATELESS_FIRST = ("placement", "predictor", "migrator", "rollout", "tools", "sc
 @asynccontextmanager
 async def rollout_calls(nats_url: str) -> AsyncIterator[RolloutCalls]:
     settings = RolloutSettings(nats_url=nats_url, listen="127.0.0.1:0")
-    async with serving(settings, wire_rollout) as served, grpc.aio.insecure_channel(served.address) as channel:
+    async with (
+        serving(settings, wire_rollout) as served,
+        grpc.aio.insecure_channel(served.address) as channel,
+    ):
         yield RolloutCalls(channel)
 
 
@@ -35,8 +39,12 @@ async def mesh(tmp_path: Path) -> AsyncIterator[SecureMesh]:
         yield mesh
 
 
-@pytest.mark.timeout(400)  # eight processes start one after the other, with a worker of other tests beside them
-async def test_every_process_restarts_in_the_midst_of_a_rollout_and_nothing_is_lost(mesh: SecureMesh) -> None:
+@pytest.mark.timeout(
+    400
+)  # eight processes start one after the other, with a worker of other tests beside them
+async def test_every_process_restarts_in_the_midst_of_a_rollout_and_nothing_is_lost(
+    mesh: SecureMesh,
+) -> None:
     """As an upgrade does it: SIGTERM, its drain, and the next process at the same address."""
     restarted: list[str] = []
     rolling = asyncio.Event()
@@ -44,7 +52,9 @@ async def test_every_process_restarts_in_the_midst_of_a_rollout_and_nothing_is_l
     async def agent(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> float:
         context = list(prompt.tokens)
         for _ in range(TURNS):
-            async for _chunk in trajectory.generate(treadle.Sampling(max_new_tokens=TOKENS, temperature=0.0)):
+            async for _chunk in trajectory.generate(
+                treadle.Sampling(max_new_tokens=TOKENS, temperature=0.0)
+            ):
                 pass
             assert trajectory.steps[-1].token_ids == expected(context, TOKENS)
             rolling.set()
@@ -68,7 +78,9 @@ async def test_every_process_restarts_in_the_midst_of_a_rollout_and_nothing_is_l
         rounds = 0
         while not upgrade.done() or not rounds:
             result = await client.rollout(prompts, agent, samples_per_prompt=SAMPLES)
-            assert {(each.outcome, each.error) for each in result.trajectories} == {("finished", "")}
+            assert {(each.outcome, each.error) for each in result.trajectories} == {
+                ("finished", "")
+            }
             batch = await client.get_batch(result.rollout_id, max_groups=PROMPTS, weight_version=0)
             assert sorted(len(each.trajectories) for each in batch.groups) == [SAMPLES] * PROMPTS
             rounds += 1
@@ -76,7 +88,8 @@ async def test_every_process_restarts_in_the_midst_of_a_rollout_and_nothing_is_l
 
 
 async def test_a_copy_of_the_store_brings_everything_back_elsewhere(tmp_path: Path) -> None:
-    """The services stop, then NATS; its store is copied, and another server starts from the copy."""
+    """The services stop, then NATS; its store is copied, and another server starts from the
+    copy."""
     before = NatsServer(tmp_path / "before")
     before.start()
     try:
@@ -97,7 +110,11 @@ async def test_a_copy_of_the_store_brings_everything_back_elsewhere(tmp_path: Pa
     try:
         async with scheduler(after.url) as control, rollout_calls(after.url) as rollouts:
             again = await control.trajectory("t")
-            assert (again.trajectory_id, again.next_turn, again.opened_at) == ("t", 0, opened.opened_at)
+            assert (again.trajectory_id, again.next_turn, again.opened_at) == (
+                "t",
+                0,
+                opened.opened_at,
+            )
             assert await rollouts.get() == kept
             assert members(await rollouts.batch("b", 1)) == [["t0", "t1"]]
     finally:

@@ -1,5 +1,5 @@
-"""The predictor as a process with a learned model: it answers from the texts that sidecars told, versions are swapped
-under it, and whatever is wrong with a new one, the old one goes on."""
+"""The predictor as a process with a learned model: it answers from the texts that sidecars told,
+versions are swapped under it, and whatever is wrong with a new one, the old one goes on."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ class Asked:
     def __init__(self, stub: predictor_pb2_grpc.PredictorServiceAsyncStub) -> None:
         self._stub = stub
 
-    async def of(self, trajectory: Transcript, turn: int, context: Iterable[int] = ()) -> predictor_pb2.Prediction:
+    async def of(
+        self, trajectory: Transcript, turn: int, context: Iterable[int] = ()
+    ) -> predictor_pb2.Prediction:
         """What it says after so many steps."""
         query = predictor_pb2.Query(
             trajectory_id=trajectory.trajectory_id,
@@ -57,7 +59,9 @@ class Asked:
         assert info.HasField("learned")
         return info.learned
 
-    async def until(self, holds: Callable[[predictor_pb2.LearnedModel], bool]) -> predictor_pb2.LearnedModel:
+    async def until(
+        self, holds: Callable[[predictor_pb2.LearnedModel], bool]
+    ) -> predictor_pb2.LearnedModel:
         """Once that holds of it."""
         return await until_said(self.learned, holds, WITHIN_S)
 
@@ -101,10 +105,11 @@ def transcript(name: str, turns: int = 3) -> Transcript:
 async def test_it_answers_from_what_was_told_and_follows_the_pointer(
     start_service: StartService, bus: Bus, tmp_path: Path
 ) -> None:
-    """One version answers; another is promoted, one that is broken, one that siblings beat, and a kill.
+    """One version answers; another is promoted, one that is broken, one that siblings beat, and a
+    kill.
 
-    Result: each answer names its version; the broken one is refused by name while the one before it answers; the one
-    that does not lead is not asked; a process started anew answers the same.
+    Result: each answer names its version; the broken one is refused by name while the one before it
+    answers; the one that does not lead is not asked; a process started anew answers the same.
     """
     models = models_with(tmp_path, "v1", "v2")
     tokenize = Backbone.load(str(tmp_path / "backbone"), device="cpu").tokenize
@@ -119,7 +124,9 @@ async def test_it_answers_from_what_was_told_and_follows_the_pointer(
         facts = list(facts_of(one, tokenize, close=False))
         await publish(bus, facts[:1])
         await asked.until_model(one, 0, tokenize(one.prompt))
-        assert (await asked.of(one, 0)).estimator == predictor_pb2.ESTIMATOR_PRIOR, "no word of it is known yet"
+        assert (await asked.of(one, 0)).estimator == predictor_pb2.ESTIMATOR_PRIOR, (
+            "no word of it is known yet"
+        )
         await publish(bus, facts[1:3])
         prediction = await asked.until_model(one, 2)
         assert prediction.model_version == "v1"
@@ -161,7 +168,12 @@ async def test_a_model_that_is_late_is_not_waited_for_and_is_counted(
     env = {"TREADLE_PREDICTOR_MODELS": str(models.folder), "TREADLE_PREDICTOR_DEADLINE_S": "0"}
     service = await start_service("treadle_predictor", env)
     one = transcript("one")
-    await publish(bus, facts_of(one, Backbone.load(str(tmp_path / "backbone"), device="cpu").tokenize, close=False))
+    await publish(
+        bus,
+        facts_of(
+            one, Backbone.load(str(tmp_path / "backbone"), device="cpu").tokenize, close=False
+        ),
+    )
     async with asking(service.address) as asked:
 
         async def ask() -> tuple[predictor_pb2.Prediction, predictor_pb2.LearnedModel]:
@@ -171,9 +183,13 @@ async def test_a_model_that_is_late_is_not_waited_for_and_is_counted(
         assert prediction.estimator == predictor_pb2.ESTIMATOR_PRIOR
 
 
-async def test_a_tokenizer_that_is_not_there_ends_the_start_with_a_line(nats_url: str, tmp_path: Path) -> None:
+async def test_a_tokenizer_that_is_not_there_ends_the_start_with_a_line(
+    nats_url: str, tmp_path: Path
+) -> None:
     models, tokenizer = str(tmp_path / "models"), str(tmp_path / "nothing")
-    settings = PredictorSettings(listen="127.0.0.1:0", nats_url=nats_url, models=models, tokenizer=tokenizer)
+    settings = PredictorSettings(
+        listen="127.0.0.1:0", nats_url=nats_url, models=models, tokenizer=tokenizer
+    )
     with pytest.raises(StartError, match=r"TREADLE_PREDICTOR_TOKENIZER=.* cannot be loaded"):
         async with serving(settings, wire):
             raise AssertionError("not reached")
@@ -183,13 +199,18 @@ async def test_a_tokenizer_that_is_not_there_ends_the_start_with_a_line(nats_url
 async def test_it_learns_from_what_ended_and_a_kill_in_the_middle_costs_nothing(
     start_service: StartService, bus: Bus, tmp_path: Path
 ) -> None:
-    """Rollouts end while a version answers; the service is killed as its refit begins, and started again.
+    """Rollouts end while a version answers; the service is killed as its refit begins, and started
+    again.
 
-    Result: the old version answers all along; in the end a refit is done, and the version that answers is one that is
-    whole.
+    Result: the old version answers all along; in the end a refit is done, and the version that
+    answers is one that is whole.
     """
     models = models_with(tmp_path, "v1", reads_text=False)
-    env = {"TREADLE_PREDICTOR_MODELS": str(models.folder), "TREADLE_PREDICTOR_REFIT_EVERY": str(ENDED), **PATIENT}
+    env = {
+        "TREADLE_PREDICTOR_MODELS": str(models.folder),
+        "TREADLE_PREDICTOR_REFIT_EVERY": str(ENDED),
+        **PATIENT,
+    }
     service = await start_service("treadle_predictor", env)
     ended = [transcript(f"{number}", 2 + number % 7) for number in range(ENDED)]
     await publish(bus, (fact for each in ended for fact in facts_of(each, lambda text: [])))

@@ -1,4 +1,5 @@
-"""`treadle apply --kubernetes`: a real scheduler, and StatefulSets of a fake API server whose pods register there."""
+"""`treadle apply --kubernetes`: a real scheduler, and StatefulSets of a fake API server whose pods
+register there."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ LONG_S = 300.0  # no test waits for it
 def classes(**count_by_degree: int) -> dict[str, Any]:
     """A plan: tp1=2 is two engines of degree 1."""
     named = {"accelerator": "H200", "slots": 100}
-    return {"engines": [{**named, "degree": int(key[-1]), "count": n} for key, n in count_by_degree.items()]}
+    return {
+        "engines": [
+            {**named, "degree": int(key[-1]), "count": n} for key, n in count_by_degree.items()
+        ]
+    }
 
 
 class Operator:
@@ -42,14 +47,17 @@ class Operator:
         screen = io.StringIO()
         console = Console(file=screen, width=200)
         try:
-            return await run_apply(file, self.client.address, "rollouts", dry_run, 0.0, start_s, console)
+            return await run_apply(
+                file, self.client.address, "rollouts", dry_run, 0.0, start_s, console
+            )
         finally:
             self.said = screen.getvalue()
 
     async def registered(self) -> set[str]:
         """Engines that the scheduler has."""
         return {
-            each.info.engine_id for each in (await self.client.call("ListEngines", pb.ListEnginesRequest())).engines
+            each.info.engine_id
+            for each in (await self.client.call("ListEngines", pb.ListEnginesRequest())).engines
         }
 
 
@@ -60,8 +68,13 @@ async def operator(
     """Two engines of degree 1 run; there are classes of degree 2 and 4 too."""
     cluster = FakeEngineCluster({"engine-tp1": 2, "engine-tp2": 0, "engine-tp4": 0})
     leases: dict[str, str] = {}
-    async with scheduler(nats_url, lease_ttl_s=LONG_S) as client, cluster.serve(tmp_path) as kubeconfig:
-        monkeypatch.setattr("kubernetes_asyncio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(kubeconfig))
+    async with (
+        scheduler(nats_url, lease_ttl_s=LONG_S) as client,
+        cluster.serve(tmp_path) as kubeconfig,
+    ):
+        monkeypatch.setattr(
+            "kubernetes_asyncio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(kubeconfig)
+        )
 
         async def come(pod: str) -> None:
             curve = {"decode_curve": MEASURED} if measured else {}
@@ -69,7 +82,9 @@ async def operator(
 
         async def go(pod: str) -> None:
             if lease_id := leases.pop(pod, ""):
-                request = pb.DeregisterEngineRequest(request_id=f"go-{pod}", lease_id=lease_id, engine_id=pod)
+                request = pb.DeregisterEngineRequest(
+                    request_id=f"go-{pod}", lease_id=lease_id, engine_id=pod
+                )
                 await client.call("DeregisterEngine", request)
 
         cluster.come, cluster.go = come, go
@@ -81,7 +96,8 @@ async def operator(
 async def test_a_plan_keeps_engines_of_its_classes_and_scales_the_others(
     nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Result: the API server tries every change before it makes one; the first engine of degree 1 is never touched."""
+    """Result: the API server tries every change before it makes one; the first engine of degree 1
+    is never touched."""
     async with operator(nats_url, tmp_path, monkeypatch) as world:
         assert await world.apply(classes(tp1=1, tp2=1), dry_run=True) == 0
         assert world.said.splitlines() == [
@@ -91,7 +107,10 @@ async def test_a_plan_keeps_engines_of_its_classes_and_scales_the_others(
         ]
         assert all(dry_run for _, _, dry_run in world.cluster.scaled)
         assert await world.apply(classes(tp1=1, tp2=1)) == 0
-        assert [each[:2] for each in world.cluster.scaled if not each[2]] == [("engine-tp1", 1), ("engine-tp2", 1)]
+        assert [each[:2] for each in world.cluster.scaled if not each[2]] == [
+            ("engine-tp1", 1),
+            ("engine-tp2", 1),
+        ]
         assert await world.registered() == {"engine-tp1-0", "engine-tp2-0"}
         assert "started: engine-tp2-0" in world.said
 
@@ -104,7 +123,9 @@ async def test_a_pod_that_does_not_start_is_named_with_its_log_and_all_is_as_bef
         assert await world.apply(classes(tp2=1, tp4=1)) == 1
         assert world.cluster.replicas == {"engine-tp1": 2, "engine-tp2": 0, "engine-tp4": 0}
         assert await world.registered() == {"engine-tp1-0", "engine-tp1-1"}
-        assert "because engine-tp4-0 did not come up: container engine: CrashLoopBackOff" in world.said
+        assert (
+            "because engine-tp4-0 did not come up: container engine: CrashLoopBackOff" in world.said
+        )
         assert "RuntimeError: no such model" in world.said
 
 
@@ -122,7 +143,8 @@ async def test_what_cannot_be_done_is_refused_before_anything_changes(
 ) -> None:
     async with operator(nats_url, tmp_path, monkeypatch) as world:
         with pytest.raises(
-            UsageProblem, match=r"plan.engines\[1\]: no StatefulSet has this class \(8 H200, 100 slots\)"
+            UsageProblem,
+            match=r"plan.engines\[1\]: no StatefulSet has this class \(8 H200, 100 slots\)",
         ):
             await world.apply(classes(tp1=1, tp8=1))
         flags = {"engines": [{**classes(tp1=1)["engines"][0], "flags": ["--x"]}]}

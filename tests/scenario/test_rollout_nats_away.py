@@ -12,10 +12,14 @@ from support.rpc import answer_of, refusal_of, refused
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_a_submission_that_nats_did_not_take_can_be_repeated_and_counts_once(nats_server: NatsServer) -> None:
-    """A worker submits while NATS is away, is told so, and retries until it is back; a trainer waits all the while.
+async def test_a_submission_that_nats_did_not_take_can_be_repeated_and_counts_once(
+    nats_server: NatsServer,
+) -> None:
+    """A worker submits while NATS is away, is told so, and retries until it is back; a trainer
+    waits all the while.
 
-    The first try may have reached the store without its acknowledgement. Result: one trajectory, in one batch.
+    The first try may have reached the store without its acknowledgement. Result: one trajectory, in
+    one batch.
     """
     async with rollout_service(nats_server.url) as calls:
         await answer_of(partial(calls.create, prompts=2))
@@ -35,9 +39,11 @@ async def test_a_submission_that_nats_did_not_take_can_be_repeated_and_counts_on
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_an_unconfirmed_batch_is_read_again_and_confirmed_once_nats_is_back(nats_server: NatsServer) -> None:
-    """It is asked for during one outage, and confirmed during the next. Result: UNAVAILABLE; afterwards both RPCs give
-    the same batch, and a repeated confirmation removes it."""
+async def test_an_unconfirmed_batch_is_read_again_and_confirmed_once_nats_is_back(
+    nats_server: NatsServer,
+) -> None:
+    """It is asked for during one outage, and confirmed during the next. Result: UNAVAILABLE;
+    afterwards both RPCs give the same batch, and a repeated confirmation removes it."""
     async with rollout_service(nats_server.url) as calls:
         await answer_of(partial(calls.create, prompts=2))
         for number in range(2):

@@ -11,18 +11,25 @@ from treadle.rollout.v1 import rollout_pb2 as pb
 LARGE = [("grpc.max_receive_message_length", -1)]
 
 
-async def test_a_killed_service_gives_back_every_trajectory_it_acknowledged(start_service: StartService) -> None:
+async def test_a_killed_service_gives_back_every_trajectory_it_acknowledged(
+    start_service: StartService,
+) -> None:
     """Three groups go in, one is taken, then SIGKILL. The next process over the same NATS goes on.
 
-    Result: the two others come out token for token, once; the first batch's request_id still gives the first batch; a
-    trajectory handed in again gets its first verdict; the rollout reads as before.
+    Result: the two others come out token for token, once; the first batch's request_id still gives
+    the first batch; a trajectory handed in again gets its first verdict; the rollout reads as
+    before.
     """
-    trajectories = {f"t{i}": finished(f"t{i}", f"p{i // 2}", i % 2, sampled=40_000) for i in range(6)}
+    trajectories = {
+        f"t{i}": finished(f"t{i}", f"p{i // 2}", i % 2, sampled=40_000) for i in range(6)
+    }
     service = await start_service("treadle_rollout")
     async with grpc.aio.insecure_channel(service.address, options=LARGE) as channel:
         calls = RolloutCalls(channel)
         await calls.create(prompts=4, samples=2, staleness=1)
-        verdicts = {name: await calls.submit(trajectory) for name, trajectory in trajectories.items()}
+        verdicts = {
+            name: await calls.submit(trajectory) for name, trajectory in trajectories.items()
+        }
         first = await calls.batch("b0", 1, version=1)
         before = await calls.get()
         service.kill()
@@ -45,7 +52,9 @@ async def test_a_killed_service_gives_back_every_trajectory_it_acknowledged(star
         assert (await calls.get()).state == pb.ROLLOUT_STATE_FINISHED
 
 
-async def test_a_service_that_is_told_to_stop_sends_those_away_who_wait(start_service: StartService) -> None:
+async def test_a_service_that_is_told_to_stop_sends_those_away_who_wait(
+    start_service: StartService,
+) -> None:
     """A trainer waits for a batch and a watcher watches; SIGTERM must not hang on them.
 
     Result: both are told UNAVAILABLE, and the process ends with 0.
@@ -57,7 +66,10 @@ async def test_a_service_that_is_told_to_stop_sends_those_away_who_wait(start_se
         watch = calls.stub.WatchRollout(pb.WatchRolloutRequest(rollout_id="r"))
         assert await watch.read() is not grpc.aio.EOF
         waiting = calls.stub.GetBatch(
-            pb.GetBatchRequest(request_id="b", rollout_id="r", max_groups=1, wait=True, weight_version=7), timeout=60
+            pb.GetBatchRequest(
+                request_id="b", rollout_id="r", max_groups=1, wait=True, weight_version=7
+            ),
+            timeout=60,
         )
         async with asyncio.timeout(CALL_S):
             while (await calls.get()).revision == 0:  # until the waiting call has been heard

@@ -1,5 +1,5 @@
-"""Which samples are run, ended, replaced and taken, through the real scheduler and rollout service; the engines alone
-are fakes."""
+"""Which samples are run, ended, replaced and taken, through the real scheduler and rollout service;
+the engines alone are fakes."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -33,7 +33,9 @@ class Mesh:
 @pytest.fixture
 async def mesh(start_service: StartService, bus: Bus) -> AsyncIterator[Mesh]:
     rollout = await start_service("treadle_rollout")
-    scheduler = await start_service("treadle_scheduler", {"TREADLE_SCHEDULER_ROLLOUT": rollout.address})
+    scheduler = await start_service(
+        "treadle_scheduler", {"TREADLE_SCHEDULER_ROLLOUT": rollout.address}
+    )
     async with (
         leased_engines(bus, scheduler.address, ["e0", "e1"]) as engines,
         treadle.Client(scheduler.address, retry=QUICK) as client,
@@ -43,7 +45,9 @@ async def mesh(start_service: StartService, bus: Bus) -> AsyncIterator[Mesh]:
 
 
 @asynccontextmanager
-async def running(call: asyncio.Task[treadle.RolloutResult]) -> AsyncIterator[asyncio.Task[treadle.RolloutResult]]:
+async def running(
+    call: asyncio.Task[treadle.RolloutResult],
+) -> AsyncIterator[asyncio.Task[treadle.RolloutResult]]:
     """A rollout beside the test, which ends with it."""
     try:
         yield call
@@ -57,21 +61,31 @@ async def one_turn(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> fl
     return float(trajectory.sample % 2)
 
 
-async def test_the_mesh_ends_a_sample_of_a_settled_group_though_its_client_does_not_hear_of_it(mesh: Mesh) -> None:
-    """A client has opened sample 1 by itself and generates without an end; one of another prompt too. Sample 0 of
-    another client settles the group.
+async def test_the_mesh_ends_a_sample_of_a_settled_group_though_its_client_does_not_hear_of_it(
+    mesh: Mesh,
+) -> None:
+    """A client has opened sample 1 by itself and generates without an end; one of another prompt
+    too. Sample 0 of another client settles the group.
 
-    Result: the step is aborted at its engine and the trajectory closed as cancelled; the other prompt's goes on.
+    Result: the step is aborted at its engine and the trajectory closed as cancelled; the other
+    prompt's goes on.
     """
     for engine in mesh.engines:
         engine.script = Script(hold_at=2, times=9, only_max_new_tokens=50)
     held = [
-        await mesh.other.open(prompt_id=prompt, sample=1, prompt=[1, 2], rollout_id="epoch") for prompt in ("p0", "p1")
+        await mesh.other.open(prompt_id=prompt, sample=1, prompt=[1, 2], rollout_id="epoch")
+        for prompt in ("p0", "p1")
     ]
     steps = [asyncio.create_task(generate(trajectory, 50)) for trajectory in held]
     await until(lambda: sum(len(engine.running) for engine in mesh.engines) == 2)
     await mesh.client.rollout(
-        PROMPTS[:2], one_turn, samples_per_prompt=2, keep_per_prompt=1, rollout_id="epoch", concurrency=1, part=(0, 4)
+        PROMPTS[:2],
+        one_turn,
+        samples_per_prompt=2,
+        keep_per_prompt=1,
+        rollout_id="epoch",
+        concurrency=1,
+        part=(0, 4),
     )
     async with asyncio.timeout(WAIT_S):
         assert len(await steps[0]) == 2
@@ -83,9 +97,12 @@ async def test_the_mesh_ends_a_sample_of_a_settled_group_though_its_client_does_
     steps[1].cancel()
 
 
-async def test_an_agent_whose_step_the_mesh_has_ended_counts_as_cancelled_and_hands_nothing_in(mesh: Mesh) -> None:
-    """Two parts of a rollout in two clients. The sample of the second waits for its engine when the first one's settles
-    the group, of which the second hears by its watch and by the end of its step.
+async def test_an_agent_whose_step_the_mesh_has_ended_counts_as_cancelled_and_hands_nothing_in(
+    mesh: Mesh,
+) -> None:
+    """Two parts of a rollout in two clients. The sample of the second waits for its engine when the
+    first one's settles the group, of which the second hears by its watch and by the end of its
+    step.
 
     Result: cancelled without an error, and the service has one sample.
     """
@@ -118,7 +135,9 @@ async def test_dual_end_sampling_trains_both_ends_of_each_group(mesh: Mesh) -> N
         shaping=treadle.Shaping(rule="dual_end", longest=1),
     )
     batch = await mesh.client.get_batch(result.rollout_id, max_groups=2)
-    assert [sorted(t.sample for t in group.trajectories) for group in batch.groups] == [[0, 1, 4]] * 2
+    assert [sorted(t.sample for t in group.trajectories) for group in batch.groups] == [
+        [0, 1, 4]
+    ] * 2
 
 
 async def test_a_prompt_may_have_more_samples_than_others(mesh: Mesh) -> None:
@@ -126,7 +145,9 @@ async def test_a_prompt_may_have_more_samples_than_others(mesh: Mesh) -> None:
         PROMPTS[:3], one_turn, samples_per_prompt=2, shaping=treadle.Shaping(samples=(2, 4, 3))
     )
     assert [(t.prompt_id, t.sample) for t in result.trajectories] == [
-        (prompt, sample) for prompt, samples in (("p0", 2), ("p1", 4), ("p2", 3)) for sample in range(samples)
+        (prompt, sample)
+        for prompt, samples in (("p0", 2), ("p1", 4), ("p2", 3))
+        for sample in range(samples)
     ]
 
 
@@ -143,14 +164,19 @@ async def test_groups_that_are_not_needed_are_withdrawn(mesh: Mesh) -> None:
         return reward
 
     async with asyncio.timeout(WAIT_S):
-        result = await mesh.client.rollout(PROMPTS, agent, samples_per_prompt=2, shaping=treadle.Shaping(keep_groups=2))
+        result = await mesh.client.rollout(
+            PROMPTS, agent, samples_per_prompt=2, shaping=treadle.Shaping(keep_groups=2)
+        )
     assert {t.prompt_id for t in result.trajectories if t.outcome == "cancelled"} == {"p0", "p2"}
     batch = await mesh.client.get_batch(result.rollout_id, max_groups=4)
     assert sorted(group.prompt_id for group in batch.groups) == ["p1", "p3"] and batch.exhausted
 
 
-async def test_no_more_groups_are_begun_than_may_be_open_until_a_trainer_takes_one(mesh: Mesh) -> None:
-    """Two may be open. Each batch of one group lets one more begin; the rollout ends when the last has settled."""
+async def test_no_more_groups_are_begun_than_may_be_open_until_a_trainer_takes_one(
+    mesh: Mesh,
+) -> None:
+    """Two may be open. Each batch of one group lets one more begin; the rollout ends when the last
+    has settled."""
     begun: list[str] = []
 
     async def agent(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> float:
@@ -162,7 +188,9 @@ async def test_no_more_groups_are_begun_than_may_be_open_until_a_trainer_takes_o
 
     shaping = treadle.Shaping(max_open_groups=2)
     call = asyncio.create_task(
-        mesh.client.rollout(PROMPTS, agent, samples_per_prompt=1, rollout_id="epoch", shaping=shaping)
+        mesh.client.rollout(
+            PROMPTS, agent, samples_per_prompt=1, rollout_id="epoch", shaping=shaping
+        )
     )
     async with running(call):
         taken: list[str] = []
@@ -177,9 +205,12 @@ async def test_no_more_groups_are_begun_than_may_be_open_until_a_trainer_takes_o
     assert sorted([*taken, *(group.prompt_id for group in last.groups)]) == sorted(begun)
 
 
-async def test_samples_that_are_too_old_are_replaced_so_that_every_batch_is_whole(mesh: Mesh) -> None:
-    """The engines serve version "default", which counts as 0, and from the first batch on version 1. The bound is 0. Of
-    the second prompt one sample has come and one still runs, with tokens of version 0, when the trainer is at 1.
+async def test_samples_that_are_too_old_are_replaced_so_that_every_batch_is_whole(
+    mesh: Mesh,
+) -> None:
+    """The engines serve version "default", which counts as 0, and from the first batch on version
+    1. The bound is 0. Of the second prompt one sample has come and one still runs, with tokens of
+    version 0, when the trainer is at 1.
 
     Result: both are run again, and its batch has two samples of version 1.
     """
@@ -189,7 +220,10 @@ async def test_samples_that_are_too_old_are_replaced_so_that_every_batch_is_whol
     async def agent(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> float:
         runs.append((prompt.id, trajectory.sample))
         reward = await one_turn(trajectory, prompt)
-        if runs.count((prompt.id, trajectory.sample)) == 1 and (prompt.id, trajectory.sample) == ("p1", 1):
+        if runs.count((prompt.id, trajectory.sample)) == 1 and (prompt.id, trajectory.sample) == (
+            "p1",
+            1,
+        ):
             second_waits.set()
             await asyncio.Event().wait()
         return reward
@@ -197,7 +231,12 @@ async def test_samples_that_are_too_old_are_replaced_so_that_every_batch_is_whol
     shaping = treadle.Shaping(replace_stale=True)
     call = asyncio.create_task(
         mesh.client.rollout(
-            PROMPTS[:2], agent, samples_per_prompt=2, max_staleness=0, rollout_id="epoch", shaping=shaping
+            PROMPTS[:2],
+            agent,
+            samples_per_prompt=2,
+            max_staleness=0,
+            rollout_id="epoch",
+            shaping=shaping,
         )
     )
     async with running(call), asyncio.timeout(WAIT_S):
@@ -211,7 +250,10 @@ async def test_samples_that_are_too_old_are_replaced_so_that_every_batch_is_whol
         await call
     assert [group.prompt_id for group in (*first.groups, *second.groups)] == ["p0", "p1"]
     [group] = second.groups
-    assert [[span.weight_version for span in t.version_spans] for t in group.trajectories] == [["1"], ["1"]]
+    assert [[span.weight_version for span in t.version_spans] for t in group.trajectories] == [
+        ["1"],
+        ["1"],
+    ]
     assert sorted(runs[4:]) == [("p1", 1), ("p1", 2)] and second.exhausted
 
 
@@ -227,7 +269,9 @@ async def test_a_batch_that_waits_has_what_there_is_when_its_time_is_over(mesh: 
             await goes_on.wait()
         return await one_turn(trajectory, prompt)
 
-    call = asyncio.create_task(mesh.client.rollout(PROMPTS[:2], agent, samples_per_prompt=1, rollout_id="epoch"))
+    call = asyncio.create_task(
+        mesh.client.rollout(PROMPTS[:2], agent, samples_per_prompt=1, rollout_id="epoch")
+    )
     async with running(call), asyncio.timeout(WAIT_S):
         sizes: list[int] = []
         while sum(sizes) == 0:  # the rollout may not be there yet, nor its first group
@@ -246,11 +290,15 @@ async def test_a_batch_that_waits_has_what_there_is_when_its_time_is_over(mesh: 
 async def test_each_rank_of_a_trainer_gets_its_part_of_a_batch(mesh: Mesh) -> None:
     """Three ranks take four groups; one asks twice, as its first answer might have been lost.
 
-    Result: parts of 2, 1 and 1 groups, each group once; a rank that gives other parameters is refused.
+    Result: parts of 2, 1 and 1 groups, each group once; a rank that gives other parameters is
+    refused.
     """
     result = await mesh.client.rollout(PROMPTS, one_turn, samples_per_prompt=2)
     parts = await asyncio.gather(
-        *(mesh.other.get_batch(result.rollout_id, max_groups=4, batch_id="step-1", part=(rank, 3)) for rank in range(3))
+        *(
+            mesh.other.get_batch(result.rollout_id, max_groups=4, batch_id="step-1", part=(rank, 3))
+            for rank in range(3)
+        )
     )
     prompts = [[group.prompt_id for group in part.groups] for part in parts]
     assert sorted(map(len, prompts)) == [1, 1, 2]
@@ -261,9 +309,11 @@ async def test_each_rank_of_a_trainer_gets_its_part_of_a_batch(mesh: Mesh) -> No
         await mesh.other.get_batch(result.rollout_id, part=(0, 3))
 
 
-async def test_prompts_whose_lengths_vary_more_get_more_samples_in_the_next_rollout(mesh: Mesh) -> None:
-    """In the first rollout the samples of p0 have lengths far apart, those of the others equal ones. Six samples may be
-    started for two prompts of two kept ones each.
+async def test_prompts_whose_lengths_vary_more_get_more_samples_in_the_next_rollout(
+    mesh: Mesh,
+) -> None:
+    """In the first rollout the samples of p0 have lengths far apart, those of the others equal
+    ones. Six samples may be started for two prompts of two kept ones each.
 
     Result: of the second rollout p0 has four samples and p1 two; the report counts both rollouts.
     """
@@ -274,7 +324,9 @@ async def test_prompts_whose_lengths_vary_more_get_more_samples_in_the_next_roll
 
     shaping = treadle.Shaping(history="run-7", budget=1.5)
     results = [
-        await mesh.client.rollout(PROMPTS[:2], agent, samples_per_prompt=4, keep_per_prompt=2, shaping=shaping)
+        await mesh.client.rollout(
+            PROMPTS[:2], agent, samples_per_prompt=4, keep_per_prompt=2, shaping=shaping
+        )
         for _ in range(2)
     ]
     first, second = ([t.prompt_id for t in result.trajectories] for result in results)
@@ -288,10 +340,12 @@ async def test_prompts_whose_lengths_vary_more_get_more_samples_in_the_next_roll
 
 
 async def test_a_cap_follows_successful_lengths_and_shapes_the_rewards_near_it(mesh: Mesh) -> None:
-    """Ten successes of 1 to 10 tokens teach a cap; the ceiling is 40 tokens and the cap moves by 10% a rollout.
+    """Ten successes of 1 to 10 tokens teach a cap; the ceiling is 40 tokens and the cap moves by
+    10% a rollout.
 
-    Result: the next rollout has a cap of 36, which its trajectories are opened with; the report says so. A success
-    beyond the soft limit gets less, and its trainer is told the whole reward too.
+    Result: the next rollout has a cap of 36, which its trajectories are opened with; the report
+    says so. A success beyond the soft limit gets less, and its trainer is told the whole reward
+    too.
     """
     left: list[int | None] = []
 
@@ -300,11 +354,19 @@ async def test_a_cap_follows_successful_lengths_and_shapes_the_rewards_near_it(m
         await generate(trajectory, 1 + trajectory.sample)
         return 1.0
 
-    cap = treadle.LengthCap(ceiling_tokens=40, floor_tokens=2, least_successes=10, percentile=0.9, soft_percentile=0.5,
-                            most_cut_share=0.2)  # fmt: skip
+    cap = treadle.LengthCap(
+        ceiling_tokens=40,
+        floor_tokens=2,
+        least_successes=10,
+        percentile=0.9,
+        soft_percentile=0.5,
+        most_cut_share=0.2,
+    )
     shaping = treadle.Shaping(history="run-7", length_cap=cap)
     for _ in range(2):
-        result = await mesh.client.rollout(PROMPTS[:1], agent, samples_per_prompt=10, shaping=shaping)
+        result = await mesh.client.rollout(
+            PROMPTS[:1], agent, samples_per_prompt=10, shaping=shaping
+        )
     assert left == [40] * 10 + [36] * 10
     report = await mesh.client.shaping_report(history="run-7")
     assert 0 < report.length_cap_tokens < 36 and "successes" in report.length_cap_report
@@ -331,7 +393,9 @@ async def test_samples_that_were_ended_early_count_as_sampled(mesh: Mesh) -> Non
     for _ in range(int(WAIT_S / POLL_S)):
         if report.sampled == 2:
             break
-        await asyncio.sleep(POLL_S)  # the scheduler tells of closings once their last tokens are counted
+        await asyncio.sleep(
+            POLL_S
+        )  # the scheduler tells of closings once their last tokens are counted
         report = await mesh.client.shaping_report(result.rollout_id)
     assert (report.trained, report.sampled_tokens, report.trained_tokens) == (1, 8, 4)
     assert report.drops == {"aborted": 1}

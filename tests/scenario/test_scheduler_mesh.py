@@ -1,4 +1,5 @@
-"""The scheduler among others: facts in and out, predictions, priorities, leases, an outage of NATS."""
+"""The scheduler among others: facts in and out, predictions, priorities, leases, an outage of
+NATS."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -25,7 +26,9 @@ from treadle_runtime.server import serving
 class Mesh:
     """A scheduler with two fake sidecars, and all facts of the bus."""
 
-    def __init__(self, client: SchedulerClient, engines: list[FakeEngine], heard: list[Any]) -> None:
+    def __init__(
+        self, client: SchedulerClient, engines: list[FakeEngine], heard: list[Any]
+    ) -> None:
         self.client, self._heard = client, heard
         self.engines = {engine.engine_id: engine for engine in engines}
 
@@ -38,13 +41,18 @@ class Mesh:
 async def mesh(nats_url: str, bus: Bus, **settings: Any) -> AsyncIterator[Mesh]:
     """Up for the time of the block, both engines registered."""
     heard = await hear(bus)
-    async with scheduler(nats_url, **settings) as client, leased_engines(bus, client.address, ["e0", "e1"]) as engines:
+    async with (
+        scheduler(nats_url, **settings) as client,
+        leased_engines(bus, client.address, ["e0", "e1"]) as engines,
+    ):
         world = Mesh(client, engines, heard)
         await until(lambda: len(world.heard("EngineJoined")) == 2, what="both engines joined")
         yield world
 
 
-async def test_a_trajectory_is_told_to_the_world_from_opening_to_closing(nats_url: str, bus: Bus) -> None:
+async def test_a_trajectory_is_told_to_the_world_from_opening_to_closing(
+    nats_url: str, bus: Bus
+) -> None:
     async with mesh(nats_url, bus) as world:
         await world.client.open("t", rollout_id="r", prompt_id="p1", sample=3, prompt_tokens=10)
         for turn in range(2):
@@ -53,16 +61,25 @@ async def test_a_trajectory_is_told_to_the_world_from_opening_to_closing(nats_ur
         await until(lambda: world.heard("TrajectoryClosed"), what="the closing is told")
         (closed,) = world.heard("TrajectoryClosed")
         (opened,) = world.heard("TrajectoryOpened")
-        assert (opened.trajectory_id, opened.rollout_id, opened.prompt_id, opened.sample) == ("t", "r", "p1", 3)
+        assert (opened.trajectory_id, opened.rollout_id, opened.prompt_id, opened.sample) == (
+            "t",
+            "r",
+            "p1",
+            3,
+        )
         assert closed.outcome == pb.OUTCOME_TRUNCATED
         assert (closed.gen_tokens, closed.turns, closed.prompt_tokens) == (10, 2, 10)
         engine = world.engines[(await world.client.trajectory("t")).engine_id]
-        await until(lambda: engine.requests("ReleasePrefix"), what="the engine may forget the context")
+        await until(
+            lambda: engine.requests("ReleasePrefix"), what="the engine may forget the context"
+        )
 
 
 async def test_predictions_come_after_each_step_and_are_published(nats_url: str, bus: Bus) -> None:
     async with (
-        serving(PredictorSettings(nats_url=nats_url, listen="127.0.0.1:0"), predictor_wire) as predictor,
+        serving(
+            PredictorSettings(nats_url=nats_url, listen="127.0.0.1:0"), predictor_wire
+        ) as predictor,
         mesh(nats_url, bus, predictor=predictor.address) as world,
     ):
         await world.client.open("t", prompt_id="p", max_total_tokens=400)
@@ -71,7 +88,10 @@ async def test_predictions_come_after_each_step_and_are_published(nats_url: str,
         )
         assert first.predicted_remaining_tokens.p50 <= 400
         await generate(await world.client.step("t", 0), 6)
-        await until(lambda: [f for f in world.heard("TrajectoryPredicted") if f.turn == 1], what="asked again")
+        await until(
+            lambda: [f for f in world.heard("TrajectoryPredicted") if f.turn == 1],
+            what="asked again",
+        )
         later = await world.client.trajectory("t")
         assert later.predicted_remaining_tokens.p50 <= 394
         assert later.prediction_model_version
@@ -92,7 +112,9 @@ async def test_a_policy_that_does_not_preempt_issues_tickets_of_steps_that_canno
         assert not ticket.preemptible
 
 
-async def test_an_engine_that_falls_silent_is_lost_and_its_steps_go_on_elsewhere(nats_url: str, bus: Bus) -> None:
+async def test_an_engine_that_falls_silent_is_lost_and_its_steps_go_on_elsewhere(
+    nats_url: str, bus: Bus
+) -> None:
     async with mesh(nats_url, bus, lease_ttl_s=1.0) as world:
         for number in range(4):
             await world.client.open(f"t{number}")
@@ -104,10 +126,14 @@ async def test_an_engine_that_falls_silent_is_lost_and_its_steps_go_on_elsewhere
         assert (lost.engine_id, lost.reason) == ("e0", "LEASE_EXPIRED")
         for number, ticket in enumerate(tickets):
             if ticket.engine_id == "e0":
-                again = await world.client.step(f"t{number}", 0, replaces_ticket_id=ticket.ticket_id, resumed_tokens=2)
+                again = await world.client.step(
+                    f"t{number}", 0, replaces_ticket_id=ticket.ticket_id, resumed_tokens=2
+                )
                 assert (again.engine_id, again.revision) == ("e1", ticket.revision + 1)
         silent.silent = False
-        await until(lambda: len(world.heard("EngineJoined")) == 3, what="it registers again by itself")
+        await until(
+            lambda: len(world.heard("EngineJoined")) == 3, what="it registers again by itself"
+        )
 
 
 async def test_a_sidecar_takes_its_engine_away(nats_url: str) -> None:
@@ -115,7 +141,9 @@ async def test_a_sidecar_takes_its_engine_away(nats_url: str) -> None:
         lease = await client.register("e0")
         listed = await client.call("ListEngines", pb.ListEnginesRequest())
         assert [engine.info.engine_id for engine in listed.engines] == ["e0"]
-        request = pb.DeregisterEngineRequest(request_id="d", lease_id=lease.lease_id, engine_id="e0")
+        request = pb.DeregisterEngineRequest(
+            request_id="d", lease_id=lease.lease_id, engine_id="e0"
+        )
         for _ in range(2):  # a repeat is answered from the record
             await client.call("DeregisterEngine", request)
         assert not (await client.call("ListEngines", pb.ListEnginesRequest())).engines
@@ -129,11 +157,16 @@ async def test_the_switch_is_a_compare_and_swap(nats_url: str) -> None:
         before = await client.open("t")
         switches = [
             pb.SwitchEngineRequest(
-                request_id=f"s-{target}", trajectory_id="t", expected_revision=before.revision, target_engine_id=target
+                request_id=f"s-{target}",
+                trajectory_id="t",
+                expected_revision=before.revision,
+                target_engine_id=target,
             )
             for target in ("e1", "e2")
         ]
-        answers = await asyncio.gather(*[client.call("SwitchEngine", s) for s in switches], return_exceptions=True)
+        answers = await asyncio.gather(
+            *[client.call("SwitchEngine", s) for s in switches], return_exceptions=True
+        )
         won = [answer for answer in answers if isinstance(answer, pb.SwitchEngineResponse)]
         (lost,) = [answer for answer in answers if isinstance(answer, grpc.aio.AioRpcError)]
         assert [answer.revision for answer in won] == [before.revision + 1]
@@ -144,14 +177,18 @@ async def test_the_switch_is_a_compare_and_swap(nats_url: str) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_while_nats_is_away_no_ticket_is_given_that_a_restart_could_forget(nats_server: NatsServer) -> None:
+async def test_while_nats_is_away_no_ticket_is_given_that_a_restart_could_forget(
+    nats_server: NatsServer,
+) -> None:
     """Result: UNAVAILABLE during the outage, and afterwards one ticket for the same request."""
     async with scheduler(nats_server.url) as client:
         await answer_of(lambda: client.register("e0"))
         await answer_of(lambda: client.open("t", request_id="o"))
         nats_server.kill()
         for _ in range(2):
-            assert (await refusal_of(client.step("t", 0, request_id="s"))).code is grpc.StatusCode.UNAVAILABLE
+            assert (
+                await refusal_of(client.step("t", 0, request_id="s"))
+            ).code is grpc.StatusCode.UNAVAILABLE
         nats_server.start()
         ticket = await answer_of(lambda: client.step("t", 0, request_id="s"))
         assert ticket.turn == 0
@@ -162,14 +199,17 @@ async def test_while_nats_is_away_no_ticket_is_given_that_a_restart_could_forget
 async def test_while_nats_is_away_no_opening_is_answered_that_a_restart_could_forget(
     nats_server: NatsServer, start_service: StartService
 ) -> None:
-    """No engine is there, and the scheduler is killed as soon as it has answered. Result: UNAVAILABLE during the
-    outage, afterwards one trajectory for the same request, and the next scheduler gives it the first engine."""
+    """No engine is there, and the scheduler is killed as soon as it has answered. Result:
+    UNAVAILABLE during the outage, afterwards one trajectory for the same request, and the next
+    scheduler gives it the first engine."""
     request = pb.OpenTrajectoryRequest(request_id="o", prompt_id="p", prompt_tokens=10)
     process = await start_service("treadle_scheduler")
     async with scheduler_client(process.address) as client:
         nats_server.kill()
         for _ in range(2):
-            assert (await refusal_of(client.call("OpenTrajectory", request))).code is grpc.StatusCode.UNAVAILABLE
+            assert (
+                await refusal_of(client.call("OpenTrajectory", request))
+            ).code is grpc.StatusCode.UNAVAILABLE
         nats_server.start()
         opened = await answer_of(lambda: client.call("OpenTrajectory", request))
         process.kill()
@@ -184,9 +224,11 @@ async def test_while_nats_is_away_no_opening_is_answered_that_a_restart_could_fo
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_engines_and_jobs_keep_their_leases_while_nats_is_away(nats_server: NatsServer) -> None:
-    """For two leases, in which no renewal is taken. Result: no engine has had to register again, and the job's
-    trajectory is open."""
+async def test_engines_and_jobs_keep_their_leases_while_nats_is_away(
+    nats_server: NatsServer,
+) -> None:
+    """For two leases, in which no renewal is taken. Result: no engine has had to register again,
+    and the job's trajectory is open."""
     lease_s = 5.0
     async with (
         open_bus(nats_server.url, "test") as bus,
@@ -199,7 +241,9 @@ async def test_engines_and_jobs_keep_their_leases_while_nats_is_away(nats_server
         await client.open("t", job_id=job.job_id)
         nats_server.kill()
         await asyncio.sleep(2 * lease_s)
-        with refused("NOT_LEADER", grpc.StatusCode.UNAVAILABLE, says="it is not known which scheduler leads"):
+        with refused(
+            "NOT_LEADER", grpc.StatusCode.UNAVAILABLE, says="it is not known which scheduler leads"
+        ):
             await client.call("RenewJob", pb.RenewJobRequest(job_id=job.job_id))
         nats_server.start()
         await answer_of(lambda: client.call("RenewJob", pb.RenewJobRequest(job_id=job.job_id)))

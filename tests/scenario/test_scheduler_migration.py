@@ -1,4 +1,5 @@
-"""Scheduler, predictor, placement and migrator together: a trajectory moves to a new engine while its tool runs."""
+"""Scheduler, predictor, placement and migrator together: a trajectory moves to a new engine while
+its tool runs."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -31,13 +32,16 @@ TOOL = Duration(seconds=1)
 async def control_plane(
     nats_url: str, migrator_listen: str, *, own_migrator: bool = False, tokens: float = 4_000
 ) -> AsyncIterator[SchedulerClient]:
-    """All four services, each on its own port, as settings wire them together; without the migrator where a test has
-    its own. tokens: predicted of a trajectory."""
+    """All four services, each on its own port, as settings wire them together; without the migrator
+    where a test has its own. tokens: predicted of a trajectory."""
     listen = f"127.0.0.1:{free_port()}"
     async with AsyncExitStack() as stack:
         common: dict[str, Any] = {"nats_url": nats_url}
         predictor = await stack.enter_async_context(
-            serving(PredictorSettings(**common, listen="127.0.0.1:0", prior_median_tokens=tokens), predictor_wire)
+            serving(
+                PredictorSettings(**common, listen="127.0.0.1:0", prior_median_tokens=tokens),
+                predictor_wire,
+            )
         )
         placement = await stack.enter_async_context(
             serving(PlacementSettings(**common, listen="127.0.0.1:0"), placement_wire)
@@ -71,11 +75,14 @@ async def trajectories(client: SchedulerClient) -> dict[str, pb.Trajectory]:
     return {trajectory.trajectory_id: trajectory for trajectory in response.trajectories}
 
 
-async def test_trajectories_move_to_a_new_engine_while_their_tools_run(nats_url: str, bus: Bus) -> None:
+async def test_trajectories_move_to_a_new_engine_while_their_tools_run(
+    nats_url: str, bus: Bus
+) -> None:
     """Six trajectories in tool calls on the only engine; a second engine comes.
 
-    Result: some of them move, each by one migration that the bus tells of, with their whole context; their next steps
-    run at the new engine under the new revision, and the old one forgets them.
+    Result: some of them move, each by one migration that the bus tells of, with their whole
+    context; their next steps run at the new engine under the new revision, and the old one forgets
+    them.
     """
     ended = await hear(bus, "migration_ended")
     migrator = f"127.0.0.1:{free_port()}"
@@ -94,9 +101,16 @@ async def test_trajectories_move_to_a_new_engine_while_their_tools_run(nats_url:
                 trajectory = after[fact.trajectory_id]
                 assert (fact.source_engine_id, fact.target_engine_id) == ("e0", "e1")
                 assert fact.prefix_tokens == 10 + TOKENS
-                assert (trajectory.engine_id, trajectory.revision, trajectory.migrations) == ("e1", 2, 1)
+                assert (trajectory.engine_id, trajectory.revision, trajectory.migrations) == (
+                    "e1",
+                    2,
+                    1,
+                )
                 assert await run_step(client, fact.trajectory_id, 2) == "e1"
-            await until(lambda: released(first[0]) >= {fact.trajectory_id for fact in moved}, what="released")
+            await until(
+                lambda: released(first[0]) >= {fact.trajectory_id for fact in moved},
+                what="released",
+            )
             assert len(moved) < len(NAMES), "both engines have work"
             assert second[0].ran
 
@@ -106,14 +120,18 @@ async def test_a_migrator_that_is_killed_holds_a_step_no_longer_than_its_move_sa
 ) -> None:
     """SIGKILL while the target reads the KV of a trajectory whose tool returns then.
 
-    Result: the step runs at the source long before the two minutes after which every move is given up.
+    Result: the step runs at the source long before the two minutes after which every move is given
+    up.
     """
     migrator = f"127.0.0.1:{free_port()}"
     async with (
         control_plane(nats_url, migrator, own_migrator=True, tokens=400) as client,
         leased_engines(bus, client.address, ["e0"], slots=1),
     ):
-        environment = {"TREADLE_MIGRATOR_SCHEDULER": client.address, "TREADLE_MIGRATOR_LISTEN": migrator}
+        environment = {
+            "TREADLE_MIGRATOR_SCHEDULER": client.address,
+            "TREADLE_MIGRATOR_LISTEN": migrator,
+        }
         service = await start_service("treadle_migrator", environment)
         await client.until_registered(1)
         await open_and_step(client)
@@ -122,7 +140,9 @@ async def test_a_migrator_that_is_killed_holds_a_step_no_longer_than_its_move_sa
             await until(lambda: target.gate.waiting, what="a move")
             name = target.requests("PrefetchPrefix")[-1].trajectory_id
             service.kill()
-            ticket = await client.step(name, 2, tool_time=TOOL, timeout_s=Tuning().move_timeout_s / 2)
+            ticket = await client.step(
+                name, 2, tool_time=TOOL, timeout_s=Tuning().move_timeout_s / 2
+            )
             assert ticket.engine_id == "e0"
 
 

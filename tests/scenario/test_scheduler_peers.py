@@ -37,7 +37,9 @@ async def silence() -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize("where", ["silent", "gone"])
-async def test_steps_go_on_without_predictor_placement_and_migrator(nats_url: str, where: str) -> None:
+async def test_steps_go_on_without_predictor_placement_and_migrator(
+    nats_url: str, where: str
+) -> None:
     async with silence() as silent:
         address = silent if where == "silent" else "127.0.0.1:1"
         async with scheduler(
@@ -48,7 +50,9 @@ async def test_steps_go_on_without_predictor_placement_and_migrator(nats_url: st
             for number in range(8):
                 await client.open(f"t{number}")
             for turn in range(4):
-                tickets = await asyncio.gather(*[client.step(f"t{number}", turn) for number in range(8)])
+                tickets = await asyncio.gather(
+                    *[client.step(f"t{number}", turn) for number in range(8)]
+                )
                 assert {ticket.engine_id for ticket in tickets} == {"e0", "e1"}
             lost = await client.step("t0", 3, replaces_ticket_id=tickets[0].ticket_id)
             assert lost.engine_id != tickets[0].engine_id
@@ -56,25 +60,38 @@ async def test_steps_go_on_without_predictor_placement_and_migrator(nats_url: st
                 await client.close(f"t{number}")
 
 
-async def test_trajectories_are_listed_by_rollout_by_whether_they_are_open_and_by_pages(nats_url: str) -> None:
+async def test_trajectories_are_listed_by_rollout_by_whether_they_are_open_and_by_pages(
+    nats_url: str,
+) -> None:
     async with scheduler(nats_url) as client:
         for number in range(6):
             await client.open(f"t{number}", rollout_id=f"r{number % 2}")
         await client.close("t2")
 
         async def listed(**fields: Any) -> list[str]:
-            response = await client.call("ListTrajectories", pb.ListTrajectoriesRequest(rollout_id="r0", **fields))
+            response = await client.call(
+                "ListTrajectories", pb.ListTrajectoriesRequest(rollout_id="r0", **fields)
+            )
             return [trajectory.trajectory_id for trajectory in response.trajectories]
 
         assert await listed() == ["t0", "t2", "t4"]
         assert await listed(open_only=True, page_size=2) == ["t0", "t4"]
         first = await client.call("ListTrajectories", pb.ListTrajectoriesRequest(page_size=4))
-        rest = await client.call("ListTrajectories", pb.ListTrajectoriesRequest(page_token=first.next_page_token))
-        assert [each.trajectory_id for each in (*first.trajectories, *rest.trajectories)] == [f"t{n}" for n in range(6)]
+        rest = await client.call(
+            "ListTrajectories", pb.ListTrajectoriesRequest(page_token=first.next_page_token)
+        )
+        assert [each.trajectory_id for each in (*first.trajectories, *rest.trajectories)] == [
+            f"t{n}" for n in range(6)
+        ]
 
 
-async def test_a_lost_stream_moves_the_step_and_stops_it_at_the_old_engine(nats_url: str, bus: Bus) -> None:
-    async with scheduler(nats_url) as client, leased_engines(bus, client.address, ["e0", "e1"]) as engines:
+async def test_a_lost_stream_moves_the_step_and_stops_it_at_the_old_engine(
+    nats_url: str, bus: Bus
+) -> None:
+    async with (
+        scheduler(nats_url) as client,
+        leased_engines(bus, client.address, ["e0", "e1"]) as engines,
+    ):
         await until(lambda: all(engine.lease_id for engine in engines), what="both registered")
         await client.open("t")
         lost = await client.step("t", 0)
@@ -100,7 +117,10 @@ class HungEngine(FakeEngine):
     ("rpc", "action"),
     [
         ("Abort", lambda address, number: AbortStep(address, f"k{number}")),
-        ("Reprioritize", lambda address, number: Reprioritize("e", address, ((f"k{number}", 1.0),))),
+        (
+            "Reprioritize",
+            lambda address, number: Reprioritize("e", address, ((f"k{number}", 1.0),)),
+        ),
     ],
 )
 async def test_a_sidecar_that_hangs_delays_the_commands_of_no_other(
@@ -147,9 +167,15 @@ async def test_newer_work_takes_the_place_of_older_that_waits() -> None:
 
 async def test_the_directory_names_public_addresses_where_they_are_set(nats_url: str) -> None:
     async with scheduler(
-        nats_url, predictor="p:1", tools="t:1", public_tools="mesh.example:7405", public_rollout="mesh.example:7406"
+        nats_url,
+        predictor="p:1",
+        tools="t:1",
+        public_tools="mesh.example:7405",
+        public_rollout="mesh.example:7406",
     ) as client:
         directory = await client.call("GetDirectory", pb.GetDirectoryRequest())
         assert directory == pb.GetDirectoryResponse(
-            predictor_address="p:1", tools_address="mesh.example:7405", rollout_address="mesh.example:7406"
+            predictor_address="p:1",
+            tools_address="mesh.example:7405",
+            rollout_address="mesh.example:7406",
         )

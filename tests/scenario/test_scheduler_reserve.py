@@ -1,4 +1,5 @@
-"""Policy.reserve at the scheduler service: a trajectory begins when its engine has room for what it may grow to."""
+"""Policy.reserve at the scheduler service: a trajectory begins when its engine has room for what it
+may grow to."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,9 +15,11 @@ from support.sidecar_in_process import sidecar
 
 @pytest.fixture
 async def client(nats_url: str) -> AsyncIterator[SchedulerClient]:
-    """The engine holds 400 tokens of KV, and has a ticket out for `first`; `second` and `third` are open.
+    """The engine holds 400 tokens of KV, and has a ticket out for `first`; `second` and `third` are
+    open.
 
-    An unpredicted trajectory is expected to grow by 512 tokens, of which 0.7 count."""
+    An unpredicted trajectory is expected to grow by 512 tokens, of which 0.7 count.
+    """
     async with scheduler(nats_url) as client:
         await client.register("e0", kv_tokens_capacity=400)
         await client.set_policy(migrate=True, preempt=True, reserve=True)
@@ -43,7 +46,9 @@ async def test_who_waits_too_long_is_told_to_ask_again_and_gets_the_ticket_issue
 ) -> None:
     held = await until_said(
         lambda: refusal_of(client.step("second", 0, request_id="the-same-request", timeout_s=0.8)),
-        lambda said: said.code is not grpc.StatusCode.DEADLINE_EXCEEDED,  # which a busy machine may come to first
+        lambda said: (
+            said.code is not grpc.StatusCode.DEADLINE_EXCEEDED
+        ),  # which a busy machine may come to first
     )
     assert (held.code, held.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "STEP_HELD")
     assert held.retry_after_s is not None
@@ -58,9 +63,11 @@ async def test_closing_a_trajectory_that_waits_forgets_its_request(client: Sched
     assert (await client.step("third", 0)).trajectory_id == "third"
 
 
-async def test_an_expired_ticket_that_no_step_has_used_gives_up_its_slot(nats_url: str, engine: FakeSglang) -> None:
-    """Its client has no job and never calls Generate. Result: the real sidecar knows no such step, and the step that
-    waits for the only slot gets its ticket."""
+async def test_an_expired_ticket_that_no_step_has_used_gives_up_its_slot(
+    nats_url: str, engine: FakeSglang
+) -> None:
+    """Its client has no job and never calls Generate. Result: the real sidecar knows no such step,
+    and the step that waits for the only slot gets its ticket."""
     async with (
         scheduler(nats_url, ticket_ttl_s=1.0) as client,
         sidecar(nats_url, engine.url, scheduler=client.address, slots=1),

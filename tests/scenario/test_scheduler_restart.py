@@ -1,4 +1,5 @@
-"""The scheduler is killed in the middle of many trajectories, and comes back: nothing is lost, nothing runs twice."""
+"""The scheduler is killed in the middle of many trajectories, and comes back: nothing is lost,
+nothing runs twice."""
 
 import asyncio
 import uuid
@@ -27,12 +28,17 @@ CALL_TIMEOUT_S = 2.0
 RETRY_S = 0.05
 ALL_DONE_S = 150.0
 # The last: it waits for room on an engine, and is to ask again.
-TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED}
+TRANSIENT = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
 RECONNECTS = (("grpc.max_reconnect_backoff_ms", 200), ("grpc.min_reconnect_backoff_ms", 100))
 
 
 class Loop:
-    """A client as simple as it may be: each call is repeated with the same request_id until it is answered."""
+    """A client as simple as it may be: each call is repeated with the same request_id until it is
+    answered."""
 
     def __init__(self, scheduler: grpc.aio.Channel) -> None:
         self.scheduler = scheduler_pb2_grpc.SchedulerServiceStub(scheduler)
@@ -58,7 +64,9 @@ class Loop:
 
     async def run(self, number: int) -> None:
         """One trajectory from opening to closing."""
-        request = pb.OpenTrajectoryRequest(request_id=uuid.uuid4().hex, prompt_id=f"p{number % 4}", prompt_tokens=10)
+        request = pb.OpenTrajectoryRequest(
+            request_id=uuid.uuid4().hex, prompt_id=f"p{number % 4}", prompt_tokens=10
+        )
         name = (await self.call("OpenTrajectory", request)).trajectory.trajectory_id
         for turn in range(TURNS):
             step = pb.ScheduleStepRequest(
@@ -75,7 +83,9 @@ class Loop:
             await asyncio.sleep(0.01)
         await self.call(
             "CloseTrajectory",
-            pb.CloseTrajectoryRequest(request_id=uuid.uuid4().hex, trajectory_id=name, outcome=pb.OUTCOME_FINISHED),
+            pb.CloseTrajectoryRequest(
+                request_id=uuid.uuid4().hex, trajectory_id=name, outcome=pb.OUTCOME_FINISHED
+            ),
         )
 
     async def generate(self, ticket: Ticket) -> None:
@@ -94,9 +104,12 @@ class Loop:
 async def test_a_killed_scheduler_comes_back_and_every_trajectory_finishes_with_no_step_run_twice(
     bus: Bus, start_service: StartService
 ) -> None:
-    """Result: each (trajectory, turn) ran once, each ticket was issued for one step, all closings are known with all
-    tokens."""
-    port = {"TREADLE_SCHEDULER_LISTEN": f"127.0.0.1:{free_port()}", "TREADLE_SCHEDULER_LEASE_TTL_S": "5"}
+    """Result: each (trajectory, turn) ran once, each ticket was issued for one step, all closings
+    are known with all tokens."""
+    port = {
+        "TREADLE_SCHEDULER_LISTEN": f"127.0.0.1:{free_port()}",
+        "TREADLE_SCHEDULER_LEASE_TTL_S": "5",
+    }
     process: ServiceProcess = await start_service("treadle_scheduler", port)
     async with (
         grpc.aio.insecure_channel(process.address, options=RECONNECTS) as channel,
@@ -106,7 +119,10 @@ async def test_a_killed_scheduler_comes_back_and_every_trajectory_finishes_with_
         async with asyncio.timeout(ALL_DONE_S), asyncio.TaskGroup() as group:
             for number in range(TRAJECTORIES):
                 group.create_task(loop.run(number))
-            for kill_after in (TRAJECTORIES, 3 * TRAJECTORIES):  # in the first turns, and half through
+            for kill_after in (
+                TRAJECTORIES,
+                3 * TRAJECTORIES,
+            ):  # in the first turns, and half through
                 await until(partial(loop.has_run, kill_after), ALL_DONE_S)
                 process.kill()
                 process = await start_service("treadle_scheduler", port)
@@ -131,21 +147,30 @@ async def check_every_trajectory_is_finished(loop: Loop) -> None:
     """All tokens are counted once the last facts are heard."""
 
     async def listed() -> list[pb.Trajectory]:
-        return list((await loop.call("ListTrajectories", pb.ListTrajectoriesRequest())).trajectories)
+        return list(
+            (await loop.call("ListTrajectories", pb.ListTrajectoriesRequest())).trajectories
+        )
 
     all_counted = [TURNS * TOKENS] * TRAJECTORIES
     found = await until_said(listed, lambda said: [each.gen_tokens for each in said] == all_counted)
-    assert {(each.state, each.next_turn) for each in found} == {(pb.TRAJECTORY_STATE_FINISHED, TURNS)}
+    assert {(each.state, each.next_turn) for each in found} == {
+        (pb.TRAJECTORY_STATE_FINISHED, TURNS)
+    }
 
 
-async def test_an_orderly_end_stores_what_was_opened_just_before(start_service: StartService) -> None:
-    """SIGTERM in place of SIGKILL. Result: the process ends with 0, and the next one lists the same trajectories."""
+async def test_an_orderly_end_stores_what_was_opened_just_before(
+    start_service: StartService,
+) -> None:
+    """SIGTERM in place of SIGKILL. Result: the process ends with 0, and the next one lists the same
+    trajectories."""
     env = {"TREADLE_SCHEDULER_LISTEN": f"127.0.0.1:{free_port()}"}
     process = await start_service("treadle_scheduler", env)
     async with grpc.aio.insecure_channel(process.address, options=RECONNECTS) as channel:
         loop = Loop(channel)
         for number in range(5):
-            opening = pb.OpenTrajectoryRequest(request_id=f"o{number}", prompt_id="p", prompt_tokens=5)
+            opening = pb.OpenTrajectoryRequest(
+                request_id=f"o{number}", prompt_id="p", prompt_tokens=5
+            )
             await loop.call("OpenTrajectory", opening)
         before = await loop.call("ListTrajectories", pb.ListTrajectoriesRequest())
         process.terminate()
@@ -154,20 +179,35 @@ async def test_an_orderly_end_stores_what_was_opened_just_before(start_service: 
         assert await loop.call("ListTrajectories", pb.ListTrajectoriesRequest()) == before
 
 
-async def test_a_request_made_before_the_kill_gets_the_same_answer_after_it(start_service: StartService) -> None:
-    """OpenTrajectory, ScheduleStep, CloseTrajectory, SetPolicy and RegisterEngine, each repeated after a SIGKILL."""
+async def test_a_request_made_before_the_kill_gets_the_same_answer_after_it(
+    start_service: StartService,
+) -> None:
+    """OpenTrajectory, ScheduleStep, CloseTrajectory, SetPolicy and RegisterEngine, each repeated
+    after a SIGKILL."""
     env = {"TREADLE_SCHEDULER_LISTEN": f"127.0.0.1:{free_port()}"}
     process = await start_service("treadle_scheduler", env)
-    engine = engine_pb2.EngineInfo(engine_id="e0", address="127.0.0.1:1", slot_limit=2, weight_version="v0")
+    engine = engine_pb2.EngineInfo(
+        engine_id="e0", address="127.0.0.1:1", slot_limit=2, weight_version="v0"
+    )
     policy = pb.Policy(ordering=pb.ORDERING_FCFS, placement=pb.PLACEMENT_RULE_PINNED)
     requests = [
         ("SetPolicy", pb.SetPolicyRequest(request_id="p", policy=policy)),
         ("RegisterEngine", pb.RegisterEngineRequest(request_id="e", info=engine)),
-        ("OpenTrajectory", pb.OpenTrajectoryRequest(request_id="o1", prompt_id="p", prompt_tokens=5)),
-        ("OpenTrajectory", pb.OpenTrajectoryRequest(request_id="o", trajectory_id="t", prompt_id="p", prompt_tokens=5)),
+        (
+            "OpenTrajectory",
+            pb.OpenTrajectoryRequest(request_id="o1", prompt_id="p", prompt_tokens=5),
+        ),
+        (
+            "OpenTrajectory",
+            pb.OpenTrajectoryRequest(
+                request_id="o", trajectory_id="t", prompt_id="p", prompt_tokens=5
+            ),
+        ),
         (
             "ScheduleStep",
-            pb.ScheduleStepRequest(request_id="s", trajectory_id="t", turn=0, context_tokens=5, max_new_tokens=3),
+            pb.ScheduleStepRequest(
+                request_id="s", trajectory_id="t", turn=0, context_tokens=5, max_new_tokens=3
+            ),
         ),
     ]
     async with grpc.aio.insecure_channel(process.address, options=RECONNECTS) as channel:
@@ -185,7 +225,9 @@ async def test_a_request_made_before_the_kill_gets_the_same_answer_after_it(star
             policy=pb.Policy(**{**_fields(policy), "objective": pb.OBJECTIVE_MAKESPAN})
         )
         other_request = pb.ScheduleStepRequest(**{**_fields(requests[4][1]), "request_id": "other"})
-        assert (await refusal_of(loop.call("ScheduleStep", other_request))).reason == "STEP_IN_FLIGHT"
+        assert (
+            await refusal_of(loop.call("ScheduleStep", other_request))
+        ).reason == "STEP_IN_FLIGHT"
 
 
 def _fields(message: Any) -> dict[str, Any]:

@@ -1,6 +1,8 @@
-"""Several schedulers run, and one of them leads: it is killed, stopped, or asked to end, and another one goes on.
+"""Several schedulers run, and one of them leads: it is killed, stopped, or asked to end, and
+another one goes on.
 
-Real processes: nats-server, schedulers, a migrator, sidecars in front of fake engines; the client is in this process.
+Real processes: nats-server, schedulers, a migrator, sidecars in front of fake engines; the client
+is in this process.
 """
 
 import asyncio
@@ -45,7 +47,10 @@ OBSERVED = 9
 DONE_S = 120.0
 CALL_S = 10.0
 LEASE_S = 6.0  # of engines and of jobs: an old leader finds them overdue when it goes on
-SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+SERVING, NOT_SERVING = (
+    health_pb2.HealthCheckResponse.SERVING,
+    health_pb2.HealthCheckResponse.NOT_SERVING,
+)
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -55,7 +60,9 @@ class Mesh:
 
     def __init__(self, start: StartService) -> None:
         self._start = start
-        self._settings = {f"TREADLE_SCHEDULER_{name}": str(LEASE_S) for name in ("LEASE_TTL_S", "JOB_LEASE_S")}
+        self._settings = {
+            f"TREADLE_SCHEDULER_{name}": str(LEASE_S) for name in ("LEASE_TTL_S", "JOB_LEASE_S")
+        }
         self.schedulers: list[ServiceProcess] = []
         self.sidecars: list[ServiceProcess] = []
 
@@ -90,7 +97,9 @@ class Mesh:
         """As the scheduler says."""
         async with grpc.aio.insecure_channel(self.schedulers[index].address) as channel:
             request = health_pb2.HealthCheckRequest(service=service)
-            return int((await health_pb2_grpc.HealthStub(channel).Check(request, timeout=CALL_S)).status)
+            return int(
+                (await health_pb2_grpc.HealthStub(channel).Check(request, timeout=CALL_S)).status
+            )
 
     async def until_leads(self, index: int) -> None:
         """Return once this scheduler serves."""
@@ -99,14 +108,18 @@ class Mesh:
     async def state(self, index: int) -> dict[str, Any]:
         """All that a scheduler answers about its state, but for what changes by itself."""
         async with scheduler_client(self.schedulers[index].address) as calls:
-            listed = (await calls.call("ListTrajectories", pb.ListTrajectoriesRequest())).trajectories
+            listed = (
+                await calls.call("ListTrajectories", pb.ListTrajectoriesRequest())
+            ).trajectories
             return {
                 "trajectories": {each.trajectory_id: each for each in listed},
                 "engines": sorted(each.engine_id for each in await calls.engines()),
                 "policy": await calls.call("GetPolicy", pb.GetPolicyRequest()),
             }
 
-    async def _start_at(self, listen: str, settings: dict[str, str] | None = None) -> ServiceProcess:
+    async def _start_at(
+        self, listen: str, settings: dict[str, str] | None = None
+    ) -> ServiceProcess:
         own = {**self._settings, "TREADLE_SCHEDULER_LISTEN": listen, **(settings or {})}
         return await self._start("treadle_scheduler", own)
 
@@ -162,12 +175,16 @@ async def until_all_is_counted(mesh: Mesh, index: int) -> None:
 
     async def said() -> list[tuple[int, int, int]]:
         state = await mesh.state(index)
-        return [(each.state, each.next_turn, each.gen_tokens) for each in state["trajectories"].values()]
+        return [
+            (each.state, each.next_turn, each.gen_tokens) for each in state["trajectories"].values()
+        ]
 
     await until_said(said, lambda counted: counted == finished)
 
 
-async def test_a_process_that_stands_by_is_alive_serves_nothing_and_says_who_leads(start_service: StartService) -> None:
+async def test_a_process_that_stands_by_is_alive_serves_nothing_and_says_who_leads(
+    start_service: StartService,
+) -> None:
     """Nobody waits for it when it hangs either."""
     async with mesh(start_service, engines=0) as made:
         first, second = made.schedulers
@@ -196,8 +213,9 @@ async def test_a_process_that_stands_by_is_alive_serves_nothing_and_says_who_lea
 async def test_another_scheduler_goes_on_with_everything_when_the_leader_dies_hangs_or_is_asked_to_end(
     start_service: StartService, number: signal.Signals
 ) -> None:
-    """While steps run and others wait for a ticket. Result: every trajectory has the tokens of an undisturbed run, and
-    each is counted once; engines and policy are the same; the first scheduler stands by when it is there again."""
+    """While steps run and others wait for a ticket. Result: every trajectory has the tokens of an
+    undisturbed run, and each is counted once; engines and policy are the same; the first scheduler
+    stands by when it is there again."""
     async with mesh(start_service) as made, treadle.Client(made.addresses, seed=0) as client:
         async with scheduler_client(made.schedulers[0].address) as calls:
             await calls.set_policy(preempt=False)
@@ -213,7 +231,11 @@ async def test_another_scheduler_goes_on_with_everything_when_the_leader_dies_ha
         assert (after["engines"], after["policy"]) == (before["engines"], before["policy"])
         if number == signal.SIGSTOP:
             os.kill(made.schedulers[0].pid, signal.SIGCONT)
-        expected_code = {signal.SIGKILL: -signal.SIGKILL, signal.SIGSTOP: TASK_FAILED_EXIT_CODE, signal.SIGTERM: 0}
+        expected_code = {
+            signal.SIGKILL: -signal.SIGKILL,
+            signal.SIGSTOP: TASK_FAILED_EXIT_CODE,
+            signal.SIGTERM: 0,
+        }
         assert await made.schedulers[0].wait() == expected_code[number]
         await made.restart_scheduler(0)
         assert [await made.health(index) for index in (0, 1)] == [NOT_SERVING, SERVING]
@@ -233,7 +255,9 @@ async def test_a_leader_that_was_stopped_and_replaced_changes_nothing_when_it_go
         async with scheduler_client(first.address) as calls:
             os.kill(first.pid, signal.SIGSTOP)
             requests = {
-                "OpenTrajectory": pb.OpenTrajectoryRequest(request_id="late", prompt_id="p", prompt_tokens=3),
+                "OpenTrajectory": pb.OpenTrajectoryRequest(
+                    request_id="late", prompt_id="p", prompt_tokens=3
+                ),
                 "GetTrajectory": pb.GetTrajectoryRequest(trajectory_id=trajectory.trajectory_id),
                 "RenewJob": pb.RenewJobRequest(job_id="any"),
                 "ListEngines": pb.ListEnginesRequest(),
@@ -248,8 +272,13 @@ async def test_a_leader_that_was_stopped_and_replaced_changes_nothing_when_it_go
             os.kill(first.pid, signal.SIGCONT)
             assert await first.wait() == TASK_FAILED_EXIT_CODE
             refusals = [await each for each in late]
-        assert {refusal.code for refusal in refusals} <= {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
-        assert {refusal.reason for refusal in refusals} <= {"NOT_LEADER", ""}, "or the connection was closed"
+        assert {refusal.code for refusal in refusals} <= {
+            grpc.StatusCode.UNAVAILABLE,
+            grpc.StatusCode.CANCELLED,
+        }
+        assert {refusal.reason for refusal in refusals} <= {"NOT_LEADER", ""}, (
+            "or the connection was closed"
+        )
         assert "another scheduler leads: this one ends" in first.stderr_text()
         assert await revisions(bus) == stored
         assert await made.state(1) == before
@@ -260,19 +289,28 @@ async def test_a_leader_that_was_stopped_and_replaced_changes_nothing_when_it_go
 async def revisions(bus: Bus) -> dict[str, int | None]:
     """Of the keys that a scheduler writes about trajectories and jobs."""
     entries = await entries_of(await bus.key_value(BUCKET), keys_only=True)
-    return {entry.key: entry.revision for entry in entries if entry.key.startswith(("trajectory.", "job."))}
+    return {
+        entry.key: entry.revision
+        for entry in entries
+        if entry.key.startswith(("trajectory.", "job."))
+    }
 
 
-async def test_a_trajectory_that_moves_while_no_scheduler_leads_is_moved(start_service: StartService) -> None:
-    """The leader is killed, and the migrator begins a move before another one leads. Result: the move is switched at
-    the second scheduler, and the next step runs at the target."""
+async def test_a_trajectory_that_moves_while_no_scheduler_leads_is_moved(
+    start_service: StartService,
+) -> None:
+    """The leader is killed, and the migrator begins a move before another one leads. Result: the
+    move is switched at the second scheduler, and the next step runs at the target."""
     async with mesh(start_service) as made, treadle.Client(made.addresses, seed=0) as client:
-        migrator = await start_service("treadle_migrator", {"TREADLE_MIGRATOR_SCHEDULER": made.addresses})
+        migrator = await start_service(
+            "treadle_migrator", {"TREADLE_MIGRATOR_SCHEDULER": made.addresses}
+        )
         trajectory = await client.open(prompt_id="p", sample=0, prompt=[5, 6, 7])
         context = [5, 6, 7, *await generate(trajectory, TOKENS, ignore_eos=True)]
         async with scheduler_client(made.schedulers[0].address) as calls:
             now = await until_said(
-                partial(calls.trajectory, trajectory.trajectory_id), lambda said: said.next_turn == 1
+                partial(calls.trajectory, trajectory.trajectory_id),
+                lambda said: said.next_turn == 1,
             )
             engines = {info.engine_id: info for info in await calls.engines()}
         source = engines.pop(now.engine_id)
@@ -293,14 +331,17 @@ async def test_a_trajectory_that_moves_while_no_scheduler_leads_is_moved(start_s
             ended = await moves.ended((await moves.start(request)).migration_id)
         assert ended.state == migrator_pb2.MIGRATION_STATE_DONE
         trajectory.observe([OBSERVED])
-        assert await generate(trajectory, TOKENS, ignore_eos=True) == expected([*context, OBSERVED], TOKENS)
+        assert await generate(trajectory, TOKENS, ignore_eos=True) == expected(
+            [*context, OBSERVED], TOKENS
+        )
         assert trajectory.steps[-1].engine_ids[-1] == target.engine_id
 
 
 async def test_after_nats_was_away_the_same_scheduler_leads_and_all_work_is_finished(
     start_service: StartService, nats_server: NatsServer
 ) -> None:
-    """Twice, in the middle of trajectories, for longer than the lead lasts. Result: nobody has taken over or ended."""
+    """Twice, in the middle of trajectories, for longer than the lead lasts. Result: nobody has
+    taken over or ended."""
     async with mesh(start_service) as made, treadle.Client(made.addresses, seed=0) as client:
         work = Work(client)
         running = asyncio.create_task(work.run_all())
@@ -320,7 +361,10 @@ async def test_after_nats_was_away_the_same_scheduler_leads_and_all_work_is_fini
 async def test_a_scheduler_alone_that_was_stopped_for_longer_than_all_leases_ends_none_of_them(
     start_service: StartService,
 ) -> None:
-    async with mesh(start_service, schedulers=1) as made, treadle.Client(made.addresses, seed=0) as client:
+    async with (
+        mesh(start_service, schedulers=1) as made,
+        treadle.Client(made.addresses, seed=0) as client,
+    ):
         trajectory = await client.open(prompt_id="p", sample=0, prompt=[5, 6, 7])
         await generate(trajectory, TOKENS, ignore_eos=True)
         process = made.schedulers[0]
@@ -332,7 +376,9 @@ async def test_a_scheduler_alone_that_was_stopped_for_longer_than_all_leases_end
         await trajectory.close(reward=1.0)
         state = await made.state(0)
         assert state["engines"] == ["e0", "e1"]
-        assert [each.state for each in state["trajectories"].values()] == [pb.TRAJECTORY_STATE_FINISHED]
+        assert [each.state for each in state["trajectories"].values()] == [
+            pb.TRAJECTORY_STATE_FINISHED
+        ]
         assert trajectory.steps[0].engine_ids == trajectory.steps[1].engine_ids
         assert process.returncode is None
 
@@ -340,8 +386,8 @@ async def test_a_scheduler_alone_that_was_stopped_for_longer_than_all_leases_end
 async def test_a_leader_that_only_nats_cannot_reach_is_replaced_and_stores_nothing_more(
     start_service: StartService, nats_server: NatsServer
 ) -> None:
-    """Clients still reach it. Result: their calls go to the one that leads then, which finishes all work, and the first
-    stores nothing when it is back, and ends."""
+    """Clients still reach it. Result: their calls go to the one that leads then, which finishes all
+    work, and the first stores nothing when it is back, and ends."""
     port = int(nats_server.url.rpartition(":")[2])
     async with (
         proxy(port) as between,
@@ -366,7 +412,10 @@ async def test_a_process_that_is_killed_as_soon_as_it_has_taken_over_leaves_all_
     start_service: StartService, bus: Bus
 ) -> None:
     bucket = await bus.key_value(BUCKET)
-    async with mesh(start_service, schedulers=3) as made, treadle.Client(made.addresses, seed=0) as client:
+    async with (
+        mesh(start_service, schedulers=3) as made,
+        treadle.Client(made.addresses, seed=0) as client,
+    ):
         work = Work(client)
         running = asyncio.create_task(work.run_all())
         await until(partial(work.has_run, TRAJECTORIES), DONE_S)

@@ -1,4 +1,5 @@
-"""Two jobs on one mesh of processes: a scheduler and two sidecars, in front of fake engines (ADR 0039)."""
+"""Two jobs on one mesh of processes: a scheduler and two sidecars, in front of fake engines (ADR
+0039)."""
 
 import asyncio
 import contextlib
@@ -29,9 +30,16 @@ async def mesh(start_service: StartService) -> AsyncIterator[SchedulerClient]:
     async with AsyncExitStack() as stack:
         for engine_id in ("e0", "e1"):
             engine = await stack.enter_async_context(fake_sglang(token_s=TOKEN_S))
-            settings = {"ENGINE_ID": engine_id, "ENGINE_URL": engine.url, "SCHEDULER": scheduler.address}
+            settings = {
+                "ENGINE_ID": engine_id,
+                "ENGINE_URL": engine.url,
+                "SCHEDULER": scheduler.address,
+            }
             settings |= {"SLOTS": str(SLOTS), "PROBE_S": "0"}
-            await start_service("treadle_sidecar", {f"TREADLE_SIDECAR_{key}": each for key, each in settings.items()})
+            await start_service(
+                "treadle_sidecar",
+                {f"TREADLE_SIDECAR_{key}": each for key, each in settings.items()},
+            )
         client = await stack.enter_async_context(scheduler_client(scheduler.address))
         await client.until_registered(2)
         yield client
@@ -42,13 +50,18 @@ async def jobs(mesh: SchedulerClient) -> dict[str, pb.JobUse]:
 
 
 async def flood(client: treadle.Client, name: str, trajectories: int, tokens: Counter[str]) -> None:
-    """Keep so many trajectories of three turns open until this is cancelled; count what is sampled."""
+    """Keep so many trajectories of three turns open until this is cancelled; count what is
+    sampled."""
 
     async def go_on(sample: int) -> None:
         while True:
-            async with await client.open(prompt_id=f"{name}{sample}", sample=sample, prompt=[5, 6, 7]) as t:
+            async with await client.open(
+                prompt_id=f"{name}{sample}", sample=sample, prompt=[5, 6, 7]
+            ) as t:
                 for _ in range(3):
-                    async for chunk in t.generate(treadle.Sampling(max_new_tokens=20, ignore_eos=True)):
+                    async for chunk in t.generate(
+                        treadle.Sampling(max_new_tokens=20, ignore_eos=True)
+                    ):
                         tokens[name] += len(chunk.token_ids)
 
     async with asyncio.TaskGroup() as group:
@@ -60,7 +73,8 @@ async def flood(client: treadle.Client, name: str, trajectories: int, tokens: Co
 async def test_two_jobs_get_tokens_in_the_proportion_of_their_weights_each_under_its_own_policy(
     mesh: SchedulerClient,
 ) -> None:
-    """Both have more open than fits. Result: three tokens of one for each of the other; then the other gets all."""
+    """Both have more open than fits. Result: three tokens of one for each of the other; then the
+    other gets all."""
     tokens: Counter[str] = Counter()
     async with (
         treadle.Client(mesh.address, retry=QUICK, job="heavy", weight=3.0) as heavy,
@@ -71,12 +85,14 @@ async def test_two_jobs_get_tokens_in_the_proportion_of_their_weights_each_under
             for name, client in (("heavy", heavy), ("light", light))
         }
         await until_said(
-            lambda: jobs(mesh), lambda said: len(said) == 2 and all(each.live_tickets > 1 for each in said.values())
+            lambda: jobs(mesh),
+            lambda said: len(said) == 2 and all(each.live_tickets > 1 for each in said.values()),
         )
         before = Counter(tokens)
         await asyncio.sleep(LOADED_S)
         got = tokens - before
-        # Processes on a full machine: the simulated mesh is what holds the proportion to 10% (test_sim_shared_mesh.py).
+        # Processes on a full machine: the simulated mesh is what holds the proportion to 10%
+        # (test_sim_shared_mesh.py).
         assert got["heavy"] / got["light"] == pytest.approx(3.0, rel=0.3)
         uses = await jobs(mesh)
         assert {name: (use.weight, use.share, use.clients) for name, use in uses.items()} == {
@@ -88,7 +104,9 @@ async def test_two_jobs_get_tokens_in_the_proportion_of_their_weights_each_under
         await until_said(lambda: jobs(mesh), lambda said: said["light"].share == 1.0)
         before = Counter(tokens)
         await asyncio.sleep(LOADED_S / 4)
-        assert (tokens - before)["light"] > 1.5 * got["light"] / 4, "nothing is kept for a job that has nothing to do"
+        assert (tokens - before)["light"] > 1.5 * got["light"] / 4, (
+            "nothing is kept for a job that has nothing to do"
+        )
         floods["light"].cancel()
         for each in floods.values():
             with contextlib.suppress(asyncio.CancelledError):
@@ -110,5 +128,7 @@ async def test_a_client_that_resumes_a_job_keeps_its_weight_and_a_weight_without
         treadle.Client(mesh.address, weight=3.0)
     with pytest.raises(ValueError, match="weight must be a finite number > 0, is -1"):
         treadle.Client(mesh.address, job="run", weight=-1.0)
-    with pytest.raises(ValueError, match=r"policy.ordering must be one of progressive, .* is 'best'"):
+    with pytest.raises(
+        ValueError, match=r"policy.ordering must be one of progressive, .* is 'best'"
+    ):
         treadle.Client(mesh.address, policy=treadle.Policy(ordering="best"))

@@ -1,4 +1,5 @@
-"""How many files a step passes, traced through real services: what a reader must open to follow it."""
+"""How many files a step passes, traced through real services: what a reader must open to follow
+it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -19,7 +20,8 @@ from treadle_runtime.server import serving
 MOST_FILES_TO_TICKET = 26
 MOST_FILES = 60
 PLAYS = 4
-# A pause before each play: by then a plan is due at once, and what the play before has changed is stored.
+# A pause before each play: by then a plan is due at once, and what the play before has changed is
+# stored.
 PAUSE_S = Tuning().plan_interval_s + 0.2
 LEGS = (
     ("generate -> ticket", TICKET_USED),
@@ -37,7 +39,9 @@ async def open_trajectory(nats_url: str) -> AsyncIterator[treadle.Trajectory]:
         served = await stack.enter_async_context(scheduler(nats_url, predictor=predictor.address))
         for name in ("e0", "e1"):
             engine = await stack.enter_async_context(fake_sglang())
-            await stack.enter_async_context(sidecar(nats_url, engine.url, name, scheduler=served.address))
+            await stack.enter_async_context(
+                sidecar(nats_url, engine.url, name, scheduler=served.address)
+            )
         await served.until_registered(2)
         client = await stack.enter_async_context(treadle.Client(served.address, retry=QUICK))
         yield await client.open(prompt_id="p", sample=0, prompt=[5] * 40)
@@ -48,14 +52,20 @@ async def play(trajectory: treadle.Trajectory, tracer: StepTracer) -> Sequence[L
     await asyncio.sleep(PAUSE_S)
     with tracer.running():
         await generate(trajectory, 4)
-        await until(lambda: tracer.has_seen(FACT_HEARD, PREDICTED, PLANNED), what="a prediction and a plan")
+        await until(
+            lambda: tracer.has_seen(FACT_HEARD, PREDICTED, PLANNED), what="a prediction and a plan"
+        )
     trajectory.observe([7] * 5)
     return tracer.cut(LEGS)
 
 
 def files_of_each_leg(plays: Sequence[Sequence[Leg]]) -> dict[str, set[str]]:
-    """The files that all plays have passed, by the name of the leg: others belong to background work."""
-    return {legs[0].name: set.intersection(*(leg.files for leg in legs)) for legs in zip(*plays, strict=True)}
+    """The files that all plays have passed, by the name of the leg: others belong to background
+    work."""
+    return {
+        legs[0].name: set.intersection(*(leg.files for leg in legs))
+        for legs in zip(*plays, strict=True)
+    }
 
 
 def describe(legs: dict[str, set[str]]) -> str:

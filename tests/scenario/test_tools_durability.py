@@ -1,4 +1,5 @@
-"""Sessions that outlive the service: it is killed in the middle, comes back, and goes on where its callers stand."""
+"""Sessions that outlive the service: it is killed in the middle, comes back, and goes on where its
+callers stand."""
 
 import asyncio
 import json
@@ -49,13 +50,18 @@ async def kill(calls: ToolsCalls, in_flight: asyncio.Task[Any]) -> None:
     assert (await refusal_of(in_flight)).code is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_killed_service_goes_on_where_it_was(start_service: StartService, state: str, nats_url: str) -> None:
-    """
-    GIVEN   five lakes after 0 to 4 steps, one of them ended, one that was closed, a riddle with a file in its /tmp
+async def test_a_killed_service_goes_on_where_it_was(
+    start_service: StartService, state: str, nats_url: str
+) -> None:
+    """GIVEN   five lakes after 0 to 4 steps, one of them ended, one that was closed, a riddle with a
+    file in its /tmp
     WHEN    the service is killed in the middle of a step of the riddle, and started again
-    Result: every session is as its callers know it; steps that were answered are answered the same again and not
-            taken twice; the step in flight is answered to its repeat and was taken once, and its end is published,
-            since somebody may wait for the trajectory's tool; what was closed stays closed; all others go on"""
+    Result: every session is as its callers know it; steps that were answered are answered the same
+    again and not
+            taken twice; the step in flight is answered to its repeat and was taken once, and its
+            end is published,
+            since somebody may wait for the trajectory's tool; what was closed stays closed; all
+            others go on"""
     append = "import time; time.sleep(3); open('/tmp/log', 'a').write('x'); open('/tmp/log').read()"
     trajectory_id, published = f"t-{uuid.uuid4().hex}", []
 
@@ -64,7 +70,10 @@ async def test_a_killed_service_goes_on_where_it_was(start_service: StartService
             published.append(fact.WhichOneof("fact"))
 
     async with run(start_service, state, "frozen_lake", "reasoning_gym") as calls:
-        lakes = [(await calls.open("frozen_lake", {"seed": 7}, trajectory_id=f"t-{n}")).session for n in range(5)]
+        lakes = [
+            (await calls.open("frozen_lake", {"seed": 7}, trajectory_id=f"t-{n}")).session
+            for n in range(5)
+        ]
         answers = {}
         for count, lake in enumerate(lakes):
             for step in range(count):
@@ -74,14 +83,18 @@ async def test_a_killed_service_goes_on_where_it_was(start_service: StartService
                     answers[id] = await calls.step(lake.session_id, {"action": action}, id=id)
         closed = (await calls.open("frozen_lake")).session.session_id
         await calls.close(closed, id="close")
-        riddle = (await calls.open("reasoning_gym", LEGS, trajectory_id=trajectory_id)).session.session_id
+        riddle = (
+            await calls.open("reasoning_gym", LEGS, trajectory_id=trajectory_id)
+        ).session.session_id
         await calls.step(riddle, {"code": "open('/tmp/kept', 'w').write('kept')"})
         before = [await calls.session(lake.session_id) for lake in lakes]
         await kill(calls, asyncio.create_task(calls.step(riddle, {"code": append}, id="in-flight")))
     async with run(start_service, state, "frozen_lake", "reasoning_gym") as calls:
         async with open_bus(nats_url, "test") as bus:
             await bus.subscribe(["tool_started", "tool_finished"], receive, replay=True)
-            await until(lambda: published.count("tool_finished") == 3)  # the opening's and two steps'
+            await until(
+                lambda: published.count("tool_finished") == 3
+            )  # the opening's and two steps'
         assert published.count("tool_started") == 3
         await calls.close(closed, id="close")
         with refused("SESSION_NOT_FOUND"):
@@ -100,13 +113,17 @@ async def test_a_killed_service_goes_on_where_it_was(start_service: StartService
             assert (await calls.session(lake.session_id)).steps == count + 1
         with refused("SESSION_ENDED"):
             await calls.step(lakes[4].session_id, {"action": "down"})
-        looked = await calls.step(riddle, {"code": "open('/tmp/kept').read(), open('/tmp/log').read()"})
+        looked = await calls.step(
+            riddle, {"code": "open('/tmp/kept').read(), open('/tmp/log').read()"}
+        )
         assert looked.output == "('kept', 'x')\n"
         assert (await calls.session(riddle)).steps == 3
         assert (await calls.step(riddle, {"answer": "184"})).reward == 1.0
 
 
-async def test_the_last_step_of_a_session_is_answered_again(start_service: StartService, state: str) -> None:
+async def test_the_last_step_of_a_session_is_answered_again(
+    start_service: StartService, state: str
+) -> None:
     """
     WHEN    the step in flight at the kill ends its session
     Result: its repeat gets the reward; the session is done"""
@@ -178,7 +195,9 @@ def run_own(
     start_service: StartService, state: str, folder: Path, **settings: str
 ) -> AbstractAsyncContextManager[ToolsCalls]:
     """One run of a service with tools that count, die and hoard."""
-    return tools(start_service, **write_tools(folder, OWN_TOOLS, OWN_CODE), STATE_DIR=state, **settings)
+    return tools(
+        start_service, **write_tools(folder, OWN_TOOLS, OWN_CODE), STATE_DIR=state, **settings
+    )
 
 
 async def test_an_opening_in_flight_is_the_one_that_its_repeat_gets(
@@ -244,12 +263,14 @@ async def test_callers_that_repeat_what_was_not_answered_count_each_step_once(
 async def test_a_session_takes_each_step_once_while_nats_is_away_and_ends_with_its_trajectory_once_it_is_back(
     start_service: StartService, state: str, nats_server: NatsServer
 ) -> None:
-    """
-    GIVEN   a session on a lake, of a trajectory of a real scheduler
-    WHEN    NATS is killed, a step is taken and the trajectory is closed, both unanswered, and NATS is started again
-    Result: the repeated step gets its answer and was taken once; the repeated closing ends the session"""
+    """GIVEN   a session on a lake, of a trajectory of a real scheduler WHEN    NATS is killed, a
+    step is taken and the trajectory is closed, both unanswered, and NATS is started again Result:
+    the repeated step gets its answer and was taken once; the repeated closing ends the session"""
     scheduler = await start_service("treadle_scheduler")
-    async with scheduler_client(scheduler.address) as control, run(start_service, state, "frozen_lake") as calls:
+    async with (
+        scheduler_client(scheduler.address) as control,
+        run(start_service, state, "frozen_lake") as calls,
+    ):
         await control.open("t")
         lake = (await calls.open("frozen_lake", {"seed": 7}, trajectory_id="t")).session.session_id
         step = partial(calls.step, lake, {"action": "down"}, id="step")
@@ -261,7 +282,10 @@ async def test_a_session_takes_each_step_once_while_nats_is_away_and_ends_with_i
         assert (await calls.session(lake)).steps == 1
         nats_server.kill()
         close = partial(control.close, "t", request_id="close")
-        assert (await refusal_of(close())).reason in ("BUS_UNAVAILABLE", "NOT_LEADER")  # by when its lease was renewed
+        assert (await refusal_of(close())).reason in (
+            "BUS_UNAVAILABLE",
+            "NOT_LEADER",
+        )  # by when its lease was renewed
         assert (await calls.session(lake)).steps == 1
         nats_server.start()
         await answer_of(close)
@@ -291,14 +315,18 @@ async def test_memory_is_watched_while_there_is_no_service(
         session_id = (await calls.open("hoards")).session.session_id
         daemon = daemon_of(calls)
         await kill(calls, asyncio.create_task(calls.step(session_id, {}, id="hoard")))
-        await until(lambda: "a sandbox outgrew its memory" in (Path(state) / "daemon.log").read_text())
+        await until(
+            lambda: "a sandbox outgrew its memory" in (Path(state) / "daemon.log").read_text()
+        )
         assert daemon.is_running()
     async with run_own(start_service, state, tmp_path, CGROUPS="off") as calls:
         with refused("SESSION_ENDED"):
             await calls.step(session_id, {}, id="hoard")
 
 
-async def test_sessions_outlive_an_orderly_end_with_keep_on_exit(start_service: StartService, state: str) -> None:
+async def test_sessions_outlive_an_orderly_end_with_keep_on_exit(
+    start_service: StartService, state: str
+) -> None:
     async with run(start_service, state, "frozen_lake", KEEP_ON_EXIT="true") as calls:
         session_id = (await calls.open("frozen_lake", {"seed": 7})).session.session_id
         await calls.step(session_id, {"action": "down"})
@@ -346,10 +374,11 @@ async def test_a_session_that_cannot_go_on_says_so(start_service: StartService, 
         assert (await calls.python("1 + 1")).output == "2\n"
 
 
-async def test_what_a_killed_machine_leaves_in_the_folder_harms_nobody(start_service: StartService, state: str) -> None:
-    """
-    WHEN    service and daemon are killed together
-    Result: the next service finds a socket that nobody listens to, starts a daemon of its own and knows no session"""
+async def test_what_a_killed_machine_leaves_in_the_folder_harms_nobody(
+    start_service: StartService, state: str
+) -> None:
+    """WHEN    service and daemon are killed together Result: the next service finds a socket that
+    nobody listens to, starts a daemon of its own and knows no session"""
     async with run(start_service, state, "frozen_lake") as calls:
         session_id = (await calls.open("frozen_lake")).session.session_id
         daemon = daemon_of(calls)
@@ -365,8 +394,13 @@ async def test_what_a_killed_machine_leaves_in_the_folder_harms_nobody(start_ser
         assert groups_of(daemon) == []
 
 
-async def test_a_second_service_on_one_folder_is_refused(start_service: StartService, state: str) -> None:
+async def test_a_second_service_on_one_folder_is_refused(
+    start_service: StartService, state: str
+) -> None:
     async with run(start_service, state, "python") as calls:
         with pytest.raises(AssertionError, match=r"TREADLE_TOOLS_STATE_DIR.*another tools service"):
-            await start_service("treadle_tools", {"TREADLE_TOOLS_STATE_DIR": state, "TREADLE_TOOLS_BUILTIN": "python"})
+            await start_service(
+                "treadle_tools",
+                {"TREADLE_TOOLS_STATE_DIR": state, "TREADLE_TOOLS_BUILTIN": "python"},
+            )
         assert (await calls.python("1 + 1")).output == "2\n"

@@ -1,4 +1,5 @@
-"""What actions are granted, for real: cores of their own, more of them where that helps, and turns at a provider."""
+"""What actions are granted, for real: cores of their own, more of them where that helps, and turns
+at a provider."""
 
 import asyncio
 import os
@@ -58,7 +59,9 @@ def search(arguments):
 """
 
 PINS = Path("/sys/fs/cgroup/cpuset").is_dir() and os.access("/sys/fs/cgroup/cpuset", os.W_OK)
-pins = pytest.mark.skipif(not PINS or len(os.sched_getaffinity(0)) < 2, reason="needs two cores and cpuset to write")
+pins = pytest.mark.skipif(
+    not PINS or len(os.sched_getaffinity(0)) < 2, reason="needs two cores and cpuset to write"
+)
 MIB = 1024 * 1024
 
 
@@ -68,13 +71,20 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess
     folder = tmp_path_factory.mktemp("elastic")
     (folder / "providers.toml").write_text(
         "\n".join(
-            f"[[provider]]\nname = '{name}'\nconcurrency = 1\nquota = [{{ count = 5, period_s = 3600 }}]\n"
+            f"[[provider]]\nname = '{name}'\nconcurrency = 1\nquota = [{{ count = 5, period_s = "
+            f"3600 }}]\n"
             "breaker = { failures = 2, cooldown_s = 600, longest_cooldown_s = 600 }"
             for name in PROVIDERS
         )
     )
-    settings = {"CORES": "2", "MEMORY_BYTES": str(24 * MIB), "PROVIDERS_FILE": str(folder / "providers.toml")}
-    with shared_tools(folder, "python", "frozen_lake", **write_tools(folder, TOOLS, CODE), **settings) as process:
+    settings = {
+        "CORES": "2",
+        "MEMORY_BYTES": str(24 * MIB),
+        "PROVIDERS_FILE": str(folder / "providers.toml"),
+    }
+    with shared_tools(
+        folder, "python", "frozen_lake", **write_tools(folder, TOOLS, CODE), **settings
+    ) as process:
         yield process
 
 
@@ -82,7 +92,9 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess
 async def calls(service: ServiceProcess) -> AsyncIterator[ToolsCalls]:
     """Calls to it, once nothing of an earlier test runs."""
     async with calls_to(service) as made:
-        await until_said(made.resources, lambda said: said.actions_running + said.actions_waiting == 0)
+        await until_said(
+            made.resources, lambda said: said.actions_running + said.actions_waiting == 0
+        )
         yield made
 
 
@@ -99,23 +111,29 @@ async def test_an_action_sees_the_cores_that_are_its_own(calls: ToolsCalls) -> N
     """
     WHEN    two snippets run at a time on a node of two cores
     Result: each sees one core, and not the other's"""
-    look = "import os, time; print(sorted(os.sched_getaffinity(0)), os.environ['TREADLE_CORES']); time.sleep(0.9)"
+    look = (
+        "import os, time; print(sorted(os.sched_getaffinity(0)), os.environ['TREADLE_CORES']); "
+        "time.sleep(0.9)"
+    )
     both = await asyncio.gather(*(calls.python(look) for _ in range(2)))
     first, second = sorted(os.sched_getaffinity(0))[:2]
     assert sorted(result.output for result in both) == [f"[{first}] 1\n", f"[{second}] 1\n"]
 
 
 @pins
-async def test_an_elastic_action_gets_all_cores_alone_and_fewer_among_others(calls: ToolsCalls) -> None:
-    """
-    WHEN    an action that scales is alone; then two come together; then one comes while a core is held
-    Result: it gets both cores; one each; the one that is free. Its program is told how many, and sees no others."""
+async def test_an_elastic_action_gets_all_cores_alone_and_fewer_among_others(
+    calls: ToolsCalls,
+) -> None:
+    """WHEN    an action that scales is alone; then two come together; then one comes while a core
+    is held Result: it gets both cores; one each; the one that is free. Its program is told how
+    many, and sees no others."""
     first, second = sorted(os.sched_getaffinity(0))[:2]
     assert (await calls.invoke({}, tool="spread")).output == f"2 {[first, second]}"
     both = await asyncio.gather(*(calls.invoke({"for_s": 0.5}, tool="spread") for _ in range(2)))
     assert sorted(result.output for result in both) in (
         [f"1 [{first}]", f"1 [{second}]"],
-        [f"2 {[first, second]}"] * 2,  # the second came when the first had its turn already, and waited for it
+        [f"2 {[first, second]}"]
+        * 2,  # the second came when the first had its turn already, and waited for it
     )
     held = asyncio.create_task(calls.python("import time; time.sleep(8)"))
     await until_said(calls.resources, lambda said: said.actions_running == 1)
@@ -131,10 +149,8 @@ async def test_an_environment_is_told_its_cores_at_each_step(calls: ToolsCalls) 
 
 
 async def test_a_session_keeps_memory_until_it_is_closed(calls: ToolsCalls) -> None:
-    """
-    GIVEN   memory for one session
-    WHEN    a second is opened
-    Result: it waits, and opens when the first is closed; steps of the first and calls of other tools do not wait"""
+    """GIVEN   memory for one session WHEN    a second is opened Result: it waits, and opens when
+    the first is closed; steps of the first and calls of other tools do not wait"""
     first = (await calls.open("frozen_lake")).session.session_id
     assert (await dimension(calls, "memory_bytes")).held == 16 * MIB
     second = asyncio.create_task(calls.open("frozen_lake"))
@@ -155,7 +171,10 @@ async def test_resources_tell_what_is_held_and_who_waits(calls: ToolsCalls) -> N
     assert figures["cpu_cores"] == (2, 0, 2)
     assert (figures["api_concurrency:idle"], figures["api_quota:idle"]) == ((1, 0, 1), (5, 0, 5))
     assert [each.name for each in idle.providers] == list(PROVIDERS)
-    assert (provider(idle, "idle").breaker, provider(idle, "idle").rests.seconds) == (pb.BREAKER_STATE_CLOSED, 0)
+    assert (provider(idle, "idle").breaker, provider(idle, "idle").rests.seconds) == (
+        pb.BREAKER_STATE_CLOSED,
+        0,
+    )
     calling = [asyncio.create_task(calls.python("import time; time.sleep(8)")) for _ in range(4)]
     busy = await until_said(calls.resources, lambda said: said.actions_waiting == 2)
     assert busy.actions_running == 2
@@ -185,9 +204,8 @@ async def test_a_refused_call_is_made_again_when_the_provider_allows_it(calls: T
 
 
 async def test_a_call_that_is_refused_beyond_its_callers_time_says_so(calls: ToolsCalls) -> None:
-    """
-    WHEN    a provider refuses for longer than the callers have
-    Result: the refused one reads that it was; the next is not made: UNAVAILABLE, with the time to retry after"""
+    """WHEN    a provider refuses for longer than the callers have Result: the refused one reads
+    that it was; the next is not made: UNAVAILABLE, with the time to retry after"""
     refused = await calls.invoke({"until": time.time() + 600}, tool="away")
     assert refused.status == pb.RESULT_STATUS_TOOL_ERROR
     assert refused.error.startswith("the provider refuses for ")

@@ -1,5 +1,6 @@
-"""Tools and rewards that are HTTP functions: real servers on loopback that start from zero, refuse, and die; and LLM
-judges, asked over OpenAI's chat API at several endpoints until there is a score."""
+"""Tools and rewards that are HTTP functions: real servers on loopback that start from zero, refuse,
+and die; and LLM judges, asked over OpenAI's chat API at several endpoints until there is a score.
+"""
 
 import asyncio
 import contextlib
@@ -38,7 +39,11 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "search": {
         "headers": {"X-Job": "math"},
         "headers_from_env": {"Authorization": "SEARCH_KEY"},
-        "arguments_schema": {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]},
+        "arguments_schema": {
+            "type": "object",
+            "properties": {"q": {"type": "string"}},
+            "required": ["q"],
+        },
     },
     "get": {"method": "GET"},
     "asleep": {"connect_s": 0.2},
@@ -84,10 +89,16 @@ name = "with_a_long_pause"
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
     """A tools service with all FUNCTIONS and JUDGES."""
     folder = tmp_path_factory.mktemp("functions")
-    declared = [{"name": name, "url": f"http://127.0.0.1:{PORTS[name]}/", **more} for name, more in FUNCTIONS.items()]
+    declared = [
+        {"name": name, "url": f"http://127.0.0.1:{PORTS[name]}/", **more}
+        for name, more in FUNCTIONS.items()
+    ]
     (folder / "functions.json").write_text(json.dumps({"function": declared, "judge": JUDGES}))
     (folder / "providers.toml").write_text(PROVIDERS)
-    files = {"FUNCTIONS": str(folder / "functions.json"), "PROVIDERS_FILE": str(folder / "providers.toml")}
+    files = {
+        "FUNCTIONS": str(folder / "functions.json"),
+        "PROVIDERS_FILE": str(folder / "providers.toml"),
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SEARCH_KEY", "Bearer s3cret")
         with shared_tools(folder, FUNCTION_HOSTS="127.0.0.1", REWARDS="", **files) as process:
@@ -113,7 +124,9 @@ def noted(came: list[float], answer: Handler) -> Handler:
 
 
 async def test_arguments_go_as_a_body_and_the_answer_is_the_output(calls: ToolsCalls) -> None:
-    async with served("search", says({"output": "42", "data": {"pages": 3}}), says("plain"), says([1, 2])) as server:
+    async with served(
+        "search", says({"output": "42", "data": {"pages": 3}}), says("plain"), says([1, 2])
+    ) as server:
         plain = await calls.invoke({"q": "a"}, tool="search", trajectory_id="t-1")
         listed = await calls.invoke({"q": "b"}, tool="search")
         outcome = await calls.invoke({"q": "c"}, tool="search")
@@ -122,7 +135,9 @@ async def test_arguments_go_as_a_body_and_the_answer_is_the_output(calls: ToolsC
         assert (outcome.output, json.loads(outcome.data_json)) == ("42", {"pages": 3})
         assert outcome.timing.execution.ToNanoseconds() > 0
         assert server.bodies == [{"q": "a"}, {"q": "b"}, {"q": "c"}]
-        assert {request.headers["Authorization"] for request in server.requests} == {"Bearer s3cret"}
+        assert {request.headers["Authorization"] for request in server.requests} == {
+            "Bearer s3cret"
+        }
         assert {request.headers["X-Job"] for request in server.requests} == {"math"}
         assert len({request.headers["Idempotency-Key"] for request in server.requests}) == 3
         assert (await refusal_of(calls.invoke({}, tool="search"))).fields == ("arguments_json.q",)
@@ -145,8 +160,11 @@ async def test_a_function_that_starts_from_zero_is_waited_for(calls: ToolsCalls)
         assert len(server.requests) == 2
 
 
-async def test_a_proxy_that_refuses_for_a_function_does_not_make_it_a_warm_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """WHEN 503 comes at once, twice, and then the function starts slowly. Result: it is waited for, and once."""
+async def test_a_proxy_that_refuses_for_a_function_does_not_make_it_a_warm_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """WHEN 503 comes at once, twice, and then the function starts slowly. Result: it is waited for,
+    and once."""
     monkeypatch.setattr(functions, "SHORTEST_WARM_S", 0.1)
 
     async def starting(request: web.Request) -> web.StreamResponse:
@@ -161,10 +179,14 @@ async def test_a_proxy_that_refuses_for_a_function_does_not_make_it_a_warm_one(m
 
 
 async def test_a_wait_beyond_the_callers_time_is_not_begun(calls: ToolsCalls) -> None:
-    async with served("refusing_for_long", says({"message": "slow down"}, 429, Retry_After="3600")) as server:
+    async with served(
+        "refusing_for_long", says({"message": "slow down"}, 429, Retry_After="3600")
+    ) as server:
         result = await calls.invoke({}, tool="refusing_for_long", limits=limits(5.0))
         assert result.status == ERROR
-        assert all(words in result.error for words in ("HTTP 429", "slow down", "retry after 3600 s"))
+        assert all(
+            words in result.error for words in ("HTTP 429", "slow down", "retry after 3600 s")
+        )
         assert len(server.requests) == 1
 
 
@@ -174,17 +196,22 @@ async def test_a_silent_function_ends_with_the_callers_time(calls: ToolsCalls) -
         assert (result.status, result.error) == (TIMED_OUT, "no answer within 0.2 s")
 
         async def asked() -> tools_pb2.ToolResult | None:
-            request = tools_pb2.InvokeRequest(request_id=uuid.uuid4().hex, tool="silent", arguments_json="{}")
+            request = tools_pb2.InvokeRequest(
+                request_id=uuid.uuid4().hex, tool="silent", arguments_json="{}"
+            )
             with contextlib.suppress(grpc.aio.AioRpcError):
                 return (await calls.stub.Invoke(request, timeout=1.0)).result
             return None
 
-        told = await until_said(asked, lambda said: said)  # before a deadline; a busy machine may be too late for one
+        told = await until_said(
+            asked, lambda said: said
+        )  # before a deadline; a busy machine may be too late for one
         assert told is not None and told.status == TIMED_OUT
 
 
 @pytest.mark.parametrize(
-    ("name", "wanted", "asked"), [("idempotent", (OK, "second"), 2), ("not_idempotent", (ERROR, ""), 1)]
+    ("name", "wanted", "asked"),
+    [("idempotent", (OK, "second"), 2), ("not_idempotent", (ERROR, ""), 1)],
 )
 async def test_a_lost_answer_is_asked_for_again_only_where_that_is_harmless(
     calls: ToolsCalls, name: str, wanted: tuple[int, str], asked: int
@@ -241,11 +268,15 @@ async def test_no_more_calls_than_allowed_are_under_way(calls: ToolsCalls) -> No
 
 async def test_rewards_say_whether_they_run_behind_a_url(rewards: RewardCalls) -> None:
     listed = await rewards.stub.ListRewards(rewards_pb2.ListRewardsRequest(), timeout=9)
-    assert {one.name: one.serverless for one in listed.rewards} == {"graded": True, **{j["name"]: True for j in JUDGES}}
+    assert {one.name: one.serverless for one in listed.rewards} == {
+        "graded": True,
+        **{j["name"]: True for j in JUDGES},
+    }
 
 
 async def test_a_reward_that_is_a_function_is_asked_until_it_answers(rewards: RewardCalls) -> None:
-    """A refusal is no score: the reward stays, and is asked again when its own tries are used up."""
+    """A refusal is no score: the reward stays, and is asked again when its own tries are used
+    up."""
     async with served("graded", says({"score": 0.75}), says({}, 503), says(0.5)) as server:
         ended = await rewards.end("graded", {"answer": "a"})
         assert (ended.state, ended.score, ended.tries) == (DONE, 0.5, 1)
@@ -263,10 +294,13 @@ async def test_calls_of_all_keep_within_what_their_provider_allows(calls: ToolsC
         assert all(later - earlier >= 1.0 for earlier, later in zip(came, came[4:], strict=False))
 
 
-async def test_a_refused_call_is_sent_again_and_a_provider_is_left_alone_by_all(calls: ToolsCalls) -> None:
-    """
-    WHEN    a function answers a call with 429 and Retry-After, 503 and 502, and another call is made after the first
-    Result: nothing reaches its provider before the time that it asked for is over; both callers see the answer
+async def test_a_refused_call_is_sent_again_and_a_provider_is_left_alone_by_all(
+    calls: ToolsCalls,
+) -> None:
+    """WHEN    a function answers a call with 429 and Retry-After, 503 and 502, and another call is
+    made after the first
+    Result: nothing reaches its provider before the time that it asked for is over; both callers see
+    the answer
             alone; all tries of a call have one Idempotency-Key"""
     came: list[float] = []
     refusals = (says({}, 429, Retry_After="2"), says({}, 503), says({}, 502))
@@ -274,7 +308,8 @@ async def test_a_refused_call_is_sent_again_and_a_provider_is_left_alone_by_all(
     async with served("with_a_pause", *handlers) as server:
         first = asyncio.create_task(calls.invoke({"call": 1}, tool="with_a_pause"))
         await until_said(
-            calls.resources, lambda said: "with_a_pause" in {p.name for p in said.providers if p.rests.nanos}
+            calls.resources,
+            lambda said: "with_a_pause" in {p.name for p in said.providers if p.rests.nanos},
         )
         second = asyncio.create_task(calls.invoke({"call": 2}, tool="with_a_pause"))
         results = [await first, await second]
@@ -283,10 +318,16 @@ async def test_a_refused_call_is_sent_again_and_a_provider_is_left_alone_by_all(
         assert min(came[1:]) - came[0] >= 2.0
         assert results[0].timing.queue.ToNanoseconds() >= 2e9
         keys = [request.headers["Idempotency-Key"] for request in server.requests]
-        assert len({(body["call"], key) for body, key in zip(server.bodies, keys, strict=True)}) == len(set(keys)) == 2
+        assert (
+            len({(body["call"], key) for body, key in zip(server.bodies, keys, strict=True)})
+            == len(set(keys))
+            == 2
+        )
 
 
-async def test_a_provider_that_is_left_alone_for_too_long_is_not_waited_for(calls: ToolsCalls) -> None:
+async def test_a_provider_that_is_left_alone_for_too_long_is_not_waited_for(
+    calls: ToolsCalls,
+) -> None:
     async with served("with_a_long_pause", says({}, 429, Retry_After="600")) as server:
         for words in ("HTTP 429", "provider 'with_a_long_pause' is left alone for another"):
             result = await calls.invoke({}, tool="with_a_long_pause", limits=limits(5.0))
@@ -296,30 +337,44 @@ async def test_a_provider_that_is_left_alone_for_too_long_is_not_waited_for(call
 
 
 def judge_says(text: str | None) -> Handler:
-    """A chat completion with this content, where the test is of what is asked and what is made of the answer."""
+    """A chat completion with this content, where the test is of what is asked and what is made of
+    the answer."""
     message = {"role": "assistant", "content": text}
     return says({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
 
 
-async def test_a_judge_reads_the_trajectory_and_its_score_is_the_reward(rewards: RewardCalls) -> None:
+async def test_a_judge_reads_the_trajectory_and_its_score_is_the_reward(
+    rewards: RewardCalls,
+) -> None:
     async with served("one", judge_says("It is right.\nScore: 8")) as server:
         ended = await rewards.end("judge", QUESTION)
         assert (ended.state, ended.score, ended.output) == (DONE, 0.8, "It is right.\nScore: 8")
         assert ended.timing.execution.ToNanoseconds() > 0
         [body] = server.bodies
         assert body["messages"] == [
-            {"role": "user", "content": "Question: 1+1?\nAnswer: 2\nEnd with `Score: N`, from 0 to 10."}
+            {
+                "role": "user",
+                "content": "Question: 1+1?\nAnswer: 2\nEnd with `Score: N`, from 0 to 10.",
+            }
         ]
         assert (body["model"], body["max_tokens"]) == ("big", 99)
         [request] = server.requests
-        assert (request.path, request.headers["Authorization"]) == ("/v1/chat/completions", "Bearer s3cret")
+        assert (request.path, request.headers["Authorization"]) == (
+            "/v1/chat/completions",
+            "Bearer s3cret",
+        )
         refused = await refusal_of(rewards.score("judge", {"question": "1+1?"}))
         assert refused.fields == ("arguments_json.answer",)
 
 
 async def test_a_judge_without_a_score_is_asked_again_and_otherwise(rewards: RewardCalls) -> None:
     """WHEN it never gives one. Result: the reward has failed, and says what the judge said."""
-    answers = [judge_says("Score: eleven"), judge_says("hm"), judge_says(None), judge_says("Score: 2")]
+    answers = [
+        judge_says("Score: eleven"),
+        judge_says("hm"),
+        judge_says(None),
+        judge_says("Score: 2"),
+    ]
     async with served("one", *answers) as server:
         ended = await rewards.end("judge", QUESTION)
         assert (ended.state, ended.score) == (DONE, 0.2)

@@ -1,4 +1,5 @@
-"""Judges on GPUs that they share: a real tools service against fake engines that die of what SGLang dies of."""
+"""Judges on GPUs that they share: a real tools service against fake engines that die of what SGLang
+dies of."""
 
 import asyncio
 import itertools
@@ -21,7 +22,8 @@ START_ANEW = "start it anew"
 
 
 class Judged:
-    """Services called `names` with a server on each GPU, a judge by_<name> of each, and the tools service before them.
+    """Services called `names` with a server on each GPU, a judge by_<name> of each, and the tools
+    service before them.
 
     `a`, `b`: the servers of the first and of the last service on the first GPU.
     """
@@ -32,7 +34,10 @@ class Judged:
         self._start_service, self._folder = start_service, folder
         self.gpus = [FakeGpu(GPU_BYTES) for _ in range(gpus)]
         self.servers = {
-            name: [FakeMemoryEngine(f"{name}{n}", [gpu], SERVER_BYTES) for n, gpu in enumerate(self.gpus)]
+            name: [
+                FakeMemoryEngine(f"{name}{n}", [gpu], SERVER_BYTES)
+                for n, gpu in enumerate(self.gpus)
+            ]
             for name in names
         }
         self.engines = [server for servers in self.servers.values() for server in servers]
@@ -61,15 +66,23 @@ class Judged:
                 }
                 for name, servers in self.servers.items()
             ],
-            "judge": [{"name": f"by_{name}", "prompt": "$text", "service": name} for name in self.servers],
+            "judge": [
+                {"name": f"by_{name}", "prompt": "$text", "service": name} for name in self.servers
+            ],
         }
 
 
 @asynccontextmanager
 async def judged(
-    start_service: StartService, folder: Path, names: str = "ab", gpus: int = 1, *, saves_weights: bool = True
+    start_service: StartService,
+    folder: Path,
+    names: str = "ab",
+    gpus: int = 1,
+    *,
+    saves_weights: bool = True,
 ) -> AsyncIterator[Judged]:
-    """All of it, running. In the end no server has died, and no GPU was ever asked for more than it has."""
+    """All of it, running. In the end no server has died, and no GPU was ever asked for more than it
+    has."""
     mesh = Judged(start_service, folder, names, gpus)
     try:
         first, *others = mesh.servers.values()
@@ -90,7 +103,10 @@ async def judged(
 
 async def score(calls: RewardCalls, *judges: str) -> list[pb.Reward]:
     """One reward of each, all at once, once they have ended well."""
-    accepted = [await calls.score(judge, {"text": str(number)}, job=judge) for number, judge in enumerate(judges)]
+    accepted = [
+        await calls.score(judge, {"text": str(number)}, job=judge)
+        for number, judge in enumerate(judges)
+    ]
     ended = await calls.ended(*(one.reward_id for one in accepted))
     assert [(one.state, one.error) for one in ended] == [(DONE, "")] * len(judges)
     return ended
@@ -109,9 +125,9 @@ async def start_anew(engine: FakeMemoryEngine) -> None:
 async def test_services_that_share_a_gpu_are_brought_in_when_they_are_asked(
     start_service: StartService, tmp_path: Path
 ) -> None:
-    """
-    WHEN    two judges share one GPU that holds one of them, and are asked in turns, then both at once
-    Result: every reward is scored, what is there is not brought again, memory is never exceeded, and nothing dies
+    """WHEN    two judges share one GPU that holds one of them, and are asked in turns, then both at
+    once Result: every reward is scored, what is there is not brought again, memory is never
+    exceeded, and nothing dies
 
     WHEN    the service is killed with a server in memory
     Result: the next one resumes only what is released
@@ -125,7 +141,9 @@ async def test_services_that_share_a_gpu_are_brought_in_when_they_are_asked(
             mesh.a.answer_s = mesh.b.answer_s = 0.05
             await score(calls, *(["by_a", "by_b"] * 20))
             assert "resume,ask,ask,release" in ",".join(mesh.a.log)
-            assert max(mesh.a.most_at_once, mesh.b.most_at_once) > 1  # what is asked at once is one batch
+            assert (
+                max(mesh.a.most_at_once, mesh.b.most_at_once) > 1
+            )  # what is asked at once is one batch
         mesh.process.kill()
         await mesh.start()
         async with rewards_of(mesh.process) as calls:
@@ -135,9 +153,9 @@ async def test_services_that_share_a_gpu_are_brought_in_when_they_are_asked(
 async def test_a_server_that_is_started_anew_is_known_to_hold_its_memory(
     start_service: StartService, tmp_path: Path
 ) -> None:
-    """
-    WHEN    of two servers of a GPU one that is released crashes and comes back, and later one in memory that is asked
-    Result: the first is released again, and both can be asked; the second answers what waited for it"""
+    """WHEN    of two servers of a GPU one that is released crashes and comes back, and later one in
+    memory that is asked Result: the first is released again, and both can be asked; the second
+    answers what waited for it"""
     async with judged(start_service, tmp_path) as mesh, rewards_of(mesh.process) as calls:
         await until_released(mesh.b)
         await start_anew(mesh.b)
@@ -165,9 +183,8 @@ async def test_a_service_takes_what_is_free_and_more_gpus_when_one_is_full(
 async def test_a_kill_in_the_middle_of_a_change_costs_a_start_of_that_server(
     start_service: StartService, tmp_path: Path
 ) -> None:
-    """
-    WHEN    the service is killed while a server resumes
-    Result: the next one does not touch that server, says so, and uses it again once it has been started anew"""
+    """WHEN    the service is killed while a server resumes Result: the next one does not touch that
+    server, says so, and uses it again once it has been started anew"""
     async with judged(start_service, tmp_path, "a") as mesh:
         pending = await ask_while_it_changes(mesh)
         mesh.process.kill()
@@ -190,10 +207,12 @@ async def ask_while_it_changes(mesh: Judged) -> pb.Reward:
         return pending
 
 
-async def test_a_release_that_a_kill_left_open_keeps_its_gpu_taken(start_service: StartService, tmp_path: Path) -> None:
-    """
-    WHEN    the service is killed while a server of a shared GPU releases its memory for another one
-    Result: the next service resumes the other one only after the first has been started anew and released again"""
+async def test_a_release_that_a_kill_left_open_keeps_its_gpu_taken(
+    start_service: StartService, tmp_path: Path
+) -> None:
+    """WHEN    the service is killed while a server of a shared GPU releases its memory for another
+    one Result: the next service resumes the other one only after the first has been started anew
+    and released again"""
     async with judged(start_service, tmp_path) as mesh:
         async with rewards_of(mesh.process) as calls:
             await score(calls, "by_b")
@@ -211,12 +230,16 @@ async def test_a_release_that_a_kill_left_open_keeps_its_gpu_taken(start_service
             assert (await calls.ended(pending.reward_id))[0].state == DONE
 
 
-async def test_a_drain_in_the_middle_of_a_change_waits_for_it(start_service: StartService, tmp_path: Path) -> None:
+async def test_a_drain_in_the_middle_of_a_change_waits_for_it(
+    start_service: StartService, tmp_path: Path
+) -> None:
     async with judged(start_service, tmp_path, "a") as mesh:
         pending = await ask_while_it_changes(mesh)
         mesh.process.terminate()
         await until(lambda: "draining" in mesh.process.stderr_text(), 60.0)
-        asyncio.get_running_loop().call_later(0.5, mesh.a.may_change.set)  # the drain cancels its caller before
+        asyncio.get_running_loop().call_later(
+            0.5, mesh.a.may_change.set
+        )  # the drain cancels its caller before
         assert await mesh.process.wait() == 0, mesh.process.stderr_text()
         await mesh.start()
         async with rewards_of(mesh.process) as calls:
@@ -227,7 +250,10 @@ async def test_a_drain_in_the_middle_of_a_change_waits_for_it(start_service: Sta
 async def test_a_server_that_would_lose_its_weights_is_not_released(
     start_service: StartService, tmp_path: Path
 ) -> None:
-    async with judged(start_service, tmp_path, "a", saves_weights=False) as mesh, rewards_of(mesh.process) as calls:
+    async with (
+        judged(start_service, tmp_path, "a", saves_weights=False) as mesh,
+        rewards_of(mesh.process) as calls,
+    ):
         pending = await calls.score("by_a", {"text": "x"})
         await until(lambda: "--enable-weights-cpu-backup" in mesh.process.stderr_text())
         assert (await calls.get(pending.reward_id)).state == pb.REWARD_STATE_RUNNING

@@ -1,4 +1,5 @@
-"""Tools, functions and judges that answer whatever they like: the service stays up, and each call ends by itself."""
+"""Tools, functions and judges that answer whatever they like: the service stays up, and each call
+ends by itself."""
 
 import asyncio
 import base64
@@ -40,12 +41,15 @@ async def ends_of(call: Callable[[], Awaitable[str]]) -> set[str]:
     """How ANSWERS calls end, AT_ONCE at a time."""
     found: set[str] = set()
     for begin in range(0, ANSWERS, AT_ONCE):
-        found |= set(await asyncio.gather(*(call() for _ in range(begin, min(begin + AT_ONCE, ANSWERS)))))
+        found |= set(
+            await asyncio.gather(*(call() for _ in range(begin, min(begin + AT_ONCE, ANSWERS))))
+        )
     return found
 
 
 async def result_of(call: Awaitable[pb.ToolResult]) -> str:
-    """How a call of a hostile tool ends: a result that holds what it must, or a refusal of an argument."""
+    """How a call of a hostile tool ends: a result that holds what it must, or a refusal of an
+    argument."""
     try:
         result = await call
     except grpc.aio.AioRpcError as error:
@@ -81,9 +85,13 @@ async def hostile_server(rng: Random, port: int) -> Any:
     async def answer(request: web.Request) -> web.StreamResponse:
         body = hostile_body(rng)
         if request.path.endswith("completions") and rng.random() < 0.5:
-            content = rng.choice(["score: " + "9" * 500, "score: nan", "score: 1e999", "score: 5", None, 7, "x" * 99])
+            content = rng.choice(
+                ["score: " + "9" * 500, "score: nan", "score: 1e999", "score: 5", None, 7, "x" * 99]
+            )
             body = json.dumps({"choices": [{"message": {"content": content}}]}).encode()
-        return web.Response(body=body, content_type="application/json", status=rng.choice([200, 200, 200, 404]))
+        return web.Response(
+            body=body, content_type="application/json", status=rng.choice([200, 200, 200, 404])
+        )
 
     return function(answer, port=port)
 
@@ -92,8 +100,9 @@ async def hostile_server(rng: Random, port: int) -> Any:
 async def test_hostile_answers_leave_the_service_up_with_nothing_lost(
     start_service: StartService, bus: Bus, tmp_path: Path
 ) -> None:
-    """Sandboxes, HTTP functions and judges. Result: every call ends; all slots, cells and sessions are free, no
-    arguments are left in the journal, a call of an honest tool works; and a restart on the same store does."""
+    """Sandboxes, HTTP functions and judges. Result: every call ends; all slots, cells and sessions
+    are free, no arguments are left in the journal, a call of an honest tool works; and a restart on
+    the same store does."""
     rng, ports = Random(7), (free_port(), free_port())
     declared = {
         "function": [
@@ -106,11 +115,22 @@ async def test_hostile_answers_leave_the_service_up_with_nothing_lost(
                 "tries": 1,
             }
         ],
-        "judge": [{"name": "judge", "prompt": "$answer", "endpoints": [f"http://127.0.0.1:{ports[1]}"], "tries": 1}],
+        "judge": [
+            {
+                "name": "judge",
+                "prompt": "$answer",
+                "endpoints": [f"http://127.0.0.1:{ports[1]}"],
+                "tries": 1,
+            }
+        ],
     }
     (tmp_path / "functions.json").write_text(json.dumps(declared))
     own = write_tools(tmp_path, HOSTILE_TOOLS, HOSTILE_CODE)
-    own |= {"REWARDS": "", "FUNCTIONS": str(tmp_path / "functions.json"), "FUNCTION_HOSTS": "127.0.0.1"}
+    own |= {
+        "REWARDS": "",
+        "FUNCTIONS": str(tmp_path / "functions.json"),
+        "FUNCTION_HOSTS": "127.0.0.1",
+    }
     settings = environment(**own, WARM_SANDBOXES="4", REWARD_SLOTS=str(AT_ONCE))
     process = await start_service("treadle_tools", settings)
     async with (
@@ -122,10 +142,16 @@ async def test_hostile_answers_leave_the_service_up_with_nothing_lost(
         before = await calls.resources()
         assert await ends_of(lambda: call(calls, rng)) >= {"OK", "CRASHED"}
         assert await ends_of(lambda: step(calls, rng)) >= {"OK", "CRASHED"}
-        assert await ends_of(lambda: score(scores, "hostile_score", hostile(rng))) == {"DONE", "FAILED"}
+        assert await ends_of(lambda: score(scores, "hostile_score", hostile(rng))) == {
+            "DONE",
+            "FAILED",
+        }
         assert await ends_of(lambda: score(scores, "far", {})) == {"DONE", "FAILED"}
         assert await ends_of(lambda: score(scores, "judge", {"answer": "x"})) == {"DONE", "FAILED"}
-        await until_said(calls.resources, lambda now: now.resources == before.resources and not now.actions_running)
+        await until_said(
+            calls.resources,
+            lambda now: now.resources == before.resources and not now.actions_running,
+        )
         stored = await entries_of(await bus.key_value(BUCKET), keys_only=True)
         assert [entry.key for entry in stored if f".{PART}." in entry.key] == []
         assert (await calls.invoke({}, tool="hostile_call")).output == "fine"

@@ -1,5 +1,5 @@
-"""What an agent's code and answers do to get a better score, more of the machine, or somebody else's: each is refused,
-counted, or costs the one who tried."""
+"""What an agent's code and answers do to get a better score, more of the machine, or somebody
+else's: each is refused, counted, or costs the one who tried."""
 
 import asyncio
 import json
@@ -11,7 +11,16 @@ from support.functions import function, says
 from support.processes import ServiceProcess, StartService, free_port
 from support.rewards import OWN_REWARDS, OWN_SCORES, RewardCalls, rewards_of
 from support.rpc import refused
-from support.tools import CALL_S, ToolsCalls, environment, limits, serve, shared_tools, tools, write_tools
+from support.tools import (
+    CALL_S,
+    ToolsCalls,
+    environment,
+    limits,
+    serve,
+    shared_tools,
+    tools,
+    write_tools,
+)
 from treadle.tools.v1 import rewards_pb2
 from treadle.tools.v1 import tools_pb2 as pb
 from treadle_runtime.buckets import entries_of
@@ -48,7 +57,8 @@ for pid in set(range(2, 400)) - {os.getpid()}:
         if taken >= 0 and stat.S_ISSOCK(os.fstat(taken).st_mode):
             os.write(taken, struct.pack(">BI", 1, len(body)) + body)
 """,
-    # A process that holds pytest's output open, so that the report is read once it has been written anew.
+    # A process that holds pytest's output open, so that the report is read once it has been written
+    # anew.
     "the report": """
 import os, time
 report = '<testsuites><testsuite tests="1" failures="-999998"/></testsuites>'
@@ -66,9 +76,11 @@ if os.fork() == 0:
 
 
 @pytest.mark.parametrize("how", FORGERIES)
-async def test_a_score_cannot_be_forged_beyond_what_it_may_be(scores: RewardCalls, how: str) -> None:
-    """By the link of the scorer's process nothing is gained at all; a report that says what no report can is within 0
-    and 1, as pytest runs the agent's code beside the tests."""
+async def test_a_score_cannot_be_forged_beyond_what_it_may_be(
+    scores: RewardCalls, how: str
+) -> None:
+    """By the link of the scorer's process nothing is gained at all; a report that says what no
+    report can is within 0 and 1, as pytest runs the agent's code beside the tests."""
     files = {"agent.py": f"{FORGERIES[how]}\ndef right():\n    return False\n"}
     ended = await scores.end("python_tests", {"files": files, "tests": TESTS})
     assert ended.state == DONE or "python_tests" not in ended.error
@@ -77,8 +89,8 @@ async def test_a_score_cannot_be_forged_beyond_what_it_may_be(scores: RewardCall
 
 
 async def test_a_name_that_is_too_long_to_store_frees_its_slot(scores: RewardCalls) -> None:
-    """400,000 letters of two bytes each, more than a message of NATS takes as JSON. Result: its reward fails, and so
-    often as there are slots the next one is scored."""
+    """400,000 letters of two bytes each, more than a message of NATS takes as JSON. Result: its
+    reward fails, and so often as there are slots the next one is scored."""
     long = json.dumps({"files": {"é" * 400_000: "x"}, "tests": TESTS}, ensure_ascii=False)
     for at in range(4):
         request = rewards_pb2.ScoreTrajectoryRequest(
@@ -104,9 +116,16 @@ os._exit(0)
 """
 
 
-async def test_code_that_answers_in_its_tools_place_says_no_more_than_it_could_print(calls: ToolsCalls) -> None:
+async def test_code_that_answers_in_its_tools_place_says_no_more_than_it_could_print(
+    calls: ToolsCalls,
+) -> None:
     result = await calls.python(FORGED)
-    assert (result.status, result.output, result.done, result.data_json) == (pb.RESULT_STATUS_OK, "said", False, "")
+    assert (result.status, result.output, result.done, result.data_json) == (
+        pb.RESULT_STATUS_OK,
+        "said",
+        False,
+        "",
+    )
     assert not result.HasField("reward")
 
 
@@ -117,8 +136,16 @@ async def test_a_long_error_is_cut(calls: ToolsCalls) -> None:
 
 
 async def test_an_answer_that_is_code_is_not_run(calls: ToolsCalls) -> None:
-    """The tasks whose rule evaluated the answer, as Python. Result: no score above the one of a wrong answer."""
-    for task in ("string_insertion", "spiral_matrix", "binary_matrix", "n_queens", "countdown", "simple_integration"):
+    """The tasks whose rule evaluated the answer, as Python. Result: no score above the one of a
+    wrong answer."""
+    for task in (
+        "string_insertion",
+        "spiral_matrix",
+        "binary_matrix",
+        "n_queens",
+        "countdown",
+        "simple_integration",
+    ):
         session = (await calls.open("reasoning_gym", {"task": task})).session
         code = "exec('import builtins; builtins.float = lambda score: 1e300') or entry['answer']"
         result = await calls.step(session.session_id, {"answer": code})
@@ -128,7 +155,8 @@ async def test_an_answer_that_is_code_is_not_run(calls: ToolsCalls) -> None:
 
 MEMORY = {
     "files that no process has mapped": "import os; os.memfd_create('x')",
-    "shared memory of System V": "import ctypes; assert ctypes.CDLL(None).shmget(7, 1 << 20, 0o1600) >= 0, 'refused'",
+    "shared memory of System "
+    "V": "import ctypes; assert ctypes.CDLL(None).shmget(7, 1 << 20, 0o1600) >= 0, 'refused'",
 }
 
 
@@ -159,7 +187,9 @@ time.sleep(5)
 async def test_a_terminal_is_its_sandboxs_own(calls: ToolsCalls) -> None:
     """While one call holds a terminal, another one looks for it."""
     held = asyncio.create_task(
-        calls.python("import os, time; mine, other = os.openpty(); print(os.ttyname(other)); time.sleep(1.5)")
+        calls.python(
+            "import os, time; mine, other = os.openpty(); print(os.ttyname(other)); time.sleep(1.5)"
+        )
     )
     await asyncio.sleep(0.5)
     looked = await calls.python("import os; print(sorted(os.listdir('/dev/pts')))")
@@ -167,7 +197,9 @@ async def test_a_terminal_is_its_sandboxs_own(calls: ToolsCalls) -> None:
     assert (await held).output == "/dev/pts/0\n"
 
 
-async def test_what_the_kernel_counts_for_all_sandboxes_together_is_limited_in_each(calls: ToolsCalls) -> None:
+async def test_what_the_kernel_counts_for_all_sandboxes_together_is_limited_in_each(
+    calls: ToolsCalls,
+) -> None:
     """Terminals, watchers of files, signals that wait."""
     code = """
 import ctypes, os, resource
@@ -201,8 +233,8 @@ print(len(found))
 
 
 async def test_what_a_step_leaves_running_ends_with_it(calls: ToolsCalls) -> None:
-    """A session's code leaves five processes that burn cores, twenty times. Result: none of them runs or waits to be
-    reaped, so that the next step can start as many."""
+    """A session's code leaves five processes that burn cores, twenty times. Result: none of them
+    runs or waits to be reaped, so that the next step can start as many."""
     session = (await calls.open("reasoning_gym", {"task": "leg_counting"})).session
     for _ in range(20):
         result = await calls.step(session.session_id, {"code": LEFT})
@@ -223,8 +255,8 @@ async def test_a_signal_without_a_name_ends_the_code_alone(calls: ToolsCalls) ->
 async def test_what_a_function_is_called_with_is_not_told(
     start_service: StartService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It refuses and quotes the header; it answers with it; it is away. Result: no error and no output has the secret,
-    or the credentials of its URL."""
+    """It refuses and quotes the header; it answers with it; it is away. Result: no error and no
+    output has the secret, or the credentials of its URL."""
     port = free_port()
     secret = "Bearer s3cr3t-t0ken"
     declared = {
@@ -250,9 +282,11 @@ async def test_what_a_function_is_called_with_is_not_told(
         assert not any(word in said for word in ("s3cr3t", "p4ssw0rd", "user:"))
 
 
-async def test_a_reward_that_ends_the_service_is_set_aside(start_service: StartService, tmp_path: Path) -> None:
-    """The service is killed while it scores two rewards, again and again. Result: the one that is scored alone has
-    failed in the end, the other one and a new one are scored."""
+async def test_a_reward_that_ends_the_service_is_set_aside(
+    start_service: StartService, tmp_path: Path
+) -> None:
+    """The service is killed while it scores two rewards, again and again. Result: the one that is
+    scored alone has failed in the end, the other one and a new one are scored."""
     own = write_tools(tmp_path, OWN_REWARDS, OWN_SCORES)
     settings = environment(**own, REWARDS="")
     process = await start_service("treadle_tools", settings)
@@ -277,26 +311,43 @@ async def test_a_stored_reward_that_cannot_be_read_keeps_nobody(
 ) -> None:
     own = write_tools(tmp_path, OWN_REWARDS, OWN_SCORES)
     bucket = await bus.key_value(BUCKET)
-    for name, value in {"w-1": b"{", "w-2": b'{"state":"fine"}', "w-3": b"[" * 100_000, "w-4": b""}.items():
+    for name, value in {
+        "w-1": b"{",
+        "w-2": b'{"state":"fine"}',
+        "w-3": b"[" * 100_000,
+        "w-4": b"",
+    }.items():
         await bucket.put(f"{name}.state", value)
     process = await start_service("treadle_tools", environment(**own, REWARDS=""))
     async with rewards_of(process) as calls:
         assert (await calls.end("given", {"score": 0.5})).score == 0.5
-    assert len([entry for entry in await entries_of(bucket) if entry.key.startswith("w-") and len(entry.key) < 10]) == 4
+    assert (
+        len(
+            [
+                entry
+                for entry in await entries_of(bucket)
+                if entry.key.startswith("w-") and len(entry.key) < 10
+            ]
+        )
+        == 4
+    )
 
 
 @pytest.fixture
 def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
     """A service on another NATS."""
     folder = tmp_path_factory.mktemp("other")
-    with shared_tools(folder, **write_tools(folder, OWN_REWARDS, OWN_SCORES), REWARDS="") as process:
+    with shared_tools(
+        folder, **write_tools(folder, OWN_REWARDS, OWN_SCORES), REWARDS=""
+    ) as process:
         yield process
 
 
 async def test_the_id_of_a_reward_does_not_follow_from_its_request(
     start_service: StartService, other: ServiceProcess, tmp_path: Path
 ) -> None:
-    """Two meshes get the same request. Result: two ids; a repeat gets the one it had, also after a restart."""
+    """Two meshes get the same request. Result: two ids; a repeat gets the one it had, also after a
+    restart."""
     own = write_tools(tmp_path, OWN_REWARDS, OWN_SCORES)
     settings = environment(**own, REWARDS="")
     process = await start_service("treadle_tools", settings)

@@ -1,4 +1,5 @@
-"""The service's own life: it leaves no process behind, recovers from what it loses, and takes tools from a module."""
+"""The service's own life: it leaves no process behind, recovers from what it loses, and takes tools
+from a module."""
 
 import asyncio
 import json
@@ -12,12 +13,22 @@ import pytest
 from support.conditions import until_said
 from support.processes import StartService
 from support.rpc import error_of, refusal_of, refused
-from support.tools import CALL_S, GONE_WITHIN_S, ToolsCalls, daemon_of, gone, groups_of, tools, write_tools
+from support.tools import (
+    CALL_S,
+    GONE_WITHIN_S,
+    ToolsCalls,
+    daemon_of,
+    gone,
+    groups_of,
+    tools,
+    write_tools,
+)
 from treadle.tools.v1 import tools_pb2 as pb
 
 
 async def sandboxed(calls: ToolsCalls) -> list[psutil.Process]:
-    """Every process below the service, once there is a snippet and a session to be killed with it."""
+    """Every process below the service, once there is a snippet and a session to be killed with
+    it."""
     await calls.open("frozen_lake")
     await calls.python("1")
     running = psutil.Process(calls.process.pid).children(recursive=True)
@@ -29,7 +40,9 @@ async def sandboxed(calls: ToolsCalls) -> list[psutil.Process]:
 async def test_sigterm_lets_the_call_in_flight_finish_and_leaves_nothing_behind(
     start_service: StartService, tmp_path: Path
 ) -> None:
-    async with tools(start_service, "python", "frozen_lake", STATE_DIR=str(tmp_path / "state")) as calls:
+    async with tools(
+        start_service, "python", "frozen_lake", STATE_DIR=str(tmp_path / "state")
+    ) as calls:
         running = await sandboxed(calls)
         daemon = daemon_of(calls)
         in_flight = asyncio.create_task(calls.python("import time; time.sleep(0.8); print('done')"))
@@ -42,13 +55,17 @@ async def test_sigterm_lets_the_call_in_flight_finish_and_leaves_nothing_behind(
         assert not (tmp_path / "state").exists()
 
 
-async def test_sigkill_leaves_nothing_behind_once_nobody_has_come(start_service: StartService, tmp_path: Path) -> None:
+async def test_sigkill_leaves_nothing_behind_once_nobody_has_come(
+    start_service: StartService, tmp_path: Path
+) -> None:
     """
     GIVEN   a service whose sessions wait half a second for it to come back
     WHEN    it is killed with a snippet running and a session open, and does not come back
     Result: no process, no control group and no folder is left"""
     state = tmp_path / "state"
-    async with tools(start_service, "python", "frozen_lake", STATE_DIR=str(state), KEEP_S="0.5") as calls:
+    async with tools(
+        start_service, "python", "frozen_lake", STATE_DIR=str(state), KEEP_S="0.5"
+    ) as calls:
         running = await sandboxed(calls)
         daemon = daemon_of(calls)
         busy = asyncio.create_task(calls.python("while True: pass"))
@@ -64,10 +81,11 @@ async def test_sigkill_leaves_nothing_behind_once_nobody_has_come(start_service:
 
 
 @pytest.mark.parametrize("lost", ["worker", "daemon"])
-async def test_what_is_lost_takes_its_sandboxes_with_it_and_is_replaced(start_service: StartService, lost: str) -> None:
-    """
-    WHEN    bubblewrap, or the sandbox daemon, is killed from outside
-    Result: everything in its sandboxes dies at once; its session has crashed; snippets run again in a new one"""
+async def test_what_is_lost_takes_its_sandboxes_with_it_and_is_replaced(
+    start_service: StartService, lost: str
+) -> None:
+    """WHEN    bubblewrap, or the sandbox daemon, is killed from outside Result: everything in its
+    sandboxes dies at once; its session has crashed; snippets run again in a new one"""
     async with tools(start_service, "python", "frozen_lake") as calls:
         session_id = (await calls.open("frozen_lake")).session.session_id
         await calls.python("1")
@@ -80,7 +98,9 @@ async def test_what_is_lost_takes_its_sandboxes_with_it_and_is_replaced(start_se
         assert (await calls.session(session_id)).done
         await runs_again(calls)
         assert (daemon_of(calls) == daemon) is (lost == "worker")
-        assert daemon_of(calls).net_connections("inet") == []  # or the service's port would be taken after its end
+        assert (
+            daemon_of(calls).net_connections("inet") == []
+        )  # or the service's port would be taken after its end
 
 
 async def runs_again(calls: ToolsCalls) -> None:
@@ -136,21 +156,33 @@ class Counter:
 
 
 async def test_own_tools_come_from_a_module(start_service: StartService, tmp_path: Path) -> None:
+    """GIVEN   a module with TOOLS beside the code that they name
+    Result: a stateless tool and an environment run, fail and time out like the built-in ones; one
+    that cannot be
+            imported is unavailable and says why, and so is one whose backend is not there, without
+            harm to the others
     """
-    GIVEN   a module with TOOLS beside the code that they name
-    Result: a stateless tool and an environment run, fail and time out like the built-in ones; one that cannot be
-            imported is unavailable and says why, and so is one whose backend is not there, without harm to the others
-    """
-    settings = write_tools(tmp_path, OWN_TOOLS, OWN_CODE) | {"DOCKER_HOSTS": f"unix://{tmp_path}/nobody.sock"}
+    settings = write_tools(tmp_path, OWN_TOOLS, OWN_CODE) | {
+        "DOCKER_HOSTS": f"unix://{tmp_path}/nobody.sock"
+    }
     async with tools(start_service, **settings) as calls:
         listed = await calls.stub.ListTools(pb.ListToolsRequest(), timeout=CALL_S)
         assert [tool.name for tool in listed.tools] == ["shout", "count", "broken", "elsewhere"]
         shouted = await calls.invoke({"text": "hey"}, tool="shout")
-        assert (shouted.output, shouted.reward, shouted.data_json) == ("heard hey\nHEY", 0.5, '{"length": 3}')
-        assert (await refusal_of(calls.invoke({"text": "LOUD"}, tool="shout"))).fields == ("arguments_json.text",)
+        assert (shouted.output, shouted.reward, shouted.data_json) == (
+            "heard hey\nHEY",
+            0.5,
+            '{"length": 3}',
+        )
+        assert (await refusal_of(calls.invoke({"text": "LOUD"}, tool="shout"))).fields == (
+            "arguments_json.text",
+        )
         session_id = (await calls.open("count")).session.session_id
         failed = await calls.step(session_id, {"text": "raise"})
-        assert (failed.status, failed.error) == (pb.RESULT_STATUS_TOOL_ERROR, "RuntimeError: as asked")
+        assert (failed.status, failed.error) == (
+            pb.RESULT_STATUS_TOOL_ERROR,
+            "RuntimeError: as asked",
+        )
         assert (await calls.step(session_id, {"text": "go on"})).output == "1"
         hung = await calls.step(session_id, {"text": "hang"})
         assert hung.status == pb.RESULT_STATUS_TIMED_OUT
@@ -179,17 +211,29 @@ SMALL_GPU = {
         ("FUNCTIONS", HTTP, "FUNCTION_HOSTS"),
         ("FUNCTIONS", SMALL_GPU, "bytes_per_gpu"),
     ],
-    ids=["MODULES", "BUILTIN", "STATE_DIR", "BWARP", "a host that is not allowed", "a GPU that is too small"],
+    ids=[
+        "MODULES",
+        "BUILTIN",
+        "STATE_DIR",
+        "BWARP",
+        "a host that is not allowed",
+        "a GPU that is too small",
+    ],
 )
 async def test_a_bad_setting_ends_the_start_with_one_line(
-    start_service: StartService, tmp_path: Path, variable: str, value: str | dict[str, object], says: str
+    start_service: StartService,
+    tmp_path: Path,
+    variable: str,
+    value: str | dict[str, object],
+    says: str,
 ) -> None:
     if isinstance(value, dict):
         (tmp_path / "declared.json").write_text(json.dumps(value))
         value = str(tmp_path / "declared.json")
     with pytest.raises(AssertionError, match=r"the service ended with [12]") as ended:
         await start_service(
-            "treadle_tools", {"TREADLE_TOOLS_FUNCTION_HOSTS": "gpu-0", f"TREADLE_TOOLS_{variable}": value}
+            "treadle_tools",
+            {"TREADLE_TOOLS_FUNCTION_HOSTS": "gpu-0", f"TREADLE_TOOLS_{variable}": value},
         )
     line = str(ended.value).splitlines()[-1]
     assert f"TREADLE_TOOLS_{variable}" in line

@@ -1,4 +1,5 @@
-"""A trajectory's calls run in one sandbox after the other, and none finds anything of the one before."""
+"""A trajectory's calls run in one sandbox after the other, and none finds anything of the one
+before."""
 
 import asyncio
 import os
@@ -10,8 +11,8 @@ from treadle.tools.v1 import tools_pb2 as pb
 
 KEPT = 3
 
-# Sandboxes that live at the same time have work folders on different devices. Of two calls in one sandbox the second
-# has the larger process id, and the first call of any sandbox has the same one.
+# Sandboxes that live at the same time have work folders on different devices. Of two calls in one
+# sandbox the second has the larger process id, and the first call of any sandbox has the same one.
 WHERE = "import os; print(os.stat('/tmp').st_dev, os.getpid())"
 
 # What a call can see of its sandbox.
@@ -32,8 +33,8 @@ except ProcessLookupError:
     print("alone")
 """
 
-# Looks for an earlier call's code and output in all that this process was forked with. Its own code has the mark in two
-# parts.
+# Looks for an earlier call's code and output in all that this process was forked with. Its own code
+# has the mark in two parts.
 SEARCH = """
 import gc, sys
 mark, found, frame = "EARLIER", [], sys._getframe()
@@ -57,14 +58,16 @@ for folder in ("/tmp", "/dev/shm"):
     os.mkfifo(f"{folder}/.a/fifo")
 """,
     "times of a folder": "import os; os.utime('/tmp', (123456789, 987654321))",
-    "a work folder that nobody may enter": "import os; os.chmod('/tmp', 0); os.chmod('/dev/shm', 0o7777)",
+    "a work folder that nobody may "
+    "enter": "import os; os.chmod('/tmp', 0); os.chmod('/dev/shm', 0o7777)",
     "processes": """
 import subprocess, sys
 held = "import signal, time; signal.signal(15, signal.SIG_IGN); open('/tmp/held', 'w').write('x'); time.sleep(1000)"
 for _ in range(5):
     subprocess.Popen([sys.executable, "-c", held], start_new_session=True)
 """,
-    "a mask of cores for process 1": "import os; os.sched_setaffinity(1, {min(os.sched_getaffinity(0))})",
+    "a mask of cores for process "
+    "1": "import os; os.sched_setaffinity(1, {min(os.sched_getaffinity(0))})",
     "an exception": "raise ValueError",
     "its own end": "import os; os.kill(os.getpid(), 9)",
 }
@@ -73,9 +76,12 @@ TOO_MUCH = {
     "shared memory": "import ctypes; print(ctypes.CDLL(None).shmget(7, 4096, 0o1600) >= 0)",
     "semaphores": "import ctypes; print(ctypes.CDLL(None).semget(7, 1, 0o1600) >= 0)",
     "a message queue": "import ctypes; print(ctypes.CDLL(None).msgget(7, 0o1600) >= 0)",
-    "a limit of process 1": "import resource; print(bool(resource.prlimit(1, resource.RLIMIT_NOFILE, (99, 99))))",
-    "a nice process 1": "import os; os.setpriority(os.PRIO_PROCESS, 1, os.nice(0) + 3); print(True)",
-    "no processes for process 1": "import resource; print(bool(resource.prlimit(1, resource.RLIMIT_NPROC, (0, 0))))",
+    "a limit of process "
+    "1": "import resource; print(bool(resource.prlimit(1, resource.RLIMIT_NOFILE, (99, 99))))",
+    "a nice process "
+    "1": "import os; os.setpriority(os.PRIO_PROCESS, 1, os.nice(0) + 3); print(True)",
+    "no processes for process "
+    "1": "import resource; print(bool(resource.prlimit(1, resource.RLIMIT_NPROC, (0, 0))))",
     "a rank of process 1 at disks": """
 import ctypes, platform
 ioprio_set = {"x86_64": 251, "aarch64": 30}[platform.machine()]
@@ -95,7 +101,8 @@ for _ in range(3000):
     os.chdir("d")
 print(True)
 """,
-    "a folder that nobody may read": "import os; os.makedirs('/tmp/a/b'); os.chmod('/tmp/a', 0); print(True)",
+    "a folder that nobody may "
+    "read": "import os; os.makedirs('/tmp/a/b'); os.chmod('/tmp/a', 0); print(True)",
 }
 
 
@@ -149,7 +156,9 @@ async def test_without_pinning_an_action_may_run_anywhere(calls: ToolsCalls) -> 
 async def test_a_stopped_call_costs_its_trajectory_nothing(calls: ToolsCalls) -> None:
     """A fork bomb that is stopped at the wall clock, then the next call in the same sandbox."""
     sandbox = await device(calls, "bomb")
-    assert (await calls.python(FORK_BOMB, trajectory_id="bomb", limits=limits(0.5))).status != pb.RESULT_STATUS_OK
+    assert (
+        await calls.python(FORK_BOMB, trajectory_id="bomb", limits=limits(0.5))
+    ).status != pb.RESULT_STATUS_OK
     assert await device(calls, "bomb") == sandbox
 
 
@@ -170,7 +179,8 @@ async def test_two_calls_at_once_have_a_sandbox_each(calls: ToolsCalls) -> None:
 
 
 async def test_as_many_wait_as_are_allowed(calls: ToolsCalls) -> None:
-    """Of one more than that, the one that has waited longest has a fresh sandbox next, the others do not."""
+    """Of one more than that, the one that has waited longest has a fresh sandbox next, the others
+    do not."""
     names = [f"waiting-{at}" for at in range(KEPT + 1)]
     for name in names:
         await where(calls, name)

@@ -1,4 +1,5 @@
-"""Rewards of a real service: accepted at once, scored in the sandbox, shared out among jobs, never lost."""
+"""Rewards of a real service: accepted at once, scored in the sandbox, shared out among jobs, never
+lost."""
 
 import asyncio
 import base64
@@ -30,18 +31,24 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def service(own: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+def service(
+    own: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServiceProcess]:
     with shared_tools(tmp_path_factory.mktemp("rewards"), **own, CORES="2", PIN="off") as process:
         yield process
 
 
-async def start(start_service: StartService, own: dict[str, str], **settings: str) -> ServiceProcess:
+async def start(
+    start_service: StartService, own: dict[str, str], **settings: str
+) -> ServiceProcess:
     """A service of the test's own; started again it is the same service."""
     return await start_service("treadle_tools", environment(**own, REWARDS="", **settings))
 
 
 @asynccontextmanager
-async def run(start_service: StartService, own: dict[str, str], **settings: str) -> AsyncIterator[RewardCalls]:
+async def run(
+    start_service: StartService, own: dict[str, str], **settings: str
+) -> AsyncIterator[RewardCalls]:
     """One run of it."""
     async with rewards_of(await start(start_service, own, **settings)) as calls:
         yield calls
@@ -57,13 +64,28 @@ async def test_a_reward_is_accepted_scored_watched_and_told(
         assert accepted.state in (pb.REWARD_STATE_PENDING, RUNNING)
         states = await calls.changes(accepted.reward_id)
         ended = states[-1]
-        assert (ended.state, ended.score, ended.output, ended.data_json) == (DONE, 0.25, "read", '{"seen": ["score"]}')
-        assert (ended.job, ended.trajectory_id, ended.reward, ended.tries) == ("math", "t-7", "given", 1)
+        assert (ended.state, ended.score, ended.output, ended.data_json) == (
+            DONE,
+            0.25,
+            "read",
+            '{"seen": ["score"]}',
+        )
+        assert (ended.job, ended.trajectory_id, ended.reward, ended.tries) == (
+            "math",
+            "t-7",
+            "given",
+            1,
+        )
         assert ended.timing.execution.ToNanoseconds() > 0
         assert [one.revision for one in states] == sorted({one.revision for one in states})
         assert await calls.get(accepted.reward_id) == ended
         told = (await facts.get()).reward_ended
-        assert (told.reward_id, told.trajectory_id, told.job, told.score) == (ended.reward_id, "t-7", "math", 0.25)
+        assert (told.reward_id, told.trajectory_id, told.job, told.score) == (
+            ended.reward_id,
+            "t-7",
+            "math",
+            0.25,
+        )
 
 
 async def test_a_function_without_a_score_fails_its_reward_alone(rewards: RewardCalls) -> None:
@@ -72,20 +94,30 @@ async def test_a_function_without_a_score_fails_its_reward_alone(rewards: Reward
     ended = await rewards.ended(*(one.reward_id for one in accepted))
     assert [one.state for one in ended] == [FAILED, FAILED, FAILED, DONE]
     assert [one.HasField("score") for one in ended] == [False, False, False, True]
-    for one, word in zip(ended, ["no reward", "must be finite", "RuntimeError: no such luck", ""], strict=True):
+    for one, word in zip(
+        ended, ["no reward", "must be finite", "RuntimeError: no such luck", ""], strict=True
+    ):
         assert word in one.error
 
 
-async def test_what_was_accepted_is_scored_after_a_kill(start_service: StartService, own: dict[str, str]) -> None:
-    """
-    WHEN    the service is killed with a reward running, others waiting and one done
-    Result: the next one scores what had not ended, tells the done one as it was, and repeats are answered as before"""
+async def test_what_was_accepted_is_scored_after_a_kill(
+    start_service: StartService, own: dict[str, str]
+) -> None:
+    """WHEN    the service is killed with a reward running, others waiting and one done Result: the
+    next one scores what had not ended, tells the done one as it was, and repeats are answered as
+    before"""
     process = await start(start_service, own, REWARD_SLOTS="1")
     async with rewards_of(process) as calls:
         done = await calls.end("given", {"score": 3}, id="a")
         running = await calls.score("waiting", {"seconds": 1}, id="b", job="one")
-        large = {"score": 5, "text": base64.b85encode(os.urandom(700_000)).decode()}  # more than one message of NATS
-        waiting = [await calls.score("given", {"score": 4}, id="c", job="one"), await calls.score("given", large)]
+        large = {
+            "score": 5,
+            "text": base64.b85encode(os.urandom(700_000)).decode(),
+        }  # more than one message of NATS
+        waiting = [
+            await calls.score("given", {"score": 4}, id="c", job="one"),
+            await calls.score("given", large),
+        ]
         await calls.running(running.reward_id)
         process.kill()
     async with run(start_service, own, REWARD_SLOTS="1") as calls:
@@ -99,10 +131,10 @@ async def test_what_was_accepted_is_scored_after_a_kill(start_service: StartServ
 async def test_a_full_pool_says_when_to_come_back_and_no_job_waits_for_all_of_another(
     start_service: StartService, own: dict[str, str]
 ) -> None:
-    """
-    GIVEN   one slot, in which a reward runs that never ends, and as many of two jobs waiting as may
-    WHEN    one more is asked for; then one of those that wait is cancelled, and the one that runs
-    Result: it is refused; both end at once; the others are scored, each job's in order and the jobs in turns"""
+    """GIVEN   one slot, in which a reward runs that never ends, and as many of two jobs waiting as
+    may WHEN    one more is asked for; then one of those that wait is cancelled, and the one that
+    runs Result: it is refused; both end at once; the others are scored, each job's in order and the
+    jobs in turns"""
     async with run(start_service, own, REWARD_SLOTS="1", MAX_REWARDS="62") as calls:
         await calls.end("given", {"score": 0})  # what it costs is known now
         running = await calls.score("endless", {})
@@ -186,7 +218,8 @@ SLOW = "import time\n" + "".join(f"def test_{n}():\n    time.sleep(0.2)\n" for n
 
 
 async def test_python_tests_runs_on_the_cores_that_it_is_granted(rewards: RewardCalls) -> None:
-    """WHEN it is known how long it takes, and a second core is free. Result: two workers, and the same score."""
+    """WHEN it is known how long it takes, and a second core is free. Result: two workers, and the
+    same score."""
     arguments = {"files": {"solution.py": ""}, "tests": {"test_it.py": SLOW}}
     for _ in range(2):
         ended = await rewards.end("python_tests", arguments)
@@ -195,11 +228,15 @@ async def test_python_tests_runs_on_the_cores_that_it_is_granted(rewards: Reward
 
 
 async def test_tests_that_are_not_run_are_no_score(rewards: RewardCalls) -> None:
-    ended = await rewards.end("python_tests", {"files": {"a.py": ""}, "tests": {"test_it.py": "x = 1"}})
+    ended = await rewards.end(
+        "python_tests", {"files": {"a.py": ""}, "tests": {"test_it.py": "x = 1"}}
+    )
     assert (ended.state, ended.error) == (FAILED, "tool_error: pytest found no tests")
 
 
-async def test_a_drain_ends_what_runs_and_keeps_it(start_service: StartService, own: dict[str, str]) -> None:
+async def test_a_drain_ends_what_runs_and_keeps_it(
+    start_service: StartService, own: dict[str, str]
+) -> None:
     process = await start(start_service, own)
     async with rewards_of(process) as calls:
         await calls.end("waiting", {"seconds": 0})  # its worker runs
@@ -232,6 +269,8 @@ async def test_a_reward_ends_once_nats_is_back(
 
 async def test_a_path_out_of_the_work_folder_is_refused(rewards: RewardCalls) -> None:
     for path in ("../up.py", "/etc/up.py"):
-        ended = await rewards.end("python_tests", {"files": {path: ""}, "tests": {"test_it.py": ""}})
+        ended = await rewards.end(
+            "python_tests", {"files": {path: ""}, "tests": {"test_it.py": ""}}
+        )
         assert ended.state == FAILED
         assert "below the work folder" in ended.error

@@ -1,4 +1,5 @@
-"""What code in the sandbox cannot do, tried for real: each attempt is contained and the service goes on."""
+"""What code in the sandbox cannot do, tried for real: each attempt is contained and the service
+goes on."""
 
 import asyncio
 import os
@@ -30,9 +31,13 @@ as_a_user = serve("python", CGROUPS="off", as_user=True)
 
 
 @pytest.fixture(scope="module")
-def in_docker(docker_daemon: DockerDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+def in_docker(
+    docker_daemon: DockerDaemon, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServiceProcess]:
     folder = tmp_path_factory.mktemp("docker")
-    with shared_tools(folder, "python", **docker_daemon.settings("test-sandbox", folder)) as process:
+    with shared_tools(
+        folder, "python", **docker_daemon.settings("test-sandbox", folder)
+    ) as process:
         yield process
 
 
@@ -44,7 +49,8 @@ async def plain_calls(with_cgroups: ServiceProcess) -> AsyncIterator[ToolsCalls]
 
 @pytest.fixture(params=["with_cgroups", "without_cgroups", "as_a_user", "in_docker"])
 def service(request: pytest.FixtureRequest) -> ServiceProcess:
-    """One after the other: what holds where memory is counted by control groups holds where it is watched."""
+    """One after the other: what holds where memory is counted by control groups holds where it is
+    watched."""
     process: ServiceProcess = request.getfixturevalue(request.param)
     return process
 
@@ -99,12 +105,18 @@ print("contained" if ctypes.CDLL(None).syscall(add_key, b"user", b"k", b"v", 1, 
 }
 
 
-# Of the attempts, those that change nothing on a machine where they succeed, or only the process itself.
+# Of the attempts, those that change nothing on a machine where they succeed, or only the process
+# itself.
 HARMLESS = (
-    "capabilities and set-user-id programs", "a namespace of its own", "a descriptor of another process",
-    "sockets beside the network's", "watches of the file system, which the kernel counts for all", "the host's files",
-    "other processes", "a kernel keyring",
-)  # fmt: skip
+    "capabilities and set-user-id programs",
+    "a namespace of its own",
+    "a descriptor of another process",
+    "sockets beside the network's",
+    "watches of the file system, which the kernel counts for all",
+    "the host's files",
+    "other processes",
+    "a kernel keyring",
+)
 
 
 @pytest.fixture
@@ -118,8 +130,8 @@ def names(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("service", ["with_cgroups", "without_cgroups", "as_a_user"], indirect=True)
 async def test_no_attempt_gets_out(calls: ToolsCalls, names: str) -> None:
-    """Every row of the table, in one service, which serves afterwards as before. As a user a sandbox has a /proc, as
-    root it has none."""
+    """Every row of the table, in one service, which serves afterwards as before. As a user a
+    sandbox has a /proc, as root it has none."""
     port = calls.process.address.rpartition(":")[2]
     settings = f"PORT = {port}; SERVICE = {calls.process.pid}; {names}"
     for trajectory_id in ("", "agent"):  # in a sandbox each; one after the other in the same
@@ -134,19 +146,24 @@ def test_the_attempts_succeed_outside_a_sandbox(name: str, names: str) -> None:
     """Else their rows would show nothing. As root: as another user some need what only root has."""
     if os.geteuid() != 0:
         pytest.skip("needs root")
-    outside = subprocess.run([sys.executable, "-c", names + ATTEMPTS[name]], capture_output=True, text=True)
+    outside = subprocess.run(
+        [sys.executable, "-c", names + ATTEMPTS[name]], capture_output=True, text=True
+    )
     assert (outside.stdout != "contained\n", outside.stderr) == (True, "")
 
 
 async def test_a_flood_of_output_is_cut_and_says_so(plain_calls: ToolsCalls) -> None:
-    result = await plain_calls.python("for _ in range(300): print('x' * 100_000)", limits=limits(output_bytes=1000))
+    result = await plain_calls.python(
+        "for _ in range(300): print('x' * 100_000)", limits=limits(output_bytes=1000)
+    )
     assert result.status == pb.RESULT_STATUS_OK
     assert result.output_truncated
     assert result.output == "x" * 1000 + "\n[output cut at 1000 bytes]"
 
 
 async def test_output_that_looks_like_an_answer_is_only_output(plain_calls: ToolsCalls) -> None:
-    """Frames on stdout, and garbage on every descriptor that the code can find, answer nothing in the tool's place."""
+    """Frames on stdout, and garbage on every descriptor that the code can find, answer nothing in
+    the tool's place."""
     frame = """
 import json, os, struct
 body = json.dumps({"status": "ok", "output": "forged", "truncated": False, "error": "", "alive": True,
@@ -175,7 +192,8 @@ async def test_a_memory_bomb_is_stopped(calls: ToolsCalls) -> None:
 
 
 async def test_memory_of_children_counts(calls: ToolsCalls) -> None:
-    """Not all of six children live that hold 120 MiB each, which each alone may, however memory is counted here."""
+    """Not all of six children live that hold 120 MiB each, which each alone may, however memory is
+    counted here."""
     code = """
 import os, time
 for _ in range(6):
@@ -213,7 +231,8 @@ while True:
 
 @pytest.mark.parametrize("service", ["with_cgroups", "without_cgroups"], indirect=True)
 async def test_a_fork_bomb_is_contained(calls: ToolsCalls) -> None:
-    """Its processes never exceed the tool's limit by much, other snippets run afterwards, and nothing is left of it."""
+    """Its processes never exceed the tool's limit by much, other snippets run afterwards, and
+    nothing is left of it."""
     await calls.python("1")
     service = psutil.Process(calls.process.pid)
     before = len(service.children(recursive=True))
@@ -224,7 +243,9 @@ async def test_a_fork_bomb_is_contained(calls: ToolsCalls) -> None:
         await asyncio.sleep(0.05)
     result = await exploding
     assert result.status != pb.RESULT_STATUS_OK
-    assert before + 20 < most < before + 64 + 40  # it did explode, and 64 processes are the tool's limit
+    assert (
+        before + 20 < most < before + 64 + 40
+    )  # it did explode, and 64 processes are the tool's limit
     assert (await calls.python("1 + 1")).output == "2\n"
     await until(lambda: len(service.children(recursive=True)) <= before + SPARE_PROCESSES)
 
@@ -243,12 +264,18 @@ for number in range(3):
 print(sorted(failed))
 """
     result = await calls.python(code)
-    assert result.status != pb.RESULT_STATUS_OK or result.output in ("['EFBIG', 'ENOSPC']\n", "['ENOSPC']\n")
-    assert (await calls.python("open('/tmp/a', 'wb').write(bytes(1 << 20))")).output == f"{1 << 20}\n"
+    assert result.status != pb.RESULT_STATUS_OK or result.output in (
+        "['EFBIG', 'ENOSPC']\n",
+        "['ENOSPC']\n",
+    )
+    assert (
+        await calls.python("open('/tmp/a', 'wb').write(bytes(1 << 20))")
+    ).output == f"{1 << 20}\n"
 
 
 async def test_snippets_see_nothing_of_each_other(plain_calls: ToolsCalls) -> None:
-    """Neither one after the other nor at the same time: no files, no processes, no loopback in common."""
+    """Neither one after the other nor at the same time: no files, no processes, no loopback in
+    common."""
     holder = """
 import os, socket, time
 for folder in ("/tmp", "/dev/shm"):
@@ -285,7 +312,11 @@ print("left")
 """
     result = await plain_calls.python(code, limits=limits(9.0))  # and is not waited for
     assert (result.output, result.status) == ("left\n", pb.RESULT_STATUS_OK)
-    await until(lambda: not any("123456" in command_line(child) for child in service.children(recursive=True)))
+    await until(
+        lambda: (
+            not any("123456" in command_line(child) for child in service.children(recursive=True))
+        )
+    )
 
 
 async def test_random_numbers_differ_between_snippets(plain_calls: ToolsCalls) -> None:

@@ -1,4 +1,5 @@
-"""The sandbox daemon by itself, with a real bubblewrap: broken connections, its own end, its folder."""
+"""The sandbox daemon by itself, with a real bubblewrap: broken connections, its own end, its
+folder."""
 
 import asyncio
 import json
@@ -61,17 +62,28 @@ async def take(client: DaemonClient) -> BubblewrapSandbox:
 
 
 async def run(sandbox: Sandbox, code: str, request_id: str) -> dict[str, Any]:
-    return await sandbox.ask("call", {"code": code}, LIMITS, PYTHON.processes, request_id=request_id)
+    return await sandbox.ask(
+        "call", {"code": code}, LIMITS, PYTHON.processes, request_id=request_id
+    )
 
 
 def request(code: str, request_id: str) -> bytes:
-    limits = {"memory_bytes": LIMITS.memory_bytes, "wall_s": 10.0, "output_bytes": LIMITS.output_bytes, "cpu_cores": 1}
+    limits = {
+        "memory_bytes": LIMITS.memory_bytes,
+        "wall_s": 10.0,
+        "output_bytes": LIMITS.output_bytes,
+        "cpu_cores": 1,
+    }
     body = json.dumps({"code": code}).encode()
-    return messages.encode({"op": "call", "id": request_id, "limits": limits, "body": len(body)}) + body
+    return (
+        messages.encode({"op": "call", "id": request_id, "limits": limits, "body": len(body)})
+        + body
+    )
 
 
 async def test_an_answer_that_was_read_by_half_is_received_whole(tmp_path: Path) -> None:
-    """The next service gets a fresh connection and receives the whole answer, and the sandbox goes on."""
+    """The next service gets a fresh connection and receives the whole answer, and the sandbox goes
+    on."""
     async with service(tmp_path / "s") as first:
         sandbox = await take(first)
         first.records.bind(RECORD, sandbox.name)
@@ -97,11 +109,14 @@ async def test_a_request_that_was_sent_by_half_never_happened(tmp_path: Path) ->
         (found,) = second.found
         assert found.sandbox is not None
         assert await found.sandbox.ask("recall", None, LIMITS, 1) == {"id": ""}
-        assert (await run(found.sandbox, "import os; os.listdir('/tmp')", "two"))["output"] == "[]\n"
+        assert (await run(found.sandbox, "import os; os.listdir('/tmp')", "two"))[
+            "output"
+        ] == "[]\n"
 
 
 async def test_only_sandboxes_of_sessions_outlive_a_service(tmp_path: Path) -> None:
-    """What is noted of a session is there, what is forgotten is not; a sandbox that is no session's is killed."""
+    """What is noted of a session is there, what is forgotten is not; a sandbox that is no session's
+    is killed."""
     async with service(tmp_path / "s") as first:
         kept, closed, loose = [await take(first) for _ in range(3)]
         first.records.bind(RECORD, kept.name)
@@ -115,7 +130,9 @@ async def test_only_sandboxes_of_sessions_outlive_a_service(tmp_path: Path) -> N
         assert second.records.closed == {"s-2": "r-2"}
 
 
-async def test_a_sandbox_that_is_closed_is_dead_and_its_session_is_remembered(tmp_path: Path) -> None:
+async def test_a_sandbox_that_is_closed_is_dead_and_its_session_is_remembered(
+    tmp_path: Path,
+) -> None:
     async with service(tmp_path / "s") as first:
         sandbox = await take(first)
         first.records.bind(RECORD, sandbox.name)
@@ -128,9 +145,13 @@ async def test_a_sandbox_that_is_closed_is_dead_and_its_session_is_remembered(tm
         assert [(found.record, found.sandbox) for found in second.found] == [(RECORD, None)]
 
 
-@pytest.mark.parametrize("keep_s", [0.0, 0.2, None], ids=["nobody comes", "nobody comes in time", "SIGTERM"])
+@pytest.mark.parametrize(
+    "keep_s", [0.0, 0.2, None], ids=["nobody comes", "nobody comes in time", "SIGTERM"]
+)
 async def test_a_daemon_ends_with_all_it_holds(tmp_path: Path, keep_s: float | None) -> None:
-    async with service(tmp_path / "s", keep_s=keep_s or 0.0, cgroups=True, keep_on_exit=keep_s is not None) as first:
+    async with service(
+        tmp_path / "s", keep_s=keep_s or 0.0, cgroups=True, keep_on_exit=keep_s is not None
+    ) as first:
         daemon = daemon_process(tmp_path / "s")
         first.records.bind(RECORD, (await take(first)).name)
         running = daemon.children(recursive=True)

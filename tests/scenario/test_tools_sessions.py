@@ -1,4 +1,5 @@
-"""Stateful environments over RPC: steps, repeats, concurrency, what one session sees of another, how each ends."""
+"""Stateful environments over RPC: steps, repeats, concurrency, what one session sees of another,
+how each ends."""
 
 import asyncio
 import json
@@ -39,7 +40,12 @@ async def test_a_lake_is_crossed(calls: ToolsCalls) -> None:
         assert result.reward == (1.0 if count == 6 else 0.0)
     assert result.output.endswith("You reached the goal.")
     session = await calls.session(session_id)
-    assert (session.steps, session.done, session.tool, session.trajectory_id) == (6, True, "frozen_lake", "t-1")
+    assert (session.steps, session.done, session.tool, session.trajectory_id) == (
+        6,
+        True,
+        "frozen_lake",
+        "t-1",
+    )
     await calls.close(session_id)
     with refused("SESSION_NOT_FOUND", grpc.StatusCode.NOT_FOUND):
         await calls.session(session_id)
@@ -61,7 +67,9 @@ async def test_a_repeated_request_takes_one_step(calls: ToolsCalls) -> None:
     session_id = opened.session.session_id
     first = await calls.step(session_id, {"action": "down"}, id="step-1")
     assert await calls.step(session_id, {"action": "down"}, id="step-1") == first
-    both = await asyncio.gather(*(calls.step(session_id, {"action": "down"}, id="step-2") for _ in range(4)))
+    both = await asyncio.gather(
+        *(calls.step(session_id, {"action": "down"}, id="step-2") for _ in range(4))
+    )
     assert all(answer == both[0] for answer in both)
     assert json.loads(both[0].data_json) == {"row": 2, "column": 0}
     assert (await calls.session(session_id)).steps == 2
@@ -71,13 +79,16 @@ async def test_a_repeated_request_takes_one_step(calls: ToolsCalls) -> None:
 
 async def test_steps_of_one_session_wait_for_each_other(calls: ToolsCalls) -> None:
     session_id = (await calls.open("frozen_lake", {"seed": 7})).session.session_id
-    moves = await asyncio.gather(*(calls.step(session_id, {"action": a}) for a in ("down", "up", "down", "up")))
+    moves = await asyncio.gather(
+        *(calls.step(session_id, {"action": a}) for a in ("down", "up", "down", "up"))
+    )
     assert all(move.status == OK for move in moves)
     assert (await calls.session(session_id)).steps == 4
 
 
 async def test_two_hundred_sessions_are_open_at_once(calls: ToolsCalls) -> None:
-    """Each opens a lake, takes three steps when all are open, and closes: no call fails, every agent stands right."""
+    """Each opens a lake, takes three steps when all are open, and closes: no call fails, every
+    agent stands right."""
     together = asyncio.Barrier(SESSIONS_AT_ONCE)
 
     async def play(seed: int) -> None:
@@ -98,7 +109,9 @@ async def test_a_task_is_solved_with_python(calls: ToolsCalls) -> None:
     opened = await calls.open("reasoning_gym", LEGS)
     assert "how many legs" in opened.first.output
     session_id = opened.session.session_id
-    noted = await calls.step(session_id, {"code": "open('/tmp/sum', 'w').write(str(3*6 + 2*10 + 8*6 + 14*4 + 7*6))"})
+    noted = await calls.step(
+        session_id, {"code": "open('/tmp/sum', 'w').write(str(3*6 + 2*10 + 8*6 + 14*4 + 7*6))"}
+    )
     assert (noted.status, noted.done) == (OK, False)
     read = await calls.step(session_id, {"code": "open('/tmp/sum').read()"})
     assert read.output == "'184'\n"
@@ -110,17 +123,25 @@ async def test_a_task_is_solved_with_python(calls: ToolsCalls) -> None:
 
 async def test_code_in_a_session_fails_without_ending_it(calls: ToolsCalls) -> None:
     session_id = (await calls.open("reasoning_gym", LEGS)).session.session_id
-    looped = await calls.step(session_id, {"code": "print('on'); 1\nwhile True: pass"}, limits=limits(2.0))
+    looped = await calls.step(
+        session_id, {"code": "print('on'); 1\nwhile True: pass"}, limits=limits(2.0)
+    )
     assert (looped.status, looped.output) == (pb.RESULT_STATUS_TIMED_OUT, "on\n")
     raised = await calls.step(session_id, {"code": "1/0"})
-    assert (raised.status, raised.error) == (pb.RESULT_STATUS_TOOL_ERROR, "ZeroDivisionError: division by zero")
-    flooded = await calls.step(session_id, {"code": "print('x' * 10**7)"}, limits=limits(output_bytes=100))
+    assert (raised.status, raised.error) == (
+        pb.RESULT_STATUS_TOOL_ERROR,
+        "ZeroDivisionError: division by zero",
+    )
+    flooded = await calls.step(
+        session_id, {"code": "print('x' * 10**7)"}, limits=limits(output_bytes=100)
+    )
     assert flooded.output_truncated
     assert (await calls.step(session_id, {"answer": "184"})).reward == 1.0
 
 
 async def test_code_in_a_session_does_not_see_the_answer(calls: ToolsCalls) -> None:
-    """Neither in its own memory, which is not a copy of the environment's, nor in the environment's."""
+    """Neither in its own memory, which is not a copy of the environment's, nor in the
+    environment's."""
     session_id = (await calls.open("reasoning_gym", LEGS)).session.session_id
     look = """
 import gc, os
@@ -141,7 +162,9 @@ async def test_sessions_see_nothing_of_each_other(calls: ToolsCalls) -> None:
     ours = (await calls.open("reasoning_gym", LEGS)).session.session_id
     theirs = (await calls.open("reasoning_gym", LEGS)).session.session_id
     await calls.step(ours, {"code": "open('/tmp/ours', 'w').write('x')"})
-    seen = await calls.step(theirs, {"code": "import os; os.listdir('/tmp'), os.listdir('/dev/shm')"})
+    seen = await calls.step(
+        theirs, {"code": "import os; os.listdir('/tmp'), os.listdir('/dev/shm')"}
+    )
     assert seen.output == "([], [])\n"
 
 
@@ -158,11 +181,16 @@ async def test_a_killed_environment_ends_its_session_only(calls: ToolsCalls) -> 
 
 
 async def test_a_step_is_finished_although_its_caller_gives_up(calls: ToolsCalls) -> None:
-    """Its deadline passes; when it asks again with the same request_id, and the step has run once."""
+    """Its deadline passes; when it asks again with the same request_id, and the step has run
+    once."""
     session_id = (await calls.open("reasoning_gym", LEGS)).session.session_id
     code = "import time; time.sleep(1); open('/tmp/log', 'a').write('x'); open('/tmp/log').read()"
-    request = pb.InvokeRequest(request_id="slow", session_id=session_id, arguments_json=json.dumps({"code": code}))
-    assert (await refusal_of(calls.stub.Invoke(request, timeout=0.3))).code is grpc.StatusCode.DEADLINE_EXCEEDED
+    request = pb.InvokeRequest(
+        request_id="slow", session_id=session_id, arguments_json=json.dumps({"code": code})
+    )
+    assert (
+        await refusal_of(calls.stub.Invoke(request, timeout=0.3))
+    ).code is grpc.StatusCode.DEADLINE_EXCEEDED
     assert (await calls.stub.Invoke(request, timeout=CALL_S)).result.output == "'x'\n"
     assert (await calls.session(session_id)).steps == 1
 
@@ -175,7 +203,11 @@ async def test_bad_input_is_named(calls: ToolsCalls) -> None:
         (calls.step("s-none", {"action": "up"}), "SESSION_NOT_FOUND", ()),
         (calls.step(fallen, {"action": "up"}), "SESSION_ENDED", ()),
         (calls.open("frozen_lake", snapshot_id="snap-1"), "INVALID_ARGUMENT", ("snapshot_id",)),
-        (calls.open("frozen_lake", limits=limits(3600.0)), "INVALID_ARGUMENT", ("limits.wall_time",)),
+        (
+            calls.open("frozen_lake", limits=limits(3600.0)),
+            "INVALID_ARGUMENT",
+            ("limits.wall_time",),
+        ),
         (calls.stub.SnapshotSession(taking, timeout=10), "UNIMPLEMENTED", ()),
     ):
         assert (await refusal_of(call))[1:3] == (reason, fields)
@@ -206,9 +238,14 @@ async def test_a_session_ends_with_its_trajectory_in_the_middle_of_a_step_and_ot
     start_service: StartService, bus: Bus, tmp_path: Path
 ) -> None:
     async with tools(start_service, **write_tools(tmp_path, SLEEPY_TOOLS, SLEEPY_CODE)) as calls:
-        ended, other = [(await calls.open("sleepy", trajectory_id=name)).session.session_id for name in ("t0", "t1")]
+        ended, other = [
+            (await calls.open("sleepy", trajectory_id=name)).session.session_id
+            for name in ("t0", "t1")
+        ]
         step = asyncio.create_task(calls.step(ended, {}))
-        await until_said(calls.resources, lambda said: said.actions_running == 1)  # the step has begun, or begins now
+        await until_said(
+            calls.resources, lambda said: said.actions_running == 1
+        )  # the step has begun, or begins now
         await bus.publish(make_fact("test", trajectory_closed=TrajectoryClosed(trajectory_id="t0")))
         assert (await step).status == pb.RESULT_STATUS_CRASHED
         with refused("SESSION_NOT_FOUND"):
@@ -232,7 +269,9 @@ async def test_what_is_full_is_refused_with_a_time_to_retry(start_service: Start
         session_id = (await calls.open("frozen_lake")).session.session_id
         full = [await refusal_of(calls.open("frozen_lake"))]
         busy = [asyncio.create_task(calls.python("import time; time.sleep(60)")) for _ in range(2)]
-        await until_said(calls.resources, lambda said: said.actions_running + said.actions_waiting == 2)
+        await until_said(
+            calls.resources, lambda said: said.actions_running + said.actions_waiting == 2
+        )
         full.append(await refusal_of(calls.python("1")))
         assert {error.code for error in full} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
         assert [error.reason for error in full] == ["SESSIONS_FULL", "ACTIONS_WAITING"]

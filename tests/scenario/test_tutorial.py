@@ -1,5 +1,5 @@
-"""What the tutorial sends by HTTP, through the gateway of a mesh of real services before fake engines. The whole page,
-with a real engine: tests/engine/test_tutorial.py."""
+"""What the tutorial sends by HTTP, through the gateway of a mesh of real services before fake
+engines. The whole page, with a real engine: tests/engine/test_tutorial.py."""
 
 import json
 import sys
@@ -24,7 +24,9 @@ async def door(tmp_path: Path) -> AsyncIterator[FrontDoor]:
 
 async def test_the_requests_of_the_tutorial_are_answered_by_the_mesh(door: FrontDoor) -> None:
     shown = find_commands((ROOT / "docs/tutorial.md").read_text())
-    health, generate = [command.replace(GATEWAY, door.url) for command in shown if command.startswith("curl")]
+    health, generate = [
+        command.replace(GATEWAY, door.url) for command in shown if command.startswith("curl")
+    ]
     answers = [await output_of("bash", "-c", command, cwd=ROOT) for command in (health, generate)]
     assert [code for code, _, _ in answers] == [0, 0]
     assert json.loads(answers[0][1])["mesh"] == "there"
@@ -33,7 +35,9 @@ async def test_the_requests_of_the_tutorial_are_answered_by_the_mesh(door: Front
     assert found["meta_info"]["trajectory_id"] and found["meta_info"]["weight_versions"]
 
 
-async def test_the_example_of_a_chat_asks_twice_in_one_trajectory_and_closes_it(door: FrontDoor) -> None:
+async def test_the_example_of_a_chat_asks_twice_in_one_trajectory_and_closes_it(
+    door: FrontDoor,
+) -> None:
     for engine in door.engines.values():
         engine.script = tokens_of("Blue.")
     code, stdout, stderr = await output_of(sys.executable, "examples/chat.py", door.url, cwd=ROOT)

@@ -21,7 +21,11 @@ class TreadleProcess:
     """A running `treadle ...`; what it prints goes to a file."""
 
     def __init__(
-        self, arguments: list[str], folder: Path, env: Mapping[str, str] | None = None, patience_s: float = PATIENCE_S
+        self,
+        arguments: list[str],
+        folder: Path,
+        env: Mapping[str, str] | None = None,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         if arguments[0] in STARTS_TOOLS:
             need_sandbox()
@@ -48,7 +52,9 @@ class TreadleProcess:
         give_up_at = time.monotonic() + self._patience_s
         while not condition():
             self.look()
-            assert self._process.poll() is None, f"treadle ended with {self._process.returncode}:\n{self.text()}"
+            assert self._process.poll() is None, (
+                f"treadle ended with {self._process.returncode}:\n{self.text()}"
+            )
             assert time.monotonic() < give_up_at, f"it never came true:\n{self.text()}"
             time.sleep(0.1)
         self.look()
@@ -77,7 +83,8 @@ class TreadleProcess:
         return self._process.wait(self._patience_s)
 
     def left_over(self) -> list[str]:
-        """Command lines of processes seen below it that still run, after a moment for the kernel to clear up."""
+        """Command lines of processes seen below it that still run, after a moment for the kernel to
+        clear up."""
         _, alive = psutil.wait_procs(list(self._tree.values()), timeout=10.0)
         return [line for line in map(command_line, alive) if line]
 

@@ -1,8 +1,10 @@
-"""A client as a process of its own, which a test kills: `python -m support.client_process ADDRESS OPTIONS`.
+"""A client as a process of its own, which a test kills: `python -m support.client_process ADDRESS
+OPTIONS`.
 
-OPTIONS is JSON. `client`: arguments of treadle.Client. Without `rollout` the process opens `trajectories`
-and generates in each without end. With `rollout` (arguments of Client.rollout, and `tokens` a
-sample) it appends `prompt sample` to the file `started` as each agent begins, and at the end writes the file `done`.
+OPTIONS is JSON. `client`: arguments of treadle.Client. Without `rollout` the process opens
+`trajectories` and generates in each without end. With `rollout` (arguments of Client.rollout, and
+`tokens` a sample) it appends `prompt sample` to the file `started` as each agent begins, and at the
+end writes the file `done`.
 """
 
 import asyncio
@@ -40,7 +42,9 @@ async def roll_out(client: treadle.Client, options: dict[str, Any]) -> None:
 
     async def agent(t: treadle.Trajectory, prompt: treadle.Prompt) -> float:
         append(options["started"], f"{prompt.id} {t.sample}\n")
-        sampling = treadle.Sampling(max_new_tokens=options["tokens"] * (1 + t.sample), ignore_eos=True)
+        sampling = treadle.Sampling(
+            max_new_tokens=options["tokens"] * (1 + t.sample), ignore_eos=True
+        )
         async for _ in t.generate(sampling):
             pass
         return 1.0
@@ -68,11 +72,18 @@ class Processes(Protocol):
 
 @pytest.fixture
 def client_processes() -> Iterator[Processes]:
-    """`client_processes(address, **options)` starts one, which is killed at the end of the test at the latest."""
+    """`client_processes(address, **options)` starts one, which is killed at the end of the test at
+    the latest."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start(address: str, **options: Any) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "support.client_process", address, json.dumps({"client": {}, **options})]
+        command = [
+            sys.executable,
+            "-m",
+            "support.client_process",
+            address,
+            json.dumps({"client": {}, **options}),
+        ]
         process = subprocess.Popen(command, env=clean_environment({"PYTHONPATH": import_path()}))
         started.append(process)
         return process

@@ -13,7 +13,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
 class Collector(metrics_service_pb2_grpc.MetricsServiceServicer):
-    """spans: all, each with the name of its service. metrics: the newest, by service, instance and name."""
+    """spans: all, each with the name of its service. metrics: the newest, by service, instance and
+    name."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[str, Span]] = []
@@ -24,9 +25,14 @@ class Collector(metrics_service_pb2_grpc.MetricsServiceServicer):
     ) -> metrics_service_pb2.ExportMetricsServiceResponse:
         del context
         for sent in request.resource_metrics:
-            service, instance = _name(sent.resource, "service.name"), _name(sent.resource, "service.instance.id")
+            service, instance = (
+                _name(sent.resource, "service.name"),
+                _name(sent.resource, "service.instance.id"),
+            )
             for scope in sent.scope_metrics:
-                self.metrics |= {(service, instance, metric.name): metric for metric in scope.metrics}
+                self.metrics |= {
+                    (service, instance, metric.name): metric for metric in scope.metrics
+                }
         return metrics_service_pb2.ExportMetricsServiceResponse()
 
     def take_spans(self, request: trace_service_pb2.ExportTraceServiceRequest) -> None:
@@ -64,7 +70,11 @@ def points_of(metric: Metric) -> list[Any]:
 
 def labels_of(said: Any) -> dict[str, str]:
     """The attributes of a point or span that are texts."""
-    return {each.key: each.value.string_value for each in said.attributes if each.value.HasField("string_value")}
+    return {
+        each.key: each.value.string_value
+        for each in said.attributes
+        if each.value.HasField("string_value")
+    }
 
 
 def _name(resource: Resource, key: str) -> str:

@@ -8,10 +8,14 @@ from pathlib import Path
 COMMAND_S = 90.0
 
 
-async def output_of(*command: str, cwd: Path, env: Mapping[str, str] | None = None) -> tuple[int, str, str]:
-    """The exit code, stdout and stderr of a command. It is killed after COMMAND_S, or where the caller is cancelled.
+async def output_of(
+    *command: str, cwd: Path, env: Mapping[str, str] | None = None
+) -> tuple[int, str, str]:
+    """The exit code, stdout and stderr of a command. It is killed after COMMAND_S, or where the
+    caller is cancelled.
 
-    env: beside this process's own."""
+    env: beside this process's own.
+    """
     process = await asyncio.create_subprocess_exec(
         *command,
         cwd=cwd,

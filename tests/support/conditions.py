@@ -21,7 +21,8 @@ async def until(condition: Callable[[], object], within_s: float = 30.0, what: s
 async def until_said(
     ask: Callable[[], Awaitable[Said]], holds: Callable[[Said], object], within_s: float = 30.0
 ) -> Said:
-    """The first answer that holds, asked again and again. Raises AssertionError after `within_s`."""
+    """The first answer that holds, asked again and again. Raises AssertionError after
+    `within_s`."""
     ends_at = asyncio.get_running_loop().time() + within_s
     while not holds(said := await ask()):
         if asyncio.get_running_loop().time() > ends_at:

@@ -1,4 +1,5 @@
-"""A console as a process, a mesh in front of fake engines for it to show, and a real Chromium that looks at it."""
+"""A console as a process, a mesh in front of fake engines for it to show, and a real Chromium that
+looks at it."""
 
 import asyncio
 import os
@@ -26,7 +27,9 @@ CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
 WAIT_MS = 60_000.0
 STARTS_WITHIN_S = 300.0  # the first placement on a machine compiles its kernels
 WIDE, PHONE = (1280, 900), (360, 740)
-RULES = {"runOnly": {"type": "tag", "values": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]}}
+RULES = {
+    "runOnly": {"type": "tag", "values": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]}
+}
 
 
 @dataclass
@@ -53,7 +56,9 @@ class ConsoleMesh:
         self.console.kill()
         self.console = await self.start("treadle_console", self.settings)
 
-    async def play(self, rollout_id: str, *, prompts: int = 4, samples: int = 2, keep: int = 0) -> None:
+    async def play(
+        self, rollout_id: str, *, prompts: int = 4, samples: int = 2, keep: int = 0
+    ) -> None:
         """A rollout of two turns with a tool between; of each prompt one sample is far longer."""
 
         async def agent(t: treadle.Trajectory, prompt: treadle.Prompt) -> float:
@@ -69,40 +74,73 @@ class ConsoleMesh:
             return 1.0
 
         asked = [treadle.Prompt(f"{rollout_id}-p{number}", PROMPT) for number in range(prompts)]
-        await self.client.rollout(asked, agent, samples_per_prompt=samples, keep_per_prompt=keep, rollout_id=rollout_id)
+        await self.client.rollout(
+            asked, agent, samples_per_prompt=samples, keep_per_prompt=keep, rollout_id=rollout_id
+        )
 
 
 async def start_console(
     start: StartService, scheduler: str, control_key: str = ""
 ) -> tuple[ServiceProcess, str, dict[str, str]]:
     """A console of this mesh, the address of its page, and its settings."""
-    settings = {"TREADLE_CONSOLE_HTTP_LISTEN": f"127.0.0.1:{free_port()}", "TREADLE_CONSOLE_SCHEDULER": scheduler}
+    settings = {
+        "TREADLE_CONSOLE_HTTP_LISTEN": f"127.0.0.1:{free_port()}",
+        "TREADLE_CONSOLE_SCHEDULER": scheduler,
+    }
     settings |= {"TREADLE_CONSOLE_CONTROL_KEY": control_key} if control_key else {}
     process = await start("treadle_console", settings)
     return process, f"http://{settings['TREADLE_CONSOLE_HTTP_LISTEN']}", settings
 
 
 @asynccontextmanager
-async def console_mesh(start: StartService, *, slots: int = 2, control_key: str = "") -> AsyncIterator[ConsoleMesh]:
+async def console_mesh(
+    start: StartService, *, slots: int = 2, control_key: str = ""
+) -> AsyncIterator[ConsoleMesh]:
     """All services as processes, two engines, and a console."""
     migrator_at, scheduler_at = (f"127.0.0.1:{free_port()}" for _ in range(2))
-    names = {"predictor": {}, "placement": {}, "rollout": {}, "tools": environment("python", CORES="2")}
-    names["migrator"] = {"TREADLE_MIGRATOR_LISTEN": migrator_at, "TREADLE_MIGRATOR_SCHEDULER": scheduler_at}
+    names = {
+        "predictor": {},
+        "placement": {},
+        "rollout": {},
+        "tools": environment("python", CORES="2"),
+    }
+    names["migrator"] = {
+        "TREADLE_MIGRATOR_LISTEN": migrator_at,
+        "TREADLE_MIGRATOR_SCHEDULER": scheduler_at,
+    }
     started = await asyncio.gather(
-        *(start(f"treadle_{name}", own, ready_within_s=STARTS_WITHIN_S) for name, own in names.items())
+        *(
+            start(f"treadle_{name}", own, ready_within_s=STARTS_WITHIN_S)
+            for name, own in names.items()
+        )
     )
-    settings = {f"TREADLE_SCHEDULER_{n.upper()}": each.address for n, each in zip(names, started, strict=True)}
+    settings = {
+        f"TREADLE_SCHEDULER_{n.upper()}": each.address
+        for n, each in zip(names, started, strict=True)
+    }
     settings["TREADLE_SCHEDULER_LISTEN"] = scheduler_at
     scheduler = await start("treadle_scheduler", settings, ready_within_s=STARTS_WITHIN_S)
     async with AsyncExitStack() as stack:
         engines = []
         for number in range(2):
             engines.append(await stack.enter_async_context(fake_sglang(token_s=TOKEN_S)))
-            own = {"ENGINE_ID": f"e{number}", "ENGINE_URL": engines[-1].url, "SCHEDULER": scheduler_at}
-            own |= {"SLOTS": str(slots), "DECODE_BASE_S": str(TOKEN_S), "PREFILL_TOKENS_PER_S": "10000"}
-            await start("treadle_sidecar", {f"TREADLE_SIDECAR_{name}": value for name, value in own.items()})
+            own = {
+                "ENGINE_ID": f"e{number}",
+                "ENGINE_URL": engines[-1].url,
+                "SCHEDULER": scheduler_at,
+            }
+            own |= {
+                "SLOTS": str(slots),
+                "DECODE_BASE_S": str(TOKEN_S),
+                "PREFILL_TOKENS_PER_S": "10000",
+            }
+            await start(
+                "treadle_sidecar", {f"TREADLE_SIDECAR_{name}": value for name, value in own.items()}
+            )
         control = await stack.enter_async_context(scheduler_client(scheduler_at))
-        client = await stack.enter_async_context(treadle.Client(scheduler_at, retry=QUICK, job="fit-1", seed=0))
+        client = await stack.enter_async_context(
+            treadle.Client(scheduler_at, retry=QUICK, job="fit-1", seed=0)
+        )
         await control.until_registered(2)
         console, url, own = await start_console(start, scheduler_at, control_key)
         yield ConsoleMesh(start, url, own, console, scheduler, settings, engines, control, client)
@@ -121,7 +159,8 @@ class Screen:
         await self.page.goto(f"{self.url}/{address}")
 
     async def sees(self, *texts: str, within: str = "body") -> None:
-        """Return once the page shows each of the texts in an element. Raises playwright's TimeoutError."""
+        """Return once the page shows each of the texts in an element. Raises playwright's
+        TimeoutError."""
         for text in texts:
             place = self.page.locator(within)
             await place.filter(has_text=text).first.wait_for(timeout=WAIT_MS)
@@ -152,8 +191,11 @@ class Screen:
 
 
 def chromium_path() -> str:
-    """Of the browser: TREADLE_TEST_CHROMIUM, or the first of CHROMIUM_NAMES. Skips the test where there is none."""
-    found = os.environ.get("TREADLE_TEST_CHROMIUM") or next(filter(None, map(shutil.which, CHROMIUM_NAMES)), None)
+    """Of the browser: TREADLE_TEST_CHROMIUM, or the first of CHROMIUM_NAMES. Skips the test where
+    there is none."""
+    found = os.environ.get("TREADLE_TEST_CHROMIUM") or next(
+        filter(None, map(shutil.which, CHROMIUM_NAMES)), None
+    )
     if found is None:
         pytest.skip("no Chromium: apt-get install chromium, or name one by TREADLE_TEST_CHROMIUM")
     return found
@@ -161,7 +203,8 @@ def chromium_path() -> str:
 
 @asynccontextmanager
 async def chromium() -> AsyncIterator[Browser]:
-    """A real one without a window. It has no sandbox of its own where this user is root, which Chromium refuses."""
+    """A real one without a window. It has no sandbox of its own where this user is root, which
+    Chromium refuses."""
     arguments = ["--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=chromium_path(), args=arguments)
@@ -185,7 +228,9 @@ async def screen(
     page = await context.new_page()
     shown = Screen(page, url)
     page.on("pageerror", lambda error: shown.problems.append(f"{error}"))
-    page.on("console", lambda said: shown.problems.append(said.text) if said.type == "error" else None)
+    page.on(
+        "console", lambda said: shown.problems.append(said.text) if said.type == "error" else None
+    )
     try:
         await shown.go("")
         yield shown
@@ -194,7 +239,8 @@ async def screen(
 
 
 def renderer_bytes(browser_pids: set[int]) -> int:
-    """Memory of the largest process that draws pages, among the children of this one that were not there before."""
+    """Memory of the largest process that draws pages, among the children of this one that were not
+    there before."""
     found = []
     for child in psutil.Process().children(recursive=True):
         try:

@@ -1,4 +1,5 @@
-"""A module of tools whose code needs nothing but Python: what a container of any image with Python can run."""
+"""A module of tools whose code needs nothing but Python: what a container of any image with Python
+can run."""
 
 import time
 from collections.abc import Mapping
@@ -38,7 +39,11 @@ TOOLS = [
         open_schema={"type": "object", "properties": {"start": {"type": "integer"}}},
         arguments_schema={
             "type": "object",
-            "properties": {"add": {"type": "integer"}, "code": {"type": "string"}, "pause_s": {"type": "number"}},
+            "properties": {
+                "add": {"type": "integer"},
+                "code": {"type": "string"},
+                "pause_s": {"type": "number"},
+            },
         },
         limits=Limits(wall_s=20.0),
     )

@@ -1,4 +1,5 @@
-"""Scenarios on the pure controller: a fake clock, short words for events, and a store as a driver would keep it."""
+"""Scenarios on the pure controller: a fake clock, short words for events, and a store as a driver
+would keep it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,11 +27,14 @@ from treadle_core.tuning import Tuning
 
 A = TypeVar("A")
 
-CURVE = DecodeCurve(base_s=0.01, per_sequence_s=0.001, per_kv_token_s=0.0, prefill_tokens_per_s=10_000.0)
+CURVE = DecodeCurve(
+    base_s=0.01, per_sequence_s=0.001, per_kv_token_s=0.0, prefill_tokens_per_s=10_000.0
+)
 
 
 class Scenario:
-    """Drives a controller. `heard`: all actions, in order. fields: of the engines that are there from the start."""
+    """Drives a controller. `heard`: all actions, in order. fields: of the engines that are there
+    from the start."""
 
     def __init__(
         self,
@@ -57,7 +61,9 @@ class Scenario:
     def send(self, event: ev.Event) -> list[act.Action]:
         """One event at the present time; its actions, stored as a driver does."""
         actions = self.controller.on_event(event, self.now)
-        assert not any(isinstance(action, act.Note) for action in actions), "notes stay in the controller"
+        assert not any(isinstance(action, act.Note) for action in actions), (
+            "notes stay in the controller"
+        )
         for action in actions:
             match action:
                 case act.SaveTrajectory(record):
@@ -85,7 +91,9 @@ class Scenario:
         weights, drained = self.controller.desired_weights, self.controller.drained
         self.controller = Controller(self.policy, self.tuning, epoch_s=0.0, planner=self.planner)
         stored = self.trajectories.values(), self.engines.values()
-        self.heard += self.controller.restore(*stored, self.now, self.jobs.values(), weights, drained)
+        self.heard += self.controller.restore(
+            *stored, self.now, self.jobs.values(), weights, drained
+        )
 
     def advance(self, seconds: float) -> list[act.Action]:
         """Time passes; one tick."""
@@ -99,8 +107,16 @@ class Scenario:
 
     def engine(self, engine_id: str, *, slots: int = 4, **fields: Any) -> list[act.Action]:
         """Registers an engine; its lease is called `lease-<engine_id>`."""
-        spec = EngineSpec(engine_id, f"{engine_id}:7410", slot_limit=slots, weight_version="v0", decode_curve=CURVE)
-        return self.send(ev.EngineRegistered(self.request_id(), f"lease-{engine_id}", replace(spec, **fields)))
+        spec = EngineSpec(
+            engine_id,
+            f"{engine_id}:7410",
+            slot_limit=slots,
+            weight_version="v0",
+            decode_curve=CURVE,
+        )
+        return self.send(
+            ev.EngineRegistered(self.request_id(), f"lease-{engine_id}", replace(spec, **fields))
+        )
 
     def renew(
         self, engine_id: str, load: EngineLoad | None = None, curve: DecodeCurve | None = None
@@ -108,7 +124,9 @@ class Scenario:
         """Renews the lease of `engine`."""
         return self.send(ev.LeaseRenewed(f"lease-{engine_id}", engine_id, load, curve))
 
-    def open(self, trajectory_id: str, *, tokens: float | None = None, **fields: Any) -> TrajectoryRecord:
+    def open(
+        self, trajectory_id: str, *, tokens: float | None = None, **fields: Any
+    ) -> TrajectoryRecord:
         """Opens a trajectory; `tokens`: of which so much is predicted."""
         event = ev.TrajectoryOpened(self.request_id(), trajectory_id, "p", prompt_tokens=100)
         self.send(replace(event, **fields))
@@ -123,7 +141,9 @@ class Scenario:
 
     def ask(self, trajectory_id: str, turn: int = 0, **fields: Any) -> list[act.Action]:
         """Asks for a ticket, which may be made to wait."""
-        event = ev.StepRequested(self.request_id(), trajectory_id, turn, context_tokens=100, max_new_tokens=64)
+        event = ev.StepRequested(
+            self.request_id(), trajectory_id, turn, context_tokens=100, max_new_tokens=64
+        )
         return self.send(replace(event, **fields))
 
     def step(self, trajectory_id: str, turn: int, **fields: Any) -> TicketRecord:
@@ -139,13 +159,17 @@ class Scenario:
     def finish(self, ticket: TicketRecord, tokens: int = 10) -> list[act.Action]:
         """The engine's account of a step."""
         return self.send(
-            ev.StepFinished(ticket.trajectory_id, ticket.ticket_id, ticket.turn, ticket.context_tokens, tokens)
+            ev.StepFinished(
+                ticket.trajectory_id, ticket.ticket_id, ticket.turn, ticket.context_tokens, tokens
+            )
         )
 
     def predict(self, trajectory_id: str, tokens: float, **fields: Any) -> list[act.Action]:
         """A prediction of what is left now."""
         record = self.controller.trajectory(trajectory_id)
-        prediction = Prediction(record.next_turn, record.gen_tokens, Estimate(tokens / 2, tokens, tokens * 2))
+        prediction = Prediction(
+            record.next_turn, record.gen_tokens, Estimate(tokens / 2, tokens, tokens * 2)
+        )
         return self.send(ev.PredictionArrived(trajectory_id, replace(prediction, **fields)))
 
     def close(self, trajectory_id: str, outcome: Outcome = Outcome.FINISHED) -> list[act.Action]:
@@ -156,8 +180,12 @@ class Scenario:
 def answer(ask: act.AskPlan, groups: Mapping[str, Sequence[str]]) -> ev.PlanArrived:
     """The plan that gives each engine these trajectories."""
     engine_ids = [engine.engine_id for engine in ask.engines]
-    place = {name: engine_ids.index(engine_id) for engine_id, names in groups.items() for name in names}
-    return ev.PlanArrived(ask.plan_id, np.array([place.get(name, -1) for name in ask.work.trajectory_ids]))
+    place = {
+        name: engine_ids.index(engine_id) for engine_id, names in groups.items() for name in names
+    }
+    return ev.PlanArrived(
+        ask.plan_id, np.array([place.get(name, -1) for name in ask.work.trajectory_ids])
+    )
 
 
 def all_of(actions: Sequence[act.Action], kind: type[A]) -> list[A]:

@@ -1,8 +1,8 @@
 """The Docker daemon that tests may use, if there is one.
 
-TREADLE_TEST_DOCKER_HOST: its address, such as unix:///var/run/docker.sock. TREADLE_TEST_DOCKER_IMAGE: an image with
-Python 3.11 or later that it has; python:3.11-slim-bookworm by default. The tests start containers labelled with an
-owner of their own and leave none.
+TREADLE_TEST_DOCKER_HOST: its address, such as unix:///var/run/docker.sock.
+TREADLE_TEST_DOCKER_IMAGE: an image with Python 3.11 or later that it has; python:3.11-slim-bookworm
+by default. The tests start containers labelled with an owner of their own and leave none.
 """
 
 import json
@@ -29,9 +29,13 @@ class DockerDaemon:
     def settings(self, owner: str, folder: Path) -> dict[str, str]:
         """Settings of a service whose tools run here."""
         return {
-            "BACKEND": "docker", "DOCKER_HOSTS": self.url, "IMAGE": self.image, "OWNER": owner,
-            "STATE_DIR": str(folder / "state"), "MODULES": "support.container_tools",
-        }  # fmt: skip
+            "BACKEND": "docker",
+            "DOCKER_HOSTS": self.url,
+            "IMAGE": self.image,
+            "OWNER": owner,
+            "STATE_DIR": str(folder / "state"),
+            "MODULES": "support.container_tools",
+        }
 
     def containers(self, owner: str, *, running: bool = False) -> list[str]:
         """Names of an owner's containers."""
@@ -55,7 +59,9 @@ class DockerDaemon:
         self._run("kill", name)
 
     def _run(self, *arguments: str) -> str:
-        done = subprocess.run(["docker", "-H", self.url, *arguments], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["docker", "-H", self.url, *arguments], capture_output=True, text=True, check=True
+        )
         return done.stdout
 
 
@@ -67,7 +73,9 @@ def docker_daemon() -> Iterator[DockerDaemon]:
         pytest.skip(f"{HOST} names no Docker daemon")
     try:
         for question in (("version",), ("image", "inspect", image)):
-            subprocess.run(["docker", "-H", url, *question], capture_output=True, check=True, timeout=ANSWER_S)
+            subprocess.run(
+                ["docker", "-H", url, *question], capture_output=True, check=True, timeout=ANSWER_S
+            )
     except FileNotFoundError:
         pytest.skip("the program `docker` is not installed")
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:

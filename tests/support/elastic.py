@@ -1,4 +1,5 @@
-"""References for the elastic scheduler: slow, plain, and written from the paper rather than from the code."""
+"""References for the elastic scheduler: slow, plain, and written from the paper rather than from
+the code."""
 
 import heapq
 import itertools
@@ -14,7 +15,10 @@ Choices = Sequence[tuple[int, float]]  # (units, seconds) of one candidate
 
 def curves(candidates: Sequence[Choices]) -> Curves:
     widest = max((len(choices) for choices in candidates), default=1)
-    units, seconds = np.zeros((len(candidates), widest), np.int64), np.zeros((len(candidates), widest))
+    units, seconds = (
+        np.zeros((len(candidates), widest), np.int64),
+        np.zeros((len(candidates), widest)),
+    )
     for i, choices in enumerate(candidates):
         for c, (unit, second) in enumerate(choices):
             units[i, c], seconds[i, c] = unit, second
@@ -22,7 +26,11 @@ def curves(candidates: Sequence[Choices]) -> Curves:
 
 
 def elastic(
-    index: int, demand: Range | UnitSet, single_unit_s: float, elasticity: Amdahl | Measured, key: str = "cpu_cores"
+    index: int,
+    demand: Range | UnitSet,
+    single_unit_s: float,
+    elasticity: Amdahl | Measured,
+    key: str = "cpu_cores",
 ) -> Action:
     """A scalable action that arrives as the index-th."""
     return Action(f"a{index}", f"t{index}", index, {key: demand}, single_unit_s, key, elasticity)
@@ -46,7 +54,8 @@ def least_flat_s(candidates: Sequence[Choices], free: int) -> float:
 
 
 def arrange_as_listed(candidates: Sequence[Choices], free: int) -> float:
-    """Algorithm 3 with the basic operator, line by line, but for `at most` in place of `exactly` all units."""
+    """Algorithm 3 with the basic operator, line by line, but for `at most` in place of `exactly`
+    all units."""
     before = [0.0] * (free + 1)
     for choices in candidates:
         row = [math.inf] * (free + 1)
@@ -59,7 +68,8 @@ def arrange_as_listed(candidates: Sequence[Choices], free: int) -> float:
 
 
 def chunks_exist(asked: Sequence[int], nodes: Sequence[frozenset[int]]) -> bool:
-    """Whether actions with so many GPUs each find aligned runs of a power of two, by trying every place for each."""
+    """Whether actions with so many GPUs each find aligned runs of a power of two, by trying every
+    place for each."""
     if not asked:
         return True
     size = next(size for size in (1, 2, 4, 8) if size >= asked[0])
@@ -77,16 +87,23 @@ def least_chunked_s(candidates: Sequence[Choices], nodes: Sequence[frozenset[int
         (
             total_s(candidates, picks)
             for picks in every_pick(candidates)
-            if chunks_exist([choices[pick][0] for choices, pick in zip(candidates, picks, strict=True)], nodes)
+            if chunks_exist(
+                [choices[pick][0] for choices, pick in zip(candidates, picks, strict=True)], nodes
+            )
         ),
         default=math.inf,
     )
 
 
 def objective_s(
-    queue: Sequence[Choices], picks: Sequence[int], running: Sequence[tuple[float, int]], free: int, depth: int
+    queue: Sequence[Choices],
+    picks: Sequence[int],
+    running: Sequence[tuple[float, int]],
+    free: int,
+    depth: int,
 ) -> float:
-    """Seconds until done, summed over a queue whose first len(picks) start now: Algorithm 2 with units."""
+    """Seconds until done, summed over a queue whose first len(picks) start now: Algorithm 2 with
+    units."""
     starting = [choices[pick] for choices, pick in zip(queue, picks, strict=False)]
     exact_s = sum(seconds for _, seconds in starting)
     behind = queue[len(picks) :]
@@ -96,7 +113,11 @@ def objective_s(
     for first in behind[0][:depth]:
         heap = [*running, *((seconds, units) for units, seconds in starting)]
         heapq.heapify(heap)
-        left, now, total = free - sum(units for units, _ in starting), heap[0][0] if heap else math.inf, 0.0
+        left, now, total = (
+            free - sum(units for units, _ in starting),
+            heap[0][0] if heap else math.inf,
+            0.0,
+        )
         for units, seconds in [first, *(choices[0] for choices in behind[1:])]:
             while left < units and heap:
                 now, freed = heapq.heappop(heap)
@@ -112,7 +133,8 @@ def objective_s(
 
 
 def estimate_as_listed(ends_s: Sequence[float], behind_s: Sequence[float]) -> float:
-    """ESTIMATE of Algorithm 2 at depth 1, line by line: one that ends makes room for one that waits."""
+    """ESTIMATE of Algorithm 2 at depth 1, line by line: one that ends makes room for one that
+    waits."""
     heap, total = list(ends_s), 0.0
     heapq.heapify(heap)
     for took_s in behind_s:

@@ -1,4 +1,5 @@
-"""Steps at a sidecar as a client sees them: a ticket, the stream's events, and whether what came is whole."""
+"""Steps at a sidecar as a client sees them: a ticket, the stream's events, and whether what came is
+whole."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class StepResult:
             self.logprobs.frombytes(chunk.logprobs.float32_le)
 
     def require_whole(self, resumed: int = 0) -> engine_pb2.StepFinished:
-        """Asserts that no token is missing or there twice, that each has its logprob and its version; the end."""
+        """Asserts that no token is missing or there twice, that each has its logprob and its
+        version; the end."""
         finished = self.finished
         assert finished is not None
         assert len(self.logprobs) == len(self.tokens) == finished.output_tokens - resumed
@@ -69,14 +71,23 @@ class StepResult:
         assert [start.attempt for start in self.started] == list(range(len(self.started)))
         timing = finished.timing
         parts = sum(part.ToNanoseconds() for part in (timing.queue, timing.prefill, timing.decode))
-        assert abs(parts - (timing.finished_at.ToNanoseconds() - timing.accepted_at.ToNanoseconds())) < 1_000_000
+        assert (
+            abs(parts - (timing.finished_at.ToNanoseconds() - timing.accepted_at.ToNanoseconds()))
+            < 1_000_000
+        )
         return finished
 
 
 def ticket(
-    engine_id: str, *, priority: float = 0.0, trajectory_id: str = "", turn: int = 0, preemptible: bool | None = None
+    engine_id: str,
+    *,
+    priority: float = 0.0,
+    trajectory_id: str = "",
+    turn: int = 0,
+    preemptible: bool | None = None,
 ) -> Ticket:
-    """A fresh ticket, good for some minutes. preemptible None: as an older scheduler leaves it out."""
+    """A fresh ticket, good for some minutes. preemptible None: as an older scheduler leaves it
+    out."""
     made = Ticket(
         ticket_id=uuid.uuid4().hex,
         trajectory_id=trajectory_id or uuid.uuid4().hex,
@@ -101,15 +112,20 @@ def step_request(
 
 
 class Step:
-    """A step in flight. `seen` is what its stream has said so far; await the step for everything."""
+    """A step in flight. `seen` is what its stream has said so far; await the step for
+    everything."""
 
-    def __init__(self, stub: engine_pb2_grpc.EngineServiceAsyncStub, request: engine_pb2.GenerateRequest) -> None:
+    def __init__(
+        self, stub: engine_pb2_grpc.EngineServiceAsyncStub, request: engine_pb2.GenerateRequest
+    ) -> None:
         self.seen = StepResult()
         self._task = asyncio.create_task(self._read(stub, request))
 
     async def until_tokens(self, count: int) -> None:
         """Returns once so many tokens have come. Raises what the stream ended with before."""
-        await until(lambda: len(self.seen.tokens) >= count or self._task.done(), within_s=STEP_TIMEOUT_S)
+        await until(
+            lambda: len(self.seen.tokens) >= count or self._task.done(), within_s=STEP_TIMEOUT_S
+        )
         if self._task.done():
             self._task.result()
 
@@ -124,16 +140,21 @@ class Step:
         return self.seen
 
 
-async def run_step(stub: engine_pb2_grpc.EngineServiceAsyncStub, request: engine_pb2.GenerateRequest) -> StepResult:
+async def run_step(
+    stub: engine_pb2_grpc.EngineServiceAsyncStub, request: engine_pb2.GenerateRequest
+) -> StepResult:
     """Reads the stream to its end."""
     return await Step(stub, request)
 
 
 async def evict(
-    engine: FakeSglang, stub: engine_pb2_grpc.EngineServiceAsyncStub, at: int, request: engine_pb2.GenerateRequest
+    engine: FakeSglang,
+    stub: engine_pb2_grpc.EngineServiceAsyncStub,
+    at: int,
+    request: engine_pb2.GenerateRequest,
 ) -> StepResult:
-    """Run a step that takes the slot of another one, once that one has sampled `at` tokens. No token is sampled from
-    then on until the other has to leave. Returns what the new step said."""
+    """Run a step that takes the slot of another one, once that one has sampled `at` tokens. No
+    token is sampled from then on until the other has to leave. Returns what the new step said."""
     await until(lambda: engine.sampled >= at)
     engine.hang()
     step = Step(stub, request)

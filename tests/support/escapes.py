@@ -1,4 +1,5 @@
-"""Attempts to get out, which every sandbox must withstand. Each prints `contained` and nothing else, or raises.
+"""Attempts to get out, which every sandbox must withstand. Each prints `contained` and nothing
+else, or raises.
 
 They read PORT (of the service), SECRET (a path of the host) and FOLDERS (that nobody may write).
 """
@@ -64,7 +65,8 @@ import ctypes, os
 libc = ctypes.CDLL(None)
 print("contained" if libc.syscall(438, os.pidfd_open(os.getpid()), 1, 0) < 0 else "taken")
 """,
-    # AF_VSOCK, AF_ALG, AF_PACKET, AF_TIPC: their addresses, or what they ask of the kernel, are everybody's.
+    # AF_VSOCK, AF_ALG, AF_PACKET, AF_TIPC: their addresses, or what they ask of the kernel, are
+    # everybody's.
     "sockets beside the network's": """
 import socket
 made = []

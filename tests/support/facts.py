@@ -8,7 +8,8 @@ from treadle_runtime.facts import kind_of
 
 
 async def hear(bus: Bus, *kinds: str, replay: bool = False) -> list[Any]:
-    """A list to which the facts of these kinds (all, without any) are added as they come, each as its own message."""
+    """A list to which the facts of these kinds (all, without any) are added as they come, each as
+    its own message."""
     heard: list[Any] = []
 
     async def keep(fact: Fact) -> None:

@@ -1,7 +1,8 @@
-"""A fake Kubernetes API server on loopback: the few paths that the service uses; each pod is a plain process here.
+"""A fake Kubernetes API server on loopback: the few paths that the service uses; each pod is a
+plain process here.
 
-It says what a real one would say as far as the API's documentation goes; no kubelet, scheduler, network policy or
-admission stands behind it. `requests`: what it was asked, as (method, path).
+It says what a real one would say as far as the API's documentation goes; no kubelet, scheduler,
+network policy or admission stands behind it. `requests`: what it was asked, as (method, path).
 """
 
 import asyncio
@@ -25,7 +26,8 @@ POD = "/api/v1/namespaces/{namespace}/pods/{name}"
 
 @dataclass
 class FakePod:
-    """What was created, and the process that stands for its container. waiting: why it does not start."""
+    """What was created, and the process that stands for its container. waiting: why it does not
+    start."""
 
     body: dict[str, Any]
     process: "subprocess.Popen[bytes] | None" = None
@@ -42,9 +44,21 @@ class FakePod:
         elif code is None:
             phase, state = "Running", {"running": {}}
         else:
-            reason = "OOMKilled" if code == -signal.SIGTERM else "Error"  # a test kills so where the kernel would
-            phase, state = "Failed", {"terminated": {"exitCode": 128 - code if code < 0 else code, "reason": reason}}
-        container = {"name": "worker", "image": "i", "imageID": "i", "ready": True, "restartCount": 0, "state": state}
+            reason = (
+                "OOMKilled" if code == -signal.SIGTERM else "Error"
+            )  # a test kills so where the kernel would
+            phase, state = (
+                "Failed",
+                {"terminated": {"exitCode": 128 - code if code < 0 else code, "reason": reason}},
+            )
+        container = {
+            "name": "worker",
+            "image": "i",
+            "imageID": "i",
+            "ready": True,
+            "restartCount": 0,
+            "state": state,
+        }
         return {**self.body, "status": {"phase": phase, "containerStatuses": [container]}}
 
 
@@ -65,12 +79,19 @@ class FakeApiServer:
         """Listen; the kubeconfig that leads here."""
         application = web.Application(middlewares=[self._note])
         pods = POD.removesuffix("/{name}")
-        application.add_routes([
-            web.get("/version/", self._version), web.get("/version", self._version),
-            web.get(pods, self._list), web.post(pods, self._create),
-            web.get(POD, self._read), web.delete(POD, self._delete), web.get(f"{POD}/log", self._log),
-            web.get(f"{POD}/attach", self._attach), web.patch(f"{POD}/resize", self._resize),
-        ])  # fmt: skip
+        application.add_routes(
+            [
+                web.get("/version/", self._version),
+                web.get("/version", self._version),
+                web.get(pods, self._list),
+                web.post(pods, self._create),
+                web.get(POD, self._read),
+                web.delete(POD, self._delete),
+                web.get(f"{POD}/log", self._log),
+                web.get(f"{POD}/attach", self._attach),
+                web.patch(f"{POD}/resize", self._resize),
+            ]
+        )
         self._runner = web.AppRunner(application, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -95,13 +116,25 @@ class FakeApiServer:
         return answer
 
     async def _version(self, request: web.Request) -> web.Response:
-        empty = dict.fromkeys(("gitCommit", "gitTreeState", "buildDate", "goVersion", "compiler", "platform"), "")
-        return web.json_response({**empty, "major": "1", "minor": self.minor, "gitVersion": f"v1.{self.minor}.0-fake"})
+        empty = dict.fromkeys(
+            ("gitCommit", "gitTreeState", "buildDate", "goVersion", "compiler", "platform"), ""
+        )
+        return web.json_response(
+            {**empty, "major": "1", "minor": self.minor, "gitVersion": f"v1.{self.minor}.0-fake"}
+        )
 
     async def _list(self, request: web.Request) -> web.Response:
-        wanted = dict(part.split("=") for part in request.query.get("labelSelector", "").split(",") if part)
-        found = [pod.show() for pod in self.pods.values() if wanted.items() <= pod.body["metadata"]["labels"].items()]
-        return web.json_response({"apiVersion": "v1", "kind": "PodList", "metadata": {}, "items": found})
+        wanted = dict(
+            part.split("=") for part in request.query.get("labelSelector", "").split(",") if part
+        )
+        found = [
+            pod.show()
+            for pod in self.pods.values()
+            if wanted.items() <= pod.body["metadata"]["labels"].items()
+        ]
+        return web.json_response(
+            {"apiVersion": "v1", "kind": "PodList", "metadata": {}, "items": found}
+        )
 
     async def _create(self, request: web.Request) -> web.Response:
         if self.refuses:
@@ -109,7 +142,9 @@ class FakeApiServer:
         body = await request.json()
         pod = FakePod(body, waiting=self.waiting)
         if not self.waiting:
-            pod.process, pod.end = start_worker(body["spec"]["containers"][0]["command"], self._paths)
+            pod.process, pod.end = start_worker(
+                body["spec"]["containers"][0]["command"], self._paths
+            )
         self.pods[body["metadata"]["name"]] = pod
         return web.json_response(pod.show(), status=201)
 
@@ -168,18 +203,31 @@ def end(pod: FakePod) -> None:
 
 def refusal(status: int, message: str) -> web.Response:
     """As the API refuses."""
-    body = {"apiVersion": "v1", "kind": "Status", "status": "Failure", "message": message, "code": status}
+    body = {
+        "apiVersion": "v1",
+        "kind": "Status",
+        "status": "Failure",
+        "message": message,
+        "code": status,
+    }
     return web.json_response(body, status=status)
 
 
 def write_kubeconfig(folder: Path, url: str) -> Path:
     """The kubeconfig that leads to this API server."""
     config = {
-        "apiVersion": "v1", "kind": "Config", "current-context": "fake",
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "fake",
         "clusters": [{"name": "fake", "cluster": {"server": url}}],
-        "contexts": [{"name": "fake", "context": {"cluster": "fake", "user": "nobody", "namespace": NAMESPACE}}],
+        "contexts": [
+            {
+                "name": "fake",
+                "context": {"cluster": "fake", "user": "nobody", "namespace": NAMESPACE},
+            }
+        ],
         "users": [{"name": "nobody", "user": {}}],
-    }  # fmt: skip
+    }
     path = folder / "kubeconfig"
     path.write_text(json.dumps(config))
     return path

@@ -1,8 +1,8 @@
 """What a FakeSglang lacks for chats: a tokenizer, a template and parsers, all made up and small.
 
-A token is a printable character, or `<id>`; a template that strips each text, so that a conversation does not
-round-trip, as those of real models do not; a tool call is `call NAME ARGUMENTS;`, and reasoning stands between `(` and
-`)`.
+A token is a printable character, or `<id>`; a template that strips each text, so that a
+conversation does not round-trip, as those of real models do not; a tool call is `call NAME
+ARGUMENTS;`, and reasoning stands between `(` and `)`.
 """
 
 import json
@@ -25,7 +25,10 @@ def word(token: int) -> str:
 
 def tokens_of(text: str) -> list[int]:
     """The tokens of a text."""
-    return [int(each[1:-1]) if len(each) > 1 else ord(each) for each in re.findall(r"<\d+>|.", text, re.DOTALL)]
+    return [
+        int(each[1:-1]) if len(each) > 1 else ord(each)
+        for each in re.findall(r"<\d+>|.", text, re.DOTALL)
+    ]
 
 
 def text_of(tokens: list[int]) -> str:
@@ -36,7 +39,9 @@ def text_of(tokens: list[int]) -> str:
 def write_tokenizer(folder: Path) -> Path:
     """A model's folder with this tokenizer."""
     folder.mkdir()
-    tokenizer = Tokenizer(models.WordLevel({word(token): token for token in range(VOCAB)}, unk_token=word(0)))
+    tokenizer = Tokenizer(
+        models.WordLevel({word(token): token for token in range(VOCAB)}, unk_token=word(0))
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"<\d+>|."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -46,8 +51,15 @@ def write_tokenizer(folder: Path) -> Path:
 
 def render(body: dict[str, Any]) -> str:
     """A conversation as the template writes it."""
-    tools = [f"[tools]{','.join(each['function']['name'] for each in body['tools'])}"] if body.get("tools") else []
-    texts = [f"[{each['role']}]{(each.get('content') or '').strip()}{_calls(each)}" for each in body["messages"]]
+    tools = (
+        [f"[tools]{','.join(each['function']['name'] for each in body['tools'])}"]
+        if body.get("tools")
+        else []
+    )
+    texts = [
+        f"[{each['role']}]{(each.get('content') or '').strip()}{_calls(each)}"
+        for each in body["messages"]
+    ]
     return "".join([*tools, *texts, "[assistant]"])
 
 
@@ -75,11 +87,16 @@ async def _tokenize(request: web.Request) -> web.Response:
 
 async def _parse_calls(request: web.Request) -> web.Response:
     text = (await request.json())["text"]
-    calls = [{"name": name, "parameters": arguments, "tool_index": 0} for name, arguments in CALL.findall(text)]
+    calls = [
+        {"name": name, "parameters": arguments, "tool_index": 0}
+        for name, arguments in CALL.findall(text)
+    ]
     return web.json_response({"normal_text": CALL.sub("", text).strip(), "calls": calls})
 
 
 async def _separate(request: web.Request) -> web.Response:
     text = (await request.json())["text"]
     found = REASONING.search(text)
-    return web.json_response({"reasoning_text": found[1] if found else "", "text": REASONING.sub("", text).strip()})
+    return web.json_response(
+        {"reasoning_text": found[1] if found else "", "text": REASONING.sub("", text).strip()}
+    )

@@ -1,7 +1,7 @@
 """FakeEngine: EngineService in memory, as the client, the scheduler and the migrator see it.
 
-Tokens depend on the prompt and the index only: any engine continues a step exactly as the first one would have, so that
-a test can tell a whole sequence from a mended one.
+Tokens depend on the prompt and the index only: any engine continues a step exactly as the first one
+would have, so that a test can tell a whole sequence from a mended one.
 """
 
 import asyncio
@@ -56,17 +56,22 @@ class Script:
     repeat_at: int | None = None  # sends one token twice
     version_from: dict[int, str] | None = None  # weight version from that token on
     times: int = 1  # how many streams it goes wrong in
-    only_max_new_tokens: int | None = None  # streams that ask for another number are served in order
+    only_max_new_tokens: int | None = (
+        None  # streams that ask for another number are served in order
+    )
 
     def meant_for(self, request: pb.GenerateRequest) -> bool:
         """Whether it goes wrong in this stream."""
-        return self.times > 0 and self.only_max_new_tokens in (None, request.sampling.max_new_tokens)
+        return self.times > 0 and self.only_max_new_tokens in (
+            None,
+            request.sampling.max_new_tokens,
+        )
 
 
 class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
-    """script: for the streams to come. finished: told each ticket whose step ended in order. bus: for the facts of
-    steps; None: nobody is told. prefixes: trajectory → tokens that are here. stored: whether shared storage has what
-    the source of a move has."""
+    """script: for the streams to come. finished: told each ticket whose step ended in order. bus:
+    for the facts of steps; None: nobody is told. prefixes: trajectory → tokens that are here.
+    stored: whether shared storage has what the source of a move has."""
 
     def __init__(
         self,
@@ -99,7 +104,9 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
         self._finished, self._bus, self._token_s = finished, bus, token_s
         self._aborts: dict[str, asyncio.Event] = {}
 
-    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+    async def Generate(
+        self, request: pb.GenerateRequest, context: Any
+    ) -> AsyncIterator[pb.GenerateResponse]:
         self.log("Generate", request, context)
         ticket, refusal = request.ticket, self.next_refusal("Generate")
         if ticket.ticket_id in self._aborts or ticket.engine_id != self.engine_id:
@@ -112,7 +119,10 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
             script = self.script
             script.times -= 1
         step = facts_pb2.StepRef(
-            ticket_id=ticket.ticket_id, trajectory_id=ticket.trajectory_id, turn=ticket.turn, engine_id=self.engine_id
+            ticket_id=ticket.ticket_id,
+            trajectory_id=ticket.trajectory_id,
+            turn=ticket.turn,
+            engine_id=self.engine_id,
         )
         self._aborts[ticket.ticket_id] = asyncio.Event()
         self.running.add(ticket.ticket_id)
@@ -125,13 +135,18 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
         finally:
             self.running.discard(ticket.ticket_id)
 
-    async def _finish(self, step: facts_pb2.StepRef, request: pb.GenerateRequest, end: pb.StepFinished) -> None:
+    async def _finish(
+        self, step: facts_pb2.StepRef, request: pb.GenerateRequest, end: pb.StepFinished
+    ) -> None:
         prompt_tokens = len(request.prompt.int32_le) // 4
         self._finished(step.ticket_id)
         self.ran[step.trajectory_id, step.turn] += 1
         self.prefixes[step.trajectory_id] = prompt_tokens + end.output_tokens
         fact = facts_pb2.StepFinished(
-            step=step, reason=end.reason, context_tokens=prompt_tokens, output_tokens=end.output_tokens
+            step=step,
+            reason=end.reason,
+            context_tokens=prompt_tokens,
+            output_tokens=end.output_tokens,
         )
         await self._publish(step_finished=fact)
 
@@ -150,7 +165,10 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
         yield pb.GenerateResponse(started=pb.StepStarted(attempt=0))
         while True:
             if count == script.lose_at:
-                await refuse(context, Refusal(grpc.StatusCode.UNAVAILABLE, "ENGINE_LOST", retry_after_s=HOUR_S))
+                await refuse(
+                    context,
+                    Refusal(grpc.StatusCode.UNAVAILABLE, "ENGINE_LOST", retry_after_s=HOUR_S),
+                )
             if count >= request.sampling.max_new_tokens:
                 break
             if count == script.die_at:
@@ -172,15 +190,23 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
             offset = count + (count == script.skip_at) - (count == script.repeat_at)
             chunk = pb.TokenChunk(
                 offset=offset,
-                token_ids=tokens_pb2.TokenIds(int32_le=pack_ids([token_at(prompt, i) for i in range(count, end)])),
-                logprobs=tokens_pb2.Logprobs(float32_le=pack_logprobs([logprob_at(i) for i in range(count, end)])),
+                token_ids=tokens_pb2.TokenIds(
+                    int32_le=pack_ids([token_at(prompt, i) for i in range(count, end)])
+                ),
+                logprobs=tokens_pb2.Logprobs(
+                    float32_le=pack_logprobs([logprob_at(i) for i in range(count, end)])
+                ),
                 weight_version=version,
             )
-            spans.append(tokens_pb2.VersionSpan(weight_version=version, start_token=count, end_token=end))
+            spans.append(
+                tokens_pb2.VersionSpan(weight_version=version, start_token=count, end_token=end)
+            )
             await asyncio.sleep(self._token_s * (end - count))
             yield pb.GenerateResponse(tokens=chunk)
             count = end
-        finished = pb.StepFinished(reason=reason, output_tokens=count, version_spans=spans, cached_tokens=first)
+        finished = pb.StepFinished(
+            reason=reason, output_tokens=count, version_spans=spans, cached_tokens=first
+        )
         yield pb.GenerateResponse(finished=finished)
 
     @answer
@@ -208,7 +234,14 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
             source = engine_pb2_grpc.EngineServiceStub(channel)
             export = pb.ExportPrefixRequest(trajectory_id=reference.trajectory_id)
             try:
-                held = len((await source.ExportPrefix(export, timeout=RPC_TIMEOUT_S)).token_ids.int32_le) // 4
+                held = (
+                    len(
+                        (
+                            await source.ExportPrefix(export, timeout=RPC_TIMEOUT_S)
+                        ).token_ids.int32_le
+                    )
+                    // 4
+                )
             except grpc.aio.AioRpcError:
                 await refuse(context, Refusal(grpc.StatusCode.UNAVAILABLE, "SOURCE_UNAVAILABLE"))
         await self.gate.pass_through()
@@ -259,12 +292,18 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
                 slot_limit=self.slots,
                 max_context_tokens=100_000,
                 tensor_parallel=1,
-                decode_curve=pb.DecodeCurve(base_s=TOKEN_S, per_sequence_s=0.0001, prefill_tokens_per_s=100_000),
+                decode_curve=pb.DecodeCurve(
+                    base_s=TOKEN_S, per_sequence_s=0.0001, prefill_tokens_per_s=100_000
+                ),
             )
             request = scheduler_pb2.RegisterEngineRequest(request_id=uuid.uuid4().hex, info=info)
-            self.lease_id = (await scheduler.RegisterEngine(request, timeout=RPC_TIMEOUT_S)).lease_id
+            self.lease_id = (
+                await scheduler.RegisterEngine(request, timeout=RPC_TIMEOUT_S)
+            ).lease_id
         load = pb.Load(slot_limit=self.slots, engine_healthy=True, weight_version=WEIGHT_VERSION)
-        renewal = scheduler_pb2.RenewEngineLeaseRequest(lease_id=self.lease_id, engine_id=self.engine_id, load=load)
+        renewal = scheduler_pb2.RenewEngineLeaseRequest(
+            lease_id=self.lease_id, engine_id=self.engine_id, load=load
+        )
         await scheduler.RenewEngineLease(renewal, timeout=RPC_TIMEOUT_S)
 
 

@@ -1,7 +1,9 @@
-"""A fake Kubernetes API server on loopback with StatefulSets of engines: the few paths that a resource plan uses.
+"""A fake Kubernetes API server on loopback with StatefulSets of engines: the few paths that a
+resource plan uses.
 
-It says what a real one would say as far as the API's documentation goes; no controller, scheduler or kubelet stands
-behind it. Where a scale changes, `come` and `go` are called with the names of pods, for the test to do what they would.
+It says what a real one would say as far as the API's documentation goes; no controller, scheduler
+or kubelet stands behind it. Where a scale changes, `come` and `go` are called with the names of
+pods, for the test to do what they would.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,8 +20,9 @@ CRASHED = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}}
 
 
 class FakeEngineCluster:
-    """replicas: by StatefulSet; each is of the degree at the end of its name. crashing: sets whose pods do not start.
-    forbids: refuses to scale. scaled: (name, replicas, whether it was a dry run) in the order of the requests."""
+    """replicas: by StatefulSet; each is of the degree at the end of its name. crashing: sets whose
+    pods do not start. forbids: refuses to scale. scaled: (name, replicas, whether it was a dry run)
+    in the order of the requests."""
 
     def __init__(self, replicas: dict[str, int]) -> None:
         self.replicas = replicas
@@ -33,10 +36,14 @@ class FakeEngineCluster:
     async def serve(self, folder: Path) -> AsyncIterator[Path]:
         """Listen; yields the kubeconfig that leads here."""
         application = web.Application()
-        application.add_routes([
-            web.get(SETS, self._list_sets), web.patch(f"{SETS}/{{name}}/scale", self._scale),
-            web.get(PODS, self._list_pods), web.get(f"{PODS}/{{name}}/log", self._log),
-        ])  # fmt: skip
+        application.add_routes(
+            [
+                web.get(SETS, self._list_sets),
+                web.patch(f"{SETS}/{{name}}/scale", self._scale),
+                web.get(PODS, self._list_pods),
+                web.get(f"{PODS}/{{name}}/log", self._log),
+            ]
+        )
         runner = web.AppRunner(application, shutdown_timeout=0.1)
         await runner.setup()
         try:
@@ -52,9 +59,16 @@ class FakeEngineCluster:
             own = {"accelerator": "H200", "degree": name[-1], "slots": "100"}
             labels = {f"treadle.engines/{key}": value for key, value in own.items()}
             template: dict[str, Any] = {"metadata": {}, "spec": {"containers": []}}
-            spec = {"replicas": replicas, "serviceName": "engine", "selector": {}, "template": template}
+            spec = {
+                "replicas": replicas,
+                "serviceName": "engine",
+                "selector": {},
+                "template": template,
+            }
             items.append({"metadata": {"name": name, "labels": labels}, "spec": spec})
-        return web.json_response({"apiVersion": "apps/v1", "kind": "StatefulSetList", "metadata": {}, "items": items})
+        return web.json_response(
+            {"apiVersion": "apps/v1", "kind": "StatefulSetList", "metadata": {}, "items": items}
+        )
 
     async def _scale(self, request: web.Request) -> web.Response:
         name, dry_run = request.match_info["name"], request.query.get("dryRun") == "All"
@@ -69,14 +83,28 @@ class FakeEngineCluster:
             for index in range(before, wanted):
                 if name not in self.crashing:
                     await self.come(f"{name}-{index}")
-        return web.json_response({"apiVersion": "autoscaling/v1", "kind": "Scale", "spec": {"replicas": wanted}})
+        return web.json_response(
+            {"apiVersion": "autoscaling/v1", "kind": "Scale", "spec": {"replicas": wanted}}
+        )
 
     async def _list_pods(self, request: web.Request) -> web.Response:
         name = request.query["fieldSelector"].removeprefix("metadata.name=")
         state = CRASHED if name.rpartition("-")[0] in self.crashing else {"running": {}}
-        container = {"name": "engine", "image": "i", "imageID": "i", "ready": False, "restartCount": 2, "state": state}
-        pod = {"metadata": {"name": name}, "status": {"phase": "Pending", "containerStatuses": [container]}}
-        return web.json_response({"apiVersion": "v1", "kind": "PodList", "metadata": {}, "items": [pod]})
+        container = {
+            "name": "engine",
+            "image": "i",
+            "imageID": "i",
+            "ready": False,
+            "restartCount": 2,
+            "state": state,
+        }
+        pod = {
+            "metadata": {"name": name},
+            "status": {"phase": "Pending", "containerStatuses": [container]},
+        }
+        return web.json_response(
+            {"apiVersion": "v1", "kind": "PodList", "metadata": {}, "items": [pod]}
+        )
 
     async def _log(self, request: web.Request) -> web.Response:
         assert request.query["container"] == "engine"

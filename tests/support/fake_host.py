@@ -1,6 +1,8 @@
-"""A fake host of containers: each "container" is a plain process of this machine that runs the real worker, unisolated.
+"""A fake host of containers: each "container" is a plain process of this machine that runs the real
+worker, unisolated.
 
-It shows how the service deals with hosts, connections and sessions; it cannot show that anything is isolated.
+It shows how the service deals with hosts, connections and sessions; it cannot show that anything is
+isolated.
 """
 
 import asyncio
@@ -11,7 +13,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from treadle_tools.sandbox.containers.hosts import Allotment, ContainerLost, Ending, HostFailed, Recipe
+from treadle_tools.sandbox.containers.hosts import (
+    Allotment,
+    ContainerLost,
+    Ending,
+    HostFailed,
+    Recipe,
+)
 
 BOOT = """
 import sys, json
@@ -23,15 +31,20 @@ container.main(config)
 """
 
 
-def start_worker(argv: Sequence[str], paths: Sequence[str]) -> "tuple[subprocess.Popen[bytes], socket.socket]":
-    """Start a worker as a recipe's command does, but here; and our end of its standard input and output."""
+def start_worker(
+    argv: Sequence[str], paths: Sequence[str]
+) -> "tuple[subprocess.Popen[bytes], socket.socket]":
+    """Start a worker as a recipe's command does, but here; and our end of its standard input and
+    output."""
     config = {**json.loads(argv[-1]), "paths": paths}
     end, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-I", "-B", "-c", BOOT, json.dumps(config)],
-            stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            stdin=theirs.fileno(),
+            stdout=theirs.fileno(),
+            stderr=subprocess.DEVNULL,
+        )
     return process, end
 
 
@@ -115,7 +128,10 @@ class FakeHost:
 
     async def ending(self, name: str) -> Ending:
         code = self.containers[name].process.poll()
-        return Ending(runs=code is None, exit_code=None if code is None else (code if code >= 0 else 128 - code))
+        return Ending(
+            runs=code is None,
+            exit_code=None if code is None else (code if code >= 0 else 128 - code),
+        )
 
     async def remove(self, name: str) -> None:
         if (container := self.containers.pop(name, None)) is not None:
@@ -124,7 +140,11 @@ class FakeHost:
             container.end.close()
 
     async def list_names(self, *, running: bool = False) -> Sequence[str]:
-        return [name for name, each in self.containers.items() if not running or each.process.poll() is None]
+        return [
+            name
+            for name, each in self.containers.items()
+            if not running or each.process.poll() is None
+        ]
 
     async def close(self) -> None:
         pass

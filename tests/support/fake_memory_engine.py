@@ -1,7 +1,9 @@
-"""FakeMemoryEngine: an SGLang server as far as GPU memory and chat go, on GPUs that it shares with others of its kind.
+"""FakeMemoryEngine: an SGLang server as far as GPU memory and chat go, on GPUs that it shares with
+others of its kind.
 
-It is honest where it hurts: a release while it runs something, a resume of what is not released, and a question while
-it is released each end it, as they end SGLang's scheduler; and no endpoint says whether it is released.
+It is honest where it hurts: a release while it runs something, a resume of what is not released,
+and a question while it is released each end it, as they end SGLang's scheduler; and no endpoint
+says whether it is released.
 """
 
 import asyncio
@@ -29,9 +31,12 @@ class FakeGpu:
 
 
 class FakeMemoryEngine:
-    """One server. says: the score it gives. answer_s: how long it thinks. name: of the service, for the logs."""
+    """One server. says: the score it gives. answer_s: how long it thinks. name: of the service, for
+    the logs."""
 
-    def __init__(self, name: str, gpus: list[FakeGpu], bytes_per_gpu: int, answer_s: float = 0.0) -> None:
+    def __init__(
+        self, name: str, gpus: list[FakeGpu], bytes_per_gpu: int, answer_s: float = 0.0
+    ) -> None:
         self.name = name
         self.answer_s = answer_s
         self.may_change = asyncio.Event()  # a release or a resume that has begun waits for it
@@ -57,7 +62,8 @@ class FakeMemoryEngine:
         return all(self.name not in gpu.held for gpu in self._gpus)
 
     async def start(self) -> None:
-        """Takes its memory and listens; again after `stop` it is another start of the same server."""
+        """Takes its memory and listens; again after `stop` it is another start of the same
+        server."""
         self._start = next(_STARTS)
         self._released = False
         for gpu in self._gpus:
@@ -92,7 +98,9 @@ class FakeMemoryEngine:
 
     async def _info(self, request: web.Request) -> web.Response:
         flags = {"enable_memory_saver": True, "enable_weights_cpu_backup": self.saves_weights}
-        return web.json_response({"startup_time": {"total": self._start}, "random_seed": 1, **flags})
+        return web.json_response(
+            {"startup_time": {"total": self._start}, "random_seed": 1, **flags}
+        )
 
     async def _flush(self, request: web.Request) -> web.Response:
         ends_at = asyncio.get_running_loop().time() + float(request.query.get("timeout", "0"))

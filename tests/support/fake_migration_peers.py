@@ -32,7 +32,9 @@ class Mesh:
         self.sidecars[engine_id].prefixes[trajectory_id] = tokens
         self.scheduler.owners[trajectory_id] = (engine_id, 1)
 
-    def request(self, trajectory_id: str, source: str, target: str, /, **fields: Any) -> pb.StartMigrationRequest:
+    def request(
+        self, trajectory_id: str, source: str, target: str, /, **fields: Any
+    ) -> pb.StartMigrationRequest:
         """A move of a trajectory that is at revision 1."""
         values: dict[str, Any] = {
             "request_id": f"start-{trajectory_id}",
@@ -73,7 +75,9 @@ class MigratorCalls:
     async def get(self, migration_id: str) -> pb.Migration:
         """As it stands."""
         return (
-            await self.stub.GetMigration(pb.GetMigrationRequest(migration_id=migration_id), timeout=CALL_S)
+            await self.stub.GetMigration(
+                pb.GetMigrationRequest(migration_id=migration_id), timeout=CALL_S
+            )
         ).migration
 
     async def cancel(self, migration_id: str, request_id: str = "cancel") -> pb.Migration:
@@ -83,7 +87,9 @@ class MigratorCalls:
 
     async def states(self, migration_id: str) -> list[pb.Migration]:
         """All states from now to the end."""
-        watch = self.stub.WatchMigration(pb.WatchMigrationRequest(migration_id=migration_id), timeout=CALL_S)
+        watch = self.stub.WatchMigration(
+            pb.WatchMigrationRequest(migration_id=migration_id), timeout=CALL_S
+        )
         return [message.migration async for message in watch]
 
     async def ended(self, migration_id: str) -> pb.Migration:
@@ -101,5 +107,8 @@ async def migrator(nats_url: str, mesh: Mesh) -> AsyncIterator[MigratorCalls]:
     config = MigratorSettings(
         listen="127.0.0.1:0", nats_url=nats_url, drain_grace_s=1.0, scheduler=mesh.scheduler.address
     )
-    async with serving(config, wire) as served, grpc.aio.insecure_channel(served.address) as channel:
+    async with (
+        serving(config, wire) as served,
+        grpc.aio.insecure_channel(served.address) as channel,
+    ):
         yield MigratorCalls(channel)

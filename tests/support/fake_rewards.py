@@ -17,12 +17,18 @@ class FakeRewards(FakeServicer, rewards_pb2_grpc.RewardsServiceServicer):
     """Every reward is accepted and scored at once."""
 
     @answer
-    def ScoreTrajectory(self, request: rewards_pb2.ScoreTrajectoryRequest) -> rewards_pb2.ScoreTrajectoryResponse:
-        accepted = rewards_pb2.Reward(reward_id=f"w-{request.trajectory_id}", state=rewards_pb2.REWARD_STATE_RUNNING)
+    def ScoreTrajectory(
+        self, request: rewards_pb2.ScoreTrajectoryRequest
+    ) -> rewards_pb2.ScoreTrajectoryResponse:
+        accepted = rewards_pb2.Reward(
+            reward_id=f"w-{request.trajectory_id}", state=rewards_pb2.REWARD_STATE_RUNNING
+        )
         return rewards_pb2.ScoreTrajectoryResponse(reward=accepted)
 
     @answer
-    def ListRewards(self, request: rewards_pb2.ListRewardsRequest) -> rewards_pb2.ListRewardsResponse:
+    def ListRewards(
+        self, request: rewards_pb2.ListRewardsRequest
+    ) -> rewards_pb2.ListRewardsResponse:
         rewards = [("exact_match", False), ("graded", True)]
         return rewards_pb2.ListRewardsResponse(
             rewards=[rewards_pb2.RewardFunction(name=name, serverless=far) for name, far in rewards]
@@ -32,7 +38,9 @@ class FakeRewards(FakeServicer, rewards_pb2_grpc.RewardsServiceServicer):
         self, request: rewards_pb2.WatchRewardsRequest, context: Any
     ) -> AsyncIterator[rewards_pb2.WatchRewardsResponse]:
         for reward_id in request.reward_ids:
-            done = rewards_pb2.Reward(reward_id=reward_id, state=rewards_pb2.REWARD_STATE_DONE, score=SCORE)
+            done = rewards_pb2.Reward(
+                reward_id=reward_id, state=rewards_pb2.REWARD_STATE_DONE, score=SCORE
+            )
             yield rewards_pb2.WatchRewardsResponse(reward=done)
 
 

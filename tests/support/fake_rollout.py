@@ -1,4 +1,5 @@
-"""FakeRollout and FakeTools: the contracts of RolloutService and ToolsService as the client sees them, in memory."""
+"""FakeRollout and FakeTools: the contracts of RolloutService and ToolsService as the client sees
+them, in memory."""
 
 import json
 from collections.abc import AsyncIterator
@@ -29,18 +30,26 @@ class FakeRollout(FakeServicer, rollout_pb2_grpc.RolloutServiceServicer):
         self.batches: dict[str, list[rollout_pb2.FinishedTrajectory]] = {}  # by request_id
 
     @answer
-    def CreateRollout(self, request: rollout_pb2.CreateRolloutRequest) -> rollout_pb2.CreateRolloutResponse:
+    def CreateRollout(
+        self, request: rollout_pb2.CreateRolloutRequest
+    ) -> rollout_pb2.CreateRolloutResponse:
         rollout_id = f"r-{len(self.specs)}"
         self.specs[rollout_id] = request.spec
-        return rollout_pb2.CreateRolloutResponse(rollout=rollout_pb2.Rollout(rollout_id=rollout_id, spec=request.spec))
+        return rollout_pb2.CreateRolloutResponse(
+            rollout=rollout_pb2.Rollout(rollout_id=rollout_id, spec=request.spec)
+        )
 
     @answer
-    def CancelRollout(self, request: rollout_pb2.CancelRolloutRequest) -> rollout_pb2.CancelRolloutResponse:
+    def CancelRollout(
+        self, request: rollout_pb2.CancelRolloutRequest
+    ) -> rollout_pb2.CancelRolloutResponse:
         self.cancelled.add(request.rollout_id)
         return rollout_pb2.CancelRolloutResponse()
 
     @answer
-    def SubmitTrajectory(self, request: rollout_pb2.SubmitTrajectoryRequest) -> rollout_pb2.SubmitTrajectoryResponse:
+    def SubmitTrajectory(
+        self, request: rollout_pb2.SubmitTrajectoryRequest
+    ) -> rollout_pb2.SubmitTrajectoryResponse:
         spec, trajectory = self.specs[request.rollout_id], request.trajectory
         if trajectory.failed:
             return rollout_pb2.SubmitTrajectoryResponse(drop_reason=rollout_pb2.DROP_REASON_FAILED)
@@ -60,11 +69,15 @@ class FakeRollout(FakeServicer, rollout_pb2_grpc.RolloutServiceServicer):
         self.log("StreamBatch", request, context)
         if request.request_id not in self.batches:
             taken = list(self.kept)[: request.max_groups]
-            self.batches[request.request_id] = [trajectory for name in taken for trajectory in self.kept.pop(name)]
+            self.batches[request.request_id] = [
+                trajectory for name in taken for trajectory in self.kept.pop(name)
+            ]
         for trajectory in self.batches[request.request_id]:
             data = trajectory.SerializeToString()
             part = partial(
-                rollout_pb2.StreamBatchResponse, prompt_id=trajectory.prompt_id, trajectory_id=trajectory.trajectory_id
+                rollout_pb2.StreamBatchResponse,
+                prompt_id=trajectory.prompt_id,
+                trajectory_id=trajectory.trajectory_id,
             )
             yield part(data=data[:20])
             yield part(data=data[20:], trajectory_end=True)
@@ -81,7 +94,9 @@ class FakeRollout(FakeServicer, rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.PushTokensResponse(next_token=len(known), wanted=True)
 
     @answer
-    def ConfirmBatch(self, request: rollout_pb2.ConfirmBatchRequest) -> rollout_pb2.ConfirmBatchResponse:
+    def ConfirmBatch(
+        self, request: rollout_pb2.ConfirmBatchRequest
+    ) -> rollout_pb2.ConfirmBatchResponse:
         return rollout_pb2.ConfirmBatchResponse()
 
 
@@ -94,30 +109,40 @@ class FakeTools(FakeServicer, tools_pb2_grpc.ToolsServiceServicer):
 
     @answer
     def Invoke(self, request: tools_pb2.InvokeRequest) -> tools_pb2.InvokeResponse | Refusal:
-        timing = tools_pb2.ActionTiming(queue=Duration(nanos=250_000_000), execution=Duration(seconds=1))
+        timing = tools_pb2.ActionTiming(
+            queue=Duration(nanos=250_000_000), execution=Duration(seconds=1)
+        )
         if request.session_id:
             if request.session_id not in self.sessions:
                 return Refusal(grpc.StatusCode.NOT_FOUND, "SESSION_NOT_FOUND")
             if "fail" in json.loads(request.arguments_json):
                 failed = tools_pb2.RESULT_STATUS_TOOL_ERROR
-                result = tools_pb2.ToolResult(status=failed, output="so far", error="ValueError: no")
+                result = tools_pb2.ToolResult(
+                    status=failed, output="so far", error="ValueError: no"
+                )
                 return tools_pb2.InvokeResponse(result=result)
             self.sessions[request.session_id] += 1
             steps = self.sessions[request.session_id]
-            result = tools_pb2.ToolResult(status=_OK, output=str(steps), reward=0.5, done=steps == 3, timing=timing)
+            result = tools_pb2.ToolResult(
+                status=_OK, output=str(steps), reward=0.5, done=steps == 3, timing=timing
+            )
             return tools_pb2.InvokeResponse(result=result)
         if request.tool != "echo":
             return Refusal(grpc.StatusCode.NOT_FOUND, "TOOL_NOT_FOUND", fields=("tool",))
         arguments = json.loads(request.arguments_json)
         if "fail" in arguments:
-            result = tools_pb2.ToolResult(status=tools_pb2.RESULT_STATUS_TOOL_ERROR, error="ValueError: no")
+            result = tools_pb2.ToolResult(
+                status=tools_pb2.RESULT_STATUS_TOOL_ERROR, error="ValueError: no"
+            )
         else:
             data = request.arguments_json
             result = tools_pb2.ToolResult(status=_OK, output=data, data_json=data, timing=timing)
         return tools_pb2.InvokeResponse(result=result)
 
     @answer
-    def OpenSession(self, request: tools_pb2.OpenSessionRequest) -> tools_pb2.OpenSessionResponse | Refusal:
+    def OpenSession(
+        self, request: tools_pb2.OpenSessionRequest
+    ) -> tools_pb2.OpenSessionResponse | Refusal:
         if request.tool not in ENVIRONMENTS:
             return Refusal(grpc.StatusCode.NOT_FOUND, "TOOL_NOT_FOUND", fields=("tool",))
         session = tools_pb2.Session(session_id=f"s-{len(self.calls)}", tool=request.tool)
@@ -127,7 +152,9 @@ class FakeTools(FakeServicer, tools_pb2_grpc.ToolsServiceServicer):
         )
 
     @answer
-    def CloseSession(self, request: tools_pb2.CloseSessionRequest) -> tools_pb2.CloseSessionResponse | Refusal:
+    def CloseSession(
+        self, request: tools_pb2.CloseSessionRequest
+    ) -> tools_pb2.CloseSessionResponse | Refusal:
         if self.sessions.pop(request.session_id, None) is None:
             return Refusal(grpc.StatusCode.NOT_FOUND, "SESSION_NOT_FOUND")
         return tools_pb2.CloseSessionResponse()

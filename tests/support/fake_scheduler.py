@@ -1,4 +1,5 @@
-"""FakeScheduler: SchedulerService in memory, as the client, the migrator and a sidecar see it. Engines take turns."""
+"""FakeScheduler: SchedulerService in memory, as the client, the migrator and a sidecar see it.
+Engines take turns."""
 
 from typing import Any
 
@@ -15,7 +16,8 @@ _FAILED = grpc.StatusCode.FAILED_PRECONDITION
 
 
 class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
-    """engines: id → address; the fake mesh fills it. owners: trajectory → (engine, revision), for the migrator.
+    """engines: id → address; the fake mesh fills it. owners: trajectory → (engine, revision), for
+    the migrator.
 
     Requires the order of turns that the contract asks for; owners change by compare-and-swap only.
     """
@@ -27,7 +29,9 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
         self.trajectories: dict[str, pb.Trajectory] = {}
         self.outcomes: dict[str, pb.Outcome.ValueType] = {}
         self.tickets: dict[str, str] = {}  # trajectory → the ticket that is out
-        self._last: dict[str, tuple[str, int]] = {}  # trajectory → its newest ticket, and that one's turn
+        self._last: dict[
+            str, tuple[str, int]
+        ] = {}  # trajectory → its newest ticket, and that one's turn
         self._issued = 0
         self.address = ""
         self.owners: dict[str, tuple[str, int]] = {}
@@ -63,11 +67,15 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
         if request.trajectory_id not in self.owners:
             return Refusal(grpc.StatusCode.NOT_FOUND, "TRAJECTORY_NOT_FOUND")
         engine_id, revision = self.owners[request.trajectory_id]
-        trajectory = pb.Trajectory(trajectory_id=request.trajectory_id, engine_id=engine_id, revision=revision)
+        trajectory = pb.Trajectory(
+            trajectory_id=request.trajectory_id, engine_id=engine_id, revision=revision
+        )
         return pb.GetTrajectoryResponse(trajectory=trajectory)
 
     @answer
-    def RenewEngineLease(self, request: pb.RenewEngineLeaseRequest) -> pb.RenewEngineLeaseResponse | Refusal:
+    def RenewEngineLease(
+        self, request: pb.RenewEngineLeaseRequest
+    ) -> pb.RenewEngineLeaseResponse | Refusal:
         if request.lease_id not in self.leases:
             return Refusal(grpc.StatusCode.NOT_FOUND, "LEASE_NOT_FOUND")
         return pb.RenewEngineLeaseResponse()
@@ -96,9 +104,13 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
         return pb.CloseJobResponse()
 
     @answer
-    def OpenTrajectory(self, request: pb.OpenTrajectoryRequest) -> pb.OpenTrajectoryResponse | Refusal:
+    def OpenTrajectory(
+        self, request: pb.OpenTrajectoryRequest
+    ) -> pb.OpenTrajectoryResponse | Refusal:
         if request.prompt_tokens < 1:
-            return Refusal(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", fields=("prompt_tokens",))
+            return Refusal(
+                grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", fields=("prompt_tokens",)
+            )
         trajectory = pb.Trajectory(
             trajectory_id=request.trajectory_id or f"t-{len(self.trajectories)}",
             rollout_id=request.rollout_id,
@@ -124,15 +136,26 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
             request.replaces_ticket_id,
             request.turn,
         ):
-            trajectory.next_turn, out = request.turn, request.replaces_ticket_id  # also where it has ended meanwhile
+            trajectory.next_turn, out = (
+                request.turn,
+                request.replaces_ticket_id,
+            )  # also where it has ended meanwhile
         if request.turn != trajectory.next_turn:
             return Refusal(_FAILED, "TURN_OUT_OF_ORDER")
         if out != request.replaces_ticket_id:
-            return Refusal(_FAILED, "STEP_IN_FLIGHT", f"{out!r} is out, {request.replaces_ticket_id!r} was named")
+            return Refusal(
+                _FAILED,
+                "STEP_IN_FLIGHT",
+                f"{out!r} is out, {request.replaces_ticket_id!r} was named",
+            )
         if not self.engines:
             return Refusal(grpc.StatusCode.UNAVAILABLE, "NO_ENGINE", retry_after_s=0.05)
         first = request.trajectory_id not in self._last
-        if first and self.room is not None and len(self._last.keys() - self.outcomes.keys()) >= self.room:
+        if (
+            first
+            and self.room is not None
+            and len(self._last.keys() - self.outcomes.keys()) >= self.room
+        ):
             return Refusal(grpc.StatusCode.UNAVAILABLE, "STEP_HELD", retry_after_s=0.02)
         engine_id = list(self.engines)[self._issued % len(self.engines)]
         self._issued += 1
@@ -150,7 +173,9 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
         return pb.ScheduleStepResponse(ticket=ticket)
 
     @answer
-    def CloseTrajectory(self, request: pb.CloseTrajectoryRequest) -> pb.CloseTrajectoryResponse | Refusal:
+    def CloseTrajectory(
+        self, request: pb.CloseTrajectoryRequest
+    ) -> pb.CloseTrajectoryResponse | Refusal:
         if request.trajectory_id not in self.trajectories:
             return Refusal(grpc.StatusCode.NOT_FOUND, "TRAJECTORY_NOT_FOUND")
         if request.trajectory_id in self.outcomes:

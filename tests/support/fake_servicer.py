@@ -1,4 +1,5 @@
-"""What the fakes of services share: refusals in google.rpc's messages, scripted failures, a log of calls, servers."""
+"""What the fakes of services share: refusals in google.rpc's messages, scripted failures, a log of
+calls, servers."""
 
 import asyncio
 import functools
@@ -15,7 +16,9 @@ from grpc_status import rpc_status
 from support.processes import free_port
 from treadle.types import duration
 
-_SERVER_OPTIONS = (("grpc.http2.min_ping_interval_without_data_ms", 1_000),)  # as Treadle's servers: clients ping
+_SERVER_OPTIONS = (
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+)  # as Treadle's servers: clients ping
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,9 @@ class Refusal:
 async def refuse(context: grpc.aio.ServicerContext[Any, Any], refusal: Refusal) -> NoReturn:
     """Ends the call with the refusal."""
     details: list[Message] = [
-        error_details_pb2.ErrorInfo(reason=refusal.reason, domain="fake.treadle", metadata={"by": "test"})
+        error_details_pb2.ErrorInfo(
+            reason=refusal.reason, domain="fake.treadle", metadata={"by": "test"}
+        )
     ]
     if refusal.retry_after_s is not None:
         details.append(error_details_pb2.RetryInfo(retry_delay=duration(refusal.retry_after_s)))
@@ -88,7 +93,9 @@ class Gate:
 class Port:
     """A server of one fake that may go away and come back at the same address."""
 
-    def __init__(self, add_to_server: Callable[[Any, grpc.aio.Server], None], servicer: object) -> None:
+    def __init__(
+        self, add_to_server: Callable[[Any, grpc.aio.Server], None], servicer: object
+    ) -> None:
         self._add, self._servicer = add_to_server, servicer
         self._server: grpc.aio.Server | None = None
         self.address = f"127.0.0.1:{free_port()}"
@@ -130,8 +137,11 @@ class FakeServicer:
         """Requests of that method, attempts included, in the order of arrival."""
         return [call.request for call in self.calls if call.method == method]
 
-    async def once(self, method: str, request: Any, context: grpc.aio.ServicerContext[Any, Any], work: Any) -> Any:
-        """The answer of `work(request)`, made once a request_id; scripted refusals come before or after it."""
+    async def once(
+        self, method: str, request: Any, context: grpc.aio.ServicerContext[Any, Any], work: Any
+    ) -> Any:
+        """The answer of `work(request)`, made once a request_id; scripted refusals come before or
+        after it."""
         self.log(method, request, context)
         refusal = self.next_refusal(method)
         if refusal is not None and not refusal.after:
@@ -145,7 +155,9 @@ class FakeServicer:
             if request_id:
                 self._records[request_id] = (request, answer)
         elif recorded != request:
-            invalid = Refusal(grpc.StatusCode.INVALID_ARGUMENT, "REQUEST_ID_REUSED", fields=("request_id",))
+            invalid = Refusal(
+                grpc.StatusCode.INVALID_ARGUMENT, "REQUEST_ID_REUSED", fields=("request_id",)
+            )
             await refuse(context, invalid)
         if refusal is not None:
             await refuse(context, refusal)
@@ -163,10 +175,15 @@ class FakeServicer:
 
 
 def answer(work: Callable[[Any, Any], Any]) -> Any:
-    """The RPC of the same name out of what it does with a request: a response or a Refusal, once a request_id."""
+    """The RPC of the same name out of what it does with a request: a response or a Refusal, once a
+    request_id."""
 
     @functools.wraps(work)
-    async def rpc(servicer: FakeServicer, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        return await servicer.once(work.__name__, request, context, functools.partial(work, servicer))
+    async def rpc(
+        servicer: FakeServicer, request: Any, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> Any:
+        return await servicer.once(
+            work.__name__, request, context, functools.partial(work, servicer)
+        )
 
     return rpc

@@ -1,12 +1,12 @@
-"""FakeSglang: an HTTP server with the endpoints of SGLang that the sidecar uses, and tokens that follow from the
-context alone.
+"""FakeSglang: an HTTP server with the endpoints of SGLang that the sidecar uses, and tokens that
+follow from the context alone.
 
-It is honest where the sidecar depends on it: streams are incremental or cumulative, an abort ends a stream with a token
-or two more and a finish reason of type abort, an abort of an unknown request is ignored, the KV of a context is cached
-by salt in pages, only `max_running` requests run, pushed weights need a session, memory is given away once and taken
-back once; while it hangs, what needs SGLang's scheduler process is not
-answered, and the rest is. What it leaves out: text models. A token's text is one letter; the next token is a hash of
-position and predecessor.
+It is honest where the sidecar depends on it: streams are incremental or cumulative, an abort ends a
+stream with a token or two more and a finish reason of type abort, an abort of an unknown request is
+ignored, the KV of a context is cached by salt in pages, only `max_running` requests run, pushed
+weights need a session, memory is given away once and taken back once; while it hangs, what needs
+SGLang's scheduler process is not answered, and the rest is. What it leaves out: text models. A
+token's text is one letter; the next token is a hash of position and predecessor.
 """
 
 import asyncio
@@ -47,9 +47,9 @@ def text_of(tokens: Sequence[int]) -> str:
 
 
 class FakeSglang:
-    """`token_s`: time a token takes; `after_abort`: tokens that are sampled between an abort and its effect;
-    `incremental`: whether a chunk of a stream has the new tokens alone, or all; `says_incremental`: what /server_info
-    says of it."""
+    """`token_s`: time a token takes; `after_abort`: tokens that are sampled between an abort and
+    its effect; `incremental`: whether a chunk of a stream has the new tokens alone, or all;
+    `says_incremental`: what /server_info says of it."""
 
     def __init__(
         self,
@@ -62,23 +62,35 @@ class FakeSglang:
         self.token_s = token_s
         self.incremental = incremental
         self.arguments: dict[str, Any] = {  # of /server_info
-            "incremental_streaming_output": incremental if says_incremental is None else says_incremental,
+            "incremental_streaming_output": incremental
+            if says_incremental is None
+            else says_incremental,
             "disaggregation_mode": "null",
         }
         self.middlewares: list[Any] = []  # of aiohttp
         self.text_of: Callable[[list[int]], str] = text_of
         self.more_routes: list[web.RouteDef] = []
-        self.script: list[int] = []  # sampled after a prompt, then the end token; empty: what follows from the context
-        self.lose_end = False  # whether streams hang after their last token, before they say how they ended
+        self.script: list[
+            int
+        ] = []  # sampled after a prompt, then the end token; empty: what follows from the context
+        self.lose_end = (
+            False  # whether streams hang after their last token, before they say how they ended
+        )
         self.prefill_s = 0.0  # before the first token of a stream
-        self.load_s, self.loading = 0.0, False  # what an update of the weights takes; whether one is under way
+        self.load_s, self.loading = (
+            0.0,
+            False,
+        )  # what an update of the weights takes; whether one is under way
         self.probes = 0  # requests for one token that no step makes
         self._goes_on = asyncio.Event()
         self._goes_on.set()
         self.after_abort = after_abort
         self.pushes: list[tuple[str, dict[str, Any]]] = []  # way and body
         self.push_s, self.refuse_push = 0.0, False
-        self.pushing, self.session = False, False  # whether a push is under way; whether weights are unpacked for it
+        self.pushing, self.session = (
+            False,
+            False,
+        )  # whether a push is under way; whether weights are unpacked for it
         self.groups: list[dict[str, Any]] = []
         self.asleep: set[str] = set()
         self.loads = 0  # from disk
@@ -113,7 +125,8 @@ class FakeSglang:
 
     @property
     def steps(self) -> int:
-        """Streams that were asked for. `requests` has also what a sidecar asks to see whether the engine generates."""
+        """Streams that were asked for. `requests` has also what a sidecar asks to see whether the
+        engine generates."""
         return sum(bool(request.get("stream")) for request in self.requests)
 
     async def start(self) -> None:
@@ -144,7 +157,8 @@ class FakeSglang:
         await self._site.start()
 
     def hang(self) -> None:
-        """As a stopped scheduler process: nothing is generated, and what does not need that process is answered."""
+        """As a stopped scheduler process: nothing is generated, and what does not need that process
+        is answered."""
         self._goes_on.clear()
 
     def go_on(self) -> None:
@@ -178,10 +192,17 @@ class FakeSglang:
         self.requests.append(body)
         self.traceparents.append(request.headers.get("traceparent", ""))
         if body.get("token_ids_logprob") == [-1]:
-            message = f"token_ids_logprob contains out-of-vocabulary token id -1; valid range is [0, {VOCAB})."
+            message = (
+                "token_ids_logprob contains out-of-vocabulary token id -1; valid range is "
+                f"[0, {VOCAB})."
+            )
             return web.json_response({"error": {"message": message}}, status=400)
         assert not self.asleep, "an engine without its memory dies of a request"
-        ids, params, salt = list(body["input_ids"]), body["sampling_params"], body.get("cache_salt", "")
+        ids, params, salt = (
+            list(body["input_ids"]),
+            body["sampling_params"],
+            body.get("cache_salt", ""),
+        )
         cached, storage = self._hit(ids, salt)
         if not body.get("stream"):
             self.probes += ids == [0]
@@ -189,7 +210,9 @@ class FakeSglang:
             self._keep(ids, salt)
             if body.get("return_logprob"):
                 return web.json_response(self._whole(body, (cached, storage)))
-            return web.json_response(self._answer(body["rid"], [], 0, "", cached, storage, {"type": "length"}))
+            return web.json_response(
+                self._answer(body["rid"], [], 0, "", cached, storage, {"type": "length"})
+            )
         if body["rid"] in self._running:
             return web.json_response(
                 {"error": {"message": f"Duplicate request ID detected: {body['rid']}"}}, status=400
@@ -214,11 +237,18 @@ class FakeSglang:
         prompt, limit = body["input_ids"], body["sampling_params"]["max_new_tokens"]
         output = expected(prompt, limit)
         answer = self._answer(
-            body["rid"], output, limit, self.text_of(output), *hit, {"type": "length", "length": limit}
+            body["rid"],
+            output,
+            limit,
+            self.text_of(output),
+            *hit,
+            {"type": "length", "length": limit},
         )
         if body.get("return_routed_experts"):
             count = (len(prompt) + limit - 1) * LAYERS * EXPERTS_PER_TOKEN
-            answer["meta_info"]["routed_experts"] = base64.b64encode(array("i", range(count)).tobytes()).decode()
+            answer["meta_info"]["routed_experts"] = base64.b64encode(
+                array("i", range(count)).tobytes()
+            ).decode()
         return answer
 
     async def _stream(
@@ -247,9 +277,13 @@ class FakeSglang:
                 self.sampled += 1
                 ending = self._ending(token, output, params, limit)
             if ending is not None and not self.lose_end:
-                self._running.pop(rid, None)  # as in SGLang, a request that says its end has left the batch
+                self._running.pop(
+                    rid, None
+                )  # as in SGLang, a request that says its end has left the batch
             sent = fresh if self.incremental else output
-            answer = self._answer(rid, sent, len(output), self.text_of(sent), *hit, None if self.lose_end else ending)
+            answer = self._answer(
+                rid, sent, len(output), self.text_of(sent), *hit, None if self.lose_end else ending
+            )
             await self.send(response, answer)
             if self.lose_end and ending is not None:
                 await aborted.wait()
@@ -260,7 +294,9 @@ class FakeSglang:
     def _sample(self, ids: list[int]) -> int:
         if self.script:  # a context that ends within it goes on there, as a model's would
             most = min(len(self.script), len(ids))
-            said = next((count for count in range(most, 0, -1) if ids[-count:] == self.script[:count]), 0)
+            said = next(
+                (count for count in range(most, 0, -1) if ids[-count:] == self.script[:count]), 0
+            )
             return self.script[said] if said < len(self.script) else END_TOKEN
         return END_TOKEN if self.end_at is not None and len(ids) >= self.end_at else next_token(ids)
 
@@ -268,7 +304,9 @@ class FakeSglang:
         """A chunk of a stream."""
         await response.write(b"data: " + json.dumps(answer).encode() + b"\n\n")
 
-    def _ending(self, token: int, output: list[int], params: dict[str, Any], limit: int) -> dict[str, Any] | None:
+    def _ending(
+        self, token: int, output: list[int], params: dict[str, Any], limit: int
+    ) -> dict[str, Any] | None:
         ends = {END_TOKEN, *params.get("stop_token_ids", ())}
         if not params.get("ignore_eos") and token in ends:
             return {"type": "stop", "matched": token}
@@ -279,7 +317,14 @@ class FakeSglang:
         return {"type": "length", "length": limit} if len(output) >= limit else None
 
     def _answer(
-        self, rid: str, sent: list[int], count: int, text: str, cached: int, storage: int, ending: object
+        self,
+        rid: str,
+        sent: list[int],
+        count: int,
+        text: str,
+        cached: int,
+        storage: int,
+        ending: object,
     ) -> dict[str, Any]:
         meta = {
             "id": rid,
@@ -332,7 +377,9 @@ class FakeSglang:
         )
 
     async def _model_info(self, _: web.Request) -> web.Response:
-        return web.json_response({"model_path": self.model_path, "weight_version": self.weight_version})
+        return web.json_response(
+            {"model_path": self.model_path, "weight_version": self.weight_version}
+        )
 
     async def _loads(self, _: web.Request) -> web.Response:
         return web.json_response({"loads": [{"num_used_tokens": 16 * len(self._running)}]})
@@ -359,7 +406,9 @@ class FakeSglang:
     async def _change_session(self, request: web.Request) -> web.Response:
         verb = request.match_info["verb"]
         if self.session == (verb == "begin"):
-            return _outcome("a weight-update session is already open" if self.session else "no session is open")
+            return _outcome(
+                "a weight-update session is already open" if self.session else "no session is open"
+            )
         self.session = not self.session
         self.called.append(verb)
         return _outcome()
@@ -372,7 +421,9 @@ class FakeSglang:
         body = await request.json()
         self.pushing, loop = True, asyncio.get_running_loop()
         began = loop.time()
-        await until(lambda: loop.time() >= began + self.push_s, 120.0)  # which a test may shorten meanwhile
+        await until(
+            lambda: loop.time() >= began + self.push_s, 120.0
+        )  # which a test may shorten meanwhile
         self.pushing = False
         if self.refuse_push:
             return _outcome("the weights are partially updated")
@@ -416,7 +467,9 @@ class FakeSglang:
 
 
 def _outcome(problem: str = "") -> web.Response:
-    return web.json_response({"success": not problem, "message": problem or "ok"}, status=400 if problem else 200)
+    return web.json_response(
+        {"success": not problem, "message": problem or "ok"}, status=400 if problem else 200
+    )
 
 
 def _shared(ids: Sequence[int], known: Sequence[int]) -> int:

@@ -18,7 +18,12 @@ PROMPT_TOKENS = 3
 
 
 def finished(
-    trajectory_id: str, prompt_id: str = "p0", sample: int = 0, *, sampled: int = 4, versions: Sequence[str] = ("0",)
+    trajectory_id: str,
+    prompt_id: str = "p0",
+    sample: int = 0,
+    *,
+    sampled: int = 4,
+    versions: Sequence[str] = ("0",),
 ) -> pb.FinishedTrajectory:
     """Three prompt tokens, then `sampled` tokens shared among `versions` in equal spans."""
     tokens = array("i", range(PROMPT_TOKENS + sampled))
@@ -41,7 +46,8 @@ def finished(
 
 
 class RolloutCalls:
-    """One rollout as a trainer and its workers see it. Request ids are the callers' to give where they matter."""
+    """One rollout as a trainer and its workers see it. Request ids are the callers' to give where
+    they matter."""
 
     def __init__(self, channel: grpc.aio.Channel, rollout_id: str = "r", address: str = "") -> None:
         self.channel, self.address = channel, address
@@ -49,7 +55,12 @@ class RolloutCalls:
         self.rollout_id = rollout_id
 
     async def create(
-        self, prompts: int = 1, samples: int = 1, keep: int = 0, staleness: int = -1, request_id: str = "create"
+        self,
+        prompts: int = 1,
+        samples: int = 1,
+        keep: int = 0,
+        staleness: int = -1,
+        request_id: str = "create",
     ) -> pb.Rollout:
         """Prompts p0, p1, …"""
         spec = pb.RolloutSpec(
@@ -58,14 +69,22 @@ class RolloutCalls:
             max_staleness=staleness,
             prompt_ids=[f"p{index}" for index in range(prompts)],
         )
-        request = pb.CreateRolloutRequest(request_id=request_id, rollout_id=self.rollout_id, spec=spec)
+        request = pb.CreateRolloutRequest(
+            request_id=request_id, rollout_id=self.rollout_id, spec=spec
+        )
         return (await self.stub.CreateRollout(request, timeout=CALL_S)).rollout
 
     async def get(self) -> pb.Rollout:
         """The rollout."""
-        return (await self.stub.GetRollout(pb.GetRolloutRequest(rollout_id=self.rollout_id), timeout=CALL_S)).rollout
+        return (
+            await self.stub.GetRollout(
+                pb.GetRolloutRequest(rollout_id=self.rollout_id), timeout=CALL_S
+            )
+        ).rollout
 
-    async def submit(self, trajectory: pb.FinishedTrajectory, request_id: str = "") -> pb.SubmitTrajectoryResponse:
+    async def submit(
+        self, trajectory: pb.FinishedTrajectory, request_id: str = ""
+    ) -> pb.SubmitTrajectoryResponse:
         """The verdict."""
         request = pb.SubmitTrajectoryRequest(
             request_id=request_id or f"submit-{trajectory.trajectory_id}",
@@ -79,11 +98,21 @@ class RolloutCalls:
     ) -> pb.GetBatchRequest:
         """A request for a batch."""
         return pb.GetBatchRequest(
-            request_id=request_id, rollout_id=self.rollout_id, max_groups=max_groups, weight_version=version, wait=wait
+            request_id=request_id,
+            rollout_id=self.rollout_id,
+            max_groups=max_groups,
+            weight_version=version,
+            wait=wait,
         )
 
     async def batch(
-        self, request_id: str, max_groups: int = 1, *, version: int = 0, wait: bool = False, timeout_s: float = CALL_S
+        self,
+        request_id: str,
+        max_groups: int = 1,
+        *,
+        version: int = 0,
+        wait: bool = False,
+        timeout_s: float = CALL_S,
     ) -> pb.GetBatchResponse:
         """A batch."""
         request = self.request(request_id, max_groups, version=version, wait=wait)
@@ -112,14 +141,18 @@ class RolloutCalls:
     async def confirm(self, batch_request_id: str) -> None:
         """Say that the batch of a request has arrived."""
         request = pb.ConfirmBatchRequest(
-            request_id=f"confirm-{batch_request_id}", rollout_id=self.rollout_id, batch_request_id=batch_request_id
+            request_id=f"confirm-{batch_request_id}",
+            rollout_id=self.rollout_id,
+            batch_request_id=batch_request_id,
         )
         await self.stub.ConfirmBatch(request, timeout=CALL_S)
 
 
 def members(batch: pb.GetBatchResponse) -> list[list[str]]:
     """The trajectory ids of a batch, by group."""
-    return [[trajectory.trajectory_id for trajectory in group.trajectories] for group in batch.groups]
+    return [
+        [trajectory.trajectory_id for trajectory in group.trajectories] for group in batch.groups
+    ]
 
 
 @asynccontextmanager
@@ -138,6 +171,8 @@ async def rollout_service(
     )
     async with (
         serving(config, wire) as served,
-        grpc.aio.insecure_channel(served.address, options=[("grpc.max_receive_message_length", -1)]) as channel,
+        grpc.aio.insecure_channel(
+            served.address, options=[("grpc.max_receive_message_length", -1)]
+        ) as channel,
     ):
         yield RolloutCalls(channel, address=served.address)

@@ -34,7 +34,9 @@ async def fleet_on(
     """One run of a fleet."""
     recipes = [make_recipe(tool, image) for tool in tools]
     state = StateFolder.take(folder)
-    fleet = Fleet(Hosts(hosts), state, recipes, {}, owner="test", warm=warm, keep_on_exit=keep_on_exit)
+    fleet = Fleet(
+        Hosts(hosts), state, recipes, {}, owner="test", warm=warm, keep_on_exit=keep_on_exit
+    )
     await fleet.connect()
     run = asyncio.create_task(fleet.run())
     try:

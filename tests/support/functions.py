@@ -1,4 +1,5 @@
-"""HTTP functions on loopback, served by aiohttp: one that starts from zero, refuses, dies, and what it was asked."""
+"""HTTP functions on loopback, served by aiohttp: one that starts from zero, refuses, dies, and what
+it was asked."""
 
 import asyncio
 import json
@@ -17,7 +18,8 @@ OVER = web.AppKey("over", asyncio.Event)  # set as the server stops
 
 
 class FunctionServer:
-    """One function. It answers what `answers` says, in order, then with `last` for ever; it is asked at `url`.
+    """One function. It answers what `answers` says, in order, then with `last` for ever; it is
+    asked at `url`.
 
     cold_s: how long the first request, and the first after it went to sleep, waits for it to start.
     """
@@ -115,4 +117,6 @@ async def start_declared(
     path = folder / "functions.json"
     path.write_text(json.dumps(document))
     settings = {"FUNCTIONS": str(path), "FUNCTION_HOSTS": "127.0.0.1", "BUILTIN": "", "REWARDS": ""}
-    return await start_service("treadle_tools", {**{f"TREADLE_TOOLS_{k}": v for k, v in settings.items()}, **env})
+    return await start_service(
+        "treadle_tools", {**{f"TREADLE_TOOLS_{k}": v for k, v in settings.items()}, **env}
+    )

@@ -1,4 +1,5 @@
-"""A mesh with certificates under hostile requests: what two tenants have there, and what an answer may be."""
+"""A mesh with certificates under hostile requests: what two tenants have there, and what an answer
+may be."""
 
 import asyncio
 import json
@@ -53,14 +54,20 @@ WAITING = {
 }
 WAIT_S = 0.5
 FEW = 3  # messages that are read of a stream
-DEFECTS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.CANCELLED}
+DEFECTS = {
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.CANCELLED,
+}
 PROMPT = list(range(10, 18))
 TOKENS = TokenIds(int32_le=array("i", PROMPT).tobytes())
 PATHS = {rpc.input_type.full_name: rpc for rpc in rpcs() if rpc.name != "StreamBatch"}
 FRESH = "<fresh>"  # a name that was never used
 LAKE, SNIPPET = json.dumps({"seed": 7}), json.dumps({"code": "1"})
 
-# What a good request has, by the name of the field. A name in <> stands for one that is known when the request is sent.
+# What a good request has, by the name of the field. A name in <> stands for one that is known when
+# the request is sent.
 WORDS = Words(
     {
         "request_id": [FRESH] * 7 + ["again"],
@@ -202,7 +209,8 @@ WORDS = Words(
 class FuzzedMesh:
     """Channels of all kinds of callers, and names of what tenants have.
 
-    Beta sends the hostile requests; what acme has holds a secret, and half of its names are secrets too.
+    Beta sends the hostile requests; what acme has holds a secret, and half of its names are secrets
+    too.
     """
 
     def __init__(self, mesh: SecureMesh, sealer: Sealer) -> None:
@@ -210,12 +218,16 @@ class FuzzedMesh:
         self._mesh = mesh
         self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
         self._sealer = sealer
-        self._names: dict[str, str] = {"<e0>": mesh.where.sidecars["e0"], "<e1>": mesh.where.sidecars["e1"]}
+        self._names: dict[str, str] = {
+            "<e0>": mesh.where.sidecars["e0"],
+            "<e1>": mesh.where.sidecars["e1"],
+        }
         self._secrets = [SECRET]
         self._acme_job = ""
         self._turn = 0
         self._processes = {
-            name: mesh.plane.child(name) for name in [*mesh.where.services, "sidecar-e0", "sidecar-e1", "nats"]
+            name: mesh.plane.child(name)
+            for name in [*mesh.where.services, "sidecar-e0", "sidecar-e1", "nats"]
         }
 
     async def close(self) -> None:
@@ -231,22 +243,29 @@ class FuzzedMesh:
         return await call(request, timeout=ANSWER_S)
 
     async def send_all(self, requests: Sequence[Request]) -> list[str]:
-        """Send these at once, then a good request to every service. Returns what is wrong with the answers."""
+        """Send these at once, then a good request to every service. Returns what is wrong with the
+        answers."""
         problems = await asyncio.gather(*(self._send(request) for request in requests))
         await self.answer_good_requests()
         return [problem for problem in problems if problem]
 
     def answers_to(self, rpc: MethodDescriptor) -> Counter[str]:
         """How often it was answered with what: OK, or the reason of its error."""
-        return Counter({said: count for (name, said), count in self._answered.items() if name == rpc.name})
+        return Counter(
+            {said: count for (name, said), count in self._answered.items() if name == rpc.name}
+        )
 
     async def _send(self, request: Request) -> str:
         """What is wrong with the answer to a hostile request; empty: nothing."""
         rpc = request.rpc
         data = self._bytes_of(request)
-        identity = f"{request.kind}-{TENANT}" if request.kind in ("client", "trainer") else request.kind
+        identity = (
+            f"{request.kind}-{TENANT}" if request.kind in ("client", "trainer") else request.kind
+        )
         channel = self._channel(identity, SERVICES[rpc.containing_service.full_name])
-        call: Any = (channel.unary_stream if rpc.server_streaming else channel.unary_unary)(_path(rpc))
+        call: Any = (channel.unary_stream if rpc.server_streaming else channel.unary_unary)(
+            _path(rpc)
+        )
         waits = rpc.name in WAITING
         timeout_s = WAIT_S if waits else ANSWER_S
         answers: list[bytes] = []
@@ -274,11 +293,15 @@ class FuzzedMesh:
         return problem and f"{request!r} sent as {data[:2000]!r} was answered with {problem}"
 
     async def settle(self) -> None:
-        """Bring the mesh into order, and give beta what the next requests name: nothing is vacuous for lack of it."""
+        """Bring the mesh into order, and give beta what the next requests name: nothing is vacuous
+        for lack of it."""
         await self._wake_engine()
         await self.ask("operator", scheduler.SetPolicyRequest(request_id=_fresh(), policy=_POLICY))
         for name in ("e0", "e1"):
-            await self.ask("operator", scheduler.DrainEngineRequest(request_id=_fresh(), engine_id=name, undo=True))
+            await self.ask(
+                "operator",
+                scheduler.DrainEngineRequest(request_id=_fresh(), engine_id=name, undo=True),
+            )
         weights = scheduler.SetWeightsRequest(
             request_id=_fresh(), weight_version=f"w{_fresh()}", model_path="fake/model"
         )
@@ -302,7 +325,9 @@ class FuzzedMesh:
             names[f"<{whose}{what}>"] = value
 
         name("job name", f"job-{_fresh()}")
-        job = await self.ask(identity, scheduler.OpenJobRequest(request_id=_fresh(), job=names[f"<{whose}job name>"]))
+        job = await self.ask(
+            identity, scheduler.OpenJobRequest(request_id=_fresh(), job=names[f"<{whose}job name>"])
+        )
         name("job", job.job_id)
         opened = await self.ask(
             identity,
@@ -313,12 +338,17 @@ class FuzzedMesh:
         trajectory_id = opened.trajectory.trajectory_id
         name("trajectory", trajectory_id)
         spec = rollout.RolloutSpec(samples_per_prompt=4, max_staleness=-1, prompt_ids=[prompt_id])
-        made = await self.ask(identity, rollout.CreateRolloutRequest(request_id=_fresh(), spec=spec))
+        made = await self.ask(
+            identity, rollout.CreateRolloutRequest(request_id=_fresh(), spec=spec)
+        )
         rollout_id = made.rollout.rollout_id
         name("rollout", rollout_id)
         done = finished(trajectory_id, prompt_id)
         await self.ask(
-            identity, rollout.SubmitTrajectoryRequest(request_id=_fresh(), rollout_id=rollout_id, trajectory=done)
+            identity,
+            rollout.SubmitTrajectoryRequest(
+                request_id=_fresh(), rollout_id=rollout_id, trajectory=done
+            ),
         )
         beginning = rollout.TokenChunk(
             trajectory_id=_fresh(),
@@ -330,16 +360,26 @@ class FuzzedMesh:
         )
         await self.ask(identity, rollout.PushTokensRequest(rollout_id=rollout_id, chunk=beginning))
         name("batch", _fresh())
-        batch = rollout.GetBatchRequest(request_id=names[f"<{whose}batch>"], rollout_id=rollout_id, max_groups=1)
+        batch = rollout.GetBatchRequest(
+            request_id=names[f"<{whose}batch>"], rollout_id=rollout_id, max_groups=1
+        )
         await self.ask(identity, batch)
         said = json.dumps({"answer": prompt_id, "expected": "x"})
         score = rewards.ScoreTrajectoryRequest(
-            request_id=_fresh(), trajectory_id=trajectory_id, reward="exact_match", arguments_json=said
+            request_id=_fresh(),
+            trajectory_id=trajectory_id,
+            reward="exact_match",
+            arguments_json=said,
         )
         name("reward", (await self.ask(identity, score)).reward.reward_id)
-        if f"<{whose}session>" not in names or not await self._is_open(identity, names[f"<{whose}session>"]):
+        if f"<{whose}session>" not in names or not await self._is_open(
+            identity, names[f"<{whose}session>"]
+        ):
             session = tools.OpenSessionRequest(
-                request_id=_fresh(), tool="frozen_lake", arguments_json=LAKE, trajectory_id=trajectory_id
+                request_id=_fresh(),
+                tool="frozen_lake",
+                arguments_json=LAKE,
+                trajectory_id=trajectory_id,
             )
             name("session", (await self.ask(identity, session)).session.session_id)
         if not secret:
@@ -348,17 +388,30 @@ class FuzzedMesh:
     async def _give_services(self, names: dict[str, str]) -> None:
         names["<ticket>"] = f"{TENANT}::{_fresh()}"
         info = engine.EngineInfo(
-            engine_id="ghost", address="127.0.0.1:1", model="m", weight_version="1", slot_limit=1, tensor_parallel=1,
-            kv_tokens_capacity=1000, max_context_tokens=1000, hardware_tags=["ghostly"],
-        )  # fmt: skip
-        lease = await self.ask("sidecar", scheduler.RegisterEngineRequest(request_id=_fresh(), info=info))
+            engine_id="ghost",
+            address="127.0.0.1:1",
+            model="m",
+            weight_version="1",
+            slot_limit=1,
+            tensor_parallel=1,
+            kv_tokens_capacity=1000,
+            max_context_tokens=1000,
+            hardware_tags=["ghostly"],
+        )
+        lease = await self.ask(
+            "sidecar", scheduler.RegisterEngineRequest(request_id=_fresh(), info=info)
+        )
         names["<lease>"] = lease.lease_id
         move = migrator.StartMigrationRequest(
-            request_id=_fresh(), trajectory_id=names["<trajectory>"], cache_salt="default", allow_prefill=True,
+            request_id=_fresh(),
+            trajectory_id=names["<trajectory>"],
+            cache_salt="default",
+            allow_prefill=True,
             source=migrator.Endpoint(engine_id="e0", address=names["<e0>"]),
             target=migrator.Endpoint(engine_id="e1", address=names["<e1>"]),
-            give_up_after=Duration(seconds=1), remaining_tokens=1.0,
-        )  # fmt: skip
+            give_up_after=Duration(seconds=1),
+            remaining_tokens=1.0,
+        )
         names["<migration>"] = (await self.ask("scheduler", move)).migration.migration_id
 
     async def _is_open(self, identity: str, session_id: str) -> bool:
@@ -380,23 +433,31 @@ class FuzzedMesh:
                 last=True,
             )
             await self.ask(f"trainer-{TENANT}", push)
-        load = engine.UpdateWeightsRequest(request_id=_fresh(), weight_version=f"w{_fresh()}", model_path="fake/model")
+        load = engine.UpdateWeightsRequest(
+            request_id=_fresh(), weight_version=f"w{_fresh()}", model_path="fake/model"
+        )
         await self.ask("scheduler", load)
 
     async def answer_good_requests(self) -> None:
         """Fails where a process has died, or one does not answer a good request as it should."""
-        dead = {name: child.tail() for name, child in self._processes.items() if child.returncode is not None}
+        dead = {
+            name: child.tail()
+            for name, child in self._processes.items()
+            if child.returncode is not None
+        }
         assert not dead, dead
         await self.settle()
         got = await self.ask(
-            f"client-{TENANT}", scheduler.GetTrajectoryRequest(trajectory_id=self._names["<trajectory>"])
+            f"client-{TENANT}",
+            scheduler.GetTrajectoryRequest(trajectory_id=self._names["<trajectory>"]),
         )
         assert got.trajectory.trajectory_id == self._names["<trajectory>"]
         query = predictor.Query(trajectory_id="t", prompt_id="p", prompt_tokens=8)
         predicted = await self.ask("scheduler", predictor.PredictRemainingRequest(query=query))
         assert predicted.prediction.remaining_tokens.p90 > 0
         plan = placement.PlanPlacementRequest(
-            columns=columns(2), engines=[placement.PlacementEngine(engine_id="e0", slot_limit=1, tensor_parallel=1)]
+            columns=columns(2),
+            engines=[placement.PlacementEngine(engine_id="e0", slot_limit=1, tensor_parallel=1)],
         )
         assert (await self.ask("scheduler", plan)).engine_int32 == bytes(8)
         moves = await self.ask("operator", migrator.ListMigrationsRequest(page_size=1))
@@ -406,9 +467,11 @@ class FuzzedMesh:
 
     async def _generate(self) -> Any:
         ticket = Ticket(
-            ticket_id=f"{TENANT}::{_fresh()}", trajectory_id=f"{TENANT}::{_fresh()}", engine_id="e0",
+            ticket_id=f"{TENANT}::{_fresh()}",
+            trajectory_id=f"{TENANT}::{_fresh()}",
+            engine_id="e0",
             expires_at=Timestamp(seconds=YEAR_2100_S),
-        )  # fmt: skip
+        )
         self._sealer.seal(ticket)
         sampling = SamplingParams(max_new_tokens=4, temperature=0.0)
         request = engine.GenerateRequest(ticket=ticket, prompt=TOKENS, sampling=sampling)
@@ -436,7 +499,9 @@ class FuzzedMesh:
         fill(message, lambda name: self._names.get(name, name).replace(FRESH, _fresh()))
         tickets = [part for part in messages_in(message) if isinstance(part, Ticket)]
         for ticket in tickets if request.sealed else ():
-            with suppress(PermissionDenied):  # a name of another tenant, which the scheduler would not seal
+            with suppress(
+                PermissionDenied
+            ):  # a name of another tenant, which the scheduler would not seal
                 for own in owned_names(ticket.DESCRIPTOR):
                     own(ticket, TENANT, "")
                 self._sealer.seal(ticket)

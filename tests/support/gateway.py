@@ -1,4 +1,5 @@
-"""A mesh of real services as processes before fake engines, with a gateway in front, for tests of its HTTP surface."""
+"""A mesh of real services as processes before fake engines, with a gateway in front, for tests of
+its HTTP surface."""
 
 import os
 import signal
@@ -28,8 +29,8 @@ START_S = 120.0  # placement compiles its kernels at the first start on a machin
 
 @dataclass
 class FrontDoor:
-    """url: of the gateway. http: a session on it. how: options of each request. engines: fakes. urls: of all.
-    scheduler: its address."""
+    """url: of the gateway. http: a session on it. how: options of each request. engines: fakes.
+    urls: of all. scheduler: its address."""
 
     url: str
     how: dict[str, Any]
@@ -43,7 +44,9 @@ class FrontDoor:
     async def post(self, path: str, body: object, status: int = 200, **headers: str) -> Any:
         """The JSON of an answer with this status."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        async with self.http.post(f"{self.url}{path}", json=body, headers=named, **self.how) as response:
+        async with self.http.post(
+            f"{self.url}{path}", json=body, headers=named, **self.how
+        ) as response:
             answer = await response.json()
             assert response.status == status, answer
             return answer
@@ -55,11 +58,18 @@ class FrontDoor:
 
     async def until_mesh(self, where: str) -> None:
         """Until the gateway says that the mesh is "there" or "away"."""
-        await until_said(lambda: self.get("/health"), lambda answer: answer["mesh"] == where, START_S)
+        await until_said(
+            lambda: self.get("/health"), lambda answer: answer["mesh"] == where, START_S
+        )
 
     async def kill_mesh(self, number: signal.Signals) -> None:
         """All that a request needs of the mesh, by a signal."""
-        names = ["scheduler", *SERVICES, *(f"sidecar-{engine_id}" for engine_id in self.urls), "nats"]
+        names = [
+            "scheduler",
+            *SERVICES,
+            *(f"sidecar-{engine_id}" for engine_id in self.urls),
+            "nats",
+        ]
         children = [self.plane.child(name) for name in names]
         for child in children:
             os.kill(child.pid, number)
@@ -75,7 +85,10 @@ class FrontDoor:
             await self.start_sidecar(engine_id)
 
     async def start_sidecar(self, engine_id: str) -> None:
-        settings = {"TREADLE_SIDECAR_ENGINE_URL": self.urls[engine_id], "TREADLE_SIDECAR_PROBE_S": "0"}
+        settings = {
+            "TREADLE_SIDECAR_ENGINE_URL": self.urls[engine_id],
+            "TREADLE_SIDECAR_PROBE_S": "0",
+        }
         await self.plane.start_sidecar(engine_id, settings)
 
 
@@ -88,10 +101,17 @@ class Direct:
     versions: list[dict[str, Any]]
 
 
-async def ask_directly(http: aiohttp.ClientSession, url: str, context: list[int], new_tokens: int) -> Direct:
+async def ask_directly(
+    http: aiohttp.ClientSession, url: str, context: list[int], new_tokens: int
+) -> Direct:
     """Greedy tokens after a context, by the /generate of one engine."""
     sampling = {"max_new_tokens": new_tokens, "temperature": 0.0}
-    body = {"rid": uuid.uuid4().hex, "input_ids": context, "sampling_params": sampling, "return_logprob": True}
+    body = {
+        "rid": uuid.uuid4().hex,
+        "input_ids": context,
+        "sampling_params": sampling,
+        "return_logprob": True,
+    }
     async with http.post(f"{url}/generate", json=body) as response:
         answer = await response.json()
         assert response.status == 200, answer
@@ -110,8 +130,9 @@ async def front_door(
     certificates: Path | None = None,
     **settings: Any,
 ) -> AsyncIterator[FrontDoor]:
-    """A running one. teach: what its fake engines are given before they start. urls: of engines that run, by id; None:
-    two fakes. certificates: of the mesh; None: plaintext. settings: of the gateway."""
+    """A running one. teach: what its fake engines are given before they start. urls: of engines
+    that run, by id; None: two fakes. certificates: of the mesh; None: plaintext. settings: of the
+    gateway."""
     settings.setdefault("away_after_s", 10.0)  # a slow answer does not mean that the mesh is away
     async with AsyncExitStack() as stack:
         engines = {name: FakeSglang(token_s=token_s) for name in (ENGINES if urls is None else ())}
@@ -120,7 +141,9 @@ async def front_door(
             await engine.start()
             stack.push_async_callback(engine.stop)
         urls = {name: engine.url for name, engine in engines.items()} if urls is None else urls
-        tree = await stack.enter_async_context(ProcessTree(folder / "logs", grace_s=5.0, fork_server=fork_server()))
+        tree = await stack.enter_async_context(
+            ProcessTree(folder / "logs", grace_s=5.0, fork_server=fork_server())
+        )
         where = choose_addresses(tree.ports, 0, list(urls))
         plane = ControlPlane(tree, where, folder / "state", certificates=certificates)
         await plane.start_nats()
@@ -134,16 +157,29 @@ async def front_door(
             context = ssl.create_default_context(cafile=str(own_folder / AUTHORITY))
             how = {"ssl": context, "server_hostname": "gateway.treadle"}
         own = GatewaySettings(
-            nats_url=plane.nats_url, listen="127.0.0.1:0", http_listen=http, scheduler=where.scheduler, **settings
+            nats_url=plane.nats_url,
+            listen="127.0.0.1:0",
+            http_listen=http,
+            scheduler=where.scheduler,
+            **settings,
         )
         await stack.enter_async_context(serving(own, wire))
         session = await stack.enter_async_context(aiohttp.ClientSession())
         door = FrontDoor(
-            f"{'https' if how else 'http'}://{http}", how, session, tree, plane, engines, urls, where.scheduler
+            f"{'https' if how else 'http'}://{http}",
+            how,
+            session,
+            tree,
+            plane,
+            engines,
+            urls,
+            where.scheduler,
         )
         for name in urls:
             await door.start_sidecar(name)
         await until_said(
-            lambda: door.get("/health"), lambda said: said == {"mesh": "there", "engines": len(urls)}, START_S
+            lambda: door.get("/health"),
+            lambda said: said == {"mesh": "there", "engines": len(urls)},
+            START_S,
         )
         yield door

@@ -1,7 +1,7 @@
 """A trajectory on one of two engines, and a move of it that a test holds in a state.
 
-Gates stand before the source's sidecar and before the scheduler, and the migrator calls both through them. The engines
-behind them may be fake or real.
+Gates stand before the source's sidecar and before the scheduler, and the migrator calls both
+through them. The engines behind them may be fake or real.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -29,8 +29,8 @@ from treadle_runtime.server import serving
 NEW_TOKENS = 6  # a step
 GIVE_UP_S = 600  # longer than a test holds a move
 MAX_BYTES = 2**20
-# Before the source exports the context, before the target reads the pages, before the source confirms what it holds,
-# before the scheduler changes the owner, before the source forgets.
+# Before the source exports the context, before the target reads the pages, before the source
+# confirms what it holds, before the scheduler changes the owner, before the source forgets.
 STATES = ("prepare", "transfer", "verify", "switch", "release")
 Gates = dict[str, Gate]  # by state
 
@@ -89,8 +89,8 @@ E = TypeVar("E", bound=Engine)
 
 @dataclass
 class Moving(Generic[E]):
-    """A trajectory that has taken one step, on `source`. undisturbed: the tokens that follow a context where nothing
-    dies."""
+    """A trajectory that has taken one step, on `source`. undisturbed: the tokens that follow a
+    context where nothing dies."""
 
     trajectory: treadle.Trajectory
     source: E
@@ -104,7 +104,8 @@ class Moving(Generic[E]):
     migration_id: str = ""
 
     async def step(self) -> str:
-        """Take the next step, whole and with the tokens of an undisturbed run; the engine that it ended on."""
+        """Take the next step, whole and with the tokens of an undisturbed run; the engine that it
+        ended on."""
         self.trajectory.observe([7])
         context = list(self.trajectory.tokens)
         tokens = await generate(self.trajectory, NEW_TOKENS, temperature=0.0, ignore_eos=True)
@@ -135,8 +136,8 @@ class Moving(Generic[E]):
         return gate
 
     async def end(self) -> pb.Migration:
-        """Let the move go on. At its end the scheduler has done what the migrator says, and one engine owns the
-        trajectory and serves its next step."""
+        """Let the move go on. At its end the scheduler has done what the migrator says, and one
+        engine owns the trajectory and serves its next step."""
         for gate in self.gates.values():
             gate.open()
         assert self.calls is not None
@@ -145,7 +146,9 @@ class Moving(Generic[E]):
         assert moved or ended.state == pb.MIGRATION_STATE_FAILED
         assert (await self.scheduler.trajectory(self.trajectory.trajectory_id)).migrations == moved
         engine_id = await self.step()
-        assert (await self.scheduler.trajectory(self.trajectory.trajectory_id)).engine_id == engine_id
+        assert (
+            await self.scheduler.trajectory(self.trajectory.trajectory_id)
+        ).engine_id == engine_id
         return ended
 
 
@@ -159,15 +162,21 @@ async def one_step_taken(
     """A trajectory of a client, between two registered engines."""
     async with AsyncExitStack() as stack:
         await scheduler.until_registered(len(engines))
-        client = await stack.enter_async_context(treadle.Client(scheduler.address, retry=QUICK, seed=0))
+        client = await stack.enter_async_context(
+            treadle.Client(scheduler.address, retry=QUICK, seed=0)
+        )
         trajectory = await client.open(prompt_id="p", sample=0, prompt=prompt)
         await generate(trajectory, NEW_TOKENS, temperature=0.0, ignore_eos=True)
         owner = trajectory.steps[0].engine_ids[-1]
         source, target = sorted(engines, key=lambda engine: engine.engine_id != owner)
-        channels = Channels(MAX_BYTES)  # which notice a process that is stopped, as those of a sidecar do
+        channels = Channels(
+            MAX_BYTES
+        )  # which notice a process that is stopped, as those of a sidecar do
         stack.push_async_callback(channels.close)
         gates = {state: Gate() for state in STATES}
-        at_source = SourceGates(engine_pb2_grpc.EngineServiceStub(channels.get(source.address, "sidecar")), gates)  # type: ignore[abstract]
+        at_source = SourceGates(
+            engine_pb2_grpc.EngineServiceStub(channels.get(source.address, "sidecar")), gates
+        )  # type: ignore[abstract]
         at_scheduler = SwitchGate(scheduler.stub, gates)  # type: ignore[abstract]
         to_source = Port(engine_pb2_grpc.add_EngineServiceServicer_to_server, at_source)
         to_scheduler = Port(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, at_scheduler)
@@ -185,10 +194,14 @@ async def one_step_taken(
 
 @asynccontextmanager
 async def held(moving: Moving[E], nats_url: str, state: str) -> AsyncIterator[Moving[E]]:
-    """The same, with a migrator in this process that has begun to move the trajectory and is held in a state."""
+    """The same, with a migrator in this process that has begun to move the trajectory and is held
+    in a state."""
     settings = MigratorSettings(
         listen="127.0.0.1:0", nats_url=nats_url, drain_grace_s=1.0, scheduler=moving.to_scheduler
     )
-    async with serving(settings, wire) as served, grpc.aio.insecure_channel(served.address) as channel:
+    async with (
+        serving(settings, wire) as served,
+        grpc.aio.insecure_channel(served.address) as channel,
+    ):
         await moving.hold(MigratorCalls(channel), state)
         yield moving

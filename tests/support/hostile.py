@@ -1,4 +1,5 @@
-"""Answers that no honest tool gives, and tools whose code sends them over the link of its own process."""
+"""Answers that no honest tool gives, and tools whose code sends them over the link of its own
+process."""
 
 import json
 from collections.abc import Callable
@@ -7,8 +8,8 @@ from typing import Any
 
 from treadle_tools.sandbox.inside import messages
 
-# A stateless tool, a reward and an environment, each called `hostile...`; an argument `bytes` (base64 of zlib) is the
-# answer.
+# A stateless tool, a reward and an environment, each called `hostile...`; an argument `bytes`
+# (base64 of zlib) is the answer.
 HOSTILE_TOOLS = """
 from treadle_tools.tool import Kind, Tool
 
@@ -58,14 +59,50 @@ class HostileWorld:
 """
 # What breaks each field of an answer.
 VALUES: list[Any] = [
-    None, True, -1, 0.5, 10**500, 1e300, -1e300, float("nan"), float("inf"), "abc", "é" * 400_000, "\ud800",
-    "\0" * 1000, [], {}, [1], {"a": {"b": []}}, ["x", "y"], ["é" * 400_000, "é" * 400_000], "[" * 100_000, "soiled",
+    None,
+    True,
+    -1,
+    0.5,
+    10**500,
+    1e300,
+    -1e300,
+    float("nan"),
+    float("inf"),
+    "abc",
+    "é" * 400_000,
+    "\ud800",
+    "\0" * 1000,
+    [],
+    {},
+    [1],
+    {"a": {"b": []}},
+    ["x", "y"],
+    ["é" * 400_000, "é" * 400_000],
+    "[" * 100_000,
+    "soiled",
     '{"a": NaN}',
-]  # fmt: skip
+]
 FIELDS = (
-    "status", "output", "error", "reward", "done", "data_json", "invalid", "retry_after_s", "alive", "soiled", "again",
-    "id", "execution_s", "cpu_s", "fatal", "python", "file", "oom_kills", "truncated",
-)  # fmt: skip
+    "status",
+    "output",
+    "error",
+    "reward",
+    "done",
+    "data_json",
+    "invalid",
+    "retry_after_s",
+    "alive",
+    "soiled",
+    "again",
+    "id",
+    "execution_s",
+    "cpu_s",
+    "fatal",
+    "python",
+    "file",
+    "oom_kills",
+    "truncated",
+)
 # Mostly an answer; also what else there is, and what is not.
 SENT_KINDS = (*[messages.ANSWER] * 6, messages.LAST, messages.ORDER, 0, 255)
 
@@ -99,7 +136,9 @@ def _cut(rng: Random) -> bytes:
 
 def _large(rng: Random) -> bytes:
     return (
-        messages.ANSWER_HEAD.pack(messages.ANSWER, rng.choice([5_000_000, 16 * 1024 * 1024 + 1, 2**32 - 1]))
+        messages.ANSWER_HEAD.pack(
+            messages.ANSWER, rng.choice([5_000_000, 16 * 1024 * 1024 + 1, 2**32 - 1])
+        )
         + b"x" * 1000
     )
 
@@ -108,7 +147,17 @@ def _honest(_: Random) -> bytes:
     return framed(b'{"status":"ok","output":"honest","reward":0.5}')
 
 
-KINDS: list[Callable[[Random], bytes]] = [_honest, _fields, _fields, _fields, _any_json, _deep, _noise, _cut, _large]
+KINDS: list[Callable[[Random], bytes]] = [
+    _honest,
+    _fields,
+    _fields,
+    _fields,
+    _any_json,
+    _deep,
+    _noise,
+    _cut,
+    _large,
+]
 
 
 def hostile_answer(rng: Random) -> bytes:

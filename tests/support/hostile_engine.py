@@ -1,4 +1,5 @@
-"""A fake of SGLang whose answers are spoiled: other types, missing parts, what is no JSON, cut and repeated streams."""
+"""A fake of SGLang whose answers are spoiled: other types, missing parts, what is no JSON, cut and
+repeated streams."""
 
 import copy
 import json
@@ -19,8 +20,8 @@ Change = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Spoil:
-    """change: of the answer's JSON, to bytes or JSON. chunk: of a stream, counted from 0. then: what follows in a
-    stream: the rest, the end, or a broken connection."""
+    """change: of the answer's JSON, to bytes or JSON. chunk: of a stream, counted from 0. then:
+    what follows in a stream: the rest, the end, or a broken connection."""
 
     change: Change
     said: str
@@ -54,24 +55,32 @@ def _replaced() -> st.SearchStrategy[tuple[Change, str]]:
 
 def _removed() -> st.SearchStrategy[tuple[Change, str]]:
     def changed(place: float) -> tuple[Change, str]:
-        return lambda answer: _at(answer, place, lambda part, key: part.__delitem__(key)), f"nothing at {place}"
+        return lambda answer: _at(
+            answer, place, lambda part, key: part.__delitem__(key)
+        ), f"nothing at {place}"
 
     return st.floats(0, 1, exclude_max=True).map(changed)
 
 
 def _cut() -> st.SearchStrategy[tuple[Change, str]]:
     def changed(place: float) -> tuple[Change, str]:
-        return lambda answer: (data := json.dumps(answer).encode())[: int(place * len(data))], f"the end cut at {place}"
+        return lambda answer: (data := json.dumps(answer).encode())[
+            : int(place * len(data))
+        ], f"the end cut at {place}"
 
     return st.floats(0, 1).map(changed)
 
 
 def _twice() -> st.SearchStrategy[tuple[Change, str]]:
-    return st.just((lambda answer: (data := json.dumps(answer).encode()) + b"\n\ndata: " + data, "twice"))
+    return st.just(
+        (lambda answer: (data := json.dumps(answer).encode()) + b"\n\ndata: " + data, "twice")
+    )
 
 
 def _other() -> st.SearchStrategy[tuple[Change, str]]:
-    errors = st.sampled_from([{"error": {"message": "\ud800"}}, {"error": "no"}, {"error": None}, {"success": False}])
+    errors = st.sampled_from(
+        [{"error": {"message": "\ud800"}}, {"error": "no"}, {"error": None}, {"success": False}]
+    )
     return (errors | json_values() | texts_that_are_no_json()).map(
         lambda other: (lambda answer: other, f"{str(other)[:80]!r}")
     )
@@ -83,7 +92,13 @@ def _at(answer: Any, place: float, change: Callable[[Any, Any], None]) -> Any:
     parts: list[tuple[Any, Any]] = [(changed, "all")]
     for part, key in parts:  # it grows meanwhile
         inner = part[key]
-        keys = list(inner) if isinstance(inner, dict) else range(len(inner)) if isinstance(inner, list) else ()
+        keys = (
+            list(inner)
+            if isinstance(inner, dict)
+            else range(len(inner))
+            if isinstance(inner, list)
+            else ()
+        )
         parts += [(inner, each) for each in keys]
     part, key = parts[int(place * len(parts))]
     change(part, key)
@@ -91,7 +106,8 @@ def _at(answer: Any, place: float, change: Callable[[Any, Any], None]) -> Any:
 
 
 class HostileSglang(FakeSglang):
-    """answers: how those of a path are spoiled. streams: how those of a step are, by the end of its rid."""
+    """answers: how those of a path are spoiled. streams: how those of a step are, by the end of its
+    rid."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -110,7 +126,9 @@ class HostileSglang(FakeSglang):
         if spoil is None or not isinstance(response, web.Response):
             return response
         text = response.text or ""
-        said = spoil.change(json.loads(text) if response.content_type == "application/json" else text)
+        said = spoil.change(
+            json.loads(text) if response.content_type == "application/json" else text
+        )
         body = said if isinstance(said, bytes) else json.dumps(said).encode()
         return web.Response(body=body, status=spoil.status, content_type="application/json")
 
@@ -122,9 +140,15 @@ class HostileSglang(FakeSglang):
             await super().send(response, answer)
             return
         said = spoil.change(answer)
-        await response.write(b"data: " + (said if isinstance(said, bytes) else json.dumps(said).encode()) + b"\n\n")
+        await response.write(
+            b"data: " + (said if isinstance(said, bytes) else json.dumps(said).encode()) + b"\n\n"
+        )
         if spoil.then != "rest":
-            if spoil.then == "break" and response._req is not None and response._req.transport is not None:
+            if (
+                spoil.then == "break"
+                and response._req is not None
+                and response._req.transport is not None
+            ):
                 response._req.transport.abort()
             raise ConnectionResetError
 

@@ -12,7 +12,17 @@ from treadle.placement.v1 import placement_pb2 as pb
 from treadle_core.compiled import kernel_of
 from treadle_core.model import CostModel, DecodeCurve
 from treadle_core.planning import snapshot
-from treadle_core.tools.action import CPU_CORES, GPUS, MEMORY_BYTES, Action, Amdahl, Demand, Fixed, Measured, UnitSet
+from treadle_core.tools.action import (
+    CPU_CORES,
+    GPUS,
+    MEMORY_BYTES,
+    Action,
+    Amdahl,
+    Demand,
+    Fixed,
+    Measured,
+    UnitSet,
+)
 from treadle_core.tools.cpu import CpuManager, Machine
 from treadle_core.tools.dispatcher import Dispatcher as ActionDispatcher
 from treadle_core.tools.dispatcher import Resources
@@ -32,22 +42,30 @@ def compiled_after_scheduler() -> Signatures:
     """By a rollout whose trajectories wait, start and move, after the scheduler's warm-up."""
     snapshot.warm_up()
     before = _signatures()
-    works = [trajectory(number // 4, [(20 * number, 50, 1.0)] * (1 + number % 5)) for number in range(1, 25)]
+    works = [
+        trajectory(number // 4, [(20 * number, 50, 1.0)] * (1 + number % 5))
+        for number in range(1, 25)
+    ]
     play(works, Cluster((engine(1, 2), engine(1, 2), engine(2, 2))), "treadle")
     return _signatures() - before
 
 
 def compiled_after_placement() -> Signatures:
-    """By a question under each cost model, of which some trajectories have started, after the service's warm-up."""
+    """By a question under each cost model, of which some trajectories have started, after the
+    service's warm-up."""
     compile_kernels()
     before = _signatures()
-    servicer = PlacementServicer(CostModel.CRITICAL_PATH, DecodeCurve(), Metrics(Settings(nats_url="nats://unused")))
+    servicer = PlacementServicer(
+        CostModel.CRITICAL_PATH, DecodeCurve(), Metrics(Settings(nats_url="nats://unused"))
+    )
     for model in pb.CostModel.values():
         request = pb.PlanPlacementRequest(
             engines=[pb.PlacementEngine(engine_id=name, slot_limit=4) for name in "abc"],
             columns=columns(
                 12,
-                current_engine_int32=np.array([0 if number % 3 else -1 for number in range(12)], "<i4").tobytes(),
+                current_engine_int32=np.array(
+                    [0 if number % 3 else -1 for number in range(12)], "<i4"
+                ).tobytes(),
                 started_uint8=bytes(number % 3 == 1 for number in range(12)),
                 log_sigma_float64=np.full(12, 0.5, "<f8").tobytes(),
             ),
@@ -58,12 +76,19 @@ def compiled_after_placement() -> Signatures:
 
 
 def compiled_after_tools() -> Signatures:
-    """By decisions on CPU and GPU actions with all kinds of curves, after the tools service's warm-up."""
+    """By decisions on CPU and GPU actions with all kinds of curves, after the tools service's
+    warm-up."""
     resources.compile_kernels()
     before = _signatures()
     machines = [Machine(name, (tuple(range(6)), tuple(range(6, 10))), 1 << 20) for name in "ab"]
-    gpus = GpuManager({"c": range(8), "d": (2, 3)}, 80, [Service("judge", degree, 20) for degree in (1, 2, 4)])
-    curves = (Amdahl(0.2), Measured(((1, 1.0), (2, 0.9), (4, 0.1))), Measured(((1, 1.0), (2, 0.6), (4, 0.5))))
+    gpus = GpuManager(
+        {"c": range(8), "d": (2, 3)}, 80, [Service("judge", degree, 20) for degree in (1, 2, 4)]
+    )
+    curves = (
+        Amdahl(0.2),
+        Measured(((1, 1.0), (2, 0.9), (4, 0.1))),
+        Measured(((1, 1.0), (2, 0.6), (4, 0.5))),
+    )
     dispatcher = ActionDispatcher(Resources([CpuManager(machines), gpus]), 0.0)
     for number in range(40):
         key, service = (CPU_CORES, None) if number % 4 else (GPUS, "judge")
@@ -71,7 +96,9 @@ def compiled_after_tools() -> Signatures:
         if key == CPU_CORES:
             cost[MEMORY_BYTES] = Fixed(1)
         name, curve = f"a{number}", curves[number % 3]
-        dispatcher.submit(Action(name, f"t{number % 5}", number, cost, 1.0, key, curve, service=service))
+        dispatcher.submit(
+            Action(name, f"t{number % 5}", number, cost, 1.0, key, curve, service=service)
+        )
     now_s = 0.0
     while len(dispatcher):
         now_s += 1.0

@@ -1,4 +1,5 @@
-"""Versions of the learned model over the small random backbone, with heads that say what a test wants."""
+"""Versions of the learned model over the small random backbone, with heads that say what a test
+wants."""
 
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,21 @@ def random_head(seed: int = 0) -> QuantileHead:
     return head
 
 
-def saved_version(models: Path, version: str, *, backbone: str = "", chosen: str = "learned", seed: int = 0) -> Path:
+def saved_version(
+    models: Path, version: str, *, backbone: str = "", chosen: str = "learned", seed: int = 0
+) -> Path:
     """A checkpoint at models/version; with a `backbone` (folder) it reads text."""
     fingerprint = Backbone.load(backbone, device="cpu").fingerprint if backbone else ""
     notes: dict[str, Any] = {"chosen": chosen}
     checkpoint = Checkpoint(
-        version, backbone, fingerprint, HIDDEN, BOUNDS, random_head(seed), notes, reads_text=bool(backbone)
+        version,
+        backbone,
+        fingerprint,
+        HIDDEN,
+        BOUNDS,
+        random_head(seed),
+        notes,
+        reads_text=bool(backbone),
     )
     return save(checkpoint, models / version)
 

@@ -1,5 +1,5 @@
-"""A small MCP server as a process of its own: `python -m support.mcp_server`, on stdin and stdout, or over streamable
-HTTP on the port that is given."""
+"""A small MCP server as a process of its own: `python -m support.mcp_server`, on stdin and stdout,
+or over streamable HTTP on the port that is given."""
 
 import asyncio
 import os

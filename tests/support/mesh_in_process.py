@@ -1,6 +1,7 @@
 """A mesh of fakes behind real grpc.aio servers on free ports: what the client's tests run against.
 
-The fakes obey the contract and keep their state over a restart of their server, as the real services do (JetStream).
+The fakes obey the contract and keep their state over a restart of their server, as the real
+services do (JetStream).
 """
 
 import asyncio
@@ -22,7 +23,8 @@ QUICK = treadle.RetryPolicy(first_delay_s=0.01, max_delay_s=0.2)
 
 
 class FakeMesh:
-    """One scheduler, tools, rollout, and some engines; `async with treadle.Client(mesh.address)`."""
+    """One scheduler, tools, rollout, and some engines; `async with
+    treadle.Client(mesh.address)`."""
 
     def __init__(self, engine_ids: Sequence[str]) -> None:
         # RPCs that the client never calls are not there: they answer UNIMPLEMENTED.
@@ -75,7 +77,12 @@ class FakeMesh:
         return die
 
     def _ports(self) -> list[Port]:
-        return [self.scheduler_port, self._tools_port, self._rollout_port, *self.engine_ports.values()]
+        return [
+            self.scheduler_port,
+            self._tools_port,
+            self._rollout_port,
+            *self.engine_ports.values(),
+        ]
 
 
 @asynccontextmanager
@@ -95,7 +102,12 @@ async def one_trajectory(
 ) -> AsyncIterator[tuple[FakeMesh, treadle.Trajectory]]:
     """A running mesh and an open trajectory of a client with these options."""
     async with fake_mesh(*engine_ids) as mesh, mesh.client(**options) as client:
-        yield mesh, await client.open(prompt_id="p0", sample=0, prompt=prompt, max_total_tokens=max_total_tokens)
+        yield (
+            mesh,
+            await client.open(
+                prompt_id="p0", sample=0, prompt=prompt, max_total_tokens=max_total_tokens
+            ),
+        )
 
 
 async def generate(t: treadle.Trajectory, count: int, **sampling: Any) -> list[int]:

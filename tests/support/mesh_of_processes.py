@@ -1,4 +1,5 @@
-"""Meshes of real services as processes in front of fake engines, for tests that kill clients and services."""
+"""Meshes of real services as processes in front of fake engines, for tests that kill clients and
+services."""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -22,8 +23,8 @@ STEP_S = 30.0  # a connection that hangs is given up sooner
 
 
 class Mesh(NamedTuple):
-    """other: a service that the scheduler's directory names. settings: start the scheduler again; other_settings: start
-    the other."""
+    """other: a service that the scheduler's directory names. settings: start the scheduler again;
+    other_settings: start the other."""
 
     scheduler: ServiceProcess
     other: ServiceProcess
@@ -34,7 +35,9 @@ class Mesh(NamedTuple):
 
     async def trajectories(self, *, open_only: bool = False) -> list[pb.Trajectory]:
         """All that the scheduler knows."""
-        answer = await self.calls.call("ListTrajectories", pb.ListTrajectoriesRequest(open_only=open_only))
+        answer = await self.calls.call(
+            "ListTrajectories", pb.ListTrajectoriesRequest(open_only=open_only)
+        )
         return list(answer.trajectories)
 
     async def running_steps(self) -> int:
@@ -50,9 +53,11 @@ async def load_of(sidecar: ServiceProcess) -> engine_pb2.Load:
 
 
 @asynccontextmanager
-async def mesh(start_service: StartService, other: str, slots: int, **settings: str) -> AsyncIterator[Mesh]:
-    """A scheduler with leases of LEASE_S, the service `other`, and one engine that takes TOKEN_S a token; `settings`
-    are those of `other`, in upper case."""
+async def mesh(
+    start_service: StartService, other: str, slots: int, **settings: str
+) -> AsyncIterator[Mesh]:
+    """A scheduler with leases of LEASE_S, the service `other`, and one engine that takes TOKEN_S a
+    token; `settings` are those of `other`, in upper case."""
     name = other.removeprefix("treadle_").upper()
     settings = {"LISTEN": f"127.0.0.1:{free_port()}", **settings}
     other_settings = {f"TREADLE_{name}_{key}": value for key, value in settings.items()}
@@ -83,8 +88,9 @@ async def mesh(start_service: StartService, other: str, slots: int, **settings: 
 
 @dataclass
 class Fleet:
-    """A scheduler and two engines, e0 and e1, each with its sidecar. settings: of the scheduler. sidecar_settings: of
-    each sidecar, in upper case. sampling: the trajectories that have tokens."""
+    """A scheduler and two engines, e0 and e1, each with its sidecar. settings: of the scheduler.
+    sidecar_settings: of each sidecar, in upper case. sampling: the trajectories that have tokens.
+    """
 
     start: StartService
     settings: dict[str, str]
@@ -96,10 +102,16 @@ class Fleet:
     sidecars: list[ServiceProcess] = field(default_factory=list)
     sampling: set[str] = field(default_factory=set)
 
-    async def run(self, name: str, tokens: int = 40, *, max_total_tokens: int = 0) -> treadle.Trajectory:
+    async def run(
+        self, name: str, tokens: int = 40, *, max_total_tokens: int = 0
+    ) -> treadle.Trajectory:
         """A trajectory of one turn, which has the tokens of an undisturbed run."""
-        trajectory = await self.client.open(prompt_id=name, sample=0, prompt=PROMPT, max_total_tokens=max_total_tokens)
-        async for _ in trajectory.generate(treadle.Sampling(max_new_tokens=tokens, temperature=0.0)):
+        trajectory = await self.client.open(
+            prompt_id=name, sample=0, prompt=PROMPT, max_total_tokens=max_total_tokens
+        )
+        async for _ in trajectory.generate(
+            treadle.Sampling(max_new_tokens=tokens, temperature=0.0)
+        ):
             self.sampling.add(name)
         assert trajectory.steps[-1].token_ids == expected(PROMPT, tokens)
         return trajectory
@@ -111,10 +123,17 @@ class Fleet:
 
     async def start_sidecar(self, number: int) -> None:
         """Of an engine, the first time or again."""
-        own = {"ENGINE_ID": f"e{number}", "ENGINE_URL": self.engines[number].url, "SCHEDULER": self.scheduler.address}
+        own = {
+            "ENGINE_ID": f"e{number}",
+            "ENGINE_URL": self.engines[number].url,
+            "SCHEDULER": self.scheduler.address,
+        }
         own |= {"DECODE_BASE_S": "0.01", "PREFILL_TOKENS_PER_S": "10000", **self.sidecar_settings}
         variables = {f"TREADLE_SIDECAR_{name}": value for name, value in own.items()}
-        self.sidecars[number:] = [await self.start("treadle_sidecar", variables), *self.sidecars[number + 1 :]]
+        self.sidecars[number:] = [
+            await self.start("treadle_sidecar", variables),
+            *self.sidecars[number + 1 :],
+        ]
 
     async def restart_scheduler(self) -> None:
         """Kill it by SIGKILL, and start the next one."""
@@ -133,15 +152,22 @@ async def fleet(
     scheduler_settings: Mapping[str, str] | None = None,
     **sidecar: str,
 ) -> AsyncIterator[Fleet]:
-    """With so many of the two engines registered. scheduler_settings: more of them, in upper case."""
-    own = {"LISTEN": f"127.0.0.1:{free_port()}", "LEASE_TTL_S": str(lease_ttl_s), **(scheduler_settings or {})}
+    """With so many of the two engines registered. scheduler_settings: more of them, in upper
+    case."""
+    own = {
+        "LISTEN": f"127.0.0.1:{free_port()}",
+        "LEASE_TTL_S": str(lease_ttl_s),
+        **(scheduler_settings or {}),
+    }
     settings = {f"TREADLE_SCHEDULER_{name}": value for name, value in own.items()}
     scheduler = await start("treadle_scheduler", settings)
     async with (
         fake_sglang(token_s=token_s) as first,
         fake_sglang(token_s=token_s) as second,
         scheduler_client(scheduler.address) as control,
-        treadle.Client(scheduler.address, retry=QUICK, timeouts=treadle.Timeouts(step_s=step_s)) as client,
+        treadle.Client(
+            scheduler.address, retry=QUICK, timeouts=treadle.Timeouts(step_s=step_s)
+        ) as client,
     ):
         made = Fleet(start, settings, sidecar, scheduler, [first, second], control, client)
         for number in range(sidecars):

@@ -1,4 +1,5 @@
-"""A whole mesh of processes in front of two fakes of SGLang, for tests that look at where the time went."""
+"""A whole mesh of processes in front of two fakes of SGLang, for tests that look at where the time
+went."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from support.tools import environment
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 
 TOKEN_S = 0.01
-COUNTED_S = 60.0  # a fact that a killed scheduler had in hand is delivered again after half a minute
+COUNTED_S = (
+    60.0  # a fact that a killed scheduler had in hand is delivered again after half a minute
+)
 PROMPT = list(range(10, 40))
 
 
@@ -44,12 +47,15 @@ class Mesh:
         async def closed() -> pb.Trajectory:
             return await self.control.trajectory(t.trajectory_id)
 
-        return (await until_said(closed, lambda said: said.gen_tokens == t.gen_tokens, COUNTED_S)).ledger
+        return (
+            await until_said(closed, lambda said: said.gen_tokens == t.gen_tokens, COUNTED_S)
+        ).ledger
 
 
 @asynccontextmanager
 async def mesh(start: StartService, *, engines: int = 2, slots: int = 1) -> AsyncIterator[Mesh]:
-    """Up for the time of the block: scheduler, migrator, tools and sidecars as processes, and their engines."""
+    """Up for the time of the block: scheduler, migrator, tools and sidecars as processes, and their
+    engines."""
     tools = await start("treadle_tools", environment("python", CORES="2"))
     address, migrator_address = (f"127.0.0.1:{free_port()}" for _ in range(2))
     settings = {
@@ -64,7 +70,12 @@ async def mesh(start: StartService, *, engines: int = 2, slots: int = 1) -> Asyn
         fakes, sidecars = [], []
         for number in range(engines):
             fakes.append(await stack.enter_async_context(fake_sglang(token_s=TOKEN_S)))
-            own = {"ENGINE_ID": f"e{number}", "ENGINE_URL": fakes[-1].url, "SCHEDULER": address, "SLOTS": str(slots)}
+            own = {
+                "ENGINE_ID": f"e{number}",
+                "ENGINE_URL": fakes[-1].url,
+                "SCHEDULER": address,
+                "SLOTS": str(slots),
+            }
             own |= {"DECODE_BASE_S": str(TOKEN_S), "PREFILL_TOKENS_PER_S": "10000"}
             variables = {f"TREADLE_SIDECAR_{name}": value for name, value in own.items()}
             sidecars.append(await start("treadle_sidecar", variables))

@@ -1,4 +1,5 @@
-"""A real nats-server with JetStream as a child process, which keeps its port and store over restarts."""
+"""A real nats-server with JetStream as a child process, which keeps its port and store over
+restarts."""
 
 import json
 import shutil
@@ -12,8 +13,8 @@ from support.processes import free_port
 
 START_DEADLINE_S = 60.0
 POLL_S = 0.01
-# JetStream only counts what is reserved: tests take no more disk than they write. Its own default, 75% of the free
-# disk, refuses the streams of a mesh where little is free.
+# JetStream only counts what is reserved: tests take no more disk than they write. Its own default,
+# 75% of the free disk, refuses the streams of a mesh where little is free.
 MAX_FILE_STORE = 64 * 1024**3
 
 
@@ -27,8 +28,8 @@ def nats_server_binary() -> str:
 
 
 class NatsServer:
-    """`start` may be called again after `kill`: the same port, the same store, which may hold `max_file_store` bytes.
-    more: lines of its configuration file."""
+    """`start` may be called again after `kill`: the same port, the same store, which may hold
+    `max_file_store` bytes. more: lines of its configuration file."""
 
     def __init__(self, folder: Path, max_file_store: int = MAX_FILE_STORE, more: str = "") -> None:
         self._folder = folder
@@ -54,14 +55,24 @@ class NatsServer:
         store, config = self._folder / "store", self._folder / "config"
         jetstream = f"store_dir: {json.dumps(str(store))}, max_file_store: {self._max_file_store}"
         config.write_text(f"jetstream {{ {jetstream} }}\n{self._more}")
-        command = [nats_server_binary(), "-c", str(config), "-a", "127.0.0.1", "-p", str(self._port)]
+        command = [
+            nats_server_binary(),
+            "-c",
+            str(config),
+            "-a",
+            "127.0.0.1",
+            "-p",
+            str(self._port),
+        ]
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
         ends_at = time.monotonic() + START_DEADLINE_S
         while not self._listens():
             if self._process.poll() is not None or time.monotonic() > ends_at:
                 self.kill()
-                raise AssertionError(f"nats-server did not start:\n{(self._folder / 'log').read_text()}")
+                raise AssertionError(
+                    f"nats-server did not start:\n{(self._folder / 'log').read_text()}"
+                )
             time.sleep(POLL_S)
 
     def kill(self) -> None:
@@ -89,7 +100,10 @@ class NatsCluster:
         self.servers: dict[str, NatsServer] = {}
         for index, port in enumerate(ports):
             name, listen = f"nats-{index}", json.dumps(f"127.0.0.1:{port}")
-            more = f"server_name: {name}\ncluster {{ name: test, listen: {listen}, routes: {routes} }}\n"
+            more = (
+                f"server_name: {name}\ncluster {{ name: test, listen: {listen}, routes: "
+                f"{routes} }}\n"
+            )
             self.servers[name] = NatsServer(folder / name, more=more)
 
     @property

@@ -24,13 +24,19 @@ def list_pages() -> list[str]:
         text=True,
         check=True,
     ).stdout.split("\0")
-    return sorted(name for name in set(listed) if name and not name.startswith(".") and (ROOT / name).is_file())
+    return sorted(
+        name
+        for name in set(listed)
+        if name and not name.startswith(".") and (ROOT / name).is_file()
+    )
 
 
 def find_commands(text: str) -> list[str]:
-    """Commands in the indented blocks and in the shell blocks of a page, in their order; comments are left out.
+    """Commands in the indented blocks and in the shell blocks of a page, in their order; comments
+    are left out.
 
-    Raises ValueError where a block without a language begins like a command: it is to be marked as `sh`.
+    Raises ValueError where a block without a language begins like a command: it is to be marked as
+    `sh`.
     """
     found: list[str] = []
     for token in MarkdownIt("commonmark").parse(text):
@@ -45,7 +51,8 @@ def find_commands(text: str) -> list[str]:
 
 
 def commands_of(block: str) -> Iterator[str]:
-    """Commands of a block, each in one line. A line goes on after a backslash, in deeper lines, and until `done`."""
+    """Commands of a block, each in one line. A line goes on after a backslash, in deeper lines, and
+    until `done`."""
     command = ""
     for line in block.splitlines():
         bare = COMMENT.sub("", line).rstrip()

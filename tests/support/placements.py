@@ -1,4 +1,5 @@
-"""Workloads for the placement's property tests, and what any assignment of them costs, counted the slow way."""
+"""Workloads for the placement's property tests, and what any assignment of them costs, counted the
+slow way."""
 
 import itertools
 import subprocess
@@ -35,21 +36,31 @@ tokens = st.one_of(st.sampled_from([0.0, 1.0, 100.0]), st.floats(0.0, 40_000.0))
 
 
 @st.composite
-def workloads(draw: st.DrawFn, *, n: int, m: int, alike: bool = False, model: CostModel | None = None) -> Costs:
-    """At most n trajectories on at most m engines, each of which fits somewhere; some engines hold less than some."""
+def workloads(
+    draw: st.DrawFn, *, n: int, m: int, alike: bool = False, model: CostModel | None = None
+) -> Costs:
+    """At most n trajectories on at most m engines, each of which fits somewhere; some engines hold
+    less than some."""
     count = draw(st.integers(1, n))
     lengths = np.array(draw(st.lists(tokens, min_size=count, max_size=count)))
     contexts = np.array(draw(st.lists(tokens, min_size=count, max_size=count)))
     placed = np.array(draw(st.lists(st.booleans(), min_size=count, max_size=count)))
     number = draw(st.integers(1, m))
-    those = [draw(engines)] * number if alike else draw(st.lists(engines, min_size=number, max_size=number))
+    those = (
+        [draw(engines)] * number
+        if alike
+        else draw(st.lists(engines, min_size=number, max_size=number))
+    )
     most = max(engine.kv_tokens_capacity or np.inf for engine in those)
     chosen = model or draw(st.sampled_from(list(CostModel)))
     return tabulate(chosen, lengths, np.minimum(contexts, most), placed, those)
 
 
 def group_seconds(costs: Costs, bounds: npt.NDArray[np.int64]) -> list[float]:
-    return [group_cost(costs.table, e, int(bounds[e]), int(bounds[e + 1])) for e in range(len(bounds) - 1)]
+    return [
+        group_cost(costs.table, e, int(bounds[e]), int(bounds[e + 1]))
+        for e in range(len(bounds) - 1)
+    ]
 
 
 WITHOUT_AHEAD = f"import sys; sys.modules[{AHEAD_MODULE!r}] = None\n"
@@ -57,9 +68,12 @@ WITHOUT_NUMBA = "import sys; sys.modules['numba'] = None\n"
 
 
 def check_without_numba(script: str, results: int, also: str = WITHOUT_AHEAD) -> None:
-    """The same last bits with numba and without it, where `also` runs first; so many lines begin with False there."""
+    """The same last bits with numba and without it, where `also` runs first; so many lines begin
+    with False there."""
     plain, compiled = (
-        subprocess.run([sys.executable, "-c", before + script], capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", before + script], capture_output=True, text=True, check=True
+        ).stdout
         for before in (WITHOUT_NUMBA + also, WITHOUT_AHEAD)
     )
     assert plain.count("False") == results
@@ -75,7 +89,10 @@ def least_makespan(costs: Costs) -> float:
     best = [0.0] + [np.inf] * n
     for engine in range(len(costs.table.engines)):
         best = [
-            min(max(best[first], group_cost(costs.table, engine, first, end)) for first in range(end + 1))
+            min(
+                max(best[first], group_cost(costs.table, engine, first, end))
+                for first in range(end + 1)
+            )
             for end in range(n + 1)
         ]
     return float(best[-1])
@@ -85,20 +102,26 @@ def contiguous_costs(costs: Costs) -> list[list[float]]:
     """The costs of the groups of every contiguous partition, empty groups allowed."""
     n, m = len(costs.table.lengths), len(costs.table.engines)
     return [
-        [group_cost(costs.table, e, *pair) for e, pair in enumerate(itertools.pairwise((0, *cuts, n)))]
+        [
+            group_cost(costs.table, e, *pair)
+            for e, pair in enumerate(itertools.pairwise((0, *cuts, n)))
+        ]
         for cuts in itertools.combinations_with_replacement(range(n + 1), m - 1)
     ]
 
 
 def makespans_of_all(costs: Costs) -> list[float]:
-    """The makespan of every assignment whatever that fits, each group's cost computed afresh from its members."""
+    """The makespan of every assignment whatever that fits, each group's cost computed afresh from
+    its members."""
     table = costs.table
     kv, prefill = np.diff(table.ranks[:, [SUM_KV, SUM_PREFILL]], axis=0).T
     spans = []
     for choice in itertools.product(range(len(table.engines)), repeat=len(table.lengths)):
         of = np.array(choice)
         worst = 0.0
-        for engine, (base, sequence, per_kv, slots, capacity, prefill_s) in enumerate(table.engines):
+        for engine, (base, sequence, per_kv, slots, capacity, prefill_s) in enumerate(
+            table.engines
+        ):
             mine = of == engine
             if not mine.any():
                 continue
@@ -106,7 +129,9 @@ def makespans_of_all(costs: Costs) -> list[float]:
             if table.model == CostModel.GROUP_SIZE:
                 cost = (base + sequence * min(size, slots)) * max(1.0, size / slots) * longest
             else:
-                cost = base * max(longest, work / slots, kv[mine].sum() / capacity) + sequence * work
+                cost = (
+                    base * max(longest, work / slots, kv[mine].sum() / capacity) + sequence * work
+                )
                 cost += per_kv * kv[mine].sum() + prefill_s * prefill[mine].sum()
             if len(table.reach):
                 reach = table.reach[table.reach_of[engine]]
@@ -121,7 +146,9 @@ PATH_CURVE = DecodeCurve(0.01, 2e-4, 1e-8, 5_000.0, 1e-9)
 
 
 def path_rows(*slots: int, kv_tokens: int = 60_000) -> Floats:
-    return paths.engine_rows([PlanEngine(f"e{at}", each, kv_tokens, 1, PATH_CURVE) for at, each in enumerate(slots)])
+    return paths.engine_rows(
+        [PlanEngine(f"e{at}", each, kv_tokens, 1, PATH_CURVE) for at, each in enumerate(slots)]
+    )
 
 
 def draw_work(seed: int, n: int, samples: int = 1) -> Work:

@@ -1,6 +1,8 @@
-"""A tiny service for the tests of the runtime: PlacementService's contract, with behaviour chosen by the request.
+"""A tiny service for the tests of the runtime: PlacementService's contract, with behaviour chosen
+by the request.
 
-The id of the first engine says what PlanPlacement does; see `Probe`. Run as a process or through `wire`.
+The id of the first engine says what PlanPlacement does; see `Probe`. Run as a process or through
+`wire`.
 """
 
 import asyncio
@@ -24,7 +26,9 @@ PROBE = "support.probe_service"  # to start it as a process
 
 def plan(what: str) -> placement_pb2.PlanPlacementRequest:
     """A request that makes the probe do `what`."""
-    return placement_pb2.PlanPlacementRequest(engines=[placement_pb2.PlacementEngine(engine_id=what)])
+    return placement_pb2.PlanPlacementRequest(
+        engines=[placement_pb2.PlacementEngine(engine_id=what)]
+    )
 
 
 class ProbeSettings(Settings):
@@ -44,16 +48,22 @@ class CoreError(Exception):
 FAILURES = {
     "core": CoreError("the core says no"),
     "bug": ZeroDivisionError("a bug"),
-    "group": ExceptionGroup("tasks", [errors.FailedPrecondition("NOT_NOW", "not now", retry="never")]),
-    "invalid": errors.InvalidArgument("engines[0].slot_limit", "must be >= 1, is 0", engine_id="e0"),
-    "full": errors.ResourceExhausted("QUEUE_FULL", "the queue is full", retry_after_s=1.5, waiting=64),
+    "group": ExceptionGroup(
+        "tasks", [errors.FailedPrecondition("NOT_NOW", "not now", retry="never")]
+    ),
+    "invalid": errors.InvalidArgument(
+        "engines[0].slot_limit", "must be >= 1, is 0", engine_id="e0"
+    ),
+    "full": errors.ResourceExhausted(
+        "QUEUE_FULL", "the queue is full", retry_after_s=1.5, waiting=64
+    ),
     "long": errors.NotFound("THING_NOT_FOUND", "x" * 100_000, thing="y" * 100_000),
 }
 
 
 class Probe(placement_pb2_grpc.PlacementServiceServicer):
-    """slow: answers after slow_s. upstream:x: has another probe do x. remaining: tells its deadline. Of FAILURES:
-    raises."""
+    """slow: answers after slow_s. upstream:x: has another probe do x. remaining: tells its
+    deadline. Of FAILURES: raises."""
 
     def __init__(self, settings: ProbeSettings, runtime: Runtime) -> None:
         self._settings, self._runtime = settings, runtime
@@ -67,11 +77,15 @@ class Probe(placement_pb2_grpc.PlacementServiceServicer):
         if what == "slow":
             log.info("slow call begins")
             await asyncio.sleep(self._settings.slow_s)
-            await self._runtime.bus.publish(make_fact("probe", engine_lost=EngineLost(engine_id="slow")))
+            await self._runtime.bus.publish(
+                make_fact("probe", engine_lost=EngineLost(engine_id="slow"))
+            )
         elif what in FAILURES:
             raise FAILURES[what]
         elif what.startswith("upstream:"):
-            stub = placement_pb2_grpc.PlacementServiceStub(self._runtime.channel(self._settings.upstream, "probe"))
+            stub = placement_pb2_grpc.PlacementServiceStub(
+                self._runtime.channel(self._settings.upstream, "probe")
+            )
             return await stub.PlanPlacement(plan(what.removeprefix("upstream:")))
         elif what == "remaining":
             response.solve_time.FromNanoseconds(round((remaining_s() or 0.0) * 1e9))
@@ -95,7 +109,9 @@ class ProbeStream(migrator_pb2_grpc.MigratorServiceServicer):
             if request.migration_id == "endless":
                 await asyncio.Event().wait()
             if request.migration_id == "refuse":
-                raise errors.NotFound("MIGRATION_NOT_FOUND", "no such migration", migration_id="refuse")
+                raise errors.NotFound(
+                    "MIGRATION_NOT_FOUND", "no such migration", migration_id="refuse"
+                )
             yield migrator_pb2.WatchMigrationResponse()
             yield migrator_pb2.WatchMigrationResponse()
         finally:
@@ -106,7 +122,9 @@ class ProbeStream(migrator_pb2_grpc.MigratorServiceServicer):
         self, request: migrator_pb2.CancelMigrationRequest, context: Any
     ) -> migrator_pb2.CancelMigrationResponse:
         self.calls += 1
-        return migrator_pb2.CancelMigrationResponse(migration=migrator_pb2.Migration(revision=self.calls))
+        return migrator_pb2.CancelMigrationResponse(
+            migration=migrator_pb2.Migration(revision=self.calls)
+        )
 
 
 async def wire(runtime: Runtime) -> Wiring:

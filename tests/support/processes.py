@@ -28,7 +28,8 @@ PORTS = Ports()
 
 @functools.cache
 def fork_server() -> ForkServer:
-    """Return the fork server of this run of the tests, which starts all services; it is started at the first call."""
+    """Return the fork server of this run of the tests, which starts all services; it is started at
+    the first call."""
     server = ForkServer(SERVICE_MODULES)
     atexit.register(server.close)
     return server
@@ -53,7 +54,8 @@ class ServiceProcess:
         return self._process.poll()
 
     async def ready(self, within_s: float) -> None:
-        """Return once the service listens. Raises AssertionError with its stderr if it ends or takes too long."""
+        """Return once the service listens. Raises AssertionError with its stderr if it ends or
+        takes too long."""
         file = self._folder / "ready.json"
         await self._until(lambda: file.exists() or self.returncode is not None, within_s)
         assert file.exists(), f"the service ended with {self.returncode}:\n{self.stderr_text()}"
@@ -73,7 +75,8 @@ class ServiceProcess:
         self._process.wait()
 
     async def wait(self, within_s: float = END_DEADLINE_S) -> int:
-        """The exit code, once there is one. Raises AssertionError with stderr if it takes too long."""
+        """The exit code, once there is one. Raises AssertionError with stderr if it takes too
+        long."""
         await self._until(lambda: self.returncode is not None, within_s)
         return self._process.wait()
 
@@ -103,15 +106,16 @@ class ServiceProcess:
 
 
 def free_port() -> int:
-    """A port that no socket listens on, and that no other call in this run of the tests has returned: each worker of
-    pytest-xdist has ports of its own."""
+    """A port that no socket listens on, and that no other call in this run of the tests has
+    returned: each worker of pytest-xdist has ports of its own."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     return next(port for _ in count() if (port := PORTS.choose(1)[0]) % workers == number)
 
 
 def command_line(process: psutil.Process) -> str:
-    """The words of a process with blanks between; empty once it has ended, or waits only to be cleared up."""
+    """The words of a process with blanks between; empty once it has ended, or waits only to be
+    cleared up."""
     try:
         return "" if process.status() == psutil.STATUS_ZOMBIE else " ".join(process.cmdline())
     except psutil.NoSuchProcess:
@@ -132,22 +136,28 @@ class StartService(Protocol):
 
 
 def clean_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment without any TREADLE_ variable, and `extra`, whose PYTHONPATH comes first."""
+    """This process's environment without any TREADLE_ variable, and `extra`, whose PYTHONPATH comes
+    first."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TREADLE_")}
-    paths = [environment["PYTHONPATH"] for environment in (extra, kept) if environment.get("PYTHONPATH")]
+    paths = [
+        environment["PYTHONPATH"] for environment in (extra, kept) if environment.get("PYTHONPATH")
+    ]
     return {**kept, **extra, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def import_path(*more: Path) -> str:
     """PYTHONPATH of a service that tests start: this folder, `more`, and the tests' own."""
-    return os.pathsep.join(map(str, (SUPPORT.parent, *more, *filter(None, [os.environ.get("PYTHONPATH")]))))
+    return os.pathsep.join(
+        map(str, (SUPPORT.parent, *more, *filter(None, [os.environ.get("PYTHONPATH")])))
+    )
 
 
 def start_process(
     module: str, service: str, env: Mapping[str, str], folder: Path, *, as_user: bool = False
 ) -> ServiceProcess:
-    """Start `python -m module` on a free port; its ready file and stderr go to `folder`. as_user: as a user who is not
-    root and has no right over the machine, in a namespace where this user is another one."""
+    """Start `python -m module` on a free port; its ready file and stderr go to `folder`. as_user:
+    as a user who is not root and has no right over the machine, in a namespace where this user is
+    another one."""
     if service == "tools" and not env.keys() & {"TREADLE_TOOLS_BACKEND", "TREADLE_TOOLS_BWRAP"}:
         need_sandbox()
     folder.mkdir(parents=True, exist_ok=True)

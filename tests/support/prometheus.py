@@ -12,8 +12,13 @@ ENTRY = re.compile(
 
 
 def series_of(name: str, kind: str, unit: str) -> str:
-    """What the collector's exporter makes of an OpenTelemetry name: underscores, the unit, _total of counters."""
-    words = [name.replace(".", "_"), *(["seconds"] if unit == "s" else []), *(["total"] if kind == "counter" else [])]
+    """What the collector's exporter makes of an OpenTelemetry name: underscores, the unit, _total
+    of counters."""
+    words = [
+        name.replace(".", "_"),
+        *(["seconds"] if unit == "s" else []),
+        *(["total"] if kind == "counter" else []),
+    ]
     return "_".join(words)
 
 

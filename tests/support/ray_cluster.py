@@ -1,4 +1,5 @@
-"""A real Ray cluster of one node, and what runs in it: SGLang servers in actors, as verl starts them, and a rollout."""
+"""A real Ray cluster of one node, and what runs in it: SGLang servers in actors, as verl starts
+them, and a rollout."""
 
 import asyncio
 import contextlib
@@ -35,13 +36,26 @@ OBSERVATION = [7, 8, 9]
 
 @contextmanager
 def ray_cluster() -> Iterator[str]:
-    """The address of a cluster whose workers can import the tests. Ended by the pids of its own processes."""
+    """The address of a cluster whose workers can import the tests. Ended by the pids of its own
+    processes."""
     folder = Path(tempfile.mkdtemp(prefix="tr-"))  # short: it is in the paths of unix sockets
     port = free_port()
-    ports = {name: free_port() for name in ("--ray-client-server-port", "--dashboard-agent-listen-port")}
-    own = {"--port": port, "--include-dashboard": "false", "--temp-dir": folder, "--node-ip-address": "127.0.0.1"}
+    ports = {
+        name: free_port() for name in ("--ray-client-server-port", "--dashboard-agent-listen-port")
+    }
+    own = {
+        "--port": port,
+        "--include-dashboard": "false",
+        "--temp-dir": folder,
+        "--node-ip-address": "127.0.0.1",
+    }
     try:
-        with _node(folder, "--head", "--num-cpus=2", *(f"{name}={value}" for name, value in {**ports, **own}.items())):
+        with _node(
+            folder,
+            "--head",
+            "--num-cpus=2",
+            *(f"{name}={value}" for name, value in {**ports, **own}.items()),
+        ):
             yield f"127.0.0.1:{port}"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -58,7 +72,14 @@ def another_node(address: str, folder: Path) -> Iterator[None]:
 @contextmanager
 def _node(folder: Path, *options: str) -> Iterator[None]:
     common = ("--block", "--disable-usage-stats", "--min-worker-port=0", "--max-worker-port=0")
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", *common, f"--object-store-memory={STORE_BYTES}"]
+    command = [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        *common,
+        f"--object-store-memory={STORE_BYTES}",
+    ]
     log = folder / "node.log"
     with log.open("wb") as file:
         node = subprocess.Popen(
@@ -85,7 +106,8 @@ def _node(folder: Path, *options: str) -> Iterator[None]:
 
 
 class FakeServer:
-    """The actor of an engine: a fake SGLang server, whose address a method tells, on a new port at each start."""
+    """The actor of an engine: a fake SGLang server, whose address a method tells, on a new port at
+    each start."""
 
     def __init__(self, arguments: Mapping[str, Any] = {}) -> None:
         self._loop = asyncio.new_event_loop()
@@ -112,7 +134,8 @@ class FakeServer:
 
 
 class Rollout:
-    """An actor that plays trajectories of several turns through the mesh that it finds on its cluster."""
+    """An actor that plays trajectories of several turns through the mesh that it finds on its
+    cluster."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -124,21 +147,32 @@ class Rollout:
     async def play(self, trajectories: int, turns: int) -> list[str]:
         """What went wrong: trajectories whose tokens are not those of one uninterrupted engine."""
         async with client_at("ray") as client:
-            found = await asyncio.gather(*[self._play(client, each, turns) for each in range(trajectories)])
+            found = await asyncio.gather(
+                *[self._play(client, each, turns) for each in range(trajectories)]
+            )
         return [each for each in found if each]
 
     async def ask_gateway(self, prompt: list[int]) -> list[int]:
         """What the gateway has sampled, asked in SGLang's form; empty while it does not serve."""
         mesh = await asyncio.to_thread(find_mesh)
-        trust = None if mesh.tls_folder is None else ssl.create_default_context(cafile=str(mesh.tls_folder / "ca.crt"))
+        trust = (
+            None
+            if mesh.tls_folder is None
+            else ssl.create_default_context(cafile=str(mesh.tls_folder / "ca.crt"))
+        )
         if trust is not None:
             trust.check_hostname = False  # its name is gateway.treadle wherever it listens
-        body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": TOKENS, "temperature": 0.0}}
+        body = {
+            "input_ids": prompt,
+            "sampling_params": {"max_new_tokens": TOKENS, "temperature": 0.0},
+        }
         headers = {"Authorization": f"Bearer {mesh.api_key}"}
         try:
             async with (
                 aiohttp.ClientSession() as http,
-                http.post(f"{mesh.gateway}/generate", json=body, headers=headers, ssl=trust or True) as answer,
+                http.post(
+                    f"{mesh.gateway}/generate", json=body, headers=headers, ssl=trust or True
+                ) as answer,
             ):
                 return list((await answer.json())["output_ids"])
         except aiohttp.ClientConnectorError:
@@ -149,7 +183,9 @@ class Rollout:
         async with await client.open(prompt_id=f"p{number}", sample=0, prompt=prompt) as trajectory:
             context = list(prompt)
             for _ in range(turns):
-                async for _ in trajectory.generate(treadle.Sampling(max_new_tokens=TOKENS, temperature=0.0)):
+                async for _ in trajectory.generate(
+                    treadle.Sampling(max_new_tokens=TOKENS, temperature=0.0)
+                ):
                     pass
                 self.steps += 1
                 sampled = list(trajectory.steps[-1].token_ids)
@@ -161,7 +197,8 @@ class Rollout:
 
 
 class Job:
-    """What a framework has on the cluster: actors of engines in a placement group, a bundle each."""
+    """What a framework has on the cluster: actors of engines in a placement group, a bundle
+    each."""
 
     def __init__(self) -> None:
         self.group = placement_group([{"CPU": 0.5}, {"CPU": 0.5}])
@@ -206,7 +243,11 @@ def mesh_actor(name: str) -> Any:
 
 def mesh_actors() -> set[str]:
     """Names of all actors of the mesh."""
-    return {each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == "treadle"}
+    return {
+        each["name"]
+        for each in ray.util.list_named_actors(all_namespaces=True)
+        if each["namespace"] == "treadle"
+    }
 
 
 def pid_of(name: str) -> int:
@@ -265,4 +306,6 @@ def until(condition: Callable[[], object], within_s: float = 90.0) -> None:
         time.sleep(LOOK_S)
 
 
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else Ray writes a token into the home folder of whoever runs this
+os.environ.setdefault(
+    "RAY_AUTH_MODE", "disabled"
+)  # else Ray writes a token into the home folder of whoever runs this

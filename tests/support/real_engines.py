@@ -1,4 +1,5 @@
-"""Real SGLang engines on the CPU as child processes: one thread and one core each, KV through one shared folder."""
+"""Real SGLang engines on the CPU as child processes: one thread and one core each, KV through one
+shared folder."""
 
 import json
 import os
@@ -36,11 +37,16 @@ def engine_python() -> Path:
 def model_folder() -> str:
     """The converted model, made at the first use."""
     command = [str(engine_python()), "-m", "treadle_sidecar.sglang_cpu.model"]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip().splitlines()[-1]
+    return (
+        subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        .stdout.strip()
+        .splitlines()[-1]
+    )
 
 
 class RealEngine:
-    """One engine; `start` may be called again after `kill`. without: an argument of SGLang that it does not get."""
+    """One engine; `start` may be called again after `kill`. without: an argument of SGLang that it
+    does not get."""
 
     def __init__(
         self,
@@ -94,7 +100,9 @@ class RealEngine:
         command = engine_command(self.spec, {**os.environ, "TMPDIR": str(self.temp_folder)})
         argv = [word for word in command.argv if word != self._without]
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(argv, env=command.env, stdout=log, stderr=log, start_new_session=True)
+            self._process = subprocess.Popen(
+                argv, env=command.env, stdout=log, stderr=log, start_new_session=True
+            )
 
     def wait_ready(self) -> None:
         """Returns once the engine answers. Raises AssertionError with its log."""
@@ -102,7 +110,9 @@ class RealEngine:
         while not self._answers():
             assert self._process is not None
             ended = self._process.poll() is not None
-            assert not ended and time.monotonic() < ends_at, f"{self.spec.engine_id}:\n{self.log.read_text()[-4000:]}"
+            assert not ended and time.monotonic() < ends_at, (
+                f"{self.spec.engine_id}:\n{self.log.read_text()[-4000:]}"
+            )
             time.sleep(POLL_S)
 
     def scheduler_process(self) -> psutil.Process:
@@ -116,7 +126,8 @@ class RealEngine:
         return found
 
     def kill(self) -> None:
-        """At once, with all its processes, as by the kernel's memory killer; removes its temporary files."""
+        """At once, with all its processes, as by the kernel's memory killer; removes its temporary
+        files."""
         if self._process is not None:
             kill_sessions({self._process.pid})
             self._process.wait()

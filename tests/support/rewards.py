@@ -51,7 +51,9 @@ class RewardCalls:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.stub = rewards_pb2_grpc.RewardsServiceStub(channel)
 
-    async def score(self, reward: str, arguments: dict[str, Any], *, id: str = "", **fields: Any) -> pb.Reward:
+    async def score(
+        self, reward: str, arguments: dict[str, Any], *, id: str = "", **fields: Any
+    ) -> pb.Reward:
         """As accepted."""
         request = pb.ScoreTrajectoryRequest(
             request_id=id or uuid.uuid4().hex,
@@ -63,7 +65,9 @@ class RewardCalls:
 
     async def get(self, reward_id: str) -> pb.Reward:
         """As it stands."""
-        return (await self.stub.GetReward(pb.GetRewardRequest(reward_id=reward_id), timeout=CALL_S)).reward
+        return (
+            await self.stub.GetReward(pb.GetRewardRequest(reward_id=reward_id), timeout=CALL_S)
+        ).reward
 
     async def cancel(self, reward_id: str) -> pb.Reward:
         """As it stands afterwards."""

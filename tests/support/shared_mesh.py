@@ -1,4 +1,5 @@
-"""Several jobs on the simulator's engines under its clock: the real controller, the real queues, clients in a loop."""
+"""Several jobs on the simulator's engines under its clock: the real controller, the real queues,
+clients in a loop."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -26,8 +27,9 @@ Turns = Sequence[tuple[int, float]]  # (tokens to sample, seconds of the tool af
 
 @dataclass(eq=False)
 class Trajectory:
-    """asked_s: when its present step was requested. step: the one that is out; steps: those that have ended. waits_s:
-    seconds that each of these waited, for its ticket and in the queue of its engine."""
+    """asked_s: when its present step was requested. step: the one that is out; steps: those that
+    have ended. waits_s: seconds that each of these waited, for its ticket and in the queue of its
+    engine."""
 
     name: str
     job: str
@@ -44,7 +46,9 @@ class Trajectory:
 class SharedMesh:
     """trajectories: all that were opened, in order. evictions: of steps."""
 
-    def __init__(self, engines: int, slots: int, kv_tokens: int, policy: Policy = TREADLE_POLICY) -> None:
+    def __init__(
+        self, engines: int, slots: int, kv_tokens: int, policy: Policy = TREADLE_POLICY
+    ) -> None:
         self.timeline = Timeline()
         self.controller = Controller(policy, Tuning(lease_ttl_s=NEVER_S, job_lease_s=NEVER_S))
         self.evictions = 0
@@ -55,7 +59,9 @@ class SharedMesh:
         self._names: dict[str, int] = {}
         model = engine(1, slots, kv_tokens)
         self._engines = [
-            SimEngine(engine_id(index), model, self.timeline, self, preempt=True, paced=True, record=True)
+            SimEngine(
+                engine_id(index), model, self.timeline, self, preempt=True, paced=True, record=True
+            )
             for index in range(engines)
         ]
         for index in range(engines):
@@ -72,7 +78,11 @@ class SharedMesh:
         self._by_name[made.name] = made
         self._names[made.name] = len(self.trajectories)
         self.trajectories.append(made)
-        self._send(ev.TrajectoryOpened(f"o-{made.name}", made.name, made.name, prompt_tokens=PROMPT_TOKENS, job_id=job))
+        self._send(
+            ev.TrajectoryOpened(
+                f"o-{made.name}", made.name, made.name, prompt_tokens=PROMPT_TOKENS, job_id=job
+            )
+        )
         self._request(made)
 
     def flood(self, job: str, count: int, turns: Callable[[int], Turns]) -> None:
@@ -96,13 +106,18 @@ class SharedMesh:
         """Seconds for which steps of each job held a slot."""
         found: defaultdict[str, float] = defaultdict(float)
         for trajectory in self.trajectories:
-            for step in [*trajectory.steps, *([trajectory.step] if trajectory.step is not None else [])]:
+            for step in [
+                *trajectory.steps,
+                *([trajectory.step] if trajectory.step is not None else []),
+            ]:
                 spans = list(step.spans or ())
                 if step.step_id in self._running_steps():
                     spans.append(("decode", step.since_s, self.timeline.now))
                 for what, begin_s, end_s in spans:
                     if what != "queue":
-                        found[trajectory.job] += max(0.0, min(end_s, until_s) - max(begin_s, since_s))
+                        found[trajectory.job] += max(
+                            0.0, min(end_s, until_s) - max(begin_s, since_s)
+                        )
         return found
 
     def kv_token_seconds(self, since_s: float, until_s: float) -> dict[str, float]:
@@ -158,7 +173,9 @@ class SharedMesh:
     def _request(self, of: Trajectory) -> None:
         of.asked_s = self.timeline.now
         tokens = of.turns[of.turn][0]
-        self._send(ev.StepRequested(f"s-{of.name}-{of.turn}", of.name, of.turn, of.context_tokens, tokens))
+        self._send(
+            ev.StepRequested(f"s-{of.name}-{of.turn}", of.name, of.turn, of.context_tokens, tokens)
+        )
 
     def _submit(self, of: Trajectory, ticket: TicketRecord) -> None:
         of.step = EngineStep(
@@ -172,7 +189,11 @@ class SharedMesh:
             spans=[],
         )
         self._engines[engine_index(ticket.engine_id)].submit(
-            of.step, ticket.priority, preemptible=ticket.preemptible, job=ticket.job, weight=ticket.weight
+            of.step,
+            ticket.priority,
+            preemptible=ticket.preemptible,
+            job=ticket.job,
+            weight=ticket.weight,
         )
 
     def _finish(self, of: Trajectory, step: EngineStep) -> None:

@@ -42,15 +42,25 @@ class Sidecar:
 
 
 @asynccontextmanager
-async def sidecar(nats_url: str, engine_url: str, engine_id: str = "e0", **options: Any) -> AsyncIterator[Sidecar]:
-    """Serves one engine for the time of the block; ready once the engine is healthy, with healthy=False at once. No
-    probe of its curve unless options ask."""
+async def sidecar(
+    nats_url: str, engine_url: str, engine_id: str = "e0", **options: Any
+) -> AsyncIterator[Sidecar]:
+    """Serves one engine for the time of the block; ready once the engine is healthy, with
+    healthy=False at once. No probe of its curve unless options ask."""
     healthy = options.pop("healthy", True)
     given: dict[str, Any] = {"probe_s": 0.0, **options}
     settings = SidecarSettings(
-        listen="127.0.0.1:0", nats_url=nats_url, engine_id=engine_id, engine_url=engine_url, drain_grace_s=1.0, **given
+        listen="127.0.0.1:0",
+        nats_url=nats_url,
+        engine_id=engine_id,
+        engine_url=engine_url,
+        drain_grace_s=1.0,
+        **given,
     )
-    async with serving(settings, wire) as served, grpc.aio.insecure_channel(served.address) as channel:
+    async with (
+        serving(settings, wire) as served,
+        grpc.aio.insecure_channel(served.address) as channel,
+    ):
         side = Sidecar(served, engine_pb2_grpc.EngineServiceStub(channel))
         await side.until_engine_is(healthy)
         yield side

@@ -1,4 +1,5 @@
-"""Toy engines and workloads for tests of the simulator; an engine by itself; a rollout with all its events."""
+"""Toy engines and workloads for tests of the simulator; an engine by itself; a rollout with all its
+events."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,19 +31,26 @@ def engine(gpus: int = 1, slots: int = 64, kv_tokens: int = 1_000_000) -> Engine
     return EngineModel("toy", "toy", gpus, slots, kv_tokens, KV_BYTES_PER_TOKEN, curve)
 
 
-def trajectory(prompt: int, steps: Sequence[tuple[int, int, float]], *, prompt_tokens: int = 200) -> TrajectoryWork:
+def trajectory(
+    prompt: int, steps: Sequence[tuple[int, int, float]], *, prompt_tokens: int = 200
+) -> TrajectoryWork:
     """Of a prompt's number and (gen_tokens, obs_tokens, tool_s) a step."""
     return TrajectoryWork(f"p{prompt}", 0, prompt_tokens, tuple(Step(*step) for step in steps))
 
 
 def work(prompt_id: str, sample: int, *gen_tokens: int, censored: bool = False) -> TrajectoryWork:
     """Steps of so many tokens, with answers of 10 tokens after half a second."""
-    return TrajectoryWork(prompt_id, sample, 100, tuple(Step(each, 10, 0.5) for each in gen_tokens), None, censored)
+    return TrajectoryWork(
+        prompt_id, sample, 100, tuple(Step(each, 10, 0.5) for each in gen_tokens), None, censored
+    )
 
 
 def decode_s(context: int, tokens: int) -> float:
-    """SLOW, alone, after a prefill that yields the first token: each decode step reads what is there."""
-    return sum(SLOW.decode_s(1) + SLOW.per_kv_token_s * (context + number) for number in range(1, tokens))
+    """SLOW, alone, after a prefill that yields the first token: each decode step reads what is
+    there."""
+    return sum(
+        SLOW.decode_s(1) + SLOW.per_kv_token_s * (context + number) for number in range(1, tokens)
+    )
 
 
 class LoneEngine:
@@ -62,7 +70,14 @@ class LoneEngine:
         self.preempted: dict[str, float] = {}
         model = replace(engine(1, slots, kv_tokens), **changed)
         self.engine = SimEngine(
-            "e", model, self.timeline, self, preempt=preempt, paced=preempt, record=True, finished=finished
+            "e",
+            model,
+            self.timeline,
+            self,
+            preempt=preempt,
+            paced=preempt,
+            record=True,
+            finished=finished,
         )
 
     def step_preempted(self, step: EngineStep) -> None:
@@ -79,7 +94,9 @@ class LoneEngine:
         self.timeline.run(lambda: True)
 
 
-def engine_step(name: str, context: int, gen: int, *, index: int = 0, prompt_tokens: int = 0) -> EngineStep:
+def engine_step(
+    name: str, context: int, gen: int, *, index: int = 0, prompt_tokens: int = 0
+) -> EngineStep:
     """A step of trajectory `index`; the whole context is its prompt unless that is given."""
     return EngineStep(name, index, f"p{index}", prompt_tokens or context, context, gen, 0.0)
 
@@ -106,7 +123,12 @@ class Rollout:
 
     def actions(self, kind: type[Kind]) -> list[tuple[float, Kind]]:
         """(when, action) of one kind."""
-        return [(heard.now_s, action) for heard in self.heard for action in heard.actions if isinstance(action, kind)]
+        return [
+            (heard.now_s, action)
+            for heard in self.heard
+            for action in heard.actions
+            if isinstance(action, kind)
+        ]
 
 
 def play(

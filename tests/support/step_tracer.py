@@ -1,8 +1,9 @@
-"""Trace a step through the real services of a mesh in this process: which of our files it passes, leg by leg.
+"""Trace a step through the real services of a mesh in this process: which of our files it passes,
+leg by leg.
 
-`sys.setprofile` calls the tracer at each function that this thread enters, generated code and libraries included; files
-of our packages count, generated stubs do not. Background work runs in the same thread, so a test plays the step several
-times and keeps the files that every play has passed.
+`sys.setprofile` calls the tracer at each function that this thread enters, generated code and
+libraries included; files of our packages count, generated stubs do not. Background work runs in the
+same thread, so a test plays the step several times and keeps the files that every play has passed.
 """
 
 import sys
@@ -21,7 +22,9 @@ FACT_HEARD = ("core/treadle_core/controller.py", "on_event", "StepFinished")
 PREDICTED = ("core/treadle_core/controller.py", "on_event", "PredictionArrived")
 PLANNED = ("core/treadle_core/controller.py", "on_event", "PlanArrived")
 
-Entry = tuple[str, str, str]  # a file, the function that is entered, and the event that the controller gets
+Entry = tuple[
+    str, str, str
+]  # a file, the function that is entered, and the event that the controller gets
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,10 @@ class Leg:
     @property
     def moves(self) -> int:
         """How often it goes from one file to another."""
-        return sum(before[0] != after[0] for before, after in zip(self.entries, self.entries[1:], strict=False))
+        return sum(
+            before[0] != after[0]
+            for before, after in zip(self.entries, self.entries[1:], strict=False)
+        )
 
 
 class StepTracer:
@@ -47,7 +53,9 @@ class StepTracer:
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
-        self._names: dict[str, str] = {}  # of the files that code objects name; empty for those that do not count
+        self._names: dict[
+            str, str
+        ] = {}  # of the files that code objects name; empty for those that do not count
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -67,7 +75,8 @@ class StepTracer:
         return all(place in since for place in places)
 
     def cut(self, legs: Sequence[tuple[str, Entry | None]]) -> list[Leg]:
-        """The entries so far in legs, each with its name and where it ends; None for the last one."""
+        """The entries so far in legs, each with its name and where it ends; None for the last
+        one."""
         found: list[Leg] = []
         start = 0
         for name, ends_at in legs:
@@ -85,7 +94,9 @@ class StepTracer:
             name = self._names[path] = _name_of(path)
         if name:
             event = frame.f_locals.get("event") if frame.f_code.co_name == "on_event" else None
-            self.entries.append((name, frame.f_code.co_name, type(event).__name__ if event is not None else ""))
+            self.entries.append(
+                (name, frame.f_code.co_name, type(event).__name__ if event is not None else "")
+            )
 
 
 def _name_of(path: str) -> str:

@@ -16,7 +16,11 @@ from treadle_sidecar.sglang_cpu.entry import define_vision_operators
 
 define_vision_operators()  # SGLang needs them at import
 
-from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig, HiCacheStorageExtraInfo  # noqa: E402
+from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
+    HiCacheFile,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+)
 from treadle_sidecar.hicache.checked_pages import CheckedPages  # noqa: E402
 
 PAGE = torch.arange(4096, dtype=torch.float32).to(torch.bfloat16)
@@ -64,7 +68,9 @@ class FakeClock:
         return self.now_s
 
 
-def backend(folder: Path, pool: FakeHostPool | None = None, limit_gb: float = 1.0, **config: Any) -> CheckedPages:
+def backend(
+    folder: Path, pool: FakeHostPool | None = None, limit_gb: float = 1.0, **config: Any
+) -> CheckedPages:
     """The store of one engine."""
     options = {"file_storage_path": str(folder), "limit_gb": limit_gb}
     pages = CheckedPages(replace(CONFIG, extra_config=options, **config), {})
@@ -76,7 +82,9 @@ def write_chain(pages: CheckedPages, name: str, begin: int, end: int) -> None:
     """Write pages of a prefix after those before `begin`, as an engine does after a turn."""
     keys = [f"{name}{at}" for at in range(end)]
     slots = torch.arange((end - begin) * 16)
-    assert all(pages.batch_set_v1(keys[begin:], slots, HiCacheStorageExtraInfo(prefix_keys=keys[:begin])))
+    assert all(
+        pages.batch_set_v1(keys[begin:], slots, HiCacheStorageExtraInfo(prefix_keys=keys[:begin]))
+    )
 
 
 def count_stored(pages: CheckedPages, name: str) -> int:
@@ -103,7 +111,8 @@ def only_file(folder: Path) -> Path:
 
 
 def whole(folder: Path) -> None:
-    """A page that nobody touched comes back as it was, also to another engine of the same kind, under SGLang's name."""
+    """A page that nobody touched comes back as it was, also to another engine of the same kind,
+    under SGLang's name."""
     assert backend(folder).set("k", PAGE)
     assert only_file(folder).name == "k_-models-small_0_1.bin"
     other = backend(folder)
@@ -146,13 +155,16 @@ def swapped(folder: Path) -> None:
 
 
 def other_kind(folder: Path) -> None:
-    """Pages of another dtype, layout or degree, and SGLang's own without a header, all under the same name."""
+    """Pages of another dtype, layout or degree, and SGLang's own without a header, all under the
+    same name."""
     pages = backend(folder, is_mla_model=True)  # whose file names do not carry the degree
     others = (
         backend(folder, FakeHostPool(dtype=torch.float16), is_mla_model=True),
         backend(folder, FakeHostPool(layout="page_first"), is_mla_model=True),
         backend(folder, is_mla_model=True, tp_size=2),
-        HiCacheFile(replace(CONFIG, is_mla_model=True, extra_config={"file_storage_path": str(folder)})),
+        HiCacheFile(
+            replace(CONFIG, is_mla_model=True, extra_config={"file_storage_path": str(folder)})
+        ),
     )
     for other in others:
         assert other.set("k", PAGE)
@@ -179,10 +191,13 @@ def no_folder(folder: Path) -> None:
 
 
 def several_engines(folder: Path) -> None:
-    """Three processes write to the folder and read what the others wrote, ten times its limit in all: it never holds
-    more than the limit, and a page that another process deletes is missing or whole, and no error."""
+    """Three processes write to the folder and read what the others wrote, ten times its limit in
+    all: it never holds more than the limit, and a page that another process deletes is missing or
+    whole, and no error."""
     backend(folder)
-    engines = [multiprocessing.Process(target=write_and_read, args=(folder, name)) for name in "abc"]
+    engines = [
+        multiprocessing.Process(target=write_and_read, args=(folder, name)) for name in "abc"
+    ]
     for engine in engines:
         engine.start()
     most = 0
@@ -204,8 +219,8 @@ def write_and_read(folder: Path, name: str) -> None:
 
 
 def last_used_last(folder: Path) -> None:
-    """Of three prefixes, one goes on with a turn, and one is read by another engine, before more is written than fits:
-    both stay whole, and the third loses its end first."""
+    """Of three prefixes, one goes on with a turn, and one is read by another engine, before more is
+    written than fits: both stay whole, and the third loses its end first."""
     engine, other = (backend(folder, limit_gb=LIMIT_BYTES / 1e9) for _ in range(2))
     engine.pages_folder.clock = other.pages_folder.clock = clock = FakeClock()
     for name in "abc":
@@ -224,7 +239,8 @@ def last_used_last(folder: Path) -> None:
 
 
 def leftovers(folder: Path) -> None:
-    """What an engine that was killed in the middle of a write has left counts, and goes in its turn."""
+    """What an engine that was killed in the middle of a write has left counts, and goes in its
+    turn."""
     pages = backend(folder, limit_gb=LIMIT_BYTES / 1e9)
     (folder / ".killed.tmp").write_bytes(bytes(LIMIT_BYTES))
     write_chain(pages, "a", 0, 2)
@@ -239,7 +255,9 @@ def too_large(folder: Path) -> None:
     assert not list(folder.iterdir())
     for config in ({}, {"limit_gb": 0}, {"limit_gb": "much"}):
         try:
-            CheckedPages(replace(CONFIG, extra_config={"file_storage_path": str(folder), **config}), {})
+            CheckedPages(
+                replace(CONFIG, extra_config={"file_storage_path": str(folder), **config}), {}
+            )
         except ValueError as error:
             assert "limit_gb" in str(error)
         else:

@@ -1,4 +1,5 @@
-"""A TCP proxy in this process, whose connections can be cut: the network between one process and a server."""
+"""A TCP proxy in this process, whose connections can be cut: the network between one process and a
+server."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,7 +9,8 @@ READ_BYTES = 65_536
 
 
 class Proxy:
-    """Forwards connections to a port of this machine. While it is cut, it closes them and takes no new ones."""
+    """Forwards connections to a port of this machine. While it is cut, it closes them and takes no
+    new ones."""
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -36,7 +38,10 @@ class Proxy:
         self._writers |= own
         try:
             await asyncio.wait(
-                [asyncio.ensure_future(_copy(reader, to_writer)), asyncio.ensure_future(_copy(to_reader, writer))],
+                [
+                    asyncio.ensure_future(_copy(reader, to_writer)),
+                    asyncio.ensure_future(_copy(to_reader, writer)),
+                ],
                 return_when=asyncio.FIRST_COMPLETED,
             )
         finally:

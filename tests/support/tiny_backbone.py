@@ -1,4 +1,5 @@
-"""A small random Qwen3 with a tokenizer of bytes, as a folder: a real backbone that no hub is needed for."""
+"""A small random Qwen3 with a tokenizer of bytes, as a folder: a real backbone that no hub is
+needed for."""
 
 from pathlib import Path
 
@@ -27,7 +28,9 @@ def tiny_backbone(folder: Path, seed: int = 0, vocabulary: int = BYTES + 1) -> P
     )
     Qwen3Model(config).save_pretrained(folder)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
+    tokenizer = Tokenizer(
+        BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)

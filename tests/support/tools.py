@@ -37,7 +37,9 @@ class ToolsCalls:
         self.stub = tools_pb2_grpc.ToolsServiceStub(channel)
         self.process = process
 
-    async def invoke(self, arguments: dict[str, Any] | None = None, *, id: str = "", **fields: Any) -> pb.ToolResult:
+    async def invoke(
+        self, arguments: dict[str, Any] | None = None, *, id: str = "", **fields: Any
+    ) -> pb.ToolResult:
         """One action."""
         request = pb.InvokeRequest(
             request_id=id or uuid.uuid4().hex, arguments_json=json.dumps(arguments or {}), **fields
@@ -53,11 +55,16 @@ class ToolsCalls:
     ) -> pb.OpenSessionResponse:
         """A new session."""
         request = pb.OpenSessionRequest(
-            request_id=id or uuid.uuid4().hex, tool=tool, arguments_json=json.dumps(arguments or {}), **fields
+            request_id=id or uuid.uuid4().hex,
+            tool=tool,
+            arguments_json=json.dumps(arguments or {}),
+            **fields,
         )
         return await self.stub.OpenSession(request, timeout=CALL_S)
 
-    async def step(self, session_id: str, arguments: dict[str, Any], *, id: str = "", **fields: Any) -> pb.ToolResult:
+    async def step(
+        self, session_id: str, arguments: dict[str, Any], *, id: str = "", **fields: Any
+    ) -> pb.ToolResult:
         """One action of a session."""
         return await self.invoke(arguments, id=id, session_id=session_id, **fields)
 
@@ -72,24 +79,34 @@ class ToolsCalls:
 
     async def session(self, session_id: str) -> pb.Session:
         """Of GetSession."""
-        return (await self.stub.GetSession(pb.GetSessionRequest(session_id=session_id), timeout=CALL_S)).session
+        return (
+            await self.stub.GetSession(pb.GetSessionRequest(session_id=session_id), timeout=CALL_S)
+        ).session
 
 
 def environment(*builtin: str, PYTHONPATH: str = "", **settings: str) -> dict[str, str]:  # noqa: N803 - as it is called
-    """The built-in tools named (each costs the start of a worker) and settings in upper case, as variables."""
-    env = {f"TREADLE_TOOLS_{name}": value for name, value in {"BUILTIN": ",".join(builtin), **settings}.items()}
+    """The built-in tools named (each costs the start of a worker) and settings in upper case, as
+    variables."""
+    env = {
+        f"TREADLE_TOOLS_{name}": value
+        for name, value in {"BUILTIN": ",".join(builtin), **settings}.items()
+    }
     return env | ({"PYTHONPATH": PYTHONPATH} if PYTHONPATH else {})
 
 
 @asynccontextmanager
-async def tools(start_service: StartService, *builtin: str, **settings: str) -> AsyncIterator[ToolsCalls]:
+async def tools(
+    start_service: StartService, *builtin: str, **settings: str
+) -> AsyncIterator[ToolsCalls]:
     """A tools service; see `environment`."""
     process = await start_service("treadle_tools", environment(*builtin, **settings))
     async with calls_to(process) as calls:
         yield calls
 
 
-def shared_tools(folder: Path, *builtin: str, **settings: str) -> contextlib.AbstractContextManager[ServiceProcess]:
+def shared_tools(
+    folder: Path, *builtin: str, **settings: str
+) -> contextlib.AbstractContextManager[ServiceProcess]:
     """A tools service with a nats-server of its own."""
     return _tools_alone(folder, builtin, settings, as_user=False)
 
@@ -113,14 +130,18 @@ def _tools_alone(
 
 
 def serve(*builtin: str, as_user: bool = False, **settings: str) -> Any:
-    """A fixture: one tools service for the tests of a module, which leave nothing in it; see `environment`.
+    """A fixture: one tools service for the tests of a module, which leave nothing in it; see
+    `environment`.
 
-    as_user: see `start_process`. As `service` of the module it is the one that the fixtures `calls` and `rewards` call.
+    as_user: see `start_process`. As `service` of the module it is the one that the fixtures `calls`
+    and `rewards` call.
     """
 
     @pytest.fixture(scope="module")
     def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
-        with _tools_alone(tmp_path_factory.mktemp("tools"), builtin, settings, as_user=as_user) as process:
+        with _tools_alone(
+            tmp_path_factory.mktemp("tools"), builtin, settings, as_user=as_user
+        ) as process:
             yield process
 
     return service
@@ -140,7 +161,11 @@ def groups_of(daemon: psutil.Process) -> list[Path]:
 
 async def gone(processes: list[psutil.Process]) -> None:
     """Returns once none of them runs."""
-    await until(lambda: not any(process.is_running() for process in processes), GONE_WITHIN_S, f"one of {processes}")
+    await until(
+        lambda: not any(process.is_running() for process in processes),
+        GONE_WITHIN_S,
+        f"one of {processes}",
+    )
 
 
 @asynccontextmanager
@@ -151,7 +176,8 @@ async def calls_to(process: ServiceProcess) -> AsyncIterator[ToolsCalls]:
 
 
 def write_tools(folder: Path, declared: str, code: str) -> dict[str, str]:
-    """Settings of a service with the tools of a module `own_tools`, whose code is in a module `own_code`."""
+    """Settings of a service with the tools of a module `own_tools`, whose code is in a module
+    `own_code`."""
     (folder / "own_tools.py").write_text(declared)
     (folder / "own_code.py").write_text(code)
     return {"PYTHONPATH": import_path(folder), "MODULES": "own_tools"}

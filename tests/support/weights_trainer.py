@@ -1,8 +1,10 @@
-"""A trainer that broadcasts weights to engines: a process in the engine's venv, with one process group over gloo.
+"""A trainer that broadcasts weights to engines: a process in the engine's venv, with one process
+group over gloo.
 
-Reads one command a line from its standard input and answers each with a line: `save FOLDER` writes the model with two
-of its layers exchanged; `join ADDRESS WORLD_SIZE GROUP`; `body own|changed PART PARTS GROUP` is SGLang's request for a
-part of the weights, and `broadcast own|changed PART PARTS` sends it.
+Reads one command a line from its standard input and answers each with a line: `save FOLDER` writes
+the model with two of its layers exchanged; `join ADDRESS WORLD_SIZE GROUP`; `body own|changed PART
+PARTS GROUP` is SGLang's request for a part of the weights, and `broadcast own|changed PART PARTS`
+sends it.
 """
 
 import json

@@ -1,4 +1,5 @@
-"""What a shell is offered for `treadle`, and that every command that says something takes --json."""
+"""What a shell is offered for `treadle`, and that every command that says something takes
+--json."""
 
 import os
 import subprocess
@@ -14,9 +15,15 @@ NO_JSON = {"bench"}  # a distribution of its own takes its arguments
 
 def offered(*words: str) -> list[str]:
     line = ("treadle", *words)
-    asked = {"_TREADLE_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(line), "COMP_CWORD": str(len(line) - 1)}
+    asked = {
+        "_TREADLE_COMPLETE": "complete_bash",
+        "COMP_WORDS": " ".join(line),
+        "COMP_CWORD": str(len(line) - 1),
+    }
     command = [sys.executable, "-m", "treadle_cli"]
-    return subprocess.run(command, env=os.environ | asked, capture_output=True, text=True, check=True).stdout.split()
+    return subprocess.run(
+        command, env=os.environ | asked, capture_output=True, text=True, check=True
+    ).stdout.split()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The demo: what its agent makes of a small model's words and builds for it to read, a play, and a run's forecasts."""
+"""The demo: what its agent makes of a small model's words and builds for it to read, a play, and a
+run's forecasts."""
 
 import io
 import statistics
@@ -19,8 +20,24 @@ from treadle_cli.demo.play import Work, play
 from treadle_cli.demo.tasks import LEAST_TURNS, Task, make_prompts
 from treadle_cli.problems import UsageProblem
 
-LAKE = Task("l", kind="lake", environment="frozen_lake", arguments={}, turn_tokens=12, turns=7, sampling="0/0")
-PUZZLE = Task("p", kind="puzzle", environment="reasoning_gym", arguments={}, turn_tokens=64, turns=6, sampling="0/0")
+LAKE = Task(
+    "l",
+    kind="lake",
+    environment="frozen_lake",
+    arguments={},
+    turn_tokens=12,
+    turns=7,
+    sampling="0/0",
+)
+PUZZLE = Task(
+    "p",
+    kind="puzzle",
+    environment="reasoning_gym",
+    arguments={},
+    turn_tokens=64,
+    turns=6,
+    sampling="0/0",
+)
 
 
 @pytest.mark.parametrize(
@@ -57,14 +74,18 @@ def test_the_first_direction_counts(said: str, direction: str | None) -> None:
         ("Answer:", {"answer": "Answer:"}),
     ],
 )
-def test_a_puzzle_turn_is_code_or_an_answer_whichever_comes_first(said: str, action: dict[str, str] | None) -> None:
+def test_a_puzzle_turn_is_code_or_an_answer_whichever_comes_first(
+    said: str, action: dict[str, str] | None
+) -> None:
     assert read_action(PUZZLE, said) == action
 
 
 @pytest.fixture
 def chat() -> Chat:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: index + 10 for index, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={letter: index + 10 for index, letter in enumerate(alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<|im_start|>"), AddedToken("<|im_end|>")])
@@ -83,9 +104,16 @@ def test_prompts_and_seeds_depend_on_index_seed_and_epoch_alone(chat: Chat) -> N
     assert len({prompt.id for prompt in once}) == 8
     assert make_prompts(chat, 8, 6) != once
     later = make_prompts(chat, 8, 5, epoch=1)
-    assert [(p.id, p.tokens, p.data.arguments) for p in later] == [(p.id, p.tokens, p.data.arguments) for p in once]
+    assert [(p.id, p.tokens, p.data.arguments) for p in later] == [
+        (p.id, p.tokens, p.data.arguments) for p in once
+    ]
     both = [*once, *later]
-    seeds = {p.data.sampling_seed(p.id, sample, turn) for p in both for sample in range(4) for turn in range(9)}
+    seeds = {
+        p.data.sampling_seed(p.id, sample, turn)
+        for p in both
+        for sample in range(4)
+        for turn in range(9)
+    }
     assert len(seeds) == 2 * 8 * 4 * 9
 
 
@@ -94,7 +122,10 @@ def test_few_prompts_are_much_longer_than_most(chat: Chat, seed: int) -> None:
     turns = sorted(prompt.data.turns for prompt in make_prompts(chat, 8, seed))
     assert turns[-1] >= 3 * statistics.median(turns)
     assert turns[0] == LEAST_TURNS
-    tokens = [task.turns * task.turn_tokens for task in (prompt.data for prompt in make_prompts(chat, 8, seed))]
+    tokens = [
+        task.turns * task.turn_tokens
+        for task in (prompt.data for prompt in make_prompts(chat, 8, seed))
+    ]
     assert max(tokens) >= 4 * statistics.median(tokens)
 
 
@@ -102,14 +133,19 @@ def test_few_prompts_are_much_longer_than_most(chat: Chat, seed: int) -> None:
 async def test_the_demos_work_is_played_on_a_mesh_and_shown(chat: Chat, terminal: bool) -> None:
     system = [{"role": "system", "content": "Count."}]
     shape: dict[str, Any] = {"arguments": {}, "turn_tokens": 4, "turns": 2, "sampling": "0/0"}
-    tasks = [Task(f"count-{index}", system, kind="lake", environment="count", **shape) for index in range(2)]
+    tasks = [
+        Task(f"count-{index}", system, kind="lake", environment="count", **shape)
+        for index in range(2)
+    ]
     prompts = [Prompt(task.id, chat.head(system), task) for task in tasks]
     screen = io.StringIO()
     console = Console(file=screen, width=200, force_terminal=terminal)
     async with fake_mesh("e0") as mesh:
         board = LiveBoard(console, "Both", prompts, 2, {"e0": mesh.engine_ports["e0"].address})
         played = await play(mesh.address, "", "arm", Work(2, 2, 0, 0.0), chat, prompts, board)
-    assert [(record.arm, record.outcome, record.turns) for record in played.records] == [("arm", "finished", 2)] * 4
+    assert [(record.arm, record.outcome, record.turns) for record in played.records] == [
+        ("arm", "finished", 2)
+    ] * 4
     assert played.makespan_s == max(record.finished_s for record in played.records) > 0
     tokens = sum(record.gen_tokens for record in played.records)
     assert f"{tokens} tokens" in screen.getvalue()
@@ -128,10 +164,13 @@ def fact(time_s: float, **body: Any) -> facts_pb2.Fact:
 
 @pytest.fixture
 def facts() -> CollectedFacts:
-    """Opened, forecast, a step that is put back after a preemption, its forecast after the next step is queued."""
+    """Opened, forecast, a step that is put back after a preemption, its forecast after the next
+    step is queued."""
     steps = [facts_pb2.StepRef(trajectory_id="t", turn=turn) for turn in (0, 1)]
     first = facts_pb2.TrajectoryPredicted(trajectory_id="t", turn=0, model_version=SIBLINGS)
-    second = facts_pb2.TrajectoryPredicted(trajectory_id="t", turn=1, model_version=LEARNED, learned=True)
+    second = facts_pb2.TrajectoryPredicted(
+        trajectory_id="t", turn=1, model_version=LEARNED, learned=True
+    )
     collected = CollectedFacts()
     for each in (
         fact(START_S + 0.5, trajectory_predicted=first),
@@ -146,7 +185,9 @@ def facts() -> CollectedFacts:
     return collected
 
 
-def test_each_forecast_stands_beside_the_step_that_it_followed_and_the_next(facts: CollectedFacts) -> None:
+def test_each_forecast_stands_beside_the_step_that_it_followed_and_the_next(
+    facts: CollectedFacts,
+) -> None:
     first, second = facts.forecast_records({"t": START_S}, START_S)["t"]
     assert (first.turn, first.model_version, first.learned) == (0, SIBLINGS, False)
     assert (second.turn, second.model_version, second.learned) == (1, LEARNED, True)

@@ -1,4 +1,5 @@
-"""`treadle explain` on a trace file: where the time went, what was decided, and the ends under each policy."""
+"""`treadle explain` on a trace file: where the time went, what was decided, and the ends under each
+policy."""
 
 import json
 from typing import Any
@@ -16,7 +17,9 @@ ENGINES = ("--gpus", "2", "--slots", "2")
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> str:
     file = tmp_path_factory.mktemp("traces") / "rollout.jsonl"
-    write_traces(file, make("coding", prompts=3, samples=3, seed=1, max_gen_tokens=3_000).trajectories)
+    write_traces(
+        file, make("coding", prompts=3, samples=3, seed=1, max_gen_tokens=3_000).trajectories
+    )
     return str(file)
 
 
@@ -39,13 +42,19 @@ def test_the_parts_add_up_and_each_policy_has_an_end(traces: str) -> None:
     assert found["recorded"] is None, "a trace file says no times"
     kinds = [decision["kind"] for decision in found["decisions"]]
     assert kinds[0] == "placed" and "ticket" in kinds
-    assert all(decision["reason"] and "{" not in decision["reason"] for decision in found["decisions"])
+    assert all(
+        decision["reason"] and "{" not in decision["reason"] for decision in found["decisions"]
+    )
 
 
 def test_a_terminal_gets_tables_that_say_what_is_simulated(traces: str) -> None:
     text = " ".join(explained("coding-0000#0", "--trace", traces).split())
 
-    assert "part seconds share" in text and "decision engine" in text and "policy this one ends" in text
+    assert (
+        "part seconds share" in text
+        and "decision engine" in text
+        and "policy this one ends" in text
+    )
     assert "Simulated (docs/simulator.md)" in text
 
 
@@ -53,4 +62,6 @@ def test_an_unknown_trajectory_is_named(traces: str) -> None:
     result = CliRunner().invoke(app, ["explain", "coding-9#9", "--trace", traces, *ENGINES])
 
     assert result.exit_code == 2
-    assert "has no trajectory 'coding-9#9'; name it PROMPT#SAMPLE" in " ".join(result.stderr.split())
+    assert "has no trajectory 'coding-9#9'; name it PROMPT#SAMPLE" in " ".join(
+        result.stderr.split()
+    )

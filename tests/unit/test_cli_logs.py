@@ -1,4 +1,5 @@
-"""`treadle simulate --from-run` and `--from-log`: what each format becomes, what is assumed, and what is refused."""
+"""`treadle simulate --from-run` and `--from-log`: what each format becomes, what is assumed, and
+what is refused."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -41,7 +42,9 @@ def shape(log: Log) -> list[tuple[str, int, int, list[tuple[int, int, Any]]]]:
     ]
 
 
-def request(session: str, prompt: int, sampled: int, start: float, end: float, **more: Any) -> dict[str, Any]:
+def request(
+    session: str, prompt: int, sampled: int, start: float, end: float, **more: Any
+) -> dict[str, Any]:
     usage = {"prompt_tokens": prompt, "completion_tokens": sampled}
     return {"session_id": session, "started_at": start, "ended_at": end, "usage": usage, **more}
 
@@ -55,19 +58,32 @@ def test_requests_of_a_gateway_become_turns_with_the_time_between_as_tools(tmp_p
         request("a", 0 + 999, 1, 11.5, 11.6, prompt_id="p", status="failure"),
     )
     log = read_log(file, "openai", None)
-    assert shape(log) == [("p", 0, 100, [(20, 30, 3.0), (30, 0, 0.0)]), ("p", 1, 100, [(5, 0, 0.0)])]
+    assert shape(log) == [
+        ("p", 0, 100, [(20, 30, 3.0), (30, 0, 0.0)]),
+        ("p", 1, 100, [(5, 0, 0.0)]),
+    ]
     assert [each.makespan_s for each in log.recorded] == [5.0] and log.way == ""
 
 
 def test_the_names_of_litellms_payload_do_as_well_and_odd_requests_are_said(tmp_path: Path) -> None:
     def payload(prompt: int, sampled: int, start: float, end: float) -> dict[str, Any]:
-        tokens = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+        tokens = {
+            "prompt_tokens": prompt,
+            "completion_tokens": sampled,
+            "total_tokens": prompt + sampled,
+        }
         return {"trace_id": "t", "startTime": start, "endTime": end, **tokens}
 
-    log = read_log(lines(tmp_path, payload(10, 5, 0.0, 2.0), payload(8, 5, 1.0, 3.0)), "openai", None)
+    log = read_log(
+        lines(tmp_path, payload(10, 5, 0.0, 2.0), payload(8, 5, 1.0, 3.0)), "openai", None
+    )
     assert shape(log) == [("t", 0, 10, [(5, 0, 0.0), (5, 0, 0.0)])]
     told = " ".join(log.assumptions)
-    assert "1 requests had less context" in told and "1 requests began before" in told and "names no prompts" in told
+    assert (
+        "1 requests had less context" in told
+        and "1 requests began before" in told
+        and "names no prompts" in told
+    )
 
 
 def trace(name: str, *calls: tuple[int, int, int, float, float], **more: Any) -> dict[str, Any]:
@@ -76,7 +92,11 @@ def trace(name: str, *calls: tuple[int, int, int, float, float], **more: Any) ->
         "task": {"type": "T", "key": "k", "data": {}},
         "calls": [
             {
-                "usage": {"prompt_tokens": new, "cached_input_tokens": cached, "completion_tokens": sampled},
+                "usage": {
+                    "prompt_tokens": new,
+                    "cached_input_tokens": cached,
+                    "completion_tokens": sampled,
+                },
                 "time": {"start": start, "end": end},
             }
             for new, cached, sampled, start, end in calls
@@ -86,12 +106,21 @@ def trace(name: str, *calls: tuple[int, int, int, float, float], **more: Any) ->
 
 
 def test_traces_of_prime_rl_and_episodes_of_verifiers_are_read(tmp_path: Path) -> None:
-    first = trace("x", (50, 0, 10, 0.0, 1.0), (20, 60, 5, 3.0, 4.0), rewards={"r": {"score": 0.5, "weight": 2.0}})
+    first = trace(
+        "x",
+        (50, 0, 10, 0.0, 1.0),
+        (20, 60, 5, 3.0, 4.0),
+        rewards={"r": {"score": 0.5, "weight": 2.0}},
+    )
     second = trace("y", (50, 0, 7, 0.0, 1.0), stop_condition="max_output_tokens")
     log = read_log(lines(tmp_path, first, {"traces": [second]}), "prime-rl", None)
     assert shape(log) == [("k", 0, 50, [(10, 20, 2.0), (5, 0, 0.0)]), ("k", 1, 50, [(7, 0, 0.0)])]
     assert [(work.reward, work.censored) for work in log.works] == [(1.0, False), (None, True)]
-    assert (log.way, log.recorded[0].system, log.recorded[0].makespan_s) == ("sticky", "sticky", 4.0)
+    assert (log.way, log.recorded[0].system, log.recorded[0].makespan_s) == (
+        "sticky",
+        "sticky",
+        4.0,
+    )
     with pytest.raises(TraceFileError, match=r"line 3: id: 'x' is on an earlier line"):
         read_log(lines(tmp_path, first, first), "prime-rl", None)
 
@@ -107,18 +136,29 @@ def test_samples_of_slime_have_turns_where_their_loss_mask_changes(tmp_path: Pat
         "reward": 1,
         "non_generation_time": 3.0,
     }
-    single = {"tokens": [1, 2, 3], "response_length": 2, "loss_mask": None, "group_index": 4, "reward": {"a": 1}}
+    single = {
+        "tokens": [1, 2, 3],
+        "response_length": 2,
+        "loss_mask": None,
+        "group_index": 4,
+        "reward": {"a": 1},
+    }
     unsampled = {"tokens": [1, 2, 3], "response_length": 0, "group_index": 5}
     file = tmp_path / "rollout_7.pt"
     torch.save({"rollout_id": 7, "samples": [turns, single, unsampled]}, file)
     log = read_log(file, "slime", None)
-    assert shape(log) == [("group-4", 0, 6, [(4, 3, 1.5), (2, 2, 1.5), (3, 0, 0.0)]), ("group-4", 1, 1, [(2, 0, 0.0)])]
+    assert shape(log) == [
+        ("group-4", 0, 6, [(4, 3, 1.5), (2, 2, 1.5), (3, 0, 0.0)]),
+        ("group-4", 1, 1, [(2, 0, 0.0)]),
+    ]
     assert [(work.censored, work.reward) for work in log.works] == [(True, 1.0), (False, None)]
     assert log.way == "slime" and not log.recorded
     step = step_of(tmp_path, "--from-log", str(file), "--format", "slime", *ENGINES)["step"]
     assert (step["baseline"], step["recorded"]) == ("slime", [])
     torch.save({"samples": [{**turns, "loss_mask": [1]}]}, file)
-    with pytest.raises(TraceFileError, match=r"line 1: loss_mask: must have response_length \(15\) values, has 1"):
+    with pytest.raises(
+        TraceFileError, match=r"line 1: loss_mask: must have response_length \(15\) values, has 1"
+    ):
         read_log(file, "slime", None)
     torch.save({"samples": [{**turns, "metadata": Path("x")}]}, file)
     with pytest.raises(UsageProblem, match="holds plain values alone"):
@@ -160,9 +200,15 @@ def work(prompt: str, sample: int, turns: Sequence[int], **more: Any) -> dict[st
 def test_a_logged_step_is_compared_with_what_the_log_says_of_it(tmp_path: Path) -> None:
     times = {"started_s": 5.0, "finished_s": 9.0}
     works = [work(f"p{n % 3}", n // 3, [200, 300 + 500 * (n % 3)], **times) for n in range(9)]
-    found = step_of(tmp_path, "--from-log", str(lines(tmp_path, *works)), "--baseline", "slime", *ENGINES)
+    found = step_of(
+        tmp_path, "--from-log", str(lines(tmp_path, *works)), "--baseline", "slime", *ENGINES
+    )
     step, rows = found["step"], {row["system"]: row["makespan_s"] for row in found["systems"]}
-    assert (step["baseline"], step["baseline_s"], step["treadle_s"]) == ("slime", rows["slime"], rows["treadle"])
+    assert (step["baseline"], step["baseline_s"], step["treadle_s"]) == (
+        "slime",
+        rows["slime"],
+        rows["treadle"],
+    )
     assert step["ratio"] == pytest.approx(rows["slime"] / rows["treadle"])
     assert step["bound_s"] == found["bound"]["lower_s"] <= step["treadle_s"]
     assert step["recorded"] == [{"name": "the log", "recorded_s": 4.0, "simulated_s": None}]
@@ -184,10 +230,15 @@ def test_a_logged_step_is_compared_with_what_the_log_says_of_it(tmp_path: Path) 
         (("--from-log", "x", "--format", "csv"), "--format: there is no 'csv'; take one of jsonl"),
         (("--from-log", "x", "--prompts", "3"), "a logged step is replayed as it is"),
         (("--baseline", "slime"), "--baseline says how a logged step was run"),
-        (("--from-log", "x", "--baseline", "best"), "--baseline: there is no 'best'; take one of verl"),
+        (
+            ("--from-log", "x", "--baseline", "best"),
+            "--baseline: there is no 'best'; take one of verl",
+        ),
     ],
 )
-def test_what_does_not_go_together_is_said(tmp_path: Path, options: tuple[str, ...], says: str) -> None:
+def test_what_does_not_go_together_is_said(
+    tmp_path: Path, options: tuple[str, ...], says: str
+) -> None:
     result = CliRunner().invoke(app, ["simulate", *options, "--out", str(tmp_path)])
     assert result.exit_code == 2 and says in " ".join(result.stderr.split()), result.output
 
@@ -197,7 +248,8 @@ WAVE_S = PREFILL_S + 100 * TOKEN_S
 
 
 def played() -> Run:
-    """A run of the demo: four pinned trajectories of 101 tokens on one engine of two slots, two after two."""
+    """A run of the demo: four pinned trajectories of 101 tokens on one engine of two slots, two
+    after two."""
     waves = [index // 2 for index in range(4)]
     records = tuple(
         trajectory(
@@ -226,5 +278,7 @@ def test_a_run_is_simulated_on_engines_as_fast_as_its_own(tmp_path: Path) -> Non
     found = step_of(tmp_path, "--from-run", str(folder))
     [recorded] = found["step"]["recorded"]
     assert recorded["recorded_s"] == pytest.approx(2 * WAVE_S)
-    assert recorded["simulated_s"] == pytest.approx(2 * WAVE_S, rel=0.05), "verl's rule on those engines takes as long"
+    assert recorded["simulated_s"] == pytest.approx(2 * WAVE_S, rel=0.05), (
+        "verl's rule on those engines takes as long"
+    )
     assert found["gpus"] == 1

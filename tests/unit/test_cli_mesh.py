@@ -1,5 +1,5 @@
-"""The process tree of `treadle up` and `treadle demo`, with plain shells for children: whatever ends it, nothing is
-left. And the ports that it chooses before a service binds them."""
+"""The process tree of `treadle up` and `treadle demo`, with plain shells for children: whatever
+ends it, nothing is left. And the ports that it chooses before a service binds them."""
 
 import asyncio
 import os
@@ -21,8 +21,8 @@ from treadle_cli.mesh.ports import Ports, is_free
 from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree
 from treadle_cli.problems import UsageProblem
 
-# A parent with a folder for its children and two children: one with a grandchild in the background; one that makes a
-# temporary file, ignores SIGTERM and is stopped first.
+# A parent with a folder for its children and two children: one with a grandchild in the background;
+# one that makes a temporary file, ignores SIGTERM and is stopped first.
 PARENT = """
 import asyncio, pathlib, sys
 from treadle_cli.exits import run_interruptible
@@ -52,7 +52,9 @@ def start_parent(tmp_path: Path) -> Iterator[Start]:
 
     def start(grace_s: float) -> "subprocess.Popen[str]":
         command = [sys.executable, "-c", PARENT, str(tmp_path), str(grace_s)]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True))
+        started.append(
+            subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        )
         return started[-1]
 
     yield start
@@ -65,7 +67,11 @@ async def children_of(parent: "subprocess.Popen[str]", folder: Path) -> list[int
     """The sessions of both children, once there is a grandchild and SIGTERM is ignored."""
     assert parent.stdout is not None
     pids = [int(word) for word in parent.stdout.readline().split()]
-    await until(lambda: len(session_members(pids[0])) >= 2 and "ready" in (folder / "stubborn.log").read_text())
+    await until(
+        lambda: (
+            len(session_members(pids[0])) >= 2 and "ready" in (folder / "stubborn.log").read_text()
+        )
+    )
     return pids
 
 
@@ -107,7 +113,9 @@ async def test_sigkill_of_the_parent_leaves_nothing(start_parent: Start, tmp_pat
     assert file.exists()
     parent.kill()
     parent.wait(30)
-    await until(lambda: nothing_is_left(pids) and not file.parents[1].exists() and not folder.exists())
+    await until(
+        lambda: nothing_is_left(pids) and not file.parents[1].exists() and not folder.exists()
+    )
 
 
 async def test_the_temporary_files_of_a_killed_child_are_removed_at_once_and_those_of_another_one_stay(
@@ -130,12 +138,16 @@ async def test_a_child_that_dies_is_reported_by_name_with_its_last_lines(tmp_pat
     async with ProcessTree(tmp_path) as tree:
         tree.on_death = dead.append
         child = tree.start("predictor", ["sh", "-c", "echo cannot bind >&2; exit 2"])
-        with pytest.raises(ProcessError, match=r"predictor ended with exit code 2 .*\n    cannot bind"):
+        with pytest.raises(
+            ProcessError, match=r"predictor ended with exit code 2 .*\n    cannot bind"
+        ):
             await child.until(never_ready, "ready file", 20.0)
     assert dead == [child]
 
 
-async def test_a_child_that_is_never_ready_is_named_and_is_no_death_when_it_is_stopped(tmp_path: Path) -> None:
+async def test_a_child_that_is_never_ready_is_named_and_is_no_death_when_it_is_stopped(
+    tmp_path: Path,
+) -> None:
     dead: list[Child] = []
     async with ProcessTree(tmp_path) as tree:
         tree.on_death = dead.append
@@ -156,7 +168,9 @@ async def test_a_command_that_does_not_exist_says_so(tmp_path: Path) -> None:
 async def test_a_child_is_pinned_to_the_cores_that_it_was_given(tmp_path: Path) -> None:
     core = min(os.sched_getaffinity(0))
     async with ProcessTree(tmp_path) as tree:
-        child = tree.start("engine-0", ["grep", "Cpus_allowed_list", "/proc/self/status"], cores=[core])
+        child = tree.start(
+            "engine-0", ["grep", "Cpus_allowed_list", "/proc/self/status"], cores=[core]
+        )
         await asyncio.wait_for(child.exited.wait(), 20)
         assert child.tail().split() == ["Cpus_allowed_list:", str(core)]
 
@@ -191,7 +205,9 @@ def test_ports_differ_and_can_be_bound_and_the_kernel_gives_none_of_them_to_a_co
     assert all(ports.LOWEST <= port < first for port in chosen)
 
 
-def test_a_port_that_is_in_use_or_was_chosen_before_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_is_in_use_or_was_chosen_before_is_not_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ports_of_tree = Ports()
     with socket.create_server((ports.HOST, ports_of_tree.choose(1)[0])) as taken:
         port = taken.getsockname()[1]

@@ -1,4 +1,5 @@
-"""Resource plans: what must change, what is refused, and how the resource service takes its calls."""
+"""Resource plans: what must change, what is refused, and how the resource service takes its
+calls."""
 
 import asyncio
 from collections import Counter
@@ -18,7 +19,14 @@ from treadle.resources.v1 import resources_pb2_grpc
 from treadle_cli.mesh.ports import HOST, Ports
 from treadle_cli.problems import UsageProblem
 from treadle_cli.resources.command import read_plan
-from treadle_cli.resources.plan import EngineClass, ResourcePlan, change_to, plan_message, plan_of, require_room
+from treadle_cli.resources.plan import (
+    EngineClass,
+    ResourcePlan,
+    change_to,
+    plan_message,
+    plan_of,
+    require_room,
+)
 from treadle_cli.resources.servicer import serve_resources
 from treadle_runtime.errors import InvalidArgument
 
@@ -33,7 +41,9 @@ def test_a_change_leads_to_the_plan_and_no_class_both_stops_and_starts(
     running = {f"engine-{index}": kind for index, kind in enumerate(before)}
     change = change_to(Counter(after), running)
     assert {*change.keep, *change.stop} == {*running}
-    assert Counter([running[engine_id] for engine_id in change.keep] + [*change.start]) == Counter(after)
+    assert Counter([running[engine_id] for engine_id in change.keep] + [*change.start]) == Counter(
+        after
+    )
     assert {running[engine_id] for engine_id in change.stop}.isdisjoint(change.start)
 
 
@@ -50,7 +60,10 @@ def test_of_a_class_with_too_many_engines_the_first_ones_are_kept() -> None:
         ({"slots": -1}, r"plan\.engines\[1\]\.slots"),
         ({"count": 0}, r"plan\.engines\[1\]\.count"),
         ({"accelerator": ""}, r"plan\.engines\[1\]\.accelerator: must be named"),
-        ({"degree": 1}, r"plan\.engines\[1\]: is a class that the plan has already \(1 H200, 8 slots\)"),
+        (
+            {"degree": 1},
+            r"plan\.engines\[1\]: is a class that the plan has already \(1 H200, 8 slots\)",
+        ),
     ],
 )
 def test_a_bad_plan_names_the_field(changed: dict[str, int | str], field: str) -> None:
@@ -63,9 +76,14 @@ def test_a_bad_plan_names_the_field(changed: dict[str, int | str], field: str) -
 
 def test_a_plan_for_more_cores_than_there_are_is_refused_and_one_for_all_is_not() -> None:
     require_room({EngineClass("cpu", 1, 4): 2, EngineClass("cpu", 2, 4): 1}, "cpu", 4)
-    with pytest.raises(InvalidArgument, match=r"plan\.engines\[1\]\.count: with it the plan takes 4 cores, .* are 3"):
+    with pytest.raises(
+        InvalidArgument,
+        match=r"plan\.engines\[1\]\.count: with it the plan takes 4 cores, .* are 3",
+    ):
         require_room({EngineClass("cpu", 1, 4): 2, EngineClass("cpu", 2, 4): 1}, "cpu", 3)
-    with pytest.raises(InvalidArgument, match=r"plan\.engines\[0\]\.accelerator: must be cpu, is H200"):
+    with pytest.raises(
+        InvalidArgument, match=r"plan\.engines\[0\]\.accelerator: must be cpu, is H200"
+    ):
         require_room({EngineClass("H200", 1, 4): 1}, "cpu", 3)
 
 
@@ -77,7 +95,8 @@ def test_a_file_with_an_unknown_field_is_refused_with_its_name(tmp_path: Path) -
 
 
 class SlowEngines:
-    """Fake, so that a plan lasts until the test lets it go on: there are none, and the check of a plan waits."""
+    """Fake, so that a plan lasts until the test lets it go on: there are none, and the check of a
+    plan waits."""
 
     accelerator, accelerators = "cpu", 2
 
@@ -108,8 +127,11 @@ class SlowEngines:
         raise NotImplementedError
 
 
-async def test_one_plan_is_applied_at_a_time_and_a_repeat_waits_for_the_first(nats_url: str) -> None:
-    """Result: another request is refused; a call that is cut does not end the plan, and its repeat gets the answer."""
+async def test_one_plan_is_applied_at_a_time_and_a_repeat_waits_for_the_first(
+    nats_url: str,
+) -> None:
+    """Result: another request is refused; a call that is cut does not end the plan, and its repeat
+    gets the answer."""
     engines = SlowEngines()
     address = f"{HOST}:{Ports().choose(1)[0]}"
     plan = plan_message([EngineClass("cpu", 1, 4)])
@@ -129,7 +151,10 @@ async def test_one_plan_is_applied_at_a_time_and_a_repeat_waits_for_the_first(na
         assert error_of(refused.value).reason == "PLAN_IN_PROGRESS"
         engines.go_on.set()
         answer = await stub.ApplyPlan(first, timeout=CALL_S)
-        assert (answer.outcome, list(answer.start)) == (pb.APPLY_OUTCOME_DRY_RUN, list(plan.engines))
+        assert (answer.outcome, list(answer.start)) == (
+            pb.APPLY_OUTCOME_DRY_RUN,
+            list(plan.engines),
+        )
         assert engines.checks == 1
         with pytest.raises(grpc.aio.AioRpcError) as bad:
             await stub.ApplyPlan(pb.ApplyPlanRequest(request_id="c"), timeout=CALL_S)

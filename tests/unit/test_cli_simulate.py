@@ -1,4 +1,5 @@
-"""`treadle simulate` from the options to the files: small workloads, and everything that a user can get wrong."""
+"""`treadle simulate` from the options to the files: small workloads, and everything that a user can
+get wrong."""
 
 import json
 import re
@@ -26,7 +27,10 @@ PROFILE = {
     "gpus": 1,
     "slots": 4,
     "kv_tokens": 100_000,
-    "decode": [{"batch": 1, "kv_tokens": 1000, "step_s": 0.01}, {"batch": 4, "kv_tokens": 4000, "step_s": 0.02}],
+    "decode": [
+        {"batch": 1, "kv_tokens": 1000, "step_s": 0.01},
+        {"batch": 4, "kv_tokens": 4000, "step_s": 0.02},
+    ],
 }
 
 
@@ -59,11 +63,23 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return simulated(tmp_path_factory.mktemp("runs"), "coding", *SMALL)
 
 
-def test_json_holds_every_system_with_the_others_makespans_and_the_bound_over_its_own(small: dict[str, Any]) -> None:
+def test_json_holds_every_system_with_the_others_makespans_and_the_bound_over_its_own(
+    small: dict[str, Any],
+) -> None:
     assert small["workload"] == "coding"
     assert (small["trajectories"], small["gpus"], small["slots_per_gpu"]) == (9, 2, 4)
     names = [row["system"] for row in small["systems"]]
-    assert names == ["verl", "sticky", "verl*", "slime", "affinity-las", "pausing", "heddle", "treadle", "oracle"]
+    assert names == [
+        "verl",
+        "sticky",
+        "verl*",
+        "slime",
+        "affinity-las",
+        "pausing",
+        "heddle",
+        "treadle",
+        "oracle",
+    ]
     makespans = {row["system"]: row["makespan_s"] for row in small["systems"]}
     best_s = min(makespans[name] for name in names[:6])
     assert makespans[small["best_baseline"]] == best_s
@@ -84,11 +100,15 @@ def test_a_run_leaves_its_files(small: dict[str, Any]) -> None:
     assert (folder / "simulate.png").read_bytes().startswith(b"\x89PNG")
     engines = json.loads((folder / "plan.json").read_text())["engines"]
     [treadle] = [row["engines"] for row in small["systems"] if row["system"] == "treadle"]
-    assert treadle == " + ".join(f"{each['count']}x{each['degree']} {each['accelerator']}" for each in engines[::-1])
+    assert treadle == " + ".join(
+        f"{each['count']}x{each['degree']} {each['accelerator']}" for each in engines[::-1]
+    )
     page = (folder / "simulate.html").read_text()
     assert "<script src" not in page  # nothing is loaded from anywhere
     assert "no schedule ends this workload before" in page.lower()
-    columns, *systems = (json.loads(line) for line in (folder / "trajectories.jsonl").read_text().splitlines())
+    columns, *systems = (
+        json.loads(line) for line in (folder / "trajectories.jsonl").read_text().splitlines()
+    )
     assert sum(columns["gen_tokens"]) == small["gen_tokens"]
     assert {line["system"]: max(line["finished_s"]) for line in systems} == {
         row["system"]: pytest.approx(row["makespan_s"], abs=1e-3) for row in small["systems"]
@@ -96,18 +116,31 @@ def test_a_run_leaves_its_files(small: dict[str, Any]) -> None:
 
 
 def test_the_terminal_gets_the_table_the_sentences_and_the_path(tmp_path: Path) -> None:
-    options = ["math", *SMALL, "--systems", "verl,treadle,oracle", "--degrees", "1", "--out", str(tmp_path)]
+    options = [
+        "math",
+        *SMALL,
+        "--systems",
+        "verl,treadle,oracle",
+        "--degrees",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
     result = CliRunner().invoke(app, ["simulate", *options])
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
-    assert re.search(r"verl 2x1 H200 \d+\.\d s 1\.00 1\.00.*No schedule ends this workload before", text)
+    assert re.search(
+        r"verl 2x1 H200 \d+\.\d s 1\.00 1\.00.*No schedule ends this workload before", text
+    )
     assert "as fast as the best baseline, verl" in text
     assert str(tmp_path) in text
     assert max(map(len, result.stdout.splitlines()[:-1])) <= 80
 
 
 def test_several_seeds_give_medians_and_every_makespan(tmp_path: Path) -> None:
-    found = simulated(tmp_path, "search", *SMALL, "--systems", "slime,treadle", "--repeats", "3", "--seed", "5")
+    found = simulated(
+        tmp_path, "search", *SMALL, "--systems", "slime,treadle", "--repeats", "3", "--seed", "5"
+    )
     assert found["seeds"] == [5, 6, 7]
     for row in found["systems"]:
         assert len(set(row["makespans_s"])) == 3
@@ -119,19 +152,31 @@ def test_several_seeds_give_medians_and_every_makespan(tmp_path: Path) -> None:
 def test_a_trace_file_runs_as_it_is_and_says_what_was_cut(tmp_path: Path) -> None:
     cut = make("math", 2, 3, max_gen_tokens=4_000).trajectories
     write_traces(tmp_path / "mine.jsonl.gz", cut)
-    found = simulated(tmp_path, str(tmp_path / "mine.jsonl.gz"), "--gpus", "1", "--systems", "verl,treadle")
+    found = simulated(
+        tmp_path, str(tmp_path / "mine.jsonl.gz"), "--gpus", "1", "--systems", "verl,treadle"
+    )
     assert found["workload"] == "mine.jsonl.gz"
     assert found["gen_tokens"] == sum(work.gen_tokens for work in cut)
     count = sum(work.censored for work in cut)
     assert count
-    assert any(line.startswith(f"{count} of the 6 trajectories were cut off") for line in found["told"])
+    assert any(
+        line.startswith(f"{count} of the 6 trajectories were cut off") for line in found["told"]
+    )
 
 
 def test_a_trace_file_is_resampled_where_prompts_are_asked_for_and_only_then_has_an_earlier_epoch(
     tmp_path: Path,
 ) -> None:
     write_traces(tmp_path / "mine.jsonl", make("math", 2, 3).trajectories)
-    options = (str(tmp_path / "mine.jsonl"), "--predictor", "prompt-mean", "--gpus", "1", "--systems", "treadle")
+    options = (
+        str(tmp_path / "mine.jsonl"),
+        "--predictor",
+        "prompt-mean",
+        "--gpus",
+        "1",
+        "--systems",
+        "treadle",
+    )
     assert "give --prompts" in refused(tmp_path, *options)
     assert simulated(tmp_path, *options, "--prompts", "4", "--samples", "2")["trajectories"] == 8
 
@@ -140,29 +185,46 @@ def test_an_engine_that_was_measured_takes_the_place_of_a_shipped_one(tmp_path: 
     (tmp_path / "engine.json").write_text(json.dumps(PROFILE))
     options = (*SMALL, "--systems", "verl,treadle", "--profile", str(tmp_path / "engine.json"))
     found = simulated(tmp_path, "coding", *options)
-    assert (found["llm"], found["accelerator"], found["curve"]) == ("small", "CPU", "measured on a live engine")
+    assert (found["llm"], found["accelerator"], found["curve"]) == (
+        "small",
+        "CPU",
+        "measured on a live engine",
+    )
     assert {row["engines"] for row in found["systems"]} == {"2x1 CPU"}
 
 
-def test_cores_change_no_figure(tmp_path: Path, small: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_change_no_figure(
+    tmp_path: Path, small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(simulate_run, "ALONE_TRAJECTORIES", 0)
     found = simulated(tmp_path, "coding", *SMALL, "--systems", "verl,slime,treadle")
     by_name = {row["system"]: row["makespan_s"] for row in small["systems"]}
-    assert [row["makespan_s"] for row in found["systems"]] == [by_name[name] for name in ("verl", "slime", "treadle")]
+    assert [row["makespan_s"] for row in found["systems"]] == [
+        by_name[name] for name in ("verl", "slime", "treadle")
+    ]
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (("nothing",), r"WORKLOAD: .*'nothing'; take coding, search, math or a trace file"),
-        (("--systems", "verl,foo"), r"--systems: there is no 'foo'; the systems are verl, .*oracle"),
+        (
+            ("--systems", "verl,foo"),
+            r"--systems: there is no 'foo'; the systems are verl, .*oracle",
+        ),
         (("--systems", ","), r"--systems: name at least one of"),
         (("--llm", "gpt"), r"--llm: no engine of 'gpt' was fitted on H200; there are .*Qwen3-14B"),
         (("--accelerator", "tpu"), r"--accelerator: no engine was fitted on 'tpu'; there are A100"),
         (("--degrees", "x"), r"--degrees: must be best or a number"),
-        (("--degrees", "3"), r"--degrees: there is no engine of .* on 3 GPUs; there are 1, 2, 4, 8"),
+        (
+            ("--degrees", "3"),
+            r"--degrees: there is no engine of .* on 3 GPUs; there are 1, 2, 4, 8",
+        ),
         (("--degrees", "8", "--gpus", "4"), r"--gpus: 4 do not divide into engines .* take 8 GPUs"),
-        (("--gpus", "3", "--llm", "Llama-3.1-70B"), r"--gpus: 3 do not divide into engines .* take 2, 4, 8 GPUs"),
+        (
+            ("--gpus", "3", "--llm", "Llama-3.1-70B"),
+            r"--gpus: 3 do not divide into engines .* take 2, 4, 8 GPUs",
+        ),
         (("--gpus", "100000"), r"'--gpus': .*less than or equal to 1024"),
         (("--prompts", "1000000"), r"--prompts: at most 102,400 trajectories"),
         (("--predictor", "magic"), r"--predictor: there is no 'magic'; take one of oracle"),
@@ -170,7 +232,9 @@ def test_cores_change_no_figure(tmp_path: Path, small: dict[str, Any], monkeypat
         *(((option, "0"), option) for option in ("--gpus", "--prompts", "--repeats")),
     ],
 )
-def test_bad_options_get_one_line_that_names_them(tmp_path: Path, options: tuple[str, ...], said: str) -> None:
+def test_bad_options_get_one_line_that_names_them(
+    tmp_path: Path, options: tuple[str, ...], said: str
+) -> None:
     line = refused(tmp_path, *options)
     assert re.search(said, line)
     assert not list(tmp_path.iterdir())
@@ -183,11 +247,14 @@ def test_bad_options_get_one_line_that_names_them(tmp_path: Path, options: tuple
         (
             '{"prompt_id":"a","sample":0,"prompt_tokens":9,"steps":[{"gen_tokens":99000000,"obs_tokens":0,'
             '"tool_latency_s":0}]}',
-            r"WORKLOAD: the longest trajectory ends at 99,000,009 tokens, and no engine of .* holds more",
+            r"WORKLOAD: the longest trajectory ends at 99,000,009 tokens, and no engine of .* "
+            r"holds more",
         ),
     ],
 )
-def test_bad_traces_get_one_line_that_names_the_place(tmp_path: Path, content: str, said: str) -> None:
+def test_bad_traces_get_one_line_that_names_the_place(
+    tmp_path: Path, content: str, said: str
+) -> None:
     (tmp_path / "mine.jsonl").write_text(content)
     assert re.search(said, refused(tmp_path, str(tmp_path / "mine.jsonl")))
 
@@ -196,7 +263,9 @@ def test_ctrl_c_ends_the_workers_and_leaves_no_folder(tmp_path: Path) -> None:
     """Workers are computing when SIGINT comes. Result: exit code 130, every worker ends, nothing is
     written."""
     command = [sys.executable, "-m", "treadle_cli", "simulate", "--prompts", "200", "--gpus", "16"]
-    with Popen([*command, "--out", str(tmp_path)], stdout=DEVNULL, stderr=PIPE, text=True) as process:
+    with Popen(
+        [*command, "--out", str(tmp_path)], stdout=DEVNULL, stderr=PIPE, text=True
+    ) as process:
         while len(workers := psutil.Process(process.pid).children()) < LEAST_CHILDREN:
             assert process.poll() is None
             time.sleep(0.05)
@@ -204,14 +273,31 @@ def test_ctrl_c_ends_the_workers_and_leaves_no_folder(tmp_path: Path) -> None:
         _, said = process.communicate()
     assert process.returncode == 130
     assert "Traceback" not in said
-    while any(computes(worker) for worker in workers):  # what tracks shared things goes once nobody shares
+    while any(
+        computes(worker) for worker in workers
+    ):  # what tracks shared things goes once nobody shares
         time.sleep(0.05)
     assert not list(tmp_path.iterdir())
 
 
 def test_simulating_loads_neither_an_engine_nor_a_service() -> None:
-    listed = "import sys, treadle_cli.simulate.run; print(*{name.partition('.')[0] for name in sys.modules})"
-    loaded = set(run([sys.executable, "-c", listed], capture_output=True, text=True, check=True).stdout.split())
+    listed = (
+        "import sys, treadle_cli.simulate.run; print(*{name.partition('.')[0] for name in "
+        "sys.modules})"
+    )
+    loaded = set(
+        run(
+            [sys.executable, "-c", listed], capture_output=True, text=True, check=True
+        ).stdout.split()
+    )
     assert "treadle_sim" in loaded
-    unneeded = {"torch", "sglang", "transformers", "nats", "grpc", "treadle_runtime", "treadle_sidecar"}
+    unneeded = {
+        "torch",
+        "sglang",
+        "transformers",
+        "nats",
+        "grpc",
+        "treadle_runtime",
+        "treadle_sidecar",
+    }
     assert not loaded & (unneeded | {"matplotlib", "plotly"})

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from treadle_cli.simulate.comparison import Bound, Comparison, Row, compare, count_once_tokens, sort_longest_first
+from treadle_cli.simulate.comparison import (
+    Bound,
+    Comparison,
+    Row,
+    compare,
+    count_once_tokens,
+    sort_longest_first,
+)
 from treadle_cli.simulate.output import describe
 from treadle_cli.simulate.request import DEFAULT_SYSTEMS, Request, SimulationPlan, make_plan
 from treadle_cli.simulate.scene import average_cells, choose_systems, make_scene
@@ -35,21 +42,35 @@ ASKED = Request(
 @cache
 def compared(asked: Request) -> tuple[SimulationPlan, Comparison]:
     chosen = make_plan(asked)
-    runs = {system.name: [simulate_best(system, setting) for setting in chosen.settings] for system in chosen.systems}
+    runs = {
+        system.name: [simulate_best(system, setting) for setting in chosen.settings]
+        for system in chosen.systems
+    }
     return chosen, compare(chosen.systems, chosen.settings, runs)
 
 
 def simulate_best(system: System, setting: Setting) -> Run:
     degrees = [0] if system.allocated else setting.degrees()
-    return min((simulate(system, setting, each) for each in degrees), key=lambda run: run.outcome.makespan_s)
+    return min(
+        (simulate(system, setting, each) for each in degrees),
+        key=lambda run: run.outcome.makespan_s,
+    )
 
 
 def slower(row: Row, by: float) -> Row:
-    times = {name: by * getattr(row.median, name) for name in ("makespan_s", "half_ended_s", "most_ended_s")}
+    times = {
+        name: by * getattr(row.median, name)
+        for name in ("makespan_s", "half_ended_s", "most_ended_s")
+    }
     return replace(row, median=replace(row.median, **times))
 
 
-@given(st.lists(st.tuples(st.floats(0, 5), st.floats(0.01, 20), st.integers(-1, 100).filter(bool)), max_size=20))
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 5), st.floats(0.01, 20), st.integers(-1, 100).filter(bool)),
+        max_size=20,
+    )
+)
 def test_cells_hold_all_of_an_engines_work(gaps: list[tuple[float, float, int]]) -> None:
     spans, at_s = [], 0.0
     for idle_s, length_s, batch in gaps:
@@ -72,7 +93,9 @@ def test_every_panel_shows_the_same_longest_trajectories_without_gaps_and_its_la
     shown = make_scene(runs, setting.workload, comparison)
     assert shown.end_s == max(run.outcome.makespan_s for run in runs)
     for panel, run in zip(shown.panels, runs, strict=True):
-        assert [bars.label for bars in panel.bars[:12]] == [bars.label for bars in shown.panels[0].bars[:12]]
+        assert [bars.label for bars in panel.bars[:12]] == [
+            bars.label for bars in shown.panels[0].bars[:12]
+        ]
         assert len(panel.lanes) == len(run.cluster.engines)
         for bars, index in zip(panel.bars, sort_longest_first(setting.workload), strict=False):
             ordered = sorted(bars.spans, key=lambda span: span.start_s)
@@ -94,9 +117,18 @@ def test_the_best_baseline_heddle_and_treadle_are_choose_systems() -> None:
     ("bound", "said"),
     [
         (Bound(90.0, 90.0, 4.0, 8, 40.0), "takes 40.0 s. Its longest trajectory bounds it."),
-        (Bound(90.0, 90.0, 70.0, 8, 40.0), "takes 40.0 s. The tools of its longest trajectory bound it."),
-        (Bound(90.0, 30.0, 4.0, 1, 90.0), "alone on 1 GPU, takes 30.0 s, 4.0 s of them in tools. The amount of work"),
-        (Bound(90.0, 90.0, 0.0, 2, 89.0), "Its longest trajectory and the amount of work bound it about equally."),
+        (
+            Bound(90.0, 90.0, 70.0, 8, 40.0),
+            "takes 40.0 s. The tools of its longest trajectory bound it.",
+        ),
+        (
+            Bound(90.0, 30.0, 4.0, 1, 90.0),
+            "alone on 1 GPU, takes 30.0 s, 4.0 s of them in tools. The amount of work",
+        ),
+        (
+            Bound(90.0, 90.0, 0.0, 2, 89.0),
+            "Its longest trajectory and the amount of work bound it about equally.",
+        ),
     ],
 )
 def test_the_first_sentence_says_what_bounds_the_workload(bound: Bound, said: str) -> None:

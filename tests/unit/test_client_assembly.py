@@ -10,11 +10,15 @@ from treadle.types import VersionSpan, pack_ids, pack_logprobs
 LENGTH = engine_pb2.FINISH_REASON_LENGTH
 
 
-def chunk(offset: int, count: int, version: str = "1", logprobs: int | None = None) -> engine_pb2.TokenChunk:
+def chunk(
+    offset: int, count: int, version: str = "1", logprobs: int | None = None
+) -> engine_pb2.TokenChunk:
     return engine_pb2.TokenChunk(
         offset=offset,
         token_ids=tokens_pb2.TokenIds(int32_le=pack_ids(list(range(offset, offset + count)))),
-        logprobs=tokens_pb2.Logprobs(float32_le=pack_logprobs([-0.5] * (count if logprobs is None else logprobs))),
+        logprobs=tokens_pb2.Logprobs(
+            float32_le=pack_logprobs([-0.5] * (count if logprobs is None else logprobs))
+        ),
         weight_version=version,
     )
 
@@ -22,7 +26,9 @@ def chunk(offset: int, count: int, version: str = "1", logprobs: int | None = No
 def finished(
     count: int, *spans: tuple[str, int, int], reason: engine_pb2.FinishReason.ValueType = LENGTH
 ) -> engine_pb2.StepFinished:
-    told = [tokens_pb2.VersionSpan(weight_version=v, start_token=a, end_token=b) for v, a, b in spans]
+    told = [
+        tokens_pb2.VersionSpan(weight_version=v, start_token=a, end_token=b) for v, a, b in spans
+    ]
     return engine_pb2.StepFinished(reason=reason, output_tokens=count, version_spans=told)
 
 
@@ -33,7 +39,9 @@ def begun() -> StepAssembly:
     return step
 
 
-def test_times_are_queue_until_admitted_prefill_until_the_first_token_decode_until_the_end() -> None:
+def test_times_are_queue_until_admitted_prefill_until_the_first_token_decode_until_the_end() -> (
+    None
+):
     step = begun()
     step.add_chunk(chunk(0, 2), 3.0)
     step.add_chunk(chunk(2, 2), 4.0)
@@ -53,7 +61,9 @@ def test_times_are_queue_until_admitted_prefill_until_the_first_token_decode_unt
     assert result.preemptions == 1
 
 
-def test_the_engines_account_of_versions_replaces_that_of_its_chunks_but_not_of_another_engine() -> None:
+def test_the_engines_account_of_versions_replaces_that_of_its_chunks_but_not_of_another_engine() -> (
+    None
+):
     step = begun()
     step.add_chunk(chunk(0, 3, "1"), 2.0)
     step.enter("queue", 3.0)
@@ -67,7 +77,11 @@ def test_the_engines_account_of_versions_replaces_that_of_its_chunks_but_not_of_
 
 @pytest.mark.parametrize(
     ("message", "says"),
-    [(chunk(3, 1), "a gap"), (chunk(1, 1), "a repeat"), (chunk(2, 2, logprobs=1), "2 tokens with 1 logprobs")],
+    [
+        (chunk(3, 1), "a gap"),
+        (chunk(1, 1), "a repeat"),
+        (chunk(2, 2, logprobs=1), "2 tokens with 1 logprobs"),
+    ],
 )
 def test_a_chunk_that_does_not_join_is_an_error(message: engine_pb2.TokenChunk, says: str) -> None:
     step = begun()
@@ -88,7 +102,9 @@ def test_a_chunk_that_does_not_join_is_an_error(message: engine_pb2.TokenChunk, 
         (finished(2, ("1", 0, 2), reason=engine_pb2.FINISH_REASON_UNSPECIFIED), "finish reason 0"),
     ],
 )
-def test_a_last_word_that_does_not_agree_is_an_error(message: engine_pb2.StepFinished, says: str) -> None:
+def test_a_last_word_that_does_not_agree_is_an_error(
+    message: engine_pb2.StepFinished, says: str
+) -> None:
     step = begun()
     step.add_chunk(chunk(0, 2), 2.0)
     with pytest.raises(StreamBroken, match=says):

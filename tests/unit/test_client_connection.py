@@ -48,7 +48,9 @@ def test_the_servers_wish_is_a_lower_bound_of_the_wait() -> None:
         (CODE.ABORTED, "", None, False),
     ],
 )
-def test_what_is_tried_again(code: grpc.StatusCode, message: str, details: dict[str, Any] | None, again: bool) -> None:
+def test_what_is_tried_again(
+    code: grpc.StatusCode, message: str, details: dict[str, Any] | None, again: bool
+) -> None:
     assert TreadleError(code, message, **(details or {})).retryable is again
 
 

@@ -1,4 +1,5 @@
-"""Declarations of agents, environments and rewards: what is refused where it is written, and what a call takes."""
+"""Declarations of agents, environments and rewards: what is refused where it is written, and what a
+call takes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,9 @@ async def play(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> None:
     """Play."""
 
 
-async def play_lake(trajectory: treadle.Trajectory, prompt: treadle.Prompt, session: treadle.Session) -> None:
+async def play_lake(
+    trajectory: treadle.Trajectory, prompt: treadle.Prompt, session: treadle.Session
+) -> None:
     """Play on a lake."""
 
 
@@ -34,12 +37,27 @@ def of_task(prompt: treadle.Prompt) -> str:
 
 WRONG_AGENTS: list[tuple[dict[str, Any], Callable[..., Any], type[Exception], str]] = [
     ({"samples": 3}, play, TypeError, "unexpected keyword argument 'samples'"),
-    ({"samples_per_prompt": 0}, play, ValueError, "samples_per_prompt must be a whole number >= 1, is 0"),
+    (
+        {"samples_per_prompt": 0},
+        play,
+        ValueError,
+        "samples_per_prompt must be a whole number >= 1, is 0",
+    ),
     ({"concurrency": 1.5}, play, ValueError, "concurrency must be a whole number >= 0, is 1.5"),
     ({"max_total_tokens": -1}, play, ValueError, "max_total_tokens must be a whole number >= 0"),
     ({"max_staleness": -2}, play, ValueError, "max_staleness must be a whole number >= -1"),
-    ({"samples_per_prompt": 4, "keep_per_prompt": 5}, play, ValueError, r"at most samples_per_prompt \(4\), is 5"),
-    ({"keep_per_prompt": 8, "redundancy": 0.9}, play, ValueError, "redundancy must be a number >= 1, is 0.9"),
+    (
+        {"samples_per_prompt": 4, "keep_per_prompt": 5},
+        play,
+        ValueError,
+        r"at most samples_per_prompt \(4\), is 5",
+    ),
+    (
+        {"keep_per_prompt": 8, "redundancy": 0.9},
+        play,
+        ValueError,
+        "redundancy must be a number >= 1, is 0.9",
+    ),
     ({"redundancy": 1.5}, play, ValueError, "redundancy needs keep_per_prompt"),
     (
         {"redundancy": 1.5, "keep_per_prompt": 4, "samples_per_prompt": 6},
@@ -48,19 +66,59 @@ WRONG_AGENTS: list[tuple[dict[str, Any], Callable[..., Any], type[Exception], st
         "redundancy gives samples_per_prompt: declare one of the two",
     ),
     ({"hardware": ()}, play, ValueError, "hardware is empty: name the tags"),
-    ({"hardware": "compute"}, play, TypeError, r"hardware must be a sequence of tags such as \('bandwidth',\)"),
+    (
+        {"hardware": "compute"},
+        play,
+        TypeError,
+        r"hardware must be a sequence of tags such as \('bandwidth',\)",
+    ),
     ({"hardware": {"lake": ()}, "task": of_task}, play, ValueError, r"hardware\['lake'\] is empty"),
-    ({"hardware": {"lake": "compute"}, "task": of_task}, play, TypeError, r"hardware\['lake'\] must be a sequence"),
-    ({"hardware": {"lake": [""]}, "task": of_task}, play, TypeError, r"hardware\['lake'\] must be a sequence"),
+    (
+        {"hardware": {"lake": "compute"}, "task": of_task},
+        play,
+        TypeError,
+        r"hardware\['lake'\] must be a sequence",
+    ),
+    (
+        {"hardware": {"lake": [""]}, "task": of_task},
+        play,
+        TypeError,
+        r"hardware\['lake'\] must be a sequence",
+    ),
     ({"hardware": {}, "task": of_task}, play, ValueError, "hardware by task needs tags for a task"),
     ({"hardware": {"lake": ["compute"]}}, play, ValueError, "hardware by task needs .*task="),
-    ({"hardware": ["compute"], "task": of_task}, play, ValueError, "task=... chooses among hardware"),
+    (
+        {"hardware": ["compute"], "task": of_task},
+        play,
+        ValueError,
+        "task=... chooses among hardware",
+    ),
     ({"task": of_task}, play, ValueError, "task=... chooses among hardware: declare hardware="),
-    ({"environment": "frozen_lake"}, play_lake, TypeError, r"environment must be .*@treadle.environment.*, is str"),
+    (
+        {"environment": "frozen_lake"},
+        play_lake,
+        TypeError,
+        r"environment must be .*@treadle.environment.*, is str",
+    ),
     ({"reward": "exact_match"}, play, TypeError, r"reward must be .*@treadle.reward.*, is str"),
-    ({"shaping": {"rule": "first"}}, play, TypeError, r"shaping must be treadle.Shaping\(...\), is dict"),
-    ({"environment": lake}, play, TypeError, r"play must take \(trajectory, prompt, session\), as an environment is"),
-    ({}, play_lake, TypeError, r"play_lake must take \(trajectory, prompt\), as no environment is declared"),
+    (
+        {"shaping": {"rule": "first"}},
+        play,
+        TypeError,
+        r"shaping must be treadle.Shaping\(...\), is dict",
+    ),
+    (
+        {"environment": lake},
+        play,
+        TypeError,
+        r"play must take \(trajectory, prompt, session\), as an environment is",
+    ),
+    (
+        {},
+        play_lake,
+        TypeError,
+        r"play_lake must take \(trajectory, prompt\), as no environment is declared",
+    ),
     ({}, of_task, TypeError, "agent of_task must be a function defined with `async def`"),
 ]
 
@@ -74,13 +132,28 @@ def test_a_wrong_declaration_of_an_agent_is_refused_where_it_is_written(
 
 
 WRONG_OTHERS: list[tuple[str, Any, Any, str]] = [
-    ("environment", of_task, of_task, r'environment must be a name, as in @treadle.environment\("frozen_lake"\)'),
+    (
+        "environment",
+        of_task,
+        of_task,
+        r'environment must be a name, as in @treadle.environment\("frozen_lake"\)',
+    ),
     ("environment", "", of_task, "environment must be a name"),
     ("environment", "lake", play, "environment 'lake' must be a function defined with `def`"),
-    ("environment", "lake", exact.arguments, r"environment 'lake' must take \(prompt\); it takes \(trajectory"),
+    (
+        "environment",
+        "lake",
+        exact.arguments,
+        r"environment 'lake' must take \(prompt\); it takes \(trajectory",
+    ),
     ("environment", "lake", {"seed": 1}, "environment 'lake' must be a function"),
     ("reward", of_task, of_task, r'reward must be a name, as in @treadle.reward\("exact_match"\)'),
-    ("reward", "exact", of_task, r"reward 'exact' must take \(trajectory, prompt\); it takes \(prompt"),
+    (
+        "reward",
+        "exact",
+        of_task,
+        r"reward 'exact' must take \(trajectory, prompt\); it takes \(prompt",
+    ),
     ("reward", "exact", play, "reward 'exact' must be a function defined with `def`"),
 ]
 
@@ -101,9 +174,13 @@ def test_limits_of_an_environment_are_an_instance_of_limits() -> None:
 
 def test_arguments_that_are_no_mapping_are_named_with_what_gave_them() -> None:
     forgets: Callable[..., Any] = lambda *_: None  # noqa: E731
-    with pytest.raises(TypeError, match="environment 'lake': its function must return a mapping, returned NoneType"):
+    with pytest.raises(
+        TypeError, match="environment 'lake': its function must return a mapping, returned NoneType"
+    ):
         treadle.environment("lake")(forgets)(PROMPT)
-    with pytest.raises(TypeError, match="reward 'exact': its function must return a mapping, returned NoneType"):
+    with pytest.raises(
+        TypeError, match="reward 'exact': its function must return a mapping, returned NoneType"
+    ):
         treadle.reward("exact")(forgets)(None, PROMPT)  # type: ignore[arg-type]
 
 
@@ -134,14 +211,23 @@ def test_a_call_takes_what_it_gives_then_what_is_declared_then_the_default() -> 
     )
     # 0 and an empty value are given, too.
     of_call = RolloutArguments.of(
-        declared, keep_per_prompt=0, max_staleness=-1, concurrency=0, max_total_tokens=0, shaping=treadle.Shaping()
+        declared,
+        keep_per_prompt=0,
+        max_staleness=-1,
+        concurrency=0,
+        max_total_tokens=0,
+        shaping=treadle.Shaping(),
     )
     assert of_call == RolloutArguments(samples_per_prompt=8)
     assert RolloutArguments.of(play, concurrency=None) == RolloutArguments()
 
 
-@pytest.mark.parametrize(("redundancy", "keep", "samples"), [(1.25, 8, 10), (1.12, 25, 28), (1.25, 6, 8), (1, 4, 4)])
-def test_redundancy_is_samples_over_those_that_are_kept_rounded_up(redundancy: float, keep: int, samples: int) -> None:
+@pytest.mark.parametrize(
+    ("redundancy", "keep", "samples"), [(1.25, 8, 10), (1.12, 25, 28), (1.25, 6, 8), (1, 4, 4)]
+)
+def test_redundancy_is_samples_over_those_that_are_kept_rounded_up(
+    redundancy: float, keep: int, samples: int
+) -> None:
     declared = treadle.agent(redundancy=redundancy, keep_per_prompt=keep)(play)
     assert RolloutArguments.of(declared).samples_per_prompt == samples
 
@@ -149,8 +235,14 @@ def test_redundancy_is_samples_over_those_that_are_kept_rounded_up(redundancy: f
 def test_redundancy_follows_the_call_that_keeps_another_number() -> None:
     declared = treadle.agent(redundancy=1.5, keep_per_prompt=8)(play)
     assert RolloutArguments.of(declared, keep_per_prompt=4).samples_per_prompt == 6
-    assert RolloutArguments.of(declared, keep_per_prompt=4, samples_per_prompt=20).samples_per_prompt == 20
-    with pytest.raises(ValueError, match=r"redundancy=1.5 over the samples that are kept: give samples_per_prompt too"):
+    assert (
+        RolloutArguments.of(declared, keep_per_prompt=4, samples_per_prompt=20).samples_per_prompt
+        == 20
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"redundancy=1.5 over the samples that are kept: give samples_per_prompt too",
+    ):
         RolloutArguments.of(declared, keep_per_prompt=0)
 
 

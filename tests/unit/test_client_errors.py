@@ -8,7 +8,9 @@ from treadle.errors import FieldViolation, error_from
 
 
 def failed(raw: bytes | None, details: str = "turn: is wrong") -> grpc.aio.AioRpcError:
-    trailing = grpc.aio.Metadata() if raw is None else grpc.aio.Metadata(("grpc-status-details-bin", raw))
+    trailing = (
+        grpc.aio.Metadata() if raw is None else grpc.aio.Metadata(("grpc-status-details-bin", raw))
+    )
     code = grpc.StatusCode.INVALID_ARGUMENT
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details=details)
 
@@ -25,9 +27,13 @@ def packed(*details: object) -> bytes:
 def test_details_in_googles_own_messages_are_read_without_them() -> None:
     retry = error_details_pb2.RetryInfo()
     retry.retry_delay.FromMilliseconds(1500)
-    violation = error_details_pb2.BadRequest.FieldViolation(field="turn", description="must be >= 0")
+    violation = error_details_pb2.BadRequest.FieldViolation(
+        field="turn", description="must be >= 0"
+    )
     raw = packed(
-        error_details_pb2.ErrorInfo(reason="BAD_TURN", domain="scheduler.treadle", metadata={"turn": "-1"}),
+        error_details_pb2.ErrorInfo(
+            reason="BAD_TURN", domain="scheduler.treadle", metadata={"turn": "-1"}
+        ),
         retry,
         error_details_pb2.BadRequest(field_violations=[violation]),
         error_details_pb2.DebugInfo(detail="something this client does not know"),
@@ -49,7 +55,9 @@ def test_an_error_without_details_or_with_torn_ones_still_has_code_and_message()
 
 def test_an_error_says_its_code_and_its_fields_once() -> None:
     """A Treadle service gives the code as the reason, and the refused field in its message too."""
-    violation = error_details_pb2.BadRequest.FieldViolation(field="max_new_tokens", description="must be > 0, is 0")
+    violation = error_details_pb2.BadRequest.FieldViolation(
+        field="max_new_tokens", description="must be > 0, is 0"
+    )
     raw = packed(
         error_details_pb2.ErrorInfo(reason="INVALID_ARGUMENT"),
         error_details_pb2.BadRequest(field_violations=[violation]),

@@ -16,7 +16,9 @@ def test_ids_come_back_as_they_went_and_are_little_endian_int32(ids: list[int]) 
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False)))
-def test_logprobs_come_back_as_they_went_and_are_little_endian_float32(logprobs: list[float]) -> None:
+def test_logprobs_come_back_as_they_went_and_are_little_endian_float32(
+    logprobs: list[float],
+) -> None:
     assert unpack_logprobs(pack_logprobs(logprobs)) == logprobs
     assert pack_logprobs(logprobs) == struct.pack(f"<{len(logprobs)}f", *logprobs)
 

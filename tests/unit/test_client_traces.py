@@ -1,4 +1,5 @@
-"""The trace of a trajectory, as its calls carry it, with and without OpenTelemetry in the caller's process."""
+"""The trace of a trajectory, as its calls carry it, with and without OpenTelemetry in the caller's
+process."""
 
 import json
 import re
@@ -7,7 +8,8 @@ import sys
 
 import pytest
 
-# Prints the metadata of two calls about a trajectory, of a third one through an interceptor, and the spans sent.
+# Prints the metadata of two calls about a trajectory, of a third one through an interceptor, and
+# the spans sent.
 SCRIPT = """
 import asyncio, json, sys
 if "not installed" in sys.argv:
@@ -79,13 +81,18 @@ def ids_of(call: dict[str, str]) -> tuple[str, str]:
 
 @pytest.mark.parametrize("opentelemetry", ["set up", "not set up", "not installed"])
 def test_all_calls_about_a_trajectory_belong_to_one_trace(opentelemetry: str) -> None:
-    """
-    GIVEN   a process that has set up OpenTelemetry, with a span active; one that has not; one without it
-    WHEN    a trajectory makes two calls, and a third one on a channel with OpenTelemetry's interceptor
-    Result: one trace, and one span above the first two, which is the trajectory's; the interceptor's own is above the
-            third. The process that has set it up sends the trajectory's span, below the active one; the others ask the
+    """GIVEN   a process that has set up OpenTelemetry, with a span active; one that has not; one
+    without it
+    WHEN    a trajectory makes two calls, and a third one on a channel with OpenTelemetry's
+    interceptor
+    Result: one trace, and one span above the first two, which is the trajectory's; the
+    interceptor's own is above the
+            third. The process that has set it up sends the trajectory's span, below the active one;
+            the others ask the
             scheduler to send it"""
-    done = subprocess.run([sys.executable, "-c", SCRIPT, opentelemetry], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, opentelemetry], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     first, second, intercepted = said["calls"]

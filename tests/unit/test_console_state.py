@@ -1,4 +1,5 @@
-"""What the console knows of a mesh by its facts, and what it tells a page that knows a part of it."""
+"""What the console knows of a mesh by its facts, and what it tells a page that knows a part of
+it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,32 +37,61 @@ class Tell:
         take_fact(self.mesh, fact)
 
     def open(self, at_s: float, id: str, rollout: str = "r", sample: int = 0) -> None:
-        opened = facts_pb2.TrajectoryOpened(trajectory_id=id, rollout_id=rollout, prompt_id=f"p-{id}", sample=sample)
+        opened = facts_pb2.TrajectoryOpened(
+            trajectory_id=id, rollout_id=rollout, prompt_id=f"p-{id}", sample=sample
+        )
         self(at_s, trajectory_opened=opened)
 
     def start(
-        self, at_s: float, id: str, turn: int = 0, engine: str = "e0", queue_s: float = 0.0, attempt: int = 1
+        self,
+        at_s: float,
+        id: str,
+        turn: int = 0,
+        engine: str = "e0",
+        queue_s: float = 0.0,
+        attempt: int = 1,
     ) -> None:
         step = ref(id, turn, engine)
         started = facts_pb2.StepStarted(step=step, queue_time=duration(queue_s), attempt=attempt)
         self(at_s, step_started=started)
 
     def finish(
-        self, at_s: float, id: str, tokens: int, turn: int = 0, engine: str = "e0", prefill_s: float = 0.0
+        self,
+        at_s: float,
+        id: str,
+        tokens: int,
+        turn: int = 0,
+        engine: str = "e0",
+        prefill_s: float = 0.0,
     ) -> None:
-        timing = engine_pb2.StepTiming(prefill=duration(prefill_s), finished_at=timestamp(T0 + at_s))
-        finished = facts_pb2.StepFinished(step=ref(id, turn, engine), output_tokens=tokens, timing=timing)
+        timing = engine_pb2.StepTiming(
+            prefill=duration(prefill_s), finished_at=timestamp(T0 + at_s)
+        )
+        finished = facts_pb2.StepFinished(
+            step=ref(id, turn, engine), output_tokens=tokens, timing=timing
+        )
         self(at_s + 0.01, step_finished=finished)
 
-    def close(self, at_s: float, id: str, tokens: int = 10, outcome: int = pb.OUTCOME_FINISHED, **names: Any) -> None:
+    def close(
+        self,
+        at_s: float,
+        id: str,
+        tokens: int = 10,
+        outcome: int = pb.OUTCOME_FINISHED,
+        **names: Any,
+    ) -> None:
         ledger = pb.Ledger(decode=duration(2.0), tool=duration(1.0), wall=duration(3.0))
-        closed = facts_pb2.TrajectoryClosed(trajectory_id=id, gen_tokens=tokens, turns=1, ledger=ledger, **names)
+        closed = facts_pb2.TrajectoryClosed(
+            trajectory_id=id, gen_tokens=tokens, turns=1, ledger=ledger, **names
+        )
         closed.outcome = outcome  # type: ignore[assignment]
         self(at_s, trajectory_closed=closed)
 
 
 def ref(id: str, turn: int, engine: str) -> facts_pb2.StepRef:
-    return facts_pb2.StepRef(ticket_id=f"{id}.{turn}.{engine}", trajectory_id=id, turn=turn, engine_id=engine)
+    return facts_pb2.StepRef(
+        ticket_id=f"{id}.{turn}.{engine}", trajectory_id=id, turn=turn, engine_id=engine
+    )
 
 
 def view(of: Mesh) -> dict[str, Any]:
@@ -88,7 +118,9 @@ class Page:
         columns, known = told["rows"], self.known
         for at, number in enumerate(columns["n"]):
             known["rows"][number] = {name: column[at] for name, column in columns.items()}
-        known["rows"] = {number: row for number, row in known["rows"].items() if number >= told["floor"]}
+        known["rows"] = {
+            number: row for number, row in known["rows"].items() if number >= told["floor"]
+        }
         known["spans"] += list(zip(*told["spans"].values(), strict=True))
         known["events"] += told["events"]
         known["rollouts"] |= {each["id"]: each for each in told["rollouts"]}
@@ -127,14 +159,23 @@ def test_a_trajectory_that_waits_runs_is_preempted_and_calls_a_tool_has_a_bar_fo
     tell.start(1.1, "t", queue_s=1.0)
     tell.open(2.0, "x", sample=4)
     tell(2.0, step_queued=facts_pb2.StepQueued(step=ref("x", 0, "e0"), priority=9.0))
-    tell(2.1, step_preempted=facts_pb2.StepPreempted(step=ref("t", 0, "e0"), output_tokens=7, by_ticket_id="x.0.e0"))
+    tell(
+        2.1,
+        step_preempted=facts_pb2.StepPreempted(
+            step=ref("t", 0, "e0"), output_tokens=7, by_ticket_id="x.0.e0"
+        ),
+    )
     assert Page().follow(seen).row("t")["state"] == "preempted"
     tell.start(3.1, "t", attempt=2)
     tell.finish(4.1, "t", 20)
     tell(4.2, tool_started=facts_pb2.ToolStarted(trajectory_id="t", tool="python"))
     assert Page().follow(seen).row("t")["tool"] == "python"
-    timing = tools_pb2.ActionTiming(queue=duration(0.1), overhead=duration(0.2), execution=duration(0.7))
-    tool = facts_pb2.ToolFinished(trajectory_id="t", tool="python", status=tools_pb2.RESULT_STATUS_OK, timing=timing)
+    timing = tools_pb2.ActionTiming(
+        queue=duration(0.1), overhead=duration(0.2), execution=duration(0.7)
+    )
+    tool = facts_pb2.ToolFinished(
+        trajectory_id="t", tool="python", status=tools_pb2.RESULT_STATUS_OK, timing=timing
+    )
     tell(5.2, tool_finished=tool)
     tell.start(5.3, "t", turn=1)
     tell.finish(6.3, "t", 5, turn=1, prefill_s=0.4)
@@ -169,9 +210,13 @@ def test_a_move_is_a_bar_and_an_event_and_changes_the_engine() -> None:
     tell = Tell(seen)
     tell.open(0.0, "t")
     moved = facts_pb2.MigrationEnded(
-        trajectory_id="t", source_engine_id="e0", target_engine_id="e1", moved=True, prefix_tokens=90,
+        trajectory_id="t",
+        source_engine_id="e0",
+        target_engine_id="e1",
+        moved=True,
+        prefix_tokens=90,
         started_at=timestamp(T0 + 1.0),
-    )  # fmt: skip
+    )
     tell(2.0, migration_ended=moved)
     stays = facts_pb2.MigrationEnded(
         trajectory_id="t", source_engine_id="e1", target_engine_id="e0", failure_reason="GAVE_UP"
@@ -195,7 +240,9 @@ def test_the_straggler_tax_is_the_time_after_nine_tenths_have_ended() -> None:
         tell.open(0.0, f"t{number}")
     for number in range(9):
         tell.close(
-            1.0 + number / 10, f"t{number}", outcome=pb.OUTCOME_TRUNCATED if number == 0 else pb.OUTCOME_FINISHED
+            1.0 + number / 10,
+            f"t{number}",
+            outcome=pb.OUTCOME_TRUNCATED if number == 0 else pb.OUTCOME_FINISHED,
         )
     assert view(seen)["rollouts"]["r"]["tail_ms"] == 0
     tell.close(6.0, "t9")
@@ -233,27 +280,42 @@ def test_first_predictions_are_judged_by_what_came_to_its_own_end() -> None:
 def test_a_plan_is_shown_with_its_bound_and_those_before_it() -> None:
     seen = mesh()
     for at_s, makespan_s in ((1.0, 9.0), (2.0, 8.0)):
-        engines = [facts_pb2.PlanMade.Engine(engine_id="e0", trajectories=3, predicted_time=duration(makespan_s))]
+        engines = [
+            facts_pb2.PlanMade.Engine(
+                engine_id="e0", trajectories=3, predicted_time=duration(makespan_s)
+            )
+        ]
         Tell(seen)(
             at_s,
             plan_made=facts_pb2.PlanMade(
-                engines=engines, trajectories=3, predicted_makespan=duration(makespan_s), lower_bound=duration(7.5)
+                engines=engines,
+                trajectories=3,
+                predicted_makespan=duration(makespan_s),
+                lower_bound=duration(7.5),
             ),
         )
     plan = view(seen)["sections"]["plan"]
-    assert (plan["makespan_s"], plan["bound_s"], plan["engines"][0]["trajectories"]) == (8.0, 7.5, 3)
+    assert (plan["makespan_s"], plan["bound_s"], plan["engines"][0]["trajectories"]) == (
+        8.0,
+        7.5,
+        3,
+    )
     assert [each["makespan_s"] for each in plan["history"]] == [9.0, 8.0]
 
 
 def test_pauses_and_drains_are_events_whoever_asked_for_them() -> None:
-    """No fact tells them: they show in what the scheduler says of its engines. Result: one event for each change, none
-    for what is so when the console starts."""
+    """No fact tells them: they show in what the scheduler says of its engines. Result: one event
+    for each change, none for what is so when the console starts."""
     seen = mesh()
 
-    def said(paused: bool, draining: bool, trajectories: int, running: int = 0) -> list[dict[str, Any]]:
+    def said(
+        paused: bool, draining: bool, trajectories: int, running: int = 0
+    ) -> list[dict[str, Any]]:
         load = engine_pb2.Load(paused=paused, running_steps=running, engine_healthy=True)
         info = engine_pb2.EngineInfo(engine_id="e0")
-        engine = pb.RegisteredEngine(info=info, load=load, draining=draining, trajectories=trajectories)
+        engine = pb.RegisteredEngine(
+            info=info, load=load, draining=draining, trajectories=trajectories
+        )
         return [convert.engine_view(engine)]
 
     for at, now in enumerate(
@@ -287,14 +349,17 @@ def test_beyond_the_bounds_the_oldest_rows_and_bars_go() -> None:
             tell.finish(number + turn / 10 + 0.05, id, 1, turn)
         tell.close(number + 0.9, id)
         page.follow(seen)
-    assert [row["id"] for row in page.known["rows"].values()] == [f"t{number}" for number in range(150, 250)]
+    assert [row["id"] for row in page.known["rows"].values()] == [
+        f"t{number}" for number in range(150, 250)
+    ]
     assert view(seen)["rows"].keys() == page.known["rows"].keys()
     assert 750 <= len(view(seen)["spans"]) <= 1_000
     assert view(seen)["rollouts"]["r"]["closed"] == 250
 
 
 def test_a_trajectory_whose_opening_is_forgotten_counts_in_its_rollout_when_it_closes() -> None:
-    """As where the console has started an hour after the rollout. Result: no rollout without a name takes its place."""
+    """As where the console has started an hour after the rollout. Result: no rollout without a name
+    takes its place."""
     seen = mesh()
     tell = Tell(seen)
     tell.open(0.0, "young")
@@ -304,7 +369,9 @@ def test_a_trajectory_whose_opening_is_forgotten_counts_in_its_rollout_when_it_c
     tell.close(5.0, "old", rollout_id="r", prompt_id="sum", sample=3)
     tell.open(6.0, "young")  # told again
     rollouts = view(seen)["rollouts"]
-    assert [(id, each["closed"], each["trajectories"]) for id, each in rollouts.items()] == [("r", 1, 2)]
+    assert [(id, each["closed"], each["trajectories"]) for id, each in rollouts.items()] == [
+        ("r", 1, 2)
+    ]
     row = Page().follow(seen).row("old")
     assert (row["prompt"], row["sample"], row["rollout"]) == ("sum", 3, "r")
 
@@ -333,25 +400,53 @@ def facts() -> st.SearchStrategy[Callable[[Tell, float], None]]:
     """Things that may happen to one of three trajectories on two engines, in any order."""
     ids, engines, turns = st.sampled_from("abc"), st.sampled_from(["e0", "e1"]), st.integers(0, 2)
     return st.one_of(
-        st.builds(lambda id, r: lambda tell, at: tell.open(at, id, r), ids, st.sampled_from(["r", "s", ""])),
-        st.builds(lambda id, turn, e: lambda tell, at: tell.start(at, id, turn, e), ids, turns, engines),
-        st.builds(lambda id, turn, e: lambda tell, at: tell.finish(at, id, 3, turn, e), ids, turns, engines),
+        st.builds(
+            lambda id, r: lambda tell, at: tell.open(at, id, r),
+            ids,
+            st.sampled_from(["r", "s", ""]),
+        ),
+        st.builds(
+            lambda id, turn, e: lambda tell, at: tell.start(at, id, turn, e), ids, turns, engines
+        ),
+        st.builds(
+            lambda id, turn, e: lambda tell, at: tell.finish(at, id, 3, turn, e),
+            ids,
+            turns,
+            engines,
+        ),
         st.builds(lambda id: lambda tell, at: tell.close(at, id), ids),
         st.builds(
-            lambda id, e: lambda tell, at: tell(at, step_preempted=facts_pb2.StepPreempted(step=ref(id, 0, e))),
+            lambda id, e: (
+                lambda tell, at: tell(
+                    at, step_preempted=facts_pb2.StepPreempted(step=ref(id, 0, e))
+                )
+            ),
             ids,
             engines,
         ),
         st.builds(
-            lambda id: lambda tell, at: tell(at, tool_started=facts_pb2.ToolStarted(trajectory_id=id, tool="x")), ids
+            lambda id: (
+                lambda tell, at: tell(
+                    at, tool_started=facts_pb2.ToolStarted(trajectory_id=id, tool="x")
+                )
+            ),
+            ids,
         ),
         st.builds(
-            lambda id: lambda tell, at: tell(at, tool_finished=facts_pb2.ToolFinished(trajectory_id=id, tool="x")), ids
+            lambda id: (
+                lambda tell, at: tell(
+                    at, tool_finished=facts_pb2.ToolFinished(trajectory_id=id, tool="x")
+                )
+            ),
+            ids,
         ),
         st.builds(
             lambda id, e: (
                 lambda tell, at: tell(
-                    at, migration_ended=facts_pb2.MigrationEnded(trajectory_id=id, target_engine_id=e, moved=True)
+                    at,
+                    migration_ended=facts_pb2.MigrationEnded(
+                        trajectory_id=id, target_engine_id=e, moved=True
+                    ),
                 )
             ),
             ids,
@@ -365,7 +460,8 @@ def facts() -> st.SearchStrategy[Callable[[Tell, float], None]]:
 def test_whenever_a_page_looks_it_ends_up_knowing_what_a_new_page_is_told(
     happens: list[tuple[Callable[[Tell, float], None], bool]],
 ) -> None:
-    """Facts in any order, as after a loss of some; a page that looks at any moments between them."""
+    """Facts in any order, as after a loss of some; a page that looks at any moments between
+    them."""
     seen, page = mesh(), Page()
     tell = Tell(seen)
     for at, (happen, looks) in enumerate(happens):

@@ -1,6 +1,7 @@
 """Kernels that are compiled ahead of time, as in the images, do what numba's do.
 
-They are those of `make setup`; where there are none of these sources, they are built once for this file.
+They are those of `make setup`; where there are none of these sources, they are built once for this
+file.
 """
 
 import importlib.util
@@ -24,7 +25,10 @@ ROOT = Path(__file__).resolve().parents[2]
 HEADER = Path(sysconfig.get_paths()["include"], "Python.h")
 
 pytestmark = [
-    pytest.mark.skipif(not (shutil.which("c++") and HEADER.is_file()), reason="needs a C++ compiler, Python's headers"),
+    pytest.mark.skipif(
+        not (shutil.which("c++") and HEADER.is_file()),
+        reason="needs a C++ compiler, Python's headers",
+    ),
     pytest.mark.timeout(900),  # where `make setup` has not compiled the kernels
 ]
 
@@ -53,7 +57,8 @@ def ahead(folder: Path) -> ModuleType:
 
 
 def copy(argument: Any) -> Any:
-    """A copy of an array with its strides, of a named tuple with copies of what is in it, of anything else itself."""
+    """A copy of an array with its strides, of a named tuple with copies of what is in it, of
+    anything else itself."""
     if isinstance(argument, tuple):
         return type(argument)(*map(copy, argument))
     if not isinstance(argument, np.ndarray) or argument.flags.c_contiguous:
@@ -66,14 +71,21 @@ def copy(argument: Any) -> Any:
 def bits(value: Any) -> Any:
     if isinstance(value, tuple):
         return [bits(each) for each in value]
-    return (value.dtype, value.shape, value.tobytes()) if isinstance(value, np.ndarray) else (type(value), repr(value))
+    return (
+        (value.dtype, value.shape, value.tobytes())
+        if isinstance(value, np.ndarray)
+        else (type(value), repr(value))
+    )
 
 
-@pytest.mark.parametrize("scenario", [compiled_after_scheduler, compiled_after_placement, compiled_after_tools])
+@pytest.mark.parametrize(
+    "scenario", [compiled_after_scheduler, compiled_after_placement, compiled_after_tools]
+)
 def test_they_return_and_write_the_same_bits_as_those_of_numba(
     ahead: ModuleType, scenario: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every call of a rollout, of a question to the placement service, of decisions on tools. Result: equal calls."""
+    """Every call of a rollout, of a question to the placement service, of decisions on tools.
+    Result: equal calls."""
     calls: Counter[str] = Counter()
 
     def call_both(kernel: Kernel[..., Any]) -> Callable[..., Any]:
@@ -145,8 +157,9 @@ for model in CostModel:
 
 
 def test_the_key_of_kernels_follows_the_sources_that_they_are_made_of(tmp_path: Path) -> None:
-    """Edit a kernel that others call, a module that kernels import, and policy. Result: the first two change the key,
-    so that nothing compiled before is used; policy leaves the kernels as they are."""
+    """Edit a kernel that others call, a module that kernels import, and policy. Result: the first
+    two change the key, so that nothing compiled before is used; policy leaves the kernels as they
+    are."""
     shutil.copytree(ROOT / "core" / "treadle_core", tmp_path / "treadle_core")
     keys = [key_of_copy(tmp_path)]
     for name in ("placing/costs.py", "model.py", "steps/admission.py"):
@@ -161,8 +174,12 @@ def test_the_key_of_kernels_follows_the_sources_that_they_are_made_of(tmp_path: 
 def key_of_copy(folder: Path) -> str:
     """The key that a process finds whose core stands in the folder."""
     script = f"import sys; sys.path.insert(0, {str(folder)!r})\n"
-    script += "from treadle_core import compiled; print(compiled.__file__, compiled.key_of_kernels())"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    script += (
+        "from treadle_core import compiled; print(compiled.__file__, compiled.key_of_kernels())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     file, key = done.stdout.split()
     assert Path(file).is_relative_to(folder)
     return key

@@ -22,10 +22,11 @@ def engine_of(scenario: Scenario, name: str) -> str:
 
 @pytest.mark.parametrize("policy", RULES, ids=lambda policy: str(policy.placement.value))
 def test_a_drained_engine_gets_empty_and_nothing_is_lost(policy: Policy) -> None:
-    """
-    GIVEN   two engines with trajectories between steps, with steps that run, and one that has not begun
+    """GIVEN   two engines with trajectories between steps, with steps that run, and one that has not
+    begun
     WHEN    one engine is drained
-    Result: what does not run there leaves at once, what runs ends there and leaves then, no new ticket goes there, and
+    Result: what does not run there leaves at once, what runs ends there and leaves then, no new
+    ticket goes there, and
             each turn comes once; after the drain has ended, tickets go there again"""
     scenario = Scenario(policy, engines=("e0", "e1"), slots=8)
     for number in range(8):
@@ -34,7 +35,9 @@ def test_a_drained_engine_gets_empty_and_nothing_is_lost(policy: Policy) -> None
     for number in range(4):
         scenario.finish(scenario.ticket(f"t{number}"))
     there = [name for name in scenario.trajectories if engine_of(scenario, name) == "e0"]
-    running = [name for name in there if scenario.controller.trajectory(name).live_ticket is not None]
+    running = [
+        name for name in there if scenario.controller.trajectory(name).live_ticket is not None
+    ]
     assert running and len(running) < len(there)
     actions = drain(scenario, "e0")
     one(actions, act.SaveDrained)
@@ -60,14 +63,18 @@ def test_a_drained_engine_gets_empty_and_nothing_is_lost(policy: Policy) -> None
 
 
 def test_a_step_that_waits_to_begin_begins_elsewhere() -> None:
-    """Under a policy that reserves KV, with all slots taken. Result: what waited at the drained engine starts at the
-    other one as soon as there is a slot."""
+    """Under a policy that reserves KV, with all slots taken. Result: what waited at the drained
+    engine starts at the other one as soon as there is a slot."""
     scenario = Scenario(TREADLE_POLICY, engines=("e0", "e1"), slots=1, kv_tokens_capacity=100_000)
     for number in range(3):
         scenario.open(f"t{number}", tokens=100.0)
         scenario.ask(f"t{number}")
     scenario.advance(1.0)
-    running = {record.engine_id: record for record in scenario.trajectories.values() if record.ticket is not None}
+    running = {
+        record.engine_id: record
+        for record in scenario.trajectories.values()
+        if record.ticket is not None
+    }
     assert running.keys() == {"e0", "e1"} and engine_of(scenario, "t2") == "e0"
     drain(scenario, "e0")
     assert engine_of(scenario, "t2") == "e1"
@@ -93,14 +100,17 @@ def test_the_last_engine_that_takes_steps_is_not_drained() -> None:
 
 
 def test_what_no_other_engine_can_run_goes_on_at_a_drained_engine() -> None:
-    """A trajectory that is pinned there, one with tags of it alone, and, once the other engine is lost, all."""
+    """A trajectory that is pinned there, one with tags of it alone, and, once the other engine is
+    lost, all."""
     scenario = Scenario(engines=("e1",))
     scenario.engine("e0", hardware_tags=("h200",))
     scenario.open("pinned", pinned_engine_id="e0")
     scenario.open("tagged", hardware_tags=("h200",))
     scenario.open("free")
     drain(scenario, "e0")
-    revisions = {name: scenario.controller.trajectory(name).revision for name in ("pinned", "tagged")}
+    revisions = {
+        name: scenario.controller.trajectory(name).revision for name in ("pinned", "tagged")
+    }
     for name, expected in (("pinned", "e0"), ("tagged", "e0"), ("free", "e1")):
         ticket = scenario.step(name, 0)
         scenario.finish(ticket)

@@ -7,7 +7,14 @@ from support.control import CURVE, Scenario, all_of, answer, one
 from treadle_core import actions as act
 from treadle_core import events as ev
 from treadle_core import refusals
-from treadle_core.model import DecodeCurve, EngineLoad, EngineSpec, PlacementRule, Policy, TicketStatus
+from treadle_core.model import (
+    DecodeCurve,
+    EngineLoad,
+    EngineSpec,
+    PlacementRule,
+    Policy,
+    TicketStatus,
+)
 from treadle_core.tuning import Tuning
 
 PINNED = Policy(placement=PlacementRule.PINNED, migrate=False)
@@ -27,7 +34,8 @@ def test_a_lease_that_is_renewed_holds_and_one_that_is_not_runs_out() -> None:
 
 @pytest.mark.parametrize("rule", list(PlacementRule))
 def test_the_trajectories_of_a_lost_engine_go_on_elsewhere(rule: PlacementRule) -> None:
-    """Result: revision moves by one, the ticket is lost, and the same turn is ticketed anew at the other engine."""
+    """Result: revision moves by one, the ticket is lost, and the same turn is ticketed anew at the
+    other engine."""
     scenario = Scenario(replace(PINNED, placement=rule), engines=("e0", "e1"))
     for number in range(4):
         scenario.open(f"t{number}")
@@ -85,13 +93,16 @@ def test_only_engines_with_the_asked_hardware_are_chosen() -> None:
 
 
 def test_tags_that_no_engine_carries_are_refused_for_good_after_a_while() -> None:
-    """Result: the time is counted from the first request, and anew once an engine with the tags has been there."""
+    """Result: the time is counted from the first request, and anew once an engine with the tags has
+    been there."""
     scenario = Scenario(tuning=Tuning(missing_tags_s=5.0, lease_ttl_s=3600.0), engines=("plain",))
     scenario.engine("old", hardware_tags=("a100",))
     scenario.open("t", hardware_tags=("b300",))
 
     def lack() -> refusals.NoEngine:
-        with pytest.raises(refusals.NoEngine, match="none of the 2 engines carries the hardware tags b300") as raised:
+        with pytest.raises(
+            refusals.NoEngine, match="none of the 2 engines carries the hardware tags b300"
+        ) as raised:
             scenario.ask("t")
         assert "engines have the tags a100" in raised.value.message
         return raised.value
@@ -129,8 +140,8 @@ def test_registering_again_with_the_same_request_changes_nothing() -> None:
 
 
 def test_a_measured_curve_takes_the_place_of_the_old_one_and_a_plan_is_due() -> None:
-    """Result: saved and planned with once, however often it is renewed with; a repeated registration changes
-    nothing."""
+    """Result: saved and planned with once, however often it is renewed with; a repeated
+    registration changes nothing."""
     scenario = Scenario(tuning=Tuning(lease_ttl_s=3600.0), engines=("e0", "e1"))
     for number in range(4):
         scenario.open(f"t{number}", tokens=500.0)
@@ -142,7 +153,10 @@ def test_a_measured_curve_takes_the_place_of_the_old_one_and_a_plan_is_due() -> 
     saved = one(scenario.renew("e1", curve=slow), act.SaveEngine).record
     assert saved.spec.decode_curve == slow
     plan_due = scenario.plans[asked:]
-    assert {engine.engine_id: engine.decode_curve for engine in plan_due[-1].engines} == {"e0": CURVE, "e1": slow}
+    assert {engine.engine_id: engine.decode_curve for engine in plan_due[-1].engines} == {
+        "e0": CURVE,
+        "e1": slow,
+    }
     scenario.send(answer(scenario.plans[-1], {}))
     asked = len(scenario.plans)
     for _ in range(3):
@@ -164,7 +178,11 @@ def test_an_engine_that_is_not_measured_yet_plans_as_the_slowest_of_the_others()
     for number in range(4):
         scenario.open(f"t{number}", tokens=500.0)
     curves = {engine.engine_id: engine.decode_curve for engine in scenario.plans[-1].engines}
-    assert curves == {"e0": CURVE, "e1": slow, "e2": replace(slow, per_sequence_s=CURVE.per_sequence_s)}
+    assert curves == {
+        "e0": CURVE,
+        "e1": slow,
+        "e2": replace(slow, per_sequence_s=CURVE.per_sequence_s),
+    }
 
 
 def test_a_restarted_sidecar_takes_its_engine_over_and_what_ran_there_is_lost() -> None:
@@ -206,7 +224,12 @@ def test_tickets_carry_the_weights_that_the_engine_serves_now() -> None:
 
 def test_pinned_placement_takes_engines_in_turn_and_never_moves() -> None:
     scenario = Scenario(PINNED, engines=("e0", "e1"))
-    assert [scenario.open(f"t{number}").engine_id for number in range(4)] == ["e0", "e1", "e0", "e1"]
+    assert [scenario.open(f"t{number}").engine_id for number in range(4)] == [
+        "e0",
+        "e1",
+        "e0",
+        "e1",
+    ]
     for turn in range(3):
         for number in range(4):
             ticket = scenario.step(f"t{number}", turn)
@@ -217,12 +240,17 @@ def test_pinned_placement_takes_engines_in_turn_and_never_moves() -> None:
         scenario.send(ev.SwitchRequested("s", "t0", 1, "e1"))
 
 
-def test_least_load_chooses_afresh_at_each_step_and_planned_placement_opens_where_least_predicted_work_is() -> None:
+def test_least_load_chooses_afresh_at_each_step_and_planned_placement_opens_where_least_predicted_work_is() -> (
+    None
+):
     scenario = Scenario(Policy(placement=PlacementRule.LEAST_LOAD), engines=("e0",), slots=1)
     scenario.engine("e1", slots=4)
     for number in range(5):
         scenario.open(f"t{number}")
-    assert sorted(scenario.step(f"t{number}", 0).engine_id for number in range(5)) == ["e0", *["e1"] * 4]
+    assert sorted(scenario.step(f"t{number}", 0).engine_id for number in range(5)) == [
+        "e0",
+        *["e1"] * 4,
+    ]
     planned = Scenario(engines=("e0", "e1"))
     planned.open("long", tokens=5_000)
     assert [planned.open(f"t{number}").engine_id for number in range(5)] == ["e1"] * 5

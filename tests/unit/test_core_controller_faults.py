@@ -1,4 +1,5 @@
-"""The controller where something dies: the states that docs/faults.md lists, and no other test reaches."""
+"""The controller where something dies: the states that docs/faults.md lists, and no other test
+reaches."""
 
 from typing import Any
 
@@ -16,10 +17,14 @@ NAMES = ["t0", "t1", "t2", "t3"]
 
 
 def in_tool_calls(state: str, job_lease_s: float = 1e9) -> tuple[Scenario, act.StartMigration]:
-    """Four trajectories of job j in tool calls on e0, one of which moves to e1; its next step waits for the move.
+    """Four trajectories of job j in tool calls on e0, one of which moves to e1; its next step waits
+    for the move.
 
-    state: of the move: `asked`, `accepted` or `switched`, where nothing waits any more."""
-    tuning = Tuning(plan_every_events=1, plan_interval_s=0.0, lease_ttl_s=1e9, job_lease_s=job_lease_s)
+    state: of the move: `asked`, `accepted` or `switched`, where nothing waits any more.
+    """
+    tuning = Tuning(
+        plan_every_events=1, plan_interval_s=0.0, lease_ttl_s=1e9, job_lease_s=job_lease_s
+    )
     scenario = Scenario(RESERVE, tuning, engines=["e0"], **SPEC)
     scenario.send(ev.JobOpened("open-j", "j"))
     for name in NAMES:
@@ -43,7 +48,10 @@ def in_tool_calls(state: str, job_lease_s: float = 1e9) -> tuple[Scenario, act.S
 
 def leave(scenario: Scenario, engine_id: str) -> list[act.Action]:
     """The engine is removed; what waits is looked at with the next tick."""
-    return [*scenario.send(ev.EngineDeregistered(f"lease-{engine_id}", engine_id)), *scenario.send(ev.Tick())]
+    return [
+        *scenario.send(ev.EngineDeregistered(f"lease-{engine_id}", engine_id)),
+        *scenario.send(ev.Tick()),
+    ]
 
 
 def test_a_trajectory_in_a_tool_call_goes_on_elsewhere_when_its_engine_dies() -> None:
@@ -71,7 +79,8 @@ def test_a_first_step_that_waits_starts_elsewhere_when_its_engine_dies() -> None
 
 @pytest.mark.parametrize("silent_s", [0.0, 30.0])
 def test_a_first_step_that_waits_starts_when_its_only_engine_is_back(silent_s: float) -> None:
-    """The sidecar restarts before or after its lease has run out, and no plan comes. Its client does not ask again."""
+    """The sidecar restarts before or after its lease has run out, and no plan comes. Its client
+    does not ask again."""
     scenario = Scenario(RESERVE, engines=["e0"], slots=1)
     for name in ("runs", "waits"):
         scenario.open(name, tokens=100.0)
@@ -84,15 +93,21 @@ def test_a_first_step_that_waits_starts_when_its_only_engine_is_back(silent_s: f
 
 @pytest.mark.parametrize("state", ["asked", "accepted"])
 @pytest.mark.parametrize(("dies", "lives"), [("e0", "e1"), ("e1", "e0")])
-def test_a_step_that_waits_for_a_move_starts_where_the_other_engine_lives(state: str, dies: str, lives: str) -> None:
+def test_a_step_that_waits_for_a_move_starts_where_the_other_engine_lives(
+    state: str, dies: str, lives: str
+) -> None:
     scenario, _ = in_tool_calls(state)
     actions = leave(scenario, dies)
     assert one(actions, act.IssueTicket).ticket.engine_id == lives
-    assert [cancel.migration_id for cancel in all_of(actions, act.CancelMigration)] == ["m"] * (state == "accepted")
+    assert [cancel.migration_id for cancel in all_of(actions, act.CancelMigration)] == ["m"] * (
+        state == "accepted"
+    )
 
 
 @pytest.mark.parametrize("state", ["asked", "accepted"])
-def test_a_step_that_waited_for_a_move_waits_again_after_a_restart_and_starts_with_its_end(state: str) -> None:
+def test_a_step_that_waited_for_a_move_waits_again_after_a_restart_and_starts_with_its_end(
+    state: str,
+) -> None:
     scenario, move = in_tool_calls(state)
     scenario.restart()
     assert one(scenario.ask(move.trajectory_id, 1), act.KeepWaiting)
@@ -100,7 +115,9 @@ def test_a_step_that_waited_for_a_move_waits_again_after_a_restart_and_starts_wi
     assert one(ended, act.IssueTicket).ticket.engine_id == "e0"
 
 
-def test_a_move_that_the_migrator_never_accepts_holds_a_step_no_longer_than_it_saves_and_is_cancelled_late() -> None:
+def test_a_move_that_the_migrator_never_accepts_holds_a_step_no_longer_than_it_saves_and_is_cancelled_late() -> (
+    None
+):
     scenario, move = in_tool_calls("asked")
     under_way = scenario.controller.trajectory(move.trajectory_id).move
     assert under_way is not None
@@ -175,7 +192,9 @@ def test_a_step_that_runs_where_a_load_fails_ends_there_and_the_next_turn_runs_e
     assert scenario.step("t", 1).engine_id == other
 
 
-def test_a_forgotten_trajectory_whose_removal_was_not_stored_is_forgotten_again_after_a_restart() -> None:
+def test_a_forgotten_trajectory_whose_removal_was_not_stored_is_forgotten_again_after_a_restart() -> (
+    None
+):
     scenario = Scenario(engines=["e0"])
     scenario.open("t")
     scenario.close("t")

@@ -16,7 +16,8 @@ EAGER = Tuning(plan_every_events=1, plan_interval_s=0.0)
 
 
 def waiting(scenario: Scenario, lengths: dict[str, float]) -> list[act.Action]:
-    """Opens them, asks for their first tickets, all of which are held, and predicts; what follows from predictions."""
+    """Opens them, asks for their first tickets, all of which are held, and predicts; what follows
+    from predictions."""
     held: list[str] = []
     for name in lengths:
         scenario.open(name)
@@ -33,16 +34,29 @@ def tickets(actions: list[act.Action]) -> list[str]:
     ("engine", "lengths", "begun"),
     [
         # The middle one does not fit beside the long one, and the short one does not overtake it.
-        ({"slots": 2, "kv_tokens_capacity": 2_000}, {"short": 200.0, "long": 1_500.0, "middle": 600.0}, ["long"]),
+        (
+            {"slots": 2, "kv_tokens_capacity": 2_000},
+            {"short": 200.0, "long": 1_500.0, "middle": 600.0},
+            ["long"],
+        ),
         ({"slots": 2}, {"a": 400.0, "b": 300.0, "c": 200.0}, ["a", "b"]),  # the KV is unknown
-        ({"kv_tokens_capacity": 500}, {"huge": 50_000.0}, ["huge"]),  # an empty engine takes even what does not fit
-        # The host's memory has copies of what the engine holds too, so the larger of them counts, not their sum.
+        (
+            {"kv_tokens_capacity": 500},
+            {"huge": 50_000.0},
+            ["huge"],
+        ),  # an empty engine takes even what does not fit
+        # The host's memory has copies of what the engine holds too, so the larger of them counts,
+        # not their sum.
         (
             {"kv_tokens_capacity": 2_000, "host_kv_tokens": 2_200},
             {"long": 1_500.0, "middle": 600.0},
             ["long", "middle"],
         ),
-        ({"kv_tokens_capacity": 2_000, "host_kv_tokens": 2_199}, {"long": 1_500.0, "middle": 600.0}, ["long"]),
+        (
+            {"kv_tokens_capacity": 2_000, "host_kv_tokens": 2_199},
+            {"long": 1_500.0, "middle": 600.0},
+            ["long"],
+        ),
     ],
 )
 def test_an_engine_lets_begin_what_its_slots_and_its_kv_hold_longest_first(
@@ -60,7 +74,9 @@ def test_a_long_one_does_not_wait_for_steps_of_clearly_shorter_ones() -> None:
     waiting(scenario, {"as long": 110.0})
     assert tickets(scenario.advance(1.0)) == []
     waiting(scenario, {"long": 1_000.0})
-    assert tickets(scenario.advance(1.0)) == ["long"], "the engine's queue lets it overtake the short one"
+    assert tickets(scenario.advance(1.0)) == ["long"], (
+        "the engine's queue lets it overtake the short one"
+    )
 
 
 @pytest.mark.parametrize(("slots", "others", "begun"), [(4, 1, True), (4, 2, False), (1, 0, True)])
@@ -115,7 +131,9 @@ def test_the_next_one_begins_when_a_trajectory_closes_and_frees_its_room() -> No
     assert tickets(scenario.close("first")) == ["second"]
 
 
-@pytest.mark.parametrize(("capacity", "begun"), [(2_000, ["t0", "t1", "t2"]), (1_999, ["t0", "t1"])])
+@pytest.mark.parametrize(
+    ("capacity", "begun"), [(2_000, ["t0", "t1", "t2"]), (1_999, ["t0", "t1"])]
+)
 def test_a_prompt_is_reserved_once_for_all_its_samples(capacity: int, begun: list[str]) -> None:
     scenario = Scenario(RESERVE, WHOLE, engines=("e0",), kv_tokens_capacity=capacity)
     names = ("t0", "t1", "t2")
@@ -131,7 +149,9 @@ def test_a_prompt_is_reserved_once_for_all_its_samples(capacity: int, begun: lis
     scenario.open("other", prompt_id="q", prompt_tokens=100)
     scenario.ask("other")
     predicted = scenario.predict("other", capacity - 1_500.0 - 100.0)
-    assert tickets(predicted + scenario.advance(1.0)) == ["other"], "the prompt and two samples are still reserved for"
+    assert tickets(predicted + scenario.advance(1.0)) == ["other"], (
+        "the prompt and two samples are still reserved for"
+    )
 
 
 def test_the_next_one_begins_when_a_step_ends_and_frees_its_slot() -> None:
@@ -174,7 +194,8 @@ def test_after_a_restart_those_that_waited_ask_again_and_begin() -> None:
 
 
 def test_a_step_that_waited_at_an_engine_that_left_gets_one_ticket() -> None:
-    """Its client asks again until another engine is there. Result: the request that waited is over with that ticket."""
+    """Its client asks again until another engine is there. Result: the request that waited is over
+    with that ticket."""
     scenario = Scenario(RESERVE, WHOLE, engines=("e0",), slots=1)
     waiting(scenario, {"first": 400.0, "second": 300.0})
     scenario.advance(1.0)
@@ -206,7 +227,9 @@ def waiting_for_a_move(*, asks: bool = True) -> tuple[Scenario, act.StartMigrati
     plan = scenario.plans[-1]
     for name in names:
         scenario.send(ev.ToolStarted(name, 10.0))
-    move = all_of(scenario.send(answer(plan, {"e0": names[:2], "e1": names[2:]})), act.StartMigration)[0]
+    move = all_of(
+        scenario.send(answer(plan, {"e0": names[:2], "e1": names[2:]})), act.StartMigration
+    )[0]
     scenario.send(ev.MoveAccepted(move.trajectory_id, move.move_id, "m"))
     assert not asks or one(scenario.ask(move.trajectory_id, 1), act.KeepWaiting)
     return scenario, move
@@ -223,10 +246,13 @@ def test_a_step_waits_for_its_kv_and_runs_at_the_source_where_the_move_fails() -
 
 
 def test_a_step_runs_at_the_target_from_the_switch_on_whoever_dies_then() -> None:
-    """Result: the step starts with the switch, and no other move starts before the end of this one is reported."""
+    """Result: the step starts with the switch, and no other move starts before the end of this one
+    is reported."""
     scenario, move = waiting_for_a_move()
 
-    switched = scenario.send(ev.SwitchRequested("s", move.trajectory_id, move.expected_revision, "e1"))
+    switched = scenario.send(
+        ev.SwitchRequested("s", move.trajectory_id, move.expected_revision, "e1")
+    )
 
     assert one(switched, act.IssueTicket).ticket.engine_id == "e1"
     assert not all_of(scenario.heard, act.CancelMigration)
@@ -243,11 +269,14 @@ def test_a_step_that_is_asked_for_after_the_switch_waits_for_nothing() -> None:
 
 
 def test_no_move_starts_under_a_step_that_waits() -> None:
-    """A step waits though its move is over, as no engine is healthy; then one is again, and a plan comes."""
+    """A step waits though its move is over, as no engine is healthy; then one is again, and a plan
+    comes."""
     scenario, move = waiting_for_a_move()
     for engine_id in ("e0", "e1"):
         scenario.renew(engine_id, EngineLoad(engine_healthy=False))
-    assert not all_of(scenario.send(ev.MoveEnded(move.trajectory_id, "m", move.move_id)), act.IssueTicket)
+    assert not all_of(
+        scenario.send(ev.MoveEnded(move.trajectory_id, "m", move.move_id)), act.IssueTicket
+    )
     for engine_id in ("e0", "e1"):
         scenario.renew(engine_id, EngineLoad(engine_healthy=True))
     scenario.open("news")
@@ -255,7 +284,9 @@ def test_no_move_starts_under_a_step_that_waits() -> None:
 
     actions = scenario.send(answer(scenario.plans[-1], {"e0": there, "e1": [move.trajectory_id]}))
 
-    assert move.trajectory_id not in [start.trajectory_id for start in all_of(actions, act.StartMigration)]
+    assert move.trajectory_id not in [
+        start.trajectory_id for start in all_of(actions, act.StartMigration)
+    ]
     assert move.trajectory_id in tickets(actions)
 
 

@@ -72,19 +72,41 @@ class AnyEvents(RuleBasedStateMachine):
     def hand(self, event: ev.Event) -> None:
         """One event; a refusal must have changed nothing."""
         controller = self.scenario.controller
-        before = (controller.trajectories(), controller.engines(), controller.policy, controller.drained)
+        before = (
+            controller.trajectories(),
+            controller.engines(),
+            controller.policy,
+            controller.drained,
+        )
         try:
             actions = self.scenario.send(event)
         except Refusal:
-            assert (controller.trajectories(), controller.engines(), controller.policy, controller.drained) == before
+            assert (
+                controller.trajectories(),
+                controller.engines(),
+                controller.policy,
+                controller.drained,
+            ) == before
             return
         for issued in all_of(actions, act.IssueTicket):
             engine = controller.engine(issued.ticket.engine_id)
-            assert issued.ticket.ticket_id in self.issued or (engine is not None and not engine.behind)
-            if engine is not None and engine.draining and issued.ticket.ticket_id not in self.issued:
+            assert issued.ticket.ticket_id in self.issued or (
+                engine is not None and not engine.behind
+            )
+            if (
+                engine is not None
+                and engine.draining
+                and issued.ticket.ticket_id not in self.issued
+            ):
                 others = [each for each in controller.engines() if each.able and not each.draining]
-                lost = issued.ticket.replaces_ticket_id  # then the engine that lost the stream is avoided
-                assert lost or not others or controller.trajectory(issued.ticket.trajectory_id).pinned_engine_id
+                lost = (
+                    issued.ticket.replaces_ticket_id
+                )  # then the engine that lost the stream is avoided
+                assert (
+                    lost
+                    or not others
+                    or controller.trajectory(issued.ticket.trajectory_id).pinned_engine_id
+                )
             known = self.issued.setdefault(issued.ticket.ticket_id, issued.ticket)
             assert known.request_id == issued.ticket.request_id, "one ticket id, one request"
         self.plans += all_of(actions, act.AskPlan)
@@ -114,12 +136,18 @@ class AnyEvents(RuleBasedStateMachine):
     def a_whole_turn(self, name: str, tokens: float) -> None:
         """Asked for, run, accounted for, predicted; the tool is slow."""
         self.client_asks(name, 0, 30.0)
-        ticket = self.scenario.controller.trajectory(name).live_ticket if name in self.known() else None
+        ticket = (
+            self.scenario.controller.trajectory(name).live_ticket if name in self.known() else None
+        )
         if ticket is not None:
             self.hand(ev.StepFinished(name, ticket.ticket_id, ticket.turn, 100, 20))
             record = self.scenario.controller.trajectory(name)
             estimate = Estimate(tokens / 2, tokens, tokens * 2)
-            self.hand(ev.PredictionArrived(name, Prediction(record.next_turn, record.gen_tokens, estimate)))
+            self.hand(
+                ev.PredictionArrived(
+                    name, Prediction(record.next_turn, record.gen_tokens, estimate)
+                )
+            )
 
     def known(self) -> set[str]:
         return {record.trajectory_id for record in self.scenario.controller.trajectories()}
@@ -143,7 +171,9 @@ class AnyEvents(RuleBasedStateMachine):
     def engine_renews(self, index: int, healthy: bool, load: bool) -> None:
         if self.leases:
             lease, engine = self.leases[index % len(self.leases)]
-            self.hand(ev.LeaseRenewed(lease, engine, EngineLoad(engine_healthy=healthy) if load else None))
+            self.hand(
+                ev.LeaseRenewed(lease, engine, EngineLoad(engine_healthy=healthy) if load else None)
+            )
 
     @rule(index=INDEX)
     def engine_leaves(self, index: int) -> None:
@@ -170,7 +200,9 @@ class AnyEvents(RuleBasedStateMachine):
 
     @rule(job=JOBS, resume=st.booleans(), what=st.integers(0, 6))
     def client_opens_renews_or_closes_a_job(self, job: str, resume: bool, what: int) -> None:
-        opened = ev.JobOpened(f"open-{job}", job, "run" if job < "j2" else job, resume, weight=1.0 + int(job[1:]))
+        opened = ev.JobOpened(
+            f"open-{job}", job, "run" if job < "j2" else job, resume, weight=1.0 + int(job[1:])
+        )
         renewed = ev.JobRenewed(job, (f"rollout-{what}",) if resume else None)
         self.hand(ev.JobClosed(job) if what == 0 else opened if what < 4 else renewed)
 
@@ -182,7 +214,14 @@ class AnyEvents(RuleBasedStateMachine):
     )
     def client_opens(self, name: str, request: int, pin: str, job: str = "") -> None:
         self.hand(
-            ev.TrajectoryOpened(f"open-{name}-{request}", name, "p", prompt_tokens=10, pinned_engine_id=pin, job_id=job)
+            ev.TrajectoryOpened(
+                f"open-{name}-{request}",
+                name,
+                "p",
+                prompt_tokens=10,
+                pinned_engine_id=pin,
+                job_id=job,
+            )
         )
 
     @rule(index=INDEX)
@@ -191,13 +230,25 @@ class AnyEvents(RuleBasedStateMachine):
         if ticket is not None:
             self.hand(ev.StepUnknown(ticket.trajectory_id, ticket.ticket_id))
 
-    @rule(name=TRAJECTORIES, ahead=st.sampled_from([0, 0, 0, 1, -1]), tool_s=st.sampled_from([0.0, 5.0]))
+    @rule(
+        name=TRAJECTORIES,
+        ahead=st.sampled_from([0, 0, 0, 1, -1]),
+        tool_s=st.sampled_from([0.0, 5.0]),
+    )
     def client_asks(self, name: str, ahead: int, tool_s: float) -> None:
-        next_turn = self.scenario.controller.trajectory(name).next_turn if name in self.known() else 0
-        self.hand(ev.StepRequested(self.scenario.request_id(), name, max(0, next_turn + ahead), 100, 64, tool_s=tool_s))
+        next_turn = (
+            self.scenario.controller.trajectory(name).next_turn if name in self.known() else 0
+        )
+        self.hand(
+            ev.StepRequested(
+                self.scenario.request_id(), name, max(0, next_turn + ahead), 100, 64, tool_s=tool_s
+            )
+        )
 
     @rule(name=TRAJECTORIES, index=INDEX, refused=st.booleans())
-    def client_asks_again_after_a_lost_stream(self, name: str, index: int, refused: bool = False) -> None:
+    def client_asks_again_after_a_lost_stream(
+        self, name: str, index: int, refused: bool = False
+    ) -> None:
         lost = self.pick(index, name)
         if lost is not None:
             asked = self.scenario.request_id(), name, lost.turn, 100, 64, lost.ticket_id, 3
@@ -207,7 +258,9 @@ class AnyEvents(RuleBasedStateMachine):
     def client_repeats(self, index: int) -> None:
         ticket = self.pick(index)
         if ticket is not None:
-            names = (field.name for field in fields(ev.StepRequested) if hasattr(ticket, field.name))
+            names = (
+                field.name for field in fields(ev.StepRequested) if hasattr(ticket, field.name)
+            )
             self.hand(ev.StepRequested(*(getattr(ticket, name) for name in names)))
 
     @rule(name=TRAJECTORIES, outcome=st.sampled_from(list(Outcome)), request=st.integers(0, 7))
@@ -229,7 +282,9 @@ class AnyEvents(RuleBasedStateMachine):
 
     @rule(name=TRAJECTORIES, tokens=st.floats(0, 1e6), turn=st.integers(0, 5))
     def predictor_answers(self, name: str, tokens: float, turn: int) -> None:
-        prediction = Prediction(turn, 10 * turn, Estimate(tokens, tokens, tokens), Estimate(1, 2, 3))
+        prediction = Prediction(
+            turn, 10 * turn, Estimate(tokens, tokens, tokens), Estimate(1, 2, 3)
+        )
         self.hand(ev.PredictionArrived(name, prediction))
 
     @rule(index=INDEX, random=st.randoms(use_true_random=False))
@@ -246,7 +301,9 @@ class AnyEvents(RuleBasedStateMachine):
             name, migration = move.trajectory_id, f"m-{move.move_id}"
             answers: list[ev.Event] = [
                 ev.MoveAccepted(name, move.move_id, migration),
-                ev.SwitchRequested(f"s-{move.move_id}", name, move.expected_revision, move.target.engine_id),
+                ev.SwitchRequested(
+                    f"s-{move.move_id}", name, move.expected_revision, move.target.engine_id
+                ),
                 ev.MoveEnded(name, migration, moved=True),
                 ev.MoveEnded(name, move_id=move.move_id),
             ]
@@ -254,14 +311,19 @@ class AnyEvents(RuleBasedStateMachine):
 
     @rule()
     def scheduler_is_killed_and_comes_back(self) -> None:
-        before = {record.trajectory_id: record for record in self.scenario.controller.trajectories()}
+        before = {
+            record.trajectory_id: record for record in self.scenario.controller.trajectories()
+        }
         self.scenario.restart()
         after = {record.trajectory_id: record for record in self.scenario.controller.trajectories()}
         assert before.keys() == after.keys()
         for name, record in before.items():
             assert after[name].ticket == record.ticket
             assert (after[name].state, after[name].next_turn) == (record.state, record.next_turn)
-            assert (after[name].engine_id, after[name].revision) == (record.engine_id, record.revision)
+            assert (after[name].engine_id, after[name].revision) == (
+                record.engine_id,
+                record.revision,
+            )
 
     @invariant()
     def a_live_ticket_is_its_trajectorys_own(self) -> None:
@@ -271,7 +333,9 @@ class AnyEvents(RuleBasedStateMachine):
             ticket = record.live_ticket
             assert min(record.gen_tokens, record.next_turn) >= 0
             assert (record.state is TrajectoryState.STEPPING) == (
-                record.is_open and record.ticket is not None and record.ticket.status is not TicketStatus.DONE
+                record.is_open
+                and record.ticket is not None
+                and record.ticket.status is not TicketStatus.DONE
             )
             if ticket is not None:
                 assert record.is_open
@@ -297,18 +361,34 @@ class AnyEvents(RuleBasedStateMachine):
     def sums_are_what_a_walk_would_give(self) -> None:
         controller = self.scenario.controller
         for engine in controller.engines():
-            walked = [r for r in controller.trajectories() if r.is_open and r.engine_id == engine.spec.engine_id]
+            walked = [
+                r
+                for r in controller.trajectories()
+                if r.is_open and r.engine_id == engine.spec.engine_id
+            ]
             assert controller.open_on(engine.spec.engine_id) == len(walked)
         walked = [record for record in controller.trajectories() if record.is_open]
         for use in controller.jobs():
             mine = [record for record in walked if record.job == use.job]
             live = [r.ticket for r in mine if r.live_ticket is not None and r.engine_id]
             assert (use.open_trajectories, use.live_tickets) == (len(mine), len(live))
-            reserving = [r for r in mine if r.engine_id and r.ticket is not None and r.ticket.kv_reserve_tokens]
-            own = sum(r.ticket.kv_reserve_tokens - r.prompt_tokens for r in reserving if r.ticket is not None)
-            assert use.kv_tokens == own + 10 * len({r.engine_id for r in reserving}), "all have the same prompt of 10"
+            reserving = [
+                r
+                for r in mine
+                if r.engine_id and r.ticket is not None and r.ticket.kv_reserve_tokens
+            ]
+            own = sum(
+                r.ticket.kv_reserve_tokens - r.prompt_tokens
+                for r in reserving
+                if r.ticket is not None
+            )
+            assert use.kv_tokens == own + 10 * len({r.engine_id for r in reserving}), (
+                "all have the same prompt of 10"
+            )
 
 
 @pytest.mark.timeout(300)
 def test_the_invariants_hold_whatever_happens() -> None:
-    run_state_machine_as_test(AnyEvents, settings=settings(max_examples=150, stateful_step_count=80))
+    run_state_machine_as_test(
+        AnyEvents, settings=settings(max_examples=150, stateful_step_count=80)
+    )

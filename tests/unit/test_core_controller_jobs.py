@@ -1,11 +1,18 @@
-"""The controller and the jobs of clients: what ends with a lease, what a resumed client finds, unused tickets."""
+"""The controller and the jobs of clients: what ends with a lease, what a resumed client finds,
+unused tickets."""
 
 import pytest
 from support.control import Scenario, all_of, one
 from treadle_core import actions as act
 from treadle_core import events as ev
 from treadle_core.model import Ordering, PlacementRule, Policy, TicketStatus, TrajectoryState
-from treadle_core.refusals import BadField, JobNotFound, JobTakenOver, RequestIdReused, TrajectoryIsClosed
+from treadle_core.refusals import (
+    BadField,
+    JobNotFound,
+    JobTakenOver,
+    RequestIdReused,
+    TrajectoryIsClosed,
+)
 from treadle_core.steps import lifecycle
 from treadle_core.tuning import Tuning
 
@@ -15,7 +22,8 @@ RESERVE = Policy(reserve=True)
 
 @pytest.fixture
 def scenario() -> Scenario:
-    """One engine with one slot; a client holds job j and has opened t0, which steps, and t1, which waits."""
+    """One engine with one slot; a client holds job j and has opened t0, which steps, and t1, which
+    waits."""
     made = Scenario(RESERVE, TUNING, engines=["e0"], slots=1)
     made.send(ev.JobOpened("open-j", "j"))
     for name in ("t0", "t1"):
@@ -70,7 +78,9 @@ def test_closing_a_job_closes_what_is_open_and_may_be_repeated(scenario: Scenari
     assert scenario.send(ev.JobClosed("j")) == []
 
 
-def test_after_a_restart_a_lease_has_its_whole_length_again_and_then_ends(scenario: Scenario) -> None:
+def test_after_a_restart_a_lease_has_its_whole_length_again_and_then_ends(
+    scenario: Scenario,
+) -> None:
     scenario.now += 1000.0
     scenario.restart()
     scenario.advance(44.0)
@@ -79,14 +89,17 @@ def test_after_a_restart_a_lease_has_its_whole_length_again_and_then_ends(scenar
     assert [state_of(scenario, name) for name in ("t0", "t1")] == [TrajectoryState.FAILED] * 2
 
 
-def test_a_restart_closes_trajectories_of_a_job_whose_end_alone_was_stored(scenario: Scenario) -> None:
+def test_a_restart_closes_trajectories_of_a_job_whose_end_alone_was_stored(
+    scenario: Scenario,
+) -> None:
     del scenario.jobs["j"]
     scenario.restart()
     assert [state_of(scenario, name) for name in ("t0", "t1")] == [TrajectoryState.FAILED] * 2
 
 
 def test_a_client_that_resumes_takes_over_at_once_and_the_one_before_is_refused() -> None:
-    """Result: the first client's trajectory is closed, its rollouts are named, and nothing that it sends is taken."""
+    """Result: the first client's trajectory is closed, its rollouts are named, and nothing that it
+    sends is taken."""
     scenario = Scenario(tuning=TUNING, engines=["e0"])
     resume(scenario, "j0")
     scenario.send(ev.JobRenewed("j0", ("r0", "r1")))
@@ -94,7 +107,11 @@ def test_a_client_that_resumes_takes_over_at_once_and_the_one_before_is_refused(
     resume(scenario, "j1")
     assert state_of(scenario, "t0") is TrajectoryState.FAILED
     assert scenario.controller.job("j1").rollout_ids == ("r0", "r1")
-    for late in (ev.JobRenewed("j0"), ev.TrajectoryOpened("o", "late", "p", job_id="j0"), ev.JobOpened("o", "j0")):
+    for late in (
+        ev.JobRenewed("j0"),
+        ev.TrajectoryOpened("o", "late", "p", job_id="j0"),
+        ev.JobOpened("o", "j0"),
+    ):
         with pytest.raises(JobTakenOver):
             scenario.send(late)
     scenario.send(ev.JobClosed("j0"))
@@ -102,7 +119,9 @@ def test_a_client_that_resumes_takes_over_at_once_and_the_one_before_is_refused(
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_job_to_be_resumed_is_kept_for_its_time_and_its_trajectories_are_not(restarted: bool) -> None:
+def test_a_job_to_be_resumed_is_kept_for_its_time_and_its_trajectories_are_not(
+    restarted: bool,
+) -> None:
     scenario = Scenario(tuning=TUNING, engines=["e0"])
     resume(scenario, "j0")
     scenario.send(ev.JobRenewed("j0", ("r0",)))
@@ -127,10 +146,17 @@ def test_a_job_to_be_resumed_is_held_again_by_its_own_client_that_was_only_slow(
     scenario.advance(46.0)
     assert one(scenario.send(ev.JobRenewed("j0")), act.SaveJob).record.ended_s is None
     scenario.advance(46.0)
-    assert one(scenario.send(ev.TrajectoryOpened("o", "t0", "p", job_id="j0")), act.SaveJob).record.ended_s is None
+    assert (
+        one(
+            scenario.send(ev.TrajectoryOpened("o", "t0", "p", job_id="j0")), act.SaveJob
+        ).record.ended_s
+        is None
+    )
 
 
-def test_rollouts_are_not_lost_where_the_scheduler_dies_between_the_two_writes_of_a_takeover() -> None:
+def test_rollouts_are_not_lost_where_the_scheduler_dies_between_the_two_writes_of_a_takeover() -> (
+    None
+):
     scenario = Scenario(tuning=TUNING)
     resume(scenario, "j0")
     scenario.send(ev.JobRenewed("j0", ("r0",)))
@@ -152,8 +178,8 @@ def test_a_repeated_opening_is_the_same_job_and_other_values_are_refused() -> No
 
 
 def test_without_a_job_asking_again_and_again_counts_as_life() -> None:
-    """A trajectory waits for longer than ABANDON_AFTER_S. Result: it stays open while it asks, also after a restart,
-    and is closed once it has been silent for so long."""
+    """A trajectory waits for longer than ABANDON_AFTER_S. Result: it stays open while it asks, also
+    after a restart, and is closed once it has been silent for so long."""
     tuning = Tuning(abandon_after_s=100.0, lease_ttl_s=1e9, ticket_ttl_s=1e9)
     scenario = Scenario(RESERVE, tuning, engines=["e0"], slots=1)
     scenario.send(ev.JobOpened("open-j", "j"))
@@ -173,8 +199,11 @@ def test_without_a_job_asking_again_and_again_counts_as_life() -> None:
 
 
 def test_an_expired_ticket_that_no_step_has_used_frees_its_slot_and_its_kv() -> None:
-    """Also where the client has no job. Result: a waiting step starts; the client may replace the lost ticket."""
-    scenario = Scenario(RESERVE, Tuning(lease_ttl_s=1e9), engines=["e0"], slots=1, kv_tokens_capacity=400)
+    """Also where the client has no job. Result: a waiting step starts; the client may replace the
+    lost ticket."""
+    scenario = Scenario(
+        RESERVE, Tuning(lease_ttl_s=1e9), engines=["e0"], slots=1, kv_tokens_capacity=400
+    )
     scenario.open("gone", tokens=100.0)
     unused = scenario.step("gone", 0)
     scenario.open("waiting", tokens=100.0)
@@ -240,8 +269,11 @@ def test_a_weight_needs_a_name() -> None:
 
 
 def flooded(*engines: str, scale: float = 1.0, slots: int = 4) -> Scenario:
-    """Job big, of three times the weight of small, has filled engines of 4,000 tokens; more wait."""
-    scenario = Scenario(RESERVE, TUNING, engines=engines or ("e0", "e1"), kv_tokens_capacity=4_000, slot_limit=slots)
+    """Job big, of three times the weight of small, has filled engines of 4,000 tokens; more
+    wait."""
+    scenario = Scenario(
+        RESERVE, TUNING, engines=engines or ("e0", "e1"), kv_tokens_capacity=4_000, slot_limit=slots
+    )
     scenario.send(ev.JobOpened("o-big", "big", "big", weight=3.0 * scale))
     scenario.send(ev.JobOpened("o-small", "small", "small", weight=scale))
     for number in range(20):
@@ -257,7 +289,8 @@ def held(scenario: Scenario) -> dict[str, int]:
 
 
 def test_a_job_below_its_share_starts_within_it_although_another_has_filled_the_engines() -> None:
-    """Result: one trajectory on each engine, for a quarter of its slots and of its KV; the next one waits."""
+    """Result: one trajectory on each engine, for a quarter of its slots and of its KV; the next one
+    waits."""
     scenario = flooded()
     assert held(scenario) == {"big": 8, "small": 0}
     for number in range(4):
@@ -265,19 +298,26 @@ def test_a_job_below_its_share_starts_within_it_although_another_has_filled_the_
         scenario.ask(f"small{number}")
     scenario.advance(1.0)
     assert held(scenario) == {"big": 8, "small": 2}
-    assert {scenario.ticket(f"small{n}").engine_id for n in range(4) if scenario.trajectories[f"small{n}"].ticket} == {
-        "e0",
-        "e1",
-    }
+    assert {
+        scenario.ticket(f"small{n}").engine_id
+        for n in range(4)
+        if scenario.trajectories[f"small{n}"].ticket
+    } == {"e0", "e1"}
     scenario.advance(1.0)
     big, small = scenario.controller.jobs()
     assert (big.share, small.share) == (0.75, 0.25)
-    assert (big.waiting_steps, small.waiting_steps, small.open_trajectories, small.clients) == (12, 2, 4, 1)
+    assert (big.waiting_steps, small.waiting_steps, small.open_trajectories, small.clients) == (
+        12,
+        2,
+        4,
+        1,
+    )
     assert big.kv_tokens > 6_000 > small.kv_tokens > 1_000
 
 
 def test_a_step_of_a_job_below_its_share_comes_to_an_engine_with_room_from_where_it_waits() -> None:
-    """Both jobs wait for the only engine when a second one registers; no plan arrives. Result: both start there."""
+    """Both jobs wait for the only engine when a second one registers; no plan arrives. Result: both
+    start there."""
     scenario = flooded("e0")
     for name in ("small0", "small1"):
         scenario.open(name, job_id="small", prompt_id=name, tokens=700.0)
@@ -292,7 +332,8 @@ def test_a_step_of_a_job_below_its_share_comes_to_an_engine_with_room_from_where
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e5], ids=["small weights", "", "large weights"])
 def test_a_large_trajectory_of_a_small_share_is_not_passed_for_ever(scale: float) -> None:
-    """It needs more than its job's share of any engine. Result: it starts once enough of the other job has ended."""
+    """It needs more than its job's share of any engine. Result: it starts once enough of the other
+    job has ended."""
     scenario = flooded(scale=scale, slots=16)
     scenario.open("large", job_id="small", prompt_id="large", tokens=3000.0)
     scenario.ask("large")
@@ -301,31 +342,47 @@ def test_a_large_trajectory_of_a_small_share_is_not_passed_for_ever(scale: float
         scenario.advance(2.0)
         if scenario.controller.trajectory("large").ticket is not None:
             break
-        name = next(name for name in running if scenario.controller.trajectory(name).ticket is not None)
+        name = next(
+            name for name in running if scenario.controller.trajectory(name).ticket is not None
+        )
         running.remove(name)
         scenario.close(name)
     assert scenario.controller.trajectory("large").ticket is not None
-    assert any(scenario.controller.trajectory(name).ticket is None for name in running), "others still wait"
+    assert any(scenario.controller.trajectory(name).ticket is None for name in running), (
+        "others still wait"
+    )
 
 
 def test_one_job_alone_decides_as_if_there_were_no_jobs() -> None:
-    """The same events under a job of any weight. Result: the same tickets, on the same engines, at the same moments."""
+    """The same events under a job of any weight. Result: the same tickets, on the same engines, at
+    the same moments."""
     logs = []
     for job_id in ("", "j"):
         scenario = Scenario(RESERVE, TUNING, engines=["e0", "e1"], kv_tokens_capacity=4_000)
         if job_id:
             scenario.send(ev.JobOpened("o", "j", "run", weight=7.0))
         for number in range(20):
-            scenario.open(f"t{number}", job_id=job_id, prompt_id=f"p{number}", tokens=100.0 * (number % 7 + 1))
+            scenario.open(
+                f"t{number}", job_id=job_id, prompt_id=f"p{number}", tokens=100.0 * (number % 7 + 1)
+            )
             scenario.ask(f"t{number}")
         for number in range(60):
             scenario.advance(1.0)
-            live = [record for record in scenario.controller.trajectories() if record.is_open and record.live_ticket]
+            live = [
+                record
+                for record in scenario.controller.trajectories()
+                if record.is_open and record.live_ticket
+            ]
             if live:
                 scenario.finish(scenario.ticket(live[number % len(live)].trajectory_id))
                 scenario.close(live[number % len(live)].trajectory_id)
         issued = all_of(scenario.heard, act.IssueTicket)
-        logs.append([(each.ticket.ticket_id, each.ticket.engine_id, each.ticket.issued_s) for each in issued])
+        logs.append(
+            [
+                (each.ticket.ticket_id, each.ticket.engine_id, each.ticket.issued_s)
+                for each in issued
+            ]
+        )
     assert len(logs[0]) == 20
     assert logs[0] == logs[1]
 
@@ -343,22 +400,29 @@ def test_a_driver_that_handled_nothing_for_minutes_ends_no_lease() -> None:
 
 
 def test_the_open_samples_of_a_settled_group_are_closed_and_no_others() -> None:
-    """Of rollout r, prompt p: sample 0 steps, 1 waits for the slot, 2 was begun after the group had settled. Others:
-    another prompt, another rollout.
+    """Of rollout r, prompt p: sample 0 steps, 1 waits for the slot, 2 was begun after the group had
+    settled. Others: another prompt, another rollout.
 
     Result: 0 and 1 are cancelled, the step of 0 is aborted, and the next in line gets its slot.
     """
     scenario = Scenario(Policy(reserve=True), TUNING, engines=["e0"], slots=1)
     for name, prompt, sample, rollout in (
-        ("t0", "p", 0, "r"), ("t1", "p", 1, "r"), ("t2", "p", 2, "r"), ("q", "q", 0, "r"), ("s", "p", 0, "s"),
-    ):  # fmt: skip
+        ("t0", "p", 0, "r"),
+        ("t1", "p", 1, "r"),
+        ("t2", "p", 2, "r"),
+        ("q", "q", 0, "r"),
+        ("s", "p", 0, "s"),
+    ):
         scenario.open(name, prompt_id=prompt, sample=sample, rollout_id=rollout, tokens=100.0)
     ticket = scenario.step("t0", 0)
     for name in ("t1", "t2"):
         assert one(scenario.ask(name), act.KeepWaiting)
     ended = scenario.send(ev.GroupSettled("r", "p", samples=2))
     assert [state_of(scenario, name) for name in ("t0", "t1")] == [TrajectoryState.CANCELLED] * 2
-    assert all(state_of(scenario, name) not in lifecycle.CLOSED_STATES.values() for name in ("t2", "q", "s"))
+    assert all(
+        state_of(scenario, name) not in lifecycle.CLOSED_STATES.values()
+        for name in ("t2", "q", "s")
+    )
     assert one(ended, act.AbortStep).ticket_id == ticket.ticket_id
     assert one(ended, act.IssueTicket).ticket.trajectory_id == "t2"
     assert scenario.send(ev.GroupSettled("r", "p", samples=2)) == [], "told again"

@@ -57,10 +57,16 @@ def test_trajectories_in_a_tool_call_move_to_an_idle_engine() -> None:
     started = moves(scenario)
     assert started
     for move in started:
-        assert (move.source.engine_id, move.target.engine_id, move.expected_revision) == ("e0", "e1", 1)
+        assert (move.source.engine_id, move.target.engine_id, move.expected_revision) == (
+            "e0",
+            "e1",
+            1,
+        )
         assert move.give_up_after_s > 0
         assert move.cache_salt == "v0"
-    assert moves(unbalanced(), {}), "without a placement service the present placement is still rebalanced"
+    assert moves(unbalanced(), {}), (
+        "without a placement service the present placement is still rebalanced"
+    )
 
 
 def test_a_plan_that_is_no_better_than_what_we_have_moves_nothing() -> None:
@@ -68,24 +74,31 @@ def test_a_plan_that_is_no_better_than_what_we_have_moves_nothing() -> None:
     scenario = Scenario(None, EAGER, engines=("e0", "e1"), slots=2)
     names = begin(scenario, 8, 500.0)
     there = {name: scenario.controller.trajectory(name).engine_id for name in names}
-    swapped: Groups = {"e0": [n for n in names if there[n] == "e1"], "e1": [n for n in names if there[n] == "e0"]}
+    swapped: Groups = {
+        "e0": [n for n in names if there[n] == "e1"],
+        "e1": [n for n in names if there[n] == "e0"],
+    }
     lopsided: Groups = {"e0": names[:1], "e1": names[1:]}
     for groups in (swapped, lopsided, {}):
         assert moves(scenario, groups) == []
 
 
-def test_an_unexpected_plan_is_ignored_and_a_trajectory_whose_step_is_out_moves_after_the_step() -> None:
+def test_an_unexpected_plan_is_ignored_and_a_trajectory_whose_step_is_out_moves_after_the_step() -> (
+    None
+):
     scenario = unbalanced()
     assert scenario.send(ev.PlanArrived(999, np.array([1, 1]))) == []
     tickets = [scenario.step(f"t{number}", 2, tool_s=10.0) for number in range(4)]
     assert moves(scenario) == []
-    after = [move for ticket in tickets for move in all_of(scenario.finish(ticket), act.StartMigration)]
+    after = [
+        move for ticket in tickets for move in all_of(scenario.finish(ticket), act.StartMigration)
+    ]
     assert {move.target.engine_id for move in after} == {"e1"}
 
 
 def test_a_drain_ends_moves_to_its_engine_and_lets_moves_away_go_on() -> None:
-    """Result: moves to the drained engine are cancelled; a move away keeps its trajectory until it ends, and where it
-    fails the next step leaves the engine all the same."""
+    """Result: moves to the drained engine are cancelled; a move away keeps its trajectory until it
+    ends, and where it fails the next step leaves the engine all the same."""
     scenario = unbalanced()
     for move in (started := moves(scenario)):
         scenario.send(ev.MoveAccepted(move.trajectory_id, move.move_id, f"m-{move.trajectory_id}"))
@@ -107,12 +120,14 @@ def test_a_drain_ends_moves_to_its_engine_and_lets_moves_away_go_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "pays"), [({}, False), ({"kv_transfer": KvTransfer.STORAGE, "kv_bytes_per_token": 1_000}, True)]
+    ("engine", "pays"),
+    [({}, False), ({"kv_transfer": KvTransfer.STORAGE, "kv_bytes_per_token": 1_000}, True)],
 )
 def test_a_move_that_costs_more_than_it_saves_does_not_start_but_by_shared_storage_it_costs_less(
     engine: dict[str, Any], pays: bool
 ) -> None:
-    """A context of a million tokens, for two thousand tokens that are left: to be computed again, or to be read."""
+    """A context of a million tokens, for two thousand tokens that are left: to be computed again,
+    or to be read."""
     scenario = unbalanced(**engine)
     for number in range(4):
         scenario.finish(scenario.step(f"t{number}", 2, context_tokens=1_000_000, tool_s=10.0))
@@ -122,7 +137,11 @@ def test_a_move_that_costs_more_than_it_saves_does_not_start_but_by_shared_stora
 
 @pytest.mark.parametrize(
     "policy",
-    [Policy(migrate=False), Policy(placement=PlacementRule.PINNED), Policy(placement=PlacementRule.LEAST_LOAD)],
+    [
+        Policy(migrate=False),
+        Policy(placement=PlacementRule.PINNED),
+        Policy(placement=PlacementRule.LEAST_LOAD),
+    ],
 )
 def test_only_planned_trajectories_that_may_migrate_do(policy: Policy) -> None:
     scenario = unbalanced(policy=policy)
@@ -175,7 +194,8 @@ def test_a_repeated_switch_gets_its_answer_also_after_the_trajectory_has_gone_on
 
 
 def test_when_the_tool_comes_back_first_the_source_stays_the_owner() -> None:
-    """Result: the step runs at the source at once, the move is called off, a switch that comes late is refused."""
+    """Result: the step runs at the source at once, the move is called off, a switch that comes late
+    is refused."""
     scenario, move = moving()
     actions = scenario.ask(move.trajectory_id, 2)
     assert one(actions, act.IssueTicket).ticket.engine_id == "e0"
@@ -214,7 +234,12 @@ def test_one_move_at_a_time_and_a_rest_after_it() -> None:
     scenario.send(ev.SwitchRequested("s", name, 1, "e1"))
     scenario.send(ev.MoveEnded(name, "m", moved=True))
     scenario.finish(scenario.step(name, 2, tool_s=10.0))
-    for other in ("t0", "t1", "t2", "t3"):  # now e0 is the better place for it, but it has only just come
+    for other in (
+        "t0",
+        "t1",
+        "t2",
+        "t3",
+    ):  # now e0 is the better place for it, but it has only just come
         if other != name and scenario.controller.trajectory(other).engine_id == "e0":
             scenario.close(other)
     assert name not in {started.trajectory_id for started in moves(scenario, {"e0": [name]})}
@@ -229,11 +254,16 @@ def test_a_failed_move_leaves_the_trajectory_where_it_is_until_the_next_plan() -
 
 
 @pytest.mark.parametrize(("took_s", "again"), [(0.0, True), (0.06, True), (1e5, False)])
-def test_moves_between_two_engines_that_were_slow_are_not_tried_again(took_s: float, again: bool) -> None:
-    """Result: a move that was given up counts with the time it took; one that never began says nothing."""
+def test_moves_between_two_engines_that_were_slow_are_not_tried_again(
+    took_s: float, again: bool
+) -> None:
+    """Result: a move that was given up counts with the time it took; one that never began says
+    nothing."""
     scenario = unbalanced(kv_transfer=KvTransfer.STORAGE, kv_bytes_per_token=1_000)
     for move in moves(scenario):
-        scenario.send(ev.MoveEnded(move.trajectory_id, move_id=move.move_id, reason="GAVE_UP", took_s=took_s))
+        scenario.send(
+            ev.MoveEnded(move.trajectory_id, move_id=move.move_id, reason="GAVE_UP", took_s=took_s)
+        )
     assert bool(moves(scenario)) is again
 
 
@@ -255,8 +285,13 @@ def test_a_move_to_an_engine_that_is_lost_is_called_off() -> None:
     assert (record.engine_id, record.move, record.revision) == ("e0", None, 1)
 
 
-def test_no_move_starts_once_the_tool_is_done_and_no_prefix_moves_to_an_engine_with_other_weights() -> None:
-    for events in ([ev.ToolFinished(f"t{number}") for number in range(4)], [ev.WeightsUpdated("e1", "v1")]):
+def test_no_move_starts_once_the_tool_is_done_and_no_prefix_moves_to_an_engine_with_other_weights() -> (
+    None
+):
+    for events in (
+        [ev.ToolFinished(f"t{number}") for number in range(4)],
+        [ev.WeightsUpdated("e1", "v1")],
+    ):
         scenario = unbalanced()
         for event in events:
             scenario.send(event)
@@ -280,7 +315,9 @@ def test_a_long_tool_call_hides_a_move_that_a_short_one_would_not() -> None:
             scenario.finish(scenario.step(f"t{number}", 1, context_tokens=990), 1)
             scenario.send(ev.ToolStarted(f"t{number}", expected_s))
         asked = scenario.plans[-1]
-        outcomes.append(bool(all_of(scenario.send(ev.PlanArrived(asked.plan_id)), act.StartMigration)))
+        outcomes.append(
+            bool(all_of(scenario.send(ev.PlanArrived(asked.plan_id)), act.StartMigration))
+        )
     assert outcomes == [False, True]
 
 

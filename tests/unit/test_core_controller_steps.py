@@ -17,10 +17,17 @@ def scenario() -> Scenario:
     return Scenario(engines=("e0", "e1"))
 
 
-def test_a_step_gets_a_ticket_that_names_engine_turn_revision_and_weights(scenario: Scenario) -> None:
+def test_a_step_gets_a_ticket_that_names_engine_turn_revision_and_weights(
+    scenario: Scenario,
+) -> None:
     scenario.open("t")
     ticket = scenario.step("t", 0)
-    assert (ticket.trajectory_id, ticket.turn, ticket.engine_id, ticket.engine_address) == ("t", 0, "e0", "e0:7410")
+    assert (ticket.trajectory_id, ticket.turn, ticket.engine_id, ticket.engine_address) == (
+        "t",
+        0,
+        "e0",
+        "e0:7410",
+    )
     assert (ticket.weight_version, ticket.revision) == ("v0", 1)
     assert ticket.expires_s == scenario.now + scenario.tuning.ticket_ttl_s
     assert scenario.controller.trajectory("t").state is TrajectoryState.STEPPING
@@ -62,10 +69,14 @@ def test_the_same_turn_again_must_name_the_lost_ticket(scenario: Scenario) -> No
     assert again.ticket_id != lost.ticket_id
 
 
-def test_a_lost_stream_is_resumed_at_another_engine_and_the_old_step_is_stopped(scenario: Scenario) -> None:
-    """The sidecar may be dead before its lease runs out: the client's word counts until the next renewal.
+def test_a_lost_stream_is_resumed_at_another_engine_and_the_old_step_is_stopped(
+    scenario: Scenario,
+) -> None:
+    """The sidecar may be dead before its lease runs out: the client's word counts until the next
+    renewal.
 
-    Result: the trajectory moves, the revision moves by one, and new trajectories avoid the engine until it renews.
+    Result: the trajectory moves, the revision moves by one, and new trajectories avoid the engine
+    until it renews.
     """
     scenario.open("t")
     lost = scenario.step("t", 0)
@@ -82,12 +93,18 @@ def test_an_engine_that_refuses_a_step_is_not_suspected(scenario: Scenario) -> N
     scenario.open("t")
     refused = scenario.step("t", 0)
     again = scenario.step("t", 0, replaces_ticket_id=refused.ticket_id, engine_refused=True)
-    assert (again.engine_id, again.attempt, again.revision) == (refused.engine_id, 1, refused.revision)
+    assert (again.engine_id, again.attempt, again.revision) == (
+        refused.engine_id,
+        1,
+        refused.revision,
+    )
     assert not all_of(scenario.heard, act.AbortStep)
     assert {scenario.open(f"new-{number}").engine_id for number in range(4)} == {"e0", "e1"}
 
 
-def test_a_lost_stream_on_the_only_engine_is_resumed_there_and_its_account_changes_nothing() -> None:
+def test_a_lost_stream_on_the_only_engine_is_resumed_there_and_its_account_changes_nothing() -> (
+    None
+):
     scenario = Scenario(engines=("e0",))
     scenario.open("t")
     lost = scenario.step("t", 0)
@@ -98,9 +115,11 @@ def test_a_lost_stream_on_the_only_engine_is_resumed_there_and_its_account_chang
     assert scenario.controller.trajectory("t").gen_tokens == 20
 
 
-def test_the_next_turn_may_be_asked_for_before_the_engine_accounts_for_the_last(scenario: Scenario) -> None:
-    """The client sees the end of a stream sooner than the bus tells the scheduler; no token is lost or counted
-    twice."""
+def test_the_next_turn_may_be_asked_for_before_the_engine_accounts_for_the_last(
+    scenario: Scenario,
+) -> None:
+    """The client sees the end of a stream sooner than the bus tells the scheduler; no token is lost
+    or counted twice."""
     scenario.open("t")
     first = scenario.step("t", 0)
     second = scenario.step("t", 1)
@@ -114,7 +133,9 @@ def test_the_next_turn_may_be_asked_for_before_the_engine_accounts_for_the_last(
     assert (record.gen_tokens, record.state, record.next_turn) == (16, TrajectoryState.IDLE, 2)
 
 
-def test_a_finished_step_whose_end_never_reached_the_client_may_be_asked_for_again(scenario: Scenario) -> None:
+def test_a_finished_step_whose_end_never_reached_the_client_may_be_asked_for_again(
+    scenario: Scenario,
+) -> None:
     scenario.open("t")
     ticket = scenario.step("t", 0)
     scenario.finish(ticket, 30)
@@ -161,7 +182,9 @@ def test_the_closing_is_announced_once_all_tokens_are_counted(scenario: Scenario
     announced = one(scenario.finish(ticket, 40), act.AnnounceClosed)
     assert (announced.record.gen_tokens, announced.record.next_turn) == (40, 1)
     assert all_of(scenario.advance(1.0), act.AnnounceClosed) == []
-    assert all_of(scenario.advance(scenario.tuning.announce_again_s), act.AnnounceClosed), "never confirmed: once more"
+    assert all_of(scenario.advance(scenario.tuning.announce_again_s), act.AnnounceClosed), (
+        "never confirmed: once more"
+    )
     scenario.send(ev.ClosedAnnounced("t"))
     assert all_of(scenario.advance(scenario.tuning.announce_again_s), act.AnnounceClosed) == []
 
@@ -172,7 +195,10 @@ def test_a_closing_whose_last_account_is_lost_is_announced_all_the_same_and_afte
     scenario.open("t")
     scenario.step("t", 0)
     scenario.close("t")
-    assert one(scenario.advance(scenario.tuning.close_settle_s), act.AnnounceClosed).record.gen_tokens == 0
+    assert (
+        one(scenario.advance(scenario.tuning.close_settle_s), act.AnnounceClosed).record.gen_tokens
+        == 0
+    )
     scenario.restart()
     assert one(scenario.advance(0.0), act.AnnounceClosed).record.trajectory_id == "t"
 
@@ -194,7 +220,9 @@ def test_a_trajectory_that_nobody_touches_any_more_is_closed_as_failed(scenario:
     assert scenario.controller.trajectory("t").state is TrajectoryState.FAILED
 
 
-def test_opening_and_closing_answer_repeats_and_what_is_closed_or_unknown_takes_no_steps(scenario: Scenario) -> None:
+def test_opening_and_closing_answer_repeats_and_what_is_closed_or_unknown_takes_no_steps(
+    scenario: Scenario,
+) -> None:
     first = scenario.open("t", request_id="r")
     assert scenario.open("t", request_id="r") == first
     with pytest.raises(refusals.RequestIdReused):
@@ -216,7 +244,12 @@ def test_opening_and_closing_answer_repeats_and_what_is_closed_or_unknown_takes_
 
 def test_no_ticket_id_is_the_prefix_of_another() -> None:
     """The engine's abort matches request ids by prefix."""
-    ids = {ticket_id(t, turn, attempt) for t in ("a", "a.1", "b::a") for turn in range(12) for attempt in range(12)}
+    ids = {
+        ticket_id(t, turn, attempt)
+        for t in ("a", "a.1", "b::a")
+        for turn in range(12)
+        for attempt in range(12)
+    }
     assert len(ids) == 3 * 12 * 12
     ordered = sorted(ids)
     assert not [x for x, y in pairwise(ordered) if y.startswith(x)]
@@ -230,7 +263,8 @@ def test_a_ticket_belongs_to_the_tenant_of_its_trajectory() -> None:
 
 
 def test_a_lost_ticket_that_still_finishes_is_counted(scenario: Scenario) -> None:
-    """A sidecar cut off from the scheduler, not from its client: the lease ran out, the stream did not break."""
+    """A sidecar cut off from the scheduler, not from its client: the lease ran out, the stream did
+    not break."""
     scenario.open("t")
     ticket = scenario.step("t", 0)
     scenario.send(ev.EngineDeregistered("lease-e0", "e0"))

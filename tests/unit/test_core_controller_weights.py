@@ -28,7 +28,9 @@ def test_engines_that_are_behind_get_no_step_until_they_serve_the_desired_weight
             scenario.ask("t", 1)
     scenario.send(ev.WeightsUpdated(ticket.engine_id, "v1"))
     following = scenario.step("t", 1)
-    assert (following.engine_id, following.weight_version) == (ticket.engine_id, "v1"), "it waited for its own engine"
+    assert (following.engine_id, following.weight_version) == (ticket.engine_id, "v1"), (
+        "it waited for its own engine"
+    )
 
 
 def test_an_engine_that_joins_with_other_weights_loads_before_it_gets_a_step() -> None:
@@ -64,7 +66,9 @@ def test_an_engine_that_cannot_load_loses_its_trajectories_and_is_asked_again_la
         scenario.renew("e0")
         scenario.renew("e1")
         scenario.advance(scenario.tuning.lease_ttl_s / 2)
-    assert {load.engine_id for load in all_of(scenario.heard[heard:], act.LoadWeights)} == {ticket.engine_id}
+    assert {load.engine_id for load in all_of(scenario.heard[heard:], act.LoadWeights)} == {
+        ticket.engine_id
+    }
     engine = scenario.controller.engine(ticket.engine_id)
     assert engine is not None and engine.load_error == "no such file", "why it could not"
 
@@ -139,8 +143,9 @@ def test_pushed_weights_are_loaded_by_nobody_and_an_engine_gets_steps_once_it_ha
 
 
 def test_an_engine_that_a_push_has_missed_says_so_and_loads_once_the_version_has_a_path() -> None:
-    """e0 does not report the pushed version within a minute, and e2 joins later. Result: both stay behind with an
-    error that says what to do, also after a restart, and trajectories go elsewhere, until a path is set."""
+    """e0 does not report the pushed version within a minute, and e2 joins later. Result: both stay
+    behind with an error that says what to do, also after a restart, and trajectories go elsewhere,
+    until a path is set."""
     scenario = Scenario(engines=["e0", "e1"])
     scenario.open("t")
     ticket = scenario.step("t", 0)
@@ -155,7 +160,9 @@ def test_an_engine_that_a_push_has_missed_says_so_and_loads_once_the_version_has
         scenario.advance(5.0)
     scenario.engine("e2")
     for engine_id in (missed, "e2"):
-        assert "push the version again, or set it with a model_path" in load_error(scenario, engine_id)
+        assert "push the version again, or set it with a model_path" in load_error(
+            scenario, engine_id
+        )
     assert scenario.step("t", 1).engine_id == whole
     scenario.restart()
     assert "was not pushed to it" in load_error(scenario, "e2")
@@ -175,12 +182,15 @@ def test_an_engine_with_parts_of_weights_gets_no_step_also_where_no_version_is_d
 
 
 def test_an_engine_that_does_not_serve_the_desired_weights_any_more_is_asked_soon() -> None:
-    """Its memory was given to a trainer, or somebody has loaded other weights past the scheduler."""
+    """Its memory was given to a trainer, or somebody has loaded other weights past the
+    scheduler."""
     scenario = Scenario(engines=["e0", "e1"])
     set_weights(scenario)
     for engine_id in ("e0", "e1"):
         scenario.send(ev.WeightsUpdated(engine_id, "v1"))
-    assert not all_of(scenario.renew("e0", EngineLoad(weight_version="incomplete-v1")), act.LoadWeights)
+    assert not all_of(
+        scenario.renew("e0", EngineLoad(weight_version="incomplete-v1")), act.LoadWeights
+    )
     scenario.send(ev.WeightsUpdated("e1", "v7"))
     asked = all_of(scenario.advance(scenario.tuning.load_retry_s), act.LoadWeights)
     assert {load.engine_id for load in asked} == {"e0", "e1"}

@@ -1,4 +1,5 @@
-"""The decode curve that is learned from an engine's tokens is the engine's own, whatever else took time."""
+"""The decode curve that is learned from an engine's tokens is the engine's own, whatever else took
+time."""
 
 import itertools
 import random
@@ -9,7 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core.engine_queue.curves import EngineWork, MeasuredCurve, Window, fit_windows, predict_s
+from treadle_core.engine_queue.curves import (
+    EngineWork,
+    MeasuredCurve,
+    Window,
+    fit_windows,
+    predict_s,
+)
 from treadle_core.model import DecodeCurve
 
 # A small model on one core, and a large one on accelerators.
@@ -18,11 +25,16 @@ LARGE = DecodeCurve(0.012, 1e-4, 2e-8, 20_000.0, 1e-9)
 
 
 class Engine:
-    """An engine that takes exactly what its curve says, times `noise()`. Slots are always full: a sequence that ends is
-    followed by the next, whose context grows by what it made and an answer."""
+    """An engine that takes exactly what its curve says, times `noise()`. Slots are always full: a
+    sequence that ends is followed by the next, whose context grows by what it made and an answer.
+    """
 
     def __init__(
-        self, curve: DecodeCurve, work: EngineWork, seed: int, noise: Callable[[], float] = lambda: 1.0
+        self,
+        curve: DecodeCurve,
+        work: EngineWork,
+        seed: int,
+        noise: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self.curve, self._work, self._noise = curve, work, noise
         self._rng = random.Random(seed)
@@ -46,7 +58,9 @@ class Engine:
                 self._prefill(fresh)
                 contexts = {name: tokens + (name in fresh) for name, tokens in contexts.items()}
             decode_s = self.curve.base_s + self.curve.per_sequence_s * len(left)
-            self._now += self._noise() * (decode_s + self.curve.per_kv_token_s * sum(contexts.values()))
+            self._now += self._noise() * (
+                decode_s + self.curve.per_kv_token_s * sum(contexts.values())
+            )
             for name in list(left):
                 self._work.add(name, 1, 0, self._now)
                 contexts[name] += 1
@@ -60,13 +74,19 @@ class Engine:
     def _prefill(self, fresh: dict[str, tuple[int, int]]) -> None:
         new = sum(tokens for tokens, _ in fresh.values())
         pairs = sum(tokens * (cached + tokens / 2) for tokens, cached in fresh.values())
-        took_s = self.curve.base_s + new / self.curve.prefill_tokens_per_s + self.curve.prefill_pair_s * pairs
+        took_s = (
+            self.curve.base_s
+            + new / self.curve.prefill_tokens_per_s
+            + self.curve.prefill_pair_s * pairs
+        )
         self._now += self._noise() * took_s
         for name, (_, cached) in fresh.items():
             self._work.add(name, 1, cached, self._now)
 
 
-def learn(engine: DecodeCurve, seed: int, noise: Callable[[], float] = lambda: 1.0) -> tuple[MeasuredCurve, Engine]:
+def learn(
+    engine: DecodeCurve, seed: int, noise: Callable[[], float] = lambda: 1.0
+) -> tuple[MeasuredCurve, Engine]:
     """Batches of 1, 3 and 12 at the engine."""
     measured = MeasuredCurve()
     played = Engine(engine, EngineWork(measured.take), seed, noise)
@@ -79,7 +99,9 @@ def learn(engine: DecodeCurve, seed: int, noise: Callable[[], float] = lambda: 1
 def step_s(curve: DecodeCurve | None, batch: int, context: int) -> float:
     """A decode step, and the prefill of 10 tokens."""
     assert curve is not None
-    return float(predict_s(curve, [Window(1.0, batch, batch * context, 10.0, 10.0 * context, 1.0)])[0])
+    return float(
+        predict_s(curve, [Window(1.0, batch, batch * context, 10.0, 10.0 * context, 1.0)])[0]
+    )
 
 
 SHAPES = ((1, 100), (4, 500), (12, 500), (12, 1_000))
@@ -111,16 +133,28 @@ def windows_of(rng: np.random.Generator, truth: DecodeCurve, count: int) -> Iter
 )
 @settings(max_examples=60, deadline=None)
 def test_a_known_curve_is_recovered_from_noisy_windows_of_which_some_are_far_off(
-    base_s: float, sequence_share: float, kv_share: float, token_share: float, pair_share: float, seed: int
+    base_s: float,
+    sequence_share: float,
+    kv_share: float,
+    token_share: float,
+    pair_share: float,
+    seed: int,
 ) -> None:
-    """A twentieth more or less, and one window in ten takes two to five times as long as the engine's work."""
+    """A twentieth more or less, and one window in ten takes two to five times as long as the
+    engine's work."""
     truth = DecodeCurve(
-        base_s, base_s * sequence_share, base_s * kv_share / 10, 1 / (base_s * token_share), base_s * pair_share / 100
+        base_s,
+        base_s * sequence_share,
+        base_s * kv_share / 10,
+        1 / (base_s * token_share),
+        base_s * pair_share / 100,
     )
     rng = np.random.default_rng(seed)
     seen = [
         each._replace(
-            seconds=each.seconds * rng.lognormal(0.0, 0.05) * (rng.uniform(2, 5) if rng.random() < 0.1 else 1)
+            seconds=each.seconds
+            * rng.lognormal(0.0, 0.05)
+            * (rng.uniform(2, 5) if rng.random() < 0.1 else 1)
         )
         for each in windows_of(rng, truth, 250)
     ]
@@ -135,12 +169,16 @@ def test_a_known_curve_is_recovered_from_noisy_windows_of_which_some_are_far_off
 @pytest.mark.parametrize("truth", [SMALL, LARGE])
 def test_stalls_and_jitter_of_the_host_leave_a_useful_curve(truth: DecodeCurve) -> None:
     rng = random.Random(5)
-    measured, _ = learn(truth, 2, lambda: rng.lognormvariate(0.0, 0.08) * (4.0 if rng.random() < 0.02 else 1.0))
+    measured, _ = learn(
+        truth, 2, lambda: rng.lognormvariate(0.0, 0.08) * (4.0 if rng.random() < 0.02 else 1.0)
+    )
     for shape in SHAPES:
         assert step_s(measured.declared, *shape) == pytest.approx(step_s(truth, *shape), rel=0.15)
 
 
-def test_nothing_is_declared_before_there_is_evidence_and_a_batch_of_one_tells_its_own_steps() -> None:
+def test_nothing_is_declared_before_there_is_evidence_and_a_batch_of_one_tells_its_own_steps() -> (
+    None
+):
     measured = MeasuredCurve()
     engine = Engine(SMALL, EngineWork(measured.take), 3)
     engine.run(1, 10)
@@ -151,12 +189,20 @@ def test_nothing_is_declared_before_there_is_evidence_and_a_batch_of_one_tells_i
     assert step_s(measured.declared, 1, 300) == pytest.approx(step_s(SMALL, 1, 300), rel=0.02)
 
 
-@given(factor=st.floats(1.4, 10.0), up=st.booleans(), spread=st.floats(0.0, 0.15), seed=st.integers(0, 2**32 - 1))
+@given(
+    factor=st.floats(1.4, 10.0),
+    up=st.booleans(),
+    spread=st.floats(0.0, 0.15),
+    seed=st.integers(0, 2**32 - 1),
+)
 @settings(max_examples=30, deadline=None)
-def test_a_drift_is_declared_once_and_not_at_each_look(factor: float, up: bool, spread: float, seed: int) -> None:
-    """Result: as long as the engine is the same, nothing; then one new curve, or a second one that is nearer, and also
-    for batches that have not run since. The time of a step varies by 15% at most: with 20%, and an engine that
-    becomes 1.4 times as fast, 3 engines in 100 declare three to six curves."""
+def test_a_drift_is_declared_once_and_not_at_each_look(
+    factor: float, up: bool, spread: float, seed: int
+) -> None:
+    """Result: as long as the engine is the same, nothing; then one new curve, or a second one that
+    is nearer, and also for batches that have not run since. The time of a step varies by 15% at
+    most: with 20%, and an engine that becomes 1.4 times as fast, 3 engines in 100 declare three to
+    six curves."""
     factor = factor if up else 1.0 / factor
     rng = random.Random(seed)
     measured, engine = learn(SMALL, 4, lambda: rng.lognormvariate(0.0, spread))
@@ -164,19 +210,23 @@ def test_a_drift_is_declared_once_and_not_at_each_look(factor: float, up: bool, 
     engine.run(12, 100)
     assert not measured.update(), "the same engine"
     assert measured.declared is before
-    engine.curve = DecodeCurve(0.05 * factor, 0.01 * factor, 2e-6 * factor, 500.0 / factor, 1e-7 * factor)
+    engine.curve = DecodeCurve(
+        0.05 * factor, 0.01 * factor, 2e-6 * factor, 500.0 / factor, 1e-7 * factor
+    )
     changes = 0
     for _ in range(60):
         engine.run(6, 20)
         changes += measured.update()
     assert changes == 1 or (changes == 2 and spread > 0.05)
     for shape in SHAPES:
-        assert step_s(measured.declared, *shape) == pytest.approx(step_s(engine.curve, *shape), rel=0.3)
+        assert step_s(measured.declared, *shape) == pytest.approx(
+            step_s(engine.curve, *shape), rel=0.3
+        )
 
 
 def test_the_first_larger_batches_teach_what_a_batch_of_one_did_not() -> None:
-    """Result: the steps of one sequence stay, and what more sequences take is learned, not taken for a slower
-    engine."""
+    """Result: the steps of one sequence stay, and what more sequences take is learned, not taken
+    for a slower engine."""
     measured = MeasuredCurve()
     for batch in (1, 12):
         for context in range(100, 1_000, 20):
@@ -220,15 +270,23 @@ def test_aborted_requests_and_lost_leads_leave_no_wrong_window() -> None:
     work.end("c")
 
 
-def test_long_prompts_tell_the_speed_of_prefill_where_short_ones_take_as_long_as_it_takes_to_begin() -> None:
-    """A GPU that takes 50 ms to begin a request and computes 27,000 tokens a second, and the prompts of a probe."""
+def test_long_prompts_tell_the_speed_of_prefill_where_short_ones_take_as_long_as_it_takes_to_begin() -> (
+    None
+):
+    """A GPU that takes 50 ms to begin a request and computes 27,000 tokens a second, and the
+    prompts of a probe."""
 
     def fit(*rounds: tuple[int, ...]) -> float:
-        windows = [Window(4, 4 * batch, 4 * batch * 256, 0, 0, 4 * (0.0065 + 2e-5 * batch)) for batch in (1, 16, 32)]
+        windows = [
+            Window(4, 4 * batch, 4 * batch * 256, 0, 0, 4 * (0.0065 + 2e-5 * batch))
+            for batch in (1, 16, 32)
+        ]
         for contexts in rounds:
             for before, context in itertools.pairwise((0, *contexts)):
                 new = context - before
-                windows.append(Window(5, 4, 4 * context, new, new * (context - new / 2), 0.0825 + new / 27_000))
+                windows.append(
+                    Window(5, 4, 4 * context, new, new * (context - new / 2), 0.0825 + new / 27_000)
+                )
         return fit_windows(windows)[0].prefill_tokens_per_s
 
     short = (64, 256, 512)

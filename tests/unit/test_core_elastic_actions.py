@@ -1,4 +1,5 @@
-"""What an action may say of itself, the queue that keeps it as columns, and the orders it is read in."""
+"""What an action may say of itself, the queue that keeps it as columns, and the orders it is read
+in."""
 
 import math
 from dataclasses import replace
@@ -32,7 +33,9 @@ def test_durations_follow_equation_1() -> None:
     assert seconds_at(elastic(0, Range(1, 8), 12.0, Amdahl(0.0)), 4) == 3.0
     assert seconds_at(elastic(0, Range(1, 8), 12.0, Amdahl(1.0)), 4) == 12.0
     measured = Measured(((1, 1.0), (4, 0.5)))
-    assert [measured.efficiency(units) for units in (1, 2, 4, 8)] == pytest.approx([1.0, 5.0 / 6.0, 0.5, 0.5])
+    assert [measured.efficiency(units) for units in (1, 2, 4, 8)] == pytest.approx(
+        [1.0, 5.0 / 6.0, 0.5, 0.5]
+    )
     assert seconds_at(elastic(0, Range(1, 8), 12.0, measured), 4) == 6.0
 
 
@@ -76,14 +79,18 @@ def test_a_bad_figure_is_refused_by_its_name(action: Action, field: str) -> None
 
 @pytest.mark.parametrize("demand", [Fixed(9), Range(9, 20), UnitSet((9, 10))])
 def test_what_asks_for_more_than_there_is_at_least_never_fits(demand: Demand) -> None:
-    with pytest.raises(InvalidActionError, match=r"cost\[cpu_cores\].*at least 9 asked for, 8 in all"):
+    with pytest.raises(
+        InvalidActionError, match=r"cost\[cpu_cores\].*at least 9 asked for, 8 in all"
+    ):
         check_action(bad(cost={"cpu_cores": demand}), {"cpu_cores": 8})
     check_action(bad(cost={"cpu_cores": Range(8, 20)}), {"cpu_cores": 8})
 
 
 def test_rows_stay_with_their_actions_as_others_come_and_go() -> None:
     waiting = ActionQueue(CAPACITIES)
-    actions = [elastic(index, Range(1, 1 + index % 40), 1.0 + index, Amdahl(0.1)) for index in range(200)]
+    actions = [
+        elastic(index, Range(1, 1 + index % 40), 1.0 + index, Amdahl(0.1)) for index in range(200)
+    ]
     for action in actions:
         waiting.add(action)
     for action in actions[::3]:
@@ -103,7 +110,9 @@ def test_what_cannot_be_scaled_has_one_choice_and_what_is_unknown_lasts_as_is_ty
     waiting = ActionQueue(CAPACITIES)
     waiting.add(replace(GOOD, single_unit_s=None))
     waiting.add(replace(GOOD, action_id="rigid", elasticity=None))
-    waiting.add(replace(GOOD, action_id="plain", key=None, elasticity=None, cost={"memory_bytes": Fixed(7)}))
+    waiting.add(
+        replace(GOOD, action_id="plain", key=None, elasticity=None, cost={"memory_bytes": Fixed(7)})
+    )
     curves = waiting.curves(np.arange(3), 42.0)
     assert curves.counts.tolist() == [1, 1, 1]
     assert curves.units[:, 0].tolist() == [1, 1, 7]
@@ -112,7 +121,9 @@ def test_what_cannot_be_scaled_has_one_choice_and_what_is_unknown_lasts_as_is_ty
 
 def test_choices_that_are_no_faster_than_fewer_units_are_left_out() -> None:
     waiting = ActionQueue(CAPACITIES)
-    waiting.add(elastic(0, UnitSet((1, 2, 4, 8)), 8.0, Measured(((1, 1.0), (2, 0.5), (4, 0.5), (8, 0.2)))))
+    waiting.add(
+        elastic(0, UnitSet((1, 2, 4, 8)), 8.0, Measured(((1, 1.0), (2, 0.5), (4, 0.5), (8, 0.2))))
+    )
     curves = waiting.curves(np.arange(1), 1.0)
     assert curves.units[0, : curves.counts[0]].tolist() == [1, 4]
     assert curves.seconds[0, : curves.counts[0]].tolist() == [8.0, 4.0]

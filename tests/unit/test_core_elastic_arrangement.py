@@ -1,10 +1,19 @@
-"""DPArrange for each operator against the trial of every allocation, and against the paper's listing."""
+"""DPArrange for each operator against the trial of every allocation, and against the paper's
+listing."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.elastic import Choices, arrange_as_listed, chunks_exist, curves, least_chunked_s, least_flat_s, total_s
+from support.elastic import (
+    Choices,
+    arrange_as_listed,
+    chunks_exist,
+    curves,
+    least_chunked_s,
+    least_flat_s,
+    total_s,
+)
 from treadle_core.tools.action import Amdahl
 from treadle_core.tools.arrangement import (
     LEVELS,
@@ -30,7 +39,8 @@ def choices(draw: st.DrawFn, units: st.SearchStrategy[int]) -> Choices:
 @st.composite
 def convex_choices(draw: st.DrawFn) -> Choices:
     least, count = draw(st.integers(1, 3)), draw(st.integers(1, 5))
-    # From a nanosecond: parts of the smallest floats are rounded to multiples of them, which no curve of Amdahl's is.
+    # From a nanosecond: parts of the smallest floats are rounded to multiples of them, which no
+    # curve of Amdahl's is.
     single_s = draw(st.one_of(st.just(0.0), st.floats(1e-9, 1_000.0)))
     curve = Amdahl(draw(st.floats(0.0, 1.0)))
     return [(m, single_s / (m * curve.efficiency(m))) for m in range(least, least + count)]
@@ -53,7 +63,9 @@ def hold(found: Arrangement, candidates: list[Choices], prefix: int, best_s: flo
 
 
 @given(st.lists(any_choices, min_size=1, max_size=5), st.integers(0, 20))
-def test_every_prefix_of_a_flat_pool_is_arranged_as_well_as_by_trying_all(candidates: list[Choices], more: int) -> None:
+def test_every_prefix_of_a_flat_pool_is_arranged_as_well_as_by_trying_all(
+    candidates: list[Choices], more: int
+) -> None:
     free = least_units(candidates) + more
     table = flat_table(curves(candidates), free)
     for prefix in range(len(candidates) + 1):
@@ -63,7 +75,9 @@ def test_every_prefix_of_a_flat_pool_is_arranged_as_well_as_by_trying_all(candid
 
 
 @given(st.lists(convex_choices(), min_size=1, max_size=5), st.integers(0, 20))
-def test_marginal_gains_are_exact_where_durations_are_convex(candidates: list[Choices], more: int) -> None:
+def test_marginal_gains_are_exact_where_durations_are_convex(
+    candidates: list[Choices], more: int
+) -> None:
     free = least_units(candidates) + more
     assert is_convex(*curves(candidates))
     gains = marginal_gains(curves(candidates), free)
@@ -71,20 +85,31 @@ def test_marginal_gains_are_exact_where_durations_are_convex(candidates: list[Ch
         assert sum(hold(gains, candidates, prefix, least_flat_s(candidates[:prefix], free))) <= free
 
 
-@given(st.lists(st.one_of(any_choices, convex_choices()), min_size=1, max_size=4), st.integers(0, 12))
-def test_cores_of_a_node_are_arranged_exactly_whatever_the_curves(candidates: list[Choices], more: int) -> None:
+@given(
+    st.lists(st.one_of(any_choices, convex_choices()), min_size=1, max_size=4), st.integers(0, 12)
+)
+def test_cores_of_a_node_are_arranged_exactly_whatever_the_curves(
+    candidates: list[Choices], more: int
+) -> None:
     free, taken = least_units(candidates) + more, np.array([3, 2])
     pool = CpuNodes(("small", "large"), [(4, 0), (200, 0)], [(4, 0), (free + 5, 0)])
     share = pool.share(1, 0, taken)
     assert share.free == free
-    hold(share.arrange(curves(candidates)), candidates, len(candidates), least_flat_s(candidates, free))
+    hold(
+        share.arrange(curves(candidates)),
+        candidates,
+        len(candidates),
+        least_flat_s(candidates, free),
+    )
 
 
 @given(st.lists(gpu_choices, min_size=1, max_size=4), gpu_nodes)
 def test_every_prefix_on_gpu_chunks_is_arranged_as_well_as_by_trying_all(
     candidates: list[Choices], free: list[frozenset[int]]
 ) -> None:
-    share = GpuNodes({f"n{index}": gpus for index, gpus in enumerate(free)}).share(0, 0, np.empty(0, np.int64))
+    share = GpuNodes({f"n{index}": gpus for index, gpus in enumerate(free)}).share(
+        0, 0, np.empty(0, np.int64)
+    )
     table = share.arrange(curves(candidates))
     assert share.free == sum(map(len, free))
     for prefix in range(len(candidates) + 1):
@@ -94,16 +119,25 @@ def test_every_prefix_on_gpu_chunks_is_arranged_as_well_as_by_trying_all(
 
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=6), gpu_nodes)
-def test_gpus_are_assigned_as_long_as_any_placement_has_room(asked: list[int], free: list[frozenset[int]]) -> None:
+def test_gpus_are_assigned_as_long_as_any_placement_has_room(
+    asked: list[int], free: list[frozenset[int]]
+) -> None:
     nodes = GpuNodes({f"n{index}": gpus for index, gpus in enumerate(free)})
     assigned = nodes.assign(np.array(asked).reshape(-1, 1), np.full(len(asked), -1))
     most = max(count for count in range(len(asked) + 1) if chunks_exist(asked[:count], free))
     assert assigned.tolist() == [0] * most + [-1] * (len(asked) - most)
     given_out = [chunk for chunk in nodes.chunks(np.array(asked[:most])) if chunk is not None]
-    used = [(chunk.node_id, gpu) for chunk in given_out for gpu in range(chunk.first, chunk.first + chunk.size)]
+    used = [
+        (chunk.node_id, gpu)
+        for chunk in given_out
+        for gpu in range(chunk.first, chunk.first + chunk.size)
+    ]
     assert len(used) == len(set(used))
     assert all(gpu in free[int(node[1:])] for node, gpu in used)
-    assert all(chunk.size >= units > chunk.size // 2 for chunk, units in zip(given_out, asked, strict=False))
+    assert all(
+        chunk.size >= units > chunk.size // 2
+        for chunk, units in zip(given_out, asked, strict=False)
+    )
     assert all(chunk.first % chunk.size == 0 for chunk in given_out)
 
 
@@ -133,5 +167,7 @@ def test_units_that_save_nothing_stay_free() -> None:
         ([(1, 8.0), (2, 7.0), (3, 2.0)], False),
     ],
 )
-def test_a_set_of_units_is_left_to_the_table_and_a_convex_range_to_the_gains(one: Choices, convex: bool) -> None:
+def test_a_set_of_units_is_left_to_the_table_and_a_convex_range_to_the_gains(
+    one: Choices, convex: bool
+) -> None:
     assert is_convex(*curves([one])) is convex

@@ -1,4 +1,5 @@
-"""Which actions start, with how much and where: scenarios, and how near the best decision the heuristic comes."""
+"""Which actions start, with how much and where: scenarios, and how near the best decision the
+heuristic comes."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.elastic import Choices, curves, elastic, estimate_as_listed, every_pick, objective_s
-from treadle_core.tools.action import Action, Amdahl, Demand, Fixed, InvalidActionError, Range, UnitSet
+from treadle_core.tools.action import (
+    Action,
+    Amdahl,
+    Demand,
+    Fixed,
+    InvalidActionError,
+    Range,
+    UnitSet,
+)
 from treadle_core.tools.decision import Executing, Start, decide
 from treadle_core.tools.group import GRAIN, MOST_TRIED, Group, best_prefix
 from treadle_core.tools.pools import CpuNodes, FlatPool, GpuNodes, Pool, capacities, share_units
@@ -24,7 +33,9 @@ def asks(index: int, node: str | None = None, /, **cost: Demand) -> Action:
     return Action(f"a{index}", f"t{index}", index, cost, 10.0, node_id=node)
 
 
-def decided(actions: Sequence[Action], pools: Sequence[Pool], executing: Sequence[Executing] = ()) -> list[Start]:
+def decided(
+    actions: Sequence[Action], pools: Sequence[Pool], executing: Sequence[Executing] = ()
+) -> list[Start]:
     waiting = ActionQueue(capacities(pools))
     for action in actions:
         waiting.add(action)
@@ -41,11 +52,16 @@ def cores(count: int, free: int | None = None) -> FlatPool:
 
 def test_one_elastic_action_gets_all_that_helps_it() -> None:
     assert units(decided([elastic(0, Range(1, 8), 10.0, LINEAR)], [cores(16)])) == {"a0": 8}
-    assert units(decided([elastic(0, UnitSet((1, 2, 4, 8)), 10.0, LINEAR)], [cores(7)])) == {"a0": 4}
+    assert units(decided([elastic(0, UnitSet((1, 2, 4, 8)), 10.0, LINEAR)], [cores(7)])) == {
+        "a0": 4
+    }
 
 
 def test_units_go_to_whom_they_save_most() -> None:
-    long, short = elastic(0, Range(1, 8), 80.0, Amdahl(0.1)), elastic(1, Range(1, 8), 10.0, Amdahl(0.1))
+    long, short = (
+        elastic(0, Range(1, 8), 80.0, Amdahl(0.1)),
+        elastic(1, Range(1, 8), 10.0, Amdahl(0.1)),
+    )
     found = units(decided([long, short], [cores(8)]))
     assert found["a0"] > found["a1"]
     assert sum(found.values()) == 8
@@ -60,7 +76,10 @@ def test_the_last_is_evicted_where_its_units_save_others_more_than_it_waits() ->
 
 
 def test_the_head_starts_however_much_others_would_gain() -> None:
-    queue = [elastic(0, Range(1, 2), 1e6, Amdahl(1.0)), *(elastic(i, Range(1, 2), 1.0, LINEAR) for i in range(1, 4))]
+    queue = [
+        elastic(0, Range(1, 2), 1e6, Amdahl(1.0)),
+        *(elastic(i, Range(1, 2), 1.0, LINEAR) for i in range(1, 4)),
+    ]
     assert "a0" in units(decided(queue, [cores(1)]))
 
 
@@ -93,7 +112,11 @@ def test_starts_come_in_the_order_of_arrival() -> None:
 
 def nodes(*free: tuple[int, int]) -> CpuNodes:
     """Nodes n0, n1, ... of 8 cores and 16 GiB, with so many cores and GiB free."""
-    return CpuNodes([f"n{i}" for i in range(len(free))], [(8, 16 * GIB)] * len(free), [(c, m * GIB) for c, m in free])
+    return CpuNodes(
+        [f"n{i}" for i in range(len(free))],
+        [(8, 16 * GIB)] * len(free),
+        [(c, m * GIB) for c, m in free],
+    )
 
 
 def test_a_trajectory_begins_where_most_memory_is_free_and_stays_where_it_is() -> None:
@@ -103,7 +126,11 @@ def test_a_trajectory_begins_where_most_memory_is_free_and_stays_where_it_is() -
         asks(2, "n0", cpu_cores=Fixed(1)),
     ]
     found = decided(queue, [nodes((8, 10), (8, 12))])
-    assert [(start.action.action_id, start.node_id) for start in found] == [("a0", "n1"), ("a1", "n0"), ("a2", "n0")]
+    assert [(start.action.action_id, start.node_id) for start in found] == [
+        ("a0", "n1"),
+        ("a1", "n0"),
+        ("a2", "n0"),
+    ]
 
 
 def test_each_node_shares_out_its_own_cores() -> None:
@@ -111,7 +138,9 @@ def test_each_node_shares_out_its_own_cores() -> None:
     assert units(decided(queue, [nodes((8, 0), (3, 0))])) == {"a0": 8, "a1": 3}
 
 
-def test_those_that_live_on_a_node_pass_one_that_waits_for_memory_but_not_one_that_waits_for_cores() -> None:
+def test_those_that_live_on_a_node_pass_one_that_waits_for_memory_but_not_one_that_waits_for_cores() -> (
+    None
+):
     there = asks(1, "n0", cpu_cores=Fixed(1))
     for needed, expected in (((1, 9), {"a1": 1}), ((6, 8), {})):
         first = asks(0, cpu_cores=Fixed(needed[0]), memory_bytes=Fixed(needed[1] * GIB))
@@ -134,7 +163,10 @@ def test_what_runs_decides_whether_waiting_for_it_is_better() -> None:
     pair = [elastic(0, UnitSet((1, 2)), 10.0, LINEAR), elastic(1, UnitSet((1, 2)), 10.0, LINEAR)]
     assert units(decided(pair, [cores(8, 2)], [Executing("cpu_cores", 6, -1.0)])) == {"a0": 2}
     rigid = [pair[0], elastic(1, UnitSet((1,)), 10.0, LINEAR)]
-    assert units(decided(rigid, [cores(8, 2)], [Executing("cpu_cores", 6, 100.0)])) == {"a0": 1, "a1": 1}
+    assert units(decided(rigid, [cores(8, 2)], [Executing("cpu_cores", 6, 100.0)])) == {
+        "a0": 1,
+        "a1": 1,
+    }
 
 
 def test_an_action_on_a_node_that_is_gone_is_refused() -> None:
@@ -142,10 +174,17 @@ def test_an_action_on_a_node_that_is_gone_is_refused() -> None:
         decided([asks(0, "gone", cpu_cores=Fixed(1))], [nodes((8, 8))])
 
 
-@given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=6), st.lists(st.floats(0.0, 100.0), min_size=1, max_size=9))
-def test_where_each_holds_one_unit_the_objective_is_the_papers(running: list[float], queue: list[float]) -> None:
+@given(
+    st.lists(st.floats(0.0, 100.0), min_size=1, max_size=6),
+    st.lists(st.floats(0.0, 100.0), min_size=1, max_size=9),
+)
+def test_where_each_holds_one_unit_the_objective_is_the_papers(
+    running: list[float], queue: list[float]
+) -> None:
     ends_s, held = np.array(running), np.ones(len(running), np.int64)
-    found = Group(curves([[(1, took_s)] for took_s in queue]), np.arange(1), ends_s, held, share_units(1))
+    found = Group(
+        curves([[(1, took_s)] for took_s in queue]), np.arange(1), ends_s, held, share_units(1)
+    )
     expected_s = queue[0] + estimate_as_listed([*running, queue[0]], queue[1:])
     assert found.objective(np.zeros(1, np.int64)) == pytest.approx(expected_s, rel=1e-9)
 
@@ -165,7 +204,9 @@ def test_of_few_candidates_the_best_prefix_is_found_wherever_it_is(objectives: l
 
 
 @given(st.integers(MOST_TRIED + 1, 2_000), st.data())
-def test_of_many_candidates_the_best_prefix_is_found_in_one_valley(count: int, data: st.DataObject) -> None:
+def test_of_many_candidates_the_best_prefix_is_found_in_one_valley(
+    count: int, data: st.DataObject
+) -> None:
     best = data.draw(st.integers(1, count))
     tried = []
 
@@ -184,7 +225,8 @@ Small = tuple[list[Choices], list[tuple[float, int]], int, int]
 
 
 def small_queue(seed: int) -> Small:
-    """A queue, what runs (end, units), the free units, and how many of the queue fit: few enough to try all."""
+    """A queue, what runs (end, units), the free units, and how many of the queue fit: few enough to
+    try all."""
     rng = np.random.default_rng(seed)
     free = int(rng.integers(4, 17))
     running = []
@@ -203,8 +245,13 @@ def small_queue(seed: int) -> Small:
 
 def group(small: Small, alike: int = 0) -> Group:
     queue, running, free, fit = small
-    ends_s, held = np.array([end for end, _ in running]), np.array([m for _, m in running], np.int64)
-    return Group(curves(queue), np.arange(fit), ends_s, held, share_units(free), min(alike, len(running)))
+    ends_s, held = (
+        np.array([end for end, _ in running]),
+        np.array([m for _, m in running], np.int64),
+    )
+    return Group(
+        curves(queue), np.arange(fit), ends_s, held, share_units(free), min(alike, len(running))
+    )
 
 
 def least_s(small: Small, found: Group) -> float:
@@ -222,8 +269,9 @@ def least_s(small: Small, found: Group) -> float:
 def test_decisions_are_near_the_best_of_all_prefixes_and_allocations(
     alike: int, record_property: Callable[[str, object], None]
 ) -> None:
-    """DPArrange is the best for those that start, not for those behind them, nor for those of their like (`alike`) that
-    are expected: one queue in a few hundred is more than 5% above the best (ADR 0021)."""
+    """DPArrange is the best for those that start, not for those behind them, nor for those of their
+    like (`alike`) that are expected: one queue in a few hundred is more than 5% above the best (ADR
+    0021)."""
     gaps = []
     for seed in range(300):
         small = small_queue(seed)
@@ -236,7 +284,9 @@ def test_decisions_are_near_the_best_of_all_prefixes_and_allocations(
             continue
         reached_s = found.objective(chosen)
         if not alike:
-            assert reached_s == pytest.approx(objective_s(queue, chosen.tolist(), running, free, 2), rel=1e-9)
+            assert reached_s == pytest.approx(
+                objective_s(queue, chosen.tolist(), running, free, 2), rel=1e-9
+            )
         gaps.append(reached_s / least_s(small, found) - 1.0)
     record_property("mean_gap", float(np.mean(gaps)))
     record_property("max_gap", max(gaps))
@@ -271,16 +321,21 @@ def runs(units: int, ends_in_s: float) -> Executing:
 
 @pytest.mark.parametrize("alike", [1, 2, 4, 8])
 def test_an_action_takes_fewer_units_the_more_of_its_like_run(alike: int) -> None:
-    """As many are expected to come while one runs, and each to wait for its part of the units that are held."""
+    """As many are expected to come while one runs, and each to wait for its part of the units that
+    are held."""
     serial = 0.1
     executing = [runs(2, 1_000.0)] * alike
-    (start,) = decided([elastic(0, Range(1, 32), 100.0, Amdahl(serial))], [cores(64, 64 - 2 * alike)], executing)
+    (start,) = decided(
+        [elastic(0, Range(1, 32), 100.0, Amdahl(serial))], [cores(64, 64 - 2 * alike)], executing
+    )
     costs = {m: (serial + (1 - serial) / m) * (1 + alike / 64 * m) for m in range(1, 33)}
     assert costs[start.units] == pytest.approx(min(costs.values()))
     assert start.units < 32
 
 
-def test_one_that_would_start_with_little_waits_for_what_its_like_free_soon_and_others_pass_it() -> None:
+def test_one_that_would_start_with_little_waits_for_what_its_like_free_soon_and_others_pass_it() -> (
+    None
+):
     """
     GIVEN   2 of 16 cores free, the others come back in a second
     WHEN    a test run of 100 s waits, and a command behind it
@@ -291,7 +346,11 @@ def test_one_that_would_start_with_little_waits_for_what_its_like_free_soon_and_
     assert units(decided([run, behind], [cores(16, 1)], [runs(15, 1.0)])) == {"a1": 1}
     (start,) = decided([run], [cores(16, 15)], [Executing("cpu_cores", 1, 9.0)])
     assert start.units > 2
-    # Nobody waits for what ends late or cannot be scaled; of those that can be scaled none passes one that waits.
+    # Nobody waits for what ends late or cannot be scaled; of those that can be scaled none passes
+    # one that waits.
     assert units(decided([run], [cores(16, 2)], [runs(14, 500.0)])) == {"a0": 2}
     assert units(decided([run], [cores(16, 2)], [Executing("cpu_cores", 14, 1.0)])) == {"a0": 2}
-    assert decided([run, replace(run, action_id="b", arrival=1)], [cores(16, 1)], [runs(15, 1.0)]) == []
+    assert (
+        decided([run, replace(run, action_id="b", arrival=1)], [cores(16, 1)], [runs(15, 1.0)])
+        == []
+    )

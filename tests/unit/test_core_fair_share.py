@@ -1,4 +1,5 @@
-"""Start-time fair queueing: shares by weight, and equal ones of a queue, first come first served within a job."""
+"""Start-time fair queueing: shares by weight, and equal ones of a queue, first come first served
+within a job."""
 
 import itertools
 import math
@@ -48,7 +49,9 @@ def test_all_is_given_once_and_in_order_within_a_job(work: list[tuple[str, float
     for job in "abc":
         order = [item for owner, item, _ in taken if owner == job]
         assert order == sorted(order)
-        assert [cost for owner, _, cost in taken if owner == job] == [work[item][1] for item in order]
+        assert [cost for owner, _, cost in taken if owner == job] == [
+            work[item][1] for item in order
+        ]
 
 
 @given(st.lists(st.lists(COSTS, min_size=1, max_size=30), min_size=2, max_size=5))
@@ -101,7 +104,9 @@ def test_shares_follow_the_weights_and_not_the_sizes_of_the_pieces() -> None:
     assert got["a"] / got["b"] == pytest.approx(3.0, rel=0.02)
 
 
-def test_a_job_that_did_not_wait_begins_beside_the_least_served_and_former_jobs_are_forgotten() -> None:
+def test_a_job_that_did_not_wait_begins_beside_the_least_served_and_former_jobs_are_forgotten() -> (
+    None
+):
     share = FairShare()
     share.begin_waiting("a")
     share.begin_waiting("gone")
@@ -126,14 +131,21 @@ def test_a_bad_cost_is_refused(bad: float) -> None:
 
 
 def served(order: FairOrder, asked: dict[str, list[float]]) -> list[str]:
-    """Whose work one server does next, where all ask at once, and each takes as long as was expected."""
-    waiting = [(order.place(job, service_s), job) for job, services in asked.items() for service_s in services]
+    """Whose work one server does next, where all ask at once, and each takes as long as was
+    expected."""
+    waiting = [
+        (order.place(job, service_s), job)
+        for job, services in asked.items()
+        for service_s in services
+    ]
     for place, _ in sorted(waiting):
         order.begin(place)
     return [job for _, job in sorted(waiting)]
 
 
-def test_places_of_a_job_that_asks_for_little_come_between_those_of_one_that_asks_for_a_lot() -> None:
+def test_places_of_a_job_that_asks_for_little_come_between_those_of_one_that_asks_for_a_lot() -> (
+    None
+):
     order = FairOrder()
     assert served(order, {"many": [1.0] * 100, "few": [1.0] * 3})[:6].count("few") == 3
     first = Counter(served(order, {"short": [1.0] * 40, "long": [4.0] * 40})[:25])
@@ -158,7 +170,9 @@ def test_a_job_that_was_idle_saves_nothing_and_what_took_longer_than_expected_co
     order.settle("busy", 1.0, 5.0)
     assert order.place("busy", 1.0) == pytest.approx(place + 5e6, abs=10)
     order.settle("busy", 1.0, 0.0)
-    assert order.place("busy", 1.0) == pytest.approx(place + 5e6, abs=10), "given up, it costs nothing"
+    assert order.place("busy", 1.0) == pytest.approx(place + 5e6, abs=10), (
+        "given up, it costs nothing"
+    )
 
 
 def test_a_job_that_waits_for_nothing_is_forgotten() -> None:

@@ -14,7 +14,8 @@ def told(scenario: Scenario, name: str = "t") -> list[tuple[str, str, str]]:
 
 
 def test_decisions_say_what_was_decided_and_by_which_numbers() -> None:
-    """Two trajectories share a slot: one is placed, held for the slot, gets its ticket, and is preempted."""
+    """Two trajectories share a slot: one is placed, held for the slot, gets its ticket, and is
+    preempted."""
     scenario = Scenario(Policy(reserve=True), engines=("e0",), slots=1)
     scenario.open("long", tokens=400.0)
     first = scenario.step("long", 0)
@@ -30,7 +31,9 @@ def test_decisions_say_what_was_decided_and_by_which_numbers() -> None:
     assert placed == ("placed", "e0", "the only engine")
     assert held == ("held", "e0", "no slot: 1 steps have tickets, for 1 slots")
     assert got == ("ticket", "e0", f"turn 0 at priority {ticket.priority:.2f}, after 2.00 s")
-    priorities = f"at priority {ticket.priority:.2f} after 20 tokens, by long at {again.priority:.2f}"
+    priorities = (
+        f"at priority {ticket.priority:.2f} after 20 tokens, by long at {again.priority:.2f}"
+    )
     assert preempted == ("preempted", "e0", priorities)
 
 
@@ -50,7 +53,9 @@ def test_a_history_is_bounded_and_goes_with_its_trajectory() -> None:
     histories = Histories()
     for number in range(MOST_DECISIONS + 5):
         histories.decide("t", float(number), "ticket", "e0", "turn {}", number)
-    assert [each.now_s for each in histories.decisions("t")] == [float(5 + n) for n in range(MOST_DECISIONS)]
+    assert [each.now_s for each in histories.decisions("t")] == [
+        float(5 + n) for n in range(MOST_DECISIONS)
+    ]
     for number in range(MOST_HISTORIES):
         histories.decide(f"t{number}", 0.0, "ticket", "e0", "")
     assert not histories.decisions("t") and histories.decisions("t0")

@@ -1,4 +1,5 @@
-"""The ledger of a trajectory at the controller: for what its requests wait, and whose account counts once."""
+"""The ledger of a trajectory at the controller: for what its requests wait, and whose account
+counts once."""
 
 import pytest
 from support.control import Scenario, all_of, one
@@ -31,11 +32,14 @@ def test_a_step_is_accounted_for_once_however_often_and_late_its_engine_says_so(
     for _ in range(2):
         scenario.send(ev.StepFinished("t", late.ticket_id, 1, 100, 10, TIMES))
 
-    assert ledger(scenario) == Ledger(queue_s=2.0, prefill_s=4.0, decode_s=8.0, preempted_s=16.0, weights_s=32.0)
+    assert ledger(scenario) == Ledger(
+        queue_s=2.0, prefill_s=4.0, decode_s=8.0, preempted_s=16.0, weights_s=32.0
+    )
 
 
 def test_of_a_step_that_is_replaced_only_what_its_client_saw_counts() -> None:
-    """The stream broke before its end; whether the engine's account comes first, later or never is the same."""
+    """The stream broke before its end; whether the engine's account comes first, later or never is
+    the same."""
     for comes_first in (True, False):
         scenario = Scenario(engines=("e0",))
         scenario.open("t")
@@ -43,7 +47,9 @@ def test_of_a_step_that_is_replaced_only_what_its_client_saw_counts() -> None:
         if comes_first:
             finish(scenario)
         seen = ClientTimes(control_s=0.5, lost=StepTimes(decode_s=3.0))
-        scenario.step("t", 0, replaces_ticket_id=lost.ticket_id, resumed_tokens=4, client_times=seen)
+        scenario.step(
+            "t", 0, replaces_ticket_id=lost.ticket_id, resumed_tokens=4, client_times=seen
+        )
         scenario.send(ev.StepFinished("t", lost.ticket_id, 0, 100, 10, TIMES))
 
         assert ledger(scenario) == Ledger(decode_s=3.0, control_s=0.5)
@@ -65,7 +71,9 @@ def test_a_wait_counts_for_what_it_waits_for_until_now_and_is_named_on_the_ticke
     scenario.send(ev.WeightsUpdated("e0", "v1"))
     scenario.advance(0.0)
     scenario.now += 4.0
-    ticket = one(scenario.send(ev.StepFinished("first", first.ticket_id, 0, 100, 10)), act.IssueTicket).ticket
+    ticket = one(
+        scenario.send(ev.StepFinished("first", first.ticket_id, 0, 100, 10)), act.IssueTicket
+    ).ticket
 
     assert ticket.waited_s == 7.0
     assert ledger(scenario) == Ledger(held_s=5.0, weights_s=2.0)
@@ -126,7 +134,9 @@ def test_a_closing_ends_a_wait_and_counts_for_how_long_it_was_on_its_way() -> No
         scenario.send(closing)
 
     assert ledger(scenario) == Ledger(held_s=5.0, tool_s=1.0, control_s=1.0)
-    assert one(all_of(scenario.heard, act.AnnounceClosed), act.AnnounceClosed).record.ledger == ledger(scenario)
+    assert one(
+        all_of(scenario.heard, act.AnnounceClosed), act.AnnounceClosed
+    ).record.ledger == ledger(scenario)
 
 
 def test_a_restart_keeps_what_was_accounted_for() -> None:

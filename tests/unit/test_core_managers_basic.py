@@ -73,7 +73,9 @@ def test_no_window_ever_holds_more_than_the_quota(
         assert len(inside) <= count
 
 
-@given(st.integers(1, 5), st.floats(0.05, 10.0), st.booleans(), st.lists(AFTER_A_MOMENT, min_size=1))
+@given(
+    st.integers(1, 5), st.floats(0.05, 10.0), st.booleans(), st.lists(AFTER_A_MOMENT, min_size=1)
+)
 def test_more_is_free_when_the_window_says_so_and_not_before(
     count: int, period_s: float, sliding: bool, pauses: list[float]
 ) -> None:
@@ -92,7 +94,9 @@ def test_more_is_free_when_the_window_says_so_and_not_before(
 
 
 def test_a_quota_is_shared_by_all_and_comes_back_by_the_clock() -> None:
-    manager = BasicManager(Provider("search", concurrency=3, quotas=(Quota(4, 10.0), Quota(5, 60.0))))
+    manager = BasicManager(
+        Provider("search", concurrency=3, quotas=(Quota(4, 10.0), Quota(5, 60.0)))
+    )
     assert room(manager, 0.0) == 3
     for name in ("c0", "c1", "c2"):
         call(manager, name, 0.0)
@@ -107,9 +111,12 @@ def test_a_quota_is_shared_by_all_and_comes_back_by_the_clock() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ended", "until_s"), [(Ended(End.REFUSED, 7.0), 8.0), (Ended(End.SERVED, 3.0), 4.0), (REFUSED, 3.0), (SERVED, 1.0)]
+    ("ended", "until_s"),
+    [(Ended(End.REFUSED, 7.0), 8.0), (Ended(End.SERVED, 3.0), 4.0), (REFUSED, 3.0), (SERVED, 1.0)],
 )
-def test_nothing_goes_to_a_provider_before_the_time_it_asked_to_wait_for(ended: Ended, until_s: float) -> None:
+def test_nothing_goes_to_a_provider_before_the_time_it_asked_to_wait_for(
+    ended: Ended, until_s: float
+) -> None:
     """One that does not say until when is left alone for the breaker's cool-down, here 2 s."""
     manager = BasicManager(Provider("search", concurrency=2, breaker=BreakerRule(cooldown_s=2.0)))
     call(manager, "c", 0.0)
@@ -136,10 +143,12 @@ def fail(breaker: Breaker, name: str, now_s: float, end: End = End.FAILED) -> No
     breaker.end(name, end, now_s)
 
 
-def test_a_breaker_opens_after_failures_in_a_row_tries_one_and_waits_twice_as_long_each_time() -> None:
-    """
-    WHEN    a provider fails, is tried after the cool-down, fails again and again, and then serves
-    Result: open for 1, 2, 4, 4 s (the longest), one probe each; then closed, and the next cool-down is 1 s again"""
+def test_a_breaker_opens_after_failures_in_a_row_tries_one_and_waits_twice_as_long_each_time() -> (
+    None
+):
+    """WHEN    a provider fails, is tried after the cool-down, fails again and again, and then
+    serves Result: open for 1, 2, 4, 4 s (the longest), one probe each; then closed, and the next
+    cool-down is 1 s again"""
     breaker = Breaker(BreakerRule(failures=3, recent=100, cooldown_s=1.0, longest_cooldown_s=4.0))
     for end in (End.FAILED, End.FAILED, End.SERVED, End.FAILED, End.FAILED):
         fail(breaker, "a", 0.0, end)
@@ -189,7 +198,9 @@ def test_what_was_under_way_when_a_breaker_opened_says_nothing_about_it_any_more
 
 
 def test_a_half_open_provider_gets_one_of_those_that_wait() -> None:
-    manager = BasicManager(Provider("search", quotas=(Quota(100, 1.0),), breaker=BreakerRule(failures=1)))
+    manager = BasicManager(
+        Provider("search", quotas=(Quota(100, 1.0),), breaker=BreakerRule(failures=1))
+    )
     call(manager, "a", 0.0)
     manager.give_back("a", FAILED, 0.0)
     assert (manager.state(0.5), room(manager, 0.5)) == (State.OPEN, 0)
@@ -215,7 +226,9 @@ def test_a_half_open_provider_gets_one_of_those_that_wait() -> None:
         ({"breaker": BreakerRule(cooldown_s=90.0)}, "provider.breaker.cooldown_s"),
     ],
 )
-def test_a_provider_with_a_figure_that_is_none_is_refused(fields: dict[str, Any], field: str) -> None:
+def test_a_provider_with_a_figure_that_is_none_is_refused(
+    fields: dict[str, Any], field: str
+) -> None:
     with pytest.raises(InvalidPoolError) as refused:
         BasicManager(Provider(**{"name": "search", **fields}))
     assert refused.value.field == field
@@ -225,8 +238,14 @@ def test_a_provider_with_a_figure_that_is_none_is_refused(fields: dict[str, Any]
     ("cost", "field"),
     [
         ({concurrency_of("search"): Fixed(1)}, "cost"),
-        ({concurrency_of("search"): Fixed(2), quota_of("search"): Fixed(1)}, "cost[api_concurrency:search]"),
-        ({concurrency_of("search"): Fixed(1), quota_of("search"): Range(1, 2)}, "cost[api_quota:search]"),
+        (
+            {concurrency_of("search"): Fixed(2), quota_of("search"): Fixed(1)},
+            "cost[api_concurrency:search]",
+        ),
+        (
+            {concurrency_of("search"): Fixed(1), quota_of("search"): Range(1, 2)},
+            "cost[api_quota:search]",
+        ),
     ],
 )
 def test_an_action_is_one_call(cost: dict[str, Any], field: str) -> None:

@@ -1,4 +1,5 @@
-"""Cores and memory of nodes: exclusive, near each other, memory for as long as the trajectory lives."""
+"""Cores and memory of nodes: exclusive, near each other, memory for as long as the trajectory
+lives."""
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,9 @@ from treadle_core.tools.pools import InvalidPoolError
 MACHINES = (Machine("a", ((0, 1, 2, 3), (4, 5, 6, 7)), 100), Machine("b", ((0, 1), (2, 3)), 50))
 
 
-def start(action_id: str, trajectory_id: str, cores: int, memory: int, node_id: str | None) -> Start:
+def start(
+    action_id: str, trajectory_id: str, cores: int, memory: int, node_id: str | None
+) -> Start:
     cost = {CPU_CORES: Fixed(cores)} | ({MEMORY_BYTES: Fixed(memory)} if memory else {})
     return Start(Action(action_id, trajectory_id, 0, cost), cores, node_id, None)
 
@@ -23,7 +26,8 @@ def take(manager: CpuManager, begun: Start) -> CpuGrant:
 
 
 class CpuLife(RuleBasedStateMachine):
-    """Any order of takes, ends and forgets: what the manager says is what a plain list of grants says."""
+    """Any order of takes, ends and forgets: what the manager says is what a plain list of grants
+    says."""
 
     running = Bundle("running")
 
@@ -79,10 +83,14 @@ class CpuLife(RuleBasedStateMachine):
     @invariant()
     def nothing_is_held_twice_or_lost(self) -> None:
         (pool,) = self.manager.pools(0.0)
-        for node_id, (all_cores, _), (free, free_bytes) in zip(pool.nodes, pool.capacity, pool.free, strict=True):
+        for node_id, (all_cores, _), (free, free_bytes) in zip(
+            pool.nodes, pool.capacity, pool.free, strict=True
+        ):
             held = self.held(node_id)
             assert len(set(held)) == len(held) <= all_cores
-            assert set(held) <= {core for machine in MACHINES for numa in machine.numa for core in numa}
+            assert set(held) <= {
+                core for machine in MACHINES for numa in machine.numa for core in numa
+            }
             assert free == all_cores - len(held)
             assert free_bytes == self.bytes(node_id) >= 0
         cores, memory = self.manager.usage(0.0)
@@ -91,11 +99,18 @@ class CpuLife(RuleBasedStateMachine):
         assert memory.held == sum(amount for _, amount in self.memory.values())
 
     def held(self, node_id: str | None) -> list[int]:
-        return [core for grant in self.grants.values() if grant.node_id == node_id for core in grant.cores]
+        return [
+            core
+            for grant in self.grants.values()
+            if grant.node_id == node_id
+            for core in grant.cores
+        ]
 
     @staticmethod
     def cores(node_id: str) -> int:
-        return next(sum(map(len, machine.numa)) for machine in MACHINES if machine.node_id == node_id)
+        return next(
+            sum(map(len, machine.numa)) for machine in MACHINES if machine.node_id == node_id
+        )
 
     def bytes(self, node_id: str | None) -> int:
         total = next(machine.memory_bytes for machine in MACHINES if machine.node_id == node_id)
@@ -121,7 +136,9 @@ def frees(*counts: int) -> list[frozenset[int]]:
         ((2, 2), 0, (0, 0)),
     ],
 )
-def test_cores_are_of_one_numa_node_first(free: tuple[int, ...], count: int, taken: tuple[int, ...]) -> None:
+def test_cores_are_of_one_numa_node_first(
+    free: tuple[int, ...], count: int, taken: tuple[int, ...]
+) -> None:
     assert tuple(map(len, pick_cores(tuple(frees(*free)), count))) == taken
 
 

@@ -1,4 +1,5 @@
-"""Queue, decision and managers together: what starts holds, what ends gives back, trajectories stay where they are."""
+"""Queue, decision and managers together: what starts holds, what ends gives back, trajectories stay
+where they are."""
 
 from collections.abc import Mapping
 
@@ -42,7 +43,8 @@ def action(index: int, trajectory: str = "", *, memory: int = 0, **cost: Demand)
 
 
 class Life(RuleBasedStateMachine):
-    """Any order of what comes, ends, gives up: everything starts once, nothing is lost, all is given back."""
+    """Any order of what comes, ends, gives up: everything starts once, nothing is lost, all is
+    given back."""
 
     known = Bundle("known")
 
@@ -72,7 +74,16 @@ class Life(RuleBasedStateMachine):
         }
         elastic, service = kind == "elastic", "judge" if kind == "gpu" else None
         key, elasticity = (CPU_CORES, Amdahl(0.1)) if elastic else (None, None)
-        coming = Action(f"x{self.count}", trajectory, self.count, costs[kind], 4.0, key, elasticity, service=service)
+        coming = Action(
+            f"x{self.count}",
+            trajectory,
+            self.count,
+            costs[kind],
+            4.0,
+            key,
+            elasticity,
+            service=service,
+        )
         self.dispatcher.check(coming)
         if at_once and self.dispatcher.start_at_once(coming, self.now_s) is not None:
             assert not self.waiting
@@ -102,7 +113,10 @@ class Life(RuleBasedStateMachine):
         figures = {each.dimension: each for each in self.dispatcher.resources.usage(self.now_s)}
         return figures[MEMORY_BYTES].held > 0
 
-    @rule(action_id=consumes(known), end=st.sampled_from([End.SERVED, End.REFUSED, End.FAILED, End.ABANDONED]))
+    @rule(
+        action_id=consumes(known),
+        end=st.sampled_from([End.SERVED, End.REFUSED, End.FAILED, End.ABANDONED]),
+    )
     def leaves(self, action_id: str, end: End) -> None:
         if action_id in self.waiting:
             del self.waiting[action_id]
@@ -113,7 +127,8 @@ class Life(RuleBasedStateMachine):
         with pytest.raises(InvalidHoldingError):
             self.dispatcher.end(action_id, self.now_s)
         if all(
-            other.trajectory_id != coming.trajectory_id for other in [*self.running.values(), *self.waiting.values()]
+            other.trajectory_id != coming.trajectory_id
+            for other in [*self.running.values(), *self.waiting.values()]
         ):
             self.dispatcher.forget(coming.trajectory_id)
 
@@ -139,23 +154,33 @@ def names(dispatcher: Dispatcher, now_s: float = 0.0) -> list[str]:
 
 
 def test_a_trajectory_stays_on_its_node_and_its_memory_is_held_until_it_is_forgotten() -> None:
-    """
-    WHEN    several actions of a trajectory come at once, and another trajectory's
-    Result: they start on the same node, the memory is held once, and stays until the end of the trajectory"""
+    """WHEN    several actions of a trajectory come at once, and another trajectory's Result: they
+    start on the same node, the memory is held once, and stays until the end of the trajectory"""
     queue, _ = dispatcher()
     for index in range(3):
         queue.submit(action(index, "t", memory=60, cpu_cores=Fixed(1)))
     queue.submit(action(3, "other", memory=60, cpu_cores=Fixed(1)))
     assert len(queue) == 4
-    assert queue.waiting_for() == {**dict.fromkeys(queue.waiting_for(), 0), CPU_CORES: 4, MEMORY_BYTES: 4}
-    nodes = {s.action.action_id: s.grant.cpu.node_id for s in queue.decide(0.0) if s.grant.cpu is not None}
+    assert queue.waiting_for() == {
+        **dict.fromkeys(queue.waiting_for(), 0),
+        CPU_CORES: 4,
+        MEMORY_BYTES: 4,
+    }
+    nodes = {
+        s.action.action_id: s.grant.cpu.node_id
+        for s in queue.decide(0.0)
+        if s.grant.cpu is not None
+    }
     assert nodes["a0"] == nodes["a1"] == nodes["a2"] != nodes["a3"]
     for index in range(4):
         queue.end(f"a{index}", 1.0)
     for index in (4, 5, 6):
         queue.submit(action(index, "third", memory=60, cpu_cores=Fixed(1)))
     assert names(queue) == []
-    for gone in ("a5", "a4"):  # the first of a trajectory gives up, and the next one says where it lives
+    for gone in (
+        "a5",
+        "a4",
+    ):  # the first of a trajectory gives up, and the next one says where it lives
         queue.withdraw(gone)
     queue.forget("other")
     assert names(queue) == ["a6"]
@@ -200,7 +225,9 @@ def test_one_that_can_be_scaled_does_not_go_before_those_that_come_with_it() -> 
 def test_an_action_holds_of_all_managers_or_of_none() -> None:
     queue, search = dispatcher()
     before = queue.resources.usage(0.0)
-    asks = Action("x", "t", 0, {CPU_CORES: Fixed(2), MEMORY_BYTES: Fixed(10), GPUS: Fixed(2), **search.cost()})
+    asks = Action(
+        "x", "t", 0, {CPU_CORES: Fixed(2), MEMORY_BYTES: Fixed(10), GPUS: Fixed(2), **search.cost()}
+    )
     queue.resources.take(Start(action(0, gpus=Fixed(8)), 8, None, None), 0.0, 1.0)
     with pytest.raises(InvalidHoldingError):
         queue.resources.take(Start(asks, 2, "a", None), 0.0, 1.0)
@@ -213,16 +240,24 @@ def test_an_action_holds_of_all_managers_or_of_none() -> None:
     free=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), min_size=1, max_size=3),
     free_gpus=st.sets(st.integers(0, 7)),
     calls=st.integers(0, 2),
-    asked=st.dictionaries(st.sampled_from([CPU_CORES, MEMORY_BYTES, GPUS, "calls"]), st.integers(1, 2), min_size=1),
+    asked=st.dictionaries(
+        st.sampled_from([CPU_CORES, MEMORY_BYTES, GPUS, "calls"]), st.integers(1, 2), min_size=1
+    ),
     home=st.one_of(st.none(), st.integers(0, 2)),
 )
 def test_one_alone_starts_where_a_decision_would_have_it_start(
-    free: list[tuple[int, int]], free_gpus: set[int], calls: int, asked: dict[str, int], home: int | None
+    free: list[tuple[int, int]],
+    free_gpus: set[int],
+    calls: int,
+    asked: dict[str, int],
+    home: int | None,
 ) -> None:
     nodes = CpuNodes([f"n{at}" for at in range(len(free))], [(4, 9)] * len(free), free)
     pools: list[Pool] = [nodes, GpuNodes({"g": free_gpus}), FlatPool("calls", 2, calls)]
     node_id = None if home is None or home >= len(free) else f"n{home}"
-    alone = Action("x", "t", 0, {name: Fixed(units) for name, units in asked.items()}, node_id=node_id)
+    alone = Action(
+        "x", "t", 0, {name: Fixed(units) for name, units in asked.items()}, node_id=node_id
+    )
     waiting = ActionQueue(capacities(pools))
     waiting.add(alone)
     start = start_alone(alone, pools)

@@ -1,4 +1,5 @@
-"""GPUs in chunks with services in their memory: one action a GPU, least recently used out first, no more than fits."""
+"""GPUs in chunks with services in their memory: one action a GPU, least recently used out first, no
+more than fits."""
 
 from typing import Any
 
@@ -9,7 +10,15 @@ from treadle_core.tools.action import GPUS, Action, Demand, Fixed, InvalidAction
 from treadle_core.tools.arrangement import Chunk
 from treadle_core.tools.decision import Start, decide
 from treadle_core.tools.gpu import GpuManager, gpus_of
-from treadle_core.tools.grants import SERVED, End, Ended, GpuGrant, InvalidHoldingError, Resident, Service
+from treadle_core.tools.grants import (
+    SERVED,
+    End,
+    Ended,
+    GpuGrant,
+    InvalidHoldingError,
+    Resident,
+    Service,
+)
 from treadle_core.tools.pools import InvalidPoolError
 from treadle_core.tools.queue import ActionQueue
 
@@ -22,10 +31,14 @@ SERVICES = [
 
 
 def asks(action_id: str, service: str | None, degree: int) -> Start:
-    return Start(Action(action_id, action_id, 0, {GPUS: Fixed(degree)}, service=service), degree, None, None)
+    return Start(
+        Action(action_id, action_id, 0, {GPUS: Fixed(degree)}, service=service), degree, None, None
+    )
 
 
-def take(manager: GpuManager, action_id: str, service: str | None, degree: int, now_s: float) -> GpuGrant:
+def take(
+    manager: GpuManager, action_id: str, service: str | None, degree: int, now_s: float
+) -> GpuGrant:
     return manager.take(asks(action_id, service, degree), {GPUS: degree}, now_s, 1.0)
 
 
@@ -48,7 +61,11 @@ class GpuLife(RuleBasedStateMachine):
         self.there: set[Resident] = set()
         self.now_s = 0.0
 
-    @rule(target=running, service=st.sampled_from(["big", "mid", "low", None]), degree=st.sampled_from([1, 2, 4, 8]))
+    @rule(
+        target=running,
+        service=st.sampled_from(["big", "mid", "low", None]),
+        degree=st.sampled_from([1, 2, 4, 8]),
+    )
     def takes(self, service: str | None, degree: int) -> str:
         self.now_s += 1.0
         action_id = f"x{self.now_s}"
@@ -92,7 +109,11 @@ class GpuLife(RuleBasedStateMachine):
             assert grant.service is None or Resident(grant.service, grant.chunk) in self.there
         for node in ("a", "b"):
             for number in range(8):
-                used = [r.service.bytes_per_gpu for r in self.there if (node, number) in gpus_of(r.chunk, r.service)]
+                used = [
+                    r.service.bytes_per_gpu
+                    for r in self.there
+                    if (node, number) in gpus_of(r.chunk, r.service)
+                ]
                 assert sum(used) <= GPU_BYTES
         (figures,) = self.manager.usage(self.now_s)
         assert (figures.held, figures.free, figures.capacity) == (len(held), len(free), 16)
@@ -117,7 +138,9 @@ def test_the_chunk_that_holds_the_service_is_preferred() -> None:
     assert (again.chunk, again.restore, again.evicted) == (second.chunk, False, ())
 
 
-def test_services_share_the_memory_of_a_gpu_while_they_fit_and_the_least_recently_used_goes() -> None:
+def test_services_share_the_memory_of_a_gpu_while_they_fit_and_the_least_recently_used_goes() -> (
+    None
+):
     """
     GIVEN   one GPU's worth of free chunks (the other seven are busy)
     WHEN    services come that do not all fit
@@ -134,11 +157,16 @@ def test_services_share_the_memory_of_a_gpu_while_they_fit_and_the_least_recentl
     assert use(manager, "low", 1, 5.0).evicted == (Resident(SERVICES[0], chunk),)
     assert use(manager, "mid", 1, 6.0).evicted == ()
     # 16 bytes are free, of 80; low is older than mid.
-    assert use(manager, "big", 1, 7.0).evicted == (Resident(SERVICES[8], chunk), Resident(SERVICES[4], chunk))
+    assert use(manager, "big", 1, 7.0).evicted == (
+        Resident(SERVICES[8], chunk),
+        Resident(SERVICES[4], chunk),
+    )
 
 
 def test_of_equal_chunks_the_one_that_was_used_least_recently_gives_way() -> None:
-    manager = GpuManager(["a", "b"], GPU_BYTES, [Service("p", 8, 80), Service("q", 8, 80), Service("r", 8, 80)])
+    manager = GpuManager(
+        ["a", "b"], GPU_BYTES, [Service("p", 8, 80), Service("q", 8, 80), Service("r", 8, 80)]
+    )
     take(manager, "p", "p", 8, 0.0)
     take(manager, "q", "q", 8, 0.0)
     manager.give_back("q", SERVED, 1.0)
@@ -177,7 +205,10 @@ def test_a_set_up_that_cannot_be_is_refused(fields: dict[str, Any], field: str) 
 def test_a_service_that_is_not_there_is_refused_before_it_waits() -> None:
     manager = GpuManager(["a"], GPU_BYTES, [Service("judge", 2, 10), Service("judge", 4, 10)])
     manager.check(Action("x", "t", 0, {GPUS: UnitSet((2, 4))}, service="judge"))
-    asked: dict[str, dict[str, Demand]] = {"cost[gpus]": {GPUS: UnitSet((1, 2))}, "service": {"cpu_cores": Fixed(1)}}
+    asked: dict[str, dict[str, Demand]] = {
+        "cost[gpus]": {GPUS: UnitSet((1, 2))},
+        "service": {"cpu_cores": Fixed(1)},
+    }
     for field, cost in asked.items():
         with pytest.raises(InvalidActionError) as refused:
             manager.check(Action("x", "t", 0, cost, service="judge"))

@@ -1,4 +1,5 @@
-"""The best of the placements that are tried: never later than staying, and what moves KV must be worth it."""
+"""The best of the placements that are tried: never later than staying, and what moves KV must be
+worth it."""
 
 import itertools
 
@@ -35,11 +36,16 @@ def test_all_have_an_engine_and_none_is_judged_worse_than_where_they_are(
 
 
 @given(st.integers(0, 10_000), st.integers(1, 6))
-def test_a_few_trajectories_end_about_as_soon_as_in_the_best_of_all_placements(seed: int, n: int) -> None:
+def test_a_few_trajectories_end_about_as_soon_as_in_the_best_of_all_placements(
+    seed: int, n: int
+) -> None:
     nowhere = np.zeros(n, np.bool_)
     work = draw_work(seed, n)._replace(started=nowhere, read=nowhere, prompts=np.arange(n))
     engines = path_rows(2, 2, 2)
-    every = (paths.makespans_s(engines, work, np.array(each)).mean() for each in itertools.product(range(3), repeat=n))
+    every = (
+        paths.makespans_s(engines, work, np.array(each)).mean()
+        for each in itertools.product(range(3), repeat=n)
+    )
     found_s = paths.makespans_s(engines, work, placed(work, np.full(n, -1), 2, 2, 2)).mean()
     assert found_s <= 1.2 * min(every), "4/3 is what longest-first dealing can lose in theory"
 
@@ -55,9 +61,14 @@ def test_the_longest_is_nearly_alone_and_the_rest_is_spread() -> None:
 
 
 def test_long_tools_are_a_long_path_though_they_take_no_engines_time() -> None:
-    """One trajectory of few tokens and much tool time, thirty of many tokens: nothing is gained by keeping it apart."""
+    """One trajectory of few tokens and much tool time, thirty of many tokens: nothing is gained by
+    keeping it apart."""
     n = 31
-    tokens, tool_s, zero = np.array([200.0, *[3_000.0] * 30]), np.array([25.0, *[0.0] * 30]), np.zeros(31)
+    tokens, tool_s, zero = (
+        np.array([200.0, *[3_000.0] * 30]),
+        np.array([25.0, *[0.0] * 30]),
+        np.zeros(31),
+    )
     work = paths.work_of(tokens, zero + 100.0, zero, tool_s, zero > 0, zero > 0, np.arange(n))
     sizes = np.bincount(placed(work, np.full(n, -1), 100, 100, 100), minlength=3)
     assert sizes.min() >= 10
@@ -66,7 +77,9 @@ def test_long_tools_are_a_long_path_though_they_take_no_engines_time() -> None:
 def test_samples_of_a_long_prompt_come_together() -> None:
     """Twelve samples of four prompts that take longer to prefill than to answer."""
     zero = np.zeros(12)
-    work = paths.work_of(zero + 50.0, zero + 40_000.0, zero, zero, zero > 0, zero > 0, np.repeat(np.arange(4), 3))
+    work = paths.work_of(
+        zero + 50.0, zero + 40_000.0, zero, zero, zero > 0, zero > 0, np.repeat(np.arange(4), 3)
+    )
     found = placed(work, np.full(12, -1), 100, 100)
     for prompt in range(4):
         assert len(set(found[3 * prompt : 3 * prompt + 3].tolist())) == 1
@@ -88,5 +101,7 @@ def test_groups_of_equal_engines_alone_keep_the_names_that_leave_most_context_wh
     kinds: list[int], kept: list[int]
 ) -> None:
     present, swapped = np.array([0, 0, 1, 1]), np.array([1, 1, 0, 0])
-    found = groups.relabel(swapped, present, np.full(4, 100.0), np.ones(4, np.bool_), np.array(kinds))
+    found = groups.relabel(
+        swapped, present, np.full(4, 100.0), np.ones(4, np.bool_), np.array(kinds)
+    )
     assert found.tolist() == kept

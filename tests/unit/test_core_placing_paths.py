@@ -1,4 +1,5 @@
-"""When engines end a placement: the larger of their work and of a path, whose tools the others' work goes on beside."""
+"""When engines end a placement: the larger of their work and of a path, whose tools the others'
+work goes on beside."""
 
 import itertools
 import math
@@ -15,7 +16,9 @@ from treadle_core.placing.paths import Work
 SECONDS = st.floats(0.0, 500.0)
 
 
-def end_by_hand(engines: Floats, at_engine: int, work: Work, members: Indexes, sample: int = 0) -> float:
+def end_by_hand(
+    engines: Floats, at_engine: int, work: Work, members: Indexes, sample: int = 0
+) -> float:
     """The docstring of `paths`, with the quadratic solved by numpy."""
     a, b, k, slots, kv_tokens, p, h = engines[at_engine]
     d, q, o, r, s = work.amounts[sample][members].T
@@ -31,7 +34,11 @@ def end_by_hand(engines: Floats, at_engine: int, work: Work, members: Indexes, s
             prompts_s += 0.0 if work.prompts[index] in there else prompt_s(index)
             there.add(work.prompts[index])
             waits_s[index] = prompts_s
-    ends = [a * max(d.sum() / slots, q.sum() / kv_tokens) + w.sum() + prompts_s] if len(members) else [0.0]
+    ends = (
+        [a * max(d.sum() / slots, q.sum() / kv_tokens) + w.sum() + prompts_s]
+        if len(members)
+        else [0.0]
+    )
     for at, index in enumerate(members):
         waits = waits_s[int(index)]
         own, others = a * d[at] + w[at], w.sum() - w[at] + prompts_s - waits
@@ -41,7 +48,9 @@ def end_by_hand(engines: Floats, at_engine: int, work: Work, members: Indexes, s
 
 
 @given(st.integers(0, 10_000), st.integers(1, 20), st.integers(1, 3))
-def test_an_engine_ends_with_its_work_or_its_longest_path_in_each_sample(seed: int, n: int, samples: int) -> None:
+def test_an_engine_ends_with_its_work_or_its_longest_path_in_each_sample(
+    seed: int, n: int, samples: int
+) -> None:
     engines, work = path_rows(1, 4, 100), draw_work(seed, n, samples)
     placement = np.random.default_rng(seed).integers(-1, 3, n)
     times = paths.finish(engines, work, placement)[0]
@@ -52,7 +61,9 @@ def test_an_engine_ends_with_its_work_or_its_longest_path_in_each_sample(seed: i
 
 
 @given(st.floats(0.1, 100.0), SECONDS, SECONDS)
-def test_a_path_waits_for_others_less_the_longer_its_tools_take(own_s: float, tool_s: float, others_s: float) -> None:
+def test_a_path_waits_for_others_less_the_longer_its_tools_take(
+    own_s: float, tool_s: float, others_s: float
+) -> None:
     path_s = paths.path_s(own_s, tool_s, others_s)
     assert path_s >= own_s + tool_s - 1e-6
     assert path_s <= own_s + tool_s + others_s + 1e-6
@@ -67,7 +78,9 @@ def test_a_prompt_is_prefilled_once_for_all_its_samples_and_not_where_one_is_rea
 
     def end_s(read: list[bool], prompts: list[int], placement: list[int]) -> Floats:
         started = np.ones(4, np.bool_)  # which changes nothing: a step may wait for its prefill
-        work = paths.work_of(nothing, contexts, nothing, nothing, started, np.array(read), np.array(prompts))
+        work = paths.work_of(
+            nothing, contexts, nothing, nothing, started, np.array(read), np.array(prompts)
+        )
         return paths.finish(engines, work, np.array(placement))[0][:, 0]
 
     once_s = 8_000 / 5_000 + 1e-9 * 8_000**2 / 2
@@ -86,9 +99,14 @@ def test_a_placement_where_a_context_does_not_fit_never_ends() -> None:
 
 
 @given(st.integers(0, 10_000), st.integers(2, 12))
-def test_what_a_move_saves_is_the_difference_of_the_ends_of_its_two_engines(seed: int, n: int) -> None:
+def test_what_a_move_saves_is_the_difference_of_the_ends_of_its_two_engines(
+    seed: int, n: int
+) -> None:
     everywhere = np.ones(n, np.bool_)
-    engines, work = path_rows(2, 8, 3), draw_work(seed, n)._replace(started=everywhere, read=everywhere)
+    engines, work = (
+        path_rows(2, 8, 3),
+        draw_work(seed, n)._replace(started=everywhere, read=everywhere),
+    )
     placement = np.random.default_rng(seed).integers(0, 3, n)
     moving, targets = np.arange(n), (placement + 1 + seed % 2) % 3
     saved = paths.savings_s(engines, work, placement, moving, targets)
@@ -96,7 +114,9 @@ def test_what_a_move_saves_is_the_difference_of_the_ends_of_its_two_engines(seed
         pair, after = [placement[index], target], placement.copy()
         after[index] = target
         before_s = paths.finish(engines, work, placement)[0][pair].max()
-        assert saved[index] == pytest.approx(before_s - paths.finish(engines, work, after)[0][pair].max(), abs=1e-6)
+        assert saved[index] == pytest.approx(
+            before_s - paths.finish(engines, work, after)[0][pair].max(), abs=1e-6
+        )
 
 
 @given(st.integers(0, 10_000), st.integers(1, 5))
@@ -110,7 +130,9 @@ def test_no_placement_ends_before_the_bound(seed: int, n: int) -> None:
 def test_a_gain_that_chance_alone_makes_of_a_few_samples_is_none() -> None:
     before_s = np.array([100.0, 110.0, 90.0, 100.0])
     noise_s = np.array([20.0, -10.0, 15.0, -9.0])
-    assert not paths.is_better(before_s - noise_s, before_s, 0.02), "4% on average, 14 of standard deviation"
+    assert not paths.is_better(before_s - noise_s, before_s, 0.02), (
+        "4% on average, 14 of standard deviation"
+    )
     assert not paths.is_better(before_s - noise_s, before_s, 0.0)
     assert paths.is_better(before_s - 4.0, before_s, 0.02)
     assert not paths.is_better(before_s - 1.0, before_s, 0.02)
@@ -129,9 +151,15 @@ def test_the_same_rows_are_sampled_alike_and_never_beyond_the_cap() -> None:
     again = paths.sample_factors(some, sigmas[some], tokens[some], room[some])
     assert again[: len(factors)].tolist() == factors[:, some][: len(again)].tolist()
     assert (factors * tokens <= np.maximum(room, tokens * 0) + 1e-6).all()
-    free = paths.sample_factors(np.arange(n), np.full(n, 0.5 / paths.RECOURSE), np.ones(n), np.full(n, np.inf))
+    free = paths.sample_factors(
+        np.arange(n), np.full(n, 0.5 / paths.RECOURSE), np.ones(n), np.full(n, np.inf)
+    )
     assert np.log(free).std() == pytest.approx(0.5, rel=0.03)
     assert np.median(free) == pytest.approx(1.0, rel=0.03)
-    certain = paths.sample_factors(np.arange(3), np.zeros(3), np.full(3, 100.0), np.array([50.0, 100.0, np.inf]))
+    certain = paths.sample_factors(
+        np.arange(3), np.zeros(3), np.full(3, 100.0), np.array([50.0, 100.0, np.inf])
+    )
     assert (certain <= [0.5, 1.0, np.inf]).all()
-    assert np.log(certain[:, 2]).std() == pytest.approx(paths.LEAST_SIGMA, rel=0.2), "the cost model errs too"
+    assert np.log(certain[:, 2]).std() == pytest.approx(paths.LEAST_SIGMA, rel=0.2), (
+        "the cost model errs too"
+    )

@@ -1,4 +1,5 @@
-"""Plans as a caller meets them: arrays in, arrays out, and a named error for what cannot be planned."""
+"""Plans as a caller meets them: arrays in, arrays out, and a named error for what cannot be
+planned."""
 
 import dataclasses
 import itertools
@@ -20,11 +21,17 @@ from treadle_core.placing.question import (
 )
 from treadle_core.placing.workload import Workspace
 
-CURVE = DecodeCurve(base_s=0.01, per_sequence_s=0.001, per_kv_token_s=1e-8, prefill_tokens_per_s=1e4)
+CURVE = DecodeCurve(
+    base_s=0.01, per_sequence_s=0.001, per_kv_token_s=1e-8, prefill_tokens_per_s=1e4
+)
 
 
-def engine(*, slots: int = 8, kv_tokens: int = 0, tensor_parallel: int = 1, speed: float = 1.0) -> PlanEngine:
-    curve = dataclasses.replace(CURVE, base_s=CURVE.base_s / speed, per_sequence_s=CURVE.per_sequence_s / speed)
+def engine(
+    *, slots: int = 8, kv_tokens: int = 0, tensor_parallel: int = 1, speed: float = 1.0
+) -> PlanEngine:
+    curve = dataclasses.replace(
+        CURVE, base_s=CURVE.base_s / speed, per_sequence_s=CURVE.per_sequence_s / speed
+    )
     return PlanEngine("e", slots, kv_tokens, tensor_parallel, curve)
 
 
@@ -36,7 +43,9 @@ def plan_for(
 ) -> Plan:
     """The plan of (tokens left, tokens of context, index of the engine or -1) each."""
     lengths, contexts, current = np.array(trajectories, float).reshape(-1, 3).T
-    return plan(lengths, contexts, current.astype(int), specs, model, bound=True, workspace=workspace)
+    return plan(
+        lengths, contexts, current.astype(int), specs, model, bound=True, workspace=workspace
+    )
 
 
 @settings(max_examples=100)
@@ -66,8 +75,13 @@ def test_no_group_overlaps_another_in_length_and_memory_that_is_used_again_chang
 
 def test_the_longest_trajectory_goes_to_the_fastest_engine_wherever_the_caller_named_it() -> None:
     specs = [engine(), engine(tensor_parallel=4, speed=3.0), engine(speed=2.0)]
-    assert plan_for(specs, *((length, 100, -1) for length in (10, 5_000, 40_000, 20))).engine_of[2] == 1
-    assert plan_for(specs, (10, 0, -1), (20, 0, -1)).engine_of.tolist() == [2, 1], "the slowest stays empty"
+    assert (
+        plan_for(specs, *((length, 100, -1) for length in (10, 5_000, 40_000, 20))).engine_of[2]
+        == 1
+    )
+    assert plan_for(specs, (10, 0, -1), (20, 0, -1)).engine_of.tolist() == [2, 1], (
+        "the slowest stays empty"
+    )
 
 
 @pytest.mark.parametrize(("length", "context"), [(0.0, 0.0), (100.0, 100.0)])
@@ -78,7 +92,8 @@ def test_trajectories_of_equal_length_are_spread_evenly(length: float, context: 
 
 @pytest.mark.parametrize("model", list(CostModel))
 def test_between_like_engines_nothing_moves_that_need_not(model: CostModel) -> None:
-    """Three sorts of like engines, interleaved; each trajectory is where the plan would have put it, but mirrored."""
+    """Three sorts of like engines, interleaved; each trajectory is where the plan would have put
+    it, but mirrored."""
     specs = [engine(speed=1.0 + index % 3) for index in range(9)]
     rng = np.random.default_rng(2)
     lengths, contexts = rng.lognormal(7, 1, 400), rng.uniform(100, 900, 400)
@@ -87,10 +102,15 @@ def test_between_like_engines_nothing_moves_that_need_not(model: CostModel) -> N
     assert plan(lengths, contexts, mirrored, specs, model).engine_of.tolist() == mirrored.tolist()
 
 
-def test_context_that_is_on_an_engine_needs_no_prefill_and_kv_capacity_limits_what_runs_at_once() -> None:
+def test_context_that_is_on_an_engine_needs_no_prefill_and_kv_capacity_limits_what_runs_at_once() -> (
+    None
+):
     new, there = (plan_for([engine()], (100, 10_000, on)).makespan_s for on in (-1, 0))
     assert new == pytest.approx(there + 1.0)
-    roomy, short = (plan_for([engine(kv_tokens=held)], *[(1_000, 1_000, -1)] * 8).makespan_s for held in (0, 3_000))
+    roomy, short = (
+        plan_for([engine(kv_tokens=held)], *[(1_000, 1_000, -1)] * 8).makespan_s
+        for held in (0, 3_000)
+    )
     assert short > 2 * roomy
 
 
@@ -107,7 +127,9 @@ def test_a_context_that_fits_nowhere_is_named() -> None:
     with pytest.raises(NothingFitsError) as caught:
         plan_for([engine(kv_tokens=1_000), engine(kv_tokens=2_000)], (1, 10, -1), (5, 2_001, -1))
     assert caught.value.field == "trajectories[1].context_tokens"
-    assert plan_for([engine(kv_tokens=1_000), engine()], (1, 10, -1), (5, 2_001, -1)).engine_of[1] == 1
+    assert (
+        plan_for([engine(kv_tokens=1_000), engine()], (1, 10, -1), (5, 2_001, -1)).engine_of[1] == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -166,12 +188,20 @@ def test_the_largest_figures_that_are_let_in_overflow_nothing(model: CostModel) 
 
 @pytest.mark.parametrize("n", [1, 12])
 @pytest.mark.parametrize("first", ["prefill", "decode"])
-def test_work_goes_to_the_engine_that_is_measured_faster_for_it_without_any_tag(first: str, n: int) -> None:
-    """One engine prefills four times as fast as the other, which decodes twice as fast (RollArt's affinity)."""
-    curves = {"prefill": DecodeCurve(0.02, 4e-4, 0.0, 2e4), "decode": DecodeCurve(0.01, 2e-4, 0.0, 5e3)}
+def test_work_goes_to_the_engine_that_is_measured_faster_for_it_without_any_tag(
+    first: str, n: int
+) -> None:
+    """One engine prefills four times as fast as the other, which decodes twice as fast (RollArt's
+    affinity)."""
+    curves = {
+        "prefill": DecodeCurve(0.02, 4e-4, 0.0, 2e4),
+        "decode": DecodeCurve(0.01, 2e-4, 0.0, 5e3),
+    }
     names = sorted(curves, key=lambda name: name != first)
     specs = [PlanEngine(name, 8, 0, 1, curves[name]) for name in names]
     tokens_left, observed = np.tile([100.0, 2_000.0], n), np.tile([60_000.0, 100.0], n)
     nowhere, contexts = np.full(2 * n, -1), np.full(2 * n, 300.0)
-    found = plan(tokens_left, contexts, nowhere, specs, observed_tokens=observed, prompts=np.arange(2 * n))
+    found = plan(
+        tokens_left, contexts, nowhere, specs, observed_tokens=observed, prompts=np.arange(2 * n)
+    )
     assert [names[index] for index in found.engine_of] == ["prefill", "decode"] * n

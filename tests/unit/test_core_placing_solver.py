@@ -1,4 +1,5 @@
-"""The fast partition against everything slower: Heddle's dynamic program, and the trial of every partition."""
+"""The fast partition against everything slower: Heddle's dynamic program, and the trial of every
+partition."""
 
 import numpy as np
 import pytest
@@ -23,7 +24,8 @@ REL = 1e-9
 
 
 def lanes(lengths: list[float], slots: int) -> list[float]:
-    """Tokens of at most `slots` sequences that run at once, longest first: the longest alone, the rest evenly."""
+    """Tokens of at most `slots` sequences that run at once, longest first: the longest alone, the
+    rest evenly."""
     rest = sorted(lengths, reverse=True)
     alone: list[float] = []
     while len(rest) + len(alone) > slots and rest[0] > sum(rest) / (slots - len(alone)):
@@ -34,12 +36,18 @@ def lanes(lengths: list[float], slots: int) -> list[float]:
 
 @settings(max_examples=300)
 @given(st.lists(tokens, min_size=1, max_size=30), st.integers(1, 40))
-def test_the_linear_cost_is_equation_four_of_darts_summed_by_interval(lengths: list[float], slots: int) -> None:
+def test_the_linear_cost_is_equation_four_of_darts_summed_by_interval(
+    lengths: list[float], slots: int
+) -> None:
     spec, n = PlanEngine("e", slots, 0, 1, DecodeCurve(0.01, 0.001, 0.0, 0.0)), len(lengths)
-    costs = tabulate(CostModel.LINEAR_INTEGRAL, np.array(lengths), np.full(n, 50.0), np.zeros(n, bool), [spec])
+    costs = tabulate(
+        CostModel.LINEAR_INTEGRAL, np.array(lengths), np.full(n, 50.0), np.zeros(n, bool), [spec]
+    )
     rising = lanes(lengths, slots)[::-1]
     steps = zip(rising, np.diff(rising, prepend=0.0), strict=True)
-    by_hand = sum((0.01 + 0.001 * (len(rising) - at)) * longer for at, (_, longer) in enumerate(steps))
+    by_hand = sum(
+        (0.01 + 0.001 * (len(rising) - at)) * longer for at, (_, longer) in enumerate(steps)
+    )
     assert group_cost(costs.table, 0, 0, n) == pytest.approx(by_hand, rel=1e-9, abs=1e-12)
 
 
@@ -58,7 +66,9 @@ def test_the_makespan_equals_the_dynamic_program_of_the_paper(costs: Costs) -> N
 @given(workloads(n=9, m=4))
 def test_the_makespan_equals_the_best_of_all_contiguous_partitions(costs: Costs) -> None:
     _, makespan_s = partition(costs)
-    assert makespan_s == pytest.approx(min(max(found) for found in contiguous_costs(costs)), rel=REL, abs=1e-12)
+    assert makespan_s == pytest.approx(
+        min(max(found) for found in contiguous_costs(costs)), rel=REL, abs=1e-12
+    )
 
 
 @settings(max_examples=60)
@@ -78,7 +88,9 @@ def test_no_assignment_whatever_beats_the_lower_bound(costs: Costs) -> None:
 
 @settings(max_examples=100)
 @given(workloads(n=30, m=5), st.data())
-def test_the_cost_of_a_group_grows_at_its_end_and_falls_with_its_head(costs: Costs, data: st.DataObject) -> None:
+def test_the_cost_of_a_group_grows_at_its_end_and_falls_with_its_head(
+    costs: Costs, data: st.DataObject
+) -> None:
     """What the greedy fill rests on."""
     n = len(costs.table.lengths)
     engine = data.draw(st.integers(0, len(costs.table.engines) - 1))
@@ -91,12 +103,17 @@ def test_the_cost_of_a_group_grows_at_its_end_and_falls_with_its_head(costs: Cos
 
 @pytest.mark.parametrize("model", list(CostModel))
 @pytest.mark.parametrize(
-    "lengths", [[0.0] * 12, [700.0] * 12, [1e6, *[1.0] * 11], [5.0], [0.0, 0.0, 3.0]], ids=lambda each: str(each[:3])
+    "lengths",
+    [[0.0] * 12, [700.0] * 12, [1e6, *[1.0] * 11], [5.0], [0.0, 0.0, 3.0]],
+    ids=lambda each: str(each[:3]),
 )
 @pytest.mark.parametrize("m", [1, 3, 20])
 def test_extremes_are_solved_like_the_rest(model: CostModel, lengths: list[float], m: int) -> None:
     n = len(lengths)
-    specs = [PlanEngine(f"e{i}", 3, 0, 1, DecodeCurve(0.01, 0.002 * (1 + i % 2), 1e-8, 1e4)) for i in range(m)]
+    specs = [
+        PlanEngine(f"e{i}", 3, 0, 1, DecodeCurve(0.01, 0.002 * (1 + i % 2), 1e-8, 1e4))
+        for i in range(m)
+    ]
     costs = tabulate(model, np.array(lengths), np.full(n, 50.0), np.arange(n) % 2 == 0, specs)
     bounds, makespan_s = partition(costs)
     assert makespan_s == pytest.approx(least_makespan(costs), rel=REL, abs=1e-15)
@@ -104,8 +121,11 @@ def test_extremes_are_solved_like_the_rest(model: CostModel, lengths: list[float
 
 
 @pytest.mark.parametrize("model", list(CostModel))
-def test_after_the_bottleneck_the_second_largest_cost_is_least_too_and_so_on(model: CostModel) -> None:
-    """Random lengths, so that no two groups cost the same: then the sorted costs are the least in dictionary order."""
+def test_after_the_bottleneck_the_second_largest_cost_is_least_too_and_so_on(
+    model: CostModel,
+) -> None:
+    """Random lengths, so that no two groups cost the same: then the sorted costs are the least in
+    dictionary order."""
     rng = np.random.default_rng(7)
     for _ in range(40):
         n, m = int(rng.integers(2, 10)), int(rng.integers(2, 5))
@@ -119,7 +139,8 @@ def test_after_the_bottleneck_the_second_largest_cost_is_least_too_and_so_on(mod
 
 
 def test_a_flat_engine_takes_no_more_for_free_than_the_others_need_it_to() -> None:
-    """Where a step costs the same at any batch, the bottleneck's engine could take everything at no cost at all."""
+    """Where a step costs the same at any batch, the bottleneck's engine could take everything at no
+    cost at all."""
     lengths = np.array([50_000.0, *np.linspace(900, 100, 40)])
     flat = PlanEngine("e", 64, 0, 1, DecodeCurve(0.01, 0.0))
     bounds, makespan_s = partition(
@@ -129,18 +150,27 @@ def test_a_flat_engine_takes_no_more_for_free_than_the_others_need_it_to() -> No
     assert bounds[1] == 1
 
 
-@given(st.integers(0, 1_000), st.integers(2, 12), st.integers(2, 200), st.sampled_from([0.5, 1.5, 3.0]))
+@given(
+    st.integers(0, 1_000), st.integers(2, 12), st.integers(2, 200), st.sampled_from([0.5, 1.5, 3.0])
+)
 def test_those_that_run_alone_leave_the_others_as_a_plan_without_them_would(
     seed: int, m: int, n: int, sigma: float
 ) -> None:
-    """Balance beyond the bottleneck, engine by engine: the longest alone, then the rest solved for what is left."""
+    """Balance beyond the bottleneck, engine by engine: the longest alone, then the rest solved for
+    what is left."""
     lengths = -np.sort(-np.random.default_rng(seed).lognormal(6.0, sigma, n))
-    engines = [PlanEngine(f"e{at}", 100, 0, 1, DecodeCurve(0.01, 2e-4, 1e-7, 0.0)) for at in range(m)]
+    engines = [
+        PlanEngine(f"e{at}", 100, 0, 1, DecodeCurve(0.01, 2e-4, 1e-7, 0.0)) for at in range(m)
+    ]
 
     def bounds_of(first: int, engine: int) -> list[int]:
         rest = lengths[first:]
         costs = tabulate(
-            CostModel.LINEAR_INTEGRAL, rest, np.zeros(len(rest)), np.ones(len(rest), np.bool_), engines[engine:]
+            CostModel.LINEAR_INTEGRAL,
+            rest,
+            np.zeros(len(rest)),
+            np.ones(len(rest), np.bool_),
+            engines[engine:],
         )
         return [first + int(bound) for bound in partition(costs)[0]]
 

@@ -33,7 +33,8 @@ def test_the_order_and_the_sums_are_those_of_a_stable_sort(given: list[float]) -
 
 @pytest.mark.parametrize("seed", range(6))
 def test_many_that_share_the_upper_bits_are_in_exact_order_too(seed: int) -> None:
-    """One length far above the rest leaves them few keys; neighbours in the last bits leave them one."""
+    """One length far above the rest leaves them few keys; neighbours in the last bits leave them
+    one."""
     rng = np.random.default_rng(seed)
     for crowd in (
         1.0 + rng.integers(0, 40, 500) * 2.0**-52,

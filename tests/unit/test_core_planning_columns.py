@@ -18,7 +18,10 @@ EAGER = Tuning(plan_every_events=1, plan_interval_s=0.0)
 NAMES = st.integers(0, 3 * FIRST_ROWS)
 
 
-@given(st.lists(st.tuples(NAMES, st.integers(0, 9), st.booleans()), max_size=40), st.integers(0, 2 * FIRST_ROWS))
+@given(
+    st.lists(st.tuples(NAMES, st.integers(0, 9), st.booleans()), max_size=40),
+    st.integers(0, 2 * FIRST_ROWS),
+)
 def test_the_live_columns_say_what_a_walk_over_the_open_records_would(
     changes: list[tuple[int, int, bool]], opened: int
 ) -> None:
@@ -49,7 +52,9 @@ def test_the_live_columns_say_what_a_walk_over_the_open_records_would(
     for engine_id in ("", "e0", "e1", "e2"):
         there = [record for record in walked if record.engine_id == engine_id]
         assert table.tally(engine_id).trajectories == len(there)
-        assert table.tally(engine_id).tokens == pytest.approx(sum(remaining_tokens(each, tuning) for each in there))
+        assert table.tally(engine_id).tokens == pytest.approx(
+            sum(remaining_tokens(each, tuning) for each in there)
+        )
 
 
 def test_a_changed_record_is_another_one() -> None:
@@ -81,7 +86,8 @@ def heaped() -> Scenario:
 
 
 def test_an_answer_that_does_not_fit_the_question_is_as_none() -> None:
-    """Wrong length, engines that were not in the question: the present placement is rebalanced, as without a plan."""
+    """Wrong length, engines that were not in the question: the present placement is rebalanced, as
+    without a plan."""
     for indexes in ([0], [7] * 8, [-5] * 8):
         scenario = heaped()
         scenario.send(ev.PlanArrived(scenario.plans[-1].plan_id, np.array(indexes)))
@@ -99,7 +105,8 @@ def test_a_trajectory_that_left_since_the_question_is_passed_over() -> None:
 
 
 def test_first_predictions_make_a_plan_due_at_once_and_a_tick_asks_for_what_is_left() -> None:
-    """A rollout opens and is predicted in one instant: the plan that counts is the one with all predictions."""
+    """A rollout opens and is predicted in one instant: the plan that counts is the one with all
+    predictions."""
     tuning = Tuning(plan_timeout_s=5.0)
     scenario = Scenario(None, tuning, engines=("e0", "e1"))
     for number in range(40):
@@ -118,7 +125,11 @@ def test_first_predictions_make_a_plan_due_at_once_and_a_tick_asks_for_what_is_l
 
 
 def test_nobody_is_asked_again_about_what_is_done_before_the_interval_is_over() -> None:
-    scenario = Scenario(None, Tuning(plan_every_events=2, plan_interval_s=10.0, lease_ttl_s=1e6), engines=("e0", "e1"))
+    scenario = Scenario(
+        None,
+        Tuning(plan_every_events=2, plan_interval_s=10.0, lease_ttl_s=1e6),
+        engines=("e0", "e1"),
+    )
     scenario.open_all({f"t{number}": 500.0 for number in range(4)})
     scenario.advance(20.0)
     scenario.send(ev.PlanArrived(scenario.plans[-1].plan_id))
@@ -132,7 +143,8 @@ def test_nobody_is_asked_again_about_what_is_done_before_the_interval_is_over() 
 
 
 def test_a_context_is_unread_until_a_step_of_the_trajectory_has_ended() -> None:
-    """A ticket is out, but the engine may still be at the prompts before: a plan must count the prefill."""
+    """A ticket is out, but the engine may still be at the prompts before: a plan must count the
+    prefill."""
     scenario = Scenario(None, EAGER, engines=("e0", "e1"))
     scenario.open_all({"runs": 500.0, "waits": 500.0, "done": 500.0})
     scenario.finish(scenario.step("done", 0))
@@ -140,5 +152,9 @@ def test_a_context_is_unread_until_a_step_of_the_trajectory_has_ended() -> None:
     scenario.advance(1.0)
     work = scenario.plans[-1].work
     at = {name: index for index, name in enumerate(work.trajectory_ids)}
-    assert [bool(work.started[at[name]]) for name in ("waits", "runs", "done")] == [False, True, True]
+    assert [bool(work.started[at[name]]) for name in ("waits", "runs", "done")] == [
+        False,
+        True,
+        True,
+    ]
     assert [bool(work.read[at[name]]) for name in ("waits", "runs", "done")] == [False, False, True]

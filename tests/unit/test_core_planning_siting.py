@@ -1,4 +1,5 @@
-"""CACHE_AWARE: with the prefix until the loads are skewed, then wherever least is out. STICKY: where least was out."""
+"""CACHE_AWARE: with the prefix until the loads are skewed, then wherever least is out. STICKY:
+where least was out."""
 
 from support.control import Scenario
 from treadle_core.model import PlacementRule, Policy
@@ -80,7 +81,12 @@ def test_the_prompts_are_known_again_after_a_restart() -> None:
 
 
 def test_a_sticky_trajectory_stays_where_least_was_out_at_its_first_step() -> None:
-    mesh = Scenario(Policy(placement=PlacementRule.STICKY, migrate=False), TUNING, engines=("e0", "e1"), slots=100)
+    mesh = Scenario(
+        Policy(placement=PlacementRule.STICKY, migrate=False),
+        TUNING,
+        engines=("e0", "e1"),
+        slots=100,
+    )
     for number in range(4):
         mesh.open(f"t{number}")
     first = [mesh.step(f"t{number}", 0) for number in range(4)]

@@ -1,9 +1,16 @@
-"""An engine is suspected where a sign of progress is overdue, and only for that; only tokens end a suspicion."""
+"""An engine is suspected where a sign of progress is overdue, and only for that; only tokens end a
+suspicion."""
 
 import math
 
 import pytest
-from treadle_core.engine_queue.progress import IDLE_PROBE_S, PASS_TOKENS, PATIENCE, SUSPECT_PROBE_S, EngineProgress
+from treadle_core.engine_queue.progress import (
+    IDLE_PROBE_S,
+    PASS_TOKENS,
+    PATIENCE,
+    SUSPECT_PROBE_S,
+    EngineProgress,
+)
 from treadle_core.model import DecodeCurve
 
 STALL_S = 30.0
@@ -30,7 +37,9 @@ def test_an_idle_engine_owes_no_sign_and_is_probed_now_and_then(progress: Engine
     assert progress.is_probe_due(200.0 + IDLE_PROBE_S)
 
 
-def test_silence_makes_an_engine_suspected_once_and_only_tokens_clear_it(progress: EngineProgress) -> None:
+def test_silence_makes_an_engine_suspected_once_and_only_tokens_clear_it(
+    progress: EngineProgress,
+) -> None:
     decode(progress, 0.0)
     progress.note_tokens("r", 50.0)
     due_s = progress.due_s(CURVE)
@@ -56,21 +65,32 @@ def test_a_request_after_a_long_rest_is_not_overdue(progress: EngineProgress) ->
 
 
 @pytest.mark.parametrize(
-    ("contexts", "read_tokens"), [([100_000], 100_000), ([4000, 4000], 8000), ([50_000] * 8, 50_000 + PASS_TOKENS)]
+    ("contexts", "read_tokens"),
+    [([100_000], 100_000), ([4000, 4000], 8000), ([50_000] * 8, 50_000 + PASS_TOKENS)],
 )
 def test_an_engine_may_be_silent_while_it_reads_the_prompts_before_its_next_token(
     progress: EngineProgress, contexts: list[int], read_tokens: int
 ) -> None:
     for index, context in enumerate(contexts):
         progress.begin(f"r{index}", context, 0.0)
-    assert progress.due_s(CURVE) == pytest.approx(STALL_S + PATIENCE * (read_tokens / 1000.0 + 0.01))
+    assert progress.due_s(CURVE) == pytest.approx(
+        STALL_S + PATIENCE * (read_tokens / 1000.0 + 0.01)
+    )
     quadratic = DecodeCurve(0.01, 0.0, 0.0, 1000.0, prefill_pair_s=1e-6)
-    assert progress.due_s(quadratic) > progress.due_s(CURVE) + PATIENCE * 1e-6 * max(contexts) ** 2 * 0.49
-    assert progress.due_s(None) > progress.due_s(CURVE), "an engine without a curve is taken for a slow one"
+    assert (
+        progress.due_s(quadratic)
+        > progress.due_s(CURVE) + PATIENCE * 1e-6 * max(contexts) ** 2 * 0.49
+    )
+    assert progress.due_s(None) > progress.due_s(CURVE), (
+        "an engine without a curve is taken for a slow one"
+    )
 
 
-def test_an_engine_that_reads_a_prompt_in_chunks_shows_progress_with_each(progress: EngineProgress) -> None:
-    """One that hangs reports the same number again; one whose requests are parked reports more as others come."""
+def test_an_engine_that_reads_a_prompt_in_chunks_shows_progress_with_each(
+    progress: EngineProgress,
+) -> None:
+    """One that hangs reports the same number again; one whose requests are parked reports more as
+    others come."""
     progress.begin("r", 10, 0.0)
     progress.note_unread(10, 10.0)
     assert progress.due_s(CURVE) < 10.0 + STALL_S
@@ -93,7 +113,9 @@ def test_an_engine_that_loads_weights_owes_nothing(progress: EngineProgress) -> 
     assert not progress.is_probe_due(5000.0)
 
 
-def test_an_engine_that_sends_tokens_together_has_the_time_to_sample_them(progress: EngineProgress) -> None:
+def test_an_engine_that_sends_tokens_together_has_the_time_to_sample_them(
+    progress: EngineProgress,
+) -> None:
     decode(progress, 0.0)
     progress.tokens_a_chunk = 1000
     assert progress.due_s(CURVE) == pytest.approx(STALL_S + PATIENCE * 10.0)

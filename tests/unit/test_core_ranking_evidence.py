@@ -1,4 +1,5 @@
-"""What the estimators remember: the same for the same events, told once or twice, and never more than the bounds."""
+"""What the estimators remember: the same for the same events, told once or twice, and never more
+than the bounds."""
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,10 @@ Event = tuple[str, int, int, int]  # kind, trajectory, turn or rollout, tokens
 
 events = st.lists(
     st.tuples(
-        st.sampled_from(["opened", "stepped", "closed"]), st.integers(0, 6), st.integers(0, 3), st.integers(0, 99)
+        st.sampled_from(["opened", "stepped", "closed"]),
+        st.integers(0, 6),
+        st.integers(0, 3),
+        st.integers(0, 99),
     ),
     max_size=60,
 )
@@ -24,7 +28,9 @@ def tell(evidence: Evidence, event: Event) -> None:
     elif kind == "stepped":
         evidence.add_step(trajectory_id, turn, tokens)
     else:
-        evidence.close_trajectory(Ended(trajectory_id, rollout_id, prompt_id, tokens, turn, own_end=tokens % 2 == 0))
+        evidence.close_trajectory(
+            Ended(trajectory_id, rollout_id, prompt_id, tokens, turn, own_end=tokens % 2 == 0)
+        )
 
 
 def seen(evidence: Evidence) -> object:
@@ -89,7 +95,14 @@ def test_a_step_before_the_opening_or_after_the_close_changes_nothing() -> None:
 
 
 def test_memory_is_bounded_whatever_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MOST_RUNNING", "MOST_GROUPS", "MOST_IN_GROUP", "MOST_PROMPTS", "MOST_OF_PROMPT", "MOST_OF_ALL"):
+    for name in (
+        "MOST_RUNNING",
+        "MOST_GROUPS",
+        "MOST_IN_GROUP",
+        "MOST_PROMPTS",
+        "MOST_OF_PROMPT",
+        "MOST_OF_ALL",
+    ):
         monkeypatch.setattr(module, name, 5)
     evidence = Evidence()
     for number in range(200):
@@ -108,11 +121,15 @@ def test_memory_is_bounded_whatever_comes(monkeypatch: pytest.MonkeyPatch) -> No
     assert all(len(evidence.ended_of_prompt(f"p{number}")) <= 5 for number in range(9))
 
 
-def test_the_versions_of_all_are_those_of_the_newest_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_versions_of_all_are_those_of_the_newest_that_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "MOST_OF_ALL", 2)
     evidence = Evidence()
     assert evidence.mean_version("t", "p") is None
     for number, version in enumerate((1, None, 5)):
-        evidence.close_trajectory(Ended(f"t{number}", "r", f"p{number}", 9, 1, own_end=True, weight_version=version))
+        evidence.close_trajectory(
+            Ended(f"t{number}", "r", f"p{number}", 9, 1, own_end=True, weight_version=version)
+        )
     assert evidence.mean_version("t", "p") == 5.0
     assert evidence.mean_version("t", "p1") is None

@@ -1,19 +1,36 @@
-"""Estimates as the scheduler gets them: which level answers, within which cap, and what each new fact does to them."""
+"""Estimates as the scheduler gets them: which level answers, within which cap, and what each new
+fact does to them."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core.ranking.estimator import Estimator, Forecast, InvalidProgressError, Prior, Progress, Source
+from treadle_core.ranking.estimator import (
+    Estimator,
+    Forecast,
+    InvalidProgressError,
+    Prior,
+    Progress,
+    Source,
+)
 from treadle_core.ranking.evidence import Ended, Evidence
 
 PRIOR = Prior()
 
 
-def ended(trajectory_id: str, tokens: int, *, prompt: str = "p", rollout: str = "r0", own_end: bool = True) -> Ended:
+def ended(
+    trajectory_id: str, tokens: int, *, prompt: str = "p", rollout: str = "r0", own_end: bool = True
+) -> Ended:
     return Ended(trajectory_id, rollout, prompt, tokens, max(1, tokens // 100), own_end)
 
 
-def ask(evidence: Evidence, gen_tokens: int = 0, *, prompt: str = "p", trajectory: str = "t", cap: int = 0) -> Forecast:
+def ask(
+    evidence: Evidence,
+    gen_tokens: int = 0,
+    *,
+    prompt: str = "p",
+    trajectory: str = "t",
+    cap: int = 0,
+) -> Forecast:
     progress = Progress(trajectory, prompt, gen_tokens=gen_tokens, max_total_tokens=cap)
     return Estimator(evidence, PRIOR).estimate(progress)
 
@@ -33,7 +50,9 @@ def test_quantiles_are_in_order_and_within_the_cap_whatever_was_seen(
         evidence.open_trajectory(f"run{index}", "r1", f"p{prompt}")
         evidence.add_step(f"run{index}", 0, tokens)
         evidence.close_trajectory(
-            ended(f"t{index}", tokens, prompt=f"p{prompt}", rollout=f"r{index % 2}", own_end=own_end)
+            ended(
+                f"t{index}", tokens, prompt=f"p{prompt}", rollout=f"r{index % 2}", own_end=own_end
+            )
         )
     progress = Progress("t", "p0", turn=turn, gen_tokens=gen_tokens, max_total_tokens=cap)
     forecast = Estimator(evidence, PRIOR).estimate(progress)
@@ -53,18 +72,22 @@ def test_before_anything_was_seen_the_stated_prior_answers() -> None:
 
 @pytest.mark.parametrize("scale", [50, 20_000])
 def test_beyond_all_that_was_seen_the_rest_is_of_the_scale_that_was_seen(scale: int) -> None:
-    """Forty trajectories of half to twice `scale` tokens, and one that is longer than any of them. Result: what is left
-    is a part of what it has done, and not the thousand tokens of the stated prior."""
+    """Forty trajectories of half to twice `scale` tokens, and one that is longer than any of them.
+    Result: what is left is a part of what it has done, and not the thousand tokens of the stated
+    prior."""
     evidence = Evidence()
     for index in range(40):
-        evidence.close_trajectory(ended(f"t{index}", round(scale * 2 ** (index / 20 - 1)), prompt=f"p{index % 4}"))
+        evidence.close_trajectory(
+            ended(f"t{index}", round(scale * 2 ** (index / 20 - 1)), prompt=f"p{index % 4}")
+        )
     left = ask(evidence, gen_tokens=round(2.2 * scale), prompt="p0").remaining_tokens
     assert 0.02 * scale < left.p50 < 0.6 * scale
     assert left.p90 < 2.5 * scale
 
 
 def test_tools_are_forecast_by_what_a_turn_took_on_all_levels_and_by_the_turns_left() -> None:
-    """Turns of 2 s in other prompts, of 10 s in this one and its group, of 30 s in the trajectory's own last ones."""
+    """Turns of 2 s in other prompts, of 10 s in this one and its group, of 30 s in the trajectory's
+    own last ones."""
     evidence = Evidence()
 
     def seconds_a_turn(turns: int = 0, tool_s: float = 0.0) -> float:
@@ -76,7 +99,9 @@ def test_tools_are_forecast_by_what_a_turn_took_on_all_levels_and_by_the_turns_l
     assert seconds_a_turn() == 0.0
     assert seconds_a_turn(3, 90.0) == pytest.approx(30.0), "nothing but its own turns is known"
     for index in range(20):
-        evidence.close_trajectory(Ended(f"o{index}", "r0", f"o{index}", 500, 5, True, None, 100, 10.0))
+        evidence.close_trajectory(
+            Ended(f"o{index}", "r0", f"o{index}", 500, 5, True, None, 100, 10.0)
+        )
     assert seconds_a_turn() == pytest.approx(2.0)
     for index in range(8):
         evidence.close_trajectory(Ended(f"p{index}", "r0", "p", 500, 5, True, None, 100, 50.0))
@@ -126,7 +151,9 @@ def test_the_further_a_trajectory_is_the_more_only_the_long_siblings_count() -> 
     assert late.remaining_tokens.p50 > 12_000
 
 
-def test_running_siblings_that_are_far_lift_the_estimate_and_those_of_other_prompts_do_not() -> None:
+def test_running_siblings_that_are_far_lift_the_estimate_and_those_of_other_prompts_do_not() -> (
+    None
+):
     evidence = Evidence()
     for index in range(8):
         evidence.open_trajectory(f"s{index}", "r0", "p")
@@ -166,7 +193,9 @@ def test_the_same_evidence_gives_the_same_estimate_however_often_it_was_asked_on
         assert often.estimate(progress) == Estimator(silent, PRIOR).estimate(progress)
 
 
-@pytest.mark.parametrize("field", ["turn", "gen_tokens", "context_tokens", "prompt_tokens", "max_total_tokens"])
+@pytest.mark.parametrize(
+    "field", ["turn", "gen_tokens", "context_tokens", "prompt_tokens", "max_total_tokens"]
+)
 def test_a_negative_count_is_refused_by_name(field: str) -> None:
     with pytest.raises(InvalidProgressError) as caught:
         Progress("t", "p", **{field: -1})

@@ -23,7 +23,8 @@ def ranked(policy: Policy) -> Scenario:
 
 
 def two_steps(policy: Policy, first: float, second: float, gap_s: float) -> tuple[float, float]:
-    """Priorities of two steps, predicted to leave `first` and `second` tokens, asked for `gap_s` apart."""
+    """Priorities of two steps, predicted to leave `first` and `second` tokens, asked for `gap_s`
+    apart."""
     scenario = ranked(policy)
     scenario.open_all({"first": first, "second": second})
     one_priority = scenario.step("first", 0).priority
@@ -35,11 +36,16 @@ def two_steps(policy: Policy, first: float, second: float, gap_s: float) -> tupl
 def test_the_longest_or_by_mean_or_shortest_first_the_shortest_runs_first_and_no_step_starves(
     a: int, b: int, gap_s: float
 ) -> None:
-    """Whatever ordinary waits there are; what is asked for later than a bounded time after a step ranks below it."""
+    """Whatever ordinary waits there are; what is asked for later than a bounded time after a step
+    ranks below it."""
     first_counts, second_counts = (max(tokens, TUNING.least_remaining_tokens) for tokens in (a, b))
     longest, mean, shortest = (
         two_steps(policy, a, b, gap_s)
-        for policy in (Policy(), Policy(objective=Objective.MEAN), Policy(ordering=Ordering.SHORTEST_FIRST))
+        for policy in (
+            Policy(),
+            Policy(objective=Objective.MEAN),
+            Policy(ordering=Ordering.SHORTEST_FIRST),
+        )
     )
     if first_counts >= 1.2 * second_counts:
         assert longest[0] > longest[1]
@@ -47,9 +53,12 @@ def test_the_longest_or_by_mean_or_shortest_first_the_shortest_runs_first_and_no
         assert longest[1] > longest[0]
         assert mean[0] > mean[1]
         assert shortest[0] > shortest[1]
-    doublings = 16  # 32,768 tokens against least_remaining_tokens span 11, and a factor 2 for tool time either way
+    # 32,768 tokens against least_remaining_tokens span 11, and a factor 2 for tool time either way
+    doublings = 16
     for ordering in (Ordering.PROGRESSIVE, Ordering.SHORTEST_FIRST, Ordering.LEAST_ATTAINED):
-        first, second = two_steps(Policy(ordering=ordering), a, b, doublings * TUNING.aging_doubling_s)
+        first, second = two_steps(
+            Policy(ordering=ordering), a, b, doublings * TUNING.aging_doubling_s
+        )
         assert first > second
 
 
@@ -93,13 +102,24 @@ def test_the_deadline_objective_runs_least_slack_first() -> None:
     scenario.open("soon", deadline_s=60.0)
     scenario.open("later", deadline_s=600.0)
     scenario.open("none")
-    scenario.open("later but long", tokens=40_000, deadline_s=600.0)  # 600 s at the curve's 14 ms a token
-    ranks = {name: scenario.step(name, 0).priority for name in ("none", "later", "soon", "later but long")}
-    assert sorted(ranks, key=lambda name: ranks[name], reverse=True) == ["later but long", "soon", "later", "none"]
+    scenario.open(
+        "later but long", tokens=40_000, deadline_s=600.0
+    )  # 600 s at the curve's 14 ms a token
+    ranks = {
+        name: scenario.step(name, 0).priority
+        for name in ("none", "later", "soon", "later but long")
+    }
+    assert sorted(ranks, key=lambda name: ranks[name], reverse=True) == [
+        "later but long",
+        "soon",
+        "later",
+        "none",
+    ]
 
 
 def test_tools_count_as_time_left() -> None:
-    """Two trajectories with as many tokens left; the one with slow tools and turns to come is the longer."""
+    """Two trajectories with as many tokens left; the one with slow tools and turns to come is the
+    longer."""
     scenario = ranked(Policy())
     for name, tool_s in (("slow tools", 30.0), ("quick tools", 0.1)):
         scenario.open(name)
@@ -141,7 +161,9 @@ def test_predictions_never_exceed_what_the_cap_leaves() -> None:
 
 @pytest.mark.parametrize("ordering", Ordering)
 @pytest.mark.parametrize("preempt", [True, False])
-def test_a_ticket_says_whether_the_policy_lets_its_step_be_evicted(ordering: Ordering, preempt: bool) -> None:
+def test_a_ticket_says_whether_the_policy_lets_its_step_be_evicted(
+    ordering: Ordering, preempt: bool
+) -> None:
     scenario = ranked(Policy(ordering=ordering, preempt=preempt))
     scenario.open("t")
     assert scenario.step("t", 0).preemptible is preempt

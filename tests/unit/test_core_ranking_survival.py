@@ -1,10 +1,18 @@
-"""The curve behind every estimate, against Kaplan-Meier and against the distribution that the totals came from."""
+"""The curve behind every estimate, against Kaplan-Meier and against the distribution that the
+totals came from."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from treadle_core.ranking.evidence import TOKEN_KNOTS, Tally, count_totals, lognormal, posterior, remaining_quantiles
+from treadle_core.ranking.evidence import (
+    TOKEN_KNOTS,
+    Tally,
+    count_totals,
+    lognormal,
+    posterior,
+    remaining_quantiles,
+)
 
 BASE = lognormal(TOKEN_KNOTS, 1_000.0, 1.0)
 
@@ -40,12 +48,16 @@ def test_when_the_base_counts_next_to_nothing_the_curve_is_kaplan_meiers(
     curve = posterior(TOKEN_KNOTS, BASE, 1e-9, count_totals(ended, censored))
     for at in range(0, len(TOKEN_KNOTS), 60):
         if TOKEN_KNOTS[at] < max(ended + censored) and BASE[at] > 1e-3:
-            assert curve[at] == pytest.approx(kaplan_meier(ended, censored, float(TOKEN_KNOTS[at])), abs=1e-5)
+            assert curve[at] == pytest.approx(
+                kaplan_meier(ended, censored, float(TOKEN_KNOTS[at])), abs=1e-5
+            )
 
 
 def test_the_same_trajectory_still_running_says_nothing_about_its_own_rest() -> None:
     without = posterior(TOKEN_KNOTS, BASE, 2.0, count_totals([300.0, 900.0, 2_000.0], [700.0]))
-    with_itself = posterior(TOKEN_KNOTS, BASE, 2.0, count_totals([300.0, 900.0, 2_000.0], [700.0, 800.0]))
+    with_itself = posterior(
+        TOKEN_KNOTS, BASE, 2.0, count_totals([300.0, 900.0, 2_000.0], [700.0, 800.0])
+    )
     assert remaining_quantiles(TOKEN_KNOTS, without, 820.0) == pytest.approx(
         remaining_quantiles(TOKEN_KNOTS, with_itself, 820.0), rel=0.02
     )
@@ -65,9 +77,13 @@ def test_with_many_observations_the_quantiles_converge_to_the_true_ones() -> Non
     errors = []
     for count in (4, 64, 4_096):
         samples = rng.lognormal(np.log(3_000.0), 0.5, count)
-        cuts = rng.lognormal(np.log(6_000.0), 0.5, count)  # some are cut before their end, at random
+        cuts = rng.lognormal(
+            np.log(6_000.0), 0.5, count
+        )  # some are cut before their end, at random
         ended, censored = samples[samples <= cuts].tolist(), cuts[samples > cuts].tolist()
-        found = remaining_quantiles(TOKEN_KNOTS, posterior(TOKEN_KNOTS, BASE, 2.0, count_totals(ended, censored)), 0.0)
+        found = remaining_quantiles(
+            TOKEN_KNOTS, posterior(TOKEN_KNOTS, BASE, 2.0, count_totals(ended, censored)), 0.0
+        )
         errors.append(float(np.abs(np.log(np.array(found) / true)).max()))
     assert errors[2] < 0.06
     assert errors[2] < errors[1] < errors[0]

@@ -11,7 +11,8 @@ from treadle_core.rollouts.selection import Candidate
 
 def group(lengths: Sequence[int], rewards: Sequence[float | None]) -> list[Candidate]:
     return [
-        Candidate(str(at), length, reward) for at, (length, reward) in enumerate(zip(lengths, rewards, strict=True))
+        Candidate(str(at), length, reward)
+        for at, (length, reward) in enumerate(zip(lengths, rewards, strict=True))
     ]
 
 
@@ -29,7 +30,10 @@ def test_a_histogram_knows_quantiles_to_the_width_of_a_bin() -> None:
 
 
 def test_the_distance_of_distributions() -> None:
-    one, other = Histogram((1.0, 2.0, 3.0), [1.0, 1.0, 0.0]), Histogram((1.0, 2.0, 3.0), [0.0, 0.0, 5.0])
+    one, other = (
+        Histogram((1.0, 2.0, 3.0), [1.0, 1.0, 0.0]),
+        Histogram((1.0, 2.0, 3.0), [0.0, 0.0, 5.0]),
+    )
     assert distance(one, one) == 0.0
     assert distance(one, other) == 1.0
     assert distance(one, Histogram((1.0, 2.0, 3.0), [1.0, 1.0, 2.0])) == pytest.approx(0.5)
@@ -55,10 +59,16 @@ def test_starved_long_samples_raise_an_alarm_that_says_what_to_change() -> None:
     assert guard.length.quantiles()["sampled"][2] > 800 > guard.length.quantiles()["trained"][2]
     assert not guard.alarms(), "900 is the 90th percentile itself"
     for _ in range(100):
-        guard.observe(group([10, 12, 14, 16], [1.0, 0.0, 1.0, 0.0]), ["0", "1", "2", "3"], aborted_tokens=[600])
+        guard.observe(
+            group([10, 12, 14, 16], [1.0, 0.0, 1.0, 0.0]),
+            ["0", "1", "2", "3"],
+            aborted_tokens=[600],
+        )
     assert guard.drops["aborted"] == 100
     (alarm,) = guard.alarms()
-    assert alarm.startswith("Long samples are starved: 6.7% of sampled and 0.0% of trained samples have more than")
+    assert alarm.startswith(
+        "Long samples are starved: 6.7% of sampled and 0.0% of trained samples have more than"
+    )
     assert "raise the cap" in alarm
 
 
@@ -67,7 +77,9 @@ def test_dropping_groups_where_all_fail_starves_hard_prompts() -> None:
     for at in range(60):
         hard = at % 2 == 0
         samples = group([10] * 4, [0.0] * 4 if hard else [1.0, 0.0, 1.0, 1.0])
-        guard.observe(samples, [] if hard else ["0", "1", "2", "3"], reasons=dict.fromkeys("0123", "uniform"))
+        guard.observe(
+            samples, [] if hard else ["0", "1", "2", "3"], reasons=dict.fromkeys("0123", "uniform")
+        )
     assert guard.drops == {"uniform": 120}
     assert guard.rate.distance == pytest.approx(0.5)
     (alarm,) = guard.alarms()
@@ -81,7 +93,9 @@ def test_few_samples_raise_no_alarm() -> None:
     assert not guard.alarms()
 
 
-@pytest.mark.parametrize(("trained", "regime"), [(100, "all"), (94, "working"), (50, "working"), (49, "wasteful")])
+@pytest.mark.parametrize(
+    ("trained", "regime"), [(100, "all"), (94, "working"), (50, "working"), (49, "wasteful")]
+)
 def test_the_regimes_of_the_kept_fraction(trained: int, regime: str) -> None:
     assert judge_kept(trained, 100).regime == regime
     assert judge_kept(0, 0).value == 1.0
@@ -102,6 +116,6 @@ def test_counts_can_be_stored() -> None:
     guard = BiasGuard()
     guard.observe(group([10, 20], [1.0, None]), ["0"], stale_tokens={1: 10})
     stored = json.loads(json.dumps(asdict(guard)))
-    assert Histogram(tuple(stored["length"]["sampled"]["edges"]), stored["length"]["sampled"]["counts"]) == (
-        guard.length.sampled
-    )
+    assert Histogram(
+        tuple(stored["length"]["sampled"]["edges"]), stored["length"]["sampled"]["counts"]
+    ) == (guard.length.sampled)

@@ -1,4 +1,5 @@
-"""The sample buffer: first-K verdicts of each group; whole groups out, oldest first, each trajectory once."""
+"""The sample buffer: first-K verdicts of each group; whole groups out, oldest first, each
+trajectory once."""
 
 import itertools
 from typing import Any
@@ -21,11 +22,15 @@ from treadle_core.rollouts.spec import RolloutSpec, RuleName, Selection
 ROOMY = 1 << 30
 
 
-def buffer_of(prompts: int, samples: int = 1, keep: int = 1, bound: int | None = None) -> SampleBuffer:
+def buffer_of(
+    prompts: int, samples: int = 1, keep: int = 1, bound: int | None = None
+) -> SampleBuffer:
     return SampleBuffer(RolloutSpec(tuple(f"p{i}" for i in range(prompts)), samples, keep, bound))
 
 
-def hand_in(buffer: SampleBuffer, trajectory: str, prompt: str = "p0", index: int = 0, **fields: Any) -> Verdict:
+def hand_in(
+    buffer: SampleBuffer, trajectory: str, prompt: str = "p0", index: int = 0, **fields: Any
+) -> Verdict:
     arrived = buffer.decide_arrival(Sample(trajectory, prompt, index, **fields))
     if trajectory not in buffer.samples:
         buffer.apply(arrived)
@@ -110,7 +115,9 @@ def test_a_batch_is_full_at_its_byte_limit_and_a_group_beyond_it_is_an_error() -
     buffer = buffer_of(3)
     for number, size in enumerate((60, 60, 30)):
         hand_in(buffer, "abc"[number], f"p{number}", payload_bytes=size)
-    assert take(buffer, "b0", 3, wait=True, max_bytes=100) == Batch("b0", (("p0", ("a",)),), exhausted=False)
+    assert take(buffer, "b0", 3, wait=True, max_bytes=100) == Batch(
+        "b0", (("p0", ("a",)),), exhausted=False
+    )
     assert take(buffer, "b1", 3, wait=True, max_bytes=100) == Batch(
         "b1", (("p1", ("b",)), ("p2", ("c",))), exhausted=True
     )
@@ -144,7 +151,9 @@ def test_a_foreign_prompt_is_a_key_error() -> None:
 
 COMMANDS = st.lists(
     st.one_of(
-        st.tuples(st.just("in"), st.integers(0, 3), st.integers(0, 3), st.booleans(), st.integers(0, 6)),
+        st.tuples(
+            st.just("in"), st.integers(0, 3), st.integers(0, 3), st.booleans(), st.integers(0, 6)
+        ),
         st.tuples(st.just("take"), st.integers(1, 3), st.integers(0, 6), st.booleans()),
         st.tuples(st.just("cancel")),
     ),
@@ -160,14 +169,18 @@ def specs(draw: st.DrawFn) -> RolloutSpec:
     """Of four prompts with four or more samples each: every rule, bound and kind of redundancy."""
     bound = draw(st.one_of(st.none(), st.integers(0, 3)))
     keep = draw(st.integers(1, 4))
-    rule = draw(st.sampled_from([each for each in RuleName if keep > 1 or each is not RuleName.MIXED]))
+    rule = draw(
+        st.sampled_from([each for each in RuleName if keep > 1 or each is not RuleName.MIXED])
+    )
     replace = draw(st.booleans()) and bound is not None
     return RolloutSpec(
         PROMPTS,
         samples_per_prompt=4,
         keep_per_prompt=keep,
         max_staleness=bound,
-        selection=Selection(rule, longest=draw(st.integers(0, keep)), saturated_at=draw(st.sampled_from([0, 5]))),
+        selection=Selection(
+            rule, longest=draw(st.integers(0, keep)), saturated_at=draw(st.sampled_from([0, 5]))
+        ),
         samples=draw(st.sampled_from([(), (4, 5, 4, 6)])),
         keep_groups=None if replace else draw(st.one_of(st.none(), st.integers(1, 4))),
         max_open_groups=draw(st.one_of(st.none(), st.integers(1, 4))),
@@ -194,7 +207,10 @@ def test_every_kept_trajectory_leaves_once_within_the_bound_and_a_replay_gives_t
         match command:
             case ("in", int(prompt), int(index), bool(failed), int(version)):
                 trajectory = f"p{prompt}-{index}"
-                fields: dict[str, Any] = {"length_tokens": (prompt + 3 * index) % 5, "reward": float(index % 2)}
+                fields: dict[str, Any] = {
+                    "length_tokens": (prompt + 3 * index) % 5,
+                    "reward": float(index % 2),
+                }
                 sample = Sample(trajectory, f"p{prompt}", index, failed, version, **fields)
                 arrived = buffer.decide_arrival(sample)
                 if trajectory in buffer.samples:
@@ -206,24 +222,34 @@ def test_every_kept_trajectory_leaves_once_within_the_bound_and_a_replay_gives_t
                 batch = buffer.decide_batch(f"b{next(ids)}", max_groups, wait, ROOMY)
                 happen(batch)
                 for prompt_id, trajectory_ids in batch.groups if batch is not None else ():
-                    assert trajectory_ids == tuple(s.trajectory_id for s in buffer.groups[prompt_id].kept)
+                    assert trajectory_ids == tuple(
+                        s.trajectory_id for s in buffer.groups[prompt_id].kept
+                    )
                     assert 1 <= len(trajectory_ids) <= keep
                     newest = buffer.newest_version
                     oldest = [buffer.samples[t].oldest_version for t in trajectory_ids]
-                    assert bound is None or newest is None or all(newest - o <= bound for o in oldest if o is not None)
+                    assert (
+                        bound is None
+                        or newest is None
+                        or all(newest - o <= bound for o in oldest if o is not None)
+                    )
                     taken.extend(trajectory_ids)
             case _:
                 happen(buffer.decide_cancel())
         assert admitted <= buffer.groups_admitted, "what may have begun stays so"
         admitted = buffer.groups_admitted
         assert len(taken) == len(set(taken)) == buffer.taken_total
-        assert buffer.taken_total + buffer.buffered + sum(buffer.drops.values()) == len(buffer.samples)
+        assert buffer.taken_total + buffer.buffered + sum(buffer.drops.values()) == len(
+            buffer.samples
+        )
         waiting = sum(len(group.kept) for group in buffer.groups.values() if not group.taken)
         assert waiting == buffer.buffered
     assert vars(replay) == vars(buffer)
 
 
-def buffer_with(prompts: int = 1, per_prompt: int = 4, keep: int = 2, **fields: Any) -> SampleBuffer:
+def buffer_with(
+    prompts: int = 1, per_prompt: int = 4, keep: int = 2, **fields: Any
+) -> SampleBuffer:
     return SampleBuffer(RolloutSpec(PROMPTS[:prompts], per_prompt, keep, **fields))
 
 
@@ -234,7 +260,8 @@ def kept_of(buffer: SampleBuffer, prompt: str = "p0") -> list[str]:
 def test_dual_end_sampling_waits_for_all_samples_and_drops_those_in_the_middle() -> None:
     """Of lengths 30, 10, 40 and 20, one of each end is trained.
 
-    Result: all are kept until the last, with which the two in the middle, itself among them, are dropped.
+    Result: all are kept until the last, with which the two in the middle, itself among them, are
+    dropped.
     """
     buffer = buffer_with(selection=Selection(RuleName.DUAL_END, longest=1))
     verdicts = [
@@ -268,7 +295,8 @@ def test_a_mixed_group_settles_with_a_success_and_a_failure_and_a_uniform_one_is
 
 
 def test_groups_beyond_those_that_are_kept_are_withdrawn() -> None:
-    """Two of three groups are needed. When the second has settled, what came of the third is dropped.
+    """Two of three groups are needed. When the second has settled, what came of the third is
+    dropped.
 
     Result: the rollout is over, and what comes later is withdrawn too.
     """
@@ -281,7 +309,11 @@ def test_groups_beyond_those_that_are_kept_are_withdrawn() -> None:
     assert kept_of(buffer, "p2") == [] and buffer.drops == {DropReason.WITHDRAWN: 1}
     assert hand_in(buffer, "c1", "p2", 1) == Verdict(DropReason.WITHDRAWN, group_settled=True)
     batch = take(buffer, "b", 3, wait=True)
-    assert batch is not None and [prompt for prompt, _ in batch.groups] == ["p0", "p1"] and batch.exhausted
+    assert (
+        batch is not None
+        and [prompt for prompt, _ in batch.groups] == ["p0", "p1"]
+        and batch.exhausted
+    )
 
 
 def test_a_group_in_which_nothing_is_left_does_not_count_as_one_of_those_that_are_kept() -> None:
@@ -312,13 +344,16 @@ def test_a_sample_that_grew_too_old_is_replaced_by_one_more_and_its_group_leaves
 def test_a_sample_that_comes_too_old_is_replaced_too() -> None:
     buffer = buffer_with(per_prompt=2, max_staleness=0, replace_stale=True)
     advance(buffer, 3)
-    assert hand_in(buffer, "old", index=0, oldest_version=2) == Verdict(DropReason.STALE, group_settled=False)
+    assert hand_in(buffer, "old", index=0, oldest_version=2) == Verdict(
+        DropReason.STALE, group_settled=False
+    )
     assert not hand_in(buffer, "a", index=1, oldest_version=3).group_settled
     assert hand_in(buffer, "b", index=2, oldest_version=3).group_settled
 
 
 def test_only_so_many_groups_are_begun_before_one_is_taken() -> None:
-    """Two may be open at a time: a group that is taken, or that settled with nothing, makes room for the next."""
+    """Two may be open at a time: a group that is taken, or that settled with nothing, makes room
+    for the next."""
     buffer = buffer_with(prompts=4, per_prompt=1, keep=1, max_open_groups=2)
     assert buffer.groups_admitted == 2
     hand_in(buffer, "b", "p1")
@@ -341,13 +376,16 @@ def test_only_so_many_groups_are_begun_before_one_is_taken() -> None:
         ({"selection": Selection(RuleName.DUAL_END, longest=3)}, "longest"),
     ],
 )
-def test_a_spec_whose_numbers_do_not_fit_together_is_refused(fields: dict[str, Any], named: str) -> None:
+def test_a_spec_whose_numbers_do_not_fit_together_is_refused(
+    fields: dict[str, Any], named: str
+) -> None:
     with pytest.raises(ValueError, match=named):
         buffer_with(**fields)
 
 
 def test_a_group_settles_when_enough_samples_are_kept_and_drops_the_rest() -> None:
-    """Two of three samples are wanted. The second settles the group; the third is dropped as GROUP_SETTLED.
+    """Two of three samples are wanted. The second settles the group; the third is dropped as
+    GROUP_SETTLED.
 
     Result: kept, kept and settled, dropped.
     """
@@ -399,9 +437,15 @@ def test_a_sample_whose_oldest_token_lags_too_far_behind_the_newest_version_is_s
 
 @pytest.mark.parametrize(
     ("prompts", "samples", "keep", "bound", "cap"),
-    [((), 1, 1, None, None), (("p", "p"), 1, 1, None, None), (("p",), 2, 0, None, None), (("p",), 2, 3, None, None),
-     (("p",), 1, 1, -1, None), (("p",), 1, 1, None, 0)],
-)  # fmt: skip
+    [
+        ((), 1, 1, None, None),
+        (("p", "p"), 1, 1, None, None),
+        (("p",), 2, 0, None, None),
+        (("p",), 2, 3, None, None),
+        (("p",), 1, 1, -1, None),
+        (("p",), 1, 1, None, 0),
+    ],
+)
 def test_a_spec_no_group_could_satisfy_is_refused(
     prompts: tuple[str, ...], samples: int, keep: int, bound: int | None, cap: int | None
 ) -> None:

@@ -11,16 +11,29 @@ from treadle_core.rollouts.length_cap import CapPolicy, CutReward
 from treadle_core.rollouts.spec import Redundancy, RolloutSpec, RuleName, Selection
 
 CAP = CapPolicy(
-    ceiling_tokens=100, floor_tokens=10, least_successes=1, percentile=0.9, soft_percentile=0.5, most_cut_share=0.2
+    ceiling_tokens=100,
+    floor_tokens=10,
+    least_successes=1,
+    percentile=0.9,
+    soft_percentile=0.5,
+    most_cut_share=0.2,
 )
 
 
-def run(history: RolloutHistory, name: str, spec: RolloutSpec, lengths: dict[str, list[int]], **fields: Any) -> None:
+def run(
+    history: RolloutHistory,
+    name: str,
+    spec: RolloutSpec,
+    lengths: dict[str, list[int]],
+    **fields: Any,
+) -> None:
     """A rollout whose samples have these lengths, in order."""
     buffer = SampleBuffer(history.begin(spec))
     for prompt, numbers in lengths.items():
         for index, length in enumerate(numbers):
-            sample = Sample(f"{prompt}-{index}", prompt, index, length_tokens=length, reward=1.0, **fields)
+            sample = Sample(
+                f"{prompt}-{index}", prompt, index, length_tokens=length, reward=1.0, **fields
+            )
             buffer.apply(buffer.decide_arrival(sample))
     history.fold(name, buffer)
 
@@ -42,7 +55,11 @@ def test_a_rollout_is_counted_once_and_a_cancelled_one_never() -> None:
     assert event is not None
     cancelled.apply(event)
     history.fold("r1", cancelled)
-    assert history.folded == ["r0"] and history.lengths.all.seen == 1 and history.bias.sampled_tokens == 10
+    assert (
+        history.folded == ["r0"]
+        and history.lengths.all.seen == 1
+        and history.bias.sampled_tokens == 10
+    )
 
 
 def test_a_cap_is_learned_from_rollouts_without_one_and_bounds_the_next() -> None:
@@ -60,7 +77,8 @@ def test_a_cap_is_learned_from_rollouts_without_one_and_bounds_the_next() -> Non
 
 
 def test_what_is_dropped_later_and_what_was_ended_early_count_as_sampled() -> None:
-    """Of lengths 10, 20, 30 the ends are trained; a fourth sample was ended after 5 tokens, a fifth before it began."""
+    """Of lengths 10, 20, 30 the ends are trained; a fourth sample was ended after 5 tokens, a fifth
+    before it began."""
     spec = RolloutSpec(("p0",), 3, 2, selection=Selection(RuleName.DUAL_END, longest=1))
     buffer = SampleBuffer(spec)
     for index in range(3):
@@ -75,7 +93,9 @@ def test_what_is_dropped_later_and_what_was_ended_early_count_as_sampled() -> No
 
 def test_staleness_is_that_of_each_trained_token_when_its_group_was_taken() -> None:
     buffer = SampleBuffer(RolloutSpec(("p0",), 1, 1, max_staleness=2))
-    sample = Sample("t", "p0", 0, oldest_version=3, length_tokens=7, version_tokens=((3, 5), (4, 2)))
+    sample = Sample(
+        "t", "p0", 0, oldest_version=3, length_tokens=7, version_tokens=((3, 5), (4, 2))
+    )
     buffer.apply(buffer.decide_arrival(sample))
     for event in (buffer.decide_version(5), buffer.decide_batch("b", 1, wait=False)):
         assert event is not None

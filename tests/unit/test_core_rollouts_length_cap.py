@@ -24,11 +24,19 @@ POLICY = CapPolicy(
 
 
 def play(state: CapState, lengths: Sequence[int], rewards: Sequence[float] = ()) -> CapReport:
-    """A step whose trajectories would have these lengths: its limit cuts them, and what is cut fails."""
+    """A step whose trajectories would have these lengths: its limit cuts them, and what is cut
+    fails."""
     limit = state.limit_tokens
     samples = [
-        Candidate(str(at), min(length, limit), reward if length <= limit else 0.0, truncated=length > limit)
-        for at, (length, reward) in enumerate(zip(lengths, rewards or [1.0] * len(lengths), strict=True))
+        Candidate(
+            str(at),
+            min(length, limit),
+            reward if length <= limit else 0.0,
+            truncated=length > limit,
+        )
+        for at, (length, reward) in enumerate(
+            zip(lengths, rewards or [1.0] * len(lengths), strict=True)
+        )
     ]
     return state.update(samples)
 
@@ -61,7 +69,9 @@ def test_every_few_updates_a_step_has_no_cap() -> None:
     for _ in range(40):
         limits.append(state.limit_tokens)
         report = play(state, range(10, 210, 10))
-    assert [at for at, limit in enumerate(limits) if limit == POLICY.ceiling_tokens] == list(range(0, 40, 5))
+    assert [at for at, limit in enumerate(limits) if limit == POLICY.ceiling_tokens] == list(
+        range(0, 40, 5)
+    )
     assert report.limit_tokens == state.limit_tokens
     assert report.cut_share == pytest.approx(0.1)
 
@@ -110,7 +120,9 @@ def test_the_state_survives_storage() -> None:
     state = CapState(POLICY)
     for _ in range(7):
         play(state, range(10, 210, 10))
-    stored = json.loads(json.dumps({key: value for key, value in asdict(state).items() if key != "policy"}))
+    stored = json.loads(
+        json.dumps({key: value for key, value in asdict(state).items() if key != "policy"})
+    )
     again = CapState(POLICY, **stored)
     assert again == state
     assert play(again, range(10, 210, 10)) == play(state, range(10, 210, 10))
@@ -135,14 +147,29 @@ def test_a_wrong_policy_names_its_field(field: str, value: Any) -> None:
 
 
 def test_the_share_that_the_percentile_cuts_by_itself_may_be_the_most() -> None:
-    assert replace(POLICY, percentile=0.95, soft_percentile=0.9, most_cut_share=0.05).most_cut_share == 0.05
+    assert (
+        replace(POLICY, percentile=0.95, soft_percentile=0.9, most_cut_share=0.05).most_cut_share
+        == 0.05
+    )
 
 
 def test_rewards_of_cut_trajectories() -> None:
     short, near, cut = (Candidate("", n, 2.0, truncated=n == 200) for n in (100, 150, 200))
-    assert [shape_reward(CutReward.SOFT, each, 100, 200) for each in (short, near, cut)] == [2.0, 1.0, 0.0]
-    assert [shape_reward(CutReward.ZERO, each, 100, 200) for each in (short, near, cut)] == [2.0, 2.0, 0.0]
-    assert [shape_reward(CutReward.IGNORE, each, 100, 200) for each in (short, near, cut)] == [2.0, 2.0, None]
+    assert [shape_reward(CutReward.SOFT, each, 100, 200) for each in (short, near, cut)] == [
+        2.0,
+        1.0,
+        0.0,
+    ]
+    assert [shape_reward(CutReward.ZERO, each, 100, 200) for each in (short, near, cut)] == [
+        2.0,
+        2.0,
+        0.0,
+    ]
+    assert [shape_reward(CutReward.IGNORE, each, 100, 200) for each in (short, near, cut)] == [
+        2.0,
+        2.0,
+        None,
+    ]
     punished = replace(cut, reward=-1.0)
     assert shape_reward(CutReward.SOFT, punished, 100, 200) == -1.0, "a penalty does not shrink"
     assert shape_reward(CutReward.IGNORE, punished, 100, 200) is None

@@ -1,5 +1,5 @@
-"""Redundancy: the cost of a rollout against a walk over its tokens, the budget's optimum, and the allocation against
-every other one."""
+"""Redundancy: the cost of a rollout against a walk over its tokens, the budget's optimum, and the
+allocation against every other one."""
 
 import itertools
 import json
@@ -26,8 +26,16 @@ CURVE = LatencyCurve((1.0, 4.0, 10.0, 20.0), (0.010, 0.011, 0.020, 0.050))
 
 
 def test_the_curve_goes_on_with_its_last_slope() -> None:
-    assert CURVE.latency_s(np.array([0.0, 1.0, 7.0, 40.0])) == pytest.approx([0.0, 0.010, 0.0155, 0.110])
-    for points in (((), ()), ((1.0, 1.0), (0.1, 0.2)), ((1.0, 2.0), (0.2, 0.1)), ((0.5,), (0.1,)), ((1.0,), (0.0,))):
+    assert CURVE.latency_s(np.array([0.0, 1.0, 7.0, 40.0])) == pytest.approx(
+        [0.0, 0.010, 0.0155, 0.110]
+    )
+    for points in (
+        ((), ()),
+        ((1.0, 1.0), (0.1, 0.2)),
+        ((1.0, 2.0), (0.2, 0.1)),
+        ((0.5,), (0.1,)),
+        ((1.0,), (0.0,)),
+    ):
         with pytest.raises(ValueError, match=r"batch_sizes|step_s"):
             LatencyCurve(*points)
 
@@ -39,7 +47,9 @@ def test_a_fit_finds_the_bends_of_what_was_measured() -> None:
     assert fitted.step_s == pytest.approx(CURVE.step_s)
     assert fit_latency([8.0, 8.0], [0.1, 0.1]).step_s == pytest.approx((0.1,))
     falling = fit_latency([1, 2, 4, 8], [0.03, 0.02, 0.01, 0.005])
-    assert falling.step_s == pytest.approx([falling.step_s[0]] * 4), "a larger batch is never faster"
+    assert falling.step_s == pytest.approx([falling.step_s[0]] * 4), (
+        "a larger batch is never faster"
+    )
     with pytest.raises(ValueError, match="each measured step"):
         fit_latency([1.0, 2.0], [0.1, 0.0])
 
@@ -63,7 +73,9 @@ def test_the_cost_of_a_sample_is_the_slope_between_once_and_twice_the_samples() 
 
 
 @given(st.floats(0.1, 3.0), st.floats(1e-4, 0.1), st.floats(0.01, 10.0))
-def test_no_other_budget_within_the_clamps_is_worth_more(variation: float, cost_s: float, trade_off: float) -> None:
+def test_no_other_budget_within_the_clamps_is_worth_more(
+    variation: float, cost_s: float, trade_off: float
+) -> None:
     def utility(budget: int) -> float:
         return variation * float(np.log(budget)) - trade_off * cost_s * budget
 
@@ -93,9 +105,14 @@ def distances(variances: Sequence[float], counts: Sequence[int]) -> float:
 
 
 @given(
-    st.lists(st.floats(0.0, 100.0), min_size=1, max_size=4), st.integers(1, 3), st.integers(0, 3), st.integers(0, 10)
+    st.lists(st.floats(0.0, 100.0), min_size=1, max_size=4),
+    st.integers(1, 3),
+    st.integers(0, 3),
+    st.integers(0, 10),
 )
-def test_no_other_allocation_comes_nearer(variances: list[float], least: int, room: int, extra: int) -> None:
+def test_no_other_allocation_comes_nearer(
+    variances: list[float], least: int, room: int, extra: int
+) -> None:
     n, most = len(variances), least + room
     budget = least * n + extra
     counts = allocate(variances, budget, least, most)
@@ -108,8 +125,12 @@ def test_no_other_allocation_comes_nearer(variances: list[float], least: int, ro
 
 def test_samples_go_to_the_prompts_that_vary_most() -> None:
     assert allocate([0.0, 1.0, 9.0], 15, 4, 8).tolist() == [4, 4, 7]
-    assert allocate([5.0, 5.0, 5.0], 14, 4, 8).tolist() == [5, 5, 4], "all alike: evenly, the earlier ones first"
-    assert allocate([0.0, 9.0], 16, 4, 8).tolist() == [4, 8], "a sample that gains nothing is not started"
+    assert allocate([5.0, 5.0, 5.0], 14, 4, 8).tolist() == [5, 5, 4], (
+        "all alike: evenly, the earlier ones first"
+    )
+    assert allocate([0.0, 9.0], 16, 4, 8).tolist() == [4, 8], (
+        "a sample that gains nothing is not started"
+    )
     assert allocate([], 0, 4, 8).tolist() == []
     assert allocate([0.0, 4.0, 10.0], 5, 1, 4).tolist() == [1, 2, 2], "the second sample helps most"
     alike = allocate([2.0] * 100, 450, 4, 8)

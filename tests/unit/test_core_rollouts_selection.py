@@ -6,9 +6,23 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from treadle_core.rollouts.selection import Candidate, DualEnd, FirstK, FirstMixed, Rule, ShortestFirst, darts_rule
+from treadle_core.rollouts.selection import (
+    Candidate,
+    DualEnd,
+    FirstK,
+    FirstMixed,
+    Rule,
+    ShortestFirst,
+    darts_rule,
+)
 
-RULES: tuple[Rule, ...] = (FirstK(3), DualEnd(3, 1), ShortestFirst(3), FirstMixed(3), FirstMixed(3, drop_uniform=False))
+RULES: tuple[Rule, ...] = (
+    FirstK(3),
+    DualEnd(3, 1),
+    ShortestFirst(3),
+    FirstMixed(3),
+    FirstMixed(3, drop_uniform=False),
+)
 
 
 def group(
@@ -46,7 +60,9 @@ def test_dual_end_waits_for_all_and_takes_both_ends() -> None:
 def test_dual_end_takes_no_truncated_sample_as_one_of_the_longest() -> None:
     samples = group(50, 10, 40, 20, 90, 90, truncated="ef", failed="a")
     assert chosen(DualEnd(3, 1), samples) == "bcd"
-    assert chosen(DualEnd(4, 2), samples) == "bcde", "too few are complete, so a truncated one fills the group"
+    assert chosen(DualEnd(4, 2), samples) == "bcde", (
+        "too few are complete, so a truncated one fills the group"
+    )
 
 
 def test_equal_lengths_go_by_arrival() -> None:
@@ -88,7 +104,12 @@ def test_a_saturated_prompt_is_pruned() -> None:
 
 
 def test_rules_that_keep_no_group_are_refused() -> None:
-    for refused in (lambda: FirstK(0), lambda: FirstMixed(1), lambda: ShortestFirst(0), lambda: DualEnd(0, 0)):
+    for refused in (
+        lambda: FirstK(0),
+        lambda: FirstMixed(1),
+        lambda: ShortestFirst(0),
+        lambda: DualEnd(0, 0),
+    ):
         with pytest.raises(ValueError, match="keep must be at least"):
             refused()
     with pytest.raises(ValueError, match="longest must be 0 to keep"):
@@ -109,7 +130,9 @@ samples_of_a_group = st.lists(
 
 
 @given(samples_of_a_group, st.sampled_from(RULES))
-def test_every_group_settles_and_trains_as_many_valid_samples_as_there_are(drawn: list[Candidate], rule: Rule) -> None:
+def test_every_group_settles_and_trains_as_many_valid_samples_as_there_are(
+    drawn: list[Candidate], rule: Rule
+) -> None:
     samples = [
         Candidate(str(at), each.length_tokens, each.reward, each.truncated, each.failed)
         for at, each in enumerate(drawn)
@@ -117,7 +140,9 @@ def test_every_group_settles_and_trains_as_many_valid_samples_as_there_are(drawn
     valid = [each.key for each in samples if not each.failed]
     keys = rule.choose(samples)
     assert rule.settled(samples, len(samples)), "all have come"
-    assert [key for key in valid if key in keys] == list(keys), "valid ones, once each, in order of arrival"
+    assert [key for key in valid if key in keys] == list(keys), (
+        "valid ones, once each, in order of arrival"
+    )
     assert len(keys) == min(rule.keep, len(valid)) or (isinstance(rule, FirstMixed) and not keys)
     settled = [rule.settled(samples[:count], 9) for count in range(len(samples) + 1)]
     assert settled == sorted(settled), "a settled group stays settled"

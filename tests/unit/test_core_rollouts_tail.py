@@ -1,4 +1,5 @@
-"""The wait for the longest sample: who ends when, who is aborted or cut, and what it says of the batch."""
+"""The wait for the longest sample: who ends when, who is aborted or cut, and what it says of the
+batch."""
 
 import math
 from dataclasses import replace
@@ -27,7 +28,9 @@ def test_lengths_have_the_mean_and_the_variation_that_were_asked_for() -> None:
 
 
 @given(st.integers(0, 1000))
-def test_without_patches_the_batch_takes_what_the_cost_of_the_core_says_and_all_is_kept(seed: int) -> None:
+def test_without_patches_the_batch_takes_what_the_cost_of_the_core_says_and_all_is_kept(
+    seed: int,
+) -> None:
     normals = draws(PLAIN, seed)
     tail = play_tail(PLAIN, normals)
     lengths = 500.0 * lengths_of(normals, 1.0).ravel()
@@ -37,7 +40,9 @@ def test_without_patches_the_batch_takes_what_the_cost_of_the_core_says_and_all_
     assert tail.kept.value == 1.0
     assert np.all(np.diff(tail.ends_s) >= 0.0)
     assert tail.tax == pytest.approx(1.0 / tail.utilization - 1.0)
-    assert tail.last_tenth == pytest.approx(1.0 - tail.ends_s[28] / tail.makespan_s)  # the 29th of 32 ends nine tenths
+    assert tail.last_tenth == pytest.approx(
+        1.0 - tail.ends_s[28] / tail.makespan_s
+    )  # the 29th of 32 ends nine tenths
 
 
 def test_a_cap_cuts_what_is_longer_and_nothing_else() -> None:
@@ -45,22 +50,25 @@ def test_a_cap_cuts_what_is_longer_and_nothing_else() -> None:
     normals = draws(PLAIN)
     tail = play_tail(capped, normals)
     lengths = 500.0 * lengths_of(normals, 1.0).ravel()
-    assert capped.cap_tokens == pytest.approx(500.0 * math.exp(log_sigma(1.0) * 1.2815515655446004 - math.log(2.0) / 2))
+    assert capped.cap_tokens == pytest.approx(
+        500.0 * math.exp(log_sigma(1.0) * 1.2815515655446004 - math.log(2.0) / 2)
+    )
     assert tail.cut.sum() == (lengths > capped.cap_tokens).sum() > 0
     assert tail.tokens.max() == pytest.approx(capped.cap_tokens)
 
 
 def test_of_more_samples_the_last_are_aborted_when_their_prompt_has_enough() -> None:
-    """Of one prompt with lengths 1, 2, 3 and 4, two are trained. Result: the others are aborted at 2."""
+    """Of one prompt with lengths 1, 2, 3 and 4, two are trained. Result: the others are aborted at
+    2."""
     lengths = np.array([[4.0, 1.0, 3.0, 2.0]])
     s = log_sigma(0.5)
-    tail = play_tail(TailQuestion(1, 4, 2, 1.0, 0.5, 1.0, CURVE), (np.log(lengths) + 0.5 * s * s) / s)
+    tail = play_tail(
+        TailQuestion(1, 4, 2, 1.0, 0.5, 1.0, CURVE), (np.log(lengths) + 0.5 * s * s) / s
+    )
     assert tail.tokens.tolist() == pytest.approx([1.0, 2.0, 2.0, 2.0])
-    assert tail.aborted.tolist() == [False, False, True, True] or sorted(tail.aborted.tolist()[1:]) == [
-        False,
-        True,
-        True,
-    ]
+    assert tail.aborted.tolist() == [False, False, True, True] or sorted(
+        tail.aborted.tolist()[1:]
+    ) == [False, True, True]
     assert tail.kept.value == 0.5
 
 

@@ -58,8 +58,8 @@ def test_a_waiting_step_that_outranks_the_lowest_running_one_evicts_it() -> None
 
 
 def test_a_step_is_not_evicted_before_it_has_made_its_tokens_since_its_admission() -> None:
-    """Two steps whose priorities leapfrog would else trade one slot without getting on. Result: each turn makes
-    tokens."""
+    """Two steps whose priorities leapfrog would else trade one slot without getting on. Result:
+    each turn makes tokens."""
     q = queue()
     q.add("low", 1.0)
     q.decide()
@@ -75,7 +75,9 @@ def test_a_step_is_not_evicted_before_it_has_made_its_tokens_since_its_admission
     assert q.decide() == [], "the new one has made none yet"
 
 
-def test_the_hysteresis_keeps_a_small_lead_from_evicting_and_without_preemption_no_lead_does() -> None:
+def test_the_hysteresis_keeps_a_small_lead_from_evicting_and_without_preemption_no_lead_does() -> (
+    None
+):
     for preempt in (True, False):
         q = running("low", hysteresis=2.0, preempt=preempt)
         q.add("near", 3.0)
@@ -156,8 +158,11 @@ EVENTS = st.lists(
 
 @settings(max_examples=300)
 @given(st.integers(1, 3), st.floats(0, 1), EVENTS)
-def test_the_invariants_hold_after_any_reports(slots: int, hysteresis: float, events: list[Event]) -> None:
-    """Against a second account kept here: slots are never exceeded, and every eviction is one that the rules allow."""
+def test_the_invariants_hold_after_any_reports(
+    slots: int, hysteresis: float, events: list[Event]
+) -> None:
+    """Against a second account kept here: slots are never exceeded, and every eviction is one that
+    the rules allow."""
     q = queue(slots=slots, hysteresis=hysteresis)
     priorities: dict[str, float] = {}
     preemptible: dict[str, bool] = {}
@@ -194,7 +199,9 @@ def test_the_invariants_hold_after_any_reports(slots: int, hysteresis: float, ev
                 assert priorities[by] > priorities[victim] + hysteresis
                 assert holding[victim] >= 4
                 assert preemptible[victim]
-                others = [other for other in holding if other not in evicting and preemptible[other]]
+                others = [
+                    other for other in holding if other not in evicting and preemptible[other]
+                ]
                 assert all(priorities[victim] <= priorities[other] for other in others)
                 evicting.add(victim)
         assert len(holding) <= slots
@@ -213,9 +220,13 @@ def reading_queue(
     returning: str = "",
     **steps: float,
 ) -> StepQueue:
-    """A queue that takes prefills of these lengths, with steps of these priorities; shared: the prompt of some."""
+    """A queue that takes prefills of these lengths, with steps of these priorities; shared: the
+    prompt of some."""
     policy = QueuePolicy(slots=slots, capacity=100, min_run_tokens=4, gather=1.0)
-    q = StepQueue(policy, lambda step: Prefill(prefill_steps.get(step, 0.0), shared.get(step), step == returning))
+    q = StepQueue(
+        policy,
+        lambda step: Prefill(prefill_steps.get(step, 0.0), shared.get(step), step == returning),
+    )
     for step, priority in steps.items():
         q.add(step, priority)
     return q
@@ -332,7 +343,8 @@ def test_samples_that_are_not_preemptible_read_their_prompt_together() -> None:
 
 
 def gathering_queue(*running: str, slots: int = 4, pass_s: float = 0.5) -> StepQueue:
-    """A queue whose running steps were read in one pass of so many seconds, which ended at `pass_s`."""
+    """A queue whose running steps were read in one pass of so many seconds, which ended at
+    `pass_s`."""
     q = reading_queue({}, slots=slots)
     for step in running:
         q.add(step, 1.0)
@@ -342,7 +354,9 @@ def gathering_queue(*running: str, slots: int = 4, pass_s: float = 0.5) -> StepQ
     return q
 
 
-def test_a_step_beside_running_ones_waits_until_its_slot_has_lost_what_a_pass_takes_from_them() -> None:
+def test_a_step_beside_running_ones_waits_until_its_slot_has_lost_what_a_pass_takes_from_them() -> (
+    None
+):
     q = gathering_queue("a", "b", "c", slots=5, pass_s=0.25)
     q.add("d", 9.0)
     assert q.decide(1.0) == []
@@ -364,7 +378,8 @@ def test_nobody_waits_for_others_where_nothing_runs_or_no_slot_is_free() -> None
 
 
 def test_a_step_is_held_for_others_for_a_second_at_most() -> None:
-    """A first pass that took a minute, since the engine had no room or was cold, holds nobody for long."""
+    """A first pass that took a minute, since the engine had no room or was cold, holds nobody for
+    long."""
     q = gathering_queue("a", "b", pass_s=60.0)
     q.add("c", 1.0)
     assert q.decide(100.0) == []
@@ -396,7 +411,10 @@ def test_a_pass_that_was_slow_is_forgotten_with_the_next_that_is_not() -> None:
 
 @settings(max_examples=200)
 @given(
-    st.lists(st.tuples(st.floats(-5, 5), st.booleans(), st.booleans(), st.sampled_from([None, 1, 2])), max_size=40),
+    st.lists(
+        st.tuples(st.floats(-5, 5), st.booleans(), st.booleans(), st.sampled_from([None, 1, 2])),
+        max_size=40,
+    ),
     st.randoms(),
 )
 def test_every_step_is_admitted_in_the_end_whatever_is_long_or_shared(
@@ -424,7 +442,8 @@ def test_every_step_is_admitted_in_the_end_whatever_is_long_or_shared(
 
 
 def two_jobs(slots: int, weight: float = 3.0, steps: int = 20) -> StepQueue:
-    """Jobs a (of this weight) and b (of 1), each with so many steps that wait; those of a rank higher."""
+    """Jobs a (of this weight) and b (of 1), each with so many steps that wait; those of a rank
+    higher."""
     q = queue(slots=slots)
     for number in range(steps):
         q.add(f"a{number}", 100.0 + number, job="a", weight=weight)
@@ -444,7 +463,9 @@ def test_free_slots_go_to_jobs_by_weight_and_within_a_job_by_priority() -> None:
 
 @pytest.mark.parametrize("slots", [1, 2, 8])
 @pytest.mark.parametrize("seconds", [0.3, 7.0], ids=["short steps", "long steps"])
-def test_two_loaded_jobs_get_slots_in_the_proportion_of_their_weights_over_time(slots: int, seconds: float) -> None:
+def test_two_loaded_jobs_get_slots_in_the_proportion_of_their_weights_over_time(
+    slots: int, seconds: float
+) -> None:
     """Each admitted step runs for its time, or until it is evicted; others take its place."""
     rng, q = Random(1), two_jobs(slots)
     ends: dict[str, float] = {}
@@ -470,12 +491,18 @@ def test_two_loaded_jobs_get_slots_in_the_proportion_of_their_weights_over_time(
         got[over[0]] += now - began.pop(over)
         q.remove(over)
         count += 1
-        q.add(f"{over[0]}{count}", rng.gauss(0.0, 50.0), job=over[0], weight=3.0 if over[0] == "a" else 1.0)
+        q.add(
+            f"{over[0]}{count}",
+            rng.gauss(0.0, 50.0),
+            job=over[0],
+            weight=3.0 if over[0] == "a" else 1.0,
+        )
     assert got["a"] / got["b"] == pytest.approx(3.0, rel=0.1)
 
 
 def test_a_job_alone_gets_all_slots_and_gives_back_what_another_one_is_due() -> None:
-    """Result: first nothing happens, as two jobs must not change places all the time; then one slot after another."""
+    """Result: first nothing happens, as two jobs must not change places all the time; then one slot
+    after another."""
     q = queue(slots=4)
     for number in range(8):
         q.add(f"a{number}", 100.0, job="a", weight=3.0)
@@ -490,7 +517,9 @@ def test_a_job_alone_gets_all_slots_and_gives_back_what_another_one_is_due() -> 
     assert q.decide(at_s) == [Evict("a3", "b0")]
     q.confirm_eviction("a3")
     assert q.decide(at_s) == [Admit("b0")]
-    assert q.decide(at_s + 100.0) == [], "b has its slot of four, and what it missed before it came is not given to it"
+    assert q.decide(at_s + 100.0) == [], (
+        "b has its slot of four, and what it missed before it came is not given to it"
+    )
 
 
 def test_priorities_are_not_compared_across_jobs() -> None:
@@ -516,7 +545,8 @@ def test_a_step_that_is_not_preemptible_keeps_its_slot_from_other_jobs() -> None
 
 
 def test_a_job_of_one_step_at_a_time_pays_for_what_it_got_above_its_share() -> None:
-    """Between two steps it is not here. Result: it runs a quarter of the time and not half of it."""
+    """Between two steps it is not here. Result: it runs a quarter of the time and not half of
+    it."""
     q, got, now = queue(slots=1, preempt=False), {"a": 0, "b": 0}, 0.0
     for number in range(100):
         q.add(f"a{number}", 0.0, job="a", weight=3.0)

@@ -14,7 +14,9 @@ def request(name: str) -> StepRequested:
 
 
 @given(st.lists(st.one_of(ENQUEUE, st.integers(0, 9)), max_size=60))
-def test_queues_equal_a_sort_of_all_steps_that_wait_in_them(calls: list[tuple[int, str, float] | int]) -> None:
+def test_queues_equal_a_sort_of_all_steps_that_wait_in_them(
+    calls: list[tuple[int, str, float] | int],
+) -> None:
     waiting = WaitingSteps()
     stands: dict[str, tuple[str, float, int]] = {}
     for arrival, call in enumerate(calls):
@@ -29,7 +31,9 @@ def test_queues_equal_a_sort_of_all_steps_that_wait_in_them(calls: list[tuple[in
             waiting.enqueue(engine_id, name, priority)
         for engine_id in ENGINES:
             there = sorted((*rank, name) for name, (at, *rank) in stands.items() if at == engine_id)
-            assert [place.trajectory_id for place in waiting.queue(engine_id)] == [name for *_, name in there]
+            assert [place.trajectory_id for place in waiting.queue(engine_id)] == [
+                name for *_, name in there
+            ]
         assert waiting.queued_engines() == sorted({at for at, *_ in stands.values()})
         assert waiting.by_arrival(stands) == sorted(stands, key=lambda name: stands[name][2])
 

@@ -1,4 +1,5 @@
-"""Chat templates: what stands between the tokens that a policy samples is what the whole template would have there."""
+"""Chat templates: what stands between the tokens that a policy samples is what the whole template
+would have there."""
 
 import json
 from collections.abc import Sequence
@@ -13,19 +14,23 @@ CHATML = (
     "{%- if tools %}<|im_start|>system\n"
     "{% for tool in tools %}{{ tool.function.name }} {% endfor %}<|im_end|>\n{% endif %}"
     "{%- for message in messages %}"
-    "{%- if message.role == 'tool' %}<|im_start|>user\n<tool_response>{{ message.content }}</tool_response><|im_end|>\n"
+    "{%- if message.role == 'tool' %}<|im_start|>user\n<tool_response>{{ message.content "
+    "}}</tool_response><|im_end|>\n"
     "{% else %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endif %}"
     "{%- endfor %}"
-    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% if quiet %}<think></think>{% endif %}{% endif %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% if quiet %}<think></think>{% endif "
+    "%}{% endif %}"
 )
 # As Qwen 3: what an assistant thought is left out once a user has spoken after it.
 THINKING = CHATML.replace(
     "{{ message.role }}\n{{ message.content }}",
-    "{{ message.role }}\n{{ message.content.split('</think>')[-1] if not loop.last else message.content }}",
+    "{{ message.role }}\n{{ message.content.split('</think>')[-1] if not loop.last else "
+    "message.content }}",
 )
 # As Llama 3: the first token stands in the template, and contents are stripped.
 HEADERS = (
-    "<|begin|>{%- for message in messages %}<|start|>{{ message.role }}<|end|>\n\n{{ message.content | trim }}<|eot|>"
+    "<|begin|>{%- for message in messages %}<|start|>{{ message.role }}<|end|>\n\n{{ "
+    "message.content | trim }}<|eot|>"
     "{%- endfor %}{%- if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}"
 )
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|begin|>", "<|start|>", "<|end|>", "<|eot|>", "<|eos|>")
@@ -35,47 +40,63 @@ SYSTEM: Message = {"role": "system", "content": "Be brief."}
 def tokenizer_with(template: str | None) -> PreTrainedTokenizerFast:
     """Bytes, and the special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    made = Tokenizer(
+        models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[])
+    )
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|eos|>", chat_template=template)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token="<|eos|>", chat_template=template
+    )
 
 
 def whole(tokenizer: Any, messages: Sequence[Message], **template: Any) -> list[int]:
-    text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **template)
+    text = tokenizer.apply_chat_template(
+        list(messages), add_generation_prompt=True, tokenize=False, **template
+    )
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 @pytest.mark.parametrize("template", [CHATML, THINKING, HEADERS])
 @pytest.mark.parametrize("ends_itself", [True, False])
 def test_a_conversation_in_pieces_is_the_conversation(template: str, ends_itself: bool) -> None:
-    """Two turns, where the policy samples the token that ends its first one, or is cut before it."""
+    """Two turns, where the policy samples the token that ends its first one, or is cut before
+    it."""
     tokenizer = tokenizer_with(template)
     chat = Chat.of(tokenizer)
     prompt = [SYSTEM, user("What is 6 times 7?")]
     said = tokenizer.encode("42, I think", add_special_tokens=False)
-    end = tokenizer.encode("<|eot|>" if template == HEADERS else "<|im_end|>", add_special_tokens=False)
+    end = tokenizer.encode(
+        "<|eot|>" if template == HEADERS else "<|im_end|>", add_special_tokens=False
+    )
     sampled = said + end if ends_itself else said
     more = [user("Sure?")]
     pieces = [*chat.begin(prompt), *sampled, *chat.go_on(sampled, more)]
-    assert pieces == whole(tokenizer, [*prompt, {"role": "assistant", "content": "42, I think"}, *more])
+    assert pieces == whole(
+        tokenizer, [*prompt, {"role": "assistant", "content": "42, I think"}, *more]
+    )
     assert set(end) < set(chat.stop_token_ids)
     assert tokenizer.eos_token_id in chat.stop_token_ids
 
 
 def test_what_was_thought_stays_as_it_was_sampled() -> None:
-    """The template would leave it out of the next prompt, and tokens that were sampled must not change."""
+    """The template would leave it out of the next prompt, and tokens that were sampled must not
+    change."""
     tokenizer = tokenizer_with(THINKING)
     chat = Chat.of(tokenizer)
     sampled = tokenizer.encode("<think>6·7</think>42<|im_end|>", add_special_tokens=False)
     follows = chat.go_on(sampled, [user("Sure?")])
-    assert tokenizer.decode(follows) == "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        tokenizer.decode(follows) == "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 @pytest.mark.parametrize("template", [CHATML, HEADERS])
 @pytest.mark.parametrize("first", ["hello", "\n\n indented"])
-def test_what_is_known_before_an_episode_and_what_is_not_make_one_prompt(template: str, first: str) -> None:
+def test_what_is_known_before_an_episode_and_what_is_not_make_one_prompt(
+    template: str, first: str
+) -> None:
     tokenizer = tokenizer_with(template)
     chat = Chat.of(tokenizer)
     pieces = [*chat.head([SYSTEM]), *chat.complete([SYSTEM], [user(first)], lead="I say")]

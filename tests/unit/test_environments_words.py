@@ -1,4 +1,5 @@
-"""What the environments read in a policy's words: actions, answers, tool calls; and the tools that it is shown."""
+"""What the environments read in a policy's words: actions, answers, tool calls; and the tools that
+it is shown."""
 
 import json
 from typing import Annotated, Literal
@@ -45,10 +46,12 @@ def test_the_last_answer_counts_and_reasoning_does_not(said: str, answer: str) -
     assert answer_of(said) == answer
 
 
-@pytest.mark.parametrize("said", ["<answer>", "<think>", "</think>", "<tool_call>", "<answer></answer", "left "])
+@pytest.mark.parametrize(
+    "said", ["<answer>", "<think>", "</think>", "<tool_call>", "<answer></answer", "left "]
+)
 def test_a_reply_that_repeats_itself_is_read_in_time(said: str) -> None:
-    """A policy that has broken down says one thing until its tokens are spent. Reading it takes the event loop's time:
-    a search that begins anew at each place would take minutes."""
+    """A policy that has broken down says one thing until its tokens are spent. Reading it takes the
+    event loop's time: a search that begins anew at each place would take minutes."""
     for read in (answer_of, first_of(MOVES), read_tool_calls):
         read(said * 100_000)
 
@@ -70,7 +73,9 @@ def test_a_call_is_read_in_each_form(said: str) -> None:
     assert (call.name, call.arguments, call.error) == ("look", CALL["arguments"], "")
 
 
-@pytest.mark.parametrize("said", ["I need no tool.", "", '{"answer": 3}', "<tool_response>x</tool_response>"])
+@pytest.mark.parametrize(
+    "said", ["I need no tool.", "", '{"answer": 3}', "<tool_response>x</tool_response>"]
+)
 def test_a_reply_without_a_call_has_none(said: str) -> None:
     assert read_tool_calls(said) == []
 
@@ -88,7 +93,9 @@ def test_a_reply_without_a_call_has_none(said: str) -> None:
     ],
 )
 def test_a_call_that_cannot_be_read_says_why_and_the_others_are_read(body: str, error: str) -> None:
-    wrong, right = read_tool_calls(f"<tool_call>{body}</tool_call><tool_call>{json.dumps(CALL)}</tool_call>")
+    wrong, right = read_tool_calls(
+        f"<tool_call>{body}</tool_call><tool_call>{json.dumps(CALL)}</tool_call>"
+    )
     assert error in wrong.error
     assert (right.error, wrong.call_id != right.call_id) == ("", True)
 

@@ -23,14 +23,18 @@ def read_all(stream: TextStream, token_ids: list[int], piece: int) -> list[str]:
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 7])
-def test_characters_of_several_tokens_come_once_they_are_whole(model: TextModel, piece: int) -> None:
+def test_characters_of_several_tokens_come_once_they_are_whole(
+    model: TextModel, piece: int
+) -> None:
     stream = TextStream(model, Sampling(max_new_tokens=1), skip_special=True, trim=True)
     pieces = read_all(stream, ids_of(TEXT), piece)
     assert "".join(pieces) == TEXT and not any("\ufffd" in each for each in pieces)
 
 
 @pytest.mark.parametrize("piece", [1, 5])
-def test_no_part_of_a_stop_string_is_sent_nor_what_its_last_token_has_behind_it(model: TextModel, piece: int) -> None:
+def test_no_part_of_a_stop_string_is_sent_nor_what_its_last_token_has_behind_it(
+    model: TextModel, piece: int
+) -> None:
     stops = ("STOP", "OPEN")
     stream = TextStream(model, Sampling(max_new_tokens=1, stop=stops), skip_special=True, trim=True)
     assert "".join(read_all(stream, ids_of("one ST two STOPEN three"), piece)) == "one ST two "
@@ -39,17 +43,25 @@ def test_no_part_of_a_stop_string_is_sent_nor_what_its_last_token_has_behind_it(
 
 
 def test_bytes_that_are_no_text_do_not_end_a_stream(model: TextModel, tmp_path: Path) -> None:
-    """Sampled bytes need not be UTF-8. Result: also where the tokenizer falls back to bytes, as Llama's does."""
+    """Sampled bytes need not be UTF-8. Result: also where the tokenizer falls back to bytes, as
+    Llama's does."""
     fallback = tmp_path / "fallback"
     fallback.mkdir()
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁a": 256, "b": 257}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    steps = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     tokenizer.decoder = decoders.Sequence(steps)
     tokenizer.save(str(fallback / "tokenizer.json"))
     rng = random.Random(1)
     for _ in range(300):
-        token_ids = [rng.choice([*range(3, 256), 0xE2, 0x82, 0xAC, 0x41]) for _ in range(rng.randrange(40))]
+        token_ids = [
+            rng.choice([*range(3, 256), 0xE2, 0x82, 0xAC, 0x41]) for _ in range(rng.randrange(40))
+        ]
         for each in (model, TextModel(fallback)):
             stream = TextStream(each, Sampling(max_new_tokens=1), skip_special=True, trim=True)
             sent = "".join(read_all(stream, token_ids, rng.randrange(1, 4)))

@@ -1,4 +1,5 @@
-"""The backbone: a real small Qwen3 with random weights, read at once, in parts, and several in one run."""
+"""The backbone: a real small Qwen3 with random weights, read at once, in parts, and several in one
+run."""
 
 from pathlib import Path
 
@@ -60,7 +61,9 @@ def test_a_copy_of_a_beginning_is_its_own(backbone: Backbone) -> None:
     torch.testing.assert_close(state, backbone.hidden(ids, [len(ids)])[0])
 
 
-def test_the_fingerprint_is_of_the_model_and_its_tokenizer_not_of_the_place(backbone: Backbone, tmp_path: Path) -> None:
+def test_the_fingerprint_is_of_the_model_and_its_tokenizer_not_of_the_place(
+    backbone: Backbone, tmp_path: Path
+) -> None:
     elsewhere = Backbone.load(str(tiny_backbone(tmp_path / "elsewhere")), device="cpu")
     wider = Backbone.load(str(tiny_backbone(tmp_path / "wider", vocabulary=300)), device="cpu")
     assert elsewhere.fingerprint == backbone.fingerprint != wider.fingerprint
@@ -101,11 +104,15 @@ TEXT = "a plan, then one step, then another, and what the tool answered to it; t
 
 @given(lengths=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30)), min_size=2, max_size=5))
 @settings(max_examples=40, deadline=None)
-def test_each_gets_the_state_that_it_would_get_alone(backbone: Backbone, lengths: list[tuple[int, int]]) -> None:
-    """`lengths`: tokens that were read before, and tokens more; twice over, so that what is left can be read on."""
+def test_each_gets_the_state_that_it_would_get_alone(
+    backbone: Backbone, lengths: list[tuple[int, int]]
+) -> None:
+    """`lengths`: tokens that were read before, and tokens more; twice over, so that what is left
+    can be read on."""
     ids = backbone.tokenize(TEXT)
     before: list[Read | None] = [
-        backbone.read_on(ids[at : at + done], None)[1] if done else None for at, (done, _) in enumerate(lengths)
+        backbone.read_on(ids[at : at + done], None)[1] if done else None
+        for at, (done, _) in enumerate(lengths)
     ]
     for _ in range(2):
         asked = []
@@ -115,7 +122,9 @@ def test_each_gets_the_state_that_it_would_get_alone(backbone: Backbone, lengths
             asked.append((ids[at : at + known + more], read))
         found = read_together(backbone, asked)
         alone = torch.stack([backbone.hidden(told, [len(told)])[0] for told, _ in asked])
-        torch.testing.assert_close(torch.stack([state for state, _ in found]), alone, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            torch.stack([state for state, _ in found]), alone, atol=1e-4, rtol=1e-4
+        )
         before = [read for _, read in found]
         assert [read.ids for _, read in found] == [tuple(told) for told, _ in asked]
 
@@ -130,7 +139,9 @@ def test_of_several_one_that_begins_differently_is_read_from_the_start(backbone:
 def test_the_size_of_a_cache_grows_with_what_is_read(backbone: Backbone) -> None:
     ids = backbone.tokenize(TEXT)
     sizes = [backbone.read_on(ids[:count], None)[1].size_bytes for count in (10, 20)]
-    assert sizes[1] == 2 * sizes[0] == 10 * 2 * 2 * (2 * 2 * 8 * 4)  # layers, keys and values, heads, width, float32
+    assert (
+        sizes[1] == 2 * sizes[0] == 10 * 2 * 2 * (2 * 2 * 8 * 4)
+    )  # layers, keys and values, heads, width, float32
 
 
 def test_who_has_little_to_read_is_not_padded_to_a_whole_window() -> None:

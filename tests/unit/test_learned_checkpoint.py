@@ -1,4 +1,5 @@
-"""Checkpoints and their versions: what was saved is what is loaded, or it is refused and says why."""
+"""Checkpoints and their versions: what was saved is what is loaded, or it is refused and says
+why."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +18,15 @@ from treadle_learned.reading import Bounds
 
 
 def made(version: str = "v1") -> Checkpoint:
-    return Checkpoint(version, "nowhere", "f" * 16, HIDDEN, Bounds(step_tokens=20), random_head(), {"pinball": 0.2})
+    return Checkpoint(
+        version,
+        "nowhere",
+        "f" * 16,
+        HIDDEN,
+        Bounds(step_tokens=20),
+        random_head(),
+        {"pinball": 0.2},
+    )
 
 
 def test_what_was_saved_is_loaded_and_predicts_the_same(tmp_path: Path) -> None:
@@ -79,7 +88,9 @@ def test_another_tokenizer_in_the_backbones_place_is_refused(tmp_path: Path) -> 
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["r"], vocabulary["t"] = vocabulary["t"], vocabulary["r"]
     (place / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(LearnedError, match="is not the model and tokenizer that v1 was fitted with"):
+    with pytest.raises(
+        LearnedError, match="is not the model and tokenizer that v1 was fitted with"
+    ):
         checkpoint.load_backbone(device="cpu")
 
 

@@ -1,4 +1,5 @@
-"""A policy whose weights move on while it is sampled: what its older samples came to is no longer what is to come."""
+"""A policy whose weights move on while it is sampled: what its older samples came to is no longer
+what is to come."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,15 +19,22 @@ BEHIND = FEATURES.index("versions_behind")
 
 
 def drifting(count: int = 150) -> list[Transcript]:
-    """Of each prompt one sample of weights 10, and one of weights that are up to 3 versions newer, which goes on for
-    twice as long with each. The prompt tells how long the old one is."""
+    """Of each prompt one sample of weights 10, and one of weights that are up to 3 versions newer,
+    which goes on for twice as long with each. The prompt tells how long the old one is."""
     rng = np.random.default_rng(0)
     made = []
     for number in range(count):
         length, moved = int(100 * np.exp(rng.normal(0, 1))), int(rng.integers(0, 4))
         left = int(length * 2.0**moved * np.exp(rng.normal(0, 0.1)))
-        for name, turns, version in (("old", (Turn(length),), 10), ("new", (Turn(length + 1), Turn(left)), 10 + moved)):
-            made.append(Transcript(f"{name}{number}", "r", f"p{number}", length, turns, weight_version=str(version)))
+        for name, turns, version in (
+            ("old", (Turn(length),), 10),
+            ("new", (Turn(length + 1), Turn(left)), 10 + moved),
+        ):
+            made.append(
+                Transcript(
+                    f"{name}{number}", "r", f"p{number}", length, turns, weight_version=str(version)
+                )
+            )
     return made
 
 
@@ -42,7 +50,10 @@ def loss(checkpoint: Checkpoint, transcripts: list[Transcript]) -> float:
 def test_a_head_knows_by_how_many_versions_its_siblings_are_behind(tmp_path: Path) -> None:
     known = drifting()
     unknown = [replace(each, weight_version="") for each in known]
-    informed, other = train(known, HOW, tmp_path / "known"), train(unknown, HOW, tmp_path / "unknown")
+    informed, other = (
+        train(known, HOW, tmp_path / "known"),
+        train(unknown, HOW, tmp_path / "unknown"),
+    )
     tested = split(known)[Part.TEST]
     assert loss(informed, tested) < 0.8 * loss(other, split(unknown)[Part.TEST])
     question = informed.examples(asked(tested)[:1], tested)
@@ -55,7 +66,13 @@ def test_a_head_knows_by_how_many_versions_its_siblings_are_behind(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("versions", "behind"),
-    [(("3", "7"), 4.0), (("7", "3"), 0.0), (("", "7"), 0.0), (("3", ""), 0.0), (("step-3", "7"), 0.0)],
+    [
+        (("3", "7"), 4.0),
+        (("7", "3"), 0.0),
+        (("", "7"), 0.0),
+        (("3", ""), 0.0),
+        (("step-3", "7"), 0.0),
+    ],
 )
 def test_the_distance_is_that_to_the_siblings_and_0_where_it_is_not_known(
     versions: tuple[str, str], behind: float
@@ -72,9 +89,13 @@ def test_the_distance_is_that_to_the_siblings_and_0_where_it_is_not_known(
 
 def test_without_siblings_it_is_that_to_earlier_samples_of_the_prompt_and_then_to_all() -> None:
     def ended(prompt: str, version: int) -> Transcript:
-        return Transcript(f"{prompt}-{version}", "before", prompt, 9, (Turn(10),), weight_version=str(version))
+        return Transcript(
+            f"{prompt}-{version}", "before", prompt, 9, (Turn(10),), weight_version=str(version)
+        )
 
     earlier = [ended("p", 2), ended("p", 4), ended("q", 6)]
-    now = [Transcript(name, "now", name, 9, (Turn(20),), weight_version="8") for name in ("p", "other")]
+    now = [
+        Transcript(name, "now", name, 9, (Turn(20),), weight_version="8") for name in ("p", "other")
+    ]
     behind = [float(np.expm1(moment.features[BEHIND])) for moment in replay(now, earlier)]
     assert behind == pytest.approx([5.0, 4.0], rel=1e-5)

@@ -1,4 +1,5 @@
-"""The head and its fit: what it can learn, what it repeats before it has, and that its quantiles mean what they say."""
+"""The head and its fit: what it can learn, what it repeats before it has, and that its quantiles
+mean what they say."""
 
 import math
 from collections.abc import Iterable
@@ -43,7 +44,9 @@ def synthetic(count: int, seed: int, *, noise: float = 0.3) -> Examples:
     features[:, list(MEDIANS)] = 6.0
     left = 6.0 + hidden[:, 0] + noise * torch.randn(count, generator=draw)
     flags = torch.ones(count, dtype=torch.bool)
-    return Examples(hidden, features, flags, torch.stack([left, left], dim=1), ~flags, torch.arange(count))
+    return Examples(
+        hidden, features, flags, torch.stack([left, left], dim=1), ~flags, torch.arange(count)
+    )
 
 
 def folds(count: int, members: int = 4) -> Tensor:
@@ -88,8 +91,8 @@ def test_calibration_shifts_what_is_off_by_a_constant() -> None:
 
 
 def test_calibration_knows_that_errors_are_another_after_more_steps() -> None:
-    """Six steps and more halve the spread. Result: each holds what it says, and a band of which nothing was seen is
-    shifted as all are."""
+    """Six steps and more halve the spread. Result: each holds what it says, and a band of which
+    nothing was seen is shifted as all are."""
     told = synthetic(6_000, 5, noise=1.0)
     told.targets[:] -= 6.0 + told.hidden[:, :1]  # noise alone
     told.targets[3_000:] *= 0.5
@@ -103,12 +106,14 @@ def test_calibration_knows_that_errors_are_another_after_more_steps() -> None:
         torch.testing.assert_close(below(head, part), LEVELS, atol=0.01, rtol=0.0)
     shift = head.get_buffer("shift")
     assert torch.equal(shift[1], shift[2])
-    assert bool((shift[1, :, 0] > shift[0, :, 0]).all() and (shift[1, :, 0] < shift[-1, :, 0]).all())
+    assert bool(
+        (shift[1, :, 0] > shift[0, :, 0]).all() and (shift[1, :, 0] < shift[-1, :, 0]).all()
+    )
 
 
 def test_the_head_counts_at_the_steps_at_which_it_is_ahead() -> None:
-    """What is said without a model is exact late, and too sure early. Result: late it counts alone, early the head;
-    turns are the head's own."""
+    """What is said without a model is exact late, and too sure early. Result: late it counts alone,
+    early the head; turns are the head's own."""
     told = synthetic(2_000, 5, noise=1.0)
     told.features[:, SAID] = 6.0
     told.features[1_000:, TURN] = math.log1p(7)
@@ -120,12 +125,15 @@ def test_the_head_counts_at_the_steps_at_which_it_is_ahead() -> None:
     assert weight[0] > 0.9 and weight[-1] < 0.1
     head.get_buffer("shift").zero_()
     mixed = head(told.hidden, told.features, told.has_text)
-    torch.testing.assert_close(mixed[1_000:, 0], told.targets[1_000:, :1].expand(-1, 3), atol=0.1, rtol=0.0)
+    torch.testing.assert_close(
+        mixed[1_000:, 0], told.targets[1_000:, :1].expand(-1, 3), atol=0.1, rtol=0.0
+    )
     torch.testing.assert_close(mixed[:, 1], alone[:, 1])
 
 
 def test_questions_of_one_prompt_bend_a_band_as_one() -> None:
-    """Late questions are off by 1, of few prompts or of many. Result: the many bend their band, the few hardly."""
+    """Late questions are off by 1, of few prompts or of many. Result: the many bend their band, the
+    few hardly."""
     told = synthetic(1_000, 5)
     told.targets[900:] += 1.0
     told.features[900:, TURN] = math.log1p(7)
@@ -139,8 +147,8 @@ def test_questions_of_one_prompt_bend_a_band_as_one() -> None:
 
 
 def test_each_fold_is_judged_by_a_member_that_was_fitted_without_it() -> None:
-    """Four folds that differ by a constant that the text tells: the members have seen the constants of three. Result:
-    each misses that of the fourth, and the calibrated mean holds them all."""
+    """Four folds that differ by a constant that the text tells: the members have seen the constants
+    of three. Result: each misses that of the fourth, and the calibrated mean holds them all."""
     told, of = synthetic(1_200, 1), folds(1_200)
     offsets = torch.tensor([-2.0, -1.0, 1.0, 2.0])
     told.hidden[:, 1:5] = 3.0 * torch.nn.functional.one_hot(of, 4)
@@ -170,7 +178,9 @@ def test_what_is_in_no_fold_is_fitted_on_and_judges_nobody() -> None:
     some = torch.where(torch.arange(400) < 100, 0, -1)
     fitted = fit(told, some, QUICK)
     assert fitted.head.members == 1
-    assert fitted.loss == pytest.approx(loss_held_out(fitted.head, told.of(torch.arange(100)), folds(100, 1)), rel=1e-4)
+    assert fitted.loss == pytest.approx(
+        loss_held_out(fitted.head, told.of(torch.arange(100)), folds(100, 1)), rel=1e-4
+    )
 
 
 def test_the_same_seed_gives_the_same_head() -> None:
@@ -198,7 +208,12 @@ def test_too_few_examples_are_refused_by_name() -> None:
 def test_states_are_read_once_and_none_where_nothing_was_said(tmp_path: Path) -> None:
     backbone = Backbone.load(str(tiny_backbone(tmp_path)), device="cpu", dtype=torch.float32)
     spoken = Transcript(
-        "a", "r", "p", 10, (Turn(5, 2, "first", "ok"), Turn(5, 2, "second", "ok"), Turn(5)), prompt="Do it"
+        "a",
+        "r",
+        "p",
+        10,
+        (Turn(5, 2, "first", "ok"), Turn(5, 2, "second", "ok"), Turn(5)),
+        prompt="Do it",
     )
     silent = Transcript("b", "r", "q", 10, (Turn(5), Turn(5)))
     moments = replay([spoken, silent])

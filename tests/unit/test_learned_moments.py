@@ -9,7 +9,9 @@ from treadle_learned.moments import FEATURES, Moment, replay, replay_apart
 from treadle_learned.transcript import Transcript, Turn
 
 
-def made(prompt: str, sample: int, steps: list[int], *, censored: bool = False, rollout: str = "now") -> Transcript:
+def made(
+    prompt: str, sample: int, steps: list[int], *, censored: bool = False, rollout: str = "now"
+) -> Transcript:
     turns = tuple(Turn(tokens, 7) for tokens in steps)
     return Transcript(f"{rollout}/{prompt}#{sample}", rollout, prompt, 50, turns, censored)
 
@@ -48,18 +50,26 @@ def test_what_the_running_tool_will_add_is_not_counted_yet() -> None:
     moments = replay([made("p", 0, [100, 100, 100])])
     context = [round(float(np.expm1(feature(moment, "context_tokens")))) for moment in moments]
     assert context == [50, 150, 257]
-    assert [round(float(np.expm1(feature(moment, "last_obs_tokens")))) for moment in moments] == [0, 0, 7]
+    assert [round(float(np.expm1(feature(moment, "last_obs_tokens")))) for moment in moments] == [
+        0,
+        0,
+        7,
+    ]
 
 
 def test_what_ended_earlier_is_history_and_what_was_cut_says_so() -> None:
-    (moment,) = replay([made("p", 0, [10], censored=True)], [made("q", 0, [500, 500], rollout="before")])
+    (moment,) = replay(
+        [made("p", 0, [10], censored=True)], [made("q", 0, [500, 500], rollout="before")]
+    )
     assert moment.forecast.source is Source.HISTORY and moment.censored
 
 
 def test_training_moments_have_the_other_prompts_for_history_and_not_their_own() -> None:
     transcripts = [made(f"p{number}", 0, [100 + number, 50]) for number in range(12)]
     moments = replay_apart(transcripts, [number % 4 for number in range(12)])
-    assert sorted((m.index, m.turn) for m in moments) == [(index, turn) for index in range(12) for turn in range(2)]
+    assert sorted((m.index, m.turn) for m in moments) == [
+        (index, turn) for index in range(12) for turn in range(2)
+    ]
     for moment in moments:
         assert moment.gen_tokens in (0, 100 + moment.index)
         assert moment.forecast.source is Source.HISTORY

@@ -8,7 +8,9 @@ from treadle_learned.transcript import Transcript, Turn
 
 SMALL = Bounds(prompt_tokens=6, plan_tokens=4, step_tokens=3, obs_tokens=2, window_tokens=26)
 TEXTS = st.text("abcdefgh", max_size=12)
-TURNS = st.lists(st.builds(Turn, st.integers(1, 9), st.integers(0, 9), TEXTS, TEXTS), min_size=1, max_size=25)
+TURNS = st.lists(
+    st.builds(Turn, st.integers(1, 9), st.integers(0, 9), TEXTS, TEXTS), min_size=1, max_size=25
+)
 
 
 def letters(text: str) -> list[int]:
@@ -21,7 +23,9 @@ def transcript(prompt: str, turns: list[Turn]) -> Transcript:
 
 @settings(deadline=None)
 @given(TEXTS, TURNS)
-def test_each_question_is_asked_once_and_step_by_step_reads_the_same(prompt: str, turns: list[Turn]) -> None:
+def test_each_question_is_asked_once_and_step_by_step_reads_the_same(
+    prompt: str, turns: list[Turn]
+) -> None:
     found = windows(transcript(prompt, turns), letters, SMALL)
     assert [turn for window in found for turn, _ in window.ends] == list(range(len(turns)))
 
@@ -55,7 +59,9 @@ def test_a_full_window_is_followed_by_prompt_plan_and_the_steps_since_it_was_hal
 
 @settings(deadline=None)
 @given(TEXTS, TURNS)
-def test_the_next_window_begins_as_was_said_before_it_was_due(prompt: str, turns: list[Turn]) -> None:
+def test_the_next_window_begins_as_was_said_before_it_was_due(
+    prompt: str, turns: list[Turn]
+) -> None:
     reader = Reader(SMALL, tuple(letters(prompt)))
     for turn in turns:
         number, said = reader.number, reader.next_ids

@@ -32,30 +32,45 @@ def models(tmp_path: Path) -> ModelsFolder:
 def test_the_first_is_promoted_and_a_better_one_after_it(models: ModelsFolder) -> None:
     few, many = told_by_the_plan(24, text=False), told_by_the_plan(200, text=False, shift=3.0)
     first = refit(few, models, "v1")
-    assert first.promoted and first.current_loss is None and models.current() == models.folder / "v1"
+    assert (
+        first.promoted and first.current_loss is None and models.current() == models.folder / "v1"
+    )
     second = refit(many, models, "v2")
     assert second.promoted and second.current_loss is not None and second.loss < second.current_loss
     assert models.current() == models.folder / "v2"
 
 
-def test_a_worse_one_is_kept_and_not_promoted(models: ModelsFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worse_one_is_kept_and_not_promoted(
+    models: ModelsFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     transcripts = told_by_the_plan(200, text=False)
     refit(transcripts, models, "good")
     untaught = Training("bad", fitting=Fitting(epochs=0))
     monkeypatch.setattr("treadle_learned.refit.Training", lambda *_, **__: untaught)
     found = refit(transcripts, models, "bad")
     assert not found.promoted and found.current_loss is not None and found.loss > found.current_loss
-    assert models.current() == models.folder / "good" and load(models.folder / "bad").version == "bad"
+    assert (
+        models.current() == models.folder / "good" and load(models.folder / "bad").version == "bad"
+    )
 
 
 def test_prompts_stay_in_their_parts_and_a_trained_backbone_stays_trained(
     models: ModelsFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backbone, transcripts = str(tiny_backbone(tmp_path / "backbone")), told_by_the_plan(200)
-    how = Training("v1", backbone, tune=Tune.LORA, seed=7, fitting=Fitting(epochs=3), tuning=Tuning(2, lora_rate=1e-3))
+    how = Training(
+        "v1",
+        backbone,
+        tune=Tune.LORA,
+        seed=7,
+        fitting=Fitting(epochs=3),
+        tuning=Tuning(2, lora_rate=1e-3),
+    )
     train(transcripts, how, models.folder / "v1")
     models.promote("v1")
-    quick = Fitting(epochs=40, patience=15, batch=64, learning_rate=5e-3)  # enough to tell the text from the numbers
+    quick = Fitting(
+        epochs=40, patience=15, batch=64, learning_rate=5e-3
+    )  # enough to tell the text from the numbers
     monkeypatch.setattr("treadle_learned.refit.Training", partial(Training, fitting=quick))
     refit(transcripts, models, "v2", seed=3)
     old, new = load(models.folder / "v1"), load(models.folder / "v2")
@@ -97,7 +112,10 @@ def test_as_a_process_it_says_one_line(tmp_path: Path, capsys: pytest.CaptureFix
     assert json.loads(done.stdout).keys() == {"version", "promoted", "loss", "current_loss"}
     write_transcripts(told_by_the_plan(3, text=False), tmp_path / "few.jsonl")
     words[3] = "v2"
-    for name, says in (("absent.jsonl", "absent.jsonl: No such file"), ("few.jsonl", "at least 8 are needed")):
+    for name, says in (
+        ("absent.jsonl", "absent.jsonl: No such file"),
+        ("few.jsonl", "at least 8 are needed"),
+    ):
         assert main([*words, str(tmp_path / name)]) == REFUSED
         told = capsys.readouterr()
         assert told.out == "" and told.err.count("\n") == 1 and says in told.err
@@ -109,7 +127,9 @@ def test_a_name_that_no_version_can_have_is_refused_before_anything_is_trained(
 ) -> None:
     (models.folder / "v1").mkdir(parents=True)
     monkeypatch.setattr(training, "_fit", crash)
-    with pytest.raises(LearnedError, match=r"version: .* cannot name a folder|v1: is there already"):
+    with pytest.raises(
+        LearnedError, match=r"version: .* cannot name a folder|v1: is there already"
+    ):
         refit(told_by_the_plan(text=False), models, version)
 
 
@@ -123,9 +143,11 @@ def test_a_version_in_use_that_is_damaged_stops_it(models: ModelsFolder) -> None
     assert not (models.folder / "v2").exists()
 
 
-def test_who_is_in_use_is_judged_by_the_member_that_has_not_seen_the_validation_prompts(models: ModelsFolder) -> None:
-    """The same transcripts again. Result: neither is better, though the one in use was fitted on the validation prompts
-    by all its members but one."""
+def test_who_is_in_use_is_judged_by_the_member_that_has_not_seen_the_validation_prompts(
+    models: ModelsFolder,
+) -> None:
+    """The same transcripts again. Result: neither is better, though the one in use was fitted on
+    the validation prompts by all its members but one."""
     transcripts = told_by_the_plan(200, text=False)
     refit(transcripts, models, "v1")
     current = load(models.folder / "v1")

@@ -10,7 +10,9 @@ from treadle_learned.scores import Answers, Asked, PromptAverage, forecasts, row
 from treadle_learned.transcript import Transcript, Turn
 
 
-def answers(remaining: list[float], medians: list[float], *, censored: list[bool] | None = None) -> Answers:
+def answers(
+    remaining: list[float], medians: list[float], *, censored: list[bool] | None = None
+) -> Answers:
     middle = np.array(medians)
     return Answers(
         np.zeros(len(middle)),
@@ -39,8 +41,8 @@ def test_one_answer_for_all_finds_a_tenth_of_the_longest() -> None:
 
 
 def test_who_says_the_mean_of_the_other_folds_ranks_nothing() -> None:
-    """Two folds, the one of short prompts, the other of long ones; each is told the other's mean. Result: pooled, that
-    is anticorrelated; within each fold it knows nothing."""
+    """Two folds, the one of short prompts, the other of long ones; each is told the other's mean.
+    Result: pooled, that is anticorrelated; within each fold it knows nothing."""
     truth = np.concatenate([np.linspace(10, 20, 50), np.linspace(100, 200, 50)])
     pooled = answers(truth.tolist(), [150.0] * 50 + [15.0] * 50)
     apart = replace(pooled, parts=np.repeat([0, 1], 50))
@@ -53,7 +55,10 @@ def test_who_says_the_mean_of_the_other_folds_ranks_nothing() -> None:
 def test_parts_are_averaged_by_their_size_and_stay_whole_in_the_bootstrap() -> None:
     """A part of 90 in the right order, one of 30 in the reverse order."""
     truth = np.arange(1.0, 121.0)
-    told = replace(answers(truth.tolist(), [*range(1, 91), *range(30, 0, -1)]), parts=np.repeat([0, 1], [90, 30]))
+    told = replace(
+        answers(truth.tolist(), [*range(1, 91), *range(30, 0, -1)]),
+        parts=np.repeat([0, 1], [90, 30]),
+    )
     assert scores.pearson(told) == pytest.approx(0.75 - 0.25)
     low, high = scores.intervals(told, {"pearson": scores.pearson})["pearson"]
     assert low == pytest.approx(0.5) == high
@@ -70,7 +75,9 @@ def test_the_right_quantiles_cost_less_than_any_others() -> None:
     told, spread = answers(truth, truth), np.exp(1.2816)
     cost = {
         factor: scores.pinball(
-            replace(told, quantiles=np.tile(np.exp(5) * np.array([1 / factor, 1.0, factor]), (4_000, 1)))
+            replace(
+                told, quantiles=np.tile(np.exp(5) * np.array([1 / factor, 1.0, factor]), (4_000, 1))
+            )
         )
         for factor in (1.5, spread, 8.0)
     }
@@ -91,9 +98,13 @@ def epoch(rollout: str, seed: int, prompts: int = 30, samples: int = 4) -> list[
     for prompt in range(prompts):
         for sample in range(samples):
             steps = int(rng.integers(1, 7))
-            tokens = rng.multinomial(int(sizes[prompt] * np.exp(rng.normal(0, 0.2))) + 10, np.ones(steps) / steps)
+            tokens = rng.multinomial(
+                int(sizes[prompt] * np.exp(rng.normal(0, 0.2))) + 10, np.ones(steps) / steps
+            )
             turns = tuple(Turn(max(1, int(each)), 5) for each in tokens)
-            made.append(Transcript(f"{rollout}/{prompt}#{sample}", rollout, f"p{prompt}", 40, turns))
+            made.append(
+                Transcript(f"{rollout}/{prompt}#{sample}", rollout, f"p{prompt}", 40, turns)
+            )
     return made
 
 
@@ -117,21 +128,30 @@ def test_each_step_is_asked_of_every_estimator_and_the_oracle_is_right() -> None
 
 
 def test_shares_within_quantiles_are_of_all_that_were_asked() -> None:
-    """
-    WHEN    what is said before the first step is the median of all, a quarter of whom end within two steps
-    Result: half of all truths are at or below it, though fewer of those that take more steps are"""
-    now = [Transcript(f"t{count}", "now", f"p{count}", 9, (Turn(100 + count),) * count) for count in range(1, 9)]
+    """WHEN    what is said before the first step is the median of all, a quarter of whom end within
+    two steps Result: half of all truths are at or below it, though fewer of those that take more
+    steps are"""
+    now = [
+        Transcript(f"t{count}", "now", f"p{count}", 9, (Turn(100 + count),) * count)
+        for count in range(1, 9)
+    ]
     moments = replay(now, asked=lambda turn: turn == 0)
     said = np.full((len(moments), 3), np.median([moment.remaining_tokens for moment in moments]))
-    (row,) = rows("made", Asked(moments, now, {"median": said}, np.zeros(8, np.int64)), with_intervals=False)
+    (row,) = rows(
+        "made", Asked(moments, now, {"median": said}, np.zeros(8, np.int64)), with_intervals=False
+    )
     assert (row["trajectories"], row["below_p50"]) == (6, 0.5)
 
 
 def test_history_knows_its_prompts_and_says_the_average_of_others() -> None:
     earlier = [
-        Transcript(f"t{n}", "r", "long" if n % 2 else "short", 9, (Turn(10_000 if n % 2 else 10),)) for n in range(8)
+        Transcript(f"t{n}", "r", "long" if n % 2 else "short", 9, (Turn(10_000 if n % 2 else 10),))
+        for n in range(8)
     ]
-    asked = [Transcript(f"a-{name}", "now", name, 9, (Turn(50), Turn(50))) for name in ("long", "short", "new")]
+    asked = [
+        Transcript(f"a-{name}", "now", name, 9, (Turn(50), Turn(50)))
+        for name in ("long", "short", "new")
+    ]
     moments = replay(asked)
     said = {
         (asked[moment.index].prompt_id, moment.turn): row

@@ -23,7 +23,9 @@ QUICK = Training(
     fitting=Fitting(epochs=40, patience=15, learning_rate=5e-3),
     tuning=Tuning(epochs=2, windows=4, lora_rate=5e-3, full_rate=2e-3),
 )
-FEW_HEAD_EPOCHS = replace(QUICK, fitting=replace(QUICK.fitting, epochs=4))  # something is left for a backbone to learn
+FEW_HEAD_EPOCHS = replace(
+    QUICK, fitting=replace(QUICK.fitting, epochs=4)
+)  # something is left for a backbone to learn
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,10 @@ def backbone(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def equal(one: Checkpoint, other: Checkpoint) -> bool:
     weights = one.head.state_dict(), other.head.state_dict()
-    return all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0]) and one.notes == other.notes
+    return (
+        all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+        and one.notes == other.notes
+    )
 
 
 def test_what_only_the_text_tells_is_learned_from_the_text(backbone: str, tmp_path: Path) -> None:
@@ -55,7 +60,9 @@ def test_without_text_a_head_for_numbers_is_made_and_needs_no_backbone(tmp_path:
         found.load_backbone()
 
 
-def test_who_is_not_better_than_the_siblings_does_not_lead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_not_better_than_the_siblings_does_not_lead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(training, "loss_without_a_model", lambda moments: 0.0)
     found = train(told_by_the_plan(text=False), QUICK, tmp_path / "v1")
     assert found.notes["chosen"] == "siblings" and not found.leads
@@ -69,21 +76,34 @@ def test_test_prompts_change_nothing_and_no_prompt_is_in_two_parts(tmp_path: Pat
     other = train([each for each in transcripts if each not in tested], QUICK, tmp_path / "other")
     assert equal(one, other)
     asked = training_set(transcripts)
-    parts = [{asked.transcripts[moment.index].prompt_id for moment in part} for part in (asked.train, asked.validation)]
-    assert not parts[0] & parts[1] and not (parts[0] | parts[1]) & {each.prompt_id for each in tested}
+    parts = [
+        {asked.transcripts[moment.index].prompt_id for moment in part}
+        for part in (asked.train, asked.validation)
+    ]
+    assert not parts[0] & parts[1] and not (parts[0] | parts[1]) & {
+        each.prompt_id for each in tested
+    }
 
 
 def test_what_was_cut_is_not_learned_as_short(tmp_path: Path) -> None:
-    """Most of the long half was cut early. Result: who is told so expects more than who takes cuts for ends."""
+    """Most of the long half was cut early. Result: who is told so expects more than who takes cuts
+    for ends."""
     cut = told_by_the_plan(200, text=False, censored=True)
     said: dict[str, float] = {}
-    for name, transcripts in (("cut", cut), ("ended", [replace(each, censored=False) for each in cut])):
+    for name, transcripts in (
+        ("cut", cut),
+        ("ended", [replace(each, censored=False) for each in cut]),
+    ):
         found = train(transcripts, QUICK, tmp_path / name)
         asked = training_set(transcripts)
         found.head.get_buffer("shift").zero_()  # calibration leaves out what was cut
-        begins = found.examples([moment for moment in asked.validation if moment.turn == 0], asked.transcripts)
+        begins = found.examples(
+            [moment for moment in asked.validation if moment.turn == 0], asked.transcripts
+        )
         with torch.inference_mode():
-            said[name] = float(found.head(begins.hidden, begins.features, begins.has_text)[:, 0, 2].mean())
+            said[name] = float(
+                found.head(begins.hidden, begins.features, begins.has_text)[:, 0, 2].mean()
+            )
         assert (found.notes["parts"]["train"]["censored"] > 0) == (name == "cut")
     assert said["cut"] > said["ended"] + 0.2
 
@@ -108,7 +128,8 @@ def losses_of(checkpoint: Checkpoint, transcripts: list[Transcript]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("tune", "weights"), [(Tune.LORA, "adapter/adapter_model.safetensors"), (Tune.FULL, "backbone/model.safetensors")]
+    ("tune", "weights"),
+    [(Tune.LORA, "adapter/adapter_model.safetensors"), (Tune.FULL, "backbone/model.safetensors")],
 )
 def test_a_trained_backbone_is_better_loads_as_it_was_and_is_refused_where_it_is_damaged(
     tune: Tune, weights: str, backbone: str, tmp_path: Path
@@ -118,7 +139,9 @@ def test_a_trained_backbone_is_better_loads_as_it_was_and_is_refused_where_it_is
     found = train(transcripts, how, tmp_path / "v1")
     file = tmp_path / "v1" / weights
     assert found.tuned == file.parent and found.notes["tune_epoch"] >= 1
-    assert found.load_backbone().fingerprint == Backbone.load(found.backbone).fingerprint, "whatever was trained of it"
+    assert found.load_backbone().fingerprint == Backbone.load(found.backbone).fingerprint, (
+        "whatever was trained of it"
+    )
     loss = found.notes["validation"]["learned"]
     assert loss < found.notes["frozen"]
     assert losses_of(load(tmp_path / "v1"), transcripts) == pytest.approx(loss, rel=1e-4)
@@ -144,10 +167,22 @@ def test_fewer_tuples_are_whole_trajectories_of_as_many_prompts_as_there_are() -
 @pytest.mark.parametrize(
     ("how", "transcripts", "says"),
     [
-        (QUICK, told_by_the_plan(3), "tuples of 3 prompts in all, at least 8 are needed: harvest more"),
-        (replace(QUICK, backbone="/nowhere"), told_by_the_plan(), "hub name '/nowhere' cannot be loaded"),
+        (
+            QUICK,
+            told_by_the_plan(3),
+            "tuples of 3 prompts in all, at least 8 are needed: harvest more",
+        ),
+        (
+            replace(QUICK, backbone="/nowhere"),
+            told_by_the_plan(),
+            "hub name '/nowhere' cannot be loaded",
+        ),
         (replace(QUICK, tune=Tune.LORA), told_by_the_plan(), "tune: lora needs a backbone"),
-        (replace(QUICK, backbone="b", tune=Tune.LORA), told_by_the_plan(text=False), "needs texts, and no transcript"),
+        (
+            replace(QUICK, backbone="b", tune=Tune.LORA),
+            told_by_the_plan(text=False),
+            "needs texts, and no transcript",
+        ),
     ],
 )
 def test_what_cannot_be_trained_says_why(

@@ -27,7 +27,10 @@ TRANSCRIPTS = st.builds(
 )
 
 
-@given(st.lists(TRANSCRIPTS, min_size=1, max_size=5, unique_by=lambda each: each.trajectory_id), st.booleans())
+@given(
+    st.lists(TRANSCRIPTS, min_size=1, max_size=5, unique_by=lambda each: each.trajectory_id),
+    st.booleans(),
+)
 def test_what_was_written_is_read_again(
     tmp_path_factory: pytest.TempPathFactory, transcripts: list[Transcript], zipped: bool
 ) -> None:
@@ -53,20 +56,31 @@ def test_it_takes_the_place_of_what_was_there_and_is_zipped_by_name(tmp_path: Pa
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (WHOLE + WHOLE.replace('{"gen_tokens":5}', ""), r"line 2: turns: Tuple should have at least 1 item"),
-        (WHOLE.replace("5}", '5},{"gen_tokens":-4}'), r"line 1: turns\[1\]\.gen_tokens: .*greater than or equal to 0"),
+        (
+            WHOLE + WHOLE.replace('{"gen_tokens":5}', ""),
+            r"line 2: turns: Tuple should have at least 1 item",
+        ),
+        (
+            WHOLE.replace("5}", '5},{"gen_tokens":-4}'),
+            r"line 1: turns\[1\]\.gen_tokens: .*greater than or equal to 0",
+        ),
         (WHOLE.replace(":3", ':"3"'), r"line 1: prompt_tokens: .*valid integer"),
         (WHOLE.replace(":3", ":true"), r"line 1: prompt_tokens: .*valid integer"),
         (WHOLE.replace('"prompt_id":"p",', ""), r"line 1: prompt_id: Field required"),
         (WHOLE.replace('"prompt_id"', '"prompt"'), r"line 1: prompt_id: Field required"),
-        (WHOLE.replace('"rollout_id"', '"rolout":1,"rollout_id"'), r"line 1: rolout: Unexpected keyword"),
+        (
+            WHOLE.replace('"rollout_id"', '"rolout":1,"rollout_id"'),
+            r"line 1: rolout: Unexpected keyword",
+        ),
         (WHOLE + "\n" + WHOLE, r"line 3: trajectory_id: 'a' is already on line 1"),
         ("[1]\n", r"line 1: .*object"),
         ("{\n", r"line 1: Invalid JSON"),
         ("\n\n", r"t\.jsonl: holds no transcript"),
     ],
 )
-def test_what_is_wrong_is_named_with_line_and_field(content: str, says: str, tmp_path: Path) -> None:
+def test_what_is_wrong_is_named_with_line_and_field(
+    content: str, says: str, tmp_path: Path
+) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(content)
     with pytest.raises(LearnedError, match=says):

@@ -5,7 +5,16 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_migrator.migrations import ENDED, STORED, Endpoint, Migration, Move, Path, Prefix, State
+from treadle_migrator.migrations import (
+    ENDED,
+    STORED,
+    Endpoint,
+    Migration,
+    Move,
+    Path,
+    Prefix,
+    State,
+)
 
 MOVE = Move(
     trajectory_id="t",

@@ -30,7 +30,8 @@ async def calls(nats_url: str, mesh: Mesh) -> AsyncIterator[MigratorCalls]:
 async def test_a_move_goes_through_its_states_and_the_target_is_the_owner(
     mesh: Mesh, calls: MigratorCalls, bus: Bus
 ) -> None:
-    """Prefetch from storage, verify, switch, release: states pending to done, revision by revision; a fact says so."""
+    """Prefetch from storage, verify, switch, release: states pending to done, revision by revision;
+    a fact says so."""
     ends = await hear(bus, "migration_ended")
     mesh.place("t", "e0", tokens=100)
     mesh.sidecars["e1"].gate.close()
@@ -46,11 +47,17 @@ async def test_a_move_goes_through_its_states_and_the_target_is_the_owner(
     assert [state.revision for state in states] == sorted({state.revision for state in states})
     done = states[-1]
     assert (done.state, done.revision) == (pb.MIGRATION_STATE_DONE, 4)
-    assert (done.path, done.prefix_tokens, done.tokens_from_storage) == (pb.MIGRATION_PATH_STORAGE, 100, 100)
+    assert (done.path, done.prefix_tokens, done.tokens_from_storage) == (
+        pb.MIGRATION_PATH_STORAGE,
+        100,
+        100,
+    )
     assert mesh.scheduler.owners["t"] == ("e1", 2)
     assert mesh.sidecars["e1"].prefixes == {"t": 100}
     request = mesh.sidecars["e1"].requests("PrefetchPrefix")[0]
-    assert all(r.counts_only for r in mesh.sidecars["e0"].requests("ExportPrefix")[1:])  # the first is the target's
+    assert all(
+        r.counts_only for r in mesh.sidecars["e0"].requests("ExportPrefix")[1:]
+    )  # the first is the target's
     assert request.storage_only and request.cache_salt == SALT
     assert getattr(request, "from").engine_address == mesh.sidecars["e0"].address
     (ended,) = ends
@@ -58,13 +65,18 @@ async def test_a_move_goes_through_its_states_and_the_target_is_the_owner(
     assert ended.started_at == done.started_at
 
 
-async def test_what_is_not_stored_is_prefilled_on_the_target(mesh: Mesh, calls: MigratorCalls) -> None:
+async def test_what_is_not_stored_is_prefilled_on_the_target(
+    mesh: Mesh, calls: MigratorCalls
+) -> None:
     mesh.place("t", "e0")
     mesh.sidecars["e1"].stored = False
     done = await calls.moved(mesh.request("t", "e0", "e1"))
     assert (done.state, done.path) == (pb.MIGRATION_STATE_DONE, pb.MIGRATION_PATH_PREFILL)
     assert done.tokens_prefilled == 100
-    assert [request.storage_only for request in mesh.sidecars["e1"].requests("PrefetchPrefix")] == [True, False]
+    assert [request.storage_only for request in mesh.sidecars["e1"].requests("PrefetchPrefix")] == [
+        True,
+        False,
+    ]
 
 
 UNAVAILABLE = Refusal(grpc.StatusCode.UNAVAILABLE, "ENGINE_LOST")
@@ -75,10 +87,22 @@ AT_ONCE, SOON = Duration(nanos=200_000_000), Duration(nanos=500_000_000)
 @pytest.mark.parametrize(
     ("trouble", "fields", "reason"),
     [
-        (lambda mesh: setattr(mesh.sidecars["e1"], "stored", False), {"allow_prefill": False}, "PREFIX_NOT_STORED"),
+        (
+            lambda mesh: setattr(mesh.sidecars["e1"], "stored", False),
+            {"allow_prefill": False},
+            "PREFIX_NOT_STORED",
+        ),
         (lambda mesh: setattr(mesh.sidecars["e1"], "tokens_short", 1), {}, "PREFIX_MISMATCH"),
-        (lambda mesh: setattr(mesh.sidecars["e0"], "cache_salt", "w6"), {}, "WEIGHT_VERSION_MISMATCH"),
-        (lambda mesh: mesh.sidecars["e1"].refuse_next("PrefetchPrefix", UNAVAILABLE), {}, "TARGET_UNAVAILABLE"),
+        (
+            lambda mesh: setattr(mesh.sidecars["e0"], "cache_salt", "w6"),
+            {},
+            "WEIGHT_VERSION_MISMATCH",
+        ),
+        (
+            lambda mesh: mesh.sidecars["e1"].refuse_next("PrefetchPrefix", UNAVAILABLE),
+            {},
+            "TARGET_UNAVAILABLE",
+        ),
         (lambda mesh: mesh.scheduler.owners.update(t=("e0", 5)), {}, "REVISION_MISMATCH"),
         (lambda mesh: mesh.scheduler.refuse_next("SwitchEngine", IN_A_STEP), {}, "STEP_IN_FLIGHT"),
         (lambda mesh: mesh.sidecars["e1"].gate.close(), {"give_up_after": AT_ONCE}, "GAVE_UP"),
@@ -86,9 +110,15 @@ AT_ONCE, SOON = Duration(nanos=200_000_000), Duration(nanos=500_000_000)
     ],
 )
 async def test_whatever_fails_leaves_the_source_the_owner(
-    mesh: Mesh, calls: MigratorCalls, bus: Bus, trouble: Callable[[Mesh], object], fields: dict[str, Any], reason: str
+    mesh: Mesh,
+    calls: MigratorCalls,
+    bus: Bus,
+    trouble: Callable[[Mesh], object],
+    fields: dict[str, Any],
+    reason: str,
 ) -> None:
-    """One thing goes wrong. Result: failed, its reason in resource and fact, source owner and prefix as before."""
+    """One thing goes wrong. Result: failed, its reason in resource and fact, source owner and
+    prefix as before."""
     ends = await hear(bus, "migration_ended")
     mesh.place("t", "e0")
     trouble(mesh)
@@ -100,7 +130,9 @@ async def test_whatever_fails_leaves_the_source_the_owner(
     assert [(end.moved, end.failure_reason) for end in ends] == [(False, reason)]
 
 
-async def test_a_failed_move_makes_the_target_forget_the_prefix(mesh: Mesh, calls: MigratorCalls) -> None:
+async def test_a_failed_move_makes_the_target_forget_the_prefix(
+    mesh: Mesh, calls: MigratorCalls
+) -> None:
     mesh.place("t", "e0")
     mesh.scheduler.refuse_next("SwitchEngine", IN_A_STEP)
     failed = await calls.moved(mesh.request("t", "e0", "e1"))
@@ -108,7 +140,9 @@ async def test_a_failed_move_makes_the_target_forget_the_prefix(mesh: Mesh, call
     assert failed.prefix_tokens == 100
 
 
-async def test_a_source_that_does_not_release_changes_nothing_about_the_move(mesh: Mesh, calls: MigratorCalls) -> None:
+async def test_a_source_that_does_not_release_changes_nothing_about_the_move(
+    mesh: Mesh, calls: MigratorCalls
+) -> None:
     mesh.place("t", "e0")
     mesh.sidecars["e0"].refuse_next("ReleasePrefix", UNAVAILABLE)
     done = await calls.moved(mesh.request("t", "e0", "e1"))
@@ -131,7 +165,8 @@ async def test_a_switch_whose_answer_is_lost_is_sent_again_and_counts_once(
 async def test_a_switch_that_is_not_answered_in_time_ends_as_the_scheduler_says(
     mesh: Mesh, calls: MigratorCalls
 ) -> None:
-    """The switch happened, its answer never comes, the move's time passes; the first question finds nobody.
+    """The switch happened, its answer never comes, the move's time passes; the first question finds
+    nobody.
 
     Result: done, because the scheduler says that the target owns the trajectory.
     """
@@ -143,7 +178,9 @@ async def test_a_switch_that_is_not_answered_in_time_ends_as_the_scheduler_says(
     assert done.state == pb.MIGRATION_STATE_DONE
 
 
-async def test_moves_run_in_parallel_only_between_different_engines_and_the_longest_goes_first(nats_url: str) -> None:
+async def test_moves_run_in_parallel_only_between_different_engines_and_the_longest_goes_first(
+    nats_url: str,
+) -> None:
     """e0→e1 is under way. A short and a long move want e1 too; one between e2 and e3 wants neither.
 
     Result: e2→e3 runs at once; of the two that wait the long one is next.
@@ -159,15 +196,25 @@ async def test_moves_run_in_parallel_only_between_different_engines_and_the_long
             await calls.start(mesh.request("short", "e0", "e1", remaining_tokens=10.0)),
             await calls.start(mesh.request("long", "e0", "e1", remaining_tokens=900.0)),
         ]
-        assert (await calls.moved(mesh.request("apart", "e2", "e3"))).state == pb.MIGRATION_STATE_DONE
-        assert [(await calls.get(m.migration_id)).state for m in waiting] == [pb.MIGRATION_STATE_PENDING] * 2
+        assert (
+            await calls.moved(mesh.request("apart", "e2", "e3"))
+        ).state == pb.MIGRATION_STATE_DONE
+        assert [(await calls.get(m.migration_id)).state for m in waiting] == [
+            pb.MIGRATION_STATE_PENDING
+        ] * 2
         target.gate.open()
         for migration in (first, *waiting):
             assert (await calls.ended(migration.migration_id)).state == pb.MIGRATION_STATE_DONE
-    assert [r.trajectory_id for r in target.requests("PrefetchPrefix")] == ["first", "long", "short"]
+    assert [r.trajectory_id for r in target.requests("PrefetchPrefix")] == [
+        "first",
+        "long",
+        "short",
+    ]
 
 
-async def test_a_move_that_waits_for_its_engines_too_long_gives_up(mesh: Mesh, calls: MigratorCalls) -> None:
+async def test_a_move_that_waits_for_its_engines_too_long_gives_up(
+    mesh: Mesh, calls: MigratorCalls
+) -> None:
     mesh.place("first", "e0")
     mesh.place("second", "e0")
     mesh.sidecars["e1"].gate.close()
@@ -178,8 +225,11 @@ async def test_a_move_that_waits_for_its_engines_too_long_gives_up(mesh: Mesh, c
     assert not failed.HasField("started_at")
 
 
-async def test_a_cancelled_move_stops_and_frees_its_engines(mesh: Mesh, calls: MigratorCalls) -> None:
-    """One move is cancelled while it prepares, one while it waits; a third goes on with their engines."""
+async def test_a_cancelled_move_stops_and_frees_its_engines(
+    mesh: Mesh, calls: MigratorCalls
+) -> None:
+    """One move is cancelled while it prepares, one while it waits; a third goes on with their
+    engines."""
     for name in ("first", "second", "third"):
         mesh.place(name, "e0")
     target = mesh.sidecars["e1"]
@@ -195,7 +245,9 @@ async def test_a_cancelled_move_stops_and_frees_its_engines(mesh: Mesh, calls: M
     assert mesh.scheduler.owners["first"] == mesh.scheduler.owners["second"] == ("e0", 1)
 
 
-async def test_cancelling_during_the_switch_answers_how_it_ended(mesh: Mesh, calls: MigratorCalls) -> None:
+async def test_cancelling_during_the_switch_answers_how_it_ended(
+    mesh: Mesh, calls: MigratorCalls
+) -> None:
     mesh.place("t", "e0")
     mesh.scheduler.gate.close()
     started = await calls.start(mesh.request("t", "e0", "e1"))
@@ -208,7 +260,9 @@ async def test_cancelling_during_the_switch_answers_how_it_ended(mesh: Mesh, cal
     assert cancelling.result().state == again.state == pb.MIGRATION_STATE_DONE
 
 
-async def test_migrations_are_listed_page_by_page_and_by_trajectory(mesh: Mesh, calls: MigratorCalls) -> None:
+async def test_migrations_are_listed_page_by_page_and_by_trajectory(
+    mesh: Mesh, calls: MigratorCalls
+) -> None:
     started = []
     for index in range(5):
         mesh.place(f"t{index}", "e0")
@@ -219,6 +273,8 @@ async def test_migrations_are_listed_page_by_page_and_by_trajectory(mesh: Mesh, 
         page = await calls.stub.ListMigrations(request, timeout=CALL_S)
         listed += [migration.migration_id for migration in page.migrations]
         token, pages = page.next_page_token, pages + 1
-    one = await calls.stub.ListMigrations(pb.ListMigrationsRequest(trajectory_id="t3"), timeout=CALL_S)
+    one = await calls.stub.ListMigrations(
+        pb.ListMigrationsRequest(trajectory_id="t3"), timeout=CALL_S
+    )
     assert listed == started and pages == 3
     assert [migration.migration_id for migration in one.migrations] == [started[3]]

@@ -1,5 +1,5 @@
-"""What the predictor takes from facts: evidence, histories, recordings and weight versions; a fact that comes twice
-changes nothing."""
+"""What the predictor takes from facts: evidence, histories, recordings and weight versions; a fact
+that comes twice changes nothing."""
 
 import asyncio
 import json
@@ -48,7 +48,9 @@ def closed(outcome: int = scheduler_pb2.OUTCOME_FINISHED, **changed: object) -> 
         (scheduler_pb2.OUTCOME_UNSPECIFIED, False),
     ],
 )
-def test_only_a_trajectory_that_came_to_its_own_end_shows_its_length(outcome: int, own_end: bool) -> None:
+def test_only_a_trajectory_that_came_to_its_own_end_shows_its_length(
+    outcome: int, own_end: bool
+) -> None:
     evidence = Evidence()
     learn(evidence, closed(outcome))
     assert list(evidence.ended_of_prompt("p")) == [Ended("t", "r", "p", 300, 3, own_end)]
@@ -69,7 +71,9 @@ def test_a_trajectorys_life_is_folded_from_its_facts() -> None:
     opened = facts_pb2.TrajectoryOpened(trajectory_id="t", rollout_id="r", prompt_id="p")
     learn(evidence, make_fact("scheduler", trajectory_opened=opened))
     for turn, tokens in ((0, 40), (1, 60)):
-        step = facts_pb2.StepFinished(step=facts_pb2.StepRef(trajectory_id="t", turn=turn), output_tokens=tokens)
+        step = facts_pb2.StepFinished(
+            step=facts_pb2.StepRef(trajectory_id="t", turn=turn), output_tokens=tokens
+        )
         assert learn(evidence, make_fact("sidecar/e0", step_finished=step)) is None
     found = evidence.group_of("t", "p")
     assert found is not None
@@ -97,7 +101,9 @@ def test_a_fact_that_says_nothing_of_use_is_left_out(fact: facts_pb2.Fact) -> No
     assert evidence.revision == 0
 
 
-def test_a_history_reads_back_as_it_was_written_and_one_that_was_kept_without_versions_is_read() -> None:
+def test_a_history_reads_back_as_it_was_written_and_one_that_was_kept_without_versions_is_read() -> (
+    None
+):
     ended = [Ended("t", "r", "p ä/:", 30, 2, True, 7), Ended("u", "r", "p ä/:", 40, 3, False)]
     assert decode(encode("p ä/:", ended)) == ("p ä/:", ended)
     old = b'{"prompt_id": "p", "ended": [["t", "r", 30, 2, true]]}'
@@ -132,7 +138,9 @@ def test_an_ended_trajectory_is_the_transcript_that_it_was(censored: bool) -> No
     whole = transcript(censored=censored)
     facts = list(facts_of(whole, letters))
     assert list(heard(*facts).ended) == [whole]
-    assert list(heard(*(fact for fact in facts for _ in range(2))).ended) == [whole], "each told twice"
+    assert list(heard(*(fact for fact in facts for _ in range(2))).ended) == [whole], (
+        "each told twice"
+    )
 
 
 def test_the_prompt_is_known_once_the_first_step_has_started() -> None:
@@ -140,7 +148,9 @@ def test_the_prompt_is_known_once_the_first_step_has_started() -> None:
     started = prompt_started(transcript(), letters)
     recording = heard(opened, started).get("t", 0)
     assert recording is not None and recording.prompt == "the task"
-    assert list(heard(opened, started, finished, started, later).ended) == list(heard(opened, finished, later).ended)
+    assert list(heard(opened, started, finished, started, later).ended) == list(
+        heard(opened, finished, later).ended
+    )
     later_step = prompt_started(transcript(), letters)
     later_step.step_started.step.turn = 1
     recording = heard(opened, later_step).get("t", 0)
@@ -165,7 +175,11 @@ def test_an_observation_that_holds_other_engines_steps_is_not_read() -> None:
     facts[3].step_finished.tokens.observation_tokens = 40
     recording = heard(*facts[:4]).get("t", 3)
     assert recording is not None
-    assert [(turn.obs_tokens, turn.obs_text) for turn in recording.turns] == [(4, "4 files"), (6, ""), (0, "")]
+    assert [(turn.obs_tokens, turn.obs_text) for turn in recording.turns] == [
+        (4, "4 files"),
+        (6, ""),
+        (0, ""),
+    ]
 
 
 def test_a_prompt_is_known_to_its_later_samples() -> None:
@@ -179,7 +193,11 @@ def test_what_runs_is_bounded_the_longest_silent_go_first(monkeypatch: pytest.Mo
     opened = [next(facts_of(transcript(name), letters)) for name in "abc"]
     step = list(facts_of(transcript("a"), letters))[1]
     recordings = heard(opened[0], opened[1], step, opened[2])
-    assert [recordings.get(*each) is not None for each in (("a", 1), ("b", 0), ("c", 0))] == [True, False, True]
+    assert [recordings.get(*each) is not None for each in (("a", 1), ("b", 0), ("c", 0))] == [
+        True,
+        False,
+        True,
+    ]
 
 
 async def test_who_asks_before_the_fact_is_there_waits_for_it() -> None:
@@ -203,7 +221,10 @@ BEHIND = FEATURES.index("versions_behind")
 
 
 def updated(version: str) -> facts_pb2.Fact:
-    return make_fact("sidecar/e0", weights_updated=facts_pb2.WeightsUpdated(engine_id="e0", weight_version=version))
+    return make_fact(
+        "sidecar/e0",
+        weights_updated=facts_pb2.WeightsUpdated(engine_id="e0", weight_version=version),
+    )
 
 
 def joined(version: str) -> facts_pb2.Fact:
@@ -212,7 +233,12 @@ def joined(version: str) -> facts_pb2.Fact:
 
 
 def short(name: str) -> list[facts_pb2.Fact]:
-    return list(facts_of(Transcript(name, "r", "p", 12, (Turn(10, 4, "look", "4 files"), Turn(5, 0, "done"))), letters))
+    return list(
+        facts_of(
+            Transcript(name, "r", "p", 12, (Turn(10, 4, "look", "4 files"), Turn(5, 0, "done"))),
+            letters,
+        )
+    )
 
 
 class Heard:

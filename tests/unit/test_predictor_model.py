@@ -1,5 +1,5 @@
-"""The learned model at work: serving sees of facts what training saw of transcripts; what is read is kept within bounds
-and read ahead."""
+"""The learned model at work: serving sees of facts what training saw of transcripts; what is read
+is kept within bounds and read ahead."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -36,7 +36,12 @@ def transcript(name: str, turns: int, rollout: str = "r1", prompt_id: str = "p")
         prompt_id,
         30,
         tuple(
-            Turn(20 + 7 * at, 5 + at, f"{name}: step {at} does this and that", f"tool said {at} times {name}")
+            Turn(
+                20 + 7 * at,
+                5 + at,
+                f"{name}: step {at} does this and that",
+                f"tool said {at} times {name}",
+            )
             for at in range(turns)
         ),
         prompt=f"please do what {prompt_id} asks of you",
@@ -60,12 +65,16 @@ class Counting(Backbone):
 
 @pytest.fixture(scope="module")
 def backbone(tmp_path_factory: pytest.TempPathFactory) -> Counting:
-    plain = Backbone.load(str(tiny_backbone(tmp_path_factory.mktemp("b"))), device="cpu", dtype=torch.float32)
+    plain = Backbone.load(
+        str(tiny_backbone(tmp_path_factory.mktemp("b"))), device="cpu", dtype=torch.float32
+    )
     return Counting(plain.name, plain.tokenizer, plain.model, plain.device)
 
 
 def model_of(backbone: Backbone | None, most_bytes: int = MUCH) -> LearnedModel:
-    return LearnedModel(Checkpoint("v1", "", "", HIDDEN, BOUNDS, random_head(), {}), backbone, most_bytes)
+    return LearnedModel(
+        Checkpoint("v1", "", "", HIDDEN, BOUNDS, random_head(), {}), backbone, most_bytes
+    )
 
 
 class Served:
@@ -85,12 +94,20 @@ class Served:
         gen = sum(each.gen_tokens for each in of.turns[:turn])
         observed = sum(each.obs_tokens for each in of.turns[: max(0, turn - 1)])
         progress = Progress(
-            of.trajectory_id, of.prompt_id, turn, gen, of.prompt_tokens + gen + observed, of.prompt_tokens, cap
+            of.trajectory_id,
+            of.prompt_id,
+            turn,
+            gen,
+            of.prompt_tokens + gen + observed,
+            of.prompt_tokens,
+            cap,
         )
         recording = self.recordings.get(of.trajectory_id, turn)
         assert recording is not None
         prompt = self.recordings.prompt_of(of.prompt_id)
-        found = make_question(progress, recording, self.estimator.estimate(progress), self.evidence, prompt)
+        found = make_question(
+            progress, recording, self.estimator.estimate(progress), self.evidence, prompt
+        )
         assert found is not None
         return found
 
@@ -129,9 +146,11 @@ def expected(backbone: Backbone) -> torch.Tensor:
 
 @pytest.mark.parametrize("most_bytes", [MUCH, 1])
 @pytest.mark.parametrize("pieces_ahead", [0, 1, 100])
-def test_step_by_step_it_answers_what_it_would_at_once(backbone: Backbone, most_bytes: int, pieces_ahead: int) -> None:
-    """Reading on from what is kept, from what was read ahead, all of it or some, and afresh where nothing can be kept;
-    over more than one window."""
+def test_step_by_step_it_answers_what_it_would_at_once(
+    backbone: Backbone, most_bytes: int, pieces_ahead: int
+) -> None:
+    """Reading on from what is kept, from what was read ahead, all of it or some, and afresh where
+    nothing can be kept; over more than one window."""
     model, wanted = model_of(backbone, most_bytes), expected(backbone)
     assert model.readings is not None
     for served, row in zip(questions(backbone), wanted, strict=True):
@@ -147,7 +166,9 @@ def test_step_by_step_it_answers_what_it_would_at_once(backbone: Backbone, most_
 
 def test_together_they_get_what_each_gets_alone(backbone: Backbone) -> None:
     served = Served(backbone)
-    several = [transcript(name, turns, prompt_id=name) for name, turns in (("x", 1), ("y", 4), ("z", 6))]
+    several = [
+        transcript(name, turns, prompt_id=name) for name, turns in (("x", 1), ("y", 4), ("z", 6))
+    ]
     for each in several:
         served.hear(*facts_of(each, backbone.tokenize, close=False))
     asked = [served.asked(each, len(each.turns)) for each in several]
@@ -188,12 +209,16 @@ def _none_yet(backbone: Counting) -> None:
 
 
 def turns(name: str) -> tuple[Turn, ...]:
-    return tuple(Turn(5, 5, f"{name} step {at} was this", f"said {at} {name}") for at in range(TURNS))
+    return tuple(
+        Turn(5, 5, f"{name} step {at} was this", f"said {at} {name}") for at in range(TURNS)
+    )
 
 
 def asked(name: str, turn: int, prompt: str = "") -> Question:
     told = prompt or f"what {name} is to do and why"
-    return Question(Progress(name, "p", turn), np.zeros(len(FEATURES), np.float32), told, turns(name)[:turn])
+    return Question(
+        Progress(name, "p", turn), np.zeros(len(FEATURES), np.float32), told, turns(name)[:turn]
+    )
 
 
 def at_once(backbone: Backbone, name: str) -> list[torch.Tensor]:
@@ -230,13 +255,18 @@ def test_with_the_next_window_read_no_question_reads_more_than_its_step(backbone
 
 @settings(deadline=None, max_examples=25)
 @given(
-    st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 3), st.integers(0, 4)), min_size=1, max_size=20),
+    st.lists(
+        st.tuples(st.sampled_from("ab"), st.integers(1, 3), st.integers(0, 4)),
+        min_size=1,
+        max_size=20,
+    ),
     st.integers(0, 3 * WIDE.window_tokens * ID_BYTES),
 )
 def test_states_are_those_of_reading_at_once_whatever_was_read_ahead(
     backbone: Counting, happens: list[tuple[str, int, int]], most_bytes: int
 ) -> None:
-    """Two trajectories, some steps of which nobody asks about, pieces read ahead in between, and little room."""
+    """Two trajectories, some steps of which nobody asks about, pieces read ahead in between, and
+    little room."""
     wanted = {name: at_once(backbone, name) for name in "ab"}
     readings, at = Readings(backbone, WIDE, most_bytes), {"a": 0, "b": 0}
     for name, steps, pieces in happens:
@@ -249,7 +279,8 @@ def test_states_are_those_of_reading_at_once_whatever_was_read_ahead(
 
 
 def test_what_is_read_ahead_goes_before_what_is_kept(backbone: Counting) -> None:
-    """Room for two windows and half of what is ahead of one. Result: both windows are kept, what was ahead is not."""
+    """Room for two windows and half of what is ahead of one. Result: both windows are kept, what
+    was ahead is not."""
     window = HEAD + (HALF_FULL - 1) * STEP
     both_bytes = 2 * (READING_BYTES + window * ID_BYTES)
     readings = Readings(backbone, WIDE, both_bytes + STEP * ID_BYTES)
@@ -270,7 +301,9 @@ def test_one_that_ended_is_not_read_ahead(backbone: Counting) -> None:
     assert not readings.read_ahead()
 
 
-def test_a_prompt_that_was_read_while_the_first_step_ran_is_not_read_again(backbone: Counting) -> None:
+def test_a_prompt_that_was_read_while_the_first_step_ran_is_not_read_again(
+    backbone: Counting,
+) -> None:
     readings = Readings(backbone, WIDE, MUCH)
     readings.begin("a", asked("a", 0).prompt)
     readings.begin("a", asked("a", 0).prompt)

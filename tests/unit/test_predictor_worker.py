@@ -1,4 +1,5 @@
-"""Questions on their way to a model that is slow, fails, or is not there: nobody waits beyond the deadline."""
+"""Questions on their way to a model that is slow, fails, or is not there: nobody waits beyond the
+deadline."""
 
 import asyncio
 import threading
@@ -97,7 +98,9 @@ def said(forecast: Forecast | None) -> float | None:
     return forecast.remaining_tokens.p50 if forecast is not None else None
 
 
-async def test_what_comes_while_the_model_is_busy_is_answered_together(model: FakeModel, worker: Worker) -> None:
+async def test_what_comes_while_the_model_is_busy_is_answered_together(
+    model: FakeModel, worker: Worker
+) -> None:
     model.may_answer.clear()
     first = asyncio.create_task(worker.ask(asked("a", 1)))
     await begun(model)
@@ -105,11 +108,17 @@ async def test_what_comes_while_the_model_is_busy_is_answered_together(model: Fa
     await asyncio.sleep(0)
     model.may_answer.set()
     assert [said(each) for each in await asyncio.gather(first, *others)] == [1, 2, 2, 2, 2]
-    assert [[name for name, _ in batch] for batch in model.batches] == [["a"], ["b", "c", "d"], ["e"]]
+    assert [[name for name, _ in batch] for batch in model.batches] == [
+        ["a"],
+        ["b", "c", "d"],
+        ["e"],
+    ]
     assert worker.counts.answered == 5
 
 
-async def test_where_nothing_is_gained_together_nobody_waits_for_others(model: FakeModel, worker: Worker) -> None:
+async def test_where_nothing_is_gained_together_nobody_waits_for_others(
+    model: FakeModel, worker: Worker
+) -> None:
     model.gains_together = False
     model.may_answer.clear()
     several = [asyncio.create_task(worker.ask(asked(name, 1))) for name in "abc"]
@@ -127,16 +136,27 @@ async def test_what_will_be_asked_is_read_while_nobody_asks_and_a_question_goes_
     model.may_answer.clear()
     first = asyncio.create_task(worker.ask(asked("b")))
     await begun(model)
-    model.left_ahead = 3  # not before: the worker may still be about to look, after the first answer
+    model.left_ahead = (
+        3  # not before: the worker may still be about to look, after the first answer
+    )
     second = asyncio.create_task(worker.ask(asked("c")))
     await asyncio.sleep(0)
     model.may_answer.set()
     await asyncio.gather(first, second)
     await until(lambda: not model.left_ahead)
-    assert model.batches == [[("a", 0)], [("b", 0)], [("c", 0)], [("ahead", 2)], [("ahead", 1)], [("ahead", 0)]]
+    assert model.batches == [
+        [("a", 0)],
+        [("b", 0)],
+        [("c", 0)],
+        [("ahead", 2)],
+        [("ahead", 1)],
+        [("ahead", 0)],
+    ]
 
 
-async def test_a_question_waits_for_one_piece_that_is_read_ahead_and_no_more(model: FakeModel, worker: Worker) -> None:
+async def test_a_question_waits_for_one_piece_that_is_read_ahead_and_no_more(
+    model: FakeModel, worker: Worker
+) -> None:
     model.may_answer.clear()
     model.left_ahead = 3
     worker.begin("a", "prompt")
@@ -158,7 +178,9 @@ async def test_all_that_have_begun_are_told_to_a_model_that_has_no_room_to_read_
     await until(lambda: len(model.batches) == 3)
 
 
-async def test_a_prompt_is_begun_before_anybody_asks_unless_it_has_ended(model: FakeModel, worker: Worker) -> None:
+async def test_a_prompt_is_begun_before_anybody_asks_unless_it_has_ended(
+    model: FakeModel, worker: Worker
+) -> None:
     worker.begin("a", "prompt")
     worker.begin("b", "prompt")
     worker.forget("b")
@@ -167,7 +189,9 @@ async def test_a_prompt_is_begun_before_anybody_asks_unless_it_has_ended(model: 
     assert model.batches == [[("prompt of a", 0)]]
 
 
-async def test_a_model_that_fails_to_read_ahead_is_asked_all_the_same(model: FakeModel, worker: Worker) -> None:
+async def test_a_model_that_fails_to_read_ahead_is_asked_all_the_same(
+    model: FakeModel, worker: Worker
+) -> None:
     model.left_ahead = 1
     await worker.ask(asked("a"))
     await until(lambda: not model.left_ahead)
@@ -220,7 +244,9 @@ async def test_without_a_model_nobody_waits() -> None:
         assert said(await worker.ask(asked("a"))) is None
 
 
-async def test_what_ended_is_forgotten_and_its_question_given_back(model: FakeModel, worker: Worker) -> None:
+async def test_what_ended_is_forgotten_and_its_question_given_back(
+    model: FakeModel, worker: Worker
+) -> None:
     await worker.ask(asked("a"))
     worker.forget("a")
     await until(lambda: model.forgotten == ["a"])

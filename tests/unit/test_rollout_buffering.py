@@ -16,7 +16,14 @@ from treadle_core.rollouts.spec import RolloutSpec
 from treadle_rollout.convert import settled_fact
 from treadle_rollout.rollouts import BatchRequest, Rollout, Rollouts
 from treadle_rollout.running import TokenRoom
-from treadle_rollout.storage import HISTORY_BUCKET, LOG_BUCKET, PAYLOAD_BUCKET, HistoryStore, PayloadStore, RolloutLog
+from treadle_rollout.storage import (
+    HISTORY_BUCKET,
+    LOG_BUCKET,
+    PAYLOAD_BUCKET,
+    HistoryStore,
+    PayloadStore,
+    RolloutLog,
+)
 from treadle_runtime.bus import Bus
 from treadle_runtime.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 
@@ -50,7 +57,9 @@ async def test_the_first_k_samples_are_kept_and_come_back_whole(calls: RolloutCa
 
 
 @pytest.mark.parametrize("tokens", [40_000, 300_000])
-async def test_a_trajectory_larger_than_a_nats_message_comes_back_whole(calls: RolloutCalls, tokens: int) -> None:
+async def test_a_trajectory_larger_than_a_nats_message_comes_back_whole(
+    calls: RolloutCalls, tokens: int
+) -> None:
     """300,000 tokens are 2.7 MB, beyond NATS's 1 MiB: they travel in chunks."""
     trajectory = finished("long", sampled=tokens)
     await calls.create()
@@ -60,7 +69,8 @@ async def test_a_trajectory_larger_than_a_nats_message_comes_back_whole(calls: R
 
 
 async def test_a_group_too_large_for_a_message_is_left_to_the_streamed_batch(nats_url: str) -> None:
-    """GetBatch refuses the group and takes nothing; StreamBatch takes it, and GetBatch cannot repeat that."""
+    """GetBatch refuses the group and takes nothing; StreamBatch takes it, and GetBatch cannot
+    repeat that."""
     async with rollout_service(nats_url, max_message_bytes=200_000) as calls:
         await calls.create(samples=2)
         group = [finished(f"t{sample}", sample=sample, sampled=10_000) for sample in range(2)]
@@ -86,7 +96,9 @@ async def test_a_batch_is_repeated_by_either_rpc_until_it_is_confirmed(calls: Ro
     assert members(await calls.stream("b1", 1)) == [["t1"]]
 
 
-async def test_a_batch_stops_at_the_message_limit_and_the_rest_comes_with_the_next(nats_url: str) -> None:
+async def test_a_batch_stops_at_the_message_limit_and_the_rest_comes_with_the_next(
+    nats_url: str,
+) -> None:
     async with rollout_service(nats_url, max_message_bytes=200_000) as calls:
         await calls.create(prompts=2)
         for index in range(2):
@@ -96,8 +108,11 @@ async def test_a_batch_stops_at_the_message_limit_and_the_rest_comes_with_the_ne
     assert members(last) == [["t1"]] and last.exhausted
 
 
-async def test_trajectories_beyond_the_bound_are_dropped_measured_from_their_oldest_token(calls: RolloutCalls) -> None:
-    """Bound 1, trainer at 5: sampled under 3 and 5 is too old by its first tokens, under 4 and 5 is not."""
+async def test_trajectories_beyond_the_bound_are_dropped_measured_from_their_oldest_token(
+    calls: RolloutCalls,
+) -> None:
+    """Bound 1, trainer at 5: sampled under 3 and 5 is too old by its first tokens, under 4 and 5 is
+    not."""
     await calls.create(samples=2, staleness=1)
     await calls.submit(finished("old", sample=0, versions=("3", "5")))
     await calls.submit(finished("new", sample=1, versions=("4", "5")))
@@ -106,7 +121,9 @@ async def test_trajectories_beyond_the_bound_are_dropped_measured_from_their_old
     assert [(d.reason, d.count) for d in rollout.drops] == [(pb.DROP_REASON_STALE, 1)]
 
 
-async def test_a_repeated_submission_gets_its_first_verdict_and_counts_once(calls: RolloutCalls) -> None:
+async def test_a_repeated_submission_gets_its_first_verdict_and_counts_once(
+    calls: RolloutCalls,
+) -> None:
     await calls.create(samples=3, keep=1)
     first = await calls.submit(finished("a"), "one")
     assert await calls.submit(finished("a"), "one") == first
@@ -117,18 +134,24 @@ async def test_a_repeated_submission_gets_its_first_verdict_and_counts_once(call
     assert batch.groups[0].trajectories[0] == finished("a")
 
 
-async def test_concurrent_batches_never_share_a_group_and_a_repeat_gives_the_same_one(calls: RolloutCalls) -> None:
+async def test_concurrent_batches_never_share_a_group_and_a_repeat_gives_the_same_one(
+    calls: RolloutCalls,
+) -> None:
     await calls.create(prompts=12)
     for index in range(12):
         await calls.submit(finished(f"t{index}", f"p{index}"))
     ids = [f"b{index}" for index in range(6)]
     batches = await asyncio.gather(*(calls.batch(request_id, 2) for request_id in [*ids, *ids]))
     assert batches[:6] == batches[6:]
-    taken = [trajectory for batch in batches[:6] for group in members(batch) for trajectory in group]
+    taken = [
+        trajectory for batch in batches[:6] for group in members(batch) for trajectory in group
+    ]
     assert sorted(taken) == sorted(f"t{index}" for index in range(12))
 
 
-async def test_a_waiting_batch_is_answered_when_it_is_full_and_takes_nothing_before(calls: RolloutCalls) -> None:
+async def test_a_waiting_batch_is_answered_when_it_is_full_and_takes_nothing_before(
+    calls: RolloutCalls,
+) -> None:
     await calls.create(prompts=3)
     async with asyncio.TaskGroup() as group:
         waiting = group.create_task(calls.batch("b", 2, wait=True))
@@ -162,10 +185,14 @@ async def test_cancelling_ends_the_wait_of_a_batch(calls: RolloutCalls) -> None:
     assert late.drop_reason == pb.DROP_REASON_CANCELLED and late.group_settled
 
 
-async def test_a_watch_sends_the_rollout_once_and_then_the_groups_that_changed(calls: RolloutCalls) -> None:
-    """A group gets one sample of two, which no watch sends, and another group settles; then all settle, one by one.
+async def test_a_watch_sends_the_rollout_once_and_then_the_groups_that_changed(
+    calls: RolloutCalls,
+) -> None:
+    """A group gets one sample of two, which no watch sends, and another group settles; then all
+    settle, one by one.
 
-    Result: each message after the first names the changed groups alone; what a reader makes of them is the rollout.
+    Result: each message after the first names the changed groups alone; what a reader makes of them
+    is the rollout.
     """
     await calls.create(prompts=3, samples=2)
     watch = calls.stub.WatchRollout(pb.WatchRolloutRequest(rollout_id="r"), timeout=CALL_S)
@@ -173,7 +200,11 @@ async def test_a_watch_sends_the_rollout_once_and_then_the_groups_that_changed(c
     assert not first.changes and first.rollout == await calls.get()
     groups = {group.prompt_id: group for group in first.rollout.groups}
     await calls.submit(finished("early", "p1"))
-    for prompt_id, samples, changed in (("p0", (0, 1), ["p0", "p1"]), ("p1", (1,), ["p1"]), ("p2", (0, 1), ["p2"])):
+    for prompt_id, samples, changed in (
+        ("p0", (0, 1), ["p0", "p1"]),
+        ("p1", (1,), ["p1"]),
+        ("p2", (0, 1), ["p2"]),
+    ):
         for sample in samples:
             await calls.submit(finished(f"{prompt_id}-{sample}", prompt_id, sample))
         message = await anext(states)
@@ -189,7 +220,10 @@ async def test_a_watch_sends_the_rollout_once_and_then_the_groups_that_changed(c
 
 
 async def stores(bus: Bus, room_bytes: int | None = None) -> tuple[RolloutLog, PayloadStore]:
-    log, payloads = await bus.key_value(LOG_BUCKET), await bus.key_value(PAYLOAD_BUCKET, max_bytes=room_bytes)
+    log, payloads = (
+        await bus.key_value(LOG_BUCKET),
+        await bus.key_value(PAYLOAD_BUCKET, max_bytes=room_bytes),
+    )
     store = PayloadStore(payloads, bus.jetstream, bus.max_payload_bytes, room_bytes or inf)
     return RolloutLog(log, bus.jetstream), store
 
@@ -214,7 +248,8 @@ def asks(request_id: str, fingerprint: str = "f") -> BatchRequest:
 
 
 async def test_two_processes_over_one_log_never_hand_a_group_out_twice(bus: Bus) -> None:
-    """Both hold the same rollout. One takes a group; the other has not heard of it and wants the same one.
+    """Both hold the same rollout. One takes a group; the other has not heard of it and wants the
+    same one.
 
     Result: the other loses the position in its log, reads it again and answers with an empty batch.
     """
@@ -239,7 +274,9 @@ async def test_no_two_groups_are_told_by_one_fact(bus: Bus) -> None:
     rollouts = Rollouts(*await stores(bus), await history_store(bus), TokenRoom(0), tell_nobody)
     ids = set()
     for rollout_id, prompt_id in (("r-1", "2"), ("r", "1-2")):
-        rollout = await rollouts.create(rollout_id, RolloutSpec((prompt_id,), 1, 1), f"req-{rollout_id}")
+        rollout = await rollouts.create(
+            rollout_id, RolloutSpec((prompt_id,), 1, 1), f"req-{rollout_id}"
+        )
         ids.add(settled_fact(rollout, rollout.buffer.groups[prompt_id]).fact_id)
     assert len(ids) == 2
 
@@ -270,8 +307,11 @@ async def test_groups_that_settled_last_are_told_again_by_the_next_process(bus: 
     assert told == ["p0", "p1", "p2"]
 
 
-async def test_tokens_that_find_no_room_leave_nothing_behind_and_fit_once_others_are_released(bus: Bus) -> None:
-    """2 MB have room. 1.5 MB of another trajectory do not fit, nor does anything until the first are released."""
+async def test_tokens_that_find_no_room_leave_nothing_behind_and_fit_once_others_are_released(
+    bus: Bus,
+) -> None:
+    """2 MB have room. 1.5 MB of another trajectory do not fit, nor does anything until the first
+    are released."""
     _, store = await stores(bus, ROOM_BYTES)
     await store.put("r", "first", b"x" * 1_000_000)
     for size_bytes in (1_500_000, 1):
@@ -281,10 +321,15 @@ async def test_tokens_that_find_no_room_leave_nothing_behind_and_fit_once_others
     assert state.messages == 2 and state.bytes < 1_010_000
     await store.release("r", "first")
     name = await store.put("r", "second", b"y" * 1_500_000)
-    assert b"".join([chunk async for chunk, _ in store.chunks("r", "second", name)]) == b"y" * 1_500_000
+    assert (
+        b"".join([chunk async for chunk, _ in store.chunks("r", "second", name)])
+        == b"y" * 1_500_000
+    )
 
 
-async def test_tokens_that_fit_exactly_are_stored_and_one_byte_more_is_refused_for_good(bus: Bus) -> None:
+async def test_tokens_that_fit_exactly_are_stored_and_one_byte_more_is_refused_for_good(
+    bus: Bus,
+) -> None:
     _, store = await stores(bus, ROOM_BYTES)
     await store.put("r", "t", b"x" * 1_000_000)
     beside = (await stored(bus)).bytes - 1_000_000  # of two chunks
@@ -298,7 +343,9 @@ async def test_tokens_that_fit_exactly_are_stored_and_one_byte_more_is_refused_f
 @pytest.mark.parametrize("settled", [True, False])
 async def test_a_full_store_says_whether_batches_can_free_it(bus: Bus, settled: bool) -> None:
     """A group holds most of it, and has settled or not."""
-    rollouts = Rollouts(*await stores(bus, ROOM_BYTES), await history_store(bus), TokenRoom(0), tell_nobody)
+    rollouts = Rollouts(
+        *await stores(bus, ROOM_BYTES), await history_store(bus), TokenRoom(0), tell_nobody
+    )
     rollout = await rollouts.create("r", RolloutSpec(("p0", "p1"), 2, 2), "req")
     await rollout.submit(Sample("t0", "p0", 0), b"x" * 1_500_000)
     if settled:
@@ -311,8 +358,8 @@ async def test_a_full_store_says_whether_batches_can_free_it(bus: Bus, settled: 
 
 
 async def test_a_sweep_removes_what_nobody_can_ask_for_and_nothing_else(bus: Bus) -> None:
-    """One trajectory taken, one waiting. Past the time of repeats the taken one's tokens go, the other's stay; past the
-    retention the whole rollout goes."""
+    """One trajectory taken, one waiting. Past the time of repeats the taken one's tokens go, the
+    other's stay; past the retention the whole rollout goes."""
     log, payloads = await stores(bus)
     histories = await history_store(bus)
     rollouts = Rollouts(log, payloads, histories, TokenRoom(0), tell_nobody)

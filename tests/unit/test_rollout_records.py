@@ -12,7 +12,10 @@ SPEC = RolloutSpec(("p.0", "p:1"), 4, 2, max_staleness=1, max_total_tokens=100)
 @pytest.mark.parametrize(
     "body",
     [
-        Arrived(Sample("t", "p.0", 3, oldest_version=7, payload_bytes=9), Verdict(None, group_settled=False)),
+        Arrived(
+            Sample("t", "p.0", 3, oldest_version=7, payload_bytes=9),
+            Verdict(None, group_settled=False),
+        ),
         Advanced(3, ("a", "b")),
         Cancelled(("a",)),
     ],
@@ -33,7 +36,9 @@ def test_a_record_comes_out_as_it_went_in(body: Created | Event) -> None:
         (
             b'{"kind":"arrived","at_s":1.5,"sample":{"trajectory_id":"t","prompt_id":"p.0","sample":3,"failed":true},'
             b'"verdict":{"drop_reason":"failed","group_settled":true}}',
-            Arrived(Sample("t", "p.0", 3, failed=True), Verdict(DropReason.FAILED, group_settled=True)),
+            Arrived(
+                Sample("t", "p.0", 3, failed=True), Verdict(DropReason.FAILED, group_settled=True)
+            ),
         ),
         (
             b'{"kind":"batch","at_s":1.5,"batch_id":"b","groups":[["p.0",["a","b"]]],"exhausted":true}',
@@ -51,12 +56,16 @@ def test_a_record_of_an_earlier_version_is_read() -> None:
         b'{"kind":"arrived","at_s":1.5,"sample":{"trajectory_id":"t","prompt_id":"p.0","sample":3,"failed":true,'
         b'"oldest_version":null,"payload_bytes":0},"verdict":{"drop_reason":"failed","group_settled":true}}'
     )
-    expected = Arrived(Sample("t", "p.0", 3, failed=True), Verdict(DropReason.FAILED, group_settled=True))
+    expected = Arrived(
+        Sample("t", "p.0", 3, failed=True), Verdict(DropReason.FAILED, group_settled=True)
+    )
     assert decode(stored) == Record(1.5, expected)
 
 
 def test_a_rollout_of_ten_thousand_prompts_fits_into_one_nats_message() -> None:
-    spec = RolloutSpec(tuple(f"dataset-with-a-long-name/prompt-number-{i:09d}" * 2 for i in range(10_000)), 8, 8)
+    spec = RolloutSpec(
+        tuple(f"dataset-with-a-long-name/prompt-number-{i:09d}" * 2 for i in range(10_000)), 8, 8
+    )
     record = Record(0.0, Created("r", spec, "req"))
     data = encode(record)
     assert len(data) * 20 > COMPRESS_FROM_BYTES and len(data) < 512 * 1024

@@ -1,4 +1,5 @@
-"""Tokens of running trajectories over a real rollout service: pushed, streamed, taken back, ended."""
+"""Tokens of running trajectories over a real rollout service: pushed, streamed, taken back,
+ended."""
 
 import asyncio
 from array import array
@@ -7,7 +8,13 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 from support.conditions import until
-from support.finished_trajectories import CALL_S, PROMPT_TOKENS, RolloutCalls, finished, rollout_service
+from support.finished_trajectories import (
+    CALL_S,
+    PROMPT_TOKENS,
+    RolloutCalls,
+    finished,
+    rollout_service,
+)
 from support.rpc import refusal_of
 from treadle.common.v1.tokens_pb2 import Logprobs, TokenIds
 from treadle.rollout.v1 import rollout_pb2 as pb
@@ -23,7 +30,13 @@ async def calls(nats_url: str) -> AsyncIterator[RolloutCalls]:
 
 
 def stretch(
-    trajectory_id: str, start: int, end: int, *, prompt_id: str = "p0", sample: int = 0, first_id: int = 0
+    trajectory_id: str,
+    start: int,
+    end: int,
+    *,
+    prompt_id: str = "p0",
+    sample: int = 0,
+    first_id: int = 0,
 ) -> pb.TokenChunk:
     """Tokens [start, end) of finished(trajectory_id), or others from first_id on."""
     whole = finished(trajectory_id, prompt_id, sample, sampled=max(end - PROMPT_TOKENS, 1))
@@ -40,7 +53,9 @@ def stretch(
 
 
 async def push(calls: RolloutCalls, chunk: pb.TokenChunk) -> tuple[int, bool]:
-    answer = await calls.stub.PushTokens(pb.PushTokensRequest(rollout_id="r", chunk=chunk), timeout=CALL_S)
+    answer = await calls.stub.PushTokens(
+        pb.PushTokensRequest(rollout_id="r", chunk=chunk), timeout=CALL_S
+    )
     return answer.next_token, answer.wanted
 
 
@@ -51,7 +66,9 @@ class Reading:
         self.tokens: dict[str, list[int]] = {}
         self.starts: list[int] = []
         self.ended: dict[str, pb.TokensEnded] = {}
-        self._stream = calls.stub.StreamTokens(pb.StreamTokensRequest(rollout_id="r", **how), timeout=CALL_S)
+        self._stream = calls.stub.StreamTokens(
+            pb.StreamTokensRequest(rollout_id="r", **how), timeout=CALL_S
+        )
         self.task = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
@@ -67,8 +84,11 @@ class Reading:
             known[chunk.start_token :] = array("i", chunk.tokens.int32_le)
 
 
-async def test_a_reader_gets_what_is_there_and_what_comes_and_how_it_ended(calls: RolloutCalls) -> None:
-    """One of two samples is kept: the first is pushed in two parts and kept, its sibling ends with the group."""
+async def test_a_reader_gets_what_is_there_and_what_comes_and_how_it_ended(
+    calls: RolloutCalls,
+) -> None:
+    """One of two samples is kept: the first is pushed in two parts and kept, its sibling ends with
+    the group."""
     await calls.create(samples=2, keep=1)
     assert await push(calls, stretch("a", 0, 4)) == (4, True)
     reading = Reading(calls)
@@ -81,11 +101,16 @@ async def test_a_reader_gets_what_is_there_and_what_comes_and_how_it_ended(calls
     assert reading.tokens == {"a": list(range(LAST)), "b": list(range(5))}
     assert reading.starts == [0, 4, 0]
     assert reading.ended["a"].kept
-    assert (reading.ended["b"].kept, reading.ended["b"].drop_reason) == (False, pb.DROP_REASON_GROUP_SETTLED)
+    assert (reading.ended["b"].kept, reading.ended["b"].drop_reason) == (
+        False,
+        pb.DROP_REASON_GROUP_SETTLED,
+    )
     assert await push(calls, stretch("b", 5, 6, sample=1)) == (0, False)
 
 
-async def test_one_that_waits_for_its_group_is_told_when_the_group_settles(calls: RolloutCalls) -> None:
+async def test_one_that_waits_for_its_group_is_told_when_the_group_settles(
+    calls: RolloutCalls,
+) -> None:
     await calls.create(samples=2)
     await push(calls, stretch("a", 0, 4))
     reading = Reading(calls)
@@ -110,13 +135,18 @@ async def test_other_tokens_take_the_place_of_those_before_and_the_same_ones_are
     assert await push(calls, stretch("a", 4, 8, first_id=100)) == (8, True)
     await until(lambda: reading.tokens["a"] == [0, 1, 2, 3, 104, 105, 106, 107])
     assert reading.starts == [0, 4]
-    assert await push(calls, stretch("a", 7, 9, first_id=100)) == (9, True)  # its first token is there already
+    assert await push(calls, stretch("a", 7, 9, first_id=100)) == (
+        9,
+        True,
+    )  # its first token is there already
     await until(lambda: reading.tokens["a"][-1] == 108)
     assert reading.starts == [0, 4, 8]
     reading.task.cancel()
 
 
-async def test_chunks_have_as_many_tokens_as_asked_for_and_parts_have_prompts_of_their_own(calls: RolloutCalls) -> None:
+async def test_chunks_have_as_many_tokens_as_asked_for_and_parts_have_prompts_of_their_own(
+    calls: RolloutCalls,
+) -> None:
     await calls.create(prompts=2)
     even, odd = Reading(calls, part=0, parts=2, min_tokens=5), Reading(calls, part=1, parts=2)
     for end in range(1, 8):
@@ -125,7 +155,9 @@ async def test_chunks_have_as_many_tokens_as_asked_for_and_parts_have_prompts_of
     for prompt_id in ("p0", "p1"):
         await calls.submit(finished(prompt_id, prompt_id))
     await asyncio.gather(even.task, odd.task)
-    assert even.tokens == {"p0": [0, 1, 2, 3, 4]}, "two more are fewer than five: they come with the batch"
+    assert even.tokens == {"p0": [0, 1, 2, 3, 4]}, (
+        "two more are fewer than five: they come with the batch"
+    )
     assert odd.tokens == {"p1": list(range(7))}
     assert set(even.ended) == {"p0"} and set(odd.ended) == {"p1"}
 
@@ -140,7 +172,9 @@ async def test_a_sample_that_begins_again_ends_the_one_before_and_a_cancelled_ro
     await until(lambda: "a" in reading.ended)
     assert reading.ended["a"].drop_reason == pb.DROP_REASON_CANCELLED
     assert await push(calls, stretch("a", 0, 6)) == (0, False), "its client does not know yet"
-    await calls.stub.CancelRollout(pb.CancelRolloutRequest(request_id="c", rollout_id="r"), timeout=CALL_S)
+    await calls.stub.CancelRollout(
+        pb.CancelRolloutRequest(request_id="c", rollout_id="r"), timeout=CALL_S
+    )
     await reading.task
     assert set(reading.ended) == {"a", "again"}
 

@@ -7,7 +7,10 @@ import pytest
 from pydantic import SecretStr
 from treadle_runtime.config import Json, Settings, read_settings
 
-KUBERNETES_LINKS = {"TREADLE_LOOM_SERVICE_HOST": "10.0.0.1", "TREADLE_LOOM_PORT_7401_TCP_ADDR": "10.0.0.1"}
+KUBERNETES_LINKS = {
+    "TREADLE_LOOM_SERVICE_HOST": "10.0.0.1",
+    "TREADLE_LOOM_PORT_7401_TCP_ADDR": "10.0.0.1",
+}
 
 
 class LoomSettings(Settings):
@@ -44,7 +47,10 @@ def refusal(capsys: pytest.CaptureFixture[str], environ: Mapping[str, str]) -> s
         ),
         ({"TREADLE_HEDDLES": "9"}, {}),  # no setting of all services
         ({"TREADLE_SHUTTLE_SPEED": "9", "TREADLE_WHATEVER": "9"}, {}),
-        ({"TREADLE_LOOM_HEDDLES": "9", "TREADLE_LOOM_LOG_LEVEL": "DEBUG"}, {"heddles": 9, "log_level": "debug"}),
+        (
+            {"TREADLE_LOOM_HEDDLES": "9", "TREADLE_LOOM_LOG_LEVEL": "DEBUG"},
+            {"heddles": 9, "log_level": "debug"},
+        ),
         ({"TREADLE_LOOM_NAMES": '["a", "b"]'}, {"names": ("a", "b")}),
         ({**KUBERNETES_LINKS, "KUBERNETES_SERVICE_HOST": "10.0.0.2"}, {}),
     ],
@@ -94,12 +100,19 @@ def test_all_bad_values_are_told_in_one_line(capsys: pytest.CaptureFixture[str])
     assert "TREADLE_LOOM_RATIO" in line
 
 
-def test_an_unknown_variable_is_refused_with_the_nearest_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_variable_is_refused_with_the_nearest_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     line = refusal(capsys, {"TREADLE_LOOM_HEDLES": "9"})
-    assert line == "treadle_loom: TREADLE_LOOM_HEDLES is no setting of loom: did you mean TREADLE_LOOM_HEDDLES?\n"
+    assert (
+        line == "treadle_loom: TREADLE_LOOM_HEDLES is no setting of loom: did you mean "
+        "TREADLE_LOOM_HEDDLES?\n"
+    )
 
 
-def test_the_links_that_kubernetes_adds_are_settings_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_links_that_kubernetes_adds_are_settings_elsewhere(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert "TREADLE_LOOM_PORT_7401_TCP_ADDR" in refusal(capsys, KUBERNETES_LINKS)
 
 
@@ -115,11 +128,16 @@ def test_a_secret_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:7401", "[::]:7401", "10.0.0.7:7401", "scheduler:7401"])
-def test_plaintext_is_for_this_machine_unless_it_is_said(listen: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plaintext_is_for_this_machine_unless_it_is_said(
+    listen: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     variables = {"TREADLE_LOOM_LISTEN": listen}
     with pytest.raises(SystemExit):
         read_settings(LoomSettings, variables)
-    assert f"TREADLE_LOOM_LISTEN={listen} would serve other machines in plaintext" in capsys.readouterr().err
+    assert (
+        f"TREADLE_LOOM_LISTEN={listen} would serve other machines in plaintext"
+        in capsys.readouterr().err
+    )
     for said in ({"TREADLE_INSECURE_PLAINTEXT": "true"}, {"TREADLE_TLS_FOLDER": "/tls"}):
         assert read_settings(LoomSettings, variables | said).listen == listen
     for here in ("127.0.0.1:0", "localhost:7401", "[::1]:7401", "127.8.0.1:7401"):

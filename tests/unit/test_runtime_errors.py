@@ -1,4 +1,5 @@
-"""Checks of request fields: what passes, and that a refusal names the field; seconds and protobuf's times."""
+"""Checks of request fields: what passes, and that a refusal names the field; seconds and protobuf's
+times."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +10,14 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from treadle_runtime import errors, fields
 from treadle_runtime.errors import InvalidArgument
-from treadle_runtime.fields import LONGEST_DURATION_S, duration, require_duration, require_timestamp, seconds, timestamp
+from treadle_runtime.fields import (
+    LONGEST_DURATION_S,
+    duration,
+    require_duration,
+    require_timestamp,
+    seconds,
+    timestamp,
+)
 
 
 @pytest.mark.parametrize(
@@ -19,7 +27,11 @@ from treadle_runtime.fields import LONGEST_DURATION_S, duration, require_duratio
         (fields.non_negative, [0, 2.5], [-1, -0.1, math.nan, -math.inf]),
         (fields.finite, [0, -3.5], [math.nan, math.inf, -math.inf]),
         (fields.non_empty, ["x", b"x"], ["", b""]),
-        (fields.identifier, ["t-1", "a.b:c_D9", "x" * 128], ["", "x" * 129, "a b", "a/b", "é", "a\n", "a*"]),
+        (
+            fields.identifier,
+            ["t-1", "a.b:c_D9", "x" * 128],
+            ["", "x" * 129, "a b", "a/b", "é", "a\n", "a*"],
+        ),
     ],
 )
 def test_a_check_returns_the_good_and_refuses_the_bad_naming_the_field(
@@ -56,7 +68,9 @@ def test_a_field_of_a_request_is_converted_when_it_is_a_time() -> None:
     assert require_timestamp("deadline", Timestamp(seconds=1_700_000_000)) == 1_700_000_000
 
 
-@pytest.mark.parametrize("value", [Duration(seconds=-1), Duration(nanos=-1), Duration(seconds=LONGEST_DURATION_S + 1)])
+@pytest.mark.parametrize(
+    "value", [Duration(seconds=-1), Duration(nanos=-1), Duration(seconds=LONGEST_DURATION_S + 1)]
+)
 def test_a_duration_that_is_none_is_refused_by_its_field(value: Duration) -> None:
     with pytest.raises(InvalidArgument, match="wait: must be a duration >= 0"):
         require_duration("wait", value)
@@ -69,5 +83,7 @@ def test_a_time_that_is_none_is_refused_by_its_field(value: Timestamp) -> None:
 
 
 def test_an_error_may_quote_what_no_message_carries() -> None:
-    status = errors.status_of(errors.NotFound("NOT_THERE", "\ud800 is not here", name="\udfff"), "x.treadle")
+    status = errors.status_of(
+        errors.NotFound("NOT_THERE", "\ud800 is not here", name="\udfff"), "x.treadle"
+    )
     assert status.message == "? is not here"

@@ -2,7 +2,14 @@
 
 import pytest
 from treadle.engine.v1.engine_pb2 import EngineInfo
-from treadle.telemetry.v1.facts_pb2 import EngineJoined, EngineLost, Fact, StepFinished, StepRef, TrajectoryOpened
+from treadle.telemetry.v1.facts_pb2 import (
+    EngineJoined,
+    EngineLost,
+    Fact,
+    StepFinished,
+    StepRef,
+    TrajectoryOpened,
+)
 from treadle_runtime.buckets import kv_key
 from treadle_runtime.facts import KINDS, make_fact, subject_of, subjects_of
 
@@ -30,7 +37,10 @@ def test_the_subject_names_the_kind_and_whom_the_fact_is_about() -> None:
     joined = EngineJoined(info=EngineInfo(engine_id="e0"))
     assert subject_of(make_fact("x", engine_joined=joined)) == "treadle.facts.engine-joined.e0"
     odd = TrajectoryOpened(trajectory_id="a.b *>c")
-    assert subject_of(make_fact("x", trajectory_opened=odd)) == "treadle.facts.trajectory-opened.a_b___c"
+    assert (
+        subject_of(make_fact("x", trajectory_opened=odd))
+        == "treadle.facts.trajectory-opened.a_b___c"
+    )
     assert subject_of(make_fact("x", engine_lost=EngineLost())) == "treadle.facts.engine-lost.none"
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from treadle_runtime.errors import InvalidArgument
-from treadle_runtime.pages import Place, page_of
+from treadle_runtime.fields import Place, page_of
 
 
 def items(count: int) -> list[Place]:
@@ -17,7 +17,9 @@ def page(of: list[Place], size: int, token: str = "") -> tuple[list[Place], str]
 
 
 @given(st.permutations(items(40)), st.integers(0, 40), st.integers(1, 12))
-def test_pages_show_each_item_once_the_oldest_first(every: list[Place], count: int, size: int) -> None:
+def test_pages_show_each_item_once_the_oldest_first(
+    every: list[Place], count: int, size: int
+) -> None:
     shown, token = page(every[:count], size)
     while token:
         assert len(shown) % size == 0

@@ -13,7 +13,9 @@ from treadle_cli.mesh.services import GATEWAY_FOLDER
 from treadle_runtime.web import RENEW_S, bind_http, serve_http
 
 
-async def test_while_one_of_two_new_files_is_written_the_old_certificate_serves(tmp_path: Path) -> None:
+async def test_while_one_of_two_new_files_is_written_the_old_certificate_serves(
+    tmp_path: Path,
+) -> None:
     old = make_certificates(tmp_path / "old") / GATEWAY_FOLDER
     new = make_certificates(tmp_path / "new") / GATEWAY_FOLDER
     stopping, listener = asyncio.Event(), bind_http("LISTEN", "127.0.0.1:0")
@@ -21,7 +23,8 @@ async def test_while_one_of_two_new_files_is_written_the_old_certificate_serves(
     url = f"https://127.0.0.1:{listener.getsockname()[1]}/"
 
     async def connect(authority: Path) -> None:
-        """Raises ClientError where this authority has not signed the certificate, or where there is none."""
+        """Raises ClientError where this authority has not signed the certificate, or where there is
+        none."""
         trust = ssl.create_default_context(cafile=str(authority / AUTHORITY))
         async with (
             aiohttp.ClientSession() as http,

@@ -21,7 +21,11 @@ def test_only_a_move_that_began_and_was_not_broken_off_says_how_long_moves_take(
     began: bool, moved: bool, reason: str, took_s: float
 ) -> None:
     ended = MigrationEnded(
-        migration_id="m", trajectory_id="t", moved=moved, failure_reason=reason, elapsed=Duration(seconds=2)
+        migration_id="m",
+        trajectory_id="t",
+        moved=moved,
+        failure_reason=reason,
+        elapsed=Duration(seconds=2),
     )
     if began:
         ended.started_at.CopyFrom(Timestamp(seconds=5))

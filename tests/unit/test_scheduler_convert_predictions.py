@@ -19,7 +19,8 @@ from treadle_scheduler.convert_peers import (
 
 
 @pytest.mark.parametrize(
-    ("estimator", "learned"), [(predictor_pb2.ESTIMATOR_MODEL, True), (predictor_pb2.ESTIMATOR_SIBLINGS, False)]
+    ("estimator", "learned"),
+    [(predictor_pb2.ESTIMATOR_MODEL, True), (predictor_pb2.ESTIMATOR_SIBLINGS, False)],
 )
 def test_the_fact_says_whether_a_learned_model_made_it(
     estimator: predictor_pb2.Estimator.ValueType, learned: bool
@@ -33,7 +34,9 @@ def test_the_fact_says_whether_a_learned_model_made_it(
         estimator=estimator,
         model_version="v7",
     )
-    (event,) = predictions_arrived(asks, predictor_pb2.BatchPredictRemainingResponse(predictions=[said]))
+    (event,) = predictions_arrived(
+        asks, predictor_pb2.BatchPredictRemainingResponse(predictions=[said])
+    )
     (told,) = all_of(scenario.send(event), AnnouncePredicted)
     fact = fact_of(told).trajectory_predicted
     assert (fact.model_version, fact.learned, fact.remaining_tokens.p90) == ("v7", learned, 3.0)
@@ -52,7 +55,10 @@ def test_a_plan_says_the_engine_of_each_trajectory_and_one_of_other_trajectories
     assert engine_of is not None and engine_of.tolist() == [1, 0, 1]
     for wrong in ([0, 1], [0, 1, 2], [0, 1, -1]):
         with pytest.raises(ValueError, match="a plan of"):
-            plan_arrived(ask, placement_pb2.PlanPlacementResponse(engine_int32=np.array(wrong, "<i4").tobytes()))
+            plan_arrived(
+                ask,
+                placement_pb2.PlanPlacementResponse(engine_int32=np.array(wrong, "<i4").tobytes()),
+            )
 
 
 def test_the_question_for_a_plan_says_in_columns_what_is_known_of_each_trajectory() -> None:
@@ -87,15 +93,28 @@ def test_what_tools_took_is_told_to_the_predictor_and_what_they_will_take_comes_
     scenario.finish(scenario.step("t", 1, tool_s=4.0, context_tokens=180))
     ask = all_of(scenario.heard, AskPrediction)[-1]
     (query,) = predictions_request([ask], "trace of {}".format).queries
-    assert (query.tool_time.seconds, query.context_tokens, query.traceparent) == (4, 190, "trace of t")
+    assert (query.tool_time.seconds, query.context_tokens, query.traceparent) == (
+        4,
+        190,
+        "trace of t",
+    )
 
     said = Quantiles(p10=1.0, p50=2.0, p90=3.0)
     answer = predictor_pb2.Prediction(
-        trajectory_id="t", remaining_tokens=said, remaining_tool_s=said, remaining_observed_tokens=said
+        trajectory_id="t",
+        remaining_tokens=said,
+        remaining_tool_s=said,
+        remaining_observed_tokens=said,
     )
-    (event,) = predictions_arrived([ask], predictor_pb2.BatchPredictRemainingResponse(predictions=[answer]))
+    (event,) = predictions_arrived(
+        [ask], predictor_pb2.BatchPredictRemainingResponse(predictions=[answer])
+    )
     assert event.prediction.remaining_turns is None
-    assert event.prediction.remaining_tool_s == event.prediction.remaining_observed_tokens == Estimate(1.0, 2.0, 3.0)
+    assert (
+        event.prediction.remaining_tool_s
+        == event.prediction.remaining_observed_tokens
+        == Estimate(1.0, 2.0, 3.0)
+    )
 
     (told,) = all_of(scenario.close("t"), AnnounceClosed)
     closed = fact_of(told).trajectory_closed

@@ -12,7 +12,13 @@ from treadle_scheduler.config import SchedulerSettings
 def test_by_default_every_part_of_the_scheduler_is_off() -> None:
     settings = read_settings(SchedulerSettings, {})
     assert settings.listen == "127.0.0.1:7401"
-    assert (settings.predictor, settings.placement, settings.migrator, settings.tools, settings.rollout) == ("",) * 5
+    assert (
+        settings.predictor,
+        settings.placement,
+        settings.migrator,
+        settings.tools,
+        settings.rollout,
+    ) == ("",) * 5
 
 
 @pytest.mark.parametrize(

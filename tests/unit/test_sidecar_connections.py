@@ -9,8 +9,11 @@ from treadle_core.engine_queue.progress import EngineProgress
 from treadle_sidecar.engine import client
 
 
-async def test_a_connection_that_the_engine_is_about_to_close_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang closes a connection after a while without requests; the request that meets it there would be lost."""
+async def test_a_connection_that_the_engine_is_about_to_close_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang closes a connection after a while without requests; the request that meets it there
+    would be lost."""
     monkeypatch.setattr(client, "IDLE_CONNECTION_S", 0.05)
     peers: list[object] = []
 
@@ -25,7 +28,9 @@ async def test_a_connection_that_the_engine_is_about_to_close_is_not_used(monkey
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     engine = client.EngineClient(
-        f"http://127.0.0.1:{runner.addresses[0][1]}", EngineWork(lambda _: None), EngineProgress(stall_s=30.0)
+        f"http://127.0.0.1:{runner.addresses[0][1]}",
+        EngineWork(lambda _: None),
+        EngineProgress(stall_s=30.0),
     )
     try:
         await engine.abort("a")

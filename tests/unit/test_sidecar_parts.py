@@ -1,5 +1,5 @@
-"""The sidecar's smaller parts: tickets, contexts, load, storage keys, the engine's command line, what is learned of
-an engine."""
+"""The sidecar's smaller parts: tickets, contexts, load, storage keys, the engine's command line,
+what is learned of an engine."""
 
 import asyncio
 import hashlib
@@ -18,7 +18,13 @@ from treadle_runtime.errors import FailedPrecondition, PermissionDenied
 from treadle_sidecar.config import SidecarSettings
 from treadle_sidecar.convert import engine_info
 from treadle_sidecar.engine.client import EngineClient, EngineLost, EngineRefused
-from treadle_sidecar.engine.process import EngineSpec, choose_weights, cpu_dtype, engine_command, main
+from treadle_sidecar.engine.process import (
+    EngineSpec,
+    choose_weights,
+    cpu_dtype,
+    engine_command,
+    main,
+)
 from treadle_sidecar.engine.watch import EngineWatch, read_profile
 from treadle_sidecar.prefixes import Contexts, Prefixes
 from treadle_sidecar.runner import WINDOW_S, LoadMeter
@@ -74,7 +80,8 @@ def test_storage_keys_are_a_chain_of_pages_seeded_by_the_salt() -> None:
 
 
 def test_storage_keys_are_those_of_a_stock_engine() -> None:
-    """The name of a file that SGLang 0.5.23 wrote with its own compiled hash: page 12 of these ids, this salt."""
+    """The name of a file that SGLang 0.5.23 wrote with its own compiled hash: page 12 of these ids,
+    this salt."""
     keys = list(page_keys(list(range(1000, 1200)), 16, "default"))
     assert keys[11] == "19c6c886cc9b47c01b20c874ab87b446ac9246fb288461418208100c67213edc"
 
@@ -95,14 +102,17 @@ def test_stored_pages_count_up_to_the_first_that_is_missing(tmp_path: Path) -> N
     (tmp_path / f"{keys[3]}{suffix}").touch()
     (tmp_path / f"{keys[0]}{suffix}").unlink()
     pages.look()
-    assert pages.tokens == 64, "what was seen counts for this look; the engine computes a page that has gone"
+    assert pages.tokens == 64, (
+        "what was seen counts for this look; the engine computes a page that has gone"
+    )
     unknown = StoredPages(None, [suffix], ids, 16, "v1")
     unknown.look()
     assert unknown.tokens == 0
 
 
 async def test_the_loop_runs_other_tasks_while_a_long_prefix_is_looked_up(tmp_path: Path) -> None:
-    """128k tokens are 8,192 pages, all of them stored. Result: another task runs again and again meanwhile."""
+    """128k tokens are 8,192 pages, all of them stored. Result: another task runs again and again
+    meanwhile."""
     ids, others_ran = array("i", range(128 * 1024)), 0
     progress = EngineProgress(stall_s=1.0)
     engine = EngineClient("http://127.0.0.1:1", EngineWork(lambda *_: None), progress)
@@ -114,7 +124,14 @@ async def test_the_loop_runs_other_tasks_while_a_long_prefix_is_looked_up(tmp_pa
         (tmp_path / f"{key}{watch.profile.storage_suffixes[0]}").touch()
     contexts = Contexts()
     contexts.remember("t", ids)
-    prefixes = Prefixes(engine, watch, contexts, tmp_path, 0.0, lambda address, _: grpc.aio.insecure_channel(address))
+    prefixes = Prefixes(
+        engine,
+        watch,
+        contexts,
+        tmp_path,
+        0.0,
+        lambda address, _: grpc.aio.insecure_channel(address),
+    )
     export = asyncio.create_task(prefixes.export("t", counts_only=True))
     while not export.done():
         await asyncio.sleep(0)
@@ -125,7 +142,13 @@ async def test_the_loop_runs_other_tasks_while_a_long_prefix_is_looked_up(tmp_pa
 
 
 def spec(**options: object) -> EngineSpec:
-    defaults = {"engine_id": "e0", "port": 31000, "cpu": True, "model_path": "/m", "venv_python": Path("/v/bin/python")}
+    defaults = {
+        "engine_id": "e0",
+        "port": 31000,
+        "cpu": True,
+        "model_path": "/m",
+        "venv_python": Path("/v/bin/python"),
+    }
     return EngineSpec(**{**defaults, **options})  # type: ignore[arg-type]
 
 
@@ -136,7 +159,10 @@ def test_a_folder_that_takes_no_page_is_refused_before_the_engine_starts(
     """One that cannot be made, and one that is there. Also root cannot write to these."""
     with pytest.raises(SystemExit, match="2"):
         main(["--cpu", "--model", "/m", "--hicache-dir", folder])
-    assert f"hicache-dir: user {os.getuid()} cannot write pages of KV to {folder}" in capsys.readouterr().err
+    assert (
+        f"hicache-dir: user {os.getuid()} cannot write pages of KV to {folder}"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_cpu_engine_is_pinned_has_one_thread_a_core_and_chooses_the_platform() -> None:
@@ -154,7 +180,10 @@ def test_a_cpu_engine_is_pinned_has_one_thread_a_core_and_chooses_the_platform()
     )
     line = " ".join(command.argv)
     assert command.argv[:3][1:] == ("--cpu-list", "1")
-    assert "/v/bin/python -m sglang.launch_server --model-path /m --host 127.0.0.1 --port 31000" in line
+    assert (
+        "/v/bin/python -m sglang.launch_server --model-path /m --host 127.0.0.1 --port 31000"
+        in line
+    )
     assert "--max-running-requests 5" in line, "two above the slots, for prefetches"
     assert "--nccl-port 31001" in line
     assert "--device cpu" in line
@@ -167,7 +196,9 @@ def test_a_cpu_engine_is_pinned_has_one_thread_a_core_and_chooses_the_platform()
     assert command.env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] == "/kv"
     assert command.env["PATH"] == "/bin"
     assert "SGLANG_USE_CPU_ENGINE" not in command.env
-    assert (Path(command.env["PYTHONPATH"]) / "checked_pages.py").exists(), "nothing else is on the engine's path"
+    assert (Path(command.env["PYTHONPATH"]) / "checked_pages.py").exists(), (
+        "nothing else is on the engine's path"
+    )
 
 
 @pytest.mark.parametrize(
@@ -205,7 +236,8 @@ def test_weights_are_8_bits_where_the_processor_multiplies_bytes(tmp_path: Path)
 
 def test_a_gpu_engine_gets_a_model_name_and_sglangs_own_flags() -> None:
     command = engine_command(
-        spec(cpu=False, model_path="Qwen/Qwen3-8B", extra_args=("--tp-size", "2")), {"CUDA_VISIBLE_DEVICES": "0,1"}
+        spec(cpu=False, model_path="Qwen/Qwen3-8B", extra_args=("--tp-size", "2")),
+        {"CUDA_VISIBLE_DEVICES": "0,1"},
     )
     line = " ".join(command.argv)
     assert line.startswith("/v/bin/python -m sglang.launch_server --model-path Qwen/Qwen3-8B")
@@ -231,9 +263,15 @@ def test_a_spec_that_cannot_run_is_refused(options: dict[str, object]) -> None:
         ({"enable_hierarchical_cache": True, "hicache_ratio": 2.0, "hicache_size": 3}, 60_000),
     ],
 )
-def test_a_profile_says_what_the_hosts_memory_keeps(flags: dict[str, object], host_kv_tokens: int) -> None:
+def test_a_profile_says_what_the_hosts_memory_keeps(
+    flags: dict[str, object], host_kv_tokens: int
+) -> None:
     memory = {"token_capacity": 20_000, "kvcache": 1e9 / 1024**3}
-    server = {**flags, "incremental_streaming_output": True, "internal_states": [{"memory_usage": memory}]}
+    server = {
+        **flags,
+        "incremental_streaming_output": True,
+        "internal_states": [{"memory_usage": memory}],
+    }
     profile = read_profile(server, {"model_path": "m", "weight_version": "default"}, 0)
     assert profile.host_kv_tokens == host_kv_tokens
 
@@ -251,7 +289,9 @@ def test_a_profile_says_what_the_hosts_memory_keeps(flags: dict[str, object], ho
         ({}, {"weight_version": None}),
     ],
 )
-def test_a_profile_that_no_engine_has_is_refused(server: dict[str, object], model: dict[str, object]) -> None:
+def test_a_profile_that_no_engine_has_is_refused(
+    server: dict[str, object], model: dict[str, object]
+) -> None:
     known = {"model_path": "m", "weight_version": "default"}
     with pytest.raises(EngineLost, match="does not speak the protocol"):
         read_profile({"incremental_streaming_output": True, **server}, {**known, **model}, 0)
@@ -268,10 +308,15 @@ def test_a_profile_takes_the_end_tokens_from_the_models_own_files(tmp_path: Path
         "tp_size": 1,
         "hicache_storage_backend": "file",
         "internal_states": [
-            {"memory_usage": {"token_capacity": 20000, "kvcache": 0.429}, "effective_max_running_requests_per_dp": 4}
+            {
+                "memory_usage": {"token_capacity": 20000, "kvcache": 0.429},
+                "effective_max_running_requests_per_dp": 4,
+            }
         ],
     }
-    profile = read_profile(server, {"model_path": str(tmp_path), "weight_version": "default"}, 49152)
+    profile = read_profile(
+        server, {"model_path": str(tmp_path), "weight_version": "default"}, 49152
+    )
     assert profile.end_token_ids == {0, 2, 7}
     assert (profile.slots, profile.max_sequence_tokens, profile.storage) == (2, 8190, True)
     assert (profile.incremental, profile.tokens_a_chunk) == (False, 4)
@@ -291,8 +336,18 @@ def test_a_profile_takes_the_end_tokens_from_the_models_own_files(tmp_path: Path
 def test_an_engine_on_loopback_is_told_to_nobody_on_another_machine(
     engine_url: str, address: str, told: bool, tmp_path: Path
 ) -> None:
-    states = [{"memory_usage": {"token_capacity": 9, "kvcache": 0.1}, "effective_max_running_requests_per_dp": 4}]
-    server = {"incremental_streaming_output": True, "max_req_input_len": 8186, "tp_size": 1, "internal_states": states}
+    states = [
+        {
+            "memory_usage": {"token_capacity": 9, "kvcache": 0.1},
+            "effective_max_running_requests_per_dp": 4,
+        }
+    ]
+    server = {
+        "incremental_streaming_output": True,
+        "max_req_input_len": 8186,
+        "tp_size": 1,
+        "internal_states": states,
+    }
     profile = read_profile(server, {"model_path": str(tmp_path), "weight_version": "default"}, 0)
     settings = SidecarSettings(engine_id="e0", engine_url=engine_url)
     info = engine_info(settings, profile, address, slots=2, curve=None)
@@ -303,7 +358,11 @@ def test_an_engine_on_loopback_is_told_to_nobody_on_another_machine(
     ("server", "model", "argument"),
     [
         ({}, {}, "--incremental-streaming-output"),
-        ({"incremental_streaming_output": True, "disaggregation_mode": "decode"}, {}, "--disaggregation-mode decode"),
+        (
+            {"incremental_streaming_output": True, "disaggregation_mode": "decode"},
+            {},
+            "--disaggregation-mode decode",
+        ),
         ({"incremental_streaming_output": True}, {"is_generation": False}, "--is-embedding"),
     ],
 )

@@ -10,7 +10,13 @@ NEW_TOKENS = CONTEXTS[-1] - CONTEXTS[-2]
 
 @pytest.mark.parametrize(
     ("first_s", "longest"),
-    [(PREFILL_S, 512), (2.0 * PREFILL_S, 512), (math.inf, 512), (PREFILL_S / 8, 8 * NEW_TOKENS), (0.001, 8_192)],
+    [
+        (PREFILL_S, 512),
+        (2.0 * PREFILL_S, 512),
+        (math.inf, 512),
+        (PREFILL_S / 8, 8 * NEW_TOKENS),
+        (0.001, 8_192),
+    ],
 )
 def test_the_longest_prompt_takes_as_long_as_a_step_may_wait(first_s: float, longest: int) -> None:
     assert lengthen(CONTEXTS, first_s, 8_192)[-1] == longest

@@ -14,11 +14,15 @@ from treadle_sidecar.step import LENGTH, STOP, SplitStops, StepOrder, StepRecord
 
 def order(prompt: int = 10, resumed: int = 0) -> StepOrder:
     ids = array("i", range(prompt))
-    return StepOrder("k", "t", 0, 0.0, ids, array("i", range(resumed)), SamplingParams(max_new_tokens=100))
+    return StepOrder(
+        "k", "t", 0, 0.0, ids, array("i", range(resumed)), SamplingParams(max_new_tokens=100)
+    )
 
 
 def spans_of(finished: StepFinished) -> list[tuple[str, int, int]]:
-    return [(span.weight_version, span.start_token, span.end_token) for span in finished.version_spans]
+    return [
+        (span.weight_version, span.start_token, span.end_token) for span in finished.version_spans
+    ]
 
 
 def test_phases_follow_each_other_and_add_up_to_the_steps_time() -> None:
@@ -33,14 +37,23 @@ def test_phases_follow_each_other_and_add_up_to_the_steps_time() -> None:
     finished = record.finish(LENGTH, 110.0)
 
     timing = finished.timing
-    assert [seconds(part) for part in (timing.queue, timing.prefill, timing.decode)] == [5.0, 2.5, 2.5]
+    assert [seconds(part) for part in (timing.queue, timing.prefill, timing.decode)] == [
+        5.0,
+        2.5,
+        2.5,
+    ]
     assert (seconds(timing.accepted_at), seconds(timing.finished_at)) == (5000.0, 5010.0)
-    assert (finished.preemptions, finished.resumed_prompt_tokens, finished.resumed_cached_tokens) == (1, 13, 8)
+    assert (
+        finished.preemptions,
+        finished.resumed_prompt_tokens,
+        finished.resumed_cached_tokens,
+    ) == (1, 13, 8)
     assert spans_of(finished) == [("v1", 0, 4)]
 
 
 def test_a_wait_is_told_by_its_cause_and_all_waits_are_the_queue() -> None:
-    """In the queue until 101, paused until 103, in the queue until 104; evicted at 106; paused from 107 to 110."""
+    """In the queue until 101, paused until 103, in the queue until 104; evicted at 106; paused from
+    107 to 110."""
     record = StepRecord(order(), now=100.0, wall=0.0)
     record.wait(101.0, paused=True)
     record.wait(103.0, paused=False)
@@ -52,12 +65,17 @@ def test_a_wait_is_told_by_its_cause_and_all_waits_are_the_queue() -> None:
     assert seconds(record.start_attempt(112.0).queue_time) == 6.0
 
     timing = record.finish(STOP, 113.0).timing
-    assert [seconds(part) for part in (timing.queue, timing.preempted, timing.weights)] == [10.0, 3.0, 5.0]
+    assert [seconds(part) for part in (timing.queue, timing.preempted, timing.weights)] == [
+        10.0,
+        3.0,
+        5.0,
+    ]
     assert seconds(timing.prefill) == 3.0
 
 
 def test_the_engines_own_spans_replace_what_the_chunks_said() -> None:
-    """A trainer updates the engine in place: a chunk may still carry the old version, the engine's account is exact."""
+    """A trainer updates the engine in place: a chunk may still carry the old version, the engine's
+    account is exact."""
     record = StepRecord(order(resumed=5), now=0.0, wall=0.0)
     record.start_attempt(0.0)
     record.add_tokens(EngineChunk([1, 2], [0.0, 0.0], "", "v1", 0), 1.0)
@@ -80,7 +98,9 @@ def test_the_engines_own_spans_replace_what_the_chunks_said() -> None:
         [("v2", 0, 4), ("v3", 4, 3)],
     ],
 )
-def test_an_account_that_does_not_cover_the_attempt_is_left_aside(account: list[tuple[str, int, int]]) -> None:
+def test_an_account_that_does_not_cover_the_attempt_is_left_aside(
+    account: list[tuple[str, int, int]],
+) -> None:
     record = StepRecord(order(), now=0.0, wall=0.0)
     record.start_attempt(0.0)
     record.add_tokens(EngineChunk([1, 2, 3], [0.0] * 3, "", "v1", 0), 1.0)
@@ -97,7 +117,8 @@ def test_an_account_that_does_not_cover_the_attempt_is_left_aside(account: list[
 def test_a_split_stop_string_is_found_where_the_whole_text_has_it(
     text: str, chunks: list[int], cut_at: int, stop: str
 ) -> None:
-    """Against a search of the whole text: only a match that spans the cut is this code's to find."""
+    """Against a search of the whole text: only a match that spans the cut is this code's to
+    find."""
     cut_at = min(cut_at, len(text))
     before, after = text[:cut_at], text[cut_at:]
     if stop in before:

@@ -6,7 +6,9 @@ from treadle_sidecar.config import SidecarSettings
 
 
 def test_the_defaults_need_an_engine_id_only() -> None:
-    settings = read_settings(SidecarSettings, {"TREADLE_SIDECAR_ENGINE_ID": "e0", "TREADLE_NATS_URL": "nats://n:1"})
+    settings = read_settings(
+        SidecarSettings, {"TREADLE_SIDECAR_ENGINE_ID": "e0", "TREADLE_NATS_URL": "nats://n:1"}
+    )
     assert (settings.listen, settings.engine_url) == ("127.0.0.1:7410", "http://127.0.0.1:30000")
     assert (settings.slots, settings.preempt, settings.nats_url) == (0, True, "nats://n:1")
 
@@ -29,9 +31,13 @@ def test_the_defaults_need_an_engine_id_only() -> None:
         ("HARDWARE_TAGS", "h200"),
     ],
 )
-def test_a_bad_value_is_refused_by_name(name: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_value_is_refused_by_name(
+    name: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as exit_:
-        read_settings(SidecarSettings, {"TREADLE_SIDECAR_ENGINE_ID": "e0", f"TREADLE_SIDECAR_{name}": value})
+        read_settings(
+            SidecarSettings, {"TREADLE_SIDECAR_ENGINE_ID": "e0", f"TREADLE_SIDECAR_{name}": value}
+        )
     assert exit_.value.code == BAD_SETTING_EXIT_CODE
     line = capsys.readouterr().err
     assert line.count("\n") == 1
@@ -39,7 +45,14 @@ def test_a_bad_value_is_refused_by_name(name: str, value: str, capsys: pytest.Ca
 
 
 def test_an_address_that_nobody_can_reach_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    given = {"ENGINE_ID": "e0", "LISTEN": "0.0.0.0:7410", "SCHEDULER": "scheduler:7401", "INSECURE_PLAINTEXT": "true"}
+    given = {
+        "ENGINE_ID": "e0",
+        "LISTEN": "0.0.0.0:7410",
+        "SCHEDULER": "scheduler:7401",
+        "INSECURE_PLAINTEXT": "true",
+    }
     with pytest.raises(SystemExit):
-        read_settings(SidecarSettings, {f"TREADLE_SIDECAR_{name}": value for name, value in given.items()})
+        read_settings(
+            SidecarSettings, {f"TREADLE_SIDECAR_{name}": value for name, value in given.items()}
+        )
     assert "TREADLE_SIDECAR_ADVERTISE" in capsys.readouterr().err

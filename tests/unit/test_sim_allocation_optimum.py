@@ -1,4 +1,5 @@
-"""The exact resource plan against the trial of every multiset of engines, and its bound against every assignment."""
+"""The exact resource plan against the trial of every multiset of engines, and its bound against
+every assignment."""
 
 import itertools
 from collections.abc import Iterator
@@ -11,7 +12,14 @@ from support.placements import check_without_numba, curves, makespans_of_all, to
 from treadle_core.model import CostModel, DecodeCurve
 from treadle_core.placing.costs import group_cost
 from treadle_core.placing.solver import partition
-from treadle_sim.allocation.plan import PLANNED_MODELS, Allocation, EngineKind, allocate, homogeneous, prepare
+from treadle_sim.allocation.plan import (
+    PLANNED_MODELS,
+    Allocation,
+    EngineKind,
+    allocate,
+    homogeneous,
+    prepare,
+)
 
 REL = 1e-9
 DEGREES = (1, 2, 4, 8)
@@ -27,7 +35,12 @@ def cases(draw: st.DrawFn, *, n: int, gpus: int, degrees: tuple[int, ...] = DEGR
     contexts = np.array(draw(st.lists(tokens, min_size=count, max_size=count)))
     chosen = [*draw(st.lists(st.sampled_from(degrees[1:]), unique=True)), degrees[0]]
     kinds = [
-        EngineKind(degree, draw(st.integers(1, 12)), draw(st.sampled_from([None, 100_000, 800_000])), draw(curves))
+        EngineKind(
+            degree,
+            draw(st.integers(1, 12)),
+            draw(st.sampled_from([None, 100_000, 800_000])),
+            draw(curves),
+        )
         for degree in chosen
     ]
     return lengths, contexts, draw(st.integers(1, gpus)), kinds, draw(st.sampled_from(MODELS))
@@ -36,7 +49,12 @@ def cases(draw: st.DrawFn, *, n: int, gpus: int, degrees: tuple[int, ...] = DEGR
 def h200_like() -> list[EngineKind]:
     """A 14B model on one to eight large GPUs."""
     return [
-        EngineKind(d, 100, 600_000 * d, DecodeCurve(0.014 / d**0.75, 5e-5 / d**0.75, 4e-8 / d**0.9, 2e4 * d**0.8))
+        EngineKind(
+            d,
+            100,
+            600_000 * d,
+            DecodeCurve(0.014 / d**0.75, 5e-5 / d**0.75, 4e-8 / d**0.9, 2e4 * d**0.8),
+        )
         for d in DEGREES
     ]
 
@@ -54,7 +72,9 @@ def test_the_makespan_is_the_least_of_all_multisets_of_engines(case: Case) -> No
     lengths, contexts, gpus, kinds, model = case
     found = allocate(lengths, contexts, gpus, kinds, model)
     problem = prepare(lengths, contexts, gpus, kinds, model)
-    spans = [partition(problem.engines(np.array(c)))[1] for c in multisets(problem.gpus.tolist(), gpus)]
+    spans = [
+        partition(problem.engines(np.array(c)))[1] for c in multisets(problem.gpus.tolist(), gpus)
+    ]
     assert found.optimal
     assert found.makespan_s == pytest.approx(min(spans), rel=REL)
 
@@ -81,7 +101,10 @@ def test_no_engines_and_no_assignment_whatever_beat_the_bound(case: Case) -> Non
     lengths, contexts, gpus, kinds, model = case
     found = allocate(lengths, contexts, gpus, kinds, model)
     problem = prepare(lengths, contexts, gpus, kinds, model)
-    best = min(min(makespans_of_all(problem.engines(np.array(c)))) for c in multisets(problem.gpus.tolist(), gpus))
+    best = min(
+        min(makespans_of_all(problem.engines(np.array(c))))
+        for c in multisets(problem.gpus.tolist(), gpus)
+    )
     assert found.lower_bound_s <= found.makespan_s
     assert found.lower_bound_s <= best * (1 + REL)
     if model is CostModel.GROUP_SIZE:
@@ -91,9 +114,13 @@ def test_no_engines_and_no_assignment_whatever_beat_the_bound(case: Case) -> Non
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 1.5])
 def test_on_1024_gpus_the_plan_is_within_two_per_cent_of_what_no_plan_beats(sigma: float) -> None:
     """A 14B model on large GPUs, at 100 trajectories a GPU; capped lengths."""
-    curves = zip((0.00866, 0.00588, 0.00436, 0.00385), (3.4e-8, 1.7e-8, 8.7e-9, 4.5e-9), strict=True)
+    curves = zip(
+        (0.00866, 0.00588, 0.00436, 0.00385), (3.4e-8, 1.7e-8, 8.7e-9, 4.5e-9), strict=True
+    )
     kinds = [
-        EngineKind(d, 100, 577_000 + 757_000 * (d - 1), DecodeCurve(base_s, 2.6e-5, kv_s, 2e4 * d**0.8))
+        EngineKind(
+            d, 100, 577_000 + 757_000 * (d - 1), DecodeCurve(base_s, 2.6e-5, kv_s, 2e4 * d**0.8)
+        )
         for d, (base_s, kv_s) in zip(DEGREES, curves, strict=True)
     ]
     lengths = np.minimum(np.random.default_rng(5).lognormal(8.0, sigma, 102_400), 40_000.0)
@@ -114,7 +141,9 @@ def test_the_best_homogeneous_plan_is_the_best_of_the_plans_with_one_kind(case: 
     ]
     assert found.makespan_s == pytest.approx(min(alone), rel=REL)
     assert len(set(found.degrees)) == 1
-    assert found.makespan_s >= allocate(lengths, contexts, gpus, kinds, model).makespan_s * (1 - REL)
+    assert found.makespan_s >= allocate(lengths, contexts, gpus, kinds, model).makespan_s * (
+        1 - REL
+    )
 
 
 def costs_of(found: Allocation) -> list[float]:
@@ -125,11 +154,16 @@ def costs_of(found: Allocation) -> list[float]:
 def test_gpus_that_one_long_trajectory_cannot_use_serve_the_others_as_well_as_if_it_were_not_there(
     model: CostModel,
 ) -> None:
-    """The long one takes the fastest kind alone; the rest must do as well as on the other 56 GPUs without it.
+    """The long one takes the fastest kind alone; the rest must do as well as on the other 56 GPUs
+    without it.
 
-    The contexts are alike, so that the mean that group sizes are costed with is the workload's in both.
+    The contexts are alike, so that the mean that group sizes are costed with is the workload's in
+    both.
     """
-    curves = [EngineKind(k.gpus, k.slot_limit, None, DecodeCurve(k.decode_curve.base_s, 5e-5)) for k in h200_like()]
+    curves = [
+        EngineKind(k.gpus, k.slot_limit, None, DecodeCurve(k.decode_curve.base_s, 5e-5))
+        for k in h200_like()
+    ]
     others = np.random.default_rng(2).lognormal(7.0, 1.0, 400)
     lengths = np.array([1_000_000.0, *others])
     found = allocate(lengths, np.zeros(401), 64, curves, model)
@@ -152,7 +186,9 @@ def test_a_plan_adds_up_and_its_costs_are_those_of_its_groups() -> None:
     first = 0
     for engine in found.engines:
         end = first + engine.trajectories
-        assert engine.predicted_s == pytest.approx(group_cost(problem.costs.table, row_of[engine.gpus], first, end))
+        assert engine.predicted_s == pytest.approx(
+            group_cost(problem.costs.table, row_of[engine.gpus], first, end)
+        )
         first = end
 
 

@@ -42,7 +42,9 @@ def test_no_other_non_negative_solution_is_nearer(rows: int, columns: int, seed:
 
 @given(seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=150)
-def test_a_column_that_is_not_needed_counts_for_nothing_and_of_parallel_ones_the_first_is_taken(seed: int) -> None:
+def test_a_column_that_is_not_needed_counts_for_nothing_and_of_parallel_ones_the_first_is_taken(
+    seed: int,
+) -> None:
     rng = np.random.default_rng(seed)
     matrix = rng.uniform(0.1, 1.0, size=(5, 3))
     needed = non_negative_least_squares(matrix, matrix[:, 0] + matrix[:, 1])
@@ -67,7 +69,9 @@ def test_a_curve_with_a_knee_is_found_with_its_knee_and_without_idle_knots() -> 
     assert len(fit.batch_sizes) <= 4
     assert fit.per_kv_token_s == pytest.approx(3e-8, rel=1e-6)
     for batch, step in truth.items():
-        assert float(fit.predict(np.array([batch]), np.array([0.0]))[0]) == pytest.approx(step, rel=1e-6)
+        assert float(fit.predict(np.array([batch]), np.array([0.0]))[0]) == pytest.approx(
+            step, rel=1e-6
+        )
     assert fit.error.held_out_p90 < 1e-6
 
 
@@ -75,7 +79,12 @@ def test_a_curve_with_a_knee_is_found_with_its_knee_and_without_idle_knots() -> 
 @settings(max_examples=25)
 def test_a_fitted_step_never_falls_as_the_batch_grows(noise: list[float]) -> None:
     exact = points_of({batch: 0.008 + 1e-5 * batch for batch in BATCHES}, 3e-8)
-    fit = fit_decode([DecodePoint(p.batch, p.kv_tokens, p.step_s * (1 + e)) for p, e in zip(exact, noise, strict=True)])
+    fit = fit_decode(
+        [
+            DecodePoint(p.batch, p.kv_tokens, p.step_s * (1 + e))
+            for p, e in zip(exact, noise, strict=True)
+        ]
+    )
     assert fit.per_kv_token_s >= 0
     assert all(low <= high for low, high in itertools.pairwise(fit.step_s))
 
@@ -85,7 +94,9 @@ def test_repeats_of_one_step_are_held_out_together() -> None:
 
     Result: the held-out error is that of the neighbours' line.
     """
-    points = [DecodePoint(batch, 0, 0.01) for batch in (1, 2, 4, 16)] + [DecodePoint(8, 0, 0.02)] * 5
+    points = [DecodePoint(batch, 0, 0.01) for batch in (1, 2, 4, 16)] + [
+        DecodePoint(8, 0, 0.02)
+    ] * 5
     error = fit_decode(points).error
     assert error.held_out_p90 >= 0.4
 
@@ -105,9 +116,15 @@ def test_one_step_alone_gives_a_constant_and_none_gives_an_error() -> None:
     square=st.sampled_from([0.0, 1e-9]),
 )
 @settings(max_examples=50)
-def test_the_terms_of_exact_prefills_are_found(fixed: float, token: float, pair: float, square: float) -> None:
+def test_the_terms_of_exact_prefills_are_found(
+    fixed: float, token: float, pair: float, square: float
+) -> None:
     points = [
-        PrefillPoint(new, cached, fixed + token * new + pair * new * (cached + new / 2) + square * (cached + new) ** 2)
+        PrefillPoint(
+            new,
+            cached,
+            fixed + token * new + pair * new * (cached + new / 2) + square * (cached + new) ** 2,
+        )
         for new in (64, 256, 1024, 8192)
         for cached in (0, 4096, 30_000)
     ]
@@ -121,6 +138,8 @@ def test_the_terms_of_exact_prefills_are_found(fixed: float, token: float, pair:
 
 
 def test_without_a_cached_token_the_pairs_are_those_of_new_tokens() -> None:
-    fit = fit_prefill([PrefillPoint(new, 0, 0.01 + 1e-8 * new * new) for new in (64, 256, 1024, 8192)])
+    fit = fit_prefill(
+        [PrefillPoint(new, 0, 0.01 + 1e-8 * new * new) for new in (64, 256, 1024, 8192)]
+    )
     assert fit.pair_s == pytest.approx(2e-8, rel=1e-6)
     assert fit.square_s == 0.0

@@ -1,4 +1,5 @@
-"""Ledgers in the simulator, where the clocks of all agree: each second of a trajectory is in one part."""
+"""Ledgers in the simulator, where the clocks of all agree: each second of a trajectory is in one
+part."""
 
 from dataclasses import asdict, replace
 
@@ -24,9 +25,12 @@ def sums(outcome: Outcome, part: str) -> float:
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_the_sum_is_the_time_from_opening_to_closing_whatever_happens(system: str) -> None:
-    """Steps queue, are preempted and move; an engine dies with its steps and comes back, and the weights change."""
+    """Steps queue, are preempted and move; an engine dies with its steps and comes back, and the
+    weights change."""
     works = [
-        trajectory(index % 6, [(120 + 90 * (index % 5), 60, 2.0)] * (2 + index % 5), prompt_tokens=200)
+        trajectory(
+            index % 6, [(120 + 90 * (index % 5), 60, 2.0)] * (2 + index % 5), prompt_tokens=200
+        )
         for index in range(30)
     ]
     works = [replace(work, sample=index) for index, work in enumerate(works)]
@@ -39,16 +43,21 @@ def test_the_sum_is_the_time_from_opening_to_closing_whatever_happens(system: st
         assert min(getattr(ledger, part) for part in Ledger.__slots__) >= -1e-9
         assert ledger.tool_s == pytest.approx(work.tool_s)
         waits_s = ledger.queue_s + ledger.preempted_s + ledger.weights_s
-        first_wait_s = max(0.0, times.queue_s - waits_s)  # the simulator books the wait for a first ticket there
+        first_wait_s = max(
+            0.0, times.queue_s - waits_s
+        )  # the simulator books the wait for a first ticket there
         assert ledger.held_s + ledger.move_s == pytest.approx(first_wait_s + times.move_s, abs=1e-9)
-        assert (ledger.prefill_s, ledger.decode_s) == pytest.approx((times.prefill_s, times.decode_s))
+        assert (ledger.prefill_s, ledger.decode_s) == pytest.approx(
+            (times.prefill_s, times.decode_s)
+        )
     assert sums(outcome, "weights_s") > 1.0
     if SYSTEMS[system].policy.preempt and outcome.preemptions:
         assert sums(outcome, "preempted_s") > 0.0
 
 
 def test_the_parts_are_what_happened() -> None:
-    """One trajectory of two turns, alone. Result: control is the four calls, and nothing else waits."""
+    """One trajectory of two turns, alone. Result: control is the four calls, and nothing else
+    waits."""
     work = trajectory(0, [(100, 50, 2.0), (40, 9, 1.0)], prompt_tokens=300)
 
     (ledger,) = play([work], Cluster((engine(),))).outcome.ledgers
@@ -80,7 +89,9 @@ def test_a_step_without_an_engine_is_held_until_one_is_there() -> None:
     (ledger,) = play([work], cluster).outcome.ledgers
 
     assert ledger.held_s == pytest.approx(50.0, abs=0.5), "the lease ran for 10 s before"
-    assert ledger.control_s == pytest.approx(10.0, abs=0.5), "in which the client was refused by the dead engine"
+    assert ledger.control_s == pytest.approx(10.0, abs=0.5), (
+        "in which the client was refused by the dead engine"
+    )
 
 
 def test_a_trajectory_that_ended_hours_before_the_others_has_a_ledger() -> None:

@@ -1,4 +1,5 @@
-"""Migrations over the simulated link: how long each takes, which one waits, and that each ends once."""
+"""Migrations over the simulated link: how long each takes, which one waits, and that each ends
+once."""
 
 from collections import Counter
 from typing import Any
@@ -20,7 +21,8 @@ LONG_S = 1e6  # a give-up that never comes
 
 
 class Moves:
-    """A migrator between five engines, a trajectory for each move with so many bytes of KV, and how each move ended."""
+    """A migrator between five engines, a trajectory for each move with so many bytes of KV, and how
+    each move ended."""
 
     def __init__(self, kv_bytes: dict[str, int]) -> None:
         self.timeline = Timeline()
@@ -32,7 +34,9 @@ class Moves:
             for index, (name, size) in enumerate(kv_bytes.items())
         }
         engines = [LoneEngine().engine for _ in range(5)]
-        self.migrator = Migrator(LINK, self.timeline, trajectories, engines, self._hear, lambda engine: False)
+        self.migrator = Migrator(
+            LINK, self.timeline, trajectories, engines, self._hear, lambda engine: False
+        )
 
     def _hear(self, event: Event) -> None:
         if isinstance(event, MoveAccepted):
@@ -53,7 +57,9 @@ class Moves:
 def move(
     name: str, source: str, target: str, *, left: float = 100.0, give_up_after_s: float = LONG_S
 ) -> StartMigration:
-    return StartMigration(name, f"t-{name}", spec(source), spec(target), 1, left, "", True, give_up_after_s)
+    return StartMigration(
+        name, f"t-{name}", spec(source), spec(target), 1, left, "", True, give_up_after_s
+    )
 
 
 def spec(engine: str) -> EngineSpec:
@@ -67,9 +73,15 @@ def test_a_transfer_takes_its_fixed_time_and_its_bytes_over_the_bandwidth() -> N
     assert moves.play() == {"a": ("arrived", pytest.approx(2.6))}
 
 
-def test_an_engine_takes_part_in_one_transfer_at_a_time_and_the_longest_trajectory_goes_first() -> None:
+def test_an_engine_takes_part_in_one_transfer_at_a_time_and_the_longest_trajectory_goes_first() -> (
+    None
+):
     moves = Moves({"short": 1_000_000_000, "long": 1_000_000_000, "elsewhere": 1_000_000_000})
-    for name, source, target, left in (("short", 0, 1, 10.0), ("long", 2, 0, 900.0), ("elsewhere", 3, 4, 1.0)):
+    for name, source, target, left in (
+        ("short", 0, 1, 10.0),
+        ("long", 2, 0, 900.0),
+        ("elsewhere", 3, 4, 1.0),
+    ):
         moves.migrator.start(move(name, f"e{source}", f"e{target}", left=left))
 
     assert moves.play() == {
@@ -79,7 +91,9 @@ def test_an_engine_takes_part_in_one_transfer_at_a_time_and_the_longest_trajecto
     }
 
 
-def test_a_move_that_waits_or_runs_for_longer_than_it_is_worth_is_given_up_and_frees_its_engines() -> None:
+def test_a_move_that_waits_or_runs_for_longer_than_it_is_worth_is_given_up_and_frees_its_engines() -> (
+    None
+):
     moves = Moves({"slow": 5_000_000_000, "waits": 1_000_000_000, "next": 1_000_000_000})
     moves.migrator.start(move("slow", "e0", "e1", left=3.0, give_up_after_s=2.0))
     moves.migrator.start(move("waits", "e1", "e2", left=2.0, give_up_after_s=1.0))
@@ -103,7 +117,14 @@ def test_a_move_that_is_cancelled_ends_at_once_and_the_next_one_starts() -> None
 
 names = st.sampled_from(["e0", "e1", "e2", "e3"])
 asked = st.lists(
-    st.tuples(st.floats(0.0, 5.0), names, names, st.integers(0, 3 * 10**9), st.floats(1.0, 1e4), st.floats(0.1, 9.0)),
+    st.tuples(
+        st.floats(0.0, 5.0),
+        names,
+        names,
+        st.integers(0, 3 * 10**9),
+        st.floats(1.0, 1e4),
+        st.floats(0.1, 9.0),
+    ),
     max_size=12,
 ).map(lambda rows: [row for row in rows if row[1] != row[2]])
 
@@ -120,7 +141,9 @@ def test_each_move_ends_once_and_those_that_arrive_never_overlap_at_an_engine(
 
     ended = moves.play()
 
-    assert Counter(name for name, _, _ in moves.ended) == Counter(str(number) for number in range(len(rows)))
+    assert Counter(name for name, _, _ in moves.ended) == Counter(
+        str(number) for number in range(len(rows))
+    )
     spans: list[tuple[float, float, str]] = []
     for name, (how, end_s) in ended.items():
         at_s, source, target, size, _, worth_s = rows[int(name)]

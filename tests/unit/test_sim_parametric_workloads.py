@@ -37,7 +37,10 @@ def test_the_default_is_of_the_papers_size(workload: Workload) -> None:
 def test_every_step_generates_and_no_cap_is_exceeded(workload: Workload) -> None:
     for work in workload.trajectories:
         assert work.steps
-        assert all(step.gen_tokens >= 1 and step.obs_tokens >= 0 and step.tool_s >= 0 for step in work.steps)
+        assert all(
+            step.gen_tokens >= 1 and step.obs_tokens >= 0 and step.tool_s >= 0
+            for step in work.steps
+        )
         assert work.gen_tokens <= MAX_GEN_TOKENS
         before_last = sum(step.gen_tokens + step.obs_tokens for step in work.steps[:-1])
         assert work.prompt_tokens + before_last + work.steps[-1].gen_tokens <= MAX_CONTEXT_TOKENS
@@ -55,7 +58,12 @@ def test_lengths_are_as_skewed_as_the_papers(workload: Workload) -> None:
 
 
 def test_samples_of_a_prompt_differ_by_the_stated_share(workload: Workload) -> None:
-    logs = np.array([[math.log(work.gen_tokens) for work in group] for group in groups(workload.trajectories).values()])
+    logs = np.array(
+        [
+            [math.log(work.gen_tokens) for work in group]
+            for group in groups(workload.trajectories).values()
+        ]
+    )
     share = logs.var(axis=1, ddof=1).mean() / logs.var()
     assert share == pytest.approx(WITHIN_PROMPT, abs=0.06)
 
@@ -69,7 +77,9 @@ def test_longer_trajectories_take_more_steps(workload: Workload) -> None:
 @pytest.mark.parametrize("llm", MODELS)
 @pytest.mark.parametrize("name", NAMES)
 def test_tools_take_the_mean_of_table_1_and_are_skewed(name: str, llm: str) -> None:
-    seconds = np.array([step.tool_s for work in make(name, llm=llm).trajectories for step in work.steps])
+    seconds = np.array(
+        [step.tool_s for work in make(name, llm=llm).trajectories for step in work.steps]
+    )
     mean = WORKLOADS[name].tool_mean_s[llm]
     assert seconds.mean() == pytest.approx(mean, rel=0.05)
     assert np.median(seconds) < 0.85 * mean
@@ -79,18 +89,26 @@ def test_tools_take_the_mean_of_table_1_and_are_skewed(name: str, llm: str) -> N
 def test_search_reads_more_than_it_writes_and_math_hardly_reads() -> None:
     def read(name: str) -> float:
         work = make(name, 100).trajectories
-        return sum(step.obs_tokens for each in work for step in each.steps) / sum(each.gen_tokens for each in work)
+        return sum(step.obs_tokens for each in work for step in each.steps) / sum(
+            each.gen_tokens for each in work
+        )
 
     assert read("math") < 0.1 < read("coding") < 1.0 < read("search")
 
 
-def test_the_same_arguments_give_the_same_workload_and_another_epoch_samples_its_prompts_again() -> None:
+def test_the_same_arguments_give_the_same_workload_and_another_epoch_samples_its_prompts_again() -> (
+    None
+):
     now, later = make("coding", 300, 16, 5), make("coding", 300, 16, 5, epoch=1)
     assert make("coding", 300, 16, 5) == now != make("coding", 300, 16, 6)
-    pairs = list(zip(groups(now.trajectories).items(), groups(later.trajectories).items(), strict=True))
+    pairs = list(
+        zip(groups(now.trajectories).items(), groups(later.trajectories).items(), strict=True)
+    )
     assert all(one == other for (one, _), (other, _) in pairs)
     assert all(a[0].prompt_tokens == b[0].prompt_tokens for (_, a), (_, b) in pairs)
-    tokens = np.array([[[work.gen_tokens for work in group] for (_, group) in pair] for pair in pairs])
+    tokens = np.array(
+        [[[work.gen_tokens for work in group] for (_, group) in pair] for pair in pairs]
+    )
     means = tokens.mean(axis=2)  # of a prompt, now and later
     own = tokens - means[:, :, None]
     assert np.corrcoef(means[:, 0], means[:, 1])[0, 1] > 0.85
@@ -98,7 +116,10 @@ def test_the_same_arguments_give_the_same_workload_and_another_epoch_samples_its
 
 
 def test_a_cap_cuts_and_marks_what_it_cut() -> None:
-    free, capped = make("math", 50, 8, 1, max_gen_tokens=0), make("math", 50, 8, 1, max_gen_tokens=4_000)
+    free, capped = (
+        make("math", 50, 8, 1, max_gen_tokens=0),
+        make("math", 50, 8, 1, max_gen_tokens=4_000),
+    )
     for whole, cut in zip(free.trajectories, capped.trajectories, strict=True):
         assert cut.gen_tokens == min(whole.gen_tokens, 4_000)
         assert cut.censored == (whole.gen_tokens >= 4_000)

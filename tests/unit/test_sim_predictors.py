@@ -50,8 +50,13 @@ def test_the_oracle_knows_what_is_left() -> None:
     oracle = Oracle(SMALL)
     steps = SMALL.trajectories[0].steps
     tools_s, observed = sum(step.tool_s for step in steps), steps[0].obs_tokens
-    for turn, sampled, left in ((0, 0, (300.0, 2.0, tools_s, observed)), (1, 100, (200.0, 1.0, steps[1].tool_s, 0))):
-        assert oracle.predict(0, turn, sampled) == tuple(Estimate(each, each, each) for each in left)
+    for turn, sampled, left in (
+        (0, 0, (300.0, 2.0, tools_s, observed)),
+        (1, 100, (200.0, 1.0, steps[1].tool_s, 0)),
+    ):
+        assert oracle.predict(0, turn, sampled) == tuple(
+            Estimate(each, each, each) for each in left
+        )
     assert oracle.predict(0, 1, 130)[0].p50 == 170.0  # in the middle of a step
 
 
@@ -84,7 +89,9 @@ def test_quantiles_are_calibrated_at_every_turn_and_the_error_shrinks_as_stated(
         ]
         median = np.log([each.p50 for each in said])
         error_sigma = np.hypot(SIGMA0 * DECAY**turn, FRESH_SIGMA)
-        expected_sigma = error_sigma / np.hypot(1.0, error_sigma)  # of a normal truth of deviation 1 seen through it
+        expected_sigma = error_sigma / np.hypot(
+            1.0, error_sigma
+        )  # of a normal truth of deviation 1 seen through it
         assert (np.log(left) - median).std() == pytest.approx(expected_sigma, rel=0.06)
         # It does not believe its outliers: the truth goes as far as it says, no less far.
         assert np.polyfit(median, np.log(left), 1)[0] == pytest.approx(1.0, abs=0.05)
@@ -121,7 +128,9 @@ def test_history_knows_each_prompts_mean_and_nothing_of_the_sample() -> None:
     assert history.predict(0, 0, 0)[0].p50 == history.predict(1, 0, 0)[0].p50 == 300.0
     assert history.predict(0, 1, 100)[0].p50 == 200.0
     assert history.predict(2, 0, 0)[0].p50 == 500.0  # a prompt never seen: the mean over all
-    assert history.predict(2, 1, 800)[0].p50 == 200.0  # outlived: a quarter of what it did, within the cap
+    assert (
+        history.predict(2, 1, 800)[0].p50 == 200.0
+    )  # outlived: a quarter of what it did, within the cap
     history.finish(0)
     assert history.predict(1, 0, 0)[0].p50 == 300.0
     with pytest.raises(ValueError, match="earlier"):
@@ -130,7 +139,11 @@ def test_history_knows_each_prompts_mean_and_nothing_of_the_sample() -> None:
 
 def test_blind_says_what_the_controller_assumes_anyway() -> None:
     blind = Blind(SMALL)
-    assert blind.predict(0, 0, 0)[0].p50 == blind.predict(2, 0, 0)[0].p50 == Tuning().default_remaining_tokens
+    assert (
+        blind.predict(0, 0, 0)[0].p50
+        == blind.predict(2, 0, 0)[0].p50
+        == Tuning().default_remaining_tokens
+    )
     assert blind.predict(2, 1, 700) == Answer(Estimate(300.0, 300.0, 300.0))
 
 
@@ -151,7 +164,9 @@ def test_siblings_learn_from_what_ended_and_nothing_before() -> None:
 
 def test_a_sibling_that_was_cut_counts_as_longer_than_it_was() -> None:
     def after(censored: bool) -> float:
-        workload = Workload("w", tuple(work("p", at, 500, censored=censored and at > 0) for at in range(6)))
+        workload = Workload(
+            "w", tuple(work("p", at, 500, censored=censored and at > 0) for at in range(6))
+        )
         siblings = Siblings(workload)
         for index in range(6):
             siblings.predict(index, 0, 0)
@@ -163,8 +178,13 @@ def test_a_sibling_that_was_cut_counts_as_longer_than_it_was() -> None:
 
 
 def test_an_earlier_epoch_makes_siblings_better_from_the_start() -> None:
-    workload, earlier = make("coding", 30, 16, seed=1), make("coding", 30, 16, seed=1, epoch=1).trajectories
-    without, with_it = (measure_accuracy(workload, Siblings(workload, known)) for known in ((), earlier))
+    workload, earlier = (
+        make("coding", 30, 16, seed=1),
+        make("coding", 30, 16, seed=1, epoch=1).trajectories,
+    )
+    without, with_it = (
+        measure_accuracy(workload, Siblings(workload, known)) for known in ((), earlier)
+    )
     assert with_it[0].pearson_log > without[0].pearson_log + 0.3
     assert with_it[2].pearson_log > without[2].pearson_log
 

@@ -1,4 +1,5 @@
-"""Heddle's rule of re-planning: ranks are exact, sizes scale, and nothing but one move at a time holds a move back."""
+"""Heddle's rule of re-planning: ranks are exact, sizes scale, and nothing but one move at a time
+holds a move back."""
 
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from treadle_core import actions as act
 from treadle_core import events as ev
 from treadle_core.model import CostModel, Policy
 from treadle_core.tuning import Tuning
-from treadle_sim.rank_scaling import Ranks, RankScaling, ScaledGroups
+from treadle_sim.systems import Ranks, RankScaling, ScaledGroups
 
 HEDDLE = Policy()
 LENGTHS = st.lists(st.tuples(st.integers(0, 7), st.floats(0, 100) | st.none()), max_size=60)
@@ -28,14 +29,17 @@ def test_a_rank_is_the_place_in_the_sorted_order(changes: list[tuple[int, float 
         else:
             ranks.put(name, length)
             lengths[name] = length
-        in_order = sorted(lengths, key=lambda name: -lengths[name])  # stable, as a dictionary keeps the coming
+        in_order = sorted(
+            lengths, key=lambda name: -lengths[name]
+        )  # stable, as a dictionary keeps the coming
         assert [ranks.rank(name) for name in in_order] == list(range(len(ranks)))
     assert ranks.rank("nobody") == -1
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(1, 60))
 def test_sizes_scale_to_those_that_are_left(sizes: list[int], active: int) -> None:
-    """Against the formula: worker i ends at S_i n* / n; all ranks have a worker, in the plan's order."""
+    """Against the formula: worker i ends at S_i n* / n; all ranks have a worker, in the plan's
+    order."""
     scaled = ScaledGroups([f"e{index}" for index in range(len(sizes))], sizes)
     n = sum(sizes)
     engines = [scaled.engine(rank, active) for rank in range(active)]
@@ -52,8 +56,11 @@ def test_a_rank_that_is_not_there_has_no_engine() -> None:
     assert [scaled.engine(rank, 3) for rank in (-1, 3)] == ["", ""]
 
 
-def planned(policy: Policy = HEDDLE, tuning: Tuning | None = None, slots: int = 8) -> tuple[Scenario, list[str]]:
-    """Eight trajectories of 800, 700, ... tokens on two engines, planned 2 and 6; each is in a tool call."""
+def planned(
+    policy: Policy = HEDDLE, tuning: Tuning | None = None, slots: int = 8
+) -> tuple[Scenario, list[str]]:
+    """Eight trajectories of 800, 700, ... tokens on two engines, planned 2 and 6; each is in a tool
+    call."""
     scenario = Scenario(policy, tuning, engines=("e0", "e1"), planner=RankScaling, slots=slots)
     names = [f"t{number}" for number in range(8)]
     scenario.open_all({name: 800.0 - 100.0 * number for number, name in enumerate(names)})
@@ -70,25 +77,35 @@ def planned(policy: Policy = HEDDLE, tuning: Tuning | None = None, slots: int = 
 def test_the_plan_is_made_by_group_sizes_and_followed_as_it_is() -> None:
     scenario, names = planned()
     assert scenario.plans[-1].cost_model is CostModel.GROUP_SIZE
-    assert [scenario.controller.trajectory(name).engine_id for name in names] == ["e0"] * 2 + ["e1"] * 6
+    assert [scenario.controller.trajectory(name).engine_id for name in names] == ["e0"] * 2 + [
+        "e1"
+    ] * 6
 
 
 def test_a_new_rank_moves_a_trajectory_whatever_the_move_costs() -> None:
-    """The prefix takes 5 s to compute again and 10 more tokens are not worth it: the rule asks for none of that."""
+    """The prefix takes 5 s to compute again and 10 more tokens are not worth it: the rule asks for
+    none of that."""
     scenario, _ = planned()
-    assert all_of(scenario.predict("t7", 550.0), act.StartMigration) == [], "its rank stays in its group"
+    assert all_of(scenario.predict("t7", 550.0), act.StartMigration) == [], (
+        "its rank stays in its group"
+    )
     (move,) = all_of(scenario.predict("t7", 750.0), act.StartMigration)
     assert (move.source.engine_id, move.target.engine_id) == ("e1", "e0")
-    assert scenario.predict("t7", 760.0) and not all_of(scenario.predict("t7", 740.0), act.StartMigration), "one move"
+    assert scenario.predict("t7", 760.0) and not all_of(
+        scenario.predict("t7", 740.0), act.StartMigration
+    ), "one move"
 
 
 def test_a_step_waits_for_a_move_by_rank_little_longer_than_the_move_is_expected_to_take() -> None:
-    """The migrator is gone, and nobody knows what the move saves. It may take longer while the tool hides it."""
+    """The migrator is gone, and nobody knows what the move saves. It may take longer while the tool
+    hides it."""
     scenario, _ = planned(replace(HEDDLE, reserve=True), Tuning(lease_ttl_s=1e6), slots=16)
     (move,) = all_of(scenario.predict("t7", 750.0), act.StartMigration)
     assert move.give_up_after_s == scenario.tuning.move_timeout_s
     assert one(scenario.ask("t7", 1), act.KeepWaiting)
-    assert not all_of(scenario.advance(6.0), act.IssueTicket), "the prefix takes 5 s to compute again"
+    assert not all_of(scenario.advance(6.0), act.IssueTicket), (
+        "the prefix takes 5 s to compute again"
+    )
     assert one(scenario.advance(2.0), act.IssueTicket).ticket.engine_id == "e1"
 
 

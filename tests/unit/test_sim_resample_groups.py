@@ -43,7 +43,12 @@ def test_the_same_seed_gives_the_same_batch_and_another_epoch_the_same_prompts()
 def test_single_samples_spread_within_the_prompt_by_the_stated_share_and_not_beyond() -> None:
     singles = make("coding", 3_000, 1, seed=2).trajectories
     batch = resample(singles, 1_000, 8)
-    logs = np.array([[np.log(each.gen_tokens) for each in group] for group in groups(batch.trajectories).values()])
+    logs = np.array(
+        [
+            [np.log(each.gen_tokens) for each in group]
+            for group in groups(batch.trajectories).values()
+        ]
+    )
     spread = np.log([each.gen_tokens for each in singles]).var()
     assert logs.var() == pytest.approx(spread, rel=0.1)
     assert logs.var(axis=1, ddof=1).mean() / logs.var() == pytest.approx(WITHIN_PROMPT, abs=0.05)
@@ -54,11 +59,22 @@ def test_single_samples_spread_within_the_prompt_by_the_stated_share_and_not_bey
 def test_a_cut_trajectory_goes_on_as_one_that_went_further_of_its_prompt_if_there_is_one() -> None:
     cut = work("p", 0, 30, 20, censored=True)
     own = [cut, work("p", 1, 10), work("p", 2, 45, 25, 5)]
-    steps, censored = continue_cut(cut, Donors(own), Donors([*own, work("q", 0, 900)]), np.random.default_rng(0))
-    assert [step.gen_tokens for step in steps] == [30, 20, 20, 5]  # 50 of the other's 75 tokens lie behind it
+    steps, censored = continue_cut(
+        cut, Donors(own), Donors([*own, work("q", 0, 900)]), np.random.default_rng(0)
+    )
+    assert [step.gen_tokens for step in steps] == [
+        30,
+        20,
+        20,
+        5,
+    ]  # 50 of the other's 75 tokens lie behind it
     assert not censored
-    other = Donors([cut, work("q", 0, 900)])  # none of its prompt went further, another prompt's did
-    steps, censored = continue_cut(cut, Donors([cut, work("p", 1, 10)]), other, np.random.default_rng(0))
+    other = Donors(
+        [cut, work("q", 0, 900)]
+    )  # none of its prompt went further, another prompt's did
+    steps, censored = continue_cut(
+        cut, Donors([cut, work("p", 1, 10)]), other, np.random.default_rng(0)
+    )
     assert [step.gen_tokens for step in steps] == [30, 20, 850]
     assert not censored
 
@@ -66,7 +82,10 @@ def test_a_cut_trajectory_goes_on_as_one_that_went_further_of_its_prompt_if_ther
 def test_a_cut_trajectory_that_went_furthest_stays_a_lower_bound() -> None:
     works = [work("p", 0, 50, censored=True), work("p", 1, 10)]
     batch = resample(works, 1, 64)
-    assert {(each.gen_tokens, each.censored) for each in batch.trajectories} == {(50, True), (10, False)}
+    assert {(each.gen_tokens, each.censored) for each in batch.trajectories} == {
+        (50, True),
+        (10, False),
+    }
 
 
 LIVES = st.lists(st.tuples(st.integers(1, 12), st.booleans()), min_size=1, max_size=7)
@@ -74,7 +93,8 @@ LIVES = st.lists(st.tuples(st.integers(1, 12), st.booleans()), min_size=1, max_s
 
 @given(LIVES)
 def test_going_on_gives_kaplan_and_meiers_curve(lives: list[tuple[int, bool]]) -> None:
-    """Drawing evenly among the longer ones, exactly: the chance of each final length, by recursion."""
+    """Drawing evenly among the longer ones, exactly: the chance of each final length, by
+    recursion."""
     chances: Counter[int] = Counter()
 
     def spread(tokens: int, cut: bool, chance: float) -> None:
@@ -92,10 +112,15 @@ def test_going_on_gives_kaplan_and_meiers_curve(lives: list[tuple[int, bool]]) -
     last = max(t for t, _ in lives)
     curve = posterior(knots, nothing, 1e-12, seen)
     for knot in range(last):
-        assert sum(c for tokens, c in chances.items() if tokens > knot) == pytest.approx(curve[knot], abs=1e-6)
+        assert sum(c for tokens, c in chances.items() if tokens > knot) == pytest.approx(
+            curve[knot], abs=1e-6
+        )
     works = [work("p", at, tokens, censored=cut) for at, (tokens, cut) in enumerate(lives)]
     drawn = {
-        sum(s.gen_tokens for s in continue_cut(each, Donors(works), Donors(works), np.random.default_rng(at))[0])
+        sum(
+            s.gen_tokens
+            for s in continue_cut(each, Donors(works), Donors(works), np.random.default_rng(at))[0]
+        )
         for at, each in enumerate(works)
     }
     assert drawn <= set(chances)
@@ -103,7 +128,9 @@ def test_going_on_gives_kaplan_and_meiers_curve(lives: list[tuple[int, bool]]) -
 
 @given(
     st.lists(
-        st.tuples(st.integers(1, 50), st.integers(0, 50)).map(lambda pair: Step(*pair, 0.0)), min_size=1, max_size=6
+        st.tuples(st.integers(1, 50), st.integers(0, 50)).map(lambda pair: Step(*pair, 0.0)),
+        min_size=1,
+        max_size=6,
     ).map(tuple),
     st.integers(1, 60),
     st.integers(0, 200),

@@ -1,8 +1,9 @@
-"""Whole rollouts: nothing is lost or counted twice, every second is accounted for, and none beats the lower bound.
+"""Whole rollouts: nothing is lost or counted twice, every second is accounted for, and none beats
+the lower bound.
 
-`by_tokens` is a second simulator, written from docs/simulator.md, that goes token by token: it and the fluid one agree.
-It knows trajectories that are pinned to engines in turn, FCFS queues, slots, prefill before decode, cached contexts and
-tools; no KV limit, no plans.
+`by_tokens` is a second simulator, written from docs/simulator.md, that goes token by token: it and
+the fluid one agree. It knows trajectories that are pinned to engines in turn, FCFS queues, slots,
+prefill before decode, cached contexts and tools; no KV limit, no plans.
 """
 
 import heapq
@@ -30,13 +31,23 @@ PAGE_TOKENS = 16
 
 Works = list[TrajectoryWork]
 
-steps = st.lists(st.tuples(st.integers(1, 2_500), st.integers(0, 400), st.floats(0.0, 3.0)), min_size=1, max_size=4)
+steps = st.lists(
+    st.tuples(st.integers(1, 2_500), st.integers(0, 400), st.floats(0.0, 3.0)),
+    min_size=1,
+    max_size=4,
+)
 works = st.lists(st.tuples(st.integers(0, 3), steps), min_size=1, max_size=10).map(
-    lambda rows: [trajectory(prompt, each, prompt_tokens=100 + 50 * prompt) for prompt, each in rows]
+    lambda rows: [
+        trajectory(prompt, each, prompt_tokens=100 + 50 * prompt) for prompt, each in rows
+    ]
 )
 # Slots and KV are scarce in some: the longest trajectory grows to 11,850 tokens.
 clusters = st.lists(
-    st.tuples(st.sampled_from([1, 2]), st.sampled_from([1, 2, 64]), st.sampled_from([12_000, 40_000, 1_000_000])),
+    st.tuples(
+        st.sampled_from([1, 2]),
+        st.sampled_from([1, 2, 64]),
+        st.sampled_from([12_000, 40_000, 1_000_000]),
+    ),
     min_size=1,
     max_size=3,
 ).map(lambda rows: Cluster(tuple(engine(*row) for row in rows)))
@@ -53,7 +64,9 @@ def test_every_trajectory_ends_with_all_its_tokens_every_second_is_accounted_for
     check_counts(batch, system, rollout)
     check_times(batch, rollout)
     check_spans(rollout)
-    bound_s = lower_bound_s(Workload("test", tuple(batch)), tuple(set(cluster.engines)), cluster.gpus)
+    bound_s = lower_bound_s(
+        Workload("test", tuple(batch)), tuple(set(cluster.engines)), cluster.gpus
+    )
     assert rollout.outcome.makespan_s >= bound_s * (1.0 - 1e-9)
 
 
@@ -81,7 +94,10 @@ def test_an_engine_that_dies_and_weights_that_change_lose_no_token_and_no_trajec
 
     check_counts(batch, system, rollout)
     for times in rollout.outcome.times:
-        assert times.queue_s + times.prefill_s + times.decode_s + times.tool_s <= times.finished_s + NEAR_S
+        assert (
+            times.queue_s + times.prefill_s + times.decode_s + times.tool_s
+            <= times.finished_s + NEAR_S
+        )
 
 
 def calls(work: TrajectoryWork, call_tokens: int) -> int:
@@ -91,13 +107,17 @@ def calls(work: TrajectoryWork, call_tokens: int) -> int:
 
 def check_counts(batch: Works, system: str, rollout: Rollout) -> None:
     """Once each: trajectories, calls, tokens."""
-    assert [times.gen_tokens for times in rollout.outcome.times] == [work.gen_tokens for work in batch]
+    assert [times.gen_tokens for times in rollout.outcome.times] == [
+        work.gen_tokens for work in batch
+    ]
     closed = [event.trajectory_id for _, event in rollout.events(TrajectoryClosed)]
     assert sorted(closed) == sorted(f"t{index}" for index in range(len(batch)))
     finished = [(event.trajectory_id, event.turn) for _, event in rollout.events(StepFinished)]
     call_tokens = SYSTEMS[system].call_tokens
     assert sorted(finished) == sorted(
-        (f"t{index}", call) for index, work in enumerate(batch) for call in range(calls(work, call_tokens))
+        (f"t{index}", call)
+        for index, work in enumerate(batch)
+        for call in range(calls(work, call_tokens))
     )
     told = [0] * len(batch)
     for _, event in rollout.events(StepFinished):
@@ -106,25 +126,35 @@ def check_counts(batch: Works, system: str, rollout: Rollout) -> None:
 
 
 def check_times(batch: Works, rollout: Rollout) -> None:
-    """From the start to its end a trajectory waits for its first request, for tickets, at engines, or for tools."""
+    """From the start to its end a trajectory waits for its first request, for tickets, at engines,
+    or for tools."""
     waited = [0.0] * len(batch)
     for now_s, event in rollout.events(StepRequested):
         waited[int(event.trajectory_id[1:])] += now_s if event.turn == 0 else 0.0
     for _, action in rollout.actions(IssueTicket):
         waited[int(action.ticket.trajectory_id[1:])] += RPC_S
     for _, finished in rollout.events(StepFinished):
-        waited[int(finished.trajectory_id[1:])] += RPC_S  # before the next chunk of a turn; not after its last
+        waited[int(finished.trajectory_id[1:])] += (
+            RPC_S  # before the next chunk of a turn; not after its last
+        )
     for work, times, waited_s in zip(batch, rollout.outcome.times, waited, strict=True):
         parts = times.queue_s, times.prefill_s, times.decode_s, times.tool_s, times.move_s
         assert min(parts) >= 0.0
-        assert sum(parts) + waited_s - len(work.steps) * RPC_S == pytest.approx(times.finished_s, abs=NEAR_S)
+        assert sum(parts) + waited_s - len(work.steps) * RPC_S == pytest.approx(
+            times.finished_s, abs=NEAR_S
+        )
 
 
 def check_spans(rollout: Rollout) -> None:
     """What is drawn is what is booked; an engine does one thing at a time."""
     outcome = rollout.outcome
     for times in outcome.times:
-        booked = {"queue": times.queue_s, "prefill": times.prefill_s, "decode": times.decode_s, "tool": times.tool_s}
+        booked = {
+            "queue": times.queue_s,
+            "prefill": times.prefill_s,
+            "decode": times.decode_s,
+            "tool": times.tool_s,
+        }
         booked["move"] = times.move_s
         for what, seconds in booked.items():
             drawn = sum(span.end_s - span.start_s for span in times.spans if span.what == what)
@@ -132,7 +162,9 @@ def check_spans(rollout: Rollout) -> None:
         spans = sorted(times.spans, key=lambda span: (span.start_s, span.end_s))
         assert all(one.end_s <= two.start_s + NEAR_S for one, two in pairwise(spans))
     for busy_s, drawn_spans in zip(outcome.engine_busy_s, outcome.engine_spans, strict=True):
-        assert sum(end_s - start_s for start_s, end_s, _ in drawn_spans) == pytest.approx(busy_s, abs=NEAR_S)
+        assert sum(end_s - start_s for start_s, end_s, _ in drawn_spans) == pytest.approx(
+            busy_s, abs=NEAR_S
+        )
         assert all(one[1] <= two[0] + NEAR_S for one, two in pairwise(sorted(drawn_spans)))
         assert busy_s <= outcome.makespan_s + NEAR_S
 
@@ -145,13 +177,22 @@ def test_one_trajectory_alone_takes_the_bound_and_the_latency_of_its_tickets() -
 
     bound_s = lower_bound_s(Workload("test", (work,)), cluster.engines, 1)
     assert bound_s == pytest.approx(alone_s(work, engine()))
-    assert rollout.outcome.makespan_s == pytest.approx(bound_s + RPC_S + len(work.steps) * RPC_S, rel=1e-9)
+    assert rollout.outcome.makespan_s == pytest.approx(
+        bound_s + RPC_S + len(work.steps) * RPC_S, rel=1e-9
+    )
 
 
 def test_alone_a_trajectory_prefills_each_token_once_and_reads_its_growing_context() -> None:
     work = trajectory(0, [(10, 30, 1.0), (20, 99, 2.0)], prompt_tokens=100)
 
-    by_hand = SLOW.prefill_s(100, 0) + decode_s(100, 10) + 1.0 + SLOW.prefill_s(31, 109) + decode_s(140, 20) + 2.0
+    by_hand = (
+        SLOW.prefill_s(100, 0)
+        + decode_s(100, 10)
+        + 1.0
+        + SLOW.prefill_s(31, 109)
+        + decode_s(140, 20)
+        + 2.0
+    )
     assert alone_s(work, engine()) == pytest.approx(by_hand)
 
 
@@ -160,17 +201,27 @@ def test_the_longest_counts_on_the_engine_that_is_fastest_for_it() -> None:
     workload = Workload("test", (short, long))
 
     assert longest_alone_s(workload, [engine(1), engine(2)]) == alone_s(long, engine(2))
-    assert lower_bound_s(workload, (engine(1), engine(2)), 1) == alone_s(long, engine(1)), "one GPU cannot run it"
+    assert lower_bound_s(workload, (engine(1), engine(2)), 1) == alone_s(long, engine(1)), (
+        "one GPU cannot run it"
+    )
     weights_do_not_fit = engine(2, kv_tokens=0)
-    assert lower_bound_s(workload, (engine(1), weights_do_not_fit), 2) == lower_bound_s(workload, (engine(1),), 2)
+    assert lower_bound_s(workload, (engine(1), weights_do_not_fit), 2) == lower_bound_s(
+        workload, (engine(1),), 2
+    )
 
 
 def test_much_work_counts_at_the_cheapest_degree_and_batch_and_a_shared_prompt_once() -> None:
-    works = tuple(trajectory(index // 4, [(100, 40, 0.0), (50, 99, 0.0)], prompt_tokens=1_000) for index in range(8))
+    works = tuple(
+        trajectory(index // 4, [(100, 40, 0.0), (50, 99, 0.0)], prompt_tokens=1_000)
+        for index in range(8)
+    )
 
     bound_s = work_s(Workload("test", works), [engine(1), engine(2)], 2)
 
-    decode = min(min(gpus * curve.decode_s(n) / n for n in range(1, 65)) for gpus, curve in ((1, SLOW), (2, FAST)))
+    decode = min(
+        min(gpus * curve.decode_s(n) / n for n in range(1, 65))
+        for gpus, curve in ((1, SLOW), (2, FAST))
+    )
     read = min(SLOW.per_kv_token_s, 2 * FAST.per_kv_token_s)
     prefill = min(SLOW.prefill_token_s, 2 * FAST.prefill_token_s)
     pair = min(SLOW.prefill_pair_s, 2 * FAST.prefill_pair_s)
@@ -181,15 +232,18 @@ def test_much_work_counts_at_the_cheapest_degree_and_batch_and_a_shared_prompt_o
 
 
 def test_what_has_to_end_soon_cannot_decode_in_full_batches() -> None:
-    """Seventeen trajectories of 4,000 tokens on an engine of 64 slots: 42 s for one alone, 62 s for the work of all in
-    full batches. They decode at once, in batches of 17, and no schedule ends them much sooner."""
+    """Seventeen trajectories of 4,000 tokens on an engine of 64 slots: 42 s for one alone, 62 s for
+    the work of all in full batches. They decode at once, in batches of 17, and no schedule ends
+    them much sooner."""
     works = tuple(trajectory(index, [(4_000, 0, 0.0)]) for index in range(17))
     workload = Workload("test", works)
 
     bound_s = lower_bound_s(workload, [engine()], 1)
     ended_s = play(list(works), Cluster((engine(),))).outcome.makespan_s
 
-    assert bound_s > 1.3 * max(longest_alone_s(workload, [engine()]), work_s(workload, [engine()], 1))
+    assert bound_s > 1.3 * max(
+        longest_alone_s(workload, [engine()]), work_s(workload, [engine()], 1)
+    )
     assert 0.9 * ended_s < bound_s <= ended_s
 
 
@@ -208,7 +262,9 @@ def test_where_kv_limits_the_batch_the_bound_is_that_much_higher() -> None:
     works = tuple(trajectory(index, [(1, 10_000, 0.0), (1_000, 0, 0.0)]) for index in range(16))
     workload = Workload("test", works)
 
-    small_s, large_s = (lower_bound_s(workload, [engine(kv_tokens=kv)], 1) for kv in (44_000, 1_000_000))
+    small_s, large_s = (
+        lower_bound_s(workload, [engine(kv_tokens=kv)], 1) for kv in (44_000, 1_000_000)
+    )
 
     reads_s = 16 * 999 * SLOW.per_kv_token_s * 10_700
     assert small_s - reads_s > 2.0 * (large_s - reads_s)
@@ -216,7 +272,8 @@ def test_where_kv_limits_the_batch_the_bound_is_that_much_higher() -> None:
 
 @dataclass
 class Going:
-    """A trajectory: its next step, the context before it, how much of that is cached, tokens of the step sampled."""
+    """A trajectory: its next step, the context before it, how much of that is cached, tokens of the
+    step sampled."""
 
     work: TrajectoryWork
     turn: int = 0
@@ -245,7 +302,9 @@ def by_tokens(works: list[TrajectoryWork], slots: int) -> list[float]:
             now += SLOW.decode_s(len(running)) + SLOW.per_kv_token_s * kv
             sampling = list(running)
         else:
-            now, first = heapq.heappop(arrivals)  # of those that come at once the first begins alone
+            now, first = heapq.heappop(
+                arrivals
+            )  # of those that come at once the first begins alone
             waiting.append(first)
             continue
         for index in sampling:
@@ -265,7 +324,8 @@ def by_tokens(works: list[TrajectoryWork], slots: int) -> list[float]:
 
 
 def prefill_s(going: list[Going], waiting: list[int], running: list[int], slots: int) -> float:
-    """Moves as many as there are slots from the line into the batch; the seconds of their prefill, which is one."""
+    """Moves as many as there are slots from the line into the batch; the seconds of their prefill,
+    which is one."""
     seconds, tokens, kv, count = SLOW.prefill_fixed_s, 0, 0, 0
     while waiting and count < slots and tokens < MOST_PREFILL_TOKENS:
         one = going[waiting[0]]
@@ -277,13 +337,19 @@ def prefill_s(going: list[Going], waiting: list[int], running: list[int], slots:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_pinned_trajectories_on_engines_with_few_slots_end_when_they_do_token_by_token(seed: int) -> None:
+def test_pinned_trajectories_on_engines_with_few_slots_end_when_they_do_token_by_token(
+    seed: int,
+) -> None:
     rng = np.random.default_rng(seed)
     works = []
     for index in range(14):
         gen_tokens, obs_tokens = rng.integers(1, 900, 4).tolist(), rng.integers(0, 600, 4).tolist()
         each = list(zip(gen_tokens, obs_tokens, rng.uniform(0.0, 4.0, 4).tolist(), strict=True))
-        works.append(trajectory(index, each[: rng.integers(1, 5)], prompt_tokens=int(rng.integers(50, 6_000))))
+        works.append(
+            trajectory(
+                index, each[: rng.integers(1, 5)], prompt_tokens=int(rng.integers(50, 6_000))
+            )
+        )
     one = replace(engine(slots=SLOTS), page_tokens=PAGE_TOKENS)
 
     outcome = play(works, Cluster((one, one)), "verl").outcome

@@ -1,6 +1,8 @@
-"""Engines that verify drafts: against a reference that goes decode step by decode step, and when they do not draft.
+"""Engines that verify drafts: against a reference that goes decode step by decode step, and when
+they do not draft.
 
-`by_steps` is written from docs/simulator.md: it adds each sequence's accepted length in each decode step.
+`by_steps` is written from docs/simulator.md: it adds each sequence's accepted length in each decode
+step.
 """
 
 from collections import Counter
@@ -16,10 +18,14 @@ from treadle_sim.engine_model import Speculation
 from treadle_sim.systems import SYSTEMS
 
 DRAFTS = Speculation((3, 7), ((1.5, 2.0, 2.25), (1.6, 2.4, 3.1)))
-FLAT = replace(SLOW, batch_sizes=(1.0, 64.0), step_s=(0.010, 0.010))  # a verification costs what a step costs
+FLAT = replace(
+    SLOW, batch_sizes=(1.0, 64.0), step_s=(0.010, 0.010)
+)  # a verification costs what a step costs
 
 arrivals = st.lists(
-    st.tuples(st.integers(0, 3), st.integers(1, 400), st.integers(1, 300), st.floats(0.0, 2.0)), min_size=1, max_size=8
+    st.tuples(st.integers(0, 3), st.integers(1, 400), st.integers(1, 300), st.floats(0.0, 2.0)),
+    min_size=1,
+    max_size=8,
 )
 
 
@@ -34,7 +40,10 @@ class Going:
 def choose(decoding: list[Going], ended: Counter[str]) -> tuple[int, list[float]]:
     """The draft that gives most tokens a second, and what each sequence samples."""
     read_s = SLOW.per_kv_token_s * sum(one.step.context_tokens + one.tokens for one in decoding)
-    best, best_rate = (0, [1.0] * len(decoding)), len(decoding) / (SLOW.decode_s(len(decoding)) + read_s)
+    best, best_rate = (
+        (0, [1.0] * len(decoding)),
+        len(decoding) / (SLOW.decode_s(len(decoding)) + read_s),
+    )
     for drafts in DRAFTS.draft_tokens:
         each = [DRAFTS.accepted(drafts, ended[one.step.prompt_id]) for one in decoding]
         rate = sum(each) / (SLOW.decode_s(len(decoding) * (drafts + 1)) + read_s)
@@ -44,7 +53,8 @@ def choose(decoding: list[Going], ended: Counter[str]) -> tuple[int, list[float]
 
 
 def by_steps(steps: list[tuple[float, EngineStep]], ended: Counter[str]) -> dict[str, float]:
-    """When each step ends that arrives at its time. Drafts change only when sequences come or go."""
+    """When each step ends that arrives at its time. Drafts change only when sequences come or
+    go."""
     coming, waiting = sorted(steps, key=lambda pair: pair[0]), list[EngineStep]()
     decoding, finished, now = list[Going](), dict[str, float](), 0.0
     drafts, paces, changed = 0, list[float](), True
@@ -130,7 +140,10 @@ def test_more_finished_siblings_than_were_measured_count_as_many_as_were() -> No
 @settings(max_examples=25)
 @given(
     st.lists(
-        st.tuples(st.integers(0, 2), st.lists(st.tuples(st.integers(1, 1_500), st.just(40), st.just(0.5)), min_size=1)),
+        st.tuples(
+            st.integers(0, 2),
+            st.lists(st.tuples(st.integers(1, 1_500), st.just(40), st.just(0.5)), min_size=1),
+        ),
         min_size=1,
         max_size=8,
     ),
@@ -152,7 +165,8 @@ def test_a_speculating_rollout_samples_every_token_though_an_engine_is_lost(
 def test_a_speculating_rollout_is_sooner_over_and_later_samples_gain_more() -> None:
     works = [trajectory(0, [(200, 10, 0.1)]), trajectory(0, [(900, 10, 0.1)])]
     plain, drafting = (
-        play(works, Cluster((replace(engine(), speculation=each),))).outcome.times for each in (None, DRAFTS)
+        play(works, Cluster((replace(engine(), speculation=each),))).outcome.times
+        for each in (None, DRAFTS)
     )
     gain = [one.finished_s / other.finished_s for one, other in zip(plain, drafting, strict=True)]
     assert 1.0 < gain[0] < gain[1]

@@ -18,7 +18,9 @@ def test_a_tenant_that_calls_too_often_is_told_when_to_come_back() -> None:
         call(limits, "acme", now)
     with pytest.raises(ResourceExhausted, match="2 calls a second") as raised:
         call(limits, "acme", 0.25)
-    assert raised.value.reason == "TENANT_RATE" and raised.value.retry_after_s == pytest.approx(0.25)
+    assert raised.value.reason == "TENANT_RATE" and raised.value.retry_after_s == pytest.approx(
+        0.25
+    )
     call(limits, "beta", 0.25)
     call(limits, "acme", 0.5)
     for now in (100.0, 100.0):  # a second's worth is saved up at most
@@ -34,7 +36,10 @@ def test_a_tenant_has_so_many_calls_at_once() -> None:
             running.enter_context(limits.admit("acme", 0.0))
         with pytest.raises(ResourceExhausted) as raised:
             call(limits, "acme", 0.0)
-        assert raised.value.reason == "TENANT_CALLS" and raised.value.retry_after_s == pytest.approx(0.1)
+        assert (
+            raised.value.reason == "TENANT_CALLS"
+            and raised.value.retry_after_s == pytest.approx(0.1)
+        )
         call(limits, "beta", 0.0)
     call(limits, "acme", 0.0)
 

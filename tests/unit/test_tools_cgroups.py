@@ -1,4 +1,5 @@
-"""Control groups of both versions, on a folder that looks like the kernel's (version 1 is tried for real elsewhere)."""
+"""Control groups of both versions, on a folder that looks like the kernel's (version 1 is tried for
+real elsewhere)."""
 
 import os
 from pathlib import Path
@@ -9,7 +10,9 @@ from treadle_tools.sandbox.processes import read_private_bytes
 
 
 def slot_of(version: int, folder: Path) -> tuple[Slot, dict[str, Path]]:
-    folders = {name: folder if version == 2 else folder / name for name in ("memory", "cpu", "pids")}
+    folders = {
+        name: folder if version == 2 else folder / name for name in ("memory", "cpu", "pids")
+    }
     slot = Slot(Root(version, {name: str(path) for name, path in folders.items()}), "slot-0")
     return slot, {name: path / "slot-0" for name, path in folders.items()}
 
@@ -37,17 +40,23 @@ def test_limits_are_written_where_each_version_has_them(tmp_path: Path, version:
     slot, folders = slot_of(version, tmp_path)
     (folders["memory"] / SWAP_MOST[version]).write_text("")
     slot.limit(memory_bytes=1 << 20, cpu_cores=1, processes=7)
-    slot.limit(memory_bytes=None, cpu_cores=2, processes=7)  # a step leaves the memory limit as it is
+    slot.limit(
+        memory_bytes=None, cpu_cores=2, processes=7
+    )  # a step leaves the memory limit as it is
     slot.join(4711)
-    assert {place: (folders[place.split("/")[0]] / place.split("/")[1]).read_text() for place in WRITTEN[version]} == (
+    assert {
+        place: (folders[place.split("/")[0]] / place.split("/")[1]).read_text()
+        for place in WRITTEN[version]
+    } == (WRITTEN[version])
+    assert len({path for folder in folders.values() for path in folder.iterdir()}) == len(
         WRITTEN[version]
     )
-    assert len({path for folder in folders.values() for path in folder.iterdir()}) == len(WRITTEN[version])
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_an_action_is_pinned_to_its_cores_and_let_go(tmp_path: Path, version: int) -> None:
-    """Its group has the cores of the action, then all again; on version 1 it had memory nodes before any process."""
+    """Its group has the cores of the action, then all again; on version 1 it had memory nodes
+    before any process."""
     folders = dict.fromkeys(("memory", "cpu", "pids", "cpuset"), str(tmp_path))
     for file, text in (("cpuset.cpus", "0-3\n"), ("cpuset.mems", "0\n")):
         (tmp_path / file).write_text(text)
@@ -78,7 +87,9 @@ def test_cpu_seconds_are_read_where_they_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", [1, 2])
 def test_kills_for_memory_are_counted(tmp_path: Path, version: int) -> None:
     slot, folders = slot_of(version, tmp_path)
-    (folders["memory"] / OOM_EVENTS[version]).write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
+    (folders["memory"] / OOM_EVENTS[version]).write_text(
+        "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n"
+    )
     assert slot.oom_kills() == 3
 
 
@@ -103,7 +114,8 @@ def fake_kernel(tmp_path: Path, controllers: str) -> tuple[Path, Path]:
 
 
 def test_version_2_is_found_where_its_controllers_are_ours(tmp_path: Path) -> None:
-    """The service gives them to its children and makes its slots there; what dead services have left is removed."""
+    """The service gives them to its children and makes its slots there; what dead services have
+    left is removed."""
     own, proc = fake_kernel(tmp_path, "cpuset cpu io memory pids\n")
     (own / "treadle-tools-4194304" / "slot-0").mkdir(parents=True)
     assert find_cgroups(proc) is None  # at the very end: no kernel fills in memory.events here
@@ -123,7 +135,13 @@ def test_without_controllers_there_are_no_slots(tmp_path: Path) -> None:
 def fake_process(proc: Path, pid: int, own_kb: int, shared_kb: int, children: str) -> None:
     thread = proc / str(pid) / "task" / str(pid)
     thread.mkdir(parents=True)
-    lines = ["VmRSS:\t 99999 kB", f"RssAnon:\t {own_kb} kB", "RssFile:\t 999 kB", f"RssShmem:\t {shared_kb} kB", ""]
+    lines = [
+        "VmRSS:\t 99999 kB",
+        f"RssAnon:\t {own_kb} kB",
+        "RssFile:\t 999 kB",
+        f"RssShmem:\t {shared_kb} kB",
+        "",
+    ]
     (proc / str(pid) / "status").write_text("\n".join(lines))
     (thread / "children").write_text(children)
 

@@ -13,10 +13,12 @@ IMAGE, MIRRORED = "python:3.12", f"{MIRROR}/python:3.12"
 
 
 class FakeDocker:
-    """The part of a daemon that has to do with images. refusals: by reference, the statuses of pulls one by one; a
-    reference that is not named is there at once."""
+    """The part of a daemon that has to do with images. refusals: by reference, the statuses of
+    pulls one by one; a reference that is not named is there at once."""
 
-    def __init__(self, present: Collection[str] = (), refusals: Mapping[str, list[int]] | None = None) -> None:
+    def __init__(
+        self, present: Collection[str] = (), refusals: Mapping[str, list[int]] | None = None
+    ) -> None:
         self.images = self
         self.present = set(present)
         self.refusals = {name: list(statuses) for name, statuses in (refusals or {}).items()}
@@ -54,7 +56,13 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param([IMAGE], MIRROR, {}, [], id="from the host"),
         pytest.param([], MIRROR, {}, [MIRRORED], id="from the mirror, and it gets its own name"),
         pytest.param([], MIRROR, {MIRRORED: [404]}, [MIRRORED, IMAGE], id="from its own registry"),
-        pytest.param([], "", {IMAGE: [500, 0, 503]}, [IMAGE] * 4, id="from a registry that is busy for a while"),
+        pytest.param(
+            [],
+            "",
+            {IMAGE: [500, 0, 503]},
+            [IMAGE] * 4,
+            id="from a registry that is busy for a while",
+        ),
     ],
 )
 async def test_an_image_is_taken_from_the_nearest_place(
@@ -67,7 +75,9 @@ async def test_an_image_is_taken_from_the_nearest_place(
 
 
 @pytest.mark.parametrize(("statuses", "tries"), [([404] * 2, 1), ([500] * 9, 4)])
-async def test_a_registry_that_refuses_for_good_is_not_asked_for_ever(statuses: list[int], tries: int) -> None:
+async def test_a_registry_that_refuses_for_good_is_not_asked_for_ever(
+    statuses: list[int], tries: int
+) -> None:
     fake = FakeDocker(refusals={IMAGE: statuses})
     with pytest.raises(aiodocker.DockerError, match="the registry refuses"):
         await images_of(fake).require(IMAGE)

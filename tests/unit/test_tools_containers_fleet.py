@@ -1,4 +1,5 @@
-"""Sandboxes, connections and sessions of containers, on a fake host whose workers are real processes."""
+"""Sandboxes, connections and sessions of containers, on a fake host whose workers are real
+processes."""
 
 import asyncio
 import os
@@ -18,7 +19,9 @@ RECORD = {"session_id": "s-1", "tool": "counter"}
 
 
 async def open_counter(sandbox: Sandbox, start: int = 1) -> None:
-    assert (await sandbox.ask("open", {"start": start}, COUNTER.limits, 64, request_id="o"))["output"] == str(start)
+    assert (await sandbox.ask("open", {"start": start}, COUNTER.limits, 64, request_id="o"))[
+        "output"
+    ] == str(start)
 
 
 async def step(sandbox: Sandbox, id: str, **arguments: object) -> str:
@@ -35,7 +38,9 @@ async def test_each_sandbox_is_used_once_and_an_orderly_end_leaves_none(tmp_path
         names = set()
         for n in range(4):
             sandbox = await fleet.take("python")
-            assert (await sandbox.ask("call", {"code": f"{n} * 2"}, PYTHON.limits, 64))["output"] == f"{n * 2}\n"
+            assert (await sandbox.ask("call", {"code": f"{n} * 2"}, PYTHON.limits, 64))[
+                "output"
+            ] == f"{n * 2}\n"
             names.add(sandbox.name)
             sandbox.close()
             sandbox.close()
@@ -47,7 +52,9 @@ async def test_each_sandbox_is_used_once_and_an_orderly_end_leaves_none(tmp_path
     assert list(tmp_path.iterdir()) == []  # noqa: ASYNC240 - a moment at the end of a test
 
 
-async def test_limits_are_written_before_an_action_and_only_where_they_change(tmp_path: Path) -> None:
+async def test_limits_are_written_before_an_action_and_only_where_they_change(
+    tmp_path: Path,
+) -> None:
     """Cores for each action; memory when a session opens, and not again in its steps."""
     host = FakeHost()
     async with fleet_on([host], tmp_path, tools=[COUNTER]) as fleet:
@@ -56,18 +63,27 @@ async def test_limits_are_written_before_an_action_and_only_where_they_change(tm
         ready = len(allotted)
         small = Limits(memory_bytes=64 * MIB)
         await sandbox.ask("open", {}, small, 64)
-        for granted in (Granted(cores=(3,)), Granted(cores=(3,)), Granted(cpu_cores=2, cores=(4, 5)), Limits()):
+        for granted in (
+            Granted(cores=(3,)),
+            Granted(cores=(3,)),
+            Granted(cpu_cores=2, cores=(4, 5)),
+            Limits(),
+        ):
             await sandbox.ask("step", {"add": 1}, granted, 64)
         written = allotted[ready:]
         assert [one.cores for one in written] == [(), (3,), (4, 5), ()]
         assert [one.cpu_cores for one in written] == [1, 1, 2, 1]
         assert len({one.memory_bytes for one in written}) == 1
         assert written[0].memory_bytes is not None
-        assert 64 * MIB + WORKER_BYTES < written[0].memory_bytes < 64 * MIB + WORKER_BYTES + 100 * MIB
+        assert (
+            64 * MIB + WORKER_BYTES < written[0].memory_bytes < 64 * MIB + WORKER_BYTES + 100 * MIB
+        )
         sandbox.close()
 
 
-async def test_a_connection_that_breaks_is_made_again_and_a_step_is_taken_once(tmp_path: Path) -> None:
+async def test_a_connection_that_breaks_is_made_again_and_a_step_is_taken_once(
+    tmp_path: Path,
+) -> None:
     host = FakeHost()
     async with fleet_on([host], tmp_path, tools=[COUNTER]) as fleet:
         sandbox = await fleet.take("counter")
@@ -97,9 +113,10 @@ async def test_a_worker_that_is_killed_is_lost_and_says_how(tmp_path: Path) -> N
 
 
 async def test_the_next_run_finds_sessions_and_removes_all_other_containers(tmp_path: Path) -> None:
-    """
-    GIVEN   a fleet with an open session, a closed one, and warm containers, that is killed in the middle of a message
-    Result: the next one finds the open session with its notes and goes on with it, and the request that closed the
+    """GIVEN   a fleet with an open session, a closed one, and warm containers, that is killed in the
+    middle of a message
+    Result: the next one finds the open session with its notes and goes on with it, and the request
+    that closed the
             other; it leaves no other container of the first"""
     host = FakeHost()
     async with fleet_on([host], tmp_path, tools=[COUNTER], keep_on_exit=True) as fleet:
@@ -135,7 +152,9 @@ async def test_a_session_whose_container_is_gone_is_found_without_a_sandbox(tmp_
         assert [(found.record, found.sandbox) for found in fleet.found] == [(RECORD, None)]
 
 
-async def test_a_tool_that_cannot_be_imported_fails_its_callers_with_the_reason(tmp_path: Path) -> None:
+async def test_a_tool_that_cannot_be_imported_fails_its_callers_with_the_reason(
+    tmp_path: Path,
+) -> None:
     broken = Tool("broken", Kind.STATELESS, "", "support.container_tools:missing", {})
     host = FakeHost()
     async with fleet_on([host], tmp_path, tools=[broken]) as fleet:
@@ -144,13 +163,16 @@ async def test_a_tool_that_cannot_be_imported_fails_its_callers_with_the_reason(
 
 
 async def test_a_silent_service_is_not_waited_for(tmp_path: Path) -> None:
-    """A container that hears nothing for long enough ends by itself; half a message is no request."""
+    """A container that hears nothing for long enough ends by itself; half a message is no
+    request."""
     ours, theirs = os.pipe()
     answers, written = os.pipe()
     requests = LineRequests(ours, written, silence_s=0.05)
     hello, whole = b'{"op":"hello","hello":"word"}', b'{"op":"call","id":"whole","body":4}'
     halves = [b'{"op":"call","id":"half', whole + b"\nha"]
-    os.write(theirs, b"\n".join([halves[0], b"", hello, halves[1], b"", hello, whole, b"true", b""]))
+    os.write(
+        theirs, b"\n".join([halves[0], b"", hello, halves[1], b"", hello, whole, b"true", b""])
+    )
     request = requests.next_request()
     assert request is not None
     assert (request.header["id"], os.pread(request.body.file, 9, 0)) == ("whole", b"true")

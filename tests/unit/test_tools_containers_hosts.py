@@ -57,7 +57,8 @@ async def test_the_least_loaded_host_is_taken() -> None:
 
 
 async def test_a_host_that_fails_rests_longer_each_time_while_others_work() -> None:
-    """Nothing waits; the first is asked again only after 0.5, 1 and 2 seconds; then it carries its share."""
+    """Nothing waits; the first is asked again only after 0.5, 1 and 2 seconds; then it carries its
+    share."""
     clock, bad, good = FakeTime(), FakeMaker("bad", fails=3), FakeMaker("good")
     hosts = hosts_of(clock, bad, good)
     asked = []
@@ -68,7 +69,9 @@ async def test_a_host_that_fails_rests_longer_each_time_while_others_work() -> N
             asked.append(clock.now)
         clock.now += 0.1
     assert clock.slept == []
-    assert [later - sooner for sooner, later in pairwise(asked)] == pytest.approx([0.5, 1.0], abs=0.11)
+    assert [later - sooner for sooner, later in pairwise(asked)] == pytest.approx(
+        [0.5, 1.0], abs=0.11
+    )
     assert bad.made > 0
 
 
@@ -90,6 +93,8 @@ def test_a_recipe_shows_the_tools_own_code_unless_the_image_has_it() -> None:
     shown = {place.rpartition("/")[2] for _, place in RECIPE.code}
     assert shown == {"treadle_tools", "support"}
     assert make_recipe(COUNTER, code_in_image=True).code == ()
-    absent = Tool(name="x", kind=Kind.STATELESS, description="", entry="no_such_module:f", arguments_schema={})
+    absent = Tool(
+        name="x", kind=Kind.STATELESS, description="", entry="no_such_module:f", arguments_schema={}
+    )
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         make_recipe(absent)

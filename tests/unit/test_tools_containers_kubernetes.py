@@ -9,7 +9,12 @@ import pytest
 from support.fake_api_server import NAMESPACE, FakeApiServer
 from support.fleets import COUNTER, fleet_on, make_recipe
 from treadle_tools.builtin import PYTHON
-from treadle_tools.sandbox.containers.kubernetes import KubernetesHost, can_resize, make_label, make_pod
+from treadle_tools.sandbox.containers.kubernetes import (
+    KubernetesHost,
+    can_resize,
+    make_label,
+    make_pod,
+)
 from treadle_tools.sandbox.sandboxes import SandboxLost
 from treadle_tools.tool import Granted, Status
 
@@ -21,7 +26,8 @@ async def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     """A fake API server, to which KUBECONFIG leads."""
     fake = FakeApiServer(PATHS)
     monkeypatch.setattr(
-        "kubernetes_asyncio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(await fake.start(tmp_path))
+        "kubernetes_asyncio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION",
+        str(await fake.start(tmp_path)),
     )
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     yield fake
@@ -32,7 +38,9 @@ def host() -> KubernetesHost:
     return KubernetesHost(owner="my mesh:7405", namespace=NAMESPACE)
 
 
-async def test_a_pod_is_made_asked_resized_and_deleted(server: FakeApiServer, tmp_path: Path) -> None:
+async def test_a_pod_is_made_asked_resized_and_deleted(
+    server: FakeApiServer, tmp_path: Path
+) -> None:
     pods = host()
     assert await pods.check() == "kubernetes v1.35.0-fake"
     async with fleet_on([pods], tmp_path / "state", tools=[COUNTER]) as fleet:
@@ -40,9 +48,11 @@ async def test_a_pod_is_made_asked_resized_and_deleted(server: FakeApiServer, tm
         await sandbox.ask("open", {"start": 1}, COUNTER.limits, 64)
         reply = await sandbox.ask("step", {"add": 2}, Granted(cpu_cores=4, cores=(0, 1, 2, 3)), 64)
         assert (reply["output"], reply["status"]) == ("3", "ok")
-        assert (await sandbox.ask("step", {"code": "print('x' * 200_000)"}, Granted(output_bytes=10**6), 64))[
-            "output"
-        ] == ("x" * 200_000 + "\n")
+        assert (
+            await sandbox.ask(
+                "step", {"code": "print('x' * 200_000)"}, Granted(output_bytes=10**6), 64
+            )
+        )["output"] == ("x" * 200_000 + "\n")
         pod = server.pods[sandbox.name]
         cores = [patch["spec"]["containers"][0]["resources"] for patch in pod.resized]
         assert {"limits": {"cpu": "4"}} in cores
@@ -57,7 +67,9 @@ async def test_an_old_server_is_asked_for_no_resize(server: FakeApiServer, tmp_p
     await pods.check()
     async with fleet_on([pods], tmp_path / "state", tools=[PYTHON]) as fleet:
         sandbox = await fleet.take("python")
-        assert (await sandbox.ask("call", {"code": "1"}, Granted(cpu_cores=2), 64))["output"] == "1\n"
+        assert (await sandbox.ask("call", {"code": "1"}, Granted(cpu_cores=2), 64))[
+            "output"
+        ] == "1\n"
         assert server.pods[sandbox.name].resized == []
     assert not any(path.endswith("/resize") for _, path in server.requests)
 
@@ -78,7 +90,9 @@ async def test_sessions_of_pods_outlive_the_service(server: FakeApiServer, tmp_p
     assert server.pods == {}
 
 
-async def test_a_pod_that_the_kernel_killed_for_memory_is_reported_so(server: FakeApiServer, tmp_path: Path) -> None:
+async def test_a_pod_that_the_kernel_killed_for_memory_is_reported_so(
+    server: FakeApiServer, tmp_path: Path
+) -> None:
     async with fleet_on([host()], tmp_path / "state", tools=[COUNTER]) as fleet:
         sandbox = await fleet.take("counter")
         await sandbox.ask("open", {}, COUNTER.limits, 64)
@@ -92,7 +106,9 @@ async def test_a_pod_that_the_kernel_killed_for_memory_is_reported_so(server: Fa
         sandbox.close()
 
 
-async def test_a_refused_or_hopeless_pod_is_tried_again_and_not_left(server: FakeApiServer, tmp_path: Path) -> None:
+async def test_a_refused_or_hopeless_pod_is_tried_again_and_not_left(
+    server: FakeApiServer, tmp_path: Path
+) -> None:
     """A quota that is full for a moment; then an image that nobody has."""
     server.refuses = [403, 500]
     async with fleet_on([host()], tmp_path / "state", tools=[PYTHON]) as fleet:
@@ -119,13 +135,17 @@ def test_a_pod_is_valid_and_restricted() -> None:
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     assert spec["automountServiceAccountToken"] is False
     assert container["securityContext"] == {
-        "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
-    }  # fmt: skip
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
     assert spec["volumes"][0]["emptyDir"]["sizeLimit"] == str(PYTHON.work_bytes)
     assert pod["metadata"]["labels"]["treadle.tools/network"] == "none"
 
 
-@pytest.mark.parametrize(("minor", "resized"), [("31", False), ("32+", False), ("33", True), ("35+", True)])
+@pytest.mark.parametrize(
+    ("minor", "resized"), [("31", False), ("32+", False), ("33", True), ("35+", True)]
+)
 def test_servers_resize_from_a_version_on(minor: str, resized: bool) -> None:
     assert can_resize("1", minor) is resized
 

@@ -1,4 +1,5 @@
-"""The file of functions, judges and GPU services: the examples of docs/rewards.md are read, and hosts are matched."""
+"""The file of functions, judges and GPU services: the examples of docs/rewards.md are read, and
+hosts are matched."""
 
 import json
 import re
@@ -32,7 +33,10 @@ def test_the_examples_of_the_page_are_read_as_it_says(tmp_path: Path) -> None:
     assert isinstance(search.remote, HttpFunction)
     assert isinstance(helpful.remote, Judge)
     assert (search.kind, search.provider, search.limits.wall_s) == (Kind.STATELESS, "search", 120)
-    assert (helpful.kind, helpful.arguments_schema["required"]) == (Kind.REWARD, ["question", "answer"])
+    assert (helpful.kind, helpful.arguments_schema["required"]) == (
+        Kind.REWARD,
+        ["question", "answer"],
+    )
     assert [server.url for server in declared.servers] == ["http://a:30000", "http://a:30001"]
     defaults = HttpFunction(name="f", url="http://a/")
     times = (defaults.connect_s, defaults.cold_s, defaults.idle_s)
@@ -70,11 +74,17 @@ GPUS = {
 @pytest.mark.parametrize(
     ("document", "words"),
     [
-        ({"function": [FUNCTION | {"url": "http://example.org/"}]}, "'example.org'.*FUNCTION_HOSTS"),
+        (
+            {"function": [FUNCTION | {"url": "http://example.org/"}]},
+            "'example.org'.*FUNCTION_HOSTS",
+        ),
         ({"function": [FUNCTION | {"url": "ftp://a/"}]}, "function.0.url.*http://"),
         ({"function": [FUNCTION | {"tries": 0}]}, "function.0.tries.*1"),
         ({"function": [FUNCTION | {"timeout": 3}]}, "function.0.timeout.*not permitted"),
-        ({"function": [FUNCTION | {"headers_from_env": {"Authorization": "NOT_SET"}}]}, "Authorization.*NOT_SET"),
+        (
+            {"function": [FUNCTION | {"headers_from_env": {"Authorization": "NOT_SET"}}]},
+            "Authorization.*NOT_SET",
+        ),
         ({"judge": [JUDGE | {"endpoints": []}]}, "name `endpoints`, or a GPU `service`"),
         ({"judge": [JUDGE | {"prompt": "costs $5"}]}, "judge.0.prompt"),
         ({"judge": [JUDGE | {"score": "score"}]}, "one group"),
@@ -87,7 +97,9 @@ GPUS = {
         (GPUS | {"gpus": {"gpu_bytes": 100, "nodes": {"n": [9]}}}, "gpus.nodes.n.0"),
     ],
 )
-def test_what_cannot_be_used_is_refused_in_one_line(tmp_path: Path, document: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_used_is_refused_in_one_line(
+    tmp_path: Path, document: dict[str, Any], words: str
+) -> None:
     path = tmp_path / "f.json"
     path.write_text(json.dumps(document))
     with pytest.raises(DeclarationError, match=words):
@@ -127,7 +139,9 @@ def test_providers_are_read_from_toml_and_json(tmp_path: Path) -> None:
     (tmp_path / "p.toml").write_text(PROVIDERS)
     found = read_providers(str(tmp_path / "p.toml"))
     quotas = (Quota(10, 1.0), Quota(1000, 86400.0, False, 2.0))
-    assert found["search"].provider == Provider("search", 8, quotas, BreakerRule(failures=3, cooldown_s=2.5))
+    assert found["search"].provider == Provider(
+        "search", 8, quotas, BreakerRule(failures=3, cooldown_s=2.5)
+    )
     assert found["pdf"].provider == Provider("pdf")
     (tmp_path / "p.json").write_text(json.dumps({"provider": [{"name": "pdf", "concurrency": 2}]}))
     assert read_providers(str(tmp_path / "p.json"))["pdf"].provider.concurrency == 2
@@ -138,11 +152,23 @@ def test_providers_are_read_from_toml_and_json(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("[[provider]]\nname = 'a'\nconcurency = 2", "provider.0.concurency"),
-        ("[[provider]]\nname = 'a'\nconcurrency = 0", "provider[0]: provider.concurrency: must be at least 1"),
-        ("[[provider]]\nname = 'a'\n[[provider]]\nname = 'a'", "provider[1].name: 'a' is there twice"),
+        (
+            "[[provider]]\nname = 'a'\nconcurrency = 0",
+            "provider[0]: provider.concurrency: must be at least 1",
+        ),
+        (
+            "[[provider]]\nname = 'a'\n[[provider]]\nname = 'a'",
+            "provider[1].name: 'a' is there twice",
+        ),
         ("[[provider]]\nname = 'a b'", "provider[0]: name"),
-        ("[[provider]]\nname = 'a'\nquota = [{ count = 1, period_s = nan }]", "provider.0.quota.0.period_s"),
-        ("[[provider]]\nname = 'a'\nquota = [{ count = 1, period_s = 1, slack = 1 }]", "provider.0.quota.0.slack"),
+        (
+            "[[provider]]\nname = 'a'\nquota = [{ count = 1, period_s = nan }]",
+            "provider.0.quota.0.period_s",
+        ),
+        (
+            "[[provider]]\nname = 'a'\nquota = [{ count = 1, period_s = 1, slack = 1 }]",
+            "provider.0.quota.0.slack",
+        ),
         ("[[provider]]\nname = 'a'\nbreaker = { failure = 1 }", "provider.0.breaker.failure"),
         ("provider = 3 3", "line 1"),
     ],

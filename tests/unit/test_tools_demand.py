@@ -5,11 +5,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from treadle_core.tools.action import CPU_CORES, MEMORY_BYTES, Action, Amdahl, Fixed, Measured, Range
+from treadle_core.tools.action import (
+    CPU_CORES,
+    MEMORY_BYTES,
+    Action,
+    Amdahl,
+    Fixed,
+    Measured,
+    Range,
+)
 from treadle_core.tools.action import UnitSet as Units
 from treadle_tools.builtin import FROZEN_LAKE, PYTHON
 from treadle_tools.registry import RegistrationError, Registry
-from treadle_tools.scheduling.resources import NODE_ID, Demands, find_node, parse_cpu_list, total_memory_bytes
+from treadle_tools.scheduling.resources import (
+    NODE_ID,
+    Demands,
+    find_node,
+    parse_cpu_list,
+    total_memory_bytes,
+)
 from treadle_tools.tool import MIB, Limits, Result, Scaling, Status, Tool
 
 GIB = 1024 * MIB
@@ -23,7 +37,9 @@ def ended(execution_s: float, cores: int = 1, overhead_s: float = 0.0) -> Result
     return Result(Status.OK, execution_s=execution_s, overhead_s=overhead_s, cores=cores)
 
 
-def test_a_tool_without_scaling_asks_for_its_cores_and_a_session_for_memory_but_for_no_more_than_there_is() -> None:
+def test_a_tool_without_scaling_asks_for_its_cores_and_a_session_for_memory_but_for_no_more_than_there_is() -> (
+    None
+):
     demands = Demands(4, GIB, {})
     limits = Limits(cpu_cores=8, memory_bytes=4 * GIB)
     once = demands.action("x", "x", tool(cores=8), limits)
@@ -44,7 +60,9 @@ def test_a_tool_without_scaling_asks_for_its_cores_and_a_session_for_memory_but_
         ((4, 8), 2, Range(2, 2)),
     ],
 )
-def test_a_tool_that_scales_asks_for_what_it_can_use(cores: tuple[int, ...], most: int, demand: object) -> None:
+def test_a_tool_that_scales_asks_for_what_it_can_use(
+    cores: tuple[int, ...], most: int, demand: object
+) -> None:
     scaling = Scaling(cores, serial_share=0.1, single_core_s=20.0)
     action = Demands(16, GIB, {}).action("x", "x", tool(scaling), Limits(cpu_cores=most))
     assert action.cost[CPU_CORES] == demand
@@ -53,9 +71,8 @@ def test_a_tool_that_scales_asks_for_what_it_can_use(cores: tuple[int, ...], mos
 
 
 def test_durations_are_learned_for_one_core_and_told_for_as_many_as_lately() -> None:
-    """
-    WHEN    an action of 8 s took 1 s on the 8 of its cores that scale by half
-    Result: one core takes 4 s of that, and 0.1 s goes beside; the next should take as long as this one did"""
+    """WHEN    an action of 8 s took 1 s on the 8 of its cores that scale by half Result: one core
+    takes 4 s of that, and 0.1 s goes beside; the next should take as long as this one did"""
     demands = Demands(16, GIB, {})
     scaled = tool(Scaling((1, 8), efficiency=((1, 1.0), (8, 0.5))))
 

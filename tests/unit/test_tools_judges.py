@@ -29,7 +29,10 @@ def test_arguments_stand_where_they_are_named_and_are_no_templates_themselves() 
         {"role": "user", "content": 'Q: what is $answer?\nA: ["x", 1] costs $5. what is $answer?'},
     ]
     assert (body["model"], body["temperature"]) == ("m", 0.0)
-    assert chat_request(JUDGE, {"question": "", "answer": "", "mood": ""}, again=True)["temperature"] > 0
+    assert (
+        chat_request(JUDGE, {"question": "", "answer": "", "mood": ""}, again=True)["temperature"]
+        > 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,13 +49,17 @@ def test_the_last_score_counts(text: str, score: float) -> None:
     assert read_score(JUDGE, text) == score
 
 
-@pytest.mark.parametrize("text", ["", "no idea", "Score: 0", "Score: 6", "Score: -1", "Score: many"])
+@pytest.mark.parametrize(
+    "text", ["", "no idea", "Score: 0", "Score: 6", "Score: -1", "Score: many"]
+)
 def test_what_is_no_score_in_range_is_none(text: str) -> None:
     with pytest.raises(NoScore):
         read_score(JUDGE, text)
 
 
-@pytest.mark.parametrize("reply", [{}, [], None, {"choices": []}, {"choices": [{"message": {"content": None}}]}])
+@pytest.mark.parametrize(
+    "reply", [{}, [], None, {"choices": []}, {"choices": [{"message": {"content": None}}]}]
+)
 def test_what_is_no_completion_has_no_answer(reply: object) -> None:
     with pytest.raises(NoScore):
         read_answer(Reply(json.dumps(reply).encode(), "application/json"))

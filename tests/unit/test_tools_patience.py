@@ -1,4 +1,5 @@
-"""How long a function is waited for: as one that may have to start, else as long as it was seen to take."""
+"""How long a function is waited for: as one that may have to start, else as long as it was seen to
+take."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,8 +43,13 @@ def test_after_a_failure_all_is_forgotten_but_what_is_allowed() -> None:
     assert patience.longest_s(1.1) == COLD_S
 
 
-@given(st.lists(st.tuples(st.floats(0.0, 500.0), st.floats(0.0, 500.0)), max_size=30), st.floats(0.5, 200.0))
-def test_no_wait_is_longer_than_is_allowed(answers: list[tuple[float, float]], cold_s: float) -> None:
+@given(
+    st.lists(st.tuples(st.floats(0.0, 500.0), st.floats(0.0, 500.0)), max_size=30),
+    st.floats(0.5, 200.0),
+)
+def test_no_wait_is_longer_than_is_allowed(
+    answers: list[tuple[float, float]], cold_s: float
+) -> None:
     patience = Patience(cold_s, IDLE_S)
     now_s = 0.0
     for pause_s, waited_s in answers:

@@ -13,7 +13,9 @@ from treadle.environments.reasoning import EVALUATED
 from treadle_tools.builtin.reasoning import ReasoningTask, is_formula
 from treadle_tools.tool import Outcome
 
-NEEDS_MORE = frozenset({"composite"})  # tasks that are made of others, which an opening does not name
+NEEDS_MORE = frozenset(
+    {"composite"}
+)  # tasks that are made of others, which an opening does not name
 
 
 class NoSandbox:
@@ -43,7 +45,9 @@ def hostile(path: Path) -> list[str]:
 
 
 # One library of questions leaves its file open.
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 @pytest.mark.parametrize("task", sorted(DATASETS.keys() - NEEDS_MORE))
 def test_no_answer_is_run(task: str, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"task": task, "seed": 3}
@@ -63,7 +67,9 @@ class Alone:
         return await work()
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 @pytest.mark.parametrize("task", sorted(DATASETS.keys() - NEEDS_MORE))
 async def test_no_answer_is_run_in_the_clients_process(task: str, tmp_path: Path) -> None:
     """Where a rule would run it, the client refuses to play the task."""
@@ -81,7 +87,8 @@ async def test_no_answer_is_run_in_the_clients_process(task: str, tmp_path: Path
 
 
 def test_no_task_needs_matplotlib() -> None:
-    """It is left out of the image of the tools service. An agent's code, which runs in a fork, finds none either."""
+    """It is left out of the image of the tools service. An agent's code, which runs in a fork,
+    finds none either."""
     script = """
 import sys
 class Missing:
@@ -123,11 +130,15 @@ except ModuleNotFoundError as error:
         ("x\n  y", False),
     ],
 )
-def test_a_formula_has_numbers_letters_and_functions_of_mathematics_alone(text: str, is_one: bool) -> None:
+def test_a_formula_has_numbers_letters_and_functions_of_mathematics_alone(
+    text: str, is_one: bool
+) -> None:
     assert is_formula(text) is is_one
 
 
-@pytest.mark.parametrize("task", ["string_insertion", "n_queens", "puzzle24", "countdown", "simple_integration"])
+@pytest.mark.parametrize(
+    "task", ["string_insertion", "n_queens", "puzzle24", "countdown", "simple_integration"]
+)
 def test_a_right_answer_still_scores(task: str) -> None:
     made = ReasoningTask({"task": task, "seed": 1}, NoSandbox())
     outcome = made.step({"answer": str(made._entry["answer"])})

@@ -87,7 +87,11 @@ def test_a_step_is_an_answer_or_code_and_not_both() -> None:
 
 
 def test_a_nested_argument_is_named_by_its_path() -> None:
-    schema = {"properties": {"files": {"items": {"properties": {"path": {"type": "string"}}, "required": ["path"]}}}}
+    schema = {
+        "properties": {
+            "files": {"items": {"properties": {"path": {"type": "string"}}, "required": ["path"]}}
+        }
+    }
     tool = replace(PYTHON, arguments_schema=schema)
     with pytest.raises(InvalidArgument) as refused:
         Registry([tool]).step_arguments(tool, '{"files": [{"path": "a"}, {}]}')

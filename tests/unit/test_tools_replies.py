@@ -1,4 +1,5 @@
-"""What the service makes of answers that nobody can trust: every answer is a Result, and every Result can be stored."""
+"""What the service makes of answers that nobody can trust: every answer is a Result, and every
+Result can be stored."""
 
 import json
 import math
@@ -26,16 +27,35 @@ OUTPUT_BYTES = 1000
 STATELESS = Tool("t", Kind.STATELESS, "", "m:f", {})
 REWARD = Tool("r", Kind.REWARD, "", "m:f", {})
 TOOLS = (PYTHON, FROZEN_LAKE, PYTHON_TESTS, STATELESS, REWARD)
-FIELDS = ("status", "output", "error", "reward", "done", "data_json", "invalid", "retry_after_s", "alive", "soiled")
+FIELDS = (
+    "status",
+    "output",
+    "error",
+    "reward",
+    "done",
+    "data_json",
+    "invalid",
+    "retry_after_s",
+    "alive",
+    "soiled",
+)
 
-texts = st.text(st.characters(exclude_categories=()), max_size=20) | st.sampled_from(["é" * 400_000, "\ud800", "\0"])
+texts = st.text(st.characters(exclude_categories=()), max_size=20) | st.sampled_from(
+    ["é" * 400_000, "\ud800", "\0"]
+)
 numbers = st.floats() | st.integers() | st.sampled_from([10**500, -(10**500), 1e300, 2**63])
 values = st.recursive(
-    st.none() | st.booleans() | numbers | texts | st.sampled_from(["ok", "crashed", "{}", "[" * 100_000, "NaN"]),
+    st.none()
+    | st.booleans()
+    | numbers
+    | texts
+    | st.sampled_from(["ok", "crashed", "{}", "[" * 100_000, "NaN"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=5,
 )
-replies = st.dictionaries(st.sampled_from(FIELDS), values) | st.dictionaries(texts, values, max_size=3)
+replies = st.dictionaries(st.sampled_from(FIELDS), values) | st.dictionaries(
+    texts, values, max_size=3
+)
 
 
 def require_sound(result: Result, tool: Tool) -> None:
@@ -49,9 +69,17 @@ def require_sound(result: Result, tool: Tool) -> None:
     if result.data_json:
         json.loads(result.data_json)
     if result.invalid is not None:
-        assert all(len(each.encode("utf-8", "surrogatepass")) <= MOST_ERROR_BYTES for each in result.invalid)
+        assert all(
+            len(each.encode("utf-8", "surrogatepass")) <= MOST_ERROR_BYTES
+            for each in result.invalid
+        )
     if tool.runs_code:
-        assert (result.reward, result.done, result.data_json, result.invalid) == (None, False, "", None)
+        assert (result.reward, result.done, result.data_json, result.invalid) == (
+            None,
+            False,
+            "",
+            None,
+        )
     convert.result_message(result).SerializeToString()
 
 
@@ -60,14 +88,20 @@ def test_whatever_a_sandbox_answers_is_a_sound_result(reply: dict[str, Any], too
     require_sound(result_of(reply, tool, OUTPUT_BYTES), tool)
 
 
-@given(value=values | replies, tool=st.sampled_from([STATELESS, REWARD, PYTHON_TESTS]), cut_at=st.integers(0, 50))
+@given(
+    value=values | replies,
+    tool=st.sampled_from([STATELESS, REWARD, PYTHON_TESTS]),
+    cut_at=st.integers(0, 50),
+)
 def test_whatever_a_function_answers_is_a_sound_result(value: Any, tool: Tool, cut_at: int) -> None:
     body = json.dumps(value).encode()
     for each in (body, body[:cut_at], body[cut_at:]):
         require_sound(result_of_function(Reply(each, "application/json"), tool, OUTPUT_BYTES), tool)
 
 
-@given(body=st.binary(max_size=200), content_type=st.sampled_from(["application/json", "text/plain"]))
+@given(
+    body=st.binary(max_size=200), content_type=st.sampled_from(["application/json", "text/plain"])
+)
 def test_bytes_that_are_nothing_are_a_sound_result(body: bytes, content_type: str) -> None:
     require_sound(result_of_function(Reply(body, content_type), REWARD, OUTPUT_BYTES), REWARD)
 
@@ -101,11 +135,19 @@ def test_a_field_that_is_wrong_is_named(field: str, value: Any, says: str) -> No
 
 def test_long_texts_are_cut() -> None:
     refusal = ["n" * 10_000, "w" * 10_000]
-    reply = {"status": "tool_error", "output": "é" * 10_000, "error": "e" * 10_000, "invalid": refusal}
+    reply = {
+        "status": "tool_error",
+        "output": "é" * 10_000,
+        "error": "e" * 10_000,
+        "invalid": refusal,
+    }
     result = result_of(reply, STATELESS, OUTPUT_BYTES)
     assert result.invalid is not None
     assert [len(each) for each in result.invalid] == [MOST_NAME_BYTES, MOST_ERROR_BYTES]
-    assert (len(result.error), result.output) == (MOST_ERROR_BYTES, "é" * ((OUTPUT_BYTES + CUT_MARK_BYTES) // 2))
+    assert (len(result.error), result.output) == (
+        MOST_ERROR_BYTES,
+        "é" * ((OUTPUT_BYTES + CUT_MARK_BYTES) // 2),
+    )
 
 
 def test_a_tool_without_a_provider_has_nobody_who_could_be_left_alone() -> None:

@@ -1,4 +1,5 @@
-"""Which sandboxes wait for a trajectory's next call; with real ones in `scenario/test_tools_reused_sandboxes.py`."""
+"""Which sandboxes wait for a trajectory's next call; with real ones in
+`scenario/test_tools_reused_sandboxes.py`."""
 
 import asyncio
 
@@ -34,11 +35,20 @@ def test_a_sandbox_is_its_trajectorys_alone_and_only_while_it_lives() -> None:
 
 
 def test_a_sandbox_that_another_one_replaces_is_closed() -> None:
-    """One of the same trajectory, or, where too many wait, of the trajectory that has waited longest."""
-    sandboxes, (first, second, third, fourth) = ReusedSandboxes(most=2, kept_s=60.0), [FakeSandbox() for _ in range(4)]
+    """One of the same trajectory, or, where too many wait, of the trajectory that has waited
+    longest."""
+    sandboxes, (first, second, third, fourth) = (
+        ReusedSandboxes(most=2, kept_s=60.0),
+        [FakeSandbox() for _ in range(4)],
+    )
     for trajectory_id, sandbox in (("t", first), ("t", second), ("u", third), ("v", fourth)):
         sandboxes.add(trajectory_id, PYTHON, sandbox)
-    assert [sandbox.alive for sandbox in (first, second, third, fourth)] == [False, False, True, True]
+    assert [sandbox.alive for sandbox in (first, second, third, fourth)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 async def test_a_sandbox_that_nobody_comes_for_is_closed() -> None:

@@ -28,25 +28,42 @@ SITE = Path(sysconfig.get_path("purelib"))
 
 
 def binds(command: list[str]) -> set[str]:
-    return {command[index + 1] for index, word in enumerate(command) if word in ("--ro-bind", "--bind", "--dev-bind")}
+    return {
+        command[index + 1]
+        for index, word in enumerate(command)
+        if word in ("--ro-bind", "--bind", "--dev-bind")
+    }
 
 
 @pytest.mark.parametrize("drop_root", [False, True])
 def test_the_sandbox_sees_python_and_nothing_else_of_the_host(drop_root: bool) -> None:
     for tool in TOOLS:
-        command = list(Bubblewrap("/usr/bin/bwrap", "0.8.0", user=None, drop_root=drop_root).recipe(tool).command)
+        command = list(
+            Bubblewrap("/usr/bin/bwrap", "0.8.0", user=None, drop_root=drop_root)
+            .recipe(tool)
+            .command
+        )
         package = Path(sys.modules["treadle_tools"].__path__[0])
         allowed = [Path("/usr"), Path("/lib"), Path("/lib64"), Path(sys.base_prefix), SITE, package]
         for bind in map(Path, binds(command)):
             assert any(bind.is_relative_to(folder) for folder in allowed), bind
         assert "--bind" not in command
-        flags = {"--unshare-net", "--unshare-pid", "--unshare-ipc", "--die-with-parent", "--new-session", "--clearenv"}
+        flags = {
+            "--unshare-net",
+            "--unshare-pid",
+            "--unshare-ipc",
+            "--die-with-parent",
+            "--new-session",
+            "--clearenv",
+        }
         assert flags <= set(command)
         assert ("--unshare-user" in command) is not drop_root
         assert command[command.index("--cap-drop") + 1] == "ALL"
 
 
-def test_a_tool_of_a_module_brings_its_package_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tool_of_a_module_brings_its_package_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "__init__.py").write_text("")
     (tmp_path / "my_module.py").write_text("")
@@ -61,15 +78,21 @@ def test_a_tool_of_a_module_brings_its_package_along(tmp_path: Path, monkeypatch
 
 
 def test_the_same_tool_has_the_same_recipe_in_every_run_of_the_service() -> None:
-    """The daemon ends sandboxes whose tool's recipe has changed; hashes, and so sets, differ between processes."""
+    """The daemon ends sandboxes whose tool's recipe has changed; hashes, and so sets, differ
+    between processes."""
     code = (
-        "from treadle_tools.builtin import TOOLS; from treadle_tools.sandbox.bubblewrap import find_code; "
+        "from treadle_tools.builtin import TOOLS; from treadle_tools.sandbox.bubblewrap import "
+        "find_code; "
         "print([find_code(tool) for tool in TOOLS])"
     )
     told = set()
     for seed in ("1", "2", "3", "4"):
         env = {**os.environ, "PYTHONHASHSEED": seed}
-        told.add(subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=True).stdout)
+        told.add(
+            subprocess.run(
+                [sys.executable, "-c", code], env=env, capture_output=True, check=True
+            ).stdout
+        )
     assert len(told) == 1
 
 
@@ -79,7 +102,9 @@ def test_a_missing_bubblewrap_names_the_command_that_installs_it(name: str) -> N
         find_bubblewrap(name)
 
 
-def test_where_the_system_has_no_bubblewrap_the_wheels_is_found_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_system_has_no_bubblewrap_the_wheels_is_found_and_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with monkeypatch.context() as bare:
         bare.setenv("PATH", "")
         found = locate_bubblewrap()
@@ -96,7 +121,9 @@ def test_a_bubblewrap_that_root_cannot_use_is_run_by_nobody() -> None:
         folder = Path(name)
         folder.chmod(0o755)
         fake_bwrap = folder / "fake-bwrap"
-        fake_bwrap.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo fake 1.0 || [ "$(id -u)" = {NOBODY} ]\n')
+        fake_bwrap.write_text(
+            f'#!/bin/sh\n[ "$1" = --version ] && echo fake 1.0 || [ "$(id -u)" = {NOBODY} ]\n'
+        )
         fake_bwrap.chmod(0o755)
         found = find_bubblewrap(str(fake_bwrap))
     assert found == Bubblewrap(str(fake_bwrap), "1.0", user=NOBODY, drop_root=False)
@@ -122,9 +149,13 @@ def test_frames_pass_and_bad_ones_are_refused() -> None:
         messages.encode({"text": "x" * messages.MAX_FRAME_BYTES})
 
 
-def said(answer: object, printed: bytes = b"", most: int = 5, **header: object) -> dict[str, object]:
+def said(
+    answer: object, printed: bytes = b"", most: int = 5, **header: object
+) -> dict[str, object]:
     """What a reader makes of an answer."""
-    return messages.read_answer({"id": "one", "most_output": most, **header}, printed, json.dumps(answer).encode())
+    return messages.read_answer(
+        {"id": "one", "most_output": most, **header}, printed, json.dumps(answer).encode()
+    )
 
 
 def test_output_is_cut_at_a_character_and_says_so() -> None:
@@ -135,26 +166,50 @@ def test_output_is_cut_at_a_character_and_says_so() -> None:
 
 
 def test_an_answer_says_nothing_that_its_supervisor_says() -> None:
-    """It may name any field. Result: those of the supervisor and of the service's side are not taken from it."""
-    own = ("id", "alive", "again", "soiled", "truncated", "execution_s", "cpu_s", "oom_kills", "file")
+    """It may name any field. Result: those of the supervisor and of the service's side are not
+    taken from it."""
+    own = (
+        "id",
+        "alive",
+        "again",
+        "soiled",
+        "truncated",
+        "execution_s",
+        "cpu_s",
+        "oom_kills",
+        "file",
+    )
     answer = {"status": "ok", "reward": 1, **dict.fromkeys(own, "forged")}
     reply = said(answer, alive=True, again=False)
     assert reply == {
-        "id": "one", "alive": True, "again": False, "status": "ok", "reward": 1, "output": "", "error": "",
+        "id": "one",
+        "alive": True,
+        "again": False,
+        "status": "ok",
+        "reward": 1,
+        "output": "",
+        "error": "",
         "truncated": False,
-    }  # fmt: skip
+    }
     assert said(answer, status="timed_out", error="late") == {
-        "id": "one", "status": "timed_out", "error": "late", "output": "", "truncated": False,
-    }  # fmt: skip
+        "id": "one",
+        "status": "timed_out",
+        "error": "late",
+        "output": "",
+        "truncated": False,
+    }
 
 
-@pytest.mark.parametrize("answer", [[], "text", {"output": 1}, {"error": []}, {"output": "", "error": None}])
+@pytest.mark.parametrize(
+    "answer", [[], "text", {"output": 1}, {"error": []}, {"output": "", "error": None}]
+)
 def test_an_answer_that_is_none_is_crashed(answer: object) -> None:
     assert (said(answer)["status"], said(answer)["error"]) == ("crashed", messages.NOT_VALID)
 
 
 def test_content_leaves_nothing_in_memory() -> None:
-    """Through a socket and a pipe, in pieces, cut at the end. Result: the file has it, and no object of the process."""
+    """Through a socket and a pipe, in pieces, cut at the end. Result: the file has it, and no
+    object of the process."""
     secret = os.urandom(50_000).hex().encode()
     ours, theirs = socket.socketpair()
     read_end, write_end = os.pipe()

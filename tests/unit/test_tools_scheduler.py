@@ -1,4 +1,5 @@
-"""Actions start first come, first served, never on more than there is, and nothing is lost when a caller gives up."""
+"""Actions start first come, first served, never on more than there is, and nothing is lost when a
+caller gives up."""
 
 import asyncio
 import time
@@ -46,7 +47,9 @@ def scales(name: str, most: int) -> Action:
 class Holder:
     """An action that holds what it gets until it is told to let go."""
 
-    def __init__(self, group: asyncio.TaskGroup, turns: ActionScheduler, action: Action, job: str = "one") -> None:
+    def __init__(
+        self, group: asyncio.TaskGroup, turns: ActionScheduler, action: Action, job: str = "one"
+    ) -> None:
         self.holds = asyncio.Event()
         self.let_go = asyncio.Event()
         self.cores: tuple[int, ...] = ()
@@ -73,9 +76,16 @@ async def test_a_large_action_is_not_passed_by_later_small_ones() -> None:
     async with turns_of(4, max_waiting=10) as turns, asyncio.TaskGroup() as group:
         first = Holder(group, turns, wants("first", 2))
         await settled()
-        large, small = Holder(group, turns, wants("large", 4)), Holder(group, turns, wants("small", 1))
+        large, small = (
+            Holder(group, turns, wants("large", 4)),
+            Holder(group, turns, wants("small", 1)),
+        )
         await settled()
-        assert (first.holds.is_set(), large.holds.is_set(), small.holds.is_set()) == (True, False, False)
+        assert (first.holds.is_set(), large.holds.is_set(), small.holds.is_set()) == (
+            True,
+            False,
+            False,
+        )
         first.let_go.set()
         await large.holds.wait()
         assert not small.holds.is_set()
@@ -85,15 +95,19 @@ async def test_a_large_action_is_not_passed_by_later_small_ones() -> None:
 
 
 async def test_a_job_that_asks_for_a_lot_does_not_keep_others_waiting() -> None:
-    """One core. A job has ten actions in the queue when another one asks for two. Result: they take turns, and later
-    the first job's go in their order."""
+    """One core. A job has ten actions in the queue when another one asks for two. Result: they take
+    turns, and later the first job's go in their order."""
     order: list[str] = []
     async with turns_of(1, max_waiting=20) as turns, asyncio.TaskGroup() as group:
         held = Holder(group, turns, wants("held", 1))
         await settled()
-        waiting = {f"many-{at}": Holder(group, turns, wants(f"many-{at}", 1), "many") for at in range(10)}
+        waiting = {
+            f"many-{at}": Holder(group, turns, wants(f"many-{at}", 1), "many") for at in range(10)
+        }
         await settled()
-        waiting |= {f"few-{at}": Holder(group, turns, wants(f"few-{at}", 1), "few") for at in range(2)}
+        waiting |= {
+            f"few-{at}": Holder(group, turns, wants(f"few-{at}", 1), "few") for at in range(2)
+        }
         await settled()
         held.let_go.set()
         while waiting:
@@ -126,10 +140,15 @@ async def test_an_action_that_gives_up_leaves_the_queue() -> None:
         while served and len(turns.dispatcher) == 1:
             served.pop().task.cancel()
 
-    async with turns_of(1, max_waiting=10, decided=cancel_the_served) as turns, asyncio.TaskGroup() as group:
+    async with (
+        turns_of(1, max_waiting=10, decided=cancel_the_served) as turns,
+        asyncio.TaskGroup() as group,
+    ):
         first = Holder(group, turns, wants("first", 1))
         await first.holds.wait()
-        waits, second, last = (Holder(group, turns, wants(name, 1)) for name in ("waits", "second", "last"))
+        waits, second, last = (
+            Holder(group, turns, wants(name, 1)) for name in ("waits", "second", "last")
+        )
         await until(lambda: len(turns.dispatcher) == 3)
         waits.task.cancel()
         await until(lambda: len(turns.dispatcher) == 2)
@@ -185,9 +204,9 @@ async def test_a_provider_that_refuses_is_left_alone_until_it_said_and_then_call
 
 
 async def test_a_turn_that_comes_by_the_clock_as_a_decision_is_made_is_not_missed() -> None:
+    """WHEN    a decision falls just before the time that a provider asked to wait for, and ends
+    after it Result: the call's turn comes all the same, long before its quota would be whole again
     """
-    WHEN    a decision falls just before the time that a provider asked to wait for, and ends after it
-    Result: the call's turn comes all the same, long before its quota would be whole again"""
     until_s = float("inf")
 
     def clock() -> float:

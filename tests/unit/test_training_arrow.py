@@ -24,7 +24,8 @@ def trajectories(draw: st.DrawFn) -> TrainingTrajectory:
         loss_mask=draw(st.lists(st.integers(0, 1), min_size=length, max_size=length)),
         logprobs=draw(st.lists(st.floats(-100, 0, width=32), min_size=length, max_size=length)),
         version_spans=tuple(
-            VersionSpan(draw(NAMES), start, start + 1) for start in range(draw(st.integers(0, min(length, 3))))
+            VersionSpan(draw(NAMES), start, start + 1)
+            for start in range(draw(st.integers(0, min(length, 3))))
         ),
         reward=draw(st.floats(allow_nan=False)),
         truncated=draw(st.booleans()),
@@ -39,16 +40,29 @@ def test_a_batch_comes_back_from_a_table_as_it_was(batch: list[TrainingTrajector
     assert from_arrow(to_arrow(batch)) == batch
 
 
-def test_results_of_a_rollout_become_what_a_trainer_reads_also_through_a_file(tmp_path: Path) -> None:
+def test_results_of_a_rollout_become_what_a_trainer_reads_also_through_a_file(
+    tmp_path: Path,
+) -> None:
     spans = (VersionSpan("3", 1, 2),)
-    done = TrajectoryResult("t0", "p0", 0, [7, 8], [0, 1], [0.0, -0.5], spans, reward=0.5, outcome="truncated")
+    done = TrajectoryResult(
+        "t0", "p0", 0, [7, 8], [0, 1], [0.0, -0.5], spans, reward=0.5, outcome="truncated"
+    )
     cut = TrajectoryResult("", "p0", 1, outcome="cancelled")
     feather.write_feather(to_arrow([done, cut]), str(tmp_path / "rollout.arrow"))
     table = feather.read_table(str(tmp_path / "rollout.arrow"))
     assert table.column("reward").to_pylist() == [0.5, None]
     first, second = from_arrow(table)
-    assert (first.tokens, first.loss_mask, first.logprobs) == (done.tokens, done.loss_mask, done.logprobs)
-    assert (first.version_spans, first.reward, first.truncated, first.failed) == (spans, 0.5, True, False)
+    assert (first.tokens, first.loss_mask, first.logprobs) == (
+        done.tokens,
+        done.loss_mask,
+        done.logprobs,
+    )
+    assert (first.version_spans, first.reward, first.truncated, first.failed) == (
+        spans,
+        0.5,
+        True,
+        False,
+    )
     assert (second.tokens, second.reward, second.truncated, second.failed) == ([], 0.0, False, True)
 
 

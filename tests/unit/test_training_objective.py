@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from treadle import VersionSpan
-from treadle.training import IGNORED, PackedRow, group_advantages, measure_drift, measure_staleness, pack
+from treadle.training import (
+    IGNORED,
+    PackedRow,
+    group_advantages,
+    measure_drift,
+    measure_staleness,
+    pack,
+)
 from treadle.training.objective import LEAST_STD
 
 
@@ -24,14 +31,18 @@ class Made:
 
 
 @given(st.lists(st.floats(-100, 100), min_size=2, max_size=16))
-def test_advantages_of_a_group_have_mean_0_and_deviation_1_or_teach_nothing(rewards: list[float]) -> None:
+def test_advantages_of_a_group_have_mean_0_and_deviation_1_or_teach_nothing(
+    rewards: list[float],
+) -> None:
     advantages = group_advantages(rewards)
     if np.std(rewards) < LEAST_STD:
         assert not advantages.any()
         return
     assert advantages.mean() == pytest.approx(0.0, abs=1e-6)
     assert advantages.std() == pytest.approx(1.0)
-    assert group_advantages(rewards, scale_by_std=False) == pytest.approx(np.array(rewards) - np.mean(rewards))
+    assert group_advantages(rewards, scale_by_std=False) == pytest.approx(
+        np.array(rewards) - np.mean(rewards)
+    )
 
 
 def test_advantages_of_a_group_by_hand() -> None:
@@ -53,7 +64,8 @@ def rows_of(*logprobs: list[float]) -> list[PackedRow]:
 
 
 def shifted(row: PackedRow, by: dict[int, float]) -> np.ndarray:
-    """The row's old logprobs, those of each member higher by so much; nonsense where no label is trained on."""
+    """The row's old logprobs, those of each member higher by so much; nonsense where no label is
+    trained on."""
     member = np.array(row.members)[row.segments]
     new = row.old_logprobs + np.array([by.get(int(each), 0.0) for each in member])
     return np.where(row.labels == IGNORED, np.nan, new)
@@ -63,14 +75,20 @@ def test_equal_policies_have_no_drift() -> None:
     [row] = rows_of([-1.0, -2.0], [-0.5])
     report = measure_drift([row], [shifted(row, {})])
     assert (report.batch.tokens, report.batch.k1, report.batch.k3) == (3, 0.0, 0.0)
-    assert (report.batch.clip_fraction, report.batch.max_ratio, report.batch.is_large) == (0.0, 1.0, False)
+    assert (report.batch.clip_fraction, report.batch.max_ratio, report.batch.is_large) == (
+        0.0,
+        1.0,
+        False,
+    )
     assert "which is large" not in report.batch.describe()
 
 
 def test_drift_is_told_for_the_batch_and_for_the_trajectory_that_causes_it() -> None:
-    """The trainer gives one of two trajectories half the probability a token, and the other the same.
+    """The trainer gives one of two trajectories half the probability a token, and the other the
+    same.
 
-    Result: k1 = log 2, k3 = 1/2 - 1 + log 2 for the first, 0 for the second, and the mean over tokens for the batch.
+    Result: k1 = log 2, k3 = 1/2 - 1 + log 2 for the first, 0 for the second, and the mean over
+    tokens for the batch.
     """
     [row] = rows_of([-1.0, -2.0], [-0.5, -0.5])
     report = measure_drift([row], [shifted(row, {0: -math.log(2.0)})])
@@ -94,7 +112,9 @@ def test_the_clip_fraction_counts_both_sides_and_follows_the_bound() -> None:
 
 
 @given(st.lists(st.floats(-30, 0), min_size=1, max_size=20), st.floats(-500, 500))
-def test_k3_is_never_negative_and_finite_however_far_the_policies_are_apart(old: list[float], by: float) -> None:
+def test_k3_is_never_negative_and_finite_however_far_the_policies_are_apart(
+    old: list[float], by: float
+) -> None:
     [row] = rows_of(old)
     drift = measure_drift([row], [shifted(row, {0: by})]).batch
     assert drift.k3 >= -1e-6
@@ -118,5 +138,7 @@ def test_staleness_is_that_of_the_oldest_token() -> None:
     assert measure_staleness(Made(version_spans=spans), 3) == 3
     assert measure_staleness(Made(version_spans=spans[1:]), 3) == 1
     assert measure_staleness(Made(), 3) == 0
-    with pytest.raises(ValueError, match="trajectory t0: weight versions must be integers for a staleness, are v2"):
+    with pytest.raises(
+        ValueError, match="trajectory t0: weight versions must be integers for a staleness, are v2"
+    ):
         measure_staleness(Made(version_spans=(VersionSpan("v2", 0, 1),)), 3)

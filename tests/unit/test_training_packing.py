@@ -1,4 +1,5 @@
-"""Trajectories in packed rows: the same loss as padded, and exactly the tokens that were sampled."""
+"""Trajectories in packed rows: the same loss as padded, and exactly the tokens that were
+sampled."""
 
 import math
 from collections.abc import Sequence
@@ -39,11 +40,21 @@ class TinyModel:
 
     def __init__(self, seed: int) -> None:
         draw = torch.Generator().manual_seed(seed)
-        shapes = [(VOCABULARY, WIDTH), (64, WIDTH), (WIDTH, WIDTH), (WIDTH, WIDTH), (WIDTH, WIDTH), (WIDTH, VOCABULARY)]
+        shapes = [
+            (VOCABULARY, WIDTH),
+            (64, WIDTH),
+            (WIDTH, WIDTH),
+            (WIDTH, WIDTH),
+            (WIDTH, WIDTH),
+            (WIDTH, VOCABULARY),
+        ]
         self.parts = [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
 
-    def logits(self, tokens: torch.Tensor, positions: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-        """[n, VOCABULARY]. allowed: [n, n], whether a position (row) may look at another (column)."""
+    def logits(
+        self, tokens: torch.Tensor, positions: torch.Tensor, allowed: torch.Tensor
+    ) -> torch.Tensor:
+        """[n, VOCABULARY]. allowed: [n, n], whether a position (row) may look at another
+        (column)."""
         embedding, position, query, key, value, out = self.parts
         states = embedding[tokens] + position[positions]
         scores = (states @ query) @ (states @ key).T / math.sqrt(WIDTH)
@@ -51,7 +62,9 @@ class TinyModel:
         return (states + mixed) @ out
 
 
-def padded_loss(model: TinyModel, batch: Sequence[Made], normalise: Normalisation, constant: int) -> float:
+def padded_loss(
+    model: TinyModel, batch: Sequence[Made], normalise: Normalisation, constant: int
+) -> float:
     """Each trajectory alone, padded to the longest, weighted as the papers write it."""
     longest = max(len(each.tokens) for each in batch)
     sums, counts = [], []
@@ -60,7 +73,9 @@ def padded_loss(model: TinyModel, batch: Sequence[Made], normalise: Normalisatio
         tokens = torch.tensor(each.tokens + [0] * padding)
         mask = torch.tensor(each.loss_mask[1:] + [0] * padding, dtype=torch.float64)
         causal = torch.ones(longest, longest, dtype=torch.bool).tril()
-        losses = cross_entropy(model.logits(tokens, torch.arange(longest), causal)[:-1], tokens[1:], reduction="none")
+        losses = cross_entropy(
+            model.logits(tokens, torch.arange(longest), causal)[:-1], tokens[1:], reduction="none"
+        )
         sums.append(float((losses * mask[: longest - 1]).sum()))
         counts.append(sum(each.loss_mask))
     trained = [(total, count) for total, count in zip(sums, counts, strict=True) if count]
@@ -90,20 +105,28 @@ def test_the_loss_of_packed_rows_is_that_of_padded_trajectories(
         segments = torch.from_numpy(row.segments)
         causal = torch.ones(len(segments), len(segments), dtype=torch.bool).tril()
         allowed = causal & (segments[:, None] == segments[None, :])
-        logits = model.logits(torch.from_numpy(row.tokens), torch.from_numpy(row.position_ids), allowed)
-        losses = cross_entropy(logits, torch.from_numpy(row.labels), reduction="none", ignore_index=IGNORED)
+        logits = model.logits(
+            torch.from_numpy(row.tokens), torch.from_numpy(row.position_ids), allowed
+        )
+        losses = cross_entropy(
+            logits, torch.from_numpy(row.labels), reduction="none", ignore_index=IGNORED
+        )
         loss += float((losses * torch.from_numpy(row.weights)).sum())
     expected = padded_loss(model, batch, kind, constant)
     assert loss == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
 @given(batches(), st.integers(0, 20))
-def test_every_sampled_token_is_a_label_once_with_its_own_logprob_and_advantage(batch: list[Made], spare: int) -> None:
+def test_every_sampled_token_is_a_label_once_with_its_own_logprob_and_advantage(
+    batch: list[Made], spare: int
+) -> None:
     row_tokens = max(len(each.tokens) for each in batch) + spare
     advantages = [float(index + 1) for index in range(len(batch))]
     found: dict[int, list[tuple[int, float, float]]] = {}
     for row in pack(batch, row_tokens, advantages=advantages):
-        for member, start, end in zip(row.members, row.cu_seqlens[:-1], row.cu_seqlens[1:], strict=True):
+        for member, start, end in zip(
+            row.members, row.cu_seqlens[:-1], row.cu_seqlens[1:], strict=True
+        ):
             assert row.tokens[start:end].tolist() == batch[member].tokens
             trained = row.labels[start:end] != IGNORED
             found[member] = list(
@@ -117,7 +140,9 @@ def test_every_sampled_token_is_a_label_once_with_its_own_logprob_and_advantage(
     assert found == {
         index: [
             (token, logprob, advantages[index])
-            for token, sampled, logprob in zip(each.tokens, each.loss_mask, each.logprobs, strict=True)
+            for token, sampled, logprob in zip(
+                each.tokens, each.loss_mask, each.logprobs, strict=True
+            )
             if sampled
         ]
         for index, each in enumerate(batch)
@@ -127,7 +152,8 @@ def test_every_sampled_token_is_a_label_once_with_its_own_logprob_and_advantage(
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(30, 60))
 def test_rows_are_as_full_as_best_fit_makes_them(lengths: list[int], row_tokens: int) -> None:
-    """No trajectory of a later row would have fitted into an earlier one, and no row can be merged with another."""
+    """No trajectory of a later row would have fitted into an earlier one, and no row can be merged
+    with another."""
     batch = [Made(str(n), [1] * (n + 1), [0] + [1] * n, [0.0] * (n + 1)) for n in lengths]
     sizes = [len(row.tokens) for row in pack(batch, row_tokens + 1)]
     assert sum(sizes) == sum(lengths) + len(lengths)
@@ -145,16 +171,34 @@ def test_a_trajectory_that_sampled_nothing_is_left_out_and_not_counted() -> None
 @pytest.mark.parametrize(
     ("trajectory", "options", "message"),
     [
-        (Made("t9", [1, 2, 3], [0, 1, 1], [0.0] * 3), {"row_tokens": 2}, "t9 has 3 tokens: row_tokens must be at"),
-        (Made("t9", [1, 2], [0, 1], [0.0]), {}, "t9: .* equally long: 2 tokens, 2 of loss_mask, 1 logprobs"),
+        (
+            Made("t9", [1, 2, 3], [0, 1, 1], [0.0] * 3),
+            {"row_tokens": 2},
+            "t9 has 3 tokens: row_tokens must be at",
+        ),
+        (
+            Made("t9", [1, 2], [0, 1], [0.0]),
+            {},
+            "t9: .* equally long: 2 tokens, 2 of loss_mask, 1 logprobs",
+        ),
         (Made("t9", [1, 2], [1, 1], [0.0] * 2), {}, "t9: its first token counts as sampled"),
         (Made("t9", [1, 2], [0, 2], [0.0] * 2), {}, "t9: loss_mask must be 0 or 1"),
-        (Made("t9", [1, 2], [0, 1], [0.0] * 2), {"advantages": [1.0, 2.0]}, "one a trajectory: 2 for 1"),
+        (
+            Made("t9", [1, 2], [0, 1], [0.0] * 2),
+            {"advantages": [1.0, 2.0]},
+            "one a trajectory: 2 for 1",
+        ),
         (Made("t9", [1, 2], [0, 1], [0.0] * 2), {"normalise": "mean"}, "normalise must be"),
-        (Made("t9", [1, 2], [0, 1], [0.0] * 2), {"normalise": "constant"}, "constant_tokens must be > 0"),
+        (
+            Made("t9", [1, 2], [0, 1], [0.0] * 2),
+            {"normalise": "constant"},
+            "constant_tokens must be > 0",
+        ),
         (Made("t9", [1, 2], [0, 1], [0.0] * 2), {"constant_tokens": 5}, "and 0 otherwise"),
     ],
 )
-def test_what_cannot_be_packed_is_named(trajectory: Made, options: dict[str, object], message: str) -> None:
+def test_what_cannot_be_packed_is_named(
+    trajectory: Made, options: dict[str, object], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         pack([trajectory], **{"row_tokens": 8, **options})  # type: ignore[arg-type]

@@ -1,1 +1,2 @@
-"""The main job: the same agentic work on two engines, epoch after epoch, as frameworks do it and with Treadle."""
+"""The main job: the same agentic work on two engines, epoch after epoch, as frameworks do it and
+with Treadle."""

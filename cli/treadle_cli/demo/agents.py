@@ -1,8 +1,8 @@
 """The demo's environments: what a small model reads in each turn, and how its words become actions.
 
-A small model seldom keeps to a format, so the first words of each assistant's turn are given ("I move", a block of
-Python, "Answer:") and the model continues; given words have loss mask 0. What it writes is parsed tolerantly. A tool
-that fails is an observation.
+A small model seldom keeps to a format, so the first words of each assistant's turn are given ("I
+move", a block of Python, "Answer:") and the model continues; given words have loss mask 0. What it
+writes is parsed tolerantly. A tool that fails is an observation.
 """
 
 import asyncio
@@ -27,8 +27,8 @@ RETRY_HINT = "That printed no result. Try again with one line of Python."
 
 
 class DemoEnvironment(Environment):
-    """Lakes and puzzles in the mesh's sandboxes. tool_latency_s: added to every tool call, as if the tool were across a
-    network; 0 for none."""
+    """Lakes and puzzles in the mesh's sandboxes. tool_latency_s: added to every tool call, as if
+    the tool were across a network; 0 for none."""
 
     def __init__(self, tasks: Iterable[Task], tool_latency_s: float = 0.0) -> None:
         self._tasks, self._tool_latency_s = list(tasks), tool_latency_s
@@ -45,7 +45,9 @@ class DemoEnvironment(Environment):
 
 
 class _Play(Episode):
-    def __init__(self, task: Task, session: Session, trajectory: Trajectory, tool_latency_s: float) -> None:
+    def __init__(
+        self, task: Task, session: Session, trajectory: Trajectory, tool_latency_s: float
+    ) -> None:
         self._task, self._session, self._trajectory = task, session, trajectory
         self._tool_latency_s = tool_latency_s
 
@@ -71,8 +73,13 @@ class _Play(Episode):
         await self._session.close()
 
     def _next(self, result: ToolResult | None, reward: float, *, last: bool) -> Turn:
-        """After a move on the lake: the map. After Python: ask for the answer if it printed anything, else retry."""
-        message = "" if result is None else (result.output or result.error or result.status)[:MOST_OUTPUT_CHARS]
+        """After a move on the lake: the map. After Python: ask for the answer if it printed
+        anything, else retry."""
+        message = (
+            ""
+            if result is None
+            else (result.output or result.error or result.status)[:MOST_OUTPUT_CHARS]
+        )
         if self._task.kind == "lake":
             return self._turn(message or LAKE_HINT, LAKE_LEAD, reward)
         printed = result is not None and result.ok and bool(result.output.strip())
@@ -93,15 +100,18 @@ class _Play(Episode):
 
 _DIRECTION = re.compile(r"\b(left|down|right|up)\b", re.IGNORECASE)
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
-_ANSWERS = (re.compile(r"answer\s*(?:is|:|=)\s*\**\s*([^\n*]+)", re.IGNORECASE), re.compile(r"\\boxed\{([^{}]*)\}"))
+_ANSWERS = (
+    re.compile(r"answer\s*(?:is|:|=)\s*\**\s*([^\n*]+)", re.IGNORECASE),
+    re.compile(r"\\boxed\{([^{}]*)\}"),
+)
 _MARKUP = " \t*`$\"'"
 
 
 def read_action(task: Task, text: str) -> dict[str, str] | None:
     """The action that the text names, as the environment takes it; None where it names none.
 
-    On the lake: the first direction. In a puzzle: Python or an answer, whichever comes first; a turn that began with
-    "Answer:" is an answer, its last line if nothing else is marked.
+    On the lake: the first direction. In a puzzle: Python or an answer, whichever comes first; a
+    turn that began with "Answer:" is an answer, its last line if nothing else is marked.
     """
     if task.kind == "lake":
         found = _DIRECTION.search(text)

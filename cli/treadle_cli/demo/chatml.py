@@ -1,4 +1,5 @@
-"""The chat template and tokenizer of a model that uses ChatML (SmolLM2, Qwen), read with tokenizers alone."""
+"""The chat template and tokenizer of a model that uses ChatML (SmolLM2, Qwen), read with tokenizers
+alone."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +13,14 @@ START, END = "<|im_start|>", "<|im_end|>"
 
 
 def read_chat(model_path: str) -> Chat:
-    """Read tokenizer.json from the model's folder. Raises UsageProblem where there is none, or no ChatML."""
+    """Read tokenizer.json from the model's folder. Raises UsageProblem where there is none, or no
+    ChatML."""
     path = Path(model_path) / "tokenizer.json"
     if not path.is_file():
-        raise UsageProblem(f"{path} does not exist: the demo needs the model as a local folder with its tokenizer.json")
+        raise UsageProblem(
+            f"{path} does not exist: the demo needs the model as a local folder with its "
+            "tokenizer.json"
+        )
     return chat_of(Tokenizer.from_file(str(path)))
 
 
@@ -23,7 +28,10 @@ def chat_of(tokenizer: Tokenizer) -> Chat:
     """Raises UsageProblem for a tokenizer without the tokens of ChatML."""
     end_id = tokenizer.token_to_id(END)
     if end_id is None or tokenizer.token_to_id(START) is None:
-        raise UsageProblem(f"the demo needs ChatML, and the tokenizer has no {START} and {END}: choose another --model")
+        raise UsageProblem(
+            f"the demo needs ChatML, and the tokenizer has no {START} and {END}: choose another "
+            "--model"
+        )
     return Chat(
         _render,
         lambda text: tokenizer.encode(text, add_special_tokens=False).ids,

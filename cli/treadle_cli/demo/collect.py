@@ -1,7 +1,8 @@
 """Collect what the mesh's facts say during a play, and make the records of its trajectories.
 
-The client sees its own steps; only the facts show migrations, forecasts and when a step entered an engine's queue. The
-subscription is a plain one, not durable: it starts before the play and ends with it.
+The client sees its own steps; only the facts show migrations, forecasts and when a step entered an
+engine's queue. The subscription is a plain one, not durable: it starts before the play and ends
+with it.
 """
 
 from collections import defaultdict
@@ -23,10 +24,11 @@ ALL_FACTS = "treadle.facts.>"
 
 @dataclass
 class CollectedFacts:
-    """The facts that the report needs, in the order of arrival; a fact that arrives twice counts once.
+    """The facts that the report needs, in the order of arrival; a fact that arrives twice counts
+    once.
 
-    forecasts: with the unix time of each. queued_s, finished_s: unix time by (trajectory, turn), when a step first
-    entered an engine's queue and when it last ended there.
+    forecasts: with the unix time of each. queued_s, finished_s: unix time by (trajectory, turn),
+    when a step first entered an engine's queue and when it last ended there.
     """
 
     migrations: list[MigrationEnded] = field(default_factory=list)
@@ -58,16 +60,20 @@ class CollectedFacts:
     def failed_migrations(self) -> tuple[str, ...]:
         """One line for each migration that did not happen, with its reason."""
         return tuple(
-            f"{m.trajectory_id} stayed on {m.source_engine_id}: {m.failure_reason or 'no reason given'}"
+            f"{m.trajectory_id} stayed on {m.source_engine_id}: "
+            f"{m.failure_reason or 'no reason given'}"
             for m in self.migrations
             if not m.moved
         )
 
-    def forecast_records(self, opened_s: Mapping[str, float], started_s: float) -> Mapping[str, list[ForecastRecord]]:
+    def forecast_records(
+        self, opened_s: Mapping[str, float], started_s: float
+    ) -> Mapping[str, list[ForecastRecord]]:
         """Forecasts by trajectory, each with the times of the steps before and after it.
 
-        opened_s: unix time at which each trajectory was opened, when its first forecast was asked for. started_s: unix
-        time from which the records count. A forecast whose step before it is unknown is left out.
+        opened_s: unix time at which each trajectory was opened, when its first forecast was asked
+        for. started_s: unix time from which the records count. A forecast whose step before it is
+        unknown is left out.
         """
         found: defaultdict[str, list[ForecastRecord]] = defaultdict(list)
         for came_s, forecast in self.forecasts:
@@ -90,7 +96,9 @@ class CollectedFacts:
 
 
 @asynccontextmanager
-async def collect_facts(nats_url: str, note: Callable[[str], None]) -> AsyncIterator[CollectedFacts]:
+async def collect_facts(
+    nats_url: str, note: Callable[[str], None]
+) -> AsyncIterator[CollectedFacts]:
     """Collect facts until the block ends, those still in flight included."""
     facts = CollectedFacts()
     client = await nats.connect(nats_url)
@@ -122,12 +130,18 @@ def trajectory_records(
 
     started_s, opened_s: unix time; opened_s by (prompt, sample). tasks: kind of task by prompt.
     """
-    opened_by_id = {r.trajectory_id: opened_s.get((r.prompt_id, r.sample), started_s) for r in results}
+    opened_by_id = {
+        r.trajectory_id: opened_s.get((r.prompt_id, r.sample), started_s) for r in results
+    }
     forecasts = facts.forecast_records(opened_by_id, started_s)
     records = []
     for result in results:
         opened = opened_by_id[result.trajectory_id] - started_s
-        moves = [move for move in facts.migrations if move.moved and move.trajectory_id == result.trajectory_id]
+        moves = [
+            move
+            for move in facts.migrations
+            if move.moved and move.trajectory_id == result.trajectory_id
+        ]
         records.append(
             TrajectoryRecord(
                 arm=arm,
@@ -157,10 +171,14 @@ def trajectory_records(
     return records
 
 
-def _spans(result: TrajectoryResult, moves: Sequence[MigrationEnded], started_s: float) -> tuple[SpanRecord, ...]:
+def _spans(
+    result: TrajectoryResult, moves: Sequence[MigrationEnded], started_s: float
+) -> tuple[SpanRecord, ...]:
     """The client's spans and its migrations, each under the turn that ran when it began."""
     own = [
-        SpanRecord(span.kind, span.start_s - started_s, span.end_s - started_s, span.engine_id, span.turn)
+        SpanRecord(
+            span.kind, span.start_s - started_s, span.end_s - started_s, span.engine_id, span.turn
+        )
         for span in result.spans
     ]
     migrations = []

@@ -1,6 +1,8 @@
-"""Show a play while it runs: what is finished, each engine's running and waiting steps, tokens a second, time left.
+"""Show a play while it runs: what is finished, each engine's running and waiting steps, tokens a
+second, time left.
 
-On a terminal it redraws in place, otherwise it prints a line every few seconds. Nothing waits for it.
+On a terminal it redraws in place, otherwise it prints a line every few seconds. Nothing waits for
+it.
 """
 
 import asyncio
@@ -30,7 +32,12 @@ class LiveBoard(Board):
     """An async context manager around one rollout, which passes its events to `on_event`."""
 
     def __init__(
-        self, console: Console, title: str, prompts: Sequence[Prompt], samples: int, sidecars: Mapping[str, str]
+        self,
+        console: Console,
+        title: str,
+        prompts: Sequence[Prompt],
+        samples: int,
+        sidecars: Mapping[str, str],
     ) -> None:
         super().__init__(console)
         self._title, self._total, self._sidecars = title, len(prompts) * samples, sidecars
@@ -87,7 +94,10 @@ class LiveBoard(Board):
         return f"about {left_s:.0f} s left"
 
     def _picture(self) -> Group:
-        return Group(self._progress, *[Text.from_markup(f"  {figure}", style="dim") for figure in self._figures()])
+        return Group(
+            self._progress,
+            *[Text.from_markup(f"  {figure}", style="dim") for figure in self._figures()],
+        )
 
     def _figures(self) -> list[str]:
         tokens = sum(self._tokens.values())
@@ -95,21 +105,27 @@ class LiveBoard(Board):
         return [f"{tokens} tokens, {tokens_per_s:.0f} tok/s"] + [
             f"{engine_id} [red]lost[/red]"
             if load is None
-            else f"{engine_id} {load.running_steps}/{load.slot_limit} running, {load.waiting_steps} waiting"
+            else f"{engine_id} {load.running_steps}/{load.slot_limit} running, "
+            f"{load.waiting_steps} waiting"
             for engine_id, load in self._loads.items()
         ]
 
     def _print_line(self) -> None:
         elapsed_s = time.monotonic() - self._started_s
         engines = Text.from_markup(" · ".join(self._figures())).plain
-        line = f"{self._title}: {self._closed}/{self._total} trajectories after {elapsed_s:.0f} s; {engines}"
+        line = (
+            f"{self._title}: {self._closed}/{self._total} trajectories after {elapsed_s:.0f} "
+            f"s; {engines}"
+        )
         self.console.print(line, highlight=False, soft_wrap=True)
 
     async def _poll(self) -> None:
         """Ask the sidecars for their load until cancelled."""
         printed_s = time.monotonic()
         certificates = own_certificates()
-        channels = {name: open_channel(at, "sidecar", certificates) for name, at in self._sidecars.items()}
+        channels = {
+            name: open_channel(at, "sidecar", certificates) for name, at in self._sidecars.items()
+        }
         try:
             while True:
                 for engine_id, channel in channels.items():

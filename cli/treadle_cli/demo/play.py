@@ -1,7 +1,7 @@
 """Play the demo's work once on a mesh, and keep what came of it.
 
-`treadle demo` calls `play` for each arm and epoch; `treadle rollout` (`run_attached`) calls it once on a mesh that
-already runs, under whatever policy it has.
+`treadle demo` calls `play` for each arm and epoch; `treadle rollout` (`run_attached`) calls it once
+on a mesh that already runs, under whatever policy it has.
 """
 
 import contextlib
@@ -38,7 +38,8 @@ def time_stamp() -> str:
 
 @dataclass(frozen=True)
 class Work:
-    """What to play, as the command's options say. tool_latency_s: see DemoEnvironment. job, weight: see Client."""
+    """What to play, as the command's options say. tool_latency_s: see DemoEnvironment. job, weight:
+    see Client."""
 
     prompts: int
     samples: int
@@ -72,7 +73,8 @@ async def play(
     display: LiveBoard,
     epoch: int = 0,
 ) -> Played:
-    """Run all samples of all prompts at once and show them. nats_url: empty: migrations do not show.
+    """Run all samples of all prompts at once and show them. nats_url: empty: migrations do not
+    show.
 
     arm, epoch: what the records carry. Raises TreadleError where the rollout cannot be made.
     """
@@ -83,24 +85,39 @@ async def play(
             opened_s[event.prompt_id, event.sample] = event.time_s
         display.on_event(event)
 
-    collecting = collect_facts(nats_url, display.note) if nats_url else contextlib.nullcontext(CollectedFacts())
-    client = Client(scheduler, timeouts=Timeouts(cleanup_s=CLEANUP_S), job=work.job, weight=work.weight)
+    collecting = (
+        collect_facts(nats_url, display.note)
+        if nats_url
+        else contextlib.nullcontext(CollectedFacts())
+    )
+    client = Client(
+        scheduler, timeouts=Timeouts(cleanup_s=CLEANUP_S), job=work.job, weight=work.weight
+    )
     async with collecting as facts, client, display:
         started_s = time.time()
         environment = DemoEnvironment([prompt.data for prompt in prompts], work.tool_latency_s)
         most_turns = max(prompt.data.turns for prompt in prompts)
         # How a turn is sampled depends on the turn: the environment says it.
         manager = EnvManager(
-            client, environment, chat=chat, sampling=Sampling(max_new_tokens=ANSWER_TOKENS), most_turns=most_turns
+            client,
+            environment,
+            chat=chat,
+            sampling=Sampling(max_new_tokens=ANSWER_TOKENS),
+            most_turns=most_turns,
         )
-        rollout = await client.rollout(prompts, manager, samples_per_prompt=work.samples, on_event=on_event)
+        rollout = await client.rollout(
+            prompts, manager, samples_per_prompt=work.samples, on_event=on_event
+        )
     tasks = {prompt.id: str(prompt.data.kind) for prompt in prompts}
-    records = trajectory_records(arm, epoch, started_s, rollout.trajectories, opened_s, tasks, facts)
+    records = trajectory_records(
+        arm, epoch, started_s, rollout.trajectories, opened_s, tasks, facts
+    )
     return Played(started_s, records, facts.failed_migrations())
 
 
 def report_run(folder: Path, run: Run, console: Console) -> int:
-    """Write the run's files and draw its report; the exit code of the command: 1 where a trajectory failed."""
+    """Write the run's files and draw its report; the exit code of the command: 1 where a trajectory
+    failed."""
     write_run(folder, run)
     render_run(folder, console)
     return 1 if any(trajectory.outcome == "failed" for trajectory in run.trajectories) else 0
@@ -109,11 +126,14 @@ def report_run(folder: Path, run: Run, console: Console) -> int:
 async def run_attached(
     scheduler: str, nats_url: str, model_path: str, work: Work, folder: Path, console: Console
 ) -> int:
-    """Run the work once, draw the report in `folder`, and return the exit code. model_path: holds the tokenizer."""
+    """Run the work once, draw the report in `folder`, and return the exit code. model_path: holds
+    the tokenizer."""
     chat = read_chat(model_path)
     engines, policy = await _ask(scheduler)
     if not engines:
-        raise UsageProblem(f"the scheduler at {scheduler} has no engine: start a sidecar that names it")
+        raise UsageProblem(
+            f"the scheduler at {scheduler} has no engine: start a sidecar that names it"
+        )
     prompts = make_prompts(chat, work.prompts, work.seed)
     sidecars = {engine.info.engine_id: engine.info.address for engine in engines}
     started_at = time_stamp()
@@ -127,8 +147,19 @@ async def run_attached(
         engines=tuple(sidecars),
         slots=engines[0].info.slot_limit,
         machine=f"mesh at {scheduler}",
-        conditions=("One rollout on a mesh that was running before; its caches and its predictor may be warm.",),
-        plays=(PlayRecord(ARM, "Rollout", policy, played.makespan_s, failed_migrations=played.failed_migrations),),
+        conditions=(
+            "One rollout on a mesh that was running before; its caches and its predictor may be "
+            "warm.",
+        ),
+        plays=(
+            PlayRecord(
+                ARM,
+                "Rollout",
+                policy,
+                played.makespan_s,
+                failed_migrations=played.failed_migrations,
+            ),
+        ),
     )
     return report_run(folder, Run(record, tuple(played.records)), console)
 
@@ -137,10 +168,16 @@ async def _ask(scheduler: str) -> tuple[list[scheduler_pb2.RegisteredEngine], st
     """The engines of the mesh, and its policy in words."""
     async with reach_scheduler(scheduler) as stub:
         try:
-            engines = await stub.ListEngines(scheduler_pb2.ListEnginesRequest(), timeout=ASK_TIMEOUT_S)
-            policy = (await stub.GetPolicy(scheduler_pb2.GetPolicyRequest(), timeout=ASK_TIMEOUT_S)).policy
+            engines = await stub.ListEngines(
+                scheduler_pb2.ListEnginesRequest(), timeout=ASK_TIMEOUT_S
+            )
+            policy = (
+                await stub.GetPolicy(scheduler_pb2.GetPolicyRequest(), timeout=ASK_TIMEOUT_S)
+            ).policy
         except grpc.aio.AioRpcError as error:
-            raise UsageProblem(f"the scheduler at {scheduler} does not answer: {error.details()}") from error
+            raise UsageProblem(
+                f"the scheduler at {scheduler} does not answer: {error.details()}"
+            ) from error
     ordering = scheduler_pb2.Ordering.Name(policy.ordering).removeprefix("ORDERING_")
     placement = scheduler_pb2.PlacementRule.Name(policy.placement).removeprefix("PLACEMENT_RULE_")
     words = f"{ordering}, {placement}".lower().replace("_", " ")

@@ -1,11 +1,13 @@
-"""`treadle demo` from start to report: one mesh, and epochs of the same prompts, as a training run has them.
+"""`treadle demo` from start to report: one mesh, and epochs of the same prompts, as a training run
+has them.
 
-The baseline plays epoch 0, which teaches the predictor and is compared with nothing. Treadle and the baseline play each
-later epoch, with the same prompts, sampling seeds and environment seeds; other epochs have other sampling seeds.
-Treadle plays first, so that its predictor has seen no sample of the epoch. The control plane, where the history is,
-stays; the KV of all engines is flushed before each play. Each engine generates a few tokens and each environment opens
-once before the first play, so that no play pays for being first; no predictor learns from that. However the demo ends,
-no process remains, and finished trajectories are on disk.
+The baseline plays epoch 0, which teaches the predictor and is compared with nothing. Treadle and
+the baseline play each later epoch, with the same prompts, sampling seeds and environment seeds;
+other epochs have other sampling seeds. Treadle plays first, so that its predictor has seen no
+sample of the epoch. The control plane, where the history is, stays; the KV of all engines is
+flushed before each play. Each engine generates a few tokens and each environment opens once before
+the first play, so that no play pays for being first; no predictor learns from that. However the
+demo ends, no process remains, and finished trajectories are on disk.
 """
 
 import asyncio
@@ -37,12 +39,20 @@ from treadle_cli.mesh.engines import Engine, EnginePlan
 from treadle_cli.mesh.mesh import Mesh, MeshPlan, StartBoard
 from treadle_cli.mesh.services import open_tree
 from treadle_cli.problems import UsageProblem
-from treadle_cli.report.records import PlayRecord, Run, RunRecord, TrajectoryRecord, write_trajectories
+from treadle_cli.report.records import (
+    PlayRecord,
+    Run,
+    RunRecord,
+    TrajectoryRecord,
+    write_trajectories,
+)
 
 WARM_TOKENS = 8
 WARM_BATCHES = (1, 4)  # both ends of the batch sizes that an arm starts with
 ENGINE_TIMEOUT_S = 120.0
-TOOLS_TIMEOUT_S = 120.0  # bounded by the imports of gymnasium and reasoning-gym beside two busy engines
+TOOLS_TIMEOUT_S = (
+    120.0  # bounded by the imports of gymnasium and reasoning-gym beside two busy engines
+)
 
 
 @dataclass(frozen=True)
@@ -58,9 +68,11 @@ class Arm:
 PINNED_FCFS = Arm(
     "pinned-fcfs",
     "Pinned FCFS",
-    "placed round-robin when opened, never moved, steps in the order they arrive (an engine's own queue)",
+    "placed round-robin when opened, never moved, steps in the order they arrive (an engine's own "
+    "queue)",
     pb.Policy(
-        # ORDERING_FCFS orders by the opening of the trajectory, which no plain engine does; this orders by step.
+        # ORDERING_FCFS orders by the opening of the trajectory, which no plain engine does; this
+        # orders by step.
         ordering=pb.ORDERING_ROUND_ROBIN,
         objective=pb.OBJECTIVE_MAKESPAN,
         placement=pb.PLACEMENT_RULE_PINNED,
@@ -69,7 +81,8 @@ PINNED_FCFS = Arm(
 TREADLE = Arm(
     "treadle",
     "Treadle",
-    "longest predicted work first with preemption, planned placement, migration, KV reserved for started trajectories",
+    "longest predicted work first with preemption, planned placement, migration, KV reserved for "
+    "started trajectories",
     pb.Policy(
         ordering=pb.ORDERING_PROGRESSIVE,
         objective=pb.OBJECTIVE_MAKESPAN,
@@ -83,7 +96,10 @@ TREADLE = Arm(
 
 def plan_plays(repeats: int) -> list[tuple[int, Arm]]:
     """Epoch and arm of each play, in order."""
-    return [(0, PINNED_FCFS), *((epoch, arm) for epoch in range(1, repeats + 1) for arm in (TREADLE, PINNED_FCFS))]
+    return [
+        (0, PINNED_FCFS),
+        *((epoch, arm) for epoch in range(1, repeats + 1) for arm in (TREADLE, PINNED_FCFS)),
+    ]
 
 
 async def run_demo(
@@ -96,8 +112,11 @@ async def run_demo(
     *,
     keep_logs: bool,
 ) -> int:
-    """Play all epochs, draw the report in `folder`, and return the exit code: 1 where a trajectory failed."""
-    os.environ.pop(FOLDER_VARIABLE, None)  # of a mesh elsewhere; this one is plaintext on the loopback interface
+    """Play all epochs, draw the report in `folder`, and return the exit code: 1 where a trajectory
+    failed."""
+    os.environ.pop(
+        FOLDER_VARIABLE, None
+    )  # of a mesh elsewhere; this one is plaintext on the loopback interface
     logs, state = folder / "logs", folder / "state"
     started_at = time_stamp()
     plays: list[PlayRecord] = []
@@ -130,8 +149,11 @@ async def run_demo(
 
 
 async def warm_engines(engines: Sequence[Engine], token_ids: list[int]) -> None:
-    """Generate WARM_TOKENS on each engine, alone and as a batch: the first batch of a fresh engine is slow."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(ENGINE_TIMEOUT_S), raise_for_status=True) as http:
+    """Generate WARM_TOKENS on each engine, alone and as a batch: the first batch of a fresh engine
+    is slow."""
+    async with aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(ENGINE_TIMEOUT_S), raise_for_status=True
+    ) as http:
 
         async def generate(engine: Engine, body: dict[str, Any]) -> None:
             async with http.post(f"{engine.url}/generate", json=body) as answer:
@@ -147,12 +169,16 @@ async def _play(
     mesh: Mesh, arm: Arm, epoch: int, work: Work, chat: Chat, console: Console
 ) -> tuple[PlayRecord, list[TrajectoryRecord]]:
     prompts = make_prompts(chat, work.prompts, work.seed, epoch)
-    display = LiveBoard(console, f"Epoch {epoch}, {arm.title}", prompts, work.samples, mesh.where.sidecars)
+    display = LiveBoard(
+        console, f"Epoch {epoch}, {arm.title}", prompts, work.samples, mesh.where.sidecars
+    )
     mesh.board = display
     await mesh.forget_caches()
     await mesh.set_policy(arm.policy)
     others = OtherPrograms()
-    played = await play(mesh.where.scheduler, mesh.nats_url, arm.name, work, chat, prompts, display, epoch)
+    played = await play(
+        mesh.where.scheduler, mesh.nats_url, arm.name, work, chat, prompts, display, epoch
+    )
     record = PlayRecord(
         arm=arm.name,
         epoch=epoch,
@@ -186,15 +212,22 @@ async def _warm_tools(address: str, prompts: Iterable[Prompt]) -> None:
             try:
                 opened = await tools.OpenSession(opening, timeout=TOOLS_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
-                raise UsageProblem(f"the tools service cannot open {name}: {error.details()}") from error
-            closing = tools_pb2.CloseSessionRequest(request_id=uuid.uuid4().hex, session_id=opened.session.session_id)
+                raise UsageProblem(
+                    f"the tools service cannot open {name}: {error.details()}"
+                ) from error
+            closing = tools_pb2.CloseSessionRequest(
+                request_id=uuid.uuid4().hex, session_id=opened.session.session_id
+            )
             await tools.CloseSession(closing, timeout=TOOLS_TIMEOUT_S)
 
 
-def _run_record(engines: EnginePlan, work: Work, run_id: str, started_at: str, plays: list[PlayRecord]) -> RunRecord:
+def _run_record(
+    engines: EnginePlan, work: Work, run_id: str, started_at: str, plays: list[PlayRecord]
+) -> RunRecord:
     memory_gib = psutil.virtual_memory().total / 2**30
     where = (
-        "each pinned to a core of its own with one thread, so that an idle engine does not speed up the other"
+        "each pinned to a core of its own with one thread, so that an idle engine does not speed "
+        "up the other"
         if engines.cores
         else "on GPUs"
     )
@@ -208,11 +241,16 @@ def _run_record(engines: EnginePlan, work: Work, run_id: str, started_at: str, p
         machine=f"{len(os.sched_getaffinity(0))} cores, {memory_gib:.0f} GiB",
         conditions=(
             f"Same engines for both arms, {where}.",
-            "In an epoch both arms have the same prompts, sampling seeds and environment seeds; another epoch samples "
-            "with other seeds. Treadle plays an epoch first, so that its predictor knows no sample of it.",
-            "The baseline plays epoch 0, from which the predictor learns as from the first epoch of a training run; it "
-            "is compared with nothing. Each play begins with flushed KV caches, in the engines and in shared storage.",
-            f"Each tool call takes {work.tool_latency_s:g} s longer (--tool-latency), like a call across a network: "
+            "In an epoch both arms have the same prompts, sampling seeds and environment seeds; "
+            "another epoch samples "
+            "with other seeds. Treadle plays an epoch first, so that its predictor knows no "
+            "sample of it.",
+            "The baseline plays epoch 0, from which the predictor learns as from the first epoch "
+            "of a training run; it "
+            "is compared with nothing. Each play begins with flushed KV caches, in the engines "
+            "and in shared storage.",
+            f"Each tool call takes {work.tool_latency_s:g} s longer (--tool-latency), like a call "
+            "across a network: "
             "FrozenLake answers in milliseconds, and no KV can move in that time.",
             "The services and the agents' own code share the cores with the engines, in both arms.",
         ),

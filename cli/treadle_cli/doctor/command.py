@@ -16,22 +16,32 @@ from treadle_cli.options import DEFAULT_PORT, MOST_PORT, AsJson
 if TYPE_CHECKING:
     from treadle_cli.doctor.findings import Finding
 
-Urls = Annotated[list[str] | None, typer.Argument(help="SGLang servers to look at, e.g. http://127.0.0.1:30000.")]
+Urls = Annotated[
+    list[str] | None, typer.Argument(help="SGLang servers to look at, e.g. http://127.0.0.1:30000.")
+]
 
 
 def doctor(
     urls: Urls = None,
-    scheduler: Annotated[str, typer.Option(help="host:port of a mesh's scheduler, to look at the mesh too.")] = "",
+    scheduler: Annotated[
+        str, typer.Option(help="host:port of a mesh's scheduler, to look at the mesh too.")
+    ] = "",
     port: Annotated[
-        int, typer.Option(min=0, max=MOST_PORT, help="Port that a mesh's scheduler would get on this machine.")
+        int,
+        typer.Option(
+            min=0, max=MOST_PORT, help="Port that a mesh's scheduler would get on this machine."
+        ),
     ] = DEFAULT_PORT,
     json_only: AsJson = False,
 ) -> None:
-    """Check this machine, SGLang servers and a mesh, and say what to change. Exit code 1 where there is a problem."""
+    """Check this machine, SGLang servers and a mesh, and say what to change. Exit code 1 where
+    there is a problem."""
     exits.run(lambda _: run_doctor(urls or [], scheduler, port, json_only, Console()))
 
 
-async def run_doctor(urls: list[str], scheduler: str, port: int, json_only: bool, out: Console) -> int:
+async def run_doctor(
+    urls: list[str], scheduler: str, port: int, json_only: bool, out: Console
+) -> int:
     """Check, print, and return the exit code. Raises UsageProblem for a bad URL."""
     from treadle_cli.doctor.machine import check_machine
     from treadle_cli.doctor.servers import check_servers, clean_urls, read_servers

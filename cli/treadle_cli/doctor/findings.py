@@ -15,8 +15,8 @@ MARKS = {OK: ("✓", "green"), WARNING: ("!", "yellow"), PROBLEM: ("✗", "bold 
 
 @dataclass(frozen=True)
 class Finding:
-    """subject: what was looked at, e.g. "this machine" or an engine's URL. check: its short name. says: what was found.
-    do: what to change and why; empty where all is fine."""
+    """subject: what was looked at, e.g. "this machine" or an engine's URL. check: its short name.
+    says: what was found. do: what to change and why; empty where all is fine."""
 
     subject: str
     check: str
@@ -36,13 +36,18 @@ def print_findings(findings: Sequence[Finding], console: Console) -> None:
     shown = ""
     for finding in findings:
         if finding.subject != shown:
-            console.print(Text(f"{finding.subject}" if not shown else f"\n{finding.subject}", "bold"), soft_wrap=True)
+            console.print(
+                Text(f"{finding.subject}" if not shown else f"\n{finding.subject}", "bold"),
+                soft_wrap=True,
+            )
             shown = finding.subject
         mark, style = MARKS[finding.level]
         line = Text.assemble("  ", (mark, style), f" {finding.check}: {printable(finding.says)}")
         console.print(line, highlight=False, soft_wrap=True)
         if finding.do:
-            console.print(Text(f"      {printable(finding.do)}", "dim"), highlight=False, soft_wrap=True)
+            console.print(
+                Text(f"      {printable(finding.do)}", "dim"), highlight=False, soft_wrap=True
+            )
 
 
 def count_levels(findings: Sequence[Finding]) -> str:

@@ -1,6 +1,7 @@
 """Check a machine: whether it can run the services, the tools' sandboxes and engines.
 
-The checks that a mesh makes before it starts are `treadle_cli.mesh.checks`; here they become findings.
+The checks that a mesh makes before it starts are `treadle_cli.mesh.checks`; here they become
+findings.
 """
 
 import os
@@ -24,11 +25,14 @@ GB = 1e9
 
 
 def check_machine(base_port: int) -> Iterator[Finding]:
-    """Look at this machine; nothing is started. base_port: where the scheduler of a mesh would listen."""
+    """Look at this machine; nothing is started. base_port: where the scheduler of a mesh would
+    listen."""
     yield Finding(SUBJECT, "python", OK, f"{platform.python_version()} on {platform.machine()}")
     cores = len(os.sched_getaffinity(0))
     gpus = len(checks.list_units()) if checks.has_gpu() else 0
-    engines = f"{gpus} accelerators" if gpus else "no accelerator: engines run on the CPU, a core each"
+    engines = (
+        f"{gpus} accelerators" if gpus else "no accelerator: engines run on the CPU, a core each"
+    )
     yield Finding(SUBJECT, "cores", OK, f"{cores} that this process may use; {engines}")
     yield _memory()
     yield _shared_memory()
@@ -37,13 +41,16 @@ def check_machine(base_port: int) -> Iterator[Finding]:
     yield _required("NATS", checks.nats_server, "{}")
     engine = _required("SGLang", checks.engine_python, "{}")
     if engine.level == PROBLEM:  # a mesh in front of engines of others needs none
-        engine = Finding(SUBJECT, engine.check, WARNING, engine.says, f"{engine.do} `treadle attach` needs none.")
+        engine = Finding(
+            SUBJECT, engine.check, WARNING, engine.says, f"{engine.do} `treadle attach` needs none."
+        )
     yield engine
     yield _ports(base_port)
 
 
 def _required(check: str, require: Callable[[], object], says: str) -> Finding:
-    """A finding of a check that raises UsageProblem, whose first line says what is wrong and the rest what to do."""
+    """A finding of a check that raises UsageProblem, whose first line says what is wrong and the
+    rest what to do."""
     try:
         return Finding(SUBJECT, check, OK, says.format(require()))
     except UsageProblem as problem:
@@ -55,7 +62,13 @@ def _memory() -> Finding:
     memory = psutil.virtual_memory()
     says = f"{memory.available / GB:.1f} of {memory.total / GB:.1f} GB free"
     if memory.available < SERVICES_GB * GB:
-        return Finding(SUBJECT, "memory", PROBLEM, says, f"The services take {SERVICES_GB} GB: end other programs.")
+        return Finding(
+            SUBJECT,
+            "memory",
+            PROBLEM,
+            says,
+            f"The services take {SERVICES_GB} GB: end other programs.",
+        )
     return Finding(SUBJECT, "memory", OK, says)
 
 
@@ -65,7 +78,8 @@ def _shared_memory() -> Finding:
     if free_gb >= LEAST_KV_GB:
         return Finding(SUBJECT, str(checks.MEMORY), OK, says)
     do = (
-        f"KV that moves between engines is kept here if there are {LEAST_KV_GB:g} GB, else on a disk. "
+        f"KV that moves between engines is kept here if there are {LEAST_KV_GB:g} GB, else on a "
+        "disk. "
         "In a container give --shm-size 8g, or name another folder with treadle up --kv-folder."
     )
     return Finding(SUBJECT, str(checks.MEMORY), WARNING, says, do)
@@ -78,7 +92,10 @@ def _files() -> Finding:
     raised = min(hard, 16 * LEAST_FILES) if hard != resource.RLIM_INFINITY else 16 * LEAST_FILES
     do = f"run ulimit -n {raised} before."
     if raised < LEAST_FILES:
-        do = "raise nofile in /etc/security/limits.conf, or start the container with --ulimit nofile=65536."
+        do = (
+            "raise nofile in /etc/security/limits.conf, or start the container with --ulimit "
+            "nofile=65536."
+        )
     why = f"Thousands of trajectories need more connections than that: {do}"
     return Finding(SUBJECT, "open files", WARNING, f"a process may open {soft}", why)
 
@@ -89,6 +106,8 @@ def _ports(base_port: int) -> Finding:
     names = dict(enumerate(IN_PORT_ORDER, start=base_port))
     taken = [f"{port} ({name})" for port, name in names.items() if not is_free(port)]
     if not taken:
-        return Finding(SUBJECT, "ports", OK, f"{base_port} to {base_port + len(names) - 1} are free")
+        return Finding(
+            SUBJECT, "ports", OK, f"{base_port} to {base_port + len(names) - 1} are free"
+        )
     do = "Another mesh runs here, or another program has them: treadle up --port 0 takes free ones."
     return Finding(SUBJECT, "ports", WARNING, f"taken: {', '.join(taken)}", do)

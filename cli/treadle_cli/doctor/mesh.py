@@ -1,4 +1,5 @@
-"""Check a mesh that runs: who answers, how long certificates are good, whether clocks agree, and its engines.
+"""Check a mesh that runs: who answers, how long certificates are good, whether clocks agree, and
+its engines.
 
 Nothing is changed. A check that needs an identity which this process has not says so.
 """
@@ -45,7 +46,8 @@ MISSING = {  # what a mesh does without a service
 
 
 async def check_mesh(addresses: str) -> list[Finding]:
-    """Look at the mesh whose scheduler is at `addresses` (host:port, with commas between several)."""
+    """Look at the mesh whose scheduler is at `addresses` (host:port, with commas between
+    several)."""
     found = partial(Finding, f"mesh at {addresses}")
     try:
         certificates = own_certificates()
@@ -55,13 +57,29 @@ async def check_mesh(addresses: str) -> list[Finding]:
         async with reach_scheduler(addresses) as stub:
             return [found("scheduler", OK, "serves"), *await _look(stub, addresses, certificates)]
     except UsageProblem as problem:
-        return [found("scheduler", PROBLEM, str(problem), START if certificates is None else f"{START} {IDENTIFY}")]
+        return [
+            found(
+                "scheduler",
+                PROBLEM,
+                str(problem),
+                START if certificates is None else f"{START} {IDENTIFY}",
+            )
+        ]
     except TreadleError as error:
         refused = error.code in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
-        return [found("scheduler", PROBLEM, str(error), IDENTIFY if refused else "Look at the scheduler's log.")]
+        return [
+            found(
+                "scheduler",
+                PROBLEM,
+                str(error),
+                IDENTIFY if refused else "Look at the scheduler's log.",
+            )
+        ]
 
 
-async def _look(stub: SchedulerServiceAsyncStub, addresses: str, certificates: Certificates | None) -> list[Finding]:
+async def _look(
+    stub: SchedulerServiceAsyncStub, addresses: str, certificates: Certificates | None
+) -> list[Finding]:
     directory = await stub.GetDirectory(pb.GetDirectoryRequest(), timeout=ASK_S)
     engines = list((await stub.ListEngines(pb.ListEnginesRequest(), timeout=ASK_S)).engines)
     weights = (await stub.GetWeights(pb.GetWeightsRequest(), timeout=ASK_S)).weights
@@ -69,7 +87,9 @@ async def _look(stub: SchedulerServiceAsyncStub, addresses: str, certificates: C
     servers = [("scheduler", each.strip()) for each in addresses.split(",")]
     servers += [(name, address) for name, address in services.items() if address]
     servers += [("sidecar", str(engine.info.address)) for engine in engines]
-    healths = await asyncio.gather(*[_health(name, address, certificates) for name, address in servers])
+    healths = await asyncio.gather(
+        *[_health(name, address, certificates) for name, address in servers]
+    )
     subject = f"mesh at {addresses}"
     own = [] if certificates is None else [_own_certificate(subject, certificates)]
     dated = [] if certificates is None else await _certificates(subject, servers, certificates)
@@ -94,9 +114,16 @@ async def _health(service: str, address: str, certificates: Certificates | None)
 
 
 def _services(
-    subject: str, servers: Sequence[tuple[str, str]], healths: Sequence[str], services: dict[str, str]
+    subject: str,
+    servers: Sequence[tuple[str, str]],
+    healths: Sequence[str],
+    services: dict[str, str],
 ) -> Iterator[Finding]:
-    serving = [(name, address) for (name, address), health in zip(servers, healths, strict=True) if health == "SERVING"]
+    serving = [
+        (name, address)
+        for (name, address), health in zip(servers, healths, strict=True)
+        if health == "SERVING"
+    ]
     yield Finding(subject, "services", OK, f"{len(serving)} of {len(servers)} processes serve")
     leads = any(name == "scheduler" for name, _ in serving)
     for (name, address), health in zip(servers, healths, strict=True):
@@ -105,24 +132,38 @@ def _services(
         if name == "scheduler" and leads and health == "NOT_SERVING":
             yield Finding(subject, name, OK, f"{address} stands by")
             continue
-        yield Finding(subject, name, PROBLEM, f"{address}: {health}", "Look at its log, and start it again.")
+        yield Finding(
+            subject, name, PROBLEM, f"{address}: {health}", "Look at its log, and start it again."
+        )
     for name, address in services.items():
         if not address:
-            do = f"Without it: {MISSING[name]}. Name it in TREADLE_SCHEDULER_{name.upper()} of the scheduler."
+            do = (
+                f"Without it: {MISSING[name]}. Name it in TREADLE_SCHEDULER_{name.upper()} of "
+                "the scheduler."
+            )
             yield Finding(subject, name, WARNING, "the scheduler names none", do)
 
 
 def _own_certificate(subject: str, certificates: Certificates) -> Finding:
     file = Path(certificates.folder) / CERTIFICATE
     until = x509.load_pem_x509_certificate(file.read_bytes()).not_valid_after_utc
-    return _dated(subject, f"certificate {file}", (until - datetime.now(UTC)).total_seconds() / SECONDS_A_DAY)
+    return _dated(
+        subject, f"certificate {file}", (until - datetime.now(UTC)).total_seconds() / SECONDS_A_DAY
+    )
 
 
-async def _certificates(subject: str, servers: Sequence[tuple[str, str]], certificates: Certificates) -> list[Finding]:
-    """Of the servers, by a handshake with each; those that end later than SOON_DAYS are one finding."""
-    days = await asyncio.gather(*[_days_left(name, address, certificates) for name, address in servers])
+async def _certificates(
+    subject: str, servers: Sequence[tuple[str, str]], certificates: Certificates
+) -> list[Finding]:
+    """Of the servers, by a handshake with each; those that end later than SOON_DAYS are one
+    finding."""
+    days = await asyncio.gather(
+        *[_days_left(name, address, certificates) for name, address in servers]
+    )
     known = {
-        f"certificate of {name} {at}": left for (name, at), left in zip(servers, days, strict=True) if left is not None
+        f"certificate of {name} {at}": left
+        for (name, at), left in zip(servers, days, strict=True)
+        if left is not None
     }
     if not known:
         return []
@@ -131,7 +172,8 @@ async def _certificates(subject: str, servers: Sequence[tuple[str, str]], certif
 
 
 async def _days_left(service: str, address: str, certificates: Certificates) -> float | None:
-    """Days until the certificate of a server ends; None where there is no handshake, which its health has told."""
+    """Days until the certificate of a server ends; None where there is no handshake, which its
+    health has told."""
     try:
         async with asyncio.timeout(ASK_S):
             _, writer = await certificates.open_tls(address, service)
@@ -149,7 +191,9 @@ def _dated(subject: str, check: str, days: float) -> Finding:
     return Finding(subject, check, PROBLEM if days < 0 else WARNING, f"ends in {days:.1f} days", do)
 
 
-def _clocks(subject: str, engines: Sequence[pb.RegisteredEngine], now_s: float) -> Iterator[Finding]:
+def _clocks(
+    subject: str, engines: Sequence[pb.RegisteredEngine], now_s: float
+) -> Iterator[Finding]:
     """Loads carry the time of the sidecar that measured them."""
     ages = {
         str(engine.info.engine_id): now_s - engine.load.measured_at.ToNanoseconds() / 1e9
@@ -157,17 +201,26 @@ def _clocks(subject: str, engines: Sequence[pb.RegisteredEngine], now_s: float) 
         if engine.load.HasField("measured_at")
     }
     apart = {name: age for name, age in ages.items() if not -EARLY_S <= age <= LATE_S}
-    do = "Set the clocks by NTP: deadlines and certificates follow them. A sidecar that hangs looks the same."
+    do = (
+        "Set the clocks by NTP: deadlines and certificates follow them. A sidecar that hangs "
+        "looks the same."
+    )
     for name, age in apart.items():
         ahead = "ahead of" if age < 0 else "behind"
         yield Finding(
-            subject, "clocks", WARNING, f"{name}: its load is {abs(age):.0f} s {ahead} this machine's clock", do
+            subject,
+            "clocks",
+            WARNING,
+            f"{name}: its load is {abs(age):.0f} s {ahead} this machine's clock",
+            do,
         )
     if ages and not apart:
         yield Finding(subject, "clocks", OK, f"loads are {max(ages.values()):.1f} s old at most")
 
 
-def _engines(subject: str, engines: Sequence[pb.RegisteredEngine], weights: pb.Weights) -> Iterator[Finding]:
+def _engines(
+    subject: str, engines: Sequence[pb.RegisteredEngine], weights: pb.Weights
+) -> Iterator[Finding]:
     if not engines:
         yield Finding(
             subject,
@@ -185,14 +238,27 @@ def _engines(subject: str, engines: Sequence[pb.RegisteredEngine], weights: pb.W
             do = "Look at the engine's log; its trajectories go on elsewhere."
             yield Finding(subject, name, PROBLEM, "does not generate", do)
         if load.paused:
-            yield Finding(subject, name, WARNING, "is paused", "Its steps wait until whoever paused it resumes it.")
+            yield Finding(
+                subject,
+                name,
+                WARNING,
+                "is paused",
+                "Its steps wait until whoever paused it resumes it.",
+            )
         if engine.draining:
-            yield Finding(subject, name, WARNING, "is drained", f"Use it again: treadle drain {name} --undo.")
+            yield Finding(
+                subject, name, WARNING, "is drained", f"Use it again: treadle drain {name} --undo."
+            )
         if load.asleep_tags:
             says = f"has given memory away: {', '.join(load.asleep_tags)}"
-            yield Finding(subject, name, WARNING, says, "Its steps wait until the trainer wakes it.")
+            yield Finding(
+                subject, name, WARNING, says, "Its steps wait until the trainer wakes it."
+            )
         if not engine.info.HasField("decode_curve"):
-            do = "Plans assume one: let the engine idle for some seconds, so that the sidecar can measure it."
+            do = (
+                "Plans assume one: let the engine idle for some seconds, so that the sidecar can "
+                "measure it."
+            )
             yield Finding(subject, name, WARNING, "has no decode curve yet", do)
     versions = {str(engine.load.weight_version or engine.info.weight_version) for engine in engines}
     models = {str(engine.info.model) for engine in engines}
@@ -200,16 +266,26 @@ def _engines(subject: str, engines: Sequence[pb.RegisteredEngine], weights: pb.W
         do = "One mesh serves one model: run a mesh for each."
         yield Finding(subject, "model", PROBLEM, f"engines serve {', '.join(sorted(models))}", do)
     behind = [
-        each for each in weights.engines if each.state not in (pb.WEIGHTS_STATE_CURRENT, pb.WEIGHTS_STATE_UNSPECIFIED)
+        each
+        for each in weights.engines
+        if each.state not in (pb.WEIGHTS_STATE_CURRENT, pb.WEIGHTS_STATE_UNSPECIFIED)
     ]
     if weights.weight_version and behind:
         for each in behind:
             failed = each.state == pb.WEIGHTS_STATE_FAILED
-            says = f"{each.engine_id} serves {each.weight_version!r}, and {weights.weight_version!r} is wanted"
+            says = (
+                f"{each.engine_id} serves {each.weight_version!r}, and "
+                f"{weights.weight_version!r} is wanted"
+            )
             do = each.error if failed else "It loads them, or waits for the trainer's push."
             yield Finding(subject, "weights", PROBLEM if failed else WARNING, says, do)
     elif len(versions) > 1:
-        do = "Trajectories that move have spans of several versions: set one with Client.update_weights or push it."
-        yield Finding(subject, "weights", WARNING, f"engines serve {', '.join(sorted(versions))}", do)
+        do = (
+            "Trajectories that move have spans of several versions: set one with "
+            "Client.update_weights or push it."
+        )
+        yield Finding(
+            subject, "weights", WARNING, f"engines serve {', '.join(sorted(versions))}", do
+        )
     else:
         yield Finding(subject, "weights", OK, f"all serve {next(iter(versions))!r}")

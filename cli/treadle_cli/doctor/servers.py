@@ -1,8 +1,8 @@
-"""Check SGLang servers that somebody else started: whether a sidecar can stand beside them, and what they lose as they
-are.
+"""Check SGLang servers that somebody else started: whether a sidecar can stand beside them, and
+what they lose as they are.
 
-A server is only read (/server_info, /model_info). What the sidecar itself refuses is a problem here too, because the
-same function reads the answers.
+A server is only read (/server_info, /model_info). What the sidecar itself refuses is a problem here
+too, because the same function reads the answers.
 """
 
 import asyncio
@@ -30,12 +30,18 @@ STORAGE_FLAGS = (
 )
 STORAGE_FOLDER = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 # What two engines must have in common so that one can read the KV that the other has stored.
-SHARED = {"page_size": "--page-size", "tp_size": "--tp-size", "dtype": "--dtype", "kv_cache_dtype": "--kv-cache-dtype"}
+SHARED = {
+    "page_size": "--page-size",
+    "tp_size": "--tp-size",
+    "dtype": "--dtype",
+    "kv_cache_dtype": "--kv-cache-dtype",
+}
 
 
 @dataclass(frozen=True)
 class Server:
-    """One server as it answered. problem: why nothing is known of it; empty: `server` and `model` are its answers."""
+    """One server as it answered. problem: why nothing is known of it; empty: `server` and `model`
+    are its answers."""
 
     url: str
     server: Mapping[str, Any]
@@ -44,8 +50,8 @@ class Server:
     do: str = ""
 
     def name(self, host: str) -> str:
-        """Its id in a mesh: host and port. host: of this machine as that mesh knows it, for a server on the loopback
-        interface, so that servers of two machines have two names."""
+        """Its id in a mesh: host and port. host: of this machine as that mesh knows it, for a
+        server on the loopback interface, so that servers of two machines have two names."""
         parts = urlsplit(self.url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
         named = host if is_loopback(f"{parts.hostname}:{port}") else str(parts.hostname)
@@ -59,11 +65,18 @@ def clean_urls(urls: Sequence[str]) -> list[str]:
         url = (given if "://" in given else f"http://{given}").rstrip("/")
         try:
             parts = urlsplit(url)
-            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not parts.path
+            valid = (
+                parts.scheme in ("http", "https")
+                and bool(parts.hostname)
+                and parts.port != 0
+                and not parts.path
+            )
         except ValueError:
             valid = False
         if not valid:
-            raise UsageProblem(f"{given}: must be the URL of a SGLang server, e.g. http://127.0.0.1:30000")
+            raise UsageProblem(
+                f"{given}: must be the URL of a SGLang server, e.g. http://127.0.0.1:30000"
+            )
         if url in cleaned:
             raise UsageProblem(f"{given}: is given twice")
         cleaned.append(url)
@@ -84,20 +97,35 @@ async def _read(http: aiohttp.ClientSession, url: str) -> Server:
         try:
             async with http.get(f"{url}{path}") as response:
                 if response.status in NEEDS_KEY:
-                    return unknown("it asks for an API key", "A sidecar sends none: start it without --api-key.")
+                    return unknown(
+                        "it asks for an API key",
+                        "A sidecar sends none: start it without --api-key.",
+                    )
                 if response.status != 200:
-                    says = f"{path} answers HTTP {response.status}, so it is no SGLang {TESTED_VERSION}"
-                    return unknown(says, f"Give the URL of a server of SGLang {TESTED_VERSION}, not of a router.")
+                    says = (
+                        f"{path} answers HTTP {response.status}, so it is no SGLang "
+                        f"{TESTED_VERSION}"
+                    )
+                    return unknown(
+                        says,
+                        f"Give the URL of a server of SGLang {TESTED_VERSION}, not of a router.",
+                    )
                 answer = await response.json(content_type=None)
         except TimeoutError:
             says = f"{path} has no answer within {ANSWER_S:.0f} s"
             return unknown(says, "It hangs, or is busy: look at its log, and try again.")
         except (aiohttp.ClientError, OSError) as error:
-            return unknown(f"does not answer: {str(error) or type(error).__name__}", "Is the server up at this URL?")
+            return unknown(
+                f"does not answer: {str(error) or type(error).__name__}",
+                "Is the server up at this URL?",
+            )
         except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
-            return unknown(f"{path} answers no JSON object", f"Give the URL of a server of SGLang {TESTED_VERSION}.")
+            return unknown(
+                f"{path} answers no JSON object",
+                f"Give the URL of a server of SGLang {TESTED_VERSION}.",
+            )
         answers.append(answer)
     return Server(url, server=answers[0], model=answers[1])
 
@@ -123,15 +151,27 @@ def check_server(server: Server) -> Iterator[Finding]:
         yield found("engine", PROBLEM, str(error), "A sidecar registers no such engine.")
         return
     yield found("engine", OK, _describe(server, profile))
-    for check in (_radix_cache, _version, _slots, _streaming, _storage, _cache_report, _data_parallel):
+    for check in (
+        _radix_cache,
+        _version,
+        _slots,
+        _streaming,
+        _storage,
+        _cache_report,
+        _data_parallel,
+    ):
         yield check(server.server, profile, found)
 
 
 def _describe(server: Server, profile: EngineProfile) -> str:
-    seeds = "honoured" if profile.deterministic else "not honoured (--enable-deterministic-inference)"
+    seeds = (
+        "honoured" if profile.deterministic else "not honoured (--enable-deterministic-inference)"
+    )
     return (
-        f"{profile.model_path}, weights {profile.weight_version!r}, {profile.kv_tokens:,} KV tokens, "
-        f"sequences of up to {profile.max_sequence_tokens:,}, TP {profile.tensor_parallel}; sampling seeds are {seeds}"
+        f"{profile.model_path}, weights {profile.weight_version!r}, {profile.kv_tokens:,} KV "
+        "tokens, "
+        f"sequences of up to {profile.max_sequence_tokens:,}, TP {profile.tensor_parallel}; "
+        f"sampling seeds are {seeds}"
     )
 
 
@@ -141,7 +181,8 @@ Found = Callable[..., Finding]
 def _radix_cache(server: Mapping[str, Any], profile: EngineProfile, found: Found) -> Finding:
     if server.get("disable_radix_cache"):
         do = (
-            "Start it without --disable-radix-cache: each turn and each resumed step would compute its whole context "
+            "Start it without --disable-radix-cache: each turn and each resumed step would "
+            "compute its whole context "
             "again, which costs more than any schedule wins."
         )
         return found("radix cache", PROBLEM, "is off", do)
@@ -152,7 +193,10 @@ def _version(server: Mapping[str, Any], profile: EngineProfile, found: Found) ->
     version = str(server.get("version") or "unknown")
     if version == TESTED_VERSION:
         return found("version", OK, f"SGLang {version}")
-    do = f"The mesh is tested with {TESTED_VERSION}: install that, or try your own loop on one engine first."
+    do = (
+        f"The mesh is tested with {TESTED_VERSION}: install that, or try your own loop on one "
+        "engine first."
+    )
     return found("version", WARNING, f"SGLang {version}", do)
 
 
@@ -161,8 +205,10 @@ def _slots(server: Mapping[str, Any], profile: EngineProfile, found: Found) -> F
     if server.get("max_running_requests"):
         return found("slots", OK, says)
     do = (
-        "--max-running-requests N makes priorities bite: of more steps than N, the longest trajectories run first. "
-        "Without it SGLang admits as many as its KV holds. --slots of treadle attach does the same in front of it."
+        "--max-running-requests N makes priorities bite: of more steps than N, the longest "
+        "trajectories run first. "
+        "Without it SGLang admits as many as its KV holds. --slots of treadle attach does the "
+        "same in front of it."
     )
     return found("slots", WARNING, f"{says}; no limit is set", do)
 
@@ -170,26 +216,41 @@ def _slots(server: Mapping[str, Any], profile: EngineProfile, found: Found) -> F
 def _streaming(server: Mapping[str, Any], profile: EngineProfile, found: Found) -> Finding:
     if profile.incremental:
         return found("streaming", OK, "each chunk has the new tokens alone")
-    do = f"Add {INCREMENTAL_FLAG}: else each chunk repeats all tokens so far, which long outputs pay for."
+    do = (
+        f"Add {INCREMENTAL_FLAG}: else each chunk repeats all tokens so far, which long outputs "
+        "pay for."
+    )
     return found("streaming", WARNING, "each chunk has all tokens so far", do)
 
 
 def _storage(server: Mapping[str, Any], profile: EngineProfile, found: Found) -> Finding:
     if not profile.storage:
         do = (
-            f"A move computes the context again on the other engine. To move KV instead, add {STORAGE_FLAGS} and "
-            f"{STORAGE_FOLDER}=FOLDER, the same for all engines, and give treadle attach --kv-folder FOLDER."
+            "A move computes the context again on the other engine. To move KV instead, add "
+            f"{STORAGE_FLAGS} and "
+            f"{STORAGE_FOLDER}=FOLDER, the same for all engines, and give treadle attach "
+            "--kv-folder FOLDER."
         )
         return found("moves", WARNING, "no shared storage of KV", do)
     wrong = {
         "--hicache-write-policy": (server.get("hicache_write_policy"), "write_through"),
-        "--hicache-storage-prefetch-policy": (server.get("hicache_storage_prefetch_policy"), "wait_complete"),
+        "--hicache-storage-prefetch-policy": (
+            server.get("hicache_storage_prefetch_policy"),
+            "wait_complete",
+        ),
     }
-    other = [f"{flag} {best} (it is {given})" for flag, (given, best) in wrong.items() if given not in (None, best)]
+    other = [
+        f"{flag} {best} (it is {given})"
+        for flag, (given, best) in wrong.items()
+        if given not in (None, best)
+    ]
     if other:
         why = "else a move finds less than the whole context in storage, and the rest is computed"
         return found(
-            "moves", WARNING, f"through {server['hicache_storage_backend']}", f"Set {', '.join(other)}: {why}."
+            "moves",
+            WARNING,
+            f"through {server['hicache_storage_backend']}",
+            f"Set {', '.join(other)}: {why}.",
         )
     return found("moves", OK, f"KV goes through {server['hicache_storage_backend']}")
 
@@ -197,7 +258,10 @@ def _storage(server: Mapping[str, Any], profile: EngineProfile, found: Found) ->
 def _cache_report(server: Mapping[str, Any], profile: EngineProfile, found: Found) -> Finding:
     if server.get("enable_cache_report"):
         return found("cache report", OK, "answers say how many prompt tokens were cached")
-    do = "Add --enable-cache-report: usage.prompt_tokens_details of OpenAI answers is missing without it."
+    do = (
+        "Add --enable-cache-report: usage.prompt_tokens_details of OpenAI answers is missing "
+        "without it."
+    )
     return found("cache report", WARNING, "OpenAI answers do not say what was cached", do)
 
 
@@ -206,7 +270,8 @@ def _data_parallel(server: Mapping[str, Any], profile: EngineProfile, found: Fou
     if ranks == 1:
         return found("data parallel", OK, "one replica a server")
     do = (
-        "Start a server for each replica, without --dp-size: SGLang spreads the turns of a trajectory over its ranks, "
+        "Start a server for each replica, without --dp-size: SGLang spreads the turns of a "
+        "trajectory over its ranks, "
         "whose caches are apart, and the mesh sees one engine where there are several."
     )
     return found("data parallel", WARNING, f"{ranks} ranks in one server", do)
@@ -215,16 +280,30 @@ def _data_parallel(server: Mapping[str, Any], profile: EngineProfile, found: Fou
 def _compare(servers: Sequence[Server]) -> Iterator[Finding]:
     """Engines of one mesh serve the same model and weights, and read each other's KV."""
     found = partial(Finding, "all servers")
-    one_model = "A trajectory may go on at any engine of a mesh: attach only servers of one model together."
-    one_version = "A trajectory that moves between them has spans of both versions: load the same weights first."
-    checks = (("model", "model_path", PROBLEM, one_model), ("weights", "weight_version", WARNING, one_version))
+    one_model = (
+        "A trajectory may go on at any engine of a mesh: attach only servers of one model together."
+    )
+    one_version = (
+        "A trajectory that moves between them has spans of both versions: load the same "
+        "weights first."
+    )
+    checks = (
+        ("model", "model_path", PROBLEM, one_model),
+        ("weights", "weight_version", WARNING, one_version),
+    )
     for check, key, level, do in checks:
         named = {server.url: str(server.model.get(key)) for server in servers}
         if len(set(named.values())) == 1:
             yield found(check, OK, f"all serve {next(iter(named.values()))!r}")
         else:
-            yield found(check, level, ", ".join(f"{url}: {value}" for url, value in named.items()), do)
-    differ = [flag for key, flag in SHARED.items() if len({str(server.server.get(key)) for server in servers}) > 1]
+            yield found(
+                check, level, ", ".join(f"{url}: {value}" for url, value in named.items()), do
+            )
+    differ = [
+        flag
+        for key, flag in SHARED.items()
+        if len({str(server.server.get(key)) for server in servers}) > 1
+    ]
     if not differ:
         yield found("KV", OK, "is of one kind")
     elif any(server.server.get("hicache_storage_backend") for server in servers):

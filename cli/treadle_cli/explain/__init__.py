@@ -1,1 +1,2 @@
-"""`treadle explain`: the time of a trajectory, the decisions about it, and its end under other policies."""
+"""`treadle explain`: the time of a trajectory, the decisions about it, and its end under other
+policies."""

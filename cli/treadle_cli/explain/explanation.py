@@ -21,14 +21,16 @@ MEANINGS = {
     "control_s": "calls, the bus, and the client's own work",
 }
 SIMULATED = (
-    "Simulated (docs/simulator.md): the recorded steps and tools of the rollout, all trajectories begun at once."
+    "Simulated (docs/simulator.md): the recorded steps and tools of the rollout, all "
+    "trajectories begun at once."
 )
 LEAST_SHOWN_S = 5e-4
 
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """The seconds from the start of the rollout to the end of the trajectory, and of the rollout, under a policy."""
+    """The seconds from the start of the rollout to the end of the trajectory, and of the rollout,
+    under a policy."""
 
     policy: str
     title: str
@@ -38,8 +40,8 @@ class Fate:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """about: what the trajectory is, in a line. left: what the time is that the ledger has not. recorded: as it was;
-    None where all of it is simulated. notes: what a reader must know."""
+    """about: what the trajectory is, in a line. left: what the time is that the ledger has not.
+    recorded: as it was; None where all of it is simulated. notes: what a reader must know."""
 
     trajectory_id: str
     about: str
@@ -62,7 +64,10 @@ class Explanation:
             "left_s": self.wall_s - self.ledger.total_s,
             "left": self.left,
             "decisions": [
-                {"at_s": each.now_s - self.opened_s, **{name: getattr(each, name) for name in _DECISION}}
+                {
+                    "at_s": each.now_s - self.opened_s,
+                    **{name: getattr(each, name) for name in _DECISION},
+                }
                 for each in self.decisions
             ],
             "recorded": asdict(self.recorded) if self.recorded is not None else None,
@@ -72,7 +77,9 @@ class Explanation:
 
     def print(self, out: Console) -> None:
         """For a terminal."""
-        out.print(f"{self.trajectory_id}: {self.about}", style="bold", highlight=False, markup=False)
+        out.print(
+            f"{self.trajectory_id}: {self.about}", style="bold", highlight=False, markup=False
+        )
         out.print()
         out.print(self._ledger_table())
         if self.decisions:
@@ -101,13 +108,17 @@ class Explanation:
     def _decision_table(self) -> Table:
         table = _table("at", "decision", "engine", "")
         for each in self.decisions:
-            table.add_row(f"{each.now_s - self.opened_s:.3f}", each.kind, each.engine_id, each.reason)
+            table.add_row(
+                f"{each.now_s - self.opened_s:.3f}", each.kind, each.engine_id, each.reason
+            )
         return table
 
     def _policy_table(self) -> Table:
         table = _table("policy", "this one ends", "the rollout ends", "")
         for fate in (*([self.recorded] if self.recorded is not None else []), *self.policies):
-            table.add_row(fate.policy, f"{fate.trajectory_s:.2f} s", f"{fate.rollout_s:.2f} s", fate.title)
+            table.add_row(
+                fate.policy, f"{fate.trajectory_s:.2f} s", f"{fate.rollout_s:.2f} s", fate.title
+            )
         return table
 
 

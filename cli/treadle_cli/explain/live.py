@@ -1,4 +1,5 @@
-"""Ask a mesh for the ledger and the decisions of a trajectory, and for the recorded steps of its whole rollout."""
+"""Ask a mesh for the ledger and the decisions of a trajectory, and for the recorded steps of its
+whole rollout."""
 
 from __future__ import annotations
 
@@ -34,13 +35,21 @@ async def explain_live(trajectory_id: str, scheduler: str, progress: Console) ->
     """Explain a trajectory of the mesh at `scheduler`. Raises TreadleError, UsageProblem."""
     async with reach_scheduler(scheduler) as stub:
         asked = await _history(stub, trajectory_id)
-        rollout = await _rollout(stub, asked.trajectory.rollout_id) if asked.trajectory.rollout_id else [asked]
+        rollout = (
+            await _rollout(stub, asked.trajectory.rollout_id)
+            if asked.trajectory.rollout_id
+            else [asked]
+        )
         engines = (await stub.ListEngines(pb.ListEnginesRequest(), timeout=CALL_S)).engines
     with progress.status("playing the rollout under other policies"):
-        return await asyncio.to_thread(_explain, asked, rollout, [engine.info for engine in engines])
+        return await asyncio.to_thread(
+            _explain, asked, rollout, [engine.info for engine in engines]
+        )
 
 
-async def _history(stub: scheduler_pb2_grpc.SchedulerServiceAsyncStub, trajectory_id: str) -> pb.GetTrajectoryResponse:
+async def _history(
+    stub: scheduler_pb2_grpc.SchedulerServiceAsyncStub, trajectory_id: str
+) -> pb.GetTrajectoryResponse:
     request = pb.GetTrajectoryRequest(trajectory_id=trajectory_id, history=True)
     return await stub.GetTrajectory(request, timeout=CALL_S)
 
@@ -48,8 +57,8 @@ async def _history(stub: scheduler_pb2_grpc.SchedulerServiceAsyncStub, trajector
 async def _rollout(
     stub: scheduler_pb2_grpc.SchedulerServiceAsyncStub, rollout_id: str
 ) -> list[pb.GetTrajectoryResponse]:
-    """All trajectories of a rollout that the scheduler still knows, in the order of opening; none where there are more
-    than MOST_REPLAYED."""
+    """All trajectories of a rollout that the scheduler still knows, in the order of opening; none
+    where there are more than MOST_REPLAYED."""
     names: list[str] = []
     request = pb.ListTrajectoriesRequest(rollout_id=rollout_id, page_size=PAGE)
     while True:
@@ -77,7 +86,9 @@ async def _rollout(
 
 
 def _explain(
-    asked: pb.GetTrajectoryResponse, rollout: Sequence[pb.GetTrajectoryResponse], infos: Sequence[engine_pb2.EngineInfo]
+    asked: pb.GetTrajectoryResponse,
+    rollout: Sequence[pb.GetTrajectoryResponse],
+    infos: Sequence[engine_pb2.EngineInfo],
 ) -> Explanation:
     t = asked.trajectory
     is_open = not t.HasField("closed_at")
@@ -86,23 +97,37 @@ def _explain(
     names = [each.trajectory.trajectory_id for each in begun]
     notes, policies, recorded = [], list[Fate](), None
     if not rollout:
-        notes.append(f"The rollout has more than {MOST_REPLAYED} trajectories, and is not played under other policies.")
+        notes.append(
+            f"The rollout has more than {MOST_REPLAYED} trajectories, and is not played under "
+            "other policies."
+        )
     elif t.trajectory_id not in names:
-        notes.append("It has sampled nothing yet, so there is nothing to play under other policies.")
+        notes.append(
+            "It has sampled nothing yet, so there is nothing to play under other policies."
+        )
     elif not infos:
         notes.append("No engine is registered, so the rollout is not played under other policies.")
     else:
         index = names.index(t.trajectory_id)
         began_s = min(each.trajectory.opened_at.ToNanoseconds() / 1e9 for each in begun)
         ends_s = [_end_s(each) - began_s for each in begun]
-        until = "as it was" if all(each.trajectory.HasField("closed_at") for each in begun) else "until now"
+        until = (
+            "as it was"
+            if all(each.trajectory.HasField("closed_at") for each in begun)
+            else "until now"
+        )
         recorded = Fate("recorded", until, ends_s[index], max(ends_s))
-        policies = compare([_work(each) for each in begun], Cluster(tuple(map(_model, infos))), index)
+        policies = compare(
+            [_work(each) for each in begun], Cluster(tuple(map(_model, infos))), index
+        )
     state = "open" if is_open else STATES.get(t.state, "closed")
     return Explanation(
         trajectory_id=t.trajectory_id,
-        about=f"sample {t.sample} of {t.prompt_id}, {state}; {t.next_turn} steps, {t.gen_tokens} tokens",
-        ledger=Ledger(**{name: seconds(getattr(t.ledger, name.removesuffix("_s"))) for name in LEDGER_PARTS}),
+        about=f"sample {t.sample} of {t.prompt_id}, {state}; {t.next_turn} steps, {t.gen_tokens} "
+        "tokens",
+        ledger=Ledger(
+            **{name: seconds(getattr(t.ledger, name.removesuffix("_s"))) for name in LEDGER_PARTS}
+        ),
         wall_s=seconds(t.ledger.wall),
         left=_left(t, is_open),
         decisions=[_decision(each, opened_s) for each in asked.decisions],
@@ -132,7 +157,8 @@ def _decision(message: pb.Decision, opened_s: float) -> Decision:
 
 
 def _work(said: pb.GetTrajectoryResponse) -> TrajectoryWork:
-    """The recorded steps, those of one long turn together. What came before a restart of the scheduler is one step."""
+    """The recorded steps, those of one long turn together. What came before a restart of the
+    scheduler is one step."""
     t, steps = said.trajectory, list(said.steps)
     found: list[Step] = []
     unknown = t.gen_tokens - sum(step.output_tokens for step in steps)
@@ -162,7 +188,9 @@ def _model(info: engine_pb2.EngineInfo) -> EngineModel:
     """An engine as it has registered, its curve a straight line."""
     curve, slots = info.decode_curve, max(1, info.slot_limit)
     if curve.base_s + curve.per_sequence_s <= 0:
-        curve = engine_pb2.DecodeCurve(base_s=DecodeCurve().base_s, per_sequence_s=DecodeCurve().per_sequence_s)
+        curve = engine_pb2.DecodeCurve(
+            base_s=DecodeCurve().base_s, per_sequence_s=DecodeCurve().per_sequence_s
+        )
     batches = (1.0, float(slots)) if slots > 1 else (1.0,)
     return EngineModel(
         llm=info.model,

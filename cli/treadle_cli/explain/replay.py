@@ -1,4 +1,5 @@
-"""Play a recorded rollout under each policy in the simulator; and the whole explanation of one of a trace file."""
+"""Play a recorded rollout under each policy in the simulator; and the whole explanation of one of a
+trace file."""
 
 import math
 from collections.abc import Sequence
@@ -32,8 +33,15 @@ def play(system: System, workload: Workload, cluster: Cluster) -> tuple[Outcome,
     """The rollout under a policy, and the controller that decided."""
     predictor = make_predictor(PREDICTOR, workload) if system is TREADLE else None
     driver = Driver(
-        # The controller keeps what it decided about a trajectory for as long as it keeps the trajectory.
-        *(workload, cluster, system.policy, replace(system.tuning, keep_closed_s=math.inf), predictor),
+        # The controller keeps what it decided about a trajectory for as long as it keeps the
+        # trajectory.
+        *(
+            workload,
+            cluster,
+            system.policy,
+            replace(system.tuning, keep_closed_s=math.inf),
+            predictor,
+        ),
         call_tokens=system.call_tokens,
         paced=system.paced,
     )
@@ -47,19 +55,26 @@ def compare(works: Sequence[TrajectoryWork], cluster: Cluster, index: int) -> li
 
 
 def explain_trace(name: str, request: Request) -> Explanation:
-    """Explain a trajectory of a trace file, which says no times but those of tools: all of it is simulated. name: as
-    in PROMPT#SAMPLE. Raises UsageProblem."""
+    """Explain a trajectory of a trace file, which says no times but those of tools: all of it is
+    simulated. name: as in PROMPT#SAMPLE. Raises UsageProblem."""
     plan = make_plan(replace(request, systems=TREADLE.name))
     works = plan.settings[0].workload.trajectories
-    found = [at for at, work in enumerate(works) if name in (f"{work.prompt_id}#{work.sample}", work.prompt_id)]
+    found = [
+        at
+        for at, work in enumerate(works)
+        if name in (f"{work.prompt_id}#{work.sample}", work.prompt_id)
+    ]
     if not found:
-        raise UsageProblem(f"ID: {request.workload} has no trajectory {name!r}; name it PROMPT#SAMPLE")
+        raise UsageProblem(
+            f"ID: {request.workload} has no trajectory {name!r}; name it PROMPT#SAMPLE"
+        )
     index, cluster = found[0], choose_cluster(TREADLE, plan.settings[0])
     outcome, controller = play(TREADLE, plan.settings[0].workload, cluster)
     trajectory_id, work = f"t{index}", works[index]
     return Explanation(
         trajectory_id=f"{work.prompt_id}#{work.sample}",
-        about=f"{len(work.steps)} turns, {work.gen_tokens} tokens; as simulated under Treadle on {cluster.describe()}",
+        about=f"{len(work.steps)} turns, {work.gen_tokens} tokens; as simulated under Treadle on "
+        f"{cluster.describe()}",
         ledger=outcome.ledgers[index],
         wall_s=outcome.times[index].finished_s,
         left="lost by the simulator",
@@ -67,7 +82,10 @@ def explain_trace(name: str, request: Request) -> Explanation:
         opened_s=0.0,
         recorded=None,
         policies=[
-            *(_fate(system, play(system, plan.settings[0].workload, cluster)[0], index) for system in POLICIES[:-1]),
+            *(
+                _fate(system, play(system, plan.settings[0].workload, cluster)[0], index)
+                for system in POLICIES[:-1]
+            ),
             _fate(TREADLE, outcome, index),
         ],
     )

@@ -1,8 +1,10 @@
-"""`treadle attach`: put sidecars beside SGLang servers that somebody else started, and a mesh around them.
+"""`treadle attach`: put sidecars beside SGLang servers that somebody else started, and a mesh
+around them.
 
-The servers are read before anything starts (`doctor.servers`), and are never started, stopped or reconfigured. The mesh
-is one of its own (NATS and services), or one that runs already. When the command ends, its sidecars take their engines
-from the scheduler, end the steps that they run, and the servers go on as they were.
+The servers are read before anything starts (`doctor.servers`), and are never started, stopped or
+reconfigured. The mesh is one of its own (NATS and services), or one that runs already. When the
+command ends, its sidecars take their engines from the scheduler, end the steps that they run, and
+the servers go on as they were.
 """
 
 from __future__ import annotations
@@ -47,17 +49,19 @@ from treadle_cli.scheduler import reach_scheduler
 if TYPE_CHECKING:
     from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub
 
-REGISTRATION_S = 120.0  # a sidecar first probes its engine, for 10 s at most; a busy engine is not probed
+REGISTRATION_S = (
+    120.0  # a sidecar first probes its engine, for 10 s at most; a busy engine is not probed
+)
 ASK_S = 10.0
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class AttachPlan:
-    """What to put beside the servers at `urls`. scheduler, nats_url: of a mesh that runs already; empty: one is started
-    with its scheduler at `base_port`. host: the name or address at which that mesh reaches this machine; empty: the
-    mesh runs on this machine. slots: steps at once on each engine, 0: as the engine says. kv_folder: the engines'
-    shared storage of KV, None: not known."""
+    """What to put beside the servers at `urls`. scheduler, nats_url: of a mesh that runs already;
+    empty: one is started with its scheduler at `base_port`. host: the name or address at which that
+    mesh reaches this machine; empty: the mesh runs on this machine. slots: steps at once on each
+    engine, 0: as the engine says. kv_folder: the engines' shared storage of KV, None: not known."""
 
     urls: tuple[str, ...]
     scheduler: str = ""
@@ -76,17 +80,26 @@ class AttachPlan:
     def require_sound(self) -> None:
         """Raises UsageProblem for options that do not go together."""
         if self.scheduler and not self.nats_url:
-            raise UsageProblem("--scheduler needs --nats-url: the NATS of that mesh, where sidecars publish facts")
+            raise UsageProblem(
+                "--scheduler needs --nats-url: the NATS of that mesh, where sidecars publish facts"
+            )
         if self.nats_url and not self.scheduler:
-            raise UsageProblem("--nats-url needs --scheduler: without one, attach starts a mesh with a NATS of its own")
-        elsewhere = [each for each in self.scheduler.split(",") if each and not is_loopback(each.strip())]
+            raise UsageProblem(
+                "--nats-url needs --scheduler: without one, attach starts a mesh with a NATS of "
+                "its own"
+            )
+        elsewhere = [
+            each for each in self.scheduler.split(",") if each and not is_loopback(each.strip())
+        ]
         if elsewhere and not self.host:
             raise UsageProblem(
-                f"--scheduler {elsewhere[0]} needs --host: the name or address at which that mesh reaches this machine"
+                f"--scheduler {elsewhere[0]} needs --host: the name or address at which that mesh "
+                "reaches this machine"
             )
         if self.scheduler and self.secure:
             raise UsageProblem(
-                f"--secure is of a mesh that attach starts; for one that runs, set {FOLDER_VARIABLE} to the folder of "
+                "--secure is of a mesh that attach starts; for one that runs, set "
+                f"{FOLDER_VARIABLE} to the folder of "
                 "a sidecar's certificate"
             )
         if self.kv_folder is not None and not self.kv_folder.is_dir():
@@ -99,7 +112,8 @@ def print_addresses(named: Mapping[str, object]) -> None:
 
 
 async def run_check(urls: Sequence[str], as_json: bool, out: Console) -> int:
-    """`--check`: print what must change on the servers; the exit code. Raises UsageProblem for a bad URL."""
+    """`--check`: print what must change on the servers; the exit code. Raises UsageProblem for a
+    bad URL."""
     from treadle_cli.doctor.command import report
     from treadle_cli.doctor.servers import check_servers, clean_urls, read_servers
 
@@ -113,8 +127,8 @@ async def run_attach(
     hurry: asyncio.Event,
     announce: Callable[[Mapping[str, object]], None] | None = None,
 ) -> int:
-    """Check the servers, start what is missing, and wait for a signal. announce: called with all addresses by name
-    when every engine is registered. Raises UsageProblem, ProcessError."""
+    """Check the servers, start what is missing, and wait for a signal. announce: called with all
+    addresses by name when every engine is registered. Raises UsageProblem, ProcessError."""
     from treadle_cli.doctor.servers import check_servers, clean_urls, read_servers
     from treadle_cli.mesh.checks import nats_server, require_bubblewrap
 
@@ -123,12 +137,16 @@ async def run_attach(
     _require_usable(list(check_servers(servers)), out)
     urls = {server.name(plan.reached_at): server.url for server in servers}
     if len(urls) < len(servers):
-        raise UsageProblem(f"{', '.join(plan.urls)}: two of these are one server, by its host and port")
+        raise UsageProblem(
+            f"{', '.join(plan.urls)}: two of these are one server, by its host and port"
+        )
     if not plan.scheduler:
         require_bubblewrap()
         nats_server()
         if not plan.secure:
-            os.environ.pop(FOLDER_VARIABLE, None)  # of another mesh; this one is plaintext on the loopback interface
+            os.environ.pop(
+                FOLDER_VARIABLE, None
+            )  # of another mesh; this one is plaintext on the loopback interface
     folder = new_run_folder(out_folder, "attach-")
     state = folder / "state"
     try:
@@ -152,7 +170,11 @@ def _require_usable(findings: Sequence[Finding], out: Console) -> None:
     """Show what could be better; raise UsageProblem where a server cannot be used."""
     noted = [finding for finding in findings if finding.level != OK]
     print_alike(noted, out)
-    problems = [f"{finding.subject}: {finding.check}: {finding.says}" for finding in noted if finding.level == PROBLEM]
+    problems = [
+        f"{finding.subject}: {finding.check}: {finding.says}"
+        for finding in noted
+        if finding.level == PROBLEM
+    ]
     if problems:
         raise UsageProblem("nothing was started: " + "; ".join(problems))
 
@@ -162,7 +184,9 @@ def print_alike(findings: Sequence[Finding], out: Console) -> None:
     alike: defaultdict[Finding, list[str]] = defaultdict(list)  # without its subject
     for finding in findings:
         alike[replace(finding, subject="")].append(finding.subject)
-    print_findings([replace(finding, subject=", ".join(subjects)) for finding, subjects in alike.items()], out)
+    print_findings(
+        [replace(finding, subject=", ".join(subjects)) for finding, subjects in alike.items()], out
+    )
 
 
 async def _engine_ids(stub: SchedulerServiceAsyncStub) -> list[str]:
@@ -174,15 +198,24 @@ class _Attachment:
     """The sidecars of one command, and the mesh if it is their own."""
 
     def __init__(
-        self, plan: AttachPlan, urls: dict[str, str], model_path: str, tree: ProcessTree, folder: Path
+        self,
+        plan: AttachPlan,
+        urls: dict[str, str],
+        model_path: str,
+        tree: ProcessTree,
+        folder: Path,
     ) -> None:
         self._plan, self._urls, self._model_path, self._tree = plan, urls, model_path, tree
         folder.mkdir(parents=True)
-        self._certificates = make_certificates(folder.absolute() / "certificates") if plan.secure else None
+        self._certificates = (
+            make_certificates(folder.absolute() / "certificates") if plan.secure else None
+        )
         if plan.scheduler:
             self._where = Addresses({"scheduler": plan.scheduler}, {})
         else:
-            self._where = replace(choose_addresses(tree.ports, plan.base_port, list(urls)), resources="")
+            self._where = replace(
+                choose_addresses(tree.ports, plan.base_port, list(urls)), resources=""
+            )
         self._control = ControlPlane(tree, self._where, folder, certificates=self._certificates)
         self._broken: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
         self._sidecars: dict[str, str] = {}
@@ -190,7 +223,8 @@ class _Attachment:
         tree.on_death = self._on_death
 
     async def start(self, board: Board) -> None:
-        """Return once every engine is registered with the scheduler. Raises ProcessError, UsageProblem."""
+        """Return once every engine is registered with the scheduler. Raises ProcessError,
+        UsageProblem."""
         if self._plan.scheduler:
             self._control.nats_url = self._plan.nats_url
         else:
@@ -201,7 +235,8 @@ class _Attachment:
             taken = sorted(set(self._urls) & set(await _engine_ids(stub)))
             if taken:
                 raise UsageProblem(
-                    f"{self._urls[taken[0]]}: the mesh has an engine {taken[0]}: is it attached already?"
+                    f"{self._urls[taken[0]]}: the mesh has an engine {taken[0]}: is it attached "
+                    "already?"
                 )
             async with asyncio.TaskGroup() as group:
                 for engine_id in self._urls:
@@ -213,7 +248,9 @@ class _Attachment:
 
     def addresses(self) -> dict[str, object]:
         """Of the mesh by name, with the sidecars of this command."""
-        return replace(self._where, sidecars=self._sidecars).named(self.nats_url, self._front_door, self._page)
+        return replace(self._where, sidecars=self._sidecars).named(
+            self.nats_url, self._front_door, self._page
+        )
 
     @property
     def nats_url(self) -> str:
@@ -225,14 +262,19 @@ class _Attachment:
         child = await asyncio.shield(self._broken)
         raise ProcessError(child, describe_exit(child.returncode))
 
-    async def _start_sidecar(self, engine_id: str, stub: SchedulerServiceAsyncStub, board: Board) -> None:
+    async def _start_sidecar(
+        self, engine_id: str, stub: SchedulerServiceAsyncStub, board: Board
+    ) -> None:
         async def is_registered() -> bool | None:
             try:
                 return engine_id in await _engine_ids(stub) or None
             except grpc.aio.AioRpcError:
                 return None  # it may be restarting; the limit of time holds
 
-        address = self._where.sidecars.get(engine_id) or f"{self._plan.reached_at}:{self._tree.ports.choose(1)[0]}"
+        address = (
+            self._where.sidecars.get(engine_id)
+            or f"{self._plan.reached_at}:{self._tree.ports.choose(1)[0]}"
+        )
         settings = {
             "TREADLE_SIDECAR_ENGINE_URL": self._urls[engine_id],
             "TREADLE_SIDECAR_SLOTS": str(self._plan.slots),
@@ -253,7 +295,9 @@ class _Attachment:
 
     def table(self) -> Table:
         """Addresses, as treadle up prints them."""
-        table = Table("service", "address", "what for", box=None, pad_edge=False, padding=(0, 3, 0, 0))
+        table = Table(
+            "service", "address", "what for", box=None, pad_edge=False, padding=(0, 3, 0, 0)
+        )
         for name, purpose in SERVICES.items():
             if name in self._where.services:
                 table.add_row(name, self._where.services[name], purpose)
@@ -272,5 +316,7 @@ class _Attachment:
             client = self._certificates / f"trainer-{DEFAULT_TENANT}"
             lines.append(f"Clients: export {FOLDER_VARIABLE}={client}  (or {OPERATOR})")
         lines.append(f"Watch it: treadle top --scheduler {self._where.scheduler}")
-        lines.append(f"Logs: {logs}. Ctrl-C takes the sidecars away and leaves the servers as they are.")
+        lines.append(
+            f"Logs: {logs}. Ctrl-C takes the sidecars away and leaves the servers as they are."
+        )
         return lines

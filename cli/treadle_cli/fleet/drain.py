@@ -1,4 +1,5 @@
-"""`treadle drain`: empty an engine of a running mesh, so that it can be stopped, and use it again."""
+"""`treadle drain`: empty an engine of a running mesh, so that it can be stopped, and use it
+again."""
 
 from __future__ import annotations
 
@@ -34,8 +35,11 @@ CORRECTABLE = (
 Answer = TypeVar("Answer")
 
 
-async def run_drain(engine: str, scheduler: str, undo: bool, waits: bool, as_json: bool, out: Console) -> int:
-    """Drain, or end a drain, and say how many trajectories are left. Raises UsageProblem, TreadleError."""
+async def run_drain(
+    engine: str, scheduler: str, undo: bool, waits: bool, as_json: bool, out: Console
+) -> int:
+    """Drain, or end a drain, and say how many trajectories are left. Raises UsageProblem,
+    TreadleError."""
     from treadle.errors import TreadleError
 
     from treadle_cli.scheduler import reach_scheduler
@@ -44,7 +48,9 @@ async def run_drain(engine: str, scheduler: str, undo: bool, waits: bool, as_jso
     try:
         async with reach_scheduler(scheduler) as stub:
             with out.status(f"{engine}: waiting") as status:
-                left = (await _answer(lambda: stub.DrainEngine(request, timeout=ASK_S), engine, status)).trajectories
+                left = (
+                    await _answer(lambda: stub.DrainEngine(request, timeout=ASK_S), engine, status)
+                ).trajectories
                 if left and waits and not undo:
                     await _until_empty(stub, engine, status)
                     left = 0
@@ -55,16 +61,22 @@ async def run_drain(engine: str, scheduler: str, undo: bool, waits: bool, as_jso
     elif undo:
         out.print(f"{engine} takes steps again", highlight=False, markup=False)
     else:
-        told = f"{left} trajectories are still there" if left else "it is empty: stop it, or use it again with --undo"
+        told = (
+            f"{left} trajectories are still there"
+            if left
+            else "it is empty: stop it, or use it again with --undo"
+        )
         out.print(f"{engine} gets no more steps; {told}", highlight=False, markup=False)
     return 0
 
 
 async def _until_empty(stub: SchedulerServiceAsyncStub, engine: str, status: Status) -> None:
-    """Return once no trajectory is there, or the engine is gone. Raises UsageProblem where somebody ends the drain, and
-    AioRpcError as `_answer` does."""
+    """Return once no trajectory is there, or the engine is gone. Raises UsageProblem where somebody
+    ends the drain, and AioRpcError as `_answer` does."""
     while True:
-        listed = await _answer(lambda: stub.ListEngines(pb.ListEnginesRequest(), timeout=ASK_S), engine, status)
+        listed = await _answer(
+            lambda: stub.ListEngines(pb.ListEnginesRequest(), timeout=ASK_S), engine, status
+        )
         found = next((each for each in listed.engines if each.info.engine_id == engine), None)
         if found is None:
             return
@@ -73,12 +85,16 @@ async def _until_empty(stub: SchedulerServiceAsyncStub, engine: str, status: Sta
         if not found.trajectories:
             return
         steps = found.load.running_steps + found.load.waiting_steps
-        status.update(f"{engine}: {found.trajectories} trajectories are left, {steps} of their steps run or wait")
+        status.update(
+            f"{engine}: {found.trajectories} trajectories are left, {steps} of their steps run or "
+            "wait"
+        )
         await asyncio.sleep(LOOK_S)
 
 
 async def _answer(ask: Callable[[], Awaitable[Answer]], engine: str, status: Status) -> Answer:
-    """Ask again while the scheduler restarts. Raises AioRpcError where it refuses, or is away for AWAY_S."""
+    """Ask again while the scheduler restarts. Raises AioRpcError where it refuses, or is away for
+    AWAY_S."""
     gives_up_at = time.monotonic() + AWAY_S
     while True:
         try:

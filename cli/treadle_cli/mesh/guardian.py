@@ -1,12 +1,14 @@
 """Kill a process tree whose owner has died: python -I -S guardian.py TEMP_FOLDER < PIPE
 
-The parent-death signal of launcher.py reaches children, not their forks (an engine's workers). So the owner writes each
-session that it starts or ends ("+SID", "-SID" lines) and each folder that it makes for them ("/PATH") to the guardian's
-standard input; when the pipe closes, because the owner has ended in any way, the guardian sends SIGKILL to every
-process in those sessions, removes their temporary files and those folders, and ends.
+The parent-death signal of launcher.py reaches children, not their forks (an engine's workers). So
+the owner writes each session that it starts or ends ("+SID", "-SID" lines) and each folder that it
+makes for them ("/PATH") to the guardian's standard input; when the pipe closes, because the owner
+has ended in any way, the guardian sends SIGKILL to every process in those sessions, removes their
+temporary files and those folders, and ends.
 
-It signals only sessions in its list, and never its own. A session leaves the list before its id can be used again,
-because the id stays taken while any member lives. Standard library only, run by path.
+It signals only sessions in its list, and never its own. A session leaves the list before its id can
+be used again, because the id stays taken while any member lives. Standard library only, run by
+path.
 """
 
 import contextlib
@@ -26,7 +28,8 @@ def session_members(session_id: int) -> list[int]:
     members = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError, IndexError):
-            # The name stands in parentheses and may hold spaces; what follows is: state ppid pgrp session ...
+            # The name stands in parentheses and may hold spaces; what follows is: state ppid pgrp
+            # session ...
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
             if int(fields[3]) == session_id and fields[0] not in ("Z", "X"):
                 members.append(int(entry.name))

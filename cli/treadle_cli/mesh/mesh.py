@@ -1,10 +1,12 @@
-"""Run a mesh on this machine: NATS, the services, the engines and their sidecars, in one process tree.
+"""Run a mesh on this machine: NATS, the services, the engines and their sidecars, in one process
+tree.
 
-`treadle up` (`run_up`) runs one until Ctrl-C; `treadle demo` plays on one. Engines take most of a minute to start and
-live as long as the mesh. `forget_caches` and `set_policy` prepare it for another play, with the history that it has; a
-control plane takes seconds, and `renew_control_plane` replaces it with a fresh one (empty store, no history). An engine
-that dies is recorded, and its sidecar reports it to the scheduler; any other child that dies ends the mesh, with its
-name and the end of its log.
+`treadle up` (`run_up`) runs one until Ctrl-C; `treadle demo` plays on one. Engines take most of a
+minute to start and live as long as the mesh. `forget_caches` and `set_policy` prepare it for
+another play, with the history that it has; a control plane takes seconds, and `renew_control_plane`
+replaces it with a fresh one (empty store, no history). An engine that dies is recorded, and its
+sidecar reports it to the scheduler; any other child that dies ends the mesh, with its name and the
+end of its log.
 """
 
 import asyncio
@@ -68,7 +70,8 @@ class Board:
 
 
 class StartBoard(Board):
-    """Shows parts while they start. Used as a context manager; closing it leaves the last state on the screen."""
+    """Shows parts while they start. Used as a context manager; closing it leaves the last state on
+    the screen."""
 
     def __enter__(self) -> Self:
         columns = (
@@ -76,7 +79,9 @@ class StartBoard(Board):
             TextColumn("{task.description}"),
             TimeElapsedColumn(),
         )
-        self._progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+        self._progress = Progress(
+            *columns, console=self.console, disable=not self.console.is_terminal
+        )
         self._progress.start()
         return self
 
@@ -93,16 +98,18 @@ class StartBoard(Board):
         yield
         self._progress.update(task, completed=1)
         if self._progress.disable:
-            self.console.print(f"{name} ready after {time.monotonic() - started_s:.1f} s", highlight=False)
+            self.console.print(
+                f"{name} ready after {time.monotonic() - started_s:.1f} s", highlight=False
+            )
 
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """What to start. folder: for state that is deleted with the mesh. base_port: the scheduler's; 0: free ports.
-    takes_resource_plans: whether this process is to answer `where.resources`. front_door: whether a gateway answers
-    `where.http`. secure: with certificates, made in `folder`, on every connection but that of an engine with its
-    sidecar. probes: whether sidecars probe engines that are idle for them. together: the services that share a
-    process."""
+    """What to start. folder: for state that is deleted with the mesh. base_port: the scheduler's;
+    0: free ports. takes_resource_plans: whether this process is to answer `where.resources`.
+    front_door: whether a gateway answers `where.http`. secure: with certificates, made in `folder`,
+    on every connection but that of an engine with its sidecar. probes: whether sidecars probe
+    engines that are idle for them. together: the services that share a process."""
 
     engines: EnginePlan
     folder: Path
@@ -133,7 +140,9 @@ class Mesh:
         self.model_path = ""
         self.front_door = ""  # the gateway's URL
         plan.folder.mkdir(parents=True, exist_ok=True)
-        self.certificates = make_certificates(plan.folder.absolute() / "certificates") if plan.secure else None
+        self.certificates = (
+            make_certificates(plan.folder.absolute() / "certificates") if plan.secure else None
+        )
         self.kv = engines.place_kv(tree, plan.engines, plan.folder)
         self.board = board  # changed by whoever displays
         self._tree = tree
@@ -146,7 +155,8 @@ class Mesh:
 
     @classmethod
     async def start(cls, plan: MeshPlan, tree: ProcessTree, board: Board) -> "Mesh":
-        """Start everything; return when every engine answers and is registered with the scheduler."""
+        """Start everything; return when every engine answers and is registered with the
+        scheduler."""
         mesh = cls(plan, tree, board)
         tree.on_death = mesh.on_death
         async with asyncio.TaskGroup() as group:
@@ -164,7 +174,8 @@ class Mesh:
         return self._control.nats_url
 
     def on_death(self, child: Child) -> None:
-        """Record the death of an engine; end the mesh at the death of any other child that it needs."""
+        """Record the death of an engine; end the mesh at the death of any other child that it
+        needs."""
         if child.name in self._starting:
             return
         if child.name == CONSOLE:
@@ -185,8 +196,8 @@ class Mesh:
         raise ProcessError(child, describe_exit(child.returncode))
 
     async def renew_control_plane(self, policy: scheduler_pb2.Policy) -> None:
-        """Stop NATS, the services and the sidecars, empty all KV caches, and start them again with an empty store and
-        this policy."""
+        """Stop NATS, the services and the sidecars, empty all KV caches, and start them again with
+        an empty store and this policy."""
         await self._control.stop()
         await self.forget_caches()
         self._generation += 1
@@ -196,20 +207,25 @@ class Mesh:
         await self.set_policy(policy)
 
     async def forget_caches(self) -> None:
-        """Empty the KV caches of all engines and the KV in shared storage, while no trajectory is open."""
+        """Empty the KV caches of all engines and the KV in shared storage, while no trajectory is
+        open."""
         await engines.forget_caches(self.engines, self.kv.folder, self.board.note)
 
     async def set_policy(self, policy: scheduler_pb2.Policy) -> None:
         """Set the policy of the trajectories that are opened from now on."""
         async with self._to_scheduler() as channel:
             request = scheduler_pb2.SetPolicyRequest(request_id=uuid.uuid4().hex, policy=policy)
-            await scheduler_pb2_grpc.SchedulerServiceStub(channel).SetPolicy(request, timeout=POLICY_TIMEOUT_S)
+            await scheduler_pb2_grpc.SchedulerServiceStub(channel).SetPolicy(
+                request, timeout=POLICY_TIMEOUT_S
+            )
 
     async def list_engines(self) -> list[scheduler_pb2.RegisteredEngine]:
         """The engines that are registered with the scheduler, by id."""
         async with self._to_scheduler() as channel:
             stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-            answer = await stub.ListEngines(scheduler_pb2.ListEnginesRequest(), timeout=ASK_TIMEOUT_S)
+            answer = await stub.ListEngines(
+                scheduler_pb2.ListEnginesRequest(), timeout=ASK_TIMEOUT_S
+            )
         return sorted(answer.engines, key=lambda engine: str(engine.info.engine_id))
 
     @property
@@ -221,15 +237,19 @@ class Mesh:
         return open_channel(self.where.scheduler, "scheduler", self.own_certificates)
 
     def start_engine(self, kind: EngineClass, units: tuple[str, ...]) -> str:
-        """Start one more engine on these cores or accelerators and return its id; `until_up` waits for it."""
+        """Start one more engine on these cores or accelerators and return its id; `until_up` waits
+        for it."""
         engine_id = f"engine-{next(self._numbers)}"
         self._starting |= {engine_id, f"sidecar-{engine_id}"}
         where = (self.model_path, self.kv)
-        self.engines.append(engines.start_engine(self._tree, self.plan.engines, engine_id, kind, units, *where))
+        self.engines.append(
+            engines.start_engine(self._tree, self.plan.engines, engine_id, kind, units, *where)
+        )
         return engine_id
 
     async def until_up(self, engine_id: str) -> None:
-        """Return once an engine that was started answers and its sidecar serves. Raises ProcessError."""
+        """Return once an engine that was started answers and its sidecar serves. Raises
+        ProcessError."""
         engine = self.engine(engine_id)
         await engines.until_healthy(engine)
         await self._start_sidecar(engine)
@@ -276,7 +296,9 @@ class Mesh:
             await engines.until_healthy(engine)
 
     def _plan_control(self) -> None:
-        where = choose_addresses(self._tree.ports, self.plan.base_port, self.plan.engines.engine_ids)
+        where = choose_addresses(
+            self._tree.ports, self.plan.base_port, self.plan.engines.engine_ids
+        )
         self.where = where if self.plan.takes_resource_plans else replace(where, resources="")
         folder = self.plan.folder / f"control-{self._generation}"
         self._control = ControlPlane(self._tree, self.where, folder, certificates=self.certificates)
@@ -310,14 +332,20 @@ class Mesh:
         """Return once the scheduler has a lease of each engine."""
 
         async def are_registered() -> bool | None:
-            return engine_ids <= {engine.info.engine_id for engine in await self.list_engines()} or None
+            return (
+                engine_ids <= {engine.info.engine_id for engine in await self.list_engines()}
+                or None
+            )
 
         for sidecar in sidecars:
-            await sidecar.until(are_registered, "registration with the scheduler", REGISTRATION_TIMEOUT_S)
+            await sidecar.until(
+                are_registered, "registration with the scheduler", REGISTRATION_TIMEOUT_S
+            )
 
 
 class LocalEngines:
-    """The engines of a `Mesh`, as `resources.apply` changes them. units: the machine's cores or accelerators."""
+    """The engines of a `Mesh`, as `resources.apply` changes them. units: the machine's cores or
+    accelerators."""
 
     def __init__(self, mesh: Mesh, units: tuple[str, ...]) -> None:
         self._mesh = mesh
@@ -326,18 +354,31 @@ class LocalEngines:
         self.accelerator = "gpu" if checks.has_gpu() else "cpu"
 
     async def running(self) -> dict[str, EngineClass]:
-        return {each.engine_id: each.kind for each in self._mesh.engines if not each.child.exited.is_set()}
+        return {
+            each.engine_id: each.kind
+            for each in self._mesh.engines
+            if not each.child.exited.is_set()
+        }
 
     async def check(self, plan: ResourcePlan) -> None:
         count = self._mesh.plan.engines.count
-        require(count or not plan, "plan", "needs a mesh that began with an engine: treadle up --engines 1")
+        require(
+            count or not plan,
+            "plan",
+            "needs a mesh that began with an engine: treadle up --engines 1",
+        )
         require_room(plan, self.accelerator, self.accelerators)
 
     async def stop(self, engine_ids: Sequence[str]) -> None:
         await self._mesh.stop_engines(engine_ids)
 
     async def start(self, kind: EngineClass) -> str:
-        taken = {unit for each in self._mesh.engines if not each.child.exited.is_set() for unit in each.units}
+        taken = {
+            unit
+            for each in self._mesh.engines
+            if not each.child.exited.is_set()
+            for unit in each.units
+        }
         free = [unit for unit in self._units if unit not in taken]
         return self._mesh.start_engine(kind, tuple(free[: kind.degree]))
 
@@ -365,23 +406,32 @@ async def run_up(
 ) -> int:
     """Start the mesh, print its addresses, and wait for a signal or a ProcessError.
 
-    logs: the folder of the children's logs. The plan's folder, the state of the mesh, is removed at the end. announce:
-    called with all addresses by name when all serves.
+    logs: the folder of the children's logs. The plan's folder, the state of the mesh, is removed at
+    the end. announce: called with all addresses by name when all serves.
     """
     try:
         async with open_tree(logs, hurry) as tree:
             with StartBoard(console) as board:
-                mesh = await Mesh.start(replace(plan, takes_resource_plans=True, front_door=True), tree, board)
+                mesh = await Mesh.start(
+                    replace(plan, takes_resource_plans=True, front_door=True), tree, board
+                )
             mesh.board = Board(console)
             local = LocalEngines(mesh, checks.list_units())
             own, scheduler = mesh.own_certificates, mesh.where.scheduler
-            async with serve_resources(mesh.where.resources, local, scheduler, mesh.board.note, own):
+            async with serve_resources(
+                mesh.where.resources, local, scheduler, mesh.board.note, own
+            ):
                 page = await mesh.start_console()
                 console.print(_table(mesh, page))
                 if mesh.certificates is not None:
-                    told = f"Clients: export {FOLDER_VARIABLE}={mesh.certificates / f'trainer-{DEFAULT_TENANT}'}"
+                    told = (
+                        "Clients: export "
+                        f"{FOLDER_VARIABLE}={mesh.certificates / f'trainer-{DEFAULT_TENANT}'}"
+                    )
                     console.print(f"{told}  (or {OPERATOR})", highlight=False, soft_wrap=True)
-                console.print(f"Logs: {logs}. Ctrl-C stops everything.", highlight=False, soft_wrap=True)
+                console.print(
+                    f"Logs: {logs}. Ctrl-C stops everything.", highlight=False, soft_wrap=True
+                )
                 if announce is not None:
                     announce(mesh.where.named(mesh.nats_url, mesh.front_door, page))
                 await mesh.until_broken()

@@ -13,7 +13,8 @@ CANDIDATES = 1_000  # ports that are tried, at most
 
 
 class Ports:
-    """Free ports of one address of this machine; none is chosen twice, since an earlier one may not be bound yet."""
+    """Free ports of one address of this machine; none is chosen twice, since an earlier one may not
+    be bound yet."""
 
     def __init__(self, host: str = HOST) -> None:
         self.host = host
@@ -22,8 +23,9 @@ class Ports:
     def choose(self, count: int) -> list[int]:
         """`count` different free ports, at random. Raises OSError if there are not so many.
 
-        They lie below the range from which the kernel takes ports for outgoing connections and for port 0, so that no
-        connection takes one of them before its service starts, however long an engine loads.
+        They lie below the range from which the kernel takes ports for outgoing connections and for
+        port 0, so that no connection takes one of them before its service starts, however long an
+        engine loads.
         """
         first = int(EPHEMERAL_RANGE.read_text().split()[0]) if EPHEMERAL_RANGE.exists() else 0
         among = range(LOWEST, first if first >= LOWEST + CANDIDATES else EPHEMERAL_FROM)
@@ -31,7 +33,9 @@ class Ports:
         ports = list(itertools.islice((port for port in new if is_free(port, self.host)), count))
         if len(ports) < count:
             among_text = f"from {among.start} to {among.stop - 1}"
-            raise OSError(f"only {len(ports)} of {count} ports {among_text} are free on {self.host}")
+            raise OSError(
+                f"only {len(ports)} of {count} ports {among_text} are free on {self.host}"
+            )
         self._chosen.update(ports)
         return ports
 

@@ -1,11 +1,12 @@
 """Start child processes, wait until they are ready, and leave none behind.
 
-`treadle up` and `treadle demo` run NATS, services and engines as children. Each runs in a session of its own, so that
-Ctrl-C in a terminal reaches only this process, which stops the children in order. A child is registered from the moment
-that it exists (starting is synchronous, so no cancellation comes between). When the tree closes, however that happens,
-every process of every session that it started is gone; if this process is killed, the parent-death signal (launcher.py)
-and the guardian (guardian.py) do the same. Each child has a folder of its own for temporary files (TMPDIR), which is
-removed when the child has ended. One asyncio loop owns a tree. Linux only.
+`treadle up` and `treadle demo` run NATS, services and engines as children. Each runs in a session
+of its own, so that Ctrl-C in a terminal reaches only this process, which stops the children in
+order. A child is registered from the moment that it exists (starting is synchronous, so no
+cancellation comes between). When the tree closes, however that happens, every process of every
+session that it started is gone; if this process is killed, the parent-death signal (launcher.py)
+and the guardian (guardian.py) do the same. Each child has a folder of its own for temporary files
+(TMPDIR), which is removed when the child has ended. One asyncio loop owns a tree. Linux only.
 """
 
 import asyncio
@@ -19,15 +20,18 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Self, TypeVar
-
-from treadle_runtime.fork_server import ForkedProcess, ForkServer
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from treadle_cli.mesh import guardian
 from treadle_cli.mesh.ports import Ports
 
+if TYPE_CHECKING:
+    from treadle_runtime.fork_server import ForkedProcess, ForkServer
+
 T = TypeVar("T")
-STOP_GRACE_S = 5.0  # SIGTERM to SIGKILL: a drained service ends in under one second, an engine in about two
+STOP_GRACE_S = (
+    5.0  # SIGTERM to SIGKILL: a drained service ends in under one second, an engine in about two
+)
 POLL_S = 0.05  # between looks at a readiness condition; a service is up in about half a second
 TAIL_LINES = 12  # of a dead child's log: enough for the last line of a traceback and its frames
 _HERE = Path(__file__).parent
@@ -38,7 +42,11 @@ class Child:
     """One child process. `exited` is set once it has ended and `returncode` is known."""
 
     def __init__(
-        self, name: str, process: "subprocess.Popen[bytes] | ForkedProcess", log_path: Path, stage: int
+        self,
+        name: str,
+        process: "subprocess.Popen[bytes] | ForkedProcess",
+        log_path: Path,
+        stage: int,
     ) -> None:
         self.name = name
         self.process = process
@@ -61,8 +69,11 @@ class Child:
             return ""
         return "\n".join(text.rstrip().splitlines()[-lines:])
 
-    async def until(self, ready: Callable[[], Awaitable[T | None]], what: str, timeout_s: float) -> T:
-        """Ask `ready` until it returns something. Raises ProcessError when the child ends first or time is up."""
+    async def until(
+        self, ready: Callable[[], Awaitable[T | None]], what: str, timeout_s: float
+    ) -> T:
+        """Ask `ready` until it returns something. Raises ProcessError when the child ends first or
+        time is up."""
         give_up_at = time.monotonic() + timeout_s
         while True:
             if self.exited.is_set():
@@ -99,9 +110,10 @@ def _start_guardian(temp_folder: Path) -> "subprocess.Popen[bytes]":
 class ProcessTree:
     """Starts children, and stops them all when the `async with` block ends.
 
-    log_folder: the output of a child goes to NAME.log there. hurry: once set, stopping kills without a grace period.
-    fork_server: starts the services; it belongs to the caller, who closes it after the tree. on_death: called on the
-    loop with each child that ends although nobody stopped it. ports: for the children.
+    log_folder: the output of a child goes to NAME.log there. hurry: once set, stopping kills
+    without a grace period. fork_server: starts the services; it belongs to the caller, who closes
+    it after the tree. on_death: called on the loop with each child that ends although nobody
+    stopped it. ports: for the children.
     """
 
     def __init__(
@@ -110,7 +122,7 @@ class ProcessTree:
         *,
         hurry: asyncio.Event | None = None,
         grace_s: float = STOP_GRACE_S,
-        fork_server: ForkServer | None = None,
+        fork_server: "ForkServer | None" = None,
     ) -> None:
         self._log_folder = log_folder
         self._fork_server = fork_server
@@ -118,16 +130,21 @@ class ProcessTree:
         self._grace_s = grace_s
         self.on_death: Callable[[Child], None] = lambda child: None
         self.ports = Ports()
-        self.children: list[Child] = []  # in the order of their start; those that ended with their whole session left
+        self.children: list[
+            Child
+        ] = []  # in the order of their start; those that ended with their whole session left
 
     async def __aenter__(self) -> Self:
         self._log_folder.mkdir(parents=True, exist_ok=True)
-        self._temp_folder = Path(tempfile.mkdtemp(prefix="treadle-"))  # short: it is in the paths of unix sockets
+        self._temp_folder = Path(
+            tempfile.mkdtemp(prefix="treadle-")
+        )  # short: it is in the paths of unix sockets
         self._guardian = _start_guardian(self._temp_folder)
         return self
 
     async def __aexit__(self, *raised: object) -> None:
-        # A cancellation that comes now (Ctrl-C while stopping) makes the stop hurry, and is raised after it.
+        # A cancellation that comes now (Ctrl-C while stopping) makes the stop hurry, and is raised
+        # after it.
         async with asyncio.TaskGroup() as group:
             closing = group.create_task(self._close())
             cancelled = False
@@ -141,9 +158,16 @@ class ProcessTree:
             raise asyncio.CancelledError
 
     def start(
-        self, name: str, argv: Sequence[str], env: Mapping[str, str] = {}, *, cores: Sequence[int] = (), stage: int = 0
+        self,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str] = {},
+        *,
+        cores: Sequence[int] = (),
+        stage: int = 0,
     ) -> Child:
-        """Start `argv` with `env` beside this process's own environment, pinned to `cores` where given.
+        """Start `argv` with `env` beside this process's own environment, pinned to `cores` where
+        given.
 
         Higher stages are stopped first.
         """
@@ -171,9 +195,12 @@ class ProcessTree:
         cores: Sequence[int] = (),
         stage: int = 0,
     ) -> Child:
-        """Start `python -m module arguments` as `start` would, and as a fork where the tree has a fork server."""
+        """Start `python -m module arguments` as `start` would, and as a fork where the tree has a
+        fork server."""
         if self._fork_server is None:
-            return self.start(name, [sys.executable, "-m", module, *arguments], env, cores=cores, stage=stage)
+            return self.start(
+                name, [sys.executable, "-m", module, *arguments], env, cores=cores, stage=stage
+            )
         await asyncio.to_thread(self._fork_server.wait_until_ready)
         log_path = self._log_folder / f"{name}.log"
         with log_path.open("ab") as log_file:
@@ -199,13 +226,15 @@ class ProcessTree:
         return child
 
     def make_folder(self, parent: Path) -> Path:
-        """Make a folder in `parent` for what the children share; it is removed with the tree, however that ends."""
+        """Make a folder in `parent` for what the children share; it is removed with the tree,
+        however that ends."""
         folder = Path(tempfile.mkdtemp(prefix="treadle-", dir=parent)).absolute()
         self._inform_guardian(str(folder))
         return folder
 
     async def stop(self, children: Sequence[Child]) -> None:
-        """SIGTERM, then SIGKILL to what is left after `grace_s` (at once under `hurry`). Returns when all ended."""
+        """SIGTERM, then SIGKILL to what is left after `grace_s` (at once under `hurry`). Returns
+        when all ended."""
         waiting = [child for child in children if not child.exited.is_set()]
         for child in waiting:
             child.stopping = True
@@ -221,13 +250,17 @@ class ProcessTree:
         for stage in sorted({child.stage for child in self.children}, reverse=True):
             await self.stop([child for child in self.children if child.stage == stage])
         await asyncio.to_thread(guardian.kill_sessions, {child.pid for child in self.children})
-        await asyncio.to_thread(self._guardian.communicate)  # closes its pipe; it removes the temporary files
+        await asyncio.to_thread(
+            self._guardian.communicate
+        )  # closes its pipe; it removes the temporary files
 
     def _on_exit(self, child: Child, exit_fd: int) -> None:
         asyncio.get_running_loop().remove_reader(exit_fd)
         os.close(exit_fd)
         child.process.poll()
-        left = guardian.session_members(child.pid)  # an engine's workers outlive a killed engine by a moment
+        left = guardian.session_members(
+            child.pid
+        )  # an engine's workers outlive a killed engine by a moment
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -241,5 +274,7 @@ class ProcessTree:
 
     def _inform_guardian(self, line: str) -> None:
         assert self._guardian.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the guardian was killed: closing the tree still stops everything
+        with contextlib.suppress(
+            BrokenPipeError
+        ):  # the guardian was killed: closing the tree still stops everything
             self._guardian.stdin.write(f"{line}\n".encode())

@@ -1,8 +1,8 @@
 """Start NATS and the seven services of a mesh as child processes on the loopback interface.
 
-All addresses are chosen before the first service starts, because the scheduler and the migrator name each other. A
-service has started once it has written its ready file. Which variable a service takes stands in its config.py; a wrong
-value ends the service with one line, which the caller sees.
+All addresses are chosen before the first service starts, because the scheduler and the migrator
+name each other. A service has started once it has written its ready file. Which variable a service
+takes stands in its config.py; a wrong value ends the service with one line, which the caller sees.
 """
 
 import asyncio
@@ -28,15 +28,20 @@ from treadle_cli.mesh.processes import Child, ProcessTree
 from treadle_cli.nats_rules import nats_config
 from treadle_cli.problems import UsageProblem
 
-START_TIMEOUT_S = 300.0  # about 2 s; a first start compiles for a minute, while engines load on the same cores
+START_TIMEOUT_S = (
+    300.0  # about 2 s; a first start compiles for a minute, while engines load on the same cores
+)
 DRAIN_GRACE_S = 1.0  # when the tree stops, no other client waits for a call in flight
 LEASE_TTL_S = 4.0  # shorter than the default, which is made for networks
 STAGE = 2  # stopped first
 NATS_STAGE = 0  # stopped last: services drain into it
 NATS_TIMEOUT_S = 20.0  # it takes 10 ms; a busy disk may delay it
-# What JetStream reserves on the disk: the service's default, and its share of what is free. All of it must fit into 75%
-# of what is free.
-RESERVED = {"TREADLE_ROLLOUT_PAYLOAD_BYTES": (8 * 1024**3, 1 / 4), "TREADLE_FACTS_BYTES": (DEFAULT_FACTS_BYTES, 1 / 16)}
+# What JetStream reserves on the disk: the service's default, and its share of what is free. All of
+# it must fit into 75% of what is free.
+RESERVED = {
+    "TREADLE_ROLLOUT_PAYLOAD_BYTES": (8 * 1024**3, 1 / 4),
+    "TREADLE_FACTS_BYTES": (DEFAULT_FACTS_BYTES, 1 / 16),
+}
 # What each service is asked, in the order of their ports.
 SERVICES = {
     "scheduler": "the one address that a client needs",
@@ -46,26 +51,36 @@ SERVICES = {
     "tools": "who runs the tool?",
     "rollout": "which trajectories are worth finishing?",
 }
-# Those that share a process and an event loop. The tools service runs foreign code, which may use all of a core.
+# Those that share a process and an event loop. The tools service runs foreign code, which may use
+# all of a core.
 TOGETHER = tuple(name for name in SERVICES if name != "tools")
 CONTROL_PLANE = "control-plane"  # the name of that process
 # Modules that a fork server imports for a mesh: the services share most of what they import.
-SERVICE_MODULES = tuple(f"treadle_{name}.wire" for name in (*SERVICES, "gateway", "sidecar", "console"))
+SERVICE_MODULES = tuple(
+    f"treadle_{name}.wire" for name in (*SERVICES, "gateway", "sidecar", "console")
+)
 RESOURCES = "resources"  # `treadle up` itself answers it
 GATEWAY, HTTP = "gateway", "http"  # one process: gRPC for its health, and HTTP for frameworks
 GATEWAY_PURPOSE = "SGLang's and OpenAI's HTTP, for any framework"
-GATEWAY_FOLDER = f"{GATEWAY}-{DEFAULT_TENANT}"  # of its certificate: it calls as a trainer of a tenant
+GATEWAY_FOLDER = (
+    f"{GATEWAY}-{DEFAULT_TENANT}"  # of its certificate: it calls as a trainer of a tenant
+)
 CONSOLE = "console"
 CONSOLE_PURPOSE = "what the mesh does, in a browser"
 CONSOLE_PORT_OFFSET = -1  # of its page over the scheduler's
-IN_PORT_ORDER = (*SERVICES, RESOURCES, GATEWAY, HTTP)  # from the scheduler's port on, and then the sidecars
+IN_PORT_ORDER = (
+    *SERVICES,
+    RESOURCES,
+    GATEWAY,
+    HTTP,
+)  # from the scheduler's port on, and then the sidecars
 
 
 @dataclass(frozen=True)
 class Addresses:
-    """host:port of each service of one mesh, by name; sidecars by engine id, of the engines that it starts with.
-    resources: where this process takes resource plans; empty: it takes none. gateway, http: of the gateway, for its
-    health and for frameworks; empty: there is none."""
+    """host:port of each service of one mesh, by name; sidecars by engine id, of the engines that it
+    starts with. resources: where this process takes resource plans; empty: it takes none. gateway,
+    http: of the gateway, for its health and for frameworks; empty: there is none."""
 
     services: Mapping[str, str]
     sidecars: Mapping[str, str]
@@ -79,14 +94,19 @@ class Addresses:
         return self.services["scheduler"]
 
     def named(self, nats_url: str, front_door: str, page: str) -> dict[str, object]:
-        """What --json prints once all serves. front_door, page: URLs of gateway and console; empty: there is none."""
-        found: dict[str, object] = {**self.services, "sidecars": dict(self.sidecars), "nats": nats_url}
+        """What --json prints once all serves. front_door, page: URLs of gateway and console; empty:
+        there is none."""
+        found: dict[str, object] = {
+            **self.services,
+            "sidecars": dict(self.sidecars),
+            "nats": nats_url,
+        }
         return found | {name: url for name, url in ((GATEWAY, front_door), (CONSOLE, page)) if url}
 
 
 def choose_addresses(ports: Ports, base_port: int, engine_ids: Sequence[str]) -> Addresses:
-    """The scheduler at `base_port` of the ports' host and the others behind it, or all on free ports if it is 0. Raises
-    UsageProblem."""
+    """The scheduler at `base_port` of the ports' host and the others behind it, or all on free
+    ports if it is 0. Raises UsageProblem."""
     names = [*IN_PORT_ORDER, *engine_ids]
     if base_port == 0:
         chosen = ports.choose(len(names))
@@ -95,7 +115,8 @@ def choose_addresses(ports: Ports, base_port: int, engine_ids: Sequence[str]) ->
         taken = [str(port) for port in chosen if not is_free(port, ports.host)]
         if taken:
             raise UsageProblem(
-                f"port {', '.join(taken)} is taken: another mesh runs? Pass --port 0 for free ones, or another --port."
+                f"port {', '.join(taken)} is taken: another mesh runs? Pass --port 0 for free "
+                "ones, or another --port."
             )
     hosts = dict(zip(names, [f"{ports.host}:{port}" for port in chosen], strict=True))
     return Addresses(
@@ -106,8 +127,9 @@ def choose_addresses(ports: Ports, base_port: int, engine_ids: Sequence[str]) ->
 
 
 class ControlPlane:
-    """NATS, the services and the sidecars of one mesh, as children of `tree`; their files go to `folder`.
-    lease_ttl_s: of engines. certificates: a folder of theirs (`authority`); None for plaintext."""
+    """NATS, the services and the sidecars of one mesh, as children of `tree`; their files go to
+    `folder`. lease_ttl_s: of engines. certificates: a folder of theirs (`authority`); None for
+    plaintext."""
 
     def __init__(
         self,
@@ -123,7 +145,8 @@ class ControlPlane:
         self.nats_url = ""
 
     async def start(self, *, together: Sequence[str] = TOGETHER) -> None:
-        """Start NATS, then the services at once; return when all are ready. together: those that share a process."""
+        """Start NATS, then the services at once; return when all are ready. together: those that
+        share a process."""
         await self.start_nats()
         async with asyncio.TaskGroup() as group:
             if together:
@@ -149,7 +172,9 @@ class ControlPlane:
         """Start several services in one process."""
         variables: dict[str, str] = {}
         for name in names:
-            variables |= self._variables(name, name, self._where.services[name], self._own_settings(name))
+            variables |= self._variables(
+                name, name, self._where.services[name], self._own_settings(name)
+            )
         child = await self._tree.start_service(
             CONTROL_PLANE, "treadle_runtime.start", variables, arguments=names, stage=STAGE
         )
@@ -158,19 +183,26 @@ class ControlPlane:
             await read_ready_file(child, self._folder, self._ready_file(name).name, START_TIMEOUT_S)
 
     def _own_settings(self, name: str) -> Mapping[str, str]:
-        peers = {f"TREADLE_SCHEDULER_{name.upper()}": address for name, address in self._where.services.items()}
+        peers = {
+            f"TREADLE_SCHEDULER_{name.upper()}": address
+            for name, address in self._where.services.items()
+        }
         peers.pop("TREADLE_SCHEDULER_SCHEDULER")
         peers["TREADLE_SCHEDULER_RESOURCES"] = self._where.resources
         own = {
             "scheduler": {**peers, "TREADLE_SCHEDULER_LEASE_TTL_S": str(self._lease_ttl_s)},
             "migrator": {"TREADLE_MIGRATOR_SCHEDULER": self._where.scheduler},
             # Nobody restarts the service here, so its sandboxes end with it.
-            "tools": {"TREADLE_TOOLS_STATE_DIR": str(self._folder / "tools"), "TREADLE_TOOLS_KEEP_S": "0"},
+            "tools": {
+                "TREADLE_TOOLS_STATE_DIR": str(self._folder / "tools"),
+                "TREADLE_TOOLS_KEEP_S": "0",
+            },
         }
         return own.get(name, {})
 
     def child(self, name: str) -> Child:
-        """The process of "nats", of a service or of "sidecar-ENGINE_ID", as started last; services may share one."""
+        """The process of "nats", of a service or of "sidecar-ENGINE_ID", as started last; services
+        may share one."""
         return self._children[name]
 
     @functools.cached_property
@@ -178,14 +210,19 @@ class ControlPlane:
         return reserve_space(self._folder)  # once: the free space shrinks as services start
 
     async def start_sidecar(self, engine_id: str, settings: Mapping[str, str]) -> Child:
-        """Start the sidecar of one engine and return it when it is ready; `settings` are its own variables."""
+        """Start the sidecar of one engine and return it when it is ready; `settings` are its own
+        variables."""
         address = self._where.sidecars.get(engine_id) or f"{HOST}:{self._tree.ports.choose(1)[0]}"
-        own = {"TREADLE_SIDECAR_SCHEDULER": self._where.scheduler, "TREADLE_SIDECAR_ENGINE_ID": engine_id, **settings}
+        own = {
+            "TREADLE_SIDECAR_SCHEDULER": self._where.scheduler,
+            "TREADLE_SIDECAR_ENGINE_ID": engine_id,
+            **settings,
+        }
         return await self._start(f"sidecar-{engine_id}", "sidecar", address, own)
 
     async def start_gateway(self, model_path: str) -> str:
-        """Start the gateway and return its URL. Texts need the model's tokenizer; a model that is no folder on this
-        machine has none here, and token ids alone are served."""
+        """Start the gateway and return its URL. Texts need the model's tokenizer; a model that is
+        no folder on this machine has none here, and token ids alone are served."""
         known = await asyncio.to_thread(Path(model_path, "tokenizer.json").is_file)
         own = {
             "TREADLE_GATEWAY_SCHEDULER": self._where.scheduler,
@@ -196,18 +233,23 @@ class ControlPlane:
         return f"{'http' if self._certificates is None else 'https'}://{self._where.http}"
 
     async def start_console(self, base_port: int) -> str:
-        """Start the console and return the URL of its page: at the port before the scheduler's, or another one where
-        that is taken or `base_port` is 0."""
+        """Start the console and return the URL of its page: at the port before the scheduler's, or
+        another one where that is taken or `base_port` is 0."""
         preferred = base_port + CONSOLE_PORT_OFFSET
         chosen = preferred if base_port and is_free(preferred) else self._tree.ports.choose(1)[0]
         page = f"{HOST}:{chosen}"
-        own = {"TREADLE_CONSOLE_SCHEDULER": self._where.scheduler, "TREADLE_CONSOLE_HTTP_LISTEN": page}
+        own = {
+            "TREADLE_CONSOLE_SCHEDULER": self._where.scheduler,
+            "TREADLE_CONSOLE_HTTP_LISTEN": page,
+        }
         await self._start(CONSOLE, CONSOLE, f"{HOST}:0", own)
         return f"http://{page}"
 
     async def stop(self) -> None:
         """Stop the services, then NATS."""
-        children = list(dict.fromkeys(self._children.values()))  # services share a process, which gets one signal
+        children = list(
+            dict.fromkeys(self._children.values())
+        )  # services share a process, which gets one signal
         await self._tree.stop([child for child in children if child.stage == STAGE])
         await self._tree.stop(children)
 
@@ -218,8 +260,11 @@ class ControlPlane:
         await read_ready_file(child, self._folder, self._ready_file(name).name, START_TIMEOUT_S)
         return child
 
-    def _variables(self, name: str, service: str, address: str, own: Mapping[str, str]) -> dict[str, str]:
-        """The settings of a service that listens at `address`. A ready file of an earlier process is removed."""
+    def _variables(
+        self, name: str, service: str, address: str, own: Mapping[str, str]
+    ) -> dict[str, str]:
+        """The settings of a service that listens at `address`. A ready file of an earlier process
+        is removed."""
         self._ready_file(name).unlink(missing_ok=True)
         folder = GATEWAY_FOLDER if service == GATEWAY else service
         certificates = "" if self._certificates is None else str(self._certificates / folder)
@@ -239,25 +284,41 @@ class ControlPlane:
 
 @asynccontextmanager
 async def open_tree(logs: Path, hurry: asyncio.Event) -> AsyncIterator[ProcessTree]:
-    """A process tree whose services are forks of one process that has imported them. logs, hurry: as ProcessTree's."""
+    """A process tree whose services are forks of one process that has imported them. logs, hurry:
+    as ProcessTree's."""
     with ForkServer(SERVICE_MODULES) as fork_server:
         async with ProcessTree(logs, hurry=hurry, fork_server=fork_server) as tree:
             yield tree
 
 
 def reserve_space(folder: Path) -> dict[str, str]:
-    """What JetStream may keep on the disk of `folder`, as variables that all services of a mesh must have alike."""
+    """What JetStream may keep on the disk of `folder`, as variables that all services of a mesh
+    must have alike."""
     free_bytes = shutil.disk_usage(folder).free
     bounds = {name: min(most, int(share * free_bytes)) for name, (most, share) in RESERVED.items()}
     return {name: os.environ.get(name, str(bound)) for name, bound in bounds.items()}
 
 
 async def start_nats(
-    tree: ProcessTree, folder: Path, port: int | None = None, certificates: Path | None = None, host: str = HOST
+    tree: ProcessTree,
+    folder: Path,
+    port: int | None = None,
+    certificates: Path | None = None,
+    host: str = HOST,
 ) -> tuple[Child, str]:
-    """Start nats-server on `port` of `host`, or any free one, with its store in `folder`; return it and its URL once it
-    listens. certificates: a folder of theirs (`authority`); None for plaintext."""
-    command = [str(nats_server()), "-a", host, "-p", str(port or -1), "-js", "-sd", str(folder / "jetstream")]
+    """Start nats-server on `port` of `host`, or any free one, with its store in `folder`; return it
+    and its URL once it listens. certificates: a folder of theirs (`authority`); None for plaintext.
+    """
+    command = [
+        str(nats_server()),
+        "-a",
+        host,
+        "-p",
+        str(port or -1),
+        "-js",
+        "-sd",
+        str(folder / "jetstream"),
+    ]
     if certificates is not None:
         config = folder / "nats.conf"
         config.write_text(nats_config(certificates / NATS))

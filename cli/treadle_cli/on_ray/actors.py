@@ -1,9 +1,11 @@
-"""The actors of a mesh on a Ray cluster: `treadle`, which keeps all others there, and one for each service and sidecar.
+"""The actors of a mesh on a Ray cluster: `treadle`, which keeps all others there, and one for each
+service and sidecar.
 
-An actor starts the process of its service as `treadle up` does, and has no other work: the process ends with the actor,
-and the actor with its process. Ray starts the actor again, which is the one way of healing; what a service has to
-remember stands in NATS. `treadle`, NATS and the services run on the head node, whose loss is that of the cluster. A
-sidecar runs in the placement group and bundle of its engine's actor, and goes with it.
+An actor starts the process of its service as `treadle up` does, and has no other work: the process
+ends with the actor, and the actor with its process. Ray starts the actor again, which is the one
+way of healing; what a service has to remember stands in NATS. `treadle`, NATS and the services run
+on the head node, whose loss is that of the cluster. A sidecar runs in the placement group and
+bundle of its engine's actor, and goes with it.
 """
 
 from __future__ import annotations
@@ -48,10 +50,12 @@ NAMESPACE = STEWARD = "treadle"  # of all actors; the name of the one that keeps
 NATS, SIDECAR = "nats", "sidecar-"
 LEASE_TTL_S = 10.0  # of engines, whose sidecars may be on other machines
 LOOK_EVERY_S = 5.0  # for engines that are new, and for those that are gone
-REPORT_S = 2.0  # an actor whose process has not started stays so long, for others to hear why; then Ray tries again
+# an actor whose process has not started stays so long, for others to hear why; then Ray tries again
+REPORT_S = 2.0
 READY_S = START_TIMEOUT_S + 20.0  # what a service may take, and its actor
 STOP_S = 20.0  # a service drains in about one second
-ENDED = 1  # exit code of an actor whose process has ended: any but an exit that Ray was asked for is healed
+# exit code of an actor whose process has ended: any but an exit that Ray was asked for is healed
+ENDED = 1
 TEMPORARY = f"treadle-ray-{os.getuid()}-"  # and the actor's pid
 API_KEY = "TREADLE_GATEWAY_API_KEY"
 ON_HEAD = {"node:__internal_head__": 0.001}  # Ray's own name of that node
@@ -59,10 +63,10 @@ ON_HEAD = {"node:__internal_head__": 0.001}  # Ray's own name of that node
 
 @dataclass(frozen=True)
 class RayPlan:
-    """What to keep on a cluster. base_port: of the scheduler, 0: free ports. alone: the mesh serves the head node on
-    its loopback interface. secure: with certificates. folder: on each node, for logs, and on the head node the state.
-    cpus: that Ray reserves for each service. settings: of each sidecar. actors, urls: engines beside those of
-    `engines.KNOWN`."""
+    """What to keep on a cluster. base_port: of the scheduler, 0: free ports. alone: the mesh serves
+    the head node on its loopback interface. secure: with certificates. folder: on each node, for
+    logs, and on the head node the state. cpus: that Ray reserves for each service. settings: of
+    each sidecar. actors, urls: engines beside those of `engines.KNOWN`."""
 
     base_port: int
     alone: bool
@@ -97,7 +101,8 @@ class RayMesh:
 
 
 class Process:
-    """An actor that is one service of the mesh. name: of the service, or of a sidecar. settings: its own variables."""
+    """An actor that is one service of the mesh. name: of the service, or of a sidecar. settings:
+    its own variables."""
 
     def __init__(self, name: str, mesh: RayMesh, settings: Mapping[str, str]) -> None:
         self._name, self._mesh, self._settings = name, mesh, settings
@@ -141,13 +146,17 @@ class Process:
         if engine_id:
             host = HOST if self._mesh.is_local else ray.util.get_node_ip_address()
             listen = f"{host}:{Ports(host).choose(1)[0]}"
-            return await control.start_sidecar(engine_id, {**self._settings, "TREADLE_SIDECAR_LISTEN": listen})
+            return await control.start_sidecar(
+                engine_id, {**self._settings, "TREADLE_SIDECAR_LISTEN": listen}
+            )
         if self._name == NATS:
             await control.start_nats()
         elif self._name == GATEWAY:
             await control.start_gateway(self._settings["model_path"])
         elif self._name == CONSOLE:
-            await control.start_console(int(self._mesh.console.rpartition(":")[2]) - CONSOLE_PORT_OFFSET)
+            await control.start_console(
+                int(self._mesh.console.rpartition(":")[2]) - CONSOLE_PORT_OFFSET
+            )
         else:
             await control.start_service(self._name)
         return control.child(self._name)
@@ -158,13 +167,17 @@ class Process:
 
 
 class Steward:
-    """The actor `treadle`: says where the mesh is, and keeps an actor for each service and each engine's sidecar."""
+    """The actor `treadle`: says where the mesh is, and keeps an actor for each service and each
+    engine's sidecar."""
 
     def __init__(self, plan: RayPlan) -> None:
         self._plan = plan
         self._options = {"namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
         self._options |= {"max_restarts": -1, "num_cpus": plan.cpus}
-        self._stopping, self._again = False, ray.get_runtime_context().was_current_actor_reconstructed
+        self._stopping, self._again = (
+            False,
+            ray.get_runtime_context().was_current_actor_reconstructed,
+        )
         self._servers: dict[str, Server] = {}  # by engine id, of those that have a sidecar
         self._engines: dict[str, Engine] = {}
         self._refused: dict[str, str] = {}  # by label, why it has none
@@ -176,7 +189,8 @@ class Steward:
         self._keeping.add_done_callback(self._end)
 
     async def until_serving(self) -> str:
-        """Empty once all services serve and the engines of the moment have sidecars; else why that cannot be."""
+        """Empty once all services serve and the engines of the moment have sidecars; else why that
+        cannot be."""
         try:
             await asyncio.shield(self._serves)
         except UsageProblem as problem:
@@ -184,7 +198,8 @@ class Steward:
         return ""
 
     async def describe(self) -> dict[str, Any]:
-        """Where everything is. A framework needs `scheduler` (host:port) or `gateway` (a URL, with `api_key`)."""
+        """Where everything is. A framework needs `scheduler` (host:port) or `gateway` (a URL, with
+        `api_key`)."""
         mesh = await asyncio.shield(self._mesh)
         scheme = "https" if mesh.secure else "http"
         return {
@@ -195,25 +210,38 @@ class Steward:
             "secure": mesh.secure,
             "api_key": mesh.environment.get(API_KEY, ""),
             "folder": str(mesh.folder),
-            "engines": {engine_id: _described(engine) for engine_id, engine in self._engines.items()},
+            "engines": {
+                engine_id: _described(engine) for engine_id, engine in self._engines.items()
+            },
             "refused": self._refused,
-            "findings": as_json([each for some in self._findings.values() for each in some])["findings"],
+            "findings": as_json([each for some in self._findings.values() for each in some])[
+                "findings"
+            ],
         }
 
     async def credentials(self, name: str) -> dict[str, bytes]:
-        """The files of a certificate by the name of its folder, e.g. trainer-default; none without certificates."""
+        """The files of a certificate by the name of its folder, e.g. trainer-default; none without
+        certificates."""
         mesh = await asyncio.shield(self._mesh)
         folder = mesh.state / "certificates"
-        named = [path for path in folder.glob("*/*") if path.parent.name == name] if mesh.secure else []
+        named = (
+            [path for path in folder.glob("*/*") if path.parent.name == name] if mesh.secure else []
+        )
         return {path.name: path.read_bytes() for path in named}
 
     async def stop(self) -> None:
-        """Stop sidecars, services and NATS in this order, and remove what they have stored; logs stay."""
+        """Stop sidecars, services and NATS in this order, and remove what they have stored; logs
+        stay."""
         self._stopping = True
         self._keeping.cancel()
         await asyncio.wait([self._keeping])
         names = _names()
-        last = [[name for name in names if name.startswith(SIDECAR)], [GATEWAY, CONSOLE], names - {NATS}, [NATS]]
+        last = [
+            [name for name in names if name.startswith(SIDECAR)],
+            [GATEWAY, CONSOLE],
+            names - {NATS},
+            [NATS],
+        ]
         for some in last:
             await asyncio.gather(*[_stop(name) for name in names.intersection(some)])
         await asyncio.to_thread(shutil.rmtree, self._plan.folder / "state", ignore_errors=True)
@@ -222,7 +250,9 @@ class Steward:
         try:
             mesh = await asyncio.to_thread(self._place_mesh)
             self._mesh.set_result(mesh)
-            problems = await asyncio.gather(*[self._keep_process(mesh, name) for name in self._names(mesh)])
+            problems = await asyncio.gather(
+                *[self._keep_process(mesh, name) for name in self._names(mesh)]
+            )
             if any(problems):
                 raise UsageProblem("; ".join(filter(None, problems)))
         except (UsageProblem, OSError) as problem:
@@ -243,7 +273,8 @@ class Steward:
         return (NATS, *mesh.where.services, CONSOLE)
 
     def _place_mesh(self) -> RayMesh:
-        """Where the mesh is; as before where Ray has started this actor again. Raises UsageProblem, OSError."""
+        """Where the mesh is; as before where Ray has started this actor again. Raises UsageProblem,
+        OSError."""
         plan = self._plan
         state = plan.folder / "state"
         file = state / "mesh.json"
@@ -258,8 +289,12 @@ class Steward:
             require_bubblewrap()
         except UsageProblem as problem:
             wrong, _, do = str(problem).partition("\n")
-            self._findings["tools"] = [Finding("tools", "sandbox", WARNING, f"no service for tools: {wrong}", do)]
-            where = replace(where, services={name: at for name, at in where.services.items() if name != "tools"})
+            self._findings["tools"] = [
+                Finding("tools", "sandbox", WARNING, f"no service for tools: {wrong}", do)
+            ]
+            where = replace(
+                where, services={name: at for name, at in where.services.items() if name != "tools"}
+            )
         nats, console = ports.choose(2)
         environment = reserve_space(state)
         if not (plan.alone or plan.secure):
@@ -282,7 +317,8 @@ class Steward:
         settings: Mapping[str, str] = {},
         where: Mapping[str, Any] = {"resources": ON_HEAD},
     ) -> str:
-        """Have Ray keep an actor of this name; empty once its process serves, else why it does not."""
+        """Have Ray keep an actor of this name; empty once its process serves, else why it does
+        not."""
         options = {**self._options, "name": name, **where}
         actor = ray.remote(Process).options(**options).remote(name, mesh, settings)
         try:
@@ -299,12 +335,17 @@ class Steward:
         found = await find_engines((*KNOWN, *self._plan.actors), self._plan.urls)
         servers = await read_servers([engine.url for engine in found.engines])
         host = mesh.where.scheduler.rpartition(":")[0]
-        there = {server.name(host): (engine, server) for engine, server in zip(found.engines, servers, strict=True)}
+        there = {
+            server.name(host): (engine, server)
+            for engine, server in zip(found.engines, servers, strict=True)
+        }
         self._refused = dict(found.problems)
         nodes = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         for engine_id in (self._running() | set(self._engines)) - set(there):
             engine = self._engines.get(engine_id)
-            if found.silent and (engine is None or (engine.label in found.silent and engine.place.node_id in nodes)):
+            if found.silent and (
+                engine is None or (engine.label in found.silent and engine.place.node_id in nodes)
+            ):
                 continue  # it may be there: its actor is busy
             await _stop(f"{SIDECAR}{engine_id}")
             if engine is not None:
@@ -316,7 +357,9 @@ class Steward:
             self._engines[engine_id] = there[engine_id][0]
             if not there[engine_id][1].problem:
                 self._servers.setdefault(engine_id, there[engine_id][1])
-        await asyncio.gather(*[self._attach(mesh, each, *there[each]) for each in set(there) - running])
+        await asyncio.gather(
+            *[self._attach(mesh, each, *there[each]) for each in set(there) - running]
+        )
         if self._servers and GATEWAY not in _names():
             await self._keep_gateway(mesh, next(iter(self._servers.values())))
 
@@ -337,24 +380,39 @@ class Steward:
         return {name.removeprefix(SIDECAR) for name in _names() if name.startswith(SIDECAR)}
 
     def _check(self, mesh: RayMesh, engine: Engine, server: Server) -> str:
-        """Why an engine cannot be one of the mesh; empty where it can. Keeps what could be better."""
+        """Why an engine cannot be one of the mesh; empty where it can. Keeps what could be
+        better."""
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         if addresses.get(engine.place.node_id) != ray.util.get_node_ip_address():
             if mesh.is_local:
-                return "is on another node, and this mesh is of one machine: treadle down, then up with --secure"
+                return (
+                    "is on another node, and this mesh is of one machine: treadle down, then "
+                    "up with --secure"
+                )
             if is_loopback(engine.url.rpartition("/")[2]):
-                return f"is on another node and says {engine.url}: it must listen at the address of its node"
+                return (
+                    f"is on another node and says {engine.url}: it must listen at the address "
+                    "of its node"
+                )
         findings = list(check_servers([*list(self._servers.values())[:1], server]))
-        ours = [each for each in findings if each.level != OK and each.subject in (server.url, "all servers")]
+        ours = [
+            each
+            for each in findings
+            if each.level != OK and each.subject in (server.url, "all servers")
+        ]
         self._findings[engine.label] = [replace(each, subject=engine.label) for each in ours]
-        return "; ".join(f"{each.check}: {each.says}. {each.do}" for each in ours if each.level == PROBLEM)
+        return "; ".join(
+            f"{each.check}: {each.says}. {each.do}" for each in ours if each.level == PROBLEM
+        )
 
     async def _keep_gateway(self, mesh: RayMesh, server: Server) -> None:
         """Texts need the model's tokenizer, so the gateway begins with the first engine."""
         settings = {"model_path": str(server.model.get("model_path", ""))}
         problem = await self._keep_process(mesh, GATEWAY, settings)
         if problem:
-            self._findings[GATEWAY] = [Finding(GATEWAY, "start", WARNING, problem, f"See {mesh.folder / 'logs'}.")]
+            self._findings[GATEWAY] = [
+                Finding(GATEWAY, "start", WARNING, problem, f"See {mesh.folder / 'logs'}.")
+            ]
 
     def _end(self, keeping: asyncio.Task[None]) -> None:
         if not (self._stopping or (self._serves.done() and self._serves.exception())):
@@ -369,8 +427,9 @@ def _end_process(work: asyncio.Task[None]) -> None:
 
 
 def _keep_temporary_files() -> Path:
-    """A folder for temporary files of this actor, until its end or that of a later actor here that finds it gone: Ray
-    kills children with an actor, and so the guardian, which else removes such files."""
+    """A folder for temporary files of this actor, until its end or that of a later actor here that
+    finds it gone: Ray kills children with an actor, and so the guardian, which else removes such
+    files."""
     everywhere = Path(tempfile.gettempdir())
     for folder in everywhere.glob(f"{TEMPORARY}*"):
         pid = folder.name.removeprefix(TEMPORARY)
@@ -403,7 +462,8 @@ async def _stop(name: str) -> None:
 
 
 async def _fetch_certificate(name: str, folder: Path) -> None:
-    """Write the files of a certificate to FOLDER/NAME. Raises ValueError where no mesh is, RayError."""
+    """Write the files of a certificate to FOLDER/NAME. Raises ValueError where no mesh is,
+    RayError."""
     files = await ray.get_actor(STEWARD, namespace=NAMESPACE).credentials.remote(name)
     (folder / name).mkdir(parents=True)
     for file, content in files.items():

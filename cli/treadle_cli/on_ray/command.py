@@ -22,19 +22,25 @@ from treadle_cli import exits
 from treadle_cli.options import AsJson
 from treadle_cli.problems import UsageProblem
 
-INSTALL = "Ray is not installed here: pip install 'treadle[ray]', with the version of Ray that the cluster has"
+INSTALL = (
+    "Ray is not installed here: pip install 'treadle[ray]', with the version of Ray that "
+    "the cluster has"
+)
 DEFAULT_FOLDER = Path(tempfile.gettempdir()) / "treadle-ray"
 CONNECT_S = 10.0
 DRAIN_S = 90.0  # sidecars, services and NATS, one after the other
 END_S = 30.0  # after Ray was asked to end all actors
 PAUSE_S = 0.2
 
-Address = Annotated[str, typer.Option("--ray", help="Address of a Ray cluster as ray.init takes it, e.g. auto.")]
+Address = Annotated[
+    str, typer.Option("--ray", help="Address of a Ray cluster as ray.init takes it, e.g. auto.")
+]
 
 
 @dataclass(frozen=True)
 class RayOptions:
-    """What `treadle up --ray` was given. secure: None: with certificates where the cluster has several nodes."""
+    """What `treadle up --ray` was given. secure: None: with certificates where the cluster has
+    several nodes."""
 
     address: str
     port: int
@@ -67,7 +73,12 @@ def up_on_ray(given: RayOptions, as_json: bool, out: Console) -> None:
         if given.kv_folder is not None:
             settings["TREADLE_SIDECAR_KV_STORAGE_DIR"] = str(given.kv_folder.absolute())
         plan = RayPlan(given.port, alone, secure, folder, settings, given.cpus, actors, urls)
-        options = {"name": STEWARD, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
+        options = {
+            "name": STEWARD,
+            "namespace": NAMESPACE,
+            "lifetime": "detached",
+            "get_if_exists": True,
+        }
         options |= {"num_cpus": given.cpus, "max_restarts": -1, "resources": ON_HEAD}
         with exits.err.status("starting the mesh"):
             steward = ray.remote(Steward).options(**options).remote(plan)
@@ -105,7 +116,11 @@ def _connected(address: str, runtime_env: Mapping[str, Any]) -> Iterator[Any]:
     try:
         if host and port.isdigit():  # Ray tries for minutes
             socket.create_connection((host, int(port)), CONNECT_S).close()
-        options = {"log_to_driver": False, "logging_level": "ERROR", "runtime_env": dict(runtime_env)}
+        options = {
+            "log_to_driver": False,
+            "logging_level": "ERROR",
+            "runtime_env": dict(runtime_env),
+        }
         ray.init(address, namespace=NAMESPACE, **options)
     except (OSError, RuntimeError, ValueError) as error:
         raise UsageProblem(f"--ray {address}: {' '.join(str(error).split())}") from error
@@ -121,7 +136,8 @@ def _ask(ray: Any, answer: Any) -> Any:
         return ray.get(answer)
     except ray.exceptions.RayError as error:
         raise UsageProblem(
-            f"the actor `treadle` cannot run on the cluster: {str(error).strip()}\nIs treadle installed on its nodes? "
+            f"the actor `treadle` cannot run on the cluster: {str(error).strip()}\nIs treadle "
+            "installed on its nodes? "
             'Else give --runtime-env, e.g. \'{"pip": ["treadle[ray]"]}\''
         ) from error
 
@@ -132,7 +148,9 @@ def _end_mesh(ray: Any) -> list[str]:
 
     def names() -> list[str]:
         return [
-            each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == NAMESPACE
+            each["name"]
+            for each in ray.util.list_named_actors(all_namespaces=True)
+            if each["namespace"] == NAMESPACE
         ]
 
     ended = names()
@@ -160,7 +178,9 @@ def _parse_environment(given: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise UsageProblem(f"--runtime-env: must be a JSON object ({error})") from None
     if not isinstance(found, dict):
-        raise UsageProblem('--runtime-env: must be a JSON object, e.g. \'{"pip": ["treadle[ray]"]}\'')
+        raise UsageProblem(
+            '--runtime-env: must be a JSON object, e.g. \'{"pip": ["treadle[ray]"]}\''
+        )
     return found
 
 
@@ -174,11 +194,16 @@ def _show(mesh: Mapping[str, Any], address: str, out: Console) -> None:
     for name in ("scheduler", "gateway", "console", "nats"):
         table.add_row(name, mesh[name])
     for engine_id, engine in mesh["engines"].items():
-        table.add_row(f"sidecar of {engine_id}", f"beside actor {engine['actor']}, SGLang at {engine['url']}")
+        table.add_row(
+            f"sidecar of {engine_id}", f"beside actor {engine['actor']}, SGLang at {engine['url']}"
+        )
     out.print(table)
     print_alike([Finding(**each) for each in mesh["findings"]], out)
     for label, reason in mesh["refused"].items():
         out.print(f"✗ {label} has no sidecar: {reason}", highlight=False, markup=False)
     if not mesh["engines"]:
         out.print("No engine yet: each one is found within seconds of its start.", highlight=False)
-    out.print(f"In a job of the cluster: TREADLE_ADDRESS=ray. End it: treadle down --ray {address}", highlight=False)
+    out.print(
+        f"In a job of the cluster: TREADLE_ADDRESS=ray. End it: treadle down --ray {address}",
+        highlight=False,
+    )

@@ -1,8 +1,9 @@
 """Find the SGLang servers that run inside Ray actors, and where each one stands.
 
-A framework names its server actors and gives them a method that says host and port; a table here knows those of
-released frameworks. Where an actor stands (node, placement group, bundle), it is asked itself by `__ray_call__`, so the
-cluster needs no dashboard, and the engine's environment needs no Treadle.
+A framework names its server actors and gives them a method that says host and port; a table here
+knows those of released frameworks. Where an actor stands (node, placement group, bundle), it is
+asked itself by `__ray_call__`, so the cluster needs no dashboard, and the engine's environment
+needs no Treadle.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 from treadle_runtime.config import is_loopback
 
 from treadle_cli.doctor.servers import clean_urls
@@ -24,13 +28,15 @@ from treadle_cli.problems import UsageProblem
 
 ANSWER_S = 10.0  # an actor that is still in its constructor answers later
 DEFAULT_METHOD = "get_server_address"
-BUNDLE = re.compile(r"bundle_group_(\d+)_")  # the resource by which Ray keeps an actor in its bundle
+BUNDLE = re.compile(
+    r"bundle_group_(\d+)_"
+)  # the resource by which Ray keeps an actor in its bundle
 
 
 @dataclass(frozen=True)
 class EngineActors:
-    """Actors that each run one SGLang server. pattern: a regular expression of their whole names. method: returns host
-    and port, "host:port" or a URL. source: what says so."""
+    """Actors that each run one SGLang server. pattern: a regular expression of their whole names.
+    method: returns host and port, "host:port" or a URL. source: what says so."""
 
     pattern: str
     method: str = DEFAULT_METHOD
@@ -43,14 +49,19 @@ class EngineActors:
         try:
             re.compile(name)
         except re.error as error:
-            raise UsageProblem(f"--engine-actor {given}: the name is no regular expression: {error}") from None
+            raise UsageProblem(
+                f"--engine-actor {given}: the name is no regular expression: {error}"
+            ) from None
         if not name or (":" in given and not method.isidentifier()):
-            raise UsageProblem(f"--engine-actor {given}: must be NAME or NAME:METHOD, e.g. my_engine_.*:get_url")
+            raise UsageProblem(
+                f"--engine-actor {given}: must be NAME or NAME:METHOD, e.g. my_engine_.*:get_url"
+            )
         return cls(name, method or DEFAULT_METHOD)
 
 
-# verl: servers of a replica's first node, which alone answers HTTP; those of reward models and teachers have other
-# names. slime names no actor (--engine-url), SkyRL 0.3.0 runs vLLM, and ROLL 0.3.0 runs SGLang without HTTP.
+# verl: servers of a replica's first node, which alone answers HTTP; those of reward models and
+# teachers have other names. slime names no actor (--engine-url), SkyRL 0.3.0 runs vLLM, and ROLL
+# 0.3.0 runs SGLang without HTTP.
 KNOWN = (
     EngineActors(
         r"sglang_server_\d+_0",
@@ -73,7 +84,9 @@ class Place:
         """With which another actor is put there, and nowhere else."""
         if self.group is None:
             return NodeAffinitySchedulingStrategy(self.node_id, soft=False)
-        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundle)
+        return PlacementGroupSchedulingStrategy(
+            self.group, placement_group_bundle_index=self.bundle
+        )
 
 
 @dataclass(frozen=True)
@@ -95,7 +108,8 @@ class Found:
 
 
 async def find_engines(actors: Sequence[EngineActors], urls: Sequence[str]) -> Found:
-    """Ask all actors of these names, and place the servers at `urls` by the addresses of the cluster's nodes."""
+    """Ask all actors of these names, and place the servers at `urls` by the addresses of the
+    cluster's nodes."""
     asked = [(name, _ask(name, namespace, method)) for name, namespace, method in _named(actors)]
     answers = await asyncio.gather(*[answer for _, answer in asked], return_exceptions=True)
     engines, silent, problems = list[Engine](), set[str](), dict[str, str]()
@@ -104,14 +118,21 @@ async def find_engines(actors: Sequence[EngineActors], urls: Sequence[str]) -> F
             engines.append(answer)
         elif isinstance(answer, TimeoutError | RayError | ValueError | UsageProblem):
             silent.add(name)
-            problems[name] = f"does not say its address: {' '.join(str(answer).split())[-200:] or 'no answer in time'}"
+            problems[name] = (
+                "does not say its address: "
+                f"{' '.join(str(answer).split())[-200:] or 'no answer in time'}"
+            )
         elif isinstance(answer, BaseException):
             raise answer
-    nodes = {node["NodeManagerAddress"]: str(node["NodeID"]) for node in ray.nodes() if node["Alive"]}
+    nodes = {
+        node["NodeManagerAddress"]: str(node["NodeID"]) for node in ray.nodes() if node["Alive"]
+    }
     for url in urls:
         node_id = await asyncio.to_thread(_node_of, url, nodes)
         if node_id is None:
-            problems[url] = f"no node of the cluster has this address: the nodes are {', '.join(sorted(nodes))}"
+            problems[url] = (
+                f"no node of the cluster has this address: the nodes are {', '.join(sorted(nodes))}"
+            )
         else:
             engines.append(Engine(url, url, Place(node_id)))
     return Found(engines, frozenset(silent), problems)
@@ -130,7 +151,9 @@ async def _ask(name: str, namespace: str, method: str) -> Engine:
     async with asyncio.timeout(ANSWER_S):
         actor = ray.get_actor(name, namespace=namespace)
         if not hasattr(actor, method):
-            raise UsageProblem(f"the actor has no method {method}: --engine-actor {name}:METHOD names another")
+            raise UsageProblem(
+                f"the actor has no method {method}: --engine-actor {name}:METHOD names another"
+            )
         said, (node_id, group, held) = await asyncio.gather(
             getattr(actor, method).remote(), actor.__ray_call__.remote(_say_place)
         )
@@ -138,7 +161,8 @@ async def _ask(name: str, namespace: str, method: str) -> Engine:
 
 
 def _say_place(_: object) -> tuple[str, Any, list[str]]:
-    """Runs in the engine's actor: its node, its placement group, and the names of the resources that it holds."""
+    """Runs in the engine's actor: its node, its placement group, and the names of the resources
+    that it holds."""
     import ray
 
     try:  # Ray's public call leaves out of which bundle a resource is
@@ -148,7 +172,9 @@ def _say_place(_: object) -> tuple[str, Any, list[str]]:
     return ray.get_runtime_context().get_node_id(), ray.util.get_current_placement_group(), held
 
 
-_say_place.__module__ = "__main__"  # is then pickled with its code, for environments without this package
+_say_place.__module__ = (
+    "__main__"  # is then pickled with its code, for environments without this package
+)
 
 
 def _bundle(node_id: str, group: Any, held: Sequence[str]) -> int:

@@ -20,28 +20,49 @@ if TYPE_CHECKING:
     from rich.table import Table
     from treadle_learned.transcript import Transcript
 
-DEFAULT_BACKBONE = "Qwen/Qwen3-0.6B"  # Heddle 4.1; treadle_learned.backbone says the same, and would import torch
+DEFAULT_BACKBONE = (
+    "Qwen/Qwen3-0.6B"  # Heddle 4.1; treadle_learned.backbone says the same, and would import torch
+)
 
-COLUMNS = ("recall_top10", "pearson", "pearson_log", "pinball", "coverage_80")  # of the table of evaluate
+COLUMNS = (
+    "recall_top10",
+    "pearson",
+    "pearson_log",
+    "pinball",
+    "coverage_80",
+)  # of the table of evaluate
 Track = Callable[[Iterable[int], int], Iterable[int]]
 Bar = Callable[[str], Track]  # as treadle_learned.examples has it
 
-commands = typer.Typer(no_args_is_help=True, help="Learn from ended trajectories how long running ones will be.")
+commands = typer.Typer(
+    no_args_is_help=True, help="Learn from ended trajectories how long running ones will be."
+)
 out = Console()
 
-Sources = Annotated[list[Path], typer.Argument(help="Trace files (docs/traces.md), folders of runs (runs/<id>).")]
-Transcripts = Annotated[Path, typer.Argument(help="What harvest wrote, or a trace file (docs/traces.md).")]
+Sources = Annotated[
+    list[Path], typer.Argument(help="Trace files (docs/traces.md), folders of runs (runs/<id>).")
+]
+Transcripts = Annotated[
+    Path, typer.Argument(help="What harvest wrote, or a trace file (docs/traces.md).")
+]
 CheckpointFolder = Annotated[Path, typer.Argument(help="Folder that train wrote.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Version = Annotated[str, typer.Option(help="Its name in predictions; the folder's own where it is not given.")]
+Version = Annotated[
+    str, typer.Option(help="Its name in predictions; the folder's own where it is not given.")
+]
 
 
 @commands.command()
 def harvest(
     sources: Sources,
-    out_file: Annotated[Path, typer.Option("--out", help="File to write; gzip where the name ends in .gz.")],
+    out_file: Annotated[
+        Path, typer.Option("--out", help="File to write; gzip where the name ends in .gz.")
+    ],
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Folder with the tokenizer.json of a run's model, where that is elsewhere.")
+        Path | None,
+        typer.Option(
+            help="Folder with the tokenizer.json of a run's model, where that is elsewhere."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -60,7 +81,9 @@ def harvest(
 @commands.command()
 def train(
     transcripts: Transcripts,
-    out_folder: Annotated[Path, typer.Option("--out", help="Folder to write; nothing may be there yet.")],
+    out_folder: Annotated[
+        Path, typer.Option("--out", help="Folder to write; nothing may be there yet.")
+    ],
     version: Version = "",
     backbone: Annotated[
         str,
@@ -73,12 +96,19 @@ def train(
         Literal["frozen", "lora", "full"],
         typer.Option(help="frozen: the head alone; lora, full: the backbone with it."),
     ] = "frozen",
-    seed: Annotated[int, typer.Option(min=0, help="Of the split by prompt, the drawing and the fits.")] = 0,
-    epochs: Annotated[int, typer.Option(min=0, help="At most; 0: 200 of the head, 3 of a backbone.")] = 0,
-    max_tuples: Annotated[int, typer.Option(min=0, help="Draw trajectories with at most so many; 0: all.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of the split by prompt, the drawing and the fits.")
+    ] = 0,
+    epochs: Annotated[
+        int, typer.Option(min=0, help="At most; 0: 200 of the head, 3 of a backbone.")
+    ] = 0,
+    max_tuples: Annotated[
+        int, typer.Option(min=0, help="Draw trajectories with at most so many; 0: all.")
+    ] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Fit a predictor and compare it with the estimators without a model, on prompts that it was not fitted to."""
+    """Fit a predictor and compare it with the estimators without a model, on prompts that it was
+    not fitted to."""
     with exits.end_with_one_line():
         from treadle_learned.backbone import Tune
         from treadle_learned.training import Training
@@ -93,7 +123,8 @@ def train(
             backbone = str(default_model_folder())
             if not Path(backbone).exists():
                 raise UsageProblem(
-                    f"{backbone} is not there yet: `treadle demo` makes it; or pass --backbone FOLDER or NAME"
+                    f"{backbone} is not there yet: `treadle demo` makes it; or pass --backbone "
+                    "FOLDER or NAME"
                 )
         out_folder = out_folder.absolute().resolve()  # "." has no name
         how = Training(
@@ -112,12 +143,16 @@ def train(
         for name, loss in sorted(found.notes["validation"].items(), key=lambda each: each[1]):
             out.print(f"{name:<10} validation loss {loss:.4f}", highlight=False)
         reads = "texts and numbers" if found.reads_text else "numbers alone"
-        verdict = f"it is {'better' if found.leads else 'no better'} than what siblings and history say"
+        verdict = (
+            f"it is {'better' if found.leads else 'no better'} than what siblings and history say"
+        )
         out.print(f"{out_folder}: reads {reads}; {verdict}", highlight=False, soft_wrap=True)
 
 
 @commands.command()
-def evaluate(checkpoint: CheckpointFolder, transcripts: Transcripts, as_json: AsJson = False) -> None:
+def evaluate(
+    checkpoint: CheckpointFolder, transcripts: Transcripts, as_json: AsJson = False
+) -> None:
     """Score a predictor, siblings and history on the test prompts, which no training looks at."""
     with exits.end_with_one_line():
         from treadle_cli.predictor.sources import read_source
@@ -134,7 +169,9 @@ def evaluate(checkpoint: CheckpointFolder, transcripts: Transcripts, as_json: As
 @commands.command()
 def export(
     checkpoint: CheckpointFolder,
-    models: Annotated[Path, typer.Option(help="Folder of versions that a predictor service reads.")],
+    models: Annotated[
+        Path, typer.Option(help="Folder of versions that a predictor service reads.")
+    ],
     version: Version = "",
 ) -> None:
     """Copy a predictor into a folder of versions, and make it the one in use."""
@@ -145,9 +182,11 @@ def export(
         out.print(f"{folder} is in use", highlight=False, soft_wrap=True)
 
 
-def evaluate_checkpoint(checkpoint: Path, name: str, transcripts: "Sequence[Transcript]", bar: Bar) -> dict[str, Any]:
-    """Rows of `treadle_learned.scores` for learned, siblings and history on the test prompts, with the training prompts
-    as history. Raises LearnedError."""
+def evaluate_checkpoint(
+    checkpoint: Path, name: str, transcripts: "Sequence[Transcript]", bar: Bar
+) -> dict[str, Any]:
+    """Rows of `treadle_learned.scores` for learned, siblings and history on the test prompts, with
+    the training prompts as history. Raises LearnedError."""
     import numpy as np
     from treadle_learned.checkpoint import load
     from treadle_learned.errors import LearnedError
@@ -161,7 +200,9 @@ def evaluate_checkpoint(checkpoint: Path, name: str, transcripts: "Sequence[Tran
     tested, earlier = parts[Part.TEST], parts[Part.TRAIN]
     moments = replay(tested, earlier, asked=lambda turn: turn in STEPS)
     if not moments:
-        raise LearnedError(f"{name}: holds no test prompt (of 4 prompts one is): harvest more rollouts")
+        raise LearnedError(
+            f"{name}: holds no test prompt (of 4 prompts one is): harvest more rollouts"
+        )
     asked = found.examples(moments, tested, bar("reading"))
     answers = {
         "learned": remaining_tokens(found.head, asked),
@@ -180,7 +221,9 @@ def evaluate_checkpoint(checkpoint: Path, name: str, transcripts: "Sequence[Tran
 def _table(found: dict[str, Any]) -> "Table":
     from rich.table import Table
 
-    drawn = Table(title=f"{found['version']} on {found['test']['prompts']} test prompts, 95% intervals")
+    drawn = Table(
+        title=f"{found['version']} on {found['test']['prompts']} test prompts, 95% intervals"
+    )
     for column in ("step", "trajectories", "estimator", *COLUMNS):
         drawn.add_column(column, justify="left" if column == "estimator" else "right")
     for row in found["rows"]:
@@ -192,8 +235,8 @@ def _table(found: dict[str, Any]) -> "Table":
 
 @contextmanager
 def _bars(console: Console) -> Iterator[Bar]:
-    """Progress bars on stderr, that may stand inside each other, in place of those of transformers; a bar disappears
-    when it is done."""
+    """Progress bars on stderr, that may stand inside each other, in place of those of transformers;
+    a bar disappears when it is done."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -206,7 +249,9 @@ def _bars(console: Console) -> Iterator[Bar]:
 
     logging.disable_progress_bar()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
+    with Progress(
+        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console
+    ) as progress:
 
         def bar(words: str) -> Track:
             def track(over: Iterable[int], count: int) -> Iterable[int]:

@@ -1,4 +1,5 @@
-"""Make the facts that a mesh publishes of a trajectory from its transcript, with its texts as token ids.
+"""Make the facts that a mesh publishes of a trajectory from its transcript, with its texts as token
+ids.
 
 Whoever plays recorded transcripts to a predictor service needs them: its figures and its tests.
 """
@@ -20,10 +21,11 @@ Tokenize = Callable[[str], Sequence[int]]
 def facts_of(
     transcript: Transcript, tokenize: Tokenize, *, close: bool = True, most: int = 1 << 20
 ) -> Iterator[facts_pb2.Fact]:
-    """Opened, one fact for each step, closed. most: ids of each output and observation; the prompt may have
-    PROMPT_SHARE times as many."""
+    """Opened, one fact for each step, closed. most: ids of each output and observation; the prompt
+    may have PROMPT_SHARE times as many."""
     known: dict[str, Any] = {
-        key: getattr(transcript, key) for key in ("trajectory_id", "rollout_id", "prompt_id", "prompt_tokens")
+        key: getattr(transcript, key)
+        for key in ("trajectory_id", "rollout_id", "prompt_id", "prompt_tokens")
     }
     yield make_fact("scheduler", trajectory_opened=facts_pb2.TrajectoryOpened(**known))
     context_tokens = transcript.prompt_tokens
@@ -37,18 +39,27 @@ def facts_of(
             tokens.prompt.CopyFrom(_ids(tokenize(transcript.prompt), PROMPT_SHARE * most))
         context_tokens += tokens.observation_tokens
         finished = facts_pb2.StepFinished(
-            step=_step(transcript, number), context_tokens=context_tokens, output_tokens=turn.gen_tokens, tokens=tokens
+            step=_step(transcript, number),
+            context_tokens=context_tokens,
+            output_tokens=turn.gen_tokens,
+            tokens=tokens,
         )
         yield make_fact("sidecar/e0", step_finished=finished)
         context_tokens += turn.gen_tokens
     if close:
-        outcome = scheduler_pb2.OUTCOME_TRUNCATED if transcript.censored else scheduler_pb2.OUTCOME_FINISHED
+        outcome = (
+            scheduler_pb2.OUTCOME_TRUNCATED
+            if transcript.censored
+            else scheduler_pb2.OUTCOME_FINISHED
+        )
         known |= {"gen_tokens": transcript.gen_tokens, "turns": len(transcript.turns)}
         closed = facts_pb2.TrajectoryClosed(**known, outcome=outcome)
         yield make_fact("scheduler", trajectory_closed=closed)
 
 
-def prompt_started(transcript: Transcript, tokenize: Tokenize, *, most: int = 1 << 20) -> facts_pb2.Fact:
+def prompt_started(
+    transcript: Transcript, tokenize: Tokenize, *, most: int = 1 << 20
+) -> facts_pb2.Fact:
     """The fact that the first step has started, with the prompt. most: as in `facts_of`."""
     prompt = _ids(tokenize(transcript.prompt), PROMPT_SHARE * most)
     started = facts_pb2.StepStarted(step=_step(transcript, 0), attempt=1, prompt=prompt)

@@ -1,7 +1,8 @@
-"""Read transcripts from trace files, transcript files and folders of finished runs, and write runs as trace files.
+"""Read transcripts from trace files, transcript files and folders of finished runs, and write runs
+as trace files.
 
-Invariant: nothing is made up. A run keeps token ids; they become texts where its model's tokenizer is there, and counts
-where it is not. A trajectory that did not end by itself is censored.
+Invariant: nothing is made up. A run keeps token ids; they become texts where its model's tokenizer
+is there, and counts where it is not. A trajectory that did not end by itself is censored.
 """
 
 import gzip
@@ -24,26 +25,31 @@ ENDED = "finished"  # any other outcome: it was cut, and would have gone on
 
 
 def read_source(path: Path, tokenizer: Path | None = None) -> list[Transcript]:
-    """The transcripts of one source. tokenizer: folder of a run's model, where it is elsewhere. Raises UsageProblem,
-    RecordError, TraceFileError, LearnedError."""
+    """The transcripts of one source. tokenizer: folder of a run's model, where it is elsewhere.
+    Raises UsageProblem, RecordError, TraceFileError, LearnedError."""
     if path.is_dir():
         run = read_run(path)
         return transcripts_of_run(run, tokenizer_of(run.record.model, tokenizer))
     if not path.exists():
-        raise UsageProblem(f"{path} is not there: name trace files, transcript files or folders of finished runs")
+        raise UsageProblem(
+            f"{path} is not there: name trace files, transcript files or folders of finished runs"
+        )
     if _holds_transcripts(path):
         return read_transcripts(path)
     return transcripts_of_works(read_traces(path), path.name)
 
 
 def harvest(sources: Iterable[Path], out: Path, tokenizer: Path | None = None) -> dict[str, int]:
-    """Write the transcripts of all sources to one file, and count them; tuples are questions with their answers. Raises
-    what `read_source` raises, UsageProblem for a trajectory in two sources, OSError."""
+    """Write the transcripts of all sources to one file, and count them; tuples are questions with
+    their answers. Raises what `read_source` raises, UsageProblem for a trajectory in two sources,
+    OSError."""
     found: dict[str, Transcript] = {}
     for source in sources:
         for transcript in read_source(source, tokenizer):
             if transcript.trajectory_id in found:
-                raise UsageProblem(f"{source}: trajectory {transcript.trajectory_id!r} is in another source too")
+                raise UsageProblem(
+                    f"{source}: trajectory {transcript.trajectory_id!r} is in another source too"
+                )
             found[transcript.trajectory_id] = transcript
     if not found:
         raise UsageProblem("no source holds a trajectory that sampled anything")
@@ -58,7 +64,9 @@ def harvest(sources: Iterable[Path], out: Path, tokenizer: Path | None = None) -
     }
 
 
-def transcripts_of_works(works: Sequence[TrajectoryWork], rollout_id: str = "traces") -> list[Transcript]:
+def transcripts_of_works(
+    works: Sequence[TrajectoryWork], rollout_id: str = "traces"
+) -> list[Transcript]:
     """Trajectories of a workload as one rollout."""
     return [
         Transcript(
@@ -66,7 +74,10 @@ def transcripts_of_works(works: Sequence[TrajectoryWork], rollout_id: str = "tra
             rollout_id,
             work.prompt_id,
             work.prompt_tokens,
-            tuple(Turn(step.gen_tokens, step.obs_tokens, step.text, step.obs_text) for step in work.steps),
+            tuple(
+                Turn(step.gen_tokens, step.obs_tokens, step.text, step.obs_text)
+                for step in work.steps
+            ),
             work.censored,
             work.prompt,
         )
@@ -75,9 +86,11 @@ def transcripts_of_works(works: Sequence[TrajectoryWork], rollout_id: str = "tra
 
 
 def transcripts_of_run(run: Run, tokenizer: Tokenizer | None = None) -> list[Transcript]:
-    """Each play of a run as a rollout, without trajectories that sampled nothing. Prompts of another seed are other
-    prompts."""
-    return [_transcript(run, record, tokenizer) for record in run.trajectories if any(record.loss_mask)]
+    """Each play of a run as a rollout, without trajectories that sampled nothing. Prompts of
+    another seed are other prompts."""
+    return [
+        _transcript(run, record, tokenizer) for record in run.trajectories if any(record.loss_mask)
+    ]
 
 
 def _transcript(run: Run, record: TrajectoryRecord, tokenizer: Tokenizer | None) -> Transcript:
@@ -85,7 +98,9 @@ def _transcript(run: Run, record: TrajectoryRecord, tokenizer: Tokenizer | None)
         return "" if tokenizer is None else str(tokenizer.decode(ids, skip_special_tokens=True))
 
     pairs = zip(record.loss_mask, record.token_ids, strict=True)
-    spans = [[token for _, token in each] for _, each in itertools.groupby(pairs, lambda pair: pair[0])]
+    spans = [
+        [token for _, token in each] for _, each in itertools.groupby(pairs, lambda pair: pair[0])
+    ]
     prompt = [] if record.loss_mask[0] else spans.pop(0)
     sampled_and_answered: Iterable[tuple[list[int], list[int]]] = itertools.zip_longest(
         spans[::2], spans[1::2], fillvalue=[]
@@ -96,7 +111,10 @@ def _transcript(run: Run, record: TrajectoryRecord, tokenizer: Tokenizer | None)
         rollout_id,
         f"{run.record.seed}/{record.prompt_id}",
         len(prompt),
-        tuple(Turn(len(ids), len(answer), decode(ids), decode(answer)) for ids, answer in sampled_and_answered),
+        tuple(
+            Turn(len(ids), len(answer), decode(ids), decode(answer))
+            for ids, answer in sampled_and_answered
+        ),
         record.outcome != ENDED,
         decode(prompt),
         weight_version=record.version_spans[0].weight_version if record.version_spans else "",
@@ -104,17 +122,20 @@ def _transcript(run: Run, record: TrajectoryRecord, tokenizer: Tokenizer | None)
 
 
 def tokenizer_of(model: str, named: Path | None = None) -> Tokenizer | None:
-    """The tokenizer of a run's model, or of the folder `named` instead; None where it is not on this machine. Raises
-    UsageProblem."""
+    """The tokenizer of a run's model, or of the folder `named` instead; None where it is not on
+    this machine. Raises UsageProblem."""
     if named is not None and not (named / "tokenizer.json").is_file():
-        raise UsageProblem(f"--tokenizer {named}: holds no tokenizer.json; name the folder of the run's model")
+        raise UsageProblem(
+            f"--tokenizer {named}: holds no tokenizer.json; name the folder of the run's model"
+        )
     own = default_model_folder() if model == DEFAULT_MODEL else Path(model)
     file = (named or own) / "tokenizer.json"
     return Tokenizer.from_file(str(file)) if file.is_file() else None
 
 
 def _holds_transcripts(path: Path) -> bool:
-    """Whether the first line is a transcript; `read_traces` says what the line of another file must have."""
+    """Whether the first line is a transcript; `read_traces` says what the line of another file must
+    have."""
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
             line = json.loads(next((line for line in lines if line.strip()), b"{}"))
@@ -124,8 +145,8 @@ def _holds_transcripts(path: Path) -> bool:
 
 
 def write_run(folder: Path, out: Path) -> int:
-    """Write the trajectories of a run that sampled anything as a trace file (docs/traces.md), and count them. The
-    samples of a prompt are numbered over all plays. Raises RecordError, OSError."""
+    """Write the trajectories of a run that sampled anything as a trace file (docs/traces.md), and
+    count them. The samples of a prompt are numbered over all plays. Raises RecordError, OSError."""
     run = read_run(folder)
     sampled = [record for record in run.trajectories if any(record.loss_mask)]
     write_traces(out, works_of_run(run, sampled, tokenizer_of(run.record.model)))
@@ -137,7 +158,10 @@ def works_of_run(
 ) -> list[TrajectoryWork]:
     """The work of trajectories that sampled something, with texts where there is a tokenizer."""
     numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-    return [_work(record, _transcript(run, record, tokenizer), next(numbers[record.prompt_id])) for record in records]
+    return [
+        _work(record, _transcript(run, record, tokenizer), next(numbers[record.prompt_id]))
+        for record in records
+    ]
 
 
 def _work(record: TrajectoryRecord, transcript: Transcript, sample: int) -> TrajectoryWork:

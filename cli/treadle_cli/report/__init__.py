@@ -1,1 +1,2 @@
-"""Draws a run: where the time of each trajectory went, as HTML, as PNG and as a table for the terminal."""
+"""Draws a run: where the time of each trajectory went, as HTML, as PNG and as a table for the
+terminal."""

@@ -1,9 +1,10 @@
-"""Compute the figures of a play from the spans of its trajectories: where the time went, and what forecasts cost.
+"""Compute the figures of a play from the spans of its trajectories: where the time went, and what
+forecasts cost.
 
-The seconds of a trajectory by kind, `other` included, add up to its wall time exactly: where spans overlap (a migration
-during a tool call) the moment counts once, for the first kind in PRECEDENCE; hidden migration time is a figure of its
-own. A forecast is made while the tool runs. A step that was queued before its forecast came shows that steps do not
-wait for forecasts.
+The seconds of a trajectory by kind, `other` included, add up to its wall time exactly: where spans
+overlap (a migration during a tool call) the moment counts once, for the first kind in PRECEDENCE;
+hidden migration time is a figure of its own. A forecast is made while the tool runs. A step that
+was queued before its forecast came shows that steps do not wait for forecasts.
 """
 
 import itertools
@@ -17,10 +18,11 @@ from treadle_cli.report.records import PlayRecord, TrajectoryRecord
 
 @dataclass(frozen=True)
 class ForecastFigures:
-    """learned: forecasts of a learned model. overtaken: forecasts that came after the next step had been queued.
+    """learned: forecasts of a learned model. overtaken: forecasts that came after the next step had
+    been queued.
 
-    forecast_s: median from the end of a step to its forecast. queued_s: median from a client's request of a step until
-    the step is in an engine's queue, admission included.
+    forecast_s: median from the end of a step to its forecast. queued_s: median from a client's
+    request of a step until the step is in an engine's queue, admission included.
     """
 
     forecasts: int = 0
@@ -37,8 +39,12 @@ def forecast_figures(trajectories: Sequence[TrajectoryRecord]) -> ForecastFigure
     return ForecastFigures(
         forecasts=len(forecasts),
         learned=sum(forecast.learned for forecast in forecasts),
-        overtaken=sum(f.next_queued_s is not None and f.next_queued_s < f.came_s for f in forecasts),
-        forecast_s=statistics.median([f.came_s - f.asked_s for f in forecasts]) if forecasts else 0.0,
+        overtaken=sum(
+            f.next_queued_s is not None and f.next_queued_s < f.came_s for f in forecasts
+        ),
+        forecast_s=statistics.median([f.came_s - f.asked_s for f in forecasts])
+        if forecasts
+        else 0.0,
         queued_s=statistics.median(waits_s) if waits_s else 0.0,
     )
 
@@ -46,7 +52,9 @@ def forecast_figures(trajectories: Sequence[TrajectoryRecord]) -> ForecastFigure
 def _waits_s(trajectory: TrajectoryRecord) -> list[float]:
     """Seconds from the request of each step, the first aside, until it is in a queue."""
     latest_first = sorted(trajectory.spans, key=lambda span: -span.start_s)
-    asked_s = {span.turn: span.start_s for span in latest_first if span.kind == "queue"}  # the earliest stays
+    asked_s = {
+        span.turn: span.start_s for span in latest_first if span.kind == "queue"
+    }  # the earliest stays
     return [
         forecast.next_queued_s - asked_s[forecast.turn]
         for forecast in trajectory.forecasts
@@ -64,9 +72,10 @@ TAIL_SHARE = 0.1  # "the longest tenth": what a synchronous rollout waits for
 class PlayFigures:
     """One play in numbers. `time_s` sums over trajectories, so it is many times the makespan.
 
-    tail_queue_share: of the wall time of the tenth with the most generated tokens, the part spent queueing (Heddle,
-    fig. 4). hidden_migration_s: migration time during which the tool of the trajectory ran. engine_last_token_s: when
-    each engine did its last work; until the makespan it was idle.
+    tail_queue_share: of the wall time of the tenth with the most generated tokens, the part spent
+    queueing (Heddle, fig. 4). hidden_migration_s: migration time during which the tool of the
+    trajectory ran. engine_last_token_s: when each engine did its last work; until the makespan it
+    was idle.
     """
 
     arm: str
@@ -93,7 +102,8 @@ class PlayFigures:
 
 
 def time_by_kind(trajectory: TrajectoryRecord) -> dict[str, float]:
-    """Seconds of each of KINDS between the trajectory's opening and its end; their sum is its wall time."""
+    """Seconds of each of KINDS between the trajectory's opening and its end; their sum is its wall
+    time."""
     seconds = dict.fromkeys(KINDS, 0.0)
     start_s, end_s = trajectory.opened_s, trajectory.finished_s
     clipped = [(max(s.start_s, start_s), min(s.end_s, end_s), s.kind) for s in trajectory.spans]
@@ -139,7 +149,8 @@ def play_figures(play: PlayRecord, trajectories: Sequence[TrajectoryRecord]) -> 
 
 
 def tail_queue_share(trajectories: Sequence[TrajectoryRecord]) -> float:
-    """Queue seconds over wall seconds of the tenth (rounded up) with the most generated tokens; 0 for no time."""
+    """Queue seconds over wall seconds of the tenth (rounded up) with the most generated tokens; 0
+    for no time."""
     count = math.ceil(len(trajectories) * TAIL_SHARE)
     longest = sorted(trajectories, key=lambda t: t.gen_tokens, reverse=True)[:count]
     wall_s = sum(t.finished_s - t.opened_s for t in longest)
@@ -147,6 +158,13 @@ def tail_queue_share(trajectories: Sequence[TrajectoryRecord]) -> float:
 
 
 def _engine_ends(trajectories: Sequence[TrajectoryRecord]) -> dict[str, float]:
-    worked = [span for trajectory in trajectories for span in trajectory.spans if span.kind in ("prefill", "decode")]
-    ends = {span.engine_id: span.end_s for span in sorted(worked, key=lambda span: span.end_s)}  # the latest stays
+    worked = [
+        span
+        for trajectory in trajectories
+        for span in trajectory.spans
+        if span.kind in ("prefill", "decode")
+    ]
+    ends = {
+        span.engine_id: span.end_s for span in sorted(worked, key=lambda span: span.end_s)
+    }  # the latest stays
     return dict(sorted(ends.items()))

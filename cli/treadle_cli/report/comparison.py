@@ -1,8 +1,9 @@
 """Compare the plays of a run: rows of a table, one sentence, every loss; and print them.
 
-Where arms played several epochs, the sentence gives the median of their ratios, one table holds every epoch, and the
-others the median epoch. The page and the terminal show the same rows. A row says which way is better, and every row in
-which the last arm (Treadle) did worse than the first (the baseline) is named in `losses`: nothing is left out.
+Where arms played several epochs, the sentence gives the median of their ratios, one table holds
+every epoch, and the others the median epoch. The page and the terminal show the same rows. A row
+says which way is better, and every row in which the last arm (Treadle) did worse than the first
+(the baseline) is named in `losses`: nothing is left out.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +27,8 @@ Better = Literal["lower", "higher", ""]
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of every arm, in their order. better: which way is better, empty where neither is."""
+    """One figure of every arm, in their order. better: which way is better, empty where neither
+    is."""
 
     label: str
     values: tuple[float, ...]
@@ -53,11 +55,14 @@ class Row:
         return f"{100 * (last - first) / first:+.0f} %"
 
     def verdict(self) -> Literal["better", "worse", "even"]:
-        """How the last arm did against the first; "even" below NOTABLE or where neither way is better."""
+        """How the last arm did against the first; "even" below NOTABLE or where neither way is
+        better."""
         if len(self.values) < 2 or not self.better:
             return "even"
         first, last = self.values[0], self.values[-1]
-        if abs(last - first) <= max(NOTABLE * max(abs(first), abs(last)), FLOORS.get(self.unit, 0.0)):
+        if abs(last - first) <= max(
+            NOTABLE * max(abs(first), abs(last)), FLOORS.get(self.unit, 0.0)
+        ):
             return "even"
         return "better" if (last < first) == (self.better == "lower") else "worse"
 
@@ -108,7 +113,10 @@ def rows(figures: Sequence[PlayFigures]) -> list[Row]:
 def time_rows(figures: Sequence[PlayFigures]) -> list[Row]:
     """Where the time went, all trajectories added up; the kinds sum to the last row."""
     better: dict[str, Better] = {"queue": "lower", "prefill": "lower", "other": "lower"}
-    kinds = [Row(kind, tuple(arm.time_s[kind] for arm in figures), "s", better.get(kind, "")) for kind in KINDS]
+    kinds = [
+        Row(kind, tuple(arm.time_s[kind] for arm in figures), "s", better.get(kind, ""))
+        for kind in KINDS
+    ]
     total = Row("together", tuple(sum(arm.time_s.values()) for arm in figures), "s", "lower")
     return [*kinds, total]
 
@@ -130,7 +138,10 @@ def headline(run: Run) -> str:
         return f"{first.title} took {first.makespan_s:.1f} s."
     seconds = f"{last.makespan_s:.1f} s against {first.makespan_s:.1f} s{_spread(run)}"
     if abs(first.makespan_s - last.makespan_s) <= NOTABLE * first.makespan_s:
-        return f"{last.title} and {first.title} took the same time within {100 * NOTABLE:.0f} %: {seconds}."
+        return (
+            f"{last.title} and {first.title} took the same time within {100 * NOTABLE:.0f} %: "
+            f"{seconds}."
+        )
     share = abs(first.makespan_s - last.makespan_s) / first.makespan_s
     change = f"{100 * share:.0f} % {'sooner' if last.makespan_s < first.makespan_s else 'later'}"
     return f"{last.title} finished {change} than {first.title}: {seconds}."
@@ -140,11 +151,15 @@ def _spread(run: Run) -> str:
     ratios = [repeat.ratio for repeat in run.repeats]
     if len(ratios) < 2:
         return ""
-    return f", the median of {len(ratios)} epochs, whose ratios are {min(ratios):.2f} to {max(ratios):.2f}"
+    return (
+        f", the median of {len(ratios)} epochs, whose ratios are {min(ratios):.2f} to "
+        f"{max(ratios):.2f}"
+    )
 
 
 def epoch_rows(run: Run) -> list[tuple[str, list[str], str]]:
-    """Every epoch: its name, each arm's makespan in words (empty where it did not play), and the ratio."""
+    """Every epoch: its name, each arm's makespan in words (empty where it did not play), and the
+    ratio."""
     plays = run.record.plays
     arms = dict.fromkeys((plays[0].arm, *(play.arm for play in plays)))
     ratios = {repeat.baseline.epoch: f"{repeat.ratio:.2f}" for repeat in run.repeats}
@@ -170,7 +185,9 @@ def print_report(console: Console, run: Run, figures: Sequence[PlayFigures], fol
     which = f", epoch {run.compared[0].epoch}" if run.repeats else ""
     console.print()
     console.print(_table(f"The arms compared{which}", rows(figures), titles))
-    console.print(_table(f"Where the time went (all trajectories{which})", time_rows(figures), titles))
+    console.print(
+        _table(f"Where the time went (all trajectories{which})", time_rows(figures), titles)
+    )
     if run.repeats:
         console.print(_epochs_table(run, titles))
     for play in run.record.plays:
@@ -179,9 +196,12 @@ def print_report(console: Console, run: Run, figures: Sequence[PlayFigures], fol
     console.print(f"[bold]{headline(run)}[/bold] One run is an anecdote.")
     lost = losses(figures)
     if lost:
-        console.print(f"{titles[-1]} did worse in: {'; '.join(lost)}.", style="dim", highlight=False)
+        console.print(
+            f"{titles[-1]} did worse in: {'; '.join(lost)}.", style="dim", highlight=False
+        )
     console.print(
-        f"Report: {folder / 'report.html'} (and report.png, trajectories.jsonl, summary.json)", soft_wrap=True
+        f"Report: {folder / 'report.html'} (and report.png, trajectories.jsonl, summary.json)",
+        soft_wrap=True,
     )
 
 
@@ -189,7 +209,11 @@ def _table(title: str, table_rows: Sequence[Row], titles: Sequence[str]) -> Tabl
     table = _empty_table(title, (*titles, "change"))
     for row in table_rows:
         style = _VERDICT_STYLE[row.verdict()]
-        table.add_row(row.label, *[row.shown(value) for value in row.values], f"[{style}]{row.change()}[/{style}]")
+        table.add_row(
+            row.label,
+            *[row.shown(value) for value in row.values],
+            f"[{style}]{row.change()}[/{style}]",
+        )
     return table
 
 
@@ -202,7 +226,13 @@ def _epochs_table(run: Run, titles: Sequence[str]) -> Table:
 
 def _empty_table(title: str, columns: Sequence[str]) -> Table:
     table = Table(
-        "", title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
+        "",
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
     )
     for column in columns:
         table.add_column(column, justify="right")

@@ -1,7 +1,9 @@
-"""Draw all faces of a run from its folder; and report.html, one page that loads nothing (plotly's script is inside).
+"""Draw all faces of a run from its folder; and report.html, one page that loads nothing (plotly's
+script is inside).
 
-A bar of the page shows its trajectory, turn, engine and seconds when the pointer is on it; the plays share the time
-axis. Words and tables stand in report.html.j2; this module prepares the figures and draws the Gantt chart.
+A bar of the page shows its trajectory, turn, engine and seconds when the pointer is on it; the
+plays share the time axis. Words and tables stand in report.html.j2; this module prepares the
+figures and draws the Gantt chart.
 """
 
 import html
@@ -15,22 +17,43 @@ from plotly.subplots import make_subplots
 from rich.console import Console
 
 from treadle_cli.report.accounting import PlayFigures, play_figures
-from treadle_cli.report.comparison import epoch_rows, headline, losses, print_report, rows, time_rows
+from treadle_cli.report.comparison import (
+    epoch_rows,
+    headline,
+    losses,
+    print_report,
+    rows,
+    time_rows,
+)
 from treadle_cli.report.gantt import MAKESPAN, MOVE, draw_bars, draw_marks, label_rows, make_html
 from treadle_cli.report.palette import COLOURS, DRAWN_KINDS, GRID, INK, row_label
 from treadle_cli.report.picture import draw_picture
-from treadle_cli.report.records import ForecastRecord, Run, SpanRecord, TrajectoryRecord, read_run, write_summary
+from treadle_cli.report.records import (
+    ForecastRecord,
+    Run,
+    SpanRecord,
+    TrajectoryRecord,
+    read_run,
+    write_summary,
+)
 from treadle_cli.templates import render
 
-CANCELLED = "CANCELLED"  # the tool returned before the KV had moved: the source goes on, nothing went wrong
+CANCELLED = (
+    "CANCELLED"  # the tool returned before the KV had moved: the source goes on, nothing went wrong
+)
 ROW_PX = 15  # height of a trajectory's row; its label is 10 px
 PANEL_PX = 60  # title and margin of a panel
 
 
 def render_run(folder: Path, console: Console) -> None:
-    """Read the run in `folder`, write report.html and report.png there, and print the tables. Raises RecordError."""
+    """Read the run in `folder`, write report.html and report.png there, and print the tables.
+    Raises RecordError."""
     run = read_run(folder)
-    write_summary(folder, run.record, [asdict(play_figures(play, run.of_play(play))) for play in run.record.plays])
+    write_summary(
+        folder,
+        run.record,
+        [asdict(play_figures(play, run.of_play(play))) for play in run.record.plays],
+    )
     figures = [play_figures(play, run.of_play(play)) for play in run.compared]
     (folder / "report.html").write_text(_fill_page(run, figures))
     draw_picture(run, figures, folder / "report.png")
@@ -69,7 +92,11 @@ def _events(run: Run) -> list[str]:
     events = [f"{play.title}: {loss}" for play in run.record.plays for loss in play.engine_losses]
     for play in run.record.plays:
         reasons = Counter(line.rpartition(": ")[2] for line in play.failed_migrations)
-        events += [f"{play.title}: {n} migrations ended as {why}" for why, n in reasons.items() if why != CANCELLED]
+        events += [
+            f"{play.title}: {n} migrations ended as {why}"
+            for why, n in reasons.items()
+            if why != CANCELLED
+        ]
     return events
 
 
@@ -91,22 +118,38 @@ def _gantt(run: Run) -> str:
         first, last = panel == 1, panel == len(plays)
         spans = [(row, t, span) for row, t in enumerate(trajectories) for span in t.spans]
         for kind in DRAWN_KINDS:
-            bars = [(row, s.start_s, s.end_s, _describe_span(t, s)) for row, t, s in spans if s.kind == kind]
+            bars = [
+                (row, s.start_s, s.end_s, _describe_span(t, s))
+                for row, t, s in spans
+                if s.kind == kind
+            ]
             figure.add_trace(draw_bars(kind, bars, legend=first and kind != "migration"), **where)
-        moves = [(span.start_s, row, span.engine_id) for row, _, span in spans if span.kind == "migration"]
+        moves = [
+            (span.start_s, row, span.engine_id)
+            for row, _, span in spans
+            if span.kind == "migration"
+        ]
         moves_to = "moves to %{customdata} at %{x:.2f} s<extra></extra>"
-        figure.add_trace(draw_marks("migration", moves, MOVE, hovertemplate=moves_to, showlegend=last), **where)
+        figure.add_trace(
+            draw_marks("migration", moves, MOVE, hovertemplate=moves_to, showlegend=last), **where
+        )
         figure.add_trace(_forecasts(trajectories, legend=last), **where)
         figure.add_vline(x=play.makespan_s, line=MAKESPAN, **where)
         labels = [row_label(trajectory) for trajectory in trajectories]
         label_rows(figure, labels, (-0.8, len(labels) - 0.2), **where)
-    figure.update_xaxes(gridcolor=GRID, zeroline=False, ticksuffix=" s", showticklabels=True, rangemode="tozero")
+    figure.update_xaxes(
+        gridcolor=GRID, zeroline=False, ticksuffix=" s", showticklabels=True, rangemode="tozero"
+    )
     return make_html(figure, sum(heights), more_px=90, legend_px=28, left_px=150, top_px=90)
 
 
 def _forecasts(trajectories: Sequence[TrajectoryRecord], *, legend: bool) -> go.Scatter:
     """One mark a step, hidden until the reader clicks the legend."""
-    marks = [(f.came_s, row, _describe_forecast(f)) for row, t in enumerate(trajectories) for f in t.forecasts]
+    marks = [
+        (f.came_s, row, _describe_forecast(f))
+        for row, t in enumerate(trajectories)
+        for f in t.forecasts
+    ]
     return draw_marks(
         "forecast",
         marks,
@@ -124,8 +167,14 @@ def _describe_span(trajectory: TrajectoryRecord, span: SpanRecord) -> str:
 
 def _describe_forecast(forecast: ForecastRecord) -> str:
     after_s = forecast.came_s - forecast.asked_s
-    said = f"forecast after {forecast.turn} steps by {html.escape(forecast.model_version)}, {after_s:.3f} s later"
+    said = (
+        f"forecast after {forecast.turn} steps by {html.escape(forecast.model_version)}, "
+        f"{after_s:.3f} s later"
+    )
     if forecast.next_queued_s is None:
         return said
     ahead_s = forecast.next_queued_s - forecast.came_s
-    return f"{said}; the next step was queued {abs(ahead_s):.3f} s {'after' if ahead_s > 0 else 'before'} it came"
+    return (
+        f"{said}; the next step was queued {abs(ahead_s):.3f} s "
+        f"{'after' if ahead_s > 0 else 'before'} it came"
+    )

@@ -1,7 +1,7 @@
 """Colours and words of a report, the same in every face of it.
 
-The colours are Okabe and Ito's, which people with the common kinds of colour blindness can tell apart; waiting is
-warm, work is cold.
+The colours are Okabe and Ito's, which people with the common kinds of colour blindness can tell
+apart; waiting is warm, work is cold.
 """
 
 from treadle_cli.report.records import TrajectoryRecord
@@ -29,7 +29,8 @@ GRID = "#E5E7EB"
 
 
 def printable(text: str) -> str:
-    """On one line and without codes that would change a terminal: what a server or a prompt says is not ours."""
+    """On one line and without codes that would change a terminal: what a server or a prompt says is
+    not ours."""
     return "".join(char if char.isprintable() else " " for char in text).strip()
 
 

@@ -1,7 +1,8 @@
 """Write a run as Chrome trace events, which https://ui.perfetto.dev and chrome://tracing show.
 
-A process of each play has a track for each lane of an engine: as many as steps were there at once, and one for tools. A
-slice is a part of a step; an arrow leads from the engine that a trajectory left to the one that it moved to.
+A process of each play has a track for each lane of an engine: as many as steps were there at once,
+and one for tools. A slice is a part of a step; an arrow leads from the engine that a trajectory
+left to the one that it moved to.
 """
 
 import heapq
@@ -18,13 +19,22 @@ TOOLS = "tools"
 
 def write_perfetto(run: Run, path: Path) -> int:
     """Write all plays of a run; returns how many slices there are. Raises OSError."""
-    events = [event for number, play in enumerate(run.record.plays, start=1) for event in _events(run, play, number)]
+    events = [
+        event
+        for number, play in enumerate(run.record.plays, start=1)
+        for event in _events(run, play, number)
+    ]
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     return sum(event["ph"] == "X" for event in events)
 
 
 def _events(run: Run, play: PlayRecord, pid: int) -> Iterator[dict[str, Any]]:
-    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": f"{play.title}, epoch {play.epoch}"}}
+    yield {
+        "ph": "M",
+        "pid": pid,
+        "name": "process_name",
+        "args": {"name": f"{play.title}, epoch {play.epoch}"},
+    }
     spans = sorted(
         ((span, t) for t in run.of_play(play) for span in t.spans),
         key=lambda each: (each[0].start_s, each[0].end_s, each[1].trajectory_id),
@@ -41,7 +51,13 @@ def _events(run: Run, play: PlayRecord, pid: int) -> Iterator[dict[str, Any]]:
         heapq.heappush(free, (span.end_s, lane))
         if (place, lane) not in tracks:
             tid = tracks[place, lane] = len(tracks) + 1
-            yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": f"{place} {lane}"}}
+            yield {
+                "ph": "M",
+                "pid": pid,
+                "tid": tid,
+                "name": "thread_name",
+                "args": {"name": f"{place} {lane}"},
+            }
         track_of[id(span)] = tracks[place, lane]
         yield _slice(span, t, pid, tracks[place, lane])
     moves = [(span, t) for span, t in spans if span.kind == "migration"]
@@ -66,12 +82,19 @@ def _flow(
     move: SpanRecord, t: TrajectoryRecord, pid: int, number: int, track_of: dict[int, int]
 ) -> Iterator[dict[str, Any]]:
     """From the last slice before a move to the first one after it on another engine."""
-    steps = [span for span in t.spans if span.kind in ("prefill", "decode") and span.end_s > span.start_s]
+    steps = [
+        span for span in t.spans if span.kind in ("prefill", "decode") and span.end_s > span.start_s
+    ]
     before = [span for span in steps if span.start_s <= move.start_s]
-    after = [span for span in steps if span.start_s >= move.end_s and span.engine_id == move.engine_id]
+    after = [
+        span for span in steps if span.start_s >= move.end_s and span.engine_id == move.engine_id
+    ]
     if not before or not after:
         return
-    ends = (("s", max(before, key=lambda span: span.end_s)), ("f", min(after, key=lambda span: span.start_s)))
+    ends = (
+        ("s", max(before, key=lambda span: span.end_s)),
+        ("f", min(after, key=lambda span: span.start_s)),
+    )
     for phase, span in ends:
         flow = {
             "ph": phase,

@@ -1,7 +1,9 @@
-"""The Gantt picture as PNG: one panel a play on one time axis, a row a trajectory, and below where the time went.
+"""The Gantt picture as PNG: one panel a play on one time axis, a row a trajectory, and below where
+the time went.
 
-Rows are sorted by finish, so the upper edge of a panel is its completion curve. A migration or a tool call lasts
-milliseconds on an axis of minutes: migrations carry a diamond so that they can be seen.
+Rows are sorted by finish, so the upper edge of a panel is its completion curve. A migration or a
+tool call lasts milliseconds on an axis of minutes: migrations carry a diamond so that they can be
+seen.
 """
 
 from collections.abc import Sequence
@@ -58,32 +60,59 @@ def _draw_heading(figure: Figure, run: Run, figures: Sequence[PlayFigures], heig
     spans = " → ".join(f"{play.title} {play.makespan_s:.1f} s" for play in run.compared)
     ratios = [repeat.ratio for repeat in run.repeats]
     if len(ratios) > 1:
-        spans += f"   (median of {len(ratios)} epochs; ratios {', '.join(f'{ratio:.2f}' for ratio in ratios)})"
+        spans += (
+            f"   (median of {len(ratios)} epochs; ratios "
+            f"{', '.join(f'{ratio:.2f}' for ratio in ratios)})"
+        )
     facts = (
-        f"{figures[0].trajectories} trajectories a play on {len(record.engines)} engines of {record.slots} slots · "
+        f"{figures[0].trajectories} trajectories a play on {len(record.engines)} engines of "
+        f"{record.slots} slots · "
         f"{record.model} · seed {record.seed} · {record.machine}"
     )
     figure.text(0.015, 1 - 0.30 / height, f"Makespan: {spans}", size=15, weight="bold")
     figure.text(0.015, 1 - 0.54 / height, facts, size=9, color=FAINT)
     handles = [
         *(Patch(color=COLOURS[kind], label=kind) for kind in (*DRAWN_KINDS[:-1], "other")),
-        Line2D([], [], marker="D", color=COLOURS["migration"], linestyle="", markersize=5, label="migration"),
+        Line2D(
+            [],
+            [],
+            marker="D",
+            color=COLOURS["migration"],
+            linestyle="",
+            markersize=5,
+            label="migration",
+        ),
         Line2D([], [], **MAKESPAN, label="makespan"),
     ]
     add_legend(figure, handles, (0.006, 1 - 0.56 / height), fontsize=9)
 
 
 def _draw_play(
-    axes: Axes, play: PlayRecord, trajectories: list[TrajectoryRecord], longest_s: float, *, last: bool
+    axes: Axes,
+    play: PlayRecord,
+    trajectories: list[TrajectoryRecord],
+    longest_s: float,
+    *,
+    last: bool,
 ) -> None:
     for row, trajectory in enumerate(trajectories):
         whole = (trajectory.opened_s, trajectory.finished_s - trajectory.opened_s)
         axes.broken_barh([whole], (row - 0.41, 0.82), color=COLOURS["other"])
         moves = [s.start_s for s in trajectory.spans if s.kind == "migration"]
-        draw_row(axes, row, [(s.kind, s.start_s, s.end_s) for s in trajectory.spans], moves, 0.82, ms=4, mew=0.6)
+        draw_row(
+            axes,
+            row,
+            [(s.kind, s.start_s, s.end_s) for s in trajectory.spans],
+            moves,
+            0.82,
+            ms=4,
+            mew=0.6,
+        )
     axes.axvline(play.makespan_s, **MAKESPAN)
     end = (play.makespan_s, 0.5)
-    axes.annotate(f"{end[0]:.1f} s", end, xytext=(4, 0), textcoords="offset points", size=9, weight="bold")
+    axes.annotate(
+        f"{end[0]:.1f} s", end, xytext=(4, 0), textcoords="offset points", size=9, weight="bold"
+    )
     axes.set_title(f"{play.title}   ·   {play.policy}", **TITLE)
     axes.set_xlim(0, longest_s)
     axes.set_ylim(-0.8, len(trajectories) - 0.2)
@@ -105,7 +134,9 @@ def _draw_shares(axes: Axes, run: Run, figures: Sequence[PlayFigures]) -> None:
             if seconds > 0.06 * sum(play.time_s.values()):
                 ink = "white" if kind in ("decode", "tool", "migration") else INK
                 words = f"{kind} {seconds:.0f} s"
-                axes.text(left + seconds / 2, row, words, ha="center", va="center", size=8, color=ink)
+                axes.text(
+                    left + seconds / 2, row, words, ha="center", va="center", size=8, color=ink
+                )
             left += seconds
     axes.set_yticks(range(len(figures)), [play.title for play in reversed(run.compared)], size=9)
     axes.set_ylim(-0.6, len(figures) - 0.4)

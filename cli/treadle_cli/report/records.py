@@ -1,8 +1,8 @@
 """Read and write the files of a run: trajectories.jsonl and summary.json.
 
-Invariants: times are seconds from the start of the play, so that two plays share one axis; token_ids, logprobs and
-loss_mask of a trajectory are equally long; reading gives back what was written. The report is drawn from these files
-alone.
+Invariants: times are seconds from the start of the play, so that two plays share one axis;
+token_ids, logprobs and loss_mask of a trajectory are equally long; reading gives back what was
+written. The report is drawn from these files alone.
 """
 
 import json
@@ -36,9 +36,9 @@ class SpanRecord:
 
 @dataclass(frozen=True)
 class ForecastRecord:
-    """A forecast of what was left after `turn` steps: asked for when the last of them ended, or the trajectory was
-    opened. learned: by a learned model. next_queued_s: when the next step was in an engine's queue, None where there
-    was none."""
+    """A forecast of what was left after `turn` steps: asked for when the last of them ended, or the
+    trajectory was opened. learned: by a learned model. next_queued_s: when the next step was in an
+    engine's queue, None where there was none."""
 
     turn: int
     model_version: str
@@ -50,7 +50,8 @@ class ForecastRecord:
 
 @dataclass(frozen=True)
 class TrajectoryRecord:
-    """One trajectory of one play. loss_mask is 1 where the policy sampled, and logprobs are 0.0 where it did not."""
+    """One trajectory of one play. loss_mask is 1 where the policy sampled, and logprobs are 0.0
+    where it did not."""
 
     arm: str
     trajectory_id: str
@@ -82,8 +83,9 @@ class TrajectoryRecord:
 
 @dataclass(frozen=True)
 class PlayRecord:
-    """One play of the work by one arm: what the arm was and how it went. policy: in words. epoch: plays of one epoch
-    have the same sampling seeds. engine_losses: "engine-1 was killed by SIGKILL at 12.3 s"."""
+    """One play of the work by one arm: what the arm was and how it went. policy: in words. epoch:
+    plays of one epoch have the same sampling seeds. engine_losses: "engine-1 was killed by SIGKILL
+    at 12.3 s"."""
 
     arm: str
     title: str
@@ -97,8 +99,9 @@ class PlayRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The run around its trajectories. conditions: short sentences on what was held equal, for the report's reader.
-    plays: in the order in which they were played; the arm of the first is the baseline."""
+    """The run around its trajectories. conditions: short sentences on what was held equal, for the
+    report's reader. plays: in the order in which they were played; the arm of the first is the
+    baseline."""
 
     run_id: str
     started_at: str
@@ -153,7 +156,8 @@ class Run:
 
     @property
     def compared(self) -> tuple[PlayRecord, ...]:
-        """The plays that a report shows: the median repeat, baseline first; all plays of a run without repeats."""
+        """The plays that a report shows: the median repeat, baseline first; all plays of a run
+        without repeats."""
         median = self.median_repeat
         return self.record.plays if median is None else (median.baseline, median.treadle)
 
@@ -183,8 +187,11 @@ def write_trajectories(folder: Path, trajectories: Iterable[TrajectoryRecord]) -
 
 
 def write_summary(folder: Path, record: RunRecord, figures: Sequence[Mapping[str, Any]]) -> None:
-    """`figures` (report/accounting.py) are there for other programs; `read_run` does not need them."""
-    (folder / SUMMARY_FILE).write_text(json.dumps({"run": asdict(record), "figures": figures}, indent=2) + "\n")
+    """`figures` (report/accounting.py) are there for other programs; `read_run` does not need
+    them."""
+    (folder / SUMMARY_FILE).write_text(
+        json.dumps({"run": asdict(record), "figures": figures}, indent=2) + "\n"
+    )
 
 
 def read_run(folder: Path) -> Run:
@@ -193,11 +200,15 @@ def read_run(folder: Path) -> Run:
     try:
         record = _SUMMARY.validate_json(path.read_bytes()).run
     except FileNotFoundError as error:
-        raise RecordError(f"{path} does not exist: {folder} is not the folder of a finished run") from error
+        raise RecordError(
+            f"{path} does not exist: {folder} is not the folder of a finished run"
+        ) from error
     except ValidationError as error:
         raise RecordError(f"{path} is not a summary that this version writes: {error}") from error
     if record.format_version != FORMAT_VERSION:
-        raise RecordError(f"{path} has format {record.format_version}; this version reads {FORMAT_VERSION}")
+        raise RecordError(
+            f"{path} has format {record.format_version}; this version reads {FORMAT_VERSION}"
+        )
     return Run(record, tuple(_read_trajectories(folder / TRAJECTORIES_FILE)))
 
 

@@ -1,1 +1,2 @@
-"""Resource plans: which engines run on the accelerators of a mesh, and the change from one plan to another."""
+"""Resource plans: which engines run on the accelerators of a mesh, and the change from one plan to
+another."""

@@ -1,10 +1,12 @@
-"""Apply a resource plan to running engines: check, wait for an idle mesh, stop, start, or go back (Heddle §6).
+"""Apply a resource plan to running engines: check, wait for an idle mesh, stop, start, or go back
+(Heddle §6).
 
-The order of a change: the plan is checked and compared with what runs, which is all of a dry run; open trajectories
-are waited for; engines that the plan does not want stop, and leave the scheduler; engines that are missing start, since
-they need the accelerators of the others; each must register with a measured decode curve, because placement is planned
-in its seconds. Where one does not come in time, all that were started stop, and engines of the classes that had been
-stopped start again. `Engines` is whoever starts and stops them: the process tree of `treadle up`, or Kubernetes.
+The order of a change: the plan is checked and compared with what runs, which is all of a dry run;
+open trajectories are waited for; engines that the plan does not want stop, and leave the scheduler;
+engines that are missing start, since they need the accelerators of the others; each must register
+with a measured decode curve, because placement is planned in its seconds. Where one does not come
+in time, all that were started stop, and engines of the classes that had been stopped start again.
+`Engines` is whoever starts and stops them: the process tree of `treadle up`, or Kubernetes.
 """
 
 import asyncio
@@ -33,7 +35,8 @@ UNMEASURED = DecodeCurve()
 
 
 class EngineFailed(Exception):  # noqa: N818 - named as what happened
-    """An engine does not come up. The message says why, with the end of its log where there is one."""
+    """An engine does not come up. The message says why, with the end of its log where there is
+    one."""
 
     def __init__(self, engine_id: str, problem: str) -> None:
         super().__init__(problem)
@@ -41,7 +44,8 @@ class EngineFailed(Exception):  # noqa: N818 - named as what happened
 
 
 class Engines(Protocol):
-    """Those of one mesh. Engines of a class are alike; its ids are in the order in which they were started."""
+    """Those of one mesh. Engines of a class are alike; its ids are in the order in which they were
+    started."""
 
     accelerator: str  # of classes that name none; empty: each must name one
     accelerators: int  # that engines may take, cores on a CPU; 0: not known
@@ -53,7 +57,8 @@ class Engines(Protocol):
         """Raises InvalidArgument for a plan that cannot run here."""
 
     async def stop(self, engine_ids: Sequence[str]) -> None:
-        """Stop these, the last of their classes, and their sidecars. Those that have ended already are no error."""
+        """Stop these, the last of their classes, and their sidecars. Those that have ended already
+        are no error."""
 
     async def start(self, kind: EngineClass) -> str:
         """Start one, which gets an id. Raises EngineFailed."""
@@ -70,7 +75,8 @@ class Engines(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What came of a plan. started: ids, by the plan or by going back. problem: why it was rolled back, else empty."""
+    """What came of a plan. started: ids, by the plan or by going back. problem: why it was rolled
+    back, else empty."""
 
     change: Change
     dry_run: bool = False
@@ -91,8 +97,9 @@ async def apply_plan(
 ) -> Applied:
     """Change the engines to the plan, or say what would change.
 
-    drain_s: seconds to wait for open trajectories to close. start_timeout_s: for each engine, until it is measured.
-    note: is told each step of the change. Raises InvalidArgument, FailedPrecondition TRAJECTORIES_OPEN, AioRpcError.
+    drain_s: seconds to wait for open trajectories to close. start_timeout_s: for each engine, until
+    it is measured. note: is told each step of the change. Raises InvalidArgument,
+    FailedPrecondition TRAJECTORIES_OPEN, AioRpcError.
     """
     await engines.check(plan)
     before = await engines.running()
@@ -108,7 +115,11 @@ async def apply_plan(
     await _stop(engines, scheduler, started, note)
     former = [before[engine_id] for engine_id in change.stop]
     again, second = await _start(engines, scheduler, former, start_timeout_s, note)
-    problem = str(failure) if second is None else f"{failure}\nNor did {second.engine_id}, to go back: {second}"
+    problem = (
+        str(failure)
+        if second is None
+        else f"{failure}\nNor did {second.engine_id}, to go back: {second}"
+    )
     return Applied(change, False, again, failure.engine_id, problem)
 
 
@@ -120,14 +131,20 @@ async def _until_idle(scheduler: "SchedulerServiceAsyncStub", drain_s: float) ->
         if time.monotonic() >= give_up_at:
             waited = f" after {drain_s:g} s" if drain_s else ""
             advice = "apply it between training steps, or give `drain` time for them to close"
-            raise FailedPrecondition("TRAJECTORIES_OPEN", f"trajectories are open{waited}: {advice}")
+            raise FailedPrecondition(
+                "TRAJECTORIES_OPEN", f"trajectories are open{waited}: {advice}"
+            )
         await asyncio.sleep(LOOK_S)
 
 
 async def _stop(
-    engines: Engines, scheduler: "SchedulerServiceAsyncStub", engine_ids: Sequence[str], note: Callable[[str], None]
+    engines: Engines,
+    scheduler: "SchedulerServiceAsyncStub",
+    engine_ids: Sequence[str],
+    note: Callable[[str], None],
 ) -> None:
-    """Return once the scheduler has none of them. One that is stuck there is no reason to go back: its lease ends."""
+    """Return once the scheduler has none of them. One that is stuck there is no reason to go back:
+    its lease ends."""
     if not engine_ids:
         return
     note(f"stopping {', '.join(engine_ids)}")
@@ -193,10 +210,13 @@ async def _until_measured(
 
 
 async def _registered(scheduler: "SchedulerServiceAsyncStub") -> dict[str, DecodeCurve]:
-    """The curve of each engine that the scheduler has. Asks again while it does not answer, e.g. restarts."""
+    """The curve of each engine that the scheduler has. Asks again while it does not answer, e.g.
+    restarts."""
     while True:
         try:
-            answer = await scheduler.ListEngines(scheduler_pb2.ListEnginesRequest(), timeout=CALL_TIMEOUT_S)
+            answer = await scheduler.ListEngines(
+                scheduler_pb2.ListEnginesRequest(), timeout=CALL_TIMEOUT_S
+            )
         except grpc.aio.AioRpcError as error:
             if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 raise
@@ -208,5 +228,11 @@ async def _registered(scheduler: "SchedulerServiceAsyncStub") -> dict[str, Decod
 def _curve(engine: scheduler_pb2.RegisteredEngine) -> DecodeCurve:
     said = engine.info.decode_curve
     return DecodeCurve(
-        *(said.base_s, said.per_sequence_s, said.per_kv_token_s, said.prefill_tokens_per_s, said.prefill_pair_s)
+        *(
+            said.base_s,
+            said.per_sequence_s,
+            said.per_kv_token_s,
+            said.prefill_tokens_per_s,
+            said.prefill_pair_s,
+        )
     )

@@ -1,7 +1,7 @@
 """`treadle apply`: from a plan's file to what was changed.
 
-The plan goes to the resource service of a mesh, which its scheduler names; for a cluster this process is that service
-itself, and the scheduler only says which engines have come.
+The plan goes to the resource service of a mesh, which its scheduler names; for a cluster this
+process is that service itself, and the scheduler only says which engines have come.
 """
 
 import uuid
@@ -28,7 +28,11 @@ from treadle_cli.scheduler import own_certificates, reach_scheduler
 
 ASK_TIMEOUT_S = 10.0
 OVERHEAD_S = 600.0  # of a change beside drain and starts: until what stops is gone, twice
-CORRECTABLE = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.PERMISSION_DENIED)
+CORRECTABLE = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.PERMISSION_DENIED,
+)
 
 Apply = Callable[[pb.ApplyPlanRequest], Awaitable[pb.ApplyPlanResponse]]
 Show = Callable[[], Awaitable[pb.GetResourcesResponse]]
@@ -44,17 +48,22 @@ async def run_apply(
     out: Console,
     as_json: bool = False,
 ) -> int:
-    """Dry run a plan, then apply it; without a file print the present plan. Returns the exit code: 1 where the plan was
-    rolled back. namespace: of a cluster; None: a mesh of `treadle up`. as_json: print the answer to the plan on stdout,
-    as the contract has it, and all else on `out`. Raises UsageProblem, TreadleError."""
+    """Dry run a plan, then apply it; without a file print the present plan. Returns the exit code:
+    1 where the plan was rolled back. namespace: of a cluster; None: a mesh of `treadle up`.
+    as_json: print the answer to the plan on stdout, as the contract has it, and all else on `out`.
+    Raises UsageProblem, TreadleError."""
     plan = None if file is None else read_plan(file)
     try:
         async with resources(scheduler, namespace, out) as (apply, show):
             if plan is None:
                 shown = _json((await show()).plan)
-                typer.echo(shown) if as_json else out.print(shown, highlight=False, markup=False, soft_wrap=True)
+                typer.echo(shown) if as_json else out.print(
+                    shown, highlight=False, markup=False, soft_wrap=True
+                )
                 return 0
-            request = pb.ApplyPlanRequest(plan=plan, drain=duration(drain_s), start_timeout=duration(start_s))
+            request = pb.ApplyPlanRequest(
+                plan=plan, drain=duration(drain_s), start_timeout=duration(start_s)
+            )
             request.request_id, request.dry_run = uuid.uuid4().hex, True
             planned = await apply(request)
             out.print(describe(planned), highlight=False, markup=False)
@@ -94,31 +103,47 @@ def read_plan(file: Path) -> pb.ResourcePlan:
 def describe(planned: pb.ApplyPlanResponse) -> str:
     """What a plan changes, a line for each kind of change."""
     wanted = [
-        f"{each.count} x {each.degree} {each.accelerator} with {each.slots} slots {' '.join(each.flags)}".rstrip()
+        f"{each.count} x {each.degree} {each.accelerator} with {each.slots} slots "
+        f"{' '.join(each.flags)}".rstrip()
         for each in planned.start
     ]
-    lines = (("keep", planned.keep_engine_ids), ("stop", planned.stop_engine_ids), ("start", wanted))
+    lines = (
+        ("keep", planned.keep_engine_ids),
+        ("stop", planned.stop_engine_ids),
+        ("start", wanted),
+    )
     return "\n".join(f"{verb}: {', '.join(named) or 'none'}" for verb, named in lines)
 
 
 @asynccontextmanager
-async def resources(scheduler: str, namespace: str | None, out: Console) -> AsyncIterator[tuple[Apply, Show]]:
-    """How to apply a plan and to show the present one, of a cluster or of the mesh at `scheduler` (host:port)."""
+async def resources(
+    scheduler: str, namespace: str | None, out: Console
+) -> AsyncIterator[tuple[Apply, Show]]:
+    """How to apply a plan and to show the present one, of a cluster or of the mesh at `scheduler`
+    (host:port)."""
     async with reach_scheduler(scheduler) as stub:
         if namespace is not None:
             try:
                 from treadle_cli.resources.kubernetes import KubernetesEngines
             except ModuleNotFoundError as error:
-                raise UsageProblem(f"{error.name} is not installed: pip install 'treadle[kubernetes]'") from None
+                raise UsageProblem(
+                    f"{error.name} is not installed: pip install 'treadle[kubernetes]'"
+                ) from None
             async with KubernetesEngines.connect(namespace) as engines:
-                servicer = ResourceServicer(engines, stub, lambda text: out.print(text, highlight=False, markup=False))
+                servicer = ResourceServicer(
+                    engines, stub, lambda text: out.print(text, highlight=False, markup=False)
+                )
                 yield servicer.apply, servicer.show
             return
         found = await stub.GetDirectory(scheduler_pb2.GetDirectoryRequest(), timeout=ASK_TIMEOUT_S)
         if not found.resources_address:
             advice = "only `treadle up` starts engines; for a cluster give --kubernetes NAMESPACE"
-            raise UsageProblem(f"--scheduler {scheduler}: this mesh takes no resource plans: {advice}")
-        async with open_channel(found.resources_address, "resources", own_certificates()) as channel:
+            raise UsageProblem(
+                f"--scheduler {scheduler}: this mesh takes no resource plans: {advice}"
+            )
+        async with open_channel(
+            found.resources_address, "resources", own_certificates()
+        ) as channel:
             calls = resources_pb2_grpc.ResourceServiceStub(channel)
 
             async def apply(request: pb.ApplyPlanRequest) -> pb.ApplyPlanResponse:

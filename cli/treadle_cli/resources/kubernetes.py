@@ -1,9 +1,10 @@
 """Engines of a Kubernetes cluster: a StatefulSet for each class, whose replicas are its engines.
 
-A StatefulSet belongs to a mesh's engines by the label app.kubernetes.io/component=engine, and says its class in the
-labels ACCELERATOR, DEGREE and SLOTS; the namespace has each class once. A pod's name is its engine's id
-(k8s/base/engine). Kubernetes takes away the pods with the highest numbers first, which are the last of `running`. This
-process may have to list StatefulSets and patch their scale, list pods, and get their logs (k8s/components/gpu).
+A StatefulSet belongs to a mesh's engines by the label app.kubernetes.io/component=engine, and says
+its class in the labels ACCELERATOR, DEGREE and SLOTS; the namespace has each class once. A pod's
+name is its engine's id (k8s/base/engine). Kubernetes takes away the pods with the highest numbers
+first, which are the last of `running`. This process may have to list StatefulSets and patch their
+scale, list pods, and get their logs (k8s/components/gpu).
 """
 
 import json
@@ -24,7 +25,9 @@ from treadle_cli.resources.apply import EngineFailed
 from treadle_cli.resources.plan import EngineClass, ResourcePlan
 
 ENGINES = "app.kubernetes.io/component=engine"
-ACCELERATOR, DEGREE, SLOTS = (f"treadle.engines/{name}" for name in ("accelerator", "degree", "slots"))
+ACCELERATOR, DEGREE, SLOTS = (
+    f"treadle.engines/{name}" for name in ("accelerator", "degree", "slots")
+)
 CONTAINER = "engine"
 CALL_TIMEOUT_S = 30.0
 LOG_LINES = 12
@@ -47,14 +50,19 @@ class _Set:
     def kind(self) -> EngineClass:
         """Raises UsageProblem where a label is missing or no number."""
         try:
-            return EngineClass(self.labels[ACCELERATOR], int(self.labels[DEGREE]), int(self.labels[SLOTS]))
+            return EngineClass(
+                self.labels[ACCELERATOR], int(self.labels[DEGREE]), int(self.labels[SLOTS])
+            )
         except (KeyError, ValueError) as error:
             wanted = f"{ACCELERATOR}, {DEGREE} and {SLOTS}, the last two whole numbers"
-            raise UsageProblem(f"StatefulSet {self.name} needs the labels {wanted}: {error}") from None
+            raise UsageProblem(
+                f"StatefulSet {self.name} needs the labels {wanted}: {error}"
+            ) from None
 
 
 class KubernetesEngines:
-    """`Engines` of one namespace; made by `connect`. Calls raise UsageProblem where the API server refuses them."""
+    """`Engines` of one namespace; made by `connect`. Calls raise UsageProblem where the API server
+    refuses them."""
 
     accelerator = ""
     accelerators = 0  # the cluster's own scheduler counts them
@@ -66,7 +74,8 @@ class KubernetesEngines:
     @classmethod
     @asynccontextmanager
     async def connect(cls, namespace: str) -> AsyncIterator["KubernetesEngines"]:
-        """With the service account of the pod that this runs in, else by KUBECONFIG. Raises UsageProblem."""
+        """With the service account of the pod that this runs in, else by KUBECONFIG. Raises
+        UsageProblem."""
         settings: Any = client.Configuration()
         try:
             config.load_incluster_config(client_configuration=settings)
@@ -74,15 +83,22 @@ class KubernetesEngines:
             try:
                 await config.load_kube_config(client_configuration=settings)
             except (ConfigException, OSError) as error:
-                raise UsageProblem(f"--kubernetes {namespace}: no cluster is known ({error}): set KUBECONFIG") from None
+                raise UsageProblem(
+                    f"--kubernetes {namespace}: no cluster is known ({error}): set KUBECONFIG"
+                ) from None
         async with client.ApiClient(settings) as api:
             yield cls(namespace, api)
 
     async def running(self) -> dict[str, EngineClass]:
-        return {f"{each.name}-{index}": each.kind for each in await self._sets() for index in range(each.replicas)}
+        return {
+            f"{each.name}-{index}": each.kind
+            for each in await self._sets()
+            for index in range(each.replicas)
+        }
 
     async def check(self, plan: ResourcePlan) -> None:
-        """A dry run of every change by the API server, so that a right which is missing shows before anything stops."""
+        """A dry run of every change by the API server, so that a right which is missing shows
+        before anything stops."""
         sets = {each.kind: each for each in await self._sets()}
         for index, kind in enumerate(plan):
             if kind.flags:
@@ -90,7 +106,10 @@ class KubernetesEngines:
                 raise InvalidArgument(f"plan.engines[{index}].flags", said)
             if kind not in sets:
                 known = "; ".join(str(each) for each in sets) or "none"
-                said = f"no StatefulSet has this class ({kind}); there are: {known}. Add one (k8s/components/gpu)"
+                said = (
+                    f"no StatefulSet has this class ({kind}); there are: {known}. Add one "
+                    "(k8s/components/gpu)"
+                )
                 raise InvalidArgument(f"plan.engines[{index}]", said)
         for each in sets.values():
             await self._scale(each.name, plan.get(each.kind, 0), dry_run="All")
@@ -122,18 +141,27 @@ class KubernetesEngines:
         for status in (pod and pod.status.container_statuses) or ():
             waiting = status.state.waiting
             if waiting is not None and waiting.reason in HOPELESS:
-                problem = f"container {status.name}: {waiting.reason} {waiting.message or ''}".rstrip()
-                raise EngineFailed(engine_id, "\n".join((problem, await self.describe(engine_id))).rstrip())
+                problem = (
+                    f"container {status.name}: {waiting.reason} {waiting.message or ''}".rstrip()
+                )
+                raise EngineFailed(
+                    engine_id, "\n".join((problem, await self.describe(engine_id))).rstrip()
+                )
 
     async def describe(self, engine_id: str) -> str:
-        """Why the pod has no node, or the end of the engine's log, of the run before where it began again."""
+        """Why the pod has no node, or the end of the engine's log, of the run before where it began
+        again."""
         try:
             pod = await self._pod(engine_id)
         except UsageProblem as error:
             return str(error)
         if pod is None:
             return "its pod does not exist"
-        reasons = [each.message for each in pod.status.conditions or () if each.status == "False" and each.message]
+        reasons = [
+            each.message
+            for each in pod.status.conditions or ()
+            if each.status == "False" and each.message
+        ]
         for previous in (True, False):
             try:
                 said = await self._call(
@@ -151,16 +179,23 @@ class KubernetesEngines:
 
     async def _sets(self) -> list[_Set]:
         found = await self._call(self._apps.list_namespaced_stateful_set, label_selector=ENGINES)
-        sets = [_Set(each.metadata.name, each.spec.replicas, each.metadata.labels) for each in found.items]
+        sets = [
+            _Set(each.metadata.name, each.spec.replicas, each.metadata.labels)
+            for each in found.items
+        ]
         names: dict[EngineClass, str] = {}
         for each in sets:
             if names.setdefault(each.kind, each.name) != each.name:
-                raise UsageProblem(f"StatefulSets {names[each.kind]} and {each.name} are of one class: {each.kind}")
+                raise UsageProblem(
+                    f"StatefulSets {names[each.kind]} and {each.name} are of one class: {each.kind}"
+                )
         return sorted(sets, key=lambda each: each.name)
 
     async def _pod(self, name: str) -> Any:
         """None where there is none."""
-        found = await self._call(self._core.list_namespaced_pod, field_selector=f"metadata.name={name}")
+        found = await self._call(
+            self._core.list_namespaced_pod, field_selector=f"metadata.name={name}"
+        )
         return found.items[0] if found.items else None
 
     async def _scale(self, name: str, replicas: int, **options: Any) -> None:
@@ -170,7 +205,9 @@ class KubernetesEngines:
     async def _call(self, method: Any, *names: str, **arguments: Any) -> Any:
         what = " ".join((method.__name__.replace("_", " "), *names))
         try:
-            return await method(*names, self._namespace, _request_timeout=CALL_TIMEOUT_S, **arguments)
+            return await method(
+                *names, self._namespace, _request_timeout=CALL_TIMEOUT_S, **arguments
+            )
         except ApiException as error:
             try:
                 reason = json.loads(error.body or "")["message"]

@@ -1,7 +1,7 @@
 """A resource plan: how many engines of which class (Heddle §6), and what must change for it.
 
-An engine of a class that the plan still wants is kept, because its start takes minutes and its KV is warm. Engines of
-one class are alike; where some must go, those that are listed last go.
+An engine of a class that the plan still wants is kept, because its start takes minutes and its KV
+is warm. Engines of one class are alike; where some must go, those that are listed last go.
 """
 
 from collections import Counter
@@ -30,12 +30,15 @@ class EngineClass:
         return ", ".join((f"{self.degree} {self.accelerator}", f"{self.slots} slots", *self.flags))
 
 
-ResourcePlan = Mapping[EngineClass, int]  # the number of engines of each class, at least 1, in the order of the plan
+ResourcePlan = Mapping[
+    EngineClass, int
+]  # the number of engines of each class, at least 1, in the order of the plan
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """From the engines that run to those of a plan: ids to keep and to stop, classes of those to start."""
+    """From the engines that run to those of a plan: ids to keep and to stop, classes of those to
+    start."""
 
     keep: tuple[str, ...]
     stop: tuple[str, ...]
@@ -56,16 +59,33 @@ def change_to(plan: ResourcePlan, running: Mapping[str, EngineClass]) -> Change:
 
 
 def plan_of(message: pb.ResourcePlan, accelerator: str) -> ResourcePlan:
-    """The plan in a message. accelerator: of classes that name none; empty: each must. Raises InvalidArgument."""
+    """The plan in a message. accelerator: of classes that name none; empty: each must. Raises
+    InvalidArgument."""
     plan: dict[EngineClass, int] = {}
     for index, each in enumerate(message.engines):
         field = f"plan.engines[{index}]"
-        for name, most in (("degree", MOST_DEGREE), ("slots", MOST_ENGINES), ("count", MOST_ENGINES)):
+        for name, most in (
+            ("degree", MOST_DEGREE),
+            ("slots", MOST_ENGINES),
+            ("count", MOST_ENGINES),
+        ):
             value = getattr(each, name)
-            require(1 <= value <= most, f"{field}.{name}", f"must be between 1 and {most}, is {value}")
-        require(each.accelerator or accelerator, f"{field}.accelerator", "must be named, e.g. H200 or cpu")
-        kind = EngineClass(each.accelerator or accelerator, each.degree, each.slots, tuple(each.flags))
-        require(kind not in plan, field, f"is a class that the plan has already ({kind}): add to its count")
+            require(
+                1 <= value <= most, f"{field}.{name}", f"must be between 1 and {most}, is {value}"
+            )
+        require(
+            each.accelerator or accelerator,
+            f"{field}.accelerator",
+            "must be named, e.g. H200 or cpu",
+        )
+        kind = EngineClass(
+            each.accelerator or accelerator, each.degree, each.slots, tuple(each.flags)
+        )
+        require(
+            kind not in plan,
+            field,
+            f"is a class that the plan has already ({kind}): add to its count",
+        )
         plan[kind] = each.count
     return plan
 
@@ -76,7 +96,11 @@ def plan_message(kinds: Iterable[EngineClass]) -> pb.ResourcePlan:
     return pb.ResourcePlan(
         engines=[
             pb.EngineClass(
-                accelerator=each.accelerator, degree=each.degree, slots=each.slots, flags=each.flags, count=n
+                accelerator=each.accelerator,
+                degree=each.degree,
+                slots=each.slots,
+                flags=each.flags,
+                count=n,
             )
             for each, n in counts.items()
         ]
@@ -84,13 +108,19 @@ def plan_message(kinds: Iterable[EngineClass]) -> pb.ResourcePlan:
 
 
 def require_room(plan: ResourcePlan, accelerator: str, available: int) -> None:
-    """Raises InvalidArgument for a plan that needs more than `available` accelerators of this name, or others."""
+    """Raises InvalidArgument for a plan that needs more than `available` accelerators of this name,
+    or others."""
     taken = 0
     for index, (kind, count) in enumerate(plan.items()):
         field = f"plan.engines[{index}]"
         if kind.accelerator != accelerator:
-            raise InvalidArgument(f"{field}.accelerator", f"must be {accelerator}, is {kind.accelerator}")
+            raise InvalidArgument(
+                f"{field}.accelerator", f"must be {accelerator}, is {kind.accelerator}"
+            )
         taken += kind.degree * count
         what = "cores" if accelerator == "cpu" else "accelerators"
-        limit = f"with it the plan takes {taken} {what}, and there are {available}: lower a degree or a count"
+        limit = (
+            f"with it the plan takes {taken} {what}, and there are {available}: lower a "
+            "degree or a count"
+        )
         require(taken <= available, f"{field}.count", limit)

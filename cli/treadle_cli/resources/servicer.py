@@ -1,4 +1,5 @@
-"""Answer ResourceService in the process that owns the engines: one plan at a time, to its end also where a call is cut.
+"""Answer ResourceService in the process that owns the engines: one plan at a time, to its end also
+where a call is cut.
 
 What was answered is known by request_id as long as the process lives; the engines live no longer.
 """
@@ -32,7 +33,10 @@ class ResourceServicer(resources_pb2_grpc.ResourceServiceServicer):
     """Owns the tasks of plans, until `close`."""
 
     def __init__(
-        self, engines: Engines, scheduler: "scheduler_pb2_grpc.SchedulerServiceAsyncStub", note: Callable[[str], None]
+        self,
+        engines: Engines,
+        scheduler: "scheduler_pb2_grpc.SchedulerServiceAsyncStub",
+        note: Callable[[str], None],
     ) -> None:
         self._engines, self._scheduler, self._note = engines, scheduler, note
         self._tasks: dict[str, asyncio.Task[pb.ApplyPlanResponse]] = {}
@@ -45,8 +49,12 @@ class ResourceServicer(resources_pb2_grpc.ResourceServiceServicer):
             if running:
                 message = f"request {running[0]} is being applied: ask again when it has ended"
                 raise FailedPrecondition("PLAN_IN_PROGRESS", message, request_id=running[0])
-            task = asyncio.get_running_loop().create_task(self.apply(request), context=detached_context())
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may have no caller any more
+            task = asyncio.get_running_loop().create_task(
+                self.apply(request), context=detached_context()
+            )
+            task.add_done_callback(
+                lambda done: done.cancelled() or done.exception()
+            )  # it may have no caller any more
             self._tasks[request_id] = task
         return await asyncio.shield(task)
 
@@ -58,19 +66,24 @@ class ResourceServicer(resources_pb2_grpc.ResourceServiceServicer):
 
     async def apply(self, request: pb.ApplyPlanRequest) -> pb.ApplyPlanResponse:
         """As ApplyPlan, but a repeat is a new request."""
-        require(request.HasField("plan"), "plan", "must be set; one without engines stops all of them")
+        require(
+            request.HasField("plan"), "plan", "must be set; one without engines stops all of them"
+        )
         applied = await apply_plan(
             self._engines,
             self._scheduler,
             plan_of(request.plan, self._engines.accelerator),
             dry_run=request.dry_run,
             drain_s=non_negative("drain", seconds(request.drain)),
-            start_timeout_s=non_negative("start_timeout", seconds(request.start_timeout)) or START_TIMEOUT_S,
+            start_timeout_s=non_negative("start_timeout", seconds(request.start_timeout))
+            or START_TIMEOUT_S,
             note=self._note,
         )
         return response_of(applied)
 
-    async def GetResources(self, request: pb.GetResourcesRequest, context: Any) -> pb.GetResourcesResponse:
+    async def GetResources(
+        self, request: pb.GetResourcesRequest, context: Any
+    ) -> pb.GetResourcesResponse:
         return await self.show()
 
     async def show(self) -> pb.GetResourcesResponse:
@@ -99,12 +112,17 @@ def response_of(applied: Applied) -> pb.ApplyPlanResponse:
 
 @asynccontextmanager
 async def serve_resources(
-    listen: str, engines: Engines, scheduler: str, note: Callable[[str], None], certificates: Certificates | None = None
+    listen: str,
+    engines: Engines,
+    scheduler: str,
+    note: Callable[[str], None],
+    certificates: Certificates | None = None,
 ) -> AsyncIterator[None]:
-    """Serve at `listen` for the time of the block; what is being applied then is cancelled. scheduler: host:port.
-    certificates: None for plaintext.
+    """Serve at `listen` for the time of the block; what is being applied then is cancelled.
+    scheduler: host:port. certificates: None for plaintext.
 
-    Raises RuntimeError where the port is taken."""
+    Raises RuntimeError where the port is taken.
+    """
     stopping = asyncio.Event()
     interceptor = Interceptor(
         domain="resources.treadle",

@@ -1,1 +1,2 @@
-"""`treadle simulate`: systems compared on simulated engines, as a table, sentences and a picture."""
+"""`treadle simulate`: systems compared on simulated engines, as a table, sentences and a
+picture."""

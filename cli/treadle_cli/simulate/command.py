@@ -44,10 +44,14 @@ def simulate(
         ),
     ] = "",
     from_run: Annotated[
-        Path | None, typer.Option(help="Instead: a finished run, runs/<id>, on engines as fast as its own were.")
+        Path | None,
+        typer.Option(
+            help="Instead: a finished run, runs/<id>, on engines as fast as its own were."
+        ),
     ] = None,
     from_log: Annotated[
-        Path | None, typer.Option(help="Instead: what your framework has logged of a step (docs/simulator.md).")
+        Path | None,
+        typer.Option(help="Instead: what your framework has logged of a step (docs/simulator.md)."),
     ] = None,
     log_format: Annotated[
         str,
@@ -58,12 +62,14 @@ def simulate(
         ),
     ] = "jsonl",
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Of --format verl: the folder of the model's tokenizer.json.")
+        Path | None,
+        typer.Option(help="Of --format verl: the folder of the model's tokenizer.json."),
     ] = None,
     baseline: Annotated[
         str,
         typer.Option(
-            help="System that stands for how your step was run; by default as the log's format says.",
+            help="System that stands for how your step was run; by default as the log's format "
+            "says.",
             autocompletion=complete_from(*NAMED_SYSTEMS),
         ),
     ] = "",
@@ -71,40 +77,54 @@ def simulate(
     accelerator: Accelerator = "H200",
     gpus: Annotated[
         int | None,
-        typer.Option(min=1, max=MOST_GPUS, help="Accelerators of each system; 8, or as many as the run had."),
+        typer.Option(
+            min=1, max=MOST_GPUS, help="Accelerators of each system; 8, or as many as the run had."
+        ),
     ] = None,
     slots: SimulatedSlots = 100,
     prompts: Annotated[
-        int | None, typer.Option(min=1, help="50 of a named workload; a trace file is resampled where this is given.")
+        int | None,
+        typer.Option(
+            min=1, help="50 of a named workload; a trace file is resampled where this is given."
+        ),
     ] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="Trajectories of each prompt; 16.")] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Trajectories of each prompt; 16.")
+    ] = None,
     systems: Annotated[
         str | None,
         typer.Option(
-            help="With commas between: verl, sticky, verl*, slime, affinity-las, pausing, heddle, treadle, oracle "
+            help="With commas between: verl, sticky, verl*, slime, affinity-las, pausing, heddle, "
+            "treadle, oracle "
             "(these all by default), treadle-homogeneous.",
             autocompletion=complete_from(*NAMED_SYSTEMS),
         ),
     ] = None,
-    degrees: Annotated[str, typer.Option(help="GPUs an engine: best of each system, or 1, 2, 4, 8 of all.")] = "best",
+    degrees: Annotated[
+        str, typer.Option(help="GPUs an engine: best of each system, or 1, 2, 4, 8 of all.")
+    ] = "best",
     predictor: Annotated[
         str,
         typer.Option(
-            help="Of Heddle and Treadle: noisy, siblings, prompt-mean, oracle or blind. By default noisy, and siblings "
+            help="Of Heddle and Treadle: noisy, siblings, prompt-mean, oracle or blind. By "
+            "default noisy, and siblings "
             "for a logged step, which is what the mesh knows without any training.",
             autocompletion=complete_from("noisy", "siblings", "prompt-mean", "oracle", "blind"),
         ),
     ] = "",
     seed: Seed = 0,
-    repeats: Annotated[int, typer.Option(min=1, help="Seeds, from --seed on; figures are medians.")] = 1,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Seeds, from --seed on; figures are medians.")
+    ] = 1,
     profile: Profile = None,
     out_folder: Out = DEFAULT_OUT,
     as_json: AsJson = False,
 ) -> None:
-    """Compare systems on simulated engines: no engine, no GPU, seconds to an answer. With --from-run or --from-log:
-    what would Treadle have won on your last step?
+    """Compare systems on simulated engines: no engine, no GPU, seconds to an answer. With
+    --from-run or --from-log: what would Treadle have won on your last step?
 
-    Prints a table against every baseline and the lower bound, and writes a picture of it to a folder under --out.
+    Prints a table against every baseline and the lower bound, and writes a picture of it to a
+    folder under --out.
     """
     from treadle_cli.simulate.request import Request
     from treadle_cli.simulate.run import run_simulate
@@ -113,7 +133,9 @@ def simulate(
         if sum(map(bool, (workload, from_run, from_log))) > 1:
             raise UsageProblem("simulate takes one of WORKLOAD, --from-run and --from-log")
         if (from_run or from_log) and (prompts or samples):
-            raise UsageProblem("--prompts, --samples: a logged step is replayed as it is, and not resampled")
+            raise UsageProblem(
+                "--prompts, --samples: a logged step is replayed as it is, and not resampled"
+            )
         with exits.err.status("reading"):
             log = _read(from_run, from_log, log_format, tokenizer, baseline)
         asked = Request(
@@ -139,7 +161,11 @@ def simulate(
 
 
 def _read(
-    from_run: Path | None, from_log: Path | None, log_format: str, tokenizer: Path | None, baseline: str
+    from_run: Path | None,
+    from_log: Path | None,
+    log_format: str,
+    tokenizer: Path | None,
+    baseline: str,
 ) -> "Log | None":
     """The logged step; None where none was given. Raises UsageProblem, TraceFileError."""
     from treadle_sim.systems import BASELINES
@@ -160,7 +186,9 @@ def _read(
         except RecordError as error:
             raise UsageProblem(f"--from-run: {error}") from None
     elif baseline:
-        raise UsageProblem("--baseline says how a logged step was run: give --from-run or --from-log")
+        raise UsageProblem(
+            "--baseline says how a logged step was run: give --from-run or --from-log"
+        )
     else:
         return None
     return replace(log, way=baseline) if baseline else log

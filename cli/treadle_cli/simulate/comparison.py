@@ -1,7 +1,9 @@
-"""The figures of simulated rollouts side by side: one definition of each, for the terminal, the page and the JSON.
+"""The figures of simulated rollouts side by side: one definition of each, for the terminal, the
+page and the JSON.
 
-A ratio is the other's makespan over the system's own, so above 1 is faster, whatever the other is. The best baseline is
-the fastest of those simulated, seed by seed. Over several seeds every figure is the median.
+A ratio is the other's makespan over the system's own, so above 1 is faster, whatever the other is.
+The best baseline is the fastest of those simulated, seed by seed. Over several seeds every figure
+is the median.
 """
 
 import statistics
@@ -22,8 +24,9 @@ MOST = 0.9  # of the trajectories
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One rollout. queue_share_longest: the share of the wall time of the longest tenth that is neither prefill nor
-    decode nor tool, but waiting at an engine or for a ticket. recomputed_tokens: prefilled more than once."""
+    """One rollout. queue_share_longest: the share of the wall time of the longest tenth that is
+    neither prefill nor decode nor tool, but waiting at an engine or for a ticket.
+    recomputed_tokens: prefilled more than once."""
 
     makespan_s: float
     tokens_per_s: float
@@ -38,8 +41,8 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A system. engines: of the first seed. ratios: to "best_baseline", "verl", "oracle" and "bound", None if that was
-    not simulated."""
+    """A system. engines: of the first seed. ratios: to "best_baseline", "verl", "oracle" and
+    "bound", None if that was not simulated."""
 
     system: System
     engines: str
@@ -50,8 +53,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Medians over seeds. longest_alone_s: of the slowest trajectory on an engine of `longest_gpus`, of which
-    longest_tools_s are tools; work_s: all work spread evenly."""
+    """Medians over seeds. longest_alone_s: of the slowest trajectory on an engine of
+    `longest_gpus`, of which longest_tools_s are tools; work_s: all work spread evenly."""
 
     lower_s: float
     longest_alone_s: float
@@ -91,13 +94,19 @@ class Comparison:
         }
 
 
-def compare(systems: Sequence[System], settings: Sequence[Setting], runs: Mapping[str, Sequence[Run]]) -> Comparison:
+def compare(
+    systems: Sequence[System], settings: Sequence[Setting], runs: Mapping[str, Sequence[Run]]
+) -> Comparison:
     """runs: of each system's name one a setting, in the settings' order."""
-    makespans: dict[str, list[float]] = {name: [run.outcome.makespan_s for run in each] for name, each in runs.items()}
+    makespans: dict[str, list[float]] = {
+        name: [run.outcome.makespan_s for run in each] for name, each in runs.items()
+    }
     bounds = [_bound(setting) for setting in settings]
     baselines = [system.name for system in BASELINES if system.name in runs]
     others: dict[str, Sequence[float]] = {
-        "best_baseline": [min(each_s) for each_s in zip(*(makespans[name] for name in baselines), strict=True)],
+        "best_baseline": [
+            min(each_s) for each_s in zip(*(makespans[name] for name in baselines), strict=True)
+        ],
         "verl": makespans.get(VERL.name, ()),
         "oracle": makespans.get(ORACLE.name, ()),
         "bound": [bound.lower_s for bound in bounds],
@@ -105,17 +114,23 @@ def compare(systems: Sequence[System], settings: Sequence[Setting], runs: Mappin
 
     def make_row(system: System) -> Row:
         own, own_s = runs[system.name], makespans[system.name]
-        figures = [_figures(run, setting.workload) for run, setting in zip(own, settings, strict=True)]
+        figures = [
+            _figures(run, setting.workload) for run, setting in zip(own, settings, strict=True)
+        ]
         ratios = {
             name: statistics.median(map(truediv, other_s, own_s)) if other_s else None
             for name, other_s in others.items()
         }
-        return Row(system, own[0].cluster.describe(), Figures(*_medians(figures)), tuple(own_s), ratios)
+        return Row(
+            system, own[0].cluster.describe(), Figures(*_medians(figures)), tuple(own_s), ratios
+        )
 
     return Comparison(
         bound=Bound(*_medians(bounds)),
         rows=tuple(make_row(system) for system in systems),
-        best_baseline=min(baselines, key=lambda name: statistics.median(makespans[name]), default=""),
+        best_baseline=min(
+            baselines, key=lambda name: statistics.median(makespans[name]), default=""
+        ),
     )
 
 
@@ -151,7 +166,8 @@ def sort_longest_first(workload: Workload) -> list[int]:
 
 
 def count_once_tokens(workload: Workload) -> int:
-    """Tokens that any schedule prefills: each prompt once, and what tools answered before a further step.
+    """Tokens that any schedule prefills: each prompt once, and what tools answered before a further
+    step.
 
     A step whose context is all cached computes one token; those count as computed once too.
     """
@@ -162,7 +178,9 @@ def count_once_tokens(workload: Workload) -> int:
 
 
 def _bound(setting: Setting) -> Bound:
-    usable = [model for model in setting.models if model.kv_tokens > 0 and model.gpus <= setting.gpus]
+    usable = [
+        model for model in setting.models if model.kv_tokens > 0 and model.gpus <= setting.gpus
+    ]
     works = setting.workload.trajectories
     fastest = [min((alone_s(work, model), model.gpus) for model in usable) for work in works]
     longest_s, gpus = max(fastest)

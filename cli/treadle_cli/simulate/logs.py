@@ -1,10 +1,13 @@
 """Read what a framework has logged of a training step as work to simulate (docs/simulator.md).
 
-Each format becomes trajectories of turns with tokens and tool seconds. What a log does not hold is an assumption, which
-is printed with every result. A file is read as a whole or not at all; an error names the line and the field.
+Each format becomes trajectories of turns with tokens and tool seconds. What a log does not hold is
+an assumption, which is printed with every result. A file is read as a whole or not at all; an error
+names the line and the field.
 
-Written by: verl 0.9.1 (`trainer.rollout_data_dir`), slime 0.3 (`--save-debug-rollout-data`), prime-rl 0.8 and verifiers
-0.4 (`train_rollouts.jsonl`, `traces.jsonl`), any gateway that logs OpenAI requests, LiteLLM's standard payload among
+Written by: verl 0.9.1 (`trainer.rollout_data_dir`), slime 0.3 (`--save-debug-rollout-data`),
+prime-rl 0.8 and verifiers
+0.4 (`train_rollouts.jsonl`, `traces.jsonl`), any gateway that logs OpenAI requests, LiteLLM's
+standard payload among
 them, and Treadle's trace files.
 """
 
@@ -18,14 +21,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AliasChoices, AliasPath, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AliasChoices,
+    AliasPath,
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
 from treadle_sim.engine_model import EngineModel
-from treadle_sim.workloads.workload import Step, TraceFileError, TrajectoryWork, describe_first, read_traces
+from treadle_sim.workloads.workload import (
+    Step,
+    TraceFileError,
+    TrajectoryWork,
+    describe_first,
+    read_traces,
+)
 
 from treadle_cli.problems import UsageProblem
 
 FORMATS = ("jsonl", "openai", "prime-rl", "slime", "verl")
-WAYS = {"verl": "verl", "slime": "slime", "prime-rl": "sticky"}  # the simulated system that stands for a framework
+WAYS = {
+    "verl": "verl",
+    "slime": "slime",
+    "prime-rl": "sticky",
+}  # the simulated system that stands for a framework
 Seconds = Annotated[float, Field(allow_inf_nan=False)]
 T = TypeVar("T")
 Count = Annotated[int, Field(ge=0)]
@@ -33,7 +54,8 @@ Count = Annotated[int, Field(ge=0)]
 
 @dataclass(frozen=True)
 class Recorded:
-    """What the log says itself of the step. system: the simulated system that did the same; empty: none did."""
+    """What the log says itself of the step. system: the simulated system that did the same; empty:
+    none did."""
 
     name: str
     makespan_s: float
@@ -42,8 +64,8 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Log:
-    """A logged step. way: the simulated system that stands for how it was run, empty where the log does not tell.
-    model, gpus: of the engines, where the log tells."""
+    """A logged step. way: the simulated system that stands for how it was run, empty where the log
+    does not tell. model, gpus: of the engines, where the log tells."""
 
     name: str
     works: tuple[TrajectoryWork, ...]
@@ -55,8 +77,8 @@ class Log:
 
 
 def read_log(path: Path, kind: str, tokenizer: Path | None) -> Log:
-    """kind: of FORMATS. tokenizer: the folder of the model, which verl's texts need. Raises UsageProblem,
-    TraceFileError."""
+    """kind: of FORMATS. tokenizer: the folder of the model, which verl's texts need. Raises
+    UsageProblem, TraceFileError."""
     if kind not in FORMATS:
         raise UsageProblem(f"--format: there is no {kind!r}; take one of {', '.join(FORMATS)}")
     if tokenizer is not None and kind != "verl":
@@ -79,11 +101,14 @@ def read_log(path: Path, kind: str, tokenizer: Path | None) -> Log:
     return Log(path.name, tuple(works), way, recorded, tuple(assumptions))
 
 
-Read = tuple[Sequence[TrajectoryWork], float, list[str]]  # works, seconds of the whole step or 0.0, assumptions
+Read = tuple[
+    Sequence[TrajectoryWork], float, list[str]
+]  # works, seconds of the whole step or 0.0, assumptions
 
 
 class _Times(BaseModel):
-    """Fields that a trace file may have beside its format: when the trajectory began and ended, on any one clock."""
+    """Fields that a trace file may have beside its format: when the trajectory began and ended, on
+    any one clock."""
 
     started_s: Seconds | None = None
     finished_s: Seconds | None = None
@@ -120,14 +145,25 @@ class _Session:
 class _Request(BaseModel):
     """A line of a gateway's log."""
 
-    session_id: Annotated[str, Field(min_length=1, validation_alias=AliasChoices("session_id", "trace_id"))]
+    session_id: Annotated[
+        str, Field(min_length=1, validation_alias=AliasChoices("session_id", "trace_id"))
+    ]
     started_s: Annotated[Seconds, Field(validation_alias=AliasChoices("started_at", "startTime"))]
     ended_s: Annotated[Seconds, Field(validation_alias=AliasChoices("ended_at", "endTime"))]
     prompt_tokens: Annotated[
-        int, Field(ge=1, validation_alias=AliasChoices(AliasPath("usage", "prompt_tokens"), "prompt_tokens"))
+        int,
+        Field(
+            ge=1,
+            validation_alias=AliasChoices(AliasPath("usage", "prompt_tokens"), "prompt_tokens"),
+        ),
     ]
     completion_tokens: Annotated[
-        Count, Field(validation_alias=AliasChoices(AliasPath("usage", "completion_tokens"), "completion_tokens"))
+        Count,
+        Field(
+            validation_alias=AliasChoices(
+                AliasPath("usage", "completion_tokens"), "completion_tokens"
+            )
+        ),
     ]
     prompt_id: str = ""
     status: str = "success"
@@ -196,7 +232,11 @@ def _traced_calls(path: Path) -> dict[str, _Session]:
     sessions: dict[str, _Session] = {}
     for number, line in _lines(path):
         is_episode = isinstance(line, dict) and "traces" in line
-        traces = _checked(_EPISODE, path, number, line).traces if is_episode else [_checked(_TRACE, path, number, line)]
+        traces = (
+            _checked(_EPISODE, path, number, line).traces
+            if is_episode
+            else [_checked(_TRACE, path, number, line)]
+        )
         for trace in traces:
             session = _Session(trace.task.key or trace.task.hash or "")
             for call in trace.calls:
@@ -205,21 +245,29 @@ def _traced_calls(path: Path) -> dict[str, _Session]:
                     tokens = (context, call.usage.completion_tokens)
                     session.calls.append(_Call(*tokens, call.time.start, call.time.end))
             session.censored = trace.is_timeout or (trace.stop_condition or "").startswith("max_")
-            scores = [each.score * each.weight for each in trace.rewards.values() if each is not None]
+            scores = [
+                each.score * each.weight for each in trace.rewards.values() if each is not None
+            ]
             session.reward = sum(scores) if scores else None
             if trace.id in sessions:
-                raise TraceFileError(path, number, "id", f"{trace.id!r} is on an earlier line already")
+                raise TraceFileError(
+                    path, number, "id", f"{trace.id!r} is on an earlier line already"
+                )
             sessions[trace.id] = session
     return sessions
 
 
 def _assemble(path: Path, sessions: dict[str, _Session]) -> Read:
-    """Trajectories out of calls: a tool's answer is by how much the context grew, its seconds the time between."""
+    """Trajectories out of calls: a tool's answer is by how much the context grew, its seconds the
+    time between."""
     works: list[TrajectoryWork] = []
     samples: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
     rewritten = overlapping = 0
     for name, session in sessions.items():
-        calls = sorted((call for call in session.calls if call.completion_tokens), key=lambda call: call.started_s)
+        calls = sorted(
+            (call for call in session.calls if call.completion_tokens),
+            key=lambda call: call.started_s,
+        )
         if not calls:
             continue
         steps = []
@@ -246,16 +294,23 @@ def _assemble(path: Path, sessions: dict[str, _Session]) -> Read:
     every = [call for session in sessions.values() for call in session.calls]
     recorded_s = max(call.ended_s for call in every) - min(call.started_s for call in every)
     assumptions = [
-        "The time between two requests of a trajectory counts as its tool's, the client's own work included."
+        "The time between two requests of a trajectory counts as its tool's, the client's own "
+        "work included."
     ]
     if rewritten:
         assumptions.append(
-            f"{rewritten} requests had less context than the one before: they are played as if nothing was cut."
+            f"{rewritten} requests had less context than the one before: they are played as if "
+            "nothing was cut."
         )
     if overlapping:
-        assumptions.append(f"{overlapping} requests began before the one before had ended: they are played one by one.")
+        assumptions.append(
+            f"{overlapping} requests began before the one before had ended: they are played one "
+            "by one."
+        )
     if all(not session.prompt_id for session in sessions.values()):
-        assumptions.append("The log names no prompts, so no trajectory shares its prompt's KV with another.")
+        assumptions.append(
+            "The log names no prompts, so no trajectory shares its prompt's KV with another."
+        )
     return works, recorded_s, assumptions
 
 
@@ -275,13 +330,19 @@ def _read_slime(path: Path) -> Read:
     try:
         import torch
     except ModuleNotFoundError:
-        raise UsageProblem("--format slime reads a file of torch.save: pip install 'treadle[learned]'") from None
+        raise UsageProblem(
+            "--format slime reads a file of torch.save: pip install 'treadle[learned]'"
+        ) from None
     try:
-        dumped = torch.load(path, map_location="cpu", weights_only=True)  # a pickle of anything could run code
+        dumped = torch.load(
+            path, map_location="cpu", weights_only=True
+        )  # a pickle of anything could run code
     except (RuntimeError, ValueError, EOFError, KeyError, _unpickling_error()) as error:
         raise UsageProblem(
-            f"--from-log {path}: is no file of --save-debug-rollout-data that holds plain values alone: "
-            f"{str(error).splitlines()[0]}\nIn slime's venv keep what is read: samples as dicts of tokens, "
+            f"--from-log {path}: is no file of --save-debug-rollout-data that holds plain values "
+            "alone: "
+            f"{str(error).splitlines()[0]}\nIn slime's venv keep what is read: samples as dicts "
+            "of tokens, "
             "response_length, loss_mask, group_index, status and non_generation_time."
         ) from None
     samples = dumped.get("samples") if isinstance(dumped, dict) else None
@@ -298,7 +359,10 @@ def _read_slime(path: Path) -> Read:
         raise TraceFileError(path, 0, "samples", "none sampled a token")
     timed = any(step.tool_s for work in works for step in work.steps)
     turns = any(len(work.steps) > 1 for work in works)
-    assumptions = ["Turns are where the loss mask changes: tokens that are masked out count as a tool's answer."]
+    assumptions = [
+        "Turns are where the loss mask changes: tokens that are masked out count as a tool's "
+        "answer."
+    ]
     if timed:
         assumptions.append("A sample's non_generation_time is spread evenly over its tool calls.")
     elif turns:
@@ -319,7 +383,12 @@ def _slime_work(
     length = sample.response_length
     mask = [1] * length if sample.loss_mask is None else sample.loss_mask
     if len(mask) != length or length > len(sample.tokens):
-        raise TraceFileError(path, number, "loss_mask", f"must have response_length ({length}) values, has {len(mask)}")
+        raise TraceFileError(
+            path,
+            number,
+            "loss_mask",
+            f"must have response_length ({length}) values, has {len(mask)}",
+        )
     spans = [(kind, len(list(each))) for kind, each in itertools.groupby(mask, bool)]
     before = spans.pop(0)[1] if spans and not spans[0][0] else 0
     generated, answered = [n for kind, n in spans if kind], [n for kind, n in spans if not kind]
@@ -335,7 +404,9 @@ def _slime_work(
     reward = float(sample.reward) if isinstance(sample.reward, int | float) else None
     prompt_tokens = max(1, len(sample.tokens) - length + before)
     censored = sample.status != "completed"
-    return TrajectoryWork(prompt_id, next(numbers[prompt_id]), prompt_tokens, tuple(steps), reward, censored)
+    return TrajectoryWork(
+        prompt_id, next(numbers[prompt_id]), prompt_tokens, tuple(steps), reward, censored
+    )
 
 
 class _Generation(_Lenient):
@@ -349,7 +420,8 @@ class _Generation(_Lenient):
 def _read_verl(path: Path, tokenizer: Path | None) -> Read:
     if tokenizer is None or not (tokenizer / "tokenizer.json").is_file():
         raise UsageProblem(
-            "--format verl needs --tokenizer FOLDER with the model's tokenizer.json: verl logs texts, and no tokens"
+            "--format verl needs --tokenizer FOLDER with the model's tokenizer.json: verl logs "
+            "texts, and no tokens"
         )
     from tokenizers import Tokenizer
 
@@ -361,17 +433,22 @@ def _read_verl(path: Path, tokenizer: Path | None) -> Read:
     numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
     counts = [
         len(encoded.ids)
-        for encoded in encoder.encode_batch([text for line in lines for text in (line.input, line.output)])
+        for encoded in encoder.encode_batch(
+            [text for line in lines for text in (line.input, line.output)]
+        )
     ]
     works = []
     for line, prompt_tokens, gen_tokens in zip(lines, counts[::2], counts[1::2], strict=True):
         prompt = prompts.setdefault(line.input, len(prompts))
         steps = (Step(gen_tokens + 1, 0, 0.0),)  # with its end token
         works.append(
-            TrajectoryWork(f"prompt-{prompt}", next(numbers[prompt]), max(1, prompt_tokens), steps, line.score)
+            TrajectoryWork(
+                f"prompt-{prompt}", next(numbers[prompt]), max(1, prompt_tokens), steps, line.score
+            )
         )
     assumptions = [
-        "verl logs texts, and neither turns nor seconds: each trajectory is one turn, in which what tools said counts "
+        "verl logs texts, and neither turns nor seconds: each trajectory is one turn, in which "
+        "what tools said counts "
         "as generated, and no tool takes time.",
         "Texts are tokenized again, which may give some tokens more or less than were sampled.",
     ]
@@ -379,7 +456,11 @@ def _read_verl(path: Path, tokenizer: Path | None) -> Read:
 
 
 _TIMES, _REQUEST, _TRACE = TypeAdapter(_Times), TypeAdapter(_Request), TypeAdapter(_Trace)
-_EPISODE, _SAMPLE, _GENERATION = TypeAdapter(_Episode), TypeAdapter(_Sample), TypeAdapter(_Generation)
+_EPISODE, _SAMPLE, _GENERATION = (
+    TypeAdapter(_Episode),
+    TypeAdapter(_Sample),
+    TypeAdapter(_Generation),
+)
 
 
 def _checked(adapter: TypeAdapter[T], path: Path, number: int, value: object) -> T:

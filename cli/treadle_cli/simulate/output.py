@@ -1,7 +1,9 @@
-"""What a simulation says, prints and writes: sentences, tables, summary.json and trajectories.jsonl.
+"""What a simulation says, prints and writes: sentences, tables, summary.json and
+trajectories.jsonl.
 
-trajectories.jsonl holds columns, not rows: its first line is the workload's, then a line for each system and seed, all
-in the order of the workload. 6,400 trajectories of nine systems are about 3 MB.
+trajectories.jsonl holds columns, not rows: its first line is the workload's, then a line for each
+system and seed, all in the order of the workload. 6,400 trajectories of nine systems are about 3
+MB.
 """
 
 import json
@@ -20,7 +22,12 @@ from treadle_sim.workloads.workload import groups
 from treadle_cli.simulate.comparison import Bound, Comparison, Row
 from treadle_cli.simulate.request import SimulationPlan
 
-SUMMARY, TRAJECTORIES, PICTURE, PAGE = "summary.json", "trajectories.jsonl", "simulate.png", "simulate.html"
+SUMMARY, TRAJECTORIES, PICTURE, PAGE = (
+    "summary.json",
+    "trajectories.jsonl",
+    "simulate.png",
+    "simulate.html",
+)
 SECONDS = ("finished_s", "queue_s", "prefill_s", "decode_s", "tool_s")
 COUNTS = ("prefilled_tokens", "preemptions", "migrations")
 NOTHING = "–"
@@ -32,8 +39,8 @@ FAR = 0.25  # of what was recorded: a simulation farther off is of other engines
 
 @dataclass(frozen=True, slots=True)
 class Sentences:
-    """The comparison in words. step: what a logged step would have taken; bound: what no schedule beats; verdict: how
-    Treadle does; losses: where it is worse."""
+    """The comparison in words. step: what a logged step would have taken; bound: what no schedule
+    beats; verdict: how Treadle does; losses: where it is worse."""
 
     bound: str
     verdict: str
@@ -58,13 +65,15 @@ def describe(plan: SimulationPlan, comparison: Comparison) -> Sentences:
 
 
 def _step_sentences(plan: SimulationPlan, comparison: Comparison) -> tuple[str, ...]:
-    """What Treadle would have won on a logged step, and how far the simulation is from what was recorded."""
+    """What Treadle would have won on a logged step, and how far the simulation is from what was
+    recorded."""
     step = summarize_step(plan, comparison)
     if step is None:
         return ()
     bound_s, treadle_s, way_s = step["bound_s"], step["treadle_s"], step["baseline_s"]
     told = [
-        f"On {step['log']} {step['baseline']} takes {way_s:.1f} s and Treadle {treadle_s:.1f} s, that is "
+        f"On {step['log']} {step['baseline']} takes {way_s:.1f} s and Treadle {treadle_s:.1f} s, "
+        "that is "
         f"{way_s / treadle_s:.2f} times as fast; no schedule takes less than {bound_s:.1f} s."
     ]
     for each in step["recorded"]:
@@ -81,8 +90,8 @@ def _step_sentences(plan: SimulationPlan, comparison: Comparison) -> tuple[str, 
 
 
 def summarize_step(plan: SimulationPlan, comparison: Comparison) -> dict[str, Any] | None:
-    """The key `step` of the JSON object: the logged step as it was run and with Treadle, in seconds; None for another
-    workload."""
+    """The key `step` of the JSON object: the logged step as it was run and with Treadle, in
+    seconds; None for another workload."""
     log = plan.log
     treadle = comparison.row(TREADLE.name)
     way = comparison.row(log.way or comparison.best_baseline) if log else None
@@ -111,26 +120,42 @@ def _assumptions(plan: SimulationPlan) -> tuple[str, ...]:
     if plan.log.model is None:
         model, gpus = plan.settings[0].models[0], plan.settings[0].gpus
         engines = (
-            f"Engines are {model.llm} on {gpus} {model.accelerator}: give yours with --llm, --accelerator, --gpus and "
+            f"Engines are {model.llm} on {gpus} {model.accelerator}: give yours with --llm, "
+            "--accelerator, --gpus and "
             "--slots, or with a measured --profile.",
         )
-    always = "All trajectories are there at once, and end at the lengths that were logged, whoever schedules them."
+    always = (
+        "All trajectories are there at once, and end at the lengths that were logged, "
+        "whoever schedules them."
+    )
     return (*plan.log.assumptions, *engines, always)
 
 
 def _bound_sentence(bound: Bound, gpus: int) -> str:
     engine = f"{bound.longest_gpus} GPU{'s' if bound.longest_gpus > 1 else ''}"
-    tools = f", {bound.longest_tools_s:.1f} s of them in tools" if bound.longest_tools_s >= 0.05 else ""
-    longest = f"the longest trajectory, alone on {engine}, takes {bound.longest_alone_s:.1f} s{tools}"
+    tools = (
+        f", {bound.longest_tools_s:.1f} s of them in tools" if bound.longest_tools_s >= 0.05 else ""
+    )
+    longest = (
+        f"the longest trajectory, alone on {engine}, takes {bound.longest_alone_s:.1f} s{tools}"
+    )
     work = f"all work, spread over {gpus} GPUs that never idle, takes {bound.work_s:.1f} s"
     if bound.longest_alone_s > bound.work_s * CLOSE:
         first, second = longest, work
         by_tools = bound.longest_tools_s > MOSTLY * bound.longest_alone_s
-        so = "The tools of its longest trajectory bound it." if by_tools else "Its longest trajectory bounds it."
+        so = (
+            "The tools of its longest trajectory bound it."
+            if by_tools
+            else "Its longest trajectory bounds it."
+        )
     elif bound.work_s > bound.longest_alone_s * CLOSE:
         first, second, so = work, longest, "The amount of work bounds it, not its tail."
     else:
-        first, second, so = longest, work, "Its longest trajectory and the amount of work bound it about equally."
+        first, second, so = (
+            longest,
+            work,
+            "Its longest trajectory and the amount of work bound it about equally.",
+        )
     return f"No schedule ends this workload before {bound.lower_s:.1f} s: {first}; {second}. {so}"
 
 
@@ -139,7 +164,8 @@ def _verdict(comparison: Comparison, treadle: Row) -> str:
     best = comparison.row(comparison.best_baseline)
     if best:
         parts.append(
-            f"is {treadle.ratios['best_baseline']:.2f} times as fast as the best baseline, {best.system.name} "
+            f"is {treadle.ratios['best_baseline']:.2f} times as fast as the best baseline, "
+            f"{best.system.name} "
             f"({best.median.makespan_s:.1f} s on {best.engines})"
         )
     if to_oracle := treadle.ratios["oracle"]:
@@ -164,16 +190,22 @@ def _losses(comparison: Comparison, treadle: Row) -> tuple[str, ...]:
     faster = [row for row in others if row.median.makespan_s < own.makespan_s * (1.0 - SAME)]
     if faster:
         named = ", ".join(f"{row.system.name} ({row.median.makespan_s:.1f} s)" for row in faster)
-        found.append(f"{named} end{'s' if len(faster) == 1 else ''} earlier than its {own.makespan_s:.1f} s")
+        found.append(
+            f"{named} end{'s' if len(faster) == 1 else ''} earlier than its {own.makespan_s:.1f} s"
+        )
     for what, name in (("half of", "half_ended_s"), ("90% of", "most_ended_s")):
         first = min(others, key=lambda row: getattr(row.median, name), default=None)
         if first and getattr(first.median, name) < getattr(own, name) * (1.0 - SAME):
             found.append(
-                f"{what} the trajectories have ended after {getattr(first.median, name):.1f} s with "
+                f"{what} the trajectories have ended after {getattr(first.median, name):.1f} s "
+                "with "
                 f"{first.system.name}, after {getattr(own, name):.1f} s with treadle"
             )
     least = min(others, key=lambda row: row.median.recomputed_tokens, default=None)
-    if least and least.median.recomputed_tokens < own.recomputed_tokens - SAME * own.prefilled_tokens:
+    if (
+        least
+        and least.median.recomputed_tokens < own.recomputed_tokens - SAME * own.prefilled_tokens
+    ):
         found.append(
             f"it prefills {own.recomputed_tokens:,.0f} tokens more than once, {least.system.name} "
             f"{least.median.recomputed_tokens:,.0f}"
@@ -186,20 +218,28 @@ def _notes(plan: SimulationPlan, comparison: Comparison) -> tuple[str, ...]:
     cut = sum(work.censored for work in plan.settings[0].workload.trajectories)
     if plan.from_file and cut:
         count = len(plan.settings[0].workload.trajectories)
-        notes.append(f"{cut} of the {count} trajectories were cut off by a limit, and run as if that were their end.")
+        notes.append(
+            f"{cut} of the {count} trajectories were cut off by a limit, and run as if that were "
+            "their end."
+        )
     if len(plan.settings) == 1:
         notes.append("One seed; --repeats shows how much another one changes.")
     else:
         spread = max(max(row.makespans_s) / min(row.makespans_s) - 1.0 for row in comparison.rows)
-        notes.append(f"Medians of {len(plan.settings)} seeds, whose makespans lie up to {spread:.0%} apart.")
+        notes.append(
+            f"Medians of {len(plan.settings)} seeds, whose makespans lie up to {spread:.0%} apart."
+        )
     notes.append(
-        f"All of this is simulated: docs/simulator.md states every assumption. The engine's curve is {plan.origin} "
+        "All of this is simulated: docs/simulator.md states every assumption. The engine's curve "
+        f"is {plan.origin} "
         "(sim/README.md)."
     )
     return tuple(notes)
 
 
-def make_document(plan: SimulationPlan, comparison: Comparison, sentences: Sentences, folder: Path) -> dict[str, Any]:
+def make_document(
+    plan: SimulationPlan, comparison: Comparison, sentences: Sentences, folder: Path
+) -> dict[str, Any]:
     """The JSON object that --json prints and summary.json holds."""
     setting = plan.settings[0]
     works = setting.workload.trajectories
@@ -238,7 +278,10 @@ def write_trajectories(plan: SimulationPlan, runs: Mapping[str, Sequence[Run]], 
     ]
     for name, of_system in runs.items():
         for setting, run in zip(plan.settings, of_system, strict=True):
-            seconds = {what: [round(getattr(each, what), 3) for each in run.outcome.times] for what in SECONDS}
+            seconds = {
+                what: [round(getattr(each, what), 3) for each in run.outcome.times]
+                for what in SECONDS
+            }
             counts = {what: [getattr(each, what) for each in run.outcome.times] for what in COUNTS}
             lines.append({"system": name, "seed": setting.seed, **seconds, **counts})
     path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
@@ -250,8 +293,10 @@ def heading(plan: SimulationPlan) -> str:
     works = setting.workload.trajectories
     prompts, model = len(groups(works)), setting.models[0]
     return (
-        f"{plan.workload}: {len(works):,} trajectories of {prompts:,} prompts, {setting.workload.gen_tokens:,} tokens; "
-        f"{model.llm} on {setting.gpus} {model.accelerator}, predictor {setting.predictor}, seed {setting.seed}"
+        f"{plan.workload}: {len(works):,} trajectories of {prompts:,} prompts, "
+        f"{setting.workload.gen_tokens:,} tokens; "
+        f"{model.llm} on {setting.gpus} {model.accelerator}, predictor {setting.predictor}, seed "
+        f"{setting.seed}"
     )
 
 
@@ -301,7 +346,11 @@ def text_tables(comparison: Comparison) -> list[list[list[str]]]:
 
 
 def print_comparison(
-    console: Console, plan: SimulationPlan, comparison: Comparison, sentences: Sentences, folder: Path
+    console: Console,
+    plan: SimulationPlan,
+    comparison: Comparison,
+    sentences: Sentences,
+    folder: Path,
 ) -> None:
     """Paths come last, because that is where a reader looks."""
     show = partial(console.print, highlight=False, markup=False)
@@ -321,9 +370,13 @@ def _terminal_table(columns: Mapping[str, Callable[[Row], str]], comparison: Com
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in columns:
         left = name in ("system", "engines")
-        table.add_column(name, justify="left" if left else "right", vertical="top", no_wrap=left, overflow="fold")
+        table.add_column(
+            name, justify="left" if left else "right", vertical="top", no_wrap=left, overflow="fold"
+        )
     for row in comparison.rows:
         name = row.system.name
-        style = "bold" if name == TREADLE.name else "green" if name == comparison.best_baseline else ""
+        style = (
+            "bold" if name == TREADLE.name else "green" if name == comparison.best_baseline else ""
+        )
         table.add_row(*(cell(row) for cell in columns.values()), style=style)
     return table

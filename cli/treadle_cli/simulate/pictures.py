@@ -1,7 +1,9 @@
-"""Draws a scene: simulate.png, and simulate.html, one page that loads nothing and shows figures under the pointer.
+"""Draws a scene: simulate.png, and simulate.html, one page that loads nothing and shows figures
+under the pointer.
 
-One panel a system on a shared time axis, its engines above, the longest trajectories below. An engine's row is as high
-as it has GPUs, so that white in a strip is GPU time that was not used. The page holds plotly's script: about 5 MB.
+One panel a system on a shared time axis, its engines above, the longest trajectories below. An
+engine's row is as high as it has GPUs, so that white in a strip is GPU time that was not used. The
+page holds plotly's script: about 5 MB.
 """
 
 import html
@@ -29,7 +31,8 @@ ROW_IN = 0.15  # of a trajectory: a label of 6.5 points fits
 TITLE_IN, HEAD_IN, FOOT_IN, GAP_IN = 0.36, 0.84, 0.36, 0.08
 LEFT, RIGHT = 0.155, 0.975
 BAR_KINDS = ("queue", "prefill", "decode", "tool")
-# White is idle. One sequence looks different from none, which a linear scale to a hundred would hide.
+# White is idle. One sequence looks different from none, which a linear scale to a hundred would
+# hide.
 BATCH_COLOURS = LinearSegmentedColormap.from_list("batch", ["#C9D6E2", "#5B7FA3", "#0B2545"])
 BATCH_POWER = 0.5
 BOUND = "#CC3D3D"
@@ -50,9 +53,13 @@ def draw(scene: Scene, title: str, facts: str, path: Path) -> None:
         top = height - HEAD_IN
         for index, (panel, panel_in) in enumerate(zip(scene.panels, heights, strict=True)):
             top -= TITLE_IN
-            strip = figure.add_axes((LEFT, (top - STRIP_IN) / height, RIGHT - LEFT, STRIP_IN / height))
+            strip = figure.add_axes(
+                (LEFT, (top - STRIP_IN) / height, RIGHT - LEFT, STRIP_IN / height)
+            )
             bars_in = panel_in - STRIP_IN - GAP_IN
-            bars = figure.add_axes((LEFT, (top - panel_in) / height, RIGHT - LEFT, bars_in / height))
+            bars = figure.add_axes(
+                (LEFT, (top - panel_in) / height, RIGHT - LEFT, bars_in / height)
+            )
             _strip(strip, panel, scene)
             _bars(bars, panel)
             for axes in (strip, bars):
@@ -74,13 +81,23 @@ def _strip(axes: Axes, panel: Panel, scene: Scene) -> None:
         colours = BATCH_COLOURS(norm(lane.batch))[:, :3]
         seen = np.clip(lane.batch, 0.0, 1.0)[:, None]  # paler below one sequence on average
         share = lane.prefill[:, None]
-        cells[row] = (1.0 - share) * (seen * colours + (1.0 - seen)) + share * np.array(to_rgb(COLOURS["prefill"]))
+        cells[row] = (1.0 - share) * (seen * colours + (1.0 - seen)) + share * np.array(
+            to_rgb(COLOURS["prefill"])
+        )
     axes.pcolormesh(scene.cells_s, edges, cells)
     for edge in edges[1:-1]:
         axes.axhline(edge, color="white", linewidth=0.6 if len(panel.lanes) <= 16 else 0.2)
     axes.set_ylim(edges[-1], 0)
     axes.set_yticks([])
-    axes.set_ylabel(f"engines\n{panel.engines}", rotation=0, ha="right", va="center", size=8, color=INK, labelpad=6)
+    axes.set_ylabel(
+        f"engines\n{panel.engines}",
+        rotation=0,
+        ha="right",
+        va="center",
+        size=8,
+        color=INK,
+        labelpad=6,
+    )
     axes.set_title(panel.title, loc="left", size=10.5, weight="bold", pad=5)
     axes.tick_params(labelbottom=False)
 
@@ -88,7 +105,13 @@ def _strip(axes: Axes, panel: Panel, scene: Scene) -> None:
 def _bars(axes: Axes, panel: Panel) -> None:
     for row, bars in enumerate(panel.bars):
         gantt.draw_row(
-            axes, row, [(s.what, s.start_s, s.end_s) for s in bars.spans], bars.moved_s, 0.8, ms=3.5, mew=0.5
+            axes,
+            row,
+            [(s.what, s.start_s, s.end_s) for s in bars.spans],
+            bars.moved_s,
+            0.8,
+            ms=3.5,
+            mew=0.5,
         )
     axes.set_ylim(len(panel.bars) - 0.4, -0.6)
     axes.set_yticks(range(len(panel.bars)), [bars.label for bars in panel.bars], size=6.5)
@@ -119,16 +142,38 @@ def _legend(figure: Figure, scene: Scene, height: float) -> None:
         Patch(color=BATCH_COLOURS(PowerNorm(BATCH_POWER, 0.0, most)(1.0)), label="1 sequence"),
         Patch(color=BATCH_COLOURS(1.0), label=f"{most:.0f} sequences"),
         *(Patch(color=COLOURS[kind], label=kind) for kind in BAR_KINDS),
-        Line2D([], [], marker="D", color=COLOURS["migration"], linestyle="", markersize=5, label="other engine"),
+        Line2D(
+            [],
+            [],
+            marker="D",
+            color=COLOURS["migration"],
+            linestyle="",
+            markersize=5,
+            label="other engine",
+        ),
         Line2D([], [], color=INK, linestyle="--", linewidth=1.1, label="makespan"),
         Line2D(
-            [], [], color=BOUND, linestyle=":", linewidth=1.5, label=f"no schedule ends before {scene.bound_s:.0f} s"
+            [],
+            [],
+            color=BOUND,
+            linestyle=":",
+            linewidth=1.5,
+            label=f"no schedule ends before {scene.bound_s:.0f} s",
         ),
     ]
-    gantt.add_legend(figure, handles, (0.004, 1 - 0.55 / height), fontsize=8.5, handlelength=1.4, columnspacing=1.1)
+    gantt.add_legend(
+        figure,
+        handles,
+        (0.004, 1 - 0.55 / height),
+        fontsize=8.5,
+        handlelength=1.4,
+        columnspacing=1.1,
+    )
 
 
-def write_page(scene: Scene, title: str, facts: str, comparison: Comparison, sentences: Sentences, path: Path) -> None:
+def write_page(
+    scene: Scene, title: str, facts: str, comparison: Comparison, sentences: Sentences, path: Path
+) -> None:
     """Write the HTML page."""
     how_long, meanwhile = text_tables(comparison)
     page = render(
@@ -151,7 +196,10 @@ def _page_drawing(scene: Scene) -> str:
     titles = [
         text
         for panel in scene.panels
-        for text in (f"<b>{html.escape(panel.title)}</b> · {panel.engines} · {panel.makespan_s:.1f} s", "")
+        for text in (
+            f"<b>{html.escape(panel.title)}</b> · {panel.engines} · {panel.makespan_s:.1f} s",
+            "",
+        )
     ]
     figure = make_subplots(
         rows=len(heights),
@@ -168,17 +216,27 @@ def _page_drawing(scene: Scene) -> str:
         figure.update_yaxes(autorange="reversed", showticklabels=False, row=strip, col=1)
         for kind in BAR_KINDS:
             figure.add_trace(_page_bars(panel, kind, legend=index == 0), row=rows, col=1)
-        moves = [(moved_s, row, "") for row, bars in enumerate(panel.bars) for moved_s in bars.moved_s]
+        moves = [
+            (moved_s, row, "") for row, bars in enumerate(panel.bars) for moved_s in bars.moved_s
+        ]
         goes_on = "goes on with another engine at %{x:.2f} s<extra></extra>"
-        moved = gantt.draw_marks("other engine", moves, gantt.MOVE, hovertemplate=goes_on, showlegend=index == 0)
+        moved = gantt.draw_marks(
+            "other engine", moves, gantt.MOVE, hovertemplate=goes_on, showlegend=index == 0
+        )
         figure.add_trace(moved, row=rows, col=1)
         labels = [bars.label for bars in panel.bars]
         gantt.label_rows(figure, labels, (len(labels) - 0.4, -0.6), row=rows, col=1)
         for row in (strip, rows):
             figure.add_vline(x=panel.makespan_s, line=gantt.MAKESPAN, row=row, col=1)
-            figure.add_vline(x=scene.bound_s, line={"color": BOUND, "width": 1, "dash": "dot"}, row=row, col=1)
+            figure.add_vline(
+                x=scene.bound_s, line={"color": BOUND, "width": 1, "dash": "dot"}, row=row, col=1
+            )
     figure.update_xaxes(
-        gridcolor=GRID, zeroline=False, ticksuffix=" s", range=[0, scene.end_s * 1.03], showticklabels=True
+        gridcolor=GRID,
+        zeroline=False,
+        ticksuffix=" s",
+        range=[0, scene.end_s * 1.03],
+        showticklabels=True,
     )
     for strip in range(1, len(heights), 2):
         figure.update_xaxes(showticklabels=False, row=strip, col=1)
@@ -201,10 +259,13 @@ def _page_strip(panel: Panel, scene: Scene) -> tuple[go.Heatmap, go.Heatmap]:
         zmin=0.0,
         zmax=scene.most_batch,
         colorscale=BATCH_SCALE,
-        hovertemplate="%{text} at %{x:.1f} s: %{z:.1f} decode, prefill %{customdata:.0%} of the time<extra></extra>",
+        hovertemplate="%{text} at %{x:.1f} s: %{z:.1f} decode, prefill %{customdata:.0%} of the "
+        "time<extra></extra>",
     )
     shares = np.round(prefill, 3).tolist()
-    return decoding, go.Heatmap(**where, z=shares, zmin=0.0, zmax=1.0, colorscale=PREFILL_SCALE, hoverinfo="skip")
+    return decoding, go.Heatmap(
+        **where, z=shares, zmin=0.0, zmax=1.0, colorscale=PREFILL_SCALE, hoverinfo="skip"
+    )
 
 
 def _fold(cells: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Checks the options of `treadle simulate` and makes a plan of them.
 
-Every mistake that can be found before the simulation is a UsageProblem here, in one line that names the option and says
-what would be right.
+Every mistake that can be found before the simulation is a UsageProblem here, in one line that names
+the option and says what would be right.
 """
 
 import json
@@ -15,24 +15,34 @@ from treadle_sim.rollout import Setting
 from treadle_sim.systems import BASELINES, HEDDLE, ORACLE, SYSTEMS, TREADLE, System
 from treadle_sim.workloads.parametric import MODELS, WORKLOADS, make
 from treadle_sim.workloads.resample import resample
-from treadle_sim.workloads.workload import TraceFileError, TrajectoryWork, Workload, groups, read_traces
+from treadle_sim.workloads.workload import (
+    TraceFileError,
+    TrajectoryWork,
+    Workload,
+    groups,
+    read_traces,
+)
 
 from treadle_cli.problems import UsageProblem
 from treadle_cli.simulate.logs import Log
 
 DEFAULT_SYSTEMS = ",".join(system.name for system in (*BASELINES, HEDDLE, TREADLE, ORACLE))
 BEST = "best"
-DEFAULT_PROMPTS = 50  # with 8 GPUs: the papers' hundred trajectories a GPU, and an answer in seconds
+DEFAULT_PROMPTS = (
+    50  # with 8 GPUs: the papers' hundred trajectories a GPU, and an answer in seconds
+)
 DEFAULT_SAMPLES = 16
-# The model whose tool times a named workload takes if it has none of the requested one; they differ by a tenth.
+# The model whose tool times a named workload takes if it has none of the requested one; they differ
+# by a tenth.
 OTHER_TOOL_TIMES = "qwen3-14b"
 MOST_TRAJECTORIES = 102_400  # sixteen times the papers' batch
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The options as typed. prompts, samples None: not given, so a trace file runs unchanged. systems None: all but
-    Treadle on engines of one degree. log: a logged step, which is simulated in place of `workload`."""
+    """The options as typed. prompts, samples None: not given, so a trace file runs unchanged.
+    systems None: all but Treadle on engines of one degree. log: a logged step, which is simulated
+    in place of `workload`."""
 
     workload: str
     llm: str
@@ -52,8 +62,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class SimulationPlan:
-    """What to simulate. settings: one a seed. degree: of every system's engines, 0 for the best or the system's own
-    allocation."""
+    """What to simulate. settings: one a seed. degree: of every system's engines, 0 for the best or
+    the system's own allocation."""
 
     workload: str
     settings: tuple[Setting, ...]
@@ -70,9 +80,13 @@ class SimulationPlan:
 
 def make_plan(request: Request) -> SimulationPlan:
     """Check every option and read the files. Raises UsageProblem."""
-    systems = _parse_systems(DEFAULT_SYSTEMS if request.systems is None else request.systems, request.log)
+    systems = _parse_systems(
+        DEFAULT_SYSTEMS if request.systems is None else request.systems, request.log
+    )
     if request.predictor not in NAMES:
-        raise UsageProblem(f"--predictor: there is no {request.predictor!r}; take one of {', '.join(NAMES)}")
+        raise UsageProblem(
+            f"--predictor: there is no {request.predictor!r}; take one of {', '.join(NAMES)}"
+        )
     degree = _parse_degree(request.degrees)
     _check_count(request)
     settings = _make_settings(request, _choose_models(request))
@@ -80,7 +94,9 @@ def make_plan(request: Request) -> SimulationPlan:
         _check_fit(setting, degree)
     from_file = request.log is not None or request.workload not in WORKLOADS
     name = Path(request.workload).name if from_file else request.workload
-    return SimulationPlan(request.log.name if request.log else name, settings, systems, degree, from_file, request.log)
+    return SimulationPlan(
+        request.log.name if request.log else name, settings, systems, degree, from_file, request.log
+    )
 
 
 def _parse_systems(names: str, log: Log | None) -> tuple[System, ...]:
@@ -109,7 +125,8 @@ def _check_count(request: Request) -> None:
     count = (request.prompts or DEFAULT_PROMPTS) * (request.samples or DEFAULT_SAMPLES)
     if count > MOST_TRAJECTORIES:
         raise UsageProblem(
-            f"--prompts: at most {MOST_TRAJECTORIES:,} trajectories are simulated, with --samples these are {count:,}"
+            f"--prompts: at most {MOST_TRAJECTORIES:,} trajectories are simulated, with --samples "
+            f"these are {count:,}"
         )
 
 
@@ -120,15 +137,20 @@ def _choose_models(request: Request) -> tuple[EngineModel, ...]:
     if request.log is not None and request.log.model is not None:
         return (request.log.model,)
     shipped = [profile for profile in profiles() if profile.kv_tokens > 0]
-    kinds = [profile for profile in shipped if profile.accelerator.lower() == request.accelerator.lower()]
+    kinds = [
+        profile for profile in shipped if profile.accelerator.lower() == request.accelerator.lower()
+    ]
     if not kinds:
         known = ", ".join(sorted({profile.accelerator for profile in shipped}))
-        raise UsageProblem(f"--accelerator: no engine was fitted on {request.accelerator!r}; there are {known}")
+        raise UsageProblem(
+            f"--accelerator: no engine was fitted on {request.accelerator!r}; there are {known}"
+        )
     found = [profile for profile in kinds if profile.llm.lower() == request.llm.lower()]
     if not found:
         known = ", ".join(sorted({profile.llm for profile in kinds}))
         raise UsageProblem(
-            f"--llm: no engine of {request.llm!r} was fitted on {kinds[0].accelerator}; there are {known}"
+            f"--llm: no engine of {request.llm!r} was fitted on {kinds[0].accelerator}; there are "
+            f"{known}"
         )
     return tuple(replace(profile, slots=request.slots * profile.gpus) for profile in found)
 
@@ -152,16 +174,29 @@ def _make_settings(request: Request, models: tuple[EngineModel, ...]) -> tuple[S
     unchanged = not named and request.prompts is None and request.samples is None
     if request.predictor == "prompt-mean" and unchanged:
         raise UsageProblem(
-            "--predictor: prompt-mean knows an earlier epoch, and a trace file that runs as it is has none; "
+            "--predictor: prompt-mean knows an earlier epoch, and a trace file that runs as it is "
+            "has none; "
             "give --prompts, which draws a batch and an earlier epoch from it"
         )
-    name, samples = log.name if log else Path(request.workload).name, request.samples or DEFAULT_SAMPLES
+    name, samples = (
+        log.name if log else Path(request.workload).name,
+        request.samples or DEFAULT_SAMPLES,
+    )
     llm = models[0].llm.lower() if models[0].llm.lower() in MODELS else OTHER_TOOL_TIMES
 
     def draw(seed: int, epoch: int) -> Workload:
         if named:
-            return make(request.workload, request.prompts or DEFAULT_PROMPTS, samples, seed, epoch=epoch, llm=llm)
-        return resample(traces, request.prompts or len(groups(traces)), samples, seed, epoch=epoch, name=name)
+            return make(
+                request.workload,
+                request.prompts or DEFAULT_PROMPTS,
+                samples,
+                seed,
+                epoch=epoch,
+                llm=llm,
+            )
+        return resample(
+            traces, request.prompts or len(groups(traces)), samples, seed, epoch=epoch, name=name
+        )
 
     settings = []
     for seed in range(request.seed, request.seed + request.repeats):
@@ -177,7 +212,8 @@ def _read_trace_file(name: str) -> tuple[TrajectoryWork, ...]:
         return read_traces(path)
     except FileNotFoundError:
         raise UsageProblem(
-            f"WORKLOAD: there is no workload and no file {name!r}; take {', '.join(WORKLOADS)} or a trace file "
+            f"WORKLOAD: there is no workload and no file {name!r}; take {', '.join(WORKLOADS)} or "
+            "a trace file "
             "(docs/traces.md)"
         ) from None
     except OSError as error:
@@ -187,24 +223,28 @@ def _read_trace_file(name: str) -> tuple[TrajectoryWork, ...]:
 
 
 def _check_fit(setting: Setting, degree: int) -> None:
-    """Check that some engine (of `degree`, if it is not 0) holds the longest trajectory, and that the budget divides
-    into such engines."""
+    """Check that some engine (of `degree`, if it is not 0) holds the longest trajectory, and that
+    the budget divides into such engines."""
     longest = max(work.final_context_tokens for work in setting.workload.trajectories)
     engines = f"{setting.models[0].llm} on {setting.models[0].accelerator}"
     models = [model for model in setting.models if degree in (0, model.gpus)]
     if not models:
         known = ", ".join(str(model.gpus) for model in setting.models)
-        raise UsageProblem(f"--degrees: there is no engine of {engines} on {degree} GPUs; there are {known}")
+        raise UsageProblem(
+            f"--degrees: there is no engine of {engines} on {degree} GPUs; there are {known}"
+        )
     holds = max(model.kv_tokens for model in models)
     if holds < longest:
         named, change = (f" with {degree} GPUs", f"--degrees {BEST}, ") if degree else ("", "")
         raise UsageProblem(
-            f"WORKLOAD: the longest trajectory ends at {longest:,} tokens, and no engine of {engines}{named} holds "
+            f"WORKLOAD: the longest trajectory ends at {longest:,} tokens, and no engine of "
+            f"{engines}{named} holds "
             f"more than {holds:,}; take {change}another --llm or --accelerator"
         )
     fitting = [model.gpus for model in models if model.kv_tokens >= longest]
     if all(setting.gpus % gpus for gpus in fitting):
         raise UsageProblem(
-            f"--gpus: {setting.gpus} do not divide into engines that hold this workload, which take "
+            f"--gpus: {setting.gpus} do not divide into engines that hold this workload, which "
+            "take "
             f"{', '.join(map(str, fitting))} GPUs each"
         )

@@ -1,8 +1,9 @@
-"""`treadle simulate` from the options to what is printed: simulates on all cores, compares, writes a folder.
+"""`treadle simulate` from the options to what is printed: simulates on all cores, compares, writes
+a folder.
 
-The result of a job depends on the job alone, so the number of cores and the order of jobs change nothing. No worker
-process outlives the command, however it ends. Spans are recorded only for the systems that are drawn, since they take
-most of a rollout's memory.
+The result of a job depends on the job alone, so the number of cores and the order of jobs change
+nothing. No worker process outlives the command, however it ends. Spans are recorded only for the
+systems that are drawn, since they take most of a rollout's memory.
 """
 
 import asyncio
@@ -31,16 +32,22 @@ from treadle_cli.simulate.request import Request, SimulationPlan, make_plan
 from treadle_cli.simulate.scene import choose_systems, make_scene
 
 MOST_WORKERS = 8  # each has its own numpy, numba and rollout: some 250 MB
-# Trajectories over all jobs up to which one process is as fast: workers take about two seconds to start.
+# Trajectories over all jobs up to which one process is as fast: workers take about two seconds to
+# start.
 ALONE_TRAJECTORIES = 4_000
 PLAN = "plan.json"  # the engines that Treadle chose for the first seed, for `treadle apply`
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 async def run_simulate(
-    request: Request, make_folder: Callable[[], Path], as_json: bool, out: Console, progress: Console
+    request: Request,
+    make_folder: Callable[[], Path],
+    as_json: bool,
+    out: Console,
+    progress: Console,
 ) -> int:
-    """Simulate, write the folder that `make_folder` creates, print; returns the exit code. Raises UsageProblem."""
+    """Simulate, write the folder that `make_folder` creates, print; returns the exit code. Raises
+    UsageProblem."""
     with progress.status("drawing the workload"):
         plan = make_plan(request)
     folder = make_folder()
@@ -52,7 +59,9 @@ async def run_simulate(
     return 0
 
 
-async def _simulate_into(folder: Path, plan: SimulationPlan, as_json: bool, out: Console, progress: Console) -> None:
+async def _simulate_into(
+    folder: Path, plan: SimulationPlan, as_json: bool, out: Console, progress: Console
+) -> None:
     """Simulate each system on the degree that suits it best, write all files, print."""
     jobs = [
         Job(system, setting, index, degree)
@@ -60,32 +69,52 @@ async def _simulate_into(folder: Path, plan: SimulationPlan, as_json: bool, out:
         for index, setting in enumerate(plan.settings)
         for degree in ([plan.degree] if plan.degree or system.allocated else setting.degrees())
     ]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=progress, transient=True) as bar:
         best = await _run_fastest(jobs, "simulating", bar)
         seeds = range(len(plan.settings))
-        runs = {system.name: [best[system.name, index][1] for index in seeds] for system in plan.systems}
+        runs = {
+            system.name: [best[system.name, index][1] for index in seeds] for system in plan.systems
+        }
         comparison = compare(plan.systems, plan.settings, runs)
-        drawn = [replace(best[name, 0][0], record=True) for name in choose_systems(plan.systems, comparison, plan.log)]
+        drawn = [
+            replace(best[name, 0][0], record=True)
+            for name in choose_systems(plan.systems, comparison, plan.log)
+        ]
         recorded = [run for _, run in (await _run_fastest(drawn, "recording", bar)).values()]
     sentences = output.describe(plan, comparison)
     with progress.status("drawing"):
-        from treadle_cli.simulate import pictures  # a second of imports, which bad options need not wait for
+        from treadle_cli.simulate import (
+            pictures,
+        )  # a second of imports, which bad options need not wait for
 
         scene = make_scene(recorded, plan.settings[0].workload, comparison)
-        title = "Makespan: " + " · ".join(f"{panel.name} {panel.makespan_s:.0f} s" for panel in scene.panels)
+        title = "Makespan: " + " · ".join(
+            f"{panel.name} {panel.makespan_s:.0f} s" for panel in scene.panels
+        )
         pictures.draw(scene, title, output.heading(plan), folder / output.PICTURE)
-        pictures.write_page(scene, title, output.heading(plan), comparison, sentences, folder / output.PAGE)
+        pictures.write_page(
+            scene, title, output.heading(plan), comparison, sentences, folder / output.PAGE
+        )
         document = output.make_document(plan, comparison, sentences, folder)
         (folder / output.SUMMARY).write_text(json.dumps(document, indent=1) + "\n")
         output.write_trajectories(plan, runs, folder / output.TRAJECTORIES)
         if TREADLE.name in runs:
-            from google.protobuf import json_format  # and grpc with the next: nothing else here needs them
+            from google.protobuf import (
+                json_format,
+            )  # and grpc with the next: nothing else here needs them
 
             from treadle_cli.resources.plan import EngineClass, plan_message
 
             cluster = runs[TREADLE.name][0].cluster
-            kinds = (EngineClass(each.accelerator, each.gpus, each.slots) for each in cluster.engines)
+            kinds = (
+                EngineClass(each.accelerator, each.gpus, each.slots) for each in cluster.engines
+            )
             (folder / PLAN).write_text(json_format.MessageToJson(plan_message(kinds)) + "\n")
     if as_json:
         typer.echo(json.dumps(document))
@@ -95,7 +124,8 @@ async def _simulate_into(folder: Path, plan: SimulationPlan, as_json: bool, out:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A system's rollout in a setting (`index` of the plan's). degree: of its engines, 0 for its own allocation."""
+    """A system's rollout in a setting (`index` of the plan's). degree: of its engines, 0 for its
+    own allocation."""
 
     system: System
     setting: Setting
@@ -104,14 +134,18 @@ class Job:
     record: bool = False
 
 
-async def _run_fastest(jobs: Sequence[Job], doing: str, bar: Progress) -> dict[tuple[str, int], tuple[Job, Run]]:
-    """Of each system and setting the job that ends first, with its run; of two that end at once, the one with fewer
-    GPUs an engine. In the order of the jobs."""
+async def _run_fastest(
+    jobs: Sequence[Job], doing: str, bar: Progress
+) -> dict[tuple[str, int], tuple[Job, Run]]:
+    """Of each system and setting the job that ends first, with its run; of two that end at once,
+    the one with fewer GPUs an engine. In the order of the jobs."""
     task = bar.add_task(doing, total=len(jobs))
     best: dict[tuple[str, int], tuple[Job, Run]] = {}
 
     def keep(job: Job, run: Run) -> None:
-        bar.update(task, advance=1, description=f"{doing} {job.system.name} on {run.cluster.describe()}")
+        bar.update(
+            task, advance=1, description=f"{doing} {job.system.name} on {run.cluster.describe()}"
+        )
         key = (job.system.name, job.index)
         best[key] = min(best.get(key, (job, run)), (job, run), key=_rank)
 
@@ -125,8 +159,8 @@ def _rank(of_job: tuple[Job, Run]) -> tuple[float, int]:
 
 
 async def run_jobs(jobs: Sequence[Job], keep: Callable[[Job, Run], None]) -> None:
-    """Call `keep` with each result when it is there. Raises what a job raises; then, and if the caller is cancelled,
-    workers end at once."""
+    """Call `keep` with each result when it is there. Raises what a job raises; then, and if the
+    caller is cancelled, workers end at once."""
     workers = min(MOST_WORKERS, len(jobs), len(os.sched_getaffinity(0)))
     size = sum(len(job.setting.workload.trajectories) for job in jobs)
     if workers < 2 or size <= ALONE_TRAJECTORIES:
@@ -135,7 +169,9 @@ async def run_jobs(jobs: Sequence[Job], keep: Callable[[Job, Run], None]) -> Non
             await asyncio.sleep(0)  # lets the loop handle a signal
         return
     others = set(multiprocessing.active_children())
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker, (os.getpid(),)) as pool:
+    with ProcessPoolExecutor(
+        workers, multiprocessing.get_context("spawn"), _begin_worker, (os.getpid(),)
+    ) as pool:
         waiting = _submit(pool, jobs)
         try:
             while waiting:
@@ -159,8 +195,8 @@ def _run_job(job: Job) -> Run:
 
 
 def _submit(pool: ProcessPoolExecutor, jobs: Sequence[Job]) -> dict[asyncio.Future[Run], Job]:
-    """Workers start here and inherit the signal mask: Ctrl-C in a terminal goes to all processes, and only this one
-    handles it."""
+    """Workers start here and inherit the signal mask: Ctrl-C in a terminal goes to all processes,
+    and only this one handles it."""
     loop = asyncio.get_running_loop()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

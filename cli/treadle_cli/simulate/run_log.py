@@ -1,8 +1,10 @@
-"""Read a run of `treadle demo` or `treadle rollout` as a logged step, with its engines' speed as the run shows it.
+"""Read a run of `treadle demo` or `treadle rollout` as a logged step, with its engines' speed as
+the run shows it.
 
-The work is that of one play: the baseline's of the repeat that the report shows. A run does not hold the curve of its
-engines, so it is fitted to the play's own spans: seconds a token of each turn against how many trajectories decoded
-beside it, and seconds of each prefill against what it had to read.
+The work is that of one play: the baseline's of the repeat that the report shows. A run does not
+hold the curve of its engines, so it is fitted to the play's own spans: seconds a token of each turn
+against how many trajectories decoded beside it, and seconds of each prefill against what it had to
+read.
 """
 
 import itertools
@@ -29,18 +31,24 @@ UNKNOWN_KV_TOKENS = 1 << 30  # a run does not say what its engines hold: room fo
 
 
 def read_run_log(folder: Path) -> Log:
-    """Raises RecordError where the folder holds no run, UsageProblem where it holds nothing to simulate."""
+    """Raises RecordError where the folder holds no run, UsageProblem where it holds nothing to
+    simulate."""
     run = read_run(folder)
     if not run.compared:
         raise UsageProblem(f"--from-run {folder}: the run has no play that came to its end")
     play = run.compared[0]
     records = [each for each in run.of_play(play) if any(each.loss_mask)]
     if not records:
-        raise UsageProblem(f"--from-run {folder}: no trajectory of its play {play.title} sampled a token")
+        raise UsageProblem(
+            f"--from-run {folder}: no trajectory of its play {play.title} sampled a token"
+        )
     works = works_of_run(run, records)
     points = _decode_points(records)
     if not points:
-        raise UsageProblem(f"--from-run {folder}: it has no turn of {LEAST_TOKENS} tokens that shows an engine's speed")
+        raise UsageProblem(
+            f"--from-run {folder}: it has no turn of {LEAST_TOKENS} tokens that shows an engine's "
+            "speed"
+        )
     decode = fit_decode(points)
     fixed_s, token_s = _fit_prefill(records, works)
     curve = StepCurve(decode.batch_sizes, decode.step_s, 0.0, fixed_s, token_s, 0.0)
@@ -60,9 +68,12 @@ def read_run_log(folder: Path) -> Log:
         way=SYSTEMS.get(play.arm, ""),
         recorded=tuple(_recorded(each) for each in run.compared),
         assumptions=(
-            f"The work is that of {play.title}, epoch {play.epoch}: {len(works)} trajectories as they were sampled.",
-            f"The engines' speed is fitted to {len(points)} turns of that play; half of these are within "
-            f"{decode.error.median:.0%} of it. KV always fits, and a move takes no longer the more KV it has.",
+            f"The work is that of {play.title}, epoch {play.epoch}: {len(works)} trajectories as "
+            "they were sampled.",
+            f"The engines' speed is fitted to {len(points)} turns of that play; half of these are "
+            "within "
+            f"{decode.error.median:.0%} of it. KV always fits, and a move takes no longer the "
+            "more KV it has.",
         ),
         model=model,
         gpus=len(run.record.engines),
@@ -82,7 +93,8 @@ class _Turn:
 
 
 def _decode_points(records: Sequence[TrajectoryRecord]) -> list[DecodePoint]:
-    """Of each turn of at least LEAST_TOKENS: the mean batch beside it, a whole number, and seconds a token."""
+    """Of each turn of at least LEAST_TOKENS: the mean batch beside it, a whole number, and seconds
+    a token."""
     decodes: defaultdict[str, list[SpanRecord]] = defaultdict(list)
     for record in records:
         for span in record.spans:
@@ -94,15 +106,26 @@ def _decode_points(records: Sequence[TrajectoryRecord]) -> list[DecodePoint]:
             own_s = sum(span.end_s - span.start_s for span in turn.decodes)
             if turn.tokens < LEAST_TOKENS or own_s <= 0.0:
                 continue
-            beside_s = sum(_overlap_s(span, other) for span in turn.decodes for other in decodes[span.engine_id])
-            points.append(DecodePoint(max(1.0, float(round(beside_s / own_s))), 0.0, own_s / (turn.tokens - 1)))
+            beside_s = sum(
+                _overlap_s(span, other)
+                for span in turn.decodes
+                for other in decodes[span.engine_id]
+            )
+            points.append(
+                DecodePoint(
+                    max(1.0, float(round(beside_s / own_s))), 0.0, own_s / (turn.tokens - 1)
+                )
+            )
     return points
 
 
 def _turns(record: TrajectoryRecord) -> list[_Turn]:
     sampled = [len(list(each)) for kind, each in itertools.groupby(record.loss_mask) if kind]
     return [
-        _Turn(tuple(span for span in record.spans if span.kind == "decode" and span.turn == at), tokens)
+        _Turn(
+            tuple(span for span in record.spans if span.kind == "decode" and span.turn == at),
+            tokens,
+        )
         for at, tokens in enumerate(sampled)
     ]
 
@@ -111,8 +134,11 @@ def _overlap_s(one: SpanRecord, other: SpanRecord) -> float:
     return max(0.0, min(one.end_s, other.end_s) - max(one.start_s, other.start_s))
 
 
-def _fit_prefill(records: Sequence[TrajectoryRecord], works: Sequence[TrajectoryWork]) -> tuple[float, float]:
-    """Seconds of any prefill, and of each new token. A prompt is new to its first sample on an engine alone."""
+def _fit_prefill(
+    records: Sequence[TrajectoryRecord], works: Sequence[TrajectoryWork]
+) -> tuple[float, float]:
+    """Seconds of any prefill, and of each new token. A prompt is new to its first sample on an
+    engine alone."""
     rows: list[tuple[float, float]] = []
     seconds: list[float] = []
     seen: set[tuple[str, str]] = set()

@@ -1,7 +1,8 @@
 """The data of the pictures: engines over time, and where the longest trajectories' time went.
 
-All systems show the same trajectories in the same order, so that a row compares across systems. Below them comes the
-trajectory that ends last, unless it is one of them. A cell of a strip is the mean over its time.
+All systems show the same trajectories in the same order, so that a row compares across systems.
+Below them comes the trajectory that ends last, unless it is one of them. A cell of a strip is the
+mean over its time.
 """
 
 import itertools
@@ -26,8 +27,8 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """One trajectory without gaps: time without a span is queue, also the wait for a ticket. moved_s: when it continued
-    on another engine."""
+    """One trajectory without gaps: time without a span is queue, also the wait for a ticket.
+    moved_s: when it continued on another engine."""
 
     label: str
     spans: tuple[Span, ...]
@@ -36,7 +37,8 @@ class Bars:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One engine, by cell. batch: mean sequences that decode; prefill: share of the time that it prefills."""
+    """One engine, by cell. batch: mean sequences that decode; prefill: share of the time that it
+    prefills."""
 
     engine_id: str
     gpus: int
@@ -69,12 +71,20 @@ class Scene:
     @property
     def most_batch(self) -> float:
         """Largest mean batch of any cell."""
-        return max((float(lane.batch.max()) for panel in self.panels for lane in panel.lanes), default=1.0) or 1.0
+        return (
+            max(
+                (float(lane.batch.max()) for panel in self.panels for lane in panel.lanes),
+                default=1.0,
+            )
+            or 1.0
+        )
 
 
-def choose_systems(systems: Sequence[System], comparison: Comparison, log: Log | None = None) -> list[str]:
-    """Names of the systems to draw: the best baseline, Heddle and Treadle, else the first two; of a logged step, how it
-    was run in place of Heddle."""
+def choose_systems(
+    systems: Sequence[System], comparison: Comparison, log: Log | None = None
+) -> list[str]:
+    """Names of the systems to draw: the best baseline, Heddle and Treadle, else the first two; of a
+    logged step, how it was run in place of Heddle."""
     known = [system.name for system in systems]
     names = dict.fromkeys((comparison.best_baseline, log.way if log else HEDDLE.name, TREADLE.name))
     wanted = [name for name in names if name in known]
@@ -93,7 +103,9 @@ def make_scene(runs: Sequence[Run], workload: Workload, comparison: Comparison) 
     )
 
 
-def _panel(run: Run, workload: Workload, edges: Floats, longest: list[int], comparison: Comparison) -> Panel:
+def _panel(
+    run: Run, workload: Workload, edges: Floats, longest: list[int], comparison: Comparison
+) -> Panel:
     times = run.outcome.times
     last = max(range(len(times)), key=lambda index: times[index].finished_s)
     shown = [(index, "") for index in longest] + ([] if last in longest else [(last, "last: ")])
@@ -106,7 +118,9 @@ def _panel(run: Run, workload: Workload, edges: Floats, longest: list[int], comp
         makespan_s=run.outcome.makespan_s,
         lanes=tuple(
             Lane(engine_id(index), model.gpus, *average_cells(spans, edges))
-            for index, (model, spans) in enumerate(zip(run.cluster.engines, run.outcome.engine_spans, strict=True))
+            for index, (model, spans) in enumerate(
+                zip(run.cluster.engines, run.outcome.engine_spans, strict=True)
+            )
         ),
         bars=tuple(_bars(workload, index, before, times[index].spans) for index, before in shown),
     )
@@ -120,12 +134,23 @@ def _bars(workload: Workload, index: int, before: str, spans: Sequence[Span]) ->
         for before_s, span in zip([0.0, *(span.end_s for span in ordered)], ordered, strict=False)
         if span.start_s > before_s
     ]
-    moved = tuple(later.start_s for earlier, later in itertools.pairwise(ordered) if later.engine != earlier.engine)
-    return Bars(f"{before}{work.prompt_id} #{work.sample} · {work.gen_tokens:,} tok", (*waits, *ordered), moved)
+    moved = tuple(
+        later.start_s
+        for earlier, later in itertools.pairwise(ordered)
+        if later.engine != earlier.engine
+    )
+    return Bars(
+        f"{before}{work.prompt_id} #{work.sample} · {work.gen_tokens:,} tok",
+        (*waits, *ordered),
+        moved,
+    )
 
 
-def average_cells(spans: Sequence[tuple[float, float, int]], edges: Floats) -> tuple[Floats, Floats]:
-    """Mean batch and share of prefill between each two edges; spans in order of time, batch -1 for a prefill."""
+def average_cells(
+    spans: Sequence[tuple[float, float, int]], edges: Floats
+) -> tuple[Floats, Floats]:
+    """Mean batch and share of prefill between each two edges; spans in order of time, batch -1 for
+    a prefill."""
     if not spans:
         return np.zeros(len(edges) - 1), np.zeros(len(edges) - 1)
     starts, ends, batches = (np.asarray(column, np.float64) for column in zip(*spans, strict=True))
@@ -135,6 +160,10 @@ def average_cells(spans: Sequence[tuple[float, float, int]], edges: Floats) -> t
     def mean(weights: Floats) -> Floats:
         grown = np.cumsum(weights * (ends - starts))
         at_corners = np.column_stack([np.concatenate([[0.0], grown[:-1]]), grown]).ravel()
-        return np.asarray(np.diff(np.interp(edges, corners, at_corners, left=0.0)) / width, np.float64)
+        return np.asarray(
+            np.diff(np.interp(edges, corners, at_corners, left=0.0)) / width, np.float64
+        )
 
-    return mean(np.maximum(batches, 0.0)), np.clip(mean((batches < 0.0).astype(np.float64)), 0.0, 1.0)
+    return mean(np.maximum(batches, 0.0)), np.clip(
+        mean((batches < 0.0).astype(np.float64)), 0.0, 1.0
+    )

@@ -20,8 +20,8 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one snapshot and end.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show a mesh while it runs, once a second until Ctrl-C: engines, rollouts and their straggler tax, moves, and the
-    trajectories with the longest way to go."""
+    """Show a mesh while it runs, once a second until Ctrl-C: engines, rollouts and their straggler
+    tax, moves, and the trajectories with the longest way to go."""
     exits.run(lambda _: run_top(scheduler, once, as_json, Console()))
 
 
@@ -37,7 +37,9 @@ async def run_top(scheduler: str, once: bool, as_json: bool, out: Console) -> in
     if as_json and not once:
         raise UsageProblem("--json prints one snapshot: give --once with it")
     if not once and not out.is_terminal:
-        raise UsageProblem("treadle top needs a terminal: give --once, or --once --json, where there is none")
+        raise UsageProblem(
+            "treadle top needs a terminal: give --once, or --once --json, where there is none"
+        )
     async with reach_scheduler(scheduler) as stub:
         watcher = Watcher(scheduler, stub, own_certificates())
         snapshot = await watcher.look()
@@ -52,5 +54,7 @@ async def run_top(scheduler: str, once: bool, as_json: bool, out: Console) -> in
                     snapshot = await watcher.look()
                     answered_s = time.monotonic()
                     live.update(Screen(snapshot), refresh=True)
-                except grpc.aio.AioRpcError:  # the scheduler restarts, or another one leads: the last state stays
+                except (
+                    grpc.aio.AioRpcError
+                ):  # the scheduler restarts, or another one leads: the last state stays
                     live.update(Screen(snapshot, time.monotonic() - answered_s), refresh=True)

@@ -1,5 +1,5 @@
-"""Draw a snapshot for a terminal of 80 columns or more: engines, moves and rollouts whole, and as many of the longest
-trajectories as there is room for.
+"""Draw a snapshot for a terminal of 80 columns or more: engines, moves and rollouts whole, and as
+many of the longest trajectories as there is room for.
 
 Whatever comes from the mesh is printed as plain text: no name of a prompt can change the terminal.
 """
@@ -45,8 +45,13 @@ class Screen:
             parts += [Text(""), _rollouts(shot.rollouts[:SHOWN_ROLLOUTS])]
         if shot.moves:
             parts += [Text(""), _moves(shot.moves[:SHOWN_MOVES])]
-        used = sum(part.row_count + 1 if isinstance(part, Table) else part.plain.count("\n") + 1 for part in parts)
-        room = max(1, height - used - 4)  # a blank line, the heading, how many more there are, and the cursor's line
+        used = sum(
+            part.row_count + 1 if isinstance(part, Table) else part.plain.count("\n") + 1
+            for part in parts
+        )
+        room = max(
+            1, height - used - 4
+        )  # a blank line, the heading, how many more there are, and the cursor's line
         parts += [Text(""), _trajectories(shot.trajectories[:room])]
         parts += _more(len(shot.trajectories) - room, "trajectories")
         return parts
@@ -59,10 +64,13 @@ class Screen:
             ("treadle top ", "bold"),
             f"{shot.scheduler}  {healthy}/{len(shot.engines)} engines ok, ",
             f"{len(shot.trajectories)} trajectories open{age}\n",
-            f"{shot.tokens_per_s:,.0f} tok/s, {shot.trajectories_per_minute:,.0f} trajectories/min; {shot.policy}",
+            f"{shot.tokens_per_s:,.0f} tok/s, {shot.trajectories_per_minute:,.0f} "
+            f"trajectories/min; {shot.policy}",
         )
         if self._silent_s:
-            text.append(f"\nno answer for {self._silent_s:.0f} s: this is what was known before", "bold red")
+            text.append(
+                f"\nno answer for {self._silent_s:.0f} s: this is what was known before", "bold red"
+            )
         return text
 
 
@@ -85,7 +93,19 @@ def _name(text: str) -> Text:
 
 
 def _engines(engines: Sequence[EngineRow]) -> Table:
-    table = _table("engine", "batch", "", "queue", "KV", "", "tok/s", "traj", "weights", "health", left=(0, 2, 5, 8, 9))
+    table = _table(
+        "engine",
+        "batch",
+        "",
+        "queue",
+        "KV",
+        "",
+        "tok/s",
+        "traj",
+        "weights",
+        "health",
+        left=(0, 2, 5, 8, 9),
+    )
     for each in engines:
         table.add_row(
             _name(each.engine_id),
@@ -105,7 +125,11 @@ def _engines(engines: Sequence[EngineRow]) -> Table:
 def _rollouts(rollouts: Sequence[RolloutRow]) -> Table:
     table = _table("rollout", "ended", "", "running", "straggler tax", left=(0, 2))
     for each in rollouts:
-        tax = "not yet: a tenth is to end" if math.isnan(each.straggler_tax) else f"{each.straggler_tax:.0%}"
+        tax = (
+            "not yet: a tenth is to end"
+            if math.isnan(each.straggler_tax)
+            else f"{each.straggler_tax:.0%}"
+        )
         table.add_row(
             _name(each.rollout_id or NO_ROLLOUT),
             f"{each.done}/{each.total}",
@@ -125,7 +149,9 @@ def _moves(moves: Sequence[MoveRow]) -> Table:
 
 
 def _trajectories(rows: Sequence[TrajectoryRow]) -> Table:
-    table = _table("longest remaining", "engine", "turn", "tokens", "left", "state", "moves", left=(0, 1, 5))
+    table = _table(
+        "longest remaining", "engine", "turn", "tokens", "left", "state", "moves", left=(0, 1, 5)
+    )
     for each in rows:
         table.add_row(
             _name(f"{printable(each.prompt_id)[-MOST:]} #{each.sample}"),

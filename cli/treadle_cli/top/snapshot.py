@@ -1,7 +1,8 @@
 """What a mesh does at one moment, from the scheduler's own answers.
 
-Engines are asked for each time. All trajectories are many messages: they are asked for again only after SPARE times as
-long as the last answer took, so that looking takes a small share of the scheduler's core, however large the mesh.
+Engines are asked for each time. All trajectories are many messages: they are asked for again only
+after SPARE times as long as the last answer took, so that looking takes a small share of the
+scheduler's core, however large the mesh.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class EngineRow:
 
 @dataclass(frozen=True)
 class TrajectoryRow:
-    """An open trajectory. left_tokens: the median that is predicted; NaN where nobody predicts it."""
+    """An open trajectory. left_tokens: the median that is predicted; NaN where nobody predicts
+    it."""
 
     trajectory_id: str
     prompt_id: str
@@ -64,8 +66,8 @@ class TrajectoryRow:
 
 @dataclass(frozen=True)
 class RolloutRow:
-    """A rollout, or the trajectories without one. straggler_tax: the share of the time since its start that has gone
-    by since nine tenths of its trajectories ended; NaN before."""
+    """A rollout, or the trajectories without one. straggler_tax: the share of the time since its
+    start that has gone by since nine tenths of its trajectories ended; NaN before."""
 
     rollout_id: str
     done: int
@@ -87,8 +89,8 @@ class MoveRow:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A mesh at one moment. trajectories: longest remaining first. age_s: of the trajectories, when this was made.
-    moves: None where this process may not ask for them."""
+    """A mesh at one moment. trajectories: longest remaining first. age_s: of the trajectories, when
+    this was made. moves: None where this process may not ask for them."""
 
     scheduler: str
     policy: str
@@ -128,7 +130,9 @@ class Watcher:
     _known: list[pb.Trajectory] = field(default_factory=list)
     _asked_s: float = -math.inf  # monotonic, when the last answer had come
     _ask_again_s: float = -math.inf
-    _ended: list[tuple[float, int]] = field(default_factory=list)  # monotonic, trajectories that had ended by then
+    _ended: list[tuple[float, int]] = field(
+        default_factory=list
+    )  # monotonic, trajectories that had ended by then
     _moves_refused: bool = False
 
     async def look(self) -> Snapshot:
@@ -166,13 +170,17 @@ class Watcher:
     async def _moves(self) -> tuple[MoveRow, ...] | None:
         if self._moves_refused:
             return None
-        address = (await self.stub.GetDirectory(pb.GetDirectoryRequest(), timeout=ASK_S)).migrator_address
+        address = (
+            await self.stub.GetDirectory(pb.GetDirectoryRequest(), timeout=ASK_S)
+        ).migrator_address
         if not address:
             return ()
         async with open_channel(address, "migrator", self.certificates) as channel:
             stub = migrator_pb2_grpc.MigratorServiceStub(channel)
             try:
-                listed = await stub.ListMigrations(migrator_pb2.ListMigrationsRequest(page_size=PAGE), timeout=ASK_S)
+                listed = await stub.ListMigrations(
+                    migrator_pb2.ListMigrationsRequest(page_size=PAGE), timeout=ASK_S
+                )
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.UNAVAILABLE:
                     return ()  # it may be restarting
@@ -181,7 +189,8 @@ class Watcher:
         return latest_moves(listed.migrations, time.time())
 
     def _rate(self) -> float:
-        """Trajectories that end in a minute, over the last RATE_S; the scheduler forgets old ones, so never below 0."""
+        """Trajectories that end in a minute, over the last RATE_S; the scheduler forgets old ones,
+        so never below 0."""
         if len(self._ended) < 2:
             return 0.0
         (first_s, first), (last_s, last) = self._ended[0], self._ended[-1]
@@ -260,7 +269,13 @@ def rollouts_of(trajectories: Sequence[pb.Trajectory], now_s: float) -> tuple[Ro
         most = math.ceil((1.0 - TAIL) * len(own))
         taxed = len(ends_s) >= most and until_s > began_s
         tax = (until_s - ends_s[most - 1]) / (until_s - began_s) if taxed else math.nan
-        rows.append((is_open, began_s, RolloutRow(rollout_id, len(ends_s), len(own), until_s - began_s, tax)))
+        rows.append(
+            (
+                is_open,
+                began_s,
+                RolloutRow(rollout_id, len(ends_s), len(own), until_s - began_s, tax),
+            )
+        )
     rows.sort(key=lambda row: (row[0], row[1]), reverse=True)
     still = [row for is_open, _, row in rows if is_open]
     return (*still, *[row for is_open, _, row in rows if not is_open][:1])
@@ -279,7 +294,8 @@ def latest_moves(migrations: Sequence[migrator_pb2.Migration], now_s: float) -> 
             each.source_engine_id,
             each.target_engine_id,
             MOVE_STATES.get(each.state, ""),
-            (_unix_s(each.ended_at) if each.HasField("ended_at") else now_s) - _unix_s(each.created_at),
+            (_unix_s(each.ended_at) if each.HasField("ended_at") else now_s)
+            - _unix_s(each.created_at),
         )
         for each in newest
     )

@@ -1,9 +1,10 @@
 """Treadle's client: agentic-RL rollouts that do not wait for their longest trajectory.
 
-The public names are the ones below; `treadle.<area>.v1` are the generated messages and stubs of the contract in
-protos/.
+The public names are the ones below; `treadle.<area>.v1` are the generated messages and stubs of the
+contract in protos/.
 
-A public name is imported when it is first used: whoever takes a message or a stub does not import the client too.
+A public name is imported when it is first used: whoever takes a message or a stub does not import
+the client too.
 """
 
 from importlib import import_module

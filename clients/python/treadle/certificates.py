@@ -1,9 +1,10 @@
 """The certificate by which a process is known in a mesh, and the channels that present it.
 
-A folder holds `tls.crt`, `tls.key` and `ca.crt` (PEM, named as in a Kubernetes TLS secret). It is read again when its
-files change, so that certificates are replaced while processes run: a new connection presents the new one, and calls
-under way end on the connection that they began on. A server proves its service by the DNS name `SERVICE.treadle`,
-wherever it listens; a caller proves who it is by a URI, `treadle://client/TENANT` (all kinds stand in
+A folder holds `tls.crt`, `tls.key` and `ca.crt` (PEM, named as in a Kubernetes TLS secret). It is
+read again when its files change, so that certificates are replaced while processes run: a new
+connection presents the new one, and calls under way end on the connection that they began on. A
+server proves its service by the DNS name `SERVICE.treadle`, wherever it listens; a caller proves
+who it is by a URI, `treadle://client/TENANT` (all kinds stand in
 protos/treadle/common/v1/access.proto).
 """
 
@@ -28,9 +29,14 @@ FOLDER_VARIABLE = "TREADLE_TLS_FOLDER"
 CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
 NATS_NAME = "nats.treadle"  # of a server of NATS
 LOOK_EVERY_S = 1.0  # at the folder, for new files
-LAST_CALLS_S = 24 * 3600.0  # how long calls may still run on a connection with the certificate before
+LAST_CALLS_S = (
+    24 * 3600.0
+)  # how long calls may still run on a connection with the certificate before
 HANDSHAKE_S = 5.0
-HANDSHAKES, HANDSHAKE_PAUSE_S = 2, 0.3  # a server that is ending closes a connection too, but not twice
+HANDSHAKES, HANDSHAKE_PAUSE_S = (
+    2,
+    0.3,
+)  # a server that is ending closes a connection too, but not twice
 Options = tuple[tuple[str, int | str], ...]
 
 _log = logging.getLogger("treadle")
@@ -38,7 +44,8 @@ _log = logging.getLogger("treadle")
 
 @dataclass(frozen=True, eq=False)
 class Certificate:
-    """PEM: the private key, the certificate with those between it and the authority, and the authorities to trust."""
+    """PEM: the private key, the certificate with those between it and the authority, and the
+    authorities to trust."""
 
     key: bytes
     chain: bytes
@@ -61,8 +68,8 @@ class Certificates:
         return cls(folder) if folder else None
 
     def current(self) -> Certificate:
-        """The same object until the files change. Where the new ones do not fit together, as while they are being
-        written, the ones before stay. Any thread may call."""
+        """The same object until the files change. Where the new ones do not fit together, as while
+        they are being written, the ones before stay. Any thread may call."""
         now = time.monotonic()
         if now >= self._look_at:
             self._look_at = now + LOOK_EVERY_S
@@ -89,8 +96,9 @@ class Certificates:
             _log.warning("the certificate before stays in use: %s", error)
 
     async def refusal(self, address: str, service: str) -> TreadleError | None:
-        """Whether certificates are why there is no connection to the server at `address` (host:port): UNAUTHENTICATED
-        CERTIFICATE_REFUSED, by it or by us; gRPC says UNAVAILABLE of everything. None where they are not."""
+        """Whether certificates are why there is no connection to the server at `address`
+        (host:port): UNAUTHENTICATED CERTIFICATE_REFUSED, by it or by us; gRPC says UNAVAILABLE of
+        everything. None where they are not."""
         for attempt in range(HANDSHAKES):
             if attempt:
                 await asyncio.sleep(HANDSHAKE_PAUSE_S)
@@ -98,10 +106,15 @@ class Certificates:
             if not said:
                 return None
         message = f"{address}: {said}; see {self.folder / CERTIFICATE} and {AUTHORITY}"
-        return TreadleError(grpc.StatusCode.UNAUTHENTICATED, message, "CERTIFICATE_REFUSED", "client.treadle")
+        return TreadleError(
+            grpc.StatusCode.UNAUTHENTICATED, message, "CERTIFICATE_REFUSED", "client.treadle"
+        )
 
-    async def open_tls(self, address: str, service: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection to a service at `address` (host:port) after its handshake, as gRPC makes it. Raises OSError."""
+    async def open_tls(
+        self, address: str, service: str
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection to a service at `address` (host:port) after its handshake, as gRPC makes it.
+        Raises OSError."""
         host, _, port = address.rpartition(":")
         context = self.context()
         context.set_alpn_protocols(["h2"])
@@ -124,23 +137,34 @@ class Certificates:
             return f"the server refuses this certificate: {error.reason}"
         except (OSError, TimeoutError):
             return ""
-        # In TLS 1.3 a server looks at the client's certificate after the handshake; one of gRPC then closes without a
-        # word, and else speaks first.
-        refused = "the server refuses this certificate: it has expired, or the server does not trust its authority"
+        # In TLS 1.3 a server looks at the client's certificate after the handshake; one of gRPC
+        # then closes without a word, and else speaks first.
+        refused = (
+            "the server refuses this certificate: it has expired, or the server does not "
+            "trust its authority"
+        )
         return "" if first else refused
 
     def _stamp(self) -> tuple[int, ...]:
         try:
-            return tuple((self.folder / name).stat().st_mtime_ns for name in (CERTIFICATE, KEY, AUTHORITY))
+            return tuple(
+                (self.folder / name).stat().st_mtime_ns for name in (CERTIFICATE, KEY, AUTHORITY)
+            )
         except OSError as error:
-            raise ValueError(f"{error.filename}: {error.strerror}; make certificates with `treadle certs`") from None
+            raise ValueError(
+                f"{error.filename}: {error.strerror}; make certificates with `treadle certs`"
+            ) from None
 
     def _read(self) -> Certificate:
         try:
             self.context()  # the key is the certificate's, and all can be parsed
-            key, chain, authorities = ((self.folder / name).read_bytes() for name in (KEY, CERTIFICATE, AUTHORITY))
+            key, chain, authorities = (
+                (self.folder / name).read_bytes() for name in (KEY, CERTIFICATE, AUTHORITY)
+            )
         except (ssl.SSLError, OSError) as error:
-            raise ValueError(f"{self.folder} holds no key with its certificate and authority: {error}") from None
+            raise ValueError(
+                f"{self.folder} holds no key with its certificate and authority: {error}"
+            ) from None
         return Certificate(key, chain, authorities)
 
 
@@ -151,13 +175,16 @@ def open_channel(
     options: Options = (),
     interceptors: Sequence[grpc.aio.ClientInterceptor] = (),
 ) -> grpc.aio.Channel:
-    """A channel to the `service` (scheduler, sidecar, ...) at `address`; in plaintext without certificates."""
+    """A channel to the `service` (scheduler, sidecar, ...) at `address`; in plaintext without
+    certificates."""
     if certificates is None:
         return grpc.aio.insecure_channel(address, options, interceptors=interceptors)
     named = (*options, ("grpc.ssl_target_name_override", f"{service}.treadle"))
 
     def connect(certificate: Certificate) -> grpc.aio.Channel:
-        credentials = grpc.ssl_channel_credentials(certificate.authorities, certificate.key, certificate.chain)
+        credentials = grpc.ssl_channel_credentials(
+            certificate.authorities, certificate.key, certificate.chain
+        )
         return grpc.aio.secure_channel(address, credentials, named, interceptors=interceptors)
 
     return _RenewedChannel(certificates, connect)
@@ -166,7 +193,9 @@ def open_channel(
 class _RenewedChannel(grpc.aio.Channel):
     """A channel whose calls begin on a connection with the present certificate."""
 
-    def __init__(self, certificates: Certificates, connect: Callable[[Certificate], grpc.aio.Channel]) -> None:
+    def __init__(
+        self, certificates: Certificates, connect: Callable[[Certificate], grpc.aio.Channel]
+    ) -> None:
         self._certificates, self._connect = certificates, connect
         self._certificate = certificates.current()
         self._channel = connect(self._certificate)

@@ -1,8 +1,9 @@
 """treadle.Client opens trajectories in a mesh, runs rollouts and takes training batches.
 
-One address is enough. Leaving the `async with` block closes every open trajectory and every channel. For one event loop
-and any number of tasks on it: the loop must not stand still for longer than the scheduler's JOB_LEASE_S (45 s) while
-trajectories are open, as the client renews its lease from it.
+One address is enough. Leaving the `async with` block closes every open trajectory and every
+channel. For one event loop and any number of tasks on it: the loop must not stand still for longer
+than the scheduler's JOB_LEASE_S (45 s) while trajectories are open, as the client renews its lease
+from it.
 """
 
 from __future__ import annotations
@@ -52,26 +53,31 @@ TOKEN_INTERVAL_S, LONGEST_TOKEN_INTERVAL_S = 0.05, 10.0  # of a sidecar
 
 
 class Client(FleetCalls):
-    """A client of the mesh whose scheduler listens at `address` (host:port; several processes: with commas between).
+    """A client of the mesh whose scheduler listens at `address` (host:port; several processes: with
+    commas between).
 
-    timeouts: deadlines of logical calls. retry: how attempts are spaced. tls_folder: of this client's certificate
-    (`treadle.certificates`); None: TREADLE_TLS_FOLDER, and plaintext where that is not set. interceptors: of grpc.aio,
-    e.g. OpenTelemetry's, for spans of each call. seed: of the jitter. call_tokens: a turn longer than this is
-    generated in several calls with a ticket each, so that its trajectory is ranked again and may move in the middle of
-    it; the caller sees one step. 0 for one call a turn. token_interval_s: sampled tokens come together for so long, at
-    most 10 s; 0 sends each at once, for a person who watches. A longer one spares a process with thousands of
-    trajectories work, and what was not sent is sampled again where an engine is lost. job: whose share of the engines
-    and of the pooled rewards this client uses, e.g. the name of the training run; of rewards, each rollout without one
-    is a job. weight: of the job's share of slots and KV, while other jobs want them too; all clients of one name have
-    one share, of the largest weight given, and all without a name have one of weight 1; None: 1, or that of the job
-    which is resumed. policy: how the job's trajectories are ranked and placed; None: as the mesh is set, or as the job
-    which is resumed. resume: go on with the rollouts that a client of the same job, which died or was interrupted, has
-    begun and not ended (see `rollout`); of several clients of a job, one at a time resumes it. Raises ValueError.
+    timeouts: deadlines of logical calls. retry: how attempts are spaced. tls_folder: of this
+    client's certificate (`treadle.certificates`); None: TREADLE_TLS_FOLDER, and plaintext where
+    that is not set. interceptors: of grpc.aio, e.g. OpenTelemetry's, for spans of each call. seed:
+    of the jitter. call_tokens: a turn longer than this is generated in several calls with a ticket
+    each, so that its trajectory is ranked again and may move in the middle of it; the caller sees
+    one step. 0 for one call a turn. token_interval_s: sampled tokens come together for so long, at
+    most 10 s; 0 sends each at once, for a person who watches. A longer one spares a process with
+    thousands of trajectories work, and what was not sent is sampled again where an engine is lost.
+    job: whose share of the engines and of the pooled rewards this client uses, e.g. the name of the
+    training run; of rewards, each rollout without one is a job. weight: of the job's share of slots
+    and KV, while other jobs want them too; all clients of one name have one share, of the largest
+    weight given, and all without a name have one of weight 1; None: 1, or that of the job which is
+    resumed. policy: how the job's trajectories are ranked and placed; None: as the mesh is set, or
+    as the job which is resumed. resume: go on with the rollouts that a client of the same job,
+    which died or was interrupted, has begun and not ended (see `rollout`); of several clients of a
+    job, one at a time resumes it. Raises ValueError.
 
-    When a client dies, the scheduler closes its trajectories as failed once its lease has ended, resume or not: their
-    tokens were in the dead process, and what they hold blocks others. A client that resumes the job has them closed at
-    once; where the client before it lives after all, that one's calls raise TreadleError JOB_TAKEN_OVER. What resume
-    keeps is the rollout with all submitted samples, for JOB_RESUME_S of the scheduler (a day).
+    When a client dies, the scheduler closes its trajectories as failed once its lease has ended,
+    resume or not: their tokens were in the dead process, and what they hold blocks others. A client
+    that resumes the job has them closed at once; where the client before it lives after all, that
+    one's calls raise TreadleError JOB_TAKEN_OVER. What resume keeps is the rollout with all
+    submitted samples, for JOB_RESUME_S of the scheduler (a day).
     """
 
     def __init__(
@@ -92,13 +98,19 @@ class Client(FleetCalls):
     ) -> None:
         if weight is not None and not (job and 0.0 < weight < math.inf):
             need = (
-                f"must be a finite number > 0, is {weight}" if job else "needs job=...: the name whose share it is of"
+                f"must be a finite number > 0, is {weight}"
+                if job
+                else "needs job=...: the name whose share it is of"
             )
             raise ValueError(f"weight {need}")
         if resume and not job:
-            raise ValueError("resume=True needs job=...: the name by which the next client finds its rollouts")
+            raise ValueError(
+                "resume=True needs job=...: the name by which the next client finds its rollouts"
+            )
         if call_tokens < 0:
-            raise ValueError(f"call_tokens must be >= 0, is {call_tokens}; 0 generates each turn in one call")
+            raise ValueError(
+                f"call_tokens must be >= 0, is {call_tokens}; 0 generates each turn in one call"
+            )
         if not 0 <= token_interval_s <= LONGEST_TOKEN_INTERVAL_S:
             limit = f"must be from 0 to {LONGEST_TOKEN_INTERVAL_S:g} s, is {token_interval_s:g} s"
             raise ValueError(f"token_interval_s {limit}; 0 sends each token at once")
@@ -115,7 +127,10 @@ class Client(FleetCalls):
             job,
         )
         self._open_job = partial(
-            Job, resume=resume, weight=weight or 0.0, policy=policy_message(policy) if policy is not None else None
+            Job,
+            resume=resume,
+            weight=weight or 0.0,
+            policy=policy_message(policy) if policy is not None else None,
         )
         self._mesh: Mesh | None = None
         self._job: Job | None = None
@@ -143,14 +158,17 @@ class Client(FleetCalls):
     ) -> Trajectory:
         """Open a trajectory.
 
-        prompt: token ids, at least one. max_total_tokens: cap on generated tokens of all turns, 0 for none.
-        hardware_tags: only engines that carry all of them run it; while none does, its steps wait, and once that is so
-        for MISSING_TAGS_S of the scheduler (180 s) they raise NO_ENGINE_WITH_TAGS. pinned_engine_id: run there and
-        never migrate. on_change: called after each step and tool call. Errors: TypeError; TreadleError INVALID_ARGUMENT
-        with field_violations.
+        prompt: token ids, at least one. max_total_tokens: cap on generated tokens of all turns, 0
+        for none. hardware_tags: only engines that carry all of them run it; while none does, its
+        steps wait, and once that is so for MISSING_TAGS_S of the scheduler (180 s) they raise
+        NO_ENGINE_WITH_TAGS. pinned_engine_id: run there and never migrate. on_change: called after
+        each step and tool call. Errors: TypeError; TreadleError INVALID_ARGUMENT with
+        field_violations.
         """
         if isinstance(hardware_tags, str):  # it is a sequence too: of its letters
-            raise TypeError(f"hardware_tags must be a sequence of tags such as ({hardware_tags!r},), is a text")
+            raise TypeError(
+                f"hardware_tags must be a sequence of tags such as ({hardware_tags!r},), is a text"
+            )
         mesh, job = self._connected()
         request = scheduler_pb2.OpenTrajectoryRequest(
             request_id=request_id(),
@@ -166,7 +184,9 @@ class Client(FleetCalls):
         async def admit() -> Trajectory:
             trace = TrajectoryTrace()
             opened = await job.open_trajectory(request, trace)
-            trajectory = Trajectory(mesh, opened, prompt, max_total_tokens, on_change, self._open.discard, trace)
+            trajectory = Trajectory(
+                mesh, opened, prompt, max_total_tokens, on_change, self._open.discard, trace
+            )
             self._open.add(trajectory)
             return trajectory
 
@@ -197,40 +217,51 @@ class Client(FleetCalls):
         hardware_tags: HardwareTags | None = None,
         progress: bool = False,
     ) -> RolloutResult:
-        """Run `agent(trajectory, prompt)` on each sample of each prompt, and submit each that has finished.
+        """Run `agent(trajectory, prompt)` on each sample of each prompt, and submit each that has
+        finished.
 
-        The agent returns the reward, None, or the PendingReward of Trajectory.score: then its trajectory is closed at
-        once and submitted when the score is there. It may close the trajectory itself with another outcome. One that
-        raises fails its trajectory alone. Raises ValueError, and TreadleError where the rollout cannot be created.
+        The agent returns the reward, None, or the PendingReward of Trajectory.score: then its
+        trajectory is closed at once and submitted when the score is there. It may close the
+        trajectory itself with another outcome. One that raises fails its trajectory alone. Raises
+        ValueError, and TreadleError where the rollout cannot be created.
 
         An argument that is None is what the agent declares (`treadle.agent`), or else its default:
 
-        - samples_per_prompt: 4. keep_per_prompt: a group settles once so many are in, and its other samples are ended,
+        - samples_per_prompt: 4. keep_per_prompt: a group settles once so many are in, and its other
+          samples are ended,
           whatever their agents do; 0, the default: all. shaping: other rules for both; see Shaping.
-        - max_staleness: weight versions that a kept token may lag behind at get_batch; -1, the default: no bound.
-        - concurrency: trajectories open at once; 0, the default: all. max_total_tokens: cap of a trajectory; 0: none.
-        - hardware_tags: of all trajectories, or (prompt, sample) -> tags; see `open`. pin: (prompt, sample) -> the
+        - max_staleness: weight versions that a kept token may lag behind at get_batch; -1, the
+          default: no bound.
+        - concurrency: trajectories open at once; 0, the default: all. max_total_tokens: cap of a
+          trajectory; 0: none.
+        - hardware_tags: of all trajectories, or (prompt, sample) -> tags; see `open`. pin: (prompt,
+          sample) -> the
           engine_id to run on, without moves.
         - on_event: called from the event loop, must not block. progress: show a bar (needs tqdm).
-        - stream_tokens: of a trajectory that runs, so many new tokens at a time go to those who read
+        - stream_tokens: of a trajectory that runs, so many new tokens at a time go to those who
+          read
           Client.stream_tokens; 0: none.
 
-        Cancelling the caller aborts every step, closes every trajectory as "cancelled", and cancels the rollout unless
-        the client resumes its job. With Client(resume=True), a rollout of the same prompts (by id, in order) and
-        parameters that was begun in this job, and whose call never returned, is gone on with, also in a new process:
-        submitted samples are not run again (`TrajectoryResult.submitted_before`), nor those of settled groups; all
-        others run from their prompts. After a call that has returned, the same call runs a new rollout, or, with a
+        Cancelling the caller aborts every step, closes every trajectory as "cancelled", and cancels
+        the rollout unless the client resumes its job. With Client(resume=True), a rollout of the
+        same prompts (by id, in order) and parameters that was begun in this job, and whose call
+        never returned, is gone on with, also in a new process: submitted samples are not run again
+        (`TrajectoryResult.submitted_before`), nor those of settled groups; all others run from
+        their prompts. After a call that has returned, the same call runs a new rollout, or, with a
         rollout_id, returns what was submitted to it.
 
-        One process plays some thousand trajectories at once. More of them work on one rollout together, each in a
-        client of its own: all give the same rollout_id, prompts and parameters, and the i-th of n, from 0, gives
-        part=(i, n), runs every n-th sample and returns those. Who comes first creates the rollout; a group settles with
-        the samples of all; a call that is cancelled leaves the rollout to the others.
+        One process plays some thousand trajectories at once. More of them work on one rollout
+        together, each in a client of its own: all give the same rollout_id, prompts and parameters,
+        and the i-th of n, from 0, gives part=(i, n), runs every n-th sample and returns those. Who
+        comes first creates the rollout; a group settles with the samples of all; a call that is
+        cancelled leaves the rollout to the others.
         """
         check_part(part)
         count = part[1]
         if count > 1 and not rollout_id:
-            raise ValueError("part needs rollout_id=...: the name by which the other processes find the rollout")
+            raise ValueError(
+                "part needs rollout_id=...: the name by which the other processes find the rollout"
+            )
         if stream_tokens < 0:
             raise ValueError(f"stream_tokens must be >= 0, is {stream_tokens}; 0 streams none")
         arguments = RolloutArguments.of(
@@ -243,11 +274,17 @@ class Client(FleetCalls):
             shaping=shaping,
             hardware_tags=hardware_tags,
         )
-        spec, tags, (mesh, job) = arguments.spec(prompts), arguments.hardware_tags, self._connected()
+        spec, tags, (mesh, job) = (
+            arguments.spec(prompts),
+            arguments.hardware_tags,
+            self._connected(),
+        )
         await require_declared(mesh, agent)
         samples = len(prompts) * arguments.samples_per_prompt // count
         with show_progress(samples, on_event) if progress else nullcontext(on_event) as shown:
-            run = RolloutRun(mesh, job, self.open, agent, spec, shown, pin, tags, rollout_id, part, stream_tokens)
+            run = RolloutRun(
+                mesh, job, self.open, agent, spec, shown, pin, tags, rollout_id, part, stream_tokens
+            )
             return await run.run(prompts, arguments.concurrency)
 
     async def score(
@@ -255,9 +292,9 @@ class Client(FleetCalls):
     ) -> PendingReward:
         """Request a reward for a trajectory that has ended; returns once the request is accepted.
 
-        reward: the name of a reward function of the tools service. arguments: what it reads, see its schema. job: whose
-        share of the pool, default this client's. Errors: TreadleError NOT_FOUND REWARD_FUNCTION_NOT_FOUND,
-        INVALID_ARGUMENT with field_violations.
+        reward: the name of a reward function of the tools service. arguments: what it reads, see
+        its schema. job: whose share of the pool, default this client's. Errors: TreadleError
+        NOT_FOUND REWARD_FUNCTION_NOT_FOUND, INVALID_ARGUMENT with field_violations.
         """
         mesh, _ = self._connected()
         return await request_reward(mesh, trajectory_id, reward, arguments, job or mesh.job)
@@ -273,16 +310,18 @@ class Client(FleetCalls):
         batch_id: str = "",
         part: tuple[int, int] = (0, 1),
     ) -> Batch:
-        """Take up to max_groups settled groups for training, oldest first, none staler than the rollout's bound.
+        """Take up to max_groups settled groups for training, oldest first, none staler than the
+        rollout's bound.
 
-        weight_version: the trainer's present one. wait: for max_groups rather than answer with fewer, up to timeout_s
-        (default timeouts.batch_s), or for wait_at_most_s, after which the batch has what there is. batch_id: a name,
-        such as that of the training step, under which the same call gives the same batch again, also to a trainer that
-        was killed and started again, until `confirm_batch`; without it the batch is confirmed as soon as it is here.
-        Ranks of one trainer share a batch: each gives the same arguments, a batch_id, and the i-th of n part=(i, n),
-        from 0; each gets other groups, about as many and as large as the others. Errors: ValueError; TreadleError
-        NOT_FOUND ROLLOUT_NOT_FOUND, DEADLINE_EXCEEDED, INVALID_ARGUMENT where a repeat has other parameters,
-        FAILED_PRECONDITION BATCH_EXPIRED.
+        weight_version: the trainer's present one. wait: for max_groups rather than answer with
+        fewer, up to timeout_s (default timeouts.batch_s), or for wait_at_most_s, after which the
+        batch has what there is. batch_id: a name, such as that of the training step, under which
+        the same call gives the same batch again, also to a trainer that was killed and started
+        again, until `confirm_batch`; without it the batch is confirmed as soon as it is here. Ranks
+        of one trainer share a batch: each gives the same arguments, a batch_id, and the i-th of n
+        part=(i, n), from 0; each gets other groups, about as many and as large as the others.
+        Errors: ValueError; TreadleError NOT_FOUND ROLLOUT_NOT_FOUND, DEADLINE_EXCEEDED,
+        INVALID_ARGUMENT where a repeat has other parameters, FAILED_PRECONDITION BATCH_EXPIRED.
         """
         mesh, _ = self._connected()
         return await take_batch(
@@ -296,42 +335,53 @@ class Client(FleetCalls):
             timeout_s=timeout_s or mesh.timeouts.batch_s,
         )
 
-    async def confirm_batch(self, rollout_id: str, batch_id: str, part: tuple[int, int] = (0, 1)) -> None:
-        """Remove the tokens of a batch, or of one rank's part of it, that was trained on and cannot be repeated any
-        more; once again does nothing. Errors: TreadleError NOT_FOUND (ROLLOUT_NOT_FOUND, BATCH_NOT_FOUND)."""
+    async def confirm_batch(
+        self, rollout_id: str, batch_id: str, part: tuple[int, int] = (0, 1)
+    ) -> None:
+        """Remove the tokens of a batch, or of one rank's part of it, that was trained on and cannot
+        be repeated any more; once again does nothing. Errors: TreadleError NOT_FOUND
+        (ROLLOUT_NOT_FOUND, BATCH_NOT_FOUND)."""
         mesh, _ = self._connected()
         await confirm_batch(mesh, rollout_id, batch_id, part)
 
     async def stream_tokens(
         self, rollout_id: str, min_tokens: int = 1, part: tuple[int, int] = (0, 1)
     ) -> AsyncIterator[RunningTokens | TrajectoryEnded]:
-        """Read the tokens of trajectories while they run, so that a forward pass need not wait for their ends (DARTS,
-        section 4.3.2); ends with the rollout. Its clients must push them: Client.rollout(stream_tokens=...).
+        """Read the tokens of trajectories while they run, so that a forward pass need not wait for
+        their ends (DARTS, section 4.3.2); ends with the rollout. Its clients must push them:
+        Client.rollout(stream_tokens=...).
 
-        min_tokens: of each piece. What is left at a trajectory's end, and what is trained on, comes with its batch. A
-        piece whose start_token lies before the end of what came takes back what followed. part: ranks that share the
-        work, the i-th of n, from 0, have every n-th prompt; a batch may give a trajectory to another rank. Ends of
-        trajectories that fall into a restart of the service are not told. Errors: ValueError; TreadleError NOT_FOUND.
+        min_tokens: of each piece. What is left at a trajectory's end, and what is trained on, comes
+        with its batch. A piece whose start_token lies before the end of what came takes back what
+        followed. part: ranks that share the work, the i-th of n, from 0, have every n-th prompt; a
+        batch may give a trajectory to another rank. Ends of trajectories that fall into a restart
+        of the service are not told. Errors: ValueError; TreadleError NOT_FOUND.
         """
         mesh, _ = self._connected()
         async for event in read_tokens(mesh, rollout_id, min_tokens, part):
             yield event
 
     async def shaping_report(self, rollout_id: str = "", history: str = "") -> ShapingReport:
-        """What shaping does to the distribution that is trained on: of a rollout, or of all rollouts of a history that
-        are over. Errors: ValueError; TreadleError NOT_FOUND ROLLOUT_NOT_FOUND | HISTORY_NOT_FOUND."""
+        """What shaping does to the distribution that is trained on: of a rollout, or of all
+        rollouts of a history that are over. Errors: ValueError; TreadleError NOT_FOUND
+        ROLLOUT_NOT_FOUND | HISTORY_NOT_FOUND."""
         mesh, _ = self._connected()
         return await read_shaping(mesh, rollout_id, history)
 
     async def _close(self) -> None:
         """Close the open trajectories, all at once, then the job and the channels.
 
-        A scheduler that cannot be reached closes them once the lease has ended, and the job with them.
+        A scheduler that cannot be reached closes them once the lease has ended, and the job with
+        them.
         """
         mesh, job = self._connected()
-        closing: list[Awaitable[None]] = [trajectory.close(outcome="cancelled") for trajectory in self._open]
+        closing: list[Awaitable[None]] = [
+            trajectory.close(outcome="cancelled") for trajectory in self._open
+        ]
         results = await asyncio.gather(*closing, return_exceptions=True)
-        lost = any(isinstance(failure, TreadleError) and failure.lost_connection for failure in results)
+        lost = any(
+            isinstance(failure, TreadleError) and failure.lost_connection for failure in results
+        )
         try:
             await job.close(tell=not lost)
         finally:
@@ -349,5 +399,7 @@ class Client(FleetCalls):
 
     def _connected(self) -> tuple[Mesh, Job]:
         if self._mesh is None or self._job is None:
-            raise RuntimeError("use treadle.Client as `async with treadle.Client(address) as client:`")
+            raise RuntimeError(
+                "use treadle.Client as `async with treadle.Client(address) as client:`"
+            )
         return self._mesh, self._job

@@ -1,17 +1,18 @@
-"""Reach the services of a mesh: channels, deadlines, retries, and one clock for everything the client records.
+"""Reach the services of a mesh: channels, deadlines, retries, and one clock for everything the
+client records.
 
-Mesh is owned by Client; trajectories, sessions and rollouts borrow it. Invariants: one address, the scheduler's, is
-enough, because the others come from Scheduler.GetDirectory at first use; a logical call ends by its deadline, retries
-included; its request, and so its request_id, is the same in every attempt, so that a server answers a repeat from its
-record.
+Mesh is owned by Client; trajectories, sessions and rollouts borrow it. Invariants: one address, the
+scheduler's, is enough, because the others come from Scheduler.GetDirectory at first use; a logical
+call ends by its deadline, retries included; its request, and so its request_id, is the same in
+every attempt, so that a server answers a repeat from its record.
 
-Where a mesh runs several schedulers, one of them leads and the others stand by: calls go to the one whose gRPC health
-is SERVING, and a connection that answers no ping for PING_TIMEOUT_MS is given up.
+Where a mesh runs several schedulers, one of them leads and the others stand by: calls go to the one
+whose gRPC health is SERVING, and a connection that answers no ping for PING_TIMEOUT_MS is given up.
 
-Retried are UNAVAILABLE and a connection that broke under the call (safe, because every mutation carries a request_id),
-and RESOURCE_EXHAUSTED where the server sent a RetryInfo. gRPC's own retryPolicy is not used: it cannot see RetryInfo,
-stops at 5 attempts, and two layers of retries multiply. Its transparent retries, of calls that never left this process,
-stay on.
+Retried are UNAVAILABLE and a connection that broke under the call (safe, because every mutation
+carries a request_id), and RESOURCE_EXHAUSTED where the server sent a RetryInfo. gRPC's own
+retryPolicy is not used: it cannot see RetryInfo, stops at 5 attempts, and two layers of retries
+multiply. Its transparent retries, of calls that never left this process, stay on.
 """
 
 from __future__ import annotations
@@ -48,40 +49,54 @@ T = TypeVar("T")
 Q = TypeVar("Q")
 A = TypeVar("A")
 
-# SubmitTrajectory carries a whole trajectory; gRPC's own limit of 4 MiB is about 450k tokens with logprobs and mask.
+# SubmitTrajectory carries a whole trajectory; gRPC's own limit of 4 MiB is about 450k tokens with
+# logprobs and mask.
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 _OPTIONS: Options = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),  # the default of 120 s would miss a restarted scheduler for minutes
+    (
+        "grpc.max_reconnect_backoff_ms",
+        1_000,
+    ),  # the default of 120 s would miss a restarted scheduler for minutes
     ("grpc.min_reconnect_backoff_ms", 5_000),  # how long one attempt to connect may take
-    # A machine that vanished, or a process that is stopped, sends no reset: pings notice within 15 s. Treadle's servers
-    # allow them this often. The last two: by default a ping that gRPC sends to measure the link is waited for for a
-    # minute, and no other is sent meanwhile; and a stream that only reads may ping once a minute.
+    # A machine that vanished, or a process that is stopped, sends no reset: pings notice within 15
+    # s. Treadle's servers allow them this often. The last two: by default a ping that gRPC sends to
+    # measure the link is waited for for a minute, and no other is sent meanwhile; and a stream that
+    # only reads may ping once a minute.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # Two clients of one process, or of one test, never share a connection and so never each other's backoff.
+    # Two clients of one process, or of one test, never share a connection and so never each other's
+    # backoff.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
 # ErrorInfo.reason of what waits for more than a moment, and what the log says of it.
-_WAITS = {"NO_ENGINE": "steps wait for an engine", "PAYLOADS_HELD": "finished trajectories wait for room"}
+_WAITS = {
+    "NO_ENGINE": "steps wait for an engine",
+    "PAYLOADS_HELD": "finished trajectories wait for room",
+}
 STEP_HELD = "STEP_HELD"  # ErrorInfo.reason of a step that waits for space on an engine
 PING_TIMEOUT_MS = 2_000
-# Of a channel to processes of which one serves. The server's name may stand for several addresses; a process that takes
-# the place of another one has a new one.
+# Of a channel to processes of which one serves. The server's name may stand for several addresses;
+# a process that takes the place of another one has a new one.
 FOLLOWING: Options = (
     (
         "grpc.service_config",
-        json.dumps({"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": ""}}),
+        json.dumps(
+            {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": ""}}
+        ),
     ),
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
     ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
-    ("grpc.min_reconnect_backoff_ms", 1_000),  # a process that hangs accepts a connection and does not greet
+    (
+        "grpc.min_reconnect_backoff_ms",
+        1_000,
+    ),  # a process that hangs accepts a connection and does not greet
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
 )
 
@@ -90,8 +105,8 @@ _log = logging.getLogger("treadle")
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Exponential backoff: the n-th wait is drawn evenly from half to the whole of first_delay_s · growth^n, at most
-    max_delay_s. A server's RetryInfo is a lower bound of the wait."""
+    """Exponential backoff: the n-th wait is drawn evenly from half to the whole of first_delay_s ·
+    growth^n, at most max_delay_s. A server's RetryInfo is a lower bound of the wait."""
 
     first_delay_s: float = 0.05
     growth: float = 2.0
@@ -105,23 +120,32 @@ class RetryPolicy:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Deadlines of whole logical calls in seconds, retries included; those of a step bound what can hang, and never how
-    long it stands in line.
+    """Deadlines of whole logical calls in seconds, retries included; those of a step bound what can
+    hang, and never how long it stands in line.
 
-    step_s: longest time that a step which runs on an engine brings no token, and longest time that is spent on attempts
-    which reach no engine. Does not count: waiting for a ticket, waiting in the queue of an engine, also when that is
-    full or after a preemption, and the time for which the caller keeps a chunk. In the queue, the sidecar is asked each
-    `step_s` whether it is there; where it does not answer within `cleanup_s`, the step goes to another engine.
+    step_s: longest time that a step which runs on an engine brings no token, and longest time that
+    is spent on attempts which reach no engine. Does not count: waiting for a ticket, waiting in the
+    queue of an engine, also when that is full or after a preemption, and the time for which the
+    caller keeps a chunk. In the queue, the sidecar is asked each `step_s` whether it is there;
+    where it does not answer within `cleanup_s`, the step goes to another engine.
     """
 
     control_s: float = 60.0  # open, close, ask: outlasts a restart of the scheduler
-    schedule_s: float = 300.0  # a step waits this long for an engine, or for an answer of the scheduler
+    schedule_s: float = (
+        300.0  # a step waits this long for an engine, or for an answer of the scheduler
+    )
     step_s: float = 600.0  # longer than the prefill of any context
-    stream_s: float = 24 * 3600.0  # one stream of an engine as a whole, its time in the queue included
+    stream_s: float = (
+        24 * 3600.0
+    )  # one stream of an engine as a whole, its time in the queue included
     tool_s: float = 600.0  # the tool's own wall-time limit is shorter
-    reward_s: float = 3600.0  # how long a score is waited for; it may wait behind those of other jobs
+    reward_s: float = (
+        3600.0  # how long a score is waited for; it may wait behind those of other jobs
+    )
     batch_s: float = 600.0  # how long get_batch(wait=True) waits
-    submit_s: float = 600.0  # a finished trajectory waits this long while the store is full and no batch is taken
+    submit_s: float = (
+        600.0  # a finished trajectory waits this long while the store is full and no batch is taken
+    )
     weights_s: float = 1800.0  # how long update_weights waits until all engines have loaded
     cleanup_s: float = 10.0  # abort and close on the way out, where nobody wants to wait
 
@@ -157,7 +181,8 @@ class Backoff:
 
 
 class AnyOf:
-    """A channel over several channels, for unary calls: each goes to a server that serves, by its gRPC health."""
+    """A channel over several channels, for unary calls: each goes to a server that serves, by its
+    gRPC health."""
 
     def __init__(self, channels: Sequence[grpc.aio.Channel]) -> None:
         self._channels = channels
@@ -169,9 +194,12 @@ class AnyOf:
         return lambda *request, **limits: calls[self._choose()](*request, **limits)
 
     def _choose(self) -> grpc.aio.Channel:
-        """Where none serves, any fails at once. Where two seem to, as one of them is cut off, they take turns."""
+        """Where none serves, any fails at once. Where two seem to, as one of them is cut off, they
+        take turns."""
         states = {channel: channel.get_state(try_to_connect=True) for channel in self._channels}
-        ready = [channel for channel, state in states.items() if state is grpc.ChannelConnectivity.READY]
+        ready = [
+            channel for channel, state in states.items() if state is grpc.ChannelConnectivity.READY
+        ]
         choice = ready or self._channels
         return choice[next(self._turns) % len(choice)]
 
@@ -182,7 +210,8 @@ def merge_options(options: Options, more: Options) -> Options:
 
 
 def follow(addresses: str, connect: Callable[[str], grpc.aio.Channel]) -> grpc.aio.Channel:
-    """A channel to a service of several processes (host:port, with commas between) of which one serves at a time.
+    """A channel to a service of several processes (host:port, with commas between) of which one
+    serves at a time.
 
     connect: opens the channel to one address, with the options FOLLOWING, and closes it in the end.
     """
@@ -191,11 +220,12 @@ def follow(addresses: str, connect: Callable[[str], grpc.aio.Channel]) -> grpc.a
 
 
 class Mesh:
-    """The services of one mesh. Owns a channel for each address, opened at first use; needs a running event loop.
+    """The services of one mesh. Owns a channel for each address, opened at first use; needs a
+    running event loop.
 
-    address: of the scheduler, or of all schedulers with commas between.
-    call_tokens: most tokens of one call to an engine, 0 for whole turns. token_interval_s: for which sidecars gather
-    tokens. job: whose share of pooled services this client's work takes; empty: its rollout's.
+    address: of the scheduler, or of all schedulers with commas between. call_tokens: most tokens of
+    one call to an engine, 0 for whole turns. token_interval_s: for which sidecars gather tokens.
+    job: whose share of pooled services this client's work takes; empty: its rollout's.
     """
 
     def __init__(
@@ -221,7 +251,9 @@ class Mesh:
         self._directory_lock = asyncio.Lock()
         self._warned: set[str] = set()  # messages that were logged
         self._schedulers = address.split(",")
-        connect = partial(self._channel, service="scheduler", options=merge_options(_OPTIONS, FOLLOWING))
+        connect = partial(
+            self._channel, service="scheduler", options=merge_options(_OPTIONS, FOLLOWING)
+        )
         schedulers = follow(address, connect)
         self.scheduler = scheduler_pb2_grpc.SchedulerServiceStub(schedulers)
 
@@ -232,20 +264,29 @@ class Mesh:
     def engine(self, address: str) -> EngineServiceAsyncStub:
         """The sidecar at host:port; made once an address, because each step asks for it."""
         if address not in self._engines:
-            self._engines[address] = engine_pb2_grpc.EngineServiceStub(self._channel(address, "sidecar"))
+            self._engines[address] = engine_pb2_grpc.EngineServiceStub(
+                self._channel(address, "sidecar")
+            )
         return self._engines[address]
 
     async def tools(self) -> ToolsServiceAsyncStub:
         """The tools service; FAILED_PRECONDITION NO_TOOLS_SERVICE where the mesh runs none."""
-        return tools_pb2_grpc.ToolsServiceStub(self._channel(await self._address_of("tools"), "tools"))
+        return tools_pb2_grpc.ToolsServiceStub(
+            self._channel(await self._address_of("tools"), "tools")
+        )
 
     async def rewards(self) -> RewardsServiceAsyncStub:
-        """The rewards of the tools service; FAILED_PRECONDITION NO_TOOLS_SERVICE where the mesh runs none."""
-        return rewards_pb2_grpc.RewardsServiceStub(self._channel(await self._address_of("tools"), "tools"))
+        """The rewards of the tools service; FAILED_PRECONDITION NO_TOOLS_SERVICE where the mesh
+        runs none."""
+        return rewards_pb2_grpc.RewardsServiceStub(
+            self._channel(await self._address_of("tools"), "tools")
+        )
 
     async def rollout(self) -> RolloutServiceAsyncStub:
         """The rollout service; FAILED_PRECONDITION NO_ROLLOUT_SERVICE where the mesh runs none."""
-        return rollout_pb2_grpc.RolloutServiceStub(self._channel(await self._address_of("rollout"), "rollout"))
+        return rollout_pb2_grpc.RolloutServiceStub(
+            self._channel(await self._address_of("rollout"), "rollout")
+        )
 
     def backoff(self, timeout_s: float) -> Backoff:
         """A fresh deadline with waits by the client's policy."""
@@ -258,8 +299,8 @@ class Mesh:
         timeout_s: float,
         trace: TrajectoryTrace | None = None,
     ) -> A:
-        """The response; TreadleError when the server refuses or the deadline passes. trace: that the call belongs
-        to."""
+        """The response; TreadleError when the server refuses or the deadline passes. trace: that
+        the call belongs to."""
         start = method if trace is None else trace.bind(method)
         backoff = self.backoff(timeout_s)
         while True:
@@ -275,15 +316,18 @@ class Mesh:
                 self._warned.add(error.message)
                 _log.warning("%s: %s", _WAITS[error.reason], error.message)
             if error.reason == STEP_HELD:
-                # The step waits in the scheduler, which repeats that: the deadline is for a scheduler that is silent.
+                # The step waits in the scheduler, which repeats that: the deadline is for a
+                # scheduler that is silent.
                 await asyncio.sleep(error.retry_after_s or 0.0)
                 backoff = self.backoff(timeout_s)
             else:
                 await backoff.wait(error, error.retry_after_s)
 
-    async def watch(self, listen: Callable[[], AsyncIterable[A]], backoff: Backoff) -> AsyncIterator[A]:
-        """The messages of a stream to its end, which is opened again where it breaks. TreadleError when the server
-        refuses."""
+    async def watch(
+        self, listen: Callable[[], AsyncIterable[A]], backoff: Backoff
+    ) -> AsyncIterator[A]:
+        """The messages of a stream to its end, which is opened again where it breaks. TreadleError
+        when the server refuses."""
         while True:
             try:
                 async for message in listen():
@@ -292,7 +336,9 @@ class Mesh:
                 return
             except grpc.aio.AioRpcError as failure:
                 error = error_from(failure)
-                if not error.retryable and error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:  # it lasts too long
+                if (
+                    not error.retryable and error.code is not grpc.StatusCode.DEADLINE_EXCEEDED
+                ):  # it lasts too long
                     raise error from None
                 await backoff.wait(error, error.retry_after_s)
 
@@ -304,8 +350,8 @@ class Mesh:
             await channel.close()
 
     async def _require_trust(self) -> None:
-        """After a connection failed: raise TreadleError UNAUTHENTICATED where a certificate is why; no retry cures
-        that."""
+        """After a connection failed: raise TreadleError UNAUTHENTICATED where a certificate is why;
+        no retry cures that."""
         if self._certificates is None:
             return
         for address in self._schedulers:
@@ -315,7 +361,9 @@ class Mesh:
     def _channel(self, address: str, service: str, options: Options = _OPTIONS) -> grpc.aio.Channel:
         channel = self._channels.get(address)
         if channel is None:
-            channel = open_channel(address, service, self._certificates, options, self._interceptors)
+            channel = open_channel(
+                address, service, self._certificates, options, self._interceptors
+            )
             self._channels[address] = channel
         return channel
 
@@ -323,10 +371,15 @@ class Mesh:
         async with self._directory_lock:
             if self._directory is None:
                 request = scheduler_pb2.GetDirectoryRequest()
-                self._directory = await self.call(self.scheduler.GetDirectory, request, self.timeouts.control_s)
+                self._directory = await self.call(
+                    self.scheduler.GetDirectory, request, self.timeouts.control_s
+                )
         address: str = getattr(self._directory, f"{service}_address")
         if not address:
-            raise refused(f"NO_{service.upper()}_SERVICE", f"the scheduler's directory names no {service} service")
+            raise refused(
+                f"NO_{service.upper()}_SERVICE",
+                f"the scheduler's directory names no {service} service",
+            )
         return address
 
 
@@ -336,7 +389,8 @@ def request_id() -> str:
 
 
 async def finish(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work` even where the caller is cancelled meanwhile; the cancellation is raised afterwards.
+    """Await `work` even where the caller is cancelled meanwhile; the cancellation is raised
+    afterwards.
 
     For cleaning up only: `work` must be bounded in time by itself.
     """
@@ -344,11 +398,14 @@ async def finish(work: Coroutine[Any, Any, T]) -> T:
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
-            await asyncio.wait({task})  # unlike awaiting the task, this does not hand our cancellation on to it
+            await asyncio.wait(
+                {task}
+            )  # unlike awaiting the task, this does not hand our cancellation on to it
         except asyncio.CancelledError as cancellation:
             cancelled = cancellation
     if cancelled is not None:
         if not task.cancelled():
-            task.exception()  # retrieved, so that asyncio does not log it: the cancellation says more
+            # retrieved, so that asyncio does not log it: the cancellation says more
+            task.exception()
         raise cancelled
     return task.result()

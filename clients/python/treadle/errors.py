@@ -1,7 +1,8 @@
 """Read a failed call's gRPC status into TreadleError, whose `reason` a program can act on.
 
-The details come from `grpc-status-details-bin` (wire-equal to google.rpc.Status) and are read with Treadle's own
-messages, so that googleapis is not needed; a status without details still gives a code and a message.
+The details come from `grpc-status-details-bin` (wire-equal to google.rpc.Status) and are read with
+Treadle's own messages, so that googleapis is not needed; a status without details still gives a
+code and a message.
 """
 
 from collections.abc import Mapping
@@ -15,9 +16,11 @@ from treadle.common.v1 import status_pb2
 
 _DETAILS_KEY = "grpc-status-details-bin"
 _DETAILS: dict[str, type[Message]] = {
-    kind.__name__: kind for kind in (status_pb2.ErrorInfo, status_pb2.RetryInfo, status_pb2.BadRequest)
+    kind.__name__: kind
+    for kind in (status_pb2.ErrorInfo, status_pb2.RetryInfo, status_pb2.BadRequest)
 }
-# Words of grpc itself when a connection or a stream breaks under a call; a servicer's INTERNAL or UNKNOWN has none.
+# Words of grpc itself when a connection or a stream breaks under a call; a servicer's INTERNAL or
+# UNKNOWN has none.
 _TRANSPORT_WORDS = (
     "Internal error from Core",  # a request could not be sent on a call that was open already
     "RST_STREAM",
@@ -53,9 +56,10 @@ class FieldViolation:
 class TreadleError(Exception):
     """A call to the mesh failed.
 
-    code: the gRPC status code. reason: stable UPPER_SNAKE word, e.g. TRAJECTORY_NOT_FOUND, empty where the server
-    gave none. domain: which service raised it. metadata: the ids that the reason is about. field_violations: the
-    fields that were refused. retry_after_s: the least wait that the server asks for, None where it asks for none.
+    code: the gRPC status code. reason: stable UPPER_SNAKE word, e.g. TRAJECTORY_NOT_FOUND, empty
+    where the server gave none. domain: which service raised it. metadata: the ids that the reason
+    is about. field_violations: the fields that were refused. retry_after_s: the least wait that the
+    server asks for, None where it asks for none.
     """
 
     def __init__(
@@ -75,17 +79,25 @@ class TreadleError(Exception):
         # A service may give the code as the reason, and name the fields in its message too.
         said = [f"{violation.field}: {violation.description}" for violation in field_violations]
         fields = "; ".join(each for each in said if each not in message)
-        parts = (code.name, reason if reason != code.name else "", message, fields and f"({fields})")
+        parts = (
+            code.name,
+            reason if reason != code.name else "",
+            message,
+            fields and f"({fields})",
+        )
         super().__init__(" ".join(part for part in parts if part))
 
     @property
     def lost_connection(self) -> bool:
-        """Whether the connection failed, so that the error says nothing about the request itself."""
+        """Whether the connection failed, so that the error says nothing about the request
+        itself."""
         if self.code is grpc.StatusCode.UNAVAILABLE:
             return True
         if self.reason:
             return False
-        if self.code is grpc.StatusCode.CANCELLED:  # by the peer: the caller's own cancellation raises CancelledError
+        if (
+            self.code is grpc.StatusCode.CANCELLED
+        ):  # by the peer: the caller's own cancellation raises CancelledError
             return True
         transport = self.code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
         return transport and any(word in self.message for word in _TRANSPORT_WORDS)
@@ -98,13 +110,16 @@ class TreadleError(Exception):
     @property
     def retryable(self) -> bool:
         """Whether the same request may be sent again as it is."""
-        if self.code is grpc.StatusCode.RESOURCE_EXHAUSTED:  # without RetryInfo it is a limit, e.g. of message size
+        if (
+            self.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        ):  # without RetryInfo it is a limit, e.g. of message size
             return self.retry_after_s is not None
         return self.lost_connection
 
 
 class StreamBroken(TreadleError):  # noqa: N818 - named as what happened
-    """A token stream broke its contract: a gap, a repeated token, counts or version spans that do not agree.
+    """A token stream broke its contract: a gap, a repeated token, counts or version spans that do
+    not agree.
 
     Never repaired.
     """
@@ -114,10 +129,13 @@ class StreamBroken(TreadleError):  # noqa: N818 - named as what happened
 
 
 class TokensSpent(TreadleError):  # noqa: N818
-    """The trajectory's max_total_tokens is used up: nothing more may be generated. A rollout counts it as truncated."""
+    """The trajectory's max_total_tokens is used up: nothing more may be generated. A rollout counts
+    it as truncated."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(grpc.StatusCode.FAILED_PRECONDITION, message, "TOKENS_SPENT", "client.treadle")
+        super().__init__(
+            grpc.StatusCode.FAILED_PRECONDITION, message, "TOKENS_SPENT", "client.treadle"
+        )
 
 
 def refused(reason: str, message: str) -> TreadleError:
@@ -127,8 +145,12 @@ def refused(reason: str, message: str) -> TreadleError:
 
 def error_from(error: grpc.aio.AioRpcError) -> TreadleError:
     """The error of a failed call. Details that do not parse are left out."""
-    raw = next((value for key, value in error.trailing_metadata() or () if key == _DETAILS_KEY), b"")
-    return TreadleError(error.code(), error.details() or "", **_details(raw if isinstance(raw, bytes) else b""))
+    raw = next(
+        (value for key, value in error.trailing_metadata() or () if key == _DETAILS_KEY), b""
+    )
+    return TreadleError(
+        error.code(), error.details() or "", **_details(raw if isinstance(raw, bytes) else b"")
+    )
 
 
 def _details(raw: bytes) -> dict[str, Any]:
@@ -140,12 +162,17 @@ def _details(raw: bytes) -> dict[str, Any]:
                 found[name] = _DETAILS[name].FromString(detail.value)
     except DecodeError:
         return {}
-    info, bad = found.get("ErrorInfo", status_pb2.ErrorInfo()), found.get("BadRequest", status_pb2.BadRequest())
+    info, bad = (
+        found.get("ErrorInfo", status_pb2.ErrorInfo()),
+        found.get("BadRequest", status_pb2.BadRequest()),
+    )
     delay = found["RetryInfo"].retry_delay if "RetryInfo" in found else None
     return {
         "reason": info.reason,
         "domain": info.domain,
         "metadata": info.metadata,
-        "field_violations": tuple(FieldViolation(v.field, v.description) for v in bad.field_violations),
+        "field_violations": tuple(
+            FieldViolation(v.field, v.description) for v in bad.field_violations
+        ),
         "retry_after_s": None if delay is None else delay.seconds + delay.nanos / 1e9,
     }

@@ -1,8 +1,9 @@
 """Hold a client's job at the scheduler: the lease of all that the client has open (ADR 0034).
 
-Job is owned by Client, and opened by the first call that needs it. A background task renews the lease at a third of its
-length; it ends with the client. A client that dies renews no more, and the scheduler closes its trajectories. Where the
-lease has run out all the same, as the process was stopped or cut off, the next call opens the job again.
+Job is owned by Client, and opened by the first call that needs it. A background task renews the
+lease at a third of its length; it ends with the client. A client that dies renews no more, and the
+scheduler closes its trajectories. Where the lease has run out all the same, as the process was
+stopped or cut off, the next call opens the job again.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ RENEWALS_A_LEASE = 3  # so that two may be lost
 
 
 class Job:
-    """One client's job, named by `mesh.job`. left_over: rollouts of it that were begun and not ended, by clients before
-    this one or by a call that failed; with `resume`, a later client finds them and those in progress. weight, policy:
-    as in Client."""
+    """One client's job, named by `mesh.job`. left_over: rollouts of it that were begun and not
+    ended, by clients before this one or by a call that failed; with `resume`, a later client finds
+    them and those in progress. weight, policy: as in Client."""
 
     def __init__(self, mesh: Mesh, resume: bool, weight: float, policy: pb.Policy | None) -> None:
         self.resume, self._weight, self._policy = resume, weight, policy
@@ -33,7 +34,9 @@ class Job:
         self._mesh = mesh
         self._job_id = ""  # empty: not held
         self._rollouts: list[str] = []  # in progress
-        self._lock = asyncio.Lock()  # of OpenJob and RenewJob, so that the newest list of rollouts is stored last
+        self._lock = (
+            asyncio.Lock()
+        )  # of OpenJob and RenewJob, so that the newest list of rollouts is stored last
         self._heartbeat: asyncio.Task[None] | None = None
 
     async def hold(self) -> str:
@@ -44,13 +47,18 @@ class Job:
                     await self._open()
         return self._job_id
 
-    async def open_trajectory(self, request: pb.OpenTrajectoryRequest, trace: TrajectoryTrace) -> pb.Trajectory:
-        """Open a trajectory that lives as long as the job. Errors: as Client.open, and JOB_TAKEN_OVER."""
+    async def open_trajectory(
+        self, request: pb.OpenTrajectoryRequest, trace: TrajectoryTrace
+    ) -> pb.Trajectory:
+        """Open a trajectory that lives as long as the job. Errors: as Client.open, and
+        JOB_TAKEN_OVER."""
         while True:
             request.job_id = await self.hold()
             try:
                 mesh, timeout_s = self._mesh, self._mesh.timeouts.control_s
-                return (await mesh.call(mesh.scheduler.OpenTrajectory, request, timeout_s, trace)).trajectory
+                return (
+                    await mesh.call(mesh.scheduler.OpenTrajectory, request, timeout_s, trace)
+                ).trajectory
             except TreadleError as error:
                 if error.reason != JOB_NOT_FOUND:
                     raise
@@ -58,7 +66,8 @@ class Job:
                 self._job_id = ""
 
     async def begin_rollout(self, rollout_id: str) -> None:
-        """Note a rollout, new or left over, as one in progress; a client that resumes the job finds it from now on."""
+        """Note a rollout, new or left over, as one in progress; a client that resumes the job finds
+        it from now on."""
         await self.hold()
         if rollout_id in self.left_over:
             self.left_over.remove(rollout_id)
@@ -71,7 +80,8 @@ class Job:
         await self.renew()
 
     def leave_rollout(self, rollout_id: str) -> None:
-        """Note that a call of Client.rollout failed; the next one with the same parameters goes on with it."""
+        """Note that a call of Client.rollout failed; the next one with the same parameters goes on
+        with it."""
         self._rollouts.remove(rollout_id)
         self.left_over.append(rollout_id)
 
@@ -84,33 +94,46 @@ class Job:
             if self.resume:
                 request.rollouts.rollout_ids.extend([*self.left_over, *self._rollouts])
             try:
-                await self._mesh.call(self._mesh.scheduler.RenewJob, request, self._mesh.timeouts.control_s)
+                await self._mesh.call(
+                    self._mesh.scheduler.RenewJob, request, self._mesh.timeouts.control_s
+                )
             except TreadleError as error:
                 if error.reason != JOB_NOT_FOUND:
                     raise
                 await self._open()
 
     async def close(self, tell: bool = True) -> None:
-        """End the renewals of the job, and tell the scheduler. One that cannot be reached ends it with its lease."""
+        """End the renewals of the job, and tell the scheduler. One that cannot be reached ends it
+        with its lease."""
         if self._heartbeat is not None:
             self._heartbeat.cancel()
             await asyncio.wait({self._heartbeat})
         if self._job_id and tell:
             request = pb.CloseJobRequest(request_id=request_id(), job_id=self._job_id)
             try:
-                await self._mesh.call(self._mesh.scheduler.CloseJob, request, self._mesh.timeouts.cleanup_s)
+                await self._mesh.call(
+                    self._mesh.scheduler.CloseJob, request, self._mesh.timeouts.cleanup_s
+                )
             except TreadleError as error:
                 if not error.lost_connection:
                     raise
 
     async def _open(self) -> None:
         request = pb.OpenJobRequest(
-            request_id=request_id(), job=self._mesh.job, resume=self.resume, weight=self._weight, policy=self._policy
+            request_id=request_id(),
+            job=self._mesh.job,
+            resume=self.resume,
+            weight=self._weight,
+            policy=self._policy,
         )
-        answer = await self._mesh.call(self._mesh.scheduler.OpenJob, request, self._mesh.timeouts.control_s)
+        answer = await self._mesh.call(
+            self._mesh.scheduler.OpenJob, request, self._mesh.timeouts.control_s
+        )
         self._job_id = answer.job_id
         known = {*self.left_over, *self._rollouts}
-        self.left_over += [rollout_id for rollout_id in answer.rollout_ids if rollout_id not in known]
+        self.left_over += [
+            rollout_id for rollout_id in answer.rollout_ids if rollout_id not in known
+        ]
         if self._heartbeat is None:
             every_s = seconds(answer.lease_ttl) / RENEWALS_A_LEASE
             self._heartbeat = asyncio.get_running_loop().create_task(self._keep_renewing(every_s))
@@ -123,7 +146,10 @@ class Job:
             except TreadleError as error:
                 if error.reason == JOB_TAKEN_OVER:
                     return  # the client's next call is refused with this reason
-                if not error.lost_connection and error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                if (
+                    not error.lost_connection
+                    and error.code is not grpc.StatusCode.DEADLINE_EXCEEDED
+                ):
                     raise
 
 

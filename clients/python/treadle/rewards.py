@@ -1,7 +1,7 @@
 """Request rewards that the mesh computes, and wait for them while other trajectories go on.
 
-A request returns as soon as the tools service has accepted it; what it has accepted it scores, also after a restart of
-the service, and waiting continues through one.
+A request returns as soon as the tools service has accepted it; what it has accepted it scores, also
+after a restart of the service, and waiting continues through one.
 """
 
 import json
@@ -26,10 +26,11 @@ _STATES: dict[int, Literal["done", "failed", "cancelled"]] = {
 
 @dataclass(frozen=True)
 class RewardResult:
-    """How a reward ended. score: None unless `state` is "done". output: what the function printed or the judge wrote.
+    """How a reward ended. score: None unless `state` is "done". output: what the function printed
+    or the judge wrote.
 
-    data: machine-readable result, None where there is none. queue_s: from acceptance to its last try; overhead_s and
-    execution_s: of that try.
+    data: machine-readable result, None where there is none. queue_s: from acceptance to its last
+    try; overhead_s and execution_s: of that try.
     """
 
     reward_id: str
@@ -44,15 +45,16 @@ class RewardResult:
 
 
 class PendingReward:
-    """A reward that was accepted. An agent of Client.rollout may return it in place of a number: the trajectory is
-    closed at once, and handed in when the score is there."""
+    """A reward that was accepted. An agent of Client.rollout may return it in place of a number:
+    the trajectory is closed at once, and handed in when the score is there."""
 
     def __init__(self, mesh: Mesh, reward_id: str) -> None:
         self.reward_id = reward_id
         self._mesh = mesh
 
     async def result(self, timeout_s: float | None = None) -> RewardResult:
-        """The result, once there is one; TreadleError NOT_FOUND REWARD_NOT_FOUND long afterwards, DEADLINE_EXCEEDED.
+        """The result, once there is one; TreadleError NOT_FOUND REWARD_NOT_FOUND long afterwards,
+        DEADLINE_EXCEEDED.
 
         timeout_s: default timeouts.reward_s.
         """
@@ -61,11 +63,15 @@ class PendingReward:
         backoff = self._mesh.backoff(timeout_s or self._mesh.timeouts.reward_s)
         while True:
             try:
-                async for answer in stub.WatchRewards(request, timeout=max(backoff.remaining_s, 0.001)):
+                async for answer in stub.WatchRewards(
+                    request, timeout=max(backoff.remaining_s, 0.001)
+                ):
                     backoff.restart()
                     if answer.reward.state in _STATES:
                         return _result_of(answer.reward)
-                error = TreadleError(grpc.StatusCode.UNAVAILABLE, "the watch ended before the reward did")
+                error = TreadleError(
+                    grpc.StatusCode.UNAVAILABLE, "the watch ended before the reward did"
+                )
             except grpc.aio.AioRpcError as failure:
                 error = error_from(failure)
             if not error.retryable:
@@ -101,15 +107,25 @@ async def request_reward(
 
 
 async def require_serverless(mesh: Mesh, reward: str) -> None:
-    """Raise TreadleError where the mesh has no such reward, or computes it in sandboxes of the tools service."""
+    """Raise TreadleError where the mesh has no such reward, or computes it in sandboxes of the
+    tools service."""
     stub = await mesh.rewards()
-    listed = await mesh.call(stub.ListRewards, rewards_pb2.ListRewardsRequest(), mesh.timeouts.control_s)
+    listed = await mesh.call(
+        stub.ListRewards, rewards_pb2.ListRewardsRequest(), mesh.timeouts.control_s
+    )
     by_name = {each.name: each for each in listed.rewards}
     if reward not in by_name:
-        message = f"{reward} is no reward of this mesh; it has {', '.join(sorted(by_name)) or 'none'}"
-        raise TreadleError(grpc.StatusCode.NOT_FOUND, message, "REWARD_FUNCTION_NOT_FOUND", "client.treadle")
+        message = (
+            f"{reward} is no reward of this mesh; it has {', '.join(sorted(by_name)) or 'none'}"
+        )
+        raise TreadleError(
+            grpc.StatusCode.NOT_FOUND, message, "REWARD_FUNCTION_NOT_FOUND", "client.treadle"
+        )
     if not by_name[reward].serverless:
-        why = "runs in sandboxes of the tools service: declare it in FUNCTIONS, or without serverless=True"
+        why = (
+            "runs in sandboxes of the tools service: declare it in FUNCTIONS, or without "
+            "serverless=True"
+        )
         raise refused("REWARD_NOT_SERVERLESS", f"{reward} {why}")
 
 

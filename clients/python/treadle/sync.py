@@ -1,13 +1,14 @@
-"""The client without asyncio: each call blocks until it is done. It works where an event loop runs already, as in a
-notebook.
+"""The client without asyncio: each call blocks until it is done. It works where an event loop runs
+already, as in a notebook.
 
     with treadle.sync.Client("localhost:7401") as client:
         result = client.rollout(prompts, agent, progress=True)
 
-Each Client has an event loop in a thread of its own; its methods, trajectories, sessions and pending rewards are those
-of treadle.Client and take the same arguments. Functions that treadle.Client awaits may be plain functions here: they
-run in threads. Invariants: a call that Ctrl-C interrupts is cancelled, and raises KeyboardInterrupt once what it had
-open is closed (a second Ctrl-C does not wait); after `close` there is no loop and no thread left.
+Each Client has an event loop in a thread of its own; its methods, trajectories, sessions and
+pending rewards are those of treadle.Client and take the same arguments. Functions that
+treadle.Client awaits may be plain functions here: they run in threads. Invariants: a call that
+Ctrl-C interrupts is cancelled, and raises KeyboardInterrupt once what it had open is closed (a
+second Ctrl-C does not wait); after `close` there is no loop and no thread left.
 """
 
 from __future__ import annotations
@@ -18,7 +19,16 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import treadle
@@ -27,7 +37,16 @@ from treadle.rewards import RewardResult
 from treadle.rollouts.declare import DeclaredAgent
 from treadle.trajectory import Session as AsyncSession
 from treadle.trajectory import Trajectory as AsyncTrajectory
-from treadle.types import Chunk, Limits, Prompt, RolloutResult, RunningTokens, Sampling, ToolResult, TrajectoryEnded
+from treadle.types import (
+    Chunk,
+    Limits,
+    Prompt,
+    RolloutResult,
+    RunningTokens,
+    Sampling,
+    ToolResult,
+    TrajectoryEnded,
+)
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -39,21 +58,35 @@ class EventLoop:
     """An event loop in a thread. Used from any other thread."""
 
     def __init__(self) -> None:
-        self._running: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
+        self._running: concurrent.futures.Future[asyncio.AbstractEventLoop] = (
+            concurrent.futures.Future()
+        )
         self._over = asyncio.Event()
         self.is_closed = False
-        self._closing = threading.RLock()  # held where work is begun, so that none is begun in a loop that ends
+        self._closing = (
+            threading.RLock()
+        )  # held where work is begun, so that none is begun in a loop that ends
         # A daemon: a process whose user has not closed the client must still be able to end.
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="treadle", daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve()), name="treadle", daemon=True
+        )
         self._thread.start()
         self._loop = self._running.result()
 
-    def run(self, work: Coroutine[Any, Any, T], note: Callable[[asyncio.Task[Any]], None] = lambda _: None) -> T:
-        """Run to its end, and give what it returns or raises. note: is given the task. Raises RuntimeError in the
-        loop's own thread, which would wait for itself, and once the loop is closed."""
+    def run(
+        self,
+        work: Coroutine[Any, Any, T],
+        note: Callable[[asyncio.Task[Any]], None] = lambda _: None,
+    ) -> T:
+        """Run to its end, and give what it returns or raises. note: is given the task. Raises
+        RuntimeError in the loop's own thread, which would wait for itself, and once the loop is
+        closed."""
         if self.is_current:
             work.close()
-            raise RuntimeError("this call blocks the event loop that it waits for: use the asynchronous client here")
+            raise RuntimeError(
+                "this call blocks the event loop that it waits for: use the asynchronous client "
+                "here"
+            )
         outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
         tasks: list[asyncio.Task[T]] = []
 
@@ -71,7 +104,9 @@ class EventLoop:
         try:
             return outcome.result()
         except concurrent.futures.CancelledError:
-            raise RuntimeError("the call was cancelled, with its client or with its trajectory") from None
+            raise RuntimeError(
+                "the call was cancelled, with its client or with its trajectory"
+            ) from None
         except BaseException:
             if not outcome.done():  # Ctrl-C, or another exception that was thrown into this thread
                 self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
@@ -84,10 +119,12 @@ class EventLoop:
         return threading.current_thread() is self._thread
 
     def close(self, last: Coroutine[Any, Any, None] | None = None) -> None:
-        """Run `last`, cancel what else runs, and end the thread. In the loop's own thread, that happens soon
-        afterwards. Does nothing once closed."""
+        """Run `last`, cancel what else runs, and end the thread. In the loop's own thread, that
+        happens soon afterwards. Does nothing once closed."""
         if self.is_current:
-            self._ending = self._loop.create_task(self._end(last))  # named, as a loop does not keep its tasks
+            self._ending = self._loop.create_task(
+                self._end(last)
+            )  # named, as a loop does not keep its tasks
         elif not self.is_closed:
             try:
                 if last is not None:
@@ -111,8 +148,11 @@ class EventLoop:
 
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
-        # Plain functions of agents wait there; asyncio's own has 6 threads on a machine of two cores.
-        loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(MOST_AGENT_THREADS, "treadle-work"))
+        # Plain functions of agents wait there; asyncio's own has 6 threads on a machine of two
+        # cores.
+        loop.set_default_executor(
+            concurrent.futures.ThreadPoolExecutor(MOST_AGENT_THREADS, "treadle-work")
+        )
         self._running.set_result(loop)
         await self._over.wait()
 
@@ -203,8 +243,12 @@ class Trajectory:
     def tool(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         return self._loop.run(self.asynchronous.tool(name, arguments))
 
-    def open_session(self, name: str, arguments: Mapping[str, Any], limits: Limits | None = None) -> Session:
-        return Session(self._loop, self._loop.run(self.asynchronous.open_session(name, arguments, limits)))
+    def open_session(
+        self, name: str, arguments: Mapping[str, Any], limits: Limits | None = None
+    ) -> Session:
+        return Session(
+            self._loop, self._loop.run(self.asynchronous.open_session(name, arguments, limits))
+        )
 
     def time_tool(self, work: Callable[[], T]) -> T:
         """Run a tool outside the mesh, and record its time as tool time."""
@@ -217,13 +261,17 @@ class Trajectory:
     def score(self, reward: str, arguments: Mapping[str, Any]) -> PendingReward:
         return PendingReward(self._loop, self._loop.run(self.asynchronous.score(reward, arguments)))
 
-    def close(self, reward: float | None = None, outcome: treadle.types.Outcome = "finished") -> None:
+    def close(
+        self, reward: float | None = None, outcome: treadle.types.Outcome = "finished"
+    ) -> None:
         self._loop.run(self.asynchronous.close(reward, outcome))
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         self._loop.run(self.asynchronous.__aexit__(kind, error, trace))
 
 
@@ -243,11 +291,11 @@ def _blocking(
 
 
 class Client:
-    """A client of the mesh; arguments and methods are those of treadle.Client. Close it, or use it as a context
-    manager.
+    """A client of the mesh; arguments and methods are those of treadle.Client. Close it, or use it
+    as a context manager.
 
-    asynchronous: the treadle.Client in its loop, e.g. for an EnvManager, whose `rollout` this client runs:
-    `client.run(manager.rollout())`.
+    asynchronous: the treadle.Client in its loop, e.g. for an EnvManager, whose `rollout` this
+    client runs: `client.run(manager.rollout())`.
     """
 
     def __init__(self, address: str, **arguments: Any) -> None:
@@ -258,7 +306,9 @@ class Client:
         except BaseException:
             self.loop.close()
             raise
-        self._close = weakref.finalize(self, _close_client, self.loop, self.asynchronous)  # at exit at the latest
+        self._close = weakref.finalize(
+            self, _close_client, self.loop, self.asynchronous
+        )  # at exit at the latest
 
     update_weights = _blocking(treadle.Client.update_weights)
     leave_weights_group = _blocking(treadle.Client.leave_weights_group)
@@ -279,18 +329,25 @@ class Client:
         return Trajectory(self.loop, self.loop.run(self.asynchronous.open(**arguments)))
 
     def rollout(self, prompts: Iterable[Prompt], agent: Any, **arguments: Any) -> RolloutResult:
-        """See treadle.Client.rollout. agent: `def agent(trajectory, prompt)`, which runs in a thread; so that at most
-        MOST_AGENT_THREADS trajectories are open at once, or `concurrency`. Or an agent of treadle.Client: an `async`
-        function, a declared agent, an EnvManager. on_event is called from the client's thread."""
+        """See treadle.Client.rollout. agent: `def agent(trajectory, prompt)`, which runs in a
+        thread; so that at most MOST_AGENT_THREADS trajectories are open at once, or `concurrency`.
+        Or an agent of treadle.Client: an `async` function, a declared agent, an EnvManager.
+        on_event is called from the client's thread."""
         if _is_asynchronous(agent):
             return self.loop.run(self.asynchronous.rollout(list(prompts), agent, **arguments))
         threads = arguments.get("concurrency") or MOST_AGENT_THREADS
-        with concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="treadle-agent") as pool:
+        with concurrent.futures.ThreadPoolExecutor(
+            threads, thread_name_prefix="treadle-agent"
+        ) as pool:
 
-            async def play(trajectory: AsyncTrajectory, prompt: Prompt) -> float | AsyncPendingReward | None:
+            async def play(
+                trajectory: AsyncTrajectory, prompt: Prompt
+            ) -> float | AsyncPendingReward | None:
                 loop, calls = asyncio.get_running_loop(), _AgentCalls(self.loop)
                 try:
-                    reward = await loop.run_in_executor(pool, agent, Trajectory(calls, trajectory), prompt)
+                    reward = await loop.run_in_executor(
+                        pool, agent, Trajectory(calls, trajectory), prompt
+                    )
                 except asyncio.CancelledError:
                     calls.cancel()
                     raise
@@ -299,9 +356,13 @@ class Client:
             arguments["concurrency"] = threads
             return self.loop.run(self.asynchronous.rollout(list(prompts), play, **arguments))
 
-    def score(self, trajectory_id: str, reward: str, arguments: Mapping[str, Any], job: str = "") -> PendingReward:
+    def score(
+        self, trajectory_id: str, reward: str, arguments: Mapping[str, Any], job: str = ""
+    ) -> PendingReward:
         """See treadle.Client.score."""
-        return PendingReward(self.loop, self.loop.run(self.asynchronous.score(trajectory_id, reward, arguments, job)))
+        return PendingReward(
+            self.loop, self.loop.run(self.asynchronous.score(trajectory_id, reward, arguments, job))
+        )
 
     def push_weights(
         self,
@@ -310,22 +371,26 @@ class Client:
         model_path: str = "",
         timeout_s: float | None = None,
     ) -> dict[str, str]:
-        """See treadle.Client.push_weights. A plain generator is advanced in a thread, so that it may broadcast in the
-        line after `yield`."""
+        """See treadle.Client.push_weights. A plain generator is advanced in a thread, so that it
+        may broadcast in the line after `yield`."""
         parts = pushes if isinstance(pushes, AsyncIterable) else _advance_in_thread(pushes)
-        return self.loop.run(self.asynchronous.push_weights(weight_version, parts, model_path, timeout_s))
+        return self.loop.run(
+            self.asynchronous.push_weights(weight_version, parts, model_path, timeout_s)
+        )
 
     def join_weights_group(
         self, master_address: str, trainer: Callable[[int], object], **arguments: Any
     ) -> dict[str, str]:
-        """See treadle.Client.join_weights_group. trainer: a plain function, which runs in a thread; or an `async`
-        one."""
+        """See treadle.Client.join_weights_group. trainer: a plain function, which runs in a thread;
+        or an `async` one."""
 
         async def join(world_size: int) -> object:
             made = await asyncio.to_thread(trainer, world_size)
             return await made if inspect.isawaitable(made) else made
 
-        return self.loop.run(self.asynchronous.join_weights_group(master_address, join, **arguments))
+        return self.loop.run(
+            self.asynchronous.join_weights_group(master_address, join, **arguments)
+        )
 
     def stream_tokens(self, *args: Any, **kwargs: Any) -> Iterator[RunningTokens | TrajectoryEnded]:
         """See treadle.Client.stream_tokens."""
@@ -347,8 +412,12 @@ def _close_client(loop: EventLoop, client: treadle.Client) -> None:
 
 
 def _is_asynchronous(agent: Any) -> bool:
-    call = getattr(agent, "__call__", None)  # noqa: B004 - of an object, to see whether it is `async`
-    return isinstance(agent, DeclaredAgent) or inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(call)
+    call = getattr(agent, "__call__", None)  # noqa: B004 - to see whether it is `async`
+    return (
+        isinstance(agent, DeclaredAgent)
+        or inspect.iscoroutinefunction(agent)
+        or inspect.iscoroutinefunction(call)
+    )
 
 
 async def _advance_in_thread(items: Iterable[T]) -> AsyncIterator[T]:

@@ -1,8 +1,9 @@
 """Give each trajectory one trace: the W3C trace context of all calls that are made for it.
 
-Where the caller has set up OpenTelemetry, a trajectory is a span of its provider, and a child of the span that is
-active when the trajectory is opened; interceptors of OpenTelemetry go on from it. Otherwise the context is made here,
-and the scheduler, which reads that in the trace state, sends the span when the trajectory is closed.
+Where the caller has set up OpenTelemetry, a trajectory is a span of its provider, and a child of
+the span that is active when the trajectory is opened; interceptors of OpenTelemetry go on from it.
+Otherwise the context is made here, and the scheduler, which reads that in the trace state, sends
+the span when the trajectory is closed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class TrajectoryTrace:
 
     def __init__(self) -> None:
         carrier: dict[str, str] = {}
-        # A process that has not imported it cannot have set it up, and this package does not depend on it.
+        # A process that has not imported it cannot have set it up, and this package does not depend
+        # on it.
         self._otel: Any = sys.modules.get("opentelemetry.trace")
         if self._otel is not None:
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -32,8 +34,13 @@ class TrajectoryTrace:
             self._span = self._otel.get_tracer("treadle").start_span("trajectory")
             w3c.inject(carrier, self._otel.set_span_in_context(self._span))
         if not carrier:
-            carrier = {"traceparent": f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01", "tracestate": STATE}
-            if self._otel is not None:  # interceptors of OpenTelemetry find the context in the active span
+            carrier = {
+                "traceparent": f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01",
+                "tracestate": STATE,
+            }
+            if (
+                self._otel is not None
+            ):  # interceptors of OpenTelemetry find the context in the active span
                 self._span = self._otel.get_current_span(w3c.extract(carrier))
         self._metadata = tuple(carrier.items())
 

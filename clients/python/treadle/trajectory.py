@@ -1,9 +1,11 @@
-"""One open trajectory: its tokens with their loss mask and logprobs, its steps, tools and environments, and its end.
+"""One open trajectory: its tokens with their loss mask and logprobs, its steps, tools and
+environments, and its end.
 
-The loss mask is built here: `loss_mask` is 1 exactly where the policy sampled. Invariants: tokens, loss_mask and
-logprobs are equally long at every moment; at most one step is in flight, and any other operation leaves it first; close
-happens once. Opened by Client.open; the client closes what its user left open. A session is closed by its user, by
-leaving its `async with`, or by its trajectory's close.
+The loss mask is built here: `loss_mask` is 1 exactly where the policy sampled. Invariants: tokens,
+loss_mask and logprobs are equally long at every moment; at most one step is in flight, and any
+other operation leaves it first; close happens once. Opened by Client.open; the client closes what
+its user left open. A session is closed by its user, by leaving its `async with`, or by its
+trajectory's close.
 """
 
 from __future__ import annotations
@@ -50,13 +52,16 @@ _STATUS: dict[int, ToolStatus] = words_of(tools_pb2.ResultStatus)
 class Session:
     """A running environment. first: its first observation. invoke: the trajectory's tool call."""
 
-    def __init__(self, mesh: Mesh, session_id: str, first: ToolResult, invoke: Invoke, trace: TrajectoryTrace) -> None:
+    def __init__(
+        self, mesh: Mesh, session_id: str, first: ToolResult, invoke: Invoke, trace: TrajectoryTrace
+    ) -> None:
         self.session_id, self.first = session_id, first
         self._mesh, self._invoke, self._trace = mesh, invoke, trace
         self._closed = False
 
     async def step(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """Take one action; TreadleError NOT_FOUND SESSION_NOT_FOUND once it is closed or was idle for too long."""
+        """Take one action; TreadleError NOT_FOUND SESSION_NOT_FOUND once it is closed or was idle
+        for too long."""
         return await self._invoke(tools_pb2.InvokeRequest(session_id=self.session_id), arguments)
 
     async def close(self) -> None:
@@ -67,7 +72,9 @@ class Session:
         request = tools_pb2.CloseSessionRequest(request_id=request_id(), session_id=self.session_id)
         try:
             tools = await self._mesh.tools()
-            await self._mesh.call(tools.CloseSession, request, self._mesh.timeouts.cleanup_s, self._trace)
+            await self._mesh.call(
+                tools.CloseSession, request, self._mesh.timeouts.cleanup_s, self._trace
+            )
         except TreadleError as error:
             if error.reason != "SESSION_NOT_FOUND":
                 raise
@@ -82,9 +89,10 @@ class Session:
 class Trajectory:
     """An open trajectory.
 
-    tokens: prompt, outputs and observations in order. loss_mask, logprobs: one a token; 0 and 0.0 where the policy
-    did not sample. version_spans: over indexes of `tokens`. steps: finished generations. spans: where the time went,
-    in order of their ends. trace: that all its calls belong to.
+    tokens: prompt, outputs and observations in order. loss_mask, logprobs: one a token; 0 and 0.0
+    where the policy did not sample. version_spans: over indexes of `tokens`. steps: finished
+    generations. spans: where the time went, in order of their ends. trace: that all its calls
+    belong to.
     """
 
     def __init__(
@@ -116,11 +124,17 @@ class Trajectory:
         self.closed_s: float | None = None
         self._times = TimeAccount(self.opened_s, seconds(opened.ledger.wall))
         self._mesh, self.trace = mesh, trace
-        trace.name(trajectory_id=self.trajectory_id, rollout_id=self.rollout_id, prompt_id=self.prompt_id)
+        trace.name(
+            trajectory_id=self.trajectory_id, rollout_id=self.rollout_id, prompt_id=self.prompt_id
+        )
         self._on_change, self._on_close = on_change or (lambda *_: None), on_close
-        self.on_tokens: Callable[[int], None] | None = None  # told how many tokens there are, those of a step included
+        self.on_tokens: Callable[[int], None] | None = (
+            None  # told how many tokens there are, those of a step included
+        )
         self._run: StepRun | None = None
-        self._calls = 0  # that the scheduler has counted as turns: one a step, or several of a long one
+        self._calls = (
+            0  # that the scheduler has counted as turns: one a step, or several of a long one
+        )
         self._closing: scheduler_pb2.CloseTrajectoryRequest | None = None  # repeated as it is
         self._turn_ended_s = self.opened_s
         self._sessions: list[Session] = []
@@ -136,21 +150,26 @@ class Trajectory:
         return self._run.engine_id if self._run is not None else ""
 
     def generate(self, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        """Generate the next turn from `tokens` and yields its chunks; afterwards the step is steps[-1] and its
-        tokens are in `tokens`.
+        """Generate the next turn from `tokens` and yields its chunks; afterwards the step is
+        steps[-1] and its tokens are in `tokens`.
 
-        Leaving early (aclose, break, cancellation, or any other operation of this trajectory) aborts the step on its
-        engine and keeps the tokens yielded until then, as a step with finish_reason "aborted"; after a bare break it
-        is in `steps` as soon as the trajectory is used again. A step that raises keeps nothing: generating again runs
-        the same turn anew. Errors: StreamBroken, TokensSpent, TreadleError (INVALID_ARGUMENT with field_violations;
+        Leaving early (aclose, break, cancellation, or any other operation of this trajectory)
+        aborts the step on its engine and keeps the tokens yielded until then, as a step with
+        finish_reason "aborted"; after a bare break it is in `steps` as soon as the trajectory is
+        used again. A step that raises keeps nothing: generating again runs the same turn anew.
+        Errors: StreamBroken, TokensSpent, TreadleError (INVALID_ARGUMENT with field_violations;
         DEADLINE_EXCEEDED by timeouts.step_s).
         """
         begin = partial(self._begin, sampling)
-        return StepRun(self._mesh, begin, self._note, self._commit, self._times, self.trace).chunks()
+        return StepRun(
+            self._mesh, begin, self._note, self._commit, self._times, self.trace
+        ).chunks()
 
-    def tokens_from(self, start: int, most: int) -> tuple[list[int], list[int], list[float], list[VersionSpan]]:
-        """Tokens from place `start` on, `most` at most, those of a running step included: ids, loss mask, logprobs, and
-        version spans over indexes of the trajectory's tokens."""
+    def tokens_from(
+        self, start: int, most: int
+    ) -> tuple[list[int], list[int], list[float], list[VersionSpan]]:
+        """Tokens from place `start` on, `most` at most, those of a running step included: ids, loss
+        mask, logprobs, and version spans over indexes of the trajectory's tokens."""
         tokens, loss_mask = self.tokens[start : start + most], self.loss_mask[start : start + most]
         logprobs = self.logprobs[start : start + most]
         spans, step = list(self.version_spans), self._run and self._run.uncommitted
@@ -161,14 +180,25 @@ class Trajectory:
             loss_mask += [1] * (len(tokens) - len(loss_mask))
             spans += shift_spans(step.version_spans, len(self.tokens))
         end = start + len(tokens)
-        cut = (VersionSpan(s.weight_version, max(s.start_token, start), min(s.end_token, end)) for s in spans)
-        return tokens, loss_mask, logprobs, [span for span in cut if span.start_token < span.end_token]
+        cut = (
+            VersionSpan(s.weight_version, max(s.start_token, start), min(s.end_token, end))
+            for s in spans
+        )
+        return (
+            tokens,
+            loss_mask,
+            logprobs,
+            [span for span in cut if span.start_token < span.end_token],
+        )
 
     def observe(self, token_ids: Sequence[int]) -> None:
         """Append tokens that the policy did not sample: a tool's output, a chat template."""
         self._require_open()
         if self._run is not None and not self._run.leave():
-            raise refused("STEP_IN_FLIGHT", "another task is reading generate(): finish or close it before observe()")
+            raise refused(
+                "STEP_IN_FLIGHT",
+                "another task is reading generate(): finish or close it before observe()",
+            )
         self._append(token_ids, [0.0] * len(token_ids), loss_mask=0)
 
     async def tool(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
@@ -178,11 +208,14 @@ class Trajectory:
         """
         return await self._invoke(tools_pb2.InvokeRequest(tool=name, job=self._mesh.job), arguments)
 
-    async def open_session(self, name: str, arguments: Mapping[str, Any], limits: Limits | None = None) -> Session:
+    async def open_session(
+        self, name: str, arguments: Mapping[str, Any], limits: Limits | None = None
+    ) -> Session:
         """Start a stateful environment; it ends with the trajectory at the latest.
 
-        limits: of its start and of each of its steps; None: the tool's own. Errors: TreadleError NOT_FOUND
-        TOOL_NOT_FOUND; INVALID_ARGUMENT with field_violations, also for limits above the tool's own.
+        limits: of its start and of each of its steps; None: the tool's own. Errors: TreadleError
+        NOT_FOUND TOOL_NOT_FOUND; INVALID_ARGUMENT with field_violations, also for limits above the
+        tool's own.
         """
         request = tools_pb2.OpenSessionRequest(
             request_id=request_id(),
@@ -193,14 +226,23 @@ class Trajectory:
             job=self._mesh.job,
         )
         tools, timeout_s = await self._mesh.tools(), self._mesh.timeouts.tool_s
-        opened = await self.time_tool(lambda: self._mesh.call(tools.OpenSession, request, timeout_s, self.trace))
-        session = Session(self._mesh, opened.session.session_id, _result_of(opened.first), self._invoke, self.trace)
+        opened = await self.time_tool(
+            lambda: self._mesh.call(tools.OpenSession, request, timeout_s, self.trace)
+        )
+        session = Session(
+            self._mesh,
+            opened.session.session_id,
+            _result_of(opened.first),
+            self._invoke,
+            self.trace,
+        )
         self._sessions.append(session)
         return session
 
     async def time_tool(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Await the call of a tool or environment, after leaving a step in flight, and record its time as tool time,
-        also when it fails. For tools outside the mesh: `tool` and sessions do so by themselves."""
+        """Await the call of a tool or environment, after leaving a step in flight, and record its
+        time as tool time, also when it fails. For tools outside the mesh: `tool` and sessions do so
+        by themselves."""
         await self._leave_step()
         start_s = self._mesh.clock()
         try:
@@ -212,19 +254,27 @@ class Trajectory:
             self._on_change(self, "tool")
 
     async def score(self, reward: str, arguments: Mapping[str, Any]) -> PendingReward:
-        """Request a reward for this trajectory; returns once the request is accepted, without waiting for the score.
+        """Request a reward for this trajectory; returns once the request is accepted, without
+        waiting for the score.
 
         Call it at the end, before or after `close`. reward, arguments, errors: see Client.score.
         """
         return await request_reward(
-            self._mesh, self.trajectory_id, reward, arguments, self._mesh.job or self.rollout_id, self.trace
+            self._mesh,
+            self.trajectory_id,
+            reward,
+            arguments,
+            self._mesh.job or self.rollout_id,
+            self.trace,
         )
 
     async def close(self, reward: float | None = None, outcome: Outcome = "finished") -> None:
-        """End the step, the sessions and the trajectory, here and at the scheduler. Does nothing once closed.
+        """End the step, the sessions and the trajectory, here and at the scheduler. Does nothing
+        once closed.
 
-        After a TreadleError (the scheduler could not be reached) it may be called again and repeats the first request.
-        A caller that is cancelled meanwhile hears of it once the trajectory is closed.
+        After a TreadleError (the scheduler could not be reached) it may be called again and repeats
+        the first request. A caller that is cancelled meanwhile hears of it once the trajectory is
+        closed.
         """
         if self.outcome is None:
             self.reward, self.outcome = reward, outcome
@@ -266,9 +316,13 @@ class Trajectory:
         timeouts = self._mesh.timeouts
         timeout_s = timeouts.cleanup_s if self.outcome == "cancelled" else timeouts.control_s
         try:
-            await self._mesh.call(self._mesh.scheduler.CloseTrajectory, self._closing, timeout_s, self.trace)
+            await self._mesh.call(
+                self._mesh.scheduler.CloseTrajectory, self._closing, timeout_s, self.trace
+            )
         except TreadleError as error:
-            if error.reason == TRAJECTORY_CLOSED:  # by the scheduler, as where the lease had run out
+            if (
+                error.reason == TRAJECTORY_CLOSED
+            ):  # by the scheduler, as where the lease had run out
                 self._mark_closed()
             raise
         self._mark_closed()
@@ -283,11 +337,15 @@ class Trajectory:
         await self._leave_step()
         left = self.tokens_left
         if left == 0:
-            raise TokensSpent(f"trajectory {self.trajectory_id} has generated its {self.max_total_tokens} tokens")
+            raise TokensSpent(
+                f"trajectory {self.trajectory_id} has generated its {self.max_total_tokens} tokens"
+            )
         if left is not None and sampling.max_new_tokens > left:
             sampling = dataclasses.replace(sampling, max_new_tokens=left)
         before, self._run = self._run, run
-        if before is not None and before.call >= self._calls:  # no step took it: it was begun and came to nothing
+        if (
+            before is not None and before.call >= self._calls
+        ):  # no step took it: it was begun and came to nothing
             run.call, run.unanswered = before.call, before.unanswered
             run.lost_ticket_id, run.refused = before.lost_ticket_id, before.refused
         else:
@@ -305,8 +363,11 @@ class Trajectory:
         if self.on_tokens is not None:
             self.on_tokens(len(self.tokens) + step_tokens)
 
-    def _append(self, token_ids: Sequence[int], logprobs: Sequence[float], *, loss_mask: int) -> None:
-        """loss_mask: 1 for sampled tokens, which are trained on; 0 for the prompt and observations."""
+    def _append(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], *, loss_mask: int
+    ) -> None:
+        """loss_mask: 1 for sampled tokens, which are trained on; 0 for the prompt and
+        observations."""
         self.tokens += token_ids
         self.loss_mask += [loss_mask] * len(token_ids)
         self.logprobs += logprobs
@@ -323,16 +384,22 @@ class Trajectory:
         self._turn_ended_s = self._mesh.clock()
         self._on_change(self, "step")
 
-    async def _invoke(self, call: tools_pb2.InvokeRequest, arguments: Mapping[str, Any]) -> ToolResult:
+    async def _invoke(
+        self, call: tools_pb2.InvokeRequest, arguments: Mapping[str, Any]
+    ) -> ToolResult:
         call.request_id, call.trajectory_id = request_id(), self.trajectory_id
         call.arguments_json = json.dumps(dict(arguments))
         tools, timeout_s = await self._mesh.tools(), self._mesh.timeouts.tool_s
-        answer = await self.time_tool(lambda: self._mesh.call(tools.Invoke, call, timeout_s, self.trace))
+        answer = await self.time_tool(
+            lambda: self._mesh.call(tools.Invoke, call, timeout_s, self.trace)
+        )
         return _result_of(answer.result)
 
     def _require_open(self) -> None:
         if self.outcome is not None:
-            raise refused(TRAJECTORY_CLOSED, f"trajectory {self.trajectory_id} was closed as {self.outcome}")
+            raise refused(
+                TRAJECTORY_CLOSED, f"trajectory {self.trajectory_id} was closed as {self.outcome}"
+            )
 
 
 async def undo_opening(admission: asyncio.Task[Trajectory], timeout_s: float) -> None:

@@ -1,8 +1,9 @@
 """The values of the client's API as frozen dataclasses, and their form in messages.
 
-Units: times in seconds (`*_s`), moments in seconds of Unix time on one clock, the client's; token indexes from 0;
-logprobs are natural logarithms. Token lists are plain lists so that they go straight into a tensor or JSON. In messages
-token ids and logprobs are packed little-endian int32 and float32 (see treadle/common/v1/tokens.proto).
+Units: times in seconds (`*_s`), moments in seconds of Unix time on one clock, the client's; token
+indexes from 0; logprobs are natural logarithms. Token lists are plain lists so that they go
+straight into a tensor or JSON. In messages token ids and logprobs are packed little-endian int32
+and float32 (see treadle/common/v1/tokens.proto).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ ToolStatus = Literal["ok", "tool_error", "timed_out", "out_of_memory", "crashed"
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample one step; None takes the engine's default. Ranges: SamplingParams in tokens.proto."""
+    """How to sample one step; None takes the engine's default. Ranges: SamplingParams in
+    tokens.proto."""
 
     max_new_tokens: int
     temperature: float | None = None
@@ -41,8 +43,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Policy:
-    """How a job's trajectories are ranked and placed: the names of Policy in scheduler.proto, in lower case. The
-    default is that of a mesh whose policy nobody has set."""
+    """How a job's trajectories are ranked and placed: the names of Policy in scheduler.proto, in
+    lower case. The default is that of a mesh whose policy nobody has set."""
 
     ordering: str = "progressive"
     objective: str = "makespan"
@@ -54,12 +56,14 @@ class Policy:
 
 @dataclass(frozen=True)
 class LengthCap:
-    """A cap on the sampled tokens of a trajectory that follows a percentile of successful ones, slowly.
+    """A cap on the sampled tokens of a trajectory that follows a percentile of successful ones,
+    slowly.
 
-    ceiling_tokens: of a rollout without a cap, as some are, to see how long successes would be. floor_tokens: the cap
-    never falls below. cut_reward: of a trajectory that reaches the cap, or comes near: "soft" falls linearly to 0 from
-    the soft percentile to the cap (DAPO), "zero" is 0 once it is cut, "ignore" does not train it. most_cut_share: of
-    successes; where the cap would cut more, it opens. least_successes: known before there is a cap.
+    ceiling_tokens: of a rollout without a cap, as some are, to see how long successes would be.
+    floor_tokens: the cap never falls below. cut_reward: of a trajectory that reaches the cap, or
+    comes near: "soft" falls linearly to 0 from the soft percentile to the cap (DAPO), "zero" is 0
+    once it is cut, "ignore" does not train it. most_cut_share: of successes; where the cap would
+    cut more, it opens. least_successes: known before there is a cap.
     """
 
     ceiling_tokens: int
@@ -74,27 +78,31 @@ class LengthCap:
 
 @dataclass(frozen=True)
 class Shaping:
-    """Which samples of a rollout are worth finishing and training. Each part is off unless it is set.
+    """Which samples of a rollout are worth finishing and training. Each part is off unless it is
+    set.
 
     Which samples of a group are kept, by `rule`:
 
     - "first": as they come.
-    - "dual_end": the shortest, and `longest` of the longest, once all have come (DARTS, section 4.1). A prompt with
+    - "dual_end": the shortest, and `longest` of the longest, once all have come (DARTS, section
+      4.1). A prompt with
       `saturated_samples` or more has "shortest" instead.
     - "shortest": the first that no cap has cut; the others are ended.
-    - "mixed": the first ones among which one has `success_reward` or more and one has not. A group that never has both
+    - "mixed": the first ones among which one has `success_reward` or more and one has not. A group
+      that never has both
       is dropped, unless `keep_uniform`.
 
-    How many are begun: samples, of each prompt in their order, where they differ. budget: samples of all prompts
-    together, over those that are kept; prompts whose lengths vary more get more of them, samples_per_prompt at most; 0
-    for as many of each prompt (DARTS, section 4.2). keep_groups: end with so many groups (RollArt, section 5.3).
+    How many are begun: samples, of each prompt in their order, where they differ. budget: samples
+    of all prompts together, over those that are kept; prompts whose lengths vary more get more of
+    them, samples_per_prompt at most; 0 for as many of each prompt (DARTS, section 4.2).
+    keep_groups: end with so many groups (RollArt, section 5.3).
 
-    How far rollouts run ahead: max_open_groups, groups begun and not yet taken by a trainer. replace_stale: run one
-    more sample for each kept one that grows too old under max_staleness; the rollout lasts until all of its groups are
-    taken.
+    How far rollouts run ahead: max_open_groups, groups begun and not yet taken by a trainer.
+    replace_stale: run one more sample for each kept one that grows too old under max_staleness; the
+    rollout lasts until all of its groups are taken.
 
-    history: a name that the rollouts of a training run share, by which they learn from each other: of lengths for
-    `budget`, of successes for length_cap, and for Client.shaping_report.
+    history: a name that the rollouts of a training run share, by which they learn from each other:
+    of lengths for `budget`, of successes for length_cap, and for Client.shaping_report.
     """
 
     rule: Literal["first", "dual_end", "shortest", "mixed"] = "first"
@@ -113,8 +121,8 @@ class Shaping:
 
 @dataclass(frozen=True)
 class Distribution:
-    """10th, 50th and 90th percentile of what was sampled and what was trained; distance: of Kolmogorov and Smirnov, 0
-    alike, 1 apart."""
+    """10th, 50th and 90th percentile of what was sampled and what was trained; distance: of
+    Kolmogorov and Smirnov, 0 alike, 1 apart."""
 
     sampled: tuple[float, ...]
     trained: tuple[float, ...]
@@ -125,10 +133,11 @@ class Distribution:
 class ShapingReport:
     """What shaping does to the distribution that is trained on.
 
-    length: sampled tokens of a trajectory. success_rate: of its prompt. sampled, trained: trajectories; of those that
-    were ended early, `sampled` has those that had begun. drops: samples by why they were not trained. stale_tokens:
-    trained tokens by weight versions behind, where versions are known. alarms: each a sentence that says what is
-    starved, by how much, and what to change. length_cap_tokens: of the next rollout of a history, 0 for none.
+    length: sampled tokens of a trajectory. success_rate: of its prompt. sampled, trained:
+    trajectories; of those that were ended early, `sampled` has those that had begun. drops: samples
+    by why they were not trained. stale_tokens: trained tokens by weight versions behind, where
+    versions are known. alarms: each a sentence that says what is starved, by how much, and what to
+    change. length_cap_tokens: of the next rollout of a history, 0 for none.
     """
 
     length: Distribution
@@ -170,9 +179,9 @@ class VersionSpan:
 class RunningTokens:
     """Tokens of a trajectory that still runs.
 
-    The first one has place `start_token` in the trajectory. Where that is before the end of what has come so far,
-    forget what has come from this place on: these tokens replace it. tokens, loss_mask, logprobs: equally long.
-    version_spans: over indexes of the trajectory's tokens.
+    The first one has place `start_token` in the trajectory. Where that is before the end of what
+    has come so far, forget what has come from this place on: these tokens replace it. tokens,
+    loss_mask, logprobs: equally long. version_spans: over indexes of the trajectory's tokens.
     """
 
     trajectory_id: str
@@ -189,7 +198,8 @@ class RunningTokens:
 class TrajectoryEnded:
     """No more tokens of this trajectory come before its batch.
 
-    kept: it will be in a batch, unless it grows too old first. drop_reason: why it is not kept; empty where it is.
+    kept: it will be in a batch, unless it grows too old first. drop_reason: why it is not kept;
+    empty where it is.
     """
 
     trajectory_id: str
@@ -201,7 +211,8 @@ class TrajectoryEnded:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where wall time went: one wait, prefill, stretch of decoding, or tool call. engine_id is empty for a tool."""
+    """Where wall time went: one wait, prefill, stretch of decoding, or tool call. engine_id is
+    empty for a tool."""
 
     kind: SpanKind
     start_s: float
@@ -215,9 +226,9 @@ class Step:
     """One finished generation.
 
     token_ids, logprobs: the step's output, equally long. version_spans: over the step's output.
-    queue_s, prefill_s, decode_s: sums of the step's spans, that is, as the client saw them; waits after a preemption
-    or for a new engine, and between the calls of a long step, count as queue. cached_tokens: prompt tokens served from
-    KV. engine_ids: engines that ran it, in order.
+    queue_s, prefill_s, decode_s: sums of the step's spans, that is, as the client saw them; waits
+    after a preemption or for a new engine, and between the calls of a long step, count as queue.
+    cached_tokens: prompt tokens served from KV. engine_ids: engines that ran it, in order.
     """
 
     turn: int
@@ -236,10 +247,12 @@ class Step:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a tool or environment answered. A tool that fails is an answer: look at `status`, no exception is raised.
+    """What a tool or environment answered. A tool that fails is an answer: look at `status`, no
+    exception is raised.
 
-    output: what the agent reads (cut where output_truncated). reward: None where the tool gives none. done: the
-    environment ended. data: the tool's machine-readable result, None where it has none.
+    output: what the agent reads (cut where output_truncated). reward: None where the tool gives
+    none. done: the environment ended. data: the tool's machine-readable result, None where it has
+    none.
     """
 
     status: ToolStatus
@@ -271,7 +284,8 @@ class Prompt:
     data: Any = None
 
 
-# Which engines may run a trajectory: those that carry all of these tags, for every sample or by (prompt, sample).
+# Which engines may run a trajectory: those that carry all of these tags, for every sample or by
+# (prompt, sample).
 HardwareTags = Sequence[str] | Callable[[Prompt, int], Sequence[str]]
 
 
@@ -279,7 +293,8 @@ HardwareTags = Sequence[str] | Callable[[Prompt, int], Sequence[str]]
 class Limits:
     """What one action of a tool or environment may use: cores, memory, seconds, bytes of output.
 
-    0 is the tool's own limit, which is also the most that may be asked for (ListTools). Raises ValueError.
+    0 is the tool's own limit, which is also the most that may be asked for (ListTools). Raises
+    ValueError.
     """
 
     cpu_cores: int = 0
@@ -290,18 +305,21 @@ class Limits:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not 0 <= value < math.inf:
-                raise ValueError(f"{name} must be a number >= 0, is {value}; 0 is the tool's own limit")
+                raise ValueError(
+                    f"{name} must be a number >= 0, is {value}; 0 is the tool's own limit"
+                )
 
 
 @dataclass(frozen=True)
 class TrajectoryResult:
-    """One trajectory of a rollout. tokens, loss_mask and logprobs are equally long; loss_mask is 1 where the policy
-    sampled.
+    """One trajectory of a rollout. tokens, loss_mask and logprobs are equally long; loss_mask is 1
+    where the policy sampled.
 
-    trajectory_id: empty where it was never opened. version_spans: over indexes of `tokens`. kept: the rollout service
-    took it for training. drop_reason: why not, e.g. "group_settled". error: one line where the outcome is "failed",
-    else empty. submitted_before: a client that this one resumed has submitted it; its tokens are not here but at the
-    rollout service (get_batch), and "finished" may be "truncated".
+    trajectory_id: empty where it was never opened. version_spans: over indexes of `tokens`. kept:
+    the rollout service took it for training. drop_reason: why not, e.g. "group_settled". error: one
+    line where the outcome is "failed", else empty. submitted_before: a client that this one resumed
+    has submitted it; its tokens are not here but at the rollout service (get_batch), and "finished"
+    may be "truncated".
     """
 
     trajectory_id: str
@@ -333,7 +351,8 @@ class RolloutResult:
 
 @dataclass(frozen=True)
 class RolloutEvent:
-    """Progress for a display. kind: "opened", "step", "tool" or "closed" of one trajectory; "settled" of a group.
+    """Progress for a display. kind: "opened", "step", "tool" or "closed" of one trajectory;
+    "settled" of a group.
 
     gen_tokens: sampled so far. outcome: set on "closed". time_s: unix time.
     """
@@ -397,13 +416,15 @@ def seconds(message: Duration) -> float:
 
 
 def words_of(enum: Any) -> dict[int, Any]:
-    """The values of a contract's enum as words, e.g. "stop" for FINISH_REASON_STOP; without …_UNSPECIFIED."""
+    """The values of a contract's enum as words, e.g. "stop" for FINISH_REASON_STOP; without
+    …_UNSPECIFIED."""
     prefix = enum.Name(0).removesuffix("UNSPECIFIED")
     return {number: name.removeprefix(prefix).lower() for name, number in enum.items() if number}
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """4 bytes a token. OverflowError for an id outside int32, TypeError for what is not an integer."""
+    """4 bytes a token. OverflowError for an id outside int32, TypeError for what is not an
+    integer."""
     return _little_endian(array("i", ids)).tobytes()
 
 
@@ -424,7 +445,9 @@ def unpack_logprobs(packed: bytes) -> list[float]:
 
 def _unpack(items: array[Any], packed: bytes) -> list[Any]:
     if len(packed) % items.itemsize:
-        raise StreamBroken(f"{len(packed)} packed bytes are not a whole number of {items.itemsize}-byte items")
+        raise StreamBroken(
+            f"{len(packed)} packed bytes are not a whole number of {items.itemsize}-byte items"
+        )
     items.frombytes(packed)
     return _little_endian(items).tolist()
 

@@ -1,15 +1,25 @@
-"""Bring a trainer's weights to all engines: from disk, or pushed in parts, and lend a trainer the engines' memory.
+"""Bring a trainer's weights to all engines: from disk, or pushed in parts, and lend a trainer the
+engines' memory.
 
-The scheduler holds which version is desired; parts go from the trainer to each engine's sidecar, so weights never pass
-through the scheduler. A call to an engine is made once: whoever tries again begins the push anew, as a broadcast cannot
-be repeated for one engine alone.
+The scheduler holds which version is desired; parts go from the trainer to each engine's sidecar, so
+weights never pass through the scheduler. A call to an engine is made once: whoever tries again
+begins the push anew, as a broadcast cannot be repeated for one engine alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Mapping,
+)
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import accumulate
@@ -31,32 +41,44 @@ Errors = dict[str, str]  # by engine id
 
 @dataclass(frozen=True)
 class WeightPush:
-    """One part of pushed weights. how: SGLang's way. body: SGLang's request of /update_weights_from_<how>, as JSON."""
+    """One part of pushed weights. how: SGLang's way. body: SGLang's request of
+    /update_weights_from_<how>, as JSON."""
 
     how: Literal["distributed", "tensor", "ipc"]
     body: Mapping[str, Any]
 
 
-async def list_engines(mesh: Mesh, engine_ids: Collection[str] | None) -> list[engine_pb2.EngineInfo]:
+async def list_engines(
+    mesh: Mesh, engine_ids: Collection[str] | None
+) -> list[engine_pb2.EngineInfo]:
     """The registered engines, or those named, by id."""
     request = scheduler_pb2.ListEnginesRequest()
     listed = (await mesh.call(mesh.scheduler.ListEngines, request, mesh.timeouts.control_s)).engines
-    found = [engine.info for engine in listed if engine_ids is None or engine.info.engine_id in engine_ids]
+    found = [
+        engine.info
+        for engine in listed
+        if engine_ids is None or engine.info.engine_id in engine_ids
+    ]
     return sorted(found, key=lambda info: info.engine_id)
 
 
 async def call_all(mesh: Mesh, engines: Iterable[engine_pb2.EngineInfo], call: Call) -> Errors:
     """Call all engines at once. Returns the errors of those that failed."""
-    return await call_together(mesh, {engine.engine_id: (engine.address, call) for engine in engines})
+    return await call_together(
+        mesh, {engine.engine_id: (engine.address, call) for engine in engines}
+    )
 
 
 async def call_together(
-    mesh: Mesh, calls: Mapping[str, tuple[str, Call]], trainer: Coroutine[Any, Any, object] | None = None
+    mesh: Mesh,
+    calls: Mapping[str, tuple[str, Call]],
+    trainer: Coroutine[Any, Any, object] | None = None,
 ) -> Errors:
     """Call engines (id → address and call) at once. Returns the errors of those that failed.
 
-    trainer: what is done at the same time, where neither the engines nor the trainer are done without the others. The
-    first engine that fails then ends it for all: `trainer` is cancelled. Raises what `trainer` raises.
+    trainer: what is done at the same time, where neither the engines nor the trainer are done
+    without the others. The first engine that fails then ends it for all: `trainer` is cancelled.
+    Raises what `trainer` raises.
     """
     tasks = {
         engine_id: asyncio.ensure_future(_call(call(mesh.engine(address))))
@@ -83,7 +105,10 @@ async def call_together(
         raise failure
     if own is not None and errors:
         first, said = next(iter(errors.items()))
-        return {engine_id: errors.get(engine_id, f"engine {first} has failed: {said}") for engine_id in calls}
+        return {
+            engine_id: errors.get(engine_id, f"engine {first} has failed: {said}")
+            for engine_id in calls
+        }
     return errors
 
 
@@ -103,19 +128,26 @@ async def set_weights(mesh: Mesh, weight_version: str, model_path: str) -> sched
 
 
 async def until_served(
-    mesh: Mesh, weights: scheduler_pb2.Weights, timeout_s: float, engine_ids: Collection[str] | None = None
+    mesh: Mesh,
+    weights: scheduler_pb2.Weights,
+    timeout_s: float,
+    engine_ids: Collection[str] | None = None,
 ) -> Errors:
-    """Wait until no engine, or none of those named, is behind. Returns the errors of all engines that have one."""
+    """Wait until no engine, or none of those named, is behind. Returns the errors of all engines
+    that have one."""
     backoff = mesh.backoff(timeout_s)
     while behind := [
         engine.engine_id
         for engine in weights.engines
-        if engine.state == scheduler_pb2.WEIGHTS_STATE_BEHIND and (engine_ids is None or engine.engine_id in engine_ids)
+        if engine.state == scheduler_pb2.WEIGHTS_STATE_BEHIND
+        and (engine_ids is None or engine.engine_id in engine_ids)
     ]:
         message = f"these engines do not serve {weights.weight_version} yet: {', '.join(behind)}"
         await backoff.wait(TreadleError(grpc.StatusCode.DEADLINE_EXCEEDED, message), None)
         question = scheduler_pb2.GetWeightsRequest()
-        weights = (await mesh.call(mesh.scheduler.GetWeights, question, mesh.timeouts.control_s)).weights
+        weights = (
+            await mesh.call(mesh.scheduler.GetWeights, question, mesh.timeouts.control_s)
+        ).weights
     return {engine.engine_id: engine.error for engine in weights.engines if engine.error}
 
 
@@ -164,7 +196,9 @@ async def push_weights(
             else:
                 errors |= await call_together(mesh, calls)
                 await advance()
-            left = {engine_id: engine for engine_id, engine in left.items() if engine_id not in errors}
+            left = {
+                engine_id: engine for engine_id, engine in left.items() if engine_id not in errors
+            }
             index += 1
     if model_path:
         weights = await set_weights(mesh, weight_version, model_path)
@@ -203,12 +237,15 @@ async def join_group(
 
     offsets = accumulate(ranks, initial=trainer_ranks)
     calls = {
-        engine.engine_id: (engine.address, call_of(offset)) for engine, offset in zip(engines, offsets, strict=False)
+        engine.engine_id: (engine.address, call_of(offset))
+        for engine, offset in zip(engines, offsets, strict=False)
     }
     return await call_together(mesh, calls, join())
 
 
-async def _iterate(pushes: AsyncIterable[WeightPush] | Iterable[WeightPush]) -> AsyncGenerator[WeightPush, None]:
+async def _iterate(
+    pushes: AsyncIterable[WeightPush] | Iterable[WeightPush],
+) -> AsyncGenerator[WeightPush, None]:
     if isinstance(pushes, AsyncIterable):
         async for push in pushes:
             yield push

@@ -1,14 +1,17 @@
 """Learn an engine's decode curve from what the engine does, and say when it has changed.
 
-`EngineWork` is given each request of an engine and its tokens as they come, and cuts the engine's time into windows of
-a few steps. In a window the engine decoded `steps` steps and passes of prefill, so by the decode curve its seconds are
+`EngineWork` is given each request of an engine and its tokens as they come, and cuts the engine's
+time into windows of a few steps. In a window the engine decoded `steps` steps and passes of
+prefill, so by the decode curve its seconds are
 
-    base_s * steps + per_sequence_s * sequences + per_kv_token_s * KV + token_s * prefilled tokens + pair_s * pairs
+    base_s * steps + per_sequence_s * sequences + per_kv_token_s * KV + token_s * prefilled tokens +
+    pair_s * pairs
 
-where sequences and KV are sums over the window's decode steps. A pass of prefill counts as a step, as it reads all
-weights too. `MeasuredCurve` fits the five coefficients to windows of all kinds: an equation for each window, by least
-squares of the relative error without negative coefficients. Windows in which something else took time, e.g. the host,
-come out far off and hardly count; so do old windows, except where nothing newer tells the coefficients apart.
+where sequences and KV are sums over the window's decode steps. A pass of prefill counts as a step,
+as it reads all weights too. `MeasuredCurve` fits the five coefficients to windows of all kinds: an
+equation for each window, by least squares of the relative error without negative coefficients.
+Windows in which something else took time, e.g. the host, come out far off and hardly count; so do
+old windows, except where nothing newer tells the coefficients apart.
 """
 
 from collections import OrderedDict, deque
@@ -23,24 +26,28 @@ from treadle_core.model import DecodeCurve
 WINDOW_STEPS = 4  # a token may come a tenth of a step late: 2% of four steps
 LEAST_WINDOWS = 8  # for the first fit: more than there are coefficients
 WINDOWS_A_CELL = 8  # the latest of each kind
-MOST_CELLS = 128  # kinds of windows; in use are some tens, by powers of two of batch, context and prefilled tokens
+# kinds of windows; in use are some tens, by powers of two of batch, context and prefilled tokens
+MOST_CELLS = 128
 RECENT_WINDOWS = 32  # what the engine does now
 DRIFT = 0.2  # a change that is worth a new plan: predictions of lengths are 20% off at best
-CLEARLY = 0.8  # a fit with less than this share of another's error is the better one; nearer ones differ by chance
+# a fit with less than this share of another's error is the better one; nearer ones differ by chance
+CLEARLY = 0.8
 ROUNDS = 6  # of fitting and weighting by the error; the weights settle in about five
 OUTLIER = 2.0  # a window that is this many median errors off counts half
 LEAST_ERROR = 0.01  # a fit better than this is exact, and its errors tell nothing
-# Prefill so fast that steps do not show it is declared as this fast. No engine of one accelerator reaches it.
+# Prefill so fast that steps do not show it is declared as this fast. No engine of one accelerator
+# reaches it.
 LEAST_PREFILL_TOKEN_S = 1e-6
 LEAST_BASE_S = 1e-6  # a step takes time
 
-# Below this share of the target's norm, a gradient counts as zero, and so does what a column adds: double precision
-# leaves about 1e-15 of noise a row, and another processor other noise.
+# Below this share of the target's norm, a gradient counts as zero, and so does what a column adds:
+# double precision leaves about 1e-15 of noise a row, and another processor other noise.
 SLACK = 1e-10
 
 
 class Window(NamedTuple):
-    """What an engine did in some of its steps, and for how many seconds; fields as in the module's docstring."""
+    """What an engine did in some of its steps, and for how many seconds; fields as in the module's
+    docstring."""
 
     steps: float
     sequences: float
@@ -55,17 +62,20 @@ Cells: TypeAlias = OrderedDict[tuple[int, ...], deque[tuple[int, Window]]]
 
 
 class EngineWork:
-    """Cuts an engine's time into windows, and gives each to `take`. Times are seconds of one monotonic clock.
+    """Cuts an engine's time into windows, and gives each to `take`. Times are seconds of one
+    monotonic clock.
 
-    One decoding request, the lead, counts the steps: it gets a token in each. A window ends at a token of the lead.
-    Where the lead ends, or a request ends before its first token, nobody knows what the open window holds: it is
-    dropped.
+    One decoding request, the lead, counts the steps: it gets a token in each. A window ends at a
+    token of the lead. Where the lead ends, or a request ends before its first token, nobody knows
+    what the open window holds: it is dropped.
     """
 
     def __init__(self, take: Callable[[Window], None]) -> None:
         self._take = take
         self._waiting: dict[str, int] = {}  # requests without a token yet: tokens of their context
-        self._decoding: dict[str, int] = {}  # the same of the others, in the order of their first tokens
+        self._decoding: dict[
+            str, int
+        ] = {}  # the same of the others, in the order of their first tokens
         self._kv_tokens = 0  # of those that decode
         self._lead = ""
         self._open(None)
@@ -84,7 +94,8 @@ class EngineWork:
         self._waiting[request] = context_tokens
 
     def add(self, request: str, tokens: int, cached_tokens: int, now: float) -> None:
-        """Note new tokens of a request. cached_tokens: of its context, that the engine did not compute."""
+        """Note new tokens of a request. cached_tokens: of its context, that the engine did not
+        compute."""
         context = self._waiting.pop(request, None)
         if context is not None:
             self._first_token(request, context, max(context - cached_tokens, 0), now)
@@ -96,7 +107,13 @@ class EngineWork:
             if self._began_s is None:
                 self._open(now)
             elif self._steps >= WINDOW_STEPS or self._new_tokens:
-                work = (self._steps, self._sequences, self._window_kv, self._new_tokens, self._pairs)
+                work = (
+                    self._steps,
+                    self._sequences,
+                    self._window_kv,
+                    self._new_tokens,
+                    self._pairs,
+                )
                 if now > self._began_s:
                     self._take(Window(*work, now - self._began_s))
                 self._open(now)
@@ -110,7 +127,9 @@ class EngineWork:
         if unknown:
             self._open(None)
         if request == self._lead:
-            self._lead = next(reversed(self._decoding), "")  # the one that is likely to stay longest
+            self._lead = next(
+                reversed(self._decoding), ""
+            )  # the one that is likely to stay longest
 
     def _first_token(self, request: str, context: int, new_tokens: int, now: float) -> None:
         self._decoding[request] = context
@@ -127,8 +146,9 @@ class EngineWork:
 
 
 class MeasuredCurve:
-    """The curve of one engine. `declared` is None until enough is known; it changes only where the engine takes other
-    seconds for what it does now, by more than DRIFT, so that callers may act on each change."""
+    """The curve of one engine. `declared` is None until enough is known; it changes only where the
+    engine takes other seconds for what it does now, by more than DRIFT, so that callers may act on
+    each change."""
 
     def __init__(self) -> None:
         self.declared: DecodeCurve | None = None
@@ -140,7 +160,11 @@ class MeasuredCurve:
 
     def take(self, window: Window) -> None:
         """Note what the engine did."""
-        sizes = (window.sequences / window.steps, window.kv_tokens / max(window.sequences, 1.0), window.new_tokens)
+        sizes = (
+            window.sequences / window.steps,
+            window.kv_tokens / max(window.sequences, 1.0),
+            window.new_tokens,
+        )
         cell = tuple(int(size).bit_length() for size in sizes)
         self._cells.setdefault(cell, deque(maxlen=WINDOWS_A_CELL)).append((self._taken, window))
         self._cells.move_to_end(cell)
@@ -150,7 +174,8 @@ class MeasuredCurve:
         self._taken += 1
 
     def update(self) -> bool:
-        """Fit again, and declare the result where it differs. Returns whether it did; takes some milliseconds."""
+        """Fit again, and declare the result where it differs. Returns whether it did; takes some
+        milliseconds."""
         if self._taken == self._fitted or self._taken < LEAST_WINDOWS:
             return False
         self._fitted = self._taken
@@ -158,7 +183,8 @@ class MeasuredCurve:
             return False
         found, error = _fit(self._cells)
         if self.declared is not None:
-            # Either the engine's work is of a kind that the fit did not know, or the engine itself has changed.
+            # Either the engine's work is of a kind that the fit did not know, or the engine itself
+            # has changed.
             changed = self._rescaled(slowness(self.declared, self._recent))
             found_changed, error_changed = _fit(changed)
             if error_changed < CLEARLY * error or self._has_drifted(found):
@@ -169,14 +195,26 @@ class MeasuredCurve:
     def _has_drifted(self, curve: DecodeCurve) -> bool:
         """Whether it is off in the same direction in both halves of the recent windows."""
         recent = list(self._recent)
-        halves = [slowness(curve, half) for half in (recent[: len(recent) // 2], recent[len(recent) // 2 :])]
+        halves = [
+            slowness(curve, half)
+            for half in (recent[: len(recent) // 2], recent[len(recent) // 2 :])
+        ]
         return min(halves) > 1.0 + DRIFT or max(halves) < 1.0 / (1.0 + DRIFT)
 
     def _rescaled(self, factor: float) -> Cells:
-        """The windows as if all that the engine does had always taken `factor` times as long, as it does now."""
-        since = self._taken - 3 * len(self._recent) // 4  # so many are new where both halves are off
+        """The windows as if all that the engine does had always taken `factor` times as long, as it
+        does now."""
+        since = (
+            self._taken - 3 * len(self._recent) // 4
+        )  # so many are new where both halves are off
         return OrderedDict(
-            (cell, deque([(at, _longer(each, factor if at < since else 1.0)) for at, each in kept], WINDOWS_A_CELL))
+            (
+                cell,
+                deque(
+                    [(at, _longer(each, factor if at < since else 1.0)) for at, each in kept],
+                    WINDOWS_A_CELL,
+                ),
+            )
             for cell, kept in self._cells.items()
         )
 
@@ -197,21 +235,29 @@ def slowness(curve: DecodeCurve, windows: Sequence[Window]) -> float:
 def predict_s(curve: DecodeCurve, windows: Sequence[Window]) -> Floats:
     """Seconds of each window by a curve."""
     token_s = 1.0 / curve.prefill_tokens_per_s if curve.prefill_tokens_per_s else 0.0
-    terms = (curve.base_s, curve.per_sequence_s, curve.per_kv_token_s, token_s, curve.prefill_pair_s)
+    terms = (
+        curve.base_s,
+        curve.per_sequence_s,
+        curve.per_kv_token_s,
+        token_s,
+        curve.prefill_pair_s,
+    )
     seconds: Floats = np.array(windows)[:, :-1] @ np.array(terms)
     return seconds
 
 
 def fit_windows(windows: Sequence[Window]) -> tuple[DecodeCurve, float]:
-    """The curve with the least relative errors, where windows that are far off hardly count; and the mean error, of
-    which 1 is the most for a window."""
+    """The curve with the least relative errors, where windows that are far off hardly count; and
+    the mean error, of which 1 is the most for a window."""
     rows = np.array(windows)
     matrix = rows[:, :-1] / rows[:, -1:]
     weights = np.ones(len(rows))
     for _ in range(ROUNDS):
         terms = non_negative_least_squares(matrix * weights[:, None], weights)
         errors = np.abs(matrix @ terms - 1.0)
-        weights = 1.0 / np.hypot(1.0, errors / (OUTLIER * max(float(np.median(errors)), LEAST_ERROR)))
+        weights = 1.0 / np.hypot(
+            1.0, errors / (OUTLIER * max(float(np.median(errors)), LEAST_ERROR))
+        )
     base_s, per_sequence_s, per_kv_token_s, token_s, pair_s = terms.tolist()
     curve = DecodeCurve(
         base_s if base_s + per_sequence_s > LEAST_BASE_S else LEAST_BASE_S,
@@ -224,9 +270,11 @@ def fit_windows(windows: Sequence[Window]) -> tuple[DecodeCurve, float]:
 
 
 def non_negative_least_squares(matrix: Floats, target: Floats) -> Floats:
-    """Argmin over x >= 0 of |matrix x - target|: matrix (rows, columns), target (rows,), result (columns,).
+    """Argmin over x >= 0 of |matrix x - target|: matrix (rows, columns), target (rows,), result
+    (columns,).
 
-    Lawson and Hanson's active set, on columns scaled to norm 1. Raises ValueError for values that are not finite.
+    Lawson and Hanson's active set, on columns scaled to norm 1. Raises ValueError for values that
+    are not finite.
     """
     if not (np.isfinite(matrix).all() and np.isfinite(target).all()):
         raise ValueError("least squares of values that are not finite")
@@ -247,7 +295,8 @@ def non_negative_least_squares(matrix: Floats, target: Floats) -> Floats:
 
 
 def _solve_free(matrix: Floats, target: Floats, solution: Floats, free: Flags) -> Floats:
-    """Move to the least squares of the free columns; a column that would turn negative on the way is fixed at zero."""
+    """Move to the least squares of the free columns; a column that would turn negative on the way
+    is fixed at zero."""
     while True:
         aim = np.zeros_like(solution)
         aim[free] = np.linalg.lstsq(matrix[:, free], target, rcond=None)[0]

@@ -1,9 +1,11 @@
-"""The lines of the jobs in front of one engine: whose step is next, and which job has to give a slot back (ADR 0039).
+"""The lines of the jobs in front of one engine: whose step is next, and which job has to give a
+slot back (ADR 0039).
 
-A job has a line while a step of it waits or holds a slot. Its share of the slots is its weight over the weights of all
-lines. A job that has less than its share goes before one that does not, then the one that was served least, in seconds
-of a slot for its weight; a line with steps that wait goes on from there and not from what it missed while it had none.
-With one line there is nothing to share, and it is simply the waiting steps, best rank first.
+A job has a line while a step of it waits or holds a slot. Its share of the slots is its weight over
+the weights of all lines. A job that has less than its share goes before one that does not, then the
+one that was served least, in seconds of a slot for its weight; a line with steps that wait goes on
+from there and not from what it missed while it had none. With one line there is nothing to share,
+and it is simply the waiting steps, best rank first.
 """
 
 import enum
@@ -14,8 +16,9 @@ from operator import attrgetter
 
 from treadle_core.fair_share import FairShare
 
-# Seconds of the whole engine by which a job was served less than its share before it evicts a step of another job. An
-# eviction costs about two decode steps, so two jobs that take turns on one slot lose a few percent to it.
+# Seconds of the whole engine by which a job was served less than its share before it evicts a step
+# of another job. An eviction costs about two decode steps, so two jobs that take turns on one slot
+# lose a few percent to it.
 FAIR_LAG_S = 2.0
 
 
@@ -29,7 +32,8 @@ class State(enum.Enum):
 
 @dataclass(slots=True)
 class Entry:
-    """A step. tokens: since its admission. reads: of its prefill, while it runs: `Prefill.first`."""
+    """A step. tokens: since its admission. reads: of its prefill, while it runs:
+    `Prefill.first`."""
 
     step_id: str
     priority: float
@@ -51,10 +55,12 @@ RANK = attrgetter("rank")
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """The steps of one job; `steps` is their number. waiting: best rank first. running: those that run and are not
-    being evicted; `preemptible` are some of them, `lowest` ranks last of these, None where it must be searched.
+    """The steps of one job; `steps` is their number. waiting: best rank first. running: those that
+    run and are not being evicted; `preemptible` are some of them, `lowest` ranks last of these,
+    None where it must be searched.
 
-    passed, granted: waiting steps that the present decision has looked at, and slots that they will get.
+    passed, granted: waiting steps that the present decision has looked at, and slots that they will
+    get.
     """
 
     job: str
@@ -88,7 +94,11 @@ class Line:
 
     def compare_lowest(self, entry: Entry) -> None:
         """Keep `lowest` right after a step started or got another priority."""
-        if self.lowest is not None and entry.step_id in self.preemptible and entry.rank > self.lowest.rank:
+        if (
+            self.lowest is not None
+            and entry.step_id in self.preemptible
+            and entry.rank > self.lowest.rank
+        ):
             self.lowest = entry
 
 
@@ -99,7 +109,9 @@ class JobLines:
         self.waiting = 0
         self._lines: dict[str, Line] = {}
         self._share = FairShare()
-        self._held: list[tuple[str, int, float]] = []  # job, slots and weight, as the last decision left them
+        self._held: list[
+            tuple[str, int, float]
+        ] = []  # job, slots and weight, as the last decision left them
         self._decided_s = 0.0
 
     def enter(self, job: str, weight: float) -> Line:
@@ -128,7 +140,8 @@ class JobLines:
         self.waiting -= 1
 
     def charge(self, now: float) -> None:
-        """Begin a decision: charge the slots that each job has had since the last one, and note which jobs wait."""
+        """Begin a decision: charge the slots that each job has had since the last one, and note
+        which jobs wait."""
         took_s, self._decided_s = now - self._decided_s, now
         if len(self._lines) < 2 and not self._held:
             return
@@ -153,22 +166,37 @@ class JobLines:
             line.passed = line.granted = 0
 
     def next(self, slots: int) -> Line | None:
-        """The line whose first waiting step that is not passed is next; None where all are passed."""
+        """The line whose first waiting step that is not passed is next; None where all are
+        passed."""
         lines = [line for line in self._lines.values() if line.passed < len(line.waiting)]
         if len(lines) < 2:  # as with one job always
             return lines[0] if lines else None
         tag, surplus = self._share.tag, self._surplus
-        return min(lines, key=lambda line: (surplus(line, slots) >= 0.0, tag(line.job), line.waiting[line.passed].rank))
+        return min(
+            lines,
+            key=lambda line: (
+                surplus(line, slots) >= 0.0,
+                tag(line.job),
+                line.waiting[line.passed].rank,
+            ),
+        )
 
     def owing(self, line: Line, slots: int) -> tuple[Line | None, float]:
-        """The job that is to give one of its slots to `line`, None where none is, and in how many seconds."""
+        """The job that is to give one of its slots to `line`, None where none is, and in how many
+        seconds."""
         if len(self._lines) < 2 or self._surplus(line, slots) >= 0.0:
             return None, 0.0
-        above = [each for each in self._lines.values() if each.preemptible and self._surplus(each, slots) > 0.0]
+        above = [
+            each
+            for each in self._lines.values()
+            if each.preemptible and self._surplus(each, slots) > 0.0
+        ]
         if not above:
             return None, 0.0
         other = max(above, key=lambda each: self._surplus(each, slots) / each.weight)
-        scale = sum(each.weight for each in self._lines.values()) / slots  # to seconds of the whole engine
+        scale = (
+            sum(each.weight for each in self._lines.values()) / slots
+        )  # to seconds of the whole engine
         lag_s = scale * (self._share.tag(other.job) - self._share.tag(line.job))
         rate = scale * (other.running / other.weight - line.running / line.weight)
         if lag_s >= FAIR_LAG_S:

@@ -1,14 +1,17 @@
 """Decide whether an engine makes progress or hangs.
 
-An engine that hangs may answer questions all the same: its HTTP server is another process than the one that generates.
-So `EngineProgress` is given each request that is on the engine and each sign of progress, and says when the next sign
-is due. Where none comes in time, the engine is suspected. Only generated tokens end a suspicion.
+An engine that hangs may answer questions all the same: its HTTP server is another process than the
+one that generates. So `EngineProgress` is given each request that is on the engine and each sign of
+progress, and says when the next sign is due. Where none comes in time, the engine is suspected.
+Only generated tokens end a suspicion.
 
-A sign is a token, the end of a prefill, or that fewer tokens of the waiting prompts are unread, which an engine that
-reads in chunks reports after each. An idle engine owes no sign; it is asked for a token now and then (`is_probe_due`).
+A sign is a token, the end of a prefill, or that fewer tokens of the waiting prompts are unread,
+which an engine that reads in chunks reports after each. An idle engine owes no sign; it is asked
+for a token now and then (`is_probe_due`).
 
-How long an engine may be silent: `stall_s`, and PATIENCE times what its decode curve says of the prefill and the decode
-steps before the next sign. An engine that only prefills is never suspected for it.
+How long an engine may be silent: `stall_s`, and PATIENCE times what its decode curve says of the
+prefill and the decode steps before the next sign. An engine that only prefills is never suspected
+for it.
 """
 
 import math
@@ -17,19 +20,23 @@ from treadle_core.model import DecodeCurve
 
 # Curves are measured with short prompts, and other programs share the machine.
 PATIENCE = 4.0
-# SGLang reads waiting prompts in passes of so many tokens (--max-prefill-tokens), a longer prompt in a pass of its own.
+# SGLang reads waiting prompts in passes of so many tokens (--max-prefill-tokens), a longer prompt
+# in a pass of its own.
 PASS_TOKENS = 16_384
 # An engine whose curve is not known is taken for slower than any on one CPU core.
 SLOWEST = DecodeCurve(base_s=1.0, per_sequence_s=0.0, prefill_tokens_per_s=100.0)
 IDLE_PROBE_S = 10.0  # a token of an idle engine each so often takes less than 1% of its time
-SUSPECT_PROBE_S = 2.0  # between the probes of an engine that is suspected, which has nothing else to do
+SUSPECT_PROBE_S = (
+    2.0  # between the probes of an engine that is suspected, which has nothing else to do
+)
 
 
 class EngineProgress:
-    """What one engine has to do, and when it last showed progress. Times are seconds of one monotonic clock.
+    """What one engine has to do, and when it last showed progress. Times are seconds of one
+    monotonic clock.
 
-    stall_s: how long an engine may be silent beyond what its work takes. `tokens_a_chunk`: tokens that the engine
-    samples for a request before it sends them together.
+    stall_s: how long an engine may be silent beyond what its work takes. `tokens_a_chunk`: tokens
+    that the engine samples for a request before it sends them together.
     """
 
     def __init__(self, stall_s: float) -> None:
@@ -87,16 +94,25 @@ class EngineProgress:
         return now - self._since_s
 
     def due_s(self, curve: DecodeCurve | None) -> float:
-        """When the next sign is due at the latest; infinity while none is. curve: None while it is not known."""
+        """When the next sign is due at the latest; infinity while none is. curve: None while it is
+        not known."""
         if self._is_idle or self._loads:
             return math.inf
         known = curve if curve is not None and curve.prefill_tokens_per_s else SLOWEST
         longest = max(self._waiting.values(), default=0)
-        # The next sign comes after the longest prompt at the latest, and after what is read in the same pass.
+        # The next sign comes after the longest prompt at the latest, and after what is read in the
+        # same pass.
         new_tokens = min(sum(self._waiting.values()), longest + PASS_TOKENS)
-        prefill_s = new_tokens / known.prefill_tokens_per_s + known.prefill_pair_s * new_tokens * 0.5 * longest
+        prefill_s = (
+            new_tokens / known.prefill_tokens_per_s
+            + known.prefill_pair_s * new_tokens * 0.5 * longest
+        )
         kv_tokens = sum(self._decoding.values())
-        step_s = known.base_s + known.per_sequence_s * len(self._decoding) + known.per_kv_token_s * kv_tokens
+        step_s = (
+            known.base_s
+            + known.per_sequence_s * len(self._decoding)
+            + known.per_kv_token_s * kv_tokens
+        )
         return self._since_s + self.stall_s + PATIENCE * (prefill_s + self.tokens_a_chunk * step_s)
 
     def judge(self, curve: DecodeCurve | None, now: float) -> bool:
@@ -111,7 +127,8 @@ class EngineProgress:
         self.suspected = True
 
     def is_probe_due(self, now: float) -> bool:
-        """Whether to ask the engine for a token: it has nothing to do, and nobody has seen it generate for a while."""
+        """Whether to ask the engine for a token: it has nothing to do, and nobody has seen it
+        generate for a while."""
         rest_s = SUSPECT_PROBE_S if self.suspected else IDLE_PROBE_S
         return self._is_idle and not self._loads and now - self._since_s >= rest_s
 

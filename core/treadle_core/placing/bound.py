@@ -1,12 +1,16 @@
 """A lower bound of the makespan, against which plans are measured.
 
-`lower_bound` is at most the makespan of every assignment of the trajectories to the engines, contiguous or not, to
+`lower_bound` is at most the makespan of every assignment of the trajectories to the engines,
+contiguous or not, to
 rounding. It is the largest of:
 - the costliest trajectory alone on the engine that is best for it;
-- GROUP_SIZE, engines that are alike: the optimum itself, since some optimum is contiguous (Heddle's Lemma 5.1);
-- GROUP_SIZE, others: of the q longest, the engines must hold q; in time T they hold as many as their sizes allow at
+- GROUP_SIZE, engines that are alike: the optimum itself, since some optimum is contiguous (Heddle's
+  Lemma 5.1);
+- GROUP_SIZE, others: of the q longest, the engines must hold q; in time T they hold as many as
+  their sizes allow at
   length L_q;
-- LINEAR_INTEGRAL: all work over the engines' summed speed, once with slots as the limit of what runs at once and once
+- LINEAR_INTEGRAL: all work over the engines' summed speed, once with slots as the limit of what
+  runs at once and once
   with KV.
 """
 
@@ -18,8 +22,8 @@ from treadle_core.placing.costs import Costs, Table
 from treadle_core.placing.solver import partition
 from treadle_core.placing.workload import SUM_KV, SUM_LENGTHS, SUM_PREFILL
 
-# The q longest are tried for these many q, evenly in log q: each gives a valid bound, and neighbours nearly the same
-# one.
+# The q longest are tried for these many q, evenly in log q: each gives a valid bound, and
+# neighbours nearly the same one.
 PIGEONHOLES = 64
 # Rounding must not lift a bound over a makespan.
 ROUNDING = 1e-12
@@ -51,16 +55,20 @@ def costliest_alone(table: Table) -> float:
     best = np.full(len(lengths), np.inf)
     for base_s, _, kv_s, _, capacity, prefill_s, step_s in kinds:
         waits = np.maximum(0.0, kv_work / capacity - lengths)
-        np.minimum(best, step_s * lengths + base_s * waits + kv_s * kv_work + prefill_s * prefill, out=best)
+        np.minimum(
+            best, step_s * lengths + base_s * waits + kv_s * kv_work + prefill_s * prefill, out=best
+        )
     return float(best.max())
 
 
 @compiled
 def pigeonhole(engines: Floats, lengths: Floats, counts: Indexes) -> float:
-    """Largest over q in `counts` of the least T at which the engines' sizes for length L_q add up to q."""
+    """Largest over q in `counts` of the least T at which the engines' sizes for length L_q add up
+    to q."""
     bound = 0.0
     for q in counts:
-        # Seconds a token within which the engines hold q together: bisect to a relative 1e-12, from below.
+        # Seconds a token within which the engines hold q together: bisect to a relative 1e-12, from
+        # below.
         low = 0.0
         high = np.inf
         for row in engines:
@@ -73,7 +81,11 @@ def pigeonhole(engines: Floats, lengths: Floats, counts: Indexes) -> float:
                 if step >= full_s:
                     held += np.floor(row[3] * step / full_s * (1.0 + 1e-12))
                 elif step >= row[0] + row[1]:
-                    held += np.floor((step - row[0]) / row[1] * (1.0 + 1e-12)) if row[1] > 0.0 else row[3]
+                    held += (
+                        np.floor((step - row[0]) / row[1] * (1.0 + 1e-12))
+                        if row[1] > 0.0
+                        else row[3]
+                    )
             if held >= q:
                 high = step
             else:
@@ -83,11 +95,13 @@ def pigeonhole(engines: Floats, lengths: Floats, counts: Indexes) -> float:
 
 
 def shared_work(table: Table) -> float:
-    """All work over the engines' summed speed; the yardstick is the engine that gives the largest bound.
+    """All work over the engines' summed speed; the yardstick is the engine that gives the largest
+    bound.
 
-    An engine's time is at least sum L * (a / slots + b) + sum Q * k + sum P / rate, and at least the same with a taken
-    from KV (sum Q * (a / capacity + k) + sum L * b). With r_e the least ratio of an engine's three weights to the
-    yardstick's, its time is at least r_e times the work by the yardstick, and the works add up.
+    An engine's time is at least sum L * (a / slots + b) + sum Q * k + sum P / rate, and at least
+    the same with a taken from KV (sum Q * (a / capacity + k) + sum L * b). With r_e the least ratio
+    of an engine's three weights to the yardstick's, its time is at least r_e times the work by the
+    yardstick, and the works add up.
     """
     amounts = table.ranks[-1, [SUM_LENGTHS, SUM_KV, SUM_PREFILL]]
     base_s, sequence_s, kv_s, slots, capacity, prefill_s = table.engines.T

@@ -1,16 +1,24 @@
-"""The placements that are tried, and the best of them by their mean makespan over samples (`paths`).
+"""The placements that are tried, and the best of them by their mean makespan over samples
+(`paths`).
 
 Tried are, in this order, each against the best before it:
-- the present one, where trajectories that are nowhere yet go to the engine that then ends first, longest first;
-- those that have not started dealt again so, prompt by prompt, which prefills each prompt once, and one by one: what a
+- the present one, where trajectories that are nowhere yet go to the engine that then ends first,
+  longest first;
+- those that have not started dealt again so, prompt by prompt, which prefills each prompt once, and
+  one by one: what a
   sticky, least loaded rule would do, with predicted work for load;
-- the partition of all trajectories, longest path first, into one contiguous group for each engine, fastest engine first
-  (Heddle §5.2 with tools in it), for several shares of the longest path that each group may hide; whole, for those that
-  have not started, and for its first engines alone: these get their few long trajectories, and the rest is dealt over
+- the partition of all trajectories, longest path first, into one contiguous group for each engine,
+  fastest engine first
+  (Heddle §5.2 with tools in it), for several shares of the longest path that each group may hide;
+  whole, for those that
+  have not started, and for its first engines alone: these get their few long trajectories, and the
+  rest is dealt over
   the others;
 - the best of these, improved step by step (`refining`).
-What is dealt moves no KV. A partition does, so it is taken only where it is MARGIN better. Prompts count in the
-makespan and besides, as the mean over engines of the seconds that they are prefilled for, times `prompt_weight`: to
+What is dealt moves no KV. A partition does, so it is taken only where it is MARGIN better. Prompts
+count in the
+makespan and besides, as the mean over engines of the seconds that they are prefilled for, times
+`prompt_weight`: to
 prefill a prompt on one more engine is sure to take its time, where the gain is a guess.
 """
 
@@ -42,19 +50,26 @@ from treadle_core.placing.paths import (
 )
 from treadle_core.placing.refining import refine
 
-MARGIN = 0.02  # of the mean makespan; both are judged by the same samples, so most of the errors cancel
+MARGIN = (
+    0.02  # of the mean makespan; both are judged by the same samples, so most of the errors cancel
+)
 SHARES = (0.0, 0.25, 0.5, 1.0)  # of the longest path that a group of a partition may hide
 FIRST_ENGINES = (1, 2, 3, 4, 6, 8, 12, 16)  # of a partition, that alone are taken from it
-BISECTIONS = 14  # a makespan to a thousandth of where the search begins; predictions are far less exact
-# Engines for which the rest is solved again; the short trajectories behind them fill the others evenly.
+BISECTIONS = (
+    14  # a makespan to a thousandth of where the search begins; predictions are far less exact
+)
+# Engines for which the rest is solved again; the short trajectories behind them fill the others
+# evenly.
 MOST_SOLVED = 16
 
 
-def best_placement(engines: Floats, kinds: Indexes, work: Work, medians: Work, current: Indexes) -> Indexes:
+def best_placement(
+    engines: Floats, kinds: Indexes, work: Work, medians: Work, current: Indexes
+) -> Indexes:
     """engine_of[n]: the index of each trajectory's engine.
 
-    engines: `paths.engine_rows`; kinds: a number that engines with equal figures share; work: samples, medians: the
-    same at its medians; current: each one's engine now, -1 for none.
+    engines: `paths.engine_rows`; kinds: a number that engines with equal figures share; work:
+    samples, medians: the same at its medians; current: each one's engine now, -1 for none.
     """
     if not len(current):
         return current.copy()
@@ -96,16 +111,25 @@ def judge(engines: Floats, work: Work, placement: Indexes) -> Floats:
 def _alone_s(engines: Floats, amounts: Floats) -> Floats:
     """Seconds that each trajectory takes alone on an engine of mean figures."""
     mean = engines.mean(axis=0)
-    decode_s = (mean[BASE_S] + mean[PER_SEQUENCE_S]) * amounts[:, TOKENS] + mean[PER_KV_TOKEN_S] * amounts[:, KV]
+    decode_s = (mean[BASE_S] + mean[PER_SEQUENCE_S]) * amounts[:, TOKENS] + mean[
+        PER_KV_TOKEN_S
+    ] * amounts[:, KV]
     prefill_s = mean[PREFILL_S] * amounts[:, OBSERVED] + mean[PREFILL_PAIR_S] * amounts[:, PAIRS]
     alone_s: Floats = decode_s + prefill_s + amounts[:, TOOL_S]
     return alone_s
 
 
 def _partitions(
-    engines: Floats, kinds: Indexes, medians: Work, near: Indexes, staying: Indexes, order: Indexes, share: float
+    engines: Floats,
+    kinds: Indexes,
+    medians: Work,
+    near: Indexes,
+    staying: Indexes,
+    order: Indexes,
+    share: float,
 ) -> Iterator[Indexes]:
-    """The partition of `order` for one share, renamed so that most context stays as in `near`, and its variants."""
+    """The partition of `order` for one share, renamed so that most context stays as in `near`, and
+    its variants."""
     m = len(engines)
     own = medians.amounts[0][order]
     sums = np.zeros((len(own) + 1, own.shape[1]))
@@ -134,8 +158,9 @@ def _partitions(
 
 @inlined
 def group_s(engine: Floats, sums: Floats, own: Floats, share: float, first: int, end: int) -> float:
-    """When an engine ends ranks [first, end): by their work, the path of the first of them, and the path of one with
-    `share` of the longest of all. own[n, 5]: amounts by rank; sums[n + 1, 5]: their sums before each rank."""
+    """When an engine ends ranks [first, end): by their work, the path of the first of them, and the
+    path of one with `share` of the longest of all. own[n, 5]: amounts by rank; sums[n + 1, 5]:
+    their sums before each rank."""
     if end <= first:
         return 0.0
     group_work_s = work_s(engine, sums[end]) - work_s(engine, sums[first])
@@ -149,16 +174,20 @@ def group_s(engine: Floats, sums: Floats, own: Floats, share: float, first: int,
     if share > 0.0:
         own_s = share * work_s(engine, own[0])
         alone_s = share * engine[BASE_S] * own[0, TOKENS] + own_s
-        ends_s = max(ends_s, path_s(alone_s, share * own[0, TOOL_S], max(group_work_s - own_s, 0.0)))
+        ends_s = max(
+            ends_s, path_s(alone_s, share * own[0, TOOL_S], max(group_work_s - own_s, 0.0))
+        )
     return ends_s
 
 
 @compiled
 def partition(engines: Floats, sums: Floats, own: Floats, share: float) -> Indexes:
-    """bounds[m + 1]: engine e runs ranks [bounds[e], bounds[e + 1]) of trajectories that come longest first.
+    """bounds[m + 1]: engine e runs ranks [bounds[e], bounds[e + 1]) of trajectories that come
+    longest first.
 
-    The largest `group_s` is about the least, then that of the engines after the first, and so on: by bisecting on the
-    makespan with a greedy fill, which would be exact if no group's cost fell as it loses its first rank.
+    The largest `group_s` is about the least, then that of the engines after the first, and so on:
+    by bisecting on the makespan with a greedy fill, which would be exact if no group's cost fell as
+    it loses its first rank.
     """
     n, m = len(own), len(engines)
     bounds = np.zeros(m + 1, np.int64)
@@ -189,7 +218,9 @@ def partition(engines: Floats, sums: Floats, own: Floats, share: float) -> Index
 
 
 @inlined
-def reach(engine: Floats, sums: Floats, own: Floats, share: float, first: int, limit_s: float) -> int:
+def reach(
+    engine: Floats, sums: Floats, own: Floats, share: float, first: int, limit_s: float
+) -> int:
     """The last end of a group from `first` that the engine ends within the limit."""
     low, high = first, len(own) + 1
     while high - low > 1:

@@ -1,20 +1,28 @@
 """What it costs an engine to run a group of trajectories: the cost models that placement minimises.
 
-Engines and trajectories become arrays, sorted and summed once (`tabulate`), so that the cost of any contiguous group of
-the sorted order is O(1) (`group_cost`). The solver is exact because, for one engine, the cost of the group [first, end)
-of the descending order never falls when `end` grows and never grows when `first` grows. That holds in floating point
-too, as the sums are prefix sums of what is not negative.
+Engines and trajectories become arrays, sorted and summed once (`tabulate`), so that the cost of any
+contiguous group of the sorted order is O(1) (`group_cost`). The solver is exact because, for one
+engine, the cost of the group [first, end) of the descending order never falls when `end` grows and
+never grows when `first` grows. That holds in floating point too, as the sums are prefix sums of
+what is not negative.
 
-Cost models, in seconds; an engine decodes a step of a batch in a + b * batch + k * KV tokens (`model.DecodeCurve`):
-- GROUP_SIZE, Heddle eq. 2: F(size) * L_max * T. F * T is the step time at `size` sequences of the workload's mean
+Cost models, in seconds; an engine decodes a step of a batch in a + b * batch + k * KV tokens
+(`model.DecodeCurve`):
+- GROUP_SIZE, Heddle eq. 2: F(size) * L_max * T. F * T is the step time at `size` sequences of the
+  workload's mean
   context; beyond the slot limit the group queues, and F grows in proportion to size / slots.
 - LINEAR_INTEGRAL, DARTS eq. 4 with a linear engine:
   a * max(L_max, sum L / slots, sum Q / kv_capacity) + b * sum L + k * sum Q + sum P / prefill_rate.
-  Q = L * (context + L / 2): KV tokens read over the life of a trajectory, whose context grows by one a step.
-  sum Q / kv_capacity is the bound that KV sets: capacity over the token-weighted mean context sequences run at once
-  (weighted so, because with a mean over trajectories a short one would make its group cheaper). P: context that must be
-  prefilled, 0 where the trajectory has an engine (a move there brings its KV along while a tool runs).
-An engine whose KV holds less than the context of one of a group cannot run the group: its cost is infinite.
+  Q = L * (context + L / 2): KV tokens read over the life of a trajectory, whose context grows by
+  one a step.
+  sum Q / kv_capacity is the bound that KV sets: capacity over the token-weighted mean context
+  sequences run at once
+  (weighted so, because with a mean over trajectories a short one would make its group cheaper). P:
+  context that must be
+  prefilled, 0 where the trajectory has an engine (a move there brings its KV along while a tool
+  runs).
+An engine whose KV holds less than the context of one of a group cannot run the group: its cost is
+infinite.
 """
 
 from collections.abc import Sequence
@@ -30,12 +38,14 @@ from treadle_core.placing.workload import LENGTH, SUM_KV, SUM_LENGTHS, SUM_PREFI
 
 
 class Table(NamedTuple):
-    """What the kernels read: a workload, longest first, and the engines in the order in which they take it.
+    """What the kernels read: a workload, longest first, and the engines in the order in which they
+    take it.
 
-    `engines` has a row for each engine: base_s, per_sequence_s, per_kv_token_s, slots, KV tokens (inf where unknown),
-    seconds a prefilled token. `ranks` is what `workload.rank` makes, n + 1 rows; `lengths` is a view of n of its
-    entries. reach[reach_of[e], r] is the first rank from r on whose context engine e cannot hold, n + 1 where there is
-    none; `reach` has no rows where everything fits everywhere.
+    `engines` has a row for each engine: base_s, per_sequence_s, per_kv_token_s, slots, KV tokens
+    (inf where unknown), seconds a prefilled token. `ranks` is what `workload.rank` makes, n + 1
+    rows; `lengths` is a view of n of its entries. reach[reach_of[e], r] is the first rank from r on
+    whose context engine e cannot hold, n + 1 where there is none; `reach` has no rows where
+    everything fits everywhere.
     """
 
     model: int
@@ -48,7 +58,8 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """A table and the way back: `order[r]` and `engine_order[e]` are the caller's indexes of rank r and engine e."""
+    """A table and the way back: `order[r]` and `engine_order[e]` are the caller's indexes of rank r
+    and engine e."""
 
     table: Table
     order: Indexes
@@ -68,7 +79,9 @@ def group_cost(table: Table, engine: int, first: int, end: int) -> float:
         size = float(end - first)
         if size <= slots:
             return float((table.engines[engine, 0] + table.engines[engine, 1] * size) * longest)
-        return float((table.engines[engine, 0] + table.engines[engine, 1] * slots) * (size / slots) * longest)
+        return float(
+            (table.engines[engine, 0] + table.engines[engine, 1] * slots) * (size / slots) * longest
+        )
     kv_work = table.ranks[end, SUM_KV] - table.ranks[first, SUM_KV]
     prefill = table.ranks[end, SUM_PREFILL] - table.ranks[first, SUM_PREFILL]
     work = table.ranks[end, SUM_LENGTHS] - table.ranks[first, SUM_LENGTHS]
@@ -85,23 +98,31 @@ def tabulate(
     engines: Sequence[PlanEngine],
     workspace: Workspace | None = None,
 ) -> Costs:
-    """Sort and sum a workload: lengths and contexts in tokens, `placed` where some engine has a trajectory's KV.
+    """Sort and sum a workload: lengths and contexts in tokens, `placed` where some engine has a
+    trajectory's KV.
 
-    Trajectories of equal length keep the caller's order. Engines come fastest first (seconds a token alone), then by
-    parallelism, then fewest slots: the head of the order are few and long. What is given a `workspace` holds until its
-    next use. Raises InvalidTrajectoryError, NothingFitsError, InvalidEngineError, NoEnginesError.
+    Trajectories of equal length keep the caller's order. Engines come fastest first (seconds a
+    token alone), then by parallelism, then fewest slots: the head of the order are few and long.
+    What is given a `workspace` holds until its next use. Raises InvalidTrajectoryError,
+    NothingFitsError, InvalidEngineError, NoEnginesError.
     """
     lengths = np.ascontiguousarray(lengths, np.float64)
     contexts = np.ascontiguousarray(contexts, np.float64)
     check_workload(lengths, contexts)
     workspace = workspace or Workspace()
-    rows = workspace.derive_once(engines, check_engines) if isinstance(engines, tuple) else check_engines(engines)
+    rows = (
+        workspace.derive_once(engines, check_engines)
+        if isinstance(engines, tuple)
+        else check_engines(engines)
+    )
     check_fit(contexts, rows[:, 4])
     order, ranks = rank(lengths, contexts, placed, workspace)
     total = float(ranks[-1, SUM_LENGTHS])
     mean_context = float(ranks[-1, SUM_KV]) / total if total > 0.0 else 0.0
     alone_s = rows[:, 0] + rows[:, 1] + rows[:, 2] * mean_context
-    if model is CostModel.GROUP_SIZE:  # F sees the group's size alone: the mean context stands in for each one's
+    if (
+        model is CostModel.GROUP_SIZE
+    ):  # F sees the group's size alone: the mean context stands in for each one's
         rows[:, 1] += rows[:, 2] * mean_context
     engine_order = np.lexsort((rows[:, 4], rows[:, 3], -rows[:, 6], alone_s))
     reach, reach_of = find_reach(contexts, order, rows[engine_order, 4])
@@ -117,7 +138,8 @@ def tabulate(
 
 
 def find_reach(contexts: Floats, order: Indexes, capacities: Floats) -> tuple[Indexes, Indexes]:
-    """`Table.reach` and `reach_of` for engines with these KV capacities; no rows where all contexts fit all."""
+    """`Table.reach` and `reach_of` for engines with these KV capacities; no rows where all contexts
+    fit all."""
     n = len(contexts)
     if n == 0 or contexts.max() <= capacities.min():
         return np.zeros((0, n + 1), np.int64), np.zeros(len(capacities), np.int64)

@@ -1,4 +1,5 @@
-"""Which engine takes which group of trajectories, where engines with equal figures could each take it."""
+"""Which engine takes which group of trajectories, where engines with equal figures could each take
+it."""
 
 from collections.abc import Hashable, Iterable
 
@@ -14,16 +15,22 @@ def number_kinds(figures: Iterable[Hashable]) -> Indexes:
 
 
 @compiled
-def keep_most(group_of: Indexes, present: Indexes, place: Indexes, context_tokens: Floats, kinds: Indexes) -> Indexes:
-    """The engine that takes each group, among engines of the group's kind, so that most context stays: greedy, most
-    context first, at least half of the best possible. O(n + m^2) where few groups want the same engine.
+def keep_most(
+    group_of: Indexes, present: Indexes, place: Indexes, context_tokens: Floats, kinds: Indexes
+) -> Indexes:
+    """The engine that takes each group, among engines of the group's kind, so that most context
+    stays: greedy, most context first, at least half of the best possible. O(n + m^2) where few
+    groups want the same engine.
 
-    By trajectory: group_of and present, an engine or -1. place: what each value of `present` is among the m engines.
+    By trajectory: group_of and present, an engine or -1. place: what each value of `present` is
+    among the m engines.
     """
     m = len(kinds)
     kept = np.zeros((m, m))
     for index in range(len(group_of)):
-        if group_of[index] >= 0 and present[index] >= 0:  # one token more: a trajectory without context counts too
+        if (
+            group_of[index] >= 0 and present[index] >= 0
+        ):  # one token more: a trajectory without context counts too
             kept[group_of[index], place[present[index]]] += context_tokens[index] + 1.0
     taken = np.zeros(m, np.bool_)
     wish = np.full(m, -1)  # the free engine that holds most of a group, and how much
@@ -44,9 +51,15 @@ def keep_most(group_of: Indexes, present: Indexes, place: Indexes, context_token
             taken[engine] = True
             continue
         for other in range(m):
-            if kinds[other] == kinds[group] and not taken[other] and kept[group, other] > wish_kept[group]:
+            if (
+                kinds[other] == kinds[group]
+                and not taken[other]
+                and kept[group, other] > wish_kept[group]
+            ):
                 wish[group], wish_kept[group] = other, kept[group, other]
-    for group in range(m):  # groups that no engine holds take the engines of their kind that are left
+    for group in range(
+        m
+    ):  # groups that no engine holds take the engines of their kind that are left
         if engine_of[group] < 0:
             for engine in range(m):
                 if kinds[engine] == kinds[group] and not taken[engine]:
@@ -56,8 +69,11 @@ def keep_most(group_of: Indexes, present: Indexes, place: Indexes, context_token
     return engine_of
 
 
-def relabel(planned: Indexes, present: Indexes, context_tokens: Floats, movable: Flags, kinds: Indexes) -> Indexes:
-    """The same partition with groups of equal engines exchanged so that most context stays where it is."""
+def relabel(
+    planned: Indexes, present: Indexes, context_tokens: Floats, movable: Flags, kinds: Indexes
+) -> Indexes:
+    """The same partition with groups of equal engines exchanged so that most context stays where it
+    is."""
     groups = np.where(movable, planned, -1)
     engine_of = keep_most(groups, present, np.arange(len(kinds)), context_tokens, kinds)
     return np.where(groups >= 0, engine_of[groups], planned)

@@ -1,22 +1,26 @@
-"""When engines end a placement of trajectories whose tools take time: the larger of their work and of a path.
+"""When engines end a placement of trajectories whose tools take time: the larger of their work and
+of a path.
 
-An engine decodes a step of a batch in a + b * batch + k * KV tokens, and prefills a token in p + h * (tokens before
-it). A trajectory with d tokens left to sample and o tokens of tools' answers to read is w = b d + k q + p o + h r
-seconds of work for it, where q = d * c and r = o * c, with c = context + (d + o) / 2 its mean context. Alone it needs
-a d + w seconds besides its tools' s. Beside others whose work adds up to W it waits for the share of W that falls into
-its own decode time x, as the others work all through its life x + s: x = a d + w + W x / (x + s). So its path is s + x,
-where x is the positive root of x^2 + (s - a d - w - W) x - (a d + w) s = 0: a d + w + W without tools, a d + w with
-endless ones. An engine ends with the longest path on it, and not before
-a * max(sum d / slots, sum q / KV) + sum w + prompts.
+An engine decodes a step of a batch in a + b * batch + k * KV tokens, and prefills a token in p + h
+* (tokens before it). A trajectory with d tokens left to sample and o tokens of tools' answers to
+read is w = b d + k q + p o + h r seconds of work for it, where q = d * c and r = o * c, with c =
+context + (d + o) / 2 its mean context. Alone it needs a d + w seconds besides its tools' s. Beside
+others whose work adds up to W it waits for the share of W that falls into its own decode time x, as
+the others work all through its life x + s: x = a d + w + W x / (x + s). So its path is s + x, where
+x is the positive root of x^2 + (s - a d - w - W) x - (a d + w) s = 0: a d + w + W without tools, a
+d + w with endless ones. An engine ends with the longest path on it, and not before a * max(sum d /
+slots, sum q / KV) + sum w + prompts.
 
-A prompt is prefilled once on each engine that has samples of it and none whose context is read there, the prompt of the
-longest path first. A trajectory whose context is not read waits for those prompts; the others are work beside it.
+A prompt is prefilled once on each engine that has samples of it and none whose context is read
+there, the prompt of the longest path first. A trajectory whose context is not read waits for those
+prompts; the others are work beside it.
 
-Predictions are uncertain: a placement is judged by the mean, over samples of all lengths, of when its last engine
-ends. A plan of medians would put hundreds of trajectories that are predicted short on one engine, where one that is
-long after all ends late. In a sample a trajectory's tokens, answers and tools are its medians times one factor,
-exp(log_sigma * z), within what its cap leaves. The same rows give the same samples, so that placements are compared
-under the same lengths. (Heddle §5.2 and DARTS eq. 4 plan on one number for each trajectory, and without tools.)
+Predictions are uncertain: a placement is judged by the mean, over samples of all lengths, of when
+its last engine ends. A plan of medians would put hundreds of trajectories that are predicted short
+on one engine, where one that is long after all ends late. In a sample a trajectory's tokens,
+answers and tools are its medians times one factor, exp(log_sigma * z), within what its cap leaves.
+The same rows give the same samples, so that placements are compared under the same lengths. (Heddle
+§5.2 and DARTS eq. 4 plan on one number for each trajectory, and without tools.)
 """
 
 from collections.abc import Sequence
@@ -30,27 +34,32 @@ from treadle_core.compiled import Flags, Floats, Indexes, compiled, inlined
 from treadle_core.placing.groups import number_kinds
 from treadle_core.placing.question import PlanEngine
 
-# Columns of engines: the last two are seconds of prefill for each token, and for each pair of tokens.
+# Columns of engines: the last two are seconds of prefill for each token, and for each pair of
+# tokens.
 BASE_S, PER_SEQUENCE_S, PER_KV_TOKEN_S, SLOTS, KV_TOKENS, PREFILL_S, PREFILL_PAIR_S = range(7)
 # Amounts of a trajectory: d, q, o, r and s of the module's docstring.
 TOKENS, KV, OBSERVED, PAIRS, TOOL_S = range(5)
 
-# Samples of one plan: 32 are enough for their mean; with thousands of trajectories, which even out chance among
-# themselves, fewer.
+# Samples of one plan: 32 are enough for their mean; with thousands of trajectories, which even out
+# chance among themselves, fewer.
 MOST_SAMPLES = 32
 LEAST_SAMPLES = 8
 CELLS = 1 << 16  # samples times trajectories, about
-# z comes from this many equally probable strata of the normal distribution; a row's samples are of different ones.
+# z comes from this many equally probable strata of the normal distribution; a row's samples are of
+# different ones.
 LEVELS = 64
 ROWS = 4_099  # a prime: rows that come again do so out of step with anything in the workload
-# The part of a prediction's doubt that a plan accounts for: predictions improve and trajectories move before they end.
-# On public traces 0.6 ended rollouts up to 10% sooner than 1, 0 up to 8% later where tools bind; 0.3 was in between.
+# The part of a prediction's doubt that a plan accounts for: predictions improve and trajectories
+# move before they end. On public traces 0.6 ended rollouts up to 10% sooner than 1, 0 up to 8%
+# later where tools bind; 0.3 was in between.
 RECOURSE = 0.6
-# Deviation that is sampled also where lengths are told, since the cost model errs itself: without it a plan of told
-# lengths followed each second that the model got wrong, and on 64 GPUs ended rollouts 10% later than guessing.
+# Deviation that is sampled also where lengths are told, since the cost model errs itself: without
+# it a plan of told lengths followed each second that the model got wrong, and on 64 GPUs ended
+# rollouts 10% later than guessing.
 LEAST_SIGMA = 0.1
-# Of prompts, while trajectories wait for a slot. On public traces of three trajectories a slot 8 was nearly as good, 1
-# was 2% worse in the mean and 64 was 1% worse; where all start at once, 16 was up to 9% worse than 1.
+# Of prompts, while trajectories wait for a slot. On public traces of three trajectories a slot 8
+# was nearly as good, 1 was 2% worse in the mean and 64 was 1% worse; where all start at once, 16
+# was up to 9% worse than 1.
 WAITING_WEIGHT = 16.0
 CHANCE = 2.0  # standard errors of a mean gain that tens of candidates reach by chance
 # exp(log_sigma * z) is tabulated for deviations in these steps.
@@ -59,8 +68,9 @@ SIGMA_STEP = 1.0 / 48.0
 
 
 class Work(NamedTuple):
-    """What is left of n trajectories. amounts[samples, n, 5]; contexts: tokens now; started: it runs on its engine;
-    read: its engine has prefilled its context; prompts: a number for each prompt, from 0."""
+    """What is left of n trajectories. amounts[samples, n, 5]; contexts: tokens now; started: it
+    runs on its engine; read: its engine has prefilled its context; prompts: a number for each
+    prompt, from 0."""
 
     amounts: Floats
     contexts: Floats
@@ -86,7 +96,8 @@ def engine_rows(engines: Sequence[PlanEngine]) -> Floats:
 def kinds_of(engines: Sequence[PlanEngine]) -> Indexes:
     """A number for each engine, the same for engines with equal figures."""
     return number_kinds(
-        (each.slot_limit, each.kv_tokens_capacity, each.tensor_parallel, each.decode_curve) for each in engines
+        (each.slot_limit, each.kv_tokens_capacity, each.tensor_parallel, each.decode_curve)
+        for each in engines
     )
 
 
@@ -100,7 +111,8 @@ def work_of(
     prompts: Indexes,
     factors: Floats | None = None,
 ) -> Work:
-    """The work at its medians, or times factors[samples, n]. observed: tokens of tools' answers still to come."""
+    """The work at its medians, or times factors[samples, n]. observed: tokens of tools' answers
+    still to come."""
     factors = np.ones((1, len(tokens))) if factors is None else factors
     d, o = tokens * factors, observed * factors
     mean_contexts = contexts + 0.5 * (d + o)
@@ -109,9 +121,9 @@ def work_of(
 
 
 def sample_factors(rows: Indexes, log_sigma: Floats, tokens: Floats, room_tokens: Floats) -> Floats:
-    """factors[samples, n]: what each sample makes of a length; rows: a number of each trajectory, which gives it the
-    same samples in every plan. log_sigma: standard deviation of ln(length), of which RECOURSE is sampled, but at least
-    LEAST_SIGMA; room_tokens: what the cap leaves."""
+    """factors[samples, n]: what each sample makes of a length; rows: a number of each trajectory,
+    which gives it the same samples in every plan. log_sigma: standard deviation of ln(length), of
+    which RECOURSE is sampled, but at least LEAST_SIGMA; room_tokens: what the cap leaves."""
     n = len(rows)
     most = room_tokens / np.maximum(tokens, 1.0)
     if n == 0:
@@ -126,24 +138,28 @@ def sample_factors(rows: Indexes, log_sigma: Floats, tokens: Floats, room_tokens
 
 @cache
 def _draws() -> tuple[Indexes, Floats]:
-    """strata[MOST_SAMPLES, ROWS]: a stratum each; table[SIGMA_STEPS, LEVELS]: what it makes of a length."""
+    """strata[MOST_SAMPLES, ROWS]: a stratum each; table[SIGMA_STEPS, LEVELS]: what it makes of a
+    length."""
     rng = np.random.default_rng(0)
     every = LEVELS // MOST_SAMPLES
     strata = np.tile(np.arange(MOST_SAMPLES) * every, (ROWS, 1))
     strata = rng.permuted(strata, axis=1) + rng.integers(0, every, strata.shape)
     z = np.array([NormalDist().inv_cdf((level + 0.5) / LEVELS) for level in range(LEVELS)])
-    return np.ascontiguousarray(strata.T), np.exp(np.arange(SIGMA_STEPS)[:, None] * SIGMA_STEP * z[None, :])
+    return np.ascontiguousarray(strata.T), np.exp(
+        np.arange(SIGMA_STEPS)[:, None] * SIGMA_STEP * z[None, :]
+    )
 
 
 def makespans_s(engines: Floats, work: Work, placement: Indexes) -> Floats:
-    """When the last engine ends in each sample; infinite where a context does not fit its engine's KV."""
+    """When the last engine ends in each sample; infinite where a context does not fit its engine's
+    KV."""
     times: Floats = finish(engines, work, placement)[0].max(axis=0, initial=0.0)
     return times
 
 
 def is_better(found_s: Floats, best_s: Floats, margin: float) -> bool:
-    """Whether makespans are less than the best so far, by `margin` of their mean and by what chance alone makes of so
-    few samples."""
+    """Whether makespans are less than the best so far, by `margin` of their mean and by what chance
+    alone makes of so few samples."""
     if not (np.isfinite(found_s).all() and np.isfinite(best_s).all()):
         return bool(np.isfinite(found_s).all())
     gains_s = best_s - found_s
@@ -153,8 +169,9 @@ def is_better(found_s: Floats, best_s: Floats, margin: float) -> bool:
 
 @compiled
 def least_s(engines: Floats, work: Work) -> float:
-    """No placement ends earlier at the medians: the longest path alone on the engine that is fastest for it, and all
-    work shared by all engines, each trajectory's at the engine that has least of it."""
+    """No placement ends earlier at the medians: the longest path alone on the engine that is
+    fastest for it, and all work shared by all engines, each trajectory's at the engine that has
+    least of it."""
     longest_s = shared_s = 0.0
     for amounts in work.amounts[0]:
         alone_s = least_work_s = np.inf
@@ -169,7 +186,8 @@ def least_s(engines: Floats, work: Work) -> float:
 
 @inlined
 def path_s(own_s: float, tool_s: float, others_s: float) -> float:
-    """Seconds until a trajectory ends that needs own_s alone, beside others that work for others_s."""
+    """Seconds until a trajectory ends that needs own_s alone, beside others that work for
+    others_s."""
     half = 0.5 * (own_s + others_s - tool_s)
     return float(tool_s + half + np.sqrt(half * half + own_s * tool_s))
 
@@ -178,7 +196,9 @@ def path_s(own_s: float, tool_s: float, others_s: float) -> float:
 def work_s(engine: Floats, amounts: Floats) -> float:
     """Seconds of an engine's work for a trajectory: w of the module's docstring."""
     decode_s = engine[PER_SEQUENCE_S] * amounts[TOKENS] + engine[PER_KV_TOKEN_S] * amounts[KV]
-    return float(decode_s + engine[PREFILL_S] * amounts[OBSERVED] + engine[PREFILL_PAIR_S] * amounts[PAIRS])
+    return float(
+        decode_s + engine[PREFILL_S] * amounts[OBSERVED] + engine[PREFILL_PAIR_S] * amounts[PAIRS]
+    )
 
 
 @inlined
@@ -189,20 +209,24 @@ def prompt_s(engine: Floats, tokens: float) -> float:
 
 @compiled
 def prompt_weight(engines: Floats, count: int) -> float:
-    """The weight of the seconds of prompts where placements of `count` trajectories are compared. It is larger while
-    some of them wait for a slot: a later plan can still send these to another engine than their prompt's."""
+    """The weight of the seconds of prompts where placements of `count` trajectories are compared.
+    It is larger while some of them wait for a slot: a later plan can still send these to another
+    engine than their prompt's."""
     return WAITING_WEIGHT if count > engines[:, SLOTS].sum() else 1.0
 
 
 @inlined
 def worked_s(engine: Floats, tokens: float, kv_tokens: float, all_work_s: float) -> float:
     """Seconds until an engine has done what adds up to these."""
-    return float(engine[BASE_S] * max(tokens / engine[SLOTS], kv_tokens / engine[KV_TOKENS]) + all_work_s)
+    return float(
+        engine[BASE_S] * max(tokens / engine[SLOTS], kv_tokens / engine[KV_TOKENS]) + all_work_s
+    )
 
 
 @compiled
 def prompts_there(work: Work, placement: Indexes, engines: int) -> Flags:
-    """there[engine, prompt]: whether a sample's context is read on the engine, and with it the prompt."""
+    """there[engine, prompt]: whether a sample's context is read on the engine, and with it the
+    prompt."""
     there = np.zeros((engines, work.prompts.max() + 1), np.bool_)
     for index in range(len(placement)):
         if work.read[index] and placement[index] >= 0:
@@ -212,7 +236,8 @@ def prompts_there(work: Work, placement: Indexes, engines: int) -> Flags:
 
 @compiled
 def reading_order(engines: Floats, work: Work) -> Indexes:
-    """The trajectories with the longest mean path alone first: the order in which engines prefill prompts."""
+    """The trajectories with the longest mean path alone first: the order in which engines prefill
+    prompts."""
     base_s = engines[:, BASE_S].mean()
     engine = engines[0].copy()
     for column in range(len(engine)):
@@ -220,13 +245,18 @@ def reading_order(engines: Floats, work: Work) -> Indexes:
     path_s = np.zeros(len(work.contexts))
     for amounts in work.amounts:
         for index in range(len(path_s)):
-            path_s[index] += base_s * amounts[index, TOKENS] + work_s(engine, amounts[index]) + amounts[index, TOOL_S]
+            path_s[index] += (
+                base_s * amounts[index, TOKENS]
+                + work_s(engine, amounts[index])
+                + amounts[index, TOOL_S]
+            )
     return np.argsort(-path_s, kind="mergesort")
 
 
 @compiled
 def members_of(placement: Indexes, order: Indexes, engines: int) -> tuple[Indexes, Indexes]:
-    """first[engines + 1] and members: engine e runs members[first[e] : first[e + 1]], in the given order."""
+    """first[engines + 1] and members: engine e runs members[first[e] : first[e + 1]], in the given
+    order."""
     first = np.zeros(engines + 1, np.int64)
     for at in placement:
         if at >= 0:
@@ -243,12 +273,19 @@ def members_of(placement: Indexes, order: Indexes, engines: int) -> tuple[Indexe
 
 @compiled
 def end_engine(
-    engine: Floats, work: Work, members: Indexes, seen: Flags, waits_s: Floats, own_s: Floats, times: Floats
+    engine: Floats,
+    work: Work,
+    members: Indexes,
+    seen: Flags,
+    waits_s: Floats,
+    own_s: Floats,
+    times: Floats,
 ) -> float:
-    """Write when an engine ends its members in each sample to times[samples], and return its seconds of prompts.
+    """Write when an engine ends its members in each sample to times[samples], and return its
+    seconds of prompts.
 
-    members: in the order in which their prompts are read. seen[prompts]: False, before and after; waits_s and own_s:
-    scratch of n.
+    members: in the order in which their prompts are read. seen[prompts]: False, before and after;
+    waits_s and own_s: scratch of n.
     """
     prompts_s = 0.0
     for index in members:
@@ -279,15 +316,17 @@ def end_engine(
         for index in members:
             alone_s = engine[BASE_S] * amounts[index, TOKENS] + own_s[index]
             others_s = all_work_s - own_s[index] - waits_s[index]
-            ends_s = max(ends_s, waits_s[index] + path_s(alone_s, amounts[index, TOOL_S], max(others_s, 0.0)))
+            ends_s = max(
+                ends_s, waits_s[index] + path_s(alone_s, amounts[index, TOOL_S], max(others_s, 0.0))
+            )
         times[sample] = ends_s
     return prompts_s
 
 
 @compiled
 def finish(engines: Floats, work: Work, placement: Indexes) -> tuple[Floats, Floats]:
-    """times[engines, samples]: seconds until each engine ends, and the seconds of each engine's prompts. placement:
-    index of an engine, -1 for none."""
+    """times[engines, samples]: seconds until each engine ends, and the seconds of each engine's
+    prompts. placement: index of an engine, -1 for none."""
     m, n = len(engines), len(placement)
     times, prompts_s = np.zeros((m, len(work.amounts))), np.zeros(m)
     if n == 0:
@@ -301,11 +340,20 @@ def finish(engines: Floats, work: Work, placement: Indexes) -> tuple[Floats, Flo
 
 
 @compiled
-def deal(engines: Floats, work: Work, placement: Indexes, order: Indexes, unit_of: Indexes, allowed: Flags) -> Indexes:
-    """Give the trajectories of `order` to the allowed engine that then ends first, one unit after the other.
+def deal(
+    engines: Floats,
+    work: Work,
+    placement: Indexes,
+    order: Indexes,
+    unit_of: Indexes,
+    allowed: Flags,
+) -> Indexes:
+    """Give the trajectories of `order` to the allowed engine that then ends first, one unit after
+    the other.
 
-    unit_of: trajectories with the same number stay together; the first of a unit in `order` should be its longest.
-    A trajectory whose context fits no allowed engine stays where it is. Work at its medians: one sample.
+    unit_of: trajectories with the same number stay together; the first of a unit in `order` should
+    be its longest. A trajectory whose context fits no allowed engine stays where it is. Work at its
+    medians: one sample.
     """
     m, result = len(engines), placement.copy()
     amounts = work.amounts[0]
@@ -344,7 +392,10 @@ def deal(engines: Floats, work: Work, placement: Indexes, order: Indexes, unit_o
                 if not there[at, work.prompts[index]]:
                     unit_s += prompt_s(engine, work.contexts[index])
                 done_s = worked_s(
-                    engine, tokens[at] + sums[unit, TOKENS], kv_tokens[at] + sums[unit, KV], all_work_s[at] + unit_s
+                    engine,
+                    tokens[at] + sums[unit, TOKENS],
+                    kv_tokens[at] + sums[unit, KV],
+                    all_work_s[at] + unit_s,
                 )
                 own_s = engine[BASE_S] * amounts[index, TOKENS] + work_s(engine, amounts[index])
                 others_s = all_work_s[at] + unit_s - work_s(engine, amounts[index])
@@ -365,9 +416,11 @@ def deal(engines: Floats, work: Work, placement: Indexes, order: Indexes, unit_o
 
 
 @compiled
-def savings_s(engines: Floats, work: Work, placement: Indexes, moving: Indexes, targets: Indexes) -> Floats:
-    """For each trajectory in `moving`, the seconds by which the later of its two engines ends earlier if it alone
-    moves. Work at its medians; its prompt moves with its context."""
+def savings_s(
+    engines: Floats, work: Work, placement: Indexes, moving: Indexes, targets: Indexes
+) -> Floats:
+    """For each trajectory in `moving`, the seconds by which the later of its two engines ends
+    earlier if it alone moves. Work at its medians; its prompt moves with its context."""
     m, amounts = len(engines), work.amounts[0]
     prompts_s = finish(engines, work, placement)[1]
     by_engine = np.argsort(placement)
@@ -392,8 +445,11 @@ def savings_s(engines: Floats, work: Work, placement: Indexes, moving: Indexes, 
 
 
 @compiled
-def end_s(engine: Floats, amounts: Floats, prompts_s: float, members: Indexes, without: int, besides: int) -> float:
-    """When an engine ends its prompts and its members without one of them, or with one besides; -1 for none."""
+def end_s(
+    engine: Floats, amounts: Floats, prompts_s: float, members: Indexes, without: int, besides: int
+) -> float:
+    """When an engine ends its prompts and its members without one of them, or with one besides; -1
+    for none."""
     tokens = kv_tokens = ends_s = 0.0
     all_work_s = prompts_s
     for number in range(len(members) + 1):

@@ -1,12 +1,15 @@
-"""Where each trajectory runs: from what is left of each and the present engines to the engine of each trajectory.
+"""Where each trajectory runs: from what is left of each and the present engines to the engine of
+each trajectory.
 
-Under CRITICAL_PATH the placement is the best of several that are tried (`candidates`), by its mean makespan over
-samples of what is left. Under the two others it is Heddle's presorted placement (§5.2, §6.2 for unequal engines),
-solved exactly: the makespan is the least of any contiguous partition of the descending order under the cost model.
-Re-planning is calling `plan` again with the remaining work.
+Under CRITICAL_PATH the placement is the best of several that are tried (`candidates`), by its mean
+makespan over samples of what is left. Under the two others it is Heddle's presorted placement
+(§5.2, §6.2 for unequal engines), solved exactly: the makespan is the least of any contiguous
+partition of the descending order under the cost model. Re-planning is calling `plan` again with the
+remaining work.
 
-Between engines with equal figures the plan is free which takes which group, so a group goes where most of its context
-is, which saves moves at no cost (`groups.keep_most`). Arrays in, arrays out: there is no object for a trajectory.
+Between engines with equal figures the plan is free which takes which group, so a group goes where
+most of its context is, which saves moves at no cost (`groups.keep_most`). Arrays in, arrays out:
+there is no object for a trajectory.
 """
 
 from collections.abc import Sequence
@@ -36,7 +39,8 @@ from treadle_core.placing.workload import Workspace
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """engine_of[i]: the engine's index for trajectory i; finish_s[e]: what engine e needs by the cost model.
+    """engine_of[i]: the engine's index for trajectory i; finish_s[e]: what engine e needs by the
+    cost model.
 
     lower_bound_s <= makespan_s; None unless it was asked for.
     """
@@ -64,16 +68,19 @@ def plan(
     read: Flags | None = None,
     prompts: Indexes | None = None,
 ) -> Plan:
-    """The plan of least makespan, balanced beyond the bottleneck, so that no engine stands empty for nothing.
+    """The plan of least makespan, balanced beyond the bottleneck, so that no engine stands empty
+    for nothing.
 
-    For n trajectories: `lengths` is remaining tokens, `contexts` tokens in KV now, `current` the index of the engine
-    that holds that KV or -1. `bound` asks for the lower bound too. `workspace` saves a caller who plans again and again
-    the cost of fresh memory; the plan does not refer to it. CRITICAL_PATH alone reads the rest: `log_sigma`, the
-    standard deviation of ln(length) (none: 0), `room_tokens`, what the cap leaves (inf without one), `observed_tokens`
-    and `tool_s`, tokens and seconds of tools left (none: 0), `started`, whether a trajectory runs on its engine (none:
-    those that have one), `read`, whether that has prefilled its context (none: of those that have started), `prompts`,
-    a number that samples of a prompt share (none: no two do). Raises NoEnginesError, InvalidEngineError,
-    InvalidTrajectoryError (of which NothingFitsError: a context that no engine's KV holds).
+    For n trajectories: `lengths` is remaining tokens, `contexts` tokens in KV now, `current` the
+    index of the engine that holds that KV or -1. `bound` asks for the lower bound too. `workspace`
+    saves a caller who plans again and again the cost of fresh memory; the plan does not refer to
+    it. CRITICAL_PATH alone reads the rest: `log_sigma`, the standard deviation of ln(length) (none:
+    0), `room_tokens`, what the cap leaves (inf without one), `observed_tokens` and `tool_s`, tokens
+    and seconds of tools left (none: 0), `started`, whether a trajectory runs on its engine (none:
+    those that have one), `read`, whether that has prefilled its context (none: of those that have
+    started), `prompts`, a number that samples of a prompt share (none: no two do). Raises
+    NoEnginesError, InvalidEngineError, InvalidTrajectoryError (of which NothingFitsError: a context
+    that no engine's KV holds).
     """
     lengths = np.ascontiguousarray(lengths, np.float64)
     contexts = np.ascontiguousarray(contexts, np.float64)
@@ -97,7 +104,9 @@ def plan(
         check_fit(contexts, check_engines(engines)[:, 4])
         factors = paths.sample_factors(np.arange(n), log_sigma, lengths, room_tokens)
         of = (lengths, contexts, observed_tokens, tool_s, started, read, prompts)
-        return _plan_paths(engines, paths.work_of(*of, factors), paths.work_of(*of), current, bound=bound)
+        return _plan_paths(
+            engines, paths.work_of(*of, factors), paths.work_of(*of), current, bound=bound
+        )
     costs = tabulate(model, lengths, contexts, current >= 0, engines, workspace)
     bounds, _ = partition(costs)
     engine_of = np.empty(len(costs.order), np.int64)
@@ -109,11 +118,18 @@ def plan(
     finish_s[engine_of_group] = cost_s
     translate(engine_of, engine_of_group)
     makespan_s = float(cost_s.max())
-    return Plan(engine_of, finish_s, makespan_s, min(lower_bound(costs), makespan_s) if bound else None)
+    return Plan(
+        engine_of, finish_s, makespan_s, min(lower_bound(costs), makespan_s) if bound else None
+    )
 
 
 def _plan_paths(
-    engines: Sequence[PlanEngine], work: paths.Work, medians: paths.Work, current: Indexes, *, bound: bool
+    engines: Sequence[PlanEngine],
+    work: paths.Work,
+    medians: paths.Work,
+    current: Indexes,
+    *,
+    bound: bool,
 ) -> Plan:
     rows = paths.engine_rows(engines)
     engine_of = best_placement(rows, paths.kinds_of(engines), work, medians, current)
@@ -132,8 +148,8 @@ def spread(order: Indexes, bounds: Indexes, group_of: Indexes) -> None:
 
 
 def choose_engines(costs: Costs, group_of: Indexes, current: Indexes, contexts: Floats) -> Indexes:
-    """engine_of_group[m], indexes of the caller's engines; by trajectory: `group_of`, the table's engine it was cut to,
-    `current` and `contexts`."""
+    """engine_of_group[m], indexes of the caller's engines; by trajectory: `group_of`, the table's
+    engine it was cut to, `current` and `contexts`."""
     if len(costs.engine_order) == 1 or not len(current) or current.max() < 0:
         return costs.engine_order
     kinds = number_kinds(row.tobytes() for row in costs.table.engines)

@@ -1,8 +1,9 @@
 """A placement question, and the checks of every figure that placement reads.
 
-Trajectories come as columns, which are all of one length and never written. A NaN, a negative figure or an engine that
-can hold nothing is refused here, so that no kernel meets it; an error's `field` is the path of the input in a request
-of the placement service. Whole arrays are checked at once.
+Trajectories come as columns, which are all of one length and never written. A NaN, a negative
+figure or an engine that can hold nothing is refused here, so that no kernel meets it; an error's
+`field` is the path of the input in a request of the placement service. Whole arrays are checked at
+once.
 """
 
 import math
@@ -30,9 +31,11 @@ class PlanEngine:
 
 
 def slowest_curve(curves: Sequence[DecodeCurve]) -> DecodeCurve:
-    """The worst of each figure, which stands in for the curve of an engine beside these: never better than what was
-    measured."""
-    rates = [curve.prefill_tokens_per_s for curve in curves if curve.prefill_tokens_per_s]  # 0: unknown
+    """The worst of each figure, which stands in for the curve of an engine beside these: never
+    better than what was measured."""
+    rates = [
+        curve.prefill_tokens_per_s for curve in curves if curve.prefill_tokens_per_s
+    ]  # 0: unknown
     return DecodeCurve(
         max(curve.base_s for curve in curves),
         max(curve.per_sequence_s for curve in curves),
@@ -44,10 +47,11 @@ def slowest_curve(curves: Sequence[DecodeCurve]) -> DecodeCurve:
 
 @dataclass(frozen=True, eq=False)
 class PlanWork:
-    """Column i speaks of one trajectory: its row among the names, tokens left to sample, tokens of context now, index
-    (in the question) of its engine, -1 for none, standard deviation of ln(remaining_tokens), tokens that the cap leaves
-    (inf without one), tokens of tools' answers left, seconds of tools left, whether it runs on its engine, whether
-    that has read its context, and a number that samples of one prompt share."""
+    """Column i speaks of one trajectory: its row among the names, tokens left to sample, tokens of
+    context now, index (in the question) of its engine, -1 for none, standard deviation of
+    ln(remaining_tokens), tokens that the cap leaves (inf without one), tokens of tools' answers
+    left, seconds of tools left, whether it runs on its engine, whether that has read its context,
+    and a number that samples of one prompt share."""
 
     names: Names
     rows: Indexes
@@ -75,7 +79,9 @@ class PlanWork:
         return (
             isinstance(other, PlanWork)
             and self.trajectory_ids == other.trajectory_ids
-            and all(np.array_equal(getattr(self, column), getattr(other, column)) for column in columns)
+            and all(
+                np.array_equal(getattr(self, column), getattr(other, column)) for column in columns
+            )
         )
 
 
@@ -88,7 +94,8 @@ LEAST_PREFILL_TOKENS_PER_S = 1e-6
 
 
 class InvalidEngineError(CoreError):
-    """An engine that cannot be planned for: slot_limit < 1, a negative or undefined figure, or an id twice."""
+    """An engine that cannot be planned for: slot_limit < 1, a negative or undefined figure, or an
+    id twice."""
 
 
 class NoEnginesError(CoreError):
@@ -112,19 +119,24 @@ def check_workload(lengths: Floats, contexts: Floats) -> None:
 def check_column(
     name: str, values: Floats | Indexes, count: int, least: float = 0.0, most: float = MOST_TOKENS
 ) -> None:
-    """Raises InvalidTrajectoryError for another number of figures than `count`, or one that is out of range."""
+    """Raises InvalidTrajectoryError for another number of figures than `count`, or one that is out
+    of range."""
     if values.shape != (count,):
-        raise InvalidTrajectoryError("trajectories", f"there are {count}, but {name} is {values.shape}")
+        raise InvalidTrajectoryError(
+            "trajectories", f"there are {count}, but {name} is {values.shape}"
+        )
     if count == 0 or (values.min() >= least and values.max() <= most):  # NaN fails both
         return
     index = int(np.argmax(~((values >= least) & (values <= most))))
     raise InvalidTrajectoryError(
-        f"trajectories[{index}].{name}", f"must be a number from {least:g} to {most:g}, is {float(values[index])}"
+        f"trajectories[{index}].{name}",
+        f"must be a number from {least:g} to {most:g}, is {float(values[index])}",
     )
 
 
 def check_fit(contexts: Floats, capacities: Floats) -> None:
-    """Raises NothingFitsError for a context that no engine's KV holds; capacities in tokens, inf where unknown."""
+    """Raises NothingFitsError for a context that no engine's KV holds; capacities in tokens, inf
+    where unknown."""
     most = float(capacities.max())
     if len(contexts) and contexts.max() > most:
         index = int(np.argmax(contexts > most))
@@ -134,7 +146,8 @@ def check_fit(contexts: Floats, capacities: Floats) -> None:
         )
 
 
-# Figures of an engine, in the columns of `check_engines`: path, least, most, and whether it may be 0 besides.
+# Figures of an engine, in the columns of `check_engines`: path, least, most, and whether it may be
+# 0 besides.
 FIGURES = (
     ("decode_curve.base_s", LEAST_SECONDS, MOST_SECONDS, True),
     ("decode_curve.per_sequence_s", LEAST_SECONDS, MOST_SECONDS, True),
@@ -150,8 +163,9 @@ READ_FIGURES = attrgetter(*PATHS)
 
 
 def check_engines(engines: Sequence[PlanEngine]) -> Floats:
-    """Check the engines and return rows[m, 8]: base_s, per_sequence_s, per_kv_token_s, slots, KV tokens (inf where
-    unknown), seconds a prefilled token (0 where unknown), tensor_parallel, prefill_pair_s.
+    """Check the engines and return rows[m, 8]: base_s, per_sequence_s, per_kv_token_s, slots, KV
+    tokens (inf where unknown), seconds a prefilled token (0 where unknown), tensor_parallel,
+    prefill_pair_s.
 
     Raises NoEnginesError or InvalidEngineError naming the first bad figure.
     """
@@ -161,7 +175,11 @@ def check_engines(engines: Sequence[PlanEngine]) -> Floats:
     good = ((rows >= LEAST) & (rows <= MOST)) | ((rows == 0.0) & OR_ZERO)
     if not good.all():
         index, column = (int(at[0]) for at in np.nonzero(~good))
-        limits = f"at least {LEAST[column]}" if MOST[column] == math.inf else f"{LEAST[column]:g} to {MOST[column]:g}"
+        limits = (
+            f"at least {LEAST[column]}"
+            if MOST[column] == math.inf
+            else f"{LEAST[column]:g} to {MOST[column]:g}"
+        )
         raise InvalidEngineError(
             f"engines[{index}].{PATHS[column]}",
             f"must be {'0 or ' if OR_ZERO[column] else ''}{limits}, is {rows[index, column]:g}",
@@ -169,7 +187,8 @@ def check_engines(engines: Sequence[PlanEngine]) -> Floats:
     if (rows[:, 0] + rows[:, 1] <= 0.0).any():
         index = int(np.argmin(rows[:, 0] + rows[:, 1]))
         raise InvalidEngineError(
-            f"engines[{index}].decode_curve", "base_s + per_sequence_s must be > 0: a step takes time"
+            f"engines[{index}].decode_curve",
+            "base_s + per_sequence_s must be > 0: a step takes time",
         )
     capacity, rate = rows[:, 4], rows[:, 5]
     capacity[capacity == 0.0] = np.inf

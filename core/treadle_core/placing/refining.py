@@ -1,8 +1,10 @@
-"""Improves a placement step by step: the engine that ends last gives one of its prompts, or one trajectory, to another.
+"""Improves a placement step by step: the engine that ends last gives one of its prompts, or one
+trajectory, to another.
 
-Each step takes the best of such changes by the mean of what the samples say, until none is better or MOST_AMOUNTS are
-read. Only trajectories that may go elsewhere at no cost are moved. Dealing longest first can lose a third, and a
-partition into contiguous groups sees no prompts; this mends both where few trajectories or long prompts are.
+Each step takes the best of such changes by the mean of what the samples say, until none is better
+or MOST_AMOUNTS are read. Only trajectories that may go elsewhere at no cost are moved. Dealing
+longest first can lose a third, and a partition into contiguous groups sees no prompts; this mends
+both where few trajectories or long prompts are.
 """
 
 from typing import NamedTuple
@@ -15,13 +17,15 @@ from treadle_core.placing.paths import Work, end_engine, members_of, prompt_weig
 MOST_TARGETS = 8  # engines that a trajectory may go to in one step: those that end first
 MOST_ALONE = 48  # trajectories of an engine that are tried alone, longest first
 LEAST_GAIN = 1e-3  # of the makespan; a smaller one is not worth a step
-# Amounts that are read at most, at 20 to 40 ns each: 10 to 15 ms. On public traces 50 times as many changed nothing.
+# Amounts that are read at most, at 20 to 40 ns each: 10 to 15 ms. On public traces 50 times as many
+# changed nothing.
 MOST_AMOUNTS = 400_000
 
 
 class Groups(NamedTuple):
-    """A placement by engines: engine e runs members[first[e] : first[e + 1]], in the order in which it reads their
-    prompts, ends at times[e, samples], and reads prompts for prompts_s[e]. rank: of each trajectory in that order."""
+    """A placement by engines: engine e runs members[first[e] : first[e + 1]], in the order in which
+    it reads their prompts, ends at times[e, samples], and reads prompts for prompts_s[e]. rank: of
+    each trajectory in that order."""
 
     first: Indexes
     members: Indexes
@@ -44,7 +48,8 @@ class Scratch(NamedTuple):
 
 @compiled
 def refine(engines: Floats, work: Work, placement: Indexes, free: Flags) -> Indexes:
-    """A placement that is no later by the mean over samples. free: whether a trajectory may go to another engine."""
+    """A placement that is no later by the mean over samples. free: whether a trajectory may go to
+    another engine."""
     m, n, samples = len(engines), len(placement), len(work.amounts)
     result = placement.copy()
     if m < 2 or n == 0:
@@ -74,12 +79,18 @@ def refine(engines: Floats, work: Work, placement: Indexes, free: Flags) -> Inde
         alone = 0
         for number in range(2 * len(group)):  # each with all free samples of its prompt, and alone
             index, together = group[number // 2], number % 2 == 0
-            if not free[index] or spent >= MOST_AMOUNTS or (tried[prompts[index]] if together else alone >= MOST_ALONE):
+            if (
+                not free[index]
+                or spent >= MOST_AMOUNTS
+                or (tried[prompts[index]] if together else alone >= MOST_ALONE)
+            ):
                 continue
             alone += not together
             tried[prompts[index]] = True
             for other in group:
-                moved[other] = other == index or (together and free[other] and prompts[other] == prompts[index])
+                moved[other] = other == index or (
+                    together and free[other] and prompts[other] == prompts[index]
+                )
             mean_s, at, read = find_target(engines, work, groups, source, moved, weight, scratch)
             spent += read
             if mean_s < least_s:
@@ -103,7 +114,9 @@ def group_by_engine(
     times, prompts_s = np.zeros((m, len(work.amounts))), np.zeros(m)
     for at in range(m):
         group = members[first[at] : first[at + 1]]
-        prompts_s[at] = end_engine(engines[at], work, group, scratch.seen, scratch.waits_s, scratch.own_s, times[at])
+        prompts_s[at] = end_engine(
+            engines[at], work, group, scratch.seen, scratch.waits_s, scratch.own_s, times[at]
+        )
     return Groups(first, members, rank, times, prompts_s)
 
 
@@ -121,10 +134,17 @@ def find_last(times: Floats) -> tuple[int, float]:
 
 @compiled
 def find_target(
-    engines: Floats, work: Work, groups: Groups, source: int, moved: Flags, weight: float, scratch: Scratch
+    engines: Floats,
+    work: Work,
+    groups: Groups,
+    source: int,
+    moved: Flags,
+    weight: float,
+    scratch: Scratch,
 ) -> tuple[float, int, int]:
-    """The engine to which the moved trajectories of `source` should go: when the last engine then ends on average, with
-    the change in prompts times `weight`, that engine, and how many amounts were read."""
+    """The engine to which the moved trajectories of `source` should go: when the last engine then
+    ends on average, with the change in prompts times `weight`, that engine, and how many amounts
+    were read."""
     m, samples = groups.times.shape
     group = groups.members[groups.first[source] : groups.first[source + 1]]
     kept = 0
@@ -141,9 +161,13 @@ def find_target(
         targets += 1
         there = groups.members[groups.first[target] : groups.first[target + 1]]
         count = merge(there, group, moved, groups.rank, scratch.joined)
-        joined_s = end_engine(engines[target], work, scratch.joined[:count], *memory, scratch.target_s)
+        joined_s = end_engine(
+            engines[target], work, scratch.joined[:count], *memory, scratch.target_s
+        )
         read += samples * count
-        prompts_s = weight * (left_s + joined_s - groups.prompts_s[source] - groups.prompts_s[target]) / m
+        prompts_s = (
+            weight * (left_s + joined_s - groups.prompts_s[source] - groups.prompts_s[target]) / m
+        )
         mean_s = prompts_s + mean_last(groups.times, source, target, scratch)
         if mean_s < least_s:
             least_s, best = mean_s, int(target)
@@ -165,7 +189,8 @@ def mean_last(times: Floats, source: int, target: int, scratch: Scratch) -> floa
 
 @compiled
 def merge(there: Indexes, group: Indexes, moved: Flags, rank: Indexes, joined: Indexes) -> int:
-    """Write `there` and the moved ones of `group`, all in the order of `rank`, to `joined`; returns how many."""
+    """Write `there` and the moved ones of `group`, all in the order of `rank`, to `joined`; returns
+    how many."""
     count = at = 0
     for index in group:
         if not moved[index]:

@@ -1,17 +1,20 @@
-"""The exact partition of a sorted workload into one contiguous group for each engine (Heddle eq. 3).
+"""The exact partition of a sorted workload into one contiguous group for each engine (Heddle eq.
+3).
 
-The largest cost of a group is the least possible; groups may be empty. It is found by bisecting on the makespan with a
-greedy fill. The fill is exact: an engine that is given as much as it can finish by T reaches at least as far as in any
-other partition that meets T, because costs never fall as a group grows at its end and never grow as it loses its head
-(`costs.group_cost`). The search ends on the optimum itself: a fill that meets T proves the largest cost it has, and one
-that fails proves that nothing below the cheapest extension of its groups can succeed; both are costs of real groups.
+The largest cost of a group is the least possible; groups may be empty. It is found by bisecting on
+the makespan with a greedy fill. The fill is exact: an engine that is given as much as it can finish
+by T reaches at least as far as in any other partition that meets T, because costs never fall as a
+group grows at its end and never grow as it loses its head (`costs.group_cost`). The search ends on
+the optimum itself: a fill that meets T proves the largest cost it has, and one that fails proves
+that nothing below the cheapest extension of its groups can succeed; both are costs of real groups.
 `bounds` holds a whole partition at all times; only a better one is copied over it.
 
-Then the partition is balanced, so that no engine is idle for nothing: with one very long trajectory every fill of the
-rest is optimal, and a greedy one leaves engines empty. The bottleneck's group is fixed, as small as it can be, and the
-engines before and after it are solved for what is left to them, and so on: the least largest cost, then the least
-second largest. Where work has a long tail most engines are bottlenecks one after the other, each by one trajectory that
-it runs alone; `count_alone` finds how many in one search, where solving after each would take engines squared.
+Then the partition is balanced, so that no engine is idle for nothing: with one very long trajectory
+every fill of the rest is optimal, and a greedy one leaves engines empty. The bottleneck's group is
+fixed, as small as it can be, and the engines before and after it are solved for what is left to
+them, and so on: the least largest cost, then the least second largest. Where work has a long tail
+most engines are bottlenecks one after the other, each by one trajectory that it runs alone;
+`count_alone` finds how many in one search, where solving after each would take engines squared.
 """
 
 import numpy as np
@@ -19,16 +22,21 @@ import numpy as np
 from treadle_core.compiled import Floats, Indexes, compiled, lean
 from treadle_core.placing.costs import Costs, Table, group_cost
 
-# A better limit is tried this part below the known one, then eight times as far below, until one is not met.
+# A better limit is tried this part below the known one, then eight times as far below, until one is
+# not met.
 FIRST_DROP = 1.0 / 4096.0
 DROP_GROWTH = 8.0
 
 
 @lean
-def furthest(table: Table, engine: int, at: int, end: int, hint: int, limit_s: float) -> tuple[int, float, float]:
-    """The largest rank up to which an engine runs [at, rank) within the limit, searched from `hint` outwards.
+def furthest(
+    table: Table, engine: int, at: int, end: int, hint: int, limit_s: float
+) -> tuple[int, float, float]:
+    """The largest rank up to which an engine runs [at, rank) within the limit, searched from `hint`
+    outwards.
 
-    Returns with it the cost of that group and the cost with one rank more, infinite where there is none. at < end.
+    Returns with it the cost of that group and the cost with one rank more, infinite where there is
+    none. at < end.
     """
     low, low_s = at, 0.0
     high, high_s = end + 1, np.inf  # `low` fits, `high` does not
@@ -53,12 +61,20 @@ def furthest(table: Table, engine: int, at: int, end: int, hint: int, limit_s: f
 
 @lean
 def fill(
-    table: Table, bounds: Indexes, first_engine: int, end_engine: int, first: int, end: int, limit_s: float
+    table: Table,
+    bounds: Indexes,
+    first_engine: int,
+    end_engine: int,
+    first: int,
+    end: int,
+    limit_s: float,
 ) -> tuple[bool, float, float]:
-    """Give each engine in turn all that it finishes within `limit_s`; writes bounds[engine + 1], the end of its group.
+    """Give each engine in turn all that it finishes within `limit_s`; writes bounds[engine + 1],
+    the end of its group.
 
-    The search starts at what `bounds` held before. Returns whether [first, end) was placed, the largest cost of a
-    group, and the least cost above the limit that a group would have with one more. O(engines * log n).
+    The search starts at what `bounds` held before. Returns whether [first, end) was placed, the
+    largest cost of a group, and the least cost above the limit that a group would have with one
+    more. O(engines * log n).
     """
     largest = 0.0
     extension = np.inf
@@ -94,10 +110,11 @@ def narrow(
     high: float,
     low_first: bool,
 ) -> tuple[float, int]:
-    """Least largest cost of the engines' ranks, between `low` and `high`, the largest cost in `bounds`.
+    """Least largest cost of the engines' ranks, between `low` and `high`, the largest cost in
+    `bounds`.
 
-    Leaves the greedy fill that has it in `bounds`. Returns the cost and the number of fills it took. `low_first`: as
-    `low` itself may well be it.
+    Leaves the greedy fill that has it in `bounds`. Returns the cost and the number of fills it
+    took. `low_first`: as `low` itself may well be it.
     """
     first, end = bounds[first_engine], bounds[end_engine]
     fills = 0
@@ -108,7 +125,9 @@ def narrow(
         elif drop > 0.0:
             limit = max(high - drop, low)
         else:  # far apart, halve the ratio; near, halve the distance
-            limit = np.sqrt(low) * np.sqrt(high) if 0.0 < 4.0 * low < high else low + 0.5 * (high - low)
+            limit = (
+                np.sqrt(low) * np.sqrt(high) if 0.0 < 4.0 * low < high else low + 0.5 * (high - low)
+            )
         if limit >= high:  # low and high are neighbours and the middle was rounded up
             limit = low
         met, largest, extension = fill(table, scratch, first_engine, end_engine, first, end, limit)
@@ -142,11 +161,19 @@ def largest_cost(table: Table, bounds: Indexes, first_engine: int, end_engine: i
 
 @lean
 def tighten(
-    table: Table, bounds: Indexes, scratch: Indexes, tight: int, end_engine: int, end: int, limit_s: float
+    table: Table,
+    bounds: Indexes,
+    scratch: Indexes,
+    tight: int,
+    end_engine: int,
+    end: int,
+    limit_s: float,
 ) -> int:
-    """Make the bottleneck's group the least with which the engines behind it still meet the limit; counts the fills.
+    """Make the bottleneck's group the least with which the engines behind it still meet the limit;
+    counts the fills.
 
-    Only where cost does not grow with the group (a flat decode curve) is it less than what the greedy fill gave.
+    Only where cost does not grow with the group (a flat decode curve) is it less than what the
+    greedy fill gave.
     """
     first = bounds[tight]
     high = bounds[tight + 1]
@@ -182,13 +209,17 @@ def same_kind(table: Table, one: int, other: int) -> bool:
 
 
 @lean
-def count_alone(table: Table, bounds: Indexes, scratch: Indexes, first_engine: int, end_engine: int) -> tuple[int, int]:
-    """How many engines from `first_engine` on take one rank each because the first of what is left, alone, is the least
-    largest cost of the rest; writes their groups and a fill of the rest that meets it. Counts the fills too.
+def count_alone(
+    table: Table, bounds: Indexes, scratch: Indexes, first_engine: int, end_engine: int
+) -> tuple[int, int]:
+    """How many engines from `first_engine` on take one rank each because the first of what is left,
+    alone, is the least largest cost of the rest; writes their groups and a fill of the rest that
+    meets it. Counts the fills too.
 
-    Among engines of one kind, whose ranks cost no more one after the other, it holds for all up to the last for which
-    it holds: a fill that meets the cost of a later rank, with one rank and one engine more, meets that of an earlier
-    one. So the last is searched by doubling and halving. No engine of another kind may be cheaper for it.
+    Among engines of one kind, whose ranks cost no more one after the other, it holds for all up to
+    the last for which it holds: a fill that meets the cost of a later rank, with one rank and one
+    engine more, meets that of an earlier one. So the last is searched by doubling and halving. No
+    engine of another kind may be cheaper for it.
     """
     first, end = bounds[first_engine], bounds[end_engine]
     most = 0  # as far as the engines are alike and the costs fall
@@ -222,8 +253,11 @@ def count_alone(table: Table, bounds: Indexes, scratch: Indexes, first_engine: i
 
 
 @compiled
-def balance(table: Table, bounds: Indexes, scratch: Indexes, makespan_s: float, fill_budget: int) -> None:
-    """Fix the bottleneck's group and solve again for the engines before and behind it, until all are fixed."""
+def balance(
+    table: Table, bounds: Indexes, scratch: Indexes, makespan_s: float, fill_budget: int
+) -> None:
+    """Fix the bottleneck's group and solve again for the engines before and behind it, until all
+    are fixed."""
     m = len(table.engines)
     # Ranges of engines whose ranks are fixed and whose least largest cost is known.
     ranges = np.zeros((2 * m + 2, 2), np.int64)
@@ -239,7 +273,10 @@ def balance(table: Table, bounds: Indexes, scratch: Indexes, makespan_s: float, 
         begin, end = bounds[first_engine], bounds[end_engine]
         if end_engine - first_engine < 2 or begin == end:
             continue
-        if begin < bounds[first_engine + 1] and group_cost(table, first_engine, begin, begin + 1) >= limit:
+        if (
+            begin < bounds[first_engine + 1]
+            and group_cost(table, first_engine, begin, begin + 1) >= limit
+        ):
             alone, fills = count_alone(table, bounds, scratch, first_engine, end_engine)
             used += fills * (end_engine - first_engine)
             if alone > 0:
@@ -247,31 +284,41 @@ def balance(table: Table, bounds: Indexes, scratch: Indexes, makespan_s: float, 
                 begin += alone
                 limit = group_cost(table, first_engine, begin, begin + 1)
         tight = first_engine
-        while tight < end_engine - 1 and group_cost(table, tight, bounds[tight], bounds[tight + 1]) < limit:
+        while (
+            tight < end_engine - 1
+            and group_cost(table, tight, bounds[tight], bounds[tight + 1]) < limit
+        ):
             tight += 1
         if tight + 1 < end_engine:
-            used += tighten(table, bounds, scratch, tight, end_engine, end, limit) * (end_engine - tight)
+            used += tighten(table, bounds, scratch, tight, end_engine, end, limit) * (
+                end_engine - tight
+            )
         for side in range(2):
             one, other = (tight + 1, end_engine) if side == 0 else (first_engine, tight)
             if one < other and bounds[one] < bounds[other]:
                 low = cheapest_alone(table, one, other, bounds[one])
                 high = largest_cost(table, bounds, one, other)
                 # Behind engines that are bound by their longest there are often more of these.
-                rest, fills = narrow(table, bounds, scratch, one, other, low, high, tight == first_engine)
+                rest, fills = narrow(
+                    table, bounds, scratch, one, other, low, high, tight == first_engine
+                )
                 used += fills * (other - one)
                 ranges[depth, 0], ranges[depth, 1], limits[depth] = one, other, rest
                 depth += 1
 
 
-# Most groups filled for the sake of balance, about 0.1 s of compiled code; the rest stays as the last bisection put it.
+# Most groups filled for the sake of balance, about 0.1 s of compiled code; the rest stays as the
+# last bisection put it.
 BALANCE_FILLS = 4_000_000
-# The first probe is this part above what the engines could do if work were a fluid, the next twice as far above.
+# The first probe is this part above what the engines could do if work were a fluid, the next twice
+# as far above.
 GUESS_SLACK = 1.0 / 128.0
 
 
 @lean
 def bottleneck(table: Table, bounds: Indexes, scratch: Indexes) -> float:
-    """Seconds of the least largest cost of all ranks over all engines; `bounds` comes with a partition of any cost."""
+    """Seconds of the least largest cost of all ranks over all engines; `bounds` comes with a
+    partition of any cost."""
     n = len(table.lengths)
     m = len(table.engines)
     fluid = 0.0  # the engines' summed speed, by what each takes for all
@@ -299,10 +346,13 @@ def bottleneck(table: Table, bounds: Indexes, scratch: Indexes) -> float:
 
 @compiled
 def solve(table: Table, fill_budget: int, bounds: Indexes) -> float:
-    """Write the ends of the groups into bounds[1:], m + 1 entries, and returns the makespan in seconds."""
+    """Write the ends of the groups into bounds[1:], m + 1 entries, and returns the makespan in
+    seconds."""
     n = len(table.lengths)
     m = len(table.engines)
-    if n == 0 or table.lengths[0] <= 0.0:  # nothing is left of any: no cost to balance by, so balance by number
+    if (
+        n == 0 or table.lengths[0] <= 0.0
+    ):  # nothing is left of any: no cost to balance by, so balance by number
         for engine in range(m + 1):
             bounds[engine] = n * engine // m
         if largest_cost(table, bounds, 0, m) <= 0.0:
@@ -327,7 +377,8 @@ def group_costs(table: Table, bounds: Indexes, costs_s: Floats) -> None:
 
 
 def partition(costs: Costs, fill_budget: int = BALANCE_FILLS) -> tuple[Indexes, float]:
-    """Bounds of the groups and the makespan: engine e of the table runs ranks [bounds[e], bounds[e + 1])."""
+    """Bounds of the groups and the makespan: engine e of the table runs ranks [bounds[e], bounds[e
+    + 1])."""
     bounds = np.zeros(len(costs.table.engines) + 1, np.int64)
     makespan_s = solve(costs.table, fill_budget, bounds)
     return bounds, float(makespan_s)

@@ -1,11 +1,14 @@
-"""A workload longest first, with the running sums that make the cost of any group O(1): one sort, one pass.
+"""A workload longest first, with the running sums that make the cost of any group O(1): one sort,
+one pass.
 
-A plan of many trajectories spends most of its time in `rank`, so that is written for memory: two counting passes over
-keys of 22 bits instead of comparisons, then the few trajectories that share a key are put in exact order. Where many
-share one (most lengths below a 2^24th of the longest, or equal to the last bits) it sorts by comparing. With or without
-numba the order is that of a stable descending sort, and the sums are the plain left-to-right ones.
+A plan of many trajectories spends most of its time in `rank`, so that is written for memory: two
+counting passes over keys of 22 bits instead of comparisons, then the few trajectories that share a
+key are put in exact order. Where many share one (most lengths below a 2^24th of the longest, or
+equal to the last bits) it sorts by comparing. With or without numba the order is that of a stable
+descending sort, and the sums are the plain left-to-right ones.
 
-A `Workspace` belongs to one caller, who makes one plan at a time with it; what was ranked with it is valid until then.
+A `Workspace` belongs to one caller, who makes one plan at a time with it; what was ranked with it
+is valid until then.
 """
 
 from collections.abc import Callable
@@ -17,16 +20,18 @@ from treadle_core.compiled import HAVE_KERNELS, Flags, Floats, Indexes, compiled
 
 Source = TypeVar("Source", bound=tuple[Any, ...])
 
-# Columns of `ranks`: sums over the ranks before this one of length, KV work and prefill; and the rank's own length.
+# Columns of `ranks`: sums over the ranks before this one of length, KV work and prefill; and the
+# rank's own length.
 SUM_LENGTHS, SUM_KV, SUM_PREFILL, LENGTH = range(4)
 COLUMNS = 4
 
-# A key is the top bits of a length's distance below the longest, in the order of floats: two digits of 11 bits, whose
-# 2,048 counters stay in the first-level cache.
+# A key is the top bits of a length's distance below the longest, in the order of floats: two digits
+# of 11 bits, whose 2,048 counters stay in the first-level cache.
 DIGIT_BITS = 11
 DIGITS = 1 << DIGIT_BITS
 KEY_BITS = 2 * DIGIT_BITS
-# Lengths under the longest by more than 2^24 share the last key: finer keys are worth more where the lengths are.
+# Lengths under the longest by more than 2^24 share the last key: finer keys are worth more where
+# the lengths are.
 KEY_OCTAVES = 24
 MANTISSA_BITS = 52
 MAGNITUDE = (1 << 63) - 1  # all but the sign bit: -0.0 ranks as 0.0
@@ -38,7 +43,8 @@ LAG = 64
 
 
 class Workspace:
-    """Memory that the plans of one caller share, since fresh pages can cost more time than the plan itself."""
+    """Memory that the plans of one caller share, since fresh pages can cost more time than the plan
+    itself."""
 
     def __init__(self) -> None:
         self._memory: dict[str, Floats] = {}
@@ -62,10 +68,12 @@ class Workspace:
 def rank(
     lengths: Floats, contexts: Floats, placed: Flags, workspace: Workspace | None = None
 ) -> tuple[Indexes, Floats]:
-    """Sort longest first: order[r], the index of rank r, and ranks[n + 1, 4], the columns above; O(n).
+    """Sort longest first: order[r], the index of rank r, and ranks[n + 1, 4], the columns above;
+    O(n).
 
-    `lengths` and `contexts` in tokens, >= 0 and finite (the caller has checked); `placed` where KV is on an engine and
-    needs no prefill. KV work is length * (context + length / 2): tokens of KV read until it is done.
+    `lengths` and `contexts` in tokens, >= 0 and finite (the caller has checked); `placed` where KV
+    is on an engine and needs no prefill. KV work is length * (context + length / 2): tokens of KV
+    read until it is done.
     """
     n = len(lengths)
     if not HAVE_KERNELS or n == 0:
@@ -98,8 +106,11 @@ def rank_by_numpy(lengths: Floats, contexts: Floats, placed: Flags) -> tuple[Ind
 
 
 @compiled
-def count_and_place(lengths: Floats, top: int, shift: int, last: int, half: Indexes, order: Indexes) -> None:
-    """Sort (key, index) by key, indexes rising within one: least digit first. `half` is scratch of n."""
+def count_and_place(
+    lengths: Floats, top: int, shift: int, last: int, half: Indexes, order: Indexes
+) -> None:
+    """Sort (key, index) by key, indexes rising within one: least digit first. `half` is scratch of
+    n."""
     n = len(lengths)
     bits = lengths.view(np.int64)
     low_digit = np.zeros(DIGITS, np.int64)
@@ -126,12 +137,18 @@ def count_and_place(lengths: Floats, top: int, shift: int, last: int, half: Inde
 
 
 @lean
-def fetch(lengths: Floats, contexts: Floats, placed: Flags, order: Indexes, payload: Floats, ranks: Floats) -> None:
+def fetch(
+    lengths: Floats, contexts: Floats, placed: Flags, order: Indexes, payload: Floats, ranks: Floats
+) -> None:
     """Bring each rank's length and context to its place; `payload` is scratch of [n, 2]."""
     for index in range(len(order)):  # side by side, so that a rank costs one trip to memory
         payload[index, 0] = lengths[index]
-        payload[index, 1] = -contexts[index] if placed[index] else contexts[index]  # the sign says: no prefill
-    for rank in range(len(order)):  # nothing but trips to memory, so that many are under way at once
+        payload[index, 1] = (
+            -contexts[index] if placed[index] else contexts[index]
+        )  # the sign says: no prefill
+    for rank in range(
+        len(order)
+    ):  # nothing but trips to memory, so that many are under way at once
         index = order[rank] & INDEX
         ranks[rank, LENGTH] = payload[index, 0]
         ranks[rank, SUM_KV] = payload[index, 1]
@@ -141,7 +158,8 @@ def fetch(lengths: Floats, contexts: Floats, placed: Flags, order: Indexes, payl
 def finish(order: Indexes, ranks: Floats) -> bool:
     """Put ranks that share a key in exact order, remove the keys, and sum.
 
-    False, with nothing of use done, where a rank is out of place by more than LAG: then too many share a key.
+    False, with nothing of use done, where a rank is out of place by more than LAG: then too many
+    share a key.
     """
     n = len(order)
     sum_lengths = 0.0

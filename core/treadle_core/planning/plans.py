@@ -1,4 +1,5 @@
-"""Plans: when to ask the placement service for one, and where each trajectory should be by the plan in force."""
+"""Plans: when to ask the placement service for one, and where each trajectory should be by the plan
+in force."""
 
 from collections.abc import Iterable
 
@@ -15,16 +16,18 @@ from treadle_core.tables.engines import EngineTable
 from treadle_core.tables.trajectories import TrajectoryTable
 from treadle_core.tuning import Tuning
 
-# A plan is due at once when this share of the open trajectories is new or first predicted since the last one.
+# A plan is due at once when this share of the open trajectories is new or first predicted since the
+# last one.
 NEW_SHARE = 0.5
 
 
 class PlanTiming:
     """When to ask for a plan, by counts since the last question.
 
-    Finished steps and closed trajectories (work) make one due every so many events, at most every `plan_interval_s`.
-    New trajectories and first predictions (news) make the last plan one for another
-    population: from NEW_SHARE of the open trajectories on a plan is due at once, with fewer at the next tick.
+    Finished steps and closed trajectories (work) make one due every so many events, at most every
+    `plan_interval_s`. New trajectories and first predictions (news) make the last plan one for
+    another population: from NEW_SHARE of the open trajectories on a plan is due at once, with fewer
+    at the next tick.
     """
 
     def __init__(self, tuning: Tuning) -> None:
@@ -68,9 +71,16 @@ class PlanTiming:
             return True
         if ticked and self.news:
             return True
-        # With few trajectories each event changes much, and at the tail engines fall idle; with many it changes little.
-        few, many = min(tuning.plan_every_events, open_count // 2), open_count // tuning.plan_trajectories_per_event
-        return self.work + self.news >= max(few, many, 1) and now - self._last_asked_s >= tuning.plan_interval_s
+        # With few trajectories each event changes much, and at the tail engines fall idle; with
+        # many it changes little.
+        few, many = (
+            min(tuning.plan_every_events, open_count // 2),
+            open_count // tuning.plan_trajectories_per_event,
+        )
+        return (
+            self.work + self.news >= max(few, many, 1)
+            and now - self._last_asked_s >= tuning.plan_interval_s
+        )
 
 
 class Planner:
@@ -92,7 +102,9 @@ class Planner:
         self._plan_id = 0
         self._timing = PlanTiming(tuning)
         self._question: AskPlan | None = None  # that is out
-        self._targets: dict[str, str] = {}  # engines that trajectories should go to, by the plan in force
+        self._targets: dict[
+            str, str
+        ] = {}  # engines that trajectories should go to, by the plan in force
         self._savings_s: dict[str, float] = {}  # what a move of KV saves
 
     def note_opening(self, record: TrajectoryRecord) -> None:
@@ -105,7 +117,8 @@ class Planner:
         self._timing.note_news()
 
     def follow_prediction(self, record: TrajectoryRecord) -> None:
-        """Decide where a trajectory should be whose prediction has changed. This planner waits for the next plan."""
+        """Decide where a trajectory should be whose prediction has changed. This planner waits for
+        the next plan."""
 
     def note_closing(self, record: TrajectoryRecord) -> None:
         self.drop_target(record)
@@ -160,13 +173,15 @@ class Planner:
         self._timing.note_answer()
         snapshot = self._snapshots.take()
         engine_of = np.full(len(question.work), -1)
-        if event.engine_of is not None and len(event.engine_of) == len(engine_of):  # else of a run before a restart
+        if event.engine_of is not None and len(event.engine_of) == len(
+            engine_of
+        ):  # else of a run before a restart
             engine_of = np.where(event.engine_of < len(question.engines), event.engine_of, -1)
         return self._follow(snapshot, question, engine_of)
 
     def saving_s(self, record: TrajectoryRecord) -> float:
-        """Seconds that the move to `target` saved when the plan was made: its share of what the plan saves, or what it
-        saves its two engines alone, whichever is more."""
+        """Seconds that the move to `target` saved when the plan was made: its share of what the
+        plan saves, or what it saves its two engines alone, whichever is more."""
         return self._savings_s.get(record.trajectory_id, 0.0)
 
     def _make_question(self) -> AskPlan | None:
@@ -196,7 +211,8 @@ class Planner:
         return AskPlan(self._plan_id, work, snapshot.roster.plan_engines, self.cost_model)
 
     def _follow(self, snapshot: Snapshot, question: AskPlan, engine_of: Indexes) -> list[str]:
-        """Follow an answer where it is better. engine_of: index of each trajectory's engine, -1 for none."""
+        """Follow an answer where it is better. engine_of: index of each trajectory's engine, -1 for
+        none."""
         movable = snapshot.movable()
         if (engine_of >= 0).any():
             planned = self._place_answer(snapshot, question, engine_of, movable)
@@ -206,13 +222,17 @@ class Planner:
         moved = np.flatnonzero((placement != snapshot.placement) & (placement >= 0))
         savings_s = np.maximum(
             share_s,
-            paths.savings_s(snapshot.roster.rows, snapshot.medians, snapshot.placement, moved, placement[moved]),
+            paths.savings_s(
+                snapshot.roster.rows, snapshot.medians, snapshot.placement, moved, placement[moved]
+            ),
         )
         started = snapshot.live.started[moved]
         # Any other would not pass the cost gate.
         worth = savings_s >= self._tuning.move_gain_factor * self._tuning.move_fixed_s
         self._set_targets(snapshot, placement, moved[~started | worth])
-        names: list[str] = self._table.columns.ids[snapshot.live.rows[moved[started & worth]]].tolist()
+        names: list[str] = self._table.columns.ids[
+            snapshot.live.rows[moved[started & worth]]
+        ].tolist()
         self._savings_s = dict(zip(names, savings_s[started & worth].tolist(), strict=True))
         return names
 
@@ -224,13 +244,17 @@ class Planner:
         self._targets = dict(zip(names, engine_ids, strict=True))
         return names
 
-    def _place_answer(self, snapshot: Snapshot, question: AskPlan, engine_of: Indexes, movable: Flags) -> Indexes:
+    def _place_answer(
+        self, snapshot: Snapshot, question: AskPlan, engine_of: Indexes, movable: Flags
+    ) -> Indexes:
         """The answer as a placement of the present trajectories on the present engines."""
         columns, roster = self._table.columns, snapshot.roster
         rows = question.work.rows
         if columns.ids is not question.work.names:  # the rows have new numbers
             rows = np.array([columns.row(name) for name in question.work.trajectory_ids], np.int64)
-        here = np.array([roster.index_of.get(engine.engine_id, -1) for engine in question.engines], np.int64)
+        here = np.array(
+            [roster.index_of.get(engine.engine_id, -1) for engine in question.engines], np.int64
+        )
         wanted = np.full(columns.used, -1, np.int64)
         known = (rows >= 0) & (engine_of >= 0)
         wanted[rows[known]] = here[engine_of[known]]

@@ -1,8 +1,9 @@
-"""Snapshot of engines and open trajectories at one moment: a plan is asked for from one, and judged by another.
+"""Snapshot of engines and open trajectories at one moment: a plan is asked for from one, and judged
+by another.
 
-A plan is followed only where it beats the present placement by a margin, by the mean makespan over samples of what is
-left (`placing.paths`); moves of KV also pass the cost gate (`steps.transfers`). Solving again for the work that is left
-was 15-20% better than scaling ranks.
+A plan is followed only where it beats the present placement by a margin, by the mean makespan over
+samples of what is left (`placing.paths`); moves of KV also pass the cost gate (`steps.transfers`).
+Solving again for the work that is left was 15-20% better than scaling ranks.
 
 An engine's index is its place among the usable engines by id; -1 for one that is not usable.
 """
@@ -82,9 +83,9 @@ def read_columns(live: LiveColumns) -> Columns:
 class Roster:
     """The usable engines by id, and what the numbers in the live columns mean for them.
 
-    rows: as `paths` reads them; kinds: a number that equal engines share. index_of_number: engine number -> index;
-    here: engine number -> whether it holds a lease; carried: number of a set of tags -> whether every engine carries
-    all of them.
+    rows: as `paths` reads them; kinds: a number that equal engines share. index_of_number: engine
+    number -> index; here: engine number -> whether it holds a lease; carried: number of a set of
+    tags -> whether every engine carries all of them.
     """
 
     plan_engines: tuple[PlanEngine, ...]
@@ -117,7 +118,9 @@ class Snapshot:
     def samples(self) -> paths.Work:
         """Samples of what is left."""
         live = self.live
-        return self._work(paths.sample_factors(live.rows, live.log_sigma, live.tokens, live.room_tokens))
+        return self._work(
+            paths.sample_factors(live.rows, live.log_sigma, live.tokens, live.room_tokens)
+        )
 
     @cached_property
     def medians(self) -> paths.Work:
@@ -135,9 +138,12 @@ class Snapshot:
         return paths.work_of(*amounts, live.started, live.read, self.prompts, factors)
 
     def movable(self) -> Flags:
-        """Trajectories that a plan may place elsewhere: all engines may run them, and they have one."""
+        """Trajectories that a plan may place elsewhere: all engines may run them, and they have
+        one."""
         live, roster = self.live, self.roster
-        movable: Flags = live.planned & roster.here[live.engine_number] & roster.carried[live.tags_number]
+        movable: Flags = (
+            live.planned & roster.here[live.engine_number] & roster.carried[live.tags_number]
+        )
         return movable
 
 
@@ -177,14 +183,19 @@ class Snapshots:
             rows=paths.engine_rows(engines),
             kinds=paths.kinds_of(engines),
             index_of=index_of,
-            index_of_number=np.array([index_of.get(name, -1) for name in self._columns.engines], np.int64),
+            index_of_number=np.array(
+                [index_of.get(name, -1) for name in self._columns.engines], np.int64
+            ),
             here=np.array([name in self._engines for name in self._columns.engines], np.bool_),
-            carried=np.array([everywhere.issuperset(each) for each in self._columns.tags], np.bool_),
+            carried=np.array(
+                [everywhere.issuperset(each) for each in self._columns.tags], np.bool_
+            ),
         )
 
 
 def warm_up() -> None:
-    """Compile all kernels of re-planning, or load them: the first plan must not wait for a compiler."""
+    """Compile all kernels of re-planning, or load them: the first plan must not wait for a
+    compiler."""
     read_columns(LiveColumns())
     engines = paths.engine_rows([PlanEngine(name, 1, 0, 1, DecodeCurve()) for name in "ab"])
     ones, placement = np.ones(2), np.zeros(2, np.int64)
@@ -194,12 +205,15 @@ def warm_up() -> None:
     paths.savings_s(engines, work, placement, placement[:1], placement[:1] + 1)
 
 
-def choose_placement(snapshot: Snapshot, planned: Indexes, movable: Flags, tuning: Tuning) -> tuple[Indexes, float]:
-    """The best placement by the mean over samples, and the seconds of the makespan that each of its moves of KV saves.
+def choose_placement(
+    snapshot: Snapshot, planned: Indexes, movable: Flags, tuning: Tuning
+) -> tuple[Indexes, float]:
+    """The best placement by the mean over samples, and the seconds of the makespan that each of its
+    moves of KV saves.
 
-    Tried are: the present one; the present one with trajectories that have not started where the plan wants them, as
-    they have no KV to move; the plan. What moves KV must beat what does not by `tuning.plan_margin`. Trajectories on an
-    engine that is not usable are left out.
+    Tried are: the present one; the present one with trajectories that have not started where the
+    plan wants them, as they have no KV to move; the plan. What moves KV must beat what does not by
+    `tuning.plan_margin`. Trajectories on an engine that is not usable are left out.
     """
     engines, staying = snapshot.roster.rows, snapshot.placement
     free = movable & (staying >= 0) & ~snapshot.live.started
@@ -207,12 +221,17 @@ def choose_placement(snapshot: Snapshot, planned: Indexes, movable: Flags, tunin
     if not (planned != staying).any():
         return staying, 0.0
     best, best_s = staying, judge(engines, snapshot.samples, staying)
-    for candidate, margin in ((np.where(free, planned, staying), 0.0), (planned, tuning.plan_margin)):
+    for candidate, margin in (
+        (np.where(free, planned, staying), 0.0),
+        (planned, tuning.plan_margin),
+    ):
         candidate_s = judge(engines, snapshot.samples, candidate)
         if paths.is_better(candidate_s, best_s, margin):
             best, best_s = candidate, candidate_s
     moves = int(np.count_nonzero((best != staying) & ~free))
     if not moves:
         return best, 0.0
-    before_s, after_s = (paths.makespans_s(engines, snapshot.samples, each) for each in (staying, best))
+    before_s, after_s = (
+        paths.makespans_s(engines, snapshot.samples, each) for each in (staying, best)
+    )
     return best, float((before_s - after_s).mean()) / moves

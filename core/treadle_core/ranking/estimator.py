@@ -1,12 +1,14 @@
-"""Estimates of what is left of a trajectory, as quantiles of tokens and turns, from siblings and earlier trajectories.
+"""Estimates of what is left of a trajectory, as quantiles of tokens and turns, from siblings and
+earlier trajectories.
 
-An estimate depends on the evidence and the question alone; 0 <= p10 <= p50 <= p90, and remaining tokens never exceed
-what the trajectory's cap leaves. A trajectory that was cut counts as longer than it was, a running sibling as longer
-than it is.
+An estimate depends on the evidence and the question alone; 0 <= p10 <= p50 <= p90, and remaining
+tokens never exceed what the trajectory's cap leaves. A trajectory that was cut counts as longer
+than it was, a running sibling as longer than it is.
 
-Each level is shrunk to the one below it (`evidence.posterior`), so that few observations bend an estimate and many
-determine it: siblings of the group <- earlier trajectories of the prompt <- trajectories of all prompts <- a stated
-prior. One ended trajectory is enough for a level to answer. A learned model (Heddle §4.1) is asked before these.
+Each level is shrunk to the one below it (`evidence.posterior`), so that few observations bend an
+estimate and many determine it: siblings of the group <- earlier trajectories of the prompt <-
+trajectories of all prompts <- a stated prior. One ended trajectory is enough for a level to answer.
+A learned model (Heddle §4.1) is asked before these.
 """
 
 from __future__ import annotations
@@ -39,19 +41,23 @@ from treadle_core.ranking.evidence import (
 )
 from treadle_core.refusals import CoreError
 
-# How many observations the level below counts as. Chosen on 11,322 tool-using runs (74 tasks, 39 models): 1 to 4 for
-# siblings and 8 to 20 for all change the pinball loss by about 1%, and 2 for all costs 2% while little is known. No
-# prompt occurs twice in the runs, so the weight for prompts is a choice.
+# How many observations the level below counts as. Chosen on 11,322 tool-using runs (74 tasks, 39
+# models): 1 to 4 for siblings and 8 to 20 for all change the pinball loss by about 1%, and 2 for
+# all costs 2% while little is known. No prompt occurs twice in the runs, so the weight for prompts
+# is a choice.
 SIBLINGS_WEIGHT = 4.0  # a prompt's history against its group, which shares the policy too
-PROMPT_WEIGHT = 4.0  # all prompts against one, whose share of the variance of lengths is from a tenth to three quarters
+# all prompts against one, whose share of the variance of lengths is from a tenth to three quarters
+PROMPT_WEIGHT = 4.0
 ALL_WEIGHT = 8.0  # the prior against all trajectories: negligible after a few groups
 
-# Turns that the means of tools of the level below count as: tool times of one prompt vary less than its lengths.
+# Turns that the means of tools of the level below count as: tool times of one prompt vary less than
+# its lengths.
 USE_WEIGHT_TURNS = 8.0
 
-# The prior: log-normal totals, in the middle of the published agentic workloads and wide, so that a few observations
-# bend it. Trajectories that have ended also move its median and its spread, as those of PRIOR_WEIGHT observations: it
-# is what is said of a trajectory that is longer than all that were seen, whatever a workload's scale.
+# The prior: log-normal totals, in the middle of the published agentic workloads and wide, so that a
+# few observations bend it. Trajectories that have ended also move its median and its spread, as
+# those of PRIOR_WEIGHT observations: it is what is said of a trajectory that is longer than all
+# that were seen, whatever a workload's scale.
 PRIOR_WEIGHT = 4.0
 PRIOR_MEDIAN_TOKENS = 1_000.0
 PRIOR_SIGMA_TOKENS = 1.2
@@ -92,14 +98,22 @@ class Progress:
     tool_s: float = 0.0  # of its tool calls so far
 
     def __post_init__(self) -> None:
-        for name in ("turn", "gen_tokens", "context_tokens", "prompt_tokens", "max_total_tokens", "tool_s"):
+        for name in (
+            "turn",
+            "gen_tokens",
+            "context_tokens",
+            "prompt_tokens",
+            "max_total_tokens",
+            "tool_s",
+        ):
             if getattr(self, name) < 0:
                 raise InvalidProgressError(name, f"must be >= 0, is {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True)
 class TurnUse:
-    """What a turn's tools take on average: seconds, and tokens of the answer; 0 before anything is known."""
+    """What a turn's tools take on average: seconds, and tokens of the answer; 0 before anything is
+    known."""
 
     tool_s: float = 0.0
     observed_tokens: float = 0.0
@@ -110,14 +124,15 @@ class TurnUse:
         if turns <= 0.0:
             return self
         return TurnUse(
-            (weight * self.tool_s + seen.tool_s) / turns, (weight * self.observed_tokens + seen.observed_tokens) / turns
+            (weight * self.tool_s + seen.tool_s) / turns,
+            (weight * self.observed_tokens + seen.observed_tokens) / turns,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What remains, as quantiles. `model_version` names the evidence behind it, e.g. siblings-7. Of tools: the turns
-    left, each with what a turn's tools take on average."""
+    """What remains, as quantiles. `model_version` names the evidence behind it, e.g. siblings-7. Of
+    tools: the turns left, each with what a turn's tools take on average."""
 
     remaining_tokens: Estimate
     remaining_turns: Estimate
@@ -148,12 +163,16 @@ class Curves:
     turns: Floats
 
     def update(self, weight: float, tokens: Observed, turns: Observed) -> Curves:
-        """The curves after observations, with these as the base that counts as `weight` observations."""
+        """The curves after observations, with these as the base that counts as `weight`
+        observations."""
         return Curves(
-            posterior(TOKEN_KNOTS, self.tokens, weight, tokens), posterior(TURN_KNOTS, self.turns, weight, turns)
+            posterior(TOKEN_KNOTS, self.tokens, weight, tokens),
+            posterior(TURN_KNOTS, self.turns, weight, turns),
         )
 
-    def update_by(self, weight: float, ended: Collection[Ended], running: Collection[Running] = ()) -> Curves:
+    def update_by(
+        self, weight: float, ended: Collection[Ended], running: Collection[Running] = ()
+    ) -> Curves:
         """`update` by trajectories."""
         whole = [each for each in ended if each.own_end]
         cut: list[Ended | Running] = [*(each for each in ended if not each.own_end), *running]
@@ -187,19 +206,27 @@ class LogNormal:
         # Steps of 2% in the median and of 0.02 in sigma, so that most curves are at hand.
         steps = (
             round((PRIOR_WEIGHT * self._mean + count * mean) / weight / FIT_STEP),
-            max(round(math.sqrt((PRIOR_WEIGHT * self._variance + count * variance) / weight) / FIT_STEP), 1),
+            max(
+                round(
+                    math.sqrt((PRIOR_WEIGHT * self._variance + count * variance) / weight)
+                    / FIT_STEP
+                ),
+                1,
+            ),
         )
         curve = self._curves.get(steps)
         if curve is None:
-            curve = self._curves[steps] = lognormal(self._knots, math.exp(steps[0] * FIT_STEP), steps[1] * FIT_STEP)
+            curve = self._curves[steps] = lognormal(
+                self._knots, math.exp(steps[0] * FIT_STEP), steps[1] * FIT_STEP
+            )
             if len(self._curves) > MOST_FITS:
                 self._curves.popitem(last=False)
         return curve
 
 
 class Prior:
-    """A stated default: log-normal totals, which totals that were seen move (`fit`). Medians in tokens and turns,
-    sigmas of the natural log; all > 0."""
+    """A stated default: log-normal totals, which totals that were seen move (`fit`). Medians in
+    tokens and turns, sigmas of the natural log; all > 0."""
 
     def __init__(
         self,
@@ -217,8 +244,8 @@ class Prior:
 
 
 class Estimator:
-    """Estimates from siblings, ended and running, shrunk to the prompt's history; where none has ended from the
-    history alone; else from the prior."""
+    """Estimates from siblings, ended and running, shrunk to the prompt's history; where none has
+    ended from the history alone; else from the prior."""
 
     def __init__(self, evidence: Evidence, prior: Prior) -> None:
         self._evidence = evidence
@@ -231,14 +258,17 @@ class Estimator:
         return replace(self._estimate(progress), turn_use=self._turn_use(progress))
 
     def _turn_use(self, progress: Progress) -> TurnUse:
-        """Means over all, shrunk towards those of the prompt, of the group, and of the trajectory itself."""
+        """Means over all, shrunk towards those of the prompt, of the group, and of the trajectory
+        itself."""
         evidence = self._evidence
         found = evidence.group_of(progress.trajectory_id, progress.prompt_id)
         group = found[1].ended.values() if found is not None else ()
         own = ToolUse(
             progress.turn,
             progress.tool_s,
-            max(0, progress.context_tokens - progress.prompt_tokens - progress.gen_tokens) if progress.turn else 0,
+            max(0, progress.context_tokens - progress.prompt_tokens - progress.gen_tokens)
+            if progress.turn
+            else 0,
         )
         known = TurnUse().update(0.0, evidence.tool_use)
         weight = USE_WEIGHT_TURNS if evidence.ended_kept else 0.0
@@ -257,7 +287,11 @@ class Estimator:
         if not count:
             return self._of_all[1].forecast(progress, Source.PRIOR, PRIOR_VERSION)
         version = f"history-{'prompt' if own else 'all'}-{count}"
-        return self._curves_of_all().update_by(PROMPT_WEIGHT, own).forecast(progress, Source.HISTORY, version)
+        return (
+            self._curves_of_all()
+            .update_by(PROMPT_WEIGHT, own)
+            .forecast(progress, Source.HISTORY, version)
+        )
 
     def _curves_of_all(self) -> Curves:
         evidence = self._evidence
@@ -273,7 +307,11 @@ class Estimator:
         if cached is not None and cached[0] == revision:
             return cached[1]
         rollout_id, prompt_id = key
-        earlier = [each for each in self._evidence.ended_of_prompt(prompt_id) if each.rollout_id != rollout_id]
+        earlier = [
+            each
+            for each in self._evidence.ended_of_prompt(prompt_id)
+            if each.rollout_id != rollout_id
+        ]
         before = self._curves_of_all().update_by(PROMPT_WEIGHT, earlier)
         curves = before.update_by(SIBLINGS_WEIGHT, group.ended.values(), group.running.values())
         kept[key] = (revision, curves)
@@ -294,7 +332,8 @@ LONGEST = 0.10  # share of the trajectories that are the long tail (Heddle 7.2)
 
 
 def recall_of_longest(total: Floats, predicted: Floats) -> float:
-    """Share of the longest tenth that is in the tenth predicted longest; ties count as a random choice among them."""
+    """Share of the longest tenth that is in the tenth predicted longest; ties count as a random
+    choice among them."""
     most = max(1, round(LONGEST * len(total)))
     longest = np.zeros(len(total), np.bool_)
     longest[np.argsort(-total, kind="stable")[:most]] = True

@@ -1,12 +1,15 @@
-"""Evidence for estimators: running and ended trajectories by group, by prompt and altogether, and curves of lengths.
+"""Evidence for estimators: running and ended trajectories by group, by prompt and altogether, and
+curves of lengths.
 
-A group is the samples of one prompt in one rollout (siblings); a prompt's history is its trajectories of earlier
-rollouts. Events that repeat change nothing, and the same events in the same order give the same state. Memory is
-bounded by the constants below, oldest out first. There is no lock: one event loop owns it.
+A group is the samples of one prompt in one rollout (siblings); a prompt's history is its
+trajectories of earlier rollouts. Events that repeat change nothing, and the same events in the same
+order give the same state. Memory is bounded by the constants below, oldest out first. There is no
+lock: one event loop owns it.
 
-Lengths are survival curves S(t) = P(total > t) of tokens or turns on fixed knots, from complete and right-censored
-totals, shrunk to a base curve where there are few: the Bayes estimator under a Dirichlet-process prior with right
-censoring (Susarla and Van Ryzin, 1976), which is Kaplan-Meier's with the base curve counting as `weight` observations.
+Lengths are survival curves S(t) = P(total > t) of tokens or turns on fixed knots, from complete and
+right-censored totals, shrunk to a base curve where there are few: the Bayes estimator under a
+Dirichlet-process prior with right censoring (Susarla and Van Ryzin, 1976), which is Kaplan-Meier's
+with the base curve counting as `weight` observations.
 """
 
 from __future__ import annotations
@@ -31,13 +34,17 @@ LEAST_AT_RISK = 1e-300  # observations; keeps a division from zero
 
 
 def lognormal(knots: Floats, median: float, sigma: float) -> Floats:
-    """The curve of a log-normal total: `median` in the knots' unit, `sigma` of the natural log, both > 0."""
+    """The curve of a log-normal total: `median` in the knots' unit, `sigma` of the natural log,
+    both > 0."""
     scale = sigma * math.sqrt(2.0)
-    return np.array([0.5 * math.erfc(math.log(t / median) / scale) if t > 0.0 else 1.0 for t in knots.tolist()])
+    return np.array(
+        [0.5 * math.erfc(math.log(t / median) / scale) if t > 0.0 else 1.0 for t in knots.tolist()]
+    )
 
 
 def log_moments(seen: Observed) -> tuple[int, float, float]:
-    """Of totals that ended: how many, and mean and variance of their natural logs; of those below 1 as of 1."""
+    """Of totals that ended: how many, and mean and variance of their natural logs; of those below 1
+    as of 1."""
     count = int(seen.ended.sum())
     if count == 0:
         return 0, 0.0, 0.0
@@ -48,8 +55,8 @@ def log_moments(seen: Observed) -> tuple[int, float, float]:
 
 @dataclass(frozen=True)
 class Observed:
-    """Totals: distinct `values`, ascending; for each, how many ended there (`ended`), and how many were cut there or
-    still run (`censored`: their total is larger)."""
+    """Totals: distinct `values`, ascending; for each, how many ended there (`ended`), and how many
+    were cut there or still run (`censored`: their total is larger)."""
 
     values: Floats
     ended: Indexes
@@ -69,7 +76,9 @@ class Tally:
 
     def __init__(self, knots: Floats) -> None:
         self._knots = knots.tolist()
-        self.observed = Observed(knots, np.zeros(len(knots), np.int64), np.zeros(len(knots), np.int64))
+        self.observed = Observed(
+            knots, np.zeros(len(knots), np.int64), np.zeros(len(knots), np.int64)
+        )
 
     def add(self, total: float, *, own_end: bool, times: int = 1) -> None:
         """Count a total at the knot at or below it; `times` -1 removes it again."""
@@ -131,19 +140,22 @@ class Running:
     last_step_tokens: int = 0  # of gen_tokens, sampled in the last finished step
 
     def after_step(self, turn: int, output_tokens: int) -> Running:
-        """The trajectory after a step, whose output counts once, also where it resumed on another engine."""
+        """The trajectory after a step, whose output counts once, also where it resumed on another
+        engine."""
         if turn + 1 < self.turns:
             return self
         before = self.gen_tokens - (self.last_step_tokens if turn + 1 == self.turns else 0)
-        step = max(output_tokens, self.last_step_tokens) if turn + 1 == self.turns else output_tokens
+        step = (
+            max(output_tokens, self.last_step_tokens) if turn + 1 == self.turns else output_tokens
+        )
         return replace(self, turns=turn + 1, gen_tokens=before + step, last_step_tokens=step)
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A closed trajectory. own_end: it finished by itself; otherwise it was cut (by a cap, a failure, a cancellation)
-    and is censored. weight_version: of the policy that sampled it; None where it is not known. observed_tokens: of its
-    tools' answers; tool_s: of all its tool calls."""
+    """A closed trajectory. own_end: it finished by itself; otherwise it was cut (by a cap, a
+    failure, a cancellation) and is censored. weight_version: of the policy that sampled it; None
+    where it is not known. observed_tokens: of its tools' answers; tool_s: of all its tool calls."""
 
     trajectory_id: str
     rollout_id: str
@@ -208,8 +220,9 @@ class Evidence:
         self._newest_group: dict[str, GroupKey] = {}  # of each prompt
         self._prompts: OrderedDict[str, OrderedDict[str, Ended]] = OrderedDict()
         self._all: OrderedDict[str, Ended] = OrderedDict()
-        # Of the newest ended ones. Running ones are left out: rollouts start together, so those that are far in tokens
-        # sample much in a turn, and counted as censored they would make all estimates too long.
+        # Of the newest ended ones. Running ones are left out: rollouts start together, so those
+        # that are far in tokens sample much in a turn, and counted as censored they would make all
+        # estimates too long.
         self.tokens = Tally(TOKEN_KNOTS)
         self.turns = Tally(TURN_KNOTS)
         self._versions = Versions()  # also of the newest ended ones
@@ -231,7 +244,8 @@ class Evidence:
             self._drop_running(next(iter(group.running)) if in_group else next(iter(self._key_of)))
 
     def add_step(self, trajectory_id: str, turn: int, output_tokens: int) -> None:
-        """Count a finished step (turn 0 for the first) and its whole output; ignored for an unknown trajectory."""
+        """Count a finished step (turn 0 for the first) and its whole output; ignored for an unknown
+        trajectory."""
         key = self._key_of.get(trajectory_id)
         if key is None:
             return
@@ -273,8 +287,8 @@ class Evidence:
         return self._prompts.get(prompt_id, OrderedDict[str, Ended]()).values()
 
     def mean_version(self, trajectory_id: str, prompt_id: str) -> float | None:
-        """The mean weight version of a trajectory's ended siblings, else of its prompt, else of all; None where these
-        have none."""
+        """The mean weight version of a trajectory's ended siblings, else of its prompt, else of
+        all; None where these have none."""
         found = self.group_of(trajectory_id, prompt_id)
         siblings = found[1].ended.values() if found is not None else ()
         own = siblings or self.ended_of_prompt(prompt_id)

@@ -1,35 +1,54 @@
 """How much is left of a trajectory, and the priority of its next step under each ordering.
 
-What is left follows from the last prediction and what was sampled since; it is never negative and never more than the
-trajectory's cap leaves, as one prediction that is far too long would otherwise decide every plan.
+What is left follows from the last prediction and what was sampled since; it is never negative and
+never more than the trajectory's cap leaves, as one prediction that is far too long would otherwise
+decide every plan.
 
-A priority is a float; the step with the larger one starts first in an engine's queue and may evict a preemptible step
-with a smaller one. It is computed when the step is requested and changes only with a new prediction. Aging needs no
-messages: all waiting steps age at the same rate, so `work - (now - requested) * rate` orders any two steps as
-`work + requested * rate` does at any time. Times in a priority count from `epoch_s`, the controller's first start,
-which keeps the numbers short.
+A priority is a float; the step with the larger one starts first in an engine's queue and may evict
+a preemptible step with a smaller one. It is computed when the step is requested and changes only
+with a new prediction. Aging needs no messages: all waiting steps age at the same rate, so `work -
+(now - requested) * rate` orders any two steps as `work + requested * rate` does at any time. Times
+in a priority count from `epoch_s`, the controller's first start, which keeps the numbers short.
 
-- PROGRESSIVE (Heddle 4.2): predicted remaining time, of tokens and tool calls together as either can be the bound, on a
-  log2 scale, so that hysteresis and aging are ratios and suit small and large models alike. For the makespan it is not
-  the median: the last trajectory is one that might have been long, so what is not known is begun early (LATE_Z).
-- ROUND_ROBIN: steps in the order of requests, as the engines of verl and slime do with a returning step.
+- PROGRESSIVE (Heddle 4.2): predicted remaining time, of tokens and tool calls together as either
+  can be the bound, on a
+  log2 scale, so that hysteresis and aging are ratios and suit small and large models alike. For the
+  makespan it is not
+  the median: the last trajectory is one that might have been long, so what is not known is begun
+  early (LATE_Z).
+- ROUND_ROBIN: steps in the order of requests, as the engines of verl and slime do with a returning
+  step.
 - FCFS: trajectories in the order of opening; a returning step keeps its trajectory's place.
-- LEAST_ATTAINED (Autellix's program-level attained service, PLAS): the trajectory that has been served least starts
-  first. Autellix counts seconds of service in a few queue levels, demotes a call while it runs and raises it by its
-  ratio of waiting to service; here sampled tokens on a log2 scale stand for the levels, and all steps age alike.
-- SHORTEST_FIRST: least predicted remaining tokens first (SRPT), which Heddle's text compares itself with under
+- LEAST_ATTAINED (Autellix's program-level attained service, PLAS): the trajectory that has been
+  served least starts
+  first. Autellix counts seconds of service in a few queue levels, demotes a call while it runs and
+  raises it by its
+  ratio of waiting to service; here sampled tokens on a log2 scale stand for the levels, and all
+  steps age alike.
+- SHORTEST_FIRST: least predicted remaining tokens first (SRPT), which Heddle's text compares itself
+  with under
   Autellix's name; it needs a predictor, which Autellix does not have.
 """
 
 import math
 
-from treadle_core.model import DEFAULT_BASE_S, EngineSpec, Estimate, Objective, Ordering, Policy, TrajectoryRecord
+from treadle_core.model import (
+    DEFAULT_BASE_S,
+    EngineSpec,
+    Estimate,
+    Objective,
+    Ordering,
+    Policy,
+    TrajectoryRecord,
+)
 from treadle_core.placing.question import MOST_LOG_SIGMA
 from treadle_core.tuning import Tuning
 
-P90_Z = 1.2815515655446004  # standard deviations from the median to the 90th percentile of a normal distribution
-# Standard deviations above the median at which the makespan ranks. On CPU-sized batches of two traces in simulation
-# (16 seeds), 0.8 to 1.3 ended even batches 1 to 4% sooner than the median, and skewed ones 0 to 2%.
+# standard deviations from the median to the 90th percentile of a normal distribution
+P90_Z = 1.2815515655446004
+# Standard deviations above the median at which the makespan ranks. On CPU-sized batches of two
+# traces in simulation (16 seeds), 0.8 to 1.3 ended even batches 1 to 4% sooner than the median, and
+# skewed ones 0 to 2%.
 LATE_Z = 1.0
 LEAST_WORK_S = 1e-3  # work below a millisecond ranks as this, since log2 of 0 is no number
 
@@ -40,23 +59,32 @@ def remaining_tokens(record: TrajectoryRecord, tuning: Tuning) -> float:
         left = tuning.default_remaining_tokens
     else:
         sampled_since = max(0, record.gen_tokens - record.prediction.gen_tokens)
-        left = max(record.prediction.remaining_tokens.p50 - sampled_since, tuning.least_remaining_tokens)
+        left = max(
+            record.prediction.remaining_tokens.p50 - sampled_since, tuning.least_remaining_tokens
+        )
     return min(left, room_tokens(record))
 
 
 def room_tokens(record: TrajectoryRecord) -> float:
     """Tokens that the trajectory's cap leaves; infinite without one."""
-    return float(max(0, record.max_total_tokens - record.gen_tokens)) if record.max_total_tokens else math.inf
+    return (
+        float(max(0, record.max_total_tokens - record.gen_tokens))
+        if record.max_total_tokens
+        else math.inf
+    )
 
 
 def log_sigma(record: TrajectoryRecord) -> float:
     """Standard deviation of ln(tokens left) by the prediction; 0 without one."""
-    return log_deviation(record.prediction.remaining_tokens) if record.prediction is not None else 0.0
+    return (
+        log_deviation(record.prediction.remaining_tokens) if record.prediction is not None else 0.0
+    )
 
 
 def log_deviation(estimate: Estimate) -> float:
-    """Standard deviation of the logarithm, from the median and the 90th percentile; at most MOST_LOG_SIGMA, which plans
-    accept, as a median near 0 beside a long upper quantile would give more."""
+    """Standard deviation of the logarithm, from the median and the 90th percentile; at most
+    MOST_LOG_SIGMA, which plans accept, as a median near 0 beside a long upper quantile would give
+    more."""
     if not estimate.p90 > estimate.p50 > 0.0:
         return 0.0
     return min((math.log(estimate.p90) - math.log(estimate.p50)) / P90_Z, MOST_LOG_SIGMA)
@@ -67,12 +95,17 @@ def reserve_tokens(record: TrajectoryRecord, mean_observed_tokens: float, tuning
 
     The growth is the tokens left to sample and those that tools will still answer.
     """
-    growth = remaining_tokens(record, tuning) + remaining_observed_tokens(record, mean_observed_tokens)
-    return (record.context_tokens or record.prompt_tokens) + math.ceil(tuning.reserve_share * growth)
+    growth = remaining_tokens(record, tuning) + remaining_observed_tokens(
+        record, mean_observed_tokens
+    )
+    return (record.context_tokens or record.prompt_tokens) + math.ceil(
+        tuning.reserve_share * growth
+    )
 
 
 def remaining_s(record: TrajectoryRecord, token_s: float, tuning: Tuning) -> float:
-    """Seconds left without any waiting: `token_s` a token, and the tool calls of the predicted turns."""
+    """Seconds left without any waiting: `token_s` a token, and the tool calls of the predicted
+    turns."""
     return remaining_tokens(record, tuning) * token_s + remaining_tool_s(record)
 
 
@@ -84,19 +117,24 @@ def token_s(spec: EngineSpec | None) -> float:
 
 
 def remaining_tool_s(record: TrajectoryRecord) -> float:
-    """Seconds of tool calls left: as predicted, else those of the turns left, each as long as the mean of this
-    trajectory's calls; 0 while no call was seen or turns are not predicted."""
+    """Seconds of tool calls left: as predicted, else those of the turns left, each as long as the
+    mean of this trajectory's calls; 0 while no call was seen or turns are not predicted."""
     prediction = record.prediction
     if prediction is None:
         return 0.0
     if prediction.remaining_tool_s is not None:
         return prediction.remaining_tool_s.p50
-    return prediction.remaining_turns.p50 * record.tool_s if prediction.remaining_turns is not None else 0.0
+    return (
+        prediction.remaining_turns.p50 * record.tool_s
+        if prediction.remaining_turns is not None
+        else 0.0
+    )
 
 
 def remaining_observed_tokens(record: TrajectoryRecord, mean_observed_tokens: float = 0.0) -> float:
-    """Tokens of tools' answers left: as predicted, else those of the turns left, each as long as this trajectory's were
-    on average; before it had any, as `mean_observed_tokens`, the mean over all trajectories."""
+    """Tokens of tools' answers left: as predicted, else those of the turns left, each as long as
+    this trajectory's were on average; before it had any, as `mean_observed_tokens`, the mean over
+    all trajectories."""
     prediction = record.prediction
     if prediction is None:
         return 0.0
@@ -104,19 +142,25 @@ def remaining_observed_tokens(record: TrajectoryRecord, mean_observed_tokens: fl
         return prediction.remaining_observed_tokens.p50
     turns = prediction.remaining_turns.p50 if prediction.remaining_turns is not None else 0.0
     observed = record.observed_tokens
-    a_turn = observed / record.next_turn if record.next_turn > 0 and observed > 0 else mean_observed_tokens
+    a_turn = (
+        observed / record.next_turn
+        if record.next_turn > 0 and observed > 0
+        else mean_observed_tokens
+    )
     return max(0.0, turns - 1.0) * a_turn
 
 
 class Priorities:
-    """Computes priorities by the policy of each trajectory; the same record always gets the same one."""
+    """Computes priorities by the policy of each trajectory; the same record always gets the same
+    one."""
 
     def __init__(self, tuning: Tuning, epoch_s: float) -> None:
         self._tuning = tuning
         self._epoch_s = epoch_s
 
     def priority(self, record: TrajectoryRecord, token_s: float) -> float:
-        """The priority of the step requested at `record.requested_s`, on an engine that takes `token_s` a token."""
+        """The priority of the step requested at `record.requested_s`, on an engine that takes
+        `token_s` a token."""
         match record.policy.ordering:
             case Ordering.PROGRESSIVE:
                 left_s = remaining_s(record, token_s, self._tuning)
@@ -128,7 +172,9 @@ class Priorities:
             case Ordering.ROUND_ROBIN:
                 return -(record.requested_s - self._epoch_s)
             case Ordering.SHORTEST_FIRST:
-                return self._age(-math.log2(max(remaining_tokens(record, self._tuning), 1.0)), record)
+                return self._age(
+                    -math.log2(max(remaining_tokens(record, self._tuning), 1.0)), record
+                )
             case Ordering.LEAST_ATTAINED:
                 return self._age(-math.log2(1.0 + record.gen_tokens), record)
 
@@ -141,7 +187,8 @@ class Priorities:
         return abs(new - old) >= self._tuning.reprioritize_doublings
 
     def _age(self, doublings: float, record: TrajectoryRecord) -> float:
-        """Work with aging: the step requested earlier ranks higher by the doublings that the difference is worth."""
+        """Work with aging: the step requested earlier ranks higher by the doublings that the
+        difference is worth."""
         return doublings - (record.requested_s - self._epoch_s) / self._tuning.aging_doubling_s
 
     def _progressive(self, record: TrajectoryRecord, left_s: float) -> float:

@@ -1,9 +1,11 @@
-"""What shaping does to the distribution that is trained on: trained samples beside all sampled ones, and alarms.
+"""What shaping does to the distribution that is trained on: trained samples beside all sampled
+ones, and alarms.
 
-Every rule that chooses samples, aborts long ones or drops groups trains on another distribution than the policy's. The
-guard counts both, by length, reward and difficulty (success rate of the prompt), with the reasons of drops and the
-staleness of each trained token. Counts are in fixed bins, so that they can be stored, added and compared. An aborted
-sample counts as sampled with the tokens that it had, a lower bound of its length.
+Every rule that chooses samples, aborts long ones or drops groups trains on another distribution
+than the policy's. The guard counts both, by length, reward and difficulty (success rate of the
+prompt), with the reasons of drops and the staleness of each trained token. Counts are in fixed
+bins, so that they can be stored, added and compared. An aborted sample counts as sampled with the
+tokens that it had, a lower bound of its length.
 
 The kept fraction and its three regimes are a public lesson's on long-tail rollouts.
 """
@@ -18,7 +20,8 @@ import numpy as np
 from treadle_core.compiled import Floats
 from treadle_core.rollouts.selection import Candidate
 
-# Upper edges of bins. Lengths: eight a doubling, so a quantile is within 5%; up to a million tokens and more.
+# Upper edges of bins. Lengths: eight a doubling, so a quantile is within 5%; up to a million tokens
+# and more.
 LENGTH_EDGES = tuple(float(round(2.0 ** (at / 8.0), 6)) for at in range(1, 161))
 REWARD_EDGES = tuple(round(-1.0 + 0.05 * at, 2) for at in range(1, 41))
 RATE_EDGES = tuple(round(0.05 * at, 2) for at in range(1, 21))
@@ -27,7 +30,9 @@ RATE_EDGES = tuple(round(0.05 * at, 2) for at in range(1, 21))
 HARDLY_DROPPED, MOSTLY_DROPPED = 0.95, 0.5
 LONG_QUANTILE = 0.9  # samples above it are the long ones
 HARD_RATE = 0.25  # prompts that succeed at most this often are the hard ones
-STARVED = 0.5  # of what is sampled: long or hard samples that are trained less than this are starved
+STARVED = (
+    0.5  # of what is sampled: long or hard samples that are trained less than this are starved
+)
 LEAST_SAMPLES = 100  # below, shares differ by chance
 
 
@@ -58,7 +63,8 @@ class Histogram:
         return np.asarray(running / running[-1] if running[-1] > 0.0 else running)
 
     def quantile(self, fraction: float) -> float:
-        """The upper edge of the bin in which this fraction is reached; 0 where nothing was counted."""
+        """The upper edge of the bin in which this fraction is reached; 0 where nothing was
+        counted."""
         if self.total <= 0.0:
             return 0.0
         return self.edges[int(np.searchsorted(self.shares(), fraction - 1e-12))]
@@ -70,7 +76,8 @@ class Histogram:
 
 
 def distance(one: Histogram, other: Histogram) -> float:
-    """The largest difference of their shares at or below a value (Kolmogorov and Smirnov): 0 alike, 1 apart."""
+    """The largest difference of their shares at or below a value (Kolmogorov and Smirnov): 0 alike,
+    1 apart."""
     return float(np.abs(one.shares() - other.shares()).max()) if one.total and other.total else 0.0
 
 
@@ -88,7 +95,10 @@ class Pair:
 
     def quantiles(self, fractions: Sequence[float] = (0.1, 0.5, 0.9)) -> dict[str, list[float]]:
         """Of both."""
-        return {name: [getattr(self, name).quantile(each) for each in fractions] for name in ("sampled", "trained")}
+        return {
+            name: [getattr(self, name).quantile(each) for each in fractions]
+            for name in ("sampled", "trained")
+        }
 
 
 class KeptFraction(NamedTuple):
@@ -103,10 +113,17 @@ def judge_kept(trained: float, decoded: float) -> KeptFraction:
     """The kept fraction and its regime; of nothing decoded it is 1."""
     value = trained / decoded if decoded > 0.0 else 1.0
     if value >= HARDLY_DROPPED:
-        return KeptFraction(value, "all", "nearly every sample is trained; groups without advantage are paid for too")
+        return KeptFraction(
+            value,
+            "all",
+            "nearly every sample is trained; groups without advantage are paid for too",
+        )
     if value >= MOSTLY_DROPPED:
         return KeptFraction(value, "working", "dropped samples buy shorter steps")
-    verdict = "more samples are dropped than trained: start fewer a prompt, or choose prompts of a better success rate"
+    verdict = (
+        "more samples are dropped than trained: start fewer a prompt, or choose prompts of "
+        "a better success rate"
+    )
     return KeptFraction(value, "wasteful", verdict)
 
 
@@ -118,8 +135,8 @@ def _pair(edges: tuple[float, ...]) -> Pair:
 class BiasGuard:
     """Counts of one rollout, or of a window of steps. All state is in the fields, and plain.
 
-    drops: samples that were not trained, by reason. stale_tokens: trained tokens by how many weight versions they were
-    behind. sampled_tokens, trained_tokens: their sums.
+    drops: samples that were not trained, by reason. stale_tokens: trained tokens by how many weight
+    versions they were behind. sampled_tokens, trained_tokens: their sums.
     """
 
     success_at: float = 1.0
@@ -142,18 +159,27 @@ class BiasGuard:
     ) -> None:
         """Count a group that has settled.
 
-        candidates: samples that came. trained: keys of those that are trained. aborted_tokens: of the samples that were
-        aborted. reasons: why a key was dropped; without one it is "not_chosen", or "failed". stale_tokens: trained
-        tokens by versions behind, where they are known. Raises ValueError for a trained key that never came.
+        candidates: samples that came. trained: keys of those that are trained. aborted_tokens: of
+        the samples that were aborted. reasons: why a key was dropped; without one it is
+        "not_chosen", or "failed". stale_tokens: trained tokens by versions behind, where they are
+        known. Raises ValueError for a trained key that never came.
         """
         chosen = set(trained)
         unknown = chosen - {each.key for each in candidates}
         if unknown:
-            raise ValueError(f"trained samples must be among the candidates, {min(unknown)!r} is not")
-        rewards = [each.reward for each in candidates if each.reward is not None and not each.failed]
-        rate = sum(reward >= self.success_at for reward in rewards) / len(rewards) if rewards else None
+            raise ValueError(
+                f"trained samples must be among the candidates, {min(unknown)!r} is not"
+            )
+        rewards = [
+            each.reward for each in candidates if each.reward is not None and not each.failed
+        ]
+        rate = (
+            sum(reward >= self.success_at for reward in rewards) / len(rewards) if rewards else None
+        )
         for each in candidates:
-            self._count(each.length_tokens, None if each.failed else each.reward, rate, each.key in chosen)
+            self._count(
+                each.length_tokens, None if each.failed else each.reward, rate, each.key in chosen
+            )
             if each.key not in chosen:
                 self._drop((reasons or {}).get(each.key, "failed" if each.failed else "not_chosen"))
         for tokens in aborted_tokens:
@@ -167,7 +193,11 @@ class BiasGuard:
 
     def _count(self, tokens: int, reward: float | None, rate: float | None, trained: bool) -> None:
         known = [(self.length, float(tokens))]
-        known += [(pair, value) for pair, value in ((self.reward, reward), (self.rate, rate)) if value is not None]
+        known += [
+            (pair, value)
+            for pair, value in ((self.reward, reward), (self.rate, rate))
+            if value is not None
+        ]
         for pair, value in known:
             pair.sampled.add(value)
             if trained:
@@ -184,25 +214,39 @@ class BiasGuard:
     def mean_staleness(self) -> float:
         """Weight versions that a trained token is behind; 0 where none was counted."""
         tokens = sum(self.stale_tokens.values())
-        return sum(behind * count for behind, count in self.stale_tokens.items()) / tokens if tokens else 0.0
+        return (
+            sum(behind * count for behind, count in self.stale_tokens.items()) / tokens
+            if tokens
+            else 0.0
+        )
 
     def alarms(self) -> list[str]:
-        """A sentence for each kind of sample that shaping starves: what, by how much, and what to change."""
+        """A sentence for each kind of sample that shaping starves: what, by how much, and what to
+        change."""
         if self.length.sampled.total < LEAST_SAMPLES:
             return []
         found = []
         edge = self.length.sampled.quantile(LONG_QUANTILE)
-        sampled, trained = self.length.sampled.share_above(edge), self.length.trained.share_above(edge)
+        sampled, trained = (
+            self.length.sampled.share_above(edge),
+            self.length.trained.share_above(edge),
+        )
         if trained < STARVED * sampled:
             found.append(
-                f"Long samples are starved: {sampled:.1%} of sampled and {trained:.1%} of trained samples have more "
-                f"than {edge:,.0f} tokens. Train more of the longest of a group, prune fewer prompts, or raise the cap."
+                f"Long samples are starved: {sampled:.1%} of sampled and {trained:.1%} of trained "
+                "samples have more "
+                f"than {edge:,.0f} tokens. Train more of the longest of a group, prune fewer "
+                "prompts, or raise the cap."
             )
-        sampled, trained = (float(each.shares()[_HARD_BIN]) for each in (self.rate.sampled, self.rate.trained))
+        sampled, trained = (
+            float(each.shares()[_HARD_BIN]) for each in (self.rate.sampled, self.rate.trained)
+        )
         if trained < STARVED * sampled:
             found.append(
-                f"Hard prompts are starved: {sampled:.1%} of sampled and {trained:.1%} of trained samples belong to "
-                f"prompts that succeed at most {HARD_RATE:.0%} of the time. Start more samples of them, or keep their "
+                f"Hard prompts are starved: {sampled:.1%} of sampled and {trained:.1%} of trained "
+                "samples belong to "
+                f"prompts that succeed at most {HARD_RATE:.0%} of the time. Start more samples of "
+                "them, or keep their "
                 "groups where all samples fail."
             )
         kept = self.kept

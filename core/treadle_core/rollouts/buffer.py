@@ -1,17 +1,20 @@
-"""The sample buffer of one rollout: groups on their way from submission to training (RollArt's SampleBuffer).
+"""The sample buffer of one rollout: groups on their way from submission to training (RollArt's
+SampleBuffer).
 
-A prompt is sampled several times. Its group settles as its rule says (`selection.py`), or once all samples are in,
-however many of them failed; samples that came and that the rule does not choose are dropped then. Once `keep_groups`
-groups have settled with samples, the others are withdrawn (redundant groups, RollArt §5.3). A trajectory keeps its
-first verdict; a sample that would be dropped now would be dropped at any later time, so a caller may act on an early
-look at the verdict.
+A prompt is sampled several times. Its group settles as its rule says (`selection.py`), or once all
+samples are in, however many of them failed; samples that came and that the rule does not choose are
+dropped then. Once `keep_groups` groups have settled with samples, the others are withdrawn
+(redundant groups, RollArt §5.3). A trajectory keeps its first verdict; a sample that would be
+dropped now would be dropped at any later time, so a caller may act on an early look at the verdict.
 
-A settled group stays settled, unless `replace_stale` is asked for: then each sample that grows too old (RollArt's
-asynchronous bound) is replaced by one more, for which its group opens again until it is taken.
+A settled group stays settled, unless `replace_stale` is asked for: then each sample that grows too
+old (RollArt's asynchronous bound) is replaced by one more, for which its group opens again until it
+is taken.
 
-`decide_*` changes nothing and returns what would happen; `apply` folds what did happen, so that a stored list of events
-rebuilds the buffer even after the policy has changed. A kept trajectory leaves exactly once, taken or dropped; a group
-leaves whole; a batch id always names the same batch; `revision` is the number of events applied.
+`decide_*` changes nothing and returns what would happen; `apply` folds what did happen, so that a
+stored list of events rebuilds the buffer even after the policy has changed. A kept trajectory
+leaves exactly once, taken or dropped; a group leaves whole; a batch id always names the same batch;
+`revision` is the number of events applied.
 """
 
 from collections import Counter
@@ -28,7 +31,9 @@ class SampleTakenError(Exception):
     """This sample of the prompt was submitted before, by another trajectory."""
 
     def __init__(self, prompt_id: str, sample: int, trajectory_id: str) -> None:
-        super().__init__(f"sample {sample} of prompt {prompt_id} was handed in by trajectory {trajectory_id}")
+        super().__init__(
+            f"sample {sample} of prompt {prompt_id} was handed in by trajectory {trajectory_id}"
+        )
         self.prompt_id = prompt_id
         self.trajectory_id = trajectory_id
 
@@ -43,8 +48,8 @@ class RolloutState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A sample was submitted and got its verdict. dropped: samples that were kept until it came, of its group not
-    chosen, of others withdrawn."""
+    """A sample was submitted and got its verdict. dropped: samples that were kept until it came, of
+    its group not chosen, of others withdrawn."""
 
     sample: Sample
     verdict: Verdict
@@ -70,15 +75,23 @@ class Batch:
     @property
     def members(self) -> list[str]:
         """Its trajectories."""
-        return [trajectory_id for _, trajectory_ids in self.groups for trajectory_id in trajectory_ids]
+        return [
+            trajectory_id for _, trajectory_ids in self.groups for trajectory_id in trajectory_ids
+        ]
 
     def part(self, index: int, parts: int, payload_bytes: Mapping[str, int]) -> "Batch":
-        """What the rank `index` of `parts` takes of it. payload_bytes: by trajectory. Groups are dealt from the largest
-        on, forwards and backwards in turn, so that the ranks have about the same work."""
-        size = {prompt_id: sum(payload_bytes[name] for name in names) for prompt_id, names in self.groups}
+        """What the rank `index` of `parts` takes of it. payload_bytes: by trajectory. Groups are
+        dealt from the largest on, forwards and backwards in turn, so that the ranks have about the
+        same work."""
+        size = {
+            prompt_id: sum(payload_bytes[name] for name in names)
+            for prompt_id, names in self.groups
+        }
         descending = sorted(self.groups, key=lambda group: -size[group[0]])
         turn = [*range(parts), *reversed(range(parts))]
-        dealt = {group[0] for place, group in enumerate(descending) if turn[place % len(turn)] == index}
+        dealt = {
+            group[0] for place, group in enumerate(descending) if turn[place % len(turn)] == index
+        }
         return replace(self, groups=tuple(group for group in self.groups if group[0] in dealt))
 
 
@@ -105,7 +118,10 @@ class GroupTooLargeError(Exception):
     """A group does not fit into a batch of limited size."""
 
     def __init__(self, prompt_id: str, group_bytes: int, limit_bytes: float) -> None:
-        super().__init__(f"the group of prompt {prompt_id} has {group_bytes} bytes, a batch may have {limit_bytes}")
+        super().__init__(
+            f"the group of prompt {prompt_id} has {group_bytes} bytes, a batch may have "
+            f"{limit_bytes}"
+        )
         self.prompt_id = prompt_id
 
 
@@ -136,7 +152,11 @@ class SampleBuffer:
         if self.cancelled:
             return RolloutState.CANCELLED
         if self.spec.replace_stale and self.complete:  # what waits may still be replaced
-            return RolloutState.FINISHED if all(each.gone for each in self.groups.values()) else RolloutState.RUNNING
+            return (
+                RolloutState.FINISHED
+                if all(each.gone for each in self.groups.values())
+                else RolloutState.RUNNING
+            )
         return RolloutState.FINISHED if self.complete else RolloutState.RUNNING
 
     @property
@@ -177,8 +197,8 @@ class SampleBuffer:
         return later if later is not None else group.verdicts[trajectory_id].drop_reason
 
     def decide_arrival(self, sample: Sample) -> Arrived:
-        """The verdict for a sample; for a known trajectory its first one. Raises KeyError for an unknown prompt,
-        SampleTakenError."""
+        """The verdict for a sample; for a known trajectory its first one. Raises KeyError for an
+        unknown prompt, SampleTakenError."""
         group = self.groups[sample.prompt_id]
         first = group.verdicts.get(sample.trajectory_id)
         if first is not None:
@@ -197,7 +217,9 @@ class SampleBuffer:
             reason = DropReason.NOT_CHOSEN
         dropped = [each.trajectory_id for each in group.kept if each.trajectory_id not in chosen]
         if self._enough(bool(chosen)):
-            others = (each for each in self.groups.values() if each is not group and not each.settled)
+            others = (
+                each for each in self.groups.values() if each is not group and not each.settled
+            )
             dropped += [each.trajectory_id for other in others for each in other.kept]
         return Arrived(sample, Verdict(reason, group_settled=True), tuple(dropped))
 
@@ -226,7 +248,8 @@ class SampleBuffer:
         return DropReason.STALE if stale else None
 
     def decide_version(self, version: int) -> Advanced | None:
-        """What a trainer at `version` makes stale in groups not yet taken; None for a version that is not newer."""
+        """What a trainer at `version` makes stale in groups not yet taken; None for a version that
+        is not newer."""
         if self.newest_version is not None and version <= self.newest_version:
             return None
         stale = (
@@ -242,16 +265,22 @@ class SampleBuffer:
         """The size of a batch's trajectories."""
         return sum(self.samples[trajectory_id].payload_bytes for trajectory_id in batch.members)
 
-    def decide_batch(self, batch_id: str, max_groups: int, wait: bool, max_bytes: float = inf) -> Batch | None:
-        """Whole groups for training, oldest tokens first, then as they settled; a known id gives its batch again.
+    def decide_batch(
+        self, batch_id: str, max_groups: int, wait: bool, max_bytes: float = inf
+    ) -> Batch | None:
+        """Whole groups for training, oldest tokens first, then as they settled; a known id gives
+        its batch again.
 
-        None where the caller should wait: fewer than `max_groups` are ready, `wait` is set and more can come. A batch
-        is also full at `max_bytes`. Raises GroupTooLargeError where the oldest group alone is larger.
+        None where the caller should wait: fewer than `max_groups` are ready, `wait` is set and more
+        can come. A batch is also full at `max_bytes`. Raises GroupTooLargeError where the oldest
+        group alone is larger.
         """
         first = self.batches.get(batch_id)
         if first is not None:
             return first
-        ready = sorted((group for group in self.groups.values() if group.ready), key=lambda group: group.age)
+        ready = sorted(
+            (group for group in self.groups.values() if group.ready), key=lambda group: group.age
+        )
         chosen: list[Group] = []
         room = max_bytes
         for group in ready[:max_groups]:
@@ -268,10 +297,16 @@ class SampleBuffer:
         return Batch(batch_id, groups, exhausted=self.complete and len(chosen) == len(ready))
 
     def decide_cancel(self) -> Cancelled | None:
-        """What cancelling drops: kept samples of groups that have not settled; None where the rollout is over."""
+        """What cancelling drops: kept samples of groups that have not settled; None where the
+        rollout is over."""
         if self.over:
             return None
-        dropped = (s.trajectory_id for group in self.groups.values() if not group.settled for s in group.kept)
+        dropped = (
+            s.trajectory_id
+            for group in self.groups.values()
+            if not group.settled
+            for s in group.kept
+        )
         return Cancelled(tuple(dropped))
 
     def apply(self, event: Event) -> None:

@@ -1,4 +1,5 @@
-"""The samples of one prompt on their way to training, and what is known of each without its tokens."""
+"""The samples of one prompt on their way to training, and what is known of each without its
+tokens."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -30,13 +31,17 @@ class Sample:
     prompt_id: str
     sample: int  # 0..its group's `started` - 1
     failed: bool = False
-    oldest_version: int | None = None  # weight version of its oldest sampled token; None where no bound asks for it
+    oldest_version: int | None = (
+        None  # weight version of its oldest sampled token; None where no bound asks for it
+    )
     payload_bytes: int = 0
     length_tokens: int = 0  # sampled
     reward: float | None = None  # before a length cap shapes it
     truncated: bool = False
     left_out: bool = False  # cut by the length cap, and not to be trained for that
-    version_tokens: tuple[tuple[int, int], ...] = ()  # sampled tokens by weight version, where a bound asks for them
+    version_tokens: tuple[
+        tuple[int, int], ...
+    ] = ()  # sampled tokens by weight version, where a bound asks for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,8 @@ class Verdict:
 
 
 def is_stale(oldest_version: int | None, newest_version: int | None, bound: int | None) -> bool:
-    """Whether the oldest sampled token is over `bound` versions behind the newest (RollArt's asynchronous bound)."""
+    """Whether the oldest sampled token is over `bound` versions behind the newest (RollArt's
+    asynchronous bound)."""
     if oldest_version is None or newest_version is None or bound is None:
         return False
     return newest_version - oldest_version > bound
@@ -66,10 +72,14 @@ class Group:
     prompt_id: str
     started: int  # samples that it may have
     rule: Rule
-    kept: list[Sample] = field(default_factory=list)  # that wait to be taken, or were, in order of arrival
+    kept: list[Sample] = field(
+        default_factory=list
+    )  # that wait to be taken, or were, in order of arrival
     verdicts: dict[str, Verdict] = field(default_factory=dict)  # by trajectory
     owners: dict[int, str] = field(default_factory=dict)  # the trajectory of each sample index
-    aborted: dict[str, int] = field(default_factory=dict)  # tokens of samples that were ended early, by trajectory
+    aborted: dict[str, int] = field(
+        default_factory=dict
+    )  # tokens of samples that were ended early, by trajectory
     taken_version: int | None = None  # of the trainer's weights when it was taken
     settled_order: int | None = None  # its place among the settled groups
     taken: bool = False
@@ -99,17 +109,21 @@ class Group:
 
     @property
     def age(self) -> tuple[float, int]:
-        """What groups leave by, the least first: the version of the oldest token, then the order of settling."""
+        """What groups leave by, the least first: the version of the oldest token, then the order of
+        settling."""
         versions = (s.oldest_version for s in self.kept if s.oldest_version is not None)
         return min(versions, default=NO_VERSION), self.settled_order or 0
 
     @property
     def aborted_tokens(self) -> list[int]:
         """Of each sample that was ended early, of those that decoded."""
-        return [tokens for name, tokens in self.aborted.items() if tokens and name not in self.verdicts]
+        return [
+            tokens for name, tokens in self.aborted.items() if tokens and name not in self.verdicts
+        ]
 
     def stale_tokens(self) -> dict[int, int]:
-        """Kept tokens by how many versions they were behind when the group was taken; none where that is unknown."""
+        """Kept tokens by how many versions they were behind when the group was taken; none where
+        that is unknown."""
         behind: Counter[int] = Counter()
         if self.taken_version is not None:
             for version, tokens in (pair for sample in self.kept for pair in sample.version_tokens):
@@ -119,8 +133,15 @@ class Group:
     def candidates(self, sample: Sample, reason: DropReason | None) -> list[Candidate]:
         """What its rule sees once the sample has come; what was dropped is there as failed."""
         kept = {each.trajectory_id: each for each in self.kept}
-        came = [_candidate(kept[name]) if name in kept else Candidate(name, 0, failed=True) for name in self.verdicts]
-        last = Candidate(sample.trajectory_id, 0, failed=True) if reason is not None else _candidate(sample)
+        came = [
+            _candidate(kept[name]) if name in kept else Candidate(name, 0, failed=True)
+            for name in self.verdicts
+        ]
+        last = (
+            Candidate(sample.trajectory_id, 0, failed=True)
+            if reason is not None
+            else _candidate(sample)
+        )
         return [*came, last]
 
 

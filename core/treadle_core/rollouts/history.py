@@ -1,7 +1,8 @@
-"""What the rollouts of a training run learn from each other: lengths by prompt, a length cap, the bias of shaping.
+"""What the rollouts of a training run learn from each other: lengths by prompt, a length cap, the
+bias of shaping.
 
-`begin` fills in what a new rollout is to do by what is known, `fold` counts a rollout in that is over, once. All state
-is in plain fields, so that a service can store it.
+`begin` fills in what a new rollout is to do by what is known, `fold` counts a rollout in that is
+over, once. All state is in plain fields, so that a service can store it.
 """
 
 from collections.abc import Iterable
@@ -21,7 +22,8 @@ PROMPTS_KEPT = 20_000  # those whose lengths were seen last; some 200 KB when st
 
 @dataclass
 class RolloutHistory:
-    """folded: rollouts that are counted, the newest last. cap_report: of the last update of the cap."""
+    """folded: rollouts that are counted, the newest last. cap_report: of the last update of the
+    cap."""
 
     lengths: LengthStatistics = field(default_factory=LengthStatistics)
     cap: CapState | None = None
@@ -33,12 +35,17 @@ class RolloutHistory:
         """The spec of a rollout that begins now, with its numbers of samples and its cap."""
         if spec.redundancy is not None:
             least, most = spec.keep_per_prompt, spec.redundancy.most
-            budget = max(int(spec.redundancy.budget * least * len(spec.prompt_ids)), least * len(spec.prompt_ids))
+            budget = max(
+                int(spec.redundancy.budget * least * len(spec.prompt_ids)),
+                least * len(spec.prompt_ids),
+            )
             variances = [self.lengths.variance(prompt_id) for prompt_id in spec.prompt_ids]
             spec = replace(spec, samples=tuple(allocate(variances, budget, least, most).tolist()))
         if spec.cap is not None:
             cap = self._cap_of(spec)
-            cut = Cut(cap.limit_tokens, cap.soft_limit_tokens, spec.cap.cut_reward, in_force=not cap.open)
+            cut = Cut(
+                cap.limit_tokens, cap.soft_limit_tokens, spec.cap.cut_reward, in_force=not cap.open
+            )
             spec = replace(spec, cut=cut)
         return spec
 
@@ -56,12 +63,18 @@ class RolloutHistory:
             return
         self.folded = [*self.folded, rollout_id][-FOLDED_KEPT:]
         for group in buffer.groups.values():
-            lengths = [each.length_tokens for each in buffer.samples_of(group)] + group.aborted_tokens
-            known = self.lengths.prompts.pop(group.prompt_id, None)  # so that those seen last come last
+            lengths = [
+                each.length_tokens for each in buffer.samples_of(group)
+            ] + group.aborted_tokens
+            known = self.lengths.prompts.pop(
+                group.prompt_id, None
+            )  # so that those seen last come last
             if known is not None:
                 self.lengths.prompts[group.prompt_id] = known
             self.lengths.observe(group.prompt_id, lengths)
-        for prompt_id in list(self.lengths.prompts)[: max(len(self.lengths.prompts) - PROMPTS_KEPT, 0)]:
+        for prompt_id in list(self.lengths.prompts)[
+            : max(len(self.lengths.prompts) - PROMPTS_KEPT, 0)
+        ]:
             del self.lengths.prompts[prompt_id]
         self.bias.success_at = buffer.spec.selection.success_at
         count_bias(self.bias, buffer, buffer.groups.values())
@@ -69,13 +82,17 @@ class RolloutHistory:
             self.cap = self._cap_of(buffer.spec)
             if buffer.spec.cut is not None:
                 self.cap.open = not buffer.spec.cut.in_force  # as it was for these samples
-            self.cap_report = self.cap.update([each for one in buffer.groups.values() for each in _came(buffer, one)])
+            self.cap_report = self.cap.update(
+                [each for one in buffer.groups.values() for each in _came(buffer, one)]
+            )
 
 
 def bias_of(buffer: SampleBuffer) -> BiasGuard:
     """What shaping did in the groups of a rollout that have settled, or were withdrawn."""
     guard = BiasGuard(success_at=buffer.spec.selection.success_at)
-    count_bias(guard, buffer, [each for each in buffer.groups.values() if each.settled or buffer.complete])
+    count_bias(
+        guard, buffer, [each for each in buffer.groups.values() if each.settled or buffer.complete]
+    )
     return guard
 
 
@@ -84,7 +101,9 @@ def count_bias(guard: BiasGuard, buffer: SampleBuffer, groups: Iterable[Group]) 
     for group in groups:
         came = _came(buffer, group)
         keys = [each.key for each in came]
-        reasons = {key: reason.value for key in keys if (reason := buffer.drop_reason_of(key)) is not None}
+        reasons = {
+            key: reason.value for key in keys if (reason := buffer.drop_reason_of(key)) is not None
+        }
         guard.observe(
             came,
             [each.trajectory_id for each in group.kept],

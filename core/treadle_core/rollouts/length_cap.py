@@ -1,13 +1,16 @@
-"""A cap on the length of trajectories that follows what successful ones need, and the rewards of those that it cuts.
+"""A cap on the length of trajectories that follows what successful ones need, and the rewards of
+those that it cuts.
 
-The cap aims at a percentile of SUCCESSFUL trajectories and moves to it by a bounded step each update. Lengths above a
-cap cannot be seen while it cuts: percentiles of what is left would draw it down without end. So every
-`open_every`-th update is followed by a step without a cap, and only successes of such steps are remembered. From them
-also follows which share of successes the cap would cut, the accuracy that it costs. Above `most_cut_share` it opens at
-once, as it does where a step with the cap truncates more than `most_truncated_share` of all trajectories.
+The cap aims at a percentile of SUCCESSFUL trajectories and moves to it by a bounded step each
+update. Lengths above a cap cannot be seen while it cuts: percentiles of what is left would draw it
+down without end. So every `open_every`-th update is followed by a step without a cap, and only
+successes of such steps are remembered. From them also follows which share of successes the cap
+would cut, the accuracy that it costs. Above `most_cut_share` it opens at once, as it does where a
+step with the cap truncates more than `most_truncated_share` of all trajectories.
 
-Off unless a caller gives `CapState.limit_tokens` to its trajectories. The percentile and the three ways to reward cut
-trajectories are a public lesson's on long-tail rollouts; the soft penalty is DAPO's.
+Off unless a caller gives `CapState.limit_tokens` to its trajectories. The percentile and the three
+ways to reward cut trajectories are a public lesson's on long-tail rollouts; the soft penalty is
+DAPO's.
 """
 
 from collections.abc import Sequence
@@ -34,9 +37,10 @@ class CutReward(Enum):
 class CapPolicy:
     """How the cap follows successes.
 
-    ceiling_tokens: the limit of a step without a cap, e.g. the context length. floor_tokens: the cap never falls below.
-    percentile, soft_percentile: of successful lengths, of the cap and of the soft limit. step_share: most that the cap
-    moves in an update, of itself. least_successes: remembered before there is a cap. window: successes remembered.
+    ceiling_tokens: the limit of a step without a cap, e.g. the context length. floor_tokens: the
+    cap never falls below. percentile, soft_percentile: of successful lengths, of the cap and of the
+    soft limit. step_share: most that the cap moves in an update, of itself. least_successes:
+    remembered before there is a cap. window: successes remembered.
     """
 
     ceiling_tokens: int
@@ -56,7 +60,8 @@ class CapPolicy:
         """Raise ValueError that names the field that is wrong."""
         if not 1 <= self.floor_tokens <= self.ceiling_tokens:
             raise ValueError(
-                f"floor_tokens must be 1 to ceiling_tokens ({self.ceiling_tokens}), is {self.floor_tokens}"
+                f"floor_tokens must be 1 to ceiling_tokens ({self.ceiling_tokens}), is "
+                f"{self.floor_tokens}"
             )
         if not 0.0 < self.soft_percentile <= self.percentile < 1.0:
             raise ValueError(
@@ -65,21 +70,27 @@ class CapPolicy:
             )
         if self.most_cut_share < 1.0 - self.percentile - ROUNDING:
             raise ValueError(
-                f"most_cut_share must be at least 1 - percentile ({1.0 - self.percentile:.3g}), which the cap cuts by "
+                f"most_cut_share must be at least 1 - percentile ({1.0 - self.percentile:.3g}), "
+                "which the cap cuts by "
                 f"itself; is {self.most_cut_share}"
             )
         for name in ("step_share", "most_truncated_share"):
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must be above 0 and at most 1, is {getattr(self, name)}")
         if not 1 <= self.least_successes <= self.window:
-            raise ValueError(f"least_successes must be 1 to window ({self.window}), is {self.least_successes}")
+            raise ValueError(
+                f"least_successes must be 1 to window ({self.window}), is {self.least_successes}"
+            )
         if self.open_every < 2:
-            raise ValueError(f"open_every must be at least 2, is {self.open_every}; to have no cap, use none")
+            raise ValueError(
+                f"open_every must be at least 2, is {self.open_every}; to have no cap, use none"
+            )
 
 
 class CapReport(NamedTuple):
-    """What an update found. target_tokens: where the cap is going. cut_share: of the remembered successes, those that
-    the next cap would cut. truncated_share: of the step's trajectories. opened: why there is no cap next, or empty."""
+    """What an update found. target_tokens: where the cap is going. cut_share: of the remembered
+    successes, those that the next cap would cut. truncated_share: of the step's trajectories.
+    opened: why there is no cap next, or empty."""
 
     limit_tokens: int
     target_tokens: int
@@ -92,8 +103,8 @@ class CapReport(NamedTuple):
 class CapState:
     """The cap of one rollout; a service can store its fields.
 
-    cap_tokens: it, whether or not it is in force. open: the next step has no cap. successes: lengths, the newest last.
-    since_open: updates since a step without a cap.
+    cap_tokens: it, whether or not it is in force. open: the next step has no cap. successes:
+    lengths, the newest last. since_open: updates since a step without a cap.
     """
 
     policy: CapPolicy
@@ -119,13 +130,16 @@ class CapState:
         return min(int(np.quantile(self.successes, self.policy.soft_percentile)), self.limit_tokens)
 
     def update(self, candidates: Sequence[Candidate]) -> CapReport:
-        """Learn from all trajectories of one step, which had the present limit, and set the limit of the next."""
+        """Learn from all trajectories of one step, which had the present limit, and set the limit
+        of the next."""
         policy = self.policy
         valid = [each for each in candidates if not each.failed]
         truncated_share = sum(each.truncated for each in valid) / len(valid) if valid else 0.0
         was_open, self.since_open = self.open, self.since_open + 1
         if was_open:
-            found = [each.length_tokens for each in valid if (each.reward or 0.0) >= policy.success_at]
+            found = [
+                each.length_tokens for each in valid if (each.reward or 0.0) >= policy.success_at
+            ]
             self.successes = [*self.successes, *found][-policy.window :]
             self.since_open = 0
         if len(self.successes) < policy.least_successes:
@@ -133,7 +147,11 @@ class CapState:
             few = f"{len(self.successes)} of {policy.least_successes} successes are known"
             return CapReport(self.limit_tokens, self.cap_tokens, 0.0, truncated_share, few)
         lengths = np.array(self.successes)
-        target = int(np.clip(np.quantile(lengths, policy.percentile), policy.floor_tokens, policy.ceiling_tokens))
+        target = int(
+            np.clip(
+                np.quantile(lengths, policy.percentile), policy.floor_tokens, policy.ceiling_tokens
+            )
+        )
         # Whole tokens, and at least one: a small cap must move too.
         step = max(int(policy.step_share * self.cap_tokens), 1)
         self.cap_tokens += int(np.clip(target - self.cap_tokens, -step, step))
@@ -142,20 +160,30 @@ class CapState:
         if cut_share > policy.most_cut_share:
             # Successes have grown. A cap that only crept after them would cut them for many steps.
             self.cap_tokens = target
-            opened = f"the cap would cut {cut_share:.1%} of successes, more than {policy.most_cut_share:.1%}"
+            opened = (
+                f"the cap would cut {cut_share:.1%} of successes, more than "
+                f"{policy.most_cut_share:.1%}"
+            )
         elif not was_open and truncated_share > policy.most_truncated_share:
-            opened = f"the cap cut {truncated_share:.1%} of trajectories, more than {policy.most_truncated_share:.1%}"
+            opened = (
+                f"the cap cut {truncated_share:.1%} of trajectories, more than "
+                f"{policy.most_truncated_share:.1%}"
+            )
         elif self.since_open >= policy.open_every - 1:
-            opened = f"each {policy.open_every}th step has no cap, to see how long successes would be"
+            opened = (
+                f"each {policy.open_every}th step has no cap, to see how long successes would be"
+            )
         self.open = bool(opened)
         return CapReport(self.limit_tokens, target, cut_share, truncated_share, opened)
 
 
-def shape_reward(how: CutReward, candidate: Candidate, soft_tokens: int, cap_tokens: int) -> float | None:
+def shape_reward(
+    how: CutReward, candidate: Candidate, soft_tokens: int, cap_tokens: int
+) -> float | None:
     """The reward to train with; None: do not train this trajectory, or its reward is not known.
 
-    Only rewards above 0 shrink: a penalty stays what it is. soft_tokens, cap_tokens: where the soft penalty begins, and
-    where no reward is left.
+    Only rewards above 0 shrink: a penalty stays what it is. soft_tokens, cap_tokens: where the soft
+    penalty begins, and where no reward is left.
     """
     reward = candidate.reward
     if reward is None or reward <= 0.0:

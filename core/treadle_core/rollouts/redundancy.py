@@ -1,9 +1,10 @@
-"""How many samples of each prompt are started: DARTS' cost model, budget and allocation (§4.2, appendices A to C).
+"""How many samples of each prompt are started: DARTS' cost model, budget and allocation (§4.2,
+appendices A to C).
 
-More samples than are trained give a rule of `selection.py` something to choose from, and cost time. `LatencyCurve` and
-`rollout_cost_s` say how much time (eq. 4), `find_budget` how many samples are worth it (eq. 6 to 9), and `allocate`
-shares them out among the prompts of a batch by the variance of their lengths (Alg. 1). `LengthStatistics` remembers
-those variances.
+More samples than are trained give a rule of `selection.py` something to choose from, and cost time.
+`LatencyCurve` and `rollout_cost_s` say how much time (eq. 4), `find_budget` how many samples are
+worth it (eq. 6 to 9), and `allocate` shares them out among the prompts of a batch by the variance
+of their lengths (Alg. 1). `LengthStatistics` remembers those variances.
 
 Nothing here changes anything by itself: a caller starts what `allocate` says, or does not.
 """
@@ -23,7 +24,8 @@ PIECES = 3  # straight lines that describe per-token latency well (DARTS, append
 
 @dataclass(frozen=True, slots=True)
 class LatencyCurve:
-    """Seconds of a decode step by the sequences in it: straight lines between points, the last one goes on.
+    """Seconds of a decode step by the sequences in it: straight lines between points, the last one
+    goes on.
 
     batch_sizes: ascending, at least 1. step_s: positive, as many, and never falling.
     """
@@ -51,16 +53,22 @@ class LatencyCurve:
 
 
 def fit_latency(batch_sizes: Sequence[float], step_s: Sequence[float]) -> LatencyCurve:
-    """The curve of PIECES straight lines with the least relative error for measured steps (DARTS, appendix A).
+    """The curve of PIECES straight lines with the least relative error for measured steps (DARTS,
+    appendix A).
 
-    Its ends are the smallest and the largest measured batch, its bends two batch sizes between them that were measured;
-    fewer where fewer were. No larger batch is ever predicted to be faster. Raises ValueError for no steps, a step that
-    took no time, or a batch below 1.
+    Its ends are the smallest and the largest measured batch, its bends two batch sizes between them
+    that were measured; fewer where fewer were. No larger batch is ever predicted to be faster.
+    Raises ValueError for no steps, a step that took no time, or a batch below 1.
     """
     sizes, times = np.asarray(batch_sizes, np.float64), np.asarray(step_s, np.float64)
     if sizes.size == 0 or sizes.shape != times.shape:
         raise ValueError("batch_sizes and step_s need as many measured steps, at least one")
-    if not (np.isfinite(sizes).all() and np.isfinite(times).all() and sizes.min() >= 1 and times.min() > 0):
+    if not (
+        np.isfinite(sizes).all()
+        and np.isfinite(times).all()
+        and sizes.min() >= 1
+        and times.min() > 0
+    ):
         raise ValueError("each measured step needs a batch of at least 1 and seconds above 0")
     measured = np.unique(sizes).tolist()
     inner, ends = measured[1:-1], sorted({measured[0], measured[-1]})
@@ -77,12 +85,15 @@ def fit_latency(batch_sizes: Sequence[float], step_s: Sequence[float]) -> Latenc
     return best[1]
 
 
-def rollout_cost_s(curve: LatencyCurve, engines: Iterable[Sequence[int]], copies: float = 1.0) -> float:
-    """Seconds to decode what each engine holds: the slowest engine's (DARTS eq. 4 and its data parallelism).
+def rollout_cost_s(
+    curve: LatencyCurve, engines: Iterable[Sequence[int]], copies: float = 1.0
+) -> float:
+    """Seconds to decode what each engine holds: the slowest engine's (DARTS eq. 4 and its data
+    parallelism).
 
-    engines: of each the lengths in tokens that it decodes at once, from the first step on. copies: of each of them.
-    Sorted ascending, the tokens from one length to the next are decoded by all that are longer: the sum over i of
-    latency(n - i + 1) (l_i - l_(i-1)). 0 for no lengths.
+    engines: of each the lengths in tokens that it decodes at once, from the first step on. copies:
+    of each of them. Sorted ascending, the tokens from one length to the next are decoded by all
+    that are longer: the sum over i of latency(n - i + 1) (l_i - l_(i-1)). 0 for no lengths.
     """
     return max((_decode_s(curve, lengths, copies) for lengths in engines), default=0.0)
 
@@ -93,11 +104,13 @@ def _decode_s(curve: LatencyCurve, lengths: Sequence[int], copies: float) -> flo
     return float(curve.latency_s(alive) @ np.diff(ascending, prepend=0.0))
 
 
-def sample_cost_s(curve: LatencyCurve, engines: Sequence[Sequence[int]], most_copies: float = 2.0) -> float:
+def sample_cost_s(
+    curve: LatencyCurve, engines: Sequence[Sequence[int]], most_copies: float = 2.0
+) -> float:
     """Seconds that one more sample adds to a rollout of such lengths: the slope of eq. 6.
 
-    It is the mean slope of eq. 4 from these samples to `most_copies` of each, where the longest stays as long. Raises
-    ValueError for no lengths, or no more copies.
+    It is the mean slope of eq. 4 from these samples to `most_copies` of each, where the longest
+    stays as long. Raises ValueError for no lengths, or no more copies.
     """
     count = sum(len(lengths) for lengths in engines)
     if count == 0 or most_copies <= 1.0:
@@ -110,8 +123,9 @@ def sample_cost_s(curve: LatencyCurve, engines: Sequence[Sequence[int]], most_co
 class BudgetPolicy:
     """How many samples a batch may start, in multiples of the samples that it trains.
 
-    trade_off_per_s: utility that a second costs (lambda of appendix B); larger is more careful. least, most: the clamps
-    of eq. 9, which bound each prompt too. The published text does not print their values: 1 and 2 are ours.
+    trade_off_per_s: utility that a second costs (lambda of appendix B); larger is more careful.
+    least, most: the clamps of eq. 9, which bound each prompt too. The published text does not print
+    their values: 1 and 2 are ours.
     """
 
     trade_off_per_s: float
@@ -123,16 +137,18 @@ class BudgetPolicy:
         if not self.trade_off_per_s > 0.0:
             raise ValueError(f"trade_off_per_s must be positive, is {self.trade_off_per_s}")
         if not 1.0 <= self.least <= self.most:
-            raise ValueError(f"least and most must be 1 <= least <= most, are {self.least} and {self.most}")
+            raise ValueError(
+                f"least and most must be 1 <= least <= most, are {self.least} and {self.most}"
+            )
 
 
 def find_budget(policy: BudgetPolicy, variation: float, cost_s: float, trained: int) -> int:
     """Samples that all prompts of a batch start together (DARTS eq. 6 to 9).
 
-    The utility variation * ln(B) - trade_off * (cost_s * B + constant) is largest at B = variation / (trade_off *
-    cost_s), which is then clamped. variation: standard deviation over mean of the lengths, see
-    `LengthStatistics.variation`. cost_s: of one more sample, see `sample_cost_s`; at 0 the budget is the most. trained:
-    samples that the batch trains.
+    The utility variation * ln(B) - trade_off * (cost_s * B + constant) is largest at B = variation
+    / (trade_off * cost_s), which is then clamped. variation: standard deviation over mean of the
+    lengths, see `LengthStatistics.variation`. cost_s: of one more sample, see `sample_cost_s`; at 0
+    the budget is the most. trained: samples that the batch trains.
     """
     least, most = math.ceil(policy.least * trained), math.floor(policy.most * trained)
     if cost_s <= 0.0:
@@ -141,20 +157,25 @@ def find_budget(policy: BudgetPolicy, variation: float, cost_s: float, trained: 
 
 
 def allocate(variances: Sequence[float] | Floats, budget: int, least: int, most: int) -> Indexes:
-    """Samples that each prompt starts: `least` to `most`, together at most `budget` (DARTS eq. 5 and 10, Alg. 1).
+    """Samples that each prompt starts: `least` to `most`, together at most `budget` (DARTS eq. 5
+    and 10, Alg. 1).
 
-    A prompt of variance v that starts r samples is w / r from its aim, where w is v min-max normalised over the batch
-    (1 for all where all are alike). Greedy: each further sample goes where it lessens the sum of distances most, and of
-    equal prompts to the earlier one. That is the optimum, since the gains of a prompt only fall: they are w / (r (r +
-    1)), so the largest of all of them are taken at once. A sample that gains nothing is not started.
+    A prompt of variance v that starts r samples is w / r from its aim, where w is v min-max
+    normalised over the batch (1 for all where all are alike). Greedy: each further sample goes
+    where it lessens the sum of distances most, and of equal prompts to the earlier one. That is the
+    optimum, since the gains of a prompt only fall: they are w / (r (r + 1)), so the largest of all
+    of them are taken at once. A sample that gains nothing is not started.
 
-    Raises ValueError for bounds that fit no allocation, or a variance that is negative or not finite.
+    Raises ValueError for bounds that fit no allocation, or a variance that is negative or not
+    finite.
     """
     of = np.asarray(variances, np.float64)
     if not 1 <= least <= most:
         raise ValueError(f"least and most must be 1 <= least <= most, are {least} and {most}")
     if budget < least * of.size:
-        raise ValueError(f"budget must be at least {least} for each of {of.size} prompts, is {budget}")
+        raise ValueError(
+            f"budget must be at least {least} for each of {of.size} prompts, is {budget}"
+        )
     if of.size and not (np.isfinite(of).all() and of.min() >= 0.0):
         raise ValueError("variances must be finite and not negative")
     counts = np.full(of.size, least, np.int64)
@@ -184,7 +205,8 @@ class Moments:
         return max(self.square - self.mean * self.mean, 0.0)
 
     def observe(self, lengths: Floats, weight: float) -> None:
-        """Count a group in. The first ones are averaged, so that none of them counts more than others."""
+        """Count a group in. The first ones are averaged, so that none of them counts more than
+        others."""
         self.seen += 1
         share = max(weight, 1.0 / self.seen)
         self.mean += share * (float(lengths.mean()) - self.mean)
@@ -193,11 +215,13 @@ class Moments:
 
 @dataclass
 class LengthStatistics:
-    """Moving averages of lengths in tokens, of each prompt and of all (DARTS §4.2.2, appendices B and C).
+    """Moving averages of lengths in tokens, of each prompt and of all (DARTS §4.2.2, appendices B
+    and C).
 
-    The whole state is in these fields, so that a service can store them. prompt_weight, all_weight: of the newest group
-    of a prompt, and of any group. within: mean variance within a group, which a prompt that was never seen is taken to
-    have. A sample that was aborted counts with the tokens that it had.
+    The whole state is in these fields, so that a service can store them. prompt_weight, all_weight:
+    of the newest group of a prompt, and of any group. within: mean variance within a group, which a
+    prompt that was never seen is taken to have. A sample that was aborted counts with the tokens
+    that it had.
     """
 
     prompts: dict[str, Moments] = field(default_factory=dict)

@@ -1,15 +1,16 @@
-"""Which samples of a prompt group are trained: rules behind one interface, for the sample buffer and the simulator.
+"""Which samples of a prompt group are trained: rules behind one interface, for the sample buffer
+and the simulator.
 
-A rule sees the samples that have come, in order of arrival, and how many were started. `settled` says that the group
-needs no further sample: the running ones may be aborted. `choose` gives the keys of the samples that are trained, in
-order of arrival; it is called once the group has settled.
+A rule sees the samples that have come, in order of arrival, and how many were started. `settled`
+says that the group needs no further sample: the running ones may be aborted. `choose` gives the
+keys of the samples that are trained, in order of arrival; it is called once the group has settled.
 
-What holds for every rule: a failed sample counts as arrived and is never trained. A group that settles with fewer than
-`keep` valid samples trains all of them. Equal lengths go by arrival. A group always settles once all that were started
-have come.
+What holds for every rule: a failed sample counts as arrived and is never trained. A group that
+settles with fewer than `keep` valid samples trains all of them. Equal lengths go by arrival. A
+group always settles once all that were started have come.
 
-`FirstK` changes which samples are trained only by speed. The others change the distribution that is trained on
-(`bias.py` measures by how much), so no service uses one unless it is asked for.
+`FirstK` changes which samples are trained only by speed. The others change the distribution that is
+trained on (`bias.py` measures by how much), so no service uses one unless it is asked for.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,8 +20,8 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A sample that has come. reward: None where it is not known. truncated: cut by a limit of length. failed: not
-    valid for training, whatever it holds."""
+    """A sample that has come. reward: None where it is not known. truncated: cut by a limit of
+    length. failed: not valid for training, whatever it holds."""
 
     key: str
     length_tokens: int
@@ -37,7 +38,8 @@ class Rule(Protocol):
         """Samples of a group that are trained, where there are as many."""
 
     def settled(self, candidates: Sequence[Candidate], started: int) -> bool:
-        """Whether no further sample is needed. candidates: in order of arrival; started: with those that run."""
+        """Whether no further sample is needed. candidates: in order of arrival; started: with those
+        that run."""
 
     def choose(self, candidates: Sequence[Candidate]) -> tuple[str, ...]:
         """Keys of the samples that are trained, in order of arrival."""
@@ -66,7 +68,8 @@ class FirstK:
 class DualEnd:
     """The shortest `keep - longest` samples and the longest `longest` ones (DARTS §4.1.2, Alg. 2).
 
-    A truncated sample is never one of the longest. Where too few are complete, further short ones take their places.
+    A truncated sample is never one of the longest. Where too few are complete, further short ones
+    take their places.
     """
 
     keep: int
@@ -87,15 +90,21 @@ class DualEnd:
         valid = _valid(candidates)
         ascending = sorted(valid, key=lambda each: each.length_tokens)
         short, rest = ascending[: self.keep - self.longest], ascending[self.keep - self.longest :]
-        complete = sorted((each for each in rest if not each.truncated), key=lambda each: -each.length_tokens)
+        complete = sorted(
+            (each for each in rest if not each.truncated), key=lambda each: -each.length_tokens
+        )
         chosen = {each.key for each in (*short, *complete[: self.longest])}
-        chosen.update(each.key for each in [each for each in rest if each.key not in chosen][: self.keep - len(chosen)])
+        chosen.update(
+            each.key
+            for each in [each for each in rest if each.key not in chosen][: self.keep - len(chosen)]
+        )
         return _keys(each for each in valid if each.key in chosen)
 
 
 @dataclass(frozen=True, slots=True)
 class ShortestFirst:
-    """The shortest `keep` samples, and no wait for others: DARTS' tail pruning with early stopping (§4.3.1)."""
+    """The shortest `keep` samples, and no wait for others: DARTS' tail pruning with early stopping
+    (§4.3.1)."""
 
     keep: int
 
@@ -118,12 +127,12 @@ class ShortestFirst:
 
 @dataclass(frozen=True, slots=True)
 class FirstMixed:
-    """The first `keep` samples among which one succeeded and one did not: dynamic K (DAPO's dynamic sampling, with the
-    rest of the group aborted).
+    """The first `keep` samples among which one succeeded and one did not: dynamic K (DAPO's dynamic
+    sampling, with the rest of the group aborted).
 
-    A sample succeeds with a reward of `success_at` or more; one of unknown reward neither succeeds nor fails. A group
-    in which only one outcome ever comes has no advantage for GRPO: `drop_uniform` trains nothing of it, else the first
-    `keep` are trained.
+    A sample succeeds with a reward of `success_at` or more; one of unknown reward neither succeeds
+    nor fails. A group in which only one outcome ever comes has no advantage for GRPO:
+    `drop_uniform` trains nothing of it, else the first `keep` are trained.
     """
 
     keep: int
@@ -140,7 +149,8 @@ class FirstMixed:
         return (len(valid) >= self.keep and self._is_mixed(valid)) or len(candidates) >= started
 
     def choose(self, candidates: Sequence[Candidate]) -> tuple[str, ...]:
-        """The first ones; where their outcomes are alike, the first sample of the other outcome replaces the last."""
+        """The first ones; where their outcomes are alike, the first sample of the other outcome
+        replaces the last."""
         valid = _valid(candidates)
         if self._is_mixed(valid):
             both = self._first_of_each(valid)
@@ -162,7 +172,8 @@ class FirstMixed:
 
 
 def darts_rule(allocated: int, most: int, keep: int, longest: int) -> Rule:
-    """The rule of a prompt with `allocated` samples (DARTS §4.3.1): saturated at `most`, it is pruned."""
+    """The rule of a prompt with `allocated` samples (DARTS §4.3.1): saturated at `most`, it is
+    pruned."""
     return ShortestFirst(keep) if allocated >= most > keep else DualEnd(keep, longest)
 
 

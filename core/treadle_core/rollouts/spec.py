@@ -4,7 +4,14 @@ from dataclasses import dataclass
 from enum import Enum
 
 from treadle_core.rollouts.length_cap import CapPolicy, CutReward
-from treadle_core.rollouts.selection import DualEnd, FirstK, FirstMixed, Rule, ShortestFirst, darts_rule
+from treadle_core.rollouts.selection import (
+    DualEnd,
+    FirstK,
+    FirstMixed,
+    Rule,
+    ShortestFirst,
+    darts_rule,
+)
 
 
 class RuleName(Enum):
@@ -18,8 +25,9 @@ class RuleName(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """How the samples of a group are chosen. longest, saturated_at: of DUAL_END; a prompt with `saturated_at` samples
-    or more is pruned instead (DARTS §4.3.1), 0 for none. success_at, drop_uniform: of MIXED."""
+    """How the samples of a group are chosen. longest, saturated_at: of DUAL_END; a prompt with
+    `saturated_at` samples or more is pruned instead (DARTS §4.3.1), 0 for none. success_at,
+    drop_uniform: of MIXED."""
 
     rule: RuleName = RuleName.FIRST
     longest: int = 0
@@ -28,7 +36,8 @@ class Selection:
     drop_uniform: bool = True
 
     def rule_of(self, keep: int, samples: int) -> Rule:
-        """Of a group with so many samples. Raises ValueError for numbers that do not fit together."""
+        """Of a group with so many samples. Raises ValueError for numbers that do not fit
+        together."""
         match self.rule:
             case RuleName.FIRST:
                 return FirstK(keep)
@@ -44,8 +53,8 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Redundancy:
-    """Numbers of samples by the variance of lengths (DARTS §4.2). budget: of all prompts together, over those kept.
-    most: of one prompt."""
+    """Numbers of samples by the variance of lengths (DARTS §4.2). budget: of all prompts together,
+    over those kept. most: of one prompt."""
 
     budget: float
     most: int
@@ -53,7 +62,8 @@ class Redundancy:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The length cap of one rollout, in sampled tokens of a trajectory. in_force: it is not the ceiling."""
+    """The length cap of one rollout, in sampled tokens of a trajectory. in_force: it is not the
+    ceiling."""
 
     limit_tokens: int
     soft_tokens: int
@@ -65,9 +75,10 @@ class Cut:
 class RolloutSpec:
     """What one rollout asks for. None is no bound.
 
-    samples: of each prompt, where they differ. history: what it learns from, and is learned from it; with redundancy it
-    gives `samples`, with cap it gives `cut`. keep_groups: the rollout ends with so many groups, the others are
-    withdrawn. max_open_groups: those that may be begun and not yet taken, in the order of the prompts.
+    samples: of each prompt, where they differ. history: what it learns from, and is learned from
+    it; with redundancy it gives `samples`, with cap it gives `cut`. keep_groups: the rollout ends
+    with so many groups, the others are withdrawn. max_open_groups: those that may be begun and not
+    yet taken, in the order of the prompts.
     """
 
     prompt_ids: tuple[str, ...]

@@ -1,9 +1,11 @@
-"""How long a batch waits for its longest samples, where lengths are log-normal, and what ends that wait sooner.
+"""How long a batch waits for its longest samples, where lengths are log-normal, and what ends that
+wait sooner.
 
-Lengths of mean 1 and coefficient of variation c have s = sqrt(ln(1 + c²)) on the log scale. A public lesson on
-long-tail rollouts has the formula of the longest of K, and two of its patches: a cap on lengths, and more samples a
-prompt than are trained, of which the last are aborted. `play_tail` plays one rollout on one engine that decodes all
-samples at once, by DARTS' cost of a decode (eq. 4, `redundancy.LatencyCurve`).
+Lengths of mean 1 and coefficient of variation c have s = sqrt(ln(1 + c²)) on the log scale. A
+public lesson on long-tail rollouts has the formula of the longest of K, and two of its patches: a
+cap on lengths, and more samples a prompt than are trained, of which the last are aborted.
+`play_tail` plays one rollout on one engine that decodes all samples at once, by DARTS' cost of a
+decode (eq. 4, `redundancy.LatencyCurve`).
 """
 
 import math
@@ -16,7 +18,9 @@ from treadle_core.compiled import Flags, Floats
 from treadle_core.rollouts.bias import KeptFraction, judge_kept
 from treadle_core.rollouts.redundancy import LatencyCurve
 
-LAST_TENTH = 0.9  # the straggler tax is the time from here on: after nine tenths of the samples have ended
+LAST_TENTH = (
+    0.9  # the straggler tax is the time from here on: after nine tenths of the samples have ended
+)
 
 
 def log_sigma(c: float) -> float:
@@ -36,8 +40,11 @@ def longest_by_formula(k: int, c: float) -> float:
 
 
 def expected_longest(k: int, c: float) -> float:
-    """Mean longest of `k`, in means: the integral of exp(s z - s²/2) over the density of the maximum of k normals."""
-    z = np.linspace(-9.0, 14.0, 4_601)  # outside, the integrand is below 1e-12 for every k and c in use
+    """Mean longest of `k`, in means: the integral of exp(s z - s²/2) over the density of the
+    maximum of k normals."""
+    z = np.linspace(
+        -9.0, 14.0, 4_601
+    )  # outside, the integrand is below 1e-12 for every k and c in use
     below = np.array([0.5 * math.erfc(-each / math.sqrt(2.0)) for each in z.tolist()])
     density = k * below ** (k - 1) * np.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
     return float(np.trapezoid(lengths_of(z, c) * density, z))
@@ -45,9 +52,9 @@ def expected_longest(k: int, c: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TailQuestion:
-    """A rollout of `prompts` prompts. started: samples of each that begin. trained: of each, the first that end; the
-    others are then aborted. mean_tokens, variation: of the lengths. cap_percentile: of all lengths, where samples are
-    cut; 1 for no cap. curve: of the engine."""
+    """A rollout of `prompts` prompts. started: samples of each that begin. trained: of each, the
+    first that end; the others are then aborted. mean_tokens, variation: of the lengths.
+    cap_percentile: of all lengths, where samples are cut; 1 for no cap. curve: of the engine."""
 
     prompts: int
     started: int
@@ -67,7 +74,9 @@ class TailQuestion:
             if not 0.0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0, is {getattr(self, name)}")
         if not 0.0 < self.cap_percentile <= 1.0:
-            raise ValueError(f"cap_percentile must be above 0 and at most 1, is {self.cap_percentile}")
+            raise ValueError(
+                f"cap_percentile must be above 0 and at most 1, is {self.cap_percentile}"
+            )
 
     @property
     def cap_tokens(self) -> float:
@@ -80,9 +89,10 @@ class TailQuestion:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """ends_s, tokens: of each sample, the first to end first. aborted, cut: of each, whether it was. makespan_s: until
-    the last ends. tax: the longest end over the mean end, less 1 (the lesson's). last_tenth: share of the makespan
-    after nine tenths of the samples have ended. utilization: share of the places in the batch that decode."""
+    """ends_s, tokens: of each sample, the first to end first. aborted, cut: of each, whether it
+    was. makespan_s: until the last ends. tax: the longest end over the mean end, less 1 (the
+    lesson's). last_tenth: share of the makespan after nine tenths of the samples have ended.
+    utilization: share of the places in the batch that decode."""
 
     ends_s: Floats
     tokens: Floats

@@ -1,26 +1,36 @@
 """Admission: which requested steps wait for their ticket, and when they get it.
 
-Under a policy that reserves KV, a first step waits until its engine has a slot for it and room for all the KV that the
-trajectory is expected to grow to, beside the reserves of the trajectories that have started there. A slot is free, or
-taken by a live step of clearly lower priority: else returning steps of short trajectories would keep a long one from
-its start. While it waits, a new plan can send it to another engine at no cost; where its engine is gone, it goes to
-another one, or to the first that registers. Waiting steps of one engine start in the order of their priority; none
-overtakes one that does not fit. Without reserves, an engine would start more trajectories than its KV can hold. It
-would evict the context of a trajectory whose tool runs, and prefill the same tokens again after every tool call. (This
-rule is not in Heddle, which starts all trajectories and evicts.)
+Under a policy that reserves KV, a first step waits until its engine has a slot for it and room for
+all the KV that the trajectory is expected to grow to, beside the reserves of the trajectories that
+have started there. A slot is free, or taken by a live step of clearly lower priority: else
+returning steps of short trajectories would keep a long one from its start. While it waits, a new
+plan can send it to another engine at no cost; where its engine is gone, it goes to another one, or
+to the first that registers. Waiting steps of one engine start in the order of their priority; none
+overtakes one that does not fit. Without reserves, an engine would start more trajectories than its
+KV can hold. It would evict the context of a trajectory whose tool runs, and prefill the same tokens
+again after every tool call. (This rule is not in Heddle, which starts all trajectories and evicts.)
 
-Where several jobs use the engines, the next job is chosen first (`tables.jobs`, ADR 0039), and then its step of the
-highest priority. A job that uses less than its share may start a trajectory within its share of an engine, although
-others have filled that engine. If none of its steps waits for an engine with room, one that waits for another engine
-comes there.
+Where several jobs use the engines, the next job is chosen first (`tables.jobs`, ADR 0039), and then
+its step of the highest priority. A job that uses less than its share may start a trajectory within
+its share of an engine, although others have filled that engine. If none of its steps waits for an
+engine with room, one that waits for another engine comes there.
 
-A later step waits until the trajectory's KV has moved to another engine, for no longer than the move saves.
+A later step waits until the trajectory's KV has moved to another engine, for no longer than the
+move saves.
 """
 
 from collections.abc import Sequence
 
 from treadle_core import events as ev
-from treadle_core.actions import Action, Decided, IssueTicket, KeepWaiting, QueueSeen, SaveTrajectory, StepWaits
+from treadle_core.actions import (
+    Action,
+    Decided,
+    IssueTicket,
+    KeepWaiting,
+    QueueSeen,
+    SaveTrajectory,
+    StepWaits,
+)
 from treadle_core.ledger import Cause
 from treadle_core.model import EngineRecord, EngineSpec, PlacementRule, TrajectoryRecord, copy_with
 from treadle_core.refusals import ContextTooLong, NoEngine
@@ -32,8 +42,8 @@ from treadle_core.tables.waiting import Place
 
 
 def request_step(state: State, event: ev.StepRequested, now: float) -> list[Action]:
-    """Answer with a ticket, or let the step wait for one. Raises what `check_request` raises, TrajectoryNotFound,
-    ContextTooLong, NoEngine."""
+    """Answer with a ticket, or let the step wait for one. Raises what `check_request` raises,
+    TrajectoryNotFound, ContextTooLong, NoEngine."""
     record = state.table.require(event.trajectory_id)
     state.jobs.touch(record.job_id, now)
     kind = tickets.check_request(record, event)
@@ -56,7 +66,9 @@ def must_wait(state: State, record: TrajectoryRecord) -> bool:
     if record.ticket is not None:
         return record.move is not None and not record.move.has_switched(record.engine_id)
     spec = state.engines.spec(record.engine_id)
-    if record.pinned_engine_id or spec is None:  # without an engine the placement rule finds one, or refuses
+    if (
+        record.pinned_engine_id or spec is None
+    ):  # without an engine the placement rule finds one, or refuses
         return False
     if record.prediction is None or state.waiting.requests:
         return True
@@ -64,7 +76,8 @@ def must_wait(state: State, record: TrajectoryRecord) -> bool:
 
 
 def let_wait(state: State, event: ev.StepRequested, now: float) -> list[Action]:
-    """Keep a request until its step may start. Raises ContextTooLong, since waiting would not help."""
+    """Keep a request until its step may start. Raises ContextTooLong, since waiting would not
+    help."""
     trajectory_id = event.trajectory_id
     record = state.table.require(trajectory_id)
     state.siting.require_fitting(record, event.context_tokens)
@@ -89,17 +102,26 @@ def answer_waiting(state: State, event: ev.Event, now: float) -> list[Action]:
             record = state.table.get(event.trajectory_id)
             if record is None:
                 return []
-            return _start_first_steps(state, record.engine_id, now, state.shares.divide(state.waiting.jobs, now))
+            return _start_first_steps(
+                state, record.engine_id, now, state.shares.divide(state.waiting.jobs, now)
+            )
         case ev.PredictionArrived():
             record = state.table.get(event.trajectory_id)
             spec = state.engines.spec(record.engine_id) if record is not None else None
             alone = len(state.waiting.requests) == 1 and event.trajectory_id in state.waiting
-            if record is None or spec is None or not alone or not _needs_no_plan(state, record, spec):
+            if (
+                record is None
+                or spec is None
+                or not alone
+                or not _needs_no_plan(state, record, spec)
+            ):
                 return []
             return _start_first_steps(state, record.engine_id, now, shared=False)
         case ev.MoveEnded() | ev.SwitchRequested():
             return _start_after_move(state, event.trajectory_id, now)
-        case ev.PlanArrived() | ev.EngineRegistered() | ev.DrainSet() | ev.GroupSettled() | ev.Tick():
+        case (
+            ev.PlanArrived() | ev.EngineRegistered() | ev.DrainSet() | ev.GroupSettled() | ev.Tick()
+        ):
             actions: list[Action] = []
             for trajectory_id in state.waiting.by_arrival(state.table.take_changed()):
                 actions += _enqueue(state, trajectory_id)
@@ -109,24 +131,31 @@ def answer_waiting(state: State, event: ev.Event, now: float) -> list[Action]:
             shared = state.shares.divide(state.waiting.jobs, now)
             # A step of a job below its share may wait elsewhere.
             for engine_id in (
-                [each.spec.engine_id for each in state.engines] if shared else state.waiting.queued_engines()
+                [each.spec.engine_id for each in state.engines]
+                if shared
+                else state.waiting.queued_engines()
             ):
                 actions += _start_first_steps(state, engine_id, now, shared)
             # Trajectories that start now were saved with their tickets.
             moved = [each.trajectory_id for each in sent if isinstance(each, Decided)]
-            return actions + [SaveTrajectory(state.table.require(each)) for each in moved if each in state.waiting]
+            return actions + [
+                SaveTrajectory(state.table.require(each)) for each in moved if each in state.waiting
+            ]
         case _:
             return []
 
 
 def _needs_no_plan(state: State, record: TrajectoryRecord, spec: EngineSpec) -> bool:
-    """Whether a first step for which no other waits starts at once: its engine has room and is at most half full."""
-    return 2 * state.table.tally(record.engine_id).started < spec.slot_limit and _fits(state, record, spec)
+    """Whether a first step for which no other waits starts at once: its engine has room and is at
+    most half full."""
+    return 2 * state.table.tally(record.engine_id).started < spec.slot_limit and _fits(
+        state, record, spec
+    )
 
 
 def _start_first_steps(state: State, engine_id: str, now: float, shared: bool) -> list[Action]:
-    """Start trajectories on an engine while it has room, of one job highest priority first. shared: whether several
-    jobs use the engines."""
+    """Start trajectories on an engine while it has room, of one job highest priority first. shared:
+    whether several jobs use the engines."""
     engine = state.engines.get(engine_id)
     loads = engine is not None and engine.behind
     actions: list[Action] = [QueueSeen(engine_id, loads)]
@@ -136,7 +165,9 @@ def _start_first_steps(state: State, engine_id: str, now: float, shared: bool) -
         return actions + _start_by_share(state, engine, now)
     for job in list(state.waiting.jobs):
         queue, refused = state.waiting.jobs[job].get(engine_id, ()), 0
-        while (record := _next_in_queue(state, queue, refused, engine_id)) and _fits(state, record, engine.spec):
+        while (record := _next_in_queue(state, queue, refused, engine_id)) and _fits(
+            state, record, engine.spec
+        ):
             actions += _issue(state, record, now)
             refused += record.trajectory_id in state.waiting
     return actions
@@ -166,7 +197,9 @@ def _start_by_share(state: State, engine: EngineRecord, now: float) -> list[Acti
     return actions
 
 
-def _next_in_queue(state: State, queue: Sequence[Place], refused: int, engine_id: str) -> TrajectoryRecord | None:
+def _next_in_queue(
+    state: State, queue: Sequence[Place], refused: int, engine_id: str
+) -> TrajectoryRecord | None:
     """The first trajectory in a queue behind so many that were refused."""
     while refused < len(queue):
         trajectory_id = queue[refused].trajectory_id
@@ -178,7 +211,8 @@ def _next_in_queue(state: State, queue: Sequence[Place], refused: int, engine_id
 
 
 def _next_elsewhere(state: State, engine: EngineRecord, job: str) -> TrajectoryRecord | None:
-    """Of a job that uses less than its share, a trajectory that waits for another engine and can run on this one."""
+    """Of a job that uses less than its share, a trajectory that waits for another engine and can
+    run on this one."""
     if not state.shares.is_below(job) or not engine.usable:
         return None
     for _, _, trajectory_id in sorted(queue[0] for queue in state.waiting.queues(job).values()):
@@ -196,8 +230,8 @@ def _next_elsewhere(state: State, engine: EngineRecord, job: str) -> TrajectoryR
 
 
 def _fits_share(state: State, record: TrajectoryRecord, spec: EngineSpec, blocked: str) -> bool:
-    """Whether an engine has a slot and room for a trajectory, or its job's share of the engine has. blocked: a job that
-    is not overtaken otherwise, as its next step does not fit."""
+    """Whether an engine has a slot and room for a trajectory, or its job's share of the engine has.
+    blocked: a job that is not overtaken otherwise, as its next step does not fit."""
     shares, tally = state.shares, state.table.tally(spec.engine_id)
     if blocked and not shares.may_pass(record.job, blocked):
         return False
@@ -211,7 +245,8 @@ def _fits_share(state: State, record: TrajectoryRecord, spec: EngineSpec, blocke
 
 
 def _enqueue(state: State, trajectory_id: str) -> list[Action]:
-    """Put a first step into the queue of its engine, by its priority now; any other step into none."""
+    """Put a first step into the queue of its engine, by its priority now; any other step into
+    none."""
     record = state.table.get(trajectory_id)
     if record is not None and _waits_to_start(record):
         state.waiting.enqueue(record.engine_id, trajectory_id, record.priority, record.job)
@@ -235,11 +270,14 @@ def _fits(state: State, record: TrajectoryRecord, spec: EngineSpec) -> bool:
 
 
 def _has_slot(state: State, record: TrajectoryRecord, live: Sequence[float], slots: int) -> bool:
-    """Whether one of the slots is free, or taken by a live step of clearly lower priority. live: as in Tally."""
+    """Whether one of the slots is free, or taken by a live step of clearly lower priority. live: as
+    in Tally."""
     if len(live) < slots:
         return True
     last = live[-slots]  # of the steps that run first
-    return record.priority > last and state.priorities.must_report(record.policy, last, record.priority)
+    return record.priority > last and state.priorities.must_report(
+        record.policy, last, record.priority
+    )
 
 
 def _explain_wait(state: State, record: TrajectoryRecord) -> tuple[str, object, object]:
@@ -254,16 +292,29 @@ def _explain_wait(state: State, record: TrajectoryRecord) -> tuple[str, object, 
         return "no slot: {} steps have tickets, for {} slots", tally.live_tickets, spec.slot_limit
     needs_tokens = tickets.reserve_tokens(state, record)
     if not tally.has_room(record, needs_tokens, spec):
-        return "no room: {} KV tokens are reserved, and it needs {}", tally.kv_reserve_tokens, needs_tokens
-    return "others wait, or a plan is due: {} wait, {} have begun", len(state.waiting.requests), tally.started
+        return (
+            "no room: {} KV tokens are reserved, and it needs {}",
+            tally.kv_reserve_tokens,
+            needs_tokens,
+        )
+    return (
+        "others wait, or a plan is due: {} wait, {} have begun",
+        len(state.waiting.requests),
+        tally.started,
+    )
 
 
 def _start_after_move(state: State, trajectory_id: str, now: float) -> list[Action]:
-    """Issue the ticket of a later step that need not wait any more; forget the request of a closed trajectory."""
+    """Issue the ticket of a later step that need not wait any more; forget the request of a closed
+    trajectory."""
     record = state.table.get(trajectory_id)
     if record is None or not record.is_open:
         stop_waiting(state, trajectory_id)
-    elif trajectory_id in state.waiting and record.ticket is not None and not must_wait(state, record):
+    elif (
+        trajectory_id in state.waiting
+        and record.ticket is not None
+        and not must_wait(state, record)
+    ):
         return _issue(state, record, now)
     return []
 
@@ -306,9 +357,16 @@ def _issue(state: State, record: TrajectoryRecord, now: float) -> list[Action]:
     event = state.waiting.request(record.trajectory_id)
     try:
         actions = tickets.issue_ticket(state, record, event, tickets.StepKind.NEXT, now)
-    except (NoEngine, ContextTooLong) as lack:  # the engines have changed; the client's next request is refused
+    except (
+        NoEngine,
+        ContextTooLong,
+    ) as lack:  # the engines have changed; the client's next request is refused
         state.table.put(record)  # so that the next tick, at the latest, looks at it again
-        return tickets.note_lack(state, record.trajectory_id, lack) if isinstance(lack, NoEngine) else []
+        return (
+            tickets.note_lack(state, record.trajectory_id, lack)
+            if isinstance(lack, NoEngine)
+            else []
+        )
     stop_waiting(state, record.trajectory_id)
     return actions
 

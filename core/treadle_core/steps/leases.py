@@ -1,14 +1,17 @@
-"""Handlers of engines, which sidecars hold by leases, and of jobs, by which clients hold their trajectories (ADR 0034).
+"""Handlers of engines, which sidecars hold by leases, and of jobs, by which clients hold their
+trajectories (ADR 0034).
 
-When an engine is removed, no live ticket for it remains, and each of its open trajectories gets another engine, or none
-until one registers.
+When an engine is removed, no live ticket for it remains, and each of its open trajectories gets
+another engine, or none until one registers.
 
-An engine that is drained keeps its lease and the steps that run there. Its other trajectories get another engine at
-once, and each of those when its step has ended, so that it is empty soon. What no other engine can run stays.
+An engine that is drained keeps its lease and the steps that run there. Its other trajectories get
+another engine at once, and each of those when its step has ended, so that it is empty soon. What no
+other engine can run stays.
 
-When a job ends (its lease runs out, its client closes it, or another client resumes it) its open trajectories are
-closed as failed, by the same path as any other closing: running steps are aborted, KV and slots are free, waiting steps
-stop waiting, and the fact of the closing ends sessions. An open trajectory of a job always has a job that is held.
+When a job ends (its lease runs out, its client closes it, or another client resumes it) its open
+trajectories are closed as failed, by the same path as any other closing: running steps are aborted,
+KV and slots are free, waiting steps stop waiting, and the fact of the closing ends sessions. An
+open trajectory of a job always has a job that is held.
 """
 
 from dataclasses import replace
@@ -30,8 +33,8 @@ from treadle_core.steps.state import State
 
 
 def register_engine(state: State, event: EngineRegistered, now: float) -> list[act.Action]:
-    """Add an engine. An engine that was here under the same id has restarted: its steps are lost. Raises
-    RequestIdReused."""
+    """Add an engine. An engine that was here under the same id has restarted: its steps are lost.
+    Raises RequestIdReused."""
     if state.engines.find_repeat(event) is not None:
         return []
     actions: list[act.Action] = []
@@ -39,12 +42,17 @@ def register_engine(state: State, event: EngineRegistered, now: float) -> list[a
         actions = remove_engine(state, event.spec.engine_id, "REPLACED", now)
     record = state.engines.register(event, now)
     state.siting.note_engine(record.spec)
-    return [*actions, act.EnginesChanged(), act.SaveEngine(record), act.AnnounceEngineJoined(record.spec)]
+    return [
+        *actions,
+        act.EnginesChanged(),
+        act.SaveEngine(record),
+        act.AnnounceEngineJoined(record.spec),
+    ]
 
 
 def renew_lease(state: State, event: LeaseRenewed, now: float) -> list[act.Action]:
-    """Extend a lease. Only new weights and a new curve are saved, as a restart gives every lease its whole length
-    again. Raises LeaseNotFound."""
+    """Extend a lease. Only new weights and a new curve are saved, as a restart gives every lease
+    its whole length again. Raises LeaseNotFound."""
     before = state.engines.require_lease(event.lease_id, event.engine_id)
     record = state.engines.renew(event, now)
     actions: list[act.Action] = [act.SaveEngine(record)] if record.spec != before.spec else []
@@ -78,7 +86,8 @@ def remove_engine(state: State, engine_id: str, reason: str, now: float) -> list
 
 
 def set_drain(state: State, event: DrainSet, now: float) -> list[act.Action]:
-    """Empty an engine, or use it again. Raises EngineNotFound; LastEngine where no other engine takes steps."""
+    """Empty an engine, or use it again. Raises EngineNotFound; LastEngine where no other engine
+    takes steps."""
     engine_id, drained = event.engine_id, set(state.engines.drained)
     if engine_id not in state.engines and (event.draining or engine_id not in drained):
         raise EngineNotFound(f"no engine {engine_id} holds a lease", engine_id=engine_id)
@@ -87,7 +96,8 @@ def set_drain(state: State, event: DrainSet, now: float) -> list[act.Action]:
     others = (each for each in state.engines if each.spec.engine_id != engine_id)
     if event.draining and not any(each.able and not each.draining for each in others):
         raise LastEngine(
-            f"no engine but {engine_id} takes steps now: start one, or end the drain of another, first",
+            f"no engine but {engine_id} takes steps now: start one, or end the drain of another, "
+            "first",
             engine_id=engine_id,
         )
     state.engines.drain(drained | {engine_id} if event.draining else drained - {engine_id})
@@ -100,8 +110,8 @@ def set_drain(state: State, event: DrainSet, now: float) -> list[act.Action]:
 
 
 def leave_drained(state: State, record: TrajectoryRecord) -> list[act.Action]:
-    """Give a trajectory another engine where its own is drained and another can run it, unless its step is out or its
-    KV is on the way to another engine."""
+    """Give a trajectory another engine where its own is drained and another can run it, unless its
+    step is out or its KV is on the way to another engine."""
     own, move = state.engines.get(record.engine_id), record.move
     leaves = move is not None and not move.has_switched(record.engine_id)
     if own is None or not own.draining or record.live_ticket is not None or leaves:
@@ -109,18 +119,27 @@ def leave_drained(state: State, record: TrajectoryRecord) -> list[act.Action]:
     engine = state.siting.choose(record)
     if engine is None or engine.spec.engine_id == record.engine_id:
         return []
-    record = copy_with(record, engine_id=engine.spec.engine_id, revision=record.revision + 1, move=None)
+    record = copy_with(
+        record, engine_id=engine.spec.engine_id, revision=record.revision + 1, move=None
+    )
     state.table.put(record)
     state.planner.drop_target(record)
     why = ("{} is drained", (own.spec.engine_id,))
-    return [act.SaveTrajectory(record), act.Decided(record.trajectory_id, "placed", record.engine_id, *why)]
+    return [
+        act.SaveTrajectory(record),
+        act.Decided(record.trajectory_id, "placed", record.engine_id, *why),
+    ]
 
 
 def _cancel_moves_to(state: State, engine_id: str) -> list[act.Action]:
     actions: list[act.Action] = []
     for record in state.table.moving():
         move = record.move
-        if move is not None and move.target_engine_id == engine_id and not move.has_switched(record.engine_id):
+        if (
+            move is not None
+            and move.target_engine_id == engine_id
+            and not move.has_switched(record.engine_id)
+        ):
             actions += moves.cancel_move(state, record)
     return actions
 
@@ -136,7 +155,9 @@ def place_again(state: State, record: TrajectoryRecord) -> list[act.Action]:
     state.table.put(record)  # before choosing, so that the choice does not count it where it was
     engine = state.siting.choose(record)
     record = copy_with(
-        record, engine_id=engine.spec.engine_id if engine is not None else "", revision=record.revision + 1
+        record,
+        engine_id=engine.spec.engine_id if engine is not None else "",
+        revision=record.revision + 1,
     )
     state.table.put(record)
     why = ("{} cannot serve it any more", (gone,))
@@ -145,26 +166,45 @@ def place_again(state: State, record: TrajectoryRecord) -> list[act.Action]:
 
 
 def open_job(state: State, event: JobOpened, now: float) -> list[act.Action]:
-    """Let a client hold a job. With `resume` it takes over the rollouts of the clients before it, whose trajectories
-    are closed. Raises BadField, RequestIdReused, JobTakenOver."""
+    """Let a client hold a job. With `resume` it takes over the rollouts of the clients before it,
+    whose trajectories are closed. Raises BadField, RequestIdReused, JobTakenOver."""
     if event.resume and not event.name:
-        raise BadField("job", "must not be empty with resume: the next client finds the job by its name")
+        raise BadField(
+            "job", "must not be empty with resume: the next client finds the job by its name"
+        )
     if event.weight and not event.name:
         raise BadField(
-            "job", "must not be empty with weight: clients without a name have one share of weight 1 together"
+            "job",
+            "must not be empty with weight: clients without a name have one share of weight 1 "
+            "together",
         )
     if state.jobs.get(event.job_id) is not None:
         record = state.jobs.require(event.job_id)
-        given = (event.name, event.resume, event.weight or record.weight, event.policy or record.policy)
+        given = (
+            event.name,
+            event.resume,
+            event.weight or record.weight,
+            event.policy or record.policy,
+        )
         if (record.name, record.resume, record.weight, record.policy) != given:
-            raise RequestIdReused("request_id", f"{event.request_id} has opened {event.job_id} with other values")
+            raise RequestIdReused(
+                "request_id", f"{event.request_id} has opened {event.job_id} with other values"
+            )
         return renew_job(state, JobRenewed(event.job_id), now)
     before = state.jobs.resumable(event.name) if event.resume else []
-    rollout_ids = tuple(dict.fromkeys(rollout_id for record in before for rollout_id in record.rollout_ids))
+    rollout_ids = tuple(
+        dict.fromkeys(rollout_id for record in before for rollout_id in record.rollout_ids)
+    )
     weight = event.weight or max((record.weight for record in before), default=1.0)
     policy = event.policy or next((record.policy for record in before if record.policy), None)
     opened = JobRecord(
-        event.job_id, event.request_id, event.name, event.resume, rollout_ids, weight=weight, policy=policy
+        event.job_id,
+        event.request_id,
+        event.name,
+        event.resume,
+        rollout_ids,
+        weight=weight,
+        policy=policy,
     )
     actions: list[act.Action] = [act.SaveJob(state.jobs.hold(opened, now))]
     for record in before:
@@ -173,10 +213,12 @@ def open_job(state: State, event: JobOpened, now: float) -> list[act.Action]:
 
 
 def renew_job(state: State, event: JobRenewed, now: float) -> list[act.Action]:
-    """Extend the lease, which is saved only where the job had ended or its rollouts change. Raises JobNotFound,
-    JobTakenOver."""
+    """Extend the lease, which is saved only where the job had ended or its rollouts change. Raises
+    JobNotFound, JobTakenOver."""
     before = state.jobs.require(event.job_id)
-    changed = before if event.rollout_ids is None else replace(before, rollout_ids=event.rollout_ids)
+    changed = (
+        before if event.rollout_ids is None else replace(before, rollout_ids=event.rollout_ids)
+    )
     record = state.jobs.hold(changed, now)
     return [act.SaveJob(record)] if record != before else []
 
@@ -184,7 +226,11 @@ def renew_job(state: State, event: JobRenewed, now: float) -> list[act.Action]:
 def close_job(state: State, event: JobClosed, now: float) -> list[act.Action]:
     """End a job as its client asks; one that is gone, or was taken over, stays so."""
     record = state.jobs.get(event.job_id)
-    return _end_job(state, record, now) if record is not None and state.jobs.is_held(event.job_id) else []
+    return (
+        _end_job(state, record, now)
+        if record is not None and state.jobs.is_held(event.job_id)
+        else []
+    )
 
 
 def expire_jobs(state: State, now: float) -> list[act.Action]:
@@ -199,7 +245,8 @@ def expire_jobs(state: State, now: float) -> list[act.Action]:
 
 
 def close_without_job(state: State, now: float) -> list[act.Action]:
-    """Close open trajectories whose job has ended: after a restart, where the job's end was stored and theirs not."""
+    """Close open trajectories whose job has ended: after a restart, where the job's end was stored
+    and theirs not."""
     actions: list[act.Action] = []
     for record in state.table.open_records():
         if record.job_id and not state.jobs.is_held(record.job_id):
@@ -207,6 +254,11 @@ def close_without_job(state: State, now: float) -> list[act.Action]:
     return actions
 
 
-def _end_job(state: State, record: JobRecord, now: float, successor_id: str = "") -> list[act.Action]:
+def _end_job(
+    state: State, record: JobRecord, now: float, successor_id: str = ""
+) -> list[act.Action]:
     kept = state.jobs.end(record, now, successor_id)
-    return [act.SaveJob(kept) if kept is not None else act.RemoveJob(record.job_id), *close_without_job(state, now)]
+    return [
+        act.SaveJob(kept) if kept is not None else act.RemoveJob(record.job_id),
+        *close_without_job(state, now),
+    ]

@@ -5,7 +5,12 @@ from dataclasses import fields
 from treadle_core import actions as act
 from treadle_core.events import ClosedAnnounced, GroupSettled, TrajectoryClosed, TrajectoryOpened
 from treadle_core.model import Outcome, TrajectoryRecord, TrajectoryState, copy_with
-from treadle_core.refusals import EngineNotFound, RequestIdReused, TrajectoryExists, TrajectoryIsClosed
+from treadle_core.refusals import (
+    EngineNotFound,
+    RequestIdReused,
+    TrajectoryExists,
+    TrajectoryIsClosed,
+)
 from treadle_core.steps import tickets
 from treadle_core.steps.state import State
 
@@ -24,25 +29,28 @@ OPENING_FIELDS = [field.name for field in fields(TrajectoryOpened) if field.name
 
 
 def open_trajectory(state: State, event: TrajectoryOpened, now: float) -> list[act.Action]:
-    """Admit a trajectory, and place it where there is an engine. Raises TrajectoryExists, RequestIdReused,
-    EngineNotFound, JobNotFound, JobTakenOver."""
+    """Admit a trajectory, and place it where there is an engine. Raises TrajectoryExists,
+    RequestIdReused, EngineNotFound, JobNotFound, JobTakenOver."""
     values = {name: getattr(event, name) for name in OPENING_FIELDS}
     known = state.table.get(event.trajectory_id)
     if known is not None:
         if known.open_request_id != event.request_id:
             raise TrajectoryExists(
-                f"{event.trajectory_id} was opened by another request; leave trajectory_id empty to have one minted",
+                f"{event.trajectory_id} was opened by another request; leave trajectory_id empty "
+                "to have one minted",
                 trajectory_id=event.trajectory_id,
             )
         if any(getattr(known, name) != value for name, value in values.items()):
             raise RequestIdReused(
-                "request_id", f"{event.request_id} has opened {event.trajectory_id} with other values"
+                "request_id",
+                f"{event.request_id} has opened {event.trajectory_id} with other values",
             )
         return []
     job = state.jobs.require(event.job_id) if event.job_id else None
     if event.pinned_engine_id and event.pinned_engine_id not in state.engines:
         raise EngineNotFound(
-            f"pinned_engine_id: no engine {event.pinned_engine_id} holds a lease", engine_id=event.pinned_engine_id
+            f"pinned_engine_id: no engine {event.pinned_engine_id} holds a lease",
+            engine_id=event.pinned_engine_id,
         )
     record = TrajectoryRecord(
         **values,
@@ -56,12 +64,21 @@ def open_trajectory(state: State, event: TrajectoryOpened, now: float) -> list[a
     engine, placed = state.siting.choose(record), list[act.Action]()
     if engine is not None:
         record = copy_with(record, engine_id=engine.spec.engine_id, revision=1)
-        placed.append(act.Decided(record.trajectory_id, "placed", engine.spec.engine_id, *state.siting.why))
+        placed.append(
+            act.Decided(record.trajectory_id, "placed", engine.spec.engine_id, *state.siting.why)
+        )
     record = copy_with(record, priority=state.priority(record))
     state.table.put(record)
     state.sweeps.set(record.trajectory_id, sweep_s(state, record, now))
-    actions = [*placed, act.SaveTrajectory(record), act.AnnounceOpened(record), act.AskPrediction(record)]
-    if job is not None and (held := state.jobs.hold(job, now)) != job:  # it had ended, and is held again
+    actions = [
+        *placed,
+        act.SaveTrajectory(record),
+        act.AnnounceOpened(record),
+        act.AskPrediction(record),
+    ]
+    if (
+        job is not None and (held := state.jobs.hold(job, now)) != job
+    ):  # it had ended, and is held again
         actions.append(act.SaveJob(held))
     return actions
 
@@ -75,26 +92,35 @@ def close_trajectory(state: State, event: TrajectoryClosed, now: float) -> list[
             raise TrajectoryIsClosed(record.trajectory_id, record.state.value)
         if (record.outcome, record.reward) != (event.outcome, event.reward):
             raise RequestIdReused(
-                "request_id", f"{event.request_id} has closed {event.trajectory_id} with another outcome or reward"
+                "request_id",
+                f"{event.request_id} has closed {event.trajectory_id} with another outcome or "
+                "reward",
             )
         return []
     times = event.client_times
     if times is not None:
         late_s = now - record.opened_s - times.since_opening_s if times.since_opening_s else 0.0
-        times = times._replace(control_s=times.control_s + max(late_s, 0.0))  # the request was on its way for so long
+        times = times._replace(
+            control_s=times.control_s + max(late_s, 0.0)
+        )  # the request was on its way for so long
     record = copy_with(record, client_times=times or record.client_times)
     return _close(state, record, event.request_id, event.outcome, event.reward, now)
 
 
 def end_group(state: State, event: GroupSettled, now: float) -> list[act.Action]:
-    """Close the samples of a settled group that are still open, whatever their clients are doing."""
+    """Close the samples of a settled group that are still open, whatever their clients are
+    doing."""
     unwanted = [
         record
         for record in state.table.open_records()
         if (record.rollout_id, record.prompt_id) == (event.rollout_id, event.prompt_id)
         and record.sample < event.samples
     ]
-    return [action for record in unwanted for action in _close(state, record, SETTLED, Outcome.CANCELLED, None, now)]
+    return [
+        action
+        for record in unwanted
+        for action in _close(state, record, SETTLED, Outcome.CANCELLED, None, now)
+    ]
 
 
 def confirm_announcement(state: State, event: ClosedAnnounced, _now: float) -> list[act.Action]:
@@ -116,9 +142,12 @@ def announce_if_counted(state: State, record: TrajectoryRecord, now: float) -> l
 
 
 def announce_due(state: State, now: float) -> list[act.Action]:
-    """Publish closings that have waited long enough for their last tokens, or for a confirmation."""
+    """Publish closings that have waited long enough for their last tokens, or for a
+    confirmation."""
     actions: list[act.Action] = []
-    for trajectory_id in [trajectory_id for trajectory_id, due_s in state.announcements.items() if due_s <= now]:
+    for trajectory_id in [
+        trajectory_id for trajectory_id, due_s in state.announcements.items() if due_s <= now
+    ]:
         record = state.table.get(trajectory_id)
         if record is None:
             del state.announcements[trajectory_id]
@@ -128,8 +157,8 @@ def announce_due(state: State, now: float) -> list[act.Action]:
 
 
 def sweep(state: State, now: float) -> list[act.Action]:
-    """Close trajectories that no client uses any more, forget those that closed long ago, and ask for steps whose
-    tickets have expired."""
+    """Close trajectories that no client uses any more, forget those that closed long ago, and ask
+    for steps whose tickets have expired."""
     actions: list[act.Action] = []
     for trajectory_id in state.sweeps.take_due(now):
         record = state.table.get(trajectory_id)
@@ -139,7 +168,9 @@ def sweep(state: State, now: float) -> list[act.Action]:
         if due_s > now:
             state.sweeps.set(trajectory_id, due_s)
             ticket = record.live_ticket
-            if ticket is not None and ticket.expires_s <= now:  # its step may run for longer, or was never begun
+            if (
+                ticket is not None and ticket.expires_s <= now
+            ):  # its step may run for longer, or was never begun
                 actions.append(act.AskStep(ticket))
         elif record.is_open:
             actions += close_abandoned(state, record, now)
@@ -152,12 +183,16 @@ def sweep(state: State, now: float) -> list[act.Action]:
 
 
 def sweep_s(state: State, record: TrajectoryRecord, now: float) -> float:
-    """When to look at a trajectory next: one that is open, as its ticket may have expired or, without a job, its client
-    may have left it; a closed one to forget it."""
+    """When to look at a trajectory next: one that is open, as its ticket may have expired or,
+    without a job, its client may have left it; a closed one to forget it."""
     if record.closed_s is not None:
         return record.closed_s + state.tuning.keep_closed_s
     ticket = record.live_ticket
-    look_s = ticket.expires_s if ticket is not None and ticket.expires_s > now else now + state.tuning.ticket_ttl_s
+    look_s = (
+        ticket.expires_s
+        if ticket is not None and ticket.expires_s > now
+        else now + state.tuning.ticket_ttl_s
+    )
     if record.job_id:
         return look_s
     return min(look_s, max(record.touched_s, state.restored_s) + state.tuning.abandon_after_s)
@@ -169,7 +204,12 @@ def close_abandoned(state: State, record: TrajectoryRecord, now: float) -> list[
 
 
 def _close(
-    state: State, record: TrajectoryRecord, request_id: str, outcome: Outcome, reward: float | None, now: float
+    state: State,
+    record: TrajectoryRecord,
+    request_id: str,
+    outcome: Outcome,
+    reward: float | None,
+    now: float,
 ) -> list[act.Action]:
     actions: list[act.Action] = []
     engine = state.engines.spec(record.engine_id)

@@ -1,8 +1,8 @@
-"""Moves of trajectories to other engines while their tools run, and the switch that makes the target the owner
-(Heddle 5.3).
+"""Moves of trajectories to other engines while their tools run, and the switch that makes the
+target the owner (Heddle 5.3).
 
-A trajectory has one move at a time. Only `switch_engine`, a compare-and-swap on the revision, changes its owner, and
-never while a ticket is out; whatever fails, the source stays the owner.
+A trajectory has one move at a time. Only `switch_engine`, a compare-and-swap on the revision,
+changes its owner, and never while a ticket is out; whatever fails, the source stays the owner.
 """
 
 from dataclasses import replace
@@ -25,19 +25,22 @@ from treadle_core.steps.transfers import longest_useful_move_s, move_cost_s
 
 
 def take_plan(state: State, event: PlanArrived, now: float) -> list[Action]:
-    """Follow a plan where it is better than the present placement: trajectories in a tool call move now, others after
-    their step."""
+    """Follow a plan where it is better than the present placement: trajectories in a tool call move
+    now, others after their step."""
     actions: list[Action] = []
     for trajectory_id in state.planner.take_plan(event):
         record = state.table.require(trajectory_id)
         why = ("a plan that saves {:.2f} s", (state.planner.saving_s(record),))
-        actions.append(Decided(trajectory_id, "planned", state.planner.target(record), *why, again=True))
+        actions.append(
+            Decided(trajectory_id, "planned", state.planner.target(record), *why, again=True)
+        )
         actions += start_move(state, record, now)
     return actions
 
 
 def start_move(state: State, record: TrajectoryRecord, now: float) -> list[Action]:
-    """Start the move that the plan wants of a trajectory in a tool call, if it is worth its cost."""
+    """Start the move that the plan wants of a trajectory in a tool call, if it is worth its
+    cost."""
     wanted = state.planner.target(record)
     if not wanted or wanted == record.engine_id or not _may_move(state, record):
         return []
@@ -50,13 +53,19 @@ def start_move(state: State, record: TrajectoryRecord, now: float) -> list[Actio
     ):
         return []  # KV of other weights is useless
     reserve = record.ticket.kv_reserve_tokens if record.ticket is not None else 0
-    if record.policy.reserve and not state.table.tally(wanted).has_room(record, reserve, target.spec):
+    if record.policy.reserve and not state.table.tally(wanted).has_room(
+        record, reserve, target.spec
+    ):
         why = ("{} has no room for its {} KV tokens", (wanted, reserve))
         return [Decided(record.trajectory_id, "stays", record.engine_id, *why, again=True)]
     cost_s = move_cost_s(record.context_tokens, source.spec, target.spec, state.tuning)
     cost_s *= state.measured_moves.slowness(source.spec.engine_id, target.spec.engine_id)
-    # What a move by rank saves is not known. A step waits for as long as a move that is worth its cost would save.
-    give_up_after_s, worth_waiting_s = state.tuning.move_timeout_s, state.tuning.move_gain_factor * cost_s
+    # What a move by rank saves is not known. A step waits for as long as a move that is worth its
+    # cost would save.
+    give_up_after_s, worth_waiting_s = (
+        state.tuning.move_timeout_s,
+        state.tuning.move_gain_factor * cost_s,
+    )
     tool_left_s = _tool_left_s(state, record, now)
     gate = "to {}: saves {:.2f} s, takes {:.2f} s, the tool {:.2f} s more"
     if state.planner.must_gain:
@@ -71,7 +80,9 @@ def start_move(state: State, record: TrajectoryRecord, now: float) -> list[Actio
         )
         if longest_s is None:
             figures = (wanted, worth_waiting_s, cost_s, tool_left_s)
-            return [Decided(record.trajectory_id, "stays", record.engine_id, gate, figures, again=True)]
+            return [
+                Decided(record.trajectory_id, "stays", record.engine_id, gate, figures, again=True)
+            ]
         give_up_after_s = max(longest_s, state.tuning.move_fixed_s)
     move = MoveRecord(
         move_id=f"{record.trajectory_id}.move.{record.moves_asked}",
@@ -95,7 +106,11 @@ def start_move(state: State, record: TrajectoryRecord, now: float) -> list[Actio
         allow_prefill=True,
         give_up_after_s=move.give_up_s - now,
     )
-    return [SaveTrajectory(record), Decided(record.trajectory_id, "moves", record.engine_id, gate, figures), start]
+    return [
+        SaveTrajectory(record),
+        Decided(record.trajectory_id, "moves", record.engine_id, gate, figures),
+        start,
+    ]
 
 
 def _may_move(state: State, record: TrajectoryRecord) -> bool:
@@ -109,7 +124,8 @@ def _may_move(state: State, record: TrajectoryRecord) -> bool:
         and ticket.status is TicketStatus.DONE
         and record.finished_step_s is not None
         and not record.tool_over
-        and record.trajectory_id not in state.waiting  # its next step is due, so that no tool call hides the move
+        and record.trajectory_id
+        not in state.waiting  # its next step is due, so that no tool call hides the move
         and record.move is None
         and (
             record.moved_at_turn < 0
@@ -120,7 +136,9 @@ def _may_move(state: State, record: TrajectoryRecord) -> bool:
 
 
 def _tool_left_s(state: State, record: TrajectoryRecord, now: float) -> float:
-    expected_s = record.tool_expected_s or record.tool_s or state.mean_tool_s or state.tuning.unknown_tool_s
+    expected_s = (
+        record.tool_expected_s or record.tool_s or state.mean_tool_s or state.tuning.unknown_tool_s
+    )
     since = record.finished_step_s if record.finished_step_s is not None else now
     return max(0.0, expected_s - (now - since))
 
@@ -149,13 +167,21 @@ def end_move(state: State, event: MoveEnded, _now: float) -> list[Action]:
     if record is None or record.move is None:
         return []
     move = record.move
-    # The end may arrive before the acceptance; then the move has no migration_id yet, and it is this one.
-    if event.move_id != move.move_id and (not event.migration_id or move.migration_id not in ("", event.migration_id)):
+    # The end may arrive before the acceptance; then the move has no migration_id yet, and it is
+    # this one.
+    if event.move_id != move.move_id and (
+        not event.migration_id or move.migration_id not in ("", event.migration_id)
+    ):
         return []
-    source, target = state.engines.spec(move.source_engine_id), state.engines.spec(move.target_engine_id)
+    source, target = (
+        state.engines.spec(move.source_engine_id),
+        state.engines.spec(move.target_engine_id),
+    )
     if event.took_s and source is not None and target is not None:
         expected_s = move_cost_s(record.context_tokens, source, target, state.tuning)
-        state.measured_moves.note_end(source.engine_id, target.engine_id, expected_s, event.took_s, moved=event.moved)
+        state.measured_moves.note_end(
+            source.engine_id, target.engine_id, expected_s, event.took_s, moved=event.moved
+        )
     record = copy_with(record, move=None)
     state.table.put(record)
     if event.moved:
@@ -166,7 +192,8 @@ def end_move(state: State, event: MoveEnded, _now: float) -> list[Action]:
 
 
 def expire_moves(state: State, now: float) -> list[Action]:
-    """Cancel moves whose end was not reported while they were worth it: the migrator or NATS may be gone."""
+    """Cancel moves whose end was not reported while they were worth it: the migrator or NATS may be
+    gone."""
     actions: list[Action] = []
     for record in state.table.moving():
         if record.move is not None and now >= record.move.give_up_s:
@@ -175,7 +202,8 @@ def expire_moves(state: State, now: float) -> list[Action]:
 
 
 def limit_wait(state: State, record: TrajectoryRecord, now: float) -> list[Action]:
-    """Let the step, which begins to wait for the trajectory's move now, wait no longer than the move saves."""
+    """Let the step, which begins to wait for the trajectory's move now, wait no longer than the
+    move saves."""
     move = record.move
     if move is None or now + move.saving_s >= move.give_up_s:
         return []
@@ -193,23 +221,27 @@ def cancel_move(state: State, record: TrajectoryRecord) -> list[Action]:
 
 
 def switch_engine(state: State, event: SwitchRequested, now: float) -> list[Action]:
-    """Make the target the owner. Raises TrajectoryNotFound, TrajectoryIsClosed, TrajectoryPinned, StepInFlight,
-    RevisionMismatch, EngineNotFound, BadField, RequestIdReused."""
+    """Make the target the owner. Raises TrajectoryNotFound, TrajectoryIsClosed, TrajectoryPinned,
+    StepInFlight, RevisionMismatch, EngineNotFound, BadField, RequestIdReused."""
     record = state.table.require(event.trajectory_id)
     request = (event.request_id, str(event.expected_revision), event.target_engine_id)
     if record.switch_request[:1] == request[:1]:
         if record.switch_request != request:
-            raise RequestIdReused("request_id", f"{event.request_id} has switched {event.trajectory_id} elsewhere")
+            raise RequestIdReused(
+                "request_id", f"{event.request_id} has switched {event.trajectory_id} elsewhere"
+            )
         return []
     if not record.is_open:
         raise TrajectoryIsClosed(record.trajectory_id, record.state.value)
     if record.pinned_engine_id or record.policy.placement is PlacementRule.PINNED:
         raise TrajectoryPinned(
-            f"{event.trajectory_id} is pinned to {record.engine_id}", trajectory_id=event.trajectory_id
+            f"{event.trajectory_id} is pinned to {record.engine_id}",
+            trajectory_id=event.trajectory_id,
         )
     if record.revision != event.expected_revision:
         raise RevisionMismatch(
-            f"{event.trajectory_id} is at revision {record.revision}, not {event.expected_revision}",
+            f"{event.trajectory_id} is at revision {record.revision}, not "
+            f"{event.expected_revision}",
             trajectory_id=event.trajectory_id,
             revision=str(record.revision),
         )
@@ -221,9 +253,13 @@ def switch_engine(state: State, event: SwitchRequested, now: float) -> list[Acti
             ticket_id=ticket.ticket_id,
         )
     if event.target_engine_id not in state.engines:
-        raise EngineNotFound(f"no engine {event.target_engine_id} holds a lease", engine_id=event.target_engine_id)
+        raise EngineNotFound(
+            f"no engine {event.target_engine_id} holds a lease", engine_id=event.target_engine_id
+        )
     if event.target_engine_id == record.engine_id:
-        raise BadField("target_engine_id", f"{event.trajectory_id} is on {record.engine_id} already")
+        raise BadField(
+            "target_engine_id", f"{event.trajectory_id} is on {record.engine_id} already"
+        )
     record = copy_with(
         record,
         engine_id=event.target_engine_id,
@@ -236,4 +272,7 @@ def switch_engine(state: State, event: SwitchRequested, now: float) -> list[Acti
     record = copy_with(record, priority=state.priority(record))
     state.table.put(record)
     state.planner.drop_target(record)
-    return [SaveTrajectory(record), Decided(record.trajectory_id, "moved", record.engine_id, "its KV is there")]
+    return [
+        SaveTrajectory(record),
+        Decided(record.trajectory_id, "moved", record.engine_id, "its KV is there"),
+    ]

@@ -16,13 +16,17 @@ from treadle_core.steps.state import State
 
 
 def finish_step(state: State, event: ev.StepFinished, now: float) -> list[Action]:
-    """Count the tokens of a step, ask how much is left, and see whether the trajectory should move meanwhile."""
+    """Count the tokens of a step, ask how much is left, and see whether the trajectory should move
+    meanwhile."""
     record = state.table.get(event.trajectory_id)
     record = tickets.count_step(record, event, now) if record is not None else None
     if record is None:
         return []
     state.table.put(record)
-    actions: list[Action] = [SaveTrajectory(record), StepCounted(record, event.turn, event.output_tokens)]
+    actions: list[Action] = [
+        SaveTrajectory(record),
+        StepCounted(record, event.turn, event.output_tokens),
+    ]
     if not record.is_open:
         return [*actions, *lifecycle.announce_if_counted(state, record, now)]
     actions += [AskPrediction(record), *moves.start_move(state, record, now)]
@@ -45,12 +49,20 @@ def note_preemption(state: State, event: ev.StepPreempted, _now: float) -> list[
 
 
 def lose_step(state: State, event: ev.StepUnknown, now: float) -> list[Action]:
-    """Free the slot and the KV of an expired ticket that no step has used; the client may still replace it."""
+    """Free the slot and the KV of an expired ticket that no step has used; the client may still
+    replace it."""
     record = state.table.get(event.trajectory_id)
     ticket = record.live_ticket if record is not None else None
-    if record is None or ticket is None or ticket.ticket_id != event.ticket_id or now < ticket.expires_s:
+    if (
+        record is None
+        or ticket is None
+        or ticket.ticket_id != event.ticket_id
+        or now < ticket.expires_s
+    ):
         return []
-    record = copy_with(record, ticket=copy_with(ticket, status=TicketStatus.LOST, kv_reserve_tokens=0))
+    record = copy_with(
+        record, ticket=copy_with(ticket, status=TicketStatus.LOST, kv_reserve_tokens=0)
+    )
     state.table.put(record)
     return [SaveTrajectory(record)]
 
@@ -72,7 +84,8 @@ def finish_tool(state: State, event: ev.ToolFinished, _now: float) -> list[Actio
 
 
 def take_prediction(state: State, event: ev.PredictionArrived, now: float) -> list[Action]:
-    """Store a prediction unless a newer one is here; send an engine the new priority of a step, or start a move."""
+    """Store a prediction unless a newer one is here; send an engine the new priority of a step, or
+    start a move."""
     record = state.table.get(event.trajectory_id)
     if record is None or not record.is_open:
         return []
@@ -90,6 +103,8 @@ def take_prediction(state: State, event: ev.PredictionArrived, now: float) -> li
     if state.priorities.must_report(record.policy, ticket.priority, record.priority):
         record = copy_with(record, ticket=copy_with(ticket, priority=record.priority))
         state.table.put(record)
-        reprioritize = Reprioritize(ticket.engine_id, ticket.engine_address, ((ticket.ticket_id, record.priority),))
+        reprioritize = Reprioritize(
+            ticket.engine_id, ticket.engine_address, ((ticket.ticket_id, record.priority),)
+        )
         actions += [SaveTrajectory(record), reprioritize]
     return actions

@@ -1,4 +1,5 @@
-"""The state of the controller, which the handlers of all events share. Each part keeps its own invariants."""
+"""The state of the controller, which the handlers of all events share. Each part keeps its own
+invariants."""
 
 import heapq
 import math
@@ -41,11 +42,12 @@ class Deadlines:
 
 @dataclass
 class State:
-    """The parts. announcements: closed trajectories whose closing is to be published, and when. sweeps: when each
-    trajectory is looked at: its ticket may have expired, it may be abandoned, or be forgotten. loads: when an engine
-    that is behind is asked again. mean_tool_s: over all tool calls. mean_observed_tokens: what tools add to a context
-    in a turn. measured_moves: how long moves took. restored_s: when this controller took over from an earlier one;
-    until then, clients could not reach it. books: what handlers may read and only the controller writes."""
+    """The parts. announcements: closed trajectories whose closing is to be published, and when.
+    sweeps: when each trajectory is looked at: its ticket may have expired, it may be abandoned, or
+    be forgotten. loads: when an engine that is behind is asked again. mean_tool_s: over all tool
+    calls. mean_observed_tokens: what tools add to a context in a turn. measured_moves: how long
+    moves took. restored_s: when this controller took over from an earlier one; until then, clients
+    could not reach it. books: what handlers may read and only the controller writes."""
 
     tuning: Tuning
     policy: Policy
@@ -67,7 +69,9 @@ class State:
     loads: Deadlines = field(default_factory=Deadlines)
 
     @classmethod
-    def new(cls, policy: Policy, tuning: Tuning, epoch_s: float, planner_type: type[Planner]) -> "State":
+    def new(
+        cls, policy: Policy, tuning: Tuning, epoch_s: float, planner_type: type[Planner]
+    ) -> "State":
         engines = EngineTable(tuning.lease_ttl_s)
         table = TrajectoryTable(tuning)
         jobs = JobTable(tuning.job_lease_s, tuning.job_resume_s)

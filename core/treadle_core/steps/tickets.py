@@ -1,8 +1,10 @@
-"""Tickets: check a request for one, issue it on the engine that the placement rule chooses, and end it.
+"""Tickets: check a request for one, issue it on the engine that the placement rule chooses, and end
+it.
 
-Turns count from 0 without gaps. A trajectory has at most one live ticket; its revision and engine are the trajectory's,
-and the engine holds a lease. When the client asks for the next turn before the engine's account of the last one
-(`step_finished`) has arrived, the last ticket is done and `uncounted` until then.
+Turns count from 0 without gaps. A trajectory has at most one live ticket; its revision and engine
+are the trajectory's, and the engine holds a lease. When the client asks for the next turn before
+the engine's account of the last one (`step_finished`) has arrived, the last ticket is done and
+`uncounted` until then.
 """
 
 import enum
@@ -34,17 +36,20 @@ from treadle_core.refusals import (
 from treadle_core.steps import moves
 from treadle_core.steps.state import State
 
-# 48 bits in front of every ticket id: the engine matches ids by prefix when it aborts, so no ticket id may be a prefix
-# of another.
+# 48 bits in front of every ticket id: the engine matches ids by prefix when it aborts, so no ticket
+# id may be a prefix of another.
 TICKET_DIGEST_CHARACTERS = 12
 
 MOST_UNCOUNTED = 8  # tickets of a trajectory; more only where `step_finished` is lost for good
 
-REQUEST_FIELDS = attrgetter("turn", "context_tokens", "max_new_tokens", "replaces_ticket_id", "resumed_tokens")
+REQUEST_FIELDS = attrgetter(
+    "turn", "context_tokens", "max_new_tokens", "replaces_ticket_id", "resumed_tokens"
+)
 
 
 class StepKind(enum.Enum):
-    """REPEAT: the request was answered before. NEXT: a new turn. AGAIN: the same turn, as its stream was lost."""
+    """REPEAT: the request was answered before. NEXT: a new turn. AGAIN: the same turn, as its
+    stream was lost."""
 
     REPEAT = "repeat"
     NEXT = "next"
@@ -66,21 +71,24 @@ def trajectory_of(ticket_id: str) -> str:
 
 
 def check_request(record: TrajectoryRecord, event: StepRequested) -> StepKind:
-    """The kind of a request. Raises TrajectoryIsClosed, TurnOutOfOrder, StepInFlight, BadField, RequestIdReused."""
+    """The kind of a request. Raises TrajectoryIsClosed, TurnOutOfOrder, StepInFlight, BadField,
+    RequestIdReused."""
     if not record.is_open:
         raise TrajectoryIsClosed(record.trajectory_id, record.state.value)
     ticket = record.ticket
     if ticket is not None and ticket.request_id == event.request_id:
         if REQUEST_FIELDS(ticket) != REQUEST_FIELDS(event):
             raise RequestIdReused(
-                "request_id", f"{event.request_id} has asked for turn {ticket.turn} with other values"
+                "request_id",
+                f"{event.request_id} has asked for turn {ticket.turn} with other values",
             )
         return StepKind.REPEAT
     if event.replaces_ticket_id:
         return _check_replacement(record, event)
     if event.resumed_tokens:
         raise BadField(
-            "resumed_tokens", "only a step that replaces a lost ticket resumes: name it in replaces_ticket_id"
+            "resumed_tokens",
+            "only a step that replaces a lost ticket resumes: name it in replaces_ticket_id",
         )
     if ticket is not None and ticket.status is not TicketStatus.DONE and event.turn == ticket.turn:
         raise StepInFlight(
@@ -89,7 +97,11 @@ def check_request(record: TrajectoryRecord, event: StepRequested) -> StepKind:
             trajectory_id=record.trajectory_id,
             ticket_id=ticket.ticket_id,
         )
-    expected = record.next_turn if ticket is None or ticket.status is TicketStatus.DONE else ticket.turn + 1
+    expected = (
+        record.next_turn
+        if ticket is None or ticket.status is TicketStatus.DONE
+        else ticket.turn + 1
+    )
     if event.turn != expected:
         raise _out_of_order(record, event, expected)
     return StepKind.NEXT
@@ -103,13 +115,15 @@ def _check_replacement(record: TrajectoryRecord, event: StepRequested) -> StepKi
         raise _out_of_order(record, event, ticket.turn)
     if event.replaces_ticket_id != ticket.ticket_id:
         raise StepInFlight(
-            f"the ticket of turn {ticket.turn} is {ticket.ticket_id}, not {event.replaces_ticket_id}",
+            f"the ticket of turn {ticket.turn} is {ticket.ticket_id}, not "
+            f"{event.replaces_ticket_id}",
             trajectory_id=record.trajectory_id,
             ticket_id=ticket.ticket_id,
         )
     if event.resumed_tokens >= event.max_new_tokens:
         raise BadField(
-            "resumed_tokens", f"{event.resumed_tokens} of {event.max_new_tokens} tokens: nothing is left to generate"
+            "resumed_tokens",
+            f"{event.resumed_tokens} of {event.max_new_tokens} tokens: nothing is left to generate",
         )
     return StepKind.AGAIN
 
@@ -123,7 +137,8 @@ def _out_of_order(record: TrajectoryRecord, event: StepRequested, expected: int)
 
 
 def end_ticket(record: TrajectoryRecord) -> TrajectoryRecord:
-    """The record with its ticket, if one is out, done and uncounted: the client says that the step is over."""
+    """The record with its ticket, if one is out, done and uncounted: the client says that the step
+    is over."""
     ticket = record.ticket
     if ticket is None or ticket.status is TicketStatus.DONE:
         return record
@@ -137,22 +152,28 @@ def end_ticket(record: TrajectoryRecord) -> TrajectoryRecord:
 
 
 def reopen_turn(record: TrajectoryRecord) -> TrajectoryRecord:
-    """The record as if the last step had not finished: the client did not get its end and asks for the turn again."""
+    """The record as if the last step had not finished: the client did not get its end and asks for
+    the turn again."""
     ticket = record.ticket
     if ticket is None or ticket.status is not TicketStatus.DONE:
         return record
     return copy_with(
         record,
         gen_tokens=record.gen_tokens - ticket.output_tokens,
-        engine_times=record.engine_times.plus(ticket.times, -1.0),  # the client counts what it saw of the step
+        engine_times=record.engine_times.plus(
+            ticket.times, -1.0
+        ),  # the client counts what it saw of the step
         ticket=copy_with(ticket, output_tokens=0, times=NO_TIMES),
         uncounted=tuple(other for other in record.uncounted if other != ticket.ticket_id),
         next_turn=ticket.turn,
     )
 
 
-def count_step(record: TrajectoryRecord, event: StepFinished, now: float) -> TrajectoryRecord | None:
-    """The record after `step_finished`; None where the ticket was replaced or the event arrived before."""
+def count_step(
+    record: TrajectoryRecord, event: StepFinished, now: float
+) -> TrajectoryRecord | None:
+    """The record after `step_finished`; None where the ticket was replaced or the event arrived
+    before."""
     ticket = record.ticket
     if event.ticket_id in record.uncounted:
         counted = copy_with(
@@ -162,7 +183,10 @@ def count_step(record: TrajectoryRecord, event: StepFinished, now: float) -> Tra
             uncounted=tuple(other for other in record.uncounted if other != event.ticket_id),
         )
         if ticket is not None and ticket.ticket_id == event.ticket_id:
-            counted = copy_with(counted, ticket=copy_with(ticket, output_tokens=event.output_tokens, times=event.times))
+            counted = copy_with(
+                counted,
+                ticket=copy_with(ticket, output_tokens=event.output_tokens, times=event.times),
+            )
         return counted
     if (
         not record.is_open
@@ -173,7 +197,9 @@ def count_step(record: TrajectoryRecord, event: StepFinished, now: float) -> Tra
         return None
     return copy_with(
         record,
-        ticket=copy_with(ticket, status=TicketStatus.DONE, output_tokens=event.output_tokens, times=event.times),
+        ticket=copy_with(
+            ticket, status=TicketStatus.DONE, output_tokens=event.output_tokens, times=event.times
+        ),
         engine_times=record.engine_times.plus(event.times),
         gen_tokens=record.gen_tokens + event.output_tokens,
         context_tokens=event.context_tokens + event.output_tokens,
@@ -192,7 +218,12 @@ def issue_ticket(
     """Answer a checked request with a ticket. Raises ContextTooLong, NoEngine."""
     out = record.live_ticket
     # A ticket too old to be accepted by its engine is no sign that the engine lost the stream.
-    is_lost = kind is StepKind.AGAIN and not event.engine_refused and out is not None and now < out.expires_s
+    is_lost = (
+        kind is StepKind.AGAIN
+        and not event.engine_refused
+        and out is not None
+        and now < out.expires_s
+    )
     lost = out if is_lost else None
     record = reopen_turn(record) if kind is StepKind.AGAIN else end_ticket(record)
     engine = state.siting.choose(
@@ -220,7 +251,8 @@ def issue_ticket(
 
 
 def note_lack(state: State, trajectory_id: str, lack: NoEngine) -> list[Action]:
-    """Note that a request has found no engine: its step waits, unless the client is not to ask again."""
+    """Note that a request has found no engine: its step waits, unless the client is not to ask
+    again."""
     if isinstance(lack, NoEngineWithTags):  # the client counts itself what it has waited
         return [StepWaits(trajectory_id, None)]
     loads = any(engine.behind and not engine.load_error for engine in state.engines)
@@ -232,11 +264,22 @@ def note_lack(state: State, trajectory_id: str, lack: NoEngine) -> list[Action]:
 
 
 def _add_ticket(
-    state: State, record: TrajectoryRecord, event: StepRequested, kind: StepKind, spec: EngineSpec, now: float
+    state: State,
+    record: TrajectoryRecord,
+    event: StepRequested,
+    kind: StepKind,
+    spec: EngineSpec,
+    now: float,
 ) -> tuple[TrajectoryRecord, TicketRecord]:
     moved = spec.engine_id != record.engine_id
-    move = record.move if record.move is not None and not moved and record.move.has_switched(spec.engine_id) else None
-    attempt = record.ticket.attempt + 1 if kind is StepKind.AGAIN and record.ticket is not None else 0
+    move = (
+        record.move
+        if record.move is not None and not moved and record.move.has_switched(spec.engine_id)
+        else None
+    )
+    attempt = (
+        record.ticket.attempt + 1 if kind is StepKind.AGAIN and record.ticket is not None else 0
+    )
     tool_s = _learn_tool_s(state, record, event) if kind is StepKind.NEXT else record.tool_s
     waits = state.books.waits
     waited_s = waits.waited_s(record.trajectory_id, now)
@@ -290,7 +333,9 @@ def _learn_observed(state: State, record: TrajectoryRecord) -> None:
     observed = record.context_tokens - record.prompt_tokens - record.gen_tokens
     if record.next_turn > 0 and observed >= 0:
         weight = state.tuning.observed_mean_weight
-        state.mean_observed_tokens += weight * (observed / record.next_turn - state.mean_observed_tokens)
+        state.mean_observed_tokens += weight * (
+            observed / record.next_turn - state.mean_observed_tokens
+        )
 
 
 def _learn_tool_s(state: State, record: TrajectoryRecord, event: StepRequested) -> float:
@@ -298,6 +343,12 @@ def _learn_tool_s(state: State, record: TrajectoryRecord, event: StepRequested) 
         return record.tool_s
     weight = state.tuning.tool_mean_weight
     state.mean_tool_s = (
-        event.tool_s if state.mean_tool_s == 0.0 else (1 - weight) * state.mean_tool_s + weight * event.tool_s
+        event.tool_s
+        if state.mean_tool_s == 0.0
+        else (1 - weight) * state.mean_tool_s + weight * event.tool_s
     )
-    return event.tool_s if record.tool_s == 0.0 else (1 - weight) * record.tool_s + weight * event.tool_s
+    return (
+        event.tool_s
+        if record.tool_s == 0.0
+        else (1 - weight) * record.tool_s + weight * event.tool_s
+    )

@@ -1,9 +1,9 @@
 """Engines: which are here, by their leases, and which of them runs the next step of a trajectory.
 
-`EngineTable` owns every EngineRecord. An engine is here while its lease runs; it has one lease, which only the lease's
-own id renews. `revision` grows with every change, `membership` when an engine comes, goes, changes its spec or whether
-it is usable: callers keep what they derive from the table until these change. Whoever owns the table removes what
-`expired` names.
+`EngineTable` owns every EngineRecord. An engine is here while its lease runs; it has one lease,
+which only the lease's own id renews. `revision` grows with every change, `membership` when an
+engine comes, goes, changes its spec or whether it is usable: callers keep what they derive from the
+table until these change. Whoever owns the table removes what `expired` names.
 
 `Siting` chooses an engine by the placement rule of the trajectory's policy. A pinned engine always
 wins, and every rule avoids an engine that is gone or unhealthy. An engine that is drained is left,
@@ -11,12 +11,18 @@ by trajectories that would stay with it too, unless no other can run them: nothi
 it.
 - PINNED (verl): engines in turn at the opening, then always the same.
 - STICKY (prime-rl, SkyRL): the least loaded engine at the first step, then always the same.
-- LEAST_LOAD (slime): at each step the engine with the fewest live tickets for each slot, wherever the prefix is.
-- CACHE_AWARE (the SGLang router, as Heddle's Verl* uses it): the engine that holds the prefix, its own or, before the
-  first step, a sibling's of the same prompt; while the loads are skewed, the least loaded one. Skewed is what the
-  router calls imbalanced: the most loaded engine has over `skew_steps` steps more than the least loaded AND over
-  `skew_ratio` times as many. (Heddle prints the 32 as a ratio, which would hardly ever be met: a weaker baseline.)
-- PLANNED: opens where least predicted work is, goes where the plan says until its first step, as moving is free until
+- LEAST_LOAD (slime): at each step the engine with the fewest live tickets for each slot, wherever
+  the prefix is.
+- CACHE_AWARE (the SGLang router, as Heddle's Verl* uses it): the engine that holds the prefix, its
+  own or, before the
+  first step, a sibling's of the same prompt; while the loads are skewed, the least loaded one.
+  Skewed is what the
+  router calls imbalanced: the most loaded engine has over `skew_steps` steps more than the least
+  loaded AND over
+  `skew_ratio` times as many. (Heddle prints the 32 as a ratio, which would hardly ever be met: a
+  weaker baseline.)
+- PLANNED: opens where least predicted work is, goes where the plan says until its first step, as
+  moving is free until
   then, and stays afterwards: later moves are migrations (`steps.moves`).
 """
 
@@ -26,9 +32,22 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from treadle_core.events import EngineRegistered, LeaseRenewed
-from treadle_core.model import INCOMPLETE, EngineRecord, EngineSpec, PlacementRule, TrajectoryRecord, WeightsRecord
+from treadle_core.model import (
+    INCOMPLETE,
+    EngineRecord,
+    EngineSpec,
+    PlacementRule,
+    TrajectoryRecord,
+    WeightsRecord,
+)
 from treadle_core.ranking.priorities import remaining_tokens, token_s
-from treadle_core.refusals import ContextTooLong, LeaseNotFound, NoEngine, NoEngineWithTags, RequestIdReused
+from treadle_core.refusals import (
+    ContextTooLong,
+    LeaseNotFound,
+    NoEngine,
+    NoEngineWithTags,
+    RequestIdReused,
+)
 from treadle_core.tables.trajectories import TrajectoryTable
 from treadle_core.tuning import Tuning
 
@@ -67,19 +86,26 @@ class EngineTable:
         return record.spec if record is not None else None
 
     def restore(self, records: Iterable[EngineRecord], now: float) -> None:
-        """Take over stored engines, each with a whole lease, as none could renew while the scheduler was away."""
+        """Take over stored engines, each with a whole lease, as none could renew while the
+        scheduler was away."""
         for record in records:
             self._put(replace(record, lease_expires_s=now + self._lease_ttl_s))
 
     def find_repeat(self, event: EngineRegistered) -> EngineRecord | None:
-        """The record of the same request made before. Raises RequestIdReused where its other values differ now."""
+        """The record of the same request made before. Raises RequestIdReused where its other values
+        differ now."""
         record = self._engines.get(event.spec.engine_id)
         if record is None or record.register_request_id != event.request_id:
             return None
         now = record.spec  # weights and curve may have changed since
-        if replace(event.spec, weight_version=now.weight_version, decode_curve=now.decode_curve) != now:
+        if (
+            replace(event.spec, weight_version=now.weight_version, decode_curve=now.decode_curve)
+            != now
+        ):
             raise RequestIdReused(
-                "request_id", f"{event.request_id} has registered {event.spec.engine_id} with another description"
+                "request_id",
+                f"{event.request_id} has registered {event.spec.engine_id} with another "
+                "description",
             )
         return record
 
@@ -95,7 +121,8 @@ class EngineTable:
         return record
 
     def renew(self, event: LeaseRenewed, now: float) -> EngineRecord:
-        """Extend a lease and store load and curve; the engine is not suspect any more. Raises LeaseNotFound."""
+        """Extend a lease and store load and curve; the engine is not suspect any more. Raises
+        LeaseNotFound."""
         record = self.require_lease(event.lease_id, event.engine_id)
         spec, load = record.spec, record.load
         if event.load is not None:
@@ -104,7 +131,9 @@ class EngineTable:
                 spec = replace(spec, weight_version=load.weight_version)
         if event.decode_curve is not None and event.decode_curve != spec.decode_curve:
             spec = replace(spec, decode_curve=event.decode_curve)
-        renewed = replace(record, spec=spec, load=load, lease_expires_s=now + self._lease_ttl_s, suspect_s=None)
+        renewed = replace(
+            record, spec=spec, load=load, lease_expires_s=now + self._lease_ttl_s, suspect_s=None
+        )
         self._put(renewed)
         return renewed
 
@@ -163,7 +192,8 @@ class EngineTable:
         record = self._engines.get(engine_id)
         if record is None or record.lease_id != lease_id:
             raise LeaseNotFound(
-                f"no lease {lease_id} on engine {engine_id}: it ran out or was replaced; register again",
+                f"no lease {lease_id} on engine {engine_id}: it ran out or was replaced; register "
+                "again",
                 lease_id=lease_id,
                 engine_id=engine_id,
             )
@@ -174,7 +204,9 @@ class EngineTable:
         differs = self.desired is not None and version != self.desired.weight_version
         behind = differs or version.startswith(INCOMPLETE)
         drained = record.spec.engine_id in self._drained
-        record = replace(record, behind=behind, load_error=record.load_error if behind else "", draining=drained)
+        record = replace(
+            record, behind=behind, load_error=record.load_error if behind else "", draining=drained
+        )
         old = self._engines.get(record.spec.engine_id)
         if old is None or old.spec is not record.spec or old.usable is not record.usable:
             self.membership += 1
@@ -188,8 +220,9 @@ class EngineTable:
 
 @dataclass(frozen=True, slots=True)
 class Able:
-    """Engines, by id, that may run trajectories with some tags. usable: engines for new steps; where none is usable,
-    those that are not drained, or all. fits_all: context tokens that each of them takes."""
+    """Engines, by id, that may run trajectories with some tags. usable: engines for new steps;
+    where none is usable, those that are not drained, or all. fits_all: context tokens that each of
+    them takes."""
 
     engines: list[EngineRecord]
     usable: list[EngineRecord]
@@ -197,25 +230,31 @@ class Able:
 
     @classmethod
     def of(cls, engines: list[EngineRecord]) -> "Able":
-        limits = [engine.spec.max_context_tokens for engine in engines if engine.spec.max_context_tokens]
+        limits = [
+            engine.spec.max_context_tokens for engine in engines if engine.spec.max_context_tokens
+        ]
         usable = [engine for engine in engines if engine.usable]
         usable = usable or [engine for engine in engines if not engine.draining] or engines
         return cls(engines, usable, min(limits) - 1 if limits else math.inf)
 
     def fitting(self, context_tokens: int) -> "Able":
-        """The engines that take a context this long and one token more. Raises ContextTooLong where there are engines
-        and none does."""
+        """The engines that take a context this long and one token more. Raises ContextTooLong where
+        there are engines and none does."""
         if context_tokens <= self.fits_all:
             return self
         return Able.of(_require_fitting(self.engines, context_tokens))
 
     def without(self, engine_id: str) -> "Able":
         """All engines but this one, unless it is the only one."""
-        return Able.of([engine for engine in self.engines if engine.spec.engine_id != engine_id] or self.engines)
+        return Able.of(
+            [engine for engine in self.engines if engine.spec.engine_id != engine_id]
+            or self.engines
+        )
 
 
 class Siting:
-    """Chooses engines. Keeps the position of the round-robin, and which engine saw each prompt last."""
+    """Chooses engines. Keeps the position of the round-robin, and which engine saw each prompt
+    last."""
 
     def __init__(self, engines: EngineTable, table: TrajectoryTable, tuning: Tuning) -> None:
         self._engines = engines
@@ -225,8 +264,13 @@ class Siting:
         self._prompts: OrderedDict[str, str] = OrderedDict()
         self._able: dict[tuple[str, ...], Able] = {}  # by the tags that they must carry
         self._able_revision = -1
-        self.why: tuple[str, tuple[object, ...]] = ("", ())  # the last choice was made: a pattern and its values
-        self._missing_since_s: dict[tuple[str, ...], float] = {}  # tags that were asked for and no engine carries
+        self.why: tuple[str, tuple[object, ...]] = (
+            "",
+            (),
+        )  # the last choice was made: a pattern and its values
+        self._missing_since_s: dict[
+            tuple[str, ...], float
+        ] = {}  # tags that were asked for and no engine carries
 
     def restore(self) -> None:
         """Continue from the stored trajectories of an earlier run."""
@@ -251,12 +295,18 @@ class Siting:
                 self._prompts.popitem(last=False)
 
     def choose(
-        self, record: TrajectoryRecord, *, target: str = "", avoid: str = "", context_tokens: int = 0
+        self,
+        record: TrajectoryRecord,
+        *,
+        target: str = "",
+        avoid: str = "",
+        context_tokens: int = 0,
     ) -> EngineRecord | None:
         """The engine for the trajectory's next step, or None where none may take it now.
 
-        target: the engine that the plan wants; avoid: one that has just lost a stream of this trajectory, taken only
-        where there is no other. Raises ContextTooLong where engines exist and none takes `context_tokens`.
+        target: the engine that the plan wants; avoid: one that has just lost a stream of this
+        trajectory, taken only where there is no other. Raises ContextTooLong where engines exist
+        and none takes `context_tokens`.
         """
         if record.pinned_engine_id:
             pinned = self._engines.get(record.pinned_engine_id)
@@ -269,7 +319,9 @@ class Siting:
         if loads and not first and record.engine_id != avoid:
             return None  # it loads weights, and so do the others; then it goes on there
         rule = record.policy.placement
-        if rule in (PlacementRule.PLANNED, PlacementRule.PINNED) or (rule is PlacementRule.STICKY and not first):
+        if rule in (PlacementRule.PLANNED, PlacementRule.PINNED) or (
+            rule is PlacementRule.STICKY and not first
+        ):
             free = rule is PlacementRule.PLANNED and first
             for engine_id in (target if free else "", record.engine_id):
                 engine = self._engines.get(engine_id) if engine_id and engine_id != avoid else None
@@ -281,7 +333,12 @@ class Siting:
                     and carries_tags(engine, record)
                     and fits_context(engine, context_tokens)
                 ):
-                    self.why = ("it was there before" if engine_id == record.engine_id else "the plan names it", ())
+                    self.why = (
+                        "it was there before"
+                        if engine_id == record.engine_id
+                        else "the plan names it",
+                        (),
+                    )
                     return engine
         able = self._able_for(record).fitting(context_tokens)
         if avoid:
@@ -293,7 +350,9 @@ class Siting:
         if rule is PlacementRule.CACHE_AWARE:
             return self._cache_aware(record, able)
         for engine in able.usable:
-            if engine.spec.engine_id == record.engine_id:  # to be avoided, or drained, and the only one
+            if (
+                engine.spec.engine_id == record.engine_id
+            ):  # to be avoided, or drained, and the only one
                 self.why = ("no other engine is there", ())
                 return engine
         if rule is PlacementRule.PINNED:
@@ -303,22 +362,36 @@ class Siting:
         return self._least_work(able, record)
 
     def require_fitting(self, record: TrajectoryRecord, context_tokens: int) -> None:
-        """Raises ContextTooLong where engines exist and none takes a context this long, as `choose` would."""
+        """Raises ContextTooLong where engines exist and none takes a context this long, as `choose`
+        would."""
         self._able_for(record).fitting(context_tokens)
 
     def explain_lack(self, record: TrajectoryRecord, now: float) -> NoEngine:
-        """Why `choose` has found no engine, without the trajectory's name, so that a client can say it once for all."""
+        """Why `choose` has found no engine, without the trajectory's name, so that a client can say
+        it once for all."""
         engines, tags = list(self._engines), ", ".join(record.hardware_tags)
         lack, kind = "no engine is registered", NoEngine
         if record.pinned_engine_id:
-            lack = f"engine {record.pinned_engine_id}, to which the trajectory is pinned, is gone or not healthy"
+            lack = (
+                f"engine {record.pinned_engine_id}, to which the trajectory is pinned, is gone "
+                "or not healthy"
+            )
         elif any(carries_tags(engine, record) for engine in engines):
-            lack = f"no engine with the hardware tags {tags} is healthy" if tags else "no engine is healthy"
+            lack = (
+                f"no engine with the hardware tags {tags} is healthy"
+                if tags
+                else "no engine is healthy"
+            )
             if any(engine.behind for engine in engines):
-                lack = f"{lack} and serves the desired weights; engines that do not are loading them, or cannot"
+                lack = (
+                    f"{lack} and serves the desired weights; engines that do not are loading "
+                    "them, or cannot"
+                )
         elif engines:
             missing_s = now - self._missing_since_s.setdefault(record.hardware_tags, now)
-            known = ", ".join(sorted({tag for engine in engines for tag in engine.spec.hardware_tags}))
+            known = ", ".join(
+                sorted({tag for engine in engines for tag in engine.spec.hardware_tags})
+            )
             lack = (
                 f"none of the {len(engines)} engines carries the hardware tags {tags}; "
                 f"engines have {f'the tags {known}' if known else 'no tags'}"
@@ -337,7 +410,9 @@ class Siting:
             self._able_revision = self._engines.revision
         able = self._able.get(record.hardware_tags)
         if able is None:
-            able = Able.of([engine for engine in self._engines if engine.able and carries_tags(engine, record)])
+            able = Able.of(
+                [engine for engine in self._engines if engine.able and carries_tags(engine, record)]
+            )
             self._able[record.hardware_tags] = able
         return able
 
@@ -346,7 +421,11 @@ class Siting:
         steps = [tally(engine.spec.engine_id).live_tickets for engine in able.usable]
         most, least = max(steps), min(steps)
         if most - least <= self._tuning.skew_steps or most <= self._tuning.skew_ratio * least:
-            holder = record.engine_id if record.ticket is not None else self._prompts.get(record.prompt_id, "")
+            holder = (
+                record.engine_id
+                if record.ticket is not None
+                else self._prompts.get(record.prompt_id, "")
+            )
             for engine in able.usable:
                 if engine.spec.engine_id == holder:
                     self.why = ("it holds the prefix, with {} to {} steps an engine", (least, most))
@@ -354,8 +433,8 @@ class Siting:
         return self._least_loaded(able)
 
     def _least_loaded(self, able: Able) -> EngineRecord:
-        """Fewest live tickets for each slot, then fewest waiting steps, then the smaller id. The count of tickets is
-        newer than any measured load."""
+        """Fewest live tickets for each slot, then fewest waiting steps, then the smaller id. The
+        count of tickets is newer than any measured load."""
         tally = self._table.tally
         best, least = able.usable[0], (math.inf, math.inf)
         for engine in able.usable:
@@ -369,8 +448,8 @@ class Siting:
         return best
 
     def _least_work(self, able: Able, record: TrajectoryRecord) -> EngineRecord:
-        """Least seconds of predicted work with this trajectory added, all slots decoding; then fewest trajectories,
-        then the smaller id."""
+        """Least seconds of predicted work with this trajectory added, all slots decoding; then
+        fewest trajectories, then the smaller id."""
         tally = self._table.tally
         added = remaining_tokens(record, self._tuning)
         best, least_s, fewest, next_s = able.usable[0], math.inf, 0, math.inf
@@ -404,6 +483,7 @@ def _require_fitting(able: list[EngineRecord], context_tokens: int) -> list[Engi
         longest = max(engine.spec.max_context_tokens for engine in able)
         raise ContextTooLong(
             "context_tokens",
-            f"{context_tokens} tokens leave no room to generate: the longest context of an engine is {longest}",
+            f"{context_tokens} tokens leave no room to generate: the longest context of an engine "
+            f"is {longest}",
         )
     return fitting

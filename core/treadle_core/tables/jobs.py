@@ -1,15 +1,18 @@
-"""Jobs: whose client holds a lease, which are kept for a client that resumes them, and what share of the mesh each has.
+"""Jobs: whose client holds a lease, which are kept for a client that resumes them, and what share
+of the mesh each has.
 
-`JobTable` owns every JobRecord. A job is held while its lease runs; any request of its client renews it. One that is to
-be resumed stays here after it has ended, so that its rollouts are found again and a client that was replaced is
-refused. Whoever owns the table ends the jobs that `run_out` names, and removes those that `forgettable` names.
+`JobTable` owns every JobRecord. A job is held while its lease runs; any request of its client
+renews it. One that is to be resumed stays here after it has ended, so that its rollouts are found
+again and a client that was replaced is refused. Whoever owns the table ends the jobs that `run_out`
+names, and removes those that `forgettable` names.
 
-`Shares` divides the slots and the KV of all engines among the jobs (ADR 0039). A job's share is its weight over the
-weights of all jobs that have a live ticket, reserved KV or a first step that waits. What it uses is its dominant share
-(dominant resource fairness, Ghodsi et al., NSDI 2011): the part of all slots that its steps hold, or the part of all KV
-that is reserved for it, whichever is more. Jobs that use less than their share go before those that do not, then the
-job that was served least for its weight (`fair_share`), so that a share of less than one trajectory is kept as a mean
-over time. Nothing of it is stored: after a restart all jobs have been served alike.
+`Shares` divides the slots and the KV of all engines among the jobs (ADR 0039). A job's share is its
+weight over the weights of all jobs that have a live ticket, reserved KV or a first step that waits.
+What it uses is its dominant share (dominant resource fairness, Ghodsi et al., NSDI 2011): the part
+of all slots that its steps hold, or the part of all KV that is reserved for it, whichever is more.
+Jobs that use less than their share go before those that do not, then the job that was served least
+for its weight (`fair_share`), so that a share of less than one trajectory is kept as a mean over
+time. Nothing of it is stored: after a restart all jobs have been served alike.
 """
 
 import math
@@ -23,28 +26,34 @@ from treadle_core.refusals import JobNotFound, JobTakenOver
 from treadle_core.tables.engines import EngineTable
 from treadle_core.tables.trajectories import NOTHING, Tally, TrajectoryTable
 
-# Seconds of all engines by which a job may have been served more than one whose next step does not fit, before it stops
-# to pass that step. Long enough for a job of few short trajectories, and it bounds how long a large one is passed.
+# Seconds of all engines by which a job may have been served more than one whose next step does not
+# fit, before it stops to pass that step. Long enough for a job of few short trajectories, and it
+# bounds how long a large one is passed.
 PASS_LAG_S = 10.0
-# An engine shares its slots among the jobs that have steps there, and trajectories that have started stay where they
-# are. So the tickets of a job that uses less than it is due get a larger weight while it has more to do: larger by the
-# ratio of the two each BOOST_S, and by MOST_BOOST at most. Of three simulated engines with eight slots, two jobs of
-# weights 3:1 had slots as 3.5:1 without it and as 3.2:1 with it.
+# An engine shares its slots among the jobs that have steps there, and trajectories that have
+# started stay where they are. So the tickets of a job that uses less than it is due get a larger
+# weight while it has more to do: larger by the ratio of the two each BOOST_S, and by MOST_BOOST at
+# most. Of three simulated engines with eight slots, two jobs of weights 3:1 had slots as 3.5:1
+# without it and as 3.2:1 with it.
 BOOST_S = 10.0
 MOST_BOOST = 2.0
 FIRST = itemgetter(0)
-# While steps wait, ticks come more often than this; after a longer pause nobody has waited for anybody.
+# While steps wait, ticks come more often than this; after a longer pause nobody has waited for
+# anybody.
 LONGEST_PAUSE_S = 5.0
 
 
 class JobTable:
-    """Jobs by id. lease_s: how long a job is held after a renewal. resume_s: how long an ended one can be resumed."""
+    """Jobs by id. lease_s: how long a job is held after a renewal. resume_s: how long an ended one
+    can be resumed."""
 
     def __init__(self, lease_s: float, resume_s: float) -> None:
         self._lease_s, self._resume_s = lease_s, resume_s
         self._jobs: dict[str, JobRecord] = {}
         self._expires_s: dict[str, float] = {}  # of the jobs that are held
-        self._weights: dict[str, float] = {}  # of the names that were asked for since a job has changed
+        self._weights: dict[
+            str, float
+        ] = {}  # of the names that were asked for since a job has changed
 
     def get(self, job_id: str) -> JobRecord | None:
         return self._jobs.get(job_id)
@@ -53,7 +62,8 @@ class JobTable:
         return iter(list(self._jobs.values()))
 
     def weight(self, name: str) -> float:
-        """Of the share of a name: the largest that a client of it has given; 1 for clients without a name."""
+        """Of the share of a name: the largest that a client of it has given; 1 for clients without
+        a name."""
         if name not in self._weights:
             held = (self._jobs[job_id] for job_id in self._expires_s)
             weights = [record.weight for record in held if record.name == name]
@@ -68,7 +78,9 @@ class JobTable:
         """The job, which is held or may be held again. Raises JobNotFound, JobTakenOver."""
         record = self._jobs.get(job_id)
         if record is None:
-            raise JobNotFound(f"no job {job_id}: its lease ran out or it was closed; open it again", job_id=job_id)
+            raise JobNotFound(
+                f"no job {job_id}: its lease ran out or it was closed; open it again", job_id=job_id
+            )
         if record.successor_id:
             raise JobTakenOver(
                 f"another client has resumed job {record.name}: this one must not go on",
@@ -79,7 +91,8 @@ class JobTable:
         return record
 
     def resumable(self, name: str) -> list[JobRecord]:
-        """Jobs of this name whose work a client that resumes it takes over: one, but where a write was lost."""
+        """Jobs of this name whose work a client that resumes it takes over: one, but where a write
+        was lost."""
         return [
             record
             for record in self._jobs.values()
@@ -87,7 +100,8 @@ class JobTable:
         ]
 
     def restore(self, records: Iterable[JobRecord], now: float) -> None:
-        """Take over stored jobs; leases get their whole length, as none could renew while the scheduler was away."""
+        """Take over stored jobs; leases get their whole length, as none could renew while the
+        scheduler was away."""
         self._weights.clear()
         for record in records:
             self._jobs[record.job_id] = record
@@ -114,7 +128,8 @@ class JobTable:
             self._expires_s[job_id] += seconds
 
     def end(self, record: JobRecord, now: float, successor_id: str = "") -> JobRecord | None:
-        """End a job; returns it as it is kept for a client that resumes it, None where it is removed."""
+        """End a job; returns it as it is kept for a client that resumes it, None where it is
+        removed."""
         self._expires_s.pop(record.job_id, None)
         self._weights.clear()
         if not record.resume:
@@ -130,7 +145,9 @@ class JobTable:
 
     def run_out(self, now: float) -> list[JobRecord]:
         """Jobs whose lease has run out."""
-        return [self._jobs[job_id] for job_id, expires_s in self._expires_s.items() if expires_s <= now]
+        return [
+            self._jobs[job_id] for job_id, expires_s in self._expires_s.items() if expires_s <= now
+        ]
 
     def forgettable(self, now: float) -> list[str]:
         """Ids of jobs that ended so long ago that they cannot be resumed any more."""
@@ -143,9 +160,9 @@ class JobTable:
 
 @dataclass(slots=True)
 class Part:
-    """What one job has of the mesh. share: that it is due, above 0 and at most 1. held_slots: of its live tickets, that
-    the engines' queues let run. kv_tokens: reserved for it, on engines that say how many they hold. slots,
-    kv_room_tokens: of all engines."""
+    """What one job has of the mesh. share: that it is due, above 0 and at most 1. held_slots: of
+    its live tickets, that the engines' queues let run. kv_tokens: reserved for it, on engines that
+    say how many they hold. slots, kv_room_tokens: of all engines."""
 
     job: str
     weight: float
@@ -169,8 +186,9 @@ class Part:
 
 
 def _divide_slots(slots: int, tickets: list[tuple[float, int, float, Part]]) -> None:
-    """Give each job the slots of an engine that its queue does: those of its share, and of what others do not need
-    (max-min fairness). tickets: live ones for its weight, live ones, weight and part of each job that has any."""
+    """Give each job the slots of an engine that its queue does: those of its share, and of what
+    others do not need (max-min fairness). tickets: live ones for its weight, live ones, weight and
+    part of each job that has any."""
     left, weights = float(slots), 0.0
     for each in tickets:
         weights += each[2]
@@ -194,8 +212,8 @@ class Shares:
         self._now = 0.0
 
     def divide(self, waiting: Collection[str], now: float) -> bool:
-        """Find the parts of all jobs; False where no more than one has any. waiting: names of those whose first steps
-        wait."""
+        """Find the parts of all jobs; False where no more than one has any. waiting: names of those
+        whose first steps wait."""
         if len(self._table.open_of_job) < 2 and len(self._parts) < 2:
             return False
         took_s, self._now = now - self._now, now
@@ -213,10 +231,13 @@ class Shares:
         return len(self._parts) > 1
 
     def _boost(self, part: Part, took_s: float, waits: bool) -> None:
-        """Change the boost of a job for the time since the last look; one with nothing more to do collects none."""
+        """Change the boost of a job for the time since the last look; one with nothing more to do
+        collects none."""
         has_more = waits or part.live_tickets > part.held_slots
         lack = min(part.share / part.used, MOST_BOOST) if part.used else MOST_BOOST
-        boost = self._boosts.pop(part.job, 1.0) * (lack if has_more else 1 / MOST_BOOST) ** (took_s / BOOST_S)
+        boost = self._boosts.pop(part.job, 1.0) * (lack if has_more else 1 / MOST_BOOST) ** (
+            took_s / BOOST_S
+        )
         if boost > 1.0:
             self._boosts[part.job] = min(boost, MOST_BOOST)
 
@@ -228,7 +249,12 @@ class Shares:
         """The parts of all jobs now, by name."""
         specs = [engine.spec for engine in self._engines]
         tallies = [self._table.tallies_of_jobs(spec.engine_id) for spec in specs]
-        names = sorted({*waiting, *(job for each in tallies for job, tally in each.items() if tally.uses_engine)})
+        names = sorted(
+            {
+                *waiting,
+                *(job for each in tallies for job, tally in each.items() if tally.uses_engine),
+            }
+        )
         rooms = [spec.kv_room_tokens for spec in specs]
         slots = sum(spec.slot_limit for spec in specs)
         parts = [Part(name, self._jobs.weight(name), slots, sum(rooms)) for name in names]
@@ -265,16 +291,23 @@ class Shares:
             part.kv_tokens += record.ticket.kv_reserve_tokens
 
     def may_pass(self, job: str, blocked: str) -> bool:
-        """Whether a job may start within its share although the next step of another one does not fit."""
-        lag_s = sum(part.weight for part in self._parts.values()) * (self._served.tag(job) - self._served.tag(blocked))
+        """Whether a job may start within its share although the next step of another one does not
+        fit."""
+        lag_s = sum(part.weight for part in self._parts.values()) * (
+            self._served.tag(job) - self._served.tag(blocked)
+        )
         return lag_s <= PASS_LAG_S
 
     def owned_slots(self, job: str, spec: EngineSpec) -> int:
-        """The slots of an engine that are a job's share, of which it may have a part in the last one."""
+        """The slots of an engine that are a job's share, of which it may have a part in the last
+        one."""
         return math.ceil(self._parts[job].share * spec.slot_limit)
 
-    def owns_room(self, record: TrajectoryRecord, kv_tokens: int, spec: EngineSpec, mine: Tally) -> bool:
-        """Whether an engine's KV that is its job's share has room for a trajectory. mine: what the job has there."""
+    def owns_room(
+        self, record: TrajectoryRecord, kv_tokens: int, spec: EngineSpec, mine: Tally
+    ) -> bool:
+        """Whether an engine's KV that is its job's share has room for a trajectory. mine: what the
+        job has there."""
         part = self._parts[record.job]
         kv_tokens -= record.prompt_tokens if record.prompt_id in mine.prompts else 0
         mine_tokens, room_tokens = mine.kv_reserve_tokens + kv_tokens, spec.kv_room_tokens

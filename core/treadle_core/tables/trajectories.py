@@ -1,7 +1,9 @@
-"""The table of trajectories, with sums for each engine that placement and admission read, and columns that plans read.
+"""The table of trajectories, with sums for each engine that placement and admission read, and
+columns that plans read.
 
-Owns every TrajectoryRecord, the sums (`Tally`) and the live columns, which equal what a walk over the open records
-would give: only `put` and `forget` write. Collects the ids of watched trajectories whose record has changed.
+Owns every TrajectoryRecord, the sums (`Tally`) and the live columns, which equal what a walk over
+the open records would give: only `put` and `forget` write. Collects the ids of watched trajectories
+whose record has changed.
 """
 
 import struct
@@ -27,11 +29,14 @@ from treadle_core.tuning import Tuning
 
 FIRST_ROWS = 64
 
-# Columns: tokens left to sample, tokens of context now, seconds of tool calls left, number of the engine, whether
-# a plan may move it (PLANNED or NOT_PLANNED), number of its set of hardware tags, 1 where it has started,
-# standard deviation of ln(tokens left), tokens that the cap leaves (inf without one), tokens of tools' answers left,
-# number of the prompt, 1 where its engine has prefilled its context.
-TOKENS, CONTEXT, TOOL_S, ENGINE, MOVABLE, TAGS, STARTED, LOG_SIGMA, ROOM, OBSERVED, PROMPT, READ = range(12)
+# Columns: tokens left to sample, tokens of context now, seconds of tool calls left, number of the
+# engine, whether a plan may move it (PLANNED or NOT_PLANNED), number of its set of hardware tags, 1
+# where it has started, standard deviation of ln(tokens left), tokens that the cap leaves (inf
+# without one), tokens of tools' answers left, number of the prompt, 1 where its engine has
+# prefilled its context.
+TOKENS, CONTEXT, TOOL_S, ENGINE, MOVABLE, TAGS, STARTED, LOG_SIGMA, ROOM, OBSERVED, PROMPT, READ = (
+    range(12)
+)
 ROW = struct.Struct("12d")
 
 PLANNED, NOT_PLANNED = 1.0, 0.0
@@ -42,10 +47,11 @@ Row = tuple[float, ...]  # a number for each column
 
 @dataclass(slots=True)
 class Tally:
-    """Sums over the open trajectories of one engine: their number, how many have started, the KV tokens reserved for
-    those, predicted tokens left. live: priorities of the live tickets, rising. prompts: those in the reserved tokens,
-    each once for all of its samples, with its tokens and how many samples there are. jobs: `trajectories`, `live` and
-    what is reserved of each job by its name; empty where only one has had trajectories since the table was empty."""
+    """Sums over the open trajectories of one engine: their number, how many have started, the KV
+    tokens reserved for those, predicted tokens left. live: priorities of the live tickets, rising.
+    prompts: those in the reserved tokens, each once for all of its samples, with its tokens and how
+    many samples there are. jobs: `trajectories`, `live` and what is reserved of each job by its
+    name; empty where only one has had trajectories since the table was empty."""
 
     trajectories: int = 0
     started: int = 0
@@ -73,8 +79,8 @@ class Tally:
                 insort(self.live, new)
 
     def has_room(self, record: TrajectoryRecord, kv_tokens: int, spec: EngineSpec) -> bool:
-        """Whether the engine can reserve so much KV for a trajectory that is elsewhere or has not started; it always
-        can for its first one."""
+        """Whether the engine can reserve so much KV for a trajectory that is elsewhere or has not
+        started; it always can for its first one."""
         capacity = spec.kv_room_tokens
         if record.prompt_id in self.prompts:
             kv_tokens -= record.prompt_tokens
@@ -112,15 +118,19 @@ NOTHING = Tally()  # of an engine without trajectories; never written
 
 
 class LiveColumns:
-    """Open trajectories as columns of numbers, so that a plan for thousands of them starts from arrays.
+    """Open trajectories as columns of numbers, so that a plan for thousands of them starts from
+    arrays.
 
-    `TrajectoryTable` alone writes them, at each event, one row for each open trajectory; the rows are in the order of
-    opening. The row of a closed trajectory is never used again and keeps its id: when room runs out, the live rows get
-    new numbers all at once in a new array of ids. So who holds `ids` and some rows knows whose they are.
+    `TrajectoryTable` alone writes them, at each event, one row for each open trajectory; the rows
+    are in the order of opening. The row of a closed trajectory is never used again and keeps its
+    id: when room runs out, the live rows get new numbers all at once in a new array of ids. So who
+    holds `ids` and some rows knows whose they are.
     """
 
     def __init__(self) -> None:
-        self.engines: dict[str, int] = {}  # numbers of engine ids: 0, 1, ... as they were first seen
+        self.engines: dict[
+            str, int
+        ] = {}  # numbers of engine ids: 0, 1, ... as they were first seen
         self.tags: dict[tuple[str, ...], int] = {}  # numbers of sets of hardware tags
         self.ids: Names = np.empty(FIRST_ROWS, np.object_)
         self.used = 0  # rows, those of closed trajectories included
@@ -163,7 +173,8 @@ class LiveColumns:
         return self._rows.get(trajectory_id, -1)
 
     def _renumber(self) -> None:
-        """Make room: drop the rows of closed trajectories; where that frees less than half, double the rows."""
+        """Make room: drop the rows of closed trajectories; where that frees less than half, double
+        the rows."""
         rows = np.array(list(self._rows.values()), np.int64)
         size = len(self._cells) * (2 if 2 * len(rows) > len(self._cells) else 1)
         cells, ids = np.zeros((size, ROW.size // 8)), np.empty(size, np.object_)
@@ -174,10 +185,10 @@ class LiveColumns:
 
 @dataclass(slots=True)
 class _Counted:
-    """What one open trajectory has added to the tally of its engine. live: as in `change_live`. log_sigma: of its
-    prediction, kept since most changes of a record leave the prediction as it was and two logarithms are dear at each.
-    prompt_number: the same for all samples of a prompt; two prompts share one once in billions, which costs a plan a
-    little accuracy."""
+    """What one open trajectory has added to the tally of its engine. live: as in `change_live`.
+    log_sigma: of its prediction, kept since most changes of a record leave the prediction as it was
+    and two logarithms are dear at each. prompt_number: the same for all samples of a prompt; two
+    prompts share one once in billions, which costs a plan a little accuracy."""
 
     engine_id: str
     tally: Tally
@@ -194,8 +205,8 @@ class _Counted:
 
 
 class TrajectoryTable:
-    """Trajectories by id, in the order of opening. open_of_job: how many are open, by the name of the job; to be read
-    only."""
+    """Trajectories by id, in the order of opening. open_of_job: how many are open, by the name of
+    the job; to be read only."""
 
     def __init__(self, tuning: Tuning) -> None:
         self.columns = LiveColumns()
@@ -224,7 +235,8 @@ class TrajectoryTable:
         record = self._records.get(trajectory_id)
         if record is None:
             raise TrajectoryNotFound(
-                f"no trajectory {trajectory_id}: never opened here, or closed long ago", trajectory_id=trajectory_id
+                f"no trajectory {trajectory_id}: never opened here, or closed long ago",
+                trajectory_id=trajectory_id,
             )
         return record
 
@@ -248,7 +260,8 @@ class TrajectoryTable:
         return self._tallies.get(engine_id, NOTHING)
 
     def tallies_of_jobs(self, engine_id: str) -> Mapping[str, Tally]:
-        """The sums of an engine by the name of the job, without `started` and `tokens`; to be read only."""
+        """The sums of an engine by the name of the job, without `started` and `tokens`; to be read
+        only."""
         tally = self.tally(engine_id)
         return tally.jobs if self._of_jobs else dict.fromkeys(self.open_of_job, tally)
 
@@ -293,7 +306,9 @@ class TrajectoryTable:
         tokens = remaining_tokens(record, self._tuning)
         ticket = record.ticket
         started = ticket is not None
-        live = record.priority if ticket is not None and ticket.status is TicketStatus.LIVE else None
+        live = (
+            record.priority if ticket is not None and ticket.status is TicketStatus.LIVE else None
+        )
         reserve = ticket.kv_reserve_tokens if ticket is not None else 0
         counted = self._counted.get(trajectory_id)
         if counted is not None and counted.engine_id == engine_id:
@@ -306,7 +321,12 @@ class TrajectoryTable:
                     if reserve != counted.reserve:
                         each.release(*counted.prompt, counted.reserve)
                         each.reserve(*counted.prompt, reserve)
-            counted.tokens, counted.live, counted.started, counted.reserve = tokens, live, started, reserve
+            counted.tokens, counted.live, counted.started, counted.reserve = (
+                tokens,
+                live,
+                started,
+                reserve,
+            )
         else:
             if counted is not None:
                 self._leave(trajectory_id, counted)
@@ -317,7 +337,9 @@ class TrajectoryTable:
             tally.started += started
             prompt = (record.prompt_id, record.prompt_tokens)
             number = float(zlib.crc32(record.prompt_id.encode("utf-8", "surrogatepass")))
-            counted = _Counted(engine_id, tally, record.job, None, tokens, live, started, reserve, prompt, number)
+            counted = _Counted(
+                engine_id, tally, record.job, None, tokens, live, started, reserve, prompt, number
+            )
             tally.add(counted)
             if self._of_jobs:
                 self._add_to_job(counted)

@@ -16,11 +16,13 @@ class Place(NamedTuple):
 
 
 class WaitingSteps:
-    """Requests for tickets that are not answered yet; those of first steps stand in one queue for each job and engine.
+    """Requests for tickets that are not answered yet; those of first steps stand in one queue for
+    each job and engine.
 
-    A trajectory stands in at most one queue, by its priority at the time of `enqueue`, then by arrival. Nothing of it
-    is stored: after a restart the clients ask again. `requests`, by trajectory id, and `jobs`, the queues by the name
-    of the job and then by engine, are for others to read only.
+    A trajectory stands in at most one queue, by its priority at the time of `enqueue`, then by
+    arrival. Nothing of it is stored: after a restart the clients ask again. `requests`, by
+    trajectory id, and `jobs`, the queues by the name of the job and then by engine, are for others
+    to read only.
     """
 
     def __init__(self) -> None:
@@ -44,7 +46,9 @@ class WaitingSteps:
 
     def by_arrival(self, trajectory_ids: Iterable[str]) -> list[str]:
         """Those of the trajectories that wait, in the order of arrival."""
-        return sorted(self.requests.keys() & trajectory_ids, key=lambda each: self.requests[each][0])
+        return sorted(
+            self.requests.keys() & trajectory_ids, key=lambda each: self.requests[each][0]
+        )
 
     def remove(self, trajectory_id: str) -> None:
         """Remove a request, if it is here."""
@@ -65,7 +69,11 @@ class WaitingSteps:
 
     def waiting_for(self, engine_id: str) -> Iterator[str]:
         """The trajectories in the queues of an engine, job by job."""
-        return (place.trajectory_id for queues in self.jobs.values() for place in queues.get(engine_id, ()))
+        return (
+            place.trajectory_id
+            for queues in self.jobs.values()
+            for place in queues.get(engine_id, ())
+        )
 
     def enqueue(self, engine_id: str, trajectory_id: str, priority: float, job: str = "") -> None:
         """Give a waiting trajectory this place instead of its former one."""

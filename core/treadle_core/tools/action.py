@@ -1,8 +1,9 @@
 """An action, what it asks for, how it scales and how long it takes (ARL-Tangram §4.1).
 
-A dimension is a name such as `cpu_cores` or `api_quota:example.org`: each website's quota is a dimension of its own.
-Amounts are whole units of a dimension: cores, bytes, GPUs, requests. All values are frozen. `check_action` refuses a
-bad one when it is submitted, so that no solver meets a NaN or an empty set.
+A dimension is a name such as `cpu_cores` or `api_quota:example.org`: each website's quota is a
+dimension of its own. Amounts are whole units of a dimension: cores, bytes, GPUs, requests. All
+values are frozen. `check_action` refuses a bad one when it is submitted, so that no solver meets a
+NaN or an empty set.
 """
 
 import itertools
@@ -17,7 +18,9 @@ MEMORY_BYTES = "memory_bytes"
 GPUS = "gpus"
 
 MOST_UNITS = 1 << 53  # beyond it floats skip whole numbers; eight petabytes
-MOST_CHOICES = 1_024  # numbers of units that one action may get; a row of the queue's tables is that wide
+MOST_CHOICES = (
+    1_024  # numbers of units that one action may get; a row of the queue's tables is that wide
+)
 MOST_SECONDS = 1e9  # thirty years
 
 
@@ -62,7 +65,8 @@ class Elasticity(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Amdahl:
-    """A serial share of the work, in [0, 1], runs on one unit only: E(m) = 1 / (1 + share * (m - 1)).
+    """A serial share of the work, in [0, 1], runs on one unit only: E(m) = 1 / (1 + share * (m -
+    1)).
 
     Durations are convex in m, so `arrangement.marginal_gains` arranges them exactly.
     """
@@ -92,11 +96,12 @@ class Measured:
 class Action:
     """One call of a tool or a reward.
 
-    arrival: place in the order of submission, any ascending integers. cost: the demand by dimension. single_unit_s: T
-    of eq. 1, seconds on one unit, profiled or a mean; None: not known. key: the dimension that the duration depends on,
-    if any. node_id: the CPU node that the trajectory lives on; None: this is its first action, and the memory it asks
-    for is the whole trajectory's (§5.2). service: the model that it needs on its GPUs; each number of GPUs is a service
-    of its own (§5.3).
+    arrival: place in the order of submission, any ascending integers. cost: the demand by
+    dimension. single_unit_s: T of eq. 1, seconds on one unit, profiled or a mean; None: not known.
+    key: the dimension that the duration depends on, if any. node_id: the CPU node that the
+    trajectory lives on; None: this is its first action, and the memory it asks for is the whole
+    trajectory's (§5.2). service: the model that it needs on its GPUs; each number of GPUs is a
+    service of its own (§5.3).
     """
 
     action_id: str
@@ -112,11 +117,14 @@ class Action:
     @property
     def scalable(self) -> bool:
         """Whether elasticity and duration are both known (Algorithm 1, line 5)."""
-        return self.single_unit_s is not None and self.key is not None and self.elasticity is not None
+        return (
+            self.single_unit_s is not None and self.key is not None and self.elasticity is not None
+        )
 
     @property
     def sized_dimension(self) -> str:
-        """The dimension that a decision gives more than the least of: the key, or the first one in `cost`."""
+        """The dimension that a decision gives more than the least of: the key, or the first one in
+        `cost`."""
         return self.key or next(iter(self.cost))
 
 
@@ -139,8 +147,8 @@ def seconds_at(action: Action, units: int) -> float | None:
 
 
 class InvalidActionError(CoreError):
-    """An action with a bad figure, or with parts that do not belong together. `field` is the path within the action,
-    e.g. `cost[cpu_cores].units`."""
+    """An action with a bad figure, or with parts that do not belong together. `field` is the path
+    within the action, e.g. `cost[cpu_cores].units`."""
 
 
 def check_action(action: Action, capacities: Mapping[str, int]) -> None:
@@ -158,30 +166,42 @@ def check_action(action: Action, capacities: Mapping[str, int]) -> None:
         if demand.least > capacities[dimension]:
             raise InvalidActionError(
                 f"cost[{dimension}]",
-                f"at least {demand.least} asked for, {capacities[dimension]} in all: never fits; ask for less",
+                f"at least {demand.least} asked for, {capacities[dimension]} in all: never fits; "
+                "ask for less",
             )
-    if action.single_unit_s is not None and not 0.0 <= action.single_unit_s <= MOST_SECONDS:  # NaN fails too
+    if (
+        action.single_unit_s is not None and not 0.0 <= action.single_unit_s <= MOST_SECONDS
+    ):  # NaN fails too
         raise InvalidActionError(
-            "single_unit_s", f"must be a number from 0 to {MOST_SECONDS:g}, is {action.single_unit_s}"
+            "single_unit_s",
+            f"must be a number from 0 to {MOST_SECONDS:g}, is {action.single_unit_s}",
         )
     if action.key is None:
         if action.elasticity is not None:
-            raise InvalidActionError("key", "is missing; name the dimension that the elasticity is of")
+            raise InvalidActionError(
+                "key", "is missing; name the dimension that the elasticity is of"
+            )
         return
     if action.key not in action.cost:
-        raise InvalidActionError("key", f"{action.key!r} is not in cost; give it a demand there or leave the key out")
+        raise InvalidActionError(
+            "key", f"{action.key!r} is not in cost; give it a demand there or leave the key out"
+        )
     _check_elasticity(action.elasticity, f"cost[{action.key}]", action.cost[action.key])
 
 
 def _check_elasticity(elasticity: Elasticity | None, field: str, demand: Demand) -> None:
     if isinstance(demand, Range) and demand.most - demand.least >= MOST_CHOICES:
-        raise InvalidActionError(field, f"more than {MOST_CHOICES} numbers of units; use a coarser unit or a UnitSet")
+        raise InvalidActionError(
+            field, f"more than {MOST_CHOICES} numbers of units; use a coarser unit or a UnitSet"
+        )
     if elasticity is None:
         return
     if isinstance(elasticity, Measured):
         at = [units for units, _ in elasticity.points]
         if not at or at != sorted(set(at)):
-            raise InvalidActionError("elasticity.points", "must be at one or more ascending numbers of units")
+            raise InvalidActionError(
+                "elasticity.points", "must be at one or more ascending numbers of units"
+            )
     for units in key_units(demand):
         efficiency = elasticity.efficiency(units)
         if not 0.0 < efficiency <= 1.0:  # NaN fails too
@@ -196,13 +216,21 @@ def _check_demand(field: str, demand: Demand) -> None:
             figures = {"least": least, "most": most}
         case UnitSet(choices):
             if not 1 <= len(choices) <= MOST_CHOICES:
-                raise InvalidActionError(f"{field}.units", f"must be 1 to {MOST_CHOICES} numbers, are {len(choices)}")
+                raise InvalidActionError(
+                    f"{field}.units", f"must be 1 to {MOST_CHOICES} numbers, are {len(choices)}"
+                )
             figures = {f"units[{index}]": units for index, units in enumerate(choices)}
     for name, units in figures.items():
-        if not 1 <= units <= MOST_UNITS or units != int(units):  # a caller without types may hand over a float
+        if not 1 <= units <= MOST_UNITS or units != int(
+            units
+        ):  # a caller without types may hand over a float
             wish = f"must be a whole number from 1 to {MOST_UNITS}"
-            raise InvalidActionError(f"{field}.{name}", f"{wish}, is {units}; leave out what is not asked for")
+            raise InvalidActionError(
+                f"{field}.{name}", f"{wish}, is {units}; leave out what is not asked for"
+            )
     if isinstance(demand, Range) and demand.most < demand.least:
-        raise InvalidActionError(f"{field}.most", f"must be at least {demand.least}, is {demand.most}")
+        raise InvalidActionError(
+            f"{field}.most", f"must be at least {demand.least}, is {demand.most}"
+        )
     if isinstance(demand, UnitSet) and list(demand.units) != sorted(set(demand.units)):
         raise InvalidActionError(f"{field}.units", "must ascend without repeats")

@@ -1,9 +1,11 @@
-"""Divide free units among candidates so that the sum of their durations is least (DPArrange, ARL-Tangram appendix B).
+"""Divide free units among candidates so that the sum of their durations is least (DPArrange,
+ARL-Tangram appendix B).
 
-An arrangement is computed once for all candidates in their order, and then answers for every prefix of them: all the
-evictions of Algorithm 1 come out of one table, where the paper runs DPArrange again for each. `flat_table` is the basic
-operator (Algorithm 3), `marginal_gains` is exact and faster where durations are convex, `chunk_table` is the GPU-chunk
-operator. All of them expect that every candidate fits with its least units.
+An arrangement is computed once for all candidates in their order, and then answers for every prefix
+of them: all the evictions of Algorithm 1 come out of one table, where the paper runs DPArrange
+again for each. `flat_table` is the basic operator (Algorithm 3), `marginal_gains` is exact and
+faster where durations are convex, `chunk_table` is the GPU-chunk operator. All of them expect that
+every candidate fits with its least units.
 """
 
 from __future__ import annotations
@@ -16,14 +18,16 @@ import numpy as np
 
 from treadle_core.compiled import Floats, Indexes, compiled, inlined, lean
 
-# Of a duration: a saving that grows by less is the last digit of a division and not a curve that bends up.
+# Of a duration: a saving that grows by less is the last digit of a division and not a curve that
+# bends up.
 ROUNDING = 1e-12
 LEVELS = 4  # chunks of 1, 2, 4, 8 GPUs
 NODE_GPUS = 1 << (LEVELS - 1)
 
 
 class Curves(NamedTuple):
-    """units[i, c], ascending in c, and seconds[i, c]: what candidate i may get, and how long it then takes.
+    """units[i, c], ascending in c, and seconds[i, c]: what candidate i may get, and how long it
+    then takes.
 
     counts[i]: how many choices are real; those beyond are not read.
     """
@@ -37,21 +41,23 @@ class Curves(NamedTuple):
         return Curves(self.units[candidates], self.seconds[candidates], self.counts[candidates])
 
     def priced(self, price: float) -> Curves:
-        """Return curves in which a second costs more by `price` for each unit: arranged so, fewer units are held."""
+        """Return curves in which a second costs more by `price` for each unit: arranged so, fewer
+        units are held."""
         return Curves(self.units, self.seconds * (1.0 + price * self.units), self.counts)
 
 
-# Of candidates that share the free units: int64[prefix], the choice of units of each of the first `prefix` when the
-# others get nothing.
+# Of candidates that share the free units: int64[prefix], the choice of units of each of the first
+# `prefix` when the others get nothing.
 Arrangement = Callable[[int], Indexes]
 
 
 def flat_table(curves: Curves, free: int) -> Arrangement:
     """Interchangeable units, such as those of a quota or the cores of one node; any curves.
 
-    Row i of the table is of the first i candidates; entry e is their least sum of seconds with at most e units beyond
-    their minimums. The paper's rows use all units exactly (ISVALID: r = 0), but a set such as {1, 4} need not add up to
-    what is free. A row is as wide as its prefix can use, so a queue that only just fits has a narrow table.
+    Row i of the table is of the first i candidates; entry e is their least sum of seconds with at
+    most e units beyond their minimums. The paper's rows use all units exactly (ISVALID: r = 0), but
+    a set such as {1, 4} need not add up to what is free. A row is as wide as its prefix can use, so
+    a queue that only just fits has a narrow table.
     """
     least = curves.units[:, 0]
     most = curves.units[np.arange(len(curves.counts)), curves.counts - 1]
@@ -66,9 +72,15 @@ def flat_table(curves: Curves, free: int) -> Arrangement:
 
 @compiled
 def fill_rows(
-    units: Indexes, seconds: Floats, counts: Indexes, widths: Indexes, starts: Indexes, table: Floats
+    units: Indexes,
+    seconds: Floats,
+    counts: Indexes,
+    widths: Indexes,
+    starts: Indexes,
+    table: Floats,
 ) -> None:
-    """Fill the table of `flat_table`. The loop over entries is innermost, so that it is vectorised."""
+    """Fill the table of `flat_table`. The loop over entries is innermost, so that it is
+    vectorised."""
     table[0] = 0.0
     for i in range(len(counts)):
         before = table[starts[i] : starts[i] + widths[i] + 1]
@@ -89,9 +101,16 @@ def fill_rows(
 
 @compiled
 def trace_rows(
-    units: Indexes, seconds: Floats, counts: Indexes, widths: Indexes, starts: Indexes, table: Floats, prefix: int
+    units: Indexes,
+    seconds: Floats,
+    counts: Indexes,
+    widths: Indexes,
+    starts: Indexes,
+    table: Floats,
+    prefix: int,
 ) -> Indexes:
-    """Find the choices behind the last entry of a row again by the same sums, so that `fill_rows` stores none.
+    """Find the choices behind the last entry of a row again by the same sums, so that `fill_rows`
+    stores none.
 
     Of equal choices the one with the fewest units: what is not needed stays free.
     """
@@ -111,23 +130,25 @@ def trace_rows(
 def marginal_gains(curves: Curves, free: int) -> Arrangement:
     """Interchangeable units for curves that `is_convex` accepts. Beyond the paper.
 
-    Each further unit goes to the candidate that it saves most. No unit of a candidate saves more than the one before,
-    so these are the largest savings there are (Fox 1966). O(n + units * log n) a prefix, where the table takes
-    O(n * units * choices).
+    Each further unit goes to the candidate that it saves most. No unit of a candidate saves more
+    than the one before, so these are the largest savings there are (Fox 1966). O(n + units * log n)
+    a prefix, where the table takes O(n * units * choices).
     """
     return partial(deal_units, *curves, free)
 
 
 @compiled
 def is_convex(units: Indexes, seconds: Floats, counts: Indexes) -> bool:
-    """Whether every candidate's units come one by one and each saves no more than the one before it."""
+    """Whether every candidate's units come one by one and each saves no more than the one before
+    it."""
     for i in range(len(counts)):
         slack = ROUNDING * seconds[i, 0]
         for choice in range(1, counts[i]):
             if units[i, choice] != units[i, choice - 1] + 1:
                 return False
             if choice > 1 and (
-                seconds[i, choice - 1] - seconds[i, choice] > seconds[i, choice - 2] - seconds[i, choice - 1] + slack
+                seconds[i, choice - 1] - seconds[i, choice]
+                > seconds[i, choice - 2] - seconds[i, choice - 1] + slack
             ):
                 return False
     return True
@@ -135,7 +156,8 @@ def is_convex(units: Indexes, seconds: Floats, counts: Indexes) -> bool:
 
 @lean
 def sift_down_gain(gains: Floats, owners: Indexes, size: int, at: int) -> None:
-    """Restore a heap, largest gain first, below an entry that got smaller; of equal gains the earlier owner first."""
+    """Restore a heap, largest gain first, below an entry that got smaller; of equal gains the
+    earlier owner first."""
     gain, owner = gains[at], owners[at]
     while True:
         child = 2 * at + 1
@@ -143,7 +165,8 @@ def sift_down_gain(gains: Floats, owners: Indexes, size: int, at: int) -> None:
             break
         other = child + 1
         if other < size and (
-            gains[other] > gains[child] or (gains[other] == gains[child] and owners[other] < owners[child])
+            gains[other] > gains[child]
+            or (gains[other] == gains[child] and owners[other] < owners[child])
         ):
             child = other
         if gains[child] < gain or (gains[child] == gain and owners[child] > owner):
@@ -188,7 +211,8 @@ class Chunk(NamedTuple):
 
 
 def free_chunks(node_id: str, free: Collection[int]) -> list[Chunk]:
-    """Return the largest aligned chunks of a node's free GPUs, in order: two free buddies are one chunk."""
+    """Return the largest aligned chunks of a node's free GPUs, in order: two free buddies are one
+    chunk."""
     found = []
     first = 0
     while first < NODE_GPUS:
@@ -212,9 +236,11 @@ def level_of(units: int) -> int:
 
 @inlined
 def take_chunk(counts: Indexes, level: int) -> bool:
-    """Take one chunk of a level out of `counts`, the free chunks by level; false, and nothing changed, where none is.
+    """Take one chunk of a level out of `counts`, the free chunks by level; false, and nothing
+    changed, where none is.
 
-    A larger chunk is split where no chunk of the level is free, and leaves one chunk of each level between.
+    A larger chunk is split where no chunk of the level is free, and leaves one chunk of each level
+    between.
     """
     source = level
     while source < LEVELS and counts[source] == 0:
@@ -228,14 +254,16 @@ def take_chunk(counts: Indexes, level: int) -> bool:
 
 
 def chunk_table(curves: Curves, free_chunks: Indexes) -> Arrangement:
-    """GPUs in buddy chunks: entry [i, state] is the least sum of seconds of the first i candidates on the free chunks
-    of a state. free_chunks: int64[LEVELS], how many chunks of 1, 2, 4, 8 GPUs are free.
+    """GPUs in buddy chunks: entry [i, state] is the least sum of seconds of the first i candidates
+    on the free chunks of a state. free_chunks: int64[LEVELS], how many chunks of 1, 2, 4, 8 GPUs
+    are free.
 
-    Where the paper contradicts itself, §5.3 and the text of appendix B are followed and not the listing of Algorithm 4,
-    which takes k GPUs apart over several chunks and never splits one, so that one GPU cannot be had of a free node.
-    Here k GPUs take one chunk of the next power of two, of the smallest free chunk that holds it. A level is split into
-    only when it is empty, so there are never more chunks of it than max(free at first, 1): that bounds the states,
-    which Algorithm 4 leaves open. n fresh nodes have 8 * (n + 1) of them.
+    Where the paper contradicts itself, §5.3 and the text of appendix B are followed and not the
+    listing of Algorithm 4, which takes k GPUs apart over several chunks and never splits one, so
+    that one GPU cannot be had of a free node. Here k GPUs take one chunk of the next power of two,
+    of the smallest free chunk that holds it. A level is split into only when it is empty, so there
+    are never more chunks of it than max(free at first, 1): that bounds the states, which Algorithm
+    4 leaves open. n fresh nodes have 8 * (n + 1) of them.
     """
     residuals = residual_states(free_chunks)
     full = 0  # the state with all of them
@@ -246,7 +274,8 @@ def chunk_table(curves: Curves, free_chunks: Indexes) -> Arrangement:
 
 @compiled
 def residual_states(counts: Indexes) -> Indexes:
-    """The operator PREV as a table: [state, level] is the state after a chunk of a level is taken, -1 where none is.
+    """The operator PREV as a table: [state, level] is the state after a chunk of a level is taken,
+    -1 where none is.
 
     States are counts in mixed radix (ENCODE).
     """
@@ -285,15 +314,24 @@ def fill_states(units: Indexes, seconds: Floats, counts: Indexes, residual: Inde
             for state in range(len(residual)):
                 left = residual[state, level]
                 if left >= 0:
-                    table[i + 1, state] = min(table[i + 1, state], table[i, left] + seconds[i, choice])
+                    table[i + 1, state] = min(
+                        table[i + 1, state], table[i, left] + seconds[i, choice]
+                    )
     return table
 
 
 @compiled
 def trace_states(
-    units: Indexes, seconds: Floats, counts: Indexes, residual: Indexes, table: Floats, full: int, prefix: int
+    units: Indexes,
+    seconds: Floats,
+    counts: Indexes,
+    residual: Indexes,
+    table: Floats,
+    full: int,
+    prefix: int,
 ) -> Indexes:
-    """Find the choices behind an entry again by the same sums; of equal choices the one with the fewest units."""
+    """Find the choices behind an entry again by the same sums; of equal choices the one with the
+    fewest units."""
     chosen = np.zeros(prefix, np.int64)
     state = full
     for i in range(prefix - 1, -1, -1):

@@ -1,7 +1,8 @@
 """Cores and memory of nodes, allocated on execution (ARL-Tangram §5.2).
 
-A core belongs to one action at a time. A trajectory's memory is held from its first action until it is forgotten, and
-its actions stay on that action's node, which `CpuNodes.assign` chooses: where the largest share of memory is free.
+A core belongs to one action at a time. A trajectory's memory is held from its first action until it
+is forgotten, and its actions stay on that action's node, which `CpuNodes.assign` chooses: where the
+largest share of memory is free.
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,12 +67,16 @@ class CpuManager(Manager):
         self._nodes: dict[str, _Node] = {}
         for index, machine in enumerate(machines):
             if machine.node_id in self._nodes:
-                raise InvalidPoolError(f"machines[{index}].node_id", f"{machine.node_id!r} is there twice")
+                raise InvalidPoolError(
+                    f"machines[{index}].node_id", f"{machine.node_id!r} is there twice"
+                )
             if len({core for numa in machine.numa for core in numa}) < machine.cores:
                 raise InvalidPoolError(f"machines[{index}].numa", "has a core twice")
             if machine.memory_bytes < 0:
                 raise InvalidPoolError(f"machines[{index}].memory_bytes", "must be at least 0")
-            self._nodes[machine.node_id] = _Node(machine, tuple(map(frozenset, machine.numa)), machine.memory_bytes)
+            self._nodes[machine.node_id] = _Node(
+                machine, tuple(map(frozenset, machine.numa)), machine.memory_bytes
+            )
         self._running: dict[str, _Running] = {}
         self._homes: dict[str, _Home] = {}
 
@@ -81,29 +86,48 @@ class CpuManager(Manager):
         return None if home is None else home.node.machine.node_id
 
     def send_home(self, action: Action) -> Action:
-        """Return the action for the node that its trajectory lives on, if any, without the memory held there."""
+        """Return the action for the node that its trajectory lives on, if any, without the memory
+        held there."""
         node_id = self.home(action.trajectory_id)
         if node_id is None:
             return action
-        cost = {dimension: demand for dimension, demand in action.cost.items() if dimension != MEMORY_BYTES}
+        cost = {
+            dimension: demand
+            for dimension, demand in action.cost.items()
+            if dimension != MEMORY_BYTES
+        }
         return replace(action, node_id=node_id, cost=cost or action.cost)
 
     def check(self, action: Action) -> None:
         if action.node_id is not None and action.node_id not in self._nodes:
-            raise InvalidActionError("node_id", f"no node is called {action.node_id!r}; place its trajectory anew")
+            raise InvalidActionError(
+                "node_id", f"no node is called {action.node_id!r}; place its trajectory anew"
+            )
 
     def pools(self, now_s: float) -> tuple[CpuNodes, ...]:
         nodes = self._nodes.values()
         capacity = [(node.machine.cores, node.machine.memory_bytes) for node in nodes]
-        return (CpuNodes(self._nodes, capacity, [(node.free_cores, node.free_memory_bytes) for node in nodes]),)
+        return (
+            CpuNodes(
+                self._nodes, capacity, [(node.free_cores, node.free_memory_bytes) for node in nodes]
+            ),
+        )
 
     def executing(self, now_s: float) -> list[Executing]:
         return [
-            Executing(CPU_CORES, each.count, each.ends_at_s - now_s, each.node.machine.node_id, each.scalable)
+            Executing(
+                CPU_CORES,
+                each.count,
+                each.ends_at_s - now_s,
+                each.node.machine.node_id,
+                each.scalable,
+            )
             for each in self._running.values()
         ]
 
-    def take(self, start: Start, units: Mapping[str, int], now_s: float, expected_s: float) -> CpuGrant:
+    def take(
+        self, start: Start, units: Mapping[str, int], now_s: float, expected_s: float
+    ) -> CpuGrant:
         assert start.node_id is not None
         action, node = start.action, self._nodes[start.node_id]
         count, memory_bytes = units.get(CPU_CORES, 0), units.get(MEMORY_BYTES, 0)
@@ -114,12 +138,18 @@ class CpuManager(Manager):
         node.free_memory_bytes -= memory_bytes
         home = self._homes.setdefault(action.trajectory_id, _Home(node))
         home.memory_bytes += memory_bytes
-        self._running[action.action_id] = _Running(node, cores, count, now_s + expected_s, action.scalable)
-        return CpuGrant(start.node_id, tuple(sorted(core for numa in cores for core in numa)), home.memory_bytes)
+        self._running[action.action_id] = _Running(
+            node, cores, count, now_s + expected_s, action.scalable
+        )
+        return CpuGrant(
+            start.node_id, tuple(sorted(core for numa in cores for core in numa)), home.memory_bytes
+        )
 
     def give_back(self, action_id: str, ended: Ended, now_s: float) -> None:
         ran = self._running.pop(action_id)
-        ran.node.free = tuple(free | held for free, held in zip(ran.node.free, ran.cores, strict=True))
+        ran.node.free = tuple(
+            free | held for free, held in zip(ran.node.free, ran.cores, strict=True)
+        )
 
     def forget(self, trajectory_id: str) -> None:
         home = self._homes.pop(trajectory_id, None)
@@ -128,7 +158,10 @@ class CpuManager(Manager):
 
     def usage(self, now_s: float) -> tuple[Usage, ...]:
         nodes = self._nodes.values()
-        cores, free_cores = sum(node.machine.cores for node in nodes), sum(node.free_cores for node in nodes)
+        cores, free_cores = (
+            sum(node.machine.cores for node in nodes),
+            sum(node.free_cores for node in nodes),
+        )
         size = sum(node.machine.memory_bytes for node in nodes)
         free_bytes = sum(node.free_memory_bytes for node in nodes)
         return (
@@ -140,14 +173,19 @@ class CpuManager(Manager):
 def pick_cores(free: Cores, count: int) -> Cores:
     """Return `count` of the free cores, of which there are as many at least.
 
-    All of one NUMA node where one has enough, the fullest that does, so that emptier ones stay for larger actions; else
-    of as few as there can be: the emptiest first, and the last of them again the fullest that has enough.
+    All of one NUMA node where one has enough, the fullest that does, so that emptier ones stay for
+    larger actions; else of as few as there can be: the emptiest first, and the last of them again
+    the fullest that has enough.
     """
     left = [set(cores) for cores in free]
     picked: list[frozenset[int]] = [frozenset()] * len(free)
     while count > 0:
         enough = [(len(cores), at) for at, cores in enumerate(left) if len(cores) >= count]
-        at = min(enough)[1] if enough else max(range(len(left)), key=lambda index: (len(left[index]), -index))
+        at = (
+            min(enough)[1]
+            if enough
+            else max(range(len(left)), key=lambda index: (len(left[index]), -index))
+        )
         picked[at] = frozenset(sorted(left[at])[:count])
         count -= len(picked[at])
         left[at].clear()

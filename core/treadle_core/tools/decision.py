@@ -1,10 +1,12 @@
-"""A scheduling decision: which waiting actions start now, with how many units each, and where (ARL-Tangram §4.2).
+"""A scheduling decision: which waiting actions start now, with how many units each, and where
+(ARL-Tangram §4.2).
 
 A function of the queue, the pools, what runs and what a typical action takes; it changes nothing.
 
-Candidates are waiting actions that could all start now, each with its least (Algorithm 1, lines 1 to 4). Where an
-action asks several pools and not all have room, it reserves its units in those that have. The paper's prefix of the
-whole queue would hold up every later action; here only those wait that ask for what the earlier one waits for.
+Candidates are waiting actions that could all start now, each with its least (Algorithm 1, lines 1
+to 4). Where an action asks several pools and not all have room, it reserves its units in those that
+have. The paper's prefix of the whole queue would hold up every later action; here only those wait
+that ask for what the earlier one waits for.
 """
 
 from collections import defaultdict
@@ -25,10 +27,12 @@ NOT_ASKED = -2  # in place of a partition: the action does not use this pool
 
 
 class Executing(NamedTuple):
-    """Units of a dimension that come back in `ends_in_s` seconds; below 0 where the action is overdue.
+    """Units of a dimension that come back in `ends_in_s` seconds; below 0 where the action is
+    overdue.
 
-    node_id: of a dimension that is managed by node. An action that holds several dimensions is several of these.
-    scalable: it could have had more or fewer units, so that more such actions are likely to arrive while it runs.
+    node_id: of a dimension that is managed by node. An action that holds several dimensions is
+    several of these. scalable: it could have had more or fewer units, so that more such actions are
+    likely to arrive while it runs.
     """
 
     dimension: str
@@ -39,8 +43,8 @@ class Executing(NamedTuple):
 
 
 class Start(NamedTuple):
-    """An action that starts now with `units` of its `Action.sized_dimension` and the least of all others. node_id: the
-    CPU node, chunk: the GPUs, if it asks for them."""
+    """An action that starts now with `units` of its `Action.sized_dimension` and the least of all
+    others. node_id: the CPU node, chunk: the GPUs, if it asks for them."""
 
     action: Action
     units: int
@@ -53,8 +57,8 @@ def decide(
 ) -> tuple[Start, ...]:
     """Return the actions that start now, in the order of their arrival.
 
-    typical_s: seconds that an action of unknown duration is taken to last. Raises InvalidActionError for an action on a
-    node that is gone.
+    typical_s: seconds that an action of unknown duration is taken to last. Raises
+    InvalidActionError for an action on a node that is gone.
     """
     running: defaultdict[tuple[str, str | None], list[Executing]] = defaultdict(list)
     for each in executing:
@@ -74,9 +78,9 @@ def decide(
 
 @dataclass(frozen=True)
 class Candidates:
-    """By place i in the order of arrival. rows[i]: the row of the queue. assigned[p, i]: the partition in pool p, or
-    WAITS or NOT_ASKED. homes[p, i]: the partition that the action has to use, -1: any. admitted[i]: it waits for no
-    pool."""
+    """By place i in the order of arrival. rows[i]: the row of the queue. assigned[p, i]: the
+    partition in pool p, or WAITS or NOT_ASKED. homes[p, i]: the partition that the action has to
+    use, -1: any. admitted[i]: it waits for no pool."""
 
     rows: Indexes
     assigned: Indexes
@@ -106,12 +110,15 @@ def _homes(queue: ActionQueue, rows: Indexes, pool: Pool) -> list[int]:
     try:
         return [partitions[actions[row].node_id] for row in rows.tolist()]
     except KeyError as missing:
-        raise InvalidActionError("node_id", f"no node is called {missing}; place its trajectory anew") from missing
+        raise InvalidActionError(
+            "node_id", f"no node is called {missing}; place its trajectory anew"
+        ) from missing
 
 
 @dataclass(frozen=True)
 class _PartitionGroup:
-    """One dimension of one partition of the at-th pool, and the actions whose key it is (C.split of Algorithm 1)."""
+    """One dimension of one partition of the at-th pool, and the actions whose key it is (C.split of
+    Algorithm 1)."""
 
     queue: ActionQueue
     candidates: Candidates
@@ -122,7 +129,8 @@ class _PartitionGroup:
     keyed: Flags
 
     def decide(self, executing: Sequence[Executing], typical_s: float, units: Indexes) -> None:
-        """Write the units of each action that starts, by its place. executing: what runs on the partition."""
+        """Write the units of each action that starts, by its place. executing: what runs on the
+        partition."""
         rows, assigned = self.candidates.rows, self.candidates.assigned[self.at]
         here = assigned == self.partition
         starting = self.keyed & here & self.candidates.admitted
@@ -134,13 +142,16 @@ class _PartitionGroup:
         waiting = self.keyed & (assigned == WAITS) & (expected == self.partition)
         members = np.flatnonzero(starting | waiting)
         curves = self.queue.curves(rows[members], typical_s)
-        # What actions with another key take of this dimension is served first and comes back when they end.
+        # What actions with another key take of this dimension is served first and comes back when
+        # they end.
         others = rows[here & ~starting]
         column = self.queue.dimensions.index(self.dimension)
         others = others[self.queue.least[others, column] > 0]
         taken = self.queue.least[others, column]
         share = self.pool.share(self.partition, self.pool.dimensions.index(self.dimension), taken)
-        ends_s = [max(each.ends_in_s, 0.0) for each in executing]  # an overdue action is expected to end now
+        ends_s = [
+            max(each.ends_in_s, 0.0) for each in executing
+        ]  # an overdue action is expected to end now
         group = Group(
             curves,
             np.flatnonzero(starting[members]),
@@ -159,14 +170,21 @@ class _PartitionGroup:
         units[places] = self.queue.units[rows[places], 0]
 
     def _reassign(self) -> Indexes:
-        """Assign the partition again without the group's scalable actions, which all wait, so that the first of them
-        reserves nothing that other actions need. Return the places of the actions of the group that start.
+        """Assign the partition again without the group's scalable actions, which all wait, so that
+        the first of them reserves nothing that other actions need. Return the places of the actions
+        of the group that start.
 
         Actions that may use other partitions keep what they were assigned.
         """
-        rows, assigned, homes = self.candidates.rows, self.candidates.assigned[self.at], self.candidates.homes[self.at]
+        rows, assigned, homes = (
+            self.candidates.rows,
+            self.candidates.assigned[self.at],
+            self.candidates.homes[self.at],
+        )
         only = len(self.pool.nodes) == 1
-        here = (assigned == self.partition) | ((assigned == WAITS) & ((homes == self.partition) | only))
+        here = (assigned == self.partition) | (
+            (assigned == WAITS) & ((homes == self.partition) | only)
+        )
         others_fit = (np.delete(self.candidates.assigned, self.at, axis=0) != WAITS).all(axis=0)
         scalable = self.keyed & (self.queue.counts[rows] > 1)
         assigned[here & scalable] = WAITS
@@ -178,7 +196,9 @@ class _PartitionGroup:
         return starts
 
 
-def _starts(queue: ActionQueue, candidates: Candidates, pools: Sequence[Pool], units: Indexes) -> tuple[Start, ...]:
+def _starts(
+    queue: ActionQueue, candidates: Candidates, pools: Sequence[Pool], units: Indexes
+) -> tuple[Start, ...]:
     starting = np.flatnonzero(units != WAITS)
     rows, units = candidates.rows[starting], units[starting]
     nodes: list[str | None] = [None] * len(rows)
@@ -194,12 +214,14 @@ def _starts(queue: ActionQueue, candidates: Candidates, pools: Sequence[Pool], u
         held = np.where(queue.key[rows] == column, units, queue.least[rows, column])[asking]
         for index, chunk in zip(asking.tolist(), pool.chunks(held), strict=False):
             chunks[index] = chunk
-    return tuple(map(Start, [queue.actions[row] for row in rows.tolist()], units.tolist(), nodes, chunks))
+    return tuple(
+        map(Start, [queue.actions[row] for row in rows.tolist()], units.tolist(), nodes, chunks)
+    )
 
 
 def start_alone(action: Action, pools: Sequence[Pool]) -> Start | None:
-    """Start an action with its least while no other waits: what `decide` gives, in a tenth of the time. None: it has to
-    wait. The action has been checked."""
+    """Start an action with its least while no other waits: what `decide` gives, in a tenth of the
+    time. None: it has to wait. The action has been checked."""
     node_id: str | None = None
     chunk: Chunk | None = None
     cost = action.cost

@@ -1,9 +1,10 @@
-"""The queue, the decision and the resource managers as one state machine, which the gateway and the simulator drive.
+"""The queue, the decision and the resource managers as one state machine, which the gateway and the
+simulator drive.
 
-The driver submits actions, asks for decisions, and reports ends. Invariants: an action starts once. It takes its units
-from all the managers that own them; if one of these refuses, it takes nothing. It gives its units back once. If a
-trajectory has no node yet, only one of its actions is in the queue, and its other actions wait until this one has a
-node.
+The driver submits actions, asks for decisions, and reports ends. Invariants: an action starts once.
+It takes its units from all the managers that own them; if one of these refuses, it takes nothing.
+It gives its units back once. If a trajectory has no node yet, only one of its actions is in the
+queue, and its other actions wait until this one has a node.
 """
 
 from collections import Counter, deque
@@ -30,7 +31,9 @@ from treadle_core.tools.pools import InvalidPoolError, Pool, capacities
 from treadle_core.tools.queue import ActionQueue
 
 FIRST_TYPICAL_S = 1.0  # what an action of unknown duration is taken to last before any has ended
-TYPICAL_SHARE = 0.05  # of the newest in the typical duration: some twenty back still count for a third
+TYPICAL_SHARE = (
+    0.05  # of the newest in the typical duration: some twenty back still count for a third
+)
 
 
 class Resources:
@@ -42,7 +45,9 @@ class Resources:
         owned = [dimension for manager in managers for dimension in manager.dimensions]
         if len(set(owned)) < len(owned):
             raise InvalidPoolError("managers", f"own a dimension twice: {sorted(owned)}")
-        self._owner = {dimension: manager for manager in managers for dimension in manager.dimensions}
+        self._owner = {
+            dimension: manager for manager in managers for dimension in manager.dimensions
+        }
         self._cpu = next((manager for manager in managers if isinstance(manager, CpuManager)), None)
         self._taken: dict[str, tuple[Manager, ...]] = {}
 
@@ -58,7 +63,9 @@ class Resources:
     def needs_placement(self, action: Action) -> bool:
         """Whether the action, which was sent home, decides the node of its trajectory."""
         return (
-            self._cpu is not None and action.node_id is None and not action.cost.keys().isdisjoint(self._cpu.dimensions)
+            self._cpu is not None
+            and action.node_id is None
+            and not action.cost.keys().isdisjoint(self._cpu.dimensions)
         )
 
     def pools(self, now_s: float) -> list[Pool]:
@@ -68,8 +75,8 @@ class Resources:
         return [each for manager in self._managers for each in manager.executing(now_s)]
 
     def take(self, start: Start, now_s: float, expected_s: float) -> Grant:
-        """Raises InvalidHoldingError where the action holds already, or asks for more than is free; it holds nothing
-        then."""
+        """Raises InvalidHoldingError where the action holds already, or asks for more than is free;
+        it holds nothing then."""
         action_id, trajectory_id = start.action.action_id, start.action.trajectory_id
         if action_id in self._taken:
             raise InvalidHoldingError("start.action.action_id", f"{action_id!r} holds already")
@@ -79,7 +86,11 @@ class Resources:
         parts: list[CpuGrant | GpuGrant | None] = []
         try:
             for manager in dict.fromkeys(self._owner[dimension] for dimension in units):
-                mine = {dimension: units[dimension] for dimension in manager.dimensions if dimension in units}
+                mine = {
+                    dimension: units[dimension]
+                    for dimension in manager.dimensions
+                    if dimension in units
+                }
                 parts.append(manager.take(start, mine, now_s, expected_s))
                 taken.append(manager)
         except InvalidHoldingError:
@@ -116,7 +127,8 @@ class Resources:
 
 
 class Started(NamedTuple):
-    """An action that starts now. units: of its `sized_dimension`. expected_s: how long it should take."""
+    """An action that starts now. units: of its `sized_dimension`. expected_s: how long it should
+    take."""
 
     action: Action
     units: int
@@ -132,8 +144,12 @@ class Dispatcher:
         self.typical_s = FIRST_TYPICAL_S
         self._capacities = capacities(resources.pools(now_s))
         self._queue = ActionQueue(self._capacities)
-        self._placing: dict[str, str] = {}  # by trajectory without a node: the action that decides it
-        self._behind: dict[str, deque[Action]] = {}  # by such a trajectory: its actions that wait for the node
+        self._placing: dict[
+            str, str
+        ] = {}  # by trajectory without a node: the action that decides it
+        self._behind: dict[
+            str, deque[Action]
+        ] = {}  # by such a trajectory: its actions that wait for the node
         self._behind_ids: set[str] = set()
         self._began_s: dict[str, float] = {}
 
@@ -160,10 +176,13 @@ class Dispatcher:
         self.resources.check(action)
 
     def submit(self, action: Action) -> None:
-        """Queue the action. Raises what `check` raises, and InvalidActionError for an id that waits or runs."""
+        """Queue the action. Raises what `check` raises, and InvalidActionError for an id that waits
+        or runs."""
         self.check(action)
         if any(action.action_id in ids for ids in (self._began_s, self._behind_ids, self._queue)):
-            raise InvalidActionError("action_id", f"{action.action_id!r} waits or runs already; use an id once")
+            raise InvalidActionError(
+                "action_id", f"{action.action_id!r} waits or runs already; use an id once"
+            )
         action = self.resources.send_home(action)
         trajectory_id = action.trajectory_id
         if not self.resources.needs_placement(action):
@@ -176,18 +195,22 @@ class Dispatcher:
             self._behind_ids.add(action.action_id)
 
     def start_at_once(self, action: Action, now_s: float) -> Started | None:
-        """Start a checked action without a choice of units where no action waits and there is room; None: submit it."""
+        """Start a checked action without a choice of units where no action waits and there is room;
+        None: submit it."""
         if action.scalable or len(self):
             return None
         start = start_alone(self.resources.send_home(action), self.resources.pools(now_s))
         return None if start is None else self._start(start, now_s)
 
     def withdraw(self, action_id: str) -> None:
-        """Remove a waiting action whose caller is gone. Raises KeyError for one that does not wait."""
+        """Remove a waiting action whose caller is gone. Raises KeyError for one that does not
+        wait."""
         if action_id in self._behind_ids:
             self._behind_ids.remove(action_id)
             for trajectory_id, behind in self._behind.items():
-                self._behind[trajectory_id] = deque(action for action in behind if action.action_id != action_id)
+                self._behind[trajectory_id] = deque(
+                    action for action in behind if action.action_id != action_id
+                )
             return
         self._submit_behind(self._queue.remove(action_id))
 
@@ -195,7 +218,12 @@ class Dispatcher:
         """Start the actions that a decision chooses, in their order."""
         started: list[Started] = []
         while len(self._queue) and self._may_start(now_s):
-            starts = decide(self._queue, self.resources.pools(now_s), self.resources.executing(now_s), self.typical_s)
+            starts = decide(
+                self._queue,
+                self.resources.pools(now_s),
+                self.resources.executing(now_s),
+                self.typical_s,
+            )
             for start in starts:
                 self._queue.remove(start.action.action_id)
                 started.append(self._start(start, now_s))
@@ -204,7 +232,8 @@ class Dispatcher:
         return started
 
     def end(self, action_id: str, now_s: float, ended: Ended = SERVED) -> None:
-        """Free what a started action holds. Raises InvalidHoldingError for one that does not run."""
+        """Free what a started action holds. Raises InvalidHoldingError for one that does not
+        run."""
         self.resources.give_back(action_id, ended, now_s)
         took_s = now_s - self._began_s.pop(action_id)
         if ended.end is End.SERVED:
@@ -219,7 +248,8 @@ class Dispatcher:
         return self.resources.next_change_s(now_s) if len(self._queue) else NEVER_S
 
     def _may_start(self, now_s: float) -> bool:
-        """Whether no dimension has less free than every waiting action asks for: else there is nothing to decide."""
+        """Whether no dimension has less free than every waiting action asks for: else there is
+        nothing to decide."""
         free = {each.dimension: each.free for each in self.resources.usage(now_s)}
         least = self._queue.least[: len(self._queue)].min(axis=0)
         return bool((least <= [free[dimension] for dimension in self._queue.dimensions]).all())
@@ -232,7 +262,8 @@ class Dispatcher:
         return Started(start.action, start.units, grant, expected_s)
 
     def _submit_behind(self, action: Action) -> int:
-        """Queue the actions that waited for the node that this one was to decide; returns how many."""
+        """Queue the actions that waited for the node that this one was to decide; returns how
+        many."""
         if self._placing.get(action.trajectory_id) != action.action_id:
             return 0
         del self._placing[action.trajectory_id]

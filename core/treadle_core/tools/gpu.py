@@ -1,9 +1,9 @@
 """GPUs as buddy chunks with services in their memory, evicted on execution (ARL-Tangram §5.3).
 
-At most one action executes on a GPU at any time. The size of its chunk is the paper's rule, the smallest that holds it;
-which of those is decided here, by the services that are resident. So a grant may name another chunk of the same size
-than the decision did. A service's state does not change as it serves: to evict it is to release its GPU memory, and a
-copy stays on the host.
+At most one action executes on a GPU at any time. The size of its chunk is the paper's rule, the
+smallest that holds it; which of those is decided here, by the services that are resident. So a
+grant may name another chunk of the same size than the decision did. A service's state does not
+change as it serves: to evict it is to release its GPU memory, and a copy stays on the host.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -37,16 +37,22 @@ class _Running:
 
 
 class GpuManager(Manager):
-    """Owner of the GPUs. Invariant: on no GPU do the resident services take more than its memory."""
+    """Owner of the GPUs. Invariant: on no GPU do the resident services take more than its
+    memory."""
 
     dimensions: ClassVar[tuple[str, ...]] = (GPUS,)
 
     def __init__(
-        self, node_ids: Sequence[str] | Mapping[str, Collection[int]], gpu_bytes: int, services: Sequence[Service] = ()
+        self,
+        node_ids: Sequence[str] | Mapping[str, Collection[int]],
+        gpu_bytes: int,
+        services: Sequence[Service] = (),
     ) -> None:
-        """gpu_bytes: memory of each GPU. node_ids: nodes of 8 GPUs; of a node with fewer the numbers of its GPUs.
+        """gpu_bytes: memory of each GPU. node_ids: nodes of 8 GPUs; of a node with fewer the
+        numbers of its GPUs.
 
-        Raises InvalidPoolError for a node or a service twice, a degree that no node has, or one that never fits.
+        Raises InvalidPoolError for a node or a service twice, a degree that no node has, or one
+        that never fits.
         """
         if len(set(node_ids)) < len(node_ids):
             raise InvalidPoolError("node_ids", "has a node twice")
@@ -60,11 +66,17 @@ class GpuManager(Manager):
         self._services: dict[tuple[str, int], Service] = {}
         for index, service in enumerate(services):
             if (service.name, service.degree) in self._services:
-                raise InvalidPoolError(f"services[{index}]", f"{service.name!r} with {service.degree} GPUs twice")
+                raise InvalidPoolError(
+                    f"services[{index}]", f"{service.name!r} with {service.degree} GPUs twice"
+                )
             if not 1 <= service.degree <= NODE_GPUS:
-                raise InvalidPoolError(f"services[{index}].degree", f"must be from 1 to {NODE_GPUS}")
+                raise InvalidPoolError(
+                    f"services[{index}].degree", f"must be from 1 to {NODE_GPUS}"
+                )
             if not 0 < service.bytes_per_gpu <= gpu_bytes:
-                raise InvalidPoolError(f"services[{index}].bytes_per_gpu", f"must be from 1 to {gpu_bytes}")
+                raise InvalidPoolError(
+                    f"services[{index}].bytes_per_gpu", f"must be from 1 to {gpu_bytes}"
+                )
             self._services[service.name, service.degree] = service
         self._gpu_bytes = gpu_bytes
         self._used_s: dict[Resident, float] = {}  # when each resident was last used
@@ -76,12 +88,15 @@ class GpuManager(Manager):
         if action.service is None:
             return
         if GPUS not in action.cost:
-            raise InvalidActionError("service", f"{action.service!r} needs GPUs; give {GPUS} a demand in cost")
+            raise InvalidActionError(
+                "service", f"{action.service!r} needs GPUs; give {GPUS} a demand in cost"
+            )
         for degree in key_units(action.cost[GPUS]):
             if (action.service, degree) not in self._services:
                 raise InvalidActionError(
                     f"cost[{GPUS}]",
-                    f"{action.service!r} is not served on {degree} GPUs; ask for a UnitSet of those it is",
+                    f"{action.service!r} is not served on {degree} GPUs; ask for a UnitSet of "
+                    "those it is",
                 )
 
     def pools(self, now_s: float) -> tuple[GpuNodes, ...]:
@@ -93,7 +108,9 @@ class GpuManager(Manager):
             for each in self._running.values()
         ]
 
-    def take(self, start: Start, units: Mapping[str, int], now_s: float, expected_s: float) -> GpuGrant:
+    def take(
+        self, start: Start, units: Mapping[str, int], now_s: float, expected_s: float
+    ) -> GpuGrant:
         action, degree = start.action, units[GPUS]
         service = None if action.service is None else self._services[action.service, degree]
         grant = self._best_grant(1 << level_of(degree), service)
@@ -124,9 +141,12 @@ class GpuManager(Manager):
         return (Usage(GPUS, self._capacity, self._capacity - free, free),)
 
     def _best_grant(self, size: int, service: Service | None) -> GpuGrant:
-        """Of the runs of `size` in the smallest free chunks that hold one: where the service is resident, else where
-        nothing is to be evicted, else where what is evicted was used least recently; the first of equals."""
-        free = [chunk for node_id, gpus in self._free.items() for chunk in free_chunks(node_id, gpus)]
+        """Of the runs of `size` in the smallest free chunks that hold one: where the service is
+        resident, else where nothing is to be evicted, else where what is evicted was used least
+        recently; the first of equals."""
+        free = [
+            chunk for node_id, gpus in self._free.items() for chunk in free_chunks(node_id, gpus)
+        ]
         least = min((chunk.size for chunk in free if chunk.size >= size), default=None)
         if least is None:
             raise InvalidHoldingError("start.units", f"no chunk of {size} GPUs is free")
@@ -138,7 +158,10 @@ class GpuManager(Manager):
         ]
         return min(
             grants,
-            key=lambda grant: (grant.restore, max((self._used_s[each] for each in grant.evicted), default=-NEVER_S)),
+            key=lambda grant: (
+                grant.restore,
+                max((self._used_s[each] for each in grant.evicted), default=-NEVER_S),
+            ),
         )
 
     def _grant(self, chunk: Chunk, service: Service | None) -> GpuGrant:
@@ -146,13 +169,18 @@ class GpuManager(Manager):
             return GpuGrant(chunk, None, 0, self._residents_of(chunk))
         if Resident(service, chunk) in self._used_s:
             return GpuGrant(chunk, service, 0, ())
-        return GpuGrant(chunk, service, service.bytes_per_gpu * service.degree, self._to_evict(chunk, service))
+        return GpuGrant(
+            chunk, service, service.bytes_per_gpu * service.degree, self._to_evict(chunk, service)
+        )
 
     def _residents_of(self, chunk: Chunk) -> tuple[Resident, ...]:
-        return tuple({resident: None for gpu in gpus_of(chunk) for resident in self._on.get(gpu, ())})
+        return tuple(
+            {resident: None for gpu in gpus_of(chunk) for resident in self._on.get(gpu, ())}
+        )
 
     def _to_evict(self, chunk: Chunk, service: Service) -> tuple[Resident, ...]:
-        """The residents that have to go before `service` fits on `chunk`, least recently used first on each GPU."""
+        """The residents that have to go before `service` fits on `chunk`, least recently used first
+        on each GPU."""
         going: dict[Resident, None] = {}
         for gpu in gpus_of(chunk, service):
             there = [resident for resident in self._on.get(gpu, ()) if resident not in going]

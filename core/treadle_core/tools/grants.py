@@ -1,4 +1,5 @@
-"""What an action is granted, how it ended, and what every resource manager does (ARL-Tangram §5: one interface)."""
+"""What an action is granted, how it ended, and what every resource manager does (ARL-Tangram §5:
+one interface)."""
 
 import enum
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,8 @@ NEVER_S = float("inf")
 
 
 class InvalidHoldingError(CoreError):
-    """An action takes what it holds already or what is not free, or gives back what it does not hold."""
+    """An action takes what it holds already or what is not free, or gives back what it does not
+    hold."""
 
 
 class End(enum.Enum):
@@ -29,7 +31,8 @@ class End(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """retry_after_s: seconds for which the provider asked to be left alone; None: it did not say."""
+    """retry_after_s: seconds for which the provider asked to be left alone; None: it did not
+    say."""
 
     end: End = End.SERVED
     retry_after_s: float | None = None
@@ -71,8 +74,9 @@ class Resident:
 class GpuGrant:
     """A chunk, and what is to be done before the action executes: evict, then restore.
 
-    restore_bytes: over all GPUs of the service; 0 where it is resident already. evicted: services whose GPU memory is
-    to be released. service: None for an action that names none: it loads what it needs itself, and evicts all.
+    restore_bytes: over all GPUs of the service; 0 where it is resident already. evicted: services
+    whose GPU memory is to be released. service: None for an action that names none: it loads what
+    it needs itself, and evicts all.
     """
 
     chunk: Chunk
@@ -97,8 +101,8 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """capacity: units in all. held: by actions or trajectories now. free: units that may be taken now; less than the
-    rest while a provider refuses or its circuit breaker is open."""
+    """capacity: units in all. held: by actions or trajectories now. free: units that may be taken
+    now; less than the rest while a provider refuses or its circuit breaker is open."""
 
     dimension: str
     capacity: int
@@ -110,17 +114,22 @@ def units_of(start: Start) -> dict[str, int]:
     """Return the units that a start takes, by dimension."""
     action = start.action
     sized = action.sized_dimension
-    return {dimension: start.units if dimension == sized else demand.least for dimension, demand in action.cost.items()}
+    return {
+        dimension: start.units if dimension == sized else demand.least
+        for dimension, demand in action.cost.items()
+    }
 
 
 class Manager(Protocol):
-    """Owner of some dimensions. Invariants: never more units are held than there are; an action gives back once."""
+    """Owner of some dimensions. Invariants: never more units are held than there are; an action
+    gives back once."""
 
     @property
     def dimensions(self) -> tuple[str, ...]: ...
 
     def check(self, action: Action) -> None:
-        """Raise InvalidActionError for an action that could never be given what it asks of this manager."""
+        """Raise InvalidActionError for an action that could never be given what it asks of this
+        manager."""
 
     def pools(self, now_s: float) -> Sequence[Pool]:
         """What is free, for a decision. Capacities are the same at all times."""
@@ -131,7 +140,8 @@ class Manager(Protocol):
     def take(
         self, start: Start, units: Mapping[str, int], now_s: float, expected_s: float
     ) -> CpuGrant | GpuGrant | None:
-        """Take the units of a start; None: any units will do. units: of this manager's dimensions, one at least.
+        """Take the units of a start; None: any units will do. units: of this manager's dimensions,
+        one at least.
 
         Raises InvalidHoldingError where they are not free, and changes nothing then.
         """

@@ -1,13 +1,20 @@
-"""How many of a group's candidates start now, and with how many units (Algorithm 1 from line 5, Algorithm 2).
+"""How many of a group's candidates start now, and with how many units (Algorithm 1 from line 5,
+Algorithm 2).
 
-A group is the actions that share one key dimension of one partition. The objective is the sum of seconds until done,
-from now, over the candidates and the actions that wait behind them. Beyond the paper, where scalable actions run:
+A group is the actions that share one key dimension of one partition. The objective is the sum of
+seconds until done, from now, over the candidates and the actions that wait behind them. Beyond the
+paper, where scalable actions run:
 
-- As many more are expected to arrive while one runs as run now (Little's law), so a unit that is held for a second
-  longer costs each of them its part of all the units. Without it an action that arrives at an empty queue takes all
-  that it can use, and those that arrive next start with what little is left and keep it until they end.
-- Where running actions free enough units soon, the first scalable candidate waits for them. No scalable action passes
-  it, and running actions end, so it does not starve; others start meanwhile, as their units come back soon.
+- As many more are expected to arrive while one runs as run now (Little's law), so a unit that is
+  held for a second
+  longer costs each of them its part of all the units. Without it an action that arrives at an empty
+  queue takes all
+  that it can use, and those that arrive next start with what little is left and keep it until they
+  end.
+- Where running actions free enough units soon, the first scalable candidate waits for them. No
+  scalable action passes
+  it, and running actions end, so it does not starve; others start meanwhile, as their units come
+  back soon.
 """
 
 from collections.abc import Callable
@@ -20,20 +27,23 @@ from treadle_core.compiled import Floats, Indexes, compiled, lean
 from treadle_core.tools.arrangement import Curves
 from treadle_core.tools.pools import Share
 
-# How many choices of units the objective tries for the first waiting action; the paper finds 2 or 3 enough.
+# How many choices of units the objective tries for the first waiting action; the paper finds 2 or 3
+# enough.
 DEPTH = 2
 # Of so many candidates every prefix is tried; a search by doubling would try two thirds of them.
 MOST_TRIED = 12
 # Of more candidates, so many doublings in a row that do not help end the search.
 PATIENCE = 3
-# Of more candidates, the best prefix is found to within this part of them: one in a hundred changes the sum by less.
+# Of more candidates, the best prefix is found to within this part of them: one in a hundred changes
+# the sum by less.
 GRAIN = 100
 
 
 @dataclass(frozen=True)
 class Group:
-    """curves: of all actions in their order; candidates: int64[c], which of them could start now, ascending. ends_s,
-    units: what runs, in any order; running_scalable: how many of it could have had more or fewer units."""
+    """curves: of all actions in their order; candidates: int64[c], which of them could start now,
+    ascending. ends_s, units: what runs, in any order; running_scalable: how many of it could have
+    had more or fewer units."""
 
     curves: Curves
     candidates: Indexes
@@ -43,19 +53,22 @@ class Group:
     running_scalable: int = 0
 
     def choose_starts(self) -> Indexes | None:
-        """int64[s]: the choice of units of each of the first s candidates, which start. None: no scalable candidate
-        starts, as the first of them waits for more units.
+        """int64[s]: the choice of units of each of the first s candidates, which start. None: no
+        scalable candidate starts, as the first of them waits for more units.
 
-        Where no candidate is scalable all start with their least, and nothing is estimated. DPArrange does not see the
-        actions that wait for the units which it hands out, so for few candidates the best prefix and those beside it
-        are arranged a second time with a price on units.
+        Where no candidate is scalable all start with their least, and nothing is estimated.
+        DPArrange does not see the actions that wait for the units which it hands out, so for few
+        candidates the best prefix and those beside it are arranged a second time with a price on
+        units.
         """
         count = len(self.candidates)
         mine = self.curves.of(self.candidates)
         if (mine.counts == 1).all():
             return np.zeros(count, np.int64)
         arrangement = self.share.arrange(mine.priced(self._expected) if self._expected else mine)
-        prefix, least_s = best_prefix(lambda at, limit: self.objective(arrangement(at), limit), count)
+        prefix, least_s = best_prefix(
+            lambda at, limit: self.objective(arrangement(at), limit), count
+        )
         best = arrangement(prefix)
         if count <= MOST_TRIED:
             priced = self.share.arrange(mine.priced(self._price))
@@ -69,10 +82,11 @@ class Group:
         return best
 
     def objective(self, chosen: Indexes, limit_s: float = np.inf) -> float:
-        """GETAPPROXIMATEDOBJECTIVE where the first len(chosen) candidates start with these choices, plus what expected
-        actions wait for them.
+        """GETAPPROXIMATEDOBJECTIVE where the first len(chosen) candidates start with these choices,
+        plus what expected actions wait for them.
 
-        Infinite where it is not below the limit, or where running actions never free enough for all that wait.
+        Infinite where it is not below the limit, or where running actions never free enough for all
+        that wait.
         """
         expected_s = 0.0
         if self._expected:
@@ -80,7 +94,14 @@ class Group:
             held = self.curves.units[starting, chosen] * self.curves.seconds[starting, chosen]
             expected_s = self._expected * float(held.sum())
         return expected_s + sum_until_done(
-            *self.curves, self.candidates, chosen, self.ends_s, self.units, self.share.free, DEPTH, limit_s - expected_s
+            *self.curves,
+            self.candidates,
+            chosen,
+            self.ends_s,
+            self.units,
+            self.share.free,
+            DEPTH,
+            limit_s - expected_s,
         )
 
     @cached_property
@@ -98,30 +119,44 @@ class Group:
         return self.share.free + int(self.units.sum())
 
     def _objective_when_waiting(self, mine: Curves, limit_s: float) -> float:
-        """The objective where no scalable candidate starts, and the first of them waits for the units at which its
-        seconds cost least, each dearer by what others wait for its units."""
+        """The objective where no scalable candidate starts, and the first of them waits for the
+        units at which its seconds cost least, each dearer by what others wait for its units."""
         fixed = self.candidates[mine.counts == 1]
         head = int(self.candidates[np.argmax(mine.counts > 1)])
         count = int(self.curves.counts[head])
         units, seconds = self.curves.units[head, :count], self.curves.seconds[head, :count]
         suits = int(np.argmin(seconds * (1.0 + self._price * units)))
-        units_then, seconds_then = self.curves.units[:, :1].copy(), self.curves.seconds[:, :1].copy()
+        units_then, seconds_then = (
+            self.curves.units[:, :1].copy(),
+            self.curves.seconds[:, :1].copy(),
+        )
         units_then[head] = units[suits]
         seconds_then[head] = seconds[suits] * (1.0 + self._expected * units[suits])
         chosen, one = np.zeros(len(fixed), np.int64), np.ones_like(self.curves.counts)
         found_s: float = sum_until_done(
-            units_then, seconds_then, one, fixed, chosen, self.ends_s, self.units, self.share.free, 1, limit_s
+            units_then,
+            seconds_then,
+            one,
+            fixed,
+            chosen,
+            self.ends_s,
+            self.units,
+            self.share.free,
+            1,
+            limit_s,
         )
         return found_s
 
 
 def best_prefix(objective: Callable[[int, float], float], candidates: int) -> tuple[int, float]:
-    """Return the prefix, 1 to `candidates`, with the least objective, and that; all candidates where none is better.
+    """Return the prefix, 1 to `candidates`, with the least objective, and that; all candidates
+    where none is better.
 
-    objective(prefix, limit): its value, or anything at or above the limit where it is not below it. The paper evicts
-    the last candidate as long as that helps, and so stops at the first bump. Here of few candidates every prefix is
-    tried; of many the evictions 1, 2, 4, ... and then those between the neighbours of the best. The first candidate is
-    never evicted, so that no action starves.
+    objective(prefix, limit): its value, or anything at or above the limit where it is not below it.
+    The paper evicts the last candidate as long as that helps, and so stops at the first bump. Here
+    of few candidates every prefix is tried; of many the evictions 1, 2, 4, ... and then those
+    between the neighbours of the best. The first candidate is never evicted, so that no action
+    starves.
     """
     found: dict[int, float] = {}
     best, least = candidates, float("inf")
@@ -193,21 +228,31 @@ def sift_up_end(ends: Floats, units: Indexes, at: int) -> None:
 
 @lean
 def sum_behind(
-    ends: Floats, units: Indexes, size: int, free: int, waiting_units: Indexes, waiting_s: Floats, limit_s: float
+    ends: Floats,
+    units: Indexes,
+    size: int,
+    free: int,
+    waiting_units: Indexes,
+    waiting_s: Floats,
+    limit_s: float,
 ) -> float:
-    """ESTIMATE of Algorithm 2: seconds until done, summed over waiting actions in their order (appendix A).
+    """ESTIMATE of Algorithm 2: seconds until done, summed over waiting actions in their order
+    (appendix A).
 
-    ends, units: the completion heap, `size` entries in arrays with room for the waiting actions too. The paper's heap
-    has one time for each running action, and a waiting action starts when one is popped, whatever the two use. Here an
-    entry knows its units: an action starts once as many are free as it takes, and what a wide action frees starts
-    several narrow ones. Units that are free now serve only from the first end on, so that no decision that leaves units
-    idle looks as good as one that uses them. Infinite once above the limit, or where the heap runs out first.
+    ends, units: the completion heap, `size` entries in arrays with room for the waiting actions
+    too. The paper's heap has one time for each running action, and a waiting action starts when one
+    is popped, whatever the two use. Here an entry knows its units: an action starts once as many
+    are free as it takes, and what a wide action frees starts several narrow ones. Units that are
+    free now serve only from the first end on, so that no decision that leaves units idle looks as
+    good as one that uses them. Infinite once above the limit, or where the heap runs out first.
     """
     total = 0.0
     now_s = ends[0] if size > 0 else np.inf
     for i in range(len(waiting_units)):
         needed, took_s = waiting_units[i], waiting_s[i]
-        if free == 0 and size > 0 and units[0] == needed:  # one place for another: the common case, in one pass
+        if (
+            free == 0 and size > 0 and units[0] == needed
+        ):  # one place for another: the common case, in one pass
             now_s = ends[0]
             ends[0] = now_s + took_s
             sift_down_end(ends, units, size, 0)
@@ -243,12 +288,13 @@ def sum_until_done(
     depth: int,
     limit_s: float,
 ) -> float:
-    """GETAPPROXIMATEDOBJECTIVE of Algorithm 2: seconds until done, summed over all of a group's actions.
+    """GETAPPROXIMATEDOBJECTIVE of Algorithm 2: seconds until done, summed over all of a group's
+    actions.
 
-    units, seconds, counts: their `Curves`. The first len(chosen) of `candidates` start now with those choices of the
-    `free` units; all others wait in order with their least, but for the first of them, which tries its first `depth`
-    choices. ends_s, held: of what runs, in any order. Infinite where it is not below the limit, or where running
-    actions never free enough.
+    units, seconds, counts: their `Curves`. The first len(chosen) of `candidates` start now with
+    those choices of the `free` units; all others wait in order with their least, but for the first
+    of them, which tries its first `depth` choices. ends_s, held: of what runs, in any order.
+    Infinite where it is not below the limit, or where running actions never free enough.
     """
     running, starting, count = len(ends_s), len(chosen), len(counts)
     room = running + count + 1
@@ -259,7 +305,10 @@ def sum_until_done(
     for at in range(starting):
         i = candidates[at]
         waits[i] = False
-        heap_ends[running + at], heap_units[running + at] = seconds[i, chosen[at]], units[i, chosen[at]]
+        heap_ends[running + at], heap_units[running + at] = (
+            seconds[i, chosen[at]],
+            units[i, chosen[at]],
+        )
         exact_s += seconds[i, chosen[at]]
         free -= units[i, chosen[at]]
     behind = np.flatnonzero(waits)
@@ -276,5 +325,8 @@ def sum_until_done(
     for choice in range(min(depth, counts[behind[0]])):
         ends_of_try[:size], units_of_try[:size] = heap_ends[:size], heap_units[:size]
         waiting_units[0], waiting_s[0] = units[behind[0], choice], seconds[behind[0], choice]
-        least_s = min(least_s, sum_behind(ends_of_try, units_of_try, size, free, waiting_units, waiting_s, least_s))
+        least_s = min(
+            least_s,
+            sum_behind(ends_of_try, units_of_try, size, free, waiting_units, waiting_s, least_s),
+        )
     return exact_s + least_s if least_s < most_s else np.inf

@@ -1,7 +1,9 @@
-"""What a decision sees of each kind of resource: which waiting actions fit, and how free units are arranged.
+"""What a decision sees of each kind of resource: which waiting actions fit, and how free units are
+arranged.
 
-A pool consists of partitions: an action takes all that it asks of the pool from one of them, and each partition is
-arranged by itself. A flat pool (a quota, concurrency) is one partition, each CPU node is one, all GPUs are one.
+A pool consists of partitions: an action takes all that it asks of the pool from one of them, and
+each partition is arranged by itself. A flat pool (a quota, concurrency) is one partition, each CPU
+node is one, all GPUs are one.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -38,7 +40,8 @@ class InvalidPoolError(CoreError):
 
 
 class Share(NamedTuple):
-    """The free units of one dimension that candidates of a partition share, and how to arrange them."""
+    """The free units of one dimension that candidates of a partition share, and how to arrange
+    them."""
 
     free: int
     arrange: Callable[[Curves], Arrangement]
@@ -58,14 +61,17 @@ class Pool(Protocol):
         """By dimension, the most that one action can get when nothing runs."""
 
     def assign(self, needs: Indexes, homes: Indexes) -> Indexes:
-        """R.accommodate (Algorithm 1, line 2): int64[n], the partition of each action in order, or WAITS.
+        """R.accommodate (Algorithm 1, line 2): int64[n], the partition of each action in order, or
+        WAITS.
 
-        needs: int64[n, dimensions], the least units. homes: int64[n], the partition that the action has to use, -1:
-        any. No action is assigned in place of an earlier one that waits for the same units.
+        needs: int64[n, dimensions], the least units. homes: int64[n], the partition that the action
+        has to use, -1: any. No action is assigned in place of an earlier one that waits for the
+        same units.
         """
 
     def share(self, partition: int, dimension: int, others: Indexes) -> Share:
-        """What candidates share of a partition's dimension after `others`, units in order, are served."""
+        """What candidates share of a partition's dimension after `others`, units in order, are
+        served."""
 
     def chunks(self, units: Indexes) -> Sequence[Chunk | None]:
         """The GPUs of actions that start with so many; empty for a pool of something else."""
@@ -89,27 +95,34 @@ class FlatPool(Pool):
         return {self.dimension: self.capacity}
 
     def assign(self, needs: Indexes, homes: Indexes) -> Indexes:
-        return assign_partitions(needs, np.full_like(homes, -1), np.array([[self.free]]), np.array([[self.capacity]]))
+        return assign_partitions(
+            needs, np.full_like(homes, -1), np.array([[self.free]]), np.array([[self.capacity]])
+        )
 
     def share(self, partition: int, dimension: int, others: Indexes) -> Share:
         return share_units(self.free - int(others.sum()))
 
 
 class CpuNodes(Pool):
-    """Exclusive cores, and memory that a trajectory holds as long as it lives. A trajectory's first action goes to the
-    node with the largest share of its memory free, its other actions to the same node (§5.2)."""
+    """Exclusive cores, and memory that a trajectory holds as long as it lives. A trajectory's first
+    action goes to the node with the largest share of its memory free, its other actions to the same
+    node (§5.2)."""
 
     dimensions: ClassVar[tuple[str, ...]] = (CPU_CORES, MEMORY_BYTES)
     nodes: tuple[str | None, ...] = ()
 
-    def __init__(self, node_ids: Iterable[str], capacity: Sequence[Amounts], free: Sequence[Amounts]) -> None:
+    def __init__(
+        self, node_ids: Iterable[str], capacity: Sequence[Amounts], free: Sequence[Amounts]
+    ) -> None:
         """By node: how many cores and bytes of memory it has, and how many of them are free."""
         self.nodes = tuple(node_ids)
         self.capacity = np.array(capacity, np.int64).reshape(-1, 2)
         self.free = np.array(free, np.int64).reshape(-1, 2)
 
     def capacities(self) -> Mapping[str, int]:
-        return dict(zip(self.dimensions, self.capacity.max(axis=0, initial=0).tolist(), strict=True))
+        return dict(
+            zip(self.dimensions, self.capacity.max(axis=0, initial=0).tolist(), strict=True)
+        )
 
     def assign(self, needs: Indexes, homes: Indexes) -> Indexes:
         return assign_partitions(needs, homes, self.free, self.capacity)
@@ -120,7 +133,8 @@ class CpuNodes(Pool):
 
 @dataclass(frozen=True, slots=True)
 class GpuNodes(Pool):
-    """GPUs in buddy chunks, each on one node of 8; an action holds the whole chunk that its GPUs are in (§5.3).
+    """GPUs in buddy chunks, each on one node of 8; an action holds the whole chunk that its GPUs
+    are in (§5.3).
 
     free: by node, the numbers, 0 to 7, of the GPUs on which nothing runs.
     """
@@ -139,7 +153,9 @@ class GpuNodes(Pool):
         counts = _counts(self._free_chunks())
         for units in others:
             take_chunk(counts, level_of(int(units)))
-        return Share(int((counts << np.arange(LEVELS)).sum()), lambda curves: chunk_table(curves, counts))
+        return Share(
+            int((counts << np.arange(LEVELS)).sum()), lambda curves: chunk_table(curves, counts)
+        )
 
     def chunks(self, units: Indexes) -> Sequence[Chunk | None]:
         """The smallest free chunk that holds them; of equal chunks the first by node and number."""
@@ -150,7 +166,9 @@ class GpuNodes(Pool):
                 found.append(None)
                 continue
             size = 1 << level_of(int(asked))
-            _, at = min((chunk.size, index) for index, chunk in enumerate(free) if chunk.size >= size)
+            _, at = min(
+                (chunk.size, index) for index, chunk in enumerate(free) if chunk.size >= size
+            )
             node_id, first, whole = free[at]
             buddies = [half for half in (1, 2, 4) if size <= half < whole]
             free[at : at + 1] = [Chunk(node_id, first + half, half) for half in buddies]
@@ -158,7 +176,9 @@ class GpuNodes(Pool):
         return found
 
     def _free_chunks(self) -> list[Chunk]:
-        return [chunk for node_id, free in self.free.items() for chunk in free_chunks(node_id, free)]
+        return [
+            chunk for node_id, free in self.free.items() for chunk in free_chunks(node_id, free)
+        ]
 
 
 def capacities(pools: Sequence[Pool]) -> dict[str, int]:
@@ -187,11 +207,12 @@ def _counts(chunks: Sequence[Chunk]) -> Indexes:
 def assign_partitions(needs: Indexes, homes: Indexes, free: Indexes, capacity: Indexes) -> Indexes:
     """int64[n], as `Pool.assign`. free, capacity: int64[partitions, dimensions].
 
-    Dimension 0 comes back with each action, the others may be held for longer. An action without a home goes where the
-    largest share of the last dimension is free (§5.2: balance of memory). An action that waits for its home closes that
-    partition to later ones. An action that waits for any partition closes all of them to later actions without a home,
-    and to all actions those partitions where it lacks only dimension 0: elsewhere it waits until trajectories end,
-    which they cannot do unless their actions pass it.
+    Dimension 0 comes back with each action, the others may be held for longer. An action without a
+    home goes where the largest share of the last dimension is free (§5.2: balance of memory). An
+    action that waits for its home closes that partition to later ones. An action that waits for any
+    partition closes all of them to later actions without a home, and to all actions those
+    partitions where it lacks only dimension 0: elsewhere it waits until trajectories end, which
+    they cannot do unless their actions pass it.
     """
     partitions, dimensions = free.shape
     last = dimensions - 1
@@ -228,8 +249,8 @@ def assign_partitions(needs: Indexes, homes: Indexes, free: Indexes, capacity: I
 
 @compiled
 def assign_chunks(units: Indexes, counts: Indexes) -> Indexes:
-    """int64[n]: 0 for each action that gets its chunk, in order, WAITS from the first that does not. counts: of free
-    chunks by level."""
+    """int64[n]: 0 for each action that gets its chunk, in order, WAITS from the first that does
+    not. counts: of free chunks by level."""
     left = counts.copy()
     assigned = np.full(len(units), WAITS, np.int64)
     for i in range(len(units)):

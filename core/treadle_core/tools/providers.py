@@ -1,8 +1,10 @@
-"""Requests to external providers: concurrency, quotas and a circuit breaker, shared by all jobs (ARL-Tangram §5.1).
+"""Requests to external providers: concurrency, quotas and a circuit breaker, shared by all jobs
+(ARL-Tangram §5.1).
 
-The paper's Basic manager, for what cannot be scaled up. A provider has two dimensions: `api_concurrency:NAME`, requests
-at a time, one for each action; `api_quota:NAME`, requests in a period, where it has quotas. Nothing is sent before the
-time that the provider asked to wait for, nor while its circuit breaker is open.
+The paper's Basic manager, for what cannot be scaled up. A provider has two dimensions:
+`api_concurrency:NAME`, requests at a time, one for each action; `api_quota:NAME`, requests in a
+period, where it has quotas. Nothing is sent before the time that the provider asked to wait for,
+nor while its circuit breaker is open.
 """
 
 import enum
@@ -17,7 +19,9 @@ from treadle_core.tools.grants import NEVER_S, End, Ended, InvalidHoldingError, 
 from treadle_core.tools.pools import FlatPool, InvalidPoolError
 
 GROWTH = 2.0  # of the cool-down from one failed probe to the next
-UNLIMITED = 1 << 20  # concurrent requests to a provider that states no limit: more than a process can hold
+UNLIMITED = (
+    1 << 20
+)  # concurrent requests to a provider that states no limit: more than a process can hold
 
 
 def require(good: bool, field: str, wish: str, value: object) -> None:
@@ -36,7 +40,8 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class BreakerRule:
-    """The breaker opens after `failures` in a row, or when `share` of the last `recent` ended requests failed."""
+    """The breaker opens after `failures` in a row, or when `share` of the last `recent` ended
+    requests failed."""
 
     failures: int = 5
     share: float = 0.5
@@ -51,15 +56,19 @@ class BreakerRule:
         require(0.0 < self.share <= 1.0, f"{field}.share", "above 0 and at most 1", self.share)
         require(self.recent >= 1, f"{field}.recent", "at least 1", self.recent)
         require(
-            0.0 < self.cooldown_s <= self.longest_cooldown_s < NEVER_S, f"{field}.cooldown_s", wish, self.cooldown_s
+            0.0 < self.cooldown_s <= self.longest_cooldown_s < NEVER_S,
+            f"{field}.cooldown_s",
+            wish,
+            self.cooldown_s,
         )
 
 
 class Breaker:
-    """Circuit breaker: after failures a provider is left alone, then tried with one request, then trusted again.
+    """Circuit breaker: after failures a provider is left alone, then tried with one request, then
+    trusted again.
 
-    The end of the probe closes the breaker, or opens it for twice as long. Requests that were under way when it opened
-    say nothing any more.
+    The end of the probe closes the breaker, or opens it for twice as long. Requests that were under
+    way when it opened say nothing any more.
     """
 
     def __init__(self, rule: BreakerRule) -> None:
@@ -80,7 +89,11 @@ class Breaker:
     def admits(self, now_s: float) -> int:
         """How many requests may begin now."""
         state = self.state(now_s)
-        return UNLIMITED if state is State.CLOSED else int(state is State.HALF_OPEN and self._probe is None)
+        return (
+            UNLIMITED
+            if state is State.CLOSED
+            else int(state is State.HALF_OPEN and self._probe is None)
+        )
 
     def begin(self, request_id: str, now_s: float) -> None:
         """Count a request that `admits` allows."""
@@ -117,8 +130,9 @@ class Breaker:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """At most `count` requests in `period_s` seconds. sliding: in every stretch of that length; else from each multiple
-    of it. slack_s: how much later than it leaves a request may reach the provider, which counts when it arrives."""
+    """At most `count` requests in `period_s` seconds. sliding: in every stretch of that length;
+    else from each multiple of it. slack_s: how much later than it leaves a request may reach the
+    provider, which counts when it arrives."""
 
     count: int
     period_s: float
@@ -128,14 +142,22 @@ class Quota:
     def check(self, field: str) -> None:
         """Raise InvalidPoolError with the path of the bad figure."""
         require(self.count >= 1, f"{field}.count", "at least 1", self.count)
-        require(0.0 < self.period_s < NEVER_S, f"{field}.period_s", "a number above 0", self.period_s)
-        require(0.0 <= self.slack_s < self.period_s, f"{field}.slack_s", "0 to below the period", self.slack_s)
+        require(
+            0.0 < self.period_s < NEVER_S, f"{field}.period_s", "a number above 0", self.period_s
+        )
+        require(
+            0.0 <= self.slack_s < self.period_s,
+            f"{field}.slack_s",
+            "0 to below the period",
+            self.slack_s,
+        )
 
 
 class Window:
     """Counts the requests of a quota. Times never fall from call to call.
 
-    A request counts for every moment in which it may have arrived, so the provider counts no more than the quota.
+    A request counts for every moment in which it may have arrived, so the provider counts no more
+    than the quota.
     """
 
     def __init__(self, quota: Quota) -> None:
@@ -183,7 +205,8 @@ def quota_of(provider: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """What a provider allows. quotas: all of them hold, such as ten a second and a thousand a day."""
+    """What a provider allows. quotas: all of them hold, such as ten a second and a thousand a
+    day."""
 
     name: str
     concurrency: int = UNLIMITED
@@ -197,7 +220,9 @@ class BasicManager(Manager):
     def __init__(self, provider: Provider) -> None:
         """Raises InvalidPoolError for a bad figure."""
         require(bool(provider.name), "provider.name", "a name", provider.name)
-        require(provider.concurrency >= 1, "provider.concurrency", "at least 1", provider.concurrency)
+        require(
+            provider.concurrency >= 1, "provider.concurrency", "at least 1", provider.concurrency
+        )
         for index, quota in enumerate(provider.quotas):
             quota.check(f"provider.quotas[{index}]")
         provider.breaker.check("provider.breaker")
@@ -214,7 +239,8 @@ class BasicManager(Manager):
         return (self._concurrency, self._quota) if self._windows else (self._concurrency,)
 
     def cost(self, requests: int = 1) -> Mapping[str, Fixed]:
-        """Return what an action that makes one call, which counts as `requests`, asks of this manager."""
+        """Return what an action that makes one call, which counts as `requests`, asks of this
+        manager."""
         cost = {self._concurrency: Fixed(1)}
         return {**cost, self._quota: Fixed(requests)} if self._windows else cost
 
@@ -233,11 +259,17 @@ class BasicManager(Manager):
             return
         if len(mine) < len(self.dimensions):
             missing = next(dimension for dimension in self.dimensions if dimension not in mine)
-            raise InvalidActionError("cost", f"lacks {missing}; ask for what `BasicManager.cost` says")
+            raise InvalidActionError(
+                "cost", f"lacks {missing}; ask for what `BasicManager.cost` says"
+            )
         if action.cost[self._concurrency] != Fixed(1):
-            raise InvalidActionError(f"cost[{self._concurrency}]", "must be Fixed(1); an action is one call")
+            raise InvalidActionError(
+                f"cost[{self._concurrency}]", "must be Fixed(1); an action is one call"
+            )
         if self._windows and not isinstance(action.cost[self._quota], Fixed):
-            raise InvalidActionError(f"cost[{self._quota}]", "must be Fixed; requests are not elastic")
+            raise InvalidActionError(
+                f"cost[{self._quota}]", "must be Fixed; requests are not elastic"
+            )
 
     def pools(self, now_s: float) -> tuple[FlatPool, ...]:
         pools = [FlatPool(self._concurrency, self.provider.concurrency, self._free_calls(now_s))]
@@ -247,7 +279,10 @@ class BasicManager(Manager):
 
     def executing(self, now_s: float) -> list[Executing]:
         """Concurrency only: a quota comes back by the clock."""
-        return [Executing(self._concurrency, 1, ends_at_s - now_s) for ends_at_s in self._ends_at_s.values()]
+        return [
+            Executing(self._concurrency, 1, ends_at_s - now_s)
+            for ends_at_s in self._ends_at_s.values()
+        ]
 
     def take(self, start: Start, units: Mapping[str, int], now_s: float, expected_s: float) -> None:
         action_id = start.action.action_id
@@ -259,7 +294,8 @@ class BasicManager(Manager):
             window.take(units[self._quota], now_s)
 
     def give_back(self, action_id: str, ended: Ended, now_s: float) -> None:
-        """A provider that refuses and does not say for how long is left alone for the breaker's first cool-down."""
+        """A provider that refuses and does not say for how long is left alone for the breaker's
+        first cool-down."""
         del self._ends_at_s[action_id]
         self._breaker.end(action_id, ended.end, now_s)
         wait_s = ended.retry_after_s
@@ -277,7 +313,12 @@ class BasicManager(Manager):
         return min((at_s for at_s in changes if at_s > now_s), default=NEVER_S)
 
     def usage(self, now_s: float) -> tuple[Usage, ...]:
-        calls = Usage(self._concurrency, self.provider.concurrency, len(self._ends_at_s), self._free_calls(now_s))
+        calls = Usage(
+            self._concurrency,
+            self.provider.concurrency,
+            len(self._ends_at_s),
+            self._free_calls(now_s),
+        )
         if not self._windows:
             return (calls,)
         capacity, free = self._quota_capacity, self._free_quota(now_s)

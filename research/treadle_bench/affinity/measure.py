@@ -1,9 +1,11 @@
-"""RollArt's affinity (Figure 4a/b): which accelerators suit which work, and what it gains to route work by that.
+"""RollArt's affinity (Figure 4a/b): which accelerators suit which work, and what it gains to route
+work by that.
 
-Qwen3-8B, engines of one GPU; 6 H20 cost about as much as 2 H800. `alone`: a prefill-heavy and a decode-heavy task on
-each pool; `ratio`: makespan on the suited pool over that on the other, as RollArt gives it. `sweep`: makespan on H800
-over that on H20, by tokens read for each token written. `mixed`: both tasks at once on both pools, for each system and
-routing: none, by the task's tag, or by the prefill and decode seconds of an earlier epoch.
+Qwen3-8B, engines of one GPU; 6 H20 cost about as much as 2 H800. `alone`: a prefill-heavy and a
+decode-heavy task on each pool; `ratio`: makespan on the suited pool over that on the other, as
+RollArt gives it. `sweep`: makespan on H800 over that on H20, by tokens read for each token written.
+`mixed`: both tasks at once on both pools, for each system and routing: none, by the task's tag, or
+by the prefill and decode seconds of an earlier epoch.
 
 A batch depends on its arguments alone; routing only adds hardware tags.
 """
@@ -41,8 +43,8 @@ BLOCK = 3 * SAMPLES  # divides evenly among the engines of any pool, in the orde
 PROMPTS = 48  # of a task; enough that steps queue on both pools
 MAX_CONTEXT_TOKENS = 32_768
 
-# RollArt describes FrozenLake and GEM-math by turns and thinking only, so these numbers are choices: many turns with
-# long observations and short answers, and few turns with long thinking.
+# RollArt describes FrozenLake and GEM-math by turns and thinking only, so these numbers are
+# choices: many turns with long observations and short answers, and few turns with long thinking.
 PREFILL_HEAVY = Parameters(
     tokens_median=150.0,
     tokens_sigma=0.3,
@@ -73,13 +75,21 @@ TASKS = {"prefill-heavy": (PREFILL_HEAVY, COMPUTE), "decode-heavy": (DECODE_HEAV
 Play = Callable[[Sequence[TrajectoryWork], Sequence[str], System, int], float]
 
 PAPER = {"prefill-heavy": (0.53, 0.53), "decode-heavy": (0.49, 0.79)}
-# Tokens read for one written. The sum of both is constant, so that KV never limits; the first prompt is read too.
+# Tokens read for one written. The sum of both is constant, so that KV never limits; the first
+# prompt is read too.
 SWEEP = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)
 SWEEP_STEPS, SWEEP_TOKENS = 8, 7_000.0
-SWEEP_SIGMA = 0.2  # of ln tokens written: small, so that work and not the longest trajectory sets the makespan
+# of ln tokens written: small, so that work and not the longest trajectory sets the makespan
+SWEEP_SIGMA = 0.2
 ROUTINGS = UNROUTED, BY_TAG, BY_RATIO = ("unrouted", "by the task's tag", "by measured ratio")
 SYSTEMS = (VERL, PAUSING, TREADLE)
-PAGE = {"paper": PAPER, "routings": ROUTINGS, "samples": SAMPLES, "bandwidth": BANDWIDTH, "compute": COMPUTE}
+PAGE = {
+    "paper": PAPER,
+    "routings": ROUTINGS,
+    "samples": SAMPLES,
+    "bandwidth": BANDWIDTH,
+    "compute": COMPUTE,
+}
 ALONE = PAUSING  # it reserves KV for running trajectories, so that memory is not compared
 
 
@@ -89,10 +99,13 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
     prompts = max(2, round(PROMPTS * (options.scale or 1.0)))
     with Progress(console=options.progress, transient=True) as progress:
         task = progress.add_task(
-            "affinity", total=len(seeds) * (2 * len(TASKS) + 3 * len(SYSTEMS)) + len(POOLS) * len(SWEEP)
+            "affinity",
+            total=len(seeds) * (2 * len(TASKS) + 3 * len(SYSTEMS)) + len(POOLS) * len(SWEEP),
         )
 
-        def play(works: Sequence[TrajectoryWork], pools: Sequence[str], system: System, seed: int) -> float:
+        def play(
+            works: Sequence[TrajectoryWork], pools: Sequence[str], system: System, seed: int
+        ) -> float:
             progress.advance(task)
             return _makespan_s(Workload("affinity", tuple(works)), pools, system, seed)
 
@@ -116,7 +129,9 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
 def _makespan_s(workload: Workload, pools: Sequence[str], system: System, seed: int) -> float:
     engines = tuple(engine_model(LLM, name, 1, SLOTS) for name in pools for _ in range(POOLS[name]))
     predictor = None if system.predictor == "none" else Noisy(workload, seed)
-    driver = Driver(workload, Cluster(engines), system.policy, system.tuning, predictor, paced=system.paced)
+    driver = Driver(
+        workload, Cluster(engines), system.policy, system.tuning, predictor, paced=system.paced
+    )
     return driver.run().makespan_s
 
 
@@ -124,7 +139,10 @@ def _play_alone(name: str, seeds: Sequence[int], prompts: int, play: Play) -> di
     kind, suited = TASKS[name]
     other = COMPUTE if suited == BANDWIDTH else BANDWIDTH
     drawn = {seed: draw_works(kind, prompts, seed, name) for seed in seeds}
-    of = {pool: [play(works, [pool], ALONE, seed) for seed, works in drawn.items()] for pool in (suited, other)}
+    of = {
+        pool: [play(works, [pool], ALONE, seed) for seed, works in drawn.items()]
+        for pool in (suited, other)
+    }
     return {
         "task": name,
         "suited": suited,
@@ -153,17 +171,32 @@ def _play_sweep(read: float, seed: int, prompts: int, play: Play) -> dict[str, f
     return {"read_per_written": rounded(prefill_over_decode(works)), "ratio": rounded(ratio)}
 
 
-def _play_mixed(system: System, seeds: Sequence[int], prompts: int, play: Play) -> list[dict[str, Any]]:
+def _play_mixed(
+    system: System, seeds: Sequence[int], prompts: int, play: Play
+) -> list[dict[str, Any]]:
     of: dict[str, list[float]] = {routing: [] for routing in ROUTINGS}
     for seed in seeds:
         both = {name: draw_works(kind, prompts, seed, name) for name, (kind, _) in TASKS.items()}
-        before = [work for name, (kind, _) in TASKS.items() for work in draw_works(kind, prompts, seed, name, epoch=1)]
+        before = [
+            work
+            for name, (kind, _) in TASKS.items()
+            for work in draw_works(kind, prompts, seed, name, epoch=1)
+        ]
         plain = interleave(list(both.values()))
         by_tag = interleave([tag(works, TASKS[name][1]) for name, works in both.items()])
-        for routing, works in ((UNROUTED, plain), (BY_TAG, by_tag), (BY_RATIO, route(plain, before))):
+        for routing, works in (
+            (UNROUTED, plain),
+            (BY_TAG, by_tag),
+            (BY_RATIO, route(plain, before)),
+        ):
             of[routing].append(play(works, list(POOLS), system, seed))
     return [
-        {"system": system.name, "routing": routing, "s": median_of(times), **_ratio_to(of[UNROUTED], times)}
+        {
+            "system": system.name,
+            "routing": routing,
+            "s": median_of(times),
+            **_ratio_to(of[UNROUTED], times),
+        }
         for routing, times in of.items()
     ]
 
@@ -173,9 +206,13 @@ def _ratio_to(base: Sequence[float], times: Sequence[float]) -> dict[str, Any]:
     return {"ratio": median_of(ratios), "spread": range_of(ratios)}
 
 
-def draw_works(kind: Parameters, prompts: int, seed: int, name: str, *, epoch: int = 0) -> tuple[TrajectoryWork, ...]:
+def draw_works(
+    kind: Parameters, prompts: int, seed: int, name: str, *, epoch: int = 0
+) -> tuple[TrajectoryWork, ...]:
     """A batch of one task."""
-    return parametric.draw(name, kind, prompts, SAMPLES, seed, epoch, LLM.lower(), math.inf, MAX_CONTEXT_TOKENS)
+    return parametric.draw(
+        name, kind, prompts, SAMPLES, seed, epoch, LLM.lower(), math.inf, MAX_CONTEXT_TOKENS
+    )
 
 
 def tag(works: Sequence[TrajectoryWork], accelerator: str) -> list[TrajectoryWork]:
@@ -186,12 +223,20 @@ def tag(works: Sequence[TrajectoryWork], accelerator: str) -> list[TrajectoryWor
 def interleave(tasks: Sequence[Sequence[TrajectoryWork]]) -> list[TrajectoryWork]:
     """The tasks in turns, BLOCK trajectories of one at a time."""
     longest = max(len(works) for works in tasks)
-    return [work for at in range(0, longest, BLOCK) for works in tasks for work in works[at : at + BLOCK]]
+    return [
+        work
+        for at in range(0, longest, BLOCK)
+        for works in tasks
+        for work in works[at : at + BLOCK]
+    ]
 
 
-def route(works: Sequence[TrajectoryWork], earlier: Sequence[TrajectoryWork]) -> list[TrajectoryWork]:
-    """Assign each prompt to an accelerator by its cost in the epoch `earlier`: those that gain most go to COMPUTE until
-    both pools have the same work. If work could be divided, no other split of two pools would end sooner."""
+def route(
+    works: Sequence[TrajectoryWork], earlier: Sequence[TrajectoryWork]
+) -> list[TrajectoryWork]:
+    """Assign each prompt to an accelerator by its cost in the epoch `earlier`: those that gain most
+    go to COMPUTE until both pools have the same work. If work could be divided, no other split of
+    two pools would end sooner."""
     models = {name: engine_model(LLM, name, 1, SLOTS) for name in POOLS}
     costs: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(POOLS, 0.0))
     for work in earlier:
@@ -203,16 +248,22 @@ def route(works: Sequence[TrajectoryWork], earlier: Sequence[TrajectoryWork]) ->
     left = np.concatenate([[all_left[-1]], all_left[-1] - all_left])
     count = int(np.argmin(np.maximum(to_compute, left)))
     chosen = set(order[:count])
-    return [replace(work, hardware_tags=(COMPUTE if work.prompt_id in chosen else BANDWIDTH,)) for work in works]
+    return [
+        replace(work, hardware_tags=(COMPUTE if work.prompt_id in chosen else BANDWIDTH,))
+        for work in works
+    ]
 
 
 def work_s(work: TrajectoryWork, model: EngineModel) -> float:
-    """Seconds of an engine with a full batch that a trajectory takes if its prefix is always cached."""
+    """Seconds of an engine with a full batch that a trajectory takes if its prefix is always
+    cached."""
     curve, context, cached, seconds_ = model.curve, work.prompt_tokens, 0, 0.0
     batch = min(float(model.slots), model.kv_tokens / max(1, work.prompt_tokens + work.gen_tokens))
     for step in work.steps:
         seconds_ += curve.prefill_s(context - cached, cached)
-        seconds_ += step.gen_tokens * (curve.decode_s(batch) / batch + curve.per_kv_token_s * context)
+        seconds_ += step.gen_tokens * (
+            curve.decode_s(batch) / batch + curve.per_kv_token_s * context
+        )
         cached = context + step.gen_tokens
         context = cached + step.obs_tokens
     return seconds_
@@ -220,13 +271,18 @@ def work_s(work: TrajectoryWork, model: EngineModel) -> float:
 
 def prefill_over_decode(works: Sequence[TrajectoryWork]) -> float:
     """Tokens read, each once, over tokens written."""
-    read = sum(work.prompt_tokens + sum(step.obs_tokens for step in work.steps[:-1]) for work in works)
+    read = sum(
+        work.prompt_tokens + sum(step.obs_tokens for step in work.steps[:-1]) for work in works
+    )
     return read / sum(work.gen_tokens for work in works)
 
 
 def draw(found: Figures, file: Path) -> None:
     """Write the picture."""
-    note = f"{LLM}, {POOLS[BANDWIDTH]} {BANDWIDTH} against {POOLS[COMPUTE]} {COMPUTE}, which cost about the same."
+    note = (
+        f"{LLM}, {POOLS[BANDWIDTH]} {BANDWIDTH} against {POOLS[COMPUTE]} {COMPUTE}, which cost "
+        "about the same."
+    )
     with sheet("Which accelerators suit which work", note, file, height_in=4.0, top=0.76) as figure:
         left, right = figure.subplots(1, 2)
         sweep = [(row["read_per_written"], row["ratio"]) for row in found["sweep"]]
@@ -236,14 +292,20 @@ def draw(found: Figures, file: Path) -> None:
         style(left, title, xscale="log", xlabel="tokens read for one written", ylim=(0, None))
         left.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         systems = list(dict.fromkeys(row["system"] for row in found["mixed"]))
-        times = {name: [row["s"] for row in found["mixed"] if row["routing"] == name] for name in ROUTINGS}
-        draw_groups(right, "both tasks on both pools: rollout seconds", systems, times, (FAINT, *SERIES))
+        times = {
+            name: [row["s"] for row in found["mixed"] if row["routing"] == name]
+            for name in ROUTINGS
+        }
+        draw_groups(
+            right, "both tasks on both pools: rollout seconds", systems, times, (FAINT, *SERIES)
+        )
         right.legend(frameon=False, fontsize=8)
 
 
 BENCH = Bench(
     "affinity",
-    "RollArt's Figure 4: work on H20 against work on H800, and routing between them. Takes about 2 minutes.",
+    "RollArt's Figure 4: work on H20 against work on H800, and routing between them. Takes about "
+    "2 minutes.",
     measure,
     page=lambda found: PAGE,
     draw=draw,

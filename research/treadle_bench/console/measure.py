@@ -1,9 +1,11 @@
-"""Whether the console keeps up: a real one and a page in a real Chromium, while facts of many trajectories come.
+"""Whether the console keeps up: a real one and a page in a real Chromium, while facts of many
+trajectories come.
 
-TRAJECTORIES are opened, and then take steps: FACTS_PER_S facts in all, as a busy mesh publishes. Each second one more
-fact is published whose time is the present. The page is behind by the time from that until it has drawn a state with
-this fact in it: NATS, the console, the stream, and the page's script and picture are all in it, as is waiting for the
-next message, of which there are two a second. Memory is what processes have for themselves (USS), at the end.
+TRAJECTORIES are opened, and then take steps: FACTS_PER_S facts in all, as a busy mesh publishes.
+Each second one more fact is published whose time is the present. The page is behind by the time
+from that until it has drawn a state with this fact in it: NATS, the console, the stream, and the
+page's script and picture are all in it, as is waiting for the next message, of which there are two
+a second. Memory is what processes have for themselves (USS), at the end.
 
 Needs Chromium: TREADLE_TEST_CHROMIUM, or `chromium` on PATH; and `pip install playwright`.
 """
@@ -45,11 +47,15 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
         raise UsageProblem("this bench drives a browser: pip install playwright") from error
     browser_path = os.environ.get("TREADLE_TEST_CHROMIUM") or shutil.which("chromium")
     if browser_path is None:
-        raise UsageProblem("there is no Chromium: apt-get install chromium, or name one by TREADLE_TEST_CHROMIUM")
+        raise UsageProblem(
+            "there is no Chromium: apt-get install chromium, or name one by TREADLE_TEST_CHROMIUM"
+        )
     (port,) = Ports().choose(1)
     behind_s: list[float] = []
     async with (
-        run_service("console", options, HTTP_LISTEN=f"{HOST}:{port}", SCHEDULER=f"{HOST}:1") as service,
+        run_service(
+            "console", options, HTTP_LISTEN=f"{HOST}:{port}", SCHEDULER=f"{HOST}:1"
+        ) as service,
         open_bus(service.nats_url, "bench") as bus,
         async_playwright() as playwright,
     ):
@@ -59,7 +65,9 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
             page = await browser.new_page(viewport={"width": 1280, "height": 900})
             await page.goto(f"http://{HOST}:{port}/")
             for number in range(TRAJECTORIES):
-                opened = facts_pb2.TrajectoryOpened(trajectory_id=f"t{number}", rollout_id="r", prompt_id=f"p{number}")
+                opened = facts_pb2.TrajectoryOpened(
+                    trajectory_id=f"t{number}", rollout_id="r", prompt_id=f"p{number}"
+                )
                 await bus.publish(make_fact("bench", trajectory_opened=opened))
             load = asyncio.create_task(_step(bus))
             try:
@@ -69,7 +77,9 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
                     for _ in range(PROBES):
                         await asyncio.sleep(1.0)
                         behind_s.append(await _behind_s(bus, page))
-                    options.progress.print(f"repeat {repeat + 1} of {options.repeats}", highlight=False)
+                    options.progress.print(
+                        f"repeat {repeat + 1} of {options.repeats}", highlight=False
+                    )
             finally:
                 load.cancel()
                 await asyncio.wait([load])
@@ -100,7 +110,10 @@ async def _step(bus: Bus) -> None:
     while True:
         number, turn = sent // 2 % TRAJECTORIES, sent // 2 // TRAJECTORIES
         step = facts_pb2.StepRef(
-            ticket_id=f"k{sent}", trajectory_id=f"t{number}", turn=turn, engine_id=f"e{number % ENGINES}"
+            ticket_id=f"k{sent}",
+            trajectory_id=f"t{number}",
+            turn=turn,
+            engine_id=f"e{number % ENGINES}",
         )
         started = facts_pb2.StepStarted(step=step, attempt=1, queue_time=duration(0.01))
         await bus.publish(make_fact("bench", step_started=started))
@@ -115,10 +128,15 @@ async def _step(bus: Bus) -> None:
 
 async def _behind_s(bus: Bus, page: Any) -> float:
     """From a fact's time until the page has drawn it."""
-    fact = make_fact("bench", engine_joined=facts_pb2.EngineJoined(info=engine_pb2.EngineInfo(engine_id="probe")))
+    fact = make_fact(
+        "bench", engine_joined=facts_pb2.EngineJoined(info=engine_pb2.EngineInfo(engine_id="probe"))
+    )
     at_ms = fact.time.ToMilliseconds()
     await bus.publish(fact)
-    seen = f"""() => Number(document.body.dataset.events) >= {at_ms} && Number(document.body.dataset.painted)"""
+    seen = (
+        f"() => Number(document.body.dataset.events) >= {at_ms} "
+        "&& Number(document.body.dataset.painted)"
+    )
     painted = await page.wait_for_function(seen, timeout=DRAWN_WITHIN_MS)
     return (float(await painted.json_value()) - at_ms) / 1e3
 
@@ -139,7 +157,8 @@ def _memory_mb() -> dict[str, float]:
 
 BENCH = Bench(
     "console",
-    "How far a page of the console is behind, and its memory: 6,400 trajectories and 1,000 facts a second in a real "
+    "How far a page of the console is behind, and its memory: 6,400 trajectories and 1,000 facts "
+    "a second in a real "
     "Chromium. Takes a minute a repeat.",
     measure,
 )

@@ -1,15 +1,18 @@
 """What the control plane costs, on a mesh of this machine with one real engine.
 
-ScheduleStep: first tickets of open trajectories, one call after the other and IN_FLIGHT at once. Each repeat opens new
-trajectories, asks for their tickets and closes them; only the tickets are timed, and nothing is generated.
+ScheduleStep: first tickets of open trajectories, one call after the other and IN_FLIGHT at once.
+Each repeat opens new trajectories, asks for their tickets and closes them; only the tickets are
+timed, and nothing is generated.
 
-With facts: IN_FLIGHT trajectories at once take TURNS steps each, and a fact that the step has finished follows each
-ticket, as from a sidecar. The rate counts the time until the scheduler has taken in the last fact.
+With facts: IN_FLIGHT trajectories at once take TURNS steps each, and a fact that the step has
+finished follows each ticket, as from a sidecar. The rate counts the time until the scheduler has
+taken in the last fact.
 
-Sidecar: the same steps through Engine.Generate and through the engine's own HTTP. The two alternate (A B, then B A, so
-that a drift of the machine affects both alike), greedy and of fixed length, each from a cold KV cache. The figure is
-the median of the differences within pairs. The engine is read from a bare socket, so that no HTTP library adds to its
-time. Tickets are requested before the clock starts.
+Sidecar: the same steps through Engine.Generate and through the engine's own HTTP. The two alternate
+(A B, then B A, so that a drift of the machine affects both alike), greedy and of fixed length, each
+from a cold KV cache. The figure is the median of the differences within pairs. The engine is read
+from a bare socket, so that no HTTP library adds to its time. Tickets are requested before the clock
+starts.
 
 All calls come from a Python process over loopback, so a figure includes what a Python caller costs.
 """
@@ -88,7 +91,8 @@ async def measure(options: BenchOptions) -> dict[str, float]:
 
 
 class Calls(NamedTuple):
-    """Who calls the mesh: the client opens and closes trajectories, and the stubs make the calls that are timed."""
+    """Who calls the mesh: the client opens and closes trajectories, and the stubs make the calls
+    that are timed."""
 
     client: Client
     scheduler: scheduler_pb2_grpc.SchedulerServiceAsyncStub
@@ -97,11 +101,15 @@ class Calls(NamedTuple):
     async def open(self, prompt: Sequence[int]) -> Trajectory:
         return await self.client.open(prompt_id="bench", sample=0, prompt=prompt)
 
-    async def schedule(self, request: scheduler_pb2.ScheduleStepRequest) -> scheduler_pb2.ScheduleStepResponse:
+    async def schedule(
+        self, request: scheduler_pb2.ScheduleStepRequest
+    ) -> scheduler_pb2.ScheduleStepResponse:
         return await self.scheduler.ScheduleStep(request, timeout=DEADLINE_S)
 
 
-def _step(trajectory: Trajectory, max_new_tokens: int, turn: int = 0) -> scheduler_pb2.ScheduleStepRequest:
+def _step(
+    trajectory: Trajectory, max_new_tokens: int, turn: int = 0
+) -> scheduler_pb2.ScheduleStepRequest:
     return scheduler_pb2.ScheduleStepRequest(
         request_id=uuid.uuid4().hex,
         trajectory_id=trajectory.trajectory_id,
@@ -112,8 +120,8 @@ def _step(trajectory: Trajectory, max_new_tokens: int, turn: int = 0) -> schedul
 
 
 class ScheduleTimes(NamedTuple):
-    """sequential_s, in_flight_s: of single calls. rates: calls a second with IN_FLIGHT at once, one for each repeat.
-    with_facts_s, rates_with_facts: the same where a fact follows each ticket."""
+    """sequential_s, in_flight_s: of single calls. rates: calls a second with IN_FLIGHT at once, one
+    for each repeat. with_facts_s, rates_with_facts: the same where a fact follows each ticket."""
 
     sequential_s: list[float]
     in_flight_s: list[float]
@@ -129,11 +137,16 @@ class StepTime(NamedTuple):
     whole_s: float
 
 
-def summarize(schedule: ScheduleTimes, pairs: Sequence[tuple[StepTime, StepTime]]) -> dict[str, float]:
-    """The figures: times in milliseconds, shares in percent. pairs: (engine alone, through the sidecar)."""
+def summarize(
+    schedule: ScheduleTimes, pairs: Sequence[tuple[StepTime, StepTime]]
+) -> dict[str, float]:
+    """The figures: times in milliseconds, shares in percent. pairs: (engine alone, through the
+    sidecar)."""
 
     def quantiles(name: str, times_s: Sequence[float]) -> dict[str, float]:
-        p50, p99 = (round(float(np.quantile(times_s, quantile)) * MS, 3) for quantile in (0.50, 0.99))
+        p50, p99 = (
+            round(float(np.quantile(times_s, quantile)) * MS, 3) for quantile in (0.50, 0.99)
+        )
         return {f"{name}_p50_ms": p50, f"{name}_p99_ms": p99}
 
     first_added_s = median(through.first_token_s - alone.first_token_s for alone, through in pairs)
@@ -180,7 +193,8 @@ async def _measure_schedule(calls: Calls, bus: Bus, options: BenchOptions) -> Sc
             found.with_facts_s.extend(with_facts_s)
             found.rates_with_facts.append(rate_with_facts)
             options.progress.print(
-                f"ScheduleStep {repeat}/{options.repeats}: {rate:.0f} a second, {rate_with_facts:.0f} with facts",
+                f"ScheduleStep {repeat}/{options.repeats}: {rate:.0f} a second, "
+                f"{rate_with_facts:.0f} with facts",
                 highlight=False,
             )
     return found
@@ -205,7 +219,9 @@ async def _time_tickets(calls: Calls, trajectories: Sequence[Trajectory]) -> lis
     async def work() -> list[float]:
         return [await _time_ticket(calls, trajectory) for trajectory in left]
 
-    return [time_s for times_s in await _gather(work() for _ in range(IN_FLIGHT)) for time_s in times_s]
+    return [
+        time_s for times_s in await _gather(work() for _ in range(IN_FLIGHT)) for time_s in times_s
+    ]
 
 
 async def _take_steps(calls: Calls, bus: Bus, trajectories: Sequence[Trajectory]) -> list[float]:
@@ -239,7 +255,9 @@ async def _take_steps(calls: Calls, bus: Bus, trajectories: Sequence[Trajectory]
         await asyncio.sleep(POLL_S)
 
 
-async def _measure_sidecar(mesh: Mesh, calls: Calls, options: BenchOptions) -> list[tuple[StepTime, StepTime]]:
+async def _measure_sidecar(
+    mesh: Mesh, calls: Calls, options: BenchOptions
+) -> list[tuple[StepTime, StepTime]]:
     """PROMPTS pairs a repeat (engine alone, through the sidecar); a first pair is not counted."""
     rng = random.Random(options.seed)
     pairs: list[tuple[StepTime, StepTime]] = []
@@ -248,7 +266,11 @@ async def _measure_sidecar(mesh: Mesh, calls: Calls, options: BenchOptions) -> l
         times: dict[str, StepTime] = {}
         for side in ("alone", "through") if number % 2 else ("through", "alone"):
             await forget_caches(mesh.engines, mesh.kv.folder, mesh.board.note)
-            step = time_engine(mesh.engines[0].url, prompt) if side == "alone" else _time_sidecar(calls, prompt)
+            step = (
+                time_engine(mesh.engines[0].url, prompt)
+                if side == "alone"
+                else _time_sidecar(calls, prompt)
+            )
             times[side] = await step
         if number > 0:
             pairs.append((times["alone"], times["through"]))
@@ -258,9 +280,15 @@ async def _measure_sidecar(mesh: Mesh, calls: Calls, options: BenchOptions) -> l
 
 
 async def time_engine(url: str, prompt: list[int]) -> StepTime:
-    """One step at the engine's /generate, with the sidecar's parameters. Raises OSError, ValueError."""
+    """One step at the engine's /generate, with the sidecar's parameters. Raises OSError,
+    ValueError."""
     parts = urlsplit(url)
-    sampling = {"max_new_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True, "sampling_seed": 0}
+    sampling = {
+        "max_new_tokens": OUTPUT_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "sampling_seed": 0,
+    }
     body = json.dumps(
         {
             "rid": uuid.uuid4().hex,
@@ -271,7 +299,10 @@ async def time_engine(url: str, prompt: list[int]) -> StepTime:
             "return_logprob": True,
         }
     ).encode()
-    head = f"POST /generate HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head = (
+        f"POST /generate HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: "
+        "application/json\r\nConnection: close\r\n"
+    )
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     try:
         begun_s, first_s, received = time.perf_counter(), 0.0, 0
@@ -297,7 +328,9 @@ async def _time_sidecar(calls: Calls, prompt: list[int]) -> StepTime:
     request = engine_pb2.GenerateRequest(
         ticket=(await calls.schedule(_step(trajectory, OUTPUT_TOKENS))).ticket,
         prompt=tokens_pb2.TokenIds(int32_le=pack_ids(prompt)),
-        sampling=tokens_pb2.SamplingParams(max_new_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True),
+        sampling=tokens_pb2.SamplingParams(
+            max_new_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True
+        ),
     )
     begun_s, first_s, received = time.perf_counter(), 0.0, 0
     async for event in calls.sidecar.Generate(request, timeout=STEP_DEADLINE_S):
@@ -313,7 +346,8 @@ async def _time_sidecar(calls: Calls, prompt: list[int]) -> StepTime:
 
 BENCH = Bench(
     "control-plane",
-    "What the control plane costs: ScheduleStep alone and 32 in flight, and a step through the sidecar against the "
+    "What the control plane costs: ScheduleStep alone and 32 in flight, and a step through the "
+    "sidecar against the "
     "engine's HTTP alone. Takes about 4 minutes on 2 cores.",
     measure,
     engines=1,

@@ -1,8 +1,8 @@
 """The events of a rollout without engines, for `bench controller` and `bench replan`.
 
-A model without queues: steps take the time of their tokens, and answers of the predictor, the placement and the
-migrator arrive after fixed latencies. Only the order and the mix of events matter here, not the rollout's makespan. It
-owns the virtual time; everything is drawn from one seed.
+A model without queues: steps take the time of their tokens, and answers of the predictor, the
+placement and the migrator arrive after fixed latencies. Only the order and the mix of events matter
+here, not the rollout's makespan. It owns the virtual time; everything is drawn from one seed.
 """
 
 import heapq
@@ -11,9 +11,25 @@ from functools import partial
 
 import numpy as np
 from treadle_core import events as ev
-from treadle_core.actions import Action, AnnounceClosed, AskPlan, AskPrediction, IssueTicket, StartMigration
+from treadle_core.actions import (
+    Action,
+    AnnounceClosed,
+    AskPlan,
+    AskPrediction,
+    IssueTicket,
+    StartMigration,
+)
 from treadle_core.controller import Controller
-from treadle_core.model import DecodeCurve, EngineLoad, EngineSpec, Estimate, Outcome, Policy, Prediction, TicketRecord
+from treadle_core.model import (
+    DecodeCurve,
+    EngineLoad,
+    EngineSpec,
+    Estimate,
+    Outcome,
+    Policy,
+    Prediction,
+    TicketRecord,
+)
 from treadle_core.planning.plans import Planner
 from treadle_core.refusals import Refusal
 from treadle_core.tuning import Tuning
@@ -37,12 +53,15 @@ RENEWAL_S = 10.0 / 3
 PREDICTION_SIGMA = 0.5
 DOUBT = 2.0
 
-CURVE = DecodeCurve(base_s=0.008, per_sequence_s=0.00012, per_kv_token_s=6e-9, prefill_tokens_per_s=20_000.0)
+CURVE = DecodeCurve(
+    base_s=0.008, per_sequence_s=0.00012, per_kv_token_s=6e-9, prefill_tokens_per_s=20_000.0
+)
 
 
 class World:
-    """Plays a rollout of `trajectories` on `engines` against a controller, and records its events with their times.
-    doubt: the factor by which p10 and p90 of a prediction differ from its median; 1: a predictor without doubt."""
+    """Plays a rollout of `trajectories` on `engines` against a controller, and records its events
+    with their times. doubt: the factor by which p10 and p90 of a prediction differ from its median;
+    1: a predictor without doubt."""
 
     def __init__(
         self,
@@ -62,19 +81,32 @@ class World:
         self._placement = SimPlacement()
         self._rng = np.random.default_rng(seed)
         self._steps = 1 + self._rng.geometric(1.0 / (MEAN_STEPS - 1), trajectories)
-        self._step_tokens = np.exp(self._rng.normal(np.log(MEDIAN_STEP_TOKENS), SIGMA, trajectories)).astype(int) + 1
+        self._step_tokens = (
+            np.exp(self._rng.normal(np.log(MEDIAN_STEP_TOKENS), SIGMA, trajectories)).astype(int)
+            + 1
+        )
         self._context = np.full(trajectories, PROMPT_TOKENS)
         self._turn = np.zeros(trajectories, int)
         self._waiting: list[tuple[float, int, Callable[[], None]]] = []
         self._came = 0
         for number in range(engines):
             name = f"e{number:03}"
-            spec = EngineSpec(name, f"{name}:7410", slot_limit=SLOTS, kv_tokens_capacity=KV_TOKENS, decode_curve=CURVE)
+            spec = EngineSpec(
+                name,
+                f"{name}:7410",
+                slot_limit=SLOTS,
+                kv_tokens_capacity=KV_TOKENS,
+                decode_curve=CURVE,
+            )
             self._tell(ev.EngineRegistered(f"r{number}", f"l{number}", spec))
             self._after(RENEWAL_S * (1 + number / engines), partial(self._renew, number))
         self._after(TICK_S, self._tick)
         for number in range(trajectories):
-            self._tell(ev.TrajectoryOpened(f"o{number}", f"t{number}", f"p{number // GROUP}", sample=number % GROUP))
+            self._tell(
+                ev.TrajectoryOpened(
+                    f"o{number}", f"t{number}", f"p{number // GROUP}", sample=number % GROUP
+                )
+            )
             self.open += 1
             self._after(2 * PREDICTOR_S, partial(self._request, number, 0.0))
 
@@ -116,12 +148,18 @@ class World:
         self._after(TICK_S, self._tick)
 
     def _renew(self, number: int) -> None:
-        self._tell(ev.LeaseRenewed(f"l{number}", f"e{number:03}", EngineLoad(running_steps=SLOTS, slot_limit=SLOTS)))
+        self._tell(
+            ev.LeaseRenewed(
+                f"l{number}", f"e{number:03}", EngineLoad(running_steps=SLOTS, slot_limit=SLOTS)
+            )
+        )
         self._after(RENEWAL_S, partial(self._renew, number))
 
     def _request(self, number: int, tool_s: float) -> None:
         turn, context = int(self._turn[number]), int(self._context[number])
-        self._tell(ev.StepRequested(f"s{number}.{turn}", f"t{number}", turn, context, 8_192, tool_s=tool_s))
+        self._tell(
+            ev.StepRequested(f"s{number}.{turn}", f"t{number}", turn, context, 8_192, tool_s=tool_s)
+        )
 
     def _step(self, ticket: TicketRecord) -> None:
         number = int(ticket.trajectory_id[1:])
@@ -132,7 +170,9 @@ class World:
         self._turn[number] += 1
         self._context[number] += tokens + OBSERVATION_TOKENS
         name = ticket.trajectory_id
-        self._tell(ev.StepFinished(name, ticket.ticket_id, ticket.turn, ticket.context_tokens, tokens))
+        self._tell(
+            ev.StepFinished(name, ticket.ticket_id, ticket.turn, ticket.context_tokens, tokens)
+        )
         if self._turn[number] == self._steps[number]:
             self._tell(ev.TrajectoryClosed(f"c{number}", name, Outcome.FINISHED, 1.0))
             self.open -= 1
@@ -163,7 +203,9 @@ class World:
     def _finish_move(self, move: StartMigration, migration_id: str) -> None:
         try:
             self._tell(
-                ev.SwitchRequested(migration_id, move.trajectory_id, move.expected_revision, move.target.engine_id)
+                ev.SwitchRequested(
+                    migration_id, move.trajectory_id, move.expected_revision, move.target.engine_id
+                )
             )
         except Refusal:  # the tool came back first
             self.events.pop()

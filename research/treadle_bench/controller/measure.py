@@ -1,7 +1,9 @@
-"""`bench controller`: events a second of one controller, on the events of a rollout of 6,400 trajectories.
+"""`bench controller`: events a second of one controller, on the events of a rollout of 6,400
+trajectories.
 
-The events are recorded first, from a model that answers the controller (load.py). Then a new controller gets them one
-after the other, without the model, and this is timed. The same events must give the same number of actions.
+The events are recorded first, from a model that answers the controller (load.py). Then a new
+controller gets them one after the other, without the model, and this is timed. The same events must
+give the same number of actions.
 """
 
 import gc
@@ -17,7 +19,7 @@ from treadle_core.model import TREADLE_POLICY, PlacementRule, Policy
 from treadle_core.planning import snapshot
 from treadle_core.planning.plans import Planner
 from treadle_core.tuning import Tuning
-from treadle_sim.rank_scaling import RankScaling
+from treadle_sim.systems import RankScaling
 
 from treadle_bench.bench import Bench, BenchOptions
 from treadle_bench.controller.load import World
@@ -38,7 +40,8 @@ PLANNERS: dict[str, type[Planner]] = {"heddle_as_printed": RankScaling}  # of th
 
 
 async def measure(options: BenchOptions) -> dict[str, Any]:
-    """events_per_s: the median over repeats under Treadle's policy; the rest by policy and by kind of event."""
+    """events_per_s: the median over repeats under Treadle's policy; the rest by policy and by kind
+    of event."""
     snapshot.warm_up()
     World(200, 4, options.seed, TREADLE_POLICY, Tuning()).run()
     rows: dict[str, Any] = {}
@@ -59,11 +62,16 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
     }
 
 
-def _measure_policy(events: Events, policy: Policy, planner: type[Planner], options: BenchOptions) -> dict[str, Any]:
+def _measure_policy(
+    events: Events, policy: Policy, planner: type[Planner], options: BenchOptions
+) -> dict[str, Any]:
     gc.collect()
-    gc.freeze()  # the recorded events belong to the bench; garbage of the controller is collected as usual
+    # the recorded events belong to the bench; garbage of the controller is collected as usual
+    gc.freeze()
     try:
-        runs, actions = zip(*(_replay(events, policy, planner) for _ in range(options.repeats)), strict=True)
+        runs, actions = zip(
+            *(_replay(events, policy, planner) for _ in range(options.repeats)), strict=True
+        )
         if len(set(actions)) != 1:
             raise RuntimeError(f"the same events gave {sorted(set(actions))} actions")
         by_kind = _by_kind(events, policy, planner)
@@ -107,7 +115,8 @@ def _by_kind(events: Events, policy: Policy, planner: type[Planner]) -> dict[str
 
 BENCH = Bench(
     "controller",
-    "Events a second of the scheduler's controller, on the events of 6,400 trajectories on 64 engines. Takes "
+    "Events a second of the scheduler's controller, on the events of 6,400 trajectories on 64 "
+    "engines. Takes "
     "about 4 minutes.",
     measure,
 )

@@ -1,8 +1,9 @@
-"""`bench replan`: milliseconds that the controller's process spends on one plan for all live trajectories.
+"""`bench replan`: milliseconds that the controller's process spends on one plan for all live
+trajectories.
 
-Measured during a rollout (load.py): the event at which the controller asks for a plan, the solver, and the event of the
-plan's arrival (the controller judges it and starts the moves). Where the placement service solves, that part is spent
-there, and the time of the gRPC call is added.
+Measured during a rollout (load.py): the event at which the controller asks for a plan, the solver,
+and the event of the plan's arrival (the controller judges it and starts the moves). Where the
+placement service solves, that part is spent there, and the time of the gRPC call is added.
 """
 
 import statistics
@@ -17,7 +18,7 @@ from treadle_core.events import Event, PlanArrived
 from treadle_core.model import TREADLE_POLICY, Policy
 from treadle_core.planning import snapshot
 from treadle_core.tuning import Tuning
-from treadle_sim.rank_scaling import Ranks
+from treadle_sim.systems import Ranks
 
 from treadle_bench.bench import Bench, BenchOptions
 from treadle_bench.controller.load import DOUBT, World
@@ -25,10 +26,14 @@ from treadle_bench.summary import median_of
 
 # (live trajectories, engines); the first size gives the figures at the top level.
 SIZES = ((6_400, 64), (1_600, 16), (100, 4), (25_600, 256))
-SPARE = 0.06  # more trajectories are opened: plans are measured while these close, so that at least the size is live
-# Treadle, and a re-plan that trusts its lengths and reserves no KV, which shows what hedging and reserving cost.
+# more trajectories are opened: plans are measured while these close, so that at least the size is
+# live
+SPARE = 0.06
+# Treadle, and a re-plan that trusts its lengths and reserves no KV, which shows what hedging and
+# reserving cost.
 VARIANTS = {"treadle": (TREADLE_POLICY, DOUBT), "trusting": (Policy(reserve=False), 1.0)}
-# A plan at every event that allows one, so that there are many to measure; each plan is the same as otherwise.
+# A plan at every event that allows one, so that there are many to measure; each plan is the same as
+# otherwise.
 TUNING = Tuning(plan_interval_s=0.0)
 RANK_UPDATES = 20_000
 MS = 1e3
@@ -53,7 +58,9 @@ class Timed:
 class TimedWorld(World):
     """Times each plan, those of the opening burst too."""
 
-    def __init__(self, trajectories: int, engines: int, seed: int, policy: Policy, doubt: float) -> None:
+    def __init__(
+        self, trajectories: int, engines: int, seed: int, policy: Policy, doubt: float
+    ) -> None:
         self.plans: dict[int, Timed] = {}
         super().__init__(trajectories, engines, seed, policy, TUNING, doubt)
 
@@ -69,7 +76,8 @@ class TimedWorld(World):
         return actions
 
     def solve(self, ask: AskPlan) -> PlanArrived:
-        """Also record the time. A request at the arrival of another plan is part of that arrival's time."""
+        """Also record the time. A request at the arrival of another plan is part of that arrival's
+        time."""
         self.plans.setdefault(ask.plan_id, Timed(len(ask.work), 0.0))
         started = time.perf_counter()
         event = super().solve(ask)
@@ -78,11 +86,13 @@ class TimedWorld(World):
 
 
 async def measure(options: BenchOptions) -> dict[str, Any]:
-    """trajectories, ms: the median plan for 6,400 live trajectories on 64 engines; its parts; the same of a re-solve
-    that trusts its lengths; other sizes."""
+    """trajectories, ms: the median plan for 6,400 live trajectories on 64 engines; its parts; the
+    same of a re-solve that trusts its lengths; other sizes."""
     snapshot.warm_up()
     World(200, 4, options.seed, TREADLE_POLICY, Tuning()).run()
-    rows = [_measure_size(live, engines, name, options) for live, engines in SIZES for name in VARIANTS]
+    rows = [
+        _measure_size(live, engines, name, options) for live, engines in SIZES for name in VARIANTS
+    ]
     return {
         "trajectories": rows[0]["trajectories"],
         "ms": rows[0]["ms"],
@@ -97,9 +107,13 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
 def _measure_size(live: int, engines: int, name: str, options: BenchOptions) -> dict[str, Any]:
     plans: list[Timed] = []
     for repeat in range(options.repeats):
-        world = TimedWorld(live + int(SPARE * live) + 1, engines, options.seed + repeat, *VARIANTS[name])
+        world = TimedWorld(
+            live + int(SPARE * live) + 1, engines, options.seed + repeat, *VARIANTS[name]
+        )
         world.run(lambda world: world.open < live)
-        plans += [plan for plan in world.plans.values() if plan.follow_ms and plan.trajectories >= live]
+        plans += [
+            plan for plan in world.plans.values() if plan.follow_ms and plan.trajectories >= live
+        ]
     row = {
         "variant": name,
         "trajectories": min(plan.trajectories for plan in plans),
@@ -120,7 +134,9 @@ def _rank_us(live: int, options: BenchOptions) -> float:
     for name, length in zip(names, rng.lognormal(8.0, 1.0, live).tolist(), strict=True):
         ranks.put(name, length)
     numbers, lengths = rng.integers(0, live, RANK_UPDATES), rng.lognormal(8.0, 1.0, RANK_UPDATES)
-    updates = [(names[number], length) for number, length in zip(numbers, lengths.tolist(), strict=True)]
+    updates = [
+        (names[number], length) for number, length in zip(numbers, lengths.tolist(), strict=True)
+    ]
     took: list[float] = []
     for _ in range(options.repeats):
         started = time.perf_counter()
@@ -133,6 +149,7 @@ def _rank_us(live: int, options: BenchOptions) -> float:
 
 BENCH = Bench(
     "replan",
-    "Milliseconds of one plan for 6,400 live trajectories: asking, solving, judging. Takes about a minute.",
+    "Milliseconds of one plan for 6,400 live trajectories: asking, solving, judging. Takes about "
+    "a minute.",
     measure,
 )

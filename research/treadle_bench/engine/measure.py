@@ -1,8 +1,10 @@
-"""One engine on one core of a CPU with float and with 8-bit weights: how long a decode step takes, and its logprobs.
+"""One engine on one core of a CPU with float and with 8-bit weights: how long a decode step takes,
+and its logprobs.
 
-The engines run at the same time on the same core and are asked in turn, so that all meet the machine as it is at that
-moment. A step's milliseconds are given twice: `cpu`, the CPU time of all the engine's processes, which other programs
-change little, and `wall`. Logprobs are of tokens that the float32 engine sampled; each engine scores them in one pass.
+The engines run at the same time on the same core and are asked in turn, so that all meet the
+machine as it is at that moment. A step's milliseconds are given twice: `cpu`, the CPU time of all
+the engine's processes, which other programs change little, and `wall`. Logprobs are of tokens that
+the float32 engine sampled; each engine scores them in one pass.
 """
 
 import asyncio
@@ -23,7 +25,11 @@ from treadle_bench.bench import Bench, BenchOptions
 from treadle_bench.processes import run_engine
 
 FLOAT32 = "float32"
-VARIANTS = {FLOAT32: ("float", ("--dtype", "float32")), "float": ("float", ()), "int8": ("int8", ())}
+VARIANTS = {
+    FLOAT32: ("float", ("--dtype", "float32")),
+    "float": ("float", ()),
+    "int8": ("int8", ()),
+}
 BATCHES = (1, 4, 8, 16)
 KV_TOKENS = 8000  # 16 sequences of 300 tokens, and the prompts that are scored
 PROMPT_TOKENS, DECODE_TOKENS = 200, 30
@@ -40,13 +46,16 @@ TIMEOUT_S = 300.0
 
 
 async def measure(options: BenchOptions) -> dict[str, Any]:
-    """Seed, repeats and model apply. Takes 2 minutes to start, and then 1 minute a repeat. Raises UsageProblem."""
+    """Seed, repeats and model apply. Takes 2 minutes to start, and then 1 minute a repeat. Raises
+    UsageProblem."""
     if not options.engines.cores:
         raise UsageProblem("this bench measures engines on a CPU, and the machine has a GPU")
     start_s, memory_mib, engines = {}, {}, {}
     decode: dict[tuple[str, int], list[dict[str, float]]] = defaultdict(list)
     async with AsyncExitStack() as stack:
-        http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(TIMEOUT_S)))
+        http = await stack.enter_async_context(
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(TIMEOUT_S))
+        )
         for name, (weights, flags) in VARIANTS.items():
             flags = ("--max-total-tokens", str(KV_TOKENS), *flags)
             plan = replace(options.engines, slots=max(BATCHES), weights=weights, flags=flags)
@@ -56,16 +65,25 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
         for seed in options.seeds:
             for batch in BATCHES:
                 for name, engine in engines.items():
-                    decode[name, batch].append(await _decode_ms(http, engine, batch, random.Random(f"{seed} {batch}")))
+                    decode[name, batch].append(
+                        await _decode_ms(http, engine, batch, random.Random(f"{seed} {batch}"))
+                    )
         for name, engine in engines.items():
-            memory_mib[name] = sum(each.memory_full_info().pss for each in _processes(engine)) / 2**20
+            memory_mib[name] = (
+                sum(each.memory_full_info().pss for each in _processes(engine)) / 2**20
+            )
         logprobs = await _compare_logprobs(http, engines, options.seed)
     return {
         "repeats": options.repeats,
         "start_s": start_s,
         "memory_mib": memory_mib,
         "decode": [
-            {"weights": name, "batch": batch, **_summary(rows), **_ratios(rows, decode[FLOAT32, batch])}
+            {
+                "weights": name,
+                "batch": batch,
+                **_summary(rows),
+                **_ratios(rows, decode[FLOAT32, batch]),
+            }
             for (name, batch), rows in decode.items()
         ],
         "logprobs": logprobs,
@@ -73,7 +91,11 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
 
 
 def _summary(rows: list[dict[str, float]]) -> dict[str, Any]:
-    return {f"{kind}_ms": [median(each), min(each), max(each)] for kind in rows[0] if (each := [r[kind] for r in rows])}
+    return {
+        f"{kind}_ms": [median(each), min(each), max(each)]
+        for kind in rows[0]
+        if (each := [r[kind] for r in rows])
+    }
 
 
 def _ratios(rows: list[dict[str, float]], base: list[dict[str, float]]) -> dict[str, Any]:
@@ -90,14 +112,20 @@ def _cpu_s(processes: list[psutil.Process]) -> float:
     return sum(times.user + times.system for times in (each.cpu_times() for each in processes))
 
 
-async def _decode_ms(http: aiohttp.ClientSession, engine: Engine, batch: int, rng: random.Random) -> dict[str, float]:
+async def _decode_ms(
+    http: aiohttp.ClientSession, engine: Engine, batch: int, rng: random.Random
+) -> dict[str, float]:
     """Milliseconds of a step, over the steps in which the whole batch decodes."""
     came_s: list[list[float]] = [[] for _ in range(batch)]
     whole = asyncio.Event()  # every sequence decodes
 
     async def stream(number: int) -> None:
         prompt = [rng.randrange(HIGHEST_TOKEN_ID) for _ in range(PROMPT_TOKENS)]
-        sampling = {"max_new_tokens": DECODE_TOKENS + batch, "temperature": 1.0, "sampling_seed": number}
+        sampling = {
+            "max_new_tokens": DECODE_TOKENS + batch,
+            "temperature": 1.0,
+            "sampling_seed": number,
+        }
         body: dict[str, Any] = {
             "input_ids": prompt,
             "sampling_params": {**sampling, "ignore_eos": True},
@@ -122,32 +150,62 @@ async def _decode_ms(http: aiohttp.ClientSession, engine: Engine, batch: int, rn
     return {"cpu": cpu_s / steps * 1e3, "wall": (times_s[-1] - times_s[0]) / steps * 1e3}
 
 
-async def _compare_logprobs(http: aiohttp.ClientSession, engines: dict[str, Engine], seed: int) -> list[dict[str, Any]]:
-    """Each variant against float32: absolute differences, and the share of tokens that are likeliest in both."""
+async def _compare_logprobs(
+    http: aiohttp.ClientSession, engines: dict[str, Engine], seed: int
+) -> list[dict[str, Any]]:
+    """Each variant against float32: absolute differences, and the share of tokens that are
+    likeliest in both."""
 
     async def ask(name: str, body: dict[str, Any]) -> Any:
-        async with http.post(f"{engines[name].url}/generate", json=body, raise_for_status=True) as answer:
+        async with http.post(
+            f"{engines[name].url}/generate", json=body, raise_for_status=True
+        ) as answer:
             return await answer.json()
 
     scores: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for number, question in enumerate(QUESTIONS * SAMPLES):
         text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-        sampling = {"max_new_tokens": SAMPLE_TOKENS, "temperature": 1.0, "sampling_seed": seed + number}
+        sampling = {
+            "max_new_tokens": SAMPLE_TOKENS,
+            "temperature": 1.0,
+            "sampling_seed": seed + number,
+        }
         sampled = await ask(FLOAT32, {"text": text, "sampling_params": sampling})
-        body = {"text": text + sampled["text"], "sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
-        body |= {"logprob_start_len": sampled["meta_info"]["prompt_tokens"] - 1, "top_logprobs_num": 1}
+        body = {
+            "text": text + sampled["text"],
+            "sampling_params": {"max_new_tokens": 0},
+            "return_logprob": True,
+        }
+        body |= {
+            "logprob_start_len": sampled["meta_info"]["prompt_tokens"] - 1,
+            "top_logprobs_num": 1,
+        }
         for name in engines:
             meta = (await ask(name, body))["meta_info"]
-            scored = zip(meta["input_token_logprobs"][1:], meta["input_top_logprobs"][1:], strict=True)
+            scored = zip(
+                meta["input_token_logprobs"][1:], meta["input_top_logprobs"][1:], strict=True
+            )
             scores[name] += [(own[0], top[0][1]) for own, top in scored]
     rows = []
     for name in engines:
         pairs = list(zip(scores[name], scores[FLOAT32], strict=True))
         differences = sorted(abs(one[0] - other[0]) for one, other in pairs)
         same = fmean(one[1] == other[1] for one, other in pairs)
-        rows.append({"weights": name, "tokens": len(pairs), "mean": fmean(differences), "max": differences[-1]})
+        rows.append(
+            {
+                "weights": name,
+                "tokens": len(pairs),
+                "mean": fmean(differences),
+                "max": differences[-1],
+            }
+        )
         rows[-1] |= {"p99": differences[len(differences) * 99 // 100], "same_greedy": same}
     return rows
 
 
-BENCH = Bench("engine", "decode steps and logprobs of a CPU engine, float against 8-bit weights", measure, engines=1)
+BENCH = Bench(
+    "engine",
+    "decode steps and logprobs of a CPU engine, float against 8-bit weights",
+    measure,
+    engines=1,
+)

@@ -1,11 +1,14 @@
-"""The work that `treadle bench fidelity` plays, and one live play of it with steps of exactly the lengths that it has.
+"""The work that `treadle bench fidelity` plays, and one live play of it with steps of exactly the
+lengths that it has.
 
-A workload depends on its seed alone: samples that share prompts, a few steps each, heavy-tailed lengths, tools that
-take seconds; short enough for a CPU, and its KV fits one engine, so that memory is not tested.
+A workload depends on its seed alone: samples that share prompts, a few steps each, heavy-tailed
+lengths, tools that take seconds; short enough for a CPU, and its KV fits one engine, so that memory
+is not tested.
 
-In a play every trajectory is opened first. After the scheduler's first tick each trajectory's loop runs by itself:
-generate (greedy, end of sequence ignored, so that lengths are exact), sleep for the tool, observe random tokens. The
-simulator's clients start in the same way. Times are the client's own, from the first opening.
+In a play every trajectory is opened first. After the scheduler's first tick each trajectory's loop
+runs by itself: generate (greedy, end of sequence ignored, so that lengths are exact), sleep for the
+tool, observe random tokens. The simulator's clients start in the same way. Times are the client's
+own, from the first opening.
 """
 
 import asyncio
@@ -25,7 +28,11 @@ STEPS = (2, 6)
 STEPS_MEAN = 3.4
 GEN_TOKENS = (8, 120)  # of a step
 GEN_MEDIAN = 24.0
-PROMPT_SIGMA, SAMPLE_SIGMA, STEP_SIGMA = 0.7, 0.3, 0.5  # of ln tokens: of a prompt, of a sample, of a step
+PROMPT_SIGMA, SAMPLE_SIGMA, STEP_SIGMA = (
+    0.7,
+    0.3,
+    0.5,
+)  # of ln tokens: of a prompt, of a sample, of a step
 OBS_TOKENS = (10, 60)  # of a tool's answer
 TOOL_S = (0.3, 3.0)
 TOOL_MEDIAN_S, TOOL_SIGMA = 0.8, 0.7
@@ -42,18 +49,22 @@ def make_workload(seed: int) -> Workload:
         of_prompt = PROMPT_SIGMA * rng.standard_normal()
         for sample in range(SAMPLES):
             level = of_prompt + SAMPLE_SIGMA * rng.standard_normal()
-            count = int(np.clip(rng.geometric(1.0 / (STEPS_MEAN - STEPS[0] + 1.0)) + STEPS[0] - 1, *STEPS))
+            count = int(
+                np.clip(rng.geometric(1.0 / (STEPS_MEAN - STEPS[0] + 1.0)) + STEPS[0] - 1, *STEPS)
+            )
             steps = tuple(_step(rng, level) for _ in range(count))
             works.append(TrajectoryWork(f"p{number}", sample, prompt_tokens, steps))
     return Workload(f"fidelity-{seed}", tuple(works))
 
 
 def token_ids(work: TrajectoryWork, salt: str) -> tuple[list[int], list[list[int]]]:
-    """Random tokens of the prompt and of each tool's answer. Samples of a prompt share its tokens; another `salt` gives
-    other tokens."""
+    """Random tokens of the prompt and of each tool's answer. Samples of a prompt share its tokens;
+    another `salt` gives other tokens."""
     prompt = random.Random(f"{salt} {work.prompt_id}")
     own = random.Random(f"{salt} {work.prompt_id} {work.sample}")
-    observed = [[own.randrange(HIGHEST_TOKEN_ID) for _ in range(step.obs_tokens)] for step in work.steps]
+    observed = [
+        [own.randrange(HIGHEST_TOKEN_ID) for _ in range(step.obs_tokens)] for step in work.steps
+    ]
     return [prompt.randrange(HIGHEST_TOKEN_ID) for _ in range(work.prompt_tokens)], observed
 
 
@@ -67,12 +78,15 @@ def _step(rng: np.random.Generator, level: float) -> Step:
     )
 
 
-FIRST_STEPS_S = TICK_S + 0.05  # after the first opening: a tick, and the plan that is asked for at it
+FIRST_STEPS_S = (
+    TICK_S + 0.05
+)  # after the first opening: a tick, and the plan that is asked for at it
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """One trajectory; seconds since the start of the play. spans: queue, prefill, decode and tool."""
+    """One trajectory; seconds since the start of the play. spans: queue, prefill, decode and
+    tool."""
 
     finished_s: float
     spans: tuple[Span, ...]
@@ -91,8 +105,8 @@ class Played:
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """One rollout, live or simulated; trajectories in the workload's order. others_share: the fraction of the machine
-    that other programs used meanwhile."""
+    """One rollout, live or simulated; trajectories in the workload's order. others_share: the
+    fraction of the machine that other programs used meanwhile."""
 
     trajectories: tuple[Played, ...]
     migrations: int
@@ -106,7 +120,9 @@ class Play:
     @property
     def service_s(self) -> np.ndarray:
         """Seconds of each trajectory on engines."""
-        return np.array([played.part_s("prefill") + played.part_s("decode") for played in self.trajectories])
+        return np.array(
+            [played.part_s("prefill") + played.part_s("decode") for played in self.trajectories]
+        )
 
     @property
     def makespan_s(self) -> float:
@@ -115,7 +131,8 @@ class Play:
 
 
 async def play_live(scheduler: str, workload: Workload, salt: str) -> tuple[Played, ...]:
-    """Play all trajectories at once. salt: of the random tokens. Raises TreadleError, ValueError for a wrong length."""
+    """Play all trajectories at once. salt: of the random tokens. Raises TreadleError, ValueError
+    for a wrong length."""
     async with Client(scheduler) as client:
         started_s = time.time()
         opened = []
@@ -136,7 +153,10 @@ async def play_live(scheduler: str, workload: Workload, salt: str) -> tuple[Play
 
 
 async def _run(
-    trajectory: Trajectory, work: TrajectoryWork, observed: Sequence[Sequence[int]], started_s: float
+    trajectory: Trajectory,
+    work: TrajectoryWork,
+    observed: Sequence[Sequence[int]],
+    started_s: float,
 ) -> Played:
     tools = []
     for turn, step in enumerate(work.steps):
@@ -150,15 +170,21 @@ async def _run(
     spans = sorted((*trajectory.spans, *tools), key=lambda span: span.start_s)
     return Played(
         finished_s=finished_s - started_s,
-        spans=tuple(replace(span, start_s=span.start_s - started_s, end_s=span.end_s - started_s) for span in spans),
+        spans=tuple(
+            replace(span, start_s=span.start_s - started_s, end_s=span.end_s - started_s)
+            for span in spans
+        ),
         preemptions=sum(step.preemptions for step in trajectory.steps),
     )
 
 
 async def generate(trajectory: Trajectory, gen_tokens: int) -> list[float]:
-    """Run one step of exactly `gen_tokens` tokens; the unix time of each of its chunks. Raises ValueError."""
+    """Run one step of exactly `gen_tokens` tokens; the unix time of each of its chunks. Raises
+    ValueError."""
     sampling = Sampling(max_new_tokens=gen_tokens, temperature=0.0, ignore_eos=True)
     came_s = [time.time() async for _ in trajectory.generate(sampling)]
     if len(trajectory.steps[-1].token_ids) != gen_tokens:
-        raise ValueError(f"a step came to {len(trajectory.steps[-1].token_ids)} tokens instead of {gen_tokens}")
+        raise ValueError(
+            f"a step came to {len(trajectory.steps[-1].token_ids)} tokens instead of {gen_tokens}"
+        )
     return came_s

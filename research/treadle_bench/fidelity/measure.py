@@ -1,13 +1,15 @@
-"""How close the simulator is: the same work on two live engines, and in the simulator with their measured profile.
+"""How close the simulator is: the same work on two live engines, and in the simulator with their
+measured profile.
 
-One mesh of two engines, each on its own core. First the engines and the control plane are measured (profile.py). Then
-each policy plays each trace, several times live and once simulated (stage.py), and the plays are compared trajectory by
-trajectory.
+One mesh of two engines, each on its own core. First the engines and the control plane are measured
+(profile.py). Then each policy plays each trace, several times live and once simulated (stage.py),
+and the plays are compared trajectory by trajectory.
 
-All trajectories open at time 0, so a trajectory's time is when it ended. A live step's prefill begins when its sidecar
-admits it, a simulated one when the engine computes it: the time between counts as prefill live, and as queue in the
-simulator. Live plays differ from each other, so each figure is a mean over them, and `live_*` gives the same figure
-between live plays: no simulator can be closer.
+All trajectories open at time 0, so a trajectory's time is when it ended. A live step's prefill
+begins when its sidecar admits it, a simulated one when the engine computes it: the time between
+counts as prefill live, and as queue in the simulator. Live plays differ from each other, so each
+figure is a mean over them, and `live_*` gives the same figure between live plays: no simulator can
+be closer.
 """
 
 import itertools
@@ -37,8 +39,8 @@ US = 1e6
 
 
 async def measure(options: BenchOptions) -> dict[str, Any]:
-    """repeats: live plays of each trace under each policy. Raises ProcessError, TreadleError, and UsageProblem for a
-    trace file that cannot be read."""
+    """repeats: live plays of each trace under each policy. Raises ProcessError, TreadleError, and
+    UsageProblem for a trace file that cannot be read."""
     works = _workloads(options)
     async with run_mesh(options.engines, options) as mesh:
         await warm_engines(mesh.engines, token_ids(works[0].trajectories[0], "warm")[0])
@@ -51,16 +53,24 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
 
 
 async def _play_cases(stage: Stage, works: Sequence[Workload], options: BenchOptions) -> list[Case]:
-    """Rounds of one live play of every trace under every policy, with a pulse before each; then all simulated plays."""
-    lives: dict[tuple[str, Workload], list[Play]] = {(name, work): [] for work in works for name in POLICIES}
+    """Rounds of one live play of every trace under every policy, with a pulse before each; then all
+    simulated plays."""
+    lives: dict[tuple[str, Workload], list[Play]] = {
+        (name, work): [] for work in works for name in POLICIES
+    }
     pulses = itertools.count()
     for number in range(options.repeats):
         for (name, work), plays in lives.items():
             await stage.pulse(next(pulses))
             plays.append(play := await stage.play(work, name, number))
-            line = f"{work.name} {name}: {play.makespan_s:.1f} s, other programs took {play.others_share:.0%}"
+            line = (
+                f"{work.name} {name}: {play.makespan_s:.1f} s, other programs took "
+                f"{play.others_share:.0%}"
+            )
             options.progress.print(line, highlight=False)
-    return [Case(name, work, plays, stage.simulate(work, name)) for (name, work), plays in lives.items()]
+    return [
+        Case(name, work, plays, stage.simulate(work, name)) for (name, work), plays in lives.items()
+    ]
 
 
 def _workloads(options: BenchOptions) -> list[Workload]:
@@ -73,15 +83,21 @@ def _workloads(options: BenchOptions) -> list[Workload]:
 
 
 def _report(cases: Sequence[Case], stage: Stage) -> dict[str, Any]:
-    """makespan_rel_err and time_corr are the worst of all cases, each the mean over its live plays."""
-    rows = [{"policy": case.policy, "trace": case.workload.name, **compare_plays(case)} for case in cases]
+    """makespan_rel_err and time_corr are the worst of all cases, each the mean over its live
+    plays."""
+    rows = [
+        {"policy": case.policy, "trace": case.workload.name, **compare_plays(case)}
+        for case in cases
+    ]
     latencies = stage.control.latencies
     return {
         "makespan_rel_err": max((row["makespan_rel_err"] for row in rows), key=abs),
         "time_corr": min(row["time_corr"] for row in rows),
         "service_corr": min(row["service_corr"] for row in rows),
         "cases": rows,
-        "engines": [_engine_row(f"engine-{at}", engine) for at, engine in enumerate(stage.measured)],
+        "engines": [
+            _engine_row(f"engine-{at}", engine) for at, engine in enumerate(stage.measured)
+        ],
         "slowness": rounded([list(factors) for factors in stage.slowness]),
         "latencies_ms": {
             "rpc": round(latencies.rpc_s * MS, 1),
@@ -113,7 +129,8 @@ def _engine_row(engine_id: str, measured: MeasuredEngine) -> dict[str, Any]:
 
 
 def compare_plays(case: Case) -> dict[str, Any]:
-    """makespan_rel_err: simulated over the mean of live, minus 1. Correlations are Pearson's over trajectories."""
+    """makespan_rel_err: simulated over the mean of live, minus 1. Correlations are Pearson's over
+    trajectories."""
     plays, simulated = case.plays, case.simulated
     live_s = fmean(play.makespan_s for play in plays)
     errors = np.abs(simulated.ends_s / np.mean([play.ends_s for play in plays], axis=0) - 1.0)
@@ -130,20 +147,27 @@ def compare_plays(case: Case) -> dict[str, Any]:
         "same_engine": fmean(same_engine(play, simulated) for play in plays),
         "parts_live_s": _mean_parts(plays),
         "parts_simulated_s": _mean_parts([simulated]),
-        "preemptions": [sum(played.preemptions for played in play.trajectories) for play in (*plays, simulated)],
+        "preemptions": [
+            sum(played.preemptions for played in play.trajectories) for play in (*plays, simulated)
+        ],
         "migrations": [play.migrations for play in (*plays, simulated)],
         "other_programs_share": [play.others_share for play in plays],
     }
     if pairs := list(itertools.combinations(plays, 2)):
-        found["live_time_corr"] = fmean(correlation(one.ends_s, other.ends_s) for one, other in pairs)
+        found["live_time_corr"] = fmean(
+            correlation(one.ends_s, other.ends_s) for one, other in pairs
+        )
         found["live_same_engine"] = fmean(same_engine(one, other) for one, other in pairs)
     return rounded(found)
 
 
 def same_engine(one: Play, other: Play) -> float:
-    """Fraction of steps that ran on the same engine in both plays. The engines are alike, so their names in one play
-    are permuted to give the greatest fraction."""
-    sides = [[engine for played in play.trajectories for engine in played.engines] for play in (one, other)]
+    """Fraction of steps that ran on the same engine in both plays. The engines are alike, so their
+    names in one play are permuted to give the greatest fraction."""
+    sides = [
+        [engine for played in play.trajectories for engine in played.engines]
+        for play in (one, other)
+    ]
     names = sorted({*sides[0], *sides[1]})
     return max(
         fmean(dict(zip(names, renamed, strict=True))[a] == b for a, b in zip(*sides, strict=True))
@@ -152,7 +176,8 @@ def same_engine(one: Play, other: Play) -> float:
 
 
 def _mean_parts(plays: Sequence[Play]) -> dict[str, float]:
-    """Mean seconds of a trajectory by part. `other`: what no part covers, which is calls of the control plane."""
+    """Mean seconds of a trajectory by part. `other`: what no part covers, which is calls of the
+    control plane."""
     all_played = [played for play in plays for played in play.trajectories]
     seconds = {part: fmean(played.part_s(part) for played in all_played) for part in PARTS}
     seconds["other"] = fmean(played.finished_s for played in all_played) - sum(seconds.values())
@@ -161,7 +186,8 @@ def _mean_parts(plays: Sequence[Play]) -> dict[str, float]:
 
 BENCH = Bench(
     "fidelity",
-    "The same rollout on two live engines and in the simulator, on the profile measured on them. --repeats: live plays "
+    "The same rollout on two live engines and in the simulator, on the profile measured on them. "
+    "--repeats: live plays "
     "of each policy. Takes 2 minutes, and 2 a repeat, on 2 cores.",
     measure,
     engines=ENGINES,

@@ -1,10 +1,11 @@
 """Measures engines and the control plane of a mesh for its simulation, through the mesh itself.
 
-All engines are measured at the same time and by the same client as in the plays, because they share their cores with
-the services and the client. The profile has the format of sim/README.md. Decode steps: batches of 1 to `slots` at each
-of DECODE_CONTEXTS, while the batch is whole. Prefills: alone on the engine, first an unknown prompt, then the same
-context with new tokens behind it. A pulse is one full batch: it shows how fast the machine is at that moment. Of the
-control plane: seconds of tickets, predictions, plans and moves.
+All engines are measured at the same time and by the same client as in the plays, because they share
+their cores with the services and the client. The profile has the format of sim/README.md. Decode
+steps: batches of 1 to `slots` at each of DECODE_CONTEXTS, while the batch is whole. Prefills: alone
+on the engine, first an unknown prompt, then the same context with new tokens behind it. A pulse is
+one full batch: it shows how fast the machine is at that moment. Of the control plane: seconds of
+tickets, predictions, plans and moves.
 """
 
 import asyncio
@@ -43,7 +44,13 @@ CALL_TIMEOUT_S = 30.0
 PLANS, PLAN_TRAJECTORIES = 9, 32
 MOVES, MOVE_CONTEXT, MOVE_TOKENS = 4, 200, 8
 # What a plan needs to know of an engine, by the same name in what the sidecar registers.
-PLACEMENT_KEYS = ("engine_id", "slot_limit", "kv_tokens_capacity", "tensor_parallel", "decode_curve")
+PLACEMENT_KEYS = (
+    "engine_id",
+    "slot_limit",
+    "kv_tokens_capacity",
+    "tensor_parallel",
+    "decode_curve",
+)
 
 Rows = list[dict[str, float]]
 
@@ -51,8 +58,9 @@ Rows = list[dict[str, float]]
 async def measure_engines(
     client: Client, engines: Sequence[RegisteredEngine], seed: int
 ) -> tuple[dict[str, dict[str, Any]], list[float]]:
-    """A profile for `fit_measured` by engine id, and seconds in the queue of steps that found a slot free, which is the
-    time of two calls. Takes about a minute for five slots. Raises TreadleError, ValueError."""
+    """A profile for `fit_measured` by engine id, and seconds in the queue of steps that found a
+    slot free, which is the time of two calls. Takes about a minute for five slots. Raises
+    TreadleError, ValueError."""
     rng = random.Random(f"profile {seed}")
     ids = [engine.info.engine_id for engine in engines]
     decode: dict[str, Rows] = defaultdict(list)
@@ -64,25 +72,34 @@ async def measure_engines(
             decode[engine_id] += rows
     for _, context in itertools.product(range(PREFILL_ROUNDS), PREFILL_CONTEXTS):
         async with asyncio.TaskGroup() as group:
-            growing = {each: group.create_task(_growing(client, rng, each, context)) for each in ids}
+            growing = {
+                each: group.create_task(_growing(client, rng, each, context)) for each in ids
+            }
         for engine_id, grown in growing.items():
             rows, waited_s = grown.result()
             prefill[engine_id] += rows
             queue_s += waited_s
-    found = {each: _document(engine, decode[each], prefill[each]) for each, engine in zip(ids, engines, strict=True)}
+    found = {
+        each: _document(engine, decode[each], prefill[each])
+        for each, engine in zip(ids, engines, strict=True)
+    }
     return found, queue_s
 
 
-async def measure_pulse(client: Client, engines: Sequence[RegisteredEngine], seed: str) -> dict[str, Rows]:
-    """Decode rows of one full batch on each engine; takes about 4 s. Raises TreadleError, ValueError."""
+async def measure_pulse(
+    client: Client, engines: Sequence[RegisteredEngine], seed: str
+) -> dict[str, Rows]:
+    """Decode rows of one full batch on each engine; takes about 4 s. Raises TreadleError,
+    ValueError."""
     slots = min(engine.info.slot_limit for engine in engines)
     ids = [engine.info.engine_id for engine in engines]
     return await _batches(client, random.Random(f"pulse {seed}"), ids, slots, PULSE_CONTEXT)
 
 
 def decode_rows(came_s: Sequence[Sequence[float]], context: int) -> Rows:
-    """A row of the profile for each sequence of a batch: seconds of a token while all sequences decode. came_s: when
-    each token of each sequence came, the first after its prefill. context: tokens of each sequence at its start."""
+    """A row of the profile for each sequence of a batch: seconds of a token while all sequences
+    decode. came_s: when each token of each sequence came, the first after its prefill. context:
+    tokens of each sequence at its start."""
     whole_s, broken_s = max(times[0] for times in came_s), min(times[-1] for times in came_s)
     rows = []
     for times in came_s:
@@ -105,19 +122,29 @@ async def _batches(
     """The same batch on all engines at once."""
 
     async def generate_alone(engine_id: str, prompt: list[int]) -> list[float]:
-        opening = client.open(prompt_id="profile", sample=0, prompt=prompt, pinned_engine_id=engine_id)
+        opening = client.open(
+            prompt_id="profile", sample=0, prompt=prompt, pinned_engine_id=engine_id
+        )
         async with await opening as trajectory:
             return await generate(trajectory, DECODE_TOKENS)
 
     async with asyncio.TaskGroup() as group:
         tasks = {
-            engine_id: [group.create_task(generate_alone(engine_id, _tokens(rng, context))) for _ in range(batch)]
+            engine_id: [
+                group.create_task(generate_alone(engine_id, _tokens(rng, context)))
+                for _ in range(batch)
+            ]
             for engine_id in engine_ids
         }
-    return {name: decode_rows([task.result() for task in of_engine], context) for name, of_engine in tasks.items()}
+    return {
+        name: decode_rows([task.result() for task in of_engine], context)
+        for name, of_engine in tasks.items()
+    }
 
 
-async def _growing(client: Client, rng: random.Random, engine_id: str, context: int) -> tuple[Rows, list[float]]:
+async def _growing(
+    client: Client, rng: random.Random, engine_id: str, context: int
+) -> tuple[Rows, list[float]]:
     """Prefill rows of one growing context, and the queue seconds of each of its steps."""
     rows, queue_s = [], []
     prompt = _tokens(rng, context)
@@ -130,7 +157,9 @@ async def _growing(client: Client, rng: random.Random, engine_id: str, context: 
             step = trajectory.steps[-1]
             queue_s.append(step.queue_s)
             cached = step.cached_tokens
-            rows.append({"new_tokens": length - cached, "cached_tokens": cached, "seconds": step.prefill_s})
+            rows.append(
+                {"new_tokens": length - cached, "cached_tokens": cached, "seconds": step.prefill_s}
+            )
             await asyncio.sleep(REST_S)
     return rows, queue_s
 
@@ -169,8 +198,8 @@ async def measure_control(
     queue_s: Sequence[float],
     predict_s: Sequence[float],
 ) -> Control:
-    """queue_s: of steps that found a slot free. predict_s: from a step's end to the prediction that followed it. Raises
-    statistics.StatisticsError where one is empty."""
+    """queue_s: of steps that found a slot free. predict_s: from a step's end to the prediction that
+    followed it. Raises statistics.StatisticsError where one is empty."""
     plan_s = await _time_plans(mesh.where.services["placement"], engines)
     moves_s = await _time_moves(mesh, client, engines)
     return Control(
@@ -180,7 +209,9 @@ async def measure_control(
 
 
 async def _time_plans(placement: str, engines: Sequence[RegisteredEngine]) -> list[float]:
-    request = placement_pb2.PlanPlacementRequest(cost_model=placement_pb2.COST_MODEL_LINEAR_INTEGRAL)
+    request = placement_pb2.PlanPlacementRequest(
+        cost_model=placement_pb2.COST_MODEL_LINEAR_INTEGRAL
+    )
     request.columns.CopyFrom(_columns_of_plan())
     for engine in engines:
         request.engines.add(**{key: getattr(engine.info, key) for key in PLACEMENT_KEYS})
@@ -211,8 +242,11 @@ def _columns_of_plan() -> placement_pb2.PlacedColumns:
     )
 
 
-async def _time_moves(mesh: Mesh, client: Client, engines: Sequence[RegisteredEngine]) -> list[float]:
-    """Seconds of moves, from the migrator, of a context of about MOVE_CONTEXT tokens between its steps."""
+async def _time_moves(
+    mesh: Mesh, client: Client, engines: Sequence[RegisteredEngine]
+) -> list[float]:
+    """Seconds of moves, from the migrator, of a context of about MOVE_CONTEXT tokens between its
+    steps."""
     taken_s: list[float] = []
     async with (
         grpc.aio.insecure_channel(mesh.where.services["migrator"]) as to_migrator,
@@ -222,8 +256,12 @@ async def _time_moves(mesh: Mesh, client: Client, engines: Sequence[RegisteredEn
         scheduler = scheduler_pb2_grpc.SchedulerServiceStub(to_scheduler)
         for number in range(MOVES):
             prompt = [(number * MOVE_CONTEXT + at) % HIGHEST_TOKEN_ID for at in range(MOVE_CONTEXT)]
-            async with await client.open(prompt_id="move", sample=number, prompt=prompt) as trajectory:
+            async with await client.open(
+                prompt_id="move", sample=number, prompt=prompt
+            ) as trajectory:
                 await generate(trajectory, MOVE_TOKENS)
                 move = await move_away(migrator, scheduler, trajectory, infos_of(engines))
-                taken_s.append(float(move.ended_at.ToNanoseconds() - move.started_at.ToNanoseconds()) / 1e9)
+                taken_s.append(
+                    float(move.ended_at.ToNanoseconds() - move.started_at.ToNanoseconds()) / 1e9
+                )
     return taken_s

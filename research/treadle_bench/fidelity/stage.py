@@ -1,12 +1,14 @@
-"""Plays of `treadle bench fidelity` and `live`: live ones on a mesh, and simulated ones on the engines as they were
-measured.
+"""Plays of `treadle bench fidelity` and `live`: live ones on a mesh, and simulated ones on the
+engines as they were measured.
 
-Invariants: a live play begins with a new control plane, so that no predictor knows an earlier play, unless it is asked
-to keep what was learned; and with tokens that no cache holds. The simulated play has the same policy, slots, declared
-curves and estimator. Nothing is fitted to a play: the profile is measured before all plays, and scaled by the mean of
-the pulses between them. A profile's prefills are those of a quiet engine; with each pulse, a round of short turns on
-full engines, of its own work, tells how much longer each pass takes beside others and the mesh. The simulated planner
-uses the decode curve that each sidecar declares, as the live one does, not the measured curve.
+Invariants: a live play begins with a new control plane, so that no predictor knows an earlier play,
+unless it is asked to keep what was learned; and with tokens that no cache holds. The simulated play
+has the same policy, slots, declared curves and estimator. Nothing is fitted to a play: the profile
+is measured before all plays, and scaled by the mean of the pulses between them. A profile's
+prefills are those of a quiet engine; with each pulse, a round of short turns on full engines, of
+its own work, tells how much longer each pass takes beside others and the mesh. The simulated
+planner uses the decode curve that each sidecar declares, as the live one does, not the measured
+curve.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,9 +37,19 @@ from treadle_bench.fidelity.live import Play, Played, play_live
 from treadle_bench.fidelity.profile import Control, measure_control, measure_engines, measure_pulse
 
 # The round of short turns: a trajectory for each slot, without tools.
-SHORT_TURNS, SHORT_STEP, SHORT_PROMPT_TOKENS = 8, Step(gen_tokens=10, obs_tokens=24, tool_s=0.0), 100
+SHORT_TURNS, SHORT_STEP, SHORT_PROMPT_TOKENS = (
+    8,
+    Step(gen_tokens=10, obs_tokens=24, tool_s=0.0),
+    100,
+)
 APPROXIMATIONS = 8  # of the seconds of a pass
-SECONDS_OF_A_CURVE = ("per_kv_token_s", "prefill_fixed_s", "prefill_token_s", "prefill_pair_s", "prefill_square_s")
+SECONDS_OF_A_CURVE = (
+    "per_kv_token_s",
+    "prefill_fixed_s",
+    "prefill_token_s",
+    "prefill_pair_s",
+    "prefill_square_s",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +63,21 @@ class DeclaredCurve(StepCurve):
         return self.declared
 
 
-def engine_models(engines: Sequence[RegisteredEngine], measured: Sequence[MeasuredEngine]) -> list[EngineModel]:
+def engine_models(
+    engines: Sequence[RegisteredEngine], measured: Sequence[MeasuredEngine]
+) -> list[EngineModel]:
     """The engines for the simulator; `measured` in the order of `engines`."""
     models = []
     for engine, fitted in zip(engines, measured, strict=True):
         said, model = engine.info.decode_curve, fitted.engine
         declared = DecodeCurve(
-            *(said.base_s, said.per_sequence_s, said.per_kv_token_s, said.prefill_tokens_per_s, said.prefill_pair_s)
+            *(
+                said.base_s,
+                said.per_sequence_s,
+                said.per_kv_token_s,
+                said.prefill_tokens_per_s,
+                said.prefill_pair_s,
+            )
         )
         curve = DeclaredCurve(**asdict(model.curve), declared=declared)
         models.append(replace(model, curve=curve, host_kv_tokens=engine.info.host_kv_tokens))
@@ -65,30 +85,40 @@ def engine_models(engines: Sequence[RegisteredEngine], measured: Sequence[Measur
 
 
 def slowness_of(measured: MeasuredEngine, rows: Sequence[Mapping[str, float]]) -> float:
-    """Seconds of the steps of `rows` over the profile's, as a mean factor. Raises ValueError without rows."""
+    """Seconds of the steps of `rows` over the profile's, as a mean factor. Raises ValueError
+    without rows."""
     curve = measured.engine.curve
     return fmean(
-        row["step_s"] / (curve.decode_s(row["batch"]) + curve.per_kv_token_s * row["kv_tokens"]) for row in rows
+        row["step_s"] / (curve.decode_s(row["batch"]) + curve.per_kv_token_s * row["kv_tokens"])
+        for row in rows
     )
 
 
 def slow_down(model: EngineModel, factor: float) -> EngineModel:
-    """The same engine when everything on it takes `factor` times as long; its declared curve stays."""
+    """The same engine when everything on it takes `factor` times as long; its declared curve
+    stays."""
     curve = model.curve
     slower = {name: factor * getattr(curve, name) for name in SECONDS_OF_A_CURVE}
-    return replace(model, curve=replace(curve, step_s=tuple(factor * each_s for each_s in curve.step_s), **slower))
+    return replace(
+        model,
+        curve=replace(curve, step_s=tuple(factor * each_s for each_s in curve.step_s), **slower),
+    )
 
 
 def short_turns(slots: int) -> Workload:
     """The round of short turns on engines with so many slots in all."""
     steps = (SHORT_STEP,) * SHORT_TURNS
-    works = (TrajectoryWork(f"short{number}", 0, SHORT_PROMPT_TOKENS, steps) for number in range(slots))
+    works = (
+        TrajectoryWork(f"short{number}", 0, SHORT_PROMPT_TOKENS, steps) for number in range(slots)
+    )
     return Workload("short-turns", tuple(works))
 
 
-def find_pass_s(work: Workload, models: Sequence[EngineModel], control: Control, lived_s: float) -> float:
-    """Seconds to add to every prefill pass, so that `work` lasts as long in the simulator as it did (`lived_s`);
-    negative where the passes of the profile are too long."""
+def find_pass_s(
+    work: Workload, models: Sequence[EngineModel], control: Control, lived_s: float
+) -> float:
+    """Seconds to add to every prefill pass, so that `work` lasts as long in the simulator as it did
+    (`lived_s`); negative where the passes of the profile are too long."""
     passes, found_s = SHORT_TURNS * models[0].slots, 0.0
     least_s = -min(model.curve.prefill_fixed_s for model in models)
     for _ in range(APPROXIMATIONS):
@@ -113,8 +143,8 @@ def simulate_play(
     *,
     told: bool = False,
 ) -> Play:
-    """One rollout under the system's policy. earlier: trajectories that its predictor knows, oldest first; told: it
-    knows every length."""
+    """One rollout under the system's policy. earlier: trajectories that its predictor knows, oldest
+    first; told: it knows every length."""
     cluster = Cluster(tuple(models), link=control.link, latencies=control.latencies)
     predictor = Oracle(workload) if told else Siblings(workload, earlier)
     outcome = Driver(workload, cluster, system.policy, system.tuning, predictor, record=True).run()
@@ -135,7 +165,8 @@ def predict_seconds(facts: CollectedFacts) -> list[float]:
     return [
         came_s - ended_s
         for came_s, predicted in facts.forecasts
-        if (ended_s := facts.finished_s.get((predicted.trajectory_id, predicted.turn - 1))) is not None
+        if (ended_s := facts.finished_s.get((predicted.trajectory_id, predicted.turn - 1)))
+        is not None
     ]
 
 
@@ -151,8 +182,9 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The engines, in one order: as registered, as measured, and as simulated. Each pulse adds a factor to the
-    slowness of each engine (its seconds over those of its profile) and a value of find_pass_s to passes_s."""
+    """The engines, in one order: as registered, as measured, and as simulated. Each pulse adds a
+    factor to the slowness of each engine (its seconds over those of its profile) and a value of
+    find_pass_s to passes_s."""
 
     mesh: Mesh
     engines: Sequence[pb.RegisteredEngine]
@@ -164,9 +196,11 @@ class Stage:
 
     @classmethod
     async def measure(cls, mesh: Mesh, seed: int) -> Self:
-        """Measure engines and control plane; takes about a minute. Raises TreadleError, AioRpcError, ValueError."""
+        """Measure engines and control plane; takes about a minute. Raises TreadleError,
+        AioRpcError, ValueError."""
         engines = await mesh.list_engines()
-        # Where the scheduler moves nothing itself: a move that is timed fails where another came before it.
+        # Where the scheduler moves nothing itself: a move that is timed fails where another came
+        # before it.
         await mesh.set_policy(policy_message(SYSTEMS["sticky"].policy))
         async with Client(mesh.where.scheduler) as client:
             async with collect_facts(mesh.nats_url, mesh.board.note) as facts:
@@ -178,24 +212,30 @@ class Stage:
 
     @property
     def pass_s(self) -> float:
-        """Seconds to add to a prefill pass: the mean of all pulses. Raises StatisticsError before the first."""
+        """Seconds to add to a prefill pass: the mean of all pulses. Raises StatisticsError before
+        the first."""
         return fmean(self.passes_s)
 
     async def pulse(self, number: int) -> None:
-        """Measure how fast the engines are now, because the speed of a shared machine changes. Takes about 20 s. The
-        control plane is a new one after it: what it had learned is lost."""
+        """Measure how fast the engines are now, because the speed of a shared machine changes.
+        Takes about 20 s. The control plane is a new one after it: what it had learned is lost."""
         async with Client(self.mesh.where.scheduler) as client:
             rows = await measure_pulse(client, self.engines, str(number))
-        for measured, engine, factors in zip(self.measured, self.engines, self.slowness, strict=True):
+        for measured, engine, factors in zip(
+            self.measured, self.engines, self.slowness, strict=True
+        ):
             factors.append(slowness_of(measured, rows[engine.info.engine_id]))
-        models = [slow_down(model, factors[-1]) for model, factors in zip(self.models, self.slowness, strict=True)]
+        models = [
+            slow_down(model, factors[-1])
+            for model, factors in zip(self.models, self.slowness, strict=True)
+        ]
         work = short_turns(sum(model.slots for model in models))
         lived_s = (await self.play(work, "verl", number)).makespan_s
         self.passes_s.append(find_pass_s(work, models, self.control, lived_s))
 
     async def play(self, work: Workload, name: str, number: int, *, renew: bool = True) -> Play:
-        """The work under one of the simulator's systems, live. number: of the play, for fresh tokens. renew: with a new
-        control plane."""
+        """The work under one of the simulator's systems, live. number: of the play, for fresh
+        tokens. renew: with a new control plane."""
         policy = policy_message(SYSTEMS[name].policy)
         with StartBoard(Console(quiet=True)) as board:
             self.mesh.board = board
@@ -206,15 +246,25 @@ class Stage:
                 await self.mesh.set_policy(policy)
         others = OtherPrograms()
         async with collect_facts(self.mesh.nats_url, self.mesh.board.note) as facts:
-            trajectories = await play_live(self.mesh.where.scheduler, work, f"{work.name} {name} {number}")
+            trajectories = await play_live(
+                self.mesh.where.scheduler, work, f"{work.name} {name} {number}"
+            )
         return Play(trajectories, sum(move.moved for move in facts.migrations), others.share())
 
     def simulate(
-        self, work: Workload, name: str, earlier: Sequence[TrajectoryWork] = (), *, told: bool = False
+        self,
+        work: Workload,
+        name: str,
+        earlier: Sequence[TrajectoryWork] = (),
+        *,
+        told: bool = False,
     ) -> Play:
-        """The same in the simulator, on engines as fast as the mean of all pulses. earlier, told: see
-        simulate_play."""
-        slowed = (slow_down(model, fmean(factors)) for model, factors in zip(self.models, self.slowness, strict=True))
+        """The same in the simulator, on engines as fast as the mean of all pulses. earlier, told:
+        see simulate_play."""
+        slowed = (
+            slow_down(model, fmean(factors))
+            for model, factors in zip(self.models, self.slowness, strict=True)
+        )
         models = [delay_prefills(model, self.pass_s) for model in slowed]
         return simulate_play(work, models, SYSTEMS[name], self.control, earlier, told=told)
 

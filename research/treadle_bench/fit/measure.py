@@ -18,7 +18,9 @@ from treadle_bench.bench import Bench, BenchOptions
 from treadle_bench.fit.plot import draw
 from treadle_bench.fit.profiles import FitReport, fit_public
 
-COMMAND = "treadle bench fit --data DIR --pictures research/results --profiles sim/treadle_sim/profiles"
+COMMAND = (
+    "treadle bench fit --data DIR --pictures research/results --profiles sim/treadle_sim/profiles"
+)
 
 
 async def measure(options: BenchOptions) -> dict[str, Any]:
@@ -28,7 +30,9 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
     where these are given.
     """
     if options.data is None:
-        raise UsageProblem("fit needs --data, the folder of public engine measurements that sim/README.md names")
+        raise UsageProblem(
+            "fit needs --data, the folder of public engine measurements that sim/README.md names"
+        )
     with options.progress.status("fitting curves"):
         report = fit_public(options.data)
     figures = _figures(report)
@@ -90,5 +94,8 @@ def _write_json(path: Path, document: dict[str, Any]) -> None:
 
 
 BENCH = Bench(
-    "fit", "The simulator's engine curves, fitted to public measurements (--data), and how far off they are.", measure
+    "fit",
+    "The simulator's engine curves, fitted to public measurements (--data), and how far off they "
+    "are.",
+    measure,
 )

@@ -17,8 +17,13 @@ TITLE_CHARACTERS = 45
 
 
 def draw(report: FitReport, path: Path) -> None:
-    """Requests predicted against measured, then a panel for each decode curve that was fitted to measurements."""
-    curves = [fitted for fitted in report.engines if fitted.points and fitted.engine in (SHIPPED_ENGINE, "splitwise")]
+    """Requests predicted against measured, then a panel for each decode curve that was fitted to
+    measurements."""
+    curves = [
+        fitted
+        for fitted in report.engines
+        if fitted.points and fitted.engine in (SHIPPED_ENGINE, "splitwise")
+    ]
     rows = -(-len(curves) // COLUMNS)
     figure = Figure((PANEL_INCHES[0] * COLUMNS, PANEL_INCHES[1] * (rows + 2)), layout="constrained")
     grid = figure.add_gridspec(rows + 2, COLUMNS)
@@ -34,7 +39,8 @@ def draw(report: FitReport, path: Path) -> None:
         share = f"  {error.held_out_p90:.0%}" if error else ""
         axes.set_title(f"{profile.llm} {profile.accelerator} x{profile.gpus}{share}", fontsize=7)
     figure.suptitle(
-        "Lines: the fit; points: measured. Small panels: ms of a decode step by batch, a line for each context length "
+        "Lines: the fit; points: measured. Small panels: ms of a decode step by batch, a line for "
+        "each context length "
         "(dark 256, light 32K tokens); the share is the held-out 90th percentile of the error",
         fontsize=9,
     )
@@ -43,9 +49,17 @@ def draw(report: FitReport, path: Path) -> None:
 
 def _scatter(axes: Axes, fit: ServingFit | Check) -> None:
     if isinstance(fit, ServingFit):
-        pairs = [(row.request_s, own_s, row.gpus) for row, own_s in zip(fit.rows, fit.predicted_s, strict=True)]
-        error = f"off {fit.unseen_gpus.median:.1%}, degree unseen {fit.unseen_gpus.held_out_median:.1%}"
-        title = f"{fit.engine}, {fit.llm} on {fit.accelerator},\nseconds of a request: {len(pairs)} rows\n{error}"
+        pairs = [
+            (row.request_s, own_s, row.gpus)
+            for row, own_s in zip(fit.rows, fit.predicted_s, strict=True)
+        ]
+        error = (
+            f"off {fit.unseen_gpus.median:.1%}, degree unseen {fit.unseen_gpus.held_out_median:.1%}"
+        )
+        title = (
+            f"{fit.engine}, {fit.llm} on {fit.accelerator},\nseconds of a request: "
+            f"{len(pairs)} rows\n{error}"
+        )
     else:
         pairs = list(fit.pairs)
         label = "\n".join(wrap(fit.label, TITLE_CHARACTERS))

@@ -1,20 +1,22 @@
-"""Fits what whole engines add to kernels (sampling, norms, scheduler, gaps between launches), and what prefill costs.
+"""Fits what whole engines add to kernels (sampling, norms, scheduler, gaps between launches), and
+what prefill costs.
 
-The data are engines that were measured whole. Whatever the order in which such an engine takes prompts and steps, a
-request there lasts for its own decode steps and for one prefill of each of the `batch` requests that are served at a
-time (each request that leaves makes room for one prompt). So, with n = gen_tokens - 1 steps at the mean context of the
-answer,
+The data are engines that were measured whole. Whatever the order in which such an engine takes
+prompts and steps, a request there lasts for its own decode steps and for one prefill of each of the
+`batch` requests that are served at a time (each request that leaves makes room for one prompt). So,
+with n = gen_tokens - 1 steps at the mean context of the answer,
 
     request_s = n * (kernel_factor * kernels(batch, kv) + layer_s * layers + sequence_s * batch)
-              + batch * (compute * flops / peak + link * reduced bytes / link speed + pair * attention flops / peak)
+              + batch * (compute * flops / peak + link * reduced bytes / link speed + pair *
+              attention flops / peak)
 
-which is linear in its six coefficients. Time to first token and time between tokens alone depend on that order; their
-sum over a request does not, which is why it is fitted. Rows whose requests do not fit the KV cache together are left
-out: they wait for room, which is no cost of a step.
+which is linear in its six coefficients. Time to first token and time between tokens alone depend on
+that order; their sum over a request does not, which is why it is fitted. Rows whose requests do not
+fit the KV cache together are left out: they wait for room, which is no cost of a step.
 
-Accelerators and language models are as data sheets give them. Peaks are dense bf16 without sparsity. Memory counts in
-1e9 bytes, a little less than the card holds (an H100 of 80 GB reports 85.5e9 bytes): the engine's context, CUDA graphs
-and fragments take the difference.
+Accelerators and language models are as data sheets give them. Peaks are dense bf16 without
+sparsity. Memory counts in 1e9 bytes, a little less than the card holds (an H100 of 80 GB reports
+85.5e9 bytes): the engine's context, CUDA graphs and fragments take the difference.
 """
 
 from collections import defaultdict
@@ -27,15 +29,18 @@ from treadle_sim.fitting import Array, DecodeFit, FitError, fit_relative, held_o
 from treadle_bench.fit.tables import ServedRow
 
 BF16_BYTES = 2
-# Share of the memory that the engine takes for weights and KV, SGLang's --mem-fraction-static on large cards.
+# Share of the memory that the engine takes for weights and KV, SGLang's --mem-fraction-static on
+# large cards.
 MEMORY_FRACTION = 0.88
-# A rollout cannot use an engine without room for the KV of one trajectory at the papers' cap of 40K tokens.
+# A rollout cannot use an engine without room for the KV of one trajectory at the papers' cap of 40K
+# tokens.
 LEAST_KV_TOKENS = 40_960
 
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One card: bytes of memory, bytes/s of memory, bf16 FLOP/s, and bytes/s to its peers in one direction."""
+    """One card: bytes of memory, bytes/s of memory, bf16 FLOP/s, and bytes/s to its peers in one
+    direction."""
 
     name: str
     memory_bytes: float
@@ -73,7 +78,8 @@ class Llm:
 
     @property
     def pair_flops(self) -> float:
-        """FLOPs of attention between a token and an earlier one: scores and values, a multiply and an add each."""
+        """FLOPs of attention between a token and an earlier one: scores and values, a multiply and
+        an add each."""
         return 4.0 * self.layers * self.heads * self.head_dim
 
     def reduced_bytes(self, gpus: int) -> float:
@@ -87,7 +93,9 @@ ACCELERATORS = {
         Accelerator("A100", 80e9, 2.04e12, 312e12, 300e9),
         Accelerator("H100", 80e9, 3.35e12, 989e12, 450e9),
         Accelerator("H200", 141e9, 4.8e12, 989e12, 450e9),
-        Accelerator("H800", 80e9, 3.35e12, 989e12, 200e9),  # an H100 whose NVLink is cut to 400 GB/s both ways
+        Accelerator(
+            "H800", 80e9, 3.35e12, 989e12, 200e9
+        ),  # an H100 whose NVLink is cut to 400 GB/s both ways
         Accelerator("H20", 96e9, 4.0e12, 148e12, 450e9),
     )
 }
@@ -105,7 +113,8 @@ LLMS = {
 
 
 def kv_tokens(llm: Llm, accelerator: Accelerator, gpus: int) -> int:
-    """Tokens of KV that fit beside the weights on `gpus` cards; 0 where fewer than LEAST_KV_TOKENS would."""
+    """Tokens of KV that fit beside the weights on `gpus` cards; 0 where fewer than LEAST_KV_TOKENS
+    would."""
     free = MEMORY_FRACTION * accelerator.memory_bytes * gpus - llm.weight_bytes
     tokens = int(free // llm.kv_bytes_per_token)
     return tokens if tokens >= LEAST_KV_TOKENS else 0
@@ -115,9 +124,10 @@ def kv_tokens(llm: Llm, accelerator: Accelerator, gpus: int) -> int:
 class ServingLevel:
     """What one engine software adds to kernels and pays for prefill.
 
-    kernel_factor: of kernel time, below 1 if kernels run faster one after another than when each is measured alone.
-    layer_s: a step's fixed seconds for each layer. sequence_s: a step's seconds for each sequence. compute, link, pair:
-    how many times longer than its peak the hardware takes for a prefill's weights, all-reduces and attention.
+    kernel_factor: of kernel time, below 1 if kernels run faster one after another than when each is
+    measured alone. layer_s: a step's fixed seconds for each layer. sequence_s: a step's seconds for
+    each sequence. compute, link, pair: how many times longer than its peak the hardware takes for a
+    prefill's weights, all-reduces and attention.
     """
 
     kernel_factor: float
@@ -129,27 +139,35 @@ class ServingLevel:
 
     def steps_s(self, kernels_s: Array, batch: Array, llm: Llm) -> Array:
         """Seconds of whole steps from seconds of their kernels."""
-        return np.asarray(self.kernel_factor * kernels_s + self.layer_s * llm.layers + self.sequence_s * batch)
+        return np.asarray(
+            self.kernel_factor * kernels_s + self.layer_s * llm.layers + self.sequence_s * batch
+        )
 
     def prefill_token_s(self, llm: Llm, accelerator: Accelerator, gpus: int) -> float:
         """Seconds for each new token, attention aside."""
         compute = llm.token_flops / (gpus * accelerator.bf16_flops)
-        return self.compute * compute + self.link * llm.reduced_bytes(gpus) / accelerator.link_bytes_per_s
+        return (
+            self.compute * compute
+            + self.link * llm.reduced_bytes(gpus) / accelerator.link_bytes_per_s
+        )
 
     def prefill_pair_s(self, llm: Llm, accelerator: Accelerator, gpus: int) -> float:
         """Seconds for each pair of a new token and one before it."""
         return self.pair * llm.pair_flops / (gpus * accelerator.bf16_flops)
 
     def request_s(self, rows: Sequence[ServedRow], curves: Sequence[DecodeFit], llm: Llm) -> Array:
-        """Predicted seconds of a request of each row, on the row's own accelerator and with its kernels' curve."""
+        """Predicted seconds of a request of each row, on the row's own accelerator and with its
+        kernels' curve."""
         return np.asarray(_design(rows, curves, llm) @ np.array(astuple(self)))
 
 
 @dataclass(frozen=True, slots=True)
 class ServingFit:
-    """A level, the rows that it was fitted on, and its errors with one degree, batch or prompt size unseen.
+    """A level, the rows that it was fitted on, and its errors with one degree, batch or prompt size
+    unseen.
 
-    steps: of decode steps alone, from answers of different lengths to the same prompts; held out by degree.
+    steps: of decode steps alone, from answers of different lengths to the same prompts; held out by
+    degree.
     """
 
     engine: str
@@ -166,7 +184,8 @@ class ServingFit:
 
 
 def fit_serving(rows: Sequence[ServedRow], curves: dict[int, DecodeFit]) -> ServingFit:
-    """Fit the level of one engine, model and accelerator; `curves` by degree. Raises ValueError for no usable rows."""
+    """Fit the level of one engine, model and accelerator; `curves` by degree. Raises ValueError for
+    no usable rows."""
     used = [row for row in rows if row.gpus in curves and has_room(row)]
     if not used:
         raise ValueError("no measured engine has both kernels and room for its requests")
@@ -186,7 +205,9 @@ def fit_serving(rows: Sequence[ServedRow], curves: dict[int, DecodeFit]) -> Serv
         level=ServingLevel(*(float(value) for value in best)),
         unseen_gpus=FitError.of(errors, unseen_gpus),
         unseen_batch=FitError.of(errors, held_out_errors(matrix, [row.batch for row in used])),
-        unseen_prompt=FitError.of(errors, held_out_errors(matrix, [row.prompt_tokens for row in used])),
+        unseen_prompt=FitError.of(
+            errors, held_out_errors(matrix, [row.prompt_tokens for row in used])
+        ),
         steps=FitError.of(_step_errors(used, errors), _step_errors(used, unseen_gpus)),
     )
 
@@ -198,7 +219,8 @@ def has_room(row: ServedRow) -> bool:
 
 
 def _design(rows: Sequence[ServedRow], curves: Sequence[DecodeFit], llm: Llm) -> Array:
-    """Seconds of a request for each unit of a level's coefficients, in the order of its fields: (rows, 6)."""
+    """Seconds of a request for each unit of a level's coefficients, in the order of its fields:
+    (rows, 6)."""
     lines = []
     for row, curve in zip(rows, curves, strict=True):
         card = ACCELERATORS[row.accelerator]
@@ -220,7 +242,8 @@ def _design(rows: Sequence[ServedRow], curves: Sequence[DecodeFit], llm: Llm) ->
 
 
 def _step_errors(rows: Sequence[ServedRow], errors: Array) -> Array:
-    """Relative errors of a step alone: of the time that a longer answer takes beyond a shorter one, all else equal."""
+    """Relative errors of a step alone: of the time that a longer answer takes beyond a shorter one,
+    all else equal."""
     kinds: dict[tuple[int, int, int], list[tuple[int, float, float]]] = defaultdict(list)
     for row, error in zip(rows, errors, strict=True):
         kind = (row.gpus, row.batch, row.prompt_tokens)

@@ -1,4 +1,5 @@
-"""Reads the public engine measurements that curves are fitted from; research/README.md names their sources.
+"""Reads the public engine measurements that curves are fitted from; research/README.md names their
+sources.
 
 Times become seconds. Rows that contradict themselves are left out, each kind with its reason.
 """
@@ -17,11 +18,20 @@ KERNELS = Path("engine_aiconfigurator/DERIVED_decode_ms_per_token.csv.gz")
 SERVED = Path("engine_aiconfigurator/silicon_e2e_ttft_tpot.csv.gz")
 SPLITWISE = Path("engine_splitwise/perf_model.csv.gz")
 SERVED_COLUMNS = (
-    "backend model_path system precision mode isl osl batch_size tp_size pp_size silicon_ttft_ms silicon_tpot_ms"
+    "backend model_path system precision mode isl osl batch_size tp_size pp_size "
+    "silicon_ttft_ms silicon_tpot_ms"
 )
-SPLITWISE_COLUMNS = "model hardware tensor_parallel batch_size prompt_size token_size prompt_time token_time"
+SPLITWISE_COLUMNS = (
+    "model hardware tensor_parallel batch_size prompt_size token_size prompt_time token_time"
+)
 
-ACCELERATOR_OF = {"a100_sxm": "A100", "h100_sxm": "H100", "h200_sxm": "H200", "a100-80gb": "A100", "h100-80gb": "H100"}
+ACCELERATOR_OF = {
+    "a100_sxm": "A100",
+    "h100_sxm": "H100",
+    "h200_sxm": "H200",
+    "a100-80gb": "A100",
+    "h100-80gb": "H100",
+}
 LARGEST_ENGINE = 8  # cards of one engine; rows with more come from an odd mapping of the source
 
 
@@ -41,8 +51,9 @@ class KernelSet:
 
 @dataclass(frozen=True, slots=True)
 class ServedRow:
-    """A whole engine, measured: `batch` requests at a time of `prompt_tokens` and `gen_tokens`; mean seconds to the
-    first token and between tokens. precision: as the source writes it, "" where weights are bf16."""
+    """A whole engine, measured: `batch` requests at a time of `prompt_tokens` and `gen_tokens`;
+    mean seconds to the first token and between tokens. precision: as the source writes it, "" where
+    weights are bf16."""
 
     engine: str
     llm: str
@@ -74,7 +85,8 @@ def read_kernels(data: Path) -> dict[KernelSet, list[DecodePoint]]:
 
 
 def read_served(data: Path) -> list[ServedRow]:
-    """Engines measured whole, prefill and decode in one, one replica without pipeline stages. Raises FitDataError."""
+    """Engines measured whole, prefill and decode in one, one replica without pipeline stages.
+    Raises FitDataError."""
     return [
         ServedRow(
             engine=row["backend"],
@@ -97,12 +109,14 @@ def read_served(data: Path) -> list[ServedRow]:
     ]
 
 
-def read_splitwise(data: Path) -> dict[tuple[str, int], tuple[list[DecodePoint], list[PrefillPoint]]]:
+def read_splitwise(
+    data: Path,
+) -> dict[tuple[str, int], tuple[list[DecodePoint], list[PrefillPoint]]]:
     """Llama-2-70B by (accelerator, cards): its steps and its prefills. Raises FitDataError.
 
-    Left out: the power-capped rows, which repeat the others' times; batch 64 on two cards, whose prompts would take
-    less time than a quarter of them do (they did not fit); prefills of several prompts, which that engine runs in
-    passes of its own choice.
+    Left out: the power-capped rows, which repeat the others' times; batch 64 on two cards, whose
+    prompts would take less time than a quarter of them do (they did not fit); prefills of several
+    prompts, which that engine runs in passes of its own choice.
     """
     steps: dict[tuple[str, int], list[DecodePoint]] = defaultdict(list)
     prefills: dict[tuple[str, int], list[PrefillPoint]] = defaultdict(list)
@@ -112,10 +126,16 @@ def read_splitwise(data: Path) -> dict[tuple[str, int], tuple[list[DecodePoint],
         if row["model"] != "llama2-70b" or accelerator is None or (gpus == 2 and batch == 64):
             continue
         prompt, gen = int(row["prompt_size"]), int(row["token_size"])
-        context = prompt + gen / 2  # token_time is a mean over the answer, at whose middle the context is this
-        steps[accelerator, gpus].append(DecodePoint(batch, batch * context, float(row["token_time"]) / 1e3))
+        context = (
+            prompt + gen / 2
+        )  # token_time is a mean over the answer, at whose middle the context is this
+        steps[accelerator, gpus].append(
+            DecodePoint(batch, batch * context, float(row["token_time"]) / 1e3)
+        )
         if batch == 1:
-            prefills[accelerator, gpus].append(PrefillPoint(prompt, 0, float(row["prompt_time"]) / 1e3))
+            prefills[accelerator, gpus].append(
+                PrefillPoint(prompt, 0, float(row["prompt_time"]) / 1e3)
+            )
     return {key: (steps[key], prefills[key]) for key in sorted(steps)}
 
 
@@ -128,6 +148,8 @@ def _rows(path: Path, columns: str) -> Iterator[dict[str, str]]:
                 raise FitDataError(f"{path} has no column {', '.join(sorted(missing))}")
             yield from reader
     except FileNotFoundError as error:
-        raise FitDataError(f"no {path}: --data takes the folder that holds engine_aiconfigurator/") from error
+        raise FitDataError(
+            f"no {path}: --data takes the folder that holds engine_aiconfigurator/"
+        ) from error
     except (gzip.BadGzipFile, UnicodeDecodeError) as error:
         raise FitDataError(f"{path} is not gzipped CSV") from error

@@ -1,9 +1,10 @@
 """Emulated SGLang engines: SGLang's HTTP surface, with sleeps in real time instead of a model.
 
-`python -m treadle_bench.fleet.emulated PORT...` runs one engine a port in this process. An engine decodes its running
-requests as one batch whose step takes the time of a shipped profile (LLM on ACCELERATOR, `treadle_sim.engine_model`),
-computes what its radix cache does not hold, and sends CHUNK_TOKENS tokens at once, as with SGLang's --stream-interval.
-A token follows from the context alone, so that whoever reads a trajectory can tell a lost or doubled token.
+`python -m treadle_bench.fleet.emulated PORT...` runs one engine a port in this process. An engine
+decodes its running requests as one batch whose step takes the time of a shipped profile (LLM on
+ACCELERATOR, `treadle_sim.engine_model`), computes what its radix cache does not hold, and sends
+CHUNK_TOKENS tokens at once, as with SGLang's --stream-interval. A token follows from the context
+alone, so that whoever reads a trajectory can tell a lost or doubled token.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def _page_keys(salt: str, ids: Sequence[int]) -> list[int]:
 
 
 class EmulatedEngine:
-    """One engine. Its requests wait for one of `model.slots` slots in the order of their arrival."""
+    """One engine. Its requests wait for one of `model.slots` slots in the order of their
+    arrival."""
 
     def __init__(self, model: EngineModel) -> None:
         self._model = model
@@ -104,9 +106,16 @@ class EmulatedEngine:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.read())
         if body.get("token_ids_logprob"):
-            message = f"token_ids_logprob contains out-of-vocabulary token id -1; valid range is [0, {VOCAB})."
+            message = (
+                "token_ids_logprob contains out-of-vocabulary token id -1; valid range is "
+                f"[0, {VOCAB})."
+            )
             return web.json_response({"error": {"message": message}}, status=400)
-        ids, salt, limit = body["input_ids"], body.get("cache_salt", ""), body["sampling_params"]["max_new_tokens"]
+        ids, salt, limit = (
+            body["input_ids"],
+            body.get("cache_salt", ""),
+            body["sampling_params"]["max_new_tokens"],
+        )
         rid = body.get("rid", "")
         self._aborted[rid] = False
         try:
@@ -114,7 +123,9 @@ class EmulatedEngine:
                 cached = await self._prefill(salt, ids)
                 if not body.get("stream"):
                     output = [next_token(ids[-1], len(ids))][:limit]
-                    return web.json_response(self._answer(rid, output, len(output), cached, {"type": "length"}))
+                    return web.json_response(
+                        self._answer(rid, output, len(output), cached, {"type": "length"})
+                    )
                 response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
                 await response.prepare(request)
                 await self._decode(response, rid, ids, limit, cached)
@@ -130,7 +141,9 @@ class EmulatedEngine:
         self._cache.write(salt, ids)
         return cached
 
-    async def _decode(self, response: web.StreamResponse, rid: str, ids: list[int], limit: int, cached: int) -> None:
+    async def _decode(
+        self, response: web.StreamResponse, rid: str, ids: list[int], limit: int, cached: int
+    ) -> None:
         held, sent = len(ids), 0
         self._decoding += 1
         self._kv_tokens += held
@@ -138,7 +151,9 @@ class EmulatedEngine:
             while True:
                 count = min(CHUNK_TOKENS, limit - sent)
                 step_s = self._model.curve.decode_s(self._decoding)
-                await asyncio.sleep(count * (step_s + self._model.curve.per_kv_token_s * self._kv_tokens))
+                await asyncio.sleep(
+                    count * (step_s + self._model.curve.per_kv_token_s * self._kv_tokens)
+                )
                 chunk: list[int] = []
                 for _ in range(count):
                     chunk.append(next_token(ids[-1], len(ids)))
@@ -198,7 +213,9 @@ class EmulatedEngine:
         )
 
     async def _model_info(self, _: web.Request) -> web.Response:
-        return web.json_response({"model_path": f"emulated/{LLM}", "weight_version": self._weight_version})
+        return web.json_response(
+            {"model_path": f"emulated/{LLM}", "weight_version": self._weight_version}
+        )
 
     async def _loads(self, _: web.Request) -> web.Response:
         return web.json_response({"loads": [{"num_used_tokens": self._kv_tokens}]})

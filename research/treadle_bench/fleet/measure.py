@@ -1,21 +1,24 @@
-"""A fleet under load and chaos: emulated engines, real services, real sidecars, and clients that keep thousands of
-trajectories open, all on this machine.
+"""A fleet under load and chaos: emulated engines, real services, real sidecars, and clients that
+keep thousands of trajectories open, all on this machine.
 
-Engines are emulated (emulated.py): SGLang's HTTP surface with sleeps in real time; tools are waits of the clients.
-Everything else is real: NATS, the services, one sidecar process an engine, CLIENTS client processes with one job each,
-and a trainer that takes every group and compares each token with what the engines should have sampled.
+Engines are emulated (emulated.py): SGLang's HTTP surface with sleeps in real time; tools are waits
+of the clients. Everything else is real: NATS, the services, one sidecar process an engine, CLIENTS
+client processes with one job each, and a trainer that takes every group and compares each token
+with what the engines should have sampled.
 
-Once every trajectory has had its first ticket, an engine, the scheduler, NATS and a client are killed by SIGKILL, one
-after the other, and started again at once; the client resumes its job, and runs from their prompts what it had not
-submitted.
+Once every trajectory has had its first ticket, an engine, the scheduler, NATS and a client are
+killed by SIGKILL, one after the other, and started again at once; the client resumes its job, and
+runs from their prompts what it had not submitted.
 
-Keys: `lost`: trajectories that no batch held with the tokens that were expected; `doubled`: those that came more than
-once. `steps_per_s`: tickets a second in the quiet time, from the last first ticket until the client is killed, without
-the times from each death to its recovery; `p50_ms`, `p99_ms`: of ScheduleStep there, seen by the clients.
-`all_p99_ms`: without leaving out the recoveries. `first_p50_ms`: of first tickets, which wait for a slot. `rss_mb`: the
-most that a scheduler process held. `chaos`: of each death `detected_s`, until the mesh, or who starts the process
-again, had noticed it, and `recovered_s` from there: until every call for a ticket that waited at that moment (`waited`)
-was answered, or, for the client, until it has opened a trajectory again. `recovered_s` beside it: the longest.
+Keys: `lost`: trajectories that no batch held with the tokens that were expected; `doubled`: those
+that came more than once. `steps_per_s`: tickets a second in the quiet time, from the last first
+ticket until the client is killed, without the times from each death to its recovery; `p50_ms`,
+`p99_ms`: of ScheduleStep there, seen by the clients. `all_p99_ms`: without leaving out the
+recoveries. `first_p50_ms`: of first tickets, which wait for a slot. `rss_mb`: the most that a
+scheduler process held. `chaos`: of each death `detected_s`, until the mesh, or who starts the
+process again, had noticed it, and `recovered_s` from there: until every call for a ticket that
+waited at that moment (`waited`) was answered, or, for the client, until it has opened a trajectory
+again. `recovered_s` beside it: the longest.
 """
 
 from __future__ import annotations
@@ -126,9 +129,18 @@ class Fleet:
     def start_client(self, number: int) -> None:
         """Start a client, or start it again."""
         size = self._size
-        words = [self.scheduler, job_of(number), size.prompts, size.samples, size.tool_share, self.records(number)]
+        words = [
+            self.scheduler,
+            job_of(number),
+            size.prompts,
+            size.samples,
+            size.tool_share,
+            self.records(number),
+        ]
         command = [sys.executable, "-m", "treadle_bench.fleet.load", *map(str, words)]
-        self.clients[number : number + 1] = [self._tree.start(f"client-{number}", command, stage=STAGE)]
+        self.clients[number : number + 1] = [
+            self._tree.start(f"client-{number}", command, stage=STAGE)
+        ]
 
     def records(self, number: int) -> Path:
         """The file that a client writes."""
@@ -152,7 +164,9 @@ class Fleet:
         """Detected: the scheduler does not list the engine any more."""
         (child,) = (child for child in self._tree.children if child.name == self._ids[0])
         await kill(child)
-        detected_s = await until(lambda: self._is_registered(self._size.engines - 1), DETECT_TIMEOUT_S)
+        detected_s = await until(
+            lambda: self._is_registered(self._size.engines - 1), DETECT_TIMEOUT_S
+        )
         self._start_engines(self._ids[0], self._ports[:1])
         return detected_s
 
@@ -188,7 +202,9 @@ class Fleet:
     async def _is_registered(self, count: int) -> bool:
         async with grpc.aio.insecure_channel(self.scheduler) as channel:
             stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-            answer = await stub.ListEngines(scheduler_pb2.ListEnginesRequest(), timeout=ASK_TIMEOUT_S)
+            answer = await stub.ListEngines(
+                scheduler_pb2.ListEnginesRequest(), timeout=ASK_TIMEOUT_S
+            )
         return len(answer.engines) == count
 
     def _start_engines(self, name: str, ports: Sequence[int]) -> None:
@@ -223,7 +239,9 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
                 await client.exited.wait()
         for client in fleet.clients:
             if client.returncode != 0:
-                raise RuntimeError(f"{client.name} {describe_exit(client.returncode)}: {client.tail()}")
+                raise RuntimeError(
+                    f"{client.name} {describe_exit(client.returncode)}: {client.tail()}"
+                )
         lines = [fleet.read_records(number) for number in range(CLIENTS)]
         for error in itertools.chain.from_iterable(own[-1]["errors"][:3] for own in lines):
             options.progress.print(f"a trajectory failed: {error}", highlight=False)
@@ -283,7 +301,10 @@ def count_samples(size: Size, found: Sequence[TrainingTrajectory]) -> dict[str, 
         for index in range(size.prompts)
         for sample in range(size.samples)
     ]
-    return {"lost": sum(key not in right for key in asked), "doubled": sum(count - 1 for count in came.values())}
+    return {
+        "lost": sum(key not in right for key in asked),
+        "doubled": sum(count - 1 for count in came.values()),
+    }
 
 
 def expected_tokens(prompt_id: str, sample: int) -> list[int]:
@@ -299,15 +320,25 @@ def expected_tokens(prompt_id: str, sample: int) -> list[int]:
     return tokens
 
 
-def summarize(calls: Sequence[Sequence[Call]], deaths: Sequence[Death], started_s: float) -> dict[str, Any]:
+def summarize(
+    calls: Sequence[Sequence[Call]], deaths: Sequence[Death], started_s: float
+) -> dict[str, Any]:
     """Figures of the calls of each client; `deaths` end with that of the first client."""
     together = logical_calls(call for own in calls for call in own if call.turn != OPENING)
     chaos = {
-        death.what: recover(death, logical_calls(calls[0]) if death.what == CLIENT else together) for death in deaths
+        death.what: recover(death, logical_calls(calls[0]) if death.what == CLIENT else together)
+        for death in deaths
     }
     ended_s = deaths[-1].killed_s
-    loud = join_spans((death.killed_s, death.detected_s + chaos[death.what]["recovered_s"]) for death in deaths[:-1])
-    steady = [call for call in together if call.answered and started_s <= call.begun_s and call.ended_s <= ended_s]
+    loud = join_spans(
+        (death.killed_s, death.detected_s + chaos[death.what]["recovered_s"])
+        for death in deaths[:-1]
+    )
+    steady = [
+        call
+        for call in together
+        if call.answered and started_s <= call.begun_s and call.ended_s <= ended_s
+    ]
     quiet = [
         call
         for call in steady
@@ -332,7 +363,9 @@ def recover(death: Death, calls: Sequence[Call]) -> dict[str, float]:
     if death.what == CLIENT:
         waited = [min(call.ended_s for call in calls if call.begun_s > at_s and call.answered)]
     else:
-        waited = [call.ended_s for call in calls if call.begun_s <= at_s < call.ended_s and call.answered]
+        waited = [
+            call.ended_s for call in calls if call.begun_s <= at_s < call.ended_s and call.answered
+        ]
     return {
         "detected_s": round(at_s - death.killed_s, 3),
         "recovered_s": round(max(waited, default=at_s) - at_s, 3),
@@ -341,7 +374,8 @@ def recover(death: Death, calls: Sequence[Call]) -> dict[str, float]:
 
 
 def logical_calls(calls: Iterable[Call]) -> list[Call]:
-    """Calls with their repeats: each from its first attempt to the answer, or to the last attempt where none came."""
+    """Calls with their repeats: each from its first attempt to the answer, or to the last attempt
+    where none came."""
     answered: list[Call] = []
     tried: dict[tuple[str, int, bool], Call] = {}
     for call in sorted(calls, key=lambda call: call.begun_s):
@@ -367,7 +401,9 @@ def join_spans(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def _ms(calls: Sequence[Call], quantile: float) -> float:
-    return round(float(np.quantile([call.ended_s - call.begun_s for call in calls], quantile)) * 1e3, 3)
+    return round(
+        float(np.quantile([call.ended_s - call.begun_s for call in calls], quantile)) * 1e3, 3
+    )
 
 
 async def kill(child: Child) -> None:
@@ -376,7 +412,9 @@ async def kill(child: Child) -> None:
     await child.exited.wait()
 
 
-async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float, poll_s: float = POLL_S) -> float:
+async def until(
+    condition: Callable[[], Awaitable[bool]], timeout_s: float, poll_s: float = POLL_S
+) -> float:
     """The Unix time at which a condition was first seen to hold. Raises TimeoutError."""
     async with asyncio.timeout(timeout_s):
         while not await condition():  # noqa: ASYNC110 - other processes make it true
@@ -386,7 +424,8 @@ async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float, poll
 
 BENCH = Bench(
     "fleet",
-    "64 emulated engines and 6,400 live trajectories on this machine, while an engine, a client, the scheduler and "
+    "64 emulated engines and 6,400 live trajectories on this machine, while an engine, a client, "
+    "the scheduler and "
     "NATS are killed. Takes about 25 minutes on 2 cores.",
     measure,
     page=lambda _: {"llm": emulated.LLM, "accelerator": emulated.ACCELERATOR},

@@ -1,15 +1,17 @@
-"""What the front door costs: a request through gateway, scheduler and sidecar against the same one straight to the
-engine, by turns on one real engine.
+"""What the front door costs: a request through gateway, scheduler and sidecar against the same one
+straight to the engine, by turns on one real engine.
 
-A conversation has TURNS turns. Each is asked twice, straight and through the gateway, as a stream and greedily, one
-after the other, which of them is first changing each time; the two ways have KV of their own (the mesh salts it), so
-that neither finds what the other has computed. The first turn opens a trajectory; later ones go on with it.
+A conversation has TURNS turns. Each is asked twice, straight and through the gateway, as a stream
+and greedily, one after the other, which of them is first changing each time; the two ways have KV
+of their own (the mesh salts it), so that neither finds what the other has computed. The first turn
+opens a trajectory; later ones go on with it.
 
-Keys: `first_token_added_ms`: median over the later turns of the time to the first token through the gateway, minus that
-of the same turn straight; `_quarter`, `_three_quarters`: quartiles; `opening_added_ms`: of first turns.
-`per_token_added_us`: the same of the time from the first to the last token, over the tokens between. `equal_tokens`:
-whether all answers have the same token ids; `equal_logprobs`: largest difference between logprobs. `requests_per_s`: of
-AT_ONCE callers that ask for SHORT_TOKENS each, and `straight_requests_per_s`.
+Keys: `first_token_added_ms`: median over the later turns of the time to the first token through the
+gateway, minus that of the same turn straight; `_quarter`, `_three_quarters`: quartiles;
+`opening_added_ms`: of first turns. `per_token_added_us`: the same of the time from the first to the
+last token, over the tokens between. `equal_tokens`: whether all answers have the same token ids;
+`equal_logprobs`: largest difference between logprobs. `requests_per_s`: of AT_ONCE callers that ask
+for SHORT_TOKENS each, and `straight_requests_per_s`.
 """
 
 import asyncio
@@ -73,7 +75,9 @@ class Caller:
                 if line.startswith(b"data: {"):
                     chunk = json.loads(line[6:])
                     meta = chunk["meta_info"]
-                    whole = len(chunk["output_ids"]) >= meta["completion_tokens"]  # or the new tokens alone
+                    whole = (
+                        len(chunk["output_ids"]) >= meta["completion_tokens"]
+                    )  # or the new tokens alone
                     ids = chunk["output_ids"] if whole else ids + chunk["output_ids"]
                     entries = [entry[0] for entry in meta["output_token_logprobs"]]
                     logprobs = entries if whole else logprobs + entries
@@ -94,17 +98,25 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
     pairs: list[tuple[int, Turn, Turn]] = []  # number of the turn, straight, through the gateway
     rates: dict[str, list[float]] = {way: [] for way in WAYS}
     timeout = aiohttp.ClientTimeout(TIMEOUT_S)
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)  # SGLang closes idle ones after 5 s
+    connector = aiohttp.TCPConnector(
+        limit=0, keepalive_timeout=2.0
+    )  # SGLang closes idle ones after 5 s
     async with (
-        # A sidecar sees no straight request, so its probes would run beside one, slow it down and change its batch.
+        # A sidecar sees no straight request, so its probes would run beside one, slow it down and
+        # change its batch.
         run_mesh(plan, options, front_door=True, probes=False) as mesh,
         aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=2**22) as http,
     ):
-        callers = {"straight": Caller(http, mesh.engines[0].url), "gateway": Caller(http, f"http://{mesh.where.http}")}
+        callers = {
+            "straight": Caller(http, mesh.engines[0].url),
+            "gateway": Caller(http, f"http://{mesh.where.http}"),
+        }
         for repeat in range(options.repeats + 1):
             rng = random.Random(f"{options.seed}/{repeat}")
             found = [
-                pair for each in range(conversations) for pair in await _converse(callers, rng, f"{repeat}-{each}")
+                pair
+                for each in range(conversations)
+                for pair in await _converse(callers, rng, f"{repeat}-{each}")
             ]
             asked = {way: await _ask_many(callers[way], rng, way) for way in _order(repeat)}
             if repeat > 0:  # the first repeat is not counted
@@ -115,10 +127,14 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
     return summarize(pairs, rates)
 
 
-async def _converse(callers: Mapping[str, Caller], rng: random.Random, name: str) -> list[tuple[int, Turn, Turn]]:
+async def _converse(
+    callers: Mapping[str, Caller], rng: random.Random, name: str
+) -> list[tuple[int, Turn, Turn]]:
     context, found = _draw(rng, PROMPT_TOKENS), []
     for number in range(TURNS):
-        turns = {way: await callers[way].ask(context, SAMPLED_TOKENS, name) for way in _order(number)}
+        turns = {
+            way: await callers[way].ask(context, SAMPLED_TOKENS, name) for way in _order(number)
+        }
         found.append((number, turns["straight"], turns["gateway"]))
         context = context + turns["straight"].token_ids + _draw(rng, OBSERVED_TOKENS)
     await callers["gateway"].end(name)
@@ -140,13 +156,21 @@ async def _ask_many(caller: Caller, rng: random.Random, way: str) -> float:
     return ASKED / (time.perf_counter() - began_s)
 
 
-def summarize(pairs: list[tuple[int, Turn, Turn]], rates: Mapping[str, list[float]]) -> dict[str, Any]:
+def summarize(
+    pairs: list[tuple[int, Turn, Turn]], rates: Mapping[str, list[float]]
+) -> dict[str, Any]:
     """The figures of the bench."""
     later = [(straight, gateway) for number, straight, gateway in pairs if number > 0]
     added = [(gateway.first_s - straight.first_s) * MS for straight, gateway in later]
-    opening = [(gateway.first_s - straight.first_s) * MS for number, straight, gateway in pairs if number == 0]
+    opening = [
+        (gateway.first_s - straight.first_s) * MS
+        for number, straight, gateway in pairs
+        if number == 0
+    ]
     decode = [
-        ((gateway.last_s - gateway.first_s) - (straight.last_s - straight.first_s)) / (SAMPLED_TOKENS - 1) * US
+        ((gateway.last_s - gateway.first_s) - (straight.last_s - straight.first_s))
+        / (SAMPLED_TOKENS - 1)
+        * US
         for _, straight, gateway in pairs
     ]
     apart = [
@@ -160,9 +184,13 @@ def summarize(pairs: list[tuple[int, Turn, Turn]], rates: Mapping[str, list[floa
             "first_token_added_ms_quarter": float(np.quantile(added, 0.25)),
             "first_token_added_ms_three_quarters": float(np.quantile(added, 0.75)),
             "opening_added_ms": float(np.median(opening)),
-            "first_token_straight_ms": float(np.median([straight.first_s * MS for straight, _ in later])),
+            "first_token_straight_ms": float(
+                np.median([straight.first_s * MS for straight, _ in later])
+            ),
             "per_token_added_us": float(np.median(decode)),
-            "equal_tokens": all(straight.token_ids == gateway.token_ids for _, straight, gateway in pairs),
+            "equal_tokens": all(
+                straight.token_ids == gateway.token_ids for _, straight, gateway in pairs
+            ),
             "equal_logprobs": max(apart),
             "requests_per_s": float(np.median(rates["gateway"])),
             "straight_requests_per_s": float(np.median(rates["straight"])),
@@ -182,7 +210,8 @@ def _draw(rng: random.Random, count: int) -> list[int]:
 
 BENCH = Bench(
     "front-door",
-    "What a request through the gateway costs against the same one straight to the engine, by turns. Takes about 10 "
+    "What a request through the gateway costs against the same one straight to the engine, by "
+    "turns. Takes about 10 "
     "minutes on 2 cores.",
     measure,
     engines=1,

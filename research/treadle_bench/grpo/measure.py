@@ -1,23 +1,27 @@
-"""A training run through the mesh: GRPO on a small model, with every asynchronous bound, with and without shaping.
+"""A training run through the mesh: GRPO on a small model, with every asynchronous bound, with and
+without shaping.
 
-Each run is `examples/grpo/train.py` as a process of its own, against a mesh of two SGLang engines; between two runs all
-KV is forgotten, since weight versions have the same names in each. The base model is pretrained once, with a seed of
-its own, and kept with the converted models. Cells of one seed have the same questions, adapters and sampling seeds.
-What shapes is a soft length cap, with each bound, and first K, which starts more than it keeps, with bound 0.
+Each run is `examples/grpo/train.py` as a process of its own, against a mesh of two SGLang engines;
+between two runs all KV is forgotten, since weight versions have the same names in each. The base
+model is pretrained once, with a seed of its own, and kept with the converted models. Cells of one
+seed have the same questions, adapters and sampling seeds. What shapes is a soft length cap, with
+each bound, and first K, which starts more than it keeps, with bound 0.
 
-The last run is disturbed: its trainer, the rollout service and an engine are killed by SIGKILL, one after the other,
-and started again. It must do every step once, each with whole groups.
+The last run is disturbed: its trainer, the rollout service and an engine are killed by SIGKILL, one
+after the other, and started again. It must do every step once, each with whole groups.
 
-Keys: `reward_first`, `reward_last`: means over the first and the last WINDOW steps, of the trajectories that were
-trained on, as the task scores them (without what a cap takes away); `gain`: their difference, `gain_interval`: its 95%
-interval over seeds (Student's t). `held_out`: reward on questions that are never trained on, of all samples, before
-and after. `step_s`: from the end of a step to the end of the next; its parts overlap where the bound is above 0:
-`rollout_s`, from a rollout's begin to the end of its last trajectory; `reward_s`, from there until all are scored and
-submitted; `train_s`, from the batch to its checkpoint; `sync_s`, until every engine serves the new weights: means over
-the steps but the first. `rollout_ratio`: unshaped rollout_s over shaped, of equal bound and seed. `sampled_tokens`:
-longest and mean over the trajectories that ended. `drift`: mean of k3 and clip fraction over steps
-(treadle.training.measure_drift), before the step's first update.
-The keys at the top are those of bound 0 without shaping; `shaped` has those of bound 0 with first K.
+Keys: `reward_first`, `reward_last`: means over the first and the last WINDOW steps, of the
+trajectories that were trained on, as the task scores them (without what a cap takes away); `gain`:
+their difference, `gain_interval`: its 95% interval over seeds (Student's t). `held_out`: reward on
+questions that are never trained on, of all samples, before and after. `step_s`: from the end of a
+step to the end of the next; its parts overlap where the bound is above 0: `rollout_s`, from a
+rollout's begin to the end of its last trajectory; `reward_s`, from there until all are scored and
+submitted; `train_s`, from the batch to its checkpoint; `sync_s`, until every engine serves the new
+weights: means over the steps but the first. `rollout_ratio`: unshaped rollout_s over shaped, of
+equal bound and seed. `sampled_tokens`: longest and mean over the trajectories that ended. `drift`:
+mean of k3 and clip fraction over steps (treadle.training.measure_drift), before the step's first
+update. The keys at the top are those of bound 0 without shaping; `shaped` has those of bound 0 with
+first K.
 """
 
 import json
@@ -50,7 +54,10 @@ UNSHAPED, CAP, FIRST_K = "none", "cap", "first-k"
 SETTINGS = [(0, UNSHAPED), (0, CAP), (0, FIRST_K), (1, UNSHAPED), (1, CAP), (2, UNSHAPED), (2, CAP)]
 WINDOW = 5
 SLOTS = 64  # all trajectories of a rollout decode at once: it ends when the longest does
-FLAGS = ("--stream-interval", "16")  # of SGLang: a message for each token is a fifth of a step on two cores
+FLAGS = (
+    "--stream-interval",
+    "16",
+)  # of SGLang: a message for each token is a fifth of a step on two cores
 STAGE = 3  # the trainer stops before the services
 DRIFT = ("k3", "clip_fraction", "mean_abs")
 PARTS = ("rollout_s", "reward_s", "train_s", "sync_s")
@@ -58,7 +65,8 @@ PARTS = ("rollout_s", "reward_s", "train_s", "sync_s")
 
 @dataclass(frozen=True)
 class Size:
-    """steps of a run; prompts of a step; samples of a prompt that are kept; pretraining steps; held-out questions."""
+    """steps of a run; prompts of a step; samples of a prompt that are kept; pretraining steps;
+    held-out questions."""
 
     steps: int
     prompts: int
@@ -86,8 +94,16 @@ class Cell:
 class Trainers:
     """Runs the example on one mesh."""
 
-    def __init__(self, tree: ProcessTree, mesh: Mesh, folder: Path, size: Size, options: BenchOptions) -> None:
-        self._tree, self._mesh, self._folder, self._size, self._options = tree, mesh, folder, size, options
+    def __init__(
+        self, tree: ProcessTree, mesh: Mesh, folder: Path, size: Size, options: BenchOptions
+    ) -> None:
+        self._tree, self._mesh, self._folder, self._size, self._options = (
+            tree,
+            mesh,
+            folder,
+            size,
+            options,
+        )
 
     async def play(self, cell: Cell) -> dict[str, Any]:
         """One undisturbed run. Raises ProcessError."""
@@ -107,11 +123,16 @@ class Trainers:
         return found
 
     async def disturb(self, cell: Cell) -> dict[str, Any]:
-        """One run in which the trainer, the rollout service and an engine are killed. Raises ProcessError."""
+        """One run in which the trainer, the rollout service and an engine are killed. Raises
+        ProcessError."""
         await self._mesh.forget_caches()
         child = self._start(cell)
         deaths: dict[str, int] = {}
-        kills = {"trainer": None, "rollout service": self._kill_rollout, "engine": self._kill_engine}
+        kills = {
+            "trainer": None,
+            "rollout service": self._kill_rollout,
+            "engine": self._kill_engine,
+        }
         for number, (what, kill) in enumerate(kills.items(), start=1):
             await self._until_step(cell, child, number * self._size.steps // (len(kills) + 1))
             deaths[what] = len(_steps_of(self._folder / cell.name))
@@ -121,7 +142,9 @@ class Trainers:
                 child = self._start(cell)
             else:
                 await kill()
-            self._options.progress.print(f"{what} killed after step {deaths[what]}", highlight=False)
+            self._options.progress.print(
+                f"{what} killed after step {deaths[what]}", highlight=False
+            )
         await child.exited.wait()
         if child.returncode != 0:
             raise ProcessError(child, describe_exit(child.returncode))
@@ -132,7 +155,8 @@ class Trainers:
             "steps": len(steps),
             "steps_in_order": [step["step"] for step in steps] == list(range(self._size.steps)),
             "trained_twice": len(trained) - len(set(trained)),
-            "missing_trajectories": self._size.steps * self._size.prompts * self._size.keep - len(trained),
+            "missing_trajectories": self._size.steps * self._size.prompts * self._size.keep
+            - len(trained),
             "max_staleness": max(step["staleness"] for step in steps),
             "reward_last": fmean(step["reward"] for step in steps[-WINDOW:]),
         }
@@ -184,14 +208,17 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
     """--resume: cells of an earlier run of the same size. Raises UsageProblem, ProcessError."""
     if not PROGRAM.is_file():
         raise UsageProblem(
-            f"grpo trains with {PROGRAM}, which is in a checkout alone: run pip install -e ./bench there"
+            f"grpo trains with {PROGRAM}, which is in a checkout alone: run pip install -e "
+            "./bench there"
         )
     size = QUICK if options.quick else FULL
     seeds = options.seeds[:1] if options.quick else options.seeds
     asked = {"size": vars(size), "seeds": seeds}
     earlier = options.earlier or {}
     if earlier and any(earlier.get(key) != value for key, value in asked.items()):
-        raise UsageProblem("--resume: those figures are of another size or other seeds; use the same options")
+        raise UsageProblem(
+            "--resume: those figures are of another size or other seeds; use the same options"
+        )
     runs: list[dict[str, Any]] = list(earlier.get("runs", []))
     disturbed = earlier.get("disturbed")
     cells = [Cell(bound, shaping, seed) for seed in seeds for bound, shaping in SETTINGS]
@@ -208,11 +235,14 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
 
 @asynccontextmanager
 async def training_mesh(size: Size, options: BenchOptions) -> AsyncIterator[Trainers]:
-    """A mesh whose engines serve the base model, and what runs trainers on it. Raises ProcessError."""
+    """A mesh whose engines serve the base model, and what runs trainers on it. Raises
+    ProcessError."""
     async with run_tree(options) as (tree, folder):
         base = await _pretrained(tree, options.engines, size)
         plan = options.engines
-        plan = replace(plan, model=str(base), slots=SLOTS, weights="float", flags=(*FLAGS, *plan.flags))
+        plan = replace(
+            plan, model=str(base), slots=SLOTS, weights="float", flags=(*FLAGS, *plan.flags)
+        )
         with StartBoard(options.progress) as board:
             mesh = await Mesh.start(MeshPlan(plan, folder / "state", together=()), tree, board)
         yield Trainers(tree, mesh, folder / "runs", size, options)
@@ -243,7 +273,9 @@ def _steps_of(folder: Path) -> list[dict[str, Any]]:
 def read_run(folder: Path, cell: Cell) -> dict[str, Any]:
     """The figures of one run from its folder."""
     steps = _steps_of(folder)
-    held_out = [json.loads(path.read_text()) for path in sorted((folder / "evaluations").glob("*.json"))]
+    held_out = [
+        json.loads(path.read_text()) for path in sorted((folder / "evaluations").glob("*.json"))
+    ]
     rewards = [step["reward"] for step in steps]
     later = steps[1:]  # the first step pays for first calls
     lengths = [length for step in steps for length in step["tokens"]]
@@ -263,7 +295,10 @@ def read_run(folder: Path, cell: Cell) -> dict[str, Any]:
             "steps_s": [step["step_s"] for step in steps],
             "max_staleness": max(step["staleness"] for step in steps),
             "mean_staleness": fmean(step["mean_staleness"] for step in steps),
-            "sampled_tokens": {"mean": fmean(lengths), "longest": fmean(step["longest_tokens"] for step in steps)},
+            "sampled_tokens": {
+                "mean": fmean(lengths),
+                "longest": fmean(step["longest_tokens"] for step in steps),
+            },
             "trained_tokens": fmean(step["trained_tokens"] for step in steps),
             "started": sum(step["started"] for step in steps),
             "kept": sum(step["kept"] for step in steps),
@@ -272,7 +307,9 @@ def read_run(folder: Path, cell: Cell) -> dict[str, Any]:
     ) | {"drift": _mean_drift([step["drift"] for step in steps])}
 
 
-def make_figures(asked: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], disturbed: Any) -> dict[str, Any]:
+def make_figures(
+    asked: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], disturbed: Any
+) -> dict[str, Any]:
     """The JSON of the runs that are there. disturbed: see Trainers.disturb, or None."""
     cells = [
         merge(found)
@@ -281,8 +318,19 @@ def make_figures(asked: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], di
     ]
     for cell in cells:
         if cell["shaping"] != UNSHAPED:
-            cell.update(compare([run for run in runs if run["bound"] == cell["bound"]], cell["shaping"]))
-    names = ("steps", "reward_first", "reward_last", "gain", "gain_interval", "held_out", "step_s", *PARTS)
+            cell.update(
+                compare([run for run in runs if run["bound"] == cell["bound"]], cell["shaping"])
+            )
+    names = (
+        "steps",
+        "reward_first",
+        "reward_last",
+        "gain",
+        "gain_interval",
+        "held_out",
+        "step_s",
+        *PARTS,
+    )
     at_once = {cell["shaping"]: cell for cell in cells if cell["bound"] == 0}
     compared = ("rollout_ratio", "reward_difference")
 
@@ -316,7 +364,8 @@ def merge(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "held_out": [fmean(run["held_out"][at] for run in runs) for at in (0, -1)],
             "max_staleness": max(run["max_staleness"] for run in runs),
             "sampled_tokens": {
-                name: fmean(run["sampled_tokens"][name] for run in runs) for name in ("mean", "longest")
+                name: fmean(run["sampled_tokens"][name] for run in runs)
+                for name in ("mean", "longest")
             },
             "kept_share": sum(run["kept"] for run in runs) / sum(run["started"] for run in runs),
         }
@@ -329,19 +378,26 @@ def _mean_drift(drifts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def compare(runs: Sequence[Mapping[str, Any]], shaping: str) -> dict[str, Any]:
-    """Runs with `shaping` against unshaped ones of one bound, by seed; empty while no seed has both."""
+    """Runs with `shaping` against unshaped ones of one bound, by seed; empty while no seed has
+    both."""
     of = {(run["shaping"], run["seed"]): run for run in runs}
-    seeds = [run["seed"] for run in runs if run["shaping"] == shaping and (UNSHAPED, run["seed"]) in of]
+    seeds = [
+        run["seed"] for run in runs if run["shaping"] == shaping and (UNSHAPED, run["seed"]) in of
+    ]
     if not seeds:
         return {}
     found: dict[str, Any] = {}
     for name in ("rollout_s", "step_s"):
         ratios = [of[UNSHAPED, seed][name] / of[shaping, seed][name] for seed in seeds]
-        found |= {name.replace("_s", "_ratio"): fmean(ratios), name.replace("_s", "_ratio_interval"): interval(ratios)}
+        found |= {
+            name.replace("_s", "_ratio"): fmean(ratios),
+            name.replace("_s", "_ratio_interval"): interval(ratios),
+        }
     for name, at in (("reward_difference", "reward_last"), ("held_out_difference", "held_out")):
         both = [[of[which, seed][at] for which in (shaping, UNSHAPED)] for seed in seeds]
         differences = [
-            shaped - unshaped if at == "reward_last" else shaped[-1] - unshaped[-1] for shaped, unshaped in both
+            shaped - unshaped if at == "reward_last" else shaped[-1] - unshaped[-1]
+            for shaped, unshaped in both
         ]
         found |= {name: fmean(differences), f"{name}_interval": interval(differences)}
     return rounded(found)
@@ -358,8 +414,10 @@ def interval(values: Sequence[float]) -> list[float]:
 
 BENCH = Bench(
     "grpo",
-    "GRPO on a small model through a mesh with two engines: rewards, seconds by part, staleness and drift, for three "
-    "asynchronous bounds, with and without a length cap, and with a trainer, a service and an engine killed. Starts "
+    "GRPO on a small model through a mesh with two engines: rewards, seconds by part, staleness "
+    "and drift, for three "
+    "asynchronous bounds, with and without a length cap, and with a trainer, a service and an "
+    "engine killed. Starts "
     "engines; --resume goes on.",
     measure,
     engines=2,

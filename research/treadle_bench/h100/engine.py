@@ -1,8 +1,9 @@
-"""One SGLang engine asked over its own HTTP server, without a sidecar: what its decode steps, prefills and preemptions
-take.
+"""One SGLang engine asked over its own HTTP server, without a sidecar: what its decode steps,
+prefills and preemptions take.
 
-A decode step's time is the difference between two batches that differ in their length alone, over the difference: what
-a request takes beside its steps cancels out. Prompts are cached before, and are random tokens that no other row shares.
+A decode step's time is the difference between two batches that differ in their length alone, over
+the difference: what a request takes beside its steps cancels out. Prompts are cached before, and
+are random tokens that no other row shares.
 """
 
 import asyncio
@@ -24,7 +25,8 @@ from treadle_bench.fidelity.live import HIGHEST_TOKEN_ID
 TIMEOUT_S = 300.0
 SHORT_TOKENS, LONG_TOKENS = 8, 72
 MS = 1e3
-# Other requests while one is preempted: longer than the measurement takes; their prefill is over after FILL_S.
+# Other requests while one is preempted: longer than the measurement takes; their prefill is over
+# after FILL_S.
 FILL_TOKENS, FILL_S = 4_000, 1.5
 FILL_PRIORITY, SHORT_PRIORITY = 100, 1_000  # a difference of more than 10 preempts
 
@@ -38,7 +40,8 @@ class Tokens(NamedTuple):
 
 
 def open_session() -> aiohttp.ClientSession:
-    """For any number of requests at once, on connections that are never as old as SGLang lets them be."""
+    """For any number of requests at once, on connections that are never as old as SGLang lets them
+    be."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
     return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(TIMEOUT_S), connector=connector)
 
@@ -60,9 +63,19 @@ class RawEngine:
     ) -> AsyncIterator[Tokens]:
         """The tokens as they come. more: fields of SGLang's request."""
         sampling = {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
-        body = {"rid": rid or uuid.uuid4().hex, "input_ids": list(input_ids), "sampling_params": sampling, **more}
-        body |= {"stream": True, "return_logprob": True}  # as a trainer needs them, and as the sidecar asks
-        async with self._http.post(f"{self.url}/generate", json=body, raise_for_status=True) as answer:
+        body = {
+            "rid": rid or uuid.uuid4().hex,
+            "input_ids": list(input_ids),
+            "sampling_params": sampling,
+            **more,
+        }
+        body |= {
+            "stream": True,
+            "return_logprob": True,
+        }  # as a trainer needs them, and as the sidecar asks
+        async with self._http.post(
+            f"{self.url}/generate", json=body, raise_for_status=True
+        ) as answer:
             async for line in answer.content:
                 if line.startswith(b"data: {"):
                     chunk = json.loads(line[6:])
@@ -71,30 +84,41 @@ class RawEngine:
                     yield Tokens(chunk["output_ids"], meta.get("cached_tokens", 0), finish)
 
     async def batch(self, prompts: Sequence[Sequence[int]], tokens: int, **more: object) -> float:
-        """Seconds in which all prompts get so many tokens, asked for in one request. more: fields of it."""
+        """Seconds in which all prompts get so many tokens, asked for in one request. more: fields
+        of it."""
         sampling = {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
-        body = {"input_ids": [list(prompt) for prompt in prompts], "sampling_params": sampling, **more}
+        body = {
+            "input_ids": [list(prompt) for prompt in prompts],
+            "sampling_params": sampling,
+            **more,
+        }
         began_s = time.perf_counter()
-        async with self._http.post(f"{self.url}/generate", json=body, raise_for_status=True) as answer:
+        async with self._http.post(
+            f"{self.url}/generate", json=body, raise_for_status=True
+        ) as answer:
             await answer.read()
         return time.perf_counter() - began_s
 
     async def abort(self, rid: str) -> None:
         """End a request; its stream ends with what was sampled."""
-        async with self._http.post(f"{self.url}/abort_request", json={"rid": rid}, raise_for_status=True):
+        async with self._http.post(
+            f"{self.url}/abort_request", json={"rid": rid}, raise_for_status=True
+        ):
             pass
 
     async def abort_all(self) -> None:
         """End all requests."""
-        async with self._http.post(f"{self.url}/abort_request", json={"abort_all": True}, raise_for_status=True):
+        async with self._http.post(
+            f"{self.url}/abort_request", json={"abort_all": True}, raise_for_status=True
+        ):
             pass
 
 
 async def measure_decode(
     engine: RawEngine, sizes: Sequence[tuple[int, Sequence[int]]], repeats: int, rng: random.Random
 ) -> list[dict[str, Any]]:
-    """A row for each context and batch of `sizes`, batches in rising order: milliseconds of a step, and least and
-    greatest of the repeats."""
+    """A row for each context and batch of `sizes`, batches in rising order: milliseconds of a step,
+    and least and greatest of the repeats."""
     rows = []
     for context, batches in sizes:
         prompts: list[list[int]] = []
@@ -107,7 +131,12 @@ async def measure_decode(
                 long_s = await engine.batch(prompts, LONG_TOKENS)
                 steps_ms.append((long_s - short_s) / (LONG_TOKENS - SHORT_TOKENS) * MS)
             kv_tokens = batch * (context + (SHORT_TOKENS + LONG_TOKENS) // 2)
-            row = {"context": context, "batch": batch, "kv_tokens": kv_tokens, "step_ms": median(steps_ms)}
+            row = {
+                "context": context,
+                "batch": batch,
+                "kv_tokens": kv_tokens,
+                "step_ms": median(steps_ms),
+            }
             rows.append({**row, "spread_ms": [min(steps_ms), max(steps_ms)]})
     return rows
 
@@ -115,10 +144,13 @@ async def measure_decode(
 async def measure_prefill(
     engine: RawEngine, lengths: Sequence[int], repeats: int, rng: random.Random
 ) -> list[dict[str, Any]]:
-    """A row for each length: seconds from a request of that many unknown tokens to its first token, alone."""
+    """A row for each length: seconds from a request of that many unknown tokens to its first token,
+    alone."""
     rows = []
     for length in lengths:
-        taken_s = [await engine.batch([draw_tokens(rng, length)], 1) for _ in range(repeats + 1)][1:]
+        taken_s = [await engine.batch([draw_tokens(rng, length)], 1) for _ in range(repeats + 1)][
+            1:
+        ]
         seconds = median(taken_s)
         row = {"tokens": length, "seconds": seconds, "tokens_per_s": length / seconds}
         rows.append({**row, "spread_s": [min(taken_s), max(taken_s)]})
@@ -155,9 +187,11 @@ async def fill_slots(engine: RawEngine, count: int, rng: random.Random) -> Async
         await filling
 
 
-async def resume_by_abort(engine: RawEngine, prompt: Sequence[int], ahead: int, rng: random.Random) -> float:
-    """Seconds from the end of a short request to the next token of the one that made room for it, as a sidecar does:
-    abort, run the short one, send the first again with what it had."""
+async def resume_by_abort(
+    engine: RawEngine, prompt: Sequence[int], ahead: int, rng: random.Random
+) -> float:
+    """Seconds from the end of a short request to the next token of the one that made room for it,
+    as a sidecar does: abort, run the short one, send the first again with what it had."""
     rid = uuid.uuid4().hex
     tokens: list[int] = []
     async for chunk in engine.stream(prompt, ahead + LONG_TOKENS, rid=rid, priority=0):
@@ -171,9 +205,11 @@ async def resume_by_abort(engine: RawEngine, prompt: Sequence[int], ahead: int, 
     raise ValueError("a request that was sent again ended without a token")
 
 
-async def resume_by_priority(engine: RawEngine, prompt: Sequence[int], ahead: int, rng: random.Random) -> float:
-    """The same as SGLang does where all its slots are taken (--enable-priority-scheduling): the request of least
-    priority makes room, and loses the KV of what it has sampled."""
+async def resume_by_priority(
+    engine: RawEngine, prompt: Sequence[int], ahead: int, rng: random.Random
+) -> float:
+    """The same as SGLang does where all its slots are taken (--enable-priority-scheduling): the
+    request of least priority makes room, and loses the KV of what it has sampled."""
     came_s: list[float] = []
     far_enough = asyncio.Event()
 
@@ -197,24 +233,33 @@ async def resume_by_priority(engine: RawEngine, prompt: Sequence[int], ahead: in
 
 
 async def _run_short(engine: RawEngine, rng: random.Random) -> None:
-    async for _ in engine.stream(draw_tokens(rng, SHORT_TOKENS), SHORT_TOKENS, priority=SHORT_PRIORITY):
+    async for _ in engine.stream(
+        draw_tokens(rng, SHORT_TOKENS), SHORT_TOKENS, priority=SHORT_PRIORITY
+    ):
         pass
 
 
 async def compare_streams(
     engine: RawEngine, streams: int, prompt_tokens: int, tokens: int, rng: random.Random
 ) -> dict[str, float]:
-    """So many streams at once, straight from the engine: seconds to the first token and milliseconds of a token."""
+    """So many streams at once, straight from the engine: seconds to the first token and
+    milliseconds of a token."""
 
     async def run_one(prompt: list[int]) -> tuple[float, float]:
         began_s = time.perf_counter()
         came_s = [time.perf_counter() - began_s async for _ in engine.stream(prompt, tokens)]
         return came_s[0], (came_s[-1] - came_s[0]) / (tokens - 1)
 
-    pairs = await asyncio.gather(*(run_one(draw_tokens(rng, prompt_tokens)) for _ in range(streams)))
+    pairs = await asyncio.gather(
+        *(run_one(draw_tokens(rng, prompt_tokens)) for _ in range(streams))
+    )
     return describe_streams(pairs)
 
 
 def describe_streams(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Medians over streams of seconds to the first token and of seconds of a token, the latter in milliseconds."""
-    return {"first_s": median(first_s for first_s, _ in pairs), "token_ms": median(each for _, each in pairs) * MS}
+    """Medians over streams of seconds to the first token and of seconds of a token, the latter in
+    milliseconds."""
+    return {
+        "first_s": median(first_s for first_s, _ in pairs),
+        "token_ms": median(each for _, each in pairs) * MS,
+    }

@@ -1,12 +1,16 @@
-"""Treadle over SGLang engines on one NVIDIA card: curves, moves of KV, preemption, streams and rollouts.
+"""Treadle over SGLang engines on one NVIDIA card: curves, moves of KV, preemption, streams and
+rollouts.
 
-First one engine with the whole card (`alone`), then two that share it (`shared`) with a pool of KV that the rollout's
-trajectories do not all fit in. Weights may be random (--load-format dummy): lengths are forced, so that their values
-change nothing. What stands after -- goes to SGLang.
+First one engine with the whole card (`alone`), then two that share it (`shared`) with a pool of KV
+that the rollout's trajectories do not all fit in. Weights may be random (--load-format dummy):
+lengths are forced, so that their values change nothing. What stands after -- goes to SGLang.
 
-The figures are written to --pictures after each part, so that a run that is stopped keeps what it had. `repeats`: of
-each measurement, and epochs of the rollout after the first, which teaches Treadle's predictor: Treadle plays an epoch
-first, then the baselines play the same. A part that fails is named in `failed`, and the next one goes on; a run with
+The figures are written to --pictures after each part, so that a run that is stopped keeps what it
+had. `repeats`: of
+each measurement, and epochs of the rollout after the first, which teaches Treadle's predictor:
+Treadle plays an epoch
+first, then the baselines play the same. A part that fails is named in `failed`, and the next one
+goes on; a run with
 --resume measures what its file lacks.
 """
 
@@ -60,8 +64,18 @@ from treadle_bench.processes import run_mesh
 from treadle_bench.public_traces import read_public
 from treadle_bench.summary import rounded
 
-ALONE_FLAGS = ("--hicache-ratio", "1.2", "--enable-priority-scheduling")  # a large pool, and preemption by SGLang
-PARTS = ("curves", "preemption", "streams", "moves", "rollout")  # two of one engine alone, three of two that share
+ALONE_FLAGS = (
+    "--hicache-ratio",
+    "1.2",
+    "--enable-priority-scheduling",
+)  # a large pool, and preemption by SGLang
+PARTS = (
+    "curves",
+    "preemption",
+    "streams",
+    "moves",
+    "rollout",
+)  # two of one engine alone, three of two that share
 REFERENCE_KEYS = ("system", "engine", "model", "tp")
 REFERENCE = ("h100_sxm", "sglang", "Qwen3-8B", "1")
 SOURCE = "swebench_verified_mini_gemini3"
@@ -69,8 +83,8 @@ SOURCE = "swebench_verified_mini_gemini3"
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured. decode: batches at each context. pool: KV tokens of the engine that is alone, and of each of
-    two. work: of rollouts.make_epochs, from prompts to tool_s."""
+    """What is measured. decode: batches at each context. pool: KV tokens of the engine that is
+    alone, and of each of two. work: of rollouts.make_epochs, from prompts to tool_s."""
 
     decode: Sequence[tuple[int, Sequence[int]]]
     prefill: Sequence[int]
@@ -110,16 +124,29 @@ SMALL = Sizes(  # of --quick: whether it runs
 async def measure(options: BenchOptions) -> dict[str, Any]:
     """Raises UsageProblem without --data, PublicTraceError, OSError, ProcessError."""
     if options.data is None:
-        raise UsageProblem("h100 needs --data, the folder of public traces that docs/traces.md names")
+        raise UsageProblem(
+            "h100 needs --data, the folder of public traces that docs/traces.md names"
+        )
     sizes = SMALL if options.quick else GPU
     works = read_public(SOURCE, options.data)
-    figures: dict[str, Any] = {"model": options.engines.model, "repeats": options.repeats, "seed": options.seed}
-    figures |= {"slots": options.engines.slots, "pool": list(sizes.pool), **(options.earlier or {}), "failed": {}}
+    figures: dict[str, Any] = {
+        "model": options.engines.model,
+        "repeats": options.repeats,
+        "seed": options.seed,
+    }
+    figures |= {
+        "slots": options.engines.slots,
+        "pool": list(sizes.pool),
+        **(options.earlier or {}),
+        "failed": {},
+    }
     figures["reference"] = read_reference(options.data)
 
     def keep(part: str, found: object) -> None:
         figures[part] = rounded(found, 6)
-        options.progress.print(f"{part}: {json.dumps(figures[part])[:300]}", highlight=False, soft_wrap=True)
+        options.progress.print(
+            f"{part}: {json.dumps(figures[part])[:300]}", highlight=False, soft_wrap=True
+        )
         if options.pictures is not None:
             options.pictures.mkdir(parents=True, exist_ok=True)
             (options.pictures / "h100.json").write_text(json.dumps(figures, indent=1) + "\n")
@@ -133,14 +160,23 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
         began_s = time.monotonic()
         try:
             keep(part, await measuring())
-        except (TreadleError, aiohttp.ClientError, grpc.aio.AioRpcError, ValueError, TimeoutError, ExceptionGroup) as e:
+        except (
+            TreadleError,
+            aiohttp.ClientError,
+            grpc.aio.AioRpcError,
+            ValueError,
+            TimeoutError,
+            ExceptionGroup,
+        ) as e:
             figures["failed"][part] = repr(e)
             options.progress.print(f"{part} failed: {e!r}", soft_wrap=True, highlight=False)
         options.progress.print(f"{part} took {time.monotonic() - began_s:.0f} s", highlight=False)
 
     plan = options.engines
     pools = [("--max-total-tokens", str(tokens)) for tokens in sizes.pool]
-    alone = replace(plan, count=1, slots=sizes.slots_alone, flags=(*pools[0], *ALONE_FLAGS, *plan.flags))
+    alone = replace(
+        plan, count=1, slots=sizes.slots_alone, flags=(*pools[0], *ALONE_FLAGS, *plan.flags)
+    )
     if missing(*PARTS[:2]):
         began_s = time.monotonic()
         async with run_mesh(alone, options) as mesh:
@@ -151,7 +187,9 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
         began_s = time.monotonic()
         async with run_mesh(replace(plan, flags=(*pools[1], *plan.flags)), options) as mesh:
             keep("start_shared_s", time.monotonic() - began_s)
-            keep("declared_shared", [_curve_of(engine.info) for engine in await mesh.list_engines()])
+            keep(
+                "declared_shared", [_curve_of(engine.info) for engine in await mesh.list_engines()]
+            )
             await attempt("streams", lambda: _measure_streams(mesh, sizes, options))
             await attempt("moves", lambda: _measure_moves(mesh, sizes, options))
             epochs = rollouts.make_epochs(works, *sizes.work, options.seed, options.repeats + 1)
@@ -159,7 +197,8 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
             await attempt("rollout", lambda: _play_epochs(mesh, epochs, keep))
     if missing(*PARTS):
         raise UsageProblem(
-            f"h100: {', '.join(figures['failed'])} failed; --resume with the JSON measures what it lacks"
+            f"h100: {', '.join(figures['failed'])} failed; --resume with the JSON measures what "
+            "it lacks"
         )
     return figures
 
@@ -191,12 +230,15 @@ async def _measure_preemption(mesh: Mesh, sizes: Sizes, options: BenchOptions) -
         for _ in range(options.repeats):
             for name, resume in (("abort_s", resume_by_abort), ("priority_s", resume_by_priority)):
                 async with fill_slots(raw, others, rng):
-                    found[name].append(await resume(raw, draw_tokens(rng, prompt_tokens), ahead, rng))
+                    found[name].append(
+                        await resume(raw, draw_tokens(rng, prompt_tokens), ahead, rng)
+                    )
     return {"prompt_tokens": prompt_tokens, "ahead": ahead, "others": others, **found}
 
 
 async def _measure_streams(mesh: Mesh, sizes: Sizes, options: BenchOptions) -> list[dict[str, Any]]:
-    """On the first engine, the second one idle: straight from the engine, and through ticket and sidecar."""
+    """On the first engine, the second one idle: straight from the engine, and through ticket and
+    sidecar."""
     rng = random.Random(f"streams {options.seed}")
     prompt_tokens, tokens = sizes.stream_tokens
     engine_id = mesh.engines[0].engine_id
@@ -205,7 +247,9 @@ async def _measure_streams(mesh: Mesh, sizes: Sizes, options: BenchOptions) -> l
         raw = RawEngine(http, mesh.engines[0].url)
 
         async def run_one(prompt: list[int]) -> tuple[float, float]:
-            opening = client.open(prompt_id="stream", sample=0, prompt=prompt, pinned_engine_id=engine_id)
+            opening = client.open(
+                prompt_id="stream", sample=0, prompt=prompt, pinned_engine_id=engine_id
+            )
             async with await opening as trajectory:
                 began_s = time.time()
                 came_s = await generate(trajectory, tokens)
@@ -224,23 +268,35 @@ async def _measure_moves(mesh: Mesh, sizes: Sizes, options: BenchOptions) -> lis
     rows: list[dict[str, Any]] = []
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(Client(mesh.where.scheduler))
-        to_scheduler = await stack.enter_async_context(grpc.aio.insecure_channel(mesh.where.scheduler))
-        to_migrator = await stack.enter_async_context(grpc.aio.insecure_channel(mesh.where.services["migrator"]))
+        to_scheduler = await stack.enter_async_context(
+            grpc.aio.insecure_channel(mesh.where.scheduler)
+        )
+        to_migrator = await stack.enter_async_context(
+            grpc.aio.insecure_channel(mesh.where.services["migrator"])
+        )
         scheduler = scheduler_pb2_grpc.SchedulerServiceStub(to_scheduler)
-        policy = (await scheduler.GetPolicy(scheduler_pb2.GetPolicyRequest(), timeout=CALL_TIMEOUT_S)).policy
+        policy = (
+            await scheduler.GetPolicy(scheduler_pb2.GetPolicyRequest(), timeout=CALL_TIMEOUT_S)
+        ).policy
         policy.migrate = False  # of itself: here the bench decides what moves
         request = scheduler_pb2.SetPolicyRequest(request_id=uuid.uuid4().hex, policy=policy)
         await scheduler.SetPolicy(request, timeout=CALL_TIMEOUT_S)
         infos = infos_of(await mesh.list_engines())
-        stage = Stage(mesh, client, migrator_pb2_grpc.MigratorServiceStub(to_migrator), scheduler, infos)
+        stage = Stage(
+            mesh, client, migrator_pb2_grpc.MigratorServiceStub(to_migrator), scheduler, infos
+        )
         for tokens in sizes.moves:
             for repeat in range(options.repeats):
-                one = await compare_prefix(stage, random.Random(f"{tokens} {repeat} {options.seed}"), tokens)
+                one = await compare_prefix(
+                    stage, random.Random(f"{tokens} {repeat} {options.seed}"), tokens
+                )
                 rows.append({"prefix_tokens": tokens, **one._asdict()})
     return rows
 
 
-async def _play_epochs(mesh: Mesh, epochs: Sequence[Workload], keep: Callable[[str, object], None]) -> dict[str, Any]:
+async def _play_epochs(
+    mesh: Mesh, epochs: Sequence[Workload], keep: Callable[[str, object], None]
+) -> dict[str, Any]:
     plays: list[dict[str, Any]] = []
     policy = policy_message(SYSTEMS["treadle"].policy)
     async with open_session() as http:
@@ -255,14 +311,17 @@ async def _play_epochs(mesh: Mesh, epochs: Sequence[Workload], keep: Callable[[s
                     more = {"preemptions": sum(each.preemptions for each in played)}
                 else:
                     ends_s, more = await rollouts.play_raw(raw, work, name, f"{name} {number}"), {}
-                plays.append({"epoch": number, "name": name, **rollouts.describe_play(ends_s, work), **more})
+                plays.append(
+                    {"epoch": number, "name": name, **rollouts.describe_play(ends_s, work), **more}
+                )
                 keep("plays", plays)
     return compare_plays(plays)
 
 
 def compare_plays(plays: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the epochs after the first, of each system that played; ratio: of the best baseline's makespan over
-    Treadle's in the same play, and its range. Raises ValueError where Treadle or every baseline played none."""
+    """Medians over the epochs after the first, of each system that played; ratio: of the best
+    baseline's makespan over Treadle's in the same play, and its range. Raises ValueError where
+    Treadle or every baseline played none."""
     counted: dict[str, list[dict[str, Any]]] = {name: [] for name in rollouts.NAMES}
     for play in plays:
         if play["epoch"]:
@@ -271,13 +330,23 @@ def compare_plays(plays: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if rollouts.TREADLE not in counted or len(counted) == 1:
         raise ValueError("nothing to compare: Treadle or every baseline has played no epoch")
     found: dict[str, Any] = {
-        name: {key: median(one[key] for one in of) for key in ("makespan_s", "mean_s", "tokens_per_s", "straggler_tax")}
+        name: {
+            key: median(one[key] for one in of)
+            for key in ("makespan_s", "mean_s", "tokens_per_s", "straggler_tax")
+        }
         for name, of in counted.items()
     }
-    best = min(counted.keys() - {rollouts.TREADLE}, key=lambda name: float(found[name]["makespan_s"]))
+    best = min(
+        counted.keys() - {rollouts.TREADLE}, key=lambda name: float(found[name]["makespan_s"])
+    )
     pairs = list(zip(counted[best], counted[rollouts.TREADLE], strict=False))
     ratios = [one["makespan_s"] / own["makespan_s"] for one, own in pairs]
-    return {**found, "best_baseline": best, "ratio": median(ratios), "spread": [min(ratios), max(ratios)]}
+    return {
+        **found,
+        "best_baseline": best,
+        "ratio": median(ratios),
+        "spread": [min(ratios), max(ratios)],
+    }
 
 
 def _describe_work(work: Workload) -> dict[str, float]:
@@ -294,34 +363,47 @@ def _describe_work(work: Workload) -> dict[str, float]:
 
 
 def read_reference(data: Path) -> dict[str, float]:
-    """Milliseconds of a decode step of REFERENCE by "context/batch", out of kernels' times; empty where `data` lacks
-    them."""
+    """Milliseconds of a decode step of REFERENCE by "context/batch", out of kernels' times; empty
+    where `data` lacks them."""
     file = data / "engine_aiconfigurator" / "DERIVED_decode_ms_per_token.csv.gz"
     if not file.is_file():
         return {}
     with gzip.open(file, "rt") as lines:
-        rows = [row for row in csv.DictReader(lines) if tuple(row[key] for key in REFERENCE_KEYS) == REFERENCE]
+        rows = [
+            row
+            for row in csv.DictReader(lines)
+            if tuple(row[key] for key in REFERENCE_KEYS) == REFERENCE
+        ]
     return {f"{row['context']}/{row['batch']}": float(row["ms_per_token"]) for row in rows}
 
 
 def page(figures: Figures) -> Figures:
-    """What the page says beside the figures: decode rows with the reference of about the same context."""
+    """What the page says beside the figures: decode rows with the reference of about the same
+    context."""
     reference = figures["reference"]
     decode = [
-        {**row, "reference_ms": reference.get(f"{2 ** round(math.log2(row['context']))}/{row['batch']}")}
+        {
+            **row,
+            "reference_ms": reference.get(
+                f"{2 ** round(math.log2(row['context']))}/{row['batch']}"
+            ),
+        }
         for row in figures["curves"]["decode"]
     ]
     return {
         "decode": decode,
         "names": [name for name in rollouts.NAMES if name in figures["rollout"]],
-        "count": sum(play["name"] == rollouts.TREADLE for play in figures["plays"] if play["epoch"]),
+        "count": sum(
+            play["name"] == rollouts.TREADLE for play in figures["plays"] if play["epoch"]
+        ),
         "runs": len({play.get("run") for play in figures["plays"]}),
     }
 
 
 BENCH = Bench(
     "h100",
-    "Engines on one NVIDIA card, alone and two that share it: curves, preemption, streams, moves, rollouts of a trace "
+    "Engines on one NVIDIA card, alone and two that share it: curves, preemption, streams, moves, "
+    "rollouts of a trace "
     "(--data). SGLang's flags after --.",
     measure,
     engines=2,

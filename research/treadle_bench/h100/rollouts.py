@@ -1,9 +1,11 @@
-"""The rollouts of `treadle bench h100`: one batch of trajectories, through Treadle and straight to the engines.
+"""The rollouts of `treadle bench h100`: one batch of trajectories, through Treadle and straight to
+the engines.
 
-Work: prompts of a trace in --data as in `treadle bench live`, with lengths for a GPU. Straight to the engines means the
-same asyncio loop with SGLang's HTTP streams and no mesh: the engines themselves order and admit, first come first
-served. PINNED: trajectories go to the engines in turn and stay. LEAST: every step goes to the engine with the fewest
-steps of this rollout at that moment; its KV comes from the shared storage, or is computed again.
+Work: prompts of a trace in --data as in `treadle bench live`, with lengths for a GPU. Straight to
+the engines means the same asyncio loop with SGLang's HTTP streams and no mesh: the engines
+themselves order and admit, first come first served. PINNED: trajectories go to the engines in turn
+and stay. LEAST: every step goes to the engine with the fewest steps of this rollout at that moment;
+its KV comes from the shared storage, or is computed again.
 """
 
 import asyncio
@@ -37,11 +39,16 @@ def make_epochs(
     seed: int,
     count: int,
 ) -> list[Workload]:
-    """`count` epochs of the same prompts, spread over all lengths of the trace. turns, gen_tokens, context_tokens,
-    tool_s: means of a trajectory of the first epoch; context: of prompt and tools' answers together."""
+    """`count` epochs of the same prompts, spread over all lengths of the trace. turns, gen_tokens,
+    context_tokens, tool_s: means of a trajectory of the first epoch; context: of prompt and tools'
+    answers together."""
     by_prompt = groups(works)
-    by_length = sorted(by_prompt, key=lambda prompt: fmean(work.gen_tokens for work in by_prompt[prompt]))
-    chosen = {by_length[round(share * (len(by_length) - 1))] for share in np.linspace(0.05, 0.95, prompts)}
+    by_length = sorted(
+        by_prompt, key=lambda prompt: fmean(work.gen_tokens for work in by_prompt[prompt])
+    )
+    chosen = {
+        by_length[round(share * (len(by_length) - 1))] for share in np.linspace(0.05, 0.95, prompts)
+    }
     epochs = []
     for epoch in range(count):
         sampled = resample(works, len(by_prompt), samples, seed, epoch=epoch).trajectories
@@ -61,7 +68,9 @@ def make_epochs(
     ]
 
 
-def _shrink(work: TrajectoryWork, every: int, generated: float, given: float, seconds: float) -> TrajectoryWork:
+def _shrink(
+    work: TrajectoryWork, every: int, generated: float, given: float, seconds: float
+) -> TrajectoryWork:
     joined = (work.steps[at : at + every] for at in range(0, len(work.steps), every))
     steps = tuple(
         Step(
@@ -74,9 +83,11 @@ def _shrink(work: TrajectoryWork, every: int, generated: float, given: float, se
     return replace(work, prompt_tokens=max(round(given * work.prompt_tokens), 1), steps=steps)
 
 
-async def play_raw(engines: Sequence[RawEngine], work: Workload, rule: str, salt: str) -> list[float]:
-    """Seconds from the start to the end of each trajectory, in the workload's order. salt: of the random tokens. Raises
-    ValueError for a wrong length."""
+async def play_raw(
+    engines: Sequence[RawEngine], work: Workload, rule: str, salt: str
+) -> list[float]:
+    """Seconds from the start to the end of each trajectory, in the workload's order. salt: of the
+    random tokens. Raises ValueError for a wrong length."""
     running = [0] * len(engines)
     began_s = time.monotonic()
 
@@ -91,7 +102,9 @@ async def play_raw(engines: Sequence[RawEngine], work: Workload, rule: str, salt
                 sampled += chunk.token_ids
             running[chosen] -= 1
             if len(sampled) != step.gen_tokens:
-                raise ValueError(f"a step came to {len(sampled)} tokens instead of {step.gen_tokens}")
+                raise ValueError(
+                    f"a step came to {len(sampled)} tokens instead of {step.gen_tokens}"
+                )
             await asyncio.sleep(step.tool_s)
             context += [*sampled, *answer]
         return time.monotonic() - began_s
@@ -102,7 +115,8 @@ async def play_raw(engines: Sequence[RawEngine], work: Workload, rule: str, salt
 
 
 def describe_play(ends_s: Sequence[float], work: Workload) -> dict[str, Any]:
-    """Makespan, mean end, tokens a second, and the straggler tax: the share of the makespan for the last tenth."""
+    """Makespan, mean end, tokens a second, and the straggler tax: the share of the makespan for the
+    last tenth."""
     makespan_s = max(ends_s)
     in_order = sorted(ends_s)
     before_last = in_order[math.ceil((1 - LAST_TENTH) * len(in_order)) - 1]

@@ -1,5 +1,6 @@
-"""What the page of heddle12 says of its cells: the aims that are reached, the paper's ratios, and where Treadle
-loses. And the picture: makespans over the bound, a panel for each workload, a row for each model."""
+"""What the page of heddle12 says of its cells: the aims that are reached, the paper's ratios, and
+where Treadle loses. And the picture: makespans over the bound, a panel for each workload, a row for
+each model."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,9 @@ Cells = Sequence[Cell]
 
 # Speedups that the paper gives over its nine cells: least and greatest (Heddle §7.1).
 PAPER = {"verl": (1.4, 2.3), "verl*": (1.1, 2.4), "slime": (1.2, 2.5)}
-NOTHING_TO_WIN = 1.05  # times the bound: a best baseline below leaves less than any predictor's error
+NOTHING_TO_WIN = (
+    1.05  # times the bound: a best baseline below leaves less than any predictor's error
+)
 ALIKE = 0.98  # ratios above are not called a loss
 
 TAIL_AIM = 1.5  # times the best baseline, where the longest trajectory sets the bound
@@ -45,15 +48,30 @@ def page_values(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def where_it_loses(cell: Cell) -> str:
     """One line: which system is faster than Treadle and why, from the figures of the cell alone."""
-    policy, treadle_s, oracle_s = cell["policy"], cell["policy"]["treadle"], cell["policy"]["oracle"]
-    faster = {name: treadle_s / policy[name] - 1.0 for name in cell["ratio_to"] if policy[name] < treadle_s}
+    policy, treadle_s, oracle_s = (
+        cell["policy"],
+        cell["policy"]["treadle"],
+        cell["policy"]["oracle"],
+    )
+    faster = {
+        name: treadle_s / policy[name] - 1.0
+        for name in cell["ratio_to"]
+        if policy[name] < treadle_s
+    }
     if policy["heddle"] < treadle_s:
         faster["Heddle as printed"] = treadle_s / policy["heddle"] - 1.0
-    rest = f"{treadle_s / cell['bound_s'] - 1.0:.0%} above the bound; the oracle takes {seconds(oracle_s)} s"
+    rest = (
+        f"{treadle_s / cell['bound_s'] - 1.0:.0%} above the bound; the oracle takes "
+        f"{seconds(oracle_s)} s"
+    )
     if not faster:
         return f"nowhere. {rest}"
-    who = ", ".join(f"{name} by {by:.1%}" for name, by in sorted(faster.items(), key=lambda item: -item[1]))
-    best_s = min(policy[name] for name in policy if name not in ("treadle", "treadle-whole-turns", "oracle"))
+    who = ", ".join(
+        f"{name} by {by:.1%}" for name, by in sorted(faster.items(), key=lambda item: -item[1])
+    )
+    best_s = min(
+        policy[name] for name in policy if name not in ("treadle", "treadle-whole-turns", "oracle")
+    )
     if best_s < NOTHING_TO_WIN * cell["bound_s"]:
         why = "there is nothing to win: the best is within 5% of the bound"
     elif oracle_s < ALIKE * best_s:
@@ -63,13 +81,18 @@ def where_it_loses(cell: Cell) -> str:
     else:
         why = "because of the plan and of the predictor's error"
     last = cell["last"]
-    parts = {"waited": last["queue_s"], "decoded for": last["decode_s"], "ran tools for": last["tool_s"]}
+    parts = {
+        "waited": last["queue_s"],
+        "decoded for": last["decode_s"],
+        "ran tools for": last["tool_s"],
+    }
     story = ", ".join(f"{name} {seconds(value)} s" for name, value in parts.items())
     return f"to {who}; {why}. {rest}. Treadle's last trajectory {story}"
 
 
 def check_aims(found: Mapping[str, Any]) -> list[list[str]]:
-    """A row for each aim: the aim, how many cells of each size reach it, and how many where every length is known."""
+    """A row for each aim: the aim, how many cells of each size reach it, and how many where every
+    length is known."""
     sizes = [size["cells"] for size in (found, found.get("small")) if size]
     cells = found["cells"]
     to_best = "ratio_to_best_baseline"
@@ -86,16 +109,24 @@ def check_aims(found: Mapping[str, Any]) -> list[list[str]]:
     ]
     for name, aim in PAPER_AIMS.items():
         ratios = ((cell["ratio_at_paper_degree"] for cell in size) for size in sizes)
-        counts = [_count([each[name] for each in of_size if name in each], aim) for of_size in ratios]
-        rows.append([f"at least {aim} times {name} at the paper's degree, as in the paper", *counts, ""])
+        counts = [
+            _count([each[name] for each in of_size if name in each], aim) for of_size in ratios
+        ]
+        rows.append(
+            [f"at least {aim} times {name} at the paper's degree, as in the paper", *counts, ""]
+        )
     return rows
 
 
 def _compare_with_paper(name: str, cells: Cells) -> list[str]:
-    """Over baseline `name`: Heddle as printed and Treadle at the paper's degree, Treadle at the baseline's best one."""
+    """Over baseline `name`: Heddle as printed and Treadle at the paper's degree, Treadle at the
+    baseline's best one."""
     at_paper_degree = [cell for cell in cells if name in cell["policy_at_paper_degree"]]
     return [
-        value_range(cell["policy_at_paper_degree"][name] / cell["policy"]["heddle"] for cell in at_paper_degree),
+        value_range(
+            cell["policy_at_paper_degree"][name] / cell["policy"]["heddle"]
+            for cell in at_paper_degree
+        ),
         value_range(cell["ratio_at_paper_degree"][name] for cell in at_paper_degree),
         value_range(cell["ratio_to"][name] for cell in cells),
     ]
@@ -127,7 +158,12 @@ LOOKS: Mapping[str, dict[str, Any]] = {
     "treadle-whole-turns": {"marker": "o", "color": COLOURS["decode"], "fillstyle": "none"},
     "treadle": {"marker": "o", "color": COLOURS["decode"], "markersize": 9},
 }
-UPPER = ("heddle", "oracle", "treadle", "treadle-whole-turns")  # on the upper line of a row; baselines are below
+UPPER = (
+    "heddle",
+    "oracle",
+    "treadle",
+    "treadle-whole-turns",
+)  # on the upper line of a row; baselines are below
 BASELINES_LOWER = 0.2  # of a row's height
 ROOM_FOR_WORDS = 1.35  # of the width of a panel
 
@@ -137,15 +173,25 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
     cells = found["cells"]
     names = list(dict.fromkeys(cell["workload"] for cell in cells))
     note = (
-        f"Makespan over a bound that no schedule beats (1). {found['gpus']} {found['accelerator']} GPUs, "
-        f"{describe_seeds(found['seeds'])}. Baselines at their best degree; pale: verl, verl* and slime at the paper's."
+        f"Makespan over a bound that no schedule beats (1). {found['gpus']} "
+        f"{found['accelerator']} GPUs, "
+        f"{describe_seeds(found['seeds'])}. Baselines at their best degree; pale: verl, verl* and "
+        "slime at the paper's."
     )
-    with sheet("How far above the bound each system ends", note, file, height_in=4.8, top=0.74) as figure:
+    with sheet(
+        "How far above the bound each system ends", note, file, height_in=4.8, top=0.74
+    ) as figure:
         panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
         for axes, name in zip(panels, names, strict=True):
             _panel(axes, [cell for cell in cells if cell["workload"] == name])
         handles = [Line2D([], [], linestyle="", label=name, **look) for name, look in LOOKS.items()]
-        figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.008, 0.88), ncols=len(LOOKS), frameon=False)
+        figure.legend(
+            handles=handles,
+            loc="upper left",
+            bbox_to_anchor=(0.008, 0.88),
+            ncols=len(LOOKS),
+            frameon=False,
+        )
 
 
 def _panel(axes: Axes, cells: Cells) -> None:
@@ -153,24 +199,47 @@ def _panel(axes: Axes, cells: Cells) -> None:
     right = 1.0
     for row, cell in enumerate(cells):
         at = {policy: value / cell["bound_s"] for policy, value in cell["policy"].items()}
-        pale = {name: cell["policy_at_paper_degree"].get(name, 0.0) / cell["bound_s"] for name in PAPER}
+        pale = {
+            name: cell["policy_at_paper_degree"].get(name, 0.0) / cell["bound_s"] for name in PAPER
+        }
         right = max(
-            right, *pale.values(), *(each for name, each in at.items() if name not in UPPER or name == "treadle")
+            right,
+            *pale.values(),
+            *(each for name, each in at.items() if name not in UPPER or name == "treadle"),
         )
         for name, value in pale.items():
             if value:
-                axes.plot(value, row + BASELINES_LOWER, **{**LOOKS[name], "color": COLOURS["other"]})
+                axes.plot(
+                    value, row + BASELINES_LOWER, **{**LOOKS[name], "color": COLOURS["other"]}
+                )
         for name, look in LOOKS.items():
             if name in at:
-                axes.plot(at[name], row + (0.0 if name in UPPER else BASELINES_LOWER), linestyle="", **look)
-        text = f"{cell['ratio_to_best_baseline']:.2f}× the best baseline · bound by {cell['bound_by']}"
-        axes.annotate(text, (1.0, row), xytext=(6, 12), textcoords="offset points", size=8, color=FAINT)
+                axes.plot(
+                    at[name],
+                    row + (0.0 if name in UPPER else BASELINES_LOWER),
+                    linestyle="",
+                    **look,
+                )
+        text = (
+            f"{cell['ratio_to_best_baseline']:.2f}× the best baseline · bound by {cell['bound_by']}"
+        )
+        axes.annotate(
+            text, (1.0, row), xytext=(6, 12), textcoords="offset points", size=8, color=FAINT
+        )
     heddle = [cell["policy"]["heddle"] / cell["bound_s"] for cell in cells]
     right = 1.0 + (ROOM_FOR_WORDS if max(heddle) > right else 1.06) * (right - 1.0)
     for row, value in enumerate(heddle):
-        if value > right:  # a point so far away would squeeze all others, so its value is written instead
+        if (
+            value > right
+        ):  # a point so far away would squeeze all others, so its value is written instead
             words = {"ha": "right", "va": "center", "size": 8, "color": LOOKS["heddle"]["color"]}
             axes.text(right, row, f"heddle {value:.1f} →", **words)
     axes.set_yticks(range(len(cells)), [cell["model"] for cell in cells])
     limits = (1.0 - 0.06 * (right - 1.0), right)
-    style(axes, cells[0]["workload"], xlim=limits, ylim=(len(cells) - 0.5, -0.6), xlabel="makespan / bound")
+    style(
+        axes,
+        cells[0]["workload"],
+        xlim=limits,
+        ylim=(len(cells) - 0.5, -0.6),
+        xlabel="makespan / bound",
+    )

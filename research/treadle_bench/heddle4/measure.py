@@ -1,8 +1,9 @@
 """Heddle's Figure 4: when trajectories end under verl, as a fraction of the time of the last one.
 
-verl as the paper runs it: pinned, engines of one GPU, Qwen3-14B. `rows`, one for each workload: `max_over_median` of
-the times at which trajectories end, with its range over seeds; `at`: the fraction of the makespan by which 1% to 100%
-of the trajectories had ended (first seed); `tokens_max_over_median`: longest over median of their lengths.
+verl as the paper runs it: pinned, engines of one GPU, Qwen3-14B. `rows`, one for each workload:
+`max_over_median` of the times at which trajectories end, with its range over seeds; `at`: the
+fraction of the makespan by which 1% to 100% of the trajectories had ended (first seed);
+`tokens_max_over_median`: longest over median of their lengths.
 """
 
 from pathlib import Path
@@ -27,20 +28,31 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
     """Raises TraceFileError, OSError."""
     scale = options.scale or 1.0
     batches = batches_for(LLM, scale, options)
-    done = await play_all((Job(each, VERL, DEGREE) for seeds in batches.values() for each in seeds), options, "heddle4")
+    done = await play_all(
+        (Job(each, VERL, DEGREE) for seeds in batches.values() for each in seeds),
+        options,
+        "heddle4",
+    )
     rows = []
     for name, of_name in batches.items():
         runs = [done[Job(batch, VERL, DEGREE)] for batch in of_name]
         ratios = [one.makespan_s / one.p50_s for one in runs]
-        tokens = [np.array([work.gen_tokens for work in setting_of(batch).workload.trajectories]) for batch in of_name]
+        tokens = [
+            np.array([work.gen_tokens for work in setting_of(batch).workload.trajectories])
+            for batch in of_name
+        ]
         rows.append(
             {
                 "workload": name,
                 "makespan_s": median_of(one.makespan_s for one in runs),
                 "max_over_median": median_of(ratios),
                 "spread": range_of(ratios),
-                "tokens_max_over_median": median_of(float(each.max() / np.median(each)) for each in tokens),
-                "at": np.round(np.percentile(runs[0].finished_s, PERCENT) / runs[0].makespan_s, DIGITS).tolist(),
+                "tokens_max_over_median": median_of(
+                    float(each.max() / np.median(each)) for each in tokens
+                ),
+                "at": np.round(
+                    np.percentile(runs[0].finished_s, PERCENT) / runs[0].makespan_s, DIGITS
+                ).tolist(),
             }
         )
     return header(next(iter(batches.values()))[0], scale, options) | {"rows": rows}
@@ -48,12 +60,21 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
 
 def draw(found: Figures, file: Path) -> None:
     """Write the picture."""
-    note = f"Share of trajectories that have ended, by time over the last one's. verl, {LLM}, {found['gpus']} GPUs."
-    with sheet("The last trajectory against the others", note, file, height_in=4.0, top=0.80) as figure:
+    note = (
+        f"Share of trajectories that have ended, by time over the last one's. verl, {LLM}, "
+        f"{found['gpus']} GPUs."
+    )
+    with sheet(
+        "The last trajectory against the others", note, file, height_in=4.0, top=0.80
+    ) as figure:
         axes = figure.subplots()
         for row, colour in zip(found["rows"], SERIES, strict=False):
-            label = f"{row['workload']}: the last takes {row['max_over_median']:.1f} times the median"
-            axes.plot(row["at"], np.array(PERCENT) / 100.0, color=colour, linewidth=2.0, label=label)
+            label = (
+                f"{row['workload']}: the last takes {row['max_over_median']:.1f} times the median"
+            )
+            axes.plot(
+                row["at"], np.array(PERCENT) / 100.0, color=colour, linewidth=2.0, label=label
+            )
         at = 1.0 / PAPER_RATIO
         axes.axvline(at, color=FAINT, linestyle=":", linewidth=1.2)
         words = "the paper's median lies left of here"

@@ -1,10 +1,12 @@
-"""Heddle's Tables 1 and 2: seconds of tools, and what prediction, migration, placement and resource plans add.
+"""Heddle's Tables 1 and 2: seconds of tools, and what prediction, migration, placement and resource
+plans add.
 
-`rows`, one for each workload and model: `tool_s`: a mean call. `predict_s`: an answer of the estimator without a model,
-measured (the simulator takes `assumed_predict_s` instead). `move_s`: from the request for a move to the switch of the
-owner, median over the `moves` that a simulated rollout made of `moves_asked`. `masked`: the fraction of moves that
-ended before their tool call. `median_context_move_s`: the transfer alone, of a median context. `placement_ms`,
-`resources_ms`: measured on the same trajectories. Tools and moves are simulated, milliseconds are measured.
+`rows`, one for each workload and model: `tool_s`: a mean call. `predict_s`: an answer of the
+estimator without a model, measured (the simulator takes `assumed_predict_s` instead). `move_s`:
+from the request for a move to the switch of the owner, median over the `moves` that a simulated
+rollout made of `moves_asked`. `masked`: the fraction of moves that ended before their tool call.
+`median_context_move_s`: the transfer alone, of a median context. `placement_ms`, `resources_ms`:
+measured on the same trajectories. Tools and moves are simulated, milliseconds are measured.
 """
 
 import time
@@ -49,8 +51,8 @@ PAPER = {
 
 
 class MoveLog:
-    """Records the moves of a rollout. seconds: of each move that was made; early: how many of them ended before their
-    tool call; asked: how many were started."""
+    """Records the moves of a rollout. seconds: of each move that was made; early: how many of them
+    ended before their tool call; asked: how many were started."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -131,27 +133,35 @@ def _predict_s(setting: Setting) -> float:
 
 
 def _plan_ms(setting: Setting, repeats: int) -> tuple[float, float]:
-    """Milliseconds of the resource plan, and of the placement of all trajectories on its engines."""
+    """Milliseconds of the resource plan, and of the placement of all trajectories on its
+    engines."""
     lengths, contexts = known_lengths(setting, "noisy")
     kinds = engine_kinds(setting.models)
     plan = allocate(lengths, contexts, setting.gpus, kinds)
     engines = [
-        PlanEngine(f"e{index}", kind.slot_limit, kind.kv_tokens_capacity or 0, kind.gpus, kind.decode_curve)
+        PlanEngine(
+            f"e{index}", kind.slot_limit, kind.kv_tokens_capacity or 0, kind.gpus, kind.decode_curve
+        )
         for index, planned in enumerate(plan.engines)
         for kind in kinds
         if kind.gpus == planned.gpus
     ]
     nowhere, workspace = np.full(len(lengths), -1), Workspace()
-    resources = milliseconds(lambda: allocate(lengths, contexts, setting.gpus, kinds), repeats, PLANS)
+    resources = milliseconds(
+        lambda: allocate(lengths, contexts, setting.gpus, kinds), repeats, PLANS
+    )
     placement = milliseconds(
-        lambda: plan_placement(lengths, contexts, nowhere, engines, workspace=workspace), repeats, PLANS
+        lambda: plan_placement(lengths, contexts, nowhere, engines, workspace=workspace),
+        repeats,
+        PLANS,
     )
     return median(resources), median(placement)
 
 
 BENCH = Bench(
     "heddle-tables",
-    "Heddle's Tables 1 and 2: what prediction, moves, placement and resource plans add. Takes about 2 minutes.",
+    "Heddle's Tables 1 and 2: what prediction, moves, placement and resource plans add. Takes "
+    "about 2 minutes.",
     measure,
     page=lambda found: {"paper": PAPER},
 )

@@ -1,10 +1,11 @@
-"""What certificates and sealed tickets cost: two meshes of this machine, one of them in plaintext, measured by turns.
+"""What certificates and sealed tickets cost: two meshes of this machine, one of them in plaintext,
+measured by turns.
 
-ScheduleStep: first tickets of trajectories, one after the other and MANY at once, TURN on one mesh, then TURN on the
-other, which of them begins changing each time. A step: from the request for its ticket to its last token, on a
-real engine of each mesh, by turns too; outside: without what the sidecar accounts for (queue, prefill, decode), which
-on shared cores varies by more than certificates can cost. The figures are medians, and medians of the ratio within
-neighbouring turns.
+ScheduleStep: first tickets of trajectories, one after the other and MANY at once, TURN on one mesh,
+then TURN on the other, which of them begins changing each time. A step: from the request for its
+ticket to its last token, on a real engine of each mesh, by turns too; outside: without what the
+sidecar accounts for (queue, prefill, decode), which on shared cores varies by more than
+certificates can cost. The figures are medians, and medians of the ratio within neighbouring turns.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ async def measure(options: BenchOptions) -> dict[str, float]:
             for turn in range(TURNS):
                 for name in MESHES if turn % 2 else MESHES[::-1]:
                     for together, kept in ((1, tickets), (MANY, at_once)):
-                        rounds = [await _time_tickets(callers[name], together) for _ in range(TURN // together)]
+                        rounds = [
+                            await _time_tickets(callers[name], together)
+                            for _ in range(TURN // together)
+                        ]
                         if repeat > 0:  # the first repeat is not counted
                             kept[name].append(float(np.median(rounds)))
             for number in range(STEPS):
@@ -77,28 +81,50 @@ async def measure(options: BenchOptions) -> dict[str, float]:
 def summarize(tickets: Times, at_once: Times, steps: Times, outside: Times) -> dict[str, float]:
     """Times in milliseconds, shares in percent; step_outside_added_pct: of a step in plaintext."""
     figures = {}
-    for what, times in (("schedule_step", tickets), (f"schedule_step_{MANY}_at_once", at_once), ("step", steps)):
+    for what, times in (
+        ("schedule_step", tickets),
+        (f"schedule_step_{MANY}_at_once", at_once),
+        ("step", steps),
+    ):
         ratios = np.array(times["certificates"]) / np.array(times["plaintext"])
         for name in MESHES:
             figures[f"{what}_{name}_p50_ms"] = round(float(np.median(times[name])) * MS, 3)
         for suffix, quantile in (("", 0.5), ("_quarter", 0.25), ("_three_quarters", 0.75)):
-            figures[f"{what}_added_pct{suffix}"] = round(float(np.quantile(ratios, quantile) - 1) * 100, 2)
+            figures[f"{what}_added_pct{suffix}"] = round(
+                float(np.quantile(ratios, quantile) - 1) * 100, 2
+            )
     outside_s = {name: float(np.median(outside[name])) for name in MESHES}
     added_s = outside_s["certificates"] - outside_s["plaintext"]
     figures |= {f"step_outside_{name}_p50_ms": round(outside_s[name] * MS, 3) for name in MESHES}
-    figures["step_outside_added_pct"] = round(added_s / float(np.median(steps["plaintext"])) * 100, 3)
-    return {**figures, "turns": float(len(tickets["plaintext"])), "steps": float(len(steps["plaintext"]))}
+    figures["step_outside_added_pct"] = round(
+        added_s / float(np.median(steps["plaintext"])) * 100, 3
+    )
+    return {
+        **figures,
+        "turns": float(len(tickets["plaintext"])),
+        "steps": float(len(steps["plaintext"])),
+    }
 
 
-async def _start(plan: EnginePlan, name: str, options: BenchOptions, stack: AsyncExitStack) -> Caller:
+async def _start(
+    plan: EnginePlan, name: str, options: BenchOptions, stack: AsyncExitStack
+) -> Caller:
     mesh = await stack.enter_async_context(run_mesh(plan, options, secure=name == "certificates"))
     await mesh.set_policy(AT_ONCE)
-    certificates = None if mesh.certificates is None else Certificates(mesh.certificates / "client-default")
+    certificates = (
+        None if mesh.certificates is None else Certificates(mesh.certificates / "client-default")
+    )
     to_scheduler, to_engine = [
         await stack.enter_async_context(open_channel(address, service, certificates))
-        for address, service in ((mesh.where.scheduler, "scheduler"), (mesh.where.sidecars["engine-0"], "sidecar"))
+        for address, service in (
+            (mesh.where.scheduler, "scheduler"),
+            (mesh.where.sidecars["engine-0"], "sidecar"),
+        )
     ]
-    return Caller(scheduler_pb2_grpc.SchedulerServiceStub(to_scheduler), engine_pb2_grpc.EngineServiceStub(to_engine))
+    return Caller(
+        scheduler_pb2_grpc.SchedulerServiceStub(to_scheduler),
+        engine_pb2_grpc.EngineServiceStub(to_engine),
+    )
 
 
 async def _time_tickets(caller: Caller, together: int) -> list[float]:
@@ -111,8 +137,12 @@ async def _time_tickets(caller: Caller, together: int) -> list[float]:
 
 
 async def _open(caller: Caller) -> str:
-    opening = pb.OpenTrajectoryRequest(request_id=uuid.uuid4().hex, prompt_id="bench", prompt_tokens=len(PROMPT))
-    return (await caller.scheduler.OpenTrajectory(opening, timeout=DEADLINE_S)).trajectory.trajectory_id
+    opening = pb.OpenTrajectoryRequest(
+        request_id=uuid.uuid4().hex, prompt_id="bench", prompt_tokens=len(PROMPT)
+    )
+    return (
+        await caller.scheduler.OpenTrajectory(opening, timeout=DEADLINE_S)
+    ).trajectory.trajectory_id
 
 
 async def _close(caller: Caller, trajectory_id: str) -> None:
@@ -156,7 +186,8 @@ async def _time_step(caller: Caller) -> tuple[float, float]:
 
 BENCH = Bench(
     "identity",
-    "What certificates and sealed tickets cost: ScheduleStep and a step, against a mesh in plaintext, by turns. Takes "
+    "What certificates and sealed tickets cost: ScheduleStep and a step, against a mesh in "
+    "plaintext, by turns. Takes "
     "about 10 minutes on 2 cores.",
     measure,
     engines=1,

@@ -1,22 +1,26 @@
-"""Rollouts of public traces on two live engines: Treadle against what frameworks do, and the simulator beside it.
+"""Rollouts of public traces on two live engines: Treadle against what frameworks do, and the
+simulator beside it.
 
-Each engine has a core of its own. Lengths, turns, tools' answers and tool times are forced from traces in --data, with
-the same scale for all batches of a trace: consecutive turns are joined so that a trajectory of the even batch has
-MEAN_TURNS, tokens are scaled so that it generates MEAN_GEN_TOKENS, and tools take MEAN_TOOL_S.
+Each engine has a core of its own. Lengths, turns, tools' answers and tool times are forced from
+traces in --data, with the same scale for all batches of a trace: consecutive turns are joined so
+that a trajectory of the even batch has MEAN_TURNS, tokens are scaled so that it generates
+MEAN_GEN_TOKENS, and tools take MEAN_TOOL_S.
 
 A batch is PROMPTS prompts of a trace, chosen by their mean length, and SAMPLES samples of each
-(`treadle_sim.workloads.resample`). `even`: prompts of about the median length; `skewed`: one prompt is much longer than
-the others. The baseline plays epoch 0, which teaches the predictor. Each repeat is another epoch, with other samples of
-the same prompts: Treadle plays it first, so that its predictor knows none of its samples, then every baseline plays it.
-The simulator plays every epoch too, on the engines as measured (stage.py of `treadle bench fidelity`), and its
-predictor knows the same earlier plays.
+(`treadle_sim.workloads.resample`). `even`: prompts of about the median length; `skewed`: one prompt
+is much longer than the others. The baseline plays epoch 0, which teaches the predictor. Each repeat
+is another epoch, with other samples of the same prompts: Treadle plays it first, so that its
+predictor knows none of its samples, then every baseline plays it. The simulator plays every epoch
+too, on the engines as measured (stage.py of `treadle bench fidelity`), and its predictor knows the
+same earlier plays.
 
-Keys: `cells`: medians over the repeats. `pinned_s`, `sticky_s`, `router_s`, `treadle_s`: makespans under pinned FCFS,
-under sticky least-loaded placement (prime-rl, SkyRL), under the cache-aware policy of SGLang's router, and under
-Treadle. `best_baseline`: the one of least median. `ratio`: of its makespan over Treadle's in the same repeat, above 1
-Treadle is faster; `spread`: its range. `simulated_ratio`: of the same two in the simulator; `told_ratio`: there, of
-Treadle that is told every length. `makespans_s`, `simulated_s`: of every repeat. `pass_s`: find_pass_s of stage.py,
-the mean of a round before each cell.
+Keys: `cells`: medians over the repeats. `pinned_s`, `sticky_s`, `router_s`, `treadle_s`: makespans
+under pinned FCFS, under sticky least-loaded placement (prime-rl, SkyRL), under the cache-aware
+policy of SGLang's router, and under Treadle. `best_baseline`: the one of least median. `ratio`: of
+its makespan over Treadle's in the same repeat, above 1 Treadle is faster; `spread`: its range.
+`simulated_ratio`: of the same two in the simulator; `told_ratio`: there, of Treadle that is told
+every length. `makespans_s`, `simulated_s`: of every repeat. `pass_s`: find_pass_s of stage.py, the
+mean of a round before each cell.
 """
 
 import itertools
@@ -65,7 +69,10 @@ class Scale:
 
     def apply(self, work: TrajectoryWork) -> TrajectoryWork:
         """The trajectory, small enough for a CPU."""
-        steps = tuple(self._join(work.steps[at : at + self.turns]) for at in range(0, len(work.steps), self.turns))
+        steps = tuple(
+            self._join(work.steps[at : at + self.turns])
+            for at in range(0, len(work.steps), self.turns)
+        )
         prompt_tokens = max(round(self.tokens * work.prompt_tokens), LEAST_PROMPT_TOKENS)
         return replace(work, prompt_tokens=prompt_tokens, steps=steps)
 
@@ -78,7 +85,8 @@ class Scale:
 
 
 def scale_of(works: Sequence[TrajectoryWork]) -> Scale:
-    """The scale of a trace, from its even batch. Raises statistics.StatisticsError without trajectories."""
+    """The scale of a trace, from its even batch. Raises statistics.StatisticsError without
+    trajectories."""
     turns = fmean(len(work.steps) for work in works)
     tool_s = fmean(sum(step.tool_s for step in work.steps) for work in works)
     return Scale(
@@ -88,19 +96,27 @@ def scale_of(works: Sequence[TrajectoryWork]) -> Scale:
     )
 
 
-def make_epochs(works: Sequence[TrajectoryWork], trace: str, skew: str, seed: int, count: int) -> list[Workload]:
+def make_epochs(
+    works: Sequence[TrajectoryWork], trace: str, skew: str, seed: int, count: int
+) -> list[Workload]:
     """`count` epochs of one batch, scaled. Raises ValueError for no trajectories."""
     even = _resample(works, "even", seed, 0)
     scale = scale_of(even)
     return [
-        Workload(f"{trace}-{skew}-{epoch}", tuple(map(scale.apply, _resample(works, skew, seed, epoch))))
+        Workload(
+            f"{trace}-{skew}-{epoch}", tuple(map(scale.apply, _resample(works, skew, seed, epoch)))
+        )
         for epoch in range(count)
     ]
 
 
-def _resample(works: Sequence[TrajectoryWork], skew: str, seed: int, epoch: int) -> tuple[TrajectoryWork, ...]:
+def _resample(
+    works: Sequence[TrajectoryWork], skew: str, seed: int, epoch: int
+) -> tuple[TrajectoryWork, ...]:
     by_prompt = groups(works)
-    by_length = sorted(by_prompt, key=lambda prompt_id: fmean(work.gen_tokens for work in by_prompt[prompt_id]))
+    by_length = sorted(
+        by_prompt, key=lambda prompt_id: fmean(work.gen_tokens for work in by_prompt[prompt_id])
+    )
     chosen = {by_length[round(share * (len(by_length) - 1))] for share in SKEWS[skew]}
     sampled = resample(works, len(by_prompt), SAMPLES, seed, epoch=epoch).trajectories
     return tuple(work for work in sampled if work.prompt_id in chosen)
@@ -109,7 +125,9 @@ def _resample(works: Sequence[TrajectoryWork], skew: str, seed: int, epoch: int)
 async def measure(options: BenchOptions) -> dict[str, Any]:
     """Raises UsageProblem without --data, PublicTraceError, OSError, ProcessError, TreadleError."""
     if options.data is None:
-        raise UsageProblem("live needs --data, the folder of public traces that docs/traces.md names")
+        raise UsageProblem(
+            "live needs --data, the folder of public traces that docs/traces.md names"
+        )
     traces = {name: read_public(source, options.data) for name, source in SOURCES.items()}
     cells = []
     async with run_mesh(options.engines, options) as mesh:
@@ -123,7 +141,9 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
             played = await _play_epochs(stage, epochs, options)
             cell = {"trace": name, "skew": skew, **compare(played, simulate_epochs(stage, epochs))}
             cells.append(cell)
-            options.progress.print(f"{name} {skew}: {cell['ratio']}, simulated {cell['simulated_ratio']}")
+            options.progress.print(
+                f"{name} {skew}: {cell['ratio']}, simulated {cell['simulated_ratio']}"
+            )
     figures = {"repeats": options.repeats, "seed": options.seed, "slots": options.engines.slots}
     return {"cells": cells, **figures, "pass_s": rounded(stage.pass_s)}
 
@@ -131,14 +151,19 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
 Makespans = Mapping[str, Sequence[float]]  # of every repeat, by name of NAMES
 
 
-async def _play_epochs(stage: Stage, epochs: Sequence[Workload], options: BenchOptions) -> Makespans:
+async def _play_epochs(
+    stage: Stage, epochs: Sequence[Workload], options: BenchOptions
+) -> Makespans:
     await stage.play(epochs[0], BASELINES["pinned"], 0)
     found: dict[str, list[float]] = {name: [] for name in NAMES}
     for number, work in enumerate(epochs[1:], start=1):
         for name, system in NAMES.items():
             play = await stage.play(work, system, number, renew=False)
             found[name].append(play.makespan_s)
-            line = f"{work.name} {name}: {play.makespan_s:.1f} s, other programs took {play.others_share:.0%}"
+            line = (
+                f"{work.name} {name}: {play.makespan_s:.1f} s, other programs took "
+                f"{play.others_share:.0%}"
+            )
             options.progress.print(line, highlight=False)
     return found
 
@@ -181,12 +206,16 @@ def _ratios(makespans: Makespans, baseline: str, treadle: str = TREADLE) -> list
 def page(figures: Figures) -> Figures:
     """What the page says beside the figures."""
     cells = figures["cells"]
-    return {"off": max(abs(cell["simulated_ratio"] - cell["ratio"]) for cell in cells), "names": list(NAMES)}
+    return {
+        "off": max(abs(cell["simulated_ratio"] - cell["ratio"]) for cell in cells),
+        "names": list(NAMES),
+    }
 
 
 BENCH = Bench(
     "live",
-    "Rollouts of public traces (--data) on two live engines: Treadle, what frameworks do, and the simulator beside it. "
+    "Rollouts of public traces (--data) on two live engines: Treadle, what frameworks do, and the "
+    "simulator beside it. "
     "--repeats: epochs of each batch. Takes 8 minutes, and 13 a repeat, on 2 cores.",
     measure,
     engines=ENGINES,

@@ -1,10 +1,12 @@
-"""How long a batch waits for its longest trajectory: the maximum of K log-normal lengths, by a formula and by sampling.
+"""How long a batch waits for its longest trajectory: the maximum of K log-normal lengths, by a
+formula and by sampling.
 
-Lengths of mean 1 and coefficient of variation c have s = sqrt(ln(1 + c²)) on the log scale. A published formula says
-that the longest of K is about exp(s sqrt(2 ln K) - s²/2). Keys: `rows`, for each K and c: the formula, its published
-value, the sampled mean of the maximum (median and range over repeats), its exact value by an integral, and percentiles
-of the maximum. `claims`: other published statements, computed. `workloads`: the same for the lengths of this project's
-workloads, or of a trace file.
+Lengths of mean 1 and coefficient of variation c have s = sqrt(ln(1 + c²)) on the log scale. A
+published formula says that the longest of K is about exp(s sqrt(2 ln K) - s²/2). Keys: `rows`, for
+each K and c: the formula, its published value, the sampled mean of the maximum (median and range
+over repeats), its exact value by an integral, and percentiles of the maximum. `claims`: other
+published statements, computed. `workloads`: the same for the lengths of this project's workloads,
+or of a trace file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,11 +29,19 @@ GROUP_SIZES = (4, 16, 64, 256)
 VARIATIONS = (0.5, 1.0, 2.0)
 # The published values of the formula, in means.
 PRINTED: Mapping[tuple[int, float], float] = {
-    (4, 0.5): 2.0, (4, 1.0): 2.8, (4, 2.0): 3.7,
-    (16, 0.5): 2.7, (16, 1.0): 5.0, (16, 2.0): 8.9,
-    (64, 0.5): 3.5, (64, 1.0): 7.8, (64, 2.0): 17.4,
-    (256, 0.5): 4.3, (256, 1.0): 11.3, (256, 2.0): 30.6,
-}  # fmt: skip
+    (4, 0.5): 2.0,
+    (4, 1.0): 2.8,
+    (4, 2.0): 3.7,
+    (16, 0.5): 2.7,
+    (16, 1.0): 5.0,
+    (16, 2.0): 8.9,
+    (64, 0.5): 3.5,
+    (64, 1.0): 7.8,
+    (64, 2.0): 17.4,
+    (256, 0.5): 4.3,
+    (256, 1.0): 11.3,
+    (256, 2.0): 30.6,
+}
 PRINTED_DIGIT = 0.05  # half of the last published digit
 MAXIMA = 20_000  # sampled for each K and repeat: their mean is then within 1% at c = 2
 LONGEST_SHARE = 0.05  # fraction of trajectories whose share of all tokens is computed
@@ -44,14 +54,20 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 async def measure(options: BenchOptions) -> dict[str, Any]:
     """Raises TraceFileError."""
     sampled = {
-        k: [_log_maxima(k, np.random.default_rng([options.seed, repeat, k])) for repeat in range(options.repeats)]
+        k: [
+            _log_maxima(k, np.random.default_rng([options.seed, repeat, k]))
+            for repeat in range(options.repeats)
+        ]
         for k in GROUP_SIZES
     }
     rows = [_row(k, c, sampled[k]) for k in GROUP_SIZES for c in VARIATIONS]
     if options.traces is not None:
         batches = {options.traces.name: [read_traces(options.traces)]}
     else:
-        batches = {name: [make(name, seed=seed).trajectories for seed in options.seeds] for name in WORKLOADS}
+        batches = {
+            name: [make(name, seed=seed).trajectories for seed in options.seeds]
+            for name in WORKLOADS
+        }
     workloads = [_describe(name, of_name) for name, of_name in batches.items()]
     found = {"rows": rows, "claims": _check_claims(options), "workloads": workloads}
     if options.pictures is not None:
@@ -109,9 +125,11 @@ def _check_claims(options: BenchOptions) -> dict[str, Any]:
 
 
 def _describe(name: str, batches: Sequence[Sequence[TrajectoryWork]]) -> dict[str, Any]:
-    """Medians over batches: the longest of a prompt's samples, and of the whole batch, over the mean of all.
+    """Medians over batches: the longest of a prompt's samples, and of the whole batch, over the
+    mean of all.
 
-    `c` is that of the whole batch; the formula's value is for groups of the batch's mean size, rounded.
+    `c` is that of the whole batch; the formula's value is for groups of the batch's mean size,
+    rounded.
     """
     figures = []
     for works in batches:
@@ -136,12 +154,17 @@ def _describe(name: str, batches: Sequence[Sequence[TrajectoryWork]]) -> dict[st
 def draw(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Write the picture."""
     title = "A batch waits for its longest: the maximum of K log-normal lengths"
-    note = "Line: sampled mean; band: 10th to 90th percentile. Dashes: exp(s√(2 ln K) − s²/2); dots: as published."
+    note = (
+        "Line: sampled mean; band: 10th to 90th percentile. Dashes: exp(s√(2 ln K) − s²/2); "
+        "dots: as published."
+    )
     names = {0.5: "mild", 1.0: "reasoning", 2.0: "open-ended"}
     with sheet(title, note, file, height_in=4.4, top=0.74, width_in=9.0) as figure:
         panels = figure.subplots(1, len(VARIATIONS), sharey=True)
         figure.subplots_adjust(left=0.065, bottom=0.13, wspace=0.08)
-        for axes, (c, name), part in zip(panels, names.items(), ("prefill", "decode", "queue"), strict=True):
+        for axes, (c, name), part in zip(
+            panels, names.items(), ("prefill", "decode", "queue"), strict=True
+        ):
             _panel(axes, [row for row in rows if row["c"] == c], COLOURS[part])
             style(axes, f"c = {c:g}: {name}")
         panels[0].set_ylabel("longest, in mean lengths")
@@ -155,7 +178,9 @@ def _panel(axes: Axes, rows: Sequence[Mapping[str, Any]], colour: str) -> None:
     axes.plot(of["k"], of["formula"], color=INK, linewidth=1, linestyle="--")
     axes.plot(of["k"], of["printed"], "o", color=INK, markersize=3.5)
     for at in zip(of["k"], of["expected_max"], strict=True):
-        axes.annotate(f"{at[1]:.1f}", at, xytext=(0, -11), textcoords="offset points", ha="center", size=8)
+        axes.annotate(
+            f"{at[1]:.1f}", at, xytext=(0, -11), textcoords="offset points", ha="center", size=8
+        )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks(GROUP_SIZES, map(str, GROUP_SIZES))
@@ -165,6 +190,7 @@ def _panel(axes: Axes, rows: Sequence[Mapping[str, Any]], colour: str) -> None:
 
 BENCH = Bench(
     "long-tail",
-    "The longest of K log-normal lengths: a formula that is taught, against drawing. Takes seconds.",
+    "The longest of K log-normal lengths: a formula that is taught, against drawing. Takes "
+    "seconds.",
     measure,
 )

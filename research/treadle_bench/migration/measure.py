@@ -1,13 +1,15 @@
-"""Moves between two live engines: what comes from storage, how much sooner the next token comes, and who notices.
+"""Moves between two live engines: what comes from storage, how much sooner the next token comes,
+and who notices.
 
-One mesh of two engines, each on its own core. The bench asks the migrator for the moves, so that no policy decides
-whether one is worth it.
+One mesh of two engines, each on its own core. The bench asks the migrator for the moves, so that no
+policy decides whether one is worth it.
 
-Of each repeat the first part plays one context three times: it generates, moves during a tool call and goes on at the
-target (moved); it goes on at the source (stayed); and, when every cache and the storage have been emptied, at the
-target (cold). In the second part trajectories that do not move decode on both engines, while others move one after the
-other, each within a tool call of its own. A gap is the time between two tokens of a trajectory that does not move; it
-counts as disturbed where it overlaps a move.
+Of each repeat the first part plays one context three times: it generates, moves during a tool call
+and goes on at the target (moved); it goes on at the source (stayed); and, when every cache and the
+storage have been emptied, at the target (cold). In the second part trajectories that do not move
+decode on both engines, while others move one after the other, each within a tool call of its own. A
+gap is the time between two tokens of a trajectory that does not move; it counts as disturbed where
+it overlaps a move.
 """
 
 import asyncio
@@ -39,7 +41,10 @@ from treadle_bench.processes import run_mesh
 from treadle_bench.summary import median_of, range_of
 
 ENGINES = 2
-PREFIX_TOKENS, FIRST_TOKENS = 1_500, 16  # what moves; the end of it that was generated, not a prompt
+PREFIX_TOKENS, FIRST_TOKENS = (
+    1_500,
+    16,
+)  # what moves; the end of it that was generated, not a prompt
 OBSERVED_TOKENS, NEXT_TOKENS = 20, 32  # the tool's answer; the step after the move
 MOVERS = 6  # a repeat: nine of ten prefixes of this length fit an engine's pool
 OTHERS = 2  # trajectories that decode on each engine meanwhile
@@ -50,8 +55,8 @@ MS = 1e3
 
 
 class Compared(NamedTuple):
-    """One context: the share that storage had, seconds to the first token, and whether the tokens are those of
-    stayed."""
+    """One context: the share that storage had, seconds to the first token, and whether the tokens
+    are those of stayed."""
 
     hit_fraction: float
     moved_s: float
@@ -62,8 +67,8 @@ class Compared(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Disturbed:
-    """Moves beside others. moves: seconds of each, and of its tool call. gaps: between tokens, by engine and whether a
-    move was under way."""
+    """Moves beside others. moves: seconds of each, and of its tool call. gaps: between tokens, by
+    engine and whether a move was under way."""
 
     moves: list[tuple[float, float]] = field(default_factory=list)
     quiet_s: list[float] = field(default_factory=list)
@@ -81,8 +86,8 @@ class Stage(NamedTuple):
 
 
 async def measure(options: BenchOptions) -> dict[str, Any]:
-    """repeats: contexts that are compared, and rounds of moves beside others. Raises ProcessError, TreadleError,
-    ValueError for a move that failed."""
+    """repeats: contexts that are compared, and rounds of moves beside others. Raises ProcessError,
+    TreadleError, ValueError for a move that failed."""
     compared: list[Compared] = []
     rounds: list[Disturbed] = []
     async with (
@@ -92,13 +97,17 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
         grpc.aio.insecure_channel(mesh.where.services["migrator"]) as to_migrator,
     ):
         scheduler = scheduler_pb2_grpc.SchedulerServiceStub(to_scheduler)
-        policy = (await scheduler.GetPolicy(scheduler_pb2.GetPolicyRequest(), timeout=CALL_TIMEOUT_S)).policy
+        policy = (
+            await scheduler.GetPolicy(scheduler_pb2.GetPolicyRequest(), timeout=CALL_TIMEOUT_S)
+        ).policy
         policy.migrate = False  # of itself: here the bench decides what moves
         request = scheduler_pb2.SetPolicyRequest(request_id=uuid.uuid4().hex, policy=policy)
         await scheduler.SetPolicy(request, timeout=CALL_TIMEOUT_S)
         migrator = migrator_pb2_grpc.MigratorServiceStub(to_migrator)
         stage = Stage(mesh, client, migrator, scheduler, infos_of(await mesh.list_engines()))
-        await warm_engines(mesh.engines, draw_tokens(random.Random(options.seed), OTHER_PROMPT_TOKENS))
+        await warm_engines(
+            mesh.engines, draw_tokens(random.Random(options.seed), OTHER_PROMPT_TOKENS)
+        )
         # Not counted: the first of each kind.
         await compare_prefix(stage, random.Random(f"warm {options.seed}"), PREFIX_TOKENS)
         others = OtherPrograms()
@@ -108,13 +117,17 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
             line = f"first token {one.moved_s:.2f} s after a move, {one.cold_s:.2f} s cold; "
             line += f"moves of {', '.join(f'{move_s:.2f}' for move_s, _ in rounds[-1].moves)} s"
             options.progress.print(line, highlight=False)
-        share = round(others.share(), 3)  # while the engines still run: of a program that has ended the time is lost
+        share = round(
+            others.share(), 3
+        )  # while the engines still run: of a program that has ended the time is lost
     return {**report(compared, rounds), "seeds": options.seeds, "other_programs_share": share}
 
 
 async def compare_prefix(stage: Stage, rng: random.Random, prefix_tokens: int) -> Compared:
     """One context of so many tokens. Raises TreadleError, ValueError for a move that failed."""
-    prompt, observed = (draw_tokens(rng, count) for count in (prefix_tokens - FIRST_TOKENS, OBSERVED_TOKENS))
+    prompt, observed = (
+        draw_tokens(rng, count) for count in (prefix_tokens - FIRST_TOKENS, OBSERVED_TOKENS)
+    )
     async with await stage.client.open(prompt_id="moved", sample=0, prompt=prompt) as trajectory:
         await _generate(trajectory, FIRST_TOKENS)
         move = await move_away(stage.migrator, stage.scheduler, trajectory, stage.infos)
@@ -123,7 +136,9 @@ async def compare_prefix(stage: Stage, rng: random.Random, prefix_tokens: int) -
         moved = await _generate(trajectory, NEXT_TOKENS)
 
     async def go_on(engine_id: str) -> Generated:
-        opening = stage.client.open(prompt_id="there", sample=0, prompt=context, pinned_engine_id=engine_id)
+        opening = stage.client.open(
+            prompt_id="there", sample=0, prompt=context, pinned_engine_id=engine_id
+        )
         async with await opening as again:
             return await _generate(again, NEXT_TOKENS)
 
@@ -131,7 +146,9 @@ async def compare_prefix(stage: Stage, rng: random.Random, prefix_tokens: int) -
     await forget_caches(stage.mesh.engines, stage.mesh.kv.folder, stage.mesh.board.note)
     cold = await go_on(move.target_engine_id)
     hit_fraction = move.tokens_from_storage / move.prefix_tokens
-    return Compared(hit_fraction, moved.first_s, stayed.first_s, cold.first_s, moved.tokens == stayed.tokens)
+    return Compared(
+        hit_fraction, moved.first_s, stayed.first_s, cold.first_s, moved.tokens == stayed.tokens
+    )
 
 
 async def _disturb(stage: Stage, rng: random.Random) -> Disturbed:
@@ -145,9 +162,13 @@ async def _disturb(stage: Stage, rng: random.Random) -> Disturbed:
         times: list[float] = []
         came_s.append(times)
         prompt = draw_tokens(rng, OTHER_PROMPT_TOKENS)
-        opening = stage.client.open(prompt_id="other", sample=0, prompt=prompt, pinned_engine_id=engine_id)
+        opening = stage.client.open(
+            prompt_id="other", sample=0, prompt=prompt, pinned_engine_id=engine_id
+        )
         async with await opening as other:
-            chunks = other.generate(Sampling(max_new_tokens=OTHER_TOKENS, temperature=0.0, ignore_eos=True))
+            chunks = other.generate(
+                Sampling(max_new_tokens=OTHER_TOKENS, temperature=0.0, ignore_eos=True)
+            )
             async with aclosing(chunks):
                 async for _ in chunks:
                     times.append(time.perf_counter())
@@ -161,7 +182,11 @@ async def _disturb(stage: Stage, rng: random.Random) -> Disturbed:
             opening = stage.client.open(prompt_id="mover", sample=number, prompt=prompt)
             movers.append(await stack.enter_async_context(await opening))
             await _generate(movers[-1], FIRST_TOKENS)
-        others = [asyncio.create_task(decode(engine_id)) for engine_id in stage.infos for _ in range(OTHERS)]
+        others = [
+            asyncio.create_task(decode(engine_id))
+            for engine_id in stage.infos
+            for _ in range(OTHERS)
+        ]
         await decoding.wait()
         for mover in movers:
             await asyncio.sleep(REST_S)
@@ -207,7 +232,8 @@ async def _generate(trajectory: Trajectory, count: int) -> Generated:
 
 
 def draw_tool_s(rng: random.Random) -> float:
-    """Seconds of a tool longer than SHORT_TOOL_S, distributed as those of `treadle bench fidelity`."""
+    """Seconds of a tool longer than SHORT_TOOL_S, distributed as those of `treadle bench
+    fidelity`."""
     while True:
         tool_s = TOOL_MEDIAN_S * rng.lognormvariate(0.0, TOOL_SIGMA)
         if SHORT_TOOL_S < tool_s <= TOOL_S[1]:
@@ -231,7 +257,9 @@ def report(compared: Sequence[Compared], rounds: Sequence[Disturbed]) -> dict[st
     return {
         **{key: median_of(values) for key, values in by_repeat.items()},
         "same_tokens": round(sum(one.same_tokens for one in compared) / len(compared), 4),
-        "hidden_fraction": round(float(np.mean([each for of_repeat in hidden for each in of_repeat])), 4),
+        "hidden_fraction": round(
+            float(np.mean([each for of_repeat in hidden for each in of_repeat])), 4
+        ),
         "spread": {
             **{key: range_of(values) for key, values in by_repeat.items()},
             "hidden_fraction": range_of(float(np.mean(of_repeat)) for of_repeat in hidden),
@@ -245,7 +273,12 @@ def report(compared: Sequence[Compared], rounds: Sequence[Disturbed]) -> dict[st
 
 def _gaps(gaps_s: Sequence[float]) -> dict[str, float]:
     p50, p90 = (np.asarray(np.quantile(gaps_s, (0.5, 0.9))) * MS).tolist()
-    return {"p50": round(p50, 1), "p90": round(p90, 1), "max": round(max(gaps_s) * MS, 1), "count": float(len(gaps_s))}
+    return {
+        "p50": round(p50, 1),
+        "p90": round(p90, 1),
+        "max": round(max(gaps_s) * MS, 1),
+        "count": float(len(gaps_s)),
+    }
 
 
 def _page(_figures: Figures) -> Figures:
@@ -260,7 +293,8 @@ def _page(_figures: Figures) -> Figures:
 
 BENCH = Bench(
     "migration",
-    "Moves between two live engines: cached tokens, first token, hidden time, others' tokens. Starts engines. "
+    "Moves between two live engines: cached tokens, first token, hidden time, others' tokens. "
+    "Starts engines. "
     "--repeats: contexts and rounds of moves; each takes a minute on 2 cores.",
     measure,
     engines=ENGINES,

@@ -1,12 +1,15 @@
-"""How long the exact partition takes from unsorted lengths, and how it compares with Heddle's dynamic program.
+"""How long the exact partition takes from unsorted lengths, and how it compares with Heddle's
+dynamic program.
 
-Keys: `n`, `m`, `ms`, `dp_ms`, `sort_ms` and `solve_ms` are those of the smallest size under the default cost model.
-`ms`: the whole of `placement.plan` for trajectories without an engine: checks, sort and running sums (`sort_ms`),
-partition with balance (`solve_ms`), and the engine of each trajectory, in a workspace that the caller keeps between
-plans. `fresh_ms`: without such a workspace. `replan_ms`: a plan for trajectories that all have an engine, where each
-group goes to the engine that holds most of it. `max_rel_diff`: the largest relative difference from the dynamic
-program, over that size and `cases` random small ones with all cost models and with engines that differ. `rows`: every
-size and cost model. `bound_ratio`: the makespan over a time that no assignment beats.
+Keys: `n`, `m`, `ms`, `dp_ms`, `sort_ms` and `solve_ms` are those of the smallest size under the
+default cost model. `ms`: the whole of `placement.plan` for trajectories without an engine: checks,
+sort and running sums (`sort_ms`), partition with balance (`solve_ms`), and the engine of each
+trajectory, in a workspace that the caller keeps between plans. `fresh_ms`: without such a
+workspace. `replan_ms`: a plan for trajectories that all have an engine, where each group goes to
+the engine that holds most of it. `max_rel_diff`: the largest relative difference from the dynamic
+program, over that size and `cases` random small ones with all cost models and with engines that
+differ. `rows`: every size and cost model. `bound_ratio`: the makespan over a time that no
+assignment beats.
 """
 
 from collections.abc import Callable
@@ -32,7 +35,9 @@ from treadle_bench.summary import milliseconds
 SIZES = ((6_400, 16), (6_400, 64), (100_000, 128), (1_000_000, 1_024))
 CASES = 300
 # A mid-sized model on one accelerator, in seconds; only the order of magnitude matters.
-ENGINE = DecodeCurve(base_s=0.01, per_sequence_s=2e-4, per_kv_token_s=1e-8, prefill_tokens_per_s=2e4)
+ENGINE = DecodeCurve(
+    base_s=0.01, per_sequence_s=2e-4, per_kv_token_s=1e-8, prefill_tokens_per_s=2e4
+)
 SLOTS = 100
 KV_TOKENS = 400_000
 # Predicted lengths: log-normal, most about 1,800 tokens, the longest cut at 40,000.
@@ -44,15 +49,17 @@ PLANS = 5  # timed in each repeat
 
 
 async def measure(options: BenchOptions) -> dict[str, Any]:
-    """With `traces` the lengths are drawn, with replacement, from the file's generated tokens and the
-    contexts are its prompts. Raises TraceFileError, OSError."""
+    """With `traces` the lengths are drawn, with replacement, from the file's generated tokens and
+    the contexts are its prompts. Raises TraceFileError, OSError."""
     works = read_traces(options.traces) if options.traces is not None else ()
     pool = np.array([(work.gen_tokens, work.prompt_tokens) for work in works], np.float64)
     sizes = [(n, m, model) for n, m in SIZES for model in CostModel]
     bar = track(sizes, "placement", console=options.progress, transient=True)
     rows = [_row(*_workload(n, options.seed, pool), m, model, options) for n, m, model in bar]
     first = next(row for row in rows if row["model"] == CostModel.LINEAR_INTEGRAL.name.lower())
-    costs = _costs(*_workload(first["n"], options.seed, pool), first["m"], CostModel.LINEAR_INTEGRAL)
+    costs = _costs(
+        *_workload(first["n"], options.seed, pool), first["m"], CostModel.LINEAR_INTEGRAL
+    )
     program = _compare_with_program(costs, options.repeats)
     difference = max(program.pop("rel_diff"), _largest_difference(options.seed))
     return {
@@ -78,12 +85,16 @@ def _engines(m: int) -> list[PlanEngine]:
     return [PlanEngine(f"engine-{index}", SLOTS, KV_TOKENS, 1, ENGINE) for index in range(m)]
 
 
-def _costs(lengths: Floats, contexts: Floats, m: int, model: CostModel, workspace: Workspace | None = None) -> Costs:
+def _costs(
+    lengths: Floats, contexts: Floats, m: int, model: CostModel, workspace: Workspace | None = None
+) -> Costs:
     nowhere = np.zeros(len(lengths), np.bool_)
     return tabulate(model, lengths, contexts, nowhere, _engines(m), workspace)
 
 
-def _row(lengths: Floats, contexts: Floats, m: int, model: CostModel, options: BenchOptions) -> dict[str, Any]:
+def _row(
+    lengths: Floats, contexts: Floats, m: int, model: CostModel, options: BenchOptions
+) -> dict[str, Any]:
     n = len(lengths)
     engines = _engines(m)
     nowhere = np.full(n, -1)
@@ -114,8 +125,9 @@ def _row(lengths: Floats, contexts: Floats, m: int, model: CostModel, options: B
 
 
 def least_makespan(costs: Costs, cuts: Indexes | None = None) -> float:
-    """Seconds of the best contiguous partition by Heddle's dynamic program (eq. 3, O(n² m)), engines in the table's
-    order, groups may be empty. It shares only the cost of a group with the solver.
+    """Seconds of the best contiguous partition by Heddle's dynamic program (eq. 3, O(n² m)),
+    engines in the table's order, groups may be empty. It shares only the cost of a group with the
+    solver.
 
     `cuts`: ranks at which a group may end, rising, with 0 and n; all where None.
     """
@@ -133,21 +145,25 @@ def dynamic_program(table: Table, cuts: Indexes) -> float:
         for end in range(len(cuts)):
             least = np.inf
             for first in range(end + 1):
-                least = min(least, max(best[first], group_cost(table, engine, cuts[first], cuts[end])))
+                least = min(
+                    least, max(best[first], group_cost(table, engine, cuts[first], cuts[end]))
+                )
             after[end] = least
         best = after
     return float(best[-1])
 
 
 def aggregate(costs: Costs, threshold_tokens: float, bundle: int) -> Indexes:
-    """Heddle's aggregation (5.2): cuts that take the trajectories below the threshold `bundle` at a time."""
+    """Heddle's aggregation (5.2): cuts that take the trajectories below the threshold `bundle` at a
+    time."""
     n = len(costs.table.lengths)
     long = int(np.count_nonzero(costs.table.lengths >= threshold_tokens))
     return np.unique(np.concatenate([np.arange(long + 1), np.arange(long, n, max(bundle, 1)), [n]]))
 
 
 def _compare_with_program(costs: Costs, repeats: int) -> dict[str, Any]:
-    """The dynamic program on one workload, with all trajectories and with short trajectories in bundles."""
+    """The dynamic program on one workload, with all trajectories and with short trajectories in
+    bundles."""
     cuts = aggregate(costs, float(np.quantile(costs.table.lengths, SHORT_QUANTILE)), BUNDLE)
     repeats = min(repeats, 3)  # it takes seconds
     exact_s, bundled_s = least_makespan(costs), least_makespan(costs, cuts)
@@ -161,7 +177,8 @@ def _compare_with_program(costs: Costs, repeats: int) -> dict[str, Any]:
 
 
 def _largest_difference(seed: int) -> float:
-    """The largest relative difference from the dynamic program over random workloads, engines and cost models."""
+    """The largest relative difference from the dynamic program over random workloads, engines and
+    cost models."""
     rng = np.random.default_rng([seed, CASES])
     largest = 0.0
     for case in range(CASES):
@@ -171,7 +188,11 @@ def _largest_difference(seed: int) -> float:
         engines = []
         for index, speed in enumerate(speeds):
             slots, kv_tokens = int(rng.integers(1, 64)), int(rng.integers(5_000, 90_000))
-            engines.append(PlanEngine(f"engine-{index}", slots, kv_tokens, 1, replace(ENGINE, base_s=0.01 / speed)))
+            engines.append(
+                PlanEngine(
+                    f"engine-{index}", slots, kv_tokens, 1, replace(ENGINE, base_s=0.01 / speed)
+                )
+            )
         model = list(CostModel)[case % len(CostModel)]
         contexts = rng.uniform(0.0, 5_000.0, n)
         costs = tabulate(model, lengths, contexts, rng.random(n) < 0.5, engines)
@@ -182,7 +203,8 @@ def _largest_difference(seed: int) -> float:
 
 BENCH = Bench(
     "placement",
-    "The exact placement of up to 1,000,000 trajectories on 1,024 engines, against the dynamic program. Takes "
+    "The exact placement of up to 1,000,000 trajectories on 1,024 engines, against the dynamic "
+    "program. Takes "
     "about a minute.",
     measure,
 )

@@ -1,11 +1,12 @@
-"""Test every prompt by estimators that were fitted without it: prompts are dealt over folds, and each fold is asked
-about by estimators fitted on the others.
+"""Test every prompt by estimators that were fitted without it: prompts are dealt over folds, and
+each fold is asked about by estimators fitted on the others.
 
-For data sets too small to hold a part out: a fifth of 200 trajectories has four long ones. Invariant: an estimator has
-seen nothing of a prompt that it is asked about, neither in the test nor where validation chooses between estimators.
+For data sets too small to hold a part out: a fifth of 200 trajectories has four long ones.
+Invariant: an estimator has seen nothing of a prompt that it is asked about, neither in the test nor
+where validation chooses between estimators.
 
-Two baselines stand beside the learned heads: `PromptAverage` predicts from history alone; `Boosted` has
-gradient-boosted trees on the numeric features, and reads no text.
+Two baselines stand beside the learned heads: `PromptAverage` predicts from history alone; `Boosted`
+has gradient-boosted trees on the numeric features, and reads no text.
 """
 
 import zlib
@@ -37,7 +38,9 @@ from treadle_learned.scores import (
 from treadle_learned.transcript import Transcript
 
 FOLDS = 5
-LAST_TURN = 8  # later questions are left out: the report ends there, and states cost a pass over the text
+LAST_TURN = (
+    8  # later questions are left out: the report ends there, and states cost a pass over the text
+)
 
 ROUNDS = 3  # of fitting trees to what is censored
 
@@ -46,8 +49,8 @@ Read = Callable[[Sequence[Moment]], Examples]
 
 @dataclass(frozen=True)
 class Fold:
-    """Moments of both parts, numbered by all transcripts. apart: the fold, from 0, that each moment of train was dealt
-    to. before: the transcripts of train."""
+    """Moments of both parts, numbered by all transcripts. apart: the fold, from 0, that each moment
+    of train was dealt to. before: the transcripts of train."""
 
     train: list[Moment]
     test: list[Moment]
@@ -56,16 +59,25 @@ class Fold:
 
 
 def deal(
-    transcripts: Sequence[Transcript], count: int = FOLDS, seed: int = 0, *, task_of: Callable[[str], str] = str
+    transcripts: Sequence[Transcript],
+    count: int = FOLDS,
+    seed: int = 0,
+    *,
+    task_of: Callable[[str], str] = str,
 ) -> list[Fold]:
-    """Deal the prompts over folds with the same number of tasks, give or take one. task_of: the part of a prompt's
-    name that names its text; prompts of one task are in one fold, so that no text in a test was trained on. Raises
-    ValueError for fewer than 3 folds, LearnedError for too few tasks."""
+    """Deal the prompts over folds with the same number of tasks, give or take one. task_of: the
+    part of a prompt's name that names its text; prompts of one task are in one fold, so that no
+    text in a test was trained on. Raises ValueError for fewer than 3 folds, LearnedError for too
+    few tasks."""
     if count < 3:
-        raise ValueError(f"folds must be >= 3, one to test and two to train and validate, are {count}")
+        raise ValueError(
+            f"folds must be >= 3, one to test and two to train and validate, are {count}"
+        )
     tasks = {task_of(transcript.prompt_id) for transcript in transcripts}
     if len(tasks) < count:
-        raise LearnedError(f"{len(tasks)} prompts are too few for {count} folds: harvest more rollouts")
+        raise LearnedError(
+            f"{len(tasks)} prompts are too few for {count} folds: harvest more rollouts"
+        )
     shuffled = sorted(tasks, key=lambda task: (zlib.crc32(f"{seed}/{task}".encode()), task))
     number = {task: at % count for at, task in enumerate(shuffled)}
     dealt: list[list[int]] = [[] for _ in range(count)]
@@ -83,10 +95,11 @@ def ask_estimators(
     how: Fitting | None = None,
     track: Track = lambda over, _: over,
 ) -> Asked:
-    """The test questions of all folds with each estimator's answers: history, siblings (so far, then history), boosted,
-    numbers (the head without text), oracle; with `states` also prompt-only (asked once, before the first step) and
-    learned; chosen: of siblings, numbers and learned the best on the training prompts, as `training.train` chooses what
-    is served. Raises LearnedError."""
+    """The test questions of all folds with each estimator's answers: history, siblings (so far,
+    then history), boosted, numbers (the head without text), oracle; with `states` also prompt-only
+    (asked once, before the first step) and learned; chosen: of siblings, numbers and learned the
+    best on the training prompts, as `training.train` chooses what is served. Raises LearnedError.
+    """
     if states is not None:
         states.examples([moment for fold in dealt for moment in (*fold.train, *fold.test)], track)
     answers = [_ask_about(fold, states, hidden_size, how) for fold in dealt]
@@ -99,8 +112,8 @@ def ask_estimators(
 
 
 def pool(deals: Sequence[Asked]) -> Asked:
-    """The answers of several ways to deal the prompts of the same transcripts into folds: the chance of one deal counts
-    less. Every fold of every deal is a part of its own."""
+    """The answers of several ways to deal the prompts of the same transcripts into folds: the
+    chance of one deal counts less. Every fold of every deal is a part of its own."""
     parts: list[Numbers] = []
     for deal in deals:
         parts.append(deal.parts + (1 + parts[-1].max() if parts else 0))
@@ -112,7 +125,9 @@ def pool(deals: Sequence[Asked]) -> Asked:
     )
 
 
-def _ask_about(fold: Fold, states: States | None, hidden_size: int, how: Fitting | None) -> dict[str, Floats]:
+def _ask_about(
+    fold: Fold, states: States | None, hidden_size: int, how: Fitting | None
+) -> dict[str, Floats]:
     """Each estimator's answers to the test questions of one fold."""
     answers = {
         "history": PromptAverage(fold.before).predict(fold.test),
@@ -136,10 +151,14 @@ def _ask_about(fold: Fold, states: States | None, hidden_size: int, how: Fitting
 
 
 def _fit_and_ask(
-    train: Sequence[Moment], apart: Sequence[int], test: Sequence[Moment], read: Read, how: Fitting | None
+    train: Sequence[Moment],
+    apart: Sequence[int],
+    test: Sequence[Moment],
+    read: Read,
+    how: Fitting | None,
 ) -> tuple[Floats, Floats]:
-    """The answers of a head to the test questions, and of its members to the training questions that each was not
-    fitted on."""
+    """The answers of a head to the test questions, and of its members to the training questions
+    that each was not fitted on."""
     examples, folds = read(train), torch.tensor(apart)
     head = fit(examples, folds, how).head
     held_out, quantiles = predict_held_out(head, examples, folds)
@@ -148,7 +167,8 @@ def _fit_and_ask(
 
 
 def _ask_before_the_first_step(fold: Fold, states: States, how: Fitting | None) -> Floats:
-    """The answers of a head that is asked before the first step only: later that, less what was sampled since."""
+    """The answers of a head that is asked before the first step only: later that, less what was
+    sampled since."""
     first = [at for at, moment in enumerate(fold.train) if moment.turn == 0]
     begins = [moment for moment in fold.test if moment.turn == 0]
     train, apart = [fold.train[at] for at in first], [fold.apart[at] for at in first]
@@ -159,7 +179,9 @@ def _ask_before_the_first_step(fold: Fold, states: States, how: Fitting | None) 
 
 def _fold(transcripts: Sequence[Transcript], dealt: Sequence[Sequence[int]], number: int) -> Fold:
     test = dealt[number]
-    numbers = {index: at - (at > number) for at, own in enumerate(dealt) if at != number for index in own}
+    numbers = {
+        index: at - (at > number) for at, own in enumerate(dealt) if at != number for index in own
+    }
     train = list(numbers)
     before = [transcripts[index] for index in train]
 
@@ -170,24 +192,34 @@ def _fold(transcripts: Sequence[Transcript], dealt: Sequence[Sequence[int]], num
         return turn <= LAST_TURN
 
     trained = by_transcript(train, replay_apart(before, list(numbers.values()), asked=asked))
-    tested = by_transcript(test, replay([transcripts[index] for index in test], before, asked=asked))
+    tested = by_transcript(
+        test, replay([transcripts[index] for index in test], before, asked=asked)
+    )
     return Fold(trained, tested, [numbers[moment.index] for moment in trained], before)
 
 
 class Boosted:
     """One model a quantile of ln(1 + remaining tokens). Raises ValueError for no moments.
 
-    A censored answer is taken to be what the model itself predicts, where that is longer than it reached, and the
-    models are fitted again: the fixed point is the fit under a loss that is one-sided for the censored.
+    A censored answer is taken to be what the model itself predicts, where that is longer than it
+    reached, and the models are fitted again: the fixed point is the fit under a loss that is
+    one-sided for the censored.
     """
 
     def __init__(self, moments: Sequence[Moment], seed: int = 0) -> None:
         if not moments:
             raise ValueError("moments must hold at least one")
-        inputs, reached = _inputs(moments), np.log1p([moment.remaining_tokens for moment in moments])
+        inputs, reached = (
+            _inputs(moments),
+            np.log1p([moment.remaining_tokens for moment in moments]),
+        )
         censored = np.array([moment.censored for moment in moments])
-        with threadpool_limits(1):  # a few thousand rows gain nothing from threads that spin against whatever else runs
-            self._models = [_fit_trees(inputs, reached, censored, level, seed) for level in QUANTILES]
+        with threadpool_limits(
+            1
+        ):  # a few thousand rows gain nothing from threads that spin against whatever else runs
+            self._models = [
+                _fit_trees(inputs, reached, censored, level, seed) for level in QUANTILES
+            ]
 
     def predict(self, moments: Sequence[Moment]) -> Floats:
         """Remaining tokens [n, 3], sorted, which boosting alone does not promise."""

@@ -1,16 +1,19 @@
-"""How well each estimator knows the remaining tokens of a trajectory, step by step (Heddle §7.2, Figure 13).
+"""How well each estimator knows the remaining tokens of a trajectory, step by step (Heddle §7.2,
+Figure 13).
 
-Every prompt is tested by estimators that were fitted without it (held_out.py). Prompts are dealt into
-folds in `repeats` ways, because a share moves by some points from one way to the next. `rows`: for each data set, step
-and estimator the scores of `treadle_learned.scores`, each with a bootstrap interval over prompts, and `regret`, which
-is one number for all steps, with its range over folds. `data`: what was read. `p50_ms`, `p99_ms`: of predictions by the
-service (latency.py); absent where no step has a text.
+Every prompt is tested by estimators that were fitted without it (held_out.py). Prompts are dealt
+into folds in `repeats` ways, because a share moves by some points from one way to the next. `rows`:
+for each data set, step and estimator the scores of `treadle_learned.scores`, each with a bootstrap
+interval over prompts, and `regret`, which is one number for all steps, with its range over folds.
+`data`: what was read. `p50_ms`, `p99_ms`: of predictions by the service (latency.py); absent where
+no step has a text.
 
-Regret is what planning with an estimator costs. The trajectories of each test fold are one batch on ENGINES simulated
-engines that hold a part of them at once (OVERSUBSCRIBED), so that both the place and the order of trajectories matter.
-Treadle's whole policy plays it, with plans hedged by the estimator's quantiles. The estimator is asked at the opening
-and after each step up to `held_out.LAST_TURN`. Regret is the makespan over that of the same rollout with every length
-known, less 1. It can be below 0: the policy is a heuristic, also when it knows the truth.
+Regret is what planning with an estimator costs. The trajectories of each test fold are one batch on
+ENGINES simulated engines that hold a part of them at once (OVERSUBSCRIBED), so that both the place
+and the order of trajectories matter. Treadle's whole policy plays it, with plans hedged by the
+estimator's quantiles. The estimator is asked at the opening and after each step up to
+`held_out.LAST_TURN`. Regret is the makespan over that of the same rollout with every length known,
+less 1. It can be below 0: the policy is a heuristic, also when it knows the truth.
 """
 
 from __future__ import annotations
@@ -50,8 +53,8 @@ OVERSUBSCRIBED = 4  # trajectories for each slot
 
 @dataclass(frozen=True)
 class Source:
-    """A data set of --data. prompts: how many are used, drawn by the seed, each with all its samples; 0: all. task_of:
-    the part of a prompt's name that determines its text."""
+    """A data set of --data. prompts: how many are used, drawn by the seed, each with all its
+    samples; 0: all. task_of: the part of a prompt's name that determines its text."""
 
     name: str
     prompts: int = 0
@@ -61,7 +64,8 @@ class Source:
 SOURCES = (
     Source("swebench_verified_mini_gemini3"),
     Source("tau_airline_gpt4o"),
-    # Its 2,886 prompts are 74 tasks under 39 models; steps are counted, and only the task has a text.
+    # Its 2,886 prompts are 74 tasks under 39 models; steps are counted, and only the task has a
+    # text.
     Source("mcpmark", prompts=100, task_of=lambda prompt_id: prompt_id.partition("/")[2]),
 )
 
@@ -94,20 +98,36 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
             options.progress.print(f"{source.name}: {len(transcripts)} trajectories")
             has_text = any(transcript.has_text for transcript in transcripts)
             states = States(backbone, transcripts, bounds) if has_text else None
-            with_texts += [transcript for transcript in transcripts if any(turn.text for turn in transcript.turns)]
+            with_texts += [
+                transcript
+                for transcript in transcripts
+                if any(turn.text for turn in transcript.turns)
+            ]
             deals = []
             for seed in options.seeds:
                 dealt = deal(transcripts, seed=seed, task_of=source.task_of)
                 size = backbone.hidden_size
-                deals.append(ask_estimators(transcripts, dealt, states, hidden_size=size, track=show_reading))
+                deals.append(
+                    ask_estimators(transcripts, dealt, states, hidden_size=size, track=show_reading)
+                )
                 options.progress.print(f"{source.name}: deal {len(deals)}/{options.repeats}")
             asked = pool(deals)
-            played = track(np.unique(asked.parts).tolist(), f"{source.name}: rollouts", console=options.progress)
+            played = track(
+                np.unique(asked.parts).tolist(),
+                f"{source.name}: rollouts",
+                console=options.progress,
+            )
             costs = {
-                estimator: {"regret": float(np.mean(of_folds)), "regret_range": [min(of_folds), max(of_folds)]}
+                estimator: {
+                    "regret": float(np.mean(of_folds)),
+                    "regret_range": [min(of_folds), max(of_folds)],
+                }
                 for estimator, of_folds in measure_regrets(works, asked, played).items()
             }
-            found += [{**row, **costs[row["estimator"]]} for row in rows(source.name, asked, seed=options.seed)]
+            found += [
+                {**row, **costs[row["estimator"]]}
+                for row in rows(source.name, asked, seed=options.seed)
+            ]
             data.append(
                 {
                     "name": source.name,
@@ -133,11 +153,14 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
 
 
 def draw_prompts(works: Sequence[TrajectoryWork], most: int, seed: int) -> list[TrajectoryWork]:
-    """All trajectories, in their order, of `most` prompts that are drawn without replacement; 0: of all prompts."""
+    """All trajectories, in their order, of `most` prompts that are drawn without replacement; 0: of
+    all prompts."""
     names = list(groups(works))
     if not most or len(names) <= most:
         return list(works)
-    kept = {names[at] for at in np.random.default_rng([seed, 3]).permutation(len(names))[:most].tolist()}
+    kept = {
+        names[at] for at in np.random.default_rng([seed, 3]).permutation(len(names))[:most].tolist()
+    }
     return [work for work in works if work.prompt_id in kept]
 
 
@@ -149,7 +172,10 @@ def _read_sources(options: BenchOptions) -> Iterator[tuple[Source, Sequence[Traj
             works = read_public(source.name, options.data, options.seed)
             yield source, draw_prompts(works, source.prompts, options.seed)
     else:
-        raise UsageProblem("this bench needs trajectories to learn from: --traces FILE (docs/traces.md) or --data DIR")
+        raise UsageProblem(
+            "this bench needs trajectories to learn from: --traces FILE (docs/traces.md) or "
+            "--data DIR"
+        )
 
 
 def _backbone_folder(model: str) -> str:
@@ -157,15 +183,23 @@ def _backbone_folder(model: str) -> str:
         return model
     folder = default_model_folder()
     if not folder.exists():
-        raise UsageProblem(f"{folder} is not there yet: `treadle demo` makes it; or pass --model FOLDER or NAME")
+        raise UsageProblem(
+            f"{folder} is not there yet: `treadle demo` makes it; or pass --model FOLDER or NAME"
+        )
     return str(folder)
 
 
-def measure_regrets(works: Sequence[TrajectoryWork], asked: Asked, played: Iterable[int]) -> dict[str, list[float]]:
-    """The regret of each estimator, one for each fold in `played`. works: the trajectories, as the questions number
-    them. Raises ValueError where a trajectory was not asked about at its opening."""
+def measure_regrets(
+    works: Sequence[TrajectoryWork], asked: Asked, played: Iterable[int]
+) -> dict[str, list[float]]:
+    """The regret of each estimator, one for each fold in `played`. works: the trajectories, as the
+    questions number them. Raises ValueError where a trajectory was not asked about at its opening.
+    """
     folds = [_play_fold(works, asked, fold) for fold in played]
-    return {name: [makespans[name] / makespans["oracle"] - 1.0 for makespans in folds] for name in asked.answers}
+    return {
+        name: [makespans[name] / makespans["oracle"] - 1.0 for makespans in folds]
+        for name in asked.answers
+    }
 
 
 def _play_fold(works: Sequence[TrajectoryWork], asked: Asked, fold: int) -> Mapping[str, float]:
@@ -180,18 +214,24 @@ def _play_fold(works: Sequence[TrajectoryWork], asked: Asked, fold: int) -> Mapp
     system, makespans = TREADLE_HOMOGENEOUS, {}
     for name, quantiles in asked.answers.items():
         said = [
-            [Recorded(moment.turn, moment.gen_tokens, Estimate(*quantiles[at].tolist())) for at, moment in own]
+            [
+                Recorded(moment.turn, moment.gen_tokens, Estimate(*quantiles[at].tolist()))
+                for at, moment in own
+            ]
             for own in of.values()
         ]
         predictor = RecordedPredictor(batch, said)
-        driver = Driver(batch, cluster, system.policy, system.tuning, predictor, call_tokens=system.call_tokens)
+        driver = Driver(
+            batch, cluster, system.policy, system.tuning, predictor, call_tokens=system.call_tokens
+        )
         makespans[name] = driver.run().makespan_s
     return makespans
 
 
 BENCH = Bench(
     "predictor",
-    "Predictors of remaining tokens (--data or --traces): history, siblings, trees, the learned one; every prompt is "
+    "Predictors of remaining tokens (--data or --traces): history, siblings, trees, the learned "
+    "one; every prompt is "
     "tested once; regret in the simulator. --model: the backbone. About 40 minutes with --data.",
     measure,
     page=page_values,

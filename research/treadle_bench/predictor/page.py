@@ -1,4 +1,5 @@
-"""What page and picture of `bench predictor` say of its rows: which estimator is ahead, and whether quantiles hold.
+"""What page and picture of `bench predictor` say of its rows: which estimator is ahead, and whether
+quantiles hold.
 
 The picture has a row of panels for each data set, and a line for each estimator, by steps seen.
 """
@@ -17,7 +18,11 @@ Row = Mapping[str, Any]
 
 ORDER = ("learned", "chosen", "siblings", "boosted", "numbers", "prompt-only", "history")
 BASELINES = ("siblings", "boosted", "numbers", "prompt-only", "history")
-SHOWN = {"recall_top10": "recall of the longest 10%", "pearson_log": "Pearson, log", "pinball": "pinball loss"}
+SHOWN = {
+    "recall_top10": "recall of the longest 10%",
+    "pearson_log": "Pearson, log",
+    "pinball": "pinball loss",
+}
 LOWER_IS_BETTER = ("pinball",)
 LEVELS = {"below_p10": 0.1, "below_p50": 0.5, "below_p90": 0.9}
 TOLERANCE = 0.05  # of a share below a quantile
@@ -29,7 +34,8 @@ def page_values(found: Figures) -> dict[str, Any]:
     """For the template. sections: the rows of each data set."""
     rows = [row for row in found["rows"] if row["estimator"] in ORDER]
     of_data = {
-        data: [row for row in rows if row["data"] == data] for data in dict.fromkeys(row["data"] for row in rows)
+        data: [row for row in rows if row["data"] == data]
+        for data in dict.fromkeys(row["data"] for row in rows)
     }
     return {
         "estimators": [name for name in ORDER if any(row["estimator"] == name for row in rows)],
@@ -45,7 +51,8 @@ def page_values(found: Figures) -> dict[str, Any]:
 
 
 def compare_learned(rows: Sequence[Row], score: str) -> str:
-    """At which steps the learned estimator is ahead of every baseline, and which baseline is ahead at the others."""
+    """At which steps the learned estimator is ahead of every baseline, and which baseline is ahead
+    at the others."""
     ahead, behind = [], []
     for step in dict.fromkeys(row["step"] for row in rows):
         of = {row["estimator"]: row[score] for row in rows if row["step"] == step}
@@ -56,12 +63,17 @@ def compare_learned(rows: Sequence[Row], score: str) -> str:
         else:
             than = f", learned {of['learned']:.2f}" if "learned" in of else ""
             behind.append(f"{best} at step {step} ({of[best]:.2f}{than})")
-    said = f"learned is ahead of every baseline at step {', '.join(ahead)}" if ahead else "learned is nowhere ahead"
+    said = (
+        f"learned is ahead of every baseline at step {', '.join(ahead)}"
+        if ahead
+        else "learned is nowhere ahead"
+    )
     return said + (f"; ahead of it: {'; '.join(behind)}" if behind else "")
 
 
 def check_quantiles(rows: Sequence[Row], estimator: str) -> str:
-    """The steps and quantiles at which the share of true values below the quantile is off by more than TOLERANCE."""
+    """The steps and quantiles at which the share of true values below the quantile is off by more
+    than TOLERANCE."""
     points = f"{round(100 * TOLERANCE)} points"
     off = [
         f"step {row['step']} {name.removeprefix('below_')} {row[name]:.2f}{_interval(row, name)}"
@@ -78,7 +90,10 @@ def describe_rise(rows: Sequence[Row], score: str) -> str:
     values = {row["step"]: row[score] for row in rows if row["estimator"] == "learned"}
     said = ", ".join(f"step {step} {value:.2f}" for step, value in values.items())
     first = [values[step] for step in (0, 1, 2) if step in values]
-    return f"{said}: it {'rises' if first == sorted(set(first)) else 'does not rise'} over steps 0, 1, 2"
+    return (
+        f"{said}: it {'rises' if first == sorted(set(first)) else 'does not rise'} over steps "
+        "0, 1, 2"
+    )
 
 
 def _interval(row: Row, name: str) -> str:
@@ -91,11 +106,14 @@ def draw(found: Figures, file: Path) -> None:
     rows = found["rows"]
     data = list(dict.fromkeys(row["data"] for row in rows))
     note = (
-        f"By steps seen, each prompt by fits without it. Backbone {found['backbone']}, frozen. Shade: 95% over "
+        f"By steps seen, each prompt by fits without it. Backbone {found['backbone']}, frozen. "
+        "Shade: 95% over "
         f"prompts of the learned one; at the right ±{100 * TOLERANCE:.0f} points."
     )
     height_in = HEAD_IN + ROW_IN * len(data)
-    with sheet("Who knows what is left", note, file, height_in=height_in, top=1 - HEAD_IN / height_in) as figure:
+    with sheet(
+        "Who knows what is left", note, file, height_in=height_in, top=1 - HEAD_IN / height_in
+    ) as figure:
         figure.subplots_adjust(left=0.05, hspace=0.55, wspace=0.22)
         panels = figure.subplots(len(data), len(SHOWN) + 1, squeeze=False)
         for line, of in zip(panels, data, strict=True):
@@ -105,7 +123,9 @@ def draw(found: Figures, file: Path) -> None:
                 axes.set_title(title, size=9, loc="left")
             _plot_quantiles(line[-1], [row for row in own if row["estimator"] == "learned"])
             line[-1].set_title("learned: truths below its quantiles", size=9, loc="left")
-            line[0].annotate(of, (0, 1), (0, 22), "axes fraction", "offset points", weight="bold", size=10)
+            line[0].annotate(
+                of, (0, 1), (0, 22), "axes fraction", "offset points", weight="bold", size=10
+            )
             for axes in line:
                 style(axes, xticks=STEPS)
         for axes in panels[-1]:
@@ -119,7 +139,16 @@ def _plot_score(axes: Axes, rows: Sequence[Row], score: str) -> None:
         steps, learned = [row["step"] for row in own], name == "learned"
         width, above = (2.2, 3) if learned else (1.0, 2)
         values = [row[score] for row in own]
-        axes.plot(steps, values, color=colour, marker="o", markersize=3, label=name, linewidth=width, zorder=above)
+        axes.plot(
+            steps,
+            values,
+            color=colour,
+            marker="o",
+            markersize=3,
+            label=name,
+            linewidth=width,
+            zorder=above,
+        )
         if learned and own:
             low, high = zip(*(row[f"{score}_interval"] for row in own), strict=True)
             axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)

@@ -1,4 +1,5 @@
-"""Plays the recorded answers of an estimator in a simulated rollout, to judge it by the makespan."""
+"""Plays the recorded answers of an estimator in a simulated rollout, to judge it by the
+makespan."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -11,7 +12,8 @@ from treadle_sim.workloads.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Tokens left, as an estimator said after `turn` finished steps, when `gen_tokens` were sampled."""
+    """Tokens left, as an estimator said after `turn` finished steps, when `gen_tokens` were
+    sampled."""
 
     turn: int
     gen_tokens: int
@@ -19,15 +21,18 @@ class Recorded:
 
 
 class RecordedPredictor(Predictor):
-    """Repeats the recorded answers of an estimator that is not part of the simulator, to judge it by the rollouts.
+    """Repeats the recorded answers of an estimator that is not part of the simulator, to judge it
+    by the rollouts.
 
-    Between answers, and after the last, a quantile is what it was less what was sampled since, as the controller
-    counts. Turns are not predicted. answers: of each trajectory of the workload, by rising turn. Raises ValueError if a
-    trajectory has none of turn 0.
+    Between answers, and after the last, a quantile is what it was less what was sampled since, as
+    the controller counts. Turns are not predicted. answers: of each trajectory of the workload, by
+    rising turn. Raises ValueError if a trajectory has none of turn 0.
     """
 
     def __init__(self, workload: Workload, answers: Sequence[Sequence[Recorded]]) -> None:
-        if len(answers) != len(workload.trajectories) or not all(own and own[0].turn == 0 for own in answers):
+        if len(answers) != len(workload.trajectories) or not all(
+            own and own[0].turn == 0 for own in answers
+        ):
             raise ValueError("answers must begin at turn 0 for every trajectory of the workload")
         super().__init__(workload)
         self._answers = answers

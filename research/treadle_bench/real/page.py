@@ -1,5 +1,5 @@
-"""What the page of `real` says of its cells: the aims that are reached, and where Treadle loses and why. And the
-picture: a panel for each trace, a row for each cell, makespans over Treadle's."""
+"""What the page of `real` says of its cells: the aims that are reached, and where Treadle loses and
+why. And the picture: a panel for each trace, a row for each cell, makespans over Treadle's."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,11 +21,20 @@ ALIKE = 0.02  # of a makespan: less is not called a cause
 
 LOOKS: Mapping[str, dict[str, Any]] = {
     "best baseline": {"marker": "o", "color": COLOURS["decode"], "markersize": 8},
-    "Treadle that knows ended siblings": {"marker": "s", "color": COLOURS["queue"], "fillstyle": "none"},
+    "Treadle that knows ended siblings": {
+        "marker": "s",
+        "color": COLOURS["queue"],
+        "fillstyle": "none",
+    },
     "Treadle told every length": {"marker": "o", "color": COLOURS["prefill"], "fillstyle": "none"},
     "bound": {"marker": "|", "color": INK, "markersize": 11},
 }
-KEYS = ("ratio_to_best_baseline", "ratio_to_siblings", "ratio_to_oracle", "ratio_to_bound")  # one for each look
+KEYS = (
+    "ratio_to_best_baseline",
+    "ratio_to_siblings",
+    "ratio_to_oracle",
+    "ratio_to_bound",
+)  # one for each look
 
 
 def page_values(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,10 +43,14 @@ def page_values(found: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "aims": check_aims(found),
         "name_cell": name_cell,
-        "losses": [(cell["trace"], name_cell(cell), why) for cell in cells if (why := explain_loss(cell))],
+        "losses": [
+            (cell["trace"], name_cell(cell), why) for cell in cells if (why := explain_loss(cell))
+        ],
         "by_siblings": value_range(cell["ratio_to_siblings"] for cell in cells),
         "by_told": value_range(1.0 / cell["ratio_to_oracle"] for cell in cells),
-        "siblings_by_told": value_range(cell["ratio_to_siblings"] / cell["ratio_to_oracle"] for cell in cells),
+        "siblings_by_told": value_range(
+            cell["ratio_to_siblings"] / cell["ratio_to_oracle"] for cell in cells
+        ),
         "one_seed": sum(len(cell["seeds"]) < len(found["seeds"]) for cell in cells),
     }
 
@@ -53,17 +66,24 @@ def check_aims(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     to_best = "ratio_to_best_baseline"
     full = [cell for cell in cells if cell["kv_demand"] > 1.0]
     return [
-        (f"at least {LEAST_AIM} times the best baseline everywhere", _count(cells, to_best, least=LEAST_AIM)),
+        (
+            f"at least {LEAST_AIM} times the best baseline everywhere",
+            _count(cells, to_best, least=LEAST_AIM),
+        ),
         (
             f"a geometric mean of at least {MEAN_AIM:.2f}",
             f"{found['geomean']:.2f}; {_reach(cells)} if every rollout ended on its bound",
         ),
         (
             f"at least {KV_AIM} where engines cannot hold the KV of all slots",
-            f"{_count(full, to_best, least=KV_AIM)}; {_reach(full)} if every rollout ended on its bound, "
+            f"{_count(full, to_best, least=KV_AIM)}; {_reach(full)} if every rollout ended on its "
+            "bound, "
             f"which leaves room for {KV_AIM} in {sum(map(_has_room, full))}",
         ),
-        (f"told every length, at most {TOLD_AIM} times as long", _count(cells, "ratio_to_oracle", most=TOLD_AIM)),
+        (
+            f"told every length, at most {TOLD_AIM} times as long",
+            _count(cells, "ratio_to_oracle", most=TOLD_AIM),
+        ),
         (
             f"at most {RECOMPUTED_AIM} times the tokens that the best baseline prefills again",
             _count(cells, "recomputed_ratio", most=RECOMPUTED_AIM),
@@ -71,11 +91,16 @@ def check_aims(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _count(cells: Iterable[Cell], key: str, *, least: float = 0.0, most: float = float("inf")) -> str:
+def _count(
+    cells: Iterable[Cell], key: str, *, least: float = 0.0, most: float = float("inf")
+) -> str:
     values = [cell[key] for cell in cells]
     if not values:
         return "no such cell"
-    return f"{sum(least <= value <= most for value in values)} of {len(values)} cells ({value_range(values)})"
+    return (
+        f"{sum(least <= value <= most for value in values)} of {len(values)} cells "
+        f"({value_range(values)})"
+    )
 
 
 def _reach(cells: Iterable[Cell]) -> str:
@@ -95,7 +120,11 @@ def _most(cell: Cell) -> float:
 
 def explain_loss(cell: Cell) -> str:
     """Who is faster than Treadle, by how much and why; nothing where no baseline is."""
-    ratio, best, told = cell["ratio_to_best_baseline"], cell["best_baseline"], cell["ratio_to_oracle"]
+    ratio, best, told = (
+        cell["ratio_to_best_baseline"],
+        cell["best_baseline"],
+        cell["ratio_to_oracle"],
+    )
     if ratio >= 1.0:
         return ""
     if cell["ratio_to_bound"] > (1.0 - ALIKE) * ratio:
@@ -107,7 +136,12 @@ def explain_loss(cell: Cell) -> str:
     else:
         why = "because of the plan: told every length, Treadle is no faster"
     last = cell["last"]
-    parts = {"waited": "queue_s", "prefilled": "prefill_s", "decoded": "decode_s", "ran tools": "tool_s"}
+    parts = {
+        "waited": "queue_s",
+        "prefilled": "prefill_s",
+        "decoded": "decode_s",
+        "ran tools": "tool_s",
+    }
     story = ", ".join(f"{name} {seconds(last[key])} s" for name, key in parts.items())
     return f"{best} is faster by {1.0 / ratio - 1.0:.1%}, {why}. Treadle's last trajectory {story}"
 
@@ -116,19 +150,32 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
     """Write the picture."""
     cells = found["cells"]
     names = list(dict.fromkeys(cell["trace"] for cell in cells))
-    rows = list(dict.fromkeys(map(name_cell, sorted(cells, key=lambda cell: (cell["gpus"], cell["load"])))))
+    rows = list(
+        dict.fromkeys(map(name_cell, sorted(cells, key=lambda cell: (cell["gpus"], cell["load"]))))
+    )
     note = (
-        f"Makespan over Treadle's: right of 1 it is slower than Treadle. {describe_seeds(found['seeds'])}, and range."
+        "Makespan over Treadle's: right of 1 it is slower than Treadle. "
+        f"{describe_seeds(found['seeds'])}, and range."
     )
     height_in = 1.5 + 0.3 * len(rows)
-    with sheet("Public traces on simulated H200s", note, file, height_in=height_in, top=1 - 1.15 / height_in) as figure:
+    with sheet(
+        "Public traces on simulated H200s",
+        note,
+        file,
+        height_in=height_in,
+        top=1 - 1.15 / height_in,
+    ) as figure:
         figure.subplots_adjust(left=0.19)
         panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
         for axes, name in zip(panels, names, strict=True):
             _panel(axes, name, rows, [cell for cell in cells if cell["trace"] == name])
-        handles = [Line2D([], [], linestyle="", label=label, **look) for label, look in LOOKS.items()]
+        handles = [
+            Line2D([], [], linestyle="", label=label, **look) for label, look in LOOKS.items()
+        ]
         place = (0.008, 1.0 - 0.62 / height_in)
-        figure.legend(handles=handles, loc="upper left", bbox_to_anchor=place, ncols=len(LOOKS), frameon=False)
+        figure.legend(
+            handles=handles, loc="upper left", bbox_to_anchor=place, ncols=len(LOOKS), frameon=False
+        )
 
 
 def _panel(axes: Axes, name: str, rows: Sequence[str], cells: Sequence[Cell]) -> None:

@@ -1,16 +1,22 @@
-"""Heddle's Algorithm 2 as printed (§6.2): sort-initialised simulated annealing over the degrees of the engines.
+"""Heddle's Algorithm 2 as printed (§6.2): sort-initialised simulated annealing over the degrees of
+the engines.
 
-It is the search of the paper, to compare `plan.allocate` with; the product does not use it. Its inner "presorted DP" is
-the exact fast partition here, which gives the same makespan, so that only the searches differ.
+It is the search of the paper, to compare `plan.allocate` with; the product does not use it. Its
+inner "presorted DP" is the exact fast partition here, which gives the same makespan, so that only
+the searches differ.
 
 Where the paper leaves the algorithm open, it is read so:
-- the first allocation: degrees drawn evenly from those that fit the rest of the budget (and leave a rest that degrees
+- the first allocation: degrees drawn evenly from those that fit the rest of the budget (and leave a
+  rest that degrees
   add up to) until it is spent; that sets the number of workers, which split and merge change;
-- redistribution keeps the number of workers: one goes down to the next lower degree, and the GPUs it frees raise others
+- redistribution keeps the number of workers: one goes down to the next lower degree, and the GPUs
+  it frees raise others
   by a degree, drawn evenly, until none is left (else nothing changes);
-- split: an engine becomes two whose degrees add up to its own; merge: two become one of their summed degree; each is
+- split: an engine becomes two whose degrees add up to its own; merge: two become one of their
+  summed degree; each is
   drawn evenly from the possible ones; without any nothing changes;
-- the cooling rate and the threshold are not given: COOLING and EPSILON_S make some 125 iterations of a rollout of
+- the cooling rate and the threshold are not given: COOLING and EPSILON_S make some 125 iterations
+  of a rollout of
   minutes, which at the paper's 42 ms a DP are the 5 s that it reports (Table 2).
 The generator passed in is the only source of randomness.
 """
@@ -24,7 +30,14 @@ import numpy as np
 import numpy.typing as npt
 from treadle_core.compiled import Indexes
 from treadle_core.model import CostModel
-from treadle_sim.allocation.plan import Allocation, EngineKind, Problem, lay_out, prepare, reachable_sums
+from treadle_sim.allocation.plan import (
+    Allocation,
+    EngineKind,
+    Problem,
+    lay_out,
+    prepare,
+    reachable_sums,
+)
 
 COOLING = 0.95  # of the temperature, an iteration
 EPSILON_S = 0.5  # seconds, as the temperature; below it the search ends
@@ -75,7 +88,11 @@ def draw_first_allocation(problem: Problem, rng: np.random.Generator) -> Indexes
     counts = np.zeros(len(problem.gpus), np.int64)
     left = problem.budget
     while left > 0:
-        rows = [row for row, width in enumerate(problem.gpus) if width <= left and reachable[left - width]]
+        rows = [
+            row
+            for row, width in enumerate(problem.gpus)
+            if width <= left and reachable[left - width]
+        ]
         row = int(rng.choice(rows))
         counts[row] += 1
         left -= int(problem.gpus[row])
@@ -102,7 +119,9 @@ def redistribute(gpus: Indexes, counts: Indexes, rng: np.random.Generator) -> In
     freed = int(gpus[row] - gpus[lower])
     while freed > 0:
         liftable = [
-            int(at) for at, above in itertools.pairwise(ascending) if counts[at] > 0 and gpus[above] - gpus[at] <= freed
+            int(at)
+            for at, above in itertools.pairwise(ascending)
+            if counts[at] > 0 and gpus[above] - gpus[at] <= freed
         ]
         if not liftable:
             return before
@@ -131,8 +150,11 @@ def merge(gpus: Indexes, counts: Indexes, rng: np.random.Generator) -> Indexes:
     return _exchange(counts, choices, -1, rng)
 
 
-def _exchange(counts: Indexes, choices: list[tuple[int, int, int]], more: int, rng: np.random.Generator) -> Indexes:
-    """For (one, other, whole) of the choices: `more` engines of the first two, as many less of the third."""
+def _exchange(
+    counts: Indexes, choices: list[tuple[int, int, int]], more: int, rng: np.random.Generator
+) -> Indexes:
+    """For (one, other, whole) of the choices: `more` engines of the first two, as many less of the
+    third."""
     if choices:
         one, other, whole = choices[int(rng.integers(len(choices)))]
         counts[one] += more

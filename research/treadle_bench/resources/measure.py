@@ -1,12 +1,15 @@
-"""How long a resource plan takes and how good it is: exact, annealed as Heddle prints it, and with one degree.
+"""How long a resource plan takes and how good it is: exact, annealed as Heddle prints it, and with
+one degree.
 
-Qwen3-14B on H200 (a shipped profile) at degrees 1 to 8, 64 and 1,024 GPUs, 100 and 16 trajectories a GPU; log-normal
-lengths capped at 40,000 tokens, this project's workloads, and --traces. Keys: the top level is 64 GPUs with 6,400
-trajectories of log-sigma 1 under LINEAR_INTEGRAL; `larger`: the same on 1,024; `rows`: all. `ms`: the whole call
-(tables, search, balance, lower bound). `optimal`: no multiset of engines has a contiguous plan of smaller makespan; on
-64 GPUs found by trying all 969, on more by the search's proof (`optimal_by`). `gap`: the makespan over a time that no
-engines and no assignment beat, less 1. `annealing_rel`, `homogeneous_rel`: makespans over the exact plan's. Figures are
-medians over repeats, each of which draws another workload and anneals with another seed.
+Qwen3-14B on H200 (a shipped profile) at degrees 1 to 8, 64 and 1,024 GPUs, 100 and 16 trajectories
+a GPU; log-normal lengths capped at 40,000 tokens, this project's workloads, and --traces. Keys: the
+top level is 64 GPUs with 6,400 trajectories of log-sigma 1 under LINEAR_INTEGRAL; `larger`: the
+same on 1,024; `rows`: all. `ms`: the whole call (tables, search, balance, lower bound). `optimal`:
+no multiset of engines has a contiguous plan of smaller makespan; on 64 GPUs found by trying all
+969, on more by the search's proof (`optimal_by`). `gap`: the makespan over a time that no engines
+and no assignment beat, less 1. `annealing_rel`, `homogeneous_rel`: makespans over the exact plan's.
+Figures are medians over repeats, each of which draws another workload and anneals with another
+seed.
 """
 
 import itertools
@@ -23,7 +26,14 @@ import numpy.typing as npt
 from rich.progress import track
 from treadle_core.model import CostModel
 from treadle_core.placing.solver import partition
-from treadle_sim.allocation.plan import PLANNED_MODELS, Allocation, EngineKind, allocate, homogeneous, prepare
+from treadle_sim.allocation.plan import (
+    PLANNED_MODELS,
+    Allocation,
+    EngineKind,
+    allocate,
+    homogeneous,
+    prepare,
+)
 from treadle_sim.engine_model import engine_model
 from treadle_sim.rollout import engine_kinds
 from treadle_sim.workloads.parametric import WORKLOADS, make
@@ -44,10 +54,22 @@ LOG_SIGMAS = (0.5, 1.0, 1.5)
 MEDIAN_TOKENS = 3_000.0
 CAP_TOKENS = 40_000.0
 PROMPT_TOKENS = 500.0
-MOST_ENUMERATED = 2_000  # multisets that are tried one by one: the 969 of 64 GPUs, not the millions of 1,024
+MOST_ENUMERATED = (
+    2_000  # multisets that are tried one by one: the 969 of 64 GPUs, not the millions of 1,024
+)
 SAME = 1e-9  # relative, between the plan and the best multiset
 RATIO_DIGITS = 5
-KEYS = ("gpus", "trajectories", "cost", "ms", "optimal", "gap", "annealing_ms", "annealing_rel", "homogeneous_rel")
+KEYS = (
+    "gpus",
+    "trajectories",
+    "cost",
+    "ms",
+    "optimal",
+    "gap",
+    "annealing_ms",
+    "annealing_rel",
+    "homogeneous_rel",
+)
 
 
 @dataclass(frozen=True)
@@ -74,18 +96,27 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
     """Raises TraceFileError."""
     kinds = engine_kinds([engine_model(LLM, ACCELERATOR, degree) for degree in DEGREES])
     for model in PLANNED_MODELS:  # compile before anything is timed
-        plan_three_ways(Case("warm-up", 8, model, partial(draw_lengths, options.seed, 64, 1.0)), 0, kinds, 0)
+        plan_three_ways(
+            Case("warm-up", 8, model, partial(draw_lengths, options.seed, 64, 1.0)), 0, kinds, 0
+        )
     bar = track(list_cases(options), "resource plans", console=options.progress, transient=True)
     rows = [measure_case(case, kinds, options) for case in bar]
     named = {(row["lengths"], row["gpus"], row["trajectories"], row["cost"]): row for row in rows}
-    top, larger = (named["log-normal 1.0", gpus, 100 * gpus, CostModel.LINEAR_INTEGRAL.name] for gpus in BUDGETS)
+    top, larger = (
+        named["log-normal 1.0", gpus, 100 * gpus, CostModel.LINEAR_INTEGRAL.name]
+        for gpus in BUDGETS
+    )
     return {
         "llm": LLM,
         "accelerator": ACCELERATOR,
         "degrees": list(DEGREES),
         **{key: top[key] for key in KEYS},
         "larger": {key: larger[key] for key in KEYS},
-        "annealing": {"cooling": COOLING, "epsilon_s": EPSILON_S, "iterations": top["annealing_iterations"]},
+        "annealing": {
+            "cooling": COOLING,
+            "epsilon_s": EPSILON_S,
+            "iterations": top["annealing_iterations"],
+        },
         "rows": rows,
     }
 
@@ -93,8 +124,15 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
 def list_cases(options: BenchOptions) -> list[Case]:
     """A case for each row; workloads and traces on 64 GPUs only."""
     cases = [
-        Case(f"log-normal {sigma}", gpus, model, partial(draw_lengths, options.seed, each * gpus, sigma))
-        for gpus, each, sigma, model in itertools.product(BUDGETS, TRAJECTORIES_A_GPU, LOG_SIGMAS, PLANNED_MODELS)
+        Case(
+            f"log-normal {sigma}",
+            gpus,
+            model,
+            partial(draw_lengths, options.seed, each * gpus, sigma),
+        )
+        for gpus, each, sigma, model in itertools.product(
+            BUDGETS, TRAJECTORIES_A_GPU, LOG_SIGMAS, PLANNED_MODELS
+        )
     ]
     batches: dict[str, Callable[[int], Batch]]
     if options.traces is not None:
@@ -119,7 +157,9 @@ def draw_lengths(seed: int, count: int, sigma: float, repeat: int) -> Batch:
 
 def lengths_of(works: tuple[TrajectoryWork, ...]) -> Batch:
     """Generated tokens and prompts of trajectories."""
-    lengths, contexts = np.array([(work.gen_tokens, work.prompt_tokens) for work in works], np.float64).T
+    lengths, contexts = np.array(
+        [(work.gen_tokens, work.prompt_tokens) for work in works], np.float64
+    ).T
     return np.ascontiguousarray(lengths), np.ascontiguousarray(contexts)
 
 
@@ -138,12 +178,16 @@ def plan_three_ways(case: Case, repeat: int, kinds: list[EngineKind], seed: int)
 
 def measure_case(case: Case, kinds: list[EngineKind], options: BenchOptions) -> dict[str, Any]:
     """All repeats of a case."""
-    trials = [plan_three_ways(case, repeat, kinds, options.seed) for repeat in range(options.repeats)]
+    trials = [
+        plan_three_ways(case, repeat, kinds, options.seed) for repeat in range(options.repeats)
+    ]
     first = trials[0].exact
     exact_ms = [each.exact_ms for each in trials]
     ratios = {
         "gap": [each.exact.gap for each in trials],
-        "annealing_rel": [each.annealed.allocation.makespan_s / each.exact.makespan_s for each in trials],
+        "annealing_rel": [
+            each.annealed.allocation.makespan_s / each.exact.makespan_s for each in trials
+        ],
         "homogeneous_rel": [each.same_degree.makespan_s / each.exact.makespan_s for each in trials],
     }
     medians = {key: median_of(values, RATIO_DIGITS) for key, values in ratios.items()}
@@ -170,8 +214,8 @@ def measure_case(case: Case, kinds: list[EngineKind], options: BenchOptions) -> 
 
 
 def try_all_multisets(case: Case, kinds: list[EngineKind]) -> tuple[float, float, int]:
-    """The smallest makespan over every multiset of engines that uses the whole budget, the seconds that this took, and
-    the number of multisets; 0 of them where they are too many to try."""
+    """The smallest makespan over every multiset of engines that uses the whole budget, the seconds
+    that this took, and the number of multisets; 0 of them where they are too many to try."""
     every = list(itertools.islice(multisets(case.gpus, DEGREES), MOST_ENUMERATED + 1))
     if len(every) > MOST_ENUMERATED:
         return np.inf, 0.0, 0
@@ -179,7 +223,9 @@ def try_all_multisets(case: Case, kinds: list[EngineKind]) -> tuple[float, float
     started = time.perf_counter()
     problem = prepare(*batch, case.gpus, kinds, case.model)
     places = [DEGREES.index(int(gpus)) for gpus in problem.gpus]
-    least = min(partition(problem.engines(np.array(counts)[places]), fill_budget=0)[1] for counts in every)
+    least = min(
+        partition(problem.engines(np.array(counts)[places]), fill_budget=0)[1] for counts in every
+    )
     return least, time.perf_counter() - started, len(every)
 
 
@@ -196,7 +242,8 @@ def multisets(gpus: int, degrees: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 BENCH = Bench(
     "resources",
-    "The exact resource plan for 64 and 1,024 GPUs, against annealing and the best single degree. Takes about "
+    "The exact resource plan for 64 and 1,024 GPUs, against annealing and the best single degree. "
+    "Takes about "
     "2 minutes.",
     measure,
 )

@@ -1,10 +1,12 @@
-"""Asynchronous training on simulated engines: the rollout never stops, and groups that are too old are aborted.
+"""Asynchronous training on simulated engines: the rollout never stops, and groups that are too old
+are aborted.
 
-Engines always hold the same number of groups. A complete group waits in a buffer; the trainer takes `groups` of them
-as they came, trains them while the rollout goes on, and publishes new weights. Engines then compute the KV of what runs
-anew. A group is aborted, running or buffered, and another prompt started in its place, once the weights are more than
-`bound` versions newer than those that it began with (RollArt §5.3). RollArt bounds each trajectory; here the samples of
-a group begin together, so that it is the same.
+Engines always hold the same number of groups. A complete group waits in a buffer; the trainer takes
+`groups` of them as they came, trains them while the rollout goes on, and publishes new weights.
+Engines then compute the KV of what runs anew. A group is aborted, running or buffered, and another
+prompt started in its place, once the weights are more than `bound` versions newer than those that
+it began with (RollArt §5.3). RollArt bounds each trajectory; here the samples of a group begin
+together, so that it is the same.
 """
 
 from collections.abc import Callable
@@ -23,7 +25,8 @@ Draw = Callable[[], npt.NDArray[np.int64]]  # the lengths of a group's samples, 
 
 @dataclass(frozen=True, slots=True)
 class AsyncSetting:
-    """in_flight: groups that engines hold. prompt_tokens: of every sample. update_s: engines stop for new weights."""
+    """in_flight: groups that engines hold. prompt_tokens: of every sample. update_s: engines stop
+    for new weights."""
 
     model: EngineModel
     engines: int
@@ -37,8 +40,8 @@ class AsyncSetting:
 
 @dataclass(frozen=True, slots=True)
 class AsyncResult:
-    """step_s: mean seconds from one batch to the next. aborted_share: of tokens, in groups that were aborted.
-    staleness: versions that a trained group was behind, on average."""
+    """step_s: mean seconds from one batch to the next. aborted_share: of tokens, in groups that
+    were aborted. staleness: versions that a trained group was behind, on average."""
 
     step_s: float
     aborted_share: float
@@ -109,7 +112,15 @@ class Asynchronous:
         self._running[number] = started
         for at, length in enumerate(started.lengths.tolist()):
             context = self._setting.prompt_tokens
-            of = (f"{number}.{at}", number, str(number), context, context, length, self._timeline.now)
+            of = (
+                f"{number}.{at}",
+                number,
+                str(number),
+                context,
+                context,
+                length,
+                self._timeline.now,
+            )
             started.steps[of[0]] = EngineStep(*of)
         for step in list(started.steps.values()):
             self._engines[started.engine].submit(step, 0.0)
@@ -118,7 +129,10 @@ class Asynchronous:
         """Begin to train a batch, if there is one and the trainer is free."""
         if self._training or len(self._buffer) < self._setting.groups:
             return
-        batch, self._buffer = self._buffer[: self._setting.groups], self._buffer[self._setting.groups :]
+        batch, self._buffer = (
+            self._buffer[: self._setting.groups],
+            self._buffer[self._setting.groups :],
+        )
         self._training = True
         self._left -= 1
         self._taken_s.append(self._timeline.now)
@@ -133,9 +147,13 @@ class Asynchronous:
         self._version += 1
         bound = self._setting.bound
         old = [group for group in self._buffer if is_stale(group.version, self._version, bound)]
-        self._buffer = [group for group in self._buffer if not is_stale(group.version, self._version, bound)]
+        self._buffer = [
+            group for group in self._buffer if not is_stale(group.version, self._version, bound)
+        ]
         self._aborted += sum(int(group.lengths.sum()) for group in old)
-        numbers = [n for n, group in self._running.items() if is_stale(group.version, self._version, bound)]
+        numbers = [
+            n for n, group in self._running.items() if is_stale(group.version, self._version, bound)
+        ]
         for number in numbers:
             group = self._running.pop(number)
             whole = int(group.lengths.sum()) - sum(step.gen_tokens for step in group.steps.values())

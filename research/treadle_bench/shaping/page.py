@@ -1,5 +1,5 @@
-"""What the page of `shaping` says of its figures beside them; and the picture: the ablation by mode, ratios and GPUs,
-the patches, and RollArt's sweeps."""
+"""What the page of `shaping` says of its figures beside them; and the picture: the ablation by
+mode, ratios and GPUs, the patches, and RollArt's sweeps."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,7 +31,8 @@ def page_values(found: Mapping[str, Any]) -> dict[str, Any]:
     """For the template."""
     rows = found["cells"]
     tables = {
-        name: by_name([row for row in rows if row["table"] == name]) for name in ("ablation", "ratios", "scaling")
+        name: by_name([row for row in rows if row["table"] == name])
+        for name in ("ablation", "ratios", "scaling")
     }
     return {
         "setting": {
@@ -60,7 +61,11 @@ def page_values(found: Mapping[str, Any]) -> dict[str, Any]:
         "targets": judge_targets(found),
         "ahead": find_ahead(tables["ablation"]),
         "losses": [say_loss(row) for row in rows if row["speedup"] < 1.0],
-        "alarms": {row["name"]: row["alarms"] for row in rows if row["table"] == "ablation" and row["mode"] == OFF},
+        "alarms": {
+            row["name"]: row["alarms"]
+            for row in rows
+            if row["table"] == "ablation" and row["mode"] == OFF
+        },
         "order": order_bias(rows),
     }
 
@@ -74,8 +79,8 @@ def by_name(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
 
 
 def bound_by_rollout(rows: Mapping[str, Mapping[str, Row]]) -> dict[str, tuple[float, float]]:
-    """The highest possible speedup of DARTS over verl and over tail batching, by mode. A step takes at least as long as
-    its rollout, even where all training is hidden behind it."""
+    """The highest possible speedup of DARTS over verl and over tail batching, by mode. A step takes
+    at least as long as its rollout, even where all training is hidden behind it."""
     return {
         mode: (
             rows["verl"][mode]["seconds"] / rows["DARTS"][mode]["rollout_s"],
@@ -85,8 +90,11 @@ def bound_by_rollout(rows: Mapping[str, Mapping[str, Row]]) -> dict[str, tuple[f
     }
 
 
-def describe_learning(rows: Mapping[str, Mapping[str, Row]]) -> dict[str, dict[str, tuple[float, float]]]:
-    """By mode and scheme: mean tokens at the end over those at the start, and the mean success rate of all steps."""
+def describe_learning(
+    rows: Mapping[str, Mapping[str, Row]],
+) -> dict[str, dict[str, tuple[float, float]]]:
+    """By mode and scheme: mean tokens at the end over those at the start, and the mean success rate
+    of all steps."""
     names = ("verl", "DARTS", "DARTS, tuned budget", "first 8 of 12, streamed")
     return {
         mode: {name: (_shrink(rows[name][mode]), rows[name][mode]["success"]) for name in names}
@@ -127,9 +135,16 @@ def find_ahead(rows: Mapping[str, Mapping[str, Row]]) -> dict[str, dict[str, lis
     found: dict[str, dict[str, list[str]]] = {}
     for ours in ("DARTS", "DARTS, tuned budget"):
         for mode in MODES:
-            speedups = {name: of[mode]["speedup"] for name, of in rows.items() if not name.startswith("DARTS")}
+            speedups = {
+                name: of[mode]["speedup"]
+                for name, of in rows.items()
+                if not name.startswith("DARTS")
+            }
             faster = [name for name in speedups if speedups[name] > rows[ours][mode]["speedup"]]
-            named = [f"{name} ({speedups[name]:.2f})" for name in sorted(faster, key=lambda name: -speedups[name])]
+            named = [
+                f"{name} ({speedups[name]:.2f})"
+                for name in sorted(faster, key=lambda name: -speedups[name])
+            ]
             found.setdefault(ours, {})[mode] = named
     return found
 
@@ -140,18 +155,27 @@ def say_loss(row: Row) -> str:
 
 
 def order_bias(rows: Sequence[Row]) -> dict[str, float]:
-    """Of each scheme, without learning: how many times as much as verl's the mean length of prompts varies from step to
-    step. Above 1 long prompts are trained together."""
-    of = {row["name"]: row["order_spread"] for row in rows if row["table"] == "ablation" and row["mode"] == OFF}
+    """Of each scheme, without learning: how many times as much as verl's the mean length of prompts
+    varies from step to step. Above 1 long prompts are trained together."""
+    of = {
+        row["name"]: row["order_spread"]
+        for row in rows
+        if row["table"] == "ablation" and row["mode"] == OFF
+    }
     return {name: spread / of["verl"] for name, spread in of.items()}
 
 
 def draw(found: Mapping[str, Any], file: Path) -> None:
     """Write the picture."""
     tables = page_values(found)["tables"]
-    note = "Every scheme changes which samples are trained, or how stale they are. Lines: as published."
+    note = (
+        "Every scheme changes which samples are trained, or how stale they are. Lines: as "
+        "published."
+    )
     with sheet("Shaping which samples are trained", note, file, height_in=8.6, top=0.84) as figure:
-        grid = figure.add_gridspec(3, 3, left=0.05, right=0.985, top=0.86, bottom=0.06, hspace=0.5, wspace=0.2)
+        grid = figure.add_gridspec(
+            3, 3, left=0.05, right=0.985, top=0.86, bottom=0.06, hspace=0.5, wspace=0.2
+        )
         first = figure.add_subplot(grid[0, :])
         _table(first, "DARTS' Table 3: steps of verl over steps of each", tables["ablation"])
         legend_above(figure, first, 0.085)
@@ -160,13 +184,20 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
         axes = figure.add_subplot(grid[1, 2])
         rows = found["patches"]
         names = ["static", "+ paged", "+ cap", "+ dyn. K", "dyn. K\nalone"]
-        draw_groups(axes, "the lesson's patches: over static", names, {"": [row["relative"] for row in rows]})
+        draw_groups(
+            axes,
+            "the lesson's patches: over static",
+            names,
+            {"": [row["relative"] for row in rows]},
+        )
         _published(axes, [row["paper"] for row in rows])
         _latency(figure.add_subplot(grid[2, 0]), found["latency"])
         _redundancy(figure.add_subplot(grid[2, 1]), found["redundancy"])
         axes = figure.add_subplot(grid[2, 2])
         axes.plot(
-            *zip(*((row["bound"], row["speedup"]) for row in found["bounds"]), strict=True), "o-", color=SERIES[0]
+            *zip(*((row["bound"], row["speedup"]) for row in found["bounds"]), strict=True),
+            "o-",
+            color=SERIES[0],
         )
         axes.axhline(agentic.BOUND_PAPER, color=INK, linewidth=1.0, linestyle="--")
         style(axes, "RollArt 13: speedup by bound", ylim=(0.9, None))
@@ -187,13 +218,25 @@ def _published(axes: Axes, values: Sequence[float | None]) -> None:
 
 def _latency(axes: Axes, rows: Sequence[Row]) -> None:
     names = [f"{row['mean_s']:g}±{row['deviation_s']:g}" for row in rows]
-    draw_groups(axes, "RollArt 12a: batch over trajectory level", names, {"": [row["ratio"] for row in rows]})
+    draw_groups(
+        axes,
+        "RollArt 12a: batch over trajectory level",
+        names,
+        {"": [row["ratio"] for row in rows]},
+    )
 
 
 def _redundancy(axes: Axes, rows: Sequence[Row]) -> None:
     sizes = sorted({row["size"] for row in rows})
     groups = sorted({row["groups"] for row in rows})
-    heights = {f"{size} a group": [row["speedup"] for row in rows if row["size"] == size] for size in sizes}
-    draw_groups(axes, "RollArt 12b: speedup by redundancy", [f"{each:g}× groups" for each in groups], heights)
+    heights = {
+        f"{size} a group": [row["speedup"] for row in rows if row["size"] == size] for size in sizes
+    }
+    draw_groups(
+        axes,
+        "RollArt 12b: speedup by redundancy",
+        [f"{each:g}× groups" for each in groups],
+        heights,
+    )
     axes.set_ylim(0.0, 1.45 * max(row["speedup"] for row in rows))  # room for the legend
     axes.legend(frameon=False, fontsize=8, loc="upper left")

@@ -1,10 +1,12 @@
-"""What each patch of a public lesson on long tails brings: seconds of a rollout over those of static padded batches.
+"""What each patch of a public lesson on long tails brings: seconds of a rollout over those of
+static padded batches.
 
-The lesson's run: a 7B model, 16 samples a prompt, lengths of mean 800 and coefficient of variation 1. Static batches
-reserve KV for the longest answer allowed and decode until their longest member ends, every member padded; then the next
-batch starts. The other rows are rounds on the simulator's engines. The cap is the 95th percentile of successful answers
-of an earlier epoch. Dynamic K starts a quarter more samples than it keeps, and aborts what is left of a group that has
-enough and both outcomes.
+The lesson's run: a 7B model, 16 samples a prompt, lengths of mean 800 and coefficient of variation
+1. Static batches reserve KV for the longest answer allowed and decode until their longest member
+ends, every member padded; then the next batch starts. The other rows are rounds on the simulator's
+engines. The cap is the 95th percentile of successful answers of an earlier epoch. Dynamic K starts
+a quarter more samples than it keeps, and aborts what is left of a group that has enough and both
+outcomes.
 """
 
 import math
@@ -37,17 +39,26 @@ PAPER = dict(zip(ROWS, (1.0, 0.30, 0.18, 0.13, None), strict=True))
 def measure_patches(seeds: list[int], share: float = 1.0) -> list[dict[str, Any]]:
     """A row for each patch, on top of those above it, and one for dynamic K alone.
 
-    relative, to_paged: seconds over those of static and of paged batches. cut_successes: share of successes that the
-    cap cuts. kept: share of samples that are trained.
+    relative, to_paged: seconds over those of static and of paged batches. cut_successes: share of
+    successes that the cap cuts. kept: share of samples that are trained.
     """
-    runs = [_play(seed, max(round(PROMPTS * share), 2), max(round(ENGINES * share), 1)) for seed in seeds]
+    runs = [
+        _play(seed, max(round(PROMPTS * share), 2), max(round(ENGINES * share), 1))
+        for seed in seeds
+    ]
     rows = []
     for name in ROWS:
-        seconds, relative = [run[name]["seconds"] for run in runs], [_over(run, name, STATIC) for run in runs]
+        seconds, relative = (
+            [run[name]["seconds"] for run in runs],
+            [_over(run, name, STATIC) for run in runs],
+        )
         row: dict[str, Any] = {"name": name, "paper": PAPER[name], "seconds": median_of(seconds)}
         row |= {"relative": median_of(relative), "spread": range_of(relative)}
         row["to_paged"] = median_of(_over(run, name, PAGED) for run in runs)
-        rows.append(row | {key: median_of(run[name][key] for run in runs) for key in ("kept", "cut_successes")})
+        rows.append(
+            row
+            | {key: median_of(run[name][key] for run in runs) for key in ("kept", "cut_successes")}
+        )
     return rows
 
 
@@ -64,7 +75,12 @@ def _play(seed: int, prompts: int, engines: int) -> dict[str, dict[str, float]]:
     successes = np.concatenate([each.tokens[each.rewards > 0] for each in earlier])
     cap = int(np.quantile(successes, CAP_PERCENTILE))
     free, capped = (_answers(policy, prompts, seed, 0, limit) for limit in (0, cap))
-    found = {STATIC: {"seconds": static_s(model, [each.tokens[:KEEP] for each in free], engines), "kept": 1.0}}
+    found = {
+        STATIC: {
+            "seconds": static_s(model, [each.tokens[:KEEP] for each in free], engines),
+            "kept": 1.0,
+        }
+    }
     found[PAGED] = _round(model, free, engines, KEEP, FirstK(KEEP))
     found[CAPPED] = _round(model, capped, engines, KEEP, FirstK(KEEP))
     found[DYNAMIC] = _round(model, capped, engines, STARTED, FirstMixed(KEEP))
@@ -85,12 +101,21 @@ def _answers(policy: Policy, prompts: int, seed: int, epoch: int, limit: int) ->
     ]
 
 
-def _round(model: EngineModel, answers: list[Answers], engines: int, started: int, rule: Rule) -> dict[str, float]:
+def _round(
+    model: EngineModel, answers: list[Answers], engines: int, started: int, rule: Rule
+) -> dict[str, float]:
     groups = [
         GroupWork(
             str(prompt),
             tuple(
-                single_turn(str(prompt), at, PROMPT_TOKENS, int(of.tokens[at]), float(of.rewards[at]), bool(cut))
+                single_turn(
+                    str(prompt),
+                    at,
+                    PROMPT_TOKENS,
+                    int(of.tokens[at]),
+                    float(of.rewards[at]),
+                    bool(cut),
+                )
                 for at, cut in enumerate(of.truncated[:started])
             ),
             rule,
@@ -117,7 +142,9 @@ def static_s(model: EngineModel, groups: list[Any], engines: int) -> float:
         for first in range(0, len(mine), size):
             batch = mine[first : first + size]
             n, steps = len(batch), float(batch.max())
-            prefill_s = curve.prefill_batch_s(n * curve.prefill_computed_s(PROMPT_TOKENS, 0), n, n * PROMPT_TOKENS)
+            prefill_s = curve.prefill_batch_s(
+                n * curve.prefill_computed_s(PROMPT_TOKENS, 0), n, n * PROMPT_TOKENS
+            )
             kv_tokens = n * (steps * PROMPT_TOKENS + 0.5 * steps * (steps + 1.0))
             seconds += prefill_s + steps * curve.decode_s(n) + curve.per_kv_token_s * kv_tokens
         taken.append(seconds)

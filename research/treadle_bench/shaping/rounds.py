@@ -1,12 +1,15 @@
-"""One rollout of a training step on simulated engines: groups of samples, until enough groups have settled.
+"""One rollout of a training step on simulated engines: groups of samples, until enough groups have
+settled.
 
-Engines are those of every other figure (`engine.SimEngine`): slots, KV, prefills and decodes. There is no controller:
-samples go to engines in turns and run first come, first served, as with the frameworks that are compared. A group's
-rule (`treadle_core.rollouts.selection`) says when it has settled; then its running samples are aborted. Once as many
-groups have settled as the step trains, the rest is aborted too.
+Engines are those of every other figure (`engine.SimEngine`): slots, KV, prefills and decodes. There
+is no controller: samples go to engines in turns and run first come, first served, as with the
+frameworks that are compared. A group's rule (`treadle_core.rollouts.selection`) says when it has
+settled; then its running samples are aborted. Once as many groups have settled as the step trains,
+the rest is aborted too.
 
-A sample's turns follow each other with its environment between them. Without barriers each sample goes on by itself;
-with them the next turns begin when every sample's environment has answered, as batch-level interaction does.
+A sample's turns follow each other with its environment between them. Without barriers each sample
+goes on by itself; with them the next turns begin when every sample's environment has answered, as
+batch-level interaction does.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +25,9 @@ from treadle_sim.workloads.workload import Step, TrajectoryWork
 
 @dataclass(frozen=True, slots=True)
 class GroupWork:
-    """The samples of one prompt and what is trained of them. arrived: samples that came in earlier rounds, their keys
-    indexes of `samples`. done: tokens that others have from there, by index; only of samples of one turn."""
+    """The samples of one prompt and what is trained of them. arrived: samples that came in earlier
+    rounds, their keys indexes of `samples`. done: tokens that others have from there, by index;
+    only of samples of one turn."""
 
     prompt_id: str
     samples: tuple[TrajectoryWork, ...]
@@ -34,9 +38,10 @@ class GroupWork:
 
 @dataclass(slots=True)
 class GroupResult:
-    """How a group ended. candidates: samples that came, in order. finished_s: when, in the same order. trained: keys,
-    which are indexes of samples as text; empty where the group did not settle. running_tokens: of the samples that were
-    aborted, what they had sampled, by index. settled_s: -1 where it did not."""
+    """How a group ended. candidates: samples that came, in order. finished_s: when, in the same
+    order. trained: keys, which are indexes of samples as text; empty where the group did not
+    settle. running_tokens: of the samples that were aborted, what they had sampled, by index.
+    settled_s: -1 where it did not."""
 
     candidates: list[Candidate] = field(default_factory=list)
     finished_s: list[float] = field(default_factory=list)
@@ -47,8 +52,8 @@ class GroupResult:
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
-    """seconds: until enough groups had settled. groups: in the order given. sampled_tokens: in this round. busy_s: of
-    each engine."""
+    """seconds: until enough groups had settled. groups: in the order given. sampled_tokens: in this
+    round. busy_s: of each engine."""
 
     seconds: float
     groups: tuple[GroupResult, ...]
@@ -60,17 +65,26 @@ class Round:
     """Plays one round. needed: groups that must settle. barrier: turns wait for each other."""
 
     def __init__(
-        self, model: EngineModel, engines: int, groups: Sequence[GroupWork], needed: int, *, barrier: bool = False
+        self,
+        model: EngineModel,
+        engines: int,
+        groups: Sequence[GroupWork],
+        needed: int,
+        *,
+        barrier: bool = False,
     ) -> None:
         self._timeline = Timeline()
         self._engines = [
-            SimEngine(f"e{at}", model, self._timeline, self, preempt=False, paced=False) for at in range(engines)
+            SimEngine(f"e{at}", model, self._timeline, self, preempt=False, paced=False)
+            for at in range(engines)
         ]
         self._groups = groups
         self._results = [GroupResult() for _ in groups]
         self._needed = min(needed, len(groups))
         self._barrier = barrier
-        self._waiting: list[tuple[int, int, int]] = []  # samples whose environment has answered, at a barrier
+        self._waiting: list[
+            tuple[int, int, int]
+        ] = []  # samples whose environment has answered, at a barrier
         self._in_turn = 0  # samples that decode or whose environment works
         self._contexts: dict[tuple[int, int], int] = {}
         self._turns: dict[tuple[int, int], int] = {}
@@ -150,7 +164,9 @@ class Round:
 
     def _arrive(self, at: int, index: int, work: TrajectoryWork) -> None:
         group, result = self._groups[at], self._results[at]
-        result.candidates.append(Candidate(str(index), work.gen_tokens, work.reward, truncated=work.censored))
+        result.candidates.append(
+            Candidate(str(index), work.gen_tokens, work.reward, truncated=work.censored)
+        )
         result.finished_s.append(self._timeline.now)
         if group.rule.settled(result.candidates, len(group.samples)):
             result.settled_s = self._timeline.now
@@ -170,8 +186,12 @@ class Round:
             # None stopped: its environment works, so the turn's tokens are all there.
             sampled = stopped[0].done if stopped else work.steps[turn].gen_tokens
             if stopped:
-                self._sampled_tokens += sampled - (self._groups[at].done.get(index, 0) if turn == 0 else 0)
-            result.running_tokens[index] = sum(step.gen_tokens for step in work.steps[:turn]) + sampled
+                self._sampled_tokens += sampled - (
+                    self._groups[at].done.get(index, 0) if turn == 0 else 0
+                )
+            result.running_tokens[index] = (
+                sum(step.gen_tokens for step in work.steps[:turn]) + sampled
+            )
             self._in_turn -= (at, index, turn + 1) not in self._waiting
 
     @staticmethod
@@ -183,4 +203,6 @@ def single_turn(
     prompt_id: str, sample: int, prompt_tokens: int, gen_tokens: int, reward: float, truncated: bool
 ) -> TrajectoryWork:
     """A sample without an environment."""
-    return TrajectoryWork(prompt_id, sample, prompt_tokens, (Step(gen_tokens, 0, 0.0),), reward, truncated)
+    return TrajectoryWork(
+        prompt_id, sample, prompt_tokens, (Step(gen_tokens, 0, 0.0),), reward, truncated
+    )

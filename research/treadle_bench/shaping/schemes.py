@@ -1,15 +1,19 @@
-"""Many training steps of one scheme: which prompts and samples a step rolls out, what it trains, and how long it takes.
+"""Many training steps of one scheme: which prompts and samples a step rolls out, what it trains,
+and how long it takes.
 
-A step rolls out groups (`rounds.Round`), then trains `groups` of them with `keep` samples each, on GPUs of its own
-(disaggregated, as in DARTS §5.1). Then the policy learns (`population.Policy`), and engines have the new weights at
-once. All schemes of a setting meet the same prompts in the same order, and the answers of a prompt's n-th visit come
-from the same draws.
+A step rolls out groups (`rounds.Round`), then trains `groups` of them with `keep` samples each, on
+GPUs of its own (disaggregated, as in DARTS §5.1). Then the policy learns (`population.Policy`), and
+engines have the new weights at once. All schemes of a setting meet the same prompts in the same
+order, and the answers of a prompt's n-th visit come from the same draws.
 
 What schemes have that others do not is off by default, so that each part can be added alone:
-- `started`: more samples of a prompt than are kept, of which the first count (RollArt's redundant rollouts).
+- `started`: more samples of a prompt than are kept, of which the first count (RollArt's redundant
+  rollouts).
 - `dual_end`, `budget`: DARTS' selection, and its adaptive budget and allocation with pruning.
-- `oversampled` with `leftovers`: more prompts are started than trained. DEFER is tail batching (RollPacker): prompts
-  that have not settled run again from the start, once a step's worth of them waits, in a step that waits for all.
+- `oversampled` with `leftovers`: more prompts are started than trained. DEFER is tail batching
+  (RollPacker): prompts
+  that have not settled run again from the start, once a step's worth of them waits, in a step that
+  waits for all.
   RESUME is partial rollout (APRIL): they go on in the next step, with the tokens that they have.
 - `mixed`: dynamic K. `cap`: a length cap.
 - `streaming`: what of a sample's forward pass runs while others still decode.
@@ -42,8 +46,23 @@ from treadle_bench.shaping.rounds import GroupResult, GroupWork, Round, RoundRes
 Floats = npt.NDArray[np.float64]
 
 MOST_SAMPLES = 32  # of one prompt in one step, drawn whether or not they are started
-FORWARD_SHARE = 1.0 / 3.0  # of a sample's training: a backward pass computes twice what a forward pass does
-BATCHES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)  # at which the cost model knows an engine's steps
+FORWARD_SHARE = (
+    1.0 / 3.0
+)  # of a sample's training: a backward pass computes twice what a forward pass does
+BATCHES = (
+    1,
+    2,
+    4,
+    8,
+    16,
+    32,
+    48,
+    64,
+    96,
+    128,
+    192,
+    256,
+)  # at which the cost model knows an engine's steps
 
 
 class Leftovers(Enum):
@@ -64,8 +83,8 @@ class Streaming(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """See the module. started: samples a prompt, 0 for as many as are kept. dual_end: the longest that are kept of a
-    group, -1 for no such selection. budget: adaptive, instead of `started`."""
+    """See the module. started: samples a prompt, 0 for as many as are kept. dual_end: the longest
+    that are kept of a group, -1 for no such selection. budget: adaptive, instead of `started`."""
 
     name: str
     started: int = 0
@@ -80,8 +99,8 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Setting:
-    """What schemes have in common. train_token_s: seconds of the trainer for each token, forward and backward. rate,
-    imitation, generalise: of learning."""
+    """What schemes have in common. train_token_s: seconds of the trainer for each token, forward
+    and backward. rate, imitation, generalise: of learning."""
 
     model: EngineModel
     engines: int
@@ -98,8 +117,9 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """One step. mean_log_length: of the trained prompts before any training, which shows the order in which they come.
-    started: samples. stale_tokens: trained tokens from before the step. pruned: groups that only keep short samples."""
+    """One step. mean_log_length: of the trained prompts before any training, which shows the order
+    in which they come. started: samples. stale_tokens: trained tokens from before the step. pruned:
+    groups that only keep short samples."""
 
     rollout_s: float
     train_s: float
@@ -152,10 +172,14 @@ class Training:
     def __init__(self, setting: Setting, scheme: Scheme) -> None:
         self._setting, self._scheme = setting, scheme
         rate = setting.rate
-        self.policy = Policy(setting.prompts, rate, imitation=setting.imitation, generalise=setting.generalise)
+        self.policy = Policy(
+            setting.prompts, rate, imitation=setting.imitation, generalise=setting.generalise
+        )
         self.guard = BiasGuard()
         self._statistics = LengthStatistics()
-        self._latency = fit_latency(BATCHES, [setting.model.curve.decode_s(batch) for batch in BATCHES])
+        self._latency = fit_latency(
+            BATCHES, [setting.model.curve.decode_s(batch) for batch in BATCHES]
+        )
         self._cap = CapState(scheme.cap) if scheme.cap is not None else None
         self._order = self._prompt_order()
         self._visits: dict[int, int] = {}
@@ -176,16 +200,24 @@ class Training:
         setting, scheme = self._setting, self._scheme
         deferred = scheme.leftovers is Leftovers.DEFER and len(self._deferred) >= setting.groups
         if deferred:
-            prompts, self._deferred = self._deferred[: setting.groups], self._deferred[setting.groups :]
+            prompts, self._deferred = (
+                self._deferred[: setting.groups],
+                self._deferred[setting.groups :],
+            )
         else:
             count = math.ceil(scheme.oversampled * setting.groups) - len(self._resumed)
             prompts = [next(self._order) for _ in range(max(count, 0))]
         groups = [*self._resumed, *self._start(prompts)]
         self._resumed = []
-        works = [GroupWork(str(group.prompt), group.samples, group.rule, group.arrived, group.done) for group in groups]
+        works = [
+            GroupWork(str(group.prompt), group.samples, group.rule, group.arrived, group.done)
+            for group in groups
+        ]
         played = Round(setting.model, setting.engines, works, setting.groups).run()
         trained = [
-            (group, result) for group, result in zip(groups, played.groups, strict=True) if result.settled_s >= 0.0
+            (group, result)
+            for group, result in zip(groups, played.groups, strict=True)
+            if result.settled_s >= 0.0
         ]
         for group, result in zip(groups, played.groups, strict=True):
             if result.settled_s < 0.0:
@@ -200,18 +232,29 @@ class Training:
         if scheme.budget is not None and prompts:
             kept = setting.keep * len(prompts)
             cost_s = sample_cost_s(self._latency, self._lengths) if self._lengths else 0.0
-            budget = find_budget(scheme.budget, self._statistics.variation, cost_s, kept) if cost_s else kept
+            budget = (
+                find_budget(scheme.budget, self._statistics.variation, cost_s, kept)
+                if cost_s
+                else kept
+            )
             most = math.floor(scheme.budget.most * setting.keep)
             variances = [self._statistics.variance(str(prompt)) for prompt in prompts]
             counts = allocate(variances, budget, setting.keep, most).tolist()
-        return [self._sample(prompt, count, most) for prompt, count in zip(prompts, counts, strict=True)]
+        return [
+            self._sample(prompt, count, most) for prompt, count in zip(prompts, counts, strict=True)
+        ]
 
     def _sample(self, prompt: int, count: int, most: int) -> _Group:
         setting, scheme = self._setting, self._scheme
         visit = self._visits[prompt] = self._visits.get(prompt, -1) + 1
         rng = np.random.default_rng([setting.seed, 2, prompt, visit])
-        normal, uniform = rng.standard_normal(MOST_SAMPLES)[:count], rng.random(MOST_SAMPLES)[:count]
-        answers = self.policy.sample(prompt, normal, uniform, self._cap.limit_tokens if self._cap else 0)
+        normal, uniform = (
+            rng.standard_normal(MOST_SAMPLES)[:count],
+            rng.random(MOST_SAMPLES)[:count],
+        )
+        answers = self.policy.sample(
+            prompt, normal, uniform, self._cap.limit_tokens if self._cap else 0
+        )
         rule: Rule = FirstK(setting.keep)
         if scheme.budget is not None:
             rule = darts_rule(count, most, setting.keep, scheme.dual_end)
@@ -222,7 +265,12 @@ class Training:
         samples = tuple(
             single_turn(str(prompt), at, PROMPT_TOKENS, tokens, reward, cut)
             for at, (tokens, reward, cut) in enumerate(
-                zip(answers.tokens.tolist(), answers.rewards.tolist(), answers.truncated.tolist(), strict=True)
+                zip(
+                    answers.tokens.tolist(),
+                    answers.rewards.tolist(),
+                    answers.truncated.tolist(),
+                    strict=True,
+                )
             )
         )
         return _Group(prompt, answers, rule, count, samples)
@@ -237,7 +285,11 @@ class Training:
             self._deferred.append(group.prompt)
 
     def _train(
-        self, trained: list[tuple[_Group, GroupResult]], played: RoundResult, started: int, deferred: bool
+        self,
+        trained: list[tuple[_Group, GroupResult]],
+        played: RoundResult,
+        started: int,
+        deferred: bool,
     ) -> StepRow:
         setting = self._setting
         lessons, tokens, stale, arrived = [], 0, 0, []
@@ -249,7 +301,9 @@ class Training:
             stale += sum(each.length_tokens for each in group.arrived if int(each.key) in keys)
             running = list(result.running_tokens.values())
             self.guard.observe(result.candidates, result.trained, aborted_tokens=running)
-            self._statistics.observe(str(group.prompt), [*(each.length_tokens for each in result.candidates), *running])
+            self._statistics.observe(
+                str(group.prompt), [*(each.length_tokens for each in result.candidates), *running]
+            )
             arrived += result.candidates
         if self._cap is not None:
             self._cap.update(arrived)
@@ -265,15 +319,21 @@ class Training:
             mean_tokens=float(lengths.mean()),
             longest_tokens=int(lengths.max()),
             success=float(np.mean(np.concatenate([group.answers.rewards for group, _ in trained]))),
-            mean_log_length=float(np.mean(setting.prompts.log_mean[[group.prompt for group, _ in trained]])),
+            mean_log_length=float(
+                np.mean(setting.prompts.log_mean[[group.prompt for group, _ in trained]])
+            ),
             stale_tokens=stale,
-            pruned=sum(not isinstance(group.rule, DualEnd | FirstK | FirstMixed) for group, _ in trained),
+            pruned=sum(
+                not isinstance(group.rule, DualEnd | FirstK | FirstMixed) for group, _ in trained
+            ),
             deferred=deferred,
         )
         self.policy.learn(lessons)
         return row
 
-    def _train_s(self, trained: list[tuple[_Group, GroupResult]], played: RoundResult, tokens: int) -> float:
+    def _train_s(
+        self, trained: list[tuple[_Group, GroupResult]], played: RoundResult, tokens: int
+    ) -> float:
         """Seconds from the end of the rollout to the end of the step."""
         token_s = self._setting.train_token_s
         samples = sum(len(result.trained) for _, result in trained)
@@ -281,7 +341,8 @@ class Training:
         forward_s = FORWARD_SHARE * all_s
         left_s = forward_s
         if self._scheme.streaming is Streaming.TOKENS:
-            # Nobody knows yet which samples will be trained, so all are computed; what does not fit runs after.
+            # Nobody knows yet which samples will be trained, so all are computed; what does not fit
+            # runs after.
             every_s = FORWARD_SHARE * token_s * played.sampled_tokens
             left_s = min(max(every_s - played.seconds, 0.0), forward_s)
         elif self._scheme.streaming is Streaming.SAMPLES:
@@ -298,7 +359,10 @@ class Training:
 
 
 def with_training(setting: Setting, rollout_share: float) -> float:
-    """Seconds of training for each token, such that a rollout that waits for all samples is this share of its step."""
-    rows = Training(replace(setting, steps=5, rate=0.0, train_token_s=0.0), Scheme("verl")).run().rows
+    """Seconds of training for each token, such that a rollout that waits for all samples is this
+    share of its step."""
+    rows = (
+        Training(replace(setting, steps=5, rate=0.0, train_token_s=0.0), Scheme("verl")).run().rows
+    )
     tokens = sum(row.trained_tokens + row.trained * PROMPT_TOKENS for row in rows)
     return sum(row.rollout_s for row in rows) * (1.0 / rollout_share - 1.0) / tokens

@@ -1,10 +1,11 @@
-"""DARTS' tables on simulated training steps: the ablation, the ratio of short to long, and GPUs; beside tail batching,
-partial rollout and redundancy.
+"""DARTS' tables on simulated training steps: the ablation, the ratio of short to long, and GPUs;
+beside tail batching, partial rollout and redundancy.
 
-Each scheme is played in three modes. `off`: the policy does not learn, so only the system's effect shows. `gradient`:
-it learns by GRPO's gradient alone. `imitation`: it also follows the samples that it is trained on, as strongly as gives
-DARTS its published speedup on Qwen2.5-Math-7B at 1:7 (Table 4); that one figure is fitted, on a seed of its own, and
-what other cells say in this mode is a prediction.
+Each scheme is played in three modes. `off`: the policy does not learn, so only the system's effect
+shows. `gradient`: it learns by GRPO's gradient alone. `imitation`: it also follows the samples that
+it is trained on, as strongly as gives DARTS its published speedup on Qwen2.5-Math-7B at 1:7 (Table
+4); that one figure is fitted, on a seed of its own, and what other cells say in this mode is a
+prediction.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +20,15 @@ from treadle_core.rollouts.redundancy import BudgetPolicy
 from treadle_sim.engine_model import engine_model
 
 from treadle_bench.shaping.population import BEST_MEAN, make_prompts
-from treadle_bench.shaping.schemes import Leftovers, Played, Scheme, Setting, Streaming, Training, with_training
+from treadle_bench.shaping.schemes import (
+    Leftovers,
+    Played,
+    Scheme,
+    Setting,
+    Streaming,
+    Training,
+    with_training,
+)
 from treadle_bench.summary import median_of, range_of, rounded
 
 ACCELERATOR, DEGREE, SLOTS = "H20", 2, 256
@@ -28,10 +37,15 @@ LARGE, SMALL = "Qwen3-14B", "Qwen3-8B"
 GPUS = 32  # half of them roll out, half train (a choice; DARTS says that the two are apart)
 GROUPS, KEEP = 64, 8  # as RollArt trains (§7.1); DARTS gives the group size only
 DATASET = 512  # prompts, so that an epoch is 8 steps
-STEPS, STEPS_OFF, WARM_UP = 32, 20, 8  # without learning the first epoch, which knows no lengths yet, is left out
+STEPS, STEPS_OFF, WARM_UP = (
+    32,
+    20,
+    8,
+)  # without learning the first epoch, which knows no lengths yet, is left out
 ROLLOUT_SHARE = 0.7  # of a step of verl (DARTS §1: over 70%)
-# Utility that a second costs, which is not published. It prunes about 5% of the prompts of 32 GPUs, as DARTS reports
-# (§4.3.1). The tuned one made steps shortest. Both were chosen on a seed that no figure reports, without learning.
+# Utility that a second costs, which is not published. It prunes about 5% of the prompts of 32 GPUs,
+# as DARTS reports (§4.3.1). The tuned one made steps shortest. Both were chosen on a seed that no
+# figure reports, without learning.
 TRADE_OFF_PER_S = {LARGE: 0.024, SMALL: 0.04}
 TUNED_PER_S = 0.014
 UNIFORM = 9  # samples a prompt without the adaptive budget: about what that budget spends
@@ -44,7 +58,8 @@ MODES = OFF, GRADIENT, IMITATION = ("off", "gradient", "imitation")
 
 TOKENS = Streaming.TOKENS
 DARTS, SMALL_DARTS = (
-    Scheme("DARTS", dual_end=1, budget=BudgetPolicy(TRADE_OFF_PER_S[llm]), streaming=TOKENS) for llm in (LARGE, SMALL)
+    Scheme("DARTS", dual_end=1, budget=BudgetPolicy(TRADE_OFF_PER_S[llm]), streaming=TOKENS)
+    for llm in (LARGE, SMALL)
 )
 VERL = Scheme("verl")
 TAIL = Scheme("tail batching", oversampled=1.25, leftovers=Leftovers.DEFER)
@@ -60,10 +75,17 @@ ABLATION = (
     Scheme("partial rollout", oversampled=1.5, leftovers=Leftovers.RESUME),
     Scheme("first 8 of 12, streamed", started=12, streaming=TOKENS),
 )
-RATIOS = {f"{longest}:{KEEP - longest}": replace(SMALL_DARTS, dual_end=longest) for longest in (1, 2, 4)}
+RATIOS = {
+    f"{longest}:{KEEP - longest}": replace(SMALL_DARTS, dual_end=longest) for longest in (1, 2, 4)
+}
 SCALES = (16, 32, 64)
 PAPER = {
-    "ablation": {"verl": 1.0, "+ token-level streaming": 1.09, "+ distribution-aware sampling": 1.40, "DARTS": 1.63},
+    "ablation": {
+        "verl": 1.0,
+        "+ token-level streaming": 1.09,
+        "+ distribution-aware sampling": 1.40,
+        "DARTS": 1.63,
+    },
     "ratios": {"1:7": 1.45, "2:6": 1.43, "4:4": 1.25},
     "scaling": {"16": 1.21, "32": 1.44, "64": 1.55},
 }
@@ -94,7 +116,8 @@ def play_job(job: Job) -> dict[str, Any]:
 
 @lru_cache
 def _setting(llm: str, gpus: int, seed: int, share: float, best_mean: float) -> Setting:
-    """Without learning. What training costs a token is that of GPUS, and falls as GPUs are added."""
+    """Without learning. What training costs a token is that of GPUS, and falls as GPUs are
+    added."""
     model = engine_model(llm, ACCELERATOR, DEGREE, SLOTS)
     prompts = make_prompts(round(DATASET * share), seed, best_mean=best_mean)
     groups, engines = round(GROUPS * share), round(GPUS * share) // (2 * DEGREE)
@@ -104,18 +127,32 @@ def _setting(llm: str, gpus: int, seed: int, share: float, best_mean: float) -> 
 
 
 def describe(played: Played, skipped: int = 0) -> dict[str, Any]:
-    """Means over the steps after the `skipped` ones; of the whole run what it did to the distribution."""
+    """Means over the steps after the `skipped` ones; of the whole run what it did to the
+    distribution."""
     rows, guard = played.rows[skipped:], played.guard
     means = {
         name: float(np.mean([getattr(row, name) for row in rows]))
-        for name in ("seconds", "rollout_s", "train_s", "started", "trained", "pruned", "deferred", "success")
+        for name in (
+            "seconds",
+            "rollout_s",
+            "train_s",
+            "started",
+            "trained",
+            "pruned",
+            "deferred",
+            "success",
+        )
     }
-    sampled, trained = (sum(getattr(row, name) for row in rows) for name in ("sampled_tokens", "trained_tokens"))
+    sampled, trained = (
+        sum(getattr(row, name) for row in rows) for name in ("sampled_tokens", "trained_tokens")
+    )
     return {
         **means,
         "sampled_over_trained_tokens": sampled / trained,
         "stale_share": sum(row.stale_tokens for row in rows) / trained,
-        "mean_tokens": [float(np.mean([row.mean_tokens for row in part])) for part in (rows[:4], rows[-4:])],
+        "mean_tokens": [
+            float(np.mean([row.mean_tokens for row in part])) for part in (rows[:4], rows[-4:])
+        ],
         "order_spread": float(np.std([row.mean_log_length for row in rows])),
         "kept_samples": guard.kept.value,
         "length_distance": guard.length.distance,
@@ -127,23 +164,33 @@ def describe(played: Played, skipped: int = 0) -> dict[str, Any]:
 
 def fit_jobs(share: float = 1.0) -> dict[tuple[float, float], tuple[Job, Job]]:
     """What the fit plays, by rate of learning and strength of imitation: DARTS at 1:7, and verl."""
-    tried = [*((RATE, strength) for strength in IMITATIONS), *((rate, 0.0) for rate in RATES if rate != RATE)]
+    tried = [
+        *((RATE, strength) for strength in IMITATIONS),
+        *((rate, 0.0) for rate in RATES if rate != RATE),
+    ]
     base = Job(SMALL, GPUS, SMALL_DARTS, FIT_SEED, share=share)
-    jobs = {(rate, strength): replace(base, rate=rate, imitation=strength) for rate, strength in tried}
+    jobs = {
+        (rate, strength): replace(base, rate=rate, imitation=strength) for rate, strength in tried
+    }
     return {key: (job, replace(job, scheme=VERL)) for key, job in jobs.items()}
 
 
 def fit_imitation(speedups: Mapping[tuple[float, float], float]) -> dict[str, Any]:
-    """The strength at which DARTS is PUBLISHED_RATIO times as fast as verl, by straight lines between those played.
+    """The strength at which DARTS is PUBLISHED_RATIO times as fast as verl, by straight lines
+    between those played.
 
-    gradient: the speedups without imitation, by rate. reached: whether any strength is enough; if not, `imitation` is
-    the one that comes nearest.
+    gradient: the speedups without imitation, by rate. reached: whether any strength is enough; if
+    not, `imitation` is the one that comes nearest.
     """
-    points = sorted((strength, speedup) for (rate, strength), speedup in speedups.items() if rate == RATE)
+    points = sorted(
+        (strength, speedup) for (rate, strength), speedup in speedups.items() if rate == RATE
+    )
     found: dict[str, Any] = {
         "published": PUBLISHED_RATIO,
         "by_imitation": [list(point) for point in points],
-        "gradient": sorted([rate, speedup] for (rate, strength), speedup in speedups.items() if not strength),
+        "gradient": sorted(
+            [rate, speedup] for (rate, strength), speedup in speedups.items() if not strength
+        ),
     }
     strength, reached = max(points, key=lambda point: point[1])[0], False
     for (low, slow), (high, fast) in pairwise(points):
@@ -161,12 +208,16 @@ def in_mode(job: Job, mode: str, imitation: float) -> Job:
     return replace(job, rate=RATE, imitation=imitation if mode == IMITATION else 0.0)
 
 
-def cells(seeds: Iterable[int], share: float = 1.0) -> dict[str, dict[str, tuple[list[Job], list[Job]]]]:
-    """Of each table its cells: the jobs of a scheme and of the verl that it is compared with, one a seed, without
-    learning."""
+def cells(
+    seeds: Iterable[int], share: float = 1.0
+) -> dict[str, dict[str, tuple[list[Job], list[Job]]]]:
+    """Of each table its cells: the jobs of a scheme and of the verl that it is compared with, one a
+    seed, without learning."""
 
     def of(llm: str, gpus: int, scheme: Scheme) -> tuple[list[Job], list[Job]]:
-        jobs = [[Job(llm, gpus, each, seed, share=share) for seed in seeds] for each in (scheme, VERL)]
+        jobs = [
+            [Job(llm, gpus, each, seed, share=share) for seed in seeds] for each in (scheme, VERL)
+        ]
         return jobs[0], jobs[1]
 
     seeds = list(seeds)
@@ -177,7 +228,9 @@ def cells(seeds: Iterable[int], share: float = 1.0) -> dict[str, dict[str, tuple
     }
 
 
-def sensitivity(seed: int, imitation: float, share: float = 1.0) -> dict[str, tuple[list[Job], list[Job]]]:
+def sensitivity(
+    seed: int, imitation: float, share: float = 1.0
+) -> dict[str, tuple[list[Job], list[Job]]]:
     """The ablation's DARTS where one constant of the model of learning is another."""
     base = Job(LARGE, GPUS, DARTS, seed, RATE, imitation, share=share)
     changed = {
@@ -193,13 +246,31 @@ def sensitivity(seed: int, imitation: float, share: float = 1.0) -> dict[str, tu
     return {name: ([job], [replace(job, scheme=VERL)]) for name, job in changed.items()}
 
 
-def row_of(table: str, name: str, mode: str, pair: tuple[Sequence[Job], Sequence[Job]], done: Mapping[Job, Any]) -> Any:
-    """A cell's row: how many times as fast as verl, with its spread over seeds, and medians of what it did."""
+def row_of(
+    table: str,
+    name: str,
+    mode: str,
+    pair: tuple[Sequence[Job], Sequence[Job]],
+    done: Mapping[Job, Any],
+) -> Any:
+    """A cell's row: how many times as fast as verl, with its spread over seeds, and medians of what
+    it did."""
     ours, theirs = ([done[job] for job in jobs] for jobs in pair)
     speedups = [verl["seconds"] / own["seconds"] for own, verl in zip(ours, theirs, strict=True)]
     numbers = [key for key, value in ours[0].items() if isinstance(value, float)]
-    row: dict[str, Any] = {"table": table, "name": name, "mode": mode, "paper": PAPER.get(table, {}).get(name)}
+    row: dict[str, Any] = {
+        "table": table,
+        "name": name,
+        "mode": mode,
+        "paper": PAPER.get(table, {}).get(name),
+    }
     row |= {"speedup": median_of(speedups), "spread": range_of(speedups)}
-    row |= {"rollout_speedup": median_of(v["rollout_s"] / o["rollout_s"] for o, v in zip(ours, theirs, strict=True))}
+    row |= {
+        "rollout_speedup": median_of(
+            v["rollout_s"] / o["rollout_s"] for o, v in zip(ours, theirs, strict=True)
+        )
+    }
     row |= {key: median(each[key] for each in ours) for key in numbers}
-    return rounded(row | {key: ours[0][key] for key in ("mean_tokens", "length_quantiles", "alarms")})
+    return rounded(
+        row | {key: ours[0][key] for key in ("mean_tokens", "length_quantiles", "alarms")}
+    )

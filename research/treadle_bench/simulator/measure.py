@@ -1,7 +1,8 @@
 """Wall seconds that the simulator takes for one rollout at the paper's size, in one process.
 
-Keys: `trajectories`, `gpus`; `s`: of Treadle's slowest rollout; `rows`: each system with its events and events a
-second. Medians over `repeats`, without the first rollout of each system, which loads compiled code.
+Keys: `trajectories`, `gpus`; `s`: of Treadle's slowest rollout; `rows`: each system with its events
+and events a second. Medians over `repeats`, without the first rollout of each system, which loads
+compiled code.
 """
 
 from statistics import median
@@ -57,7 +58,8 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
 
 BENCH = Bench(
     "simulator",
-    "Wall seconds of one simulated rollout of 6,400 trajectories on 64 GPUs. Takes about 5 minutes.",
+    "Wall seconds of one simulated rollout of 6,400 trajectories on 64 GPUs. Takes about 5 "
+    "minutes.",
     measure,
     page=dict,
 )

@@ -15,11 +15,21 @@ from treadle_bench.real.page import name_cell
 
 Row = Mapping[str, Any]
 
-TO_TREADLE, TO_BEST, TO_BEST_BEFORE = "ratio_to_treadle", "ratio_to_best_baseline", "ratio_to_best_before"
+TO_TREADLE, TO_BEST, TO_BEST_BEFORE = (
+    "ratio_to_treadle",
+    "ratio_to_best_baseline",
+    "ratio_to_best_before",
+)
 ALIKE = 0.005  # of a makespan: less is called nothing
 LOOKS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    TO_TREADLE: ("Treadle without drafts", {"marker": "o", "color": COLOURS["decode"], "markersize": 8}),
-    TO_BEST: ("best baseline, with the same drafts", {"marker": "s", "color": COLOURS["queue"], "fillstyle": "none"}),
+    TO_TREADLE: (
+        "Treadle without drafts",
+        {"marker": "o", "color": COLOURS["decode"], "markersize": 8},
+    ),
+    TO_BEST: (
+        "best baseline, with the same drafts",
+        {"marker": "s", "color": COLOURS["queue"], "fillstyle": "none"},
+    ),
 }
 
 
@@ -32,14 +42,17 @@ def page_values(found: Mapping[str, Any]) -> dict[str, Any]:
         "losses": [say_loss(row) for row in rows if row[TO_TREADLE] < 1.0 - ALIKE],
         "behind": [say_behind(row) for row in rows if row[TO_BEST] < 1.0 - ALIKE],
         "half_treadle": median(row["p50_s"]["drafting"] / row["drafting_s"] for row in rows),
-        "half_baseline": median(row["p50_s"]["best_baseline"] / row["best_baseline_s"] for row in rows),
+        "half_baseline": median(
+            row["p50_s"]["best_baseline"] / row["best_baseline_s"] for row in rows
+        ),
         "batches": list(dict.fromkeys(row["batch"] for row in found["gains"])),
         "by_engine": group_gains(found["gains"]),
     }
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return geometric means, ranges, and how many cells drafts make faster, leave alone and make slower."""
+    """Return geometric means, ranges, and how many cells drafts make faster, leave alone and make
+    slower."""
     faster = sum(row[TO_TREADLE] > 1.0 + ALIKE for row in rows)
     slower = sum(row[TO_TREADLE] < 1.0 - ALIKE for row in rows)
     return {
@@ -65,7 +78,10 @@ def say_loss(row: Row) -> str:
 def say_behind(row: Row) -> str:
     """Who is ahead of Treadle where both speculate, and what stood there before."""
     rival = f"{row['best_baseline']} on engines of {row['degree']}"
-    return f"{row['trace']}, {name_cell(row)}: {row[TO_BEST]:.2f} ({rival}); {row[TO_BEST_BEFORE]:.2f} without drafts"
+    return (
+        f"{row['trace']}, {name_cell(row)}: {row[TO_BEST]:.2f} ({rival}); "
+        f"{row[TO_BEST_BEFORE]:.2f} without drafts"
+    )
 
 
 def group_gains(gains: Sequence[Row]) -> list[tuple[int, int, list[Row]]]:
@@ -92,6 +108,10 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
                 axes.plot(row[key], at, linestyle="", **look)
         axes.set_yticks(range(len(rows)), [f"{row['trace']}, {name_cell(row)}" for row in rows])
         style(axes, "speculation", ylim=(len(rows) - 0.5, -0.5))
-        handles = [Line2D([], [], linestyle="", label=label, **look) for label, look in LOOKS.values()]
+        handles = [
+            Line2D([], [], linestyle="", label=label, **look) for label, look in LOOKS.values()
+        ]
         place = (0.008, 1.0 - 0.62 / height_in)
-        figure.legend(handles=handles, loc="upper left", bbox_to_anchor=place, ncols=len(LOOKS), frameon=False)
+        figure.legend(
+            handles=handles, loc="upper left", bbox_to_anchor=place, ncols=len(LOOKS), frameon=False
+        )

@@ -1,8 +1,10 @@
-"""Calls of an API, with the Basic manager and without it (ARL-Tangram §5.1, §6.1: DeepSearch), before one provider.
+"""Calls of an API, with the Basic manager and without it (ARL-Tangram §5.1, §6.1: DeepSearch),
+before one provider.
 
-`UnmanagedCalls`: each trajectory sends its request at once, and after a refusal again, at most three times with a
-backoff that doubles; then, or after 600 s, the call has failed and the trajectory goes on without an answer.
-`ManagedCalls`: requests wait in one queue and leave when the provider's limits allow it.
+`UnmanagedCalls`: each trajectory sends its request at once, and after a refusal again, at most
+three times with a backoff that doubles; then, or after 600 s, the call has failed and the
+trajectory goes on without an answer. `ManagedCalls`: requests wait in one queue and leave when the
+provider's limits allow it.
 """
 
 import math
@@ -15,13 +17,22 @@ from treadle_sim.timeline import Timeline
 from treadle_sim.workloads.parametric import WORKLOADS, draw
 
 from treadle_bench.tools.reward_models import MOST_CONTEXT, MOST_TOKENS, TOOL_LLM
-from treadle_bench.tools.trace import Asked, Call, Dispatched, Executor, Record, Report, Trace, generation_s
+from treadle_bench.tools.trace import (
+    Asked,
+    Call,
+    Dispatched,
+    Executor,
+    Record,
+    Report,
+    Trace,
+    generation_s,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """concurrency: requests at a time. quota in each period, counted from multiples of it. refusal_s: until a refusal
-    is back."""
+    """concurrency: requests at a time. quota in each period, counted from multiples of it.
+    refusal_s: until a refusal is back."""
 
     concurrency: int
     quota: int
@@ -62,7 +73,9 @@ class ProviderModel:
 
 def manager_of(limits: Limits, name: str) -> BasicManager:
     """The Basic manager that is told the same limits."""
-    return BasicManager(Provider(name, limits.concurrency, (Quota(limits.quota, limits.period_s, sliding=False),)))
+    return BasicManager(
+        Provider(name, limits.concurrency, (Quota(limits.quota, limits.period_s, sliding=False),))
+    )
 
 
 MOST_RETRIES = 3  # §6.1
@@ -74,21 +87,37 @@ LIMITS = Limits(concurrency=500, quota=15_000, period_s=60.0)
 
 
 def search_batch(trajectories: int, seed: int) -> tuple[Trace, ...]:
-    """Search agents that start as one burst; every step ends with a query. Rewards are not looked at here."""
+    """Search agents that start as one burst; every step ends with a query. Rewards are not looked
+    at here."""
     cost = manager_of(LIMITS, PROVIDER).cost()
-    works = draw("search-calls", WORKLOADS["search"], trajectories, 1, seed, 0, TOOL_LLM, MOST_TOKENS, MOST_CONTEXT)
+    works = draw(
+        "search-calls",
+        WORKLOADS["search"],
+        trajectories,
+        1,
+        seed,
+        0,
+        TOOL_LLM,
+        MOST_TOKENS,
+        MOST_CONTEXT,
+    )
     return tuple(
         Trace(
             f"search-{at}",
             "search",
-            tuple(Call(each_s, cost, step.tool_s) for each_s, step in zip(generation_s(work), work.steps, strict=True)),
+            tuple(
+                Call(each_s, cost, step.tool_s)
+                for each_s, step in zip(generation_s(work), work.steps, strict=True)
+            ),
         )
         for at, work in enumerate(works)
     )
 
 
 class UnmanagedCalls(Executor):
-    def __init__(self, timeline: Timeline, report: Report, provider: ProviderModel, seed: int) -> None:
+    def __init__(
+        self, timeline: Timeline, report: Report, provider: ProviderModel, seed: int
+    ) -> None:
         super().__init__(timeline, report)
         self.provider = provider
         self._rng = np.random.default_rng([seed, 1])
@@ -105,7 +134,9 @@ class UnmanagedCalls(Executor):
         wait_s = BACKOFF_S * 2.0 ** (tries - 1) * (0.5 + float(self._rng.random()))
         known_s = now + limits.refusal_s
         if tries > MOST_RETRIES or known_s + wait_s - asked.arrived_s > TIMEOUT_S:
-            self._timeline.at(known_s, self._report, Record(asked, known_s, 0.0, known_s, 0, tries, failed=True))
+            self._timeline.at(
+                known_s, self._report, Record(asked, known_s, 0.0, known_s, 0, tries, failed=True)
+            )
         else:
             self._timeline.at(known_s + wait_s, self._send, asked, tries + 1)
 

@@ -1,9 +1,10 @@
-"""Coding trajectories for the replay: shapes as in public runs, durations as in the paper's setting.
+"""Coding trajectories for the replay: shapes as in public runs, durations as in the paper's
+setting.
 
-Where each figure is from stands beside it. A trajectory is steps of generation and a command in its sandbox, and in the
-end the tests as its reward, which are what can be scaled (ARL-Tangram §6.4). A reward's length is the task's, and its
-scale is what is left open by all that: it is set so that actions fill 47% of a trajectory's life on one core, the mean
-of Figure 3c.
+Where each figure is from stands beside it. A trajectory is steps of generation and a command in its
+sandbox, and in the end the tests as its reward, which are what can be scaled (ARL-Tangram §6.4). A
+reward's length is the task's, and its scale is what is left open by all that: it is set so that
+actions fill 47% of a trajectory's life on one core, the mean of Figure 3c.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,20 +23,27 @@ Floats = npt.NDArray[np.float64]
 
 GIB = 1 << 30
 
-# 500 coding runs on SWE-bench Verified: quartiles 27, 36, 46, 95th percentile 83 steps; a step 43, 89, 282 tokens, mean
-# 276, and 90, 240, 800 of the answer.
+# 500 coding runs on SWE-bench Verified: quartiles 27, 36, 46, 95th percentile 83 steps; a step 43,
+# 89, 282 tokens, mean 276, and 90, 240, 800 of the answer.
 STEPS = LogNormal(36.0, 0.46, 200.0)
 GEN_TOKENS = LogNormal(105.0, 1.39, 16_384.0)
 OBS_TOKENS = LogNormal(240.0, 1.5, 8_192.0)
 PROMPT_TOKENS = 1_700
 
-TOOL_S = CODING.tool_s("qwen3-32b")  # mean 0.45 s: Heddle's Table 1, of a sandbox in RL with this model
+TOOL_S = CODING.tool_s(
+    "qwen3-32b"
+)  # mean 0.45 s: Heddle's Table 1, of a sandbox in RL with this model
 
 ACTIVE_SHARE = 0.47  # Figure 3c
 REWARD_SIGMA = 1.0  # of ln seconds over tasks: long-tailed (§6.4); a choice
 REWARD_LIMIT_S = 1_800.0  # where SWE-bench's own harness stops a test run
-REWARD_NOISE = 0.2  # of ln seconds among samples of a task: what is profiled is the task's; a choice
-SERIAL_SHARE = (0.02, 0.10)  # of a test run, uniform over tasks: collecting, the longest test; a choice
+REWARD_NOISE = (
+    0.2  # of ln seconds among samples of a task: what is profiled is the task's; a choice
+)
+SERIAL_SHARE = (
+    0.02,
+    0.10,
+)  # of a test run, uniform over tasks: collecting, the longest test; a choice
 MOST_CORES = 32  # §6.4: DoP from 1 to 32
 GROUP = 8  # samples of a task; a choice
 MEMORY_BYTES = 4 * GIB  # of an environment; a choice, and far from binding: 2.4 TB a node
@@ -47,7 +55,9 @@ ToolSeconds = Callable[[np.random.Generator, int], Floats]
 def drop_texts(works: Iterable[TrajectoryWork]) -> tuple[TrajectoryWork, ...]:
     """The works without their texts, which other processes need not get."""
     return tuple(
-        replace(work, prompt="", steps=tuple(replace(step, text="", obs_text="") for step in work.steps))
+        replace(
+            work, prompt="", steps=tuple(replace(step, text="", obs_text="") for step in work.steps)
+        )
         for work in works
     )
 
@@ -75,7 +85,10 @@ def coding_batch(
     if trajectories < 1:
         raise ValueError(f"trajectories must be at least 1, are {trajectories}")
     rng = np.random.default_rng([seed, trajectories])
-    drawn = [among[int(rng.integers(len(among)))] if among else draw_tokens(rng) for _ in range(trajectories)]
+    drawn = [
+        among[int(rng.integers(len(among)))] if among else draw_tokens(rng)
+        for _ in range(trajectories)
+    ]
     generating = [generation_s(work) for work in drawn]
     tools = [tool_s(rng, len(work.steps)) for work in drawn]
     tasks = -(-trajectories // GROUP)
@@ -92,7 +105,8 @@ def coding_batch(
     traces = []
     for at, (gen, took) in enumerate(zip(generating, tools, strict=True)):
         calls = [
-            Call(each_gen, {CPU_CORES: Fixed(1)}, each_s) for each_gen, each_s in zip(gen, took.tolist(), strict=True)
+            Call(each_gen, {CPU_CORES: Fixed(1)}, each_s)
+            for each_gen, each_s in zip(gen, took.tolist(), strict=True)
         ]
         actual_s = min(float(profiled[at] * noise[at]), REWARD_LIMIT_S)
         reward = Call(
@@ -110,15 +124,16 @@ def coding_batch(
 
 @cache
 def _reference_rewards() -> Floats:
-    """Quantiles of many tasks' rewards, so that their scale does not hang on the few that a small batch draws."""
+    """Quantiles of many tasks' rewards, so that their scale does not hang on the few that a small
+    batch draws."""
     count = 256
     normal = np.random.default_rng(0).standard_normal(64 * count)
     return np.asarray(np.exp(REWARD_SIGMA * np.quantile(normal, (np.arange(count) + 0.5) / count)))
 
 
 def reward_scale_s(generating_s: Floats, tools_s: Floats, rewards: Floats, share: float) -> float:
-    """By how many seconds `rewards`, without a unit, are multiplied for actions to fill `share` of a trajectory's life
-    on average, on one core; 0 where the tools alone fill more."""
+    """By how many seconds `rewards`, without a unit, are multiplied for actions to fill `share` of
+    a trajectory's life on average, on one core; 0 where the tools alone fill more."""
     low, high = 0.0, 1e6
     for _ in range(60):
         middle = 0.5 * (low + high)

@@ -1,4 +1,5 @@
-"""Coding on CPU cores: the elastic scheduler against a pod for each trajectory and fixed degrees (Figures 3, 6–9)."""
+"""Coding on CPU cores: the elastic scheduler against a pod for each trajectory and fixed degrees
+(Figures 3, 6–9)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,8 +31,11 @@ from treadle_bench.tools.setting import (
 from treadle_bench.tools.trace import Make, Trace, play
 
 NODE_MEMORY_BYTES = 2_400_000_000_000  # §6.1
-OVERHEAD_S = 0.024  # of an action: the paper's own system at batch 1,280 (Table 1); ours is measured live
-READY_TIMEOUT_S = 60.0  # a choice; the paper says that the control plane times out at 1,536, but not after how long
+OVERHEAD_S = (
+    0.024  # of an action: the paper's own system at batch 1,280 (Table 1); ours is measured live
+)
+# a choice; the paper says that the control plane times out at 1,536, but not after how long
+READY_TIMEOUT_S = 60.0
 SOURCE = "swebench_verified_mini_gemini3"
 GAPS = "claude_code_sessions_kvct"
 GAPS_FLOOR_S = 3.0  # the smallest gap in the sessions, in whole seconds: time of the harness itself
@@ -51,14 +55,18 @@ class Cores:
 
     def elastic(self, *, foresees: bool = True) -> Make:
         nodes = self._nodes()
-        return lambda timeline, report: ElasticCores(timeline, report, nodes, OVERHEAD_S, foresees=foresees)
+        return lambda timeline, report: ElasticCores(
+            timeline, report, nodes, OVERHEAD_S, foresees=foresees
+        )
 
     def pods(self, rules: PodRules = PODS) -> Make:
         nodes = self._nodes()
         return lambda timeline, report: Pods(timeline, report, nodes, rules)
 
     def _nodes(self) -> tuple[Machine, ...]:
-        return equal_machines(self.setting.nodes, self.cores // self.setting.nodes, NODE_MEMORY_BYTES)
+        return equal_machines(
+            self.setting.nodes, self.cores // self.setting.nodes, NODE_MEMORY_BYTES
+        )
 
 
 @dataclass(frozen=True)
@@ -80,18 +88,29 @@ def measure(options: BenchOptions, plan: Plan) -> dict[str, Any]:
     pairs = [(whole, size) for size in setting.batches] + [(at, setting.batch) for at in clusters]
     cells = [[Cell(at, size, seed, batch) for seed in plan.seeds] for at, size in pairs]
     medians, costs = plan.run_cells("coding", play_cell, cells)
-    rows = [{"batch": size, "cores": at.cores, **row} for (at, size), row in zip(pairs, medians, strict=True)]
+    rows = [
+        {"batch": size, "cores": at.cores, **row}
+        for (at, size), row in zip(pairs, medians, strict=True)
+    ]
     plan.report("coding, one batch in detail")
-    near = _play_in_detail(batch(setting.batch, plan.seeds[0]), whole, Cores(setting, setting.cores // 2))
+    near = _play_in_detail(
+        batch(setting.batch, plan.seeds[0]), whole, Cores(setting, setting.cores // 2)
+    )
     large = play(batch(setting.large_batch, plan.seeds[0]), whole.elastic())
     return {
         "shapes": source,
         "batches": [row for row in rows if row["cores"] == setting.cores],
-        "cores": sorted((row for row in rows if row["batch"] == setting.batch), key=lambda row: int(row["cores"])),
+        "cores": sorted(
+            (row for row in rows if row["batch"] == setting.batch),
+            key=lambda row: int(row["cores"]),
+        ),
         **costs,
         "near": near,
         "varied_batch": setting.varied_batch,
-        "table1": [{"batch": setting.batch, **near["elastic"]}, {"batch": setting.large_batch, **split_times(large)}],
+        "table1": [
+            {"batch": setting.batch, **near["elastic"]},
+            {"batch": setting.large_batch, **split_times(large)},
+        ],
         "sensitivity": sensitivity(options, plan, among),
     }
 
@@ -119,15 +138,24 @@ def fix_degree(traces: Sequence[Trace], degree: int) -> tuple[Trace, ...]:
     """The same trajectories, each reward with exactly so many cores (Figure 9)."""
     cost = {CPU_CORES: UnitSet((degree,))}
     return tuple(
-        replace(trace, calls=tuple(replace(call, cost=cost) if call.reward else call for call in trace.calls))
+        replace(
+            trace,
+            calls=tuple(replace(call, cost=cost) if call.reward else call for call in trace.calls),
+        )
         for trace in traces
     )
 
 
 def least_s(traces: Sequence[Trace]) -> float:
-    """The lowest mean ACT that is possible: every action starts at once on the most cores that it may have."""
-    ran_s = [sum(call.seconds_on(key_units(call.cost[CPU_CORES])[-1]) for call in trace.calls) for trace in traces]
-    return OVERHEAD_S * float(np.mean([len(trace.calls) for trace in traces])) + float(np.mean(ran_s))
+    """The lowest mean ACT that is possible: every action starts at once on the most cores that it
+    may have."""
+    ran_s = [
+        sum(call.seconds_on(key_units(call.cost[CPU_CORES])[-1]) for call in trace.calls)
+        for trace in traces
+    ]
+    return OVERHEAD_S * float(np.mean([len(trace.calls) for trace in traces])) + float(
+        np.mean(ran_s)
+    )
 
 
 def _play_in_detail(traces: Sequence[Trace], whole: Cores, half: Cores) -> dict[str, Any]:
@@ -140,7 +168,10 @@ def _play_in_detail(traces: Sequence[Trace], whole: Cores, half: Cores) -> dict[
         "windows": {name: by_arrival(each, WINDOW_S) for name, each in runs.items()},
         "active_share": rounded(float(np.mean(shares))),
         "active_share_deciles": np.percentile(shares, range(0, 101, 10)).round(3).tolist(),
-        "half": {name: {"act_s": rounded(mean_act_s(each)), **split_times(each)} for name, each in halves.items()},
+        "half": {
+            name: {"act_s": rounded(mean_act_s(each)), **split_times(each)}
+            for name, each in halves.items()
+        },
         "act_s": {name: rounded(mean_act_s(each)) for name, each in runs.items()},
         "actions": float(len(runs["elastic"].records)),
         "per_action_pods": rounded(mean_action(runs["pods"].records)),
@@ -149,8 +180,8 @@ def _play_in_detail(traces: Sequence[Trace], whole: Cores, half: Cores) -> dict[
 
 @dataclass(frozen=True)
 class Changed:
-    """One changed assumption at one batch size. degree: cores of each reward of the baseline; 0: the baseline is
-    pods."""
+    """One changed assumption at one batch size. degree: cores of each reward of the baseline; 0:
+    the baseline is pods."""
 
     name: str
     at: Cores
@@ -161,8 +192,11 @@ class Changed:
     degree: int = 0
 
 
-def sensitivity(options: BenchOptions, plan: Plan, among: Sequence[TrajectoryWork]) -> list[dict[str, Any]]:
-    """Ratios to pods at three sizes and to two fixed degrees (Figure 9), one seed, one assumption changed at a time."""
+def sensitivity(
+    options: BenchOptions, plan: Plan, among: Sequence[TrajectoryWork]
+) -> list[dict[str, Any]]:
+    """Ratios to pods at three sizes and to two fixed degrees (Figure 9), one seed, one assumption
+    changed at a time."""
     setting = plan.setting
     batch, whole = partial(coding_batch, among=among), Cores(setting, setting.cores)
     small = replace(setting, nodes=max(setting.cores // SMALL_NODE, 1))
@@ -170,13 +204,19 @@ def sensitivity(options: BenchOptions, plan: Plan, among: Sequence[TrajectoryWor
     changed = [
         Changed("as assumed", whole, batch),
         *(
-            Changed(f"serial share of tests {share:g}", whole, partial(batch, serial_share=(share, share)))
+            Changed(
+                f"serial share of tests {share:g}",
+                whole,
+                partial(batch, serial_share=(share, share)),
+            )
             for share in (0.02, 0.05, 0.1, 0.2)
         ),
         Changed("pods run tests with -n 4", whole, batch, PodRules(reward_processes=4)),
         Changed("pods are there at once", whole, batch, at_once),
         *(
-            Changed(f"actions fill {active:.0%} of a life", whole, partial(batch, active_share=active))
+            Changed(
+                f"actions fill {active:.0%} of a life", whole, partial(batch, active_share=active)
+            )
             for active in (0.35, 0.6)
         ),
         Changed(f"nodes of {SMALL_NODE} cores", Cores(small, setting.cores), batch),
@@ -185,18 +225,27 @@ def sensitivity(options: BenchOptions, plan: Plan, among: Sequence[TrajectoryWor
         changed.append(Changed("shapes from the fitted distributions", whole, coding_batch))
     if options.data is not None:
         measured = _measured_tools(options.data)
-        changed += [Changed(name, whole, partial(batch, tool_s=drawn)) for name, drawn in measured.items()]
+        changed += [
+            Changed(name, whole, partial(batch, tool_s=drawn)) for name, drawn in measured.items()
+        ]
     sizes = [(size, 0) for size in (setting.batches[0], setting.varied_batch, setting.batch)]
     sizes += [(setting.small_batch, 4), (setting.batch, 16)]
-    jobs = [replace(each, size=size, seed=plan.seeds[0], degree=degree) for each in changed for size, degree in sizes]
+    jobs = [
+        replace(each, size=size, seed=plan.seeds[0], degree=degree)
+        for each in changed
+        for size, degree in sizes
+    ]
     rows: dict[str, dict[str, Any]] = {}
-    for job, found in zip(jobs, plan.run_jobs("coding, one assumption changed", play_changed, jobs), strict=True):
+    for job, found in zip(
+        jobs, plan.run_jobs("coding, one assumption changed", play_changed, jobs), strict=True
+    ):
         rows.setdefault(job.name, {"changed": job.name}).update(found)
     return list(rows.values())
 
 
 def play_changed(job: Changed) -> dict[str, float]:
-    """The ratio of the baseline to the elastic scheduler; against pods also the seconds of tools and rewards."""
+    """The ratio of the baseline to the elastic scheduler; against pods also the seconds of tools
+    and rewards."""
     traces = job.batch(job.size, job.seed)
     ours_s = mean_act_s(play(traces, job.at.elastic()))
     if job.degree:
@@ -205,11 +254,14 @@ def play_changed(job: Changed) -> dict[str, float]:
     pods_s = mean_act_s(play(traces, job.at.pods(job.rules)))
     rewards_s = float(np.mean([trace.calls[-1].single_unit_s for trace in traces]))
     tools_s = float(np.mean([trace.single_unit_s for trace in traces])) - rewards_s
-    return rounded({f"ratio_{job.size}": pods_s / ours_s, "tools_s": tools_s, "rewards_s": rewards_s})
+    return rounded(
+        {f"ratio_{job.size}": pods_s / ours_s, "tools_s": tools_s, "rewards_s": rewards_s}
+    )
 
 
 def _read_shapes(options: BenchOptions) -> tuple[str, tuple[TrajectoryWork, ...]]:
-    """Where the shapes of trajectories come from, and the shapes; none: they are drawn from fitted distributions."""
+    """Where the shapes of trajectories come from, and the shapes; none: they are drawn from fitted
+    distributions."""
     if options.traces is not None:
         return "traces", drop_texts(read_traces(options.traces))
     if options.data is not None:
@@ -220,9 +272,15 @@ def _read_shapes(options: BenchOptions) -> tuple[str, tuple[TrajectoryWork, ...]
 def _measured_tools(data: Path) -> Mapping[str, ToolSeconds]:
     """Tool times of two public data sets; both include more than the tool, as the page says."""
     of_runs = [step.tool_s for work in read_public(SOURCE, data) for step in work.steps[:-1]]
-    of_sessions = [max(0.0, step.tool_s - GAPS_FLOOR_S) for work in read_public(GAPS, data) for step in work.steps[:-1]]
+    of_sessions = [
+        max(0.0, step.tool_s - GAPS_FLOOR_S)
+        for work in read_public(GAPS, data)
+        for step in work.steps[:-1]
+    ]
     of = {SOURCE: of_runs, GAPS: of_sessions}
-    return {f"tools as in {name}": partial(_draw_from, np.array(values)) for name, values in of.items()}
+    return {
+        f"tools as in {name}": partial(_draw_from, np.array(values)) for name, values in of.items()
+    }
 
 
 def _draw_from(values: Floats, rng: np.random.Generator, count: int) -> Floats:

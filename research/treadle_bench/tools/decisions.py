@@ -1,8 +1,8 @@
 """How long one decision of the elastic scheduler takes, in real milliseconds.
 
-1,536 waiting actions and 1,280 cores, as one pool and as ten nodes of 128, with none, half and 90% of the cores in use,
-half of these by elastic actions. Quantiles are over random queues; the first decision, which compiles, is not counted,
-and the garbage collector is off.
+1,536 waiting actions and 1,280 cores, as one pool and as ten nodes of 128, with none, half and 90%
+of the cores in use, half of these by elastic actions. Quantiles are over random queues; the first
+decision, which compiles, is not counted, and the garbage collector is off.
 """
 
 import gc
@@ -39,9 +39,13 @@ def measure(plan: Plan) -> dict[str, Any]:
         states = [draw_state(shape, nodes, busy, setting.waiting, seed) for seed in plan.seeds]
         started = float(np.mean([len(decide(*state, typical_s=5.0)) for state in states]))
         took = [each for state in states for each in _time_decisions(state)]
-        rows.append({"shape": shape, "nodes": nodes, "busy": busy, **quantiles(took), "started": started})
+        rows.append(
+            {"shape": shape, "nodes": nodes, "busy": busy, **quantiles(took), "started": started}
+        )
         everything += took
-    worst = {f"worst_row_{key}": max(row[key] for row in rows) for key in ("p99_ms", "processor_p99_ms")}
+    worst = {
+        f"worst_row_{key}": max(row[key] for row in rows) for key in ("p99_ms", "processor_p99_ms")
+    }
     return {
         "waiting": setting.waiting,
         "cores": CORES,
@@ -54,7 +58,8 @@ def measure(plan: Plan) -> dict[str, Any]:
 
 
 def quantiles(took: Sequence[Took]) -> dict[str, float]:
-    """Quantiles of wall time, and of processor time, which other programs on the machine lengthen less."""
+    """Quantiles of wall time, and of processor time, which other programs on the machine lengthen
+    less."""
     wall, processor = np.array(took).T
     found = {
         f"{name}p{share}_ms": round(float(np.percentile(times, share)), 3)
@@ -98,7 +103,8 @@ def demand(shape: str, rng: np.random.Generator) -> tuple[Demand, Elasticity]:
 def draw_state(
     shape: str, nodes: int, busy: float, waiting_count: int, seed: int
 ) -> tuple[ActionQueue, list[Pool], list[Executing]]:
-    """A random state. One action in ten has no known duration, and seven in ten must run on their trajectory's node."""
+    """A random state. One action in ten has no known duration, and seven in ten must run on their
+    trajectory's node."""
     rng = np.random.default_rng(seed)
     size = CORES // nodes
     held = int(size * busy)
@@ -112,7 +118,11 @@ def draw_state(
     pools: list[Pool] = [FlatPool("cpu_cores", size, free)]
     if nodes > 1:
         pools = [
-            CpuNodes([f"n{at}" for at in range(nodes)], [(size, 1024 * GIB)] * nodes, [(free, 1024 * GIB)] * nodes)
+            CpuNodes(
+                [f"n{at}" for at in range(nodes)],
+                [(size, 1024 * GIB)] * nodes,
+                [(free, 1024 * GIB)] * nodes,
+            )
         ]
     waiting = ActionQueue(capacities(pools))
     for index in range(waiting_count):
@@ -124,5 +134,9 @@ def draw_state(
         cost: dict[str, Demand] = {"cpu_cores": units}
         if nodes > 1 and home is None:
             cost["memory_bytes"] = Fixed(GIB // 4)
-        waiting.add(Action(f"a{index}", f"t{index}", index, cost, single_unit_s, "cpu_cores", elasticity, home))
+        waiting.add(
+            Action(
+                f"a{index}", f"t{index}", index, cost, single_unit_s, "cpu_cores", elasticity, home
+            )
+        )
     return waiting, pools, executing

@@ -1,7 +1,8 @@
-"""CPU nodes under the elastic scheduler (ARL-Tangram §5.2): each node has a gateway with the dispatcher that it runs.
+"""CPU nodes under the elastic scheduler (ARL-Tangram §5.2): each node has a gateway with the
+dispatcher that it runs.
 
-A trajectory stays on the node that its first action was placed on, by balance of memory, and holds its memory there as
-long as it lives.
+A trajectory stays on the node that its first action was placed on, by balance of memory, and holds
+its memory there as long as it lives.
 """
 
 from collections import deque
@@ -17,7 +18,8 @@ from treadle_bench.tools.trace import Asked, Dispatched, Executor, Report, Trace
 
 
 class UnforeseeingCpuManager(CpuManager):
-    """Decisions do not count on actions that have yet to arrive: the paper's scheduler as printed."""
+    """Decisions do not count on actions that have yet to arrive: the paper's scheduler as
+    printed."""
 
     def executing(self, now_s: float) -> list[Executing]:
         return [each._replace(scalable=False) for each in super().executing(now_s)]
@@ -37,8 +39,8 @@ class _Node:
 
 
 class ElasticCores(Executor):
-    """On CPU nodes. overhead_s: the system's own seconds before each action runs. foresees: decisions count on
-    actions that have yet to arrive."""
+    """On CPU nodes. overhead_s: the system's own seconds before each action runs. foresees:
+    decisions count on actions that have yet to arrive."""
 
     def __init__(
         self,
@@ -65,7 +67,9 @@ class ElasticCores(Executor):
             for machine in machines
         ]
         self._homes: dict[str, _Node] = {}
-        self._homeless: deque[Asked] = deque()  # first actions of trajectories that no node has memory for
+        self._homeless: deque[Asked] = (
+            deque()
+        )  # first actions of trajectories that no node has memory for
 
     def close(self, trace: Trace) -> None:
         """Free the trajectory's memory, and place trajectories that waited for it."""
@@ -85,7 +89,8 @@ class ElasticCores(Executor):
             self._homeless.append(asked)
 
     def _place(self, asked: Asked) -> bool:
-        """Choose the node with the largest share of its memory free, one with free cores before others."""
+        """Choose the node with the largest share of its memory free, one with free cores before
+        others."""
         needed = asked.trace.memory_bytes
         fits = [node for node in self._nodes if node.free_memory_bytes >= needed]
         least = asked.call.cost[CPU_CORES].least

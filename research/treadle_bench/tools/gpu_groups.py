@@ -1,9 +1,9 @@
-"""Reward models on GPU nodes: the elastic scheduler with evict-on-execution, and baselines (ARL-Tangram §5.3, Figures
-6, 8b).
+"""Reward models on GPU nodes: the elastic scheduler with evict-on-execution, and baselines
+(ARL-Tangram §5.3, Figures 6, 8b).
 
-`StaticGroups`: every model has GPUs of its own, always in memory. `LoadingGroups`: groups of one degree that any model
-can be loaded onto, and start-up by locality, as ServerlessLLM does it: a request waits for a group that has its model
-where that takes less time than loading it elsewhere.
+`StaticGroups`: every model has GPUs of its own, always in memory. `LoadingGroups`: groups of one
+degree that any model can be loaded onto, and start-up by locality, as ServerlessLLM does it: a
+request waits for a group that has its model where that takes less time than loading it elsewhere.
 """
 
 from collections import deque
@@ -24,11 +24,11 @@ MISS_SHARE = 0.05  # of the newest in the share of a degree's starts that had to
 
 
 class ElasticGpus(Executor):
-    """gpus: in nodes of 8; the last node may have fewer. aware: the scheduler knows the execution and the mean
-    restoring of a degree; else execution only, as in the paper.
+    """gpus: in nodes of 8; the last node may have fewer. aware: the scheduler knows the execution
+    and the mean restoring of a degree; else execution only, as in the paper.
 
-    Of a high degree many services fit beside each other, so it restores seldom; the paper's scheduler does not see
-    that.
+    Of a high degree many services fit beside each other, so it restores seldom; the paper's
+    scheduler does not see that.
     """
 
     def __init__(
@@ -53,10 +53,13 @@ class ElasticGpus(Executor):
         seconds = {degree: asked.call.seconds_on(degree) for degree in key_units(cost[GPUS])}
         if self._aware:
             seconds = {
-                each: took + self._missed[each] * self._restoring.seconds(each) for each, took in seconds.items()
+                each: took + self._missed[each] * self._restoring.seconds(each)
+                for each, took in seconds.items()
             }
         one_s = seconds[1]
-        used = Measured(tuple((degree, min(1.0, one_s / (degree * took))) for degree, took in seconds.items()))
+        used = Measured(
+            tuple((degree, min(1.0, one_s / (degree * took))) for degree, took in seconds.items())
+        )
         self._gateway.submit(asked, cost, one_s, GPUS, used)
 
     @staticmethod
@@ -68,7 +71,8 @@ class ElasticGpus(Executor):
         dispatcher.decide(0.0)
 
     def _restore_s(self, started: Started) -> float:
-        """Seconds to restore the service of an action that starts; counted in what its degree costs on average."""
+        """Seconds to restore the service of an action that starts; counted in what its degree costs
+        on average."""
         grant = started.grant.gpu
         assert grant is not None
         self._missed[started.units] += MISS_SHARE * (grant.restore - self._missed[started.units])
@@ -79,7 +83,12 @@ class StaticGroups(Executor):
     """replicas: groups of each model, of `degree` GPUs."""
 
     def __init__(
-        self, timeline: Timeline, report: Report, services: Sequence[str], degree: int, replicas: int = 1
+        self,
+        timeline: Timeline,
+        report: Report,
+        services: Sequence[str],
+        degree: int,
+        replicas: int = 1,
     ) -> None:
         super().__init__(timeline, report)
         self._degree = degree
@@ -115,7 +124,9 @@ class _Group:
 class LoadingGroups(Executor):
     """loading: how fast a model comes into a group's memory."""
 
-    def __init__(self, timeline: Timeline, report: Report, groups: int, degree: int, loading: Restoring) -> None:
+    def __init__(
+        self, timeline: Timeline, report: Report, groups: int, degree: int, loading: Restoring
+    ) -> None:
         super().__init__(timeline, report)
         self._degree, self._loading = degree, loading
         self._groups = [_Group() for _ in range(groups)]
@@ -139,13 +150,21 @@ class LoadingGroups(Executor):
             if there is not None:
                 self._run(there, asked, 0.0)
                 continue
-            holders = [group.busy_until_s - now for group in self._groups if group.service == service]
-            wait_s = min(holders) + ahead_s.get(service, 0.0) / len(holders) if holders else float("inf")
+            holders = [
+                group.busy_until_s - now for group in self._groups if group.service == service
+            ]
+            wait_s = (
+                min(holders) + ahead_s.get(service, 0.0) / len(holders) if holders else float("inf")
+            )
             if wait_s <= self._loading.seconds(self._degree):
                 ahead_s[service] = ahead_s.get(service, 0.0) + took_s
                 left.append(asked)
             else:
-                self._run(min(idle, key=lambda group: group.used_s), asked, self._loading.seconds(self._degree))
+                self._run(
+                    min(idle, key=lambda group: group.used_s),
+                    asked,
+                    self._loading.seconds(self._degree),
+                )
         left.extend(self._waiting)
         self._waiting = left
 

@@ -1,4 +1,5 @@
-"""Reward models on GPUs: a shared pool against groups of GPUs for each model, and against loading (Figures 3b, 8b)."""
+"""Reward models on GPUs: a shared pool against groups of GPUs for each model, and against loading
+(Figures 3b, 8b)."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -19,12 +20,20 @@ from treadle_bench.tools.reward_models import (
     services,
     teachers,
 )
-from treadle_bench.tools.setting import DecisionSeconds, Plan, Setting, decision_seconds, mean_act_s, mean_action
+from treadle_bench.tools.setting import (
+    DecisionSeconds,
+    Plan,
+    Setting,
+    decision_seconds,
+    mean_act_s,
+    mean_action,
+)
 from treadle_bench.tools.trace import Make, Replay, Trace, play
 
 GROUP = 4  # §6.1: four GPUs a model
 JUDGE_GROUP, JUDGE_REPLICAS = 8, 5  # §6.1: of search alone
-# Serverless loading, each time into a new engine: from its authors' local storage of a node, or from the host's memory.
+# Serverless loading, each time into a new engine: from its authors' local storage of a node, or
+# from the host's memory.
 STORAGE_BYTES_PER_S = 10e9
 ENGINE_START_S = 1.0  # contexts and communicators; a choice
 BUSY_TEACHERS = 12  # Figure 3b
@@ -34,7 +43,9 @@ PACES = {SPARSE_PACE: SPARSE, DENSE_PACE: DENSE}
 
 def elastic(gpus: int, names: Sequence[str], *, aware: bool = True) -> Make:
     known = services(list(names))
-    return lambda timeline, report: ElasticGpus(timeline, report, gpus, known, Restoring(), aware=aware)
+    return lambda timeline, report: ElasticGpus(
+        timeline, report, gpus, known, Restoring(), aware=aware
+    )
 
 
 def static(names: Sequence[str], degree: int = GROUP, replicas: int = 1) -> Make:
@@ -62,9 +73,15 @@ def measure(plan: Plan) -> dict[str, Any]:
     setting = plan.setting
     models = (*teachers(setting.gpus // GROUP - 1), JUDGE)
     pairs = [(size, name) for size in setting.scored_batches for name in PACES]
-    cells = [[Cell(models, setting.gpus, size, PACES[name], seed) for seed in plan.seeds] for size, name in pairs]
+    cells = [
+        [Cell(models, setting.gpus, size, PACES[name], seed) for seed in plan.seeds]
+        for size, name in pairs
+    ]
     medians, costs = plan.run_cells("rewards", play_cell, cells)
-    rows = [{"batch": size, "pace": name, **row} for (size, name), row in zip(pairs, medians, strict=True)]
+    rows = [
+        {"batch": size, "pace": name, **row}
+        for (size, name), row in zip(pairs, medians, strict=True)
+    ]
     fractions = {name: _fraction(plan, models, pace) for name, pace in PACES.items()}
     plan.report("one judge; twelve teachers")
     return {
@@ -101,20 +118,32 @@ def play_on_fewer(cell: Cell) -> dict[str, float]:
     traces = scored_batch(cell.size, cell.seed, cell.models, pace=cell.pace)
     own = play(traces, static(cell.models))
     executed_s = sum(record.execution_s for record in own.records)
-    found = {"static_s": mean_act_s(own), "static_busy": executed_s / len(cell.models) / max(own.ends_s.values())}
+    found = {
+        "static_s": mean_act_s(own),
+        "static_busy": executed_s / len(cell.models) / max(own.ends_s.values()),
+    }
     for gpus in cell.fewer:
         found[f"elastic_{gpus}_s"] = mean_act_s(play(traces, elastic(gpus, cell.models)))
-        found[f"loading_memory_{gpus}_s"] = mean_act_s(play(traces, loading(gpus, HOST_BYTES_PER_S)))
+        found[f"loading_memory_{gpus}_s"] = mean_act_s(
+            play(traces, loading(gpus, HOST_BYTES_PER_S))
+        )
     return found
 
 
 def _fraction(plan: Plan, models: tuple[str, ...], pace: float) -> dict[str, Any]:
-    """The fewest GPUs on which the rewards of one batch complete as soon as on own groups (Figure 8b, right)."""
+    """The fewest GPUs on which the rewards of one batch complete as soon as on own groups (Figure
+    8b, right)."""
     setting = plan.setting
-    cells = [Cell(models, setting.gpus, setting.scored_batch, pace, seed, setting.gpus_tried) for seed in plan.seeds]
+    cells = [
+        Cell(models, setting.gpus, setting.scored_batch, pace, seed, setting.gpus_tried)
+        for seed in plan.seeds
+    ]
     found = median_by_key(plan.run_jobs("rewards on fewer GPUs", play_on_fewer, cells))
     rows = [
-        {"gpus": gpus, **{key: found[f"{key[:-2]}_{gpus}_s"] for key in ("elastic_s", "loading_memory_s")}}
+        {
+            "gpus": gpus,
+            **{key: found[f"{key[:-2]}_{gpus}_s"] for key in ("elastic_s", "loading_memory_s")},
+        }
         for gpus in setting.gpus_tried
     ]
     enough = [row["gpus"] for row in rows if row["elastic_s"] <= found["static_s"]]
@@ -130,7 +159,9 @@ def _play_judge(setting: Setting, seed: int) -> dict[str, float]:
     """Search alone, one judge on all GPUs: five replicas of eight GPUs against the pool."""
     traces = scored_batch(setting.search_batch, seed, [JUDGE], pace=DENSE)
     replicas = min(JUDGE_REPLICAS, setting.gpus // JUDGE_GROUP)
-    ours, ratio = _compare(traces, elastic(setting.gpus, [JUDGE]), static([JUDGE], JUDGE_GROUP, replicas))
+    ours, ratio = _compare(
+        traces, elastic(setting.gpus, [JUDGE]), static([JUDGE], JUDGE_GROUP, replicas)
+    )
     return rounded({**ratio, **mean_action(ours.records)})
 
 

@@ -1,7 +1,9 @@
-"""The tools service itself: time of an invocation, many sessions at once, and a bursty trace live and simulated.
+"""The tools service itself: time of an invocation, many sessions at once, and a bursty trace live
+and simulated.
 
-Starts a real service with its sandboxes and a nats-server, and calls it over loopback. The trace is a small coding
-batch: commands that sleep, on more cores than the machine has, since sleeping takes none.
+Starts a real service with its sandboxes and a nats-server, and calls it over loopback. The trace is
+a small coding batch: commands that sleep, on more cores than the machine has, since sleeping takes
+none.
 """
 
 import asyncio
@@ -39,7 +41,8 @@ CORES = 6  # of the tools service in the replay
 
 
 async def measure(options: BenchOptions, setting: Setting) -> dict[str, Any]:
-    """The figures; `missing` says why nothing could be measured. Raises ProcessError, grpc.aio.AioRpcError."""
+    """The figures; `missing` says why nothing could be measured. Raises ProcessError,
+    grpc.aio.AioRpcError."""
     try:
         require_bubblewrap()
     except UsageProblem as problem:
@@ -50,7 +53,9 @@ async def measure(options: BenchOptions, setting: Setting) -> dict[str, Any]:
         found["fresh"] = await time_invocations(tools, setting, "")
         found["sessions"] = await run_sessions(tools, setting)
     async with _run_tools(options, CORES=str(CORES)) as tools:
-        found["replay"] = await replay_trace(tools, draw_burst(setting.live_trajectories, options.seed))
+        found["replay"] = await replay_trace(
+            tools, draw_burst(setting.live_trajectories, options.seed)
+        )
     return found
 
 
@@ -64,8 +69,8 @@ async def _run_tools(options: BenchOptions, **settings: str) -> AsyncIterator[To
 
 
 async def time_invocations(tools: Tools, setting: Setting, trajectory_id: str) -> dict[str, float]:
-    """Milliseconds of a trivial snippet for the caller, one call after the other. Calls of one trajectory share a
-    sandbox; with an empty `trajectory_id` each has a fresh one."""
+    """Milliseconds of a trivial snippet for the caller, one call after the other. Calls of one
+    trajectory share a sandbox; with an empty `trajectory_id` each has a fresh one."""
     took_s: list[float] = []
     overhead_s: list[float] = []
     for _ in range(WARM_UP + setting.live_calls):
@@ -85,15 +90,26 @@ async def run_sessions(tools: Tools, setting: Setting) -> dict[str, float]:
 
     async def play_one(seed: int) -> bool:
         opening = tools_pb2.OpenSessionRequest(
-            request_id=uuid.uuid4().hex, tool="frozen_lake", arguments_json=json.dumps({"seed": seed})
+            request_id=uuid.uuid4().hex,
+            tool="frozen_lake",
+            arguments_json=json.dumps({"seed": seed}),
         )
         try:
             try:
-                session_id = (await tools.OpenSession(opening, timeout=CALL_TIMEOUT_S)).session.session_id
+                session_id = (
+                    await tools.OpenSession(opening, timeout=CALL_TIMEOUT_S)
+                ).session.session_id
             finally:
-                await everyone_open.wait()  # also after a failure, so that the others do not wait forever
-            results = [await _invoke(tools, {"action": "left"}, session_id=session_id) for _ in range(STEPS)]
-            closing = tools_pb2.CloseSessionRequest(request_id=uuid.uuid4().hex, session_id=session_id)
+                await (
+                    everyone_open.wait()
+                )  # also after a failure, so that the others do not wait forever
+            results = [
+                await _invoke(tools, {"action": "left"}, session_id=session_id)
+                for _ in range(STEPS)
+            ]
+            closing = tools_pb2.CloseSessionRequest(
+                request_id=uuid.uuid4().hex, session_id=session_id
+            )
             await tools.CloseSession(closing, timeout=CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return False
@@ -102,7 +118,12 @@ async def run_sessions(tools: Tools, setting: Setting) -> dict[str, float]:
     began = time.perf_counter()
     ended = await asyncio.gather(*(play_one(seed) for seed in range(setting.sessions)))
     took_s = time.perf_counter() - began
-    return {"asked": float(len(ended)), "ok": float(sum(ended)), "steps": float(STEPS), "took_s": round(took_s, 2)}
+    return {
+        "asked": float(len(ended)),
+        "ok": float(sum(ended)),
+        "steps": float(STEPS),
+        "took_s": round(took_s, 2),
+    }
 
 
 def draw_burst(trajectories: int, seed: int) -> tuple[Trace, ...]:
@@ -114,7 +135,10 @@ def draw_burst(trajectories: int, seed: int) -> tuple[Trace, ...]:
         generating = rng.exponential(0.25, count).round(3).tolist()
         seconds = np.minimum(rng.lognormal(-2.2, 0.8, count), 1.0).round(3).tolist()
         seconds[-1] = round(float(min(rng.lognormal(-0.5, 0.6), 2.0)), 3)
-        calls = [Call(gen, {CPU_CORES: Fixed(1)}, each) for gen, each in zip(generating, seconds, strict=True)]
+        calls = [
+            Call(gen, {CPU_CORES: Fixed(1)}, each)
+            for gen, each in zip(generating, seconds, strict=True)
+        ]
         traces.append(Trace(f"live-{at}", "coding", tuple(calls)))
     return tuple(traces)
 
@@ -130,8 +154,9 @@ class _Lived(NamedTuple):
 
 
 async def replay_trace(tools: Tools, traces: Sequence[Trace]) -> dict[str, Any]:
-    """Play the trace through the service and through the simulator. The simulator's overhead of an action is the live
-    median: of the service, the calls over loopback, and the start and end of a snippet."""
+    """Play the trace through the service and through the simulator. The simulator's overhead of an
+    action is the live median: of the service, the calls over loopback, and the start and end of a
+    snippet."""
     for _ in range(WARM_UP):
         await _invoke(tools, {"code": "1"}, tool="python")
     lived: list[_Lived] = []
@@ -145,7 +170,9 @@ async def replay_trace(tools: Tools, traces: Sequence[Trace]) -> dict[str, Any]:
             snippet = {"code": f"import time; time.sleep({call.single_unit_s})"}
             result = await _invoke(tools, snippet, tool="python", trajectory_id=name)
             took_s = time.perf_counter() - asked_s
-            lived.append(_Lived(name, at, took_s, _seconds(result.timing.queue), call.single_unit_s))
+            lived.append(
+                _Lived(name, at, took_s, _seconds(result.timing.queue), call.single_unit_s)
+            )
         ends_s.append(time.perf_counter() - began)
 
     began = time.perf_counter()
@@ -154,11 +181,16 @@ async def replay_trace(tools: Tools, traces: Sequence[Trace]) -> dict[str, Any]:
             group.create_task(play_one(trace))
     overhead_s = median(each.completion_s - each.queue_s - each.slept_s for each in lived)
     nodes = equal_machines(1, CORES, 0)
-    simulated = play(traces, lambda timeline, report: ElasticCores(timeline, report, nodes, overhead_s))
+    simulated = play(
+        traces, lambda timeline, report: ElasticCores(timeline, report, nodes, overhead_s)
+    )
     simulated_s_of = {
-        (record.asked.trace.trajectory_id, record.asked.at): record.completion_s for record in simulated.records
+        (record.asked.trace.trajectory_id, record.asked.at): record.completion_s
+        for record in simulated.records
     }
-    errors = [abs(simulated_s_of[each.trajectory_id, each.at] / each.completion_s - 1.0) for each in lived]
+    errors = [
+        abs(simulated_s_of[each.trajectory_id, each.at] / each.completion_s - 1.0) for each in lived
+    ]
     live_s = float(np.mean([each.completion_s for each in lived]))
     simulated_s = float(np.mean(list(simulated_s_of.values())))
     live_end_s, simulated_end_s = max(ends_s), max(simulated.ends_s.values())
@@ -181,7 +213,9 @@ async def replay_trace(tools: Tools, traces: Sequence[Trace]) -> dict[str, Any]:
 
 async def _invoke(tools: Tools, arguments: dict[str, str], **target: str) -> tools_pb2.ToolResult:
     """target: the session, or the tool and the trajectory."""
-    request = tools_pb2.InvokeRequest(request_id=uuid.uuid4().hex, arguments_json=json.dumps(arguments))
+    request = tools_pb2.InvokeRequest(
+        request_id=uuid.uuid4().hex, arguments_json=json.dumps(arguments)
+    )
     for field, value in target.items():
         setattr(request, field, value)
     return (await tools.Invoke(request, timeout=CALL_TIMEOUT_S)).result

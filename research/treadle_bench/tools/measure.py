@@ -1,12 +1,14 @@
-"""`treadle bench tools`: ARL-Tangram's evaluation under a virtual clock, and the tools service itself.
+"""`treadle bench tools`: ARL-Tangram's evaluation under a virtual clock, and the tools service
+itself.
 
-`act_ratio_*`: mean action completion time of a trajectory under the baseline over that under the elastic scheduler,
-medians over `repeats` seeds. `pod`: a pod for each trajectory, without timeouts; `_1280`: at that batch on 1,280 cores;
-`_min`: the least over batches. `dop4_256`, `dop16_1280`: the same scheduler with a fixed number of cores for a reward,
-at that batch. `gpu_fraction_same_act`: the smallest fraction of the GPUs on which rewards complete as soon as on groups
-of GPUs of their own, null where there is none; at the pace of Figure 3b. `decision_p99_ms`: real, of the worst state.
-`overhead_pct`: real seconds of the decisions that actions waited for, over the virtual seconds that actions executed.
-`live_*`: null where there is no sandbox; `live.missing` says why.
+`act_ratio_*`: mean action completion time of a trajectory under the baseline over that under the
+elastic scheduler, medians over `repeats` seeds. `pod`: a pod for each trajectory, without timeouts;
+`_1280`: at that batch on 1,280 cores; `_min`: the least over batches. `dop4_256`, `dop16_1280`: the
+same scheduler with a fixed number of cores for a reward, at that batch. `gpu_fraction_same_act`:
+the smallest fraction of the GPUs on which rewards complete as soon as on groups of GPUs of their
+own, null where there is none; at the pace of Figure 3b. `decision_p99_ms`: real, of the worst
+state. `overhead_pct`: real seconds of the decisions that actions waited for, over the virtual
+seconds that actions executed. `live_*`: null where there is no sandbox; `live.missing` says why.
 """
 
 import asyncio
@@ -19,7 +21,13 @@ import numpy as np
 from treadle_bench.bench import Bench, BenchOptions
 from treadle_bench.summary import median_by_key, rounded
 from treadle_bench.tools import cores, decisions, gpus, live
-from treadle_bench.tools.api_calls import LIMITS, ManagedCalls, ProviderModel, UnmanagedCalls, search_batch
+from treadle_bench.tools.api_calls import (
+    LIMITS,
+    ManagedCalls,
+    ProviderModel,
+    UnmanagedCalls,
+    search_batch,
+)
 from treadle_bench.tools.page import page_values
 from treadle_bench.tools.plot import draw
 from treadle_bench.tools.setting import (
@@ -68,7 +76,8 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
         "seeds": [options.seeds[0], options.seeds[-1]],
         "quick": options.quick,
         "setting": {
-            key: getattr(setting, key) for key in ("cores", "nodes", "gpus", "batch", "small_batch", "scored_batch")
+            key: getattr(setting, key)
+            for key in ("cores", "nodes", "gpus", "batch", "small_batch", "scored_batch")
         },
         "decisions": decided,
         "cores": coding,
@@ -79,15 +88,18 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
 
 
 def _play_calls(plan: Plan) -> dict[str, Any]:
-    """API calls of search agents: each agent calls and retries by itself, or all calls go through the Basic manager
-    (Figures 3d, 6)."""
+    """API calls of search agents: each agent calls and retries by itself, or all calls go through
+    the Basic manager (Figures 3d, 6)."""
     plan.report("API calls")
     rows: dict[str, list[dict[str, float]]] = {"managed": [], "unmanaged": []}
     kept = []
     windows: dict[str, Any] = {}
     for seed in plan.seeds:
         traces = search_batch(plan.setting.search_batch, seed)
-        makes: tuple[Callable[..., Executor], ...] = (ManagedCalls, partial(UnmanagedCalls, seed=seed))
+        makes: tuple[Callable[..., Executor], ...] = (
+            ManagedCalls,
+            partial(UnmanagedCalls, seed=seed),
+        )
         for name, make in zip(rows, makes, strict=True):
             provider = ProviderModel(LIMITS)
             replay = play(traces, partial(make, provider=provider))
@@ -97,7 +109,11 @@ def _play_calls(plan: Plan) -> dict[str, Any]:
                 kept.append(decision_seconds(replay))
     return {
         "batch": plan.setting.search_batch,
-        "limits": {"concurrency": LIMITS.concurrency, "quota": LIMITS.quota, "period_s": LIMITS.period_s},
+        "limits": {
+            "concurrency": LIMITS.concurrency,
+            "quota": LIMITS.quota,
+            "period_s": LIMITS.period_s,
+        },
         **{name: median_by_key(of_seeds) for name, of_seeds in rows.items()},
         "windows": windows,
         **overheads(kept),
@@ -124,8 +140,10 @@ def _summarize_calls(replay: Replay, provider: ProviderModel) -> dict[str, float
 
 BENCH = Bench(
     "tools",
-    "Actions of tools and rewards: the elastic scheduler against pods, fixed degrees, GPU groups and retries under a "
-    "virtual clock; decisions and the live service in real time. --quick: seconds. Takes 10 minutes.",
+    "Actions of tools and rewards: the elastic scheduler against pods, fixed degrees, GPU groups "
+    "and retries under a "
+    "virtual clock; decisions and the live service in real time. --quick: seconds. Takes 10 "
+    "minutes.",
     measure,
     page=page_values,
     draw=draw,

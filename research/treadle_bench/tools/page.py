@@ -1,4 +1,5 @@
-"""What the page of `bench tools` needs beside its figures: the aims, the paper's own figures, and the assumptions."""
+"""What the page of `bench tools` needs beside its figures: the aims, the paper's own figures, and
+the assumptions."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -36,18 +37,28 @@ def page_values(found: Found) -> dict[str, Any]:
         "data": found["cores"]["shapes"] not in ("fitted", "traces"),
         "aims": list(check_aims(found)),
         "paces": {name: found["gpus"]["fractions"][name] for name in gpus.PACES},
-        "table1": [("coding", row) for row in found["cores"]["table1"]] + [("rewards", row) for row in rewards],
+        "table1": [("coding", row) for row in found["cores"]["table1"]]
+        + [("rewards", row) for row in rewards],
         "paper_table1": PAPER_TABLE_1,
         "call_columns": CALL_COLUMNS,
         "varied": varied,
         "sensitivity": {row["changed"]: row for row in found["cores"]["sensitivity"]},
-        "pods_range": [min(row["ratio_pods"] for row in batches), max(row["ratio_pods"] for row in batches)],
+        "pods_range": [
+            min(row["ratio_pods"] for row in batches),
+            max(row["ratio_pods"] for row in batches),
+        ],
         "printed_range": [min(printed), max(printed)],
         "degree_4": batches[1],
         "degree_16": batches[-2],
         "highest_ratio": highest_ratio,
         "last_rewards": max(rewards, key=lambda row: row["batch"]),
-        "assumed": {"coding": coding, "models": reward_models, "trace": trace, "api": api_calls, "pods": PodRules()}
+        "assumed": {
+            "coding": coding,
+            "models": reward_models,
+            "trace": trace,
+            "api": api_calls,
+            "pods": PodRules(),
+        }
         | {"cores": cores, "gpus": gpus},
     }
 
@@ -58,14 +69,41 @@ def check_aims(found: Found) -> Iterator[list[str]]:
     rows = {row["batch"]: row for row in found["cores"]["batches"]}
     highest = {4: highest_ratio(rows[small], 4), 16: highest_ratio(rows[batch], 16)}
     busy = "fraction of the reward GPUs for the same ACT, GPUs as busy as in"
-    decision = f"one decision, {found['decisions']['waiting']:,} waiting, 99th percentile of the worst state, ms"
+    decision = (
+        f"one decision, {found['decisions']['waiting']:,} waiting, 99th percentile of the "
+        "worst state, ms"
+    )
     aims: tuple[tuple[str, str, float, float | None, float | None], ...] = (
-        (f"ACT, a pod for each trajectory over ours, batch {batch:,}", "≥", 4.0, found["act_ratio_pod_1280"], None),
+        (
+            f"ACT, a pod for each trajectory over ours, batch {batch:,}",
+            "≥",
+            4.0,
+            found["act_ratio_pod_1280"],
+            None,
+        ),
         ("the same, least of all batches", "≥", 3.0, found["act_ratio_min"], None),
-        (f"ACT, degree 4 over ours, batch {small:,}", "≥", 2.0, found["act_ratio_dop4_256"], highest[4]),
-        (f"ACT, degree 16 over ours, batch {batch:,}", "≥", 3.0, found["act_ratio_dop16_1280"], highest[16]),
+        (
+            f"ACT, degree 4 over ours, batch {small:,}",
+            "≥",
+            2.0,
+            found["act_ratio_dop4_256"],
+            highest[4],
+        ),
+        (
+            f"ACT, degree 16 over ours, batch {batch:,}",
+            "≥",
+            3.0,
+            found["act_ratio_dop16_1280"],
+            highest[16],
+        ),
         (f"{busy} Figure 3b", "≤", 0.29, found["gpu_fraction_same_act"], None),
-        (f"{busy} Table 1", "≤", 0.29, found["gpus"]["fractions"][gpus.DENSE_PACE]["fraction"], None),
+        (
+            f"{busy} Table 1",
+            "≤",
+            0.29,
+            found["gpus"]["fractions"][gpus.DENSE_PACE]["fraction"],
+            None,
+        ),
         (decision, "≤", 5.0, found["decision_p99_ms"], None),
         ("decisions, % of execution (3% in the paper)", "≤", 0.5, found["overhead_pct"], None),
         ("Invoke of a trivial snippet, warm, median, ms", "≤", 5.0, found["live_p50_ms"], None),
@@ -76,10 +114,17 @@ def check_aims(found: Found) -> Iterator[list[str]]:
         yield _aim(aim, f"{sign} {limit:g}", value, reached, bound)
     asked = None if found["live"]["missing"] else found["live"]["sessions"]["asked"]
     ended = found["sessions_ok"]
-    yield _aim("sessions open at once that end well", "all of 200", ended, ended is not None and ended == asked)
+    yield _aim(
+        "sessions open at once that end well",
+        "all of 200",
+        ended,
+        ended is not None and ended == asked,
+    )
 
 
-def _aim(aim: str, limit: str, value: float | None, reached: bool, highest: float | None = None) -> list[str]:
+def _aim(
+    aim: str, limit: str, value: float | None, reached: bool, highest: float | None = None
+) -> list[str]:
     if value is None:
         return [aim, limit, "not measured", "no"]
     why = "" if highest is None else f"; no scheduler can have more than {highest:.2f}"

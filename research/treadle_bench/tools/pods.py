@@ -1,8 +1,10 @@
-"""A Kubernetes pod for each trajectory, as long as it lives (the baseline of ARL-Tangram §6.1 and Figure 8a).
+"""A Kubernetes pod for each trajectory, as long as it lives (the baseline of ARL-Tangram §6.1 and
+Figure 8a).
 
-A pod requests half a core and may use four. It is bound, first come first served, to the node with most unrequested CPU
-where request and memory fit. The node starts its pods one after the other; a trajectory's first action waits for its
-pod. Pods of a node share its cores. A reward runs what the dataset says, a single process unless the rules say more.
+A pod requests half a core and may use four. It is bound, first come first served, to the node with
+most unrequested CPU where request and memory fit. The node starts its pods one after the other; a
+trajectory's first action waits for its pod. Pods of a node share its cores. A reward runs what the
+dataset says, a single process unless the rules say more.
 """
 
 import heapq
@@ -22,7 +24,8 @@ NEVER_S = float("inf")
 
 @dataclass(slots=True)
 class _Class(Generic[Job]):
-    """Jobs that can use as many cores. speed: of each, 1 when it has all it can use. clock_s: seconds at full speed."""
+    """Jobs that can use as many cores. speed: of each, 1 when it has all it can use. clock_s:
+    seconds at full speed."""
 
     clock_s: float = 0.0
     speed: float = 1.0
@@ -30,10 +33,12 @@ class _Class(Generic[Job]):
 
 
 class SharedCores(Generic[Job]):
-    """Processor sharing on one machine: jobs share the cores equally, and none gets more than it can use.
+    """Processor sharing on one machine: jobs share the cores equally, and none gets more than it
+    can use.
 
-    Jobs that can use the same number of cores run at one speed, so a class of them has one virtual clock, and a heap of
-    the times on it at which its jobs are done. Times must not go back."""
+    Jobs that can use the same number of cores run at one speed, so a class of them has one virtual
+    clock, and a heap of the times on it at which its jobs are done. Times must not go back.
+    """
 
     def __init__(self, cores: int) -> None:
         self._cores = cores
@@ -51,7 +56,9 @@ class SharedCores(Generic[Job]):
 
     def next_s(self) -> float:
         """When the first job ends if none comes before; infinite where none runs."""
-        return min((self._ends_s(group) for group in self._classes.values() if group.jobs), default=NEVER_S)
+        return min(
+            (self._ends_s(group) for group in self._classes.values() if group.jobs), default=NEVER_S
+        )
 
     def take_next(self) -> Job:
         """The job that `next_s` is about, taken out at that time."""
@@ -84,14 +91,18 @@ class SharedCores(Generic[Job]):
 
 @dataclass(frozen=True, slots=True)
 class PodRules:
-    """What a pod asks for and how fast pods come. ready_timeout_s: a trajectory whose pod is not ready by then gives it
-    up, and asks for another after retry_s (infinite: it waits). reward_processes: of a reward's tests, at most the
-    pod's limit."""
+    """What a pod asks for and how fast pods come. ready_timeout_s: a trajectory whose pod is not
+    ready by then gives it up, and asks for another after retry_s (infinite: it waits).
+    reward_processes: of a reward's tests, at most the pod's limit."""
 
     request_cores: float = 0.5  # §6.1
     limit_cores: int = 4  # §6.1
-    binds_per_s: float = 100.0  # of a cluster: what Kubernetes' own scalability tests ask of its scheduler
-    starts_per_s: float = 5.0  # of a node: the load of Kubernetes' own node-throughput test, images pulled beforehand
+    binds_per_s: float = (
+        100.0  # of a cluster: what Kubernetes' own scalability tests ask of its scheduler
+    )
+    starts_per_s: float = (
+        5.0  # of a node: the load of Kubernetes' own node-throughput test, images pulled beforehand
+    )
     start_s: float = 1.0  # an image that is there, on an idle node
     ready_timeout_s: float = NEVER_S
     retry_s: float = 5.0
@@ -119,10 +130,14 @@ class _Pod:
 
 
 class Pods(Executor):
-    def __init__(self, timeline: Timeline, report: Report, machines: Sequence[Machine], rules: PodRules) -> None:
+    def __init__(
+        self, timeline: Timeline, report: Report, machines: Sequence[Machine], rules: PodRules
+    ) -> None:
         super().__init__(timeline, report)
         self._rules = rules
-        self._nodes = [_Node(each, 0.0, each.memory_bytes, SharedCores(each.cores)) for each in machines]
+        self._nodes = [
+            _Node(each, 0.0, each.memory_bytes, SharedCores(each.cores)) for each in machines
+        ]
         self._pods: dict[str, _Pod] = {}
         self._pending: deque[_Pod] = deque()
         self._binds_next_s = 0.0
@@ -167,8 +182,12 @@ class Pods(Executor):
             pod.node = node
             now = self._timeline.now
             self._binds_next_s = max(self._binds_next_s, now) + 1.0 / self._rules.binds_per_s
-            node.starts_next_s = max(node.starts_next_s, self._binds_next_s) + 1.0 / self._rules.starts_per_s
-            self._timeline.at(node.starts_next_s + self._rules.start_s, self._ready, pod, pod.attempt)
+            node.starts_next_s = (
+                max(node.starts_next_s, self._binds_next_s) + 1.0 / self._rules.starts_per_s
+            )
+            self._timeline.at(
+                node.starts_next_s + self._rules.start_s, self._ready, pod, pod.attempt
+            )
 
     def _ready(self, pod: _Pod, attempt: int) -> None:
         if pod.attempt != attempt:
@@ -197,9 +216,15 @@ class Pods(Executor):
 
     def _run(self, pod: _Pod, asked: Asked) -> None:
         assert pod.node is not None
-        processes = min(self._rules.reward_processes, self._rules.limit_cores) if asked.call.elasticity else 1
+        processes = (
+            min(self._rules.reward_processes, self._rules.limit_cores)
+            if asked.call.elasticity
+            else 1
+        )
         now = self._timeline.now
-        pod.node.cores.add((asked, now, processes), processes, asked.call.seconds_on(processes), now)
+        pod.node.cores.add(
+            (asked, now, processes), processes, asked.call.seconds_on(processes), now
+        )
         self._next_end(pod.node)
 
     def _next_end(self, node: _Node) -> None:

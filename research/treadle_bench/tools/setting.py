@@ -1,4 +1,5 @@
-"""What the parts of `treadle bench tools` share: sizes, replays turned into figures, and processes for their jobs."""
+"""What the parts of `treadle bench tools` share: sizes, replays turned into figures, and processes
+for their jobs."""
 
 import itertools
 import multiprocessing
@@ -20,7 +21,8 @@ Done = TypeVar("Done")
 
 @dataclass(frozen=True)
 class Setting:
-    """Sizes of ARL-Tangram §6; a quick run has smaller ones. cores: in `nodes` machines. batches: of Figure 8a."""
+    """Sizes of ARL-Tangram §6; a quick run has smaller ones. cores: in `nodes` machines. batches:
+    of Figure 8a."""
 
     nodes: int = 5
     cores: int = 1_280
@@ -66,7 +68,8 @@ QUICK = Setting(
 
 
 def mean_act_s(replay: Replay) -> float:
-    """Mean over trajectories of the sum of their actions' completion times (§6.3), failed actions included."""
+    """Mean over trajectories of the sum of their actions' completion times (§6.3), failed actions
+    included."""
     totals: dict[str, float] = defaultdict(float)
     for record in replay.records:
         totals[record.asked.trace.trajectory_id] += record.completion_s
@@ -74,13 +77,17 @@ def mean_act_s(replay: Replay) -> float:
 
 
 def split_times(replay: Replay) -> dict[str, float]:
-    """Seconds of a trajectory's tools, rewards and generation, and of an action's parts (Figure 7, Table 1)."""
+    """Seconds of a trajectory's tools, rewards and generation, and of an action's parts (Figure 7,
+    Table 1)."""
     count = len(replay.traces)
     of = {
         kind: [record for record in replay.records if record.asked.call.reward == reward]
         for kind, reward in (("tools", False), ("rewards", True))
     }
-    found = {f"{kind}_s": sum(record.completion_s for record in records) / count for kind, records in of.items()}
+    found = {
+        f"{kind}_s": sum(record.completion_s for record in records) / count
+        for kind, records in of.items()
+    }
     found["generation_s"] = sum(trace.generation_s for trace in replay.traces) / count
     found |= mean_action(replay.records)
     found["makespan_s"] = max(replay.ends_s.values())
@@ -90,7 +97,8 @@ def split_times(replay: Replay) -> dict[str, float]:
 
 
 def mean_action(records: Sequence[Record]) -> dict[str, float]:
-    """Mean seconds of an action: execution, queue, the system's overhead (Table 1); 99th percentile of completion."""
+    """Mean seconds of an action: execution, queue, the system's overhead (Table 1); 99th percentile
+    of completion."""
     return {
         "execution_s": float(np.mean([record.execution_s for record in records])),
         "queue_s": float(np.mean([record.queue_s for record in records])),
@@ -100,8 +108,8 @@ def mean_action(records: Sequence[Record]) -> dict[str, float]:
 
 
 def by_arrival(replay: Replay, width_s: float) -> dict[str, list[float]]:
-    """For each window of `width_s` seconds: mean completion time and number of the actions that arrived in it
-    (Figures 3d, 6)."""
+    """For each window of `width_s` seconds: mean completion time and number of the actions that
+    arrived in it (Figures 3d, 6)."""
     arrived: dict[int, list[float]] = defaultdict(list)
     for record in replay.records:
         arrived[int(record.asked.arrived_s // width_s)].append(record.completion_s)
@@ -114,8 +122,9 @@ def by_arrival(replay: Replay, width_s: float) -> dict[str, list[float]]:
 
 
 class DecisionSeconds(NamedTuple):
-    """Real seconds of a replay's decisions: took_s: of each decision. felt_s: of the decisions that actions waited for,
-    summed over actions. executed_s: virtual seconds that its actions executed."""
+    """Real seconds of a replay's decisions: took_s: of each decision. felt_s: of the decisions that
+    actions waited for, summed over actions. executed_s: virtual seconds that its actions executed.
+    """
 
     took_s: list[float]
     felt_s: float
@@ -129,8 +138,8 @@ def decision_seconds(replay: Replay) -> DecisionSeconds:
 
 
 def overheads(parts: Sequence[DecisionSeconds]) -> dict[str, float]:
-    """Real seconds of decisions over the virtual seconds of what they started. `overhead_pct`: each action counts the
-    whole decision that it waited for. `busy_pct`: each decision counts once."""
+    """Real seconds of decisions over the virtual seconds of what they started. `overhead_pct`: each
+    action counts the whole decision that it waited for. `busy_pct`: each decision counts once."""
     executed_s = sum(part.executed_s for part in parts)
     took_s = [took for part in parts for took in part.took_s]
     return {
@@ -144,22 +153,29 @@ def overheads(parts: Sequence[DecisionSeconds]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the bench is run. report: prints which part begins. pool: processes for jobs; None: jobs run in this one."""
+    """How the bench is run. report: prints which part begins. pool: processes for jobs; None: jobs
+    run in this one."""
 
     setting: Setting
     seeds: Sequence[int]
     report: Callable[[str], None]
     pool: ProcessPoolExecutor | None = None
 
-    def run_jobs(self, what: str, function: Callable[[Job], Done], jobs: Sequence[Job]) -> list[Done]:
+    def run_jobs(
+        self, what: str, function: Callable[[Job], Done], jobs: Sequence[Job]
+    ) -> list[Done]:
         """The result of each job, in their order. Jobs and results are pickled."""
         self.report(what)
         return list(map(function, jobs) if self.pool is None else self.pool.map(function, jobs))
 
     def run_cells(
-        self, what: str, play: Callable[[Job], tuple[dict[str, float], DecisionSeconds]], cells: Sequence[Sequence[Job]]
+        self,
+        what: str,
+        play: Callable[[Job], tuple[dict[str, float], DecisionSeconds]],
+        cells: Sequence[Sequence[Job]],
     ) -> tuple[list[dict[str, Any]], dict[str, float]]:
-        """Of each cell, which has a job for each seed, the medians of its figures; and the overheads of all."""
+        """Of each cell, which has a job for each seed, the medians of its figures; and the
+        overheads of all."""
         done = iter(self.run_jobs(what, play, [job for cell in cells for job in cell]))
         of_cells = [list(itertools.islice(done, len(cell))) for cell in cells]
         medians = [median_by_key([figures for figures, _ in seeds]) for seeds in of_cells]
@@ -167,7 +183,9 @@ class Plan:
 
 
 @contextmanager
-def open_plan(setting: Setting, seeds: Sequence[int], workers: int, report: Callable[[str], None]) -> Iterator[Plan]:
+def open_plan(
+    setting: Setting, seeds: Sequence[int], workers: int, report: Callable[[str], None]
+) -> Iterator[Plan]:
     """A plan, with a pool of processes where there are several workers."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context) if workers > 1 else nullcontext() as pool:

@@ -1,15 +1,17 @@
-"""Replay trajectories that alternate between generation and actions, and record what became of each action.
+"""Replay trajectories that alternate between generation and actions, and record what became of each
+action.
 
 Executors with this product's scheduler: `elastic_cores.ElasticCores`, `gpu_groups.ElasticGpus`,
 `api_calls.ManagedCalls`. What it replaces: `pods.Pods`, `gpu_groups.StaticGroups`,
 `gpu_groups.LoadingGroups`, `api_calls.UnmanagedCalls`.
 
-A trace is the same for every executor: its seconds are those on a single unit, and what more units make of them follows
-from the call's elasticity (eq. 1 of ARL-Tangram). Times are seconds from the batch's start.
+A trace is the same for every executor: its seconds are those on a single unit, and what more units
+make of them follows from the call's elasticity (eq. 1 of ARL-Tangram). Times are seconds from the
+batch's start.
 
-Invariants of `play`: an action is submitted once, when the generation before it is over; the next generation starts
-when the action has ended, failed or not; a trajectory opens, as its environment does, before its first generation, and
-ends with its last action.
+Invariants of `play`: an action is submitted once, when the generation before it is over; the next
+generation starts when the action has ended, failed or not; a trajectory opens, as its environment
+does, before its first generation, and ends with its last action.
 """
 
 import time
@@ -28,8 +30,9 @@ from treadle_sim.workloads.workload import TrajectoryWork
 class Call:
     """One action, and the generation before it.
 
-    cost: what it asks for while it runs. single_unit_s: how long it takes on one unit of `key`. profiled_s: what is
-    known of that beforehand, None: nothing. elasticity None: more units do not help. service: the model it wants.
+    cost: what it asks for while it runs. single_unit_s: how long it takes on one unit of `key`.
+    profiled_s: what is known of that beforehand, None: nothing. elasticity None: more units do not
+    help. service: the model it wants.
     """
 
     generation_s: float
@@ -43,12 +46,15 @@ class Call:
 
     def seconds_on(self, units: int) -> float:
         """How long it takes with so many units."""
-        return self.single_unit_s / (self.elasticity.efficiency(units) * units if self.elasticity else 1.0)
+        return self.single_unit_s / (
+            self.elasticity.efficiency(units) * units if self.elasticity else 1.0
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One trajectory. task: the RL task it belongs to. memory_bytes: of its environment, as long as it lives."""
+    """One trajectory. task: the RL task it belongs to. memory_bytes: of its environment, as long as
+    it lives."""
 
     trajectory_id: str
     task: str
@@ -85,8 +91,9 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What became of an action: it arrived, waited until `started_s`, took `overhead_s` of the system's own (restoring
-    a model, writing limits) and then ran. tries: how often it was sent. failed: nothing came of it."""
+    """What became of an action: it arrived, waited until `started_s`, took `overhead_s` of the
+    system's own (restoring a model, writing limits) and then ran. tries: how often it was sent.
+    failed: nothing came of it."""
 
     asked: Asked
     started_s: float
@@ -125,7 +132,8 @@ class Decisions:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A batch that was played: one record an action, and when each trajectory ended, in the order of the batch."""
+    """A batch that was played: one record an action, and when each trajectory ended, in the order
+    of the batch."""
 
     traces: tuple[Trace, ...]
     records: tuple[Record, ...]
@@ -144,7 +152,8 @@ class Executor:
         self.decisions = Decisions()
 
     def open(self, trace: Trace) -> None:
-        """The trajectory begins: take what it holds as long as it lives; nothing, unless a subclass says so."""
+        """The trajectory begins: take what it holds as long as it lives; nothing, unless a subclass
+        says so."""
 
     def submit(self, asked: Asked) -> None:
         """Run the action, now or later."""
@@ -158,10 +167,11 @@ Make = Callable[[Timeline, Report], Executor]
 
 
 class Dispatched:
-    """Drives the gateway's `Dispatcher` under the virtual clock: all that happens at one instant is decided on
-    together.
+    """Drives the gateway's `Dispatcher` under the virtual clock: all that happens at one instant is
+    decided on together.
 
-    overhead_s: the system's own seconds before an action that starts runs."""
+    overhead_s: the system's own seconds before an action that starts runs.
+    """
 
     def __init__(
         self,
@@ -172,7 +182,12 @@ class Dispatched:
         overhead_s: Callable[[Started], float],
     ) -> None:
         self.dispatcher = dispatcher
-        self._timeline, self._report, self._decisions, self._overhead_s = timeline, report, decisions, overhead_s
+        self._timeline, self._report, self._decisions, self._overhead_s = (
+            timeline,
+            report,
+            decisions,
+            overhead_s,
+        )
         self._asked: dict[str, Asked] = {}
         self._arrivals = 0
         self._deciding = False
@@ -185,7 +200,8 @@ class Dispatched:
         key: str | None = None,
         elasticity: Elasticity | None = None,
     ) -> None:
-        """Start the action at once where the dispatcher does so, else have it wait for a decision."""
+        """Start the action at once where the dispatcher does so, else have it wait for a
+        decision."""
         self._arrivals += 1
         action = Action(
             asked.action_id,
@@ -228,7 +244,9 @@ class Dispatched:
         asked, now = self._asked.pop(started.action.action_id), self._timeline.now
         overhead_s = self._overhead_s(started)
         ends_s = now + overhead_s + asked.call.seconds_on(started.units)
-        self._timeline.at(ends_s, self._finish, Record(asked, now, overhead_s, ends_s, started.units))
+        self._timeline.at(
+            ends_s, self._finish, Record(asked, now, overhead_s, ends_s, started.units)
+        )
 
     def _finish(self, record: Record) -> None:
         self.dispatcher.end(record.asked.action_id, self._timeline.now)
@@ -273,7 +291,11 @@ def play(traces: Sequence[Trace], make: Make) -> Replay:
     return Replay(tuple(traces), tuple(records), ends_s, executor.decisions)
 
 
-LLM, ACCELERATOR, GPUS = "Qwen3-32B", "H200", 4  # ARL-Tangram §6.1: Qwen3-32B on Hopper GPUs; the degree is a choice
+LLM, ACCELERATOR, GPUS = (
+    "Qwen3-32B",
+    "H200",
+    4,
+)  # ARL-Tangram §6.1: Qwen3-32B on Hopper GPUs; the degree is a choice
 IN_FLIGHT = 16  # sequences an engine: 1,280 trajectories on 48 nodes of 8 GPUs are 13
 
 

@@ -1,8 +1,9 @@
 """Distributions of the simulator's workloads, beside those of the papers and of public traces.
 
-Keys: `workloads`: the parametric ones, medians over repeats with a seed each. `traces`: those of --traces and of the
-sources under --data. `predictors`: recall of the longest tenth and correlation after 0, 1 and 2 steps. Distributions
-are percentiles over trajectories (tokens, steps) and over calls (tool_s, obs_tokens).
+Keys: `workloads`: the parametric ones, medians over repeats with a seed each. `traces`: those of
+--traces and of the sources under --data. `predictors`: recall of the longest tenth and correlation
+after 0, 1 and 2 steps. Distributions are percentiles over trajectories (tokens, steps) and over
+calls (tool_s, obs_tokens).
 """
 
 from collections import defaultdict
@@ -23,7 +24,9 @@ from treadle_bench.workloads.plot import draw
 PERCENTILES = (10, 50, 90, 99, 100)
 SCORES = ("recall", "pearson", "pearson_log", "bias")  # of a predictor
 TURNS = 2  # steps after which the papers last ask a predictor
-SIBLINGS_PROMPTS = 100  # for the estimator without a model, which takes 0.5 ms an answer: a quarter of the batch
+SIBLINGS_PROMPTS = (
+    100  # for the estimator without a model, which takes 0.5 ms an answer: a quarter of the batch
+)
 LEAST_REPEATS = 2  # samples that a prompt must have for a variance
 UNTIMED = ("mcpmark", "tau_airline_gpt4o")  # sources whose tool seconds are drawn, not measured
 NO_TOOL_S = {"tool_s": None, "tool_s_mean": None}
@@ -49,13 +52,14 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
 
 
 def describe(works: Sequence[TrajectoryWork]) -> dict[str, Any]:
-    """Distributions of a batch. `within_prompt` is the share of the variance of log lengths among samples of one
-    prompt, None where no prompt has several."""
+    """Distributions of a batch. `within_prompt` is the share of the variance of log lengths among
+    samples of one prompt, None where no prompt has several."""
     tokens = np.array([work.gen_tokens for work in works], np.float64)
     steps = [step for work in works for step in work.steps]
     turns = np.array([len(work.steps) for work in works], np.float64)
     context = [
-        work.prompt_tokens + work.gen_tokens + sum(step.obs_tokens for step in work.steps[:-1]) for work in works
+        work.prompt_tokens + work.gen_tokens + sum(step.obs_tokens for step in work.steps[:-1])
+        for work in works
     ]
     log_tokens = np.log(tokens)
     return {
@@ -82,12 +86,15 @@ def describe(works: Sequence[TrajectoryWork]) -> dict[str, Any]:
 def percentiles(values: Sequence[float] | np.ndarray[Any, Any]) -> dict[str, float]:
     """Those of PERCENTILES, and the maximum as "max"."""
     found = np.percentile(values, PERCENTILES).tolist()
-    return {"max" if at == 100 else f"p{at}": value for at, value in zip(PERCENTILES, found, strict=True)}
+    return {
+        "max" if at == 100 else f"p{at}": value
+        for at, value in zip(PERCENTILES, found, strict=True)
+    }
 
 
 def within_prompt(works: Sequence[TrajectoryWork]) -> float | None:
-    """Mean variance of log lengths within a prompt over the variance over all these prompts, 0 to 1; None where no
-    prompt has several samples."""
+    """Mean variance of log lengths within a prompt over the variance over all these prompts, 0 to
+    1; None where no prompt has several samples."""
     logs = [np.log([work.gen_tokens for work in group]) for group in groups(works).values()]
     repeated = [group for group in logs if len(group) >= LEAST_REPEATS]
     if not repeated:
@@ -102,7 +109,9 @@ def within_prompt(works: Sequence[TrajectoryWork]) -> float | None:
 
 def _correlation(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float | None:
     """Pearson's; None where one of both is constant."""
-    return float(np.corrcoef(one, other)[0, 1]) if np.ptp(one) > 0.0 and np.ptp(other) > 0.0 else None
+    return (
+        float(np.corrcoef(one, other)[0, 1]) if np.ptp(one) > 0.0 and np.ptp(other) > 0.0 else None
+    )
 
 
 def _describe_parametric(name: str, batches: Sequence[Workload]) -> dict[str, Any]:
@@ -113,7 +122,8 @@ def _describe_parametric(name: str, batches: Sequence[Workload]) -> dict[str, An
         **rounded(_median(each)),
         "longest_over_median_range": range_of(batch["longest_over_median"] for batch in each),
         "tool_s_mean_by_model": {
-            llm: {"paper": WORKLOADS[name].tool_mean_s[llm], "drawn": rounded(mean_s)} for llm, mean_s in drawn.items()
+            llm: {"paper": WORKLOADS[name].tool_mean_s[llm], "drawn": rounded(mean_s)}
+            for llm, mean_s in drawn.items()
         },
     }
 
@@ -147,7 +157,10 @@ def _score_predictors(name: str, options: BenchOptions) -> list[dict[str, Any]]:
     for number, seed in enumerate(options.seeds, 1):
         options.progress.print(f"predictors of {name}, {number} of {options.repeats}")
         whole = (make(name, seed=seed), make(name, seed=seed, epoch=1).trajectories)
-        part = (make(name, SIBLINGS_PROMPTS, seed=seed), make(name, SIBLINGS_PROMPTS, seed=seed, epoch=1).trajectories)
+        part = (
+            make(name, SIBLINGS_PROMPTS, seed=seed),
+            make(name, SIBLINGS_PROMPTS, seed=seed, epoch=1).trajectories,
+        )
         asked: dict[str, tuple[Workload, Predictor]] = {
             "prompt-mean": (whole[0], PromptMean(*whole)),
             "noisy": (whole[0], Noisy(whole[0], seed)),
@@ -163,7 +176,10 @@ def _score_predictors(name: str, options: BenchOptions) -> list[dict[str, Any]]:
             "predictor": label,
             "turn": turn,
             **rounded(_median([each[turn] for each in repeats])),
-            **{f"{key}_range": range_of([each[turn][key] for each in repeats]) for key in ("recall", "pearson")},
+            **{
+                f"{key}_range": range_of([each[turn][key] for each in repeats])
+                for key in ("recall", "pearson")
+            },
         }
         for label, repeats in rows.items()
         for turn in range(TURNS + 1)
@@ -172,7 +188,8 @@ def _score_predictors(name: str, options: BenchOptions) -> list[dict[str, Any]]:
 
 BENCH = Bench(
     "workloads",
-    "Lengths, steps and tool times of the simulator's workloads and of public traces (--data), and what each "
+    "Lengths, steps and tool times of the simulator's workloads and of public traces (--data), "
+    "and what each "
     "predictor finds of the longest. Takes about 2 minutes.",
     measure,
 )

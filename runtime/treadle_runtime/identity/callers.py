@@ -1,4 +1,5 @@
-"""Who calls: the identity in a caller's certificate, and the kinds of callers that an RPC admits."""
+"""Who calls: the identity in a caller's certificate, and the kinds of callers that an RPC
+admits."""
 
 import re
 from collections.abc import Callable
@@ -17,7 +18,9 @@ from treadle.common.v1 import access_pb2
 from treadle_runtime.errors import Unauthenticated
 
 SCHEME = "treadle"
-KINDS = frozenset(name.removeprefix("CALLER_").lower() for name, number in access_pb2.Caller.items() if number)
+KINDS = frozenset(
+    name.removeprefix("CALLER_").lower() for name, number in access_pb2.Caller.items() if number
+)
 OF_TENANTS = frozenset({"client", "trainer"})  # kinds of callers that have a tenant
 _TENANT = re.compile(r"[A-Za-z0-9_.-]{1,32}")
 _NAMES = "x509_subject_alternative_name"  # of gRPC's context
@@ -32,14 +35,16 @@ class Caller:
 
 
 def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
-    """For a server that knows each caller by its certificate. New connections meet the certificate of the moment."""
+    """For a server that knows each caller by its certificate. New connections meet the certificate
+    of the moment."""
 
     given = certificates.current()
     lock = Lock()
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
-        """gRPC calls this at each new connection, on a thread of its own. None: it keeps the certificate that it has.
-        With a configuration it frees what other handshakes still use, which can crash the process (also 1.85.3)."""
+        """gRPC calls this at each new connection, on a thread of its own. None: it keeps the
+        certificate that it has. With a configuration it frees what other handshakes still use,
+        which can crash the process (also 1.85.3)."""
         nonlocal given
         with lock:
             certificate = certificates.current()
@@ -48,8 +53,12 @@ def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
             given = certificate
             return _configuration(certificate)
 
-    fetch_known = cast("Callable[[], grpc.ServerCertificateConfiguration]", fetch)  # the stubs know no None
-    return grpc.dynamic_ssl_server_credentials(_configuration(given), fetch_known, require_client_authentication=True)
+    fetch_known = cast(
+        "Callable[[], grpc.ServerCertificateConfiguration]", fetch
+    )  # the stubs know no None
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(given), fetch_known, require_client_authentication=True
+    )
 
 
 def _configuration(certificate: Certificate) -> grpc.ServerCertificateConfiguration:
@@ -63,17 +72,23 @@ def caller_of(context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
 
 
 def tenant_of(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
-    """The tenant to which an answer is confined; None where the caller has none, and sees all, as in plaintext."""
+    """The tenant to which an answer is confined; None where the caller has none, and sees all, as
+    in plaintext."""
     encrypted = context.auth_context().get("transport_security_type") == [b"ssl"]
     return (caller_of(context).tenant or None) if encrypted else None
 
 
 @cache
 def _caller(names: tuple[bytes, ...]) -> Caller:
-    uris = [name.decode(errors="replace") for name in names if name.startswith(f"{SCHEME}://".encode())]
+    uris = [
+        name.decode(errors="replace") for name in names if name.startswith(f"{SCHEME}://".encode())
+    ]
     caller = caller_in(uris[0]) if len(uris) == 1 else None
     if caller is None:
-        what = f"must name one caller by a URI, {SCHEME}://client/TENANT or {SCHEME}://SERVICE, names {uris or 'none'}"
+        what = (
+            f"must name one caller by a URI, {SCHEME}://client/TENANT or {SCHEME}://SERVICE, "
+            f"names {uris or 'none'}"
+        )
         raise Unauthenticated("NO_IDENTITY", f"the certificate {what}")
     return caller
 
@@ -91,4 +106,6 @@ def may_call(method: str) -> frozenset[str]:
     service, _, name = method.lstrip("/").partition("/")
     rpc = descriptor_pool.Default().FindServiceByName(service).FindMethodByName(name)
     access = rpc.GetOptions().Extensions[access_pb2.access]
-    return frozenset(access_pb2.Caller.Name(each).removeprefix("CALLER_").lower() for each in access.callers)
+    return frozenset(
+        access_pb2.Caller.Name(each).removeprefix("CALLER_").lower() for each in access.callers
+    )

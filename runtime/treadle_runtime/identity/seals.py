@@ -1,8 +1,10 @@
-"""A seal on a ticket, which travels through its client: that the scheduler has made it, and what it said.
+"""A seal on a ticket, which travels through its client: that the scheduler has made it, and what it
+said.
 
-A seal is an HMAC-SHA256 of the ticket with a key of its engine. Scheduler and sidecar alone know that key: it is made
-from the mesh's own and the engine's name, and the sidecar hears it when it registers the engine. So it stays the same
-when either of them starts again, and a ticket of one engine is refused by every other.
+A seal is an HMAC-SHA256 of the ticket with a key of its engine. Scheduler and sidecar alone know
+that key: it is made from the mesh's own and the engine's name, and the sidecar hears it when it
+registers the engine. So it stays the same when either of them starts again, and a ticket of one
+engine is refused by every other.
 """
 
 import hmac
@@ -32,19 +34,23 @@ class Sealer:
 
 
 class SealCheck:
-    """Accepts the tickets that were sealed for one engine. key: of the engine; None until it is registered."""
+    """Accepts the tickets that were sealed for one engine. key: of the engine; None until it is
+    registered."""
 
     def __init__(self) -> None:
         self.key: bytes | None = None
 
     def check(self, ticket: Ticket) -> None:
-        """Raises PermissionDenied SEAL_REFUSED for a ticket that the scheduler has not made as it is, and Unavailable
-        ENGINE_NOT_REGISTERED."""
+        """Raises PermissionDenied SEAL_REFUSED for a ticket that the scheduler has not made as it
+        is, and Unavailable ENGINE_NOT_REGISTERED."""
         if self.key is None:
             said = "the scheduler does not know this engine yet; schedule the step again"
             raise Unavailable("ENGINE_NOT_REGISTERED", said, retry_after_s=RETRY_NO_KEY_S)
         if not hmac.compare_digest(_seal_of(ticket, self.key).encode(), ticket.seal.encode()):
-            said = "Ticket.seal: the scheduler of this mesh has not made this ticket, or not for this engine"
+            said = (
+                "Ticket.seal: the scheduler of this mesh has not made this ticket, or not for "
+                "this engine"
+            )
             raise PermissionDenied("SEAL_REFUSED", said)
 
 

@@ -1,4 +1,5 @@
-"""What belongs to a tenant: its name begins with `TENANT::`, and the name alone says whose it is."""
+"""What belongs to a tenant: its name begins with `TENANT::`, and the name alone says whose it
+is."""
 
 import hashlib
 from collections import Counter
@@ -26,10 +27,11 @@ class Border:
 
     @contextmanager
     def admit(self, caller: Caller, request: object, now: float) -> Iterator[None]:
-        """Put the caller's tenant before the names in the request that have none, and count the call of the block.
+        """Put the caller's tenant before the names in the request that have none, and count the
+        call of the block.
 
-        Raises PermissionDenied CALLER_NOT_ALLOWED, or OF_ANOTHER_TENANT for a name of another tenant, and
-        ResourceExhausted. A request that is no message was refused before.
+        Raises PermissionDenied CALLER_NOT_ALLOWED, or OF_ANOTHER_TENANT for a name of another
+        tenant, and ResourceExhausted. A request that is no message was refused before.
         """
         if caller.kind not in self._kinds:
             allowed = ", ".join(sorted(self._kinds)) or "nobody"
@@ -43,29 +45,37 @@ class Border:
 
 
 class TenantLimits:
-    """How much each tenant may ask of one process. calls_per_s: on average, with a second's worth at once. calls: most
-    that run at once, streams included. 0: no limit."""
+    """How much each tenant may ask of one process. calls_per_s: on average, with a second's worth
+    at once. calls: most that run at once, streams included. 0: no limit."""
 
     def __init__(self, calls_per_s: float, calls: int) -> None:
         self._calls_per_s, self._most = calls_per_s, calls
         self._running: Counter[str] = Counter()
-        self._left: dict[str, tuple[float, float]] = {}  # calls that a tenant may make at once, as of a time
+        self._left: dict[
+            str, tuple[float, float]
+        ] = {}  # calls that a tenant may make at once, as of a time
 
     @contextmanager
     def admit(self, tenant: str, now: float) -> Iterator[None]:
-        """Count a call of the block. Raises ResourceExhausted TENANT_CALLS or TENANT_RATE, with a pause."""
+        """Count a call of the block. Raises ResourceExhausted TENANT_CALLS or TENANT_RATE, with a
+        pause."""
         if not tenant:
             yield
             return
         if self._most and self._running[tenant] >= self._most:
-            said = f"tenant {tenant!r} has {self._most} calls here, which is all that it may have at once"
+            said = (
+                f"tenant {tenant!r} has {self._most} calls here, which is all that it may have "
+                "at once"
+            )
             raise ResourceExhausted("TENANT_CALLS", said, retry_after_s=FULL_RETRY_S)
         if self._calls_per_s:
             left, since = self._left.get(tenant, (max(1.0, self._calls_per_s), now))
             left = min(max(1.0, self._calls_per_s), left + (now - since) * self._calls_per_s)
             if left < 1.0:
                 said = f"tenant {tenant!r} may make {self._calls_per_s:g} calls a second here"
-                raise ResourceExhausted("TENANT_RATE", said, retry_after_s=(1.0 - left) / self._calls_per_s)
+                raise ResourceExhausted(
+                    "TENANT_RATE", said, retry_after_s=(1.0 - left) / self._calls_per_s
+                )
             self._left[tenant] = left - 1.0, now
         self._running[tenant] += 1
         try:
@@ -81,7 +91,8 @@ Own = Callable[[Message, str, str], None]
 
 @cache
 def owned_names(kind: Descriptor) -> tuple[Own, ...]:
-    """What puts a tenant before the names in a message: one for each field that names something owned."""
+    """What puts a tenant before the names in a message: one for each field that names something
+    owned."""
     return tuple(_owned_names(kind))
 
 
@@ -104,7 +115,9 @@ def _single(name: str) -> Own:
 def _repeated(name: str) -> Own:
     def own(message: Message, tenant: str, path: str) -> None:
         values = getattr(message, name)
-        values[:] = [_owned(value, tenant, f"{path}{name}[{index}]") for index, value in enumerate(values)]
+        values[:] = [
+            _owned(value, tenant, f"{path}{name}[{index}]") for index, value in enumerate(values)
+        ]
 
     return own
 
@@ -112,7 +125,10 @@ def _repeated(name: str) -> Own:
 def _nested(name: str, repeated: bool, inner: tuple[Own, ...]) -> Own:
     def own(message: Message, tenant: str, path: str) -> None:
         if repeated:
-            parts = [(f"{path}{name}[{index}].", part) for index, part in enumerate(getattr(message, name))]
+            parts = [
+                (f"{path}{name}[{index}].", part)
+                for index, part in enumerate(getattr(message, name))
+            ]
         else:
             parts = [(f"{path}{name}.", getattr(message, name))] if message.HasField(name) else []
         for where, part in parts:
@@ -127,7 +143,10 @@ def _owned(value: str, tenant: str, field: str) -> str:
     if owner == tenant:
         return value
     if owner:
-        said = f"{field}: {value[:64]!r} belongs to tenant {owner[:64]!r}; this certificate is of tenant {tenant!r}"
+        said = (
+            f"{field}: {value[:64]!r} belongs to tenant {owner[:64]!r}; this certificate is of "
+            f"tenant {tenant!r}"
+        )
         raise PermissionDenied("OF_ANOTHER_TENANT", said, field=field)
     return f"{tenant}{TENANT_MARK}{value}"
 
@@ -145,5 +164,6 @@ def like(name: str, value: str) -> str:
 
 
 def minted(kind: str, request_id: str) -> str:
-    """The id `KIND-...` of what a request makes: the same for each repeat, and of the tenant that sent it."""
+    """The id `KIND-...` of what a request makes: the same for each repeat, and of the tenant that
+    sent it."""
     return like(request_id, f"{kind}-{hashlib.sha256(request_id.encode()).hexdigest()[:20]}")

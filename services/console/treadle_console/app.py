@@ -1,8 +1,10 @@
-"""The HTTP surface: the page, its stream of changes, one trajectory, the interactive page on long tails, and control.
+"""The HTTP surface: the page, its stream of changes, one trajectory, the interactive page on long
+tails, and control.
 
-Nothing but `/api/control` changes the mesh. A browser runs only scripts of this origin (Content-Security-Policy), and
-only requests that name this server are answered, so that a page of somebody else cannot read it through a name that
-leads here. Control takes JSON from pages of this server alone, with a key that no browser sends by itself.
+Nothing but `/api/control` changes the mesh. A browser runs only scripts of this origin
+(Content-Security-Policy), and only requests that name this server are answered, so that a page of
+somebody else cannot read it through a name that leads here. Control takes JSON from pages of this
+server alone, with a key that no browser sends by itself.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ STATIC = Path(__file__).parent / "static"
 CALL_S = 5.0
 MOST_PAGES = 64  # that are open at a time
 HEADERS = {
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; "
     "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -60,7 +63,10 @@ class _SafeHeaders:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def add(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], *((a.encode(), b.encode()) for a, b in HEADERS.items())]
+                message["headers"] = [
+                    *message["headers"],
+                    *((a.encode(), b.encode()) for a, b in HEADERS.items()),
+                ]
             await send(message)
 
         await self._app(scope, receive, add)
@@ -69,7 +75,9 @@ class _SafeHeaders:
 class Pages:
     """What answers each path."""
 
-    def __init__(self, feed: Feed, scheduler: scheduler_pb2_grpc.SchedulerServiceAsyncStub, control: Control) -> None:
+    def __init__(
+        self, feed: Feed, scheduler: scheduler_pb2_grpc.SchedulerServiceAsyncStub, control: Control
+    ) -> None:
         self._feed, self._scheduler, self._control = feed, scheduler, control
 
     async def index(self, request: Request) -> Response:
@@ -82,7 +90,9 @@ class Pages:
         return StreamingResponse(self._feed.events(last_id), media_type="text/event-stream")
 
     async def trajectory(self, request: Request) -> Response:
-        asked = pb.GetTrajectoryRequest(trajectory_id=request.query_params.get("id", ""), history=True)
+        asked = pb.GetTrajectoryRequest(
+            trajectory_id=request.query_params.get("id", ""), history=True
+        )
         try:
             said = await self._scheduler.GetTrajectory(asked, timeout=CALL_S)
         except grpc.aio.AioRpcError as error:
@@ -96,10 +106,15 @@ class Pages:
             return _refuse(400, str(error))
 
     async def control(self, request: Request) -> Response:
-        """Pause, resume, drain or undrain: {"action", "engine"}. Answers with {"errors"} by engine."""
+        """Pause, resume, drain or undrain: {"action", "engine"}. Answers with {"errors"} by
+        engine."""
         if not self._control.offered:
-            return _refuse(404, "this console changes nothing: start it with TREADLE_CONSOLE_CONTROL_KEY")
-        if request.headers.get("origin") not in [f"{scheme}://{request.headers['host']}" for scheme in SCHEMES]:
+            return _refuse(
+                404, "this console changes nothing: start it with TREADLE_CONSOLE_CONTROL_KEY"
+            )
+        if request.headers.get("origin") not in [
+            f"{scheme}://{request.headers['host']}" for scheme in SCHEMES
+        ]:
             return _refuse(403, "Origin: must be this console's own page")
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             return _refuse(415, "Content-Type: must be application/json")
@@ -122,7 +137,9 @@ async def _read_action(request: Request) -> tuple[str, str]:
         if len(body) > MOST_CONTROL_BYTES:
             raise ValueError(f"the body: must have {MOST_CONTROL_BYTES} bytes at most")
     asked = json.loads(body)
-    found = [asked.get(name, "") for name in ("action", "engine")] if isinstance(asked, dict) else []
+    found = (
+        [asked.get(name, "") for name in ("action", "engine")] if isinstance(asked, dict) else []
+    )
     if not found or not all(isinstance(each, str) for each in found):
         raise ValueError('the body: must be an object with "action" and "engine", both texts')
     return found[0], found[1]

@@ -7,9 +7,13 @@ from pydantic import AfterValidator, Field, SecretStr, field_validator, model_va
 from treadle_runtime.config import Settings, address, addresses, is_loopback
 
 Address = Annotated[str, AfterValidator(lambda value: address(value, lowest_port=0))]
-DEFAULT_MOST_TRAJECTORIES = 20_000  # three training steps of 6,400 trajectories; about 60 MB with their bars
+DEFAULT_MOST_TRAJECTORIES = (
+    20_000  # three training steps of 6,400 trajectories; about 60 MB with their bars
+)
 LEAST_KEY_CHARS = 16
-HOST = re.compile(r"(\*\.)?[\w.-]+|\[[0-9a-fA-F:]+\]")  # a name or address without a port; *. for all names below one
+HOST = re.compile(
+    r"(\*\.)?[\w.-]+|\[[0-9a-fA-F:]+\]"
+)  # a name or address without a port; *. for all names below one
 DEFAULT_MOST_SPANS = 400_000  # bars of the picture: some 20 of each of those trajectories
 
 
@@ -19,10 +23,11 @@ def names_of(hosts: str) -> list[str]:
 
 
 class ConsoleSettings(Settings):
-    """http_listen: where browsers go; `listen` answers gRPC health. http_hosts: names under which browsers may reach
-    it, with commas between, beside its address and localhost. scheduler: of the mesh; several with commas between.
-    control_key: whoever types it into the page may pause, resume and drain; empty: nobody may.
-    most_trajectories, most_spans: that are kept in memory; beyond, the oldest go."""
+    """http_listen: where browsers go; `listen` answers gRPC health. http_hosts: names under which
+    browsers may reach it, with commas between, beside its address and localhost. scheduler: of the
+    mesh; several with commas between. control_key: whoever types it into the page may pause, resume
+    and drain; empty: nobody may. most_trajectories, most_spans: that are kept in memory; beyond,
+    the oldest go."""
 
     service: ClassVar[str] = "console"
 
@@ -41,7 +46,8 @@ class ConsoleSettings(Settings):
         plain = value.isascii() and value.isprintable() and value == value.strip()
         if value and not (len(value) >= LEAST_KEY_CHARS and plain):
             raise ValueError(
-                f"must have {LEAST_KEY_CHARS} printable ASCII characters or more, none a space at an end: "
+                f"must have {LEAST_KEY_CHARS} printable ASCII characters or more, none a space at "
+                "an end: "
                 "openssl rand -hex 16"
             )
         return key
@@ -51,14 +57,18 @@ class ConsoleSettings(Settings):
     def _names_hosts(cls, value: str) -> str:
         wrong = [name for name in names_of(value) if not HOST.fullmatch(name)]
         if wrong:
-            raise ValueError(f"must be names of hosts without scheme and port, with commas between, not {wrong[0]}")
+            raise ValueError(
+                "must be names of hosts without scheme and port, with commas between, not "
+                f"{wrong[0]}"
+            )
         return value
 
     @model_validator(mode="after")
     def _shows_nothing_to_other_machines(self) -> Self:
         if not (self.insecure_plaintext or is_loopback(self.http_listen)):
             raise ValueError(
-                f"TREADLE_CONSOLE_HTTP_LISTEN={self.http_listen} would serve other machines in plaintext: put a proxy "
+                f"TREADLE_CONSOLE_HTTP_LISTEN={self.http_listen} would serve other machines in "
+                "plaintext: put a proxy "
                 "with TLS in front of a loopback address, or set TREADLE_INSECURE_PLAINTEXT=true"
             )
         return self

@@ -1,4 +1,5 @@
-"""What whoever has the key may change from the page: pause and resume all engines, drain one and use it again.
+"""What whoever has the key may change from the page: pause and resume all engines, drain one and
+use it again.
 
 Off where there is no key. The calls are the console's own, by its certificate as an operator.
 """
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 ASK_S = 5.0
-ENGINE_S = 30.0  # a sidecar answers once its engine has stopped, after the decode step or the prefill that it runs
+# a sidecar answers once its engine has stopped, after the decode step or the prefill that it runs
+ENGINE_S = 30.0
 REFUSED_S = 0.5  # before a wrong key is refused, so that nobody tries many
 
 
@@ -58,8 +60,8 @@ class Control:
         return right
 
     async def act(self, action: str, engine: str) -> dict[str, str]:
-        """Do it; returns the errors of engines, by id. engine: of drain and undrain. Raises ValueError, and
-        grpc.aio.AioRpcError where the scheduler refuses or is away."""
+        """Do it; returns the errors of engines, by id. engine: of drain and undrain. Raises
+        ValueError, and grpc.aio.AioRpcError where the scheduler refuses or is away."""
         if action not in self._actions:
             raise ValueError(f"action: must be one of {', '.join(self._actions)}")
         errors = await self._actions[action](engine)
@@ -71,7 +73,9 @@ class Control:
         return {}
 
     async def _pause(self, _: str) -> dict[str, str]:
-        request = engine_pb2.PauseRequest(request_id=uuid.uuid4().hex, mode=engine_pb2.PAUSE_MODE_KEEP)
+        request = engine_pb2.PauseRequest(
+            request_id=uuid.uuid4().hex, mode=engine_pb2.PAUSE_MODE_KEEP
+        )
         return await self._call_engines(lambda engine: engine.Pause(request, timeout=ENGINE_S))
 
     async def _resume(self, _: str) -> dict[str, str]:
@@ -83,7 +87,9 @@ class Control:
         await self._scheduler.DrainEngine(request, timeout=ASK_S)
         return {}
 
-    async def _call_engines(self, call: Callable[[EngineServiceAsyncStub], Awaitable[object]]) -> dict[str, str]:
+    async def _call_engines(
+        self, call: Callable[[EngineServiceAsyncStub], Awaitable[object]]
+    ) -> dict[str, str]:
         """All engines at once."""
         listed = (await self._scheduler.ListEngines(pb.ListEnginesRequest(), timeout=ASK_S)).engines
         errors: dict[str, str] = {}

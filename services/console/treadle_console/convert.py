@@ -1,6 +1,7 @@
 """Convert facts to calls of `Mesh`, and answers of the other services to what a page shows.
 
-What a fact or an answer names (ids, tools, reasons) was chosen by somebody else: it stays text, here and in the page.
+What a fact or an answer names (ids, tools, reasons) was chosen by somebody else: it stays text,
+here and in the page.
 """
 
 import json
@@ -21,7 +22,17 @@ from treadle_runtime.fields import seconds
 
 from treadle_console.state import Mesh
 
-LEDGER_PARTS = ("held", "queue", "prefill", "decode", "preempted", "move", "tool", "weights", "control")
+LEDGER_PARTS = (
+    "held",
+    "queue",
+    "prefill",
+    "decode",
+    "preempted",
+    "move",
+    "tool",
+    "weights",
+    "control",
+)
 OUTCOMES: Mapping[int, str] = words_of(pb.Outcome)
 POLICY_WORDS = {
     "ordering": words_of(pb.Ordering),
@@ -72,12 +83,16 @@ def _closed(mesh: Mesh, now_ms: int, fact: facts_pb2.Fact) -> None:
     ledger_s = ledger_of(said.ledger)
     outcome = OUTCOMES.get(said.outcome, "failed")
     names = (said.prompt_id, said.sample, said.rollout_id)
-    mesh.trajectory_closed(now_ms, said.trajectory_id, names, outcome, said.gen_tokens, said.turns, ledger_s)
+    mesh.trajectory_closed(
+        now_ms, said.trajectory_id, names, outcome, said.gen_tokens, said.turns, ledger_s
+    )
 
 
 def _predicted(mesh: Mesh, now_ms: int, fact: facts_pb2.Fact) -> None:
     said = fact.trajectory_predicted
-    mesh.trajectory_predicted(now_ms, said.trajectory_id, said.turn, _quantiles(said.remaining_tokens))
+    mesh.trajectory_predicted(
+        now_ms, said.trajectory_id, said.turn, _quantiles(said.remaining_tokens)
+    )
 
 
 def _queued(mesh: Mesh, now_ms: int, fact: facts_pb2.Fact) -> None:
@@ -98,7 +113,9 @@ def _preempted(mesh: Mesh, now_ms: int, fact: facts_pb2.Fact) -> None:
 
 def _finished(mesh: Mesh, now_ms: int, fact: facts_pb2.Fact) -> None:
     said, step = fact.step_finished, fact.step_finished.step
-    ended_ms = milliseconds(said.timing.finished_at) if said.timing.HasField("finished_at") else now_ms
+    ended_ms = (
+        milliseconds(said.timing.finished_at) if said.timing.HasField("finished_at") else now_ms
+    )
     read_ms = milliseconds(said.timing.prefill)
     mesh.step_finished(ended_ms, step.trajectory_id, step.turn, said.output_tokens, read_ms)
 
@@ -119,7 +136,9 @@ def _moved(mesh: Mesh, now_ms: int, fact: facts_pb2.Fact) -> None:
     began_ms = milliseconds(said.started_at) if said.HasField("started_at") else 0
     ends = (said.source_engine_id, said.target_engine_id)
     reason = said.failure_reason.lower().replace("_", " ")
-    mesh.migration_ended(now_ms, said.trajectory_id, *ends, said.moved, reason, said.prefix_tokens, began_ms)
+    mesh.migration_ended(
+        now_ms, said.trajectory_id, *ends, said.moved, reason, said.prefix_tokens, began_ms
+    )
 
 
 def _joined(mesh: Mesh, now_ms: int, fact: facts_pb2.Fact) -> None:
@@ -131,7 +150,9 @@ def _lost(mesh: Mesh, now_ms: int, fact: facts_pb2.Fact) -> None:
 
 
 def _weights(mesh: Mesh, now_ms: int, fact: facts_pb2.Fact) -> None:
-    mesh.weights_updated(now_ms, fact.weights_updated.engine_id, fact.weights_updated.weight_version)
+    mesh.weights_updated(
+        now_ms, fact.weights_updated.engine_id, fact.weights_updated.weight_version
+    )
 
 
 def _settled(mesh: Mesh, now_ms: int, fact: facts_pb2.Fact) -> None:
@@ -141,7 +162,11 @@ def _settled(mesh: Mesh, now_ms: int, fact: facts_pb2.Fact) -> None:
 def _planned(mesh: Mesh, now_ms: int, fact: facts_pb2.Fact) -> None:
     said = fact.plan_made
     engines = [
-        {"id": each.engine_id, "trajectories": each.trajectories, "predicted_s": seconds(each.predicted_time)}
+        {
+            "id": each.engine_id,
+            "trajectories": each.trajectories,
+            "predicted_s": seconds(each.predicted_time),
+        }
         for each in said.engines
     ]
     plan = {
@@ -203,7 +228,15 @@ def engine_view(engine: pb.RegisteredEngine) -> dict[str, Any]:
 
 def job_view(job: pb.JobUse) -> dict[str, Any]:
     """For the table of jobs."""
-    numbers = ("weight", "clients", "share", "live_tickets", "kv_tokens", "open_trajectories", "waiting_steps")
+    numbers = (
+        "weight",
+        "clients",
+        "share",
+        "live_tickets",
+        "kv_tokens",
+        "open_trajectories",
+        "waiting_steps",
+    )
     return {"job": job.job, **{name: getattr(job, name) for name in numbers}}
 
 
@@ -217,7 +250,8 @@ def weights_view(weights: pb.Weights) -> dict[str, Any]:
     """Desired, and of each engine how far it is."""
     states = words_of(pb.WeightsState)
     engines = [
-        {"id": each.engine_id, "state": states.get(each.state, ""), "error": each.error} for each in weights.engines
+        {"id": each.engine_id, "state": states.get(each.state, ""), "error": each.error}
+        for each in weights.engines
     ]
     return {"version": weights.weight_version, "engines": engines}
 
@@ -230,7 +264,10 @@ def resources_view(said: tools_pb2.GetResourcesResponse) -> dict[str, Any]:
             {name: getattr(each, name) for name in ("dimension", "capacity", "held", "waiting")}
             for each in said.resources
         ],
-        "providers": [{"name": each.name, "breaker": breakers.get(each.breaker, "")} for each in said.providers],
+        "providers": [
+            {"name": each.name, "breaker": breakers.get(each.breaker, "")}
+            for each in said.providers
+        ],
         "waiting": said.actions_waiting,
         "running": said.actions_running,
     }
@@ -238,7 +275,14 @@ def resources_view(said: tools_pb2.GetResourcesResponse) -> dict[str, Any]:
 
 def shaping_view(said: rollout_pb2.GetShapingResponse) -> dict[str, Any]:
     """Trained beside sampled, of one rollout."""
-    numbers = ("sampled", "trained", "sampled_tokens", "trained_tokens", "kept_fraction", "kept_verdict")
+    numbers = (
+        "sampled",
+        "trained",
+        "sampled_tokens",
+        "trained_tokens",
+        "kept_fraction",
+        "kept_verdict",
+    )
     view: dict[str, Any] = {name: getattr(said, name) for name in numbers}
     pairs = {"sampled": list(said.length.sampled), "trained": list(said.length.trained)}
     return view | {"drops": dict(said.drops), "alarms": list(said.alarms), "lengths": pairs}
@@ -273,7 +317,12 @@ def history_view(said: pb.GetTrajectoryResponse) -> dict[str, Any]:
         "ledger_s": ledger_of(t.ledger),
         "wall_s": seconds(t.ledger.wall),
         "decisions": [
-            {"at_s": seconds(each.since_opening), "kind": each.kind, "engine": each.engine_id, "reason": each.reason}
+            {
+                "at_s": seconds(each.since_opening),
+                "kind": each.kind,
+                "engine": each.engine_id,
+                "reason": each.reason,
+            }
             for each in said.decisions
         ],
         "steps": [

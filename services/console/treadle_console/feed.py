@@ -1,7 +1,9 @@
-"""What pages are told while they are open: server-sent events, at most two a second, each with what has changed.
+"""What pages are told while they are open: server-sent events, at most two a second, each with what
+has changed.
 
-The id of an event is the cursor after it, so that a browser which reconnects (Last-Event-ID) goes on where it was. An
-id of another process of the console is no cursor of this one's: the page then begins anew.
+The id of an event is the cursor after it, so that a browser which reconnects (Last-Event-ID) goes
+on where it was. An id of another process of the console is no cursor of this one's: the page then
+begins anew.
 """
 
 import asyncio
@@ -23,18 +25,25 @@ class Feed:
 
     def __init__(self, mesh: Mesh, epoch: str, stopping: asyncio.Event, now_ms: Any) -> None:
         self._mesh, self._epoch, self._stopping, self._now_ms = mesh, epoch, stopping, now_ms
-        self._made: dict[tuple[Cursor, int], tuple[str, Cursor]] = {}  # messages of this revision, by what they follow
+        self._made: dict[
+            tuple[Cursor, int], tuple[str, Cursor]
+        ] = {}  # messages of this revision, by what they follow
         self.open = 0
 
     def cursor_of(self, event_id: str) -> Cursor | None:
         """The cursor that an id names; None where a page has to begin anew."""
         epoch, *numbers = event_id.split("-")
-        if epoch != self._epoch or len(numbers) != 3 or not all(each.isascii() and each.isdigit() for each in numbers):
+        if (
+            epoch != self._epoch
+            or len(numbers) != 3
+            or not all(each.isascii() and each.isdigit() for each in numbers)
+        ):
             return None
         return Cursor(*map(int, numbers))
 
     async def events(self, last_id: str) -> AsyncIterator[str]:
-        """The text of the stream of one page, from the event after `last_id` on; it ends with the service."""
+        """The text of the stream of one page, from the event after `last_id` on; it ends with the
+        service."""
         cursor = self.cursor_of(last_id)
         reset, cursor = cursor is None, cursor or Cursor()
         self.open += 1
@@ -59,7 +68,9 @@ class Feed:
         """The rest of a message's object. Pages that know the same are told the same."""
         key = since, self._mesh.revision
         if key not in self._made:
-            self._made = {known: made for known, made in self._made.items() if known[1] == self._mesh.revision}
+            self._made = {
+                known: made for known, made in self._made.items() if known[1] == self._mesh.revision
+            }
             delta, following = self._mesh.delta(since)
             self._made[key] = to_json(delta)[1:], following
         return self._made[key]

@@ -1,4 +1,5 @@
-"""The nouns of the console: a trajectory's row, its bars, rollouts, tools, and what remembers when each changed."""
+"""The nouns of the console: a trajectory's row, its bars, rollouts, tools, and what remembers when
+each changed."""
 
 import math
 from array import array
@@ -9,15 +10,24 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 R = TypeVar("R")
 
-IDLE, QUEUED, RUNNING, PREEMPTED, TOOL = "idle", "queued", "running", "preempted", "tool"  # of an open trajectory
+IDLE, QUEUED, RUNNING, PREEMPTED, TOOL = (
+    "idle",
+    "queued",
+    "running",
+    "preempted",
+    "tool",
+)  # of an open trajectory
 KINDS = ("queue", "prefill", "decode", "preempted", "tool", "move")  # of spans
 NO_ENGINE = -1
-LAST_TENTH = 0.9  # the straggler tax counts from here on: nine tenths of the trajectories have ended
+LAST_TENTH = (
+    0.9  # the straggler tax counts from here on: nine tenths of the trajectories have ended
+)
 MOST_ENDS = 20_000  # of trajectories of one rollout
 
 
 class Cursor(NamedTuple):
-    """How far a page is: revision of what it knows, numbers of the next span and event that it has not seen."""
+    """How far a page is: revision of what it knows, numbers of the next span and event that it has
+    not seen."""
 
     revision: int = 0
     span: int = 0
@@ -26,8 +36,9 @@ class Cursor(NamedTuple):
 
 @dataclass(slots=True)
 class Row:
-    """A trajectory. since_ms: of its state. predicted: 10th, 50th and 90th percentile of the tokens that were left when
-    `turns` steps were over. priority: of its last step that waited, higher first."""
+    """A trajectory. since_ms: of its state. predicted: 10th, 50th and 90th percentile of the tokens
+    that were left when `turns` steps were over. priority: of its last step that waited, higher
+    first."""
 
     n: int
     id: str
@@ -50,7 +61,8 @@ class Row:
 
 @dataclass(slots=True)
 class Step:
-    """The step of a trajectory at an engine. ran_ms: since when it runs, 0 while it waits. attempts: times it began."""
+    """The step of a trajectory at an engine. ran_ms: since when it runs, 0 while it waits.
+    attempts: times it began."""
 
     ticket: str
     engine: int
@@ -60,9 +72,9 @@ class Step:
 
 @dataclass(slots=True)
 class Rollout:
-    """Trajectories of one rollout, as a training step is. ledger_s: seconds of its closed trajectories by part.
-    tail_ms: from nine tenths of the trajectories that it has until the last end. shaping: what the rollout service says
-    of it; None where it knows no such rollout."""
+    """Trajectories of one rollout, as a training step is. ledger_s: seconds of its closed
+    trajectories by part. tail_ms: from nine tenths of the trajectories that it has until the last
+    end. shaping: what the rollout service says of it; None where it knows no such rollout."""
 
     id: str
     began_ms: int
@@ -81,7 +93,9 @@ class Rollout:
 
     def view(self) -> dict[str, Any]:
         """For a page. Shares are None until there is something to divide."""
-        view: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__ if name != "ends_ms"}
+        view: dict[str, Any] = {
+            name: getattr(self, name) for name in self.__slots__ if name != "ends_ms"
+        }
         lasted_ms = self.last_ms - self.began_ms
         nine_tenths = math.ceil(LAST_TENTH * self.trajectories)
         tail_ms = None
@@ -106,7 +120,8 @@ class Tool:
 
 
 class Changes(Generic[R]):
-    """Things by key that remember at which revision each changed last. Beyond `most`, those that changed first go."""
+    """Things by key that remember at which revision each changed last. Beyond `most`, those that
+    changed first go."""
 
     def __init__(self, most: int | None = None) -> None:
         self._most = most
@@ -146,10 +161,12 @@ class Changes(Generic[R]):
 
 
 class Spans:
-    """The bars of the picture, in columns: what each trajectory did, from when to when, and on which engine.
+    """The bars of the picture, in columns: what each trajectory did, from when to when, and on
+    which engine.
 
-    A span has a number, ascending in the order of adding, and never changes. Beyond `most`, the oldest quarter goes:
-    `base` is the number of the first that is left."""
+    A span has a number, ascending in the order of adding, and never changes. Beyond `most`, the
+    oldest quarter goes: `base` is the number of the first that is left.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -181,10 +198,14 @@ class Spans:
             self.base += gone
 
     def since(self, number: int, most: int) -> tuple[dict[str, list[int]], int]:
-        """Columns of the spans from this number on, `most` at most, and the number after the last of them."""
+        """Columns of the spans from this number on, `most` at most, and the number after the last
+        of them."""
         at = max(number - self.base, 0)
         names = ("row", "kind", "engine", "start", "last")
-        found = {name: column[at : at + most].tolist() for name, column in zip(names, self._columns(), strict=True)}
+        found = {
+            name: column[at : at + most].tolist()
+            for name, column in zip(names, self._columns(), strict=True)
+        }
         return found, min(self.base + at + most, self.end)
 
     def _columns(self) -> tuple["array[int]", ...]:

@@ -1,10 +1,11 @@
 """What the mesh did and does: what happened goes in, what a page needs comes out.
 
-`Mesh` owns all that the console knows, in memory and bounded. It has no clock and does no I/O: each method is given the
-time of what happened, in milliseconds since the epoch, so that a replay of the facts gives the same state. Invariants:
-a trajectory is a row with a number, ascending in the order in which the console heard of them, and rows below `floor`
-are forgotten; each change has a revision, so that a page which knows the state of one revision is told what has changed
-since, and no more (`delta`).
+`Mesh` owns all that the console knows, in memory and bounded. It has no clock and does no I/O: each
+method is given the time of what happened, in milliseconds since the epoch, so that a replay of the
+facts gives the same state. Invariants: a trajectory is a row with a number, ascending in the order
+in which the console heard of them, and rows below `floor` are forgotten; each change has a
+revision, so that a page which knows the state of one revision is told what has changed since, and
+no more (`delta`).
 """
 
 from collections import deque
@@ -47,7 +48,9 @@ class Mesh:
         self.spans = Spans(most_spans)
         self._rows: Changes[Row] = Changes()
         self._numbers: dict[str, int] = {}
-        self._unopened: set[int] = set()  # rows whose opening no fact has told, as it was before those that are kept
+        self._unopened: set[int] = (
+            set()
+        )  # rows whose opening no fact has told, as it was before those that are kept
         self._next_row = 0
         self._steps: dict[str, Step] = {}  # of each trajectory the one at an engine
         self._tickets: dict[str, str] = {}  # of these steps, with the trajectory's id
@@ -64,7 +67,9 @@ class Mesh:
 
     # What happened.
 
-    def trajectory_opened(self, now_ms: int, id: str, prompt: str, sample: int, rollout: str) -> None:
+    def trajectory_opened(
+        self, now_ms: int, id: str, prompt: str, sample: int, rollout: str
+    ) -> None:
         row = self._row(id, now_ms)
         if row.n not in self._unopened:  # told again
             return
@@ -74,7 +79,9 @@ class Mesh:
         group.trajectories += 1
         self._touch(row, now_ms)
 
-    def trajectory_predicted(self, now_ms: int, id: str, turn: int, predicted: tuple[float, float, float]) -> None:
+    def trajectory_predicted(
+        self, now_ms: int, id: str, turn: int, predicted: tuple[float, float, float]
+    ) -> None:
         row = self._row(id, now_ms)
         row.predicted = predicted
         if turn == 0:
@@ -104,7 +111,9 @@ class Mesh:
         row.closed_ms = now_ms
         self._end_step(id)
         first = self._first.pop(id, None)
-        if first is not None and outcome == "finished":  # what a cap or a client ended says nothing of the prediction
+        if (
+            first is not None and outcome == "finished"
+        ):  # what a cap or a client ended says nothing of the prediction
             self._bands[BANDS[sum(tokens > quantile for quantile in first)]] += 1
             self.set_section("calibration", dict(self._bands))
         group = self._rollout(row.rollout, now_ms)
@@ -147,7 +156,11 @@ class Mesh:
         other = self._rows.get(self._numbers.get(self._tickets.get(by, "")))
         taker = by if other is None else self._name(other)
         self._tell(
-            now_ms, "preempted", row, f"after {tokens} tokens{f', for {taker}' if taker else ''}", self._name(row)
+            now_ms,
+            "preempted",
+            row,
+            f"after {tokens} tokens{f', for {taker}' if taker else ''}",
+            self._name(row),
         )
 
     def step_finished(self, now_ms: int, id: str, turn: int, tokens: int, prefill_ms: int) -> None:
@@ -171,7 +184,14 @@ class Mesh:
             self._enter(row, TOOL, now_ms)
 
     def tool_finished(
-        self, now_ms: int, id: str, tool: str, ok: bool, queue_s: float, overhead_s: float, execution_s: float
+        self,
+        now_ms: int,
+        id: str,
+        tool: str,
+        ok: bool,
+        queue_s: float,
+        overhead_s: float,
+        execution_s: float,
     ) -> None:
         known = self._tools.get(tool) or Tool(tool)
         known.calls += 1
@@ -189,7 +209,15 @@ class Mesh:
                 self._enter(row, IDLE, now_ms)
 
     def migration_ended(
-        self, now_ms: int, id: str, source: str, target: str, moved: bool, reason: str, tokens: int, began_ms: int
+        self,
+        now_ms: int,
+        id: str,
+        source: str,
+        target: str,
+        moved: bool,
+        reason: str,
+        tokens: int,
+        began_ms: int,
     ) -> None:
         """began_ms: 0 where it never began."""
         row = self._row(id, now_ms)
@@ -198,9 +226,17 @@ class Mesh:
             row.engine = self.engine_number(target)
             if row.n not in self._unopened:
                 self._rollout(row.rollout, now_ms).moves += 1
-            self._tell(now_ms, "moved", row, f"{tokens} tokens of KV from {source} to {target}", self._name(row))
+            self._tell(
+                now_ms,
+                "moved",
+                row,
+                f"{tokens} tokens of KV from {source} to {target}",
+                self._name(row),
+            )
         else:
-            self._tell(now_ms, "stays", row, f"on {source}, not to {target}: {reason}", self._name(row))
+            self._tell(
+                now_ms, "stays", row, f"on {source}, not to {target}: {reason}", self._name(row)
+            )
         if began_ms:
             self.spans.add(row.n, "move", self.engine_number(target), began_ms, now_ms)
         self._touch(row, now_ms)
@@ -222,39 +258,59 @@ class Mesh:
     def plan_made(self, now_ms: int, plan: Mapping[str, Any]) -> None:
         """plan: makespan_s, bound_s, solve_s, trajectories, and `engines` with what each gets."""
         self._plans.append({"at_ms": now_ms, **plan})
-        history = [{name: each[name] for name in ("at_ms", "makespan_s", "bound_s")} for each in self._plans]
+        history = [
+            {name: each[name] for name in ("at_ms", "makespan_s", "bound_s")}
+            for each in self._plans
+        ]
         self.set_section("plan", {**self._plans[-1], "history": history})
 
     # What others say when they are asked.
 
     def set_section(self, name: str, value: Any) -> None:
-        """A part of the page that is sent as a whole, such as `engines`; equal to what it was, it is no change."""
+        """A part of the page that is sent as a whole, such as `engines`; equal to what it was, it
+        is no change."""
         known = self._sections.get(name)
         if known is None or known[1] != value:
             self._sections.put(name, (name, value), self._next())
 
     def set_engines(self, now_ms: int, engines: list[dict[str, Any]]) -> None:
-        """The table of engines. That one is paused or drained is told by no fact, so it becomes an event here."""
+        """The table of engines. That one is paused or drained is told by no fact, so it becomes an
+        event here."""
         known = self._sections.get("engines")
         before = {each["id"]: each for each in known[1]} if known is not None else {}
         for each in engines:
             was, name = before.get(each["id"], each), each["id"]
             if each["paused"] != was["paused"]:
-                paused = "generates nothing until it is resumed" if each["paused"] else "generates again"
+                paused = (
+                    "generates nothing until it is resumed" if each["paused"] else "generates again"
+                )
                 self._tell(now_ms, "paused" if each["paused"] else "resumed", None, paused, name)
             if each["draining"] and not was["draining"]:
-                self._tell(now_ms, "drains", None, f"gets no more steps; {each['trajectories']} are to leave", name)
+                self._tell(
+                    now_ms,
+                    "drains",
+                    None,
+                    f"gets no more steps; {each['trajectories']} are to leave",
+                    name,
+                )
             elif was["draining"] and not each["draining"]:
                 self._tell(now_ms, "in use", None, "takes steps again", name)
             if each["draining"] and each["empty"] and not (was["draining"] and was["empty"]):
                 self._tell(now_ms, "empty", None, "is drained: it may be stopped", name)
         self.set_section("engines", engines)
 
-    def set_standing(self, id: str, priority: float, predicted: tuple[float, float, float] | None) -> None:
-        """What the scheduler says of an open trajectory; one that the console has not heard of is left to the facts."""
+    def set_standing(
+        self, id: str, priority: float, predicted: tuple[float, float, float] | None
+    ) -> None:
+        """What the scheduler says of an open trajectory; one that the console has not heard of is
+        left to the facts."""
         number = self._numbers.get(id)
         row = self._rows.get(number) if number is not None else None
-        if row is None or row.closed_ms or (row.priority, row.predicted) == (priority, predicted or row.predicted):
+        if (
+            row is None
+            or row.closed_ms
+            or (row.priority, row.predicted) == (priority, predicted or row.predicted)
+        ):
             return
         row.priority, row.predicted = priority, predicted or row.predicted
         self._rows.put(row.n, row, self._next())
@@ -279,8 +335,8 @@ class Mesh:
         return list(self._rollouts)
 
     def delta(self, since: Cursor) -> tuple[dict[str, Any], Cursor]:
-        """What has changed since a cursor, and the cursor after it. A page that is far behind gets MOST_SPANS_A_DELTA
-        spans at a time, and everything else at once."""
+        """What has changed since a cursor, and the cursor after it. A page that is far behind gets
+        MOST_SPANS_A_DELTA spans at a time, and everything else at once."""
         rows = self._rows.since(since.revision)
         spans, next_span = self.spans.since(since.span, MOST_SPANS_A_DELTA)
         events = [event for event in self._events if event["number"] >= since.event]
@@ -336,7 +392,9 @@ class Mesh:
         self._rows.put(row.n, row, self._next())
 
     def _enter(self, row: Row, state: str, now_ms: int) -> None:
-        if not row.closed_ms:  # facts of different services may come in another order than they happened
+        if (
+            not row.closed_ms
+        ):  # facts of different services may come in another order than they happened
             row.state, row.since_ms = state, now_ms
         self._touch(row, now_ms)
 
@@ -357,7 +415,8 @@ class Mesh:
         return step
 
     def _end_live(self, row: Row, now_ms: int) -> None:
-        """Draw what a trajectory did until now as a bar: its tool, or a step of which no fact tells the end."""
+        """Draw what a trajectory did until now as a bar: its tool, or a step of which no fact tells
+        the end."""
         step = self._steps.get(row.id)
         if row.state == TOOL:
             self.spans.add(row.n, "tool", NO_ENGINE, row.since_ms, now_ms)

@@ -1,7 +1,8 @@
-"""What the interactive page on long tails asks: a rollout of given lengths, with a cap and with more samples or not.
+"""What the interactive page on long tails asks: a rollout of given lengths, with a cap and with
+more samples or not.
 
-The answer is the core's own (`treadle_core.rollouts.tail`), for a seed that the page names, so that two questions
-differ by what was changed and not by chance.
+The answer is the core's own (`treadle_core.rollouts.tail`), for a seed that the page names, so that
+two questions differ by what was changed and not by chance.
 """
 
 import math
@@ -10,14 +11,20 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from treadle_core.rollouts.redundancy import LatencyCurve
-from treadle_core.rollouts.tail import Tail, TailQuestion, expected_longest, longest_by_formula, play_tail
+from treadle_core.rollouts.tail import (
+    Tail,
+    TailQuestion,
+    expected_longest,
+    longest_by_formula,
+    play_tail,
+)
 
 MOST_SAMPLES = 4_096  # of all prompts together: what a page draws, and a millisecond of work
 
 
 class Asked(BaseModel):
-    """The words of a question. oversample: samples that are started, over those that are trained. base_s,
-    per_sequence_s: seconds of a decode step, and more for each sample in it."""
+    """The words of a question. oversample: samples that are started, over those that are trained.
+    base_s, per_sequence_s: seconds of a decode step, and more for each sample in it."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -45,11 +52,17 @@ def answer(words: dict[str, str]) -> dict[str, Any]:
         raise QuestionError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     started = math.ceil(round(asked.samples * asked.oversample, 9))
     if asked.prompts * started > MOST_SAMPLES:
-        raise QuestionError(f"prompts: {asked.prompts} of {started} samples are more than {MOST_SAMPLES} together")
-    curve = LatencyCurve((1.0, 2.0), (asked.base_s + asked.per_sequence_s, asked.base_s + 2.0 * asked.per_sequence_s))
+        raise QuestionError(
+            f"prompts: {asked.prompts} of {started} samples are more than {MOST_SAMPLES} together"
+        )
+    curve = LatencyCurve(
+        (1.0, 2.0), (asked.base_s + asked.per_sequence_s, asked.base_s + 2.0 * asked.per_sequence_s)
+    )
     normals = np.random.default_rng(asked.seed).standard_normal((asked.prompts, started))
     lengths = (asked.mean_tokens, asked.variation)
-    patched = TailQuestion(asked.prompts, started, asked.samples, *lengths, asked.cap_percentile, curve)
+    patched = TailQuestion(
+        asked.prompts, started, asked.samples, *lengths, asked.cap_percentile, curve
+    )
     plain = TailQuestion(asked.prompts, asked.samples, asked.samples, *lengths, 1.0, curve)
     return {
         "asked": asked.model_dump(),

@@ -1,7 +1,9 @@
-"""Ask the other services what no fact tells: loads of engines, jobs, policy, weights, priorities, resources, shaping.
+"""Ask the other services what no fact tells: loads of engines, jobs, policy, weights, priorities,
+resources, shaping.
 
-Each question has a task of its own, so that a service which is away makes its own part of the page old and no other.
-The scheduler answers about many trajectories at a time, which costs it: the console then waits the longer.
+Each question has a task of its own, so that a service which is away makes its own part of the page
+old and no other. The scheduler answers about many trajectories at a time, which costs it: the
+console then waits the longer.
 """
 
 import asyncio
@@ -55,14 +57,20 @@ class Watch:
                 jobs = await self.scheduler.ListJobs(pb.ListJobsRequest(), timeout=CALL_S)
                 policy = await self.scheduler.GetPolicy(pb.GetPolicyRequest(), timeout=CALL_S)
                 weights = await self.scheduler.GetWeights(pb.GetWeightsRequest(), timeout=CALL_S)
-                self._directory = await self.scheduler.GetDirectory(pb.GetDirectoryRequest(), timeout=CALL_S)
+                self._directory = await self.scheduler.GetDirectory(
+                    pb.GetDirectoryRequest(), timeout=CALL_S
+                )
             except grpc.aio.AioRpcError as error:
-                log.info("the scheduler does not answer", error=f"{error.code().name}: {error.details()}")
+                log.info(
+                    "the scheduler does not answer", error=f"{error.code().name}: {error.details()}"
+                )
                 self._mesh.set_section("scheduler", {"away": error.code().name})
             else:
                 for each in engines.engines:
                     self._mesh.engine_number(each.info.engine_id)
-                self._mesh.set_engines(round(1e3 * time.time()), list(map(convert.engine_view, engines.engines)))
+                self._mesh.set_engines(
+                    round(1e3 * time.time()), list(map(convert.engine_view, engines.engines))
+                )
                 self._mesh.set_section("jobs", list(map(convert.job_view, jobs.jobs)))
                 self._mesh.set_section("policy", convert.policy_view(policy.policy))
                 self._mesh.set_section("weights", convert.weights_view(weights.weights))
@@ -96,19 +104,24 @@ class Watch:
         await self._ask(RESOURCES_EVERY_S, lambda: self._directory.tools_address, ask)
 
     async def _watch_shaping(self) -> None:
-        """Of rollouts that run, and twice of each that is over: its last samples may be on their way at the first."""
+        """Of rollouts that run, and twice of each that is over: its last samples may be on their
+        way at the first."""
         over, final = set[str](), set[str]()
 
         async def ask() -> None:
             rollouts = RolloutServiceStub(self._connect(self._directory.rollout_address, "rollout"))
-            wanted = [each for each in self._mesh.rollouts() if each.id and each.id not in final][-MOST_SHAPINGS:]
+            wanted = [each for each in self._mesh.rollouts() if each.id and each.id not in final][
+                -MOST_SHAPINGS:
+            ]
             for each in wanted:
                 is_over = each.closed == each.trajectories  # as of before the question
                 request = rollout_pb2.GetShapingRequest(rollout_id=each.id)
                 try:
                     said = await rollouts.GetShaping(request, timeout=CALL_S)
                 except grpc.aio.AioRpcError as error:
-                    if error.code() is not grpc.StatusCode.NOT_FOUND:  # then its samples are not handed in
+                    if (
+                        error.code() is not grpc.StatusCode.NOT_FOUND
+                    ):  # then its samples are not handed in
                         raise
                 else:
                     self._mesh.set_shaping(each.id, convert.shaping_view(said))
@@ -117,11 +130,15 @@ class Watch:
 
         await self._ask(SHAPING_EVERY_S, lambda: self._directory.rollout_address, ask)
 
-    async def _ask(self, every_s: float, address: Callable[[], str], ask: Callable[[], Awaitable[None]]) -> None:
+    async def _ask(
+        self, every_s: float, address: Callable[[], str], ask: Callable[[], Awaitable[None]]
+    ) -> None:
         while True:
             await asyncio.sleep(every_s)
             if address():
                 try:
                     await ask()
                 except grpc.aio.AioRpcError as error:
-                    log.info("a service does not answer", address=address(), error=error.code().name)
+                    log.info(
+                        "a service does not answer", address=address(), error=error.code().name
+                    )

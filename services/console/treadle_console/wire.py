@@ -1,4 +1,5 @@
-"""Assemble the console: the state that facts and answers fill, and an HTTP server beside the gRPC one for health."""
+"""Assemble the console: the state that facts and answers fill, and an HTTP server beside the gRPC
+one for health."""
 
 import time
 import uuid

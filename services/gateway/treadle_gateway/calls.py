@@ -1,8 +1,9 @@
 """Run an order: through the mesh, or straight on an engine while the mesh is away.
 
-Invariants: the events of a call are one unbroken sequence of tokens and one end, also where the mesh goes away in its
-midst: what has come stays, and an engine goes on from there. A call that nobody reads any more ends its step. Only one
-thing ends a call without its end: no engine has answered for `give_up_s`.
+Invariants: the events of a call are one unbroken sequence of tokens and one end, also where the
+mesh goes away in its midst: what has come stays, and an engine goes on from there. A call that
+nobody reads any more ends its step. Only one thing ends a call without its end: no engine has
+answered for `give_up_s`.
 """
 
 import asyncio
@@ -23,14 +24,16 @@ from treadle_gateway.text import TextModel, is_whole
 
 log = structlog.get_logger()
 
-CLOSED = "TRAJECTORY_CLOSED"  # ErrorInfo.reason: the scheduler has closed it, e.g. after a lease that had run out
+# ErrorInfo.reason: the scheduler has closed it, e.g. after a lease that had run out
+CLOSED = "TRAJECTORY_CLOSED"
 RETRY_S = 0.2  # between two attempts at engines none of which answers
 
 
 @dataclass(eq=False)
 class _Running:
-    """A call that runs. work: what generates for it at this moment. trajectory: of the step that it is at; None while
-    it is at none, or while the mesh is away. stopped: it ends with the tokens that it has."""
+    """A call that runs. work: what generates for it at this moment. trajectory: of the step that it
+    is at; None while it is at none, or while the mesh is away. stopped: it ends with the tokens
+    that it has."""
 
     rid: str
     work: asyncio.Task[None] | None = None
@@ -50,11 +53,17 @@ class _Running:
 
 
 class Calls:
-    """The calls that run. model: None where only token ids are served. give_up_s: how long engines that do not answer
-    are tried. count: called with the way that a call takes, "mesh" or "straight"; with both for one that changes."""
+    """The calls that run. model: None where only token ids are served. give_up_s: how long engines
+    that do not answer are tried. count: called with the way that a call takes, "mesh" or
+    "straight"; with both for one that changes."""
 
     def __init__(
-        self, mesh: MeshLink, engines: Engines, model: TextModel | None, give_up_s: float, count: Callable[[str], None]
+        self,
+        mesh: MeshLink,
+        engines: Engines,
+        model: TextModel | None,
+        give_up_s: float,
+        count: Callable[[str], None],
     ) -> None:
         self._mesh, self._engines, self._model = mesh, engines, model
         self._give_up_s, self._count = give_up_s, count
@@ -71,8 +80,9 @@ class Calls:
         return sum(call.engine_id == engine_id for call in self._running)
 
     def abort(self, rid: str = "", engine_id: str = "") -> int:
-        """End the calls whose rid begins so, all where it is empty, with the tokens that they have. engine_id: only
-        those on this engine or on none yet, which a router would have sent to some engine."""
+        """End the calls whose rid begins so, all where it is empty, with the tokens that they have.
+        engine_id: only those on this engine or on none yet, which a router would have sent to some
+        engine."""
         found = [
             call
             for call in self._running
@@ -109,7 +119,9 @@ class Calls:
         while self._ending:
             await asyncio.wait(self._ending)
 
-    async def _through_mesh(self, visit: Visit, order: Order, call: _Running) -> AsyncGenerator[Tokens | Ended, None]:
+    async def _through_mesh(
+        self, visit: Visit, order: Order, call: _Running
+    ) -> AsyncGenerator[Tokens | Ended, None]:
         """The events; they stop without an end where the mesh cannot go on. Raises Refused."""
         queue = visit.listen()
         work = self._start(call, _pump(visit, order, queue.put_nowait, call), queue.put_nowait)
@@ -121,7 +133,9 @@ class Calls:
                 if isinstance(event, treadle.TreadleError):
                     if event.refused and event.reason != CLOSED:
                         raise Refused(str(event))
-                    log.warning("the mesh could not run a step: an engine is asked", error=str(event))
+                    log.warning(
+                        "the mesh could not run a step: an engine is asked", error=str(event)
+                    )
                     return
                 if isinstance(event, BaseException):
                     log.error("a step has failed: an engine is asked", exc_info=event)
@@ -134,10 +148,14 @@ class Calls:
             visit.leave(queue)
             work.cancel()
 
-    async def _straight(self, order: Order, output: Output, call: _Running) -> AsyncGenerator[Tokens | Ended, None]:
+    async def _straight(
+        self, order: Order, output: Output, call: _Running
+    ) -> AsyncGenerator[Tokens | Ended, None]:
         """The events that come after `output`, from an engine. Raises Refused."""
         queue: asyncio.Queue[Event] = asyncio.Queue()
-        work = self._start(call, self._ask_engines(order, output, queue.put_nowait), queue.put_nowait)
+        work = self._start(
+            call, self._ask_engines(order, output, queue.put_nowait), queue.put_nowait
+        )
         try:
             while not isinstance(event := await queue.get(), str):
                 if isinstance(event, BaseException):
@@ -151,11 +169,19 @@ class Calls:
     def _start(
         self, call: _Running, work: Coroutine[Any, Any, None], put: Callable[[Event], None]
     ) -> "asyncio.Task[None]":
-        """Start what generates for a call. `put` gets an end where it is cancelled, and the error where it fails."""
+        """Start what generates for a call. `put` gets an end where it is cancelled, and the error
+        where it fails."""
 
         def end(ended: "asyncio.Task[None]") -> None:
             if ended.cancelled():
-                put(Ended("abort", trajectory.trajectory_id if (trajectory := call.trajectory) is not None else ""))
+                put(
+                    Ended(
+                        "abort",
+                        trajectory.trajectory_id
+                        if (trajectory := call.trajectory) is not None
+                        else "",
+                    )
+                )
             elif (error := ended.exception()) is not None:
                 put(error)
 
@@ -167,8 +193,11 @@ class Calls:
             task.cancel()
         return task
 
-    async def _ask_engines(self, order: Order, output: Output, put: Callable[[Event], None]) -> None:
-        """Go on from `output` on the engine of the session; on another one where that fails. Raises Refused."""
+    async def _ask_engines(
+        self, order: Order, output: Output, put: Callable[[Event], None]
+    ) -> None:
+        """Go on from `output` on the engine of the session; on another one where that fails. Raises
+        Refused."""
         sampling, rid, silent_since = order.sampling, order.rid, time.monotonic()
         while True:
             before = len(output.token_ids)
@@ -176,7 +205,12 @@ class Calls:
             if left <= 0 or is_whole(self._model, output.token_ids, sampling):
                 put(Ended("length" if left <= 0 else "stop"))
                 return
-            rest = Order(order.session, order.prompt + output.token_ids, replace(sampling, max_new_tokens=left), rid)
+            rest = Order(
+                order.session,
+                order.prompt + output.token_ids,
+                replace(sampling, max_new_tokens=left),
+                rid,
+            )
             try:
                 async with aclosing(self._engines.generate(rest)) as events:
                     async for event in events:
@@ -185,19 +219,28 @@ class Calls:
                         put(event)
                         if isinstance(event, Ended):
                             return
-                        # An engine does not see a stop string that began in the tokens before its own.
-                        if before and sampling.stop and is_whole(self._model, output.token_ids, sampling):
+                        # An engine does not see a stop string that began in the tokens before its
+                        # own.
+                        if (
+                            before
+                            and sampling.stop
+                            and is_whole(self._model, output.token_ids, sampling)
+                        ):
                             put(Ended("stop"))
                             return
             except EngineAway as error:
                 if time.monotonic() - silent_since > self._give_up_s:
-                    raise Refused(f"neither the mesh nor an engine answers: {error}", 503) from error
-                rid = f"{uuid.uuid4().hex}_{order.rid}"  # the engine may still run the request whose stream broke
+                    raise Refused(
+                        f"neither the mesh nor an engine answers: {error}", 503
+                    ) from error
+                # the engine may still run the request whose stream broke
+                rid = f"{uuid.uuid4().hex}_{order.rid}"
                 await asyncio.sleep(RETRY_S)
 
 
 async def _pump(visit: Visit, order: Order, put: Callable[[Event], None], call: _Running) -> None:
-    """Generate a turn of the order's trajectory into a queue. Cancelling it ends the step with what it has."""
+    """Generate a turn of the order's trajectory into a queue. Cancelling it ends the step with what
+    it has."""
 
     def take(trajectory: treadle.Trajectory) -> None:
         call.trajectory = trajectory

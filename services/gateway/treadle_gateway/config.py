@@ -6,19 +6,24 @@ from pydantic import AfterValidator, Field, SecretStr, model_validator
 from treadle_runtime.config import OptionalFolder, Settings, address, addresses, is_loopback
 
 DEFAULT_IDLE_S = 1800.0  # longer than a tool runs
-DEFAULT_UNNAMED_IDLE_S = 5.0  # nobody says when such a conversation is over, and an open one holds KV
-DEFAULT_AWAY_AFTER_S = 2.0  # a scheduler that is restarted answers again within 5 s; a request need not wait for it
+DEFAULT_UNNAMED_IDLE_S = (
+    5.0  # nobody says when such a conversation is over, and an open one holds KV
+)
+DEFAULT_AWAY_AFTER_S = (
+    2.0  # a scheduler that is restarted answers again within 5 s; a request need not wait for it
+)
 Address = Annotated[str, AfterValidator(lambda value: address(value, lowest_port=0))]
 
 
 class GatewaySettings(Settings):
-    """http_listen: where frameworks send their requests; `listen` answers gRPC health. scheduler: of the mesh; several
-    with commas between. api_key: what a caller must present (`Authorization: Bearer KEY`); empty: nothing. tokenizer: a
-    folder with tokenizer.json; empty: texts are refused, and token ids alone are served. tool_parser,
-    reasoning_parser: SGLang's names of them; empty: those that the engines were started with. idle_s: a session whose
-    last request ended so long ago is closed. unnamed_idle_s: the same for requests without a session. away_after_s: the
-    mesh is away once it has not answered for so long. job: whose share of the engines the requests use. served_model:
-    how /v1/models names the model; empty: as the engines do."""
+    """http_listen: where frameworks send their requests; `listen` answers gRPC health. scheduler:
+    of the mesh; several with commas between. api_key: what a caller must present (`Authorization:
+    Bearer KEY`); empty: nothing. tokenizer: a folder with tokenizer.json; empty: texts are refused,
+    and token ids alone are served. tool_parser, reasoning_parser: SGLang's names of them; empty:
+    those that the engines were started with. idle_s: a session whose last request ended so long ago
+    is closed. unnamed_idle_s: the same for requests without a session. away_after_s: the mesh is
+    away once it has not answered for so long. job: whose share of the engines the requests use.
+    served_model: how /v1/models names the model; empty: as the engines do."""
 
     service: ClassVar[str] = "gateway"
 
@@ -40,10 +45,14 @@ class GatewaySettings(Settings):
         """Who may send requests may also load weights and pause engines."""
         if self.insecure_plaintext or is_loopback(self.http_listen):
             return self
-        for name, value in (("TREADLE_TLS_FOLDER", self.tls_folder), ("TREADLE_GATEWAY_API_KEY", self.api_key)):
+        for name, value in (
+            ("TREADLE_TLS_FOLDER", self.tls_folder),
+            ("TREADLE_GATEWAY_API_KEY", self.api_key),
+        ):
             if not value:
                 raise ValueError(
-                    f"TREADLE_GATEWAY_HTTP_LISTEN={self.http_listen} would let other machines in: set {name}, or "
+                    f"TREADLE_GATEWAY_HTTP_LISTEN={self.http_listen} would let other machines in: "
+                    f"set {name}, or "
                     "TREADLE_INSECURE_PLAINTEXT=true"
                 )
         return self

@@ -1,7 +1,8 @@
-"""Call the engines' own HTTP servers: for all requests while the mesh is away, and for what the mesh does not carry.
+"""Call the engines' own HTTP servers: for all requests while the mesh is away, and for what the
+mesh does not carry.
 
-While the mesh is away a session stays on its engine, where its KV is, and a new one goes to the engine with the fewest
-requests of ours. The engines are those that the mesh named last.
+While the mesh is away a session stays on its engine, where its KV is, and a new one goes to the
+engine with the fewest requests of ours. The engines are those that the mesh named last.
 """
 
 import asyncio
@@ -22,7 +23,9 @@ ANSWER_TIMEOUT_S = 10.0
 SILENT_S = 600.0  # of a stream; longer than the prefill of any context
 LONGEST_LINE_BYTES = 4 * 1024 * 1024
 REMEMBERED_SESSIONS = 100_000
-AVOIDED_S = 5.0  # how long an engine that did not answer is asked only where the others did not either
+AVOIDED_S = (
+    5.0  # how long an engine that did not answer is asked only where the others did not either
+)
 _LOST = (aiohttp.ClientError, ConnectionError, TimeoutError, asyncio.IncompleteReadError)
 # What an answer that SGLang would not give raises.
 _BROKEN = (LookupError, TypeError, ValueError)
@@ -47,9 +50,13 @@ class Engines:
         self._running: Counter[str] = Counter()  # requests of ours, by URL
         self._failed: dict[str, float] = {}  # when an engine did not answer, by URL
         self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),  # SGLang closes idle ones after 5 s
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=2.0
+            ),  # SGLang closes idle ones after 5 s
             read_bufsize=LONGEST_LINE_BYTES,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=ANSWER_TIMEOUT_S, sock_read=SILENT_S),
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=ANSWER_TIMEOUT_S, sock_read=SILENT_S
+            ),
         )
 
     async def close(self) -> None:
@@ -60,10 +67,13 @@ class Engines:
     def urls(self) -> list[str]:
         """Of the engines that have told one, without those that are drained unless all are."""
         told = [engine for engine in self._mesh.engines.values() if engine.url]
-        return [engine.url for engine in told if not engine.draining] or [engine.url for engine in told]
+        return [engine.url for engine in told if not engine.draining] or [
+            engine.url for engine in told
+        ]
 
     def choose(self, session: str) -> str:
-        """The URL of the session's engine, or of the one with the fewest requests. Raises EngineAway."""
+        """The URL of the session's engine, or of the one with the fewest requests. Raises
+        EngineAway."""
         urls = self.urls
         if not urls:
             some = "no engine has told the URL of its HTTP server"
@@ -80,7 +90,8 @@ class Engines:
         return chosen
 
     async def generate(self, order: Order) -> AsyncGenerator[Tokens | Ended, None]:
-        """Tokens as they come, then the end. Raises EngineAway, and Refused where the engine refuses."""
+        """Tokens as they come, then the end. Raises EngineAway, and Refused where the engine
+        refuses."""
         body = {
             "rid": order.rid,
             "input_ids": order.prompt,
@@ -104,10 +115,14 @@ class Engines:
                 start = received if len(ids) >= count else 0
                 new = slice(start, start + count - received)
                 if count > received:
-                    yield Tokens(ids[new], [entry[0] for entry in entries[new]], meta["weight_version"])
+                    yield Tokens(
+                        ids[new], [entry[0] for entry in entries[new]], meta["weight_version"]
+                    )
                 received = count
                 if meta["finish_reason"]:
-                    yield Ended(meta["finish_reason"]["type"], cached_tokens=meta.get("cached_tokens") or 0)
+                    yield Ended(
+                        meta["finish_reason"]["type"], cached_tokens=meta.get("cached_tokens") or 0
+                    )
                     return
         raise EngineAway("the engine ended a stream without saying why")
 
@@ -115,8 +130,8 @@ class Engines:
         return time.monotonic() - self._failed.get(url, -AVOIDED_S) < AVOIDED_S
 
     async def until_sent(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """What `attempt` returns, which chooses an engine; tried again where this engine takes no connection. Raises
-        what the last attempt does."""
+        """What `attempt` returns, which chooses an engine; tried again where this engine takes no
+        connection. Raises what the last attempt does."""
         for _ in self.urls[1:]:
             try:
                 return await attempt()
@@ -134,27 +149,40 @@ class Engines:
         async with self.request(method, url, path, body) as response:
             if response.status != 200:
                 raise Refused(await error_of(response), response.status)
-            return await response.json() if response.content_type == "application/json" else await response.text()
+            return (
+                await response.json()
+                if response.content_type == "application/json"
+                else await response.text()
+            )
 
     @asynccontextmanager
     async def request(
         self, method: str, url: str, path: str, body: object = None, raw: bytes | None = None
     ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
-        """One HTTP exchange with one engine. raw: the body as it is, in place of JSON. Raises EngineAway."""
+        """One HTTP exchange with one engine. raw: the body as it is, in place of JSON. Raises
+        EngineAway."""
         headers = {"Content-Type": "application/json"} if raw is not None else None
         self._running[url] += 1
         try:
             async with self._http.request(
-                method, f"{url}{path}", json=body if raw is None else None, data=raw, headers=headers
+                method,
+                f"{url}{path}",
+                json=body if raw is None else None,
+                data=raw,
+                headers=headers,
             ) as response:
                 self._failed.pop(url, None)
                 yield response
         except _LOST as error:
             self._failed[url] = time.monotonic()
             unsent = isinstance(error, aiohttp.ClientConnectorError)
-            raise EngineAway(f"the engine at {url} does not answer {path}: {error!r}", unsent=unsent) from error
+            raise EngineAway(
+                f"the engine at {url} does not answer {path}: {error!r}", unsent=unsent
+            ) from error
         except _BROKEN as error:
-            raise EngineAway(f"the engine at {url} answers {path} as SGLang would not: {error!r}") from error
+            raise EngineAway(
+                f"the engine at {url} answers {path} as SGLang would not: {error!r}"
+            ) from error
         finally:
             self._running[url] -= 1
 
@@ -185,4 +213,6 @@ async def error_of(response: aiohttp.ClientResponse) -> str:
     except json.JSONDecodeError:
         return text[:400]
     error = answer.get("error") if isinstance(answer, dict) else None
-    return str(error.get("message", error) if isinstance(error, dict) else answer.get("message") or answer)
+    return str(
+        error.get("message", error) if isinstance(error, dict) else answer.get("message") or answer
+    )

@@ -1,8 +1,9 @@
 """Know whether the mesh answers, and hold the client through which requests reach it while it does.
 
-A Visit is one time for which the mesh was there: its client, its sessions, and who waits for them. When the scheduler
-has not answered for `away_after_s`, or no engine is registered, the visit ends: whoever waits hears `AWAY` at once and
-goes on without the mesh, and the client is given up in the background. The next visit has a new client.
+A Visit is one time for which the mesh was there: its client, its sessions, and who waits for them.
+When the scheduler has not answered for `away_after_s`, or no engine is registered, the visit ends:
+whoever waits hears `AWAY` at once and goes on without the mesh, and the client is given up in the
+background. The next visit has a new client.
 """
 
 import asyncio
@@ -32,9 +33,9 @@ Event = Tokens | Ended | BaseException | str
 
 @dataclass(frozen=True)
 class KnownEngine:
-    """A registered engine. url: of its HTTP server; empty where its sidecar does not tell. address: of its sidecar.
-    context_tokens: of the longest sequence that it takes. ranks: its processes in a trainer's process group. draining:
-    an operator wants it empty."""
+    """A registered engine. url: of its HTTP server; empty where its sidecar does not tell. address:
+    of its sidecar. context_tokens: of the longest sequence that it takes. ranks: its processes in a
+    trainer's process group. draining: an operator wants it empty."""
 
     engine_id: str
     url: str
@@ -74,8 +75,8 @@ class Visit:
 
 
 class MeshLink:
-    """Looks at the mesh for as long as `watch` runs. visit: the present one, None while the mesh is away. engines:
-    those that were registered when it was last there."""
+    """Looks at the mesh for as long as `watch` runs. visit: the present one, None while the mesh is
+    away. engines: those that were registered when it was last there."""
 
     def __init__(
         self,
@@ -84,7 +85,11 @@ class MeshLink:
         make_sessions: Callable[[treadle.Client], Sessions],
         away_after_s: float,
     ) -> None:
-        self._scheduler, self._make_client, self._make_sessions = scheduler, make_client, make_sessions
+        self._scheduler, self._make_client, self._make_sessions = (
+            scheduler,
+            make_client,
+            make_sessions,
+        )
         self._away_after_s = away_after_s
         self.visit: Visit | None = None
         self.engines: dict[str, KnownEngine] = {}
@@ -110,7 +115,10 @@ class MeshLink:
                         self.visit = await self._begin()
                         log.info("the mesh is there", engines=len(self.engines))
                 elif time.monotonic() - seen_s >= self._away_after_s and self.visit is not None:
-                    log.warning("the mesh is away: requests go straight to the engines", engines=len(self.engines))
+                    log.warning(
+                        "the mesh is away: requests go straight to the engines",
+                        engines=len(self.engines),
+                    )
                     visit, self.visit = self.visit, None
                     visit.end()
                     leaving.create_task(_give_up(visit))
@@ -133,13 +141,21 @@ class MeshLink:
 
     async def _look(self) -> bool:
         try:
-            answer = await self._scheduler.ListEngines(scheduler_pb2.ListEnginesRequest(), timeout=self._away_after_s)
+            answer = await self._scheduler.ListEngines(
+                scheduler_pb2.ListEnginesRequest(), timeout=self._away_after_s
+            )
         except grpc.aio.AioRpcError as error:
             log.debug("the scheduler does not answer", error=error.details())
             return False
         found = {
             each.info.engine_id: KnownEngine(
-                *(each.info.engine_id, each.info.url, each.info.address, each.info.model, each.info.weight_version),
+                *(
+                    each.info.engine_id,
+                    each.info.url,
+                    each.info.address,
+                    each.info.model,
+                    each.info.weight_version,
+                ),
                 *(each.info.max_context_tokens, max(1, each.info.tensor_parallel), each.draining),
             )
             for each in answer.engines
@@ -155,7 +171,8 @@ class MeshLink:
 
 
 async def _give_up(visit: Visit) -> None:
-    """Close a client; a scheduler that cannot be reached closes its trajectories once its lease has ended."""
+    """Close a client; a scheduler that cannot be reached closes its trajectories once its lease has
+    ended."""
     try:
         await visit.client.__aexit__(None, None, None)
     except treadle.TreadleError as error:

@@ -1,4 +1,5 @@
-"""The nouns of the gateway: what a request asks for, and what comes back, whatever its HTTP form."""
+"""The nouns of the gateway: what a request asks for, and what comes back, whatever its HTTP
+form."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +23,9 @@ _KINDS: Mapping[str, tuple[type, ...]] = {  # of Sampling's fields, where they a
 
 @dataclass(frozen=True)
 class Order:
-    """One generation. session: whose trajectory it belongs to; empty: found by its tokens. prompt: the whole context,
-    as token ids, which nobody changes. rid: by which it may be aborted. Raises Refused for what is not of its kind."""
+    """One generation. session: whose trajectory it belongs to; empty: found by its tokens. prompt:
+    the whole context, as token ids, which nobody changes. rid: by which it may be aborted. Raises
+    Refused for what is not of its kind."""
 
     session: str
     prompt: list[int]
@@ -42,7 +44,9 @@ class Order:
                 raise Refused(f"{name}: must be of type {kinds[-1].__name__}, is {value!r}")
         for name, kind in (("stop", str), ("stop_token_ids", int)):
             if not all(type(each) is kind for each in given[name]):
-                raise Refused(f"{name}: must hold values of type {kind.__name__} alone, is {given[name]!r}")
+                raise Refused(
+                    f"{name}: must hold values of type {kind.__name__} alone, is {given[name]!r}"
+                )
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,12 @@ class Output:
 
 def read_tokens(name: str, given: object) -> list[int]:
     """The value of a field that holds token ids. Raises Refused."""
-    if isinstance(given, list) and set(map(type, given)) == {int} and min(given) >= 0 and max(given) <= HIGHEST_ID:
+    if (
+        isinstance(given, list)
+        and set(map(type, given)) == {int}
+        and min(given) >= 0
+        and max(given) <= HIGHEST_ID
+    ):
         return given
     raise Refused(f"{name}: must be a list of token ids from 0 to {HIGHEST_ID}, at least one")
 
@@ -103,7 +112,8 @@ def read_stops(given: Mapping[str, object]) -> dict[str, Any]:
 
 
 class Refused(Exception):  # noqa: N818 - what happened to the request
-    """The request cannot be served as it is; the message says which field and what would be right."""
+    """The request cannot be served as it is; the message says which field and what would be
+    right."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)

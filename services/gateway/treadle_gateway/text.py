@@ -1,7 +1,8 @@
 """Text of token ids and token ids of text, by the model's own tokenizer.
 
-Only what a person or a template wrote is ever tokenised. What the model sampled stays as it was sampled: `extend` gives
-the token ids of a conversation that goes on as the ids that are known and the tokens of the text that follows them.
+Only what a person or a template wrote is ever tokenised. What the model sampled stays as it was
+sampled: `extend` gives the token ids of a conversation that goes on as the ids that are known and
+the tokens of the text that follows them.
 """
 
 import json
@@ -22,7 +23,9 @@ class TextModel:
     def __init__(self, folder: Path) -> None:
         file = folder / "tokenizer.json"
         if not file.is_file():
-            raise FileNotFoundError(f"{file}: no tokenizer there; set TREADLE_GATEWAY_TOKENIZER to the model's folder")
+            raise FileNotFoundError(
+                f"{file}: no tokenizer there; set TREADLE_GATEWAY_TOKENIZER to the model's folder"
+            )
         self._tokenizer: Tokenizer = Tokenizer.from_file(str(file))
         self.end_token_ids = _end_token_ids(folder)
 
@@ -35,8 +38,8 @@ class TextModel:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special))
 
     def extend(self, known: Sequence[int], rendered: Sequence[int]) -> list[int] | None:
-        """The token ids of a rendered conversation that begins with `known`, with those kept as they are; None where
-        its text does not begin with theirs."""
+        """The token ids of a rendered conversation that begins with `known`, with those kept as
+        they are; None where its text does not begin with theirs."""
         before = self.decode(known, skip_special=False)
         whole = self.decode(rendered, skip_special=False)
         if not whole.startswith(before):
@@ -45,12 +48,19 @@ class TextModel:
 
 
 class TextStream:
-    """The text of an answer while its tokens come. trim: without what will end it, a token or a stop string."""
+    """The text of an answer while its tokens come. trim: without what will end it, a token or a
+    stop string."""
 
-    def __init__(self, model: TextModel, sampling: Sampling, *, skip_special: bool, trim: bool) -> None:
+    def __init__(
+        self, model: TextModel, sampling: Sampling, *, skip_special: bool, trim: bool
+    ) -> None:
         self._model, self._skip_special = model, skip_special
         trims_tokens = trim and not sampling.ignore_eos
-        self._ends = model.end_token_ids | frozenset(sampling.stop_token_ids) if trims_tokens else frozenset[int]()
+        self._ends = (
+            model.end_token_ids | frozenset(sampling.stop_token_ids)
+            if trims_tokens
+            else frozenset[int]()
+        )
         self._stops = sampling.stop if trim else ()
         self._ids: list[int] = []
         self._known = 0  # of these ids: their text was read, and stands before that of the others
@@ -58,7 +68,8 @@ class TextStream:
         self._stopped = False
 
     def add(self, token_ids: Iterable[int]) -> str:
-        """Take the next tokens; returns the text that is certain now, after that of earlier calls."""
+        """Take the next tokens; returns the text that is certain now, after that of earlier
+        calls."""
         if self._stopped:
             return ""
         self._held += self._read(token for token in token_ids if token not in self._ends)
@@ -91,15 +102,24 @@ def matched_end(
 
 
 def is_whole(model: TextModel | None, token_ids: Sequence[int], sampling: Sampling) -> bool:
-    """Whether tokens end as an answer does: by a token that ends it, or with a stop string in the last of its text."""
-    ends = (model.end_token_ids if model is not None else frozenset()) | frozenset(sampling.stop_token_ids)
+    """Whether tokens end as an answer does: by a token that ends it, or with a stop string in the
+    last of its text."""
+    ends = (model.end_token_ids if model is not None else frozenset()) | frozenset(
+        sampling.stop_token_ids
+    )
     if token_ids and token_ids[-1] in ends and not sampling.ignore_eos:
         return True
-    tail = model.decode(token_ids[-TAIL_TOKENS:], skip_special=False) if model is not None and sampling.stop else ""
+    tail = (
+        model.decode(token_ids[-TAIL_TOKENS:], skip_special=False)
+        if model is not None and sampling.stop
+        else ""
+    )
     return any(stop in tail for stop in sampling.stop)
 
 
-def answer_text(model: TextModel, output: Output, matched: int | str | None, *, skip_special: bool, trim: bool) -> str:
+def answer_text(
+    model: TextModel, output: Output, matched: int | str | None, *, skip_special: bool, trim: bool
+) -> str:
     """The text of an answer. trim: without what ended it."""
     ids = output.token_ids
     if trim and isinstance(matched, int) and ids and ids[-1] == matched:
@@ -123,5 +143,7 @@ def _end_token_ids(folder: Path) -> frozenset[int]:
 def require_model(model: TextModel | None) -> TextModel:
     """Raises Refused where there is no tokenizer."""
     if model is None:
-        raise Refused("text needs the model's tokenizer: set TREADLE_GATEWAY_TOKENIZER to its folder", 501)
+        raise Refused(
+            "text needs the model's tokenizer: set TREADLE_GATEWAY_TOKENIZER to its folder", 501
+        )
     return model

@@ -1,11 +1,13 @@
-"""Weights that a trainer brings over HTTP, handed to the mesh: parts that it pushes, loads from disk, process groups.
+"""Weights that a trainer brings over HTTP, handed to the mesh: parts that it pushes, loads from
+disk, process groups.
 
-SGLang takes each part of new weights as an update of its own, and its trainers say nowhere which part is the last. The
-mesh wants to know: between the first part and the last an engine runs nothing, and then serves the new version. So the
-push to an engine begins with the first part of a version and ends when the trainer lets the engine go on.
+SGLang takes each part of new weights as an update of its own, and its trainers say nowhere which
+part is the last. The mesh wants to know: between the first part and the last an engine runs
+nothing, and then serves the new version. So the push to an engine begins with the first part of a
+version and ends when the trainer lets the engine go on.
 
-Invariants: a version is the desired one before an engine gets a part of it; after a part that an engine did not take,
-no engine is told that it has all of them.
+Invariants: a version is the desired one before an engine gets a part of it; after a part that an
+engine did not take, no engine is told that it has all of them.
 """
 
 import asyncio
@@ -55,13 +57,18 @@ class _Push:
 
 
 class Updates:
-    """Updates under way, and other calls of trainers to sidecars. mesh: the connection that they go through."""
+    """Updates under way, and other calls of trainers to sidecars. mesh: the connection that they go
+    through."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._pushes: dict[str, _Push] = {}  # by engine id
         self._loads: dict[tuple[str, str], asyncio.Task[Errors]] = {}  # by path and version
-        self._unnamed: tuple[str, str, set[str]] = ("", "", set())  # name, what it loads, engines that have begun
+        self._unnamed: tuple[str, str, set[str]] = (
+            "",
+            "",
+            set(),
+        )  # name, what it loads, engines that have begun
 
     async def close(self) -> None:
         """Leave what is under way to the sidecars."""
@@ -71,21 +78,27 @@ class Updates:
         await asyncio.gather(*loads, return_exceptions=True)
         await self._mesh.close()
 
-    async def call(self, engines: Collection[KnownEngine], name: str, request: Callable[[KnownEngine], Any]) -> Errors:
+    async def call(
+        self, engines: Collection[KnownEngine], name: str, request: Callable[[KnownEngine], Any]
+    ) -> Errors:
         """Call an RPC of the sidecars of engines, all at once. Returns errors by engine id."""
         timeout_s = self._mesh.timeouts.weights_s
 
         def call_of(engine: KnownEngine) -> "Callable[[EngineServiceAsyncStub], Awaitable[object]]":
             return lambda stub: getattr(stub, name)(request(engine), timeout=timeout_s)
 
-        return await call_together(self._mesh, {each.engine_id: (each.address, call_of(each)) for each in engines})
+        return await call_together(
+            self._mesh, {each.engine_id: (each.address, call_of(each)) for each in engines}
+        )
 
     async def load_of(self, engine: KnownEngine) -> engine_pb2.Load:
         """What the sidecar of an engine says of it at this moment. Raises Refused."""
         found: list[engine_pb2.Load] = []
 
         async def ask(stub: "EngineServiceAsyncStub") -> None:
-            answer = await stub.GetLoad(engine_pb2.GetLoadRequest(), timeout=self._mesh.timeouts.cleanup_s)
+            answer = await stub.GetLoad(
+                engine_pb2.GetLoadRequest(), timeout=self._mesh.timeouts.cleanup_s
+            )
             found.append(answer.load)
 
         errors = await call_together(self._mesh, {engine.engine_id: (engine.address, ask)})
@@ -98,33 +111,46 @@ class Updates:
         return {load.weight_version for load in await asyncio.gather(*map(self.load_of, engines))}
 
     async def until_runs(self, engine: KnownEngine) -> None:
-        """Wait until an engine may run what its sidecar does not know of: it is not paused, has whole weights and all
-        its memory. One whose sidecar does not answer is not waited for."""
+        """Wait until an engine may run what its sidecar does not know of: it is not paused, has
+        whole weights and all its memory. One whose sidecar does not answer is not waited for."""
         with suppress(Refused):
             while True:
                 load = await self.load_of(engine)
-                if not (load.paused or load.asleep_tags or load.weight_version.startswith(INCOMPLETE)):
+                if not (
+                    load.paused or load.asleep_tags or load.weight_version.startswith(INCOMPLETE)
+                ):
                     return
                 await asyncio.sleep(LOOK_S)
 
-    async def take(self, engines: Sequence[KnownEngine], way: Way, body: Mapping[str, Any]) -> Errors:
-        """Give a part to engines, all at once; returns once each of them has it, with the errors of those that do not.
-        The first one that fails ends it for all, since a broadcast needs all ranks, and the push has failed on all
-        engines. Raises TreadleError, Refused."""
+    async def take(
+        self, engines: Sequence[KnownEngine], way: Way, body: Mapping[str, Any]
+    ) -> Errors:
+        """Give a part to engines, all at once; returns once each of them has it, with the errors of
+        those that do not. The first one that fails ends it for all, since a broadcast needs all
+        ranks, and the push has failed on all engines. Raises TreadleError, Refused."""
         version = self._version_of(engines, way, body.get("weight_version"))
         known = {engine.engine_id: self._pushes.get(engine.engine_id) for engine in engines}
         for engine_id, push in known.items():
             if push is not None and push.weight_version == version and push.failed:
-                raise Refused(f"the push of {version} to {engine_id} has failed: {push.failed}; pause and push it anew")
-        fresh = [name for name, push in known.items() if push is None or push.weight_version != version]
+                raise Refused(
+                    f"the push of {version} to {engine_id} has failed: {push.failed}; pause and "
+                    "push it anew"
+                )
+        fresh = [
+            name for name, push in known.items() if push is None or push.weight_version != version
+        ]
         if fresh:
             await set_weights(self._mesh, version, "")
             self._pushes |= {engine_id: _Push(uuid.uuid4().hex, version) for engine_id in fresh}
         pushes = {engine.engine_id: self._pushes[engine.engine_id] for engine in engines}
         part = {way: json.dumps(dict(body)).encode()}
-        requests = {engine_id: push.next_part(last=False, **part) for engine_id, push in pushes.items()}
+        requests = {
+            engine_id: push.next_part(last=False, **part) for engine_id, push in pushes.items()
+        }
         calls = [
-            asyncio.ensure_future(self.call([engine], "PushWeights", lambda each: requests[each.engine_id]))
+            asyncio.ensure_future(
+                self.call([engine], "PushWeights", lambda each: requests[each.engine_id])
+            )
             for engine in engines
         ]
         try:
@@ -139,25 +165,38 @@ class Updates:
         for push in self._pushes.values():
             if push.weight_version == version:
                 push.failed = f"engine {first}: {said}"
-        return {engine_id: errors.get(engine_id, f"engine {first} has failed: {said}") for engine_id in pushes}
+        return {
+            engine_id: errors.get(engine_id, f"engine {first} has failed: {said}")
+            for engine_id in pushes
+        }
 
     async def finish(self, engines: Sequence[KnownEngine]) -> Errors:
-        """End the pushes to engines, which serve the new version from then on. Returns the errors of those that do not.
-        Does nothing where none is under way. Raises TreadleError."""
+        """End the pushes to engines, which serve the new version from then on. Returns the errors
+        of those that do not. Does nothing where none is under way. Raises TreadleError."""
         pushes = {
-            each.engine_id: self._pushes.pop(each.engine_id) for each in engines if each.engine_id in self._pushes
+            each.engine_id: self._pushes.pop(each.engine_id)
+            for each in engines
+            if each.engine_id in self._pushes
         }
         errors = {
             engine_id: f"the push of {push.weight_version} has failed: {push.failed}"
             for engine_id, push in pushes.items()
             if push.failed
         }
-        due = [engine for engine in engines if engine.engine_id in pushes and engine.engine_id not in errors]
+        due = [
+            engine
+            for engine in engines
+            if engine.engine_id in pushes and engine.engine_id not in errors
+        ]
         if not due:
             return errors
-        errors |= await self.call(due, "PushWeights", lambda each: pushes[each.engine_id].next_part(last=True))
+        errors |= await self.call(
+            due, "PushWeights", lambda each: pushes[each.engine_id].next_part(last=True)
+        )
         question, mesh = scheduler_pb2.GetWeightsRequest(), self._mesh
-        weights = (await mesh.call(mesh.scheduler.GetWeights, question, mesh.timeouts.control_s)).weights
+        weights = (
+            await mesh.call(mesh.scheduler.GetWeights, question, mesh.timeouts.control_s)
+        ).weights
         serving = {engine.engine_id for engine in due} - set(errors)
         await until_served(mesh, weights, mesh.timeouts.control_s, serving)
         return errors
@@ -169,28 +208,35 @@ class Updates:
             if push is not None and push.failed:
                 del self._pushes[engine.engine_id]
 
-    async def load(self, engines: Sequence[KnownEngine], model_path: str, version: object) -> tuple[str, Errors]:
-        """Have all engines of the mesh load weights from disk; returns their version, and the errors of these engines,
-        once these have loaded. Who asks for each engine in turn waits for the same load. Raises TreadleError."""
+    async def load(
+        self, engines: Sequence[KnownEngine], model_path: str, version: object
+    ) -> tuple[str, Errors]:
+        """Have all engines of the mesh load weights from disk; returns their version, and the
+        errors of these engines, once these have loaded. Who asks for each engine in turn waits for
+        the same load. Raises TreadleError."""
         name = self._name(model_path, engines) if version is None else str(version)
         load = self._loads.get((model_path, name))
         if load is None:
-            self._loads[model_path, name] = load = asyncio.ensure_future(self._load(model_path, name))
+            self._loads[model_path, name] = load = asyncio.ensure_future(
+                self._load(model_path, name)
+            )
             load.add_done_callback(lambda _: self._loads.pop((model_path, name), None))
         errors = await asyncio.shield(load)
         ids = {engine.engine_id for engine in engines}
         return name, {engine_id: said for engine_id, said in errors.items() if engine_id in ids}
 
     async def join(self, engines: Sequence[KnownEngine], body: Mapping[str, Any]) -> Errors:
-        """Join engines to a trainer's process group, by SGLang's request of /init_weights_update_group. Several have
-        the ranks from `rank_offset` on, in the order of their ids. Raises Refused."""
+        """Join engines to a trainer's process group, by SGLang's request of
+        /init_weights_update_group. Several have the ranks from `rank_offset` on, in the order of
+        their ids. Raises Refused."""
         offset, world_size = body.get("rank_offset"), body.get("world_size")
         if type(offset) is not int or type(world_size) is not int:
             raise Refused("rank_offset, world_size: must be whole numbers")
         ranks = sum(engine.ranks for engine in engines)
         if offset + ranks > world_size:
             raise Refused(
-                f"world_size: must be at least {offset + ranks}, since these {len(engines)} engines have {ranks} "
+                f"world_size: must be at least {offset + ranks}, since these {len(engines)} "
+                f"engines have {ranks} "
                 f"processes after rank {offset}; is {world_size}"
             )
         offsets, at = dict[str, int](), offset
@@ -219,12 +265,15 @@ class Updates:
         if given is not None:
             return str(given)
         open_ones = [self._pushes.get(engine.engine_id) for engine in engines]
-        known = next((push.weight_version for push in open_ones if push is not None and not push.failed), None)
+        known = next(
+            (push.weight_version for push in open_ones if push is not None and not push.failed),
+            None,
+        )
         return known or self._name(way, engines)
 
     def _name(self, what: str, engines: Sequence[KnownEngine]) -> str:
-        """A name for weights that their trainer does not name: the same for all engines, each of which it brings them
-        to once."""
+        """A name for weights that their trainer does not name: the same for all engines, each of
+        which it brings them to once."""
         name, of, begun = self._unnamed
         ids = {engine.engine_id for engine in engines}
         if of != what or begun & ids:

@@ -1,4 +1,5 @@
-"""Assemble the gateway: the link to the mesh, the engines, and an HTTP server beside the gRPC one that says health."""
+"""Assemble the gateway: the link to the mesh, the engines, and an HTTP server beside the gRPC one
+that says health."""
 
 import random
 import time
@@ -61,7 +62,13 @@ async def wire(runtime: Runtime) -> Wiring:
         certificates = Certificates(folder) if folder else Certificates.of_environment()
         limits = (treadle.Timeouts(), treadle.RetryPolicy(), random.Random())
         return Mesh(
-            settings.scheduler, certificates, (), *limits, call_tokens=0, token_interval_s=0.0, job=settings.job
+            settings.scheduler,
+            certificates,
+            (),
+            *limits,
+            call_tokens=0,
+            token_interval_s=0.0,
+            job=settings.job,
         )
 
     mesh = MeshLink(scheduler, make_client, make_sessions, settings.away_after_s)
@@ -81,7 +88,13 @@ async def wire(runtime: Runtime) -> Wiring:
     app = make_app(
         SglangApi(calls, proxy, model),
         OpenaiApi(calls, proxy, mesh, chat, model),
-        VllmApi(calls, proxy, mesh, settings.served_model, Path(settings.tokenizer) if settings.tokenizer else None),
+        VllmApi(
+            calls,
+            proxy,
+            mesh,
+            settings.served_model,
+            Path(settings.tokenizer) if settings.tokenizer else None,
+        ),
         Fleet(mesh, engines, updates, settings.served_model),
         Control(mesh, engines, calls, proxy, updates),
         settings.api_key.get_secret_value(),
@@ -89,7 +102,12 @@ async def wire(runtime: Runtime) -> Wiring:
     changed = "Turns whose text did not go on from the tokens of their session"
     gauge("retokenised", "turn", changed, lambda: chat.retokenised)
     gauge("running", "request", "Requests that generate", lambda: calls.running)
-    gauge("mesh", "mesh", "1 while the mesh answers, 0 while requests go straight to engines", mesh.visits)
+    gauge(
+        "mesh",
+        "mesh",
+        "1 while the mesh answers, 0 while requests go straight to engines",
+        mesh.visits,
+    )
 
     async def close() -> None:
         await calls.finish()
@@ -99,5 +117,7 @@ async def wire(runtime: Runtime) -> Wiring:
         await channels.close()
 
     folder = settings.tls_folder
-    serve = serve_http(app, listener, runtime.stopping, tls_folder=folder, grace_s=settings.drain_grace_s)
+    serve = serve_http(
+        app, listener, runtime.stopping, tls_folder=folder, grace_s=settings.drain_grace_s
+    )
     return Wiring(services={}, tasks=[mesh.watch, mesh.sweep, serve], close=close)

@@ -7,12 +7,14 @@ from treadle_runtime.config import Settings, addresses
 
 DEFAULT_GIVE_UP_S = 30.0  # for a caller that sets no limit: longer than the transfer of any context
 DEFAULT_RETENTION_S = 86400.0  # ended migrations stay readable for a day
-SHORTEST_RETENTION_S = 3600.0  # as long as request records live: a repeated StartMigration must find its migration
+SHORTEST_RETENTION_S = (
+    3600.0  # as long as request records live: a repeated StartMigration must find its migration
+)
 
 
 class MigratorSettings(Settings):
-    """scheduler: host:port of the service that owns the trajectories, of all its processes with commas between.
-    give_up_s: of a move that sets no limit."""
+    """scheduler: host:port of the service that owns the trajectories, of all its processes with
+    commas between. give_up_s: of a move that sets no limit."""
 
     service: ClassVar[str] = "migrator"
 

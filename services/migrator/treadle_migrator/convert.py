@@ -1,4 +1,5 @@
-"""Convert between the messages of the contract and this service's values, and check those of a request."""
+"""Convert between the messages of the contract and this service's values, and check those of a
+request."""
 
 import uuid
 
@@ -25,20 +26,32 @@ FACT_SOURCE = "migrator"
 
 
 def migration_id_of(request_id: str) -> str:
-    """Derived, not drawn: a repeat of a request whose answer was not recorded finds what it started."""
+    """Derived, not drawn: a repeat of a request whose answer was not recorded finds what it
+    started."""
     return f"m-{uuid.uuid5(uuid.NAMESPACE_OID, request_id).hex}"
 
 
 def move_from(request: pb.StartMigrationRequest, default_give_up_s: float) -> Move:
     """What the request asks for. Raises InvalidArgument naming the field."""
-    source, target = _endpoint_from("source", request.source), _endpoint_from("target", request.target)
-    require(source.engine_id != target.engine_id, "target.engine_id", "must be another engine than source")
-    require(source.address != target.address, "target.address", "must be another sidecar than source")
+    source, target = (
+        _endpoint_from("source", request.source),
+        _endpoint_from("target", request.target),
+    )
+    require(
+        source.engine_id != target.engine_id,
+        "target.engine_id",
+        "must be another engine than source",
+    )
+    require(
+        source.address != target.address, "target.address", "must be another sidecar than source"
+    )
     non_negative("expected_revision", request.expected_revision)
     non_negative("remaining_tokens", request.remaining_tokens)
     give_up_after_s = default_give_up_s
     if request.HasField("give_up_after"):
-        give_up_after_s = positive("give_up_after", require_duration("give_up_after", request.give_up_after))
+        give_up_after_s = positive(
+            "give_up_after", require_duration("give_up_after", request.give_up_after)
+        )
     return Move(
         trajectory_id=identifier("trajectory_id", request.trajectory_id),
         source=source,
@@ -102,11 +115,15 @@ def fact_of(migration: Migration) -> Fact:
         source_engine_id=move.source.engine_id,
         target_engine_id=move.target.engine_id,
         moved=migration.state is State.DONE,
-        failure_reason="CANCELLED" if migration.state is State.CANCELLED else migration.failure_reason,
+        failure_reason="CANCELLED"
+        if migration.state is State.CANCELLED
+        else migration.failure_reason,
         prefix_tokens=prefix.tokens if prefix else 0,
         tokens_from_storage=prefix.from_storage if prefix else 0,
     )
-    started_at_s = migration.created_at_s if migration.started_at_s is None else migration.started_at_s
+    started_at_s = (
+        migration.created_at_s if migration.started_at_s is None else migration.started_at_s
+    )
     ended_at_s = started_at_s if migration.ended_at_s is None else migration.ended_at_s
     ended.elapsed.CopyFrom(duration(ended_at_s - started_at_s))
     if migration.started_at_s is not None:

@@ -11,7 +11,9 @@ class Meters:
     """The instruments of the migrator. count_open: returns how many moves wait or run."""
 
     def __init__(self, metrics: Metrics, count_open: Callable[[], int]) -> None:
-        self._move_s = metrics.seconds("move", "From the start of a move to its end, by how it ended")
+        self._move_s = metrics.seconds(
+            "move", "From the start of a move to its end, by how it ended"
+        )
         self._moves = metrics.total("moves", "move", "Moves that have ended, by how and why")
         what = "Tokens of the prefixes that moved, by the way that their KV took"
         self._tokens = metrics.total("tokens", "token", what)

@@ -1,8 +1,8 @@
 """Migrations: their states, and a store of all of them in a JetStream bucket.
 
-A migration's states go forward only (pending → preparing → switching → done | failed | cancelled), and `revision` moves
-by one at each change of state. Until a migration is done, the source is the trajectory's owner; one that has failed or
-been cancelled has left it so.
+A migration's states go forward only (pending → preparing → switching → done | failed | cancelled),
+and `revision` moves by one at each change of state. Until a migration is done, the source is the
+trajectory's owner; one that has failed or been cancelled has left it so.
 """
 
 import asyncio
@@ -48,7 +48,8 @@ FOLLOWING = {
 
 
 class Endpoint(NamedTuple):
-    """An engine and the address of its sidecar (host:port). Stored as an array: do not reorder the fields."""
+    """An engine and the address of its sidecar (host:port). Stored as an array: do not reorder the
+    fields."""
 
     engine_id: str
     address: str
@@ -138,9 +139,9 @@ class _Entry:
 class MigrationStore:
     """Keeps all migrations, in memory and in the bucket.
 
-    Invariants: at most one migration of a trajectory has not ended; a change is stored before anybody sees it. A write
-    whose outcome is unknown is followed by a read before the next write, so that bucket and memory agree again. One
-    process uses the bucket at a time.
+    Invariants: at most one migration of a trajectory has not ended; a change is stored before
+    anybody sees it. A write whose outcome is unknown is followed by a read before the next write,
+    so that bucket and memory agree again. One process uses the bucket at a time.
     """
 
     def __init__(self, bucket: KeyValue, retention_s: float) -> None:
@@ -182,7 +183,8 @@ class MigrationStore:
                 if other.move.trajectory_id == move.trajectory_id and not other.ended:
                     raise FailedPrecondition(
                         "MIGRATION_IN_PROGRESS",
-                        f"trajectory {move.trajectory_id} is in migration {other.migration_id} already",
+                        f"trajectory {move.trajectory_id} is in migration {other.migration_id} "
+                        "already",
                         trajectory_id=move.trajectory_id,
                         migration_id=other.migration_id,
                     )
@@ -200,13 +202,20 @@ class MigrationStore:
         return entry.migration
 
     async def change(
-        self, migration_id: str, state: State, *, failure_reason: str = "", prefix: Prefix | None = None
+        self,
+        migration_id: str,
+        state: State,
+        *,
+        failure_reason: str = "",
+        prefix: Prefix | None = None,
     ) -> Migration | None:
         """Bring a migration into `state`; None where that cannot follow its present one."""
         entry = self._entry(migration_id)
         async with entry.lock:
             await self._refresh(entry)
-            following = entry.migration.to(state, time.time(), failure_reason=failure_reason, prefix=prefix)
+            following = entry.migration.to(
+                state, time.time(), failure_reason=failure_reason, prefix=prefix
+            )
             if following is not None:
                 await self._store(entry, following)
             return following

@@ -1,9 +1,10 @@
 """Run moves (Heddle §5.3): choose which may run now, prepare, verify, switch the owner, release.
 
-Invariants: the owner changes by the scheduler's SwitchEngine alone (a compare-and-swap), and only after the target has
-confirmed that it holds as many tokens as the source; before that, any failure ends the move with the source as owner;
-once SwitchEngine has been sent, the outcome is what the scheduler says, however long it takes to answer. Releasing is
-best effort: a sidecar drops an unused prefix by itself.
+Invariants: the owner changes by the scheduler's SwitchEngine alone (a compare-and-swap), and only
+after the target has confirmed that it holds as many tokens as the source; before that, any failure
+ends the move with the source as owner; once SwitchEngine has been sent, the outcome is what the
+scheduler says, however long it takes to answer. Releasing is best effort: a sidecar drops an unused
+prefix by itself.
 """
 
 import asyncio
@@ -28,11 +29,14 @@ from treadle_migrator.migrations import Endpoint, Migration, MigrationStore, Pat
 
 RETRY_S = 0.2  # a peer or NATS that restarts is back about then
 ASK_TIMEOUT_S = 5.0  # of a question to the scheduler, which answers from memory
-RELEASE_TIMEOUT_S = 2.0  # an engine that is slower than this gets the next move, and forgets later by itself
+RELEASE_TIMEOUT_S = (
+    2.0  # an engine that is slower than this gets the next move, and forgets later by itself
+)
 
 INTERRUPTED = "INTERRUPTED"  # by a restart of the migrator
 GAVE_UP = "GAVE_UP"  # the move took longer than it saves
-# Codes that say that the switch was refused; after any other the switch may or may not have happened.
+# Codes that say that the switch was refused; after any other the switch may or may not have
+# happened.
 REFUSALS = frozenset(
     {
         grpc.StatusCode.FAILED_PRECONDITION,
@@ -48,11 +52,12 @@ log = structlog.get_logger()
 
 
 class Runner:
-    """Decides which moves run, with the transmission scheduler of the core, after each change of the store.
+    """Decides which moves run, with the transmission scheduler of the core, after each change of
+    the store.
 
-    Each decision looks at the store alone, so a missed `wake` costs nothing once the next one comes. Owns a task for
-    each move that runs, and the set of engines that take part in one. An engine is free again when the end of its move
-    has been announced and the prefix released.
+    Each decision looks at the store alone, so a missed `wake` costs nothing once the next one
+    comes. Owns a task for each move that runs, and the set of engines that take part in one. An
+    engine is free again when the end of its move has been announced and the prefix released.
     """
 
     def __init__(self, store: MigrationStore, mover: "Mover") -> None:
@@ -62,20 +67,24 @@ class Runner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._moving: set[str] = set()  # those of the tasks that a cancelled migration stops
         self._engines: dict[str, frozenset[str]] = {}  # taken part in, by migration
-        self._asked_in: dict[str, contextvars.Context] = {}  # the context of the call that asked, by migration
+        self._asked_in: dict[
+            str, contextvars.Context
+        ] = {}  # the context of the call that asked, by migration
 
     def wake(self) -> None:
         """Call this after each change of the store."""
         self._woken.set()
 
     def accept(self, migration_id: str) -> None:
-        """Call this once a move is stored that the present RPC asks for: the move belongs to its trace."""
+        """Call this once a move is stored that the present RPC asks for: the move belongs to its
+        trace."""
         if self._store.is_open(migration_id) and migration_id not in self._tasks:
             self._asked_in[migration_id] = detached_context()
         self.wake()
 
     async def run(self) -> None:
-        """Run moves until cancelled, which leaves moves under way as they are for the next process."""
+        """Run moves until cancelled, which leaves moves under way as they are for the next
+        process."""
         async with asyncio.TaskGroup() as group:
             while True:
                 self._woken.clear()
@@ -85,10 +94,13 @@ class Runner:
                         await self._woken.wait()
 
     async def recover(self) -> None:
-        """Call before `run`: fail what an earlier process left before its switch; the source is still the owner."""
+        """Call before `run`: fail what an earlier process left before its switch; the source is
+        still the owner."""
         for migration in self._store.open():
             if migration.state in (State.PENDING, State.PREPARING):
-                await self._store.change(migration.migration_id, State.FAILED, failure_reason=INTERRUPTED)
+                await self._store.change(
+                    migration.migration_id, State.FAILED, failure_reason=INTERRUPTED
+                )
 
     def _start_moves(self, group: asyncio.TaskGroup) -> None:
         waiting: dict[str, Migration] = {}
@@ -100,7 +112,9 @@ class Runner:
                     self._tasks[migration_id].cancel()
             elif migration.state is State.PENDING and _left_s(migration) > 0:
                 waiting[migration_id] = migration
-            else:  # it needs no engine: it is too late for it, or an earlier process sent its switch, or it has ended
+            # it needs no engine: it is too late for it, or an earlier process sent its switch, or
+            # it has ended
+            else:
                 self._start(group, migration)
         busy = {engine_id for engines in self._engines.values() for engine_id in engines}
         for transfer in next_transfers(map(transfer_from, waiting.values()), busy):
@@ -111,7 +125,9 @@ class Runner:
     def _start(self, group: asyncio.TaskGroup, migration: Migration) -> None:
         migration_id = migration.migration_id
         asked_in = self._asked_in.pop(migration_id, None)
-        task = group.create_task(self._mover.move(migration), name=f"migration {migration_id}", context=asked_in)
+        task = group.create_task(
+            self._mover.move(migration), name=f"migration {migration_id}", context=asked_in
+        )
         self._tasks[migration_id] = task
         task.add_done_callback(lambda _: self._forget_task(migration_id))
 
@@ -124,15 +140,20 @@ class Runner:
 
     def _next_expiry_s(self) -> float | None:
         """Seconds until the next waiting move is no longer worth it; None where none waits."""
-        waiting = (m for m in self._store.open() if m.state is State.PENDING and m.migration_id not in self._tasks)
+        waiting = (
+            m
+            for m in self._store.open()
+            if m.state is State.PENDING and m.migration_id not in self._tasks
+        )
         return min((max(0.0, _left_s(m)) for m in waiting), default=None)
 
 
 class Mover:
-    """Calls the two sidecars and the scheduler; `announce` publishes an end and returns once that is safe.
+    """Calls the two sidecars and the scheduler; `announce` publishes an end and returns once that
+    is safe.
 
-    Request ids are derived from the migration's, so that a call repeated after a lost answer, or by the next process,
-    is answered from the peer's record.
+    Request ids are derived from the migration's, so that a call repeated after a lost answer, or by
+    the next process, is answered from the peer's record.
     """
 
     def __init__(
@@ -175,7 +196,8 @@ class Mover:
             await self._end(migration, State.FAILED, reason)
 
     async def _settle(self, migration: Migration, reason: str) -> None:
-        """End a migration whose switch may have happened, as the scheduler says; waits for its answer.
+        """End a migration whose switch may have happened, as the scheduler says; waits for its
+        answer.
 
         reason: of the failure, where the owner has not changed.
         """
@@ -183,20 +205,34 @@ class Mover:
         request = scheduler_pb2.GetTrajectoryRequest(trajectory_id=move.trajectory_id)
         while True:
             try:
-                trajectory = (await self._scheduler.GetTrajectory(request, timeout=ASK_TIMEOUT_S)).trajectory
+                trajectory = (
+                    await self._scheduler.GetTrajectory(request, timeout=ASK_TIMEOUT_S)
+                ).trajectory
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.NOT_FOUND:
-                    await self._end(migration, State.FAILED, error_from(error).reason or "TRAJECTORY_NOT_FOUND")
+                    await self._end(
+                        migration, State.FAILED, error_from(error).reason or "TRAJECTORY_NOT_FOUND"
+                    )
                     return
-                log.warning("scheduler does not answer", migration_id=migration.migration_id, code=error.code().name)
+                log.warning(
+                    "scheduler does not answer",
+                    migration_id=migration.migration_id,
+                    code=error.code().name,
+                )
                 await asyncio.sleep(RETRY_S)
                 continue
-            moved = trajectory.engine_id == move.target.engine_id and trajectory.revision > move.expected_revision
-            await self._end(migration, State.DONE if moved else State.FAILED, "" if moved else reason)
+            moved = (
+                trajectory.engine_id == move.target.engine_id
+                and trajectory.revision > move.expected_revision
+            )
+            await self._end(
+                migration, State.DONE if moved else State.FAILED, "" if moved else reason
+            )
             return
 
     async def _conclude(self, migration: Migration) -> None:
-        """After an end: publish the fact, then have the engine that is not the owner release the prefix."""
+        """After an end: publish the fact, then have the engine that is not the owner release the
+        prefix."""
         ended = self._store.get(migration.migration_id)
         if not ended.ended or ended.announced:
             return
@@ -219,7 +255,8 @@ class Mover:
         await self._store_surely(lambda: self._store.mark_announced(migration.migration_id))
 
     async def _make_ready(self, migration: Migration) -> bool:
-        """True where the switch may be sent now; False where somebody cancelled. Raises MoveFailedError."""
+        """True where the switch may be sent now; False where somebody cancelled. Raises
+        MoveFailedError."""
         migration_id = migration.migration_id
         if await self._store.change(migration_id, State.PREPARING) is None:
             return False
@@ -227,18 +264,26 @@ class Mover:
         return await self._store.change(migration_id, State.SWITCHING, prefix=prefix) is not None
 
     async def _prepare(self, migration: Migration) -> Prefix:
-        """Prefetch from storage, else by prefill where that is allowed; then compare what both sides hold now."""
+        """Prefetch from storage, else by prefill where that is allowed; then compare what both
+        sides hold now."""
         try:
             prefix = await self._prefetch(migration, storage_only=True)
         except MoveFailedError as failure:
             if failure.reason != "PREFIX_NOT_STORED" or not migration.move.allow_prefill:
                 raise
             prefix = await self._prefetch(migration, storage_only=False)
-        for endpoint, peer in ((migration.move.source, "SOURCE"), (migration.move.target, "TARGET")):
+        for endpoint, peer in (
+            (migration.move.source, "SOURCE"),
+            (migration.move.target, "TARGET"),
+        ):
             # The tokens themselves never come here (docs/adr/0007).
-            request = engine_pb2.ExportPrefixRequest(trajectory_id=migration.move.trajectory_id, counts_only=True)
+            request = engine_pb2.ExportPrefixRequest(
+                trajectory_id=migration.move.trajectory_id, counts_only=True
+            )
             try:
-                held = await self._engine(endpoint).ExportPrefix(request, timeout=_left_s(migration))
+                held = await self._engine(endpoint).ExportPrefix(
+                    request, timeout=_left_s(migration)
+                )
             except grpc.aio.AioRpcError as error:
                 raise MoveFailedError(_reason_of(error_from(error), peer)) from error
             if held.cache_salt != migration.move.cache_salt:
@@ -260,16 +305,20 @@ class Mover:
         prefix_ref.engine_address = move.source.address
         prefix_ref.trajectory_id = move.trajectory_id
         try:
-            found = await self._engine(move.target).PrefetchPrefix(request, timeout=_left_s(migration))
+            found = await self._engine(move.target).PrefetchPrefix(
+                request, timeout=_left_s(migration)
+            )
         except grpc.aio.AioRpcError as error:
             raise MoveFailedError(_reason_of(error_from(error), "TARGET")) from error
-        # An engine computes the end of a stored prefix too: the last page at least, and all from a damaged page on.
+        # An engine computes the end of a stored prefix too: the last page at least, and all from a
+        # damaged page on.
         computed = found.tokens_prefilled > found.tokens_from_cache + found.tokens_from_storage
         path = Path.PREFILL if computed else Path.STORAGE
         return Prefix(path, found.prefix_tokens, found.tokens_from_storage, found.tokens_prefilled)
 
     async def _switch(self, migration: Migration) -> None:
-        """Send the compare-and-swap until it is answered; without an answer in time, ask the scheduler how it ended."""
+        """Send the compare-and-swap until it is answered; without an answer in time, ask the
+        scheduler how it ended."""
         request = scheduler_pb2.SwitchEngineRequest(
             request_id=f"{migration.migration_id}.switch",
             trajectory_id=migration.move.trajectory_id,
@@ -281,9 +330,15 @@ class Mover:
                 await self._scheduler.SwitchEngine(request, timeout=left_s)
             except grpc.aio.AioRpcError as error:
                 if error.code() in REFUSALS:
-                    await self._end(migration, State.FAILED, _reason_of(error_from(error), "SCHEDULER"))
+                    await self._end(
+                        migration, State.FAILED, _reason_of(error_from(error), "SCHEDULER")
+                    )
                     return
-                log.warning("switch not answered", migration_id=migration.migration_id, code=error.code().name)
+                log.warning(
+                    "switch not answered",
+                    migration_id=migration.migration_id,
+                    code=error.code().name,
+                )
                 await asyncio.sleep(min(RETRY_S, max(0.0, _left_s(migration))))
             else:
                 await self._end(migration, State.DONE, "")
@@ -291,7 +346,9 @@ class Mover:
         await self._settle(migration, GAVE_UP)
 
     async def _end(self, migration: Migration, state: State, reason: str) -> None:
-        await self._store_surely(lambda: self._store.change(migration.migration_id, state, failure_reason=reason))
+        await self._store_surely(
+            lambda: self._store.change(migration.migration_id, state, failure_reason=reason)
+        )
 
     def _engine(self, endpoint: Endpoint) -> "engine_pb2_grpc.EngineServiceAsyncStub":
         return engine_pb2_grpc.EngineServiceStub(self._channel(endpoint.address, "sidecar"))

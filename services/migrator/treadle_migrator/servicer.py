@@ -7,9 +7,8 @@ from collections.abc import AsyncIterator
 import grpc.aio
 from treadle.migrator.v1 import migrator_pb2 as pb
 from treadle.migrator.v1 import migrator_pb2_grpc
-from treadle_runtime.fields import identifier, optional_identifier
+from treadle_runtime.fields import identifier, optional_identifier, page_of
 from treadle_runtime.idempotency import RequestRecords, answered_once
-from treadle_runtime.pages import page_of
 
 from treadle_migrator.convert import migration_id_of, migration_to, move_from
 from treadle_migrator.migrations import Migration, MigrationStore, State
@@ -21,21 +20,27 @@ Context = grpc.aio.ServicerContext[object, object]
 class MigratorServicer(migrator_pb2_grpc.MigratorServiceServicer):
     """Holds no state: migrations are in `store`."""
 
-    def __init__(self, store: MigrationStore, runner: Runner, records: RequestRecords, *, give_up_s: float) -> None:
+    def __init__(
+        self, store: MigrationStore, runner: Runner, records: RequestRecords, *, give_up_s: float
+    ) -> None:
         self._store = store
         self._runner = runner
         self.records = records
         self._give_up_s = give_up_s
 
     @answered_once
-    async def StartMigration(self, request: pb.StartMigrationRequest, context: Context) -> pb.StartMigrationResponse:
+    async def StartMigration(
+        self, request: pb.StartMigrationRequest, context: Context
+    ) -> pb.StartMigrationResponse:
         """Store a move, then answer; it runs as soon as its engines are free."""
         move = move_from(request, self._give_up_s)
         migration = await self._store.create(migration_id_of(request.request_id), move)
         self._runner.accept(migration.migration_id)
         return pb.StartMigrationResponse(migration=migration_to(migration))
 
-    async def GetMigration(self, request: pb.GetMigrationRequest, context: Context) -> pb.GetMigrationResponse:
+    async def GetMigration(
+        self, request: pb.GetMigrationRequest, context: Context
+    ) -> pb.GetMigrationResponse:
         return pb.GetMigrationResponse(migration=migration_to(self._find(request.migration_id)))
 
     async def WatchMigration(
@@ -48,7 +53,9 @@ class MigratorServicer(migrator_pb2_grpc.MigratorServiceServicer):
             yield pb.WatchMigrationResponse(migration=migration_to(migration))
 
     @answered_once
-    async def CancelMigration(self, request: pb.CancelMigrationRequest, context: Context) -> pb.CancelMigrationResponse:
+    async def CancelMigration(
+        self, request: pb.CancelMigrationRequest, context: Context
+    ) -> pb.CancelMigrationResponse:
         """Cancels what has not begun to switch; a switch under way is waited for, and the answer
         says how it ended.
         """
@@ -59,10 +66,17 @@ class MigratorServicer(migrator_pb2_grpc.MigratorServiceServicer):
             ended = migration
         return pb.CancelMigrationResponse(migration=migration_to(ended))
 
-    async def ListMigrations(self, request: pb.ListMigrationsRequest, context: Context) -> pb.ListMigrationsResponse:
+    async def ListMigrations(
+        self, request: pb.ListMigrationsRequest, context: Context
+    ) -> pb.ListMigrationsResponse:
         trajectory_id = optional_identifier("trajectory_id", request.trajectory_id)
         wanted = (m for m in self._store if trajectory_id in ("", m.move.trajectory_id))
-        page, token = page_of(wanted, lambda m: (m.created_at_s, m.migration_id), request.page_size, request.page_token)
+        page, token = page_of(
+            wanted,
+            lambda m: (m.created_at_s, m.migration_id),
+            request.page_size,
+            request.page_token,
+        )
         return pb.ListMigrationsResponse(migrations=map(migration_to, page), next_page_token=token)
 
     def _find(self, migration_id: str) -> Migration:

@@ -28,10 +28,17 @@ async def wire(runtime: Runtime) -> Wiring:
         await runtime.bus.flush()
         meters.record_end(migration)
 
-    runner = Runner(store, Mover(store, runtime.channel, runtime.follow(settings.scheduler, "scheduler"), announce))
+    runner = Runner(
+        store,
+        Mover(store, runtime.channel, runtime.follow(settings.scheduler, "scheduler"), announce),
+    )
     await runner.recover()
     servicer = MigratorServicer(store, runner, runtime.records, give_up_s=settings.give_up_s)
     return Wiring(
-        services={"treadle.migrator.v1.MigratorService": partial(add_MigratorServiceServicer_to_server, servicer)},
+        services={
+            "treadle.migrator.v1.MigratorService": partial(
+                add_MigratorServiceServicer_to_server, servicer
+            )
+        },
         tasks=[runner.run],
     )

@@ -9,7 +9,9 @@ from treadle_runtime.config import Settings
 LARGEST_STEP_S = 3600.0  # a decode step of an hour is a mistake
 LARGEST_PREFILL_TOKENS_PER_S = 1e12
 
-CostModelName = Annotated[Literal["critical_path", "linear_integral", "group_size"], BeforeValidator(str.lower)]
+CostModelName = Annotated[
+    Literal["critical_path", "linear_integral", "group_size"], BeforeValidator(str.lower)
+]
 PartOfStep = Annotated[float, Field(ge=0, le=LARGEST_STEP_S)]
 
 

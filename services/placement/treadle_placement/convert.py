@@ -15,7 +15,8 @@ from treadle_runtime.fields import duration, require
 
 
 def model_of(request: pb.PlanPlacementRequest, default: CostModel) -> CostModel:
-    """The cost model of a request. Raises InvalidArgument for one that this service does not know."""
+    """The cost model of a request. Raises InvalidArgument for one that this service does not
+    know."""
     if request.cost_model == pb.COST_MODEL_UNSPECIFIED:
         return default
     if request.cost_model not in pb.CostModel.values():
@@ -66,22 +67,29 @@ def columns_of(request: pb.PlanPlacementRequest) -> dict[str, Any]:
 def engines_of(request: pb.PlanPlacementRequest, default: DecodeCurve) -> list[PlanEngine]:
     """The engines of a request.
 
-    An engine without a curve gets `slowest_curve` of those that have one, or `default` where none has; without
-    tensor_parallel it has one accelerator.
+    An engine without a curve gets `slowest_curve` of those that have one, or `default` where none
+    has; without tensor_parallel it has one accelerator.
     """
     curves = [_curve_of(each) for each in request.engines]
     known = [curve for curve in curves if curve is not None]
     missing = slowest_curve(known) if known else default
     return [
         PlanEngine(
-            each.engine_id, each.slot_limit, each.kv_tokens_capacity, each.tensor_parallel or 1, curve or missing
+            each.engine_id,
+            each.slot_limit,
+            each.kv_tokens_capacity,
+            each.tensor_parallel or 1,
+            curve or missing,
         )
         for each, curve in zip(request.engines, curves, strict=True)
     ]
 
 
-def response_of(request: pb.PlanPlacementRequest, plan: Plan, solve_s: float) -> pb.PlanPlacementResponse:
-    """Return the plan: the engine of each trajectory, and what each engine has to do, in their order."""
+def response_of(
+    request: pb.PlanPlacementRequest, plan: Plan, solve_s: float
+) -> pb.PlanPlacementResponse:
+    """Return the plan: the engine of each trajectory, and what each engine has to do, in their
+    order."""
     return pb.PlanPlacementResponse(
         groups=[
             pb.EngineGroup(engine_id=engine.engine_id, predicted_time=duration(predicted_s))
@@ -107,5 +115,11 @@ def _curve_of(engine: pb.PlacementEngine) -> DecodeCurve | None:
     if curve == CurveMessage():
         return None
     return DecodeCurve(
-        *(curve.base_s, curve.per_sequence_s, curve.per_kv_token_s, curve.prefill_tokens_per_s, curve.prefill_pair_s)
+        *(
+            curve.base_s,
+            curve.per_sequence_s,
+            curve.per_kv_token_s,
+            curve.prefill_tokens_per_s,
+            curve.prefill_pair_s,
+        )
     )

@@ -1,4 +1,5 @@
-"""Answer PlacementService: convert the request, solve, convert the plan. Nothing is kept between calls."""
+"""Answer PlacementService: convert the request, solve, convert the plan. Nothing is kept between
+calls."""
 
 import asyncio
 import time
@@ -12,12 +13,14 @@ from treadle_runtime.telemetry import Metrics
 
 from treadle_placement.convert import columns_of, engines_of, model_of, response_of
 
-# From this size on a plan is made in a thread: a smaller one takes under 2 ms, about what the hand-over could cost.
+# From this size on a plan is made in a thread: a smaller one takes under 2 ms, about what the
+# hand-over could cost.
 LARGE_BYTES = 50_000  # a thousand trajectories in columns
 
 
 class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
-    """`model` is the cost model of a request that names none, `curve` that of engines where none has a curve."""
+    """`model` is the cost model of a request that names none, `curve` that of engines where none
+    has a curve."""
 
     def __init__(self, model: CostModel, curve: DecodeCurve, metrics: Metrics) -> None:
         self._model = model
@@ -25,7 +28,9 @@ class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
         self._plan_s = metrics.seconds("plan", "What the solver took for a plan")
         self._placed = metrics.total("trajectories", "trajectory", "Trajectories of the plans")
 
-    async def PlanPlacement(self, request: pb.PlanPlacementRequest, context: Any) -> pb.PlanPlacementResponse:
+    async def PlanPlacement(
+        self, request: pb.PlanPlacementRequest, context: Any
+    ) -> pb.PlanPlacementResponse:
         if request.ByteSize() >= LARGE_BYTES:
             return await asyncio.to_thread(self._solve, request)
         return self._solve(request)

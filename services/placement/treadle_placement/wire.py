@@ -18,7 +18,8 @@ from treadle_placement.servicer import PlacementServicer
 
 
 async def wire(runtime: Runtime) -> Wiring:
-    """Compile or load the solver before serving, so that the first caller does not wait for a compiler."""
+    """Compile or load the solver before serving, so that the first caller does not wait for a
+    compiler."""
     settings = cast(PlacementSettings, runtime.settings)
     curve = DecodeCurve(
         settings.default_base_s,
@@ -29,14 +30,19 @@ async def wire(runtime: Runtime) -> Wiring:
     await asyncio.to_thread(compile_kernels)
     servicer = PlacementServicer(CostModel[settings.cost_model.upper()], curve, runtime.metrics)
     return Wiring(
-        services={"treadle.placement.v1.PlacementService": partial(add_PlacementServiceServicer_to_server, servicer)},
+        services={
+            "treadle.placement.v1.PlacementService": partial(
+                add_PlacementServiceServicer_to_server, servicer
+            )
+        },
         # The core names the fields as the request does.
         errors={CoreError: lambda error: InvalidArgument(error.field, error.description)},
     )
 
 
 def compile_kernels() -> None:
-    """Run every kernel once: a small plan under each cost model, for unlike engines and trajectories."""
+    """Run every kernel once: a small plan under each cost model, for unlike engines and
+    trajectories."""
     curve = DecodeCurve()
     engines = [PlanEngine("some", 1, 0, 1, curve), PlanEngine("other", 2, 0, 1, curve)]
     ones, current, started = np.ones(2), np.zeros(2, np.int64), np.array([True, False])

@@ -29,16 +29,23 @@ class PredictorSettings(Settings):
     prior_sigma_tokens: Sigma = PRIOR_SIGMA_TOKENS
     prior_median_turns: Median = PRIOR_MEDIAN_TURNS
     prior_sigma_turns: Sigma = PRIOR_SIGMA_TURNS
-    models: OptionalFolder = (
-        ""  # folder of versions of the learned model, `treadle predictor export`; empty: no learned model
+    # folder of versions of the learned model, `treadle predictor export`; empty: no learned model
+    models: OptionalFolder = ""
+    tokenizer: str = (
+        ""  # of the policy, folder or hub name, to decode the ids in facts; empty: the backbone's
     )
-    tokenizer: str = ""  # of the policy, folder or hub name, to decode the ids in facts; empty: the backbone's
     deadline_s: Wait = 0.6  # how long a question waits for the learned model before siblings answer
     gather_s: Wait = 0.005  # how long the first question of a batch waits for others
     most_batch: Count = 8  # questions in one run of the model
-    kept_bytes: Count = 2 * 1024**3  # of what was read of running trajectories, so that only a new step is read
-    threads: Count = 1  # of the processor, for the model; more threads than free cores slow everything down
-    backbone: str = ""  # of a first refit, folder or hub name, while no version is in use; empty: numbers alone
+    kept_bytes: Count = (
+        2 * 1024**3
+    )  # of what was read of running trajectories, so that only a new step is read
+    threads: Count = (
+        1  # of the processor, for the model; more threads than free cores slow everything down
+    )
+    backbone: str = (
+        ""  # of a first refit, folder or hub name, while no version is in use; empty: numbers alone
+    )
     refit_every: int = 0  # ended trajectories from one refit to the next; 0: none
 
     @field_validator("refit_every")
@@ -51,5 +58,7 @@ class PredictorSettings(Settings):
     @model_validator(mode="after")
     def _has_a_folder_for_refits(self) -> "PredictorSettings":
         if self.refit_every and not self.models:
-            raise ValueError("TREADLE_PREDICTOR_MODELS is needed (a folder) where REFIT_EVERY is set")
+            raise ValueError(
+                "TREADLE_PREDICTOR_MODELS is needed (a folder) where REFIT_EVERY is set"
+            )
         return self

@@ -24,21 +24,36 @@ LONGEST_PROMPT_ID_CHARS = 256
 TOKEN_ID_BYTES = 4  # int32
 
 FACT_KINDS = ("trajectory_opened", "step_finished", "trajectory_closed")
-LEARNED_FACT_KINDS = (*FACT_KINDS, "step_started", "engine_joined", "weights_updated")  # with a model that reads text
+LEARNED_FACT_KINDS = (
+    *FACT_KINDS,
+    "step_started",
+    "engine_joined",
+    "weights_updated",
+)  # with a model that reads text
 
-COUNTS = ("turn", "gen_tokens", "context_tokens", "prompt_tokens", "max_total_tokens")  # of a query and of Progress
+COUNTS = (
+    "turn",
+    "gen_tokens",
+    "context_tokens",
+    "prompt_tokens",
+    "max_total_tokens",
+)  # of a query and of Progress
 
 
 def progress_of(query: predictor_pb2.Query, at: str) -> Progress:
-    """Check and convert a query; `at` is its path in the request. Raises InvalidArgument naming the field."""
+    """Check and convert a query; `at` is its path in the request. Raises InvalidArgument naming the
+    field."""
     identifier(f"{at}.trajectory_id", query.trajectory_id)
-    at_most(f"{at}.prompt_id", non_empty(f"{at}.prompt_id", query.prompt_id), LONGEST_PROMPT_ID_CHARS)
+    at_most(
+        f"{at}.prompt_id", non_empty(f"{at}.prompt_id", query.prompt_id), LONGEST_PROMPT_ID_CHARS
+    )
     non_negative(f"{at}.sample", query.sample)
     counts = {name: non_negative(f"{at}.{name}", getattr(query, name)) for name in COUNTS}
     require(
         len(query.context.int32_le) % TOKEN_ID_BYTES == 0,
         f"{at}.context.int32_le",
-        f"must be whole int32 ids, {TOKEN_ID_BYTES} bytes each, is {len(query.context.int32_le)} bytes",
+        f"must be whole int32 ids, {TOKEN_ID_BYTES} bytes each, is {len(query.context.int32_le)} "
+        "bytes",
     )
     tool_s = require_duration(f"{at}.tool_time", query.tool_time)
     return Progress(query.trajectory_id, query.prompt_id, **counts, tool_s=tool_s)
@@ -68,11 +83,11 @@ def quantiles_of(estimate: Estimate) -> Quantiles:
 
 
 def learn(evidence: Evidence, fact: Fact, weight_version: int | None = None) -> Ended | None:
-    """Add a fact to the evidence, once, and return the trajectory that it ended, if any. weight_version: that sampled
-    the trajectory that ended.
+    """Add a fact to the evidence, once, and return the trajectory that it ended, if any.
+    weight_version: that sampled the trajectory that ended.
 
-    Facts without a trajectory or a prompt, or with a negative count, are left out: there is no caller to refuse them
-    to.
+    Facts without a trajectory or a prompt, or with a negative count, are left out: there is no
+    caller to refuse them to.
     """
     match fact.WhichOneof("fact"):
         case "trajectory_opened":
@@ -85,7 +100,12 @@ def learn(evidence: Evidence, fact: Fact, weight_version: int | None = None) -> 
                 evidence.add_step(step.step.trajectory_id, step.step.turn, step.output_tokens)
         case "trajectory_closed":
             closed = fact.trajectory_closed
-            if closed.trajectory_id and closed.prompt_id and closed.gen_tokens >= 0 and closed.turns >= 0:
+            if (
+                closed.trajectory_id
+                and closed.prompt_id
+                and closed.gen_tokens >= 0
+                and closed.turns >= 0
+            ):
                 ended = Ended(
                     trajectory_id=closed.trajectory_id,
                     rollout_id=closed.rollout_id,

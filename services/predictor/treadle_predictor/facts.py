@@ -17,7 +17,13 @@ from dataclasses import dataclass, field, replace
 from google.protobuf.timestamp_pb2 import Timestamp
 from treadle.common.v1.tokens_pb2 import TokenIds
 from treadle.scheduler.v1 import scheduler_pb2
-from treadle.telemetry.v1.facts_pb2 import Fact, StepFinished, StepStarted, TrajectoryClosed, TrajectoryOpened
+from treadle.telemetry.v1.facts_pb2 import (
+    Fact,
+    StepFinished,
+    StepStarted,
+    TrajectoryClosed,
+    TrajectoryOpened,
+)
 from treadle_learned.moments import Steps
 from treadle_learned.transcript import Transcript, Turn, version_number
 from treadle_runtime.fields import seconds
@@ -56,7 +62,11 @@ class Learner:
     async def on_fact(self, fact: Fact) -> None:
         """Take in one fact."""
         recordings = self._recordings
-        version = recordings.version_of(fact.trajectory_closed.trajectory_id) if recordings is not None else None
+        version = (
+            recordings.version_of(fact.trajectory_closed.trajectory_id)
+            if recordings is not None
+            else None
+        )
         ended = learn(self._store.evidence, fact, version)
         if recordings is not None:
             recordings.on_fact(fact)
@@ -116,7 +126,9 @@ class Recordings:
             case "trajectory_closed":
                 self._close(fact.trajectory_closed)
             case "engine_joined":
-                self._weight_version = self._weight_version or fact.engine_joined.info.weight_version
+                self._weight_version = (
+                    self._weight_version or fact.engine_joined.info.weight_version
+                )
             case "weights_updated":
                 self._weight_version = fact.weights_updated.weight_version
 
@@ -160,7 +172,11 @@ class Recordings:
     def _open(self, opened: TrajectoryOpened) -> None:
         if opened.trajectory_id and opened.prompt_id and opened.trajectory_id not in self._running:
             self._running[opened.trajectory_id] = Recording(
-                opened.trajectory_id, opened.rollout_id, opened.prompt_id, opened.prompt_tokens, self._weight_version
+                opened.trajectory_id,
+                opened.rollout_id,
+                opened.prompt_id,
+                opened.prompt_tokens,
+                self._weight_version,
             )
             if len(self._running) > MOST_RUNNING:
                 self._running.popitem(last=False)
@@ -184,7 +200,9 @@ class Recordings:
             # Tokens of a step that ran on another engine since are no observation.
             known = step.tokens.observation_tokens == observation_tokens
             text = self._decode(step.tokens.observation) if known else ""
-            recording.turns[-1] = replace(recording.turns[-1], obs_tokens=observation_tokens, obs_text=text)
+            recording.turns[-1] = replace(
+                recording.turns[-1], obs_tokens=observation_tokens, obs_text=text
+            )
         else:
             self._set_prompt(recording, step.tokens.prompt)
         recording.turns.append(Turn(step.output_tokens, text=self._decode(step.tokens.output)))

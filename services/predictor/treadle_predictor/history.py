@@ -1,8 +1,10 @@
-"""Keep the histories of prompts in a JetStream bucket, so that they outlive the facts they came from (one hour).
+"""Keep the histories of prompts in a JetStream bucket, so that they outlive the facts they came
+from (one hour).
 
-A restarted predictor loads them, then gets the facts that are still kept; a trajectory in both counts once. Invariants:
-writing never delays a fact or a prediction; a history that was not yet written when the process died is learned again
-from the facts. Several predictors of one mesh write the same content.
+A restarted predictor loads them, then gets the facts that are still kept; a trajectory in both
+counts once. Invariants: writing never delays a fact or a prediction; a history that was not yet
+written when the process died is learned again from the facts. Several predictors of one mesh write
+the same content.
 """
 
 import asyncio
@@ -18,7 +20,9 @@ from treadle_runtime.bus import Bus
 log = structlog.get_logger()
 
 BUCKET = "TREADLE_PREDICTOR_HISTORY"
-KEPT_S = 30 * 86_400.0  # a month; a prompt that was not sampled for longer says little about today's policy
+KEPT_S = (
+    30 * 86_400.0
+)  # a month; a prompt that was not sampled for longer says little about today's policy
 LAST_WRITE_S = 2.0  # at the end of the process, within its drain
 RETRY_S = 1.0  # while NATS is away; the histories that wait are bounded by the number of prompts
 
@@ -49,7 +53,8 @@ class HistoryStore:
         self._more.set()
 
     async def run(self) -> None:
-        """Write changed histories, for ever; at the end of the process the remaining ones, for a moment."""
+        """Write changed histories, for ever; at the end of the process the remaining ones, for a
+        moment."""
         try:
             while True:
                 await self._more.wait()
@@ -60,7 +65,9 @@ class HistoryStore:
                 async with asyncio.timeout(LAST_WRITE_S):
                     await self._write_all()
             except TimeoutError:
-                log.warning("NATS is away: histories not yet written are learned again from the facts")
+                log.warning(
+                    "NATS is away: histories not yet written are learned again from the facts"
+                )
 
     async def _write_all(self) -> None:
         while self._unwritten:
@@ -83,7 +90,14 @@ def encode(prompt_id: str, ended: list[Ended]) -> bytes:
     """A prompt's history as JSON."""
     rows = [
         [
-            *(each.trajectory_id, each.rollout_id, each.gen_tokens, each.turns, each.own_end, each.weight_version),
+            *(
+                each.trajectory_id,
+                each.rollout_id,
+                each.gen_tokens,
+                each.turns,
+                each.own_end,
+                each.weight_version,
+            ),
             *(each.observed_tokens, each.tool_s),
         ]
         for each in ended

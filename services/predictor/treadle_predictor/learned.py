@@ -1,8 +1,10 @@
-"""Load, try, and refit versions of the learned model: the only module of the service that needs torch to be imported.
+"""Load, try, and refit versions of the learned model: the only module of the service that needs
+torch to be imported.
 
-Invariants: the version that answers is replaced only by one that has answered a trial question; whatever is wrong with
-a new version, the old one stays, and `refused` says why. One refit runs at a time, in a process of its own, which takes
-no time of the event loop or the model's thread; however it ends, the service goes on answering.
+Invariants: the version that answers is replaced only by one that has answered a trial question;
+whatever is wrong with a new version, the old one stays, and `refused` says why. One refit runs at a
+time, in a process of its own, which takes no time of the event loop or the model's thread; however
+it ends, the service goes on answering.
 """
 
 import asyncio
@@ -56,15 +58,17 @@ class LearnedPart:
 async def load_learned_part(
     settings: PredictorSettings, folder: Path
 ) -> tuple[LearnedPart, list[Callable[[], Coroutine[Any, Any, None]]]]:
-    """The learned part and the tasks that it needs. The version in use is loaded already; a version that is refused is
-    only logged. Raises StartError for a tokenizer that cannot be loaded."""
+    """The learned part and the tasks that it needs. The version in use is loaded already; a version
+    that is refused is only logged. Raises StartError for a tokenizer that cannot be loaded."""
     torch.set_num_threads(settings.threads)
     recordings = Recordings(lambda ids: "")
     if settings.tokenizer:
         try:
             tokenizer = await asyncio.to_thread(load_tokenizer, settings.tokenizer)
         except LearnedError as error:
-            raise StartError(f"TREADLE_PREDICTOR_TOKENIZER={settings.tokenizer!r} is refused: {error}") from error
+            raise StartError(
+                f"TREADLE_PREDICTOR_TOKENIZER={settings.tokenizer!r} is refused: {error}"
+            ) from error
         recordings.decode = tokenizer.decode
 
     def use_tokenizer(model: LearnedModel) -> None:
@@ -81,11 +85,15 @@ async def load_learned_part(
 
 
 class ModelLoader:
-    """Loads the version in use into the worker. on_loaded: called with each version that begins to answer. most_bytes:
-    of what is kept of trajectories."""
+    """Loads the version in use into the worker. on_loaded: called with each version that begins to
+    answer. most_bytes: of what is kept of trajectories."""
 
     def __init__(
-        self, folder: Path, worker: Worker, most_bytes: int, on_loaded: Callable[[LearnedModel], None]
+        self,
+        folder: Path,
+        worker: Worker,
+        most_bytes: int,
+        on_loaded: Callable[[LearnedModel], None],
     ) -> None:
         self._models = ModelsFolder(folder)
         self.checkpoint: Checkpoint | None = None
@@ -137,11 +145,18 @@ def load_model(folder: Path, most_bytes: int) -> LearnedModel:
     backbone = checkpoint.load_backbone() if checkpoint.reads_text else None
     model = LearnedModel(checkpoint, backbone, most_bytes)
     turn = Turn(8, text="1. look at the files")
-    question = Question(Progress(TRIAL, TRIAL, 1, 8, 16, 8), np.zeros(len(FEATURES), np.float32), "a task", (turn,))
+    question = Question(
+        Progress(TRIAL, TRIAL, 1, 8, 16, 8), np.zeros(len(FEATURES), np.float32), "a task", (turn,)
+    )
     try:
         (forecast,) = model.answer([question])
-    except (ValueError, RuntimeError) as error:  # quantiles that are no numbers, shapes that do not fit
-        raise LearnedError(f"{folder}: does not answer ({str(error).splitlines()[0]}); export it again") from error
+    except (
+        ValueError,
+        RuntimeError,
+    ) as error:  # quantiles that are no numbers, shapes that do not fit
+        raise LearnedError(
+            f"{folder}: does not answer ({str(error).splitlines()[0]}); export it again"
+        ) from error
     if forecast is None:
         raise LearnedError(f"{folder}: does not answer; export it again")
     if model.readings is not None:
@@ -150,8 +165,9 @@ def load_model(folder: Path, most_bytes: int) -> LearnedModel:
 
 
 class Refits:
-    """Trains and promotes the next version after every `refit_every` ended trajectories: the policy changes with every
-    update of its weights, and so do its lengths. Owns the files `refit-*` in the models folder."""
+    """Trains and promotes the next version after every `refit_every` ended trajectories: the policy
+    changes with every update of its weights, and so do its lengths. Owns the files `refit-*` in the
+    models folder."""
 
     def __init__(self, folder: Path, recordings: Recordings, settings: PredictorSettings) -> None:
         self._folder = folder
@@ -160,7 +176,8 @@ class Refits:
         self._done_at = 0  # trajectories that had ended at the last refit
 
     async def run(self) -> None:
-        """Refit when it is due, for ever; a refit that runs when the service stops is terminated."""
+        """Refit when it is due, for ever; a refit that runs when the service stops is
+        terminated."""
         while True:
             await asyncio.sleep(CHECK_EVERY_S)
             ended = self._recordings.ended_total
@@ -184,7 +201,12 @@ class Refits:
         if code == 0:
             log.info("refitted", version=version, trajectories=len(transcripts), said=output)
         else:
-            log.error("a refit failed; the old version goes on answering", version=version, code=code, error=complaint)
+            log.error(
+                "a refit failed; the old version goes on answering",
+                version=version,
+                code=code,
+                error=complaint,
+            )
 
     async def _train(self, file: Path, version: str) -> tuple[int, str, str]:
         """Exit code, stdout and the end of stderr of the process that trains."""

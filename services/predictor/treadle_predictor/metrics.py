@@ -24,13 +24,18 @@ class Meters:
     def __init__(self, metrics: Metrics) -> None:
         self._answer_s = metrics.seconds("answer", "What a call with questions took")
         self._answers = metrics.total("predictions", "prediction", "Answers by estimator")
-        self._judged = metrics.total("judged", "prediction", "First predictions, by where the truth lay")
+        self._judged = metrics.total(
+            "judged", "prediction", "First predictions, by where the truth lay"
+        )
         for band in BANDS:
             self._judged(0, {"band": band})  # a share needs all of them
         self._first: OrderedDict[str, Forecast] = OrderedDict()
 
-    def record_answers(self, took_s: float, asked: Sequence[Progress], forecasts: Sequence[Forecast]) -> None:
-        """Count the answers of one call, and keep the prediction before a trajectory's first step."""
+    def record_answers(
+        self, took_s: float, asked: Sequence[Progress], forecasts: Sequence[Forecast]
+    ) -> None:
+        """Count the answers of one call, and keep the prediction before a trajectory's first
+        step."""
         self._answer_s(took_s)
         for progress, forecast in zip(asked, forecasts, strict=True):
             if progress.turn == 0 and progress.trajectory_id not in self._first:

@@ -1,9 +1,10 @@
 """The learned model at work: forecasts for questions, and what was read of running trajectories.
 
-Used by one thread at a time. Invariants: a forecast never exceeds what the trajectory's cap leaves. What was read is
-kept for the next steps, within a bound of bytes: next windows that were read ahead go first, then the trajectories that
-were asked about least recently, which are read afresh; reading ahead never pushes out what is kept. States are those of
-reading a window at once, to rounding, however much of it was read before.
+Used by one thread at a time. Invariants: a forecast never exceeds what the trajectory's cap leaves.
+What was read is kept for the next steps, within a bound of bytes: next windows that were read ahead
+go first, then the trajectories that were asked about least recently, which are read afresh; reading
+ahead never pushes out what is kept. States are those of reading a window at once, to rounding,
+however much of it was read before.
 """
 
 from collections import OrderedDict
@@ -24,23 +25,29 @@ LEAST_SHARED = 16  # ids that another trajectory must begin with for a copy to b
 
 
 class LearnedModel:
-    """A checkpoint that answers. backbone: None for a checkpoint that reads no text; it has no `readings`, either.
-    most_bytes: of what is kept."""
+    """A checkpoint that answers. backbone: None for a checkpoint that reads no text; it has no
+    `readings`, either. most_bytes: of what is kept."""
 
     def __init__(self, checkpoint: Checkpoint, backbone: Backbone | None, most_bytes: int) -> None:
         self.checkpoint = checkpoint
         self.backbone = backbone
-        self.readings = Readings(backbone, checkpoint.bounds, most_bytes) if backbone is not None else None
+        self.readings = (
+            Readings(backbone, checkpoint.bounds, most_bytes) if backbone is not None else None
+        )
 
     @property
     def gains_together(self) -> bool:
-        """On a GPU; a CPU reads eight steps in the time of eight, and the first would wait for the last."""
+        """On a GPU; a CPU reads eight steps in the time of eight, and the first would wait for the
+        last."""
         return self.backbone is None or self.backbone.device != "cpu"
 
     @torch.inference_mode()
     def answer(self, questions: Sequence[Question]) -> list[Forecast | None]:
-        """Forecasts in the order of the questions; None where the model reads text and there is none yet."""
-        asked = [at for at, question in enumerate(questions) if self.backbone is None or question.prompt]
+        """Forecasts in the order of the questions; None where the model reads text and there is
+        none yet."""
+        asked = [
+            at for at, question in enumerate(questions) if self.backbone is None or question.prompt
+        ]
         found: list[Forecast | None] = [None] * len(questions)
         if asked:
             some = [questions[at] for at in asked]
@@ -61,8 +68,9 @@ class LearnedModel:
 
 
 class Reading:
-    """One trajectory. turns: steps that its reader has. read: of its window. ahead: of the next window. state: after
-    all ids of `read`, where it is known. counted_bytes: its share of `Readings.kept_bytes`."""
+    """One trajectory. turns: steps that its reader has. read: of its window. ahead: of the next
+    window. state: after all ids of `read`, where it is known. counted_bytes: its share of
+    `Readings.kept_bytes`."""
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
@@ -75,7 +83,9 @@ class Reading:
     @property
     def size_bytes(self) -> int:
         """Bytes of all that is kept."""
-        return READING_BYTES + sum(read.size_bytes for read in (self.read, self.ahead) if read is not None)
+        return READING_BYTES + sum(
+            read.size_bytes for read in (self.read, self.ahead) if read is not None
+        )
 
     @property
     def is_read(self) -> bool:
@@ -111,7 +121,9 @@ class Reading:
             before, self.ahead = self.ahead, None
         else:
             before = self.read.usable_for(ids) if self.read is not None else None
-        state, read = backbone.read_on(ids[: (len(before.ids) if before is not None else 0) + most], before)
+        state, read = backbone.read_on(
+            ids[: (len(before.ids) if before is not None else 0) + most], before
+        )
         if self.turns:
             self.ahead = read
         else:
@@ -125,7 +137,9 @@ class Readings:
         self._backbone = backbone
         self._bounds = bounds
         self._most_bytes = most_bytes
-        self._readings: OrderedDict[str, Reading] = OrderedDict()  # least recently asked about first
+        self._readings: OrderedDict[str, Reading] = (
+            OrderedDict()
+        )  # least recently asked about first
         self._id_bytes = 0  # of one id; not known before something is read
         self.kept_bytes = 0
 
@@ -135,7 +149,9 @@ class Readings:
         unread = [reading for reading in readings if not reading.is_read]
         if unread:
             asked = [(reading.reader.ids, reading.take_before()) for reading in unread]
-            for reading, (state, read) in zip(unread, read_together(self._backbone, asked), strict=True):
+            for reading, (state, read) in zip(
+                unread, read_together(self._backbone, asked), strict=True
+            ):
                 reading.state, reading.read = state, read
                 self._count(reading)
             self._keep_within_bound()
@@ -148,7 +164,8 @@ class Readings:
             self._begin(trajectory_id, prompt)
 
     def read_ahead(self) -> bool:
-        """Read a step's worth of what will be needed soonest; False where there is nothing, or no room for it."""
+        """Read a step's worth of what will be needed soonest; False where there is nothing, or no
+        room for it."""
         due = [reading for reading in self._readings.values() if reading.next_ids]
         if not due:
             return False
@@ -176,18 +193,23 @@ class Readings:
         self._readings.move_to_end(name)
         for at in range(reading.turns, len(question.turns)):
             observation = question.turns[at - 1].obs_text if at else ""
-            reading.reader.step(tuple(tokenize(observation)), tuple(tokenize(question.turns[at].text)))
+            reading.reader.step(
+                tuple(tokenize(observation)), tuple(tokenize(question.turns[at].text))
+            )
         reading.turns = len(question.turns)
         return reading
 
     def _begin(self, name: str, prompt: str) -> Reading:
-        reading = self._readings[name] = Reading(Reader(self._bounds, tuple(self._backbone.tokenize(prompt))))
+        reading = self._readings[name] = Reading(
+            Reader(self._bounds, tuple(self._backbone.tokenize(prompt)))
+        )
         reading.read = self._copy_shared(reading.reader.ids)
         self._count(reading)
         return reading
 
     def _copy_shared(self, ids: Ids) -> Read | None:
-        """A copy of the longest beginning that another trajectory shares, e.g. a sample of the same prompt."""
+        """A copy of the longest beginning that another trajectory shares, e.g. a sample of the same
+        prompt."""
         reads = [reading.read for reading in self._readings.values() if reading.read is not None]
         found = max(reads, key=lambda read: shared_prefix(read.ids, ids), default=None)
         count = shared_prefix(found.ids, ids) if found is not None else 0

@@ -43,7 +43,12 @@ class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
     """
 
     def __init__(
-        self, evidence: Evidence, estimator: Estimator, learned: "LearnedPart | None", learner: Learner, meters: Meters
+        self,
+        evidence: Evidence,
+        estimator: Estimator,
+        learned: "LearnedPart | None",
+        learner: Learner,
+        meters: Meters,
     ) -> None:
         self._evidence = evidence
         self._estimator = estimator
@@ -59,7 +64,9 @@ class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
         began_s = time.monotonic()
         forecast = await self._forecast(progress, context_of(request.query))
         self._meters.record_answers(time.monotonic() - began_s, [progress], [forecast])
-        return predictor_pb2.PredictRemainingResponse(prediction=prediction_of(progress.trajectory_id, forecast))
+        return predictor_pb2.PredictRemainingResponse(
+            prediction=prediction_of(progress.trajectory_id, forecast)
+        )
 
     async def BatchPredictRemaining(
         self, request: predictor_pb2.BatchPredictRemainingRequest, context: Context
@@ -67,7 +74,9 @@ class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
         count = len(request.queries)
         require(1 <= count <= MOST_QUERIES, "queries", f"must be 1 to {MOST_QUERIES}, are {count}")
         began_s, began_ns = time.monotonic(), time.time_ns()
-        asked = [progress_of(query, f"queries[{index}]") for index, query in enumerate(request.queries)]
+        asked = [
+            progress_of(query, f"queries[{index}]") for index, query in enumerate(request.queries)
+        ]
         if self._learned is not None and self._learned.loader.leads:
             contexts = [context_of(query) for query in request.queries]
             forecasts = await asyncio.gather(*map(self._forecast, asked, contexts))
@@ -89,7 +98,11 @@ class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
     async def GetModelInfo(
         self, request: predictor_pb2.GetModelInfoRequest, context: Context
     ) -> predictor_pb2.GetModelInfoResponse:
-        leading = self._learned.loader if self._learned is not None and self._learned.loader.leads else None
+        leading = (
+            self._learned.loader
+            if self._learned is not None and self._learned.loader.leads
+            else None
+        )
         without_model = Source.SIBLINGS if self._evidence.closed_total else Source.PRIOR
         best = Source.MODEL if leading is not None else without_model
         version = f"{best.name.lower()}-{self._evidence.closed_total}"
@@ -148,5 +161,10 @@ def _trace_queries(queries: Iterable[predictor_pb2.Query], began_ns: int) -> Non
     for query in queries:
         if query.traceparent:
             context = propagate.extract({"traceparent": query.traceparent})
-            said: dict[str, str | int] = {"treadle.trajectory_id": query.trajectory_id, "treadle.turn": query.turn}
-            tracer.start_span("predict", context, attributes=said, links=links, start_time=began_ns).end()
+            said: dict[str, str | int] = {
+                "treadle.trajectory_id": query.trajectory_id,
+                "treadle.turn": query.turn,
+            }
+            tracer.start_span(
+                "predict", context, attributes=said, links=links, start_time=began_ns
+            ).end()

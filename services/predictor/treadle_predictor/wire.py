@@ -49,11 +49,17 @@ async def wire(runtime: Runtime) -> Wiring:
     else:
         learner = Learner(store, on_end=on_end)
     # Not durable: the state is in memory, so each process takes in all kept facts from the first.
-    await runtime.bus.subscribe(LEARNED_FACT_KINDS if learned else FACT_KINDS, learner.on_fact, replay=True)
+    await runtime.bus.subscribe(
+        LEARNED_FACT_KINDS if learned else FACT_KINDS, learner.on_fact, replay=True
+    )
     await runtime.bus.catch_up()
     servicer = PredictorServicer(evidence, Estimator(evidence, prior), learned, learner, meters)
     return Wiring(
-        services={"treadle.predictor.v1.PredictorService": partial(add_PredictorServiceServicer_to_server, servicer)},
+        services={
+            "treadle.predictor.v1.PredictorService": partial(
+                add_PredictorServiceServicer_to_server, servicer
+            )
+        },
         tasks=[store.run, *tasks],
     )
 
@@ -65,6 +71,7 @@ async def _load_learned(
         from treadle_predictor.learned import load_learned_part
     except ModuleNotFoundError as error:
         raise StartError(
-            f"TREADLE_PREDICTOR_MODELS is set and {error.name} is not installed: pip install 'treadle[learned]'"
+            f"TREADLE_PREDICTOR_MODELS is set and {error.name} is not installed: pip install "
+            "'treadle[learned]'"
         ) from error
     return await load_learned_part(settings, Path(settings.models))

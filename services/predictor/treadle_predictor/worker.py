@@ -1,10 +1,10 @@
 """Pass questions to the learned model in a thread of its own, within a deadline.
 
-Questions are gathered for a moment, and answered together where that gains time. Invariants: no question waits longer
-than the deadline, whatever the model does; of one trajectory only the newest question is answered, and an older one
-that still waits is returned unanswered; an answer that comes too late is not wasted, since what was read for it is kept
-for the next step. While there are no questions the model reads ahead, a little at a time, so that a question waits for
-no more than that.
+Questions are gathered for a moment, and answered together where that gains time. Invariants: no
+question waits longer than the deadline, whatever the model does; of one trajectory only the newest
+question is answered, and an older one that still waits is returned unanswered; an answer that comes
+too late is not wasted, since what was read for it is kept for the next step. While there are no
+questions the model reads ahead, a little at a time, so that a question waits for no more than that.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ class Counts:
 
 
 class Worker:
-    """deadline_s: the longest that a question waits. gather_s: how long the first question of a batch waits for others.
-    most_batch: questions in one run of the model."""
+    """deadline_s: the longest that a question waits. gather_s: how long the first question of a
+    batch waits for others. most_batch: questions in one run of the model."""
 
     def __init__(self, deadline_s: float, gather_s: float, most_batch: int) -> None:
         self.model: LearnedModel | None = None
@@ -43,7 +43,9 @@ class Worker:
         self._deadline_s = deadline_s
         self._gather_s = gather_s
         self._most_batch = most_batch
-        self._waiting: OrderedDict[str, tuple[Question, asyncio.Future[Forecast | None]]] = OrderedDict()
+        self._waiting: OrderedDict[str, tuple[Question, asyncio.Future[Forecast | None]]] = (
+            OrderedDict()
+        )
         self._begun: OrderedDict[str, str] = OrderedDict()  # prompts
         self._ended: list[str] = []
         self._more = asyncio.Event()
@@ -123,14 +125,19 @@ class Worker:
                 questions = [question for question, _ in some]
                 loop = asyncio.get_running_loop()
                 found = await loop.run_in_executor(self._thread, _answer, model, ended, questions)
-            except (RuntimeError, ValueError):  # of torch, e.g. out of memory; quantiles that are no numbers
+            except (
+                RuntimeError,
+                ValueError,
+            ):  # of torch, e.g. out of memory; quantiles that are no numbers
                 log.exception("the learned model failed; siblings and history answer")
         for (_, future), forecast in zip(some, found, strict=True):
             if not future.done():
                 future.set_result(forecast)
 
 
-def _answer(model: "LearnedModel", ended: list[str], questions: list[Question]) -> list[Forecast | None]:
+def _answer(
+    model: "LearnedModel", ended: list[str], questions: list[Question]
+) -> list[Forecast | None]:
     if model.readings is not None:
         for trajectory_id in ended:
             model.readings.forget(trajectory_id)

@@ -1,4 +1,5 @@
-"""Convert between the messages of the contract and the core's values, and check those of a request."""
+"""Convert between the messages of the contract and the core's values, and check those of a
+request."""
 
 import hashlib
 from collections import Counter
@@ -39,15 +40,19 @@ LAUNCH_VERSION = "default"
 
 
 def spec_from(spec: pb.RolloutSpec) -> RolloutSpec:
-    """The spec of a request, where keep 0 is all, staleness -1 and other numbers 0 no bound. Raises InvalidArgument."""
+    """The spec of a request, where keep 0 is all, staleness -1 and other numbers 0 no bound. Raises
+    InvalidArgument."""
     positive("spec.samples_per_prompt", spec.samples_per_prompt)
     require(
         0 <= spec.keep_per_prompt <= spec.samples_per_prompt,
         "spec.keep_per_prompt",
-        f"must be 0 (all) or 1..samples_per_prompt ({spec.samples_per_prompt}), is {spec.keep_per_prompt}",
+        f"must be 0 (all) or 1..samples_per_prompt ({spec.samples_per_prompt}), is "
+        f"{spec.keep_per_prompt}",
     )
     require(
-        spec.max_staleness >= -1, "spec.max_staleness", f"must be >= 0, or -1 for no bound, is {spec.max_staleness}"
+        spec.max_staleness >= -1,
+        "spec.max_staleness",
+        f"must be >= 0, or -1 for no bound, is {spec.max_staleness}",
     )
     non_negative("spec.max_total_tokens", spec.max_total_tokens)
     prompts, keep = len(spec.prompt_ids), spec.keep_per_prompt or spec.samples_per_prompt
@@ -61,14 +66,30 @@ def spec_from(spec: pb.RolloutSpec) -> RolloutSpec:
         f"must be empty, or one number for each of {prompts} prompts, has {len(spec.samples)}",
     )
     for index, samples in enumerate(spec.samples):
-        require(samples >= keep, f"spec.samples[{index}]", f"must be keep_per_prompt ({keep}) or more, is {samples}")
-    require(0 <= spec.keep_groups <= prompts, "spec.keep_groups", f"must be 0 (all) or 1..{prompts} (prompts)")
+        require(
+            samples >= keep,
+            f"spec.samples[{index}]",
+            f"must be keep_per_prompt ({keep}) or more, is {samples}",
+        )
+    require(
+        0 <= spec.keep_groups <= prompts,
+        "spec.keep_groups",
+        f"must be 0 (all) or 1..{prompts} (prompts)",
+    )
     non_negative("spec.max_open_groups", spec.max_open_groups)
     bounded, all_groups = spec.max_staleness != NO_BOUND, not spec.keep_groups
     require(not spec.replace_stale or bounded, "spec.replace_stale", "needs max_staleness >= 0")
-    require(not spec.replace_stale or all_groups, "spec.replace_stale", "needs keep_groups = 0: all groups")
+    require(
+        not spec.replace_stale or all_groups,
+        "spec.replace_stale",
+        "needs keep_groups = 0: all groups",
+    )
     has_history = bool(spec.HasField("redundancy") or spec.HasField("length_cap"))
-    require(spec.history or not has_history, "spec.history", "must be given with redundancy or length_cap")
+    require(
+        spec.history or not has_history,
+        "spec.history",
+        "must be given with redundancy or length_cap",
+    )
     return RolloutSpec(
         prompt_ids=tuple(spec.prompt_ids),
         samples_per_prompt=spec.samples_per_prompt,
@@ -87,7 +108,8 @@ def spec_from(spec: pb.RolloutSpec) -> RolloutSpec:
 
 
 def spec_to(spec: RolloutSpec) -> pb.RolloutSpec:
-    """The spec as it is in force: keep_per_prompt is never 0, and a selection is there where it is not the default."""
+    """The spec as it is in force: keep_per_prompt is never 0, and a selection is there where it is
+    not the default."""
     message = pb.RolloutSpec(
         prompt_ids=spec.prompt_ids,
         samples_per_prompt=spec.samples_per_prompt,
@@ -119,13 +141,17 @@ def rollout_with_samples(rollout: Rollout) -> pb.Rollout:
         for sample, trajectory_id in group.owners.items():
             answer = verdict_to(group.verdicts[trajectory_id])
             status.samples.add(
-                sample=sample, trajectory_id=trajectory_id, kept=answer.kept, drop_reason=answer.drop_reason
+                sample=sample,
+                trajectory_id=trajectory_id,
+                kept=answer.kept,
+                drop_reason=answer.drop_reason,
             )
     return message
 
 
 def rollout_to(rollout: Rollout, since_revision: int | None = None) -> pb.Rollout:
-    """The resource without its samples; where `since_revision` is given, of its groups those that changed after it."""
+    """The resource without its samples; where `since_revision` is given, of its groups those that
+    changed after it."""
     buffer = rollout.buffer
     return pb.Rollout(
         rollout_id=rollout.rollout_id,
@@ -144,7 +170,8 @@ def rollout_to(rollout: Rollout, since_revision: int | None = None) -> pb.Rollou
             if since_revision is None or each.revision > since_revision
         ],
         drops=[
-            pb.DropCount(reason=number_of(reason, pb.DropReason), count=count) for reason, count in buffer.drops.items()
+            pb.DropCount(reason=number_of(reason, pb.DropReason), count=count)
+            for reason, count in buffer.drops.items()
         ],
         buffered_trajectories=buffer.buffered,
         taken_trajectories=buffer.taken_total,
@@ -156,8 +183,11 @@ def rollout_to(rollout: Rollout, since_revision: int | None = None) -> pb.Rollou
 
 
 def settled_fact(rollout: Rollout, group: Group) -> Fact:
-    """What the rest of the mesh hears of a group of which no further sample is wanted, with the same id each time."""
-    settled = GroupSettled(rollout_id=rollout.rollout_id, prompt_id=group.prompt_id, samples=group.started)
+    """What the rest of the mesh hears of a group of which no further sample is wanted, with the
+    same id each time."""
+    settled = GroupSettled(
+        rollout_id=rollout.rollout_id, prompt_id=group.prompt_id, samples=group.started
+    )
     fact = make_fact("rollout", group_settled=settled)
     # No id may hold a slash, so that no two groups have one fact.
     fact.fact_id = f"group-settled/{rollout.rollout_id}/{group.prompt_id}/{group.started}"
@@ -165,7 +195,8 @@ def settled_fact(rollout: Rollout, group: Group) -> Fact:
 
 
 def aborted_from(fact: Fact) -> tuple[str, Aborted] | None:
-    """The rollout and the sample of a trajectory that was ended early; None for one that was not, or had no tokens."""
+    """The rollout and the sample of a trajectory that was ended early; None for one that was not,
+    or had no tokens."""
     closed = fact.trajectory_closed
     if not closed.rollout_id or closed.outcome != OUTCOME_CANCELLED or not closed.gen_tokens:
         return None
@@ -177,13 +208,16 @@ def verdict_to(verdict: Verdict) -> pb.SubmitTrajectoryResponse:
     reason = verdict.drop_reason
     return pb.SubmitTrajectoryResponse(
         kept=verdict.kept,
-        drop_reason=pb.DROP_REASON_UNSPECIFIED if reason is None else number_of(reason, pb.DropReason),
+        drop_reason=pb.DROP_REASON_UNSPECIFIED
+        if reason is None
+        else number_of(reason, pb.DropReason),
         group_settled=verdict.group_settled,
     )
 
 
 def batch_request_from(request: pb.GetBatchRequest) -> BatchRequest:
-    """What the request asks for; its fingerprint is the same after a restart. Raises InvalidArgument."""
+    """What the request asks for; its fingerprint is the same after a restart. Raises
+    InvalidArgument."""
     positive("max_groups", request.max_groups)
     non_negative("weight_version", request.weight_version)
     require_duration("wait_at_most", request.wait_at_most)
@@ -203,11 +237,15 @@ def batch_request_from(request: pb.GetBatchRequest) -> BatchRequest:
     )
 
 
-def part_from(request: pb.GetBatchRequest | pb.ConfirmBatchRequest | pb.StreamTokensRequest) -> tuple[int, int]:
+def part_from(
+    request: pb.GetBatchRequest | pb.ConfirmBatchRequest | pb.StreamTokensRequest,
+) -> tuple[int, int]:
     """Which of how many parts. Raises InvalidArgument."""
     require(0 <= request.parts <= MOST_PARTS, "parts", f"must be 0 (one part) or 1..{MOST_PARTS}")
     parts = request.parts or 1
-    require(0 <= request.part < parts, "part", f"must be 0..{parts - 1} (parts - 1), is {request.part}")
+    require(
+        0 <= request.part < parts, "part", f"must be 0..{parts - 1} (parts - 1), is {request.part}"
+    )
     return request.part, parts
 
 
@@ -222,15 +260,24 @@ def batch_to(batch: Batch, payloads: Mapping[str, bytes]) -> pb.GetBatchResponse
 
 
 def sample_from(trajectory: pb.FinishedTrajectory, buffer: SampleBuffer) -> Sample:
-    """What the buffer of its rollout keeps of a trajectory. Raises InvalidArgument for one that no trainer could use.
+    """What the buffer of its rollout keeps of a trajectory. Raises InvalidArgument for one that no
+    trainer could use.
 
     A failed trajectory may have no tokens at all; what it has must still fit together.
     """
     spec = buffer.spec
     identifier("trajectory.prompt_id", trajectory.prompt_id)
-    require(trajectory.prompt_id in buffer.groups, "trajectory.prompt_id", "must be a prompt of the rollout")
+    require(
+        trajectory.prompt_id in buffer.groups,
+        "trajectory.prompt_id",
+        "must be a prompt of the rollout",
+    )
     started = buffer.groups[trajectory.prompt_id].started
-    require(0 <= trajectory.sample < started, "trajectory.sample", f"must be 0..{started - 1}, is {trajectory.sample}")
+    require(
+        0 <= trajectory.sample < started,
+        "trajectory.sample",
+        f"must be 0..{started - 1}, is {trajectory.sample}",
+    )
     finite("trajectory.reward", trajectory.reward)
     non_negative("trajectory.turns", trajectory.turns)
     require_duration("trajectory.elapsed", trajectory.elapsed)
@@ -239,7 +286,8 @@ def sample_from(trajectory: pb.FinishedTrajectory, buffer: SampleBuffer) -> Samp
     require(
         cap is None or sampled <= cap,
         "trajectory.tokens",
-        f"must hold at most {cap} sampled tokens (length_cap_tokens of the rollout), holds {sampled}",
+        f"must hold at most {cap} sampled tokens (length_cap_tokens of the rollout), holds "
+        f"{sampled}",
     )
     versions = _check_spans(trajectory.version_spans, mask, bounded=spec.max_staleness is not None)
     cut = spec.cut is not None and trajectory.truncated
@@ -263,13 +311,20 @@ def stretch_from(chunk: pb.TokenChunk, buffer: SampleBuffer) -> Stretch:
     identifier("chunk.prompt_id", chunk.prompt_id)
     require(chunk.prompt_id in buffer.groups, "chunk.prompt_id", "must be a prompt of the rollout")
     started, start = buffer.groups[chunk.prompt_id].started, chunk.start_token
-    require(0 <= chunk.sample < started, "chunk.sample", f"must be 0..{started - 1}, is {chunk.sample}")
+    require(
+        0 <= chunk.sample < started, "chunk.sample", f"must be 0..{started - 1}, is {chunk.sample}"
+    )
     non_negative("chunk.start_token", start)
     mask = _check_tokens("chunk", chunk, may_be_empty=False)
-    spans = [(span.weight_version, span.start_token, span.end_token) for span in chunk.version_spans]
+    spans = [
+        (span.weight_version, span.start_token, span.end_token) for span in chunk.version_spans
+    ]
     for index, (_, low, high) in enumerate(spans):
         inside = start <= low < high <= start + len(mask)
-        what = f"must lie within the chunk, {start}..{start + len(mask)}, and not be empty, is {low}..{high}"
+        what = (
+            f"must lie within the chunk, {start}..{start + len(mask)}, and not be empty, is "
+            f"{low}..{high}"
+        )
         require(inside, f"chunk.version_spans[{index}]", what)
     return Stretch(
         trajectory_id=identifier("chunk.trajectory_id", chunk.trajectory_id),
@@ -292,7 +347,9 @@ def event_to(event: Stretch | Ended) -> pb.StreamTokensResponse:
             prompt_id=event.prompt_id,
             sample=event.sample,
             kept=reason is None,
-            drop_reason=pb.DROP_REASON_UNSPECIFIED if reason is None else number_of(reason, pb.DropReason),
+            drop_reason=pb.DROP_REASON_UNSPECIFIED
+            if reason is None
+            else number_of(reason, pb.DropReason),
         )
         return pb.StreamTokensResponse(ended=ended)
     chunk = pb.TokenChunk(
@@ -304,7 +361,8 @@ def event_to(event: Stretch | Ended) -> pb.StreamTokensResponse:
         loss_mask=bytes(event.loss_mask),
         logprobs=Logprobs(float32_le=bytes(event.logprobs)),
         version_spans=[
-            VersionSpan(weight_version=version, start_token=low, end_token=high) for version, low, high in event.spans
+            VersionSpan(weight_version=version, start_token=low, end_token=high)
+            for version, low, high in event.spans
         ],
     )
     return pb.StreamTokensResponse(chunk=chunk)
@@ -315,7 +373,11 @@ def _check_tokens(
 ) -> npt.NDArray[np.uint8]:
     """The loss mask of a message that has tokens; `name` is its field. Raises InvalidArgument."""
     ids, probabilities = given.tokens.int32_le, given.logprobs.float32_le
-    require(len(ids) % ITEM_BYTES == 0, f"{name}.tokens", f"must be {ITEM_BYTES} bytes a token, has {len(ids)} bytes")
+    require(
+        len(ids) % ITEM_BYTES == 0,
+        f"{name}.tokens",
+        f"must be {ITEM_BYTES} bytes a token, has {len(ids)} bytes",
+    )
     count = len(ids) // ITEM_BYTES
     without = " unless the trajectory failed" if name == "trajectory" else ""
     require(count or may_be_empty, f"{name}.tokens", f"must not be empty{without}")
@@ -330,7 +392,9 @@ def _check_tokens(
         f"must have {ITEM_BYTES} bytes for each of {count} tokens, has {len(probabilities)}",
     )
     require(
-        count == 0 or np.frombuffer(ids, dtype="<i4").min() >= 0, f"{name}.tokens", "must be token ids, none below 0"
+        count == 0 or np.frombuffer(ids, dtype="<i4").min() >= 0,
+        f"{name}.tokens",
+        "must be token ids, none below 0",
     )
     mask = np.frombuffer(given.loss_mask, dtype=np.uint8)
     require(count == 0 or mask.max() <= 1, f"{name}.loss_mask", "must be 0 or 1 in each byte")
@@ -340,11 +404,13 @@ def _check_tokens(
     return mask
 
 
-def _check_spans(spans: Sequence[VersionSpan], mask: npt.NDArray[np.uint8], *, bounded: bool) -> dict[int, int]:
+def _check_spans(
+    spans: Sequence[VersionSpan], mask: npt.NDArray[np.uint8], *, bounded: bool
+) -> dict[int, int]:
     """Sampled tokens by weight version where staleness is bounded, else nothing.
 
-    Spans must lie over sampled tokens, none twice. Under a bound they must cover them all, with integers as versions;
-    launch weights without a name count as version 0.
+    Spans must lie over sampled tokens, none twice. Under a bound they must cover them all, with
+    integers as versions; launch weights without a name count as version 0.
     """
     covered = np.zeros(len(mask), dtype=bool)
     versions: Counter[int] = Counter()
@@ -352,7 +418,9 @@ def _check_spans(spans: Sequence[VersionSpan], mask: npt.NDArray[np.uint8], *, b
         name = f"trajectory.version_spans[{index}]"
         start, end = span.start_token, span.end_token
         require(
-            0 <= start < end <= len(mask), name, f"must lie within 0..{len(mask)} and not be empty, is {start}..{end}"
+            0 <= start < end <= len(mask),
+            name,
+            f"must lie within 0..{len(mask)} and not be empty, is {start}..{end}",
         )
         require(mask[start:end].all(), name, "must lie over sampled tokens (loss_mask 1)")
         require(not covered[start:end].any(), name, "must not overlap another span")
@@ -363,7 +431,8 @@ def _check_spans(spans: Sequence[VersionSpan], mask: npt.NDArray[np.uint8], *, b
             require(
                 number.isascii() and number.isdigit(),
                 f"{name}.weight_version",
-                f"must be an integer >= 0 (or {LAUNCH_VERSION!r}, which counts as 0), because the rollout bounds"
+                f"must be an integer >= 0 (or {LAUNCH_VERSION!r}, which counts as 0), because the "
+                "rollout bounds"
                 f" staleness, is {text[:64]!r}: start the engines with --weight-version N",
             )
             versions[int(number)] += end - start

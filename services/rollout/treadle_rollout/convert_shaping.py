@@ -1,4 +1,5 @@
-"""Convert what a rollout asks for beyond its first samples, and what shaping does to what is trained."""
+"""Convert what a rollout asks for beyond its first samples, and what shaping does to what is
+trained."""
 
 from treadle.rollout.v1 import rollout_pb2 as pb
 from treadle_core.rollouts.bias import BiasGuard, Pair
@@ -13,18 +14,30 @@ RULES = {
     pb.SELECTION_RULE_UNSPECIFIED: RuleName.FIRST,
     **{number_of(rule, pb.SelectionRule): rule for rule in RuleName},
 }
-CUT_REWARDS = {pb.CUT_REWARD_UNSPECIFIED: CutReward.SOFT, **{number_of(how, pb.CutReward): how for how in CutReward}}
+CUT_REWARDS = {
+    pb.CUT_REWARD_UNSPECIFIED: CutReward.SOFT,
+    **{number_of(how, pb.CutReward): how for how in CutReward},
+}
 
 
 def redundancy_from(spec: pb.RolloutSpec, keep: int) -> Redundancy:
-    name, given, most = "spec.redundancy", spec.redundancy, spec.redundancy.most_samples or spec.samples_per_prompt
+    name, given, most = (
+        "spec.redundancy",
+        spec.redundancy,
+        spec.redundancy.most_samples or spec.samples_per_prompt,
+    )
     require(not spec.samples, "spec.samples", "must be empty with redundancy, which gives them")
     finite(f"{name}.budget", given.budget)
-    require(given.budget >= 1, f"{name}.budget", f"must be 1 or more: samples over those kept, is {given.budget}")
+    require(
+        given.budget >= 1,
+        f"{name}.budget",
+        f"must be 1 or more: samples over those kept, is {given.budget}",
+    )
     require(
         keep <= most <= spec.samples_per_prompt,
         f"{name}.most_samples",
-        f"must be keep_per_prompt ({keep}) to samples_per_prompt ({spec.samples_per_prompt}), is {most}",
+        f"must be keep_per_prompt ({keep}) to samples_per_prompt ({spec.samples_per_prompt}), is "
+        f"{most}",
     )
     return Redundancy(given.budget, most)
 
@@ -32,7 +45,9 @@ def redundancy_from(spec: pb.RolloutSpec, keep: int) -> Redundancy:
 def cap_from(cap: pb.LengthCap) -> CapPolicy:
     name, how = "spec.length_cap", CUT_REWARDS.get(cap.cut_reward)
     if how is None:
-        raise InvalidArgument(f"{name}.cut_reward", f"is {cap.cut_reward}, which is newer than this service")
+        raise InvalidArgument(
+            f"{name}.cut_reward", f"is {cap.cut_reward}, which is newer than this service"
+        )
     for field in ("percentile", "soft_percentile", "success_reward", "most_cut_share"):
         finite(f"{name}.{field}", getattr(cap, field))
     positive(f"{name}.floor_tokens", cap.floor_tokens)
@@ -55,21 +70,35 @@ def cap_from(cap: pb.LengthCap) -> CapPolicy:
 def selection_from(selection: pb.Selection, keep: int) -> Selection:
     rule = RULES.get(selection.rule)
     if rule is None:
-        raise InvalidArgument("spec.selection.rule", f"is {selection.rule}, which is newer than this service")
+        raise InvalidArgument(
+            "spec.selection.rule", f"is {selection.rule}, which is newer than this service"
+        )
     dual_end = rule is RuleName.DUAL_END
     least = 2 if rule is RuleName.MIXED else 1
-    require(keep >= least, "spec.keep_per_prompt", f"must be {least} or more under selection.rule MIXED, is {keep}")
+    require(
+        keep >= least,
+        "spec.keep_per_prompt",
+        f"must be {least} or more under selection.rule MIXED, is {keep}",
+    )
     for name in ("longest", "saturated_samples"):
         value = getattr(selection, name)
         non_negative(f"spec.selection.{name}", value)
-        require(dual_end or not value, f"spec.selection.{name}", "is of rule DUAL_END alone: leave it out")
-    require(selection.longest <= keep, "spec.selection.longest", f"must be 0..keep_per_prompt ({keep})")
+        require(
+            dual_end or not value,
+            f"spec.selection.{name}",
+            "is of rule DUAL_END alone: leave it out",
+        )
+    require(
+        selection.longest <= keep, "spec.selection.longest", f"must be 0..keep_per_prompt ({keep})"
+    )
     finite("spec.selection.success_reward", selection.success_reward)
     return Selection(
         rule=rule,
         longest=selection.longest,
         saturated_at=selection.saturated_samples,
-        success_at=selection.success_reward if selection.HasField("success_reward") else Selection().success_at,
+        success_at=selection.success_reward
+        if selection.HasField("success_reward")
+        else Selection().success_at,
         drop_uniform=not selection.keep_uniform,
     )
 
@@ -78,13 +107,22 @@ def fill_shaping(message: pb.RolloutSpec, spec: RolloutSpec) -> None:
     """What is not the default, as it is in force."""
     chosen = spec.selection
     if spec.redundancy is not None:
-        message.redundancy.budget, message.redundancy.most_samples = spec.redundancy.budget, spec.redundancy.most
+        message.redundancy.budget, message.redundancy.most_samples = (
+            spec.redundancy.budget,
+            spec.redundancy.most,
+        )
     if spec.cap is not None:
         message.length_cap.CopyFrom(_cap_to(spec.cap))
     if chosen != Selection():
         message.selection.rule = number_of(chosen.rule, pb.SelectionRule)
-        message.selection.longest, message.selection.saturated_samples = chosen.longest, chosen.saturated_at
-        message.selection.success_reward, message.selection.keep_uniform = chosen.success_at, not chosen.drop_uniform
+        message.selection.longest, message.selection.saturated_samples = (
+            chosen.longest,
+            chosen.saturated_at,
+        )
+        message.selection.success_reward, message.selection.keep_uniform = (
+            chosen.success_at,
+            not chosen.drop_uniform,
+        )
 
 
 def _cap_to(cap: CapPolicy) -> pb.LengthCap:
@@ -100,12 +138,16 @@ def _cap_to(cap: CapPolicy) -> pb.LengthCap:
     )
 
 
-def shaped(trajectory: pb.FinishedTrajectory, sample: Sample, spec: RolloutSpec) -> pb.FinishedTrajectory:
+def shaped(
+    trajectory: pb.FinishedTrajectory, sample: Sample, spec: RolloutSpec
+) -> pb.FinishedTrajectory:
     """The trajectory as it is trained: with the reward that the length cap leaves."""
     cut = spec.cut
     if cut is None or not cut.in_force:
         return trajectory
-    candidate = Candidate(sample.trajectory_id, sample.length_tokens, sample.reward, sample.truncated)
+    candidate = Candidate(
+        sample.trajectory_id, sample.length_tokens, sample.reward, sample.truncated
+    )
     reward = shape_reward(cut.reward, candidate, cut.soft_tokens, cut.limit_tokens)
     if reward is None or reward == trajectory.reward:
         return trajectory
@@ -115,7 +157,9 @@ def shaped(trajectory: pb.FinishedTrajectory, sample: Sample, spec: RolloutSpec)
     return trained
 
 
-def shaping_to(guard: BiasGuard, cap: CapState | None = None, report: CapReport | None = None) -> pb.GetShapingResponse:
+def shaping_to(
+    guard: BiasGuard, cap: CapState | None = None, report: CapReport | None = None
+) -> pb.GetShapingResponse:
     """The counts of a guard, and of a history the cap of its next rollout."""
     kept = guard.kept
     response = pb.GetShapingResponse(
@@ -135,7 +179,9 @@ def shaping_to(guard: BiasGuard, cap: CapState | None = None, report: CapReport 
     if cap is not None and report is not None:
         response.length_cap_tokens = cap.limit_tokens
         share = f"the cap would cut {report.cut_share:.1%} of successes"
-        response.length_cap_report = report.opened or f"{share}, and cut {report.truncated_share:.1%} of trajectories"
+        response.length_cap_report = (
+            report.opened or f"{share}, and cut {report.truncated_share:.1%} of trajectories"
+        )
     return response
 
 

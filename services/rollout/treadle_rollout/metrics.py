@@ -13,7 +13,9 @@ class Meters:
         self._submit_s = metrics.seconds("submit", "From a submission to its verdict")
         self._samples = metrics.total("samples", "sample", "Submitted samples by verdict")
         self._batches = metrics.total("batches", "batch", "Answers with a batch, repeats included")
-        self._makespan_s = metrics.seconds("makespan", "From a rollout's creation to its last sample")
+        self._makespan_s = metrics.seconds(
+            "makespan", "From a rollout's creation to its last sample"
+        )
         what = "From nine tenths of a rollout's samples to its last one"
         self._tail_s = metrics.seconds("tail", what)
         self._kept_fraction = 1.0
@@ -26,7 +28,10 @@ class Meters:
 
         metrics.gauge("open", "rollout", "Rollouts that are not over", count_open)
         metrics.gauge("buffered", "sample", "Kept samples that no batch has taken", count_buffered)
-        what = "Trained over sampled trajectories of the rollout that finished last; below 0.5 most are thrown away"
+        what = (
+            "Trained over sampled trajectories of the rollout that finished last; below 0.5 "
+            "most are thrown away"
+        )
         metrics.gauge("kept_fraction", "share", what, lambda: self._kept_fraction)
         what = "Memory that tokens of running trajectories take"
         metrics.gauge("streaming", "byte", what, lambda: room.taken_bytes)

@@ -1,8 +1,9 @@
 """Rollouts in memory: each is a buffer of the core, to which the records of its log are applied.
 
-Invariants: every change is in the log before it is in memory and before a caller sees it. After a write whose outcome
-is unknown (NATS gone, RPC cancelled) and after losing a position to another process, the log is read again before the
-next decision. Each rollout makes its own changes one at a time.
+Invariants: every change is in the log before it is in memory and before a caller sees it. After a
+write whose outcome is unknown (NATS gone, RPC cancelled) and after losing a position to another
+process, the log is read again before the next decision. Each rollout makes its own changes one at a
+time.
 """
 
 import asyncio
@@ -32,10 +33,11 @@ from treadle_rollout.storage import (
     payload_lost,
 )
 
-# A waiting batch reads the log again that often: an entry may be there that this process never saw acknowledged, or
-# that the process it is about to replace has written. One read costs about 0.2 ms.
+# A waiting batch reads the log again that often: an entry may be there that this process never saw
+# acknowledged, or that the process it is about to replace has written. One read costs about 0.2 ms.
 RECHECK_S = 1.0
-# What settled so shortly before the last record of a rollout may not have been told when the process before this ended.
+# What settled so shortly before the last record of a rollout may not have been told when the
+# process before this ended.
 TELL_AGAIN_S = 60.0
 RETRY_DRAINING_S = 0.5  # by then the process that comes after this one listens
 
@@ -44,8 +46,8 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """What GetBatch or StreamBatch asks for. Of one id a repeat has the same `fingerprint`, and so has another part of
-    the batch; another request has not."""
+    """What GetBatch or StreamBatch asks for. Of one id a repeat has the same `fingerprint`, and so
+    has another part of the batch; another request has not."""
 
     request_id: str
     fingerprint: str
@@ -57,7 +59,8 @@ class BatchRequest:
     parts: int = 1
 
 
-# Is told a rollout and a group of which no further sample is wanted; again after a restart of the service.
+# Is told a rollout and a group of which no further sample is wanted; again after a restart of the
+# service.
 TellSettled = Callable[["Rollout", Group], Awaitable[None]]
 
 
@@ -81,7 +84,9 @@ class Rollout:
         self.running = RunningTokens(self.buffer, room)
         self.payload_names: dict[str, str] = {}  # by trajectory, of those whose tokens are stored
         self.batch_times_s: dict[str, float] = {}
-        self.arrivals_s: list[float] = []  # Unix times of submitted samples, until the rollout is over
+        self.arrivals_s: list[
+            float
+        ] = []  # Unix times of submitted samples, until the rollout is over
         self.folded = False  # into its history
         self.finished_by = ""  # the trajectory whose sample was the last that it needed
         self.changed = asyncio.Event()  # replaced at each change: take it, look, then wait on it
@@ -89,7 +94,9 @@ class Rollout:
         self._log = log
         self._payloads = payloads
         self._tell = tell
-        self._untold: list[tuple[float, Group]] = []  # Unix time at which its samples ceased to be wanted
+        self._untold: list[
+            tuple[float, Group]
+        ] = []  # Unix time at which its samples ceased to be wanted
         self._lock = asyncio.Lock()
         self._position = 1  # of the next entry; the first is the creation
         self._unsure = True  # another process may have written since the log was read
@@ -125,37 +132,41 @@ class Rollout:
         self.changed = asyncio.Event()
 
     async def tell_settled(self, since_s: float = 0.0) -> None:
-        """Tell the groups that have settled, or were withdrawn, since `since_s` (Unix time) and were not told yet."""
+        """Tell the groups that have settled, or were withdrawn, since `since_s` (Unix time) and
+        were not told yet."""
         while self._untold:
             at_s, group = self._untold.pop(0)
-            if at_s >= since_s and (group.settled or self.buffer.complete):  # it may have opened again
+            if at_s >= since_s and (
+                group.settled or self.buffer.complete
+            ):  # it may have opened again
                 await self._tell(self, group)
 
     async def submit(self, sample: Sample, payload: bytes) -> Verdict:
-        """Decide on a sample; its tokens are stored before its verdict is. Raises SampleTakenError."""
+        """Decide on a sample; its tokens are stored before its verdict is. Raises
+        SampleTakenError."""
 
         def decide() -> Arrived | None:
             known = sample.trajectory_id in self.buffer.samples
             return None if known else self.buffer.decide_arrival(sample)
 
-        # Under the lock also while tokens are stored: a store that is full removes what it has of them, which must not
-        # be those of the same trajectory in another request.
+        # Under the lock also while tokens are stored: a store that is full removes what it has of
+        # them, which must not be those of the same trajectory in another request.
         async with self._lock:
             await self._read_news()
             name, arrived = "", decide()
             if arrived is not None and arrived.verdict.kept:
                 name = await self._payloads.put(self.rollout_id, sample.trajectory_id, payload)
             await self._commit(decide, payload=name)
-            verdict = self.buffer.groups[self.buffer.samples[sample.trajectory_id].prompt_id].verdicts[
-                sample.trajectory_id
-            ]
+            verdict = self.buffer.groups[
+                self.buffer.samples[sample.trajectory_id].prompt_id
+            ].verdicts[sample.trajectory_id]
             if name and not verdict.kept:
                 await self._payloads.release(self.rollout_id, sample.trajectory_id)
         return verdict
 
     async def take(self, request: BatchRequest, max_bytes: float = inf) -> Batch:
-        """The part of a request's batch, now or, where it waits, as soon as it is full, nothing more can come, or it
-        has waited for as long as it may.
+        """The part of a request's batch, now or, where it waits, as soon as it is full, nothing
+        more can come, or it has waited for as long as it may.
 
         While NATS is away a request that waits goes on waiting; another raises nats.errors.Error.
         """
@@ -165,14 +176,18 @@ class Rollout:
             try:
                 async with self._lock:
                     if not self._is_repeat(request):
-                        await self._commit(lambda: self.buffer.decide_version(request.weight_version))
+                        await self._commit(
+                            lambda: self.buffer.decide_version(request.weight_version)
+                        )
                         waits = request.wait and time.monotonic() < until_s
                         decide = partial(self._decide_batch, request, waits, max_bytes)
                         await self._commit(decide, request=request.fingerprint)
             except nats.errors.Error as error:
                 if not request.wait:
                     raise
-                log.warning("batch not decided, trying again", rollout_id=self.rollout_id, error=repr(error))
+                log.warning(
+                    "batch not decided, trying again", rollout_id=self.rollout_id, error=repr(error)
+                )
             if self._is_repeat(request):
                 return self.part_of(request.request_id, request.part, request.parts)
             try:
@@ -182,7 +197,8 @@ class Rollout:
                 self._unsure = True
 
     async def note_aborted(self, aborted: Aborted) -> None:
-        """Note a sample that was ended before it was submitted; again, or of a foreign prompt, changes nothing."""
+        """Note a sample that was ended before it was submitted; again, or of a foreign prompt,
+        changes nothing."""
 
         def decide() -> Aborted | None:
             group, name = self.buffer.groups.get(aborted.prompt_id), aborted.trajectory_id
@@ -201,28 +217,38 @@ class Rollout:
         """What one of so many ranks takes of a batch. Raises NotFound."""
         batch = self.buffer.batches.get(batch_id)
         if batch is None:
-            raise NotFound("BATCH_NOT_FOUND", f"rollout {self.rollout_id} gave no batch to {batch_id}", batch=batch_id)
+            raise NotFound(
+                "BATCH_NOT_FOUND",
+                f"rollout {self.rollout_id} gave no batch to {batch_id}",
+                batch=batch_id,
+            )
         sizes = {name: self.buffer.samples[name].payload_bytes for name in batch.members}
         return batch.part(part, parts, sizes)
 
     async def confirm(self, batch_id: str, part: int, parts: int) -> None:
-        """Remove the tokens of a part that has arrived; it cannot be repeated any more. Raises NotFound."""
+        """Remove the tokens of a part that has arrived; it cannot be repeated any more. Raises
+        NotFound."""
         async with self._lock:
             await self._read_news()
         await self._release(self.part_of(batch_id, part, parts).members)
 
     async def payloads_of(self, batch: Batch) -> dict[str, bytes]:
-        """The tokens of a batch's trajectories, by trajectory. Raises FailedPrecondition (in a group)."""
+        """The tokens of a batch's trajectories, by trajectory. Raises FailedPrecondition (in a
+        group)."""
 
         async def read(trajectory_id: str) -> bytes:
             return b"".join([chunk async for chunk, _ in self.chunks_of(trajectory_id)])
 
         async with asyncio.TaskGroup() as group:
-            reads = {trajectory_id: group.create_task(read(trajectory_id)) for trajectory_id in batch.members}
+            reads = {
+                trajectory_id: group.create_task(read(trajectory_id))
+                for trajectory_id in batch.members
+            }
         return {trajectory_id: task.result() for trajectory_id, task in reads.items()}
 
     def chunks_of(self, trajectory_id: str) -> AsyncIterator[tuple[bytes, bool]]:
-        """The tokens of a trajectory in chunks, each with whether it is the last. Raises FailedPrecondition."""
+        """The tokens of a trajectory in chunks, each with whether it is the last. Raises
+        FailedPrecondition."""
         name = self.payload_names.get(trajectory_id)
         if name is None:
             raise payload_lost(trajectory_id)
@@ -235,17 +261,22 @@ class Rollout:
 
     @property
     def can_free_room(self) -> bool:
-        """Whether tokens are stored that do not belong to kept samples of groups that have not settled."""
+        """Whether tokens are stored that do not belong to kept samples of groups that have not
+        settled."""
         groups = [group for group in self.buffer.groups.values() if not group.settled]
         return len(self.payload_names) > sum(len(group.kept) for group in groups)
 
     async def release_tokens(self, repeatable_since_s: float) -> None:
-        """Remove tokens of batches before `repeatable_since_s` (Unix time), and tokens dropped after they were kept.
+        """Remove tokens of batches before `repeatable_since_s` (Unix time), and tokens dropped
+        after they were kept.
 
         Tokens of a trajectory that waits to be taken, or whose batch may still be repeated, stay.
         """
         wanted = {
-            sample.trajectory_id for group in self.buffer.groups.values() if not group.taken for sample in group.kept
+            sample.trajectory_id
+            for group in self.buffer.groups.values()
+            if not group.taken
+            for sample in group.kept
         }
         for batch in self.buffer.batches.values():
             if self.batch_times_s[batch.batch_id] >= repeatable_since_s:
@@ -264,7 +295,8 @@ class Rollout:
     async def forget(self) -> None:
         """Remove everything stored of this rollout and end those who wait on it.
 
-        Tokens go first: a log without them is found and removed again by a later process, tokens without a log are not.
+        Tokens go first: a log without them is found and removed again by a later process, tokens
+        without a log are not.
         """
         async with self._lock:
             self._forgotten = True
@@ -273,7 +305,8 @@ class Rollout:
             await self._log.forget(self.rollout_id)
 
     def end(self, reason: Exception) -> None:
-        """Raise `reason` in everybody who waits for a change, now or later; changes under way go on."""
+        """Raise `reason` in everybody who waits for a change, now or later; changes under way go
+        on."""
         self._ended = reason
         self.running.close(reason)
         self.changed.set()
@@ -290,17 +323,22 @@ class Rollout:
             return False
         if self._fingerprints[request.request_id] != request.fingerprint:
             raise InvalidArgument(
-                "request_id", f"{request.request_id} named another GetBatch before; mint a new one for new parameters"
+                "request_id",
+                f"{request.request_id} named another GetBatch before; mint a new one for new "
+                "parameters",
             )
         return True
 
     def _decide_batch(self, request: BatchRequest, waits: bool, max_bytes: float) -> Event | None:
-        if request.request_id in self.buffer.batches:  # written by a request before this one, read back just now
+        if (
+            request.request_id in self.buffer.batches
+        ):  # written by a request before this one, read back just now
             return None
         return self.buffer.decide_batch(request.request_id, request.max_groups, waits, max_bytes)
 
     async def _read_news(self) -> None:
-        """Apply what another process may have written. Raises NotFound for a rollout that is forgotten."""
+        """Apply what another process may have written. Raises NotFound for a rollout that is
+        forgotten."""
         if self._forgotten:
             raise _unknown(self.rollout_id)
         if self._unsure:
@@ -308,7 +346,9 @@ class Rollout:
                 self.apply(decode(data))
             self._unsure = False
 
-    async def _commit(self, decide: Callable[[], Event | None], *, request: str = "", payload: str = "") -> None:
+    async def _commit(
+        self, decide: Callable[[], Event | None], *, request: str = "", payload: str = ""
+    ) -> None:
         """Decide on the newest state, write, then apply. Deciding None writes nothing."""
         while True:
             await self._read_news()
@@ -328,7 +368,12 @@ class Rollouts:
     """All rollouts of this process."""
 
     def __init__(
-        self, log: RolloutLog, payloads: PayloadStore, histories: HistoryStore, room: TokenRoom, tell: TellSettled
+        self,
+        log: RolloutLog,
+        payloads: PayloadStore,
+        histories: HistoryStore,
+        room: TokenRoom,
+        tell: TellSettled,
     ) -> None:
         self._log = log
         self._payloads = payloads
@@ -350,7 +395,9 @@ class Rollouts:
             elif rollout_id in self._by_id:
                 self._by_id[rollout_id].apply(record)
             else:
-                log.warning("log entry without its rollout", rollout_id=rollout_id, position=position)
+                log.warning(
+                    "log entry without its rollout", rollout_id=rollout_id, position=position
+                )
         for rollout in self:
             await rollout.tell_settled(rollout.touched_at_s - TELL_AGAIN_S)
 
@@ -381,7 +428,9 @@ class Rollouts:
         rollout = await self.find(rollout_id)
         if rollout.created.request_id != request_id:
             raise AlreadyExists(
-                "ROLLOUT_EXISTS", f"rollout {rollout_id} was created by another request", rollout_id=rollout_id
+                "ROLLOUT_EXISTS",
+                f"rollout {rollout_id} was created by another request",
+                rollout_id=rollout_id,
             )
         return rollout
 
@@ -390,7 +439,11 @@ class Rollouts:
         while True:
             history, revision = await self._histories.read(name)
             known = set(history.folded)
-            over = [each for each in self if each.buffer.spec.history == name and each.buffer.over and not each.folded]
+            over = [
+                each
+                for each in self
+                if each.buffer.spec.history == name and each.buffer.over and not each.folded
+            ]
             for rollout in over:
                 history.fold(rollout.rollout_id, rollout.buffer)
             if set(history.folded) == known or await self._histories.write(name, history, revision):
@@ -399,9 +452,11 @@ class Rollouts:
                 return history
 
     async def sweep(self, now_s: float, *, batch_replay_s: float, retention_s: float) -> None:
-        """Fold rollouts that are over into their histories, forget those that nobody touched for `retention_s`, and
-        tokens of batches older than `batch_replay_s`."""
-        for name in {each.buffer.spec.history for each in self if each.buffer.over and not each.folded} - {""}:
+        """Fold rollouts that are over into their histories, forget those that nobody touched for
+        `retention_s`, and tokens of batches older than `batch_replay_s`."""
+        for name in {
+            each.buffer.spec.history for each in self if each.buffer.over and not each.folded
+        } - {""}:
             await self.fold(name)
         for rollout in self:
             if now_s - rollout.touched_at_s > retention_s:
@@ -414,9 +469,15 @@ class Rollouts:
     def close(self) -> None:
         """Raise Unavailable in everybody who waits: this process is shutting down."""
         for rollout in self:
-            error = Unavailable("DRAINING", "this server is shutting down", retry_after_s=RETRY_DRAINING_S)
+            error = Unavailable(
+                "DRAINING", "this server is shutting down", retry_after_s=RETRY_DRAINING_S
+            )
             rollout.end(error)
 
 
 def _unknown(rollout_id: str) -> NotFound:
-    return NotFound("ROLLOUT_NOT_FOUND", f"no rollout {rollout_id}; it may have been forgotten", rollout_id=rollout_id)
+    return NotFound(
+        "ROLLOUT_NOT_FOUND",
+        f"no rollout {rollout_id}; it may have been forgotten",
+        rollout_id=rollout_id,
+    )

@@ -1,9 +1,10 @@
-"""Tokens of trajectories that still run, for trainers that compute on a beginning before its end is there (DARTS,
-section 4.3.2).
+"""Tokens of trajectories that still run, for trainers that compute on a beginning before its end is
+there (DARTS, section 4.3.2).
 
-In memory alone: a trajectory comes whole with its batch, so that what is lost here costs time and nothing else.
-Invariants: a reader has a beginning of what was pushed of each trajectory; where tokens are taken back, its next chunk
-begins there or before; how a trajectory ended is told once to each reader, and nothing more of it comes.
+In memory alone: a trajectory comes whole with its batch, so that what is lost here costs time and
+nothing else. Invariants: a reader has a beginning of what was pushed of each trajectory; where
+tokens are taken back, its next chunk begins there or before; how a trajectory ended is told once to
+each reader, and nothing more of it comes.
 """
 
 import asyncio
@@ -19,7 +20,9 @@ TOKEN_BYTES = 2 * ITEM_BYTES + 1  # with its loss mask
 MOST_CHUNK_TOKENS = 50_000  # 450 kB: far below every limit on messages
 RETRY_FULL_S = 1.0
 
-Span = tuple[str, int, int]  # weight version; first token and the one after the last, in the trajectory
+Span = tuple[
+    str, int, int
+]  # weight version; first token and the one after the last, in the trajectory
 
 
 @dataclass
@@ -32,14 +35,18 @@ class TokenRoom:
     def take(self, tokens: int) -> None:
         """Take room, or give it back where `tokens` is below 0. Raises ResourceExhausted."""
         if tokens > 0 and self.taken_bytes + tokens * TOKEN_BYTES > self.limit_bytes:
-            what = f"tokens of running trajectories take all {self.limit_bytes} bytes of TOKEN_STREAM_BYTES"
+            what = (
+                f"tokens of running trajectories take all {self.limit_bytes} bytes of "
+                "TOKEN_STREAM_BYTES"
+            )
             raise ResourceExhausted("TOKENS_FULL", what, retry_after_s=RETRY_FULL_S)
         self.taken_bytes += tokens * TOKEN_BYTES
 
 
 @dataclass
 class Stretch:
-    """Consecutive tokens of one trajectory, the first at place `start`; as bytes, as they travel."""
+    """Consecutive tokens of one trajectory, the first at place `start`; as bytes, as they
+    travel."""
 
     trajectory_id: str
     prompt_id: str
@@ -82,7 +89,11 @@ class Stretch:
 
     def same_tokens(self, other: "Stretch") -> bool:
         """Whether both are the same tokens, sampled with the same probabilities."""
-        return (self.ids, self.loss_mask, self.logprobs) == (other.ids, other.loss_mask, other.logprobs)
+        return (self.ids, self.loss_mask, self.logprobs) == (
+            other.ids,
+            other.loss_mask,
+            other.logprobs,
+        )
 
 
 @dataclass(frozen=True)
@@ -99,8 +110,12 @@ class Ended:
 class _Reader:
     least_tokens: int
     prompt_ids: frozenset[str]
-    positions: dict[str, int] = field(default_factory=dict)  # by trajectory: so many tokens were sent
-    news: dict[tuple[str, str], None] = field(default_factory=dict)  # prompts and trajectories that changed, in order
+    positions: dict[str, int] = field(
+        default_factory=dict
+    )  # by trajectory: so many tokens were sent
+    news: dict[tuple[str, str], None] = field(
+        default_factory=dict
+    )  # prompts and trajectories that changed, in order
     ended: list[Ended] = field(default_factory=list)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -110,21 +125,25 @@ class _Reader:
 
 
 class RunningTokens:
-    """The tokens of one rollout. `buffer` says how trajectories end; call `settle` whenever it has changed."""
+    """The tokens of one rollout. `buffer` says how trajectories end; call `settle` whenever it has
+    changed."""
 
     def __init__(self, buffer: SampleBuffer, room: TokenRoom) -> None:
         self._buffer, self._room = buffer, room
-        self._running: dict[str, dict[str, Stretch]] = {name: {} for name in buffer.groups}  # by prompt and trajectory
+        self._running: dict[str, dict[str, Stretch]] = {
+            name: {} for name in buffer.groups
+        }  # by prompt and trajectory
         self._readers: set[_Reader] = set()
         self._replaced: set[str] = set()  # trajectories whose sample began again
         self._closed: Exception | None = None
 
     def push(self, new: Stretch) -> tuple[int, bool]:
-        """Take tokens. Returns how many there are of the trajectory now, and whether more are wanted.
+        """Take tokens. Returns how many there are of the trajectory now, and whether more are
+        wanted.
 
-        Tokens behind a gap are left out; those that are there already change nothing; others take the place of what
-        was there, and of all that followed. Another trajectory of the same sample has ended. Raises ResourceExhausted,
-        and what `close` was called with.
+        Tokens behind a gap are left out; those that are there already change nothing; others take
+        the place of what was there, and of all that followed. Another trajectory of the same sample
+        has ended. Raises ResourceExhausted, and what `close` was called with.
         """
         if self._closed is not None:
             raise self._closed
@@ -134,7 +153,9 @@ class RunningTokens:
             return known.end if known is not None else 0, False
         if known is None:
             for other in [each for each in group.values() if each.sample == new.sample]:
-                self._end(other, DropReason.CANCELLED)  # begun again, by a client that took over or for fresher weights
+                self._end(
+                    other, DropReason.CANCELLED
+                )  # begun again, by a client that took over or for fresher weights
                 self._replaced.add(other.trajectory_id)
             known = Stretch(new.trajectory_id, new.prompt_id, new.sample, 0)
         if new.start > known.end:
@@ -152,12 +173,15 @@ class RunningTokens:
         group[new.trajectory_id] = known
         for reader in self._readers_of(new.prompt_id):
             if new.trajectory_id in reader.positions:
-                reader.positions[new.trajectory_id] = min(reader.positions[new.trajectory_id], stands)
+                reader.positions[new.trajectory_id] = min(
+                    reader.positions[new.trajectory_id], stands
+                )
             reader.hear(new.prompt_id, new.trajectory_id)
         return known.end, True
 
     def settle(self, prompt_id: str | None = None) -> None:
-        """Tell how those trajectories ended, of a prompt or of all, of which that is known now; their tokens go."""
+        """Tell how those trajectories ended, of a prompt or of all, of which that is known now;
+        their tokens go."""
         for name in self._running if prompt_id is None else (prompt_id,):
             for stretch in list(self._running[name].values()):
                 ended, reason = self._fate_of(stretch)
@@ -167,9 +191,11 @@ class RunningTokens:
             for reader in self._readers:
                 reader.wake.set()
 
-    async def read(self, least_tokens: int, prompt_ids: Iterable[str]) -> AsyncIterator[Stretch | Ended]:
-        """What there is of trajectories of these prompts, and what comes, until the rollout is over. A stretch has
-        `least_tokens` or more. Raises what `close` was called with."""
+    async def read(
+        self, least_tokens: int, prompt_ids: Iterable[str]
+    ) -> AsyncIterator[Stretch | Ended]:
+        """What there is of trajectories of these prompts, and what comes, until the rollout is
+        over. A stretch has `least_tokens` or more. Raises what `close` was called with."""
         reader = _Reader(least_tokens, frozenset(prompt_ids))
         for prompt_id in reader.prompt_ids:
             for trajectory_id in self._running[prompt_id]:
@@ -199,7 +225,9 @@ class RunningTokens:
     def close(self, reason: Exception) -> None:
         """Let all tokens go and raise `reason` in those who read."""
         self._closed = reason
-        self._room.take(-sum(stretch.end for group in self._running.values() for stretch in group.values()))
+        self._room.take(
+            -sum(stretch.end for group in self._running.values() for stretch in group.values())
+        )
         for group in self._running.values():
             group.clear()
         for reader in self._readers:
@@ -219,7 +247,9 @@ class RunningTokens:
         del self._running[stretch.prompt_id][stretch.trajectory_id]
         for reader in self._readers_of(stretch.prompt_id):
             reader.positions.pop(stretch.trajectory_id, None)
-            reader.ended.append(Ended(stretch.trajectory_id, stretch.prompt_id, stretch.sample, reason))
+            reader.ended.append(
+                Ended(stretch.trajectory_id, stretch.prompt_id, stretch.sample, reason)
+            )
             reader.wake.set()
 
     def _readers_of(self, prompt_id: str) -> list[_Reader]:
@@ -232,7 +262,8 @@ class RunningTokens:
         return over or trajectory_id in group.verdicts or trajectory_id in group.aborted
 
     def _fate_of(self, stretch: Stretch) -> tuple[bool, DropReason | None]:
-        """Whether it has ended, neither running nor waiting for its group, and why it is not kept."""
+        """Whether it has ended, neither running nor waiting for its group, and why it is not
+        kept."""
         group, name = self._buffer.groups[stretch.prompt_id], stretch.trajectory_id
         over = group.settled or self._buffer.complete
         if name in group.verdicts:

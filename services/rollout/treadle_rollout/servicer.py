@@ -30,22 +30,32 @@ BATCH_FRAME_BYTES = 64 * 1024
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     """Owns nothing: state is in `rollouts`."""
 
-    def __init__(self, rollouts: Rollouts, records: RequestRecords, meters: Meters, *, max_message_bytes: int) -> None:
+    def __init__(
+        self, rollouts: Rollouts, records: RequestRecords, meters: Meters, *, max_message_bytes: int
+    ) -> None:
         self._rollouts = rollouts
         self._meters = meters
         self.records = records
         self._batch_bytes = max(1, max_message_bytes - BATCH_FRAME_BYTES)
 
     @answered_once
-    async def CreateRollout(self, request: pb.CreateRolloutRequest, context: Context) -> pb.CreateRolloutResponse:
+    async def CreateRollout(
+        self, request: pb.CreateRolloutRequest, context: Context
+    ) -> pb.CreateRolloutResponse:
         # Derived, not drawn: a repeat of a request whose answer was not recorded must find what it
         # created.
         rollout_id = identifier("rollout_id", request.rollout_id or minted("r", request.request_id))
-        rollout = await self._rollouts.create(rollout_id, convert.spec_from(request.spec), request.request_id)
+        rollout = await self._rollouts.create(
+            rollout_id, convert.spec_from(request.spec), request.request_id
+        )
         return pb.CreateRolloutResponse(rollout=convert.rollout_to(rollout))
 
-    async def GetRollout(self, request: pb.GetRolloutRequest, context: Context) -> pb.GetRolloutResponse:
-        return pb.GetRolloutResponse(rollout=convert.rollout_with_samples(await self._find(request.rollout_id)))
+    async def GetRollout(
+        self, request: pb.GetRolloutRequest, context: Context
+    ) -> pb.GetRolloutResponse:
+        return pb.GetRolloutResponse(
+            rollout=convert.rollout_with_samples(await self._find(request.rollout_id))
+        )
 
     async def WatchRollout(
         self, request: pb.WatchRolloutRequest, context: Context
@@ -60,7 +70,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         while True:
             changed, buffer = rollout.changed, rollout.buffer
             news = (
-                *(buffer.state, buffer.settlements, buffer.taken_total, buffer.drops[DropReason.STALE]),
+                *(
+                    buffer.state,
+                    buffer.settlements,
+                    buffer.taken_total,
+                    buffer.drops[DropReason.STALE],
+                ),
                 *(buffer.newest_version, buffer.groups_admitted),
             )
             over = buffer.over  # at the same moment: the state moves on while we send
@@ -74,7 +89,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             await rollout.wait(changed)
 
     @answered_once
-    async def CancelRollout(self, request: pb.CancelRolloutRequest, context: Context) -> pb.CancelRolloutResponse:
+    async def CancelRollout(
+        self, request: pb.CancelRolloutRequest, context: Context
+    ) -> pb.CancelRolloutResponse:
         """Ends a rollout; one that is over stays as it is."""
         rollout = await self._find(request.rollout_id)
         await rollout.cancel()
@@ -104,7 +121,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         guard = bias_of(rollout.buffer)
         self._meters.record_kept_fraction(guard.kept.value)
         for alarm in guard.alarms():
-            log.warning("shaping changes what is trained", rollout_id=rollout.rollout_id, alarm=alarm)
+            log.warning(
+                "shaping changes what is trained", rollout_id=rollout.rollout_id, alarm=alarm
+            )
 
     async def GetBatch(self, request: pb.GetBatchRequest, context: Context) -> pb.GetBatchResponse:
         """Whole groups for training, in one message.
@@ -118,13 +137,16 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         if size_bytes > self._batch_bytes:  # StreamBatch took it
             raise FailedPrecondition(
                 "BATCH_TOO_LARGE",
-                f"the batch has {size_bytes} bytes, a message may have {self._batch_bytes}: call StreamBatch with the"
+                f"the batch has {size_bytes} bytes, a message may have {self._batch_bytes}: call "
+                "StreamBatch with the"
                 " same request_id",
             )
         self._meters.record_batch()
         return convert.batch_to(batch, await rollout.payloads_of(batch))
 
-    async def StreamBatch(self, request: pb.GetBatchRequest, context: Context) -> AsyncIterator[pb.StreamBatchResponse]:
+    async def StreamBatch(
+        self, request: pb.GetBatchRequest, context: Context
+    ) -> AsyncIterator[pb.StreamBatchResponse]:
         """The same in parts, of which one at a time is in memory."""
         asked = convert.batch_request_from(request)
         rollout = await self._find(request.rollout_id)
@@ -134,22 +156,31 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             for trajectory_id in trajectory_ids:
                 async for data, last in rollout.chunks_of(trajectory_id):
                     yield pb.StreamBatchResponse(
-                        prompt_id=prompt_id, trajectory_id=trajectory_id, data=data, trajectory_end=last
+                        prompt_id=prompt_id,
+                        trajectory_id=trajectory_id,
+                        data=data,
+                        trajectory_end=last,
                     )
         yield pb.StreamBatchResponse(batch_end=True, exhausted=batch.exhausted)
 
     @answered_once
-    async def ConfirmBatch(self, request: pb.ConfirmBatchRequest, context: Context) -> pb.ConfirmBatchResponse:
+    async def ConfirmBatch(
+        self, request: pb.ConfirmBatchRequest, context: Context
+    ) -> pb.ConfirmBatchResponse:
         """Frees the room of a batch that has arrived."""
         batch_id = identifier("batch_request_id", request.batch_request_id)
         part, parts = convert.part_from(request)
         await (await self._find(request.rollout_id)).confirm(batch_id, part, parts)
         return pb.ConfirmBatchResponse()
 
-    async def PushTokens(self, request: pb.PushTokensRequest, context: Context) -> pb.PushTokensResponse:
+    async def PushTokens(
+        self, request: pb.PushTokensRequest, context: Context
+    ) -> pb.PushTokensResponse:
         """Needs no record: a repeat changes nothing."""
         rollout = await self._find(request.rollout_id)
-        next_token, wanted = rollout.running.push(convert.stretch_from(request.chunk, rollout.buffer))
+        next_token, wanted = rollout.running.push(
+            convert.stretch_from(request.chunk, rollout.buffer)
+        )
         return pb.PushTokensResponse(next_token=next_token, wanted=wanted)
 
     async def StreamTokens(
@@ -163,12 +194,16 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         async for event in rollout.running.read(max(request.min_tokens, 1), prompt_ids):
             yield convert.event_to(event)
 
-    async def GetShaping(self, request: pb.GetShapingRequest, context: Context) -> pb.GetShapingResponse:
+    async def GetShaping(
+        self, request: pb.GetShapingRequest, context: Context
+    ) -> pb.GetShapingResponse:
         """What shaping does to what is trained."""
         one = bool(request.rollout_id) != bool(request.history)
         require(one, "rollout_id", "give it or `history`, and not both")
         if request.rollout_id:
-            return convert_shaping.shaping_to(bias_of((await self._find(request.rollout_id)).buffer))
+            return convert_shaping.shaping_to(
+                bias_of((await self._find(request.rollout_id)).buffer)
+            )
         history = await self._rollouts.fold(identifier("history", request.history))
         if not history.folded:
             what = f"no rollout of history {request.history} is over yet"

@@ -1,11 +1,12 @@
-"""Store rollouts in JetStream buckets: a log of records for each rollout, what training runs have learned from theirs,
-and the tokens of trajectories. Tokens have a bound of their own, so that they cannot fill the JetStream that the
-scheduler needs (ADR 0033).
+"""Store rollouts in JetStream buckets: a log of records for each rollout, what training runs have
+learned from theirs, and the tokens of trajectories. Tokens have a bound of their own, so that they
+cannot fill the JetStream that the scheduler needs (ADR 0033).
 
-A log entry is a key of its own, `<rollout>.<position>`, created and never changed: creating it is a compare-and-swap,
-so that two processes cannot both write one position. Payloads are cut into chunks below NATS's message limit and named
-by their digest, so that a trajectory that is submitted twice with other tokens cannot overwrite the first. Ids are hex
-in keys, because an id may hold dots and colons.
+A log entry is a key of its own, `<rollout>.<position>`, created and never changed: creating it is a
+compare-and-swap, so that two processes cannot both write one position. Payloads are cut into chunks
+below NATS's message limit and named by their digest, so that a trajectory that is submitted twice
+with other tokens cannot overwrite the first. Ids are hex in keys, because an id may hold dots and
+colons.
 """
 
 import asyncio
@@ -28,18 +29,22 @@ from treadle_runtime.buckets import entries_of
 from treadle_runtime.errors import FailedPrecondition, ResourceExhausted
 from treadle_runtime.fields import require
 
-# A rollout of thousands of prompts, or a batch of them, comes near NATS's 1 MiB; ids compress to a fraction.
+# A rollout of thousands of prompts, or a batch of them, comes near NATS's 1 MiB; ids compress to a
+# fraction.
 COMPRESS_FROM_BYTES = 64 * 1024
 LOG_BUCKET = "treadle-rollout-log"
 HISTORY_BUCKET = "treadle-rollout-history"
 PAYLOAD_BUCKET = "treadle-rollout-payload"
-CHUNK_BYTES = 512 * 1024  # half of NATS's default max_payload (1 MiB), which headers and subject count against
-# Requests in flight to NATS for one batch: enough to hide the round trip, few enough to share the connection.
+CHUNK_BYTES = (
+    512 * 1024
+)  # half of NATS's default max_payload (1 MiB), which headers and subject count against
+# Requests in flight to NATS for one batch: enough to hide the round trip, few enough to share the
+# connection.
 REQUESTS_AT_ONCE = 16
 MESSAGE_BYTES = 30  # of JetStream's record of a message beside its subject and data
 FULL = 10077  # err_code of JetStream for a write beyond the bound of a stream
-# Room comes when a trainer takes a batch, which is minutes away, and each try sends a whole trajectory: 6,400 of 40k
-# tokens that wait send 230 MB a second.
+# Room comes when a trainer takes a batch, which is minutes away, and each try sends a whole
+# trajectory: 6,400 of 40k tokens that wait send 230 MB a second.
 RETRY_FULL_S = 10.0
 POSITION_DIGITS = 9
 DIGEST_CHARACTERS = 32  # of a payload
@@ -56,7 +61,8 @@ class Created:
     request_id: str  # a repeat of this request finds its own rollout, not somebody else's
 
 
-# What is stored of each kind of record. Names are only added, never renamed or given another meaning.
+# What is stored of each kind of record. Names are only added, never renamed or given another
+# meaning.
 BODIES: dict[str, type[Any]] = {
     "created": Created,
     "arrived": Arrived,
@@ -73,7 +79,8 @@ STORED: dict[str, TypeAdapter[Any]] = {kind: TypeAdapter(body) for kind, body in
 class Record:
     """One entry of a log.
 
-    `at_s` is Unix time; `request` is the fingerprint of the request behind a batch; `payload` names a sample's tokens.
+    `at_s` is Unix time; `request` is the fingerprint of the request behind a batch; `payload` names
+    a sample's tokens.
     """
 
     at_s: float
@@ -137,7 +144,8 @@ class RolloutLog:
             entries.append(entry.value or b"")
 
     async def everything(self) -> AsyncIterator[tuple[str, int, bytes]]:
-        """All entries of all rollouts as (rollout, position, data); each rollout's own in their order."""
+        """All entries of all rollouts as (rollout, position, data); each rollout's own in their
+        order."""
         for entry in await entries_of(self._bucket):
             rollout, _, position = entry.key.partition(".")
             yield bytes.fromhex(rollout).decode(), int(position), entry.value or b""
@@ -151,7 +159,8 @@ _HISTORY = TypeAdapter(RolloutHistory)
 
 
 class HistoryStore:
-    """What training runs have learned, by their name: one compressed JSON each, changed by compare-and-swap."""
+    """What training runs have learned, by their name: one compressed JSON each, changed by
+    compare-and-swap."""
 
     def __init__(self, bucket: KeyValue) -> None:
         self._bucket = bucket
@@ -177,12 +186,16 @@ class HistoryStore:
 class PayloadStore:
     """Serialised trajectories, by rollout, trajectory and digest.
 
-    max_payload_bytes: of one message of NATS. room_bytes: of the bucket. can_be_freed: whether a batch or a sweep can
-    remove any; the owner of the rollouts sets it.
+    max_payload_bytes: of one message of NATS. room_bytes: of the bucket. can_be_freed: whether a
+    batch or a sweep can remove any; the owner of the rollouts sets it.
     """
 
     def __init__(
-        self, bucket: KeyValue, jetstream: JetStreamContext, max_payload_bytes: int, room_bytes: float
+        self,
+        bucket: KeyValue,
+        jetstream: JetStreamContext,
+        max_payload_bytes: int,
+        room_bytes: float,
     ) -> None:
         self._bucket = bucket
         self._jetstream = jetstream
@@ -190,23 +203,33 @@ class PayloadStore:
         self.can_be_freed: Callable[[], bool] = lambda: True
         self._chunk_bytes = max(1, min(CHUNK_BYTES, max_payload_bytes // 2))
         self._requests = asyncio.Semaphore(REQUESTS_AT_ONCE)
-        self._full_until = 0.0  # loop time; until then, or until tokens are released, writes are not tried
+        self._full_until = (
+            0.0  # loop time; until then, or until tokens are released, writes are not tried
+        )
 
     async def put(self, rollout_id: str, trajectory_id: str, data: bytes) -> str:
-        """Store a payload and return its name: digest and number of chunks. Storing the same again changes nothing.
+        """Store a payload and return its name: digest and number of chunks. Storing the same again
+        changes nothing.
 
-        Raises ResourceExhausted where the bucket has no room for it, and leaves no part of it there; InvalidArgument
-        where it would not fit into the empty bucket.
+        Raises ResourceExhausted where the bucket has no room for it, and leaves no part of it
+        there; InvalidArgument where it would not fit into the empty bucket.
         """
         now_s = asyncio.get_running_loop().time()
         starts = range(0, len(data), self._chunk_bytes)
-        subject_bytes = len(f"$KV.{PAYLOAD_BUCKET}.{_payload_prefix(rollout_id, trajectory_id)}..") + DIGEST_CHARACTERS
-        beside_bytes = sum(MESSAGE_BYTES + subject_bytes + len(str(index)) for index in range(len(starts)))
+        subject_bytes = (
+            len(f"$KV.{PAYLOAD_BUCKET}.{_payload_prefix(rollout_id, trajectory_id)}..")
+            + DIGEST_CHARACTERS
+        )
+        beside_bytes = sum(
+            MESSAGE_BYTES + subject_bytes + len(str(index)) for index in range(len(starts))
+        )
         require(
             len(data) + beside_bytes <= self._room_bytes,
             "trajectory",
-            f"has {len(data)} bytes, more than the store of tokens has room for in all ({self._room_bytes:.0f}): raise"
-            " TREADLE_ROLLOUT_PAYLOAD_BYTES, or generate fewer tokens a trajectory (max_total_tokens)",
+            f"has {len(data)} bytes, more than the store of tokens has room for in all "
+            f"({self._room_bytes:.0f}): raise"
+            " TREADLE_ROLLOUT_PAYLOAD_BYTES, or generate fewer tokens a trajectory "
+            "(max_total_tokens)",
         )
         if now_s < self._full_until:
             raise self._full(len(data))
@@ -219,15 +242,20 @@ class PayloadStore:
         except ServiceUnavailableError as error:
             if error.err_code != FULL:
                 raise
-            log.warning("the store of tokens is full: trajectories wait for room", can_be_freed=self.can_be_freed())
+            log.warning(
+                "the store of tokens is full: trajectories wait for room",
+                can_be_freed=self.can_be_freed(),
+            )
             await _remove(self._jetstream, PAYLOAD_BUCKET, f"{prefix}.*")
             self._full_until = now_s + RETRY_FULL_S
             raise self._full(len(data)) from error
         return f"{digest}.{len(chunks)}"
 
-    async def chunks(self, rollout_id: str, trajectory_id: str, name: str) -> AsyncIterator[tuple[bytes, bool]]:
-        """The chunks of a payload by its name, each with whether it is the last, which comes only where the digest is
-        right. Raises FailedPrecondition where the payload has been released."""
+    async def chunks(
+        self, rollout_id: str, trajectory_id: str, name: str
+    ) -> AsyncIterator[tuple[bytes, bool]]:
+        """The chunks of a payload by its name, each with whether it is the last, which comes only
+        where the digest is right. Raises FailedPrecondition where the payload has been released."""
         expected, _, count = name.partition(".")
         prefix = _payload_prefix(rollout_id, trajectory_id)
         digest = hashlib.sha256()
@@ -246,7 +274,9 @@ class PayloadStore:
     async def release(self, rollout_id: str, trajectory_id: str) -> None:
         """Remove all payloads of a trajectory; removing none is not an error."""
         async with self._requests:
-            await _remove(self._jetstream, PAYLOAD_BUCKET, f"{_payload_prefix(rollout_id, trajectory_id)}.>")
+            await _remove(
+                self._jetstream, PAYLOAD_BUCKET, f"{_payload_prefix(rollout_id, trajectory_id)}.>"
+            )
         self._full_until = 0.0
 
     async def forget(self, rollout_id: str) -> None:
@@ -257,10 +287,16 @@ class PayloadStore:
     def _full(self, size_bytes: int) -> ResourceExhausted:
         cure = "raise TREADLE_ROLLOUT_PAYLOAD_BYTES, for which the service may be restarted"
         if self.can_be_freed():
-            reason, lack = "PAYLOADS_FULL", f"the store of tokens has no room for {size_bytes} bytes"
+            reason, lack = (
+                "PAYLOADS_FULL",
+                f"the store of tokens has no room for {size_bytes} bytes",
+            )
             cure = f"take batches and confirm them (ConfirmBatch), which frees room, or {cure}"
         else:  # without the size, so that a client can say it once for all
-            reason, lack = "PAYLOADS_HELD", "groups that have not settled hold all of the store of tokens"
+            reason, lack = (
+                "PAYLOADS_HELD",
+                "groups that have not settled hold all of the store of tokens",
+            )
             cure = f"no batch can free room: {cure}, or cancel a rollout"
         message = f"{lack}: {cure}; then send the same request again"
         return ResourceExhausted(reason, message, retry_after_s=RETRY_FULL_S)
@@ -287,6 +323,7 @@ def payload_lost(trajectory_id: str) -> FailedPrecondition:
     """The error for tokens that were released after their batch could no longer be repeated."""
     return FailedPrecondition(
         "BATCH_EXPIRED",
-        f"the tokens of trajectory {trajectory_id} are gone: a batch can be repeated until it is confirmed, and for a"
+        f"the tokens of trajectory {trajectory_id} are gone: a batch can be repeated until it is "
+        "confirmed, and for a"
         " limited time only",
     )

@@ -11,7 +11,14 @@ import structlog
 from treadle.rollout.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
 from treadle_core.rollouts.buffer import GroupTooLargeError, SampleTakenError
 from treadle_core.rollouts.group import Group
-from treadle_runtime.errors import AlreadyExists, ErrorTable, FailedPrecondition, InvalidArgument, NotFound, StartError
+from treadle_runtime.errors import (
+    AlreadyExists,
+    ErrorTable,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    StartError,
+)
 from treadle_runtime.server import Runtime, Wiring
 
 from treadle_rollout import convert
@@ -20,7 +27,14 @@ from treadle_rollout.metrics import Meters
 from treadle_rollout.rollouts import Rollout, Rollouts
 from treadle_rollout.running import TokenRoom
 from treadle_rollout.servicer import RolloutServicer
-from treadle_rollout.storage import HISTORY_BUCKET, LOG_BUCKET, PAYLOAD_BUCKET, HistoryStore, PayloadStore, RolloutLog
+from treadle_rollout.storage import (
+    HISTORY_BUCKET,
+    LOG_BUCKET,
+    PAYLOAD_BUCKET,
+    HistoryStore,
+    PayloadStore,
+    RolloutLog,
+)
 
 DURABLE = "rollout"  # the name under which the bus keeps this service's position among the facts
 SWEEP_PERIOD_S = 60.0  # disk is cheap for a minute, and a sweep looks at every rollout
@@ -33,10 +47,14 @@ ERRORS: ErrorTable = {
         "SAMPLE_TAKEN", str(error), prompt_id=error.prompt_id, trajectory_id=error.trajectory_id
     ),
     GroupTooLargeError: lambda error: FailedPrecondition(
-        "GROUP_TOO_LARGE", f"{error}: call StreamBatch, which has no limit", prompt_id=error.prompt_id
+        "GROUP_TOO_LARGE",
+        f"{error}: call StreamBatch, which has no limit",
+        prompt_id=error.prompt_id,
     ),
     nats.errors.MaxPayloadError: lambda _: InvalidArgument(
-        "spec.prompt_ids", "are too many for one record of NATS; split the rollout or raise max_payload of nats-server"
+        "spec.prompt_ids",
+        "are too many for one record of NATS; split the rollout or raise max_payload of "
+        "nats-server",
     ),
 }
 
@@ -49,8 +67,12 @@ async def wire(runtime: Runtime) -> Wiring:
     try:
         bucket = await runtime.bus.key_value(PAYLOAD_BUCKET, max_bytes=settings.payload_bytes)
     except StartError as error:
-        raise StartError(f"TREADLE_ROLLOUT_PAYLOAD_BYTES={settings.payload_bytes}: {error}") from error
-    payloads = PayloadStore(bucket, jetstream, runtime.bus.max_payload_bytes, settings.payload_bytes)
+        raise StartError(
+            f"TREADLE_ROLLOUT_PAYLOAD_BYTES={settings.payload_bytes}: {error}"
+        ) from error
+    payloads = PayloadStore(
+        bucket, jetstream, runtime.bus.max_payload_bytes, settings.payload_bytes
+    )
 
     async def tell_settled(rollout: Rollout, group: Group) -> None:
         await runtime.bus.publish(convert.settled_fact(rollout, group))
@@ -70,7 +92,9 @@ async def wire(runtime: Runtime) -> Wiring:
 
     await runtime.bus.subscribe(["trajectory_closed"], receive, durable=DURABLE)
     meters = Meters(runtime.metrics, rollouts, room)
-    servicer = RolloutServicer(rollouts, runtime.records, meters, max_message_bytes=settings.max_message_bytes)
+    servicer = RolloutServicer(
+        rollouts, runtime.records, meters, max_message_bytes=settings.max_message_bytes
+    )
 
     async def sweep() -> None:
         """Remove what nobody can ask for any more.
@@ -80,7 +104,9 @@ async def wire(runtime: Runtime) -> Wiring:
         while True:
             try:
                 await rollouts.sweep(
-                    time.time(), batch_replay_s=settings.batch_replay_s, retention_s=settings.retention_s
+                    time.time(),
+                    batch_replay_s=settings.batch_replay_s,
+                    retention_s=settings.retention_s,
                 )
             except* nats.errors.Error as errors:
                 log.warning("sweep interrupted", error=repr(errors.exceptions[0]))
@@ -91,7 +117,11 @@ async def wire(runtime: Runtime) -> Wiring:
         rollouts.close()
 
     return Wiring(
-        services={"treadle.rollout.v1.RolloutService": partial(add_RolloutServiceServicer_to_server, servicer)},
+        services={
+            "treadle.rollout.v1.RolloutService": partial(
+                add_RolloutServiceServicer_to_server, servicer
+            )
+        },
         tasks=[sweep, close_at_drain],
         errors=ERRORS,
     )

@@ -51,7 +51,8 @@ from treadle_runtime.fields import (
 )
 from treadle_runtime.identity.tenants import minted
 
-# A ticket id holds the trajectory id, the turn and the attempt, and must itself be an identifier of 128 characters.
+# A ticket id holds the trajectory id, the turn and the attempt, and must itself be an identifier of
+# 128 characters.
 LONGEST_TRAJECTORY_ID_CHARS = 96
 LONGEST_PROMPT_ID_CHARS = 256
 MOST_HARDWARE_TAGS = 32
@@ -60,16 +61,54 @@ LEAST_WEIGHT, LARGEST_WEIGHT = 1e-6, 1e6  # of a job; only ratios count
 MOST_ROLLOUTS = 1000  # of a job, in progress at once
 
 
-# Fields that a message and the core's dataclass have under the same name; the numbers of a request must be >= 0.
-_SIZES = ("kv_tokens_capacity", "host_kv_tokens", "max_context_tokens", "tensor_parallel", "kv_bytes_per_token")
-_DECLARED = ("engine_id", "address", "model", "weight_version", "slot_limit", "hardware_tags", "url")
+# Fields that a message and the core's dataclass have under the same name; the numbers of a request
+# must be >= 0.
+_SIZES = (
+    "kv_tokens_capacity",
+    "host_kv_tokens",
+    "max_context_tokens",
+    "tensor_parallel",
+    "kv_bytes_per_token",
+)
+_DECLARED = (
+    "engine_id",
+    "address",
+    "model",
+    "weight_version",
+    "slot_limit",
+    "hardware_tags",
+    "url",
+)
 _CURVE = ("base_s", "per_sequence_s", "per_kv_token_s", "prefill_tokens_per_s", "prefill_pair_s")
 _COUNTS = ("running_steps", "waiting_steps", "slot_limit", "kv_tokens_used", "kv_tokens_capacity")
 _MEASURES = (*_COUNTS, "decode_tokens_per_s", "oldest_wait_s")
-IDENTITY = ("trajectory_id", "rollout_id", "prompt_id", "sample", "prompt_tokens")  # of a trajectory
-_PROGRESS = ("engine_id", "revision", "next_turn", "context_tokens", "gen_tokens", "priority", "migrations")
+IDENTITY = (
+    "trajectory_id",
+    "rollout_id",
+    "prompt_id",
+    "sample",
+    "prompt_tokens",
+)  # of a trajectory
+_PROGRESS = (
+    "engine_id",
+    "revision",
+    "next_turn",
+    "context_tokens",
+    "gen_tokens",
+    "priority",
+    "migrations",
+)
 _LOAD = (*_MEASURES, "paused", "weight_version", "engine_healthy")
-_JOB_USE = ("job", "weight", "clients", "share", "live_tickets", "kv_tokens", "open_trajectories", "waiting_steps")
+_JOB_USE = (
+    "job",
+    "weight",
+    "clients",
+    "share",
+    "live_tickets",
+    "kv_tokens",
+    "open_trajectories",
+    "waiting_steps",
+)
 _SWITCHES = ("migrate", "preempt", "reserve")  # of a policy
 _CHOICES: dict[str, tuple[type[enum.Enum], Any]] = {  # of a policy: the core's and the message's
     "ordering": (Ordering, pb.Ordering),
@@ -93,7 +132,9 @@ def job_opened(request: pb.OpenJobRequest) -> ev.JobOpened:
 
 def job_renewed(request: pb.RenewJobRequest) -> ev.JobRenewed:
     rollout_ids = _identifiers("rollouts.rollout_ids", request.rollouts.rollout_ids, MOST_ROLLOUTS)
-    return ev.JobRenewed(identifier("job_id", request.job_id), rollout_ids if request.HasField("rollouts") else None)
+    return ev.JobRenewed(
+        identifier("job_id", request.job_id), rollout_ids if request.HasField("rollouts") else None
+    )
 
 
 def job_closed(request: pb.CloseJobRequest) -> ev.JobClosed:
@@ -107,12 +148,16 @@ def trajectory_opened(request: pb.OpenTrajectoryRequest) -> ev.TrajectoryOpened:
     return ev.TrajectoryOpened(
         request_id=request_id,
         trajectory_id=_trajectory_id(request.trajectory_id or minted("t", request_id)),
-        prompt_id=at_most("prompt_id", non_empty("prompt_id", request.prompt_id), LONGEST_PROMPT_ID_CHARS),
+        prompt_id=at_most(
+            "prompt_id", non_empty("prompt_id", request.prompt_id), LONGEST_PROMPT_ID_CHARS
+        ),
         rollout_id=optional_identifier("rollout_id", request.rollout_id),
         sample=non_negative("sample", request.sample),
         prompt_tokens=positive("prompt_tokens", request.prompt_tokens),
         max_total_tokens=non_negative("max_total_tokens", request.max_total_tokens),
-        deadline_s=require_timestamp("deadline", request.deadline) if request.HasField("deadline") else None,
+        deadline_s=require_timestamp("deadline", request.deadline)
+        if request.HasField("deadline")
+        else None,
         hardware_tags=_tags("hardware_tags", request.hardware_tags),
         pinned_engine_id=optional_identifier("pinned_engine_id", request.pinned_engine_id),
         job_id=optional_identifier("job_id", request.job_id),
@@ -173,7 +218,11 @@ def policy_set(request: pb.SetPolicyRequest) -> ev.PolicySet:
 def _weight(weight: float) -> float:
     """0 for none."""
     in_range = weight == 0.0 or LEAST_WEIGHT <= weight <= LARGEST_WEIGHT
-    require(in_range, "weight", f"must be from {LEAST_WEIGHT:g} to {LARGEST_WEIGHT:g}, or 0 for 1, is {weight:g}")
+    require(
+        in_range,
+        "weight",
+        f"must be from {LEAST_WEIGHT:g} to {LARGEST_WEIGHT:g}, or 0 for 1, is {weight:g}",
+    )
     return weight
 
 
@@ -183,7 +232,9 @@ def _policy(message: pb.Policy) -> Policy:
     require(served, "policy.replanning", "must be REPLANNING_RESOLVE: a mesh serves no other rule")
     usual: dict[str, int] = {"objective": pb.OBJECTIVE_MAKESPAN}
     choices: dict[str, Any] = {
-        name: value_of(kind, f"policy.{name}", message_enum, getattr(message, name) or usual.get(name, 0))
+        name: value_of(
+            kind, f"policy.{name}", message_enum, getattr(message, name) or usual.get(name, 0)
+        )
         for name, (kind, message_enum) in _CHOICES.items()
     }
     return Policy(**choices, **fields_of(message, _SWITCHES))
@@ -230,7 +281,9 @@ def engine_registered(request: pb.RegisterEngineRequest, lease_id: str) -> ev.En
         model=info.model,
         weight_version=info.weight_version,
         slot_limit=positive("info.slot_limit", info.slot_limit),
-        kv_transfer=KvTransfer.STORAGE if info.kv_transfer == engine_pb2.KV_TRANSFER_STORAGE else KvTransfer.PREFILL,
+        kv_transfer=KvTransfer.STORAGE
+        if info.kv_transfer == engine_pb2.KV_TRANSFER_STORAGE
+        else KvTransfer.PREFILL,
         hardware_tags=_tags("info.hardware_tags", info.hardware_tags),
         decode_curve=_decode_curve("info.decode_curve", info.decode_curve),
         url=_http_url("info.url", info.url),
@@ -241,12 +294,19 @@ def engine_registered(request: pb.RegisterEngineRequest, lease_id: str) -> ev.En
 
 def _http_url(name: str, url: str) -> str:
     """May be empty."""
-    require(not url or url.startswith(("http://", "https://")), name, "must begin with http:// or https://")
+    require(
+        not url or url.startswith(("http://", "https://")),
+        name,
+        "must begin with http:// or https://",
+    )
     return at_most(name, url, LONGEST_URL_CHARS)
 
 
 def lease_renewed(request: pb.RenewEngineLeaseRequest) -> ev.LeaseRenewed:
-    lease_id, engine_id = identifier("lease_id", request.lease_id), identifier("engine_id", request.engine_id)
+    lease_id, engine_id = (
+        identifier("lease_id", request.lease_id),
+        identifier("engine_id", request.engine_id),
+    )
     given = request.HasField("decode_curve")
     curve = _decode_curve("decode_curve", request.decode_curve) if given else None
     if not request.HasField("load"):
@@ -259,7 +319,9 @@ def lease_renewed(request: pb.RenewEngineLeaseRequest) -> ev.LeaseRenewed:
 
 
 def engine_deregistered(request: pb.DeregisterEngineRequest) -> ev.EngineDeregistered:
-    return ev.EngineDeregistered(identifier("lease_id", request.lease_id), identifier("engine_id", request.engine_id))
+    return ev.EngineDeregistered(
+        identifier("lease_id", request.lease_id), identifier("engine_id", request.engine_id)
+    )
 
 
 def ticket_message(ticket: TicketRecord) -> Ticket:
@@ -307,19 +369,23 @@ def ledger_message(record: TrajectoryRecord, ledger: Ledger, now: float) -> pb.L
     return pb.Ledger(**parts, wall=duration(ended_s - record.opened_s))
 
 
-def history_message(record: TrajectoryRecord, history: tuple[Iterable[Decision], Iterable[Step]]) -> dict[str, Any]:
+def history_message(
+    record: TrajectoryRecord, history: tuple[Iterable[Decision], Iterable[Step]]
+) -> dict[str, Any]:
     """The fields of GetTrajectoryResponse that say what was decided and run."""
     decisions, steps = history
     return {
         "decisions": [
             pb.Decision(
-                **fields_of(each, ("kind", "engine_id", "reason")), since_opening=duration(each.now_s - record.opened_s)
+                **fields_of(each, ("kind", "engine_id", "reason")),
+                since_opening=duration(each.now_s - record.opened_s),
             )
             for each in decisions
         ],
         "steps": [
             pb.StepHistory(
-                **fields_of(each, ("turn", "context_tokens", "output_tokens")), tool_time=duration(each.tool_s)
+                **fields_of(each, ("turn", "context_tokens", "output_tokens")),
+                tool_time=duration(each.tool_s),
             )
             for each in steps
         ],
@@ -327,7 +393,10 @@ def history_message(record: TrajectoryRecord, history: tuple[Iterable[Decision],
 
 
 def policy_message(policy: Policy) -> pb.Policy:
-    choices = {name: number_of(getattr(policy, name), message_enum) for name, (_, message_enum) in _CHOICES.items()}
+    choices = {
+        name: number_of(getattr(policy, name), message_enum)
+        for name, (_, message_enum) in _CHOICES.items()
+    }
     return pb.Policy(**choices, **fields_of(policy, _SWITCHES))
 
 
@@ -339,7 +408,9 @@ def registered_engine(record: EngineRecord, trajectories: int) -> pb.RegisteredE
         lease_expires_at=timestamp(record.lease_expires_s),
         trajectories=trajectories,
         draining=record.draining,
-        load=engine_pb2.Load(**fields_of(load, _LOAD), measured_at=timestamp(load.measured_s)) if load else None,
+        load=engine_pb2.Load(**fields_of(load, _LOAD), measured_at=timestamp(load.measured_s))
+        if load
+        else None,
     )
 
 

@@ -1,4 +1,5 @@
-"""Convert the scheduler's actions to requests of other services and facts, and their answers and facts to events."""
+"""Convert the scheduler's actions to requests of other services and facts, and their answers and
+facts to events."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -21,7 +22,14 @@ from treadle_runtime.facts import make_fact
 from treadle_runtime.fields import duration, number_of, seconds
 from treadle_runtime.identity.tenants import like
 
-from treadle_scheduler.convert import IDENTITY, curve_message, engine_info, fields_of, ledger_message, quantiles
+from treadle_scheduler.convert import (
+    IDENTITY,
+    curve_message,
+    engine_info,
+    fields_of,
+    ledger_message,
+    quantiles,
+)
 
 SOURCE = "scheduler"
 
@@ -41,7 +49,11 @@ QUERY = ("trajectory_id", "prompt_id", "sample", "gen_tokens", "prompt_tokens", 
 ENGINE = ("engine_id", "slot_limit", "kv_tokens_capacity", "tensor_parallel")
 
 Announcement = (
-    act.AnnounceOpened | act.AnnounceClosed | act.AnnouncePredicted | act.AnnounceEngineJoined | act.AnnounceEngineLost
+    act.AnnounceOpened
+    | act.AnnounceClosed
+    | act.AnnouncePredicted
+    | act.AnnounceEngineJoined
+    | act.AnnounceEngineLost
 )
 
 
@@ -66,8 +78,8 @@ def predictions_request(
 def predictions_arrived(
     asks: Sequence[act.AskPrediction], response: predictor_pb2.BatchPredictRemainingResponse
 ) -> list[ev.PredictionArrived]:
-    """The answers, in the order of the questions. Raises ValueError where their number differs from the questions', or
-    one is no quantiles."""
+    """The answers, in the order of the questions. Raises ValueError where their number differs from
+    the questions', or one is no quantiles."""
     return [
         ev.PredictionArrived(
             ask.record.trajectory_id,
@@ -75,8 +87,12 @@ def predictions_arrived(
                 turn=ask.record.next_turn,
                 gen_tokens=ask.record.gen_tokens,
                 remaining_tokens=_estimate(answer.remaining_tokens),
-                remaining_turns=_estimate(answer.remaining_turns) if answer.HasField("remaining_turns") else None,
-                remaining_tool_s=_estimate(answer.remaining_tool_s) if answer.HasField("remaining_tool_s") else None,
+                remaining_turns=_estimate(answer.remaining_turns)
+                if answer.HasField("remaining_turns")
+                else None,
+                remaining_tool_s=_estimate(answer.remaining_tool_s)
+                if answer.HasField("remaining_tool_s")
+                else None,
                 remaining_observed_tokens=(
                     _estimate(answer.remaining_observed_tokens)
                     if answer.HasField("remaining_observed_tokens")
@@ -98,7 +114,9 @@ def plan_request(ask: act.AskPlan) -> placement_pb2.PlanPlacementRequest:
             context_tokens_float64=_packed(work.context_tokens, "<f8"),
             current_engine_int32=_packed(work.current, "<i4"),
             log_sigma_float64=_packed(work.log_sigma, "<f8"),
-            room_tokens_float64=_packed(np.where(np.isfinite(work.room_tokens), work.room_tokens, 0.0), "<f8"),
+            room_tokens_float64=_packed(
+                np.where(np.isfinite(work.room_tokens), work.room_tokens, 0.0), "<f8"
+            ),
             remaining_tool_s_float64=_packed(work.tool_s, "<f8"),
             remaining_observed_tokens_float64=_packed(work.observed_tokens, "<f8"),
             prompt_int32=_packed(work.prompts, "<i4"),
@@ -106,7 +124,9 @@ def plan_request(ask: act.AskPlan) -> placement_pb2.PlanPlacementRequest:
             unread_uint8=_packed(work.started & ~work.read, "u1"),
         ),
         engines=[
-            placement_pb2.PlacementEngine(**fields_of(engine, ENGINE), decode_curve=curve_message(engine.decode_curve))
+            placement_pb2.PlacementEngine(
+                **fields_of(engine, ENGINE), decode_curve=curve_message(engine.decode_curve)
+            )
             for engine in ask.engines
         ],
         cost_model=number_of(ask.cost_model, placement_pb2.CostModel),
@@ -120,16 +140,25 @@ def _packed(column: npt.NDArray[Any], dtype: str) -> bytes:
 def plan_arrived(ask: act.AskPlan, response: placement_pb2.PlanPlacementResponse) -> ev.PlanArrived:
     """Raises ValueError for a plan of other trajectories or engines."""
     engine_of = np.frombuffer(response.engine_int32, "<i4").astype(np.int64)
-    if len(engine_of) != len(ask.work) or not np.all((engine_of >= 0) & (engine_of < len(ask.engines))):
-        raise ValueError(f"a plan of {len(engine_of)} trajectories for {len(ask.work)}, or of engines without a number")
+    if len(engine_of) != len(ask.work) or not np.all(
+        (engine_of >= 0) & (engine_of < len(ask.engines))
+    ):
+        raise ValueError(
+            f"a plan of {len(engine_of)} trajectories for {len(ask.work)}, or of engines without "
+            "a number"
+        )
     return ev.PlanArrived(ask.plan_id, engine_of)
 
 
 def plan_fact(response: placement_pb2.PlanPlacementResponse) -> facts_pb2.Fact:
     """The fact of a plan that `plan_arrived` has accepted."""
-    wanted = np.bincount(np.frombuffer(response.engine_int32, "<i4"), minlength=len(response.groups)).tolist()
+    wanted = np.bincount(
+        np.frombuffer(response.engine_int32, "<i4"), minlength=len(response.groups)
+    ).tolist()
     engines = [
-        facts_pb2.PlanMade.Engine(engine_id=each.engine_id, trajectories=count, predicted_time=each.predicted_time)
+        facts_pb2.PlanMade.Engine(
+            engine_id=each.engine_id, trajectories=count, predicted_time=each.predicted_time
+        )
         for each, count in zip(response.groups, wanted, strict=True)
     ]
     return make_fact(
@@ -158,29 +187,42 @@ def migration_request(action: act.StartMigration) -> migrator_pb2.StartMigration
     )
 
 
-def move_accepted(action: act.StartMigration, response: migrator_pb2.StartMigrationResponse) -> ev.MoveAccepted:
+def move_accepted(
+    action: act.StartMigration, response: migrator_pb2.StartMigrationResponse
+) -> ev.MoveAccepted:
     return ev.MoveAccepted(action.trajectory_id, action.move_id, response.migration.migration_id)
 
 
 def cancel_request(migration_id: str) -> migrator_pb2.CancelMigrationRequest:
     """The same request at each try."""
-    return migrator_pb2.CancelMigrationRequest(request_id=f"cancel.{migration_id}", migration_id=migration_id)
+    return migrator_pb2.CancelMigrationRequest(
+        request_id=f"cancel.{migration_id}", migration_id=migration_id
+    )
 
 
-def reprioritize_request(changes: Iterable[tuple[str, float]], request_id: str) -> engine_pb2.ReprioritizeRequest:
+def reprioritize_request(
+    changes: Iterable[tuple[str, float]], request_id: str
+) -> engine_pb2.ReprioritizeRequest:
     return engine_pb2.ReprioritizeRequest(
         request_id=request_id,
-        changes=[engine_pb2.PriorityChange(ticket_id=ticket_id, priority=priority) for ticket_id, priority in changes],
+        changes=[
+            engine_pb2.PriorityChange(ticket_id=ticket_id, priority=priority)
+            for ticket_id, priority in changes
+        ],
     )
 
 
 def abort_request(action: act.AbortStep) -> engine_pb2.AbortRequest:
     """The same request at each try."""
-    return engine_pb2.AbortRequest(request_id=f"abort.{action.ticket_id}", ticket_id=action.ticket_id)
+    return engine_pb2.AbortRequest(
+        request_id=f"abort.{action.ticket_id}", ticket_id=action.ticket_id
+    )
 
 
 def release_request(action: act.ReleasePrefix, request_id: str) -> engine_pb2.ReleasePrefixRequest:
-    return engine_pb2.ReleasePrefixRequest(request_id=request_id, trajectory_id=action.trajectory_id)
+    return engine_pb2.ReleasePrefixRequest(
+        request_id=request_id, trajectory_id=action.trajectory_id
+    )
 
 
 def update_request(action: act.LoadWeights, request_id: str) -> engine_pb2.UpdateWeightsRequest:
@@ -192,7 +234,9 @@ def update_request(action: act.LoadWeights, request_id: str) -> engine_pb2.Updat
 def load_failed(action: act.LoadWeights, error: grpc.aio.AioRpcError) -> ev.LoadFailed:
     """An engine that refuses the weights does so again; any other error may pass."""
     refused = error.code() is grpc.StatusCode.FAILED_PRECONDITION
-    return ev.LoadFailed(action.engine_id, action.weight_version, refused, error.details() or error.code().name)
+    return ev.LoadFailed(
+        action.engine_id, action.weight_version, refused, error.details() or error.code().name
+    )
 
 
 def event_of(fact: facts_pb2.Fact) -> ev.Event | None:
@@ -213,13 +257,18 @@ def event_of(fact: facts_pb2.Fact) -> ev.Event | None:
                 times=_step_times(finished.timing),
             )
         case "tool_started":
-            return ev.ToolStarted(fact.tool_started.trajectory_id, max(0.0, seconds(fact.tool_started.expected_time)))
+            return ev.ToolStarted(
+                fact.tool_started.trajectory_id, max(0.0, seconds(fact.tool_started.expected_time))
+            )
         case "tool_finished":
             return ev.ToolFinished(fact.tool_finished.trajectory_id)
         case "migration_ended":
             ended = fact.migration_ended
-            # A move that was given up before it began had waited for its engines, which says nothing of their speed.
-            measured = ended.HasField("started_at") and (ended.moved or ended.failure_reason == "GAVE_UP")
+            # A move that was given up before it began had waited for its engines, which says
+            # nothing of their speed.
+            measured = ended.HasField("started_at") and (
+                ended.moved or ended.failure_reason == "GAVE_UP"
+            )
             return ev.MoveEnded(
                 trajectory_id=ended.trajectory_id,
                 migration_id=ended.migration_id,
@@ -228,7 +277,9 @@ def event_of(fact: facts_pb2.Fact) -> ev.Event | None:
                 took_s=max(0.0, seconds(ended.elapsed)) if measured else 0.0,
             )
         case "weights_updated":
-            return ev.WeightsUpdated(fact.weights_updated.engine_id, fact.weights_updated.weight_version)
+            return ev.WeightsUpdated(
+                fact.weights_updated.engine_id, fact.weights_updated.weight_version
+            )
         case "group_settled":
             settled = fact.group_settled
             return ev.GroupSettled(settled.rollout_id, settled.prompt_id, settled.samples)
@@ -240,7 +291,9 @@ def fact_of(action: Announcement) -> facts_pb2.Fact:
     """The fact to publish for an announcement."""
     match action:
         case act.AnnounceOpened(record):
-            return make_fact(SOURCE, trajectory_opened=facts_pb2.TrajectoryOpened(**fields_of(record, IDENTITY)))
+            return make_fact(
+                SOURCE, trajectory_opened=facts_pb2.TrajectoryOpened(**fields_of(record, IDENTITY))
+            )
         case act.AnnounceClosed(record, outcome):
             closed = facts_pb2.TrajectoryClosed(
                 **fields_of(record, IDENTITY),
@@ -266,7 +319,9 @@ def fact_of(action: Announcement) -> facts_pb2.Fact:
         case act.AnnounceEngineJoined(spec):
             return make_fact(SOURCE, engine_joined=facts_pb2.EngineJoined(info=engine_info(spec)))
         case act.AnnounceEngineLost(engine_id, reason):
-            return make_fact(SOURCE, engine_lost=facts_pb2.EngineLost(engine_id=engine_id, reason=reason))
+            return make_fact(
+                SOURCE, engine_lost=facts_pb2.EngineLost(engine_id=engine_id, reason=reason)
+            )
 
 
 def _step_times(timing: engine_pb2.StepTiming) -> StepTimes:

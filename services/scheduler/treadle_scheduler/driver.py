@@ -1,13 +1,16 @@
 """Run the controller in asyncio, and keep its state in a JetStream bucket.
 
-Store holds one key a trajectory, one an engine, one a job and one for the policy: `put` notes what a key should hold,
-`settle` returns once the bucket holds it. All that is noted is written as one batch, and what is noted meanwhile goes
-into the next one, so that a slow write delays many requests once instead of each in turn. Per key the newest value
-wins; a write that failed is made again with the next batch. Driver answers nothing before its keys are settled, so that
-a SIGKILL loses nothing that a client was told.
+Store holds one key a trajectory, one an engine, one a job and one for the policy: `put` notes what
+a key should hold, `settle` returns once the bucket holds it. All that is noted is written as one
+batch, and what is noted meanwhile goes into the next one, so that a slow write delays many requests
+once instead of each in turn. Per key the newest value wins; a write that failed is made again with
+the next batch. Driver answers nothing before its keys are settled, so that a SIGKILL loses nothing
+that a client was told.
 
-Records are JSON by pydantic's serializer, which encodes a trajectory in 16 us where json.dumps over plain values took
-110. Fields that hold their default are left out and unknown ones are ignored, so that a newer scheduler reads what an
+Records are JSON by pydantic's serializer, which encodes a trajectory in 16 us where json.dumps over
+plain values took
+110. Fields that hold their default are left out and unknown ones are ignored, so that a newer
+     scheduler reads what an
 older one stored and the other way round.
 """
 
@@ -23,7 +26,14 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from treadle_core import actions as act
 from treadle_core.controller import Controller
 from treadle_core.events import Event, StepRequested, Tick
-from treadle_core.model import EngineRecord, JobRecord, Policy, TicketRecord, TrajectoryRecord, WeightsRecord
+from treadle_core.model import (
+    EngineRecord,
+    JobRecord,
+    Policy,
+    TicketRecord,
+    TrajectoryRecord,
+    WeightsRecord,
+)
 from treadle_runtime.buckets import entries_of, kv_key, purge_markers
 
 from treadle_scheduler.convert_peers import event_of
@@ -32,19 +42,20 @@ from treadle_scheduler.lease import LEADER_KEY, Lease, NotLeader
 log = structlog.get_logger()
 
 POLICY_KEY = "policy"
-# An expired lease is noticed at most this much late; a tick only looks at what is due and at the engines.
+# An expired lease is noticed at most this much late; a tick only looks at what is due and at the
+# engines.
 TICK_S = 0.5
-# A tick that comes later than this says so: this process did not run, as it was stopped or the machine was busy, and
-# handled no renewals meanwhile.
+# A tick that comes later than this says so: this process did not run, as it was stopped or the
+# machine was busy, and handled no renewals meanwhile.
 LATE_S = 0.1
-# ScheduleStep answers STEP_HELD after this long without a ticket, so that no call lasts for a whole rollout. Thousands
-# may wait, and each question costs as much as a step.
+# ScheduleStep answers STEP_HELD after this long without a ticket, so that no call lasts for a whole
+# rollout. Thousands may wait, and each question costs as much as a step.
 HOLD_S = 120.0
-# Between the beginnings of two batches of writes. Fewer and larger ones save a busy scheduler a sixth of its work; one
-# that is not busy does not wait.
+# Between the beginnings of two batches of writes. Fewer and larger ones save a busy scheduler a
+# sixth of its work; one that is not busy does not wait.
 BATCH_INTERVAL_S = 0.003
-# At the end of the process, for predictions and the like that were not stored yet; losing them costs a repeated
-# question.
+# At the end of the process, for predictions and the like that were not stored yet; losing them
+# costs a repeated question.
 LAST_SETTLE_S = 2.0
 PURGE_S = 600  # deleted keys leave markers; they are purged this often, and nothing depends on it
 
@@ -52,7 +63,8 @@ R = TypeVar("R")
 
 
 class StepHeld(Exception):  # noqa: N818 - a condition, not a fault
-    """The trajectory waits for KV space or a slot on an engine, or for its KV to move; the client asks again."""
+    """The trajectory waits for KV space or a slot on an engine, or for its KV to move; the client
+    asks again."""
 
     def __init__(self, trajectory_id: str) -> None:
         super().__init__(f"{trajectory_id} waits for space on an engine; ask again")
@@ -65,9 +77,9 @@ class CorruptRecord(Exception):  # noqa: N818 - named as what was found
 
 @dataclass(frozen=True, slots=True)
 class MeshRecord:
-    """What holds for the mesh: the policy of new trajectories, when it first started (`epoch_s`, Unix time), the
-    weights that all engines are to serve, what tickets are sealed with (`ticket_key`, in hex), and the ids of engines
-    that are drained."""
+    """What holds for the mesh: the policy of new trajectories, when it first started (`epoch_s`,
+    Unix time), the weights that all engines are to serve, what tickets are sealed with
+    (`ticket_key`, in hex), and the ids of engines that are drained."""
 
     policy: Policy
     epoch_s: float
@@ -79,9 +91,12 @@ class MeshRecord:
 Record = TrajectoryRecord | EngineRecord | JobRecord | MeshRecord
 
 
-# pydantic takes no config beside a dataclass itself, only beside a new type. A lease that never ends is infinite.
+# pydantic takes no config beside a dataclass itself, only beside a new type. A lease that never
+# ends is infinite.
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {
-    cls: TypeAdapter(cast(Any, NewType("Stored", cls)), config=ConfigDict(ser_json_inf_nan="constants"))
+    cls: TypeAdapter(
+        cast(Any, NewType("Stored", cls)), config=ConfigDict(ser_json_inf_nan="constants")
+    )
     for cls in (TrajectoryRecord, EngineRecord, JobRecord, MeshRecord)
 }
 
@@ -95,14 +110,17 @@ def decode(cls: type[R], data: bytes) -> R:
     try:
         record: R = _ADAPTERS[cls].validate_json(data)
     except ValidationError as error:
-        wrong = error.errors(include_input=False, include_url=False)  # the input may hold the key of tickets
+        wrong = error.errors(
+            include_input=False, include_url=False
+        )  # the input may hold the key of tickets
         raise CorruptRecord(f"no {cls.__name__}: {wrong}") from None
     return record
 
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Records that are written together; None removes a key. failed: keys whose write failed, once `ended`."""
+    """Records that are written together; None removes a key. failed: keys whose write failed, once
+    `ended`."""
 
     records: dict[str, Record | None] = field(default_factory=dict)
     failed: dict[str, Exception] = field(default_factory=dict)
@@ -122,14 +140,17 @@ def job_key(job_id: str) -> str:
 
 
 class Store:
-    """Owns the bucket while this process leads; see the top of this module for `put` and `settle`."""
+    """Owns the bucket while this process leads; see the top of this module for `put` and
+    `settle`."""
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
         self._noted, self._writing = _Batch(), _Batch()
         self._next_batch_s = 0.0  # by the loop's clock
 
-    async def load(self) -> tuple[list[TrajectoryRecord], list[EngineRecord], list[JobRecord], MeshRecord | None]:
+    async def load(
+        self,
+    ) -> tuple[list[TrajectoryRecord], list[EngineRecord], list[JobRecord], MeshRecord | None]:
         """What the bucket holds when this process begins to lead. Raises CorruptRecord."""
         values = {entry.key: entry.value or b"" for entry in await entries_of(self.lease.bucket)}
         return await asyncio.to_thread(self._decode, values)  # the lease is renewed meanwhile
@@ -153,8 +174,8 @@ class Store:
         self._noted.records[key] = record
 
     async def settle(self, keys: Iterable[str]) -> None:
-        """Return once each key holds what was noted last, or newer. Raises NotLeader and nats.errors.Error; what
-        failed stays noted."""
+        """Return once each key holds what was noted last, or newer. Raises NotLeader and
+        nats.errors.Error; what failed stays noted."""
         wanted = set(keys)
         batch = self._noted if wanted & self._noted.records.keys() else self._writing
         if wanted.isdisjoint(batch.records):
@@ -163,7 +184,9 @@ class Store:
             async with self.lease.writing:
                 if batch is self._noted:
                     await self._write_noted()
-                elif not batch.ended:  # whoever wrote it was cancelled, so its records are noted again
+                elif (
+                    not batch.ended
+                ):  # whoever wrote it was cancelled, so its records are noted again
                     batch = self._noted
         for key in wanted & batch.failed.keys():
             raise batch.failed[key]
@@ -202,7 +225,9 @@ class Store:
         self._next_batch_s = clock() + BATCH_INTERVAL_S
         batch, self._noted = self._noted, _Batch()
         self._writing = batch
-        values = {key: None if record is None else encode(record) for key, record in batch.records.items()}
+        values = {
+            key: None if record is None else encode(record) for key, record in batch.records.items()
+        }
         try:
             batch.failed = await self.lease.write(values)
             batch.ended = True
@@ -215,10 +240,10 @@ class Store:
 class Driver:
     """Runs the pure controller in asyncio: passes events in and carries the returned actions out.
 
-    Owns the controller, its clock and the mesh's record. Events are handled one at a time, because the controller
-    never awaits; writes and calls overlap. A request is answered once its state is stored and not before. `send`
-    takes the actions that go to other services; it must not block. `note` is given the actions of each event, to be
-    counted.
+    Owns the controller, its clock and the mesh's record. Events are handled one at a time, because
+    the controller never awaits; writes and calls overlap. A request is answered once its state is
+    stored and not before. `send` takes the actions that go to other services; it must not block.
+    `note` is given the actions of each event, to be counted.
     """
 
     def __init__(
@@ -236,19 +261,22 @@ class Driver:
         self._clock = clock
         self._send = send
         self._note = note
-        self._waiting: dict[str, asyncio.Future[TicketRecord]] = {}  # ScheduleStep calls by trajectory
+        self._waiting: dict[
+            str, asyncio.Future[TicketRecord]
+        ] = {}  # ScheduleStep calls by trajectory
         self._holds = True  # whether they may wait
 
     async def request(self, event: Event, *keys: str) -> None:
         """Handle a request, or a fact of the bus, and return once its state is stored.
 
-        `keys` are settled too, so that a repeat of a request whose write failed is not answered before the write
-        succeeds. Raises Refusal, NotLeader and nats.errors.Error.
+        `keys` are settled too, so that a repeat of a request whose write failed is not answered
+        before the write succeeds. Raises Refusal, NotLeader and nats.errors.Error.
         """
         await self._store.settle({*self.handle(event), *keys})
 
     async def hear(self, fact: Any) -> None:
-        """Handle the event that a fact of the bus becomes, if any, once this process is known to lead."""
+        """Handle the event that a fact of the bus becomes, if any, once this process is known to
+        lead."""
         event = event_of(fact)
         if event is not None:
             await self._store.lease.until_held()
@@ -257,11 +285,13 @@ class Driver:
     async def request_step(self, event: StepRequested, timeout_s: float | None) -> TicketRecord:
         """Handle a request for a ticket and return the ticket once it is stored.
 
-        Waits at most `timeout_s` seconds for it (None: HOLD_S). Raises Refusal, StepHeld, NotLeader and
-        nats.errors.Error.
+        Waits at most `timeout_s` seconds for it (None: HOLD_S). Raises Refusal, StepHeld, NotLeader
+        and nats.errors.Error.
         """
         issued: asyncio.Future[TicketRecord] = asyncio.get_running_loop().create_future()
-        self._waiting[event.trajectory_id] = issued  # a repeat of the request takes the place of the first
+        self._waiting[event.trajectory_id] = (
+            issued  # a repeat of the request takes the place of the first
+        )
         try:
             touched = self.handle(event)
             if not self._holds:
@@ -277,15 +307,16 @@ class Driver:
         return ticket
 
     def hold(self, holds: bool) -> None:
-        """Say whether calls may wait for a ticket. While they may not, each is answered STEP_HELD at once, as another
-        process leads or may lead."""
+        """Say whether calls may wait for a ticket. While they may not, each is answered STEP_HELD
+        at once, as another process leads or may lead."""
         self._holds = holds
         for trajectory_id, waiting in self._waiting.items():
             if not holds and not waiting.done():
                 waiting.set_exception(StepHeld(trajectory_id))
 
     def handle(self, event: Event) -> set[str]:
-        """Handle an event at once. Returns the keys of changed state, which the next tick stores."""
+        """Handle an event at once. Returns the keys of changed state, which the next tick
+        stores."""
         return self.carry_out(self.controller.on_event(event, self._clock()))
 
     @property
@@ -299,7 +330,8 @@ class Driver:
         return self._clock()
 
     async def tick(self) -> None:
-        """Background task: tell the controller that time passes, while this process is known to lead."""
+        """Background task: tell the controller that time passes, while this process is known to
+        lead."""
         while True:
             slept_since_s = self._clock()
             await asyncio.sleep(TICK_S)
@@ -314,7 +346,8 @@ class Driver:
             await self._store.settle_all()
 
     def carry_out(self, actions: list[act.Action]) -> set[str]:
-        """Note state to be stored and send the rest. Returns the keys whose state a request must wait for."""
+        """Note state to be stored and send the rest. Returns the keys whose state a request must
+        wait for."""
         keys: set[str] = set()
         self._note(actions)
         for action in actions:
@@ -339,12 +372,16 @@ class Driver:
                 case act.SavePolicy() | act.SaveWeights() | act.SaveDrained():
                     keys.add(POLICY_KEY)
                     policy, weights = self.controller.policy, self.controller.desired_weights
-                    self.mesh = replace(self.mesh, policy=policy, weights=weights, drained=self.controller.drained)
+                    self.mesh = replace(
+                        self.mesh, policy=policy, weights=weights, drained=self.controller.drained
+                    )
                     self._store.put(POLICY_KEY, self.mesh)
                 case act.IssueTicket(ticket):
                     waiting = self._waiting.get(ticket.trajectory_id)
                     if waiting is not None and not waiting.done():
-                        waiting.set_result(ticket)  # a later repeat of the request gets the ticket from the record
+                        waiting.set_result(
+                            ticket
+                        )  # a later repeat of the request gets the ticket from the record
                 case act.KeepWaiting():
                     pass
                 case _:

@@ -1,13 +1,16 @@
-"""Decide which of the scheduler's processes leads, and have JetStream refuse the writes of all others (ADR 0038).
+"""Decide which of the scheduler's processes leads, and have JetStream refuse the writes of all
+others (ADR 0038).
 
-The lease is a key of the scheduler's bucket. The leader writes it again RENEWALS_A_TTL times in `ttl_s`. Another
-process takes it over once it has seen no renewal for `ttl_s` while the bucket answered; at once where the lease was
-released, or was held by an earlier process at the same address.
+The lease is a key of the scheduler's bucket. The leader writes it again RENEWALS_A_TTL times in
+`ttl_s`. Another process takes it over once it has seen no renewal for `ttl_s` while the bucket
+answered; at once where the lease was released, or was held by an earlier process at the same
+address.
 
-Invariants. Each write of a leader names the revision of the lease that it holds, and is refused where the lease is at
-another one. A takeover writes the lease, so that everything that the former leader sends after it is refused, whatever
-the clocks say, and everything before it is there to be read. `is_held` goes by the monotonic clock: it keeps a leader
-that was stopped for a while from acting before it has asked the bucket.
+Invariants. Each write of a leader names the revision of the lease that it holds, and is refused
+where the lease is at another one. A takeover writes the lease, so that everything that the former
+leader sends after it is refused, whatever the clocks say, and everything before it is there to be
+read. `is_held` goes by the monotonic clock: it keeps a leader that was stopped for a while from
+acting before it has asked the bucket.
 """
 
 import asyncio
@@ -35,25 +38,30 @@ RENEWALS_A_TTL = 3  # so that two may be late
 POLL_S = 0.25  # between two looks of a process that stands by; a read is one small message
 LONGEST_GAP_S = 4 * POLL_S  # between two looks; what is longer was not watched, and does not count
 RETRY_S = 0.2  # after a renewal that NATS did not answer
-# How long a call waits for a lease that is overdue. A leader that was stopped learns within milliseconds whether it
-# still leads.
+# How long a call waits for a lease that is overdue. A leader that was stopped learns within
+# milliseconds whether it still leads.
 ADMIT_S = 0.5
 MOST_REFUSALS = 5  # of a write, each with the revision that the lease then had
 WILDCARD_HOSTS = ("0.0.0.0", "[::]")
 
 
 class NotLeader(Exception):  # noqa: N818 - named as what is so
-    """This process does not lead, as far as it knows. address: of the one that does; empty: not known."""
+    """This process does not lead, as far as it knows. address: of the one that does; empty: not
+    known."""
 
     def __init__(self, address: str) -> None:
-        super().__init__(f"another scheduler leads: {address}" if address else "it is not known which scheduler leads")
+        super().__init__(
+            f"another scheduler leads: {address}"
+            if address
+            else "it is not known which scheduler leads"
+        )
         self.address = address
 
 
 @dataclass(frozen=True)
 class LeaderRecord:
-    """Who leads. leader_id: machine and address, the same for a process that is started again. run: this process
-    alone. address: where others reach it."""
+    """Who leads. leader_id: machine and address, the same for a process that is started again. run:
+    this process alone. address: where others reach it."""
 
     leader_id: str
     run: str
@@ -68,7 +76,8 @@ _ADAPTER = TypeAdapter(LeaderRecord)
 
 @dataclass
 class Silence:
-    """How long a leader has not renewed its lease, by looks at the lease that the bucket answered."""
+    """How long a leader has not renewed its lease, by looks at the lease that the bucket
+    answered."""
 
     revision: int | None = None
     looked_s: float = 0.0
@@ -89,8 +98,8 @@ class Silence:
 
 
 class Lease:
-    """This process's hold on the lead. `write` is the one way to write to the bucket; `writing` is held around it, as a
-    renewal changes the revision that each write names."""
+    """This process's hold on the lead. `write` is the one way to write to the bucket; `writing` is
+    held around it, as a renewal changes the revision that each write names."""
 
     def __init__(self, bus: Bus, bucket: KeyValue, ttl_s: float) -> None:
         self.bucket = bucket
@@ -114,7 +123,8 @@ class Lease:
         return not self._ended.is_set() and time.monotonic() < self._renewed_s + self._ttl_s
 
     async def take(self, address: str, stands_by: asyncio.Event | None = None) -> None:
-        """Return once this process, which listens at `address`, leads. Sets `stands_by` once another one does."""
+        """Return once this process, which listens at `address`, leads. Sets `stands_by` once
+        another one does."""
         host, _, port = address.rpartition(":")
         machine = socket.gethostname()
         reached_at = f"{machine}:{port}" if host in WILDCARD_HOSTS else address
@@ -148,7 +158,8 @@ class Lease:
                 wait_s = RETRY_S
 
     async def release(self) -> None:
-        """Let another process lead at once; nothing can be written afterwards. Raises NotLeader, nats.errors.Error."""
+        """Let another process lead at once; nothing can be written afterwards. Raises NotLeader,
+        nats.errors.Error."""
         await self._renew(released=True)
         self._end("")
 
@@ -167,8 +178,8 @@ class Lease:
                     await self.until_held()
 
     async def admit(self) -> None:
-        """Wait before a call is served, where the lease is overdue. Raises NotLeader once another process leads, and
-        where it is not known for ADMIT_S who leads."""
+        """Wait before a call is served, where the lease is overdue. Raises NotLeader once another
+        process leads, and where it is not known for ADMIT_S who leads."""
         if not self.is_held:
             with suppress(TimeoutError):
                 async with asyncio.timeout(ADMIT_S):
@@ -178,19 +189,24 @@ class Lease:
                 raise NotLeader("")
 
     async def write(self, values: Mapping[str, bytes | None]) -> dict[str, Exception]:
-        """Write keys, None to delete one, with `writing` held. Returns the keys that are not known to be written, with
-        the reason. Raises NotLeader, and RuntimeError where NATS knows no such writes."""
+        """Write keys, None to delete one, with `writing` held. Returns the keys that are not known
+        to be written, with the reason. Raises NotLeader, and RuntimeError where NATS knows no such
+        writes."""
         failed: dict[str, Exception] = {}
         for _ in range(MOST_REFUSALS):
             self._require_lead()
-            missing = await self._bus.write_entries(BUCKET, values, fence=(LEADER_KEY, self._revision))
+            missing = await self._bus.write_entries(
+                BUCKET, values, fence=(LEADER_KEY, self._revision)
+            )
             refused = {key for key, error in missing.items() if is_refusal(error)}
             failed |= {key: error for key, error in missing.items() if key not in refused}
             values = {key: values[key] for key in values if key in refused}
             if not refused:
                 return failed
             await self._find_revision()
-        raise RuntimeError("NATS refuses writes that name the lease's right revision: it must be 2.11 or newer")
+        raise RuntimeError(
+            "NATS refuses writes that name the lease's right revision: it must be 2.11 or newer"
+        )
 
     async def _until_known(self) -> None:
         """Return once it is known whether this process leads."""
@@ -212,7 +228,8 @@ class Lease:
                 await self._find_revision()
 
     async def _write_lease(self, *, released: bool = False) -> bool:
-        """Write the lease where it is at the revision known here; False where it is at another one."""
+        """Write the lease where it is at the revision known here; False where it is at another
+        one."""
         record = replace(self._own, renewals=self._own.renewals + 1, released=released)
         sent_s = time.monotonic()
         try:
@@ -229,8 +246,8 @@ class Lease:
         return True
 
     async def _find_revision(self) -> None:
-        """Learn the revision of the lease after a refusal: a renewal whose acknowledgement was lost has changed it.
-        Raises NotLeader where another process has."""
+        """Learn the revision of the lease after a refusal: a renewal whose acknowledgement was lost
+        has changed it. Raises NotLeader where another process has."""
         found, self._revision = await self._read()
         if found is None or found.run != self._own.run:
             self._end("" if found is None else found.address)

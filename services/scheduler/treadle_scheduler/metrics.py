@@ -1,8 +1,10 @@
-"""What an operator sees of the scheduler: counts and times of what it decides, and the trace of each trajectory.
+"""What an operator sees of the scheduler: counts and times of what it decides, and the trace of
+each trajectory.
 
-`Metrics` are its instruments (docs/metrics.md). `Traces` remembers the trace of each trajectory, so that what is done
-about it in the background belongs to it. The client sends the context with each call about a trajectory, so that a
-scheduler that has just begun to lead knows it again after the next one.
+`Metrics` are its instruments (docs/metrics.md). `Traces` remembers the trace of each trajectory, so
+that what is done about it in the background belongs to it. The client sends the context with each
+call about a trajectory, so that a scheduler that has just begun to lead knows it again after the
+next one.
 """
 
 from collections import OrderedDict
@@ -17,7 +19,8 @@ from treadle_core.model import TrajectoryRecord
 from treadle_runtime import telemetry
 
 MOST_TRACES = 65_536  # contexts, about 30 MB; more trajectories than one scheduler has open
-# Of the W3C trace state: the client has begun the trajectory's span and sends no spans, so the scheduler sends it.
+# Of the W3C trace state: the client has begun the trajectory's span and sends no spans, so the
+# scheduler sends it.
 STATE_KEY, SENT_BY_SCHEDULER = "treadle", "root"
 
 
@@ -28,8 +31,12 @@ class Metrics:
         self._metrics = metrics
         self._held_s = metrics.seconds("held", "From a request for a ticket to its ticket")
         self._tickets = metrics.total("tickets", "ticket", "Tickets that were issued")
-        self._ledger_s = metrics.seconds("trajectory", "Where the time of closed trajectories went, by part")
-        self._closed = metrics.total("closed_trajectories", "trajectory", "Closed trajectories, by outcome")
+        self._ledger_s = metrics.seconds(
+            "trajectory", "Where the time of closed trajectories went, by part"
+        )
+        self._closed = metrics.total(
+            "closed_trajectories", "trajectory", "Closed trajectories, by outcome"
+        )
         self._moves = metrics.total("moves", "move", "Moves that were asked for")
         self._moves(0)  # it is seen though none was asked for
         self.record_plan = metrics.seconds("plan", "From the question for a plan to its answer")
@@ -43,9 +50,16 @@ class Metrics:
         def sum_of(name: str) -> Callable[[], float]:
             return lambda: sum(getattr(use, name) for use in controller.jobs())
 
-        gauge("live_tickets", "ticket", "Tickets whose steps have not ended", sum_of("live_tickets"))
+        gauge(
+            "live_tickets", "ticket", "Tickets whose steps have not ended", sum_of("live_tickets")
+        )
         gauge("open_trajectories", "trajectory", "Open trajectories", sum_of("open_trajectories"))
-        gauge("reserved_kv", "token", "KV that is reserved for started trajectories", sum_of("kv_tokens"))
+        gauge(
+            "reserved_kv",
+            "token",
+            "KV that is reserved for started trajectories",
+            sum_of("kv_tokens"),
+        )
 
     def record(self, actions: Sequence[act.Action]) -> None:
         """Note what the controller wants done after one event."""
@@ -81,11 +95,14 @@ class Traces:
                 self._contexts.popitem(last=False)
 
     def within(self, trajectory_id: str) -> AbstractContextManager[object]:
-        """Calls that are made and facts that are published in the block belong to the trajectory's trace."""
+        """Calls that are made and facts that are published in the block belong to the trajectory's
+        trace."""
         context = self._contexts.get(trajectory_id)
         if context is None:
             return nullcontext()
-        return trace.use_span(trace.NonRecordingSpan(context), record_exception=False, set_status_on_exception=False)
+        return trace.use_span(
+            trace.NonRecordingSpan(context), record_exception=False, set_status_on_exception=False
+        )
 
     def traceparent(self, trajectory_id: str) -> str:
         """The W3C header; empty where the trace is not known."""
@@ -96,11 +113,19 @@ class Traces:
         return carrier.get("traceparent", "")
 
     def close(self, record: TrajectoryRecord) -> None:
-        """Send the span of a trajectory that has ended, with its ledger, where its client does not; then forget it."""
+        """Send the span of a trajectory that has ended, with its ledger, where its client does not;
+        then forget it."""
         context = self._contexts.pop(record.trajectory_id, None)
-        if context is None or context.trace_state.get(STATE_KEY) != SENT_BY_SCHEDULER or record.closed_s is None:
+        if (
+            context is None
+            or context.trace_state.get(STATE_KEY) != SENT_BY_SCHEDULER
+            or record.closed_s is None
+        ):
             return
-        ids = {f"treadle.{name}": getattr(record, name) for name in ("trajectory_id", "rollout_id", "prompt_id")}
+        ids = {
+            f"treadle.{name}": getattr(record, name)
+            for name in ("trajectory_id", "rollout_id", "prompt_id")
+        }
         ledger = {f"treadle.ledger.{part}": getattr(record.ledger, part) for part in LEDGER_PARTS}
         outcome = record.outcome.value if record.outcome is not None else record.state.value
         said = {**ids, **ledger, "treadle.outcome": outcome, "treadle.turns": record.next_turn}

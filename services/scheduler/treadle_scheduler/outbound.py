@@ -1,9 +1,11 @@
-"""Send the controller's wishes to other services in the background: predictions, plans, priorities, moves, facts.
+"""Send the controller's wishes to other services in the background: predictions, plans, priorities,
+moves, facts.
 
-Nothing waits for these and none may delay another: each kind has queues of its own, one for each address, so that a
-service that hangs delays its own calls alone. Calls have deadlines, and a failure is logged and becomes an event where
-the controller waits for an answer. A newer wish replaces an older one of the same trajectory or ticket that still
-waits, so that a slow service gets the newest and no queue outgrows what is open.
+Nothing waits for these and none may delay another: each kind has queues of its own, one for each
+address, so that a service that hangs delays its own calls alone. Calls have deadlines, and a
+failure is logged and becomes an event where the controller waits for an answer. A newer wish
+replaces an older one of the same trajectory or ticket that still waits, so that a slow service gets
+the newest and no queue outgrows what is open.
 """
 
 import asyncio
@@ -20,7 +22,14 @@ from treadle.migrator.v1.migrator_pb2_grpc import MigratorServiceStub
 from treadle.placement.v1.placement_pb2_grpc import PlacementServiceStub
 from treadle.predictor.v1.predictor_pb2_grpc import PredictorServiceStub
 from treadle_core import actions as act
-from treadle_core.events import ClosedAnnounced, Event, MoveEnded, PlanArrived, StepUnknown, WeightsUpdated
+from treadle_core.events import (
+    ClosedAnnounced,
+    Event,
+    MoveEnded,
+    PlanArrived,
+    StepUnknown,
+    WeightsUpdated,
+)
 from treadle_runtime.bus import Bus
 from treadle_runtime.telemetry import Tracing
 
@@ -39,10 +48,12 @@ PREDICTION_TIMEOUT_S = 5.0
 PLAN_TIMEOUT_S = 5.0
 # Commands to sidecars and the migrator, which only note the wish.
 COMMAND_TIMEOUT_S = 5.0
-# Between the beginnings of two calls to the predictor, in which questions are gathered: a call costs as much as
-# answering ten of them. A first question is asked at once, as a trajectory may wait for it before its first step.
+# Between the beginnings of two calls to the predictor, in which questions are gathered: a call
+# costs as much as answering ten of them. A first question is asked at once, as a trajectory may
+# wait for it before its first step.
 GATHER_QUERIES_S = 0.01
-# A load of hundreds of GB takes minutes; the sidecar ends one that takes longer than its own limit of half an hour.
+# A load of hundreds of GB takes minutes; the sidecar ends one that takes longer than its own limit
+# of half an hour.
 LOAD_TIMEOUT_S = 2400.0
 # Questions in one batch to the predictor; its limit is 4,096.
 MOST_QUERIES = 512
@@ -53,10 +64,10 @@ MOST_COMMANDS = 16
 class Queues(Generic[T]):
     """Work that waits, in one queue for each address, and the tasks that do it.
 
-    work: does some of the work of one address. tasks: most that run at once for an address. most: items that one of
-    them takes at a time. gather_s: seconds between the beginnings of two pieces of work of the only task of an address,
-    in which items are gathered. may_work: returns when work may be done. An address has tasks and a queue only while it
-    has work.
+    work: does some of the work of one address. tasks: most that run at once for an address. most:
+    items that one of them takes at a time. gather_s: seconds between the beginnings of two pieces
+    of work of the only task of an address, in which items are gathered. may_work: returns when work
+    may be done. An address has tasks and a queue only while it has work.
     """
 
     def __init__(
@@ -72,12 +83,15 @@ class Queues(Generic[T]):
         self._may_work = may_work
         self._items: dict[str, dict[str, T]] = {}
         self._running: Counter[str] = Counter()
-        self._next_s: dict[str, float] = {}  # by address, when the next piece of gathered work may begin
+        self._next_s: dict[
+            str, float
+        ] = {}  # by address, when the next piece of gathered work may begin
         self._filled: set[str] = set()  # addresses that got work since `run` looked
         self._woken = asyncio.Event()
 
     def put(self, address: str, key: str, item: T) -> None:
-        """Add an item, or replace the one of its key, which keeps its place in the queue; never blocks."""
+        """Add an item, or replace the one of its key, which keeps its place in the queue; never
+        blocks."""
         self._items.setdefault(address, {})[key] = item
         self._filled.add(address)
         self._woken.set()
@@ -90,7 +104,9 @@ class Queues(Generic[T]):
                 self._woken.clear()
                 while self._filled:
                     address = self._filled.pop()
-                    wanted = min(self._tasks, self._running[address] + len(self._items.get(address, ())))
+                    wanted = min(
+                        self._tasks, self._running[address] + len(self._items.get(address, ()))
+                    )
                     for _ in range(wanted - self._running[address]):
                         self._running[address] += 1
                         group.create_task(self._empty(address))
@@ -114,8 +130,9 @@ class Queues(Generic[T]):
 
 
 class Outbound:
-    """`connect` opens channels; `may_send` returns when this process leads, so that one that was stopped for a while
-    sends nothing late; `handle` is set once, before the workers run, and takes the events that answers become."""
+    """`connect` opens channels; `may_send` returns when this process leads, so that one that was
+    stopped for a while sends nothing late; `handle` is set once, before the workers run, and takes
+    the events that answers become."""
 
     handle: Callable[[Event], object]
 
@@ -137,10 +154,16 @@ class Outbound:
             self._predict, most=MOST_QUERIES, gather_s=GATHER_QUERIES_S, may_work=may_send
         )
         self._plans: Queues[act.AskPlan] = Queues(self._plan, may_work=may_send)
-        self._priorities: Queues[tuple[str, float]] = Queues(self._reprioritize, most=MOST_QUERIES, may_work=may_send)
-        self._commands: Queues[Command] = Queues(self._command, tasks=MOST_COMMANDS, may_work=may_send)
+        self._priorities: Queues[tuple[str, float]] = Queues(
+            self._reprioritize, most=MOST_QUERIES, may_work=may_send
+        )
+        self._commands: Queues[Command] = Queues(
+            self._command, tasks=MOST_COMMANDS, may_work=may_send
+        )
         self._loads: Queues[act.LoadWeights] = Queues(self._load, may_work=may_send)
-        self._announcements: Queues[convert.Announcement] = Queues(self._announce, most=MOST_QUERIES, may_work=may_send)
+        self._announcements: Queues[convert.Announcement] = Queues(
+            self._announce, most=MOST_QUERIES, may_work=may_send
+        )
 
     def send(self, action: act.Action) -> None:
         """Take an action to be carried out in the background; never blocks."""
@@ -167,7 +190,11 @@ class Outbound:
                 self._commands.put(address, f"release {trajectory_id}", action)
             case _ if isinstance(action, convert.Announcement):
                 # A closing that still waits is not announced a second time.
-                key = action.record.trajectory_id if isinstance(action, act.AnnounceClosed) else uuid.uuid4().hex
+                key = (
+                    action.record.trajectory_id
+                    if isinstance(action, act.AnnounceClosed)
+                    else uuid.uuid4().hex
+                )
                 self._announcements.put("", key, action)
             case _:
                 raise TypeError(f"{action} is not for another service")
@@ -206,7 +233,9 @@ class Outbound:
             placement = PlacementServiceStub(self._connect(address, "placement"))
             began_s = time.monotonic()
             try:
-                response = await placement.PlanPlacement(convert.plan_request(ask), timeout=PLAN_TIMEOUT_S)
+                response = await placement.PlanPlacement(
+                    convert.plan_request(ask), timeout=PLAN_TIMEOUT_S
+                )
                 event = convert.plan_arrived(ask, response)
                 await self._bus.publish(convert.plan_fact(response))
             except (grpc.aio.AioRpcError, ValueError) as error:
@@ -218,7 +247,9 @@ class Outbound:
     async def _reprioritize(self, address: str, changes: list[tuple[str, float]]) -> None:
         request = convert.reprioritize_request(changes, uuid.uuid4().hex)
         try:
-            await EngineServiceStub(self._connect(address, "sidecar")).Reprioritize(request, timeout=COMMAND_TIMEOUT_S)
+            await EngineServiceStub(self._connect(address, "sidecar")).Reprioritize(
+                request, timeout=COMMAND_TIMEOUT_S
+            )
         except grpc.aio.AioRpcError as error:
             log.info("priorities were not changed", address=address, error=_brief(error))
 
@@ -229,7 +260,9 @@ class Outbound:
             with self._traces.within(about or getattr(command, "trajectory_id", "")):
                 await self._carry_out(address, command)
         except grpc.aio.AioRpcError as error:
-            log.info("a command failed, which is allowed", command=str(command), error=_brief(error))
+            log.info(
+                "a command failed, which is allowed", command=str(command), error=_brief(error)
+            )
             if isinstance(command, act.StartMigration):
                 self._refuse_move(command)
 
@@ -240,16 +273,22 @@ class Outbound:
                     self._refuse_move(command)
             case act.StartMigration():
                 migrator = MigratorServiceStub(self._connect(address, "migrator"))
-                accepted = await migrator.StartMigration(convert.migration_request(command), timeout=COMMAND_TIMEOUT_S)
+                accepted = await migrator.StartMigration(
+                    convert.migration_request(command), timeout=COMMAND_TIMEOUT_S
+                )
                 self.handle(convert.move_accepted(command, accepted))
             case act.CancelMigration(_, migration_id):
                 migrator = MigratorServiceStub(self._connect(address, "migrator"))
-                await migrator.CancelMigration(convert.cancel_request(migration_id), timeout=COMMAND_TIMEOUT_S)
+                await migrator.CancelMigration(
+                    convert.cancel_request(migration_id), timeout=COMMAND_TIMEOUT_S
+                )
             case act.AbortStep():
                 engine = EngineServiceStub(self._connect(address, "sidecar"))
                 await engine.Abort(convert.abort_request(command), timeout=COMMAND_TIMEOUT_S)
             case act.AskStep(ticket):
-                ask = convert.reprioritize_request([(ticket.ticket_id, ticket.priority)], uuid.uuid4().hex)
+                ask = convert.reprioritize_request(
+                    [(ticket.ticket_id, ticket.priority)], uuid.uuid4().hex
+                )
                 engine = EngineServiceStub(self._connect(address, "sidecar"))
                 if (await engine.Reprioritize(ask, timeout=COMMAND_TIMEOUT_S)).unknown_ticket_ids:
                     self.handle(StepUnknown(ticket.trajectory_id, ticket.ticket_id))
@@ -289,4 +328,8 @@ class Outbound:
 
 
 def _brief(error: Exception) -> str:
-    return f"{error.code().name}: {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else repr(error)
+    return (
+        f"{error.code().name}: {error.details()}"
+        if isinstance(error, grpc.aio.AioRpcError)
+        else repr(error)
+    )

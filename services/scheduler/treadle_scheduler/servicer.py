@@ -1,4 +1,5 @@
-"""Answer SchedulerService: convert the request to an event, hand it to the driver, convert the record back."""
+"""Answer SchedulerService: convert the request to an event, hand it to the driver, convert the
+record back."""
 
 import uuid
 from typing import Any
@@ -6,12 +7,11 @@ from typing import Any
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle_runtime.calls import remaining_s
-from treadle_runtime.fields import duration, identifier, optional_identifier
+from treadle_runtime.fields import duration, identifier, optional_identifier, page_of
 from treadle_runtime.idempotency import RequestRecords, answered_once
 from treadle_runtime.identity.callers import tenant_of
 from treadle_runtime.identity.seals import Sealer
 from treadle_runtime.identity.tenants import owner_of
-from treadle_runtime.pages import page_of
 
 from treadle_scheduler import convert
 from treadle_scheduler.config import SchedulerSettings
@@ -23,8 +23,8 @@ ANSWER_S = 0.2  # of a call's time, kept to answer STEP_HELD before the deadline
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """The core's refusals pass through; `wire.py` maps them to gRPC errors. Before `serve`, `admit` refuses every
-    call."""
+    """The core's refusals pass through; `wire.py` maps them to gRPC errors. Before `serve`, `admit`
+    refuses every call."""
 
     records: RequestRecords
 
@@ -41,8 +41,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         await self._lease.admit()
 
     def serve(self, driver: Driver, records: RequestRecords, sealer: Sealer | None) -> None:
-        """Answer from this driver's state, which is read when the process begins to lead. sealer: of tickets; None in
-        plaintext."""
+        """Answer from this driver's state, which is read when the process begins to lead. sealer:
+        of tickets; None in plaintext."""
         self._driver = driver
         self._controller = driver.controller
         self.records = records
@@ -73,29 +73,39 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         jobs = (use for use in self._controller.jobs() if tenant in (None, owner_of(use.job)))
         return pb.ListJobsResponse(jobs=map(convert.job_use, jobs))
 
-    async def OpenTrajectory(self, request: pb.OpenTrajectoryRequest, context: Any) -> pb.OpenTrajectoryResponse:
+    async def OpenTrajectory(
+        self, request: pb.OpenTrajectoryRequest, context: Any
+    ) -> pb.OpenTrajectoryResponse:
         event = convert.trajectory_opened(request)
         self._traces.note(event.trajectory_id)
         await self._driver.request(event, trajectory_key(event.trajectory_id))
         return pb.OpenTrajectoryResponse(trajectory=self._trajectory(event.trajectory_id))
 
-    async def ScheduleStep(self, request: pb.ScheduleStepRequest, context: Any) -> pb.ScheduleStepResponse:
+    async def ScheduleStep(
+        self, request: pb.ScheduleStepRequest, context: Any
+    ) -> pb.ScheduleStepResponse:
         event = convert.step_requested(request)
         self._traces.note(event.trajectory_id)
         left_s = remaining_s()
-        record = await self._driver.request_step(event, None if left_s is None else max(0.0, left_s - ANSWER_S))
+        record = await self._driver.request_step(
+            event, None if left_s is None else max(0.0, left_s - ANSWER_S)
+        )
         response = pb.ScheduleStepResponse(ticket=convert.ticket_message(record))
         if self._sealer is not None:
             self._sealer.seal(response.ticket)
         return response
 
-    async def CloseTrajectory(self, request: pb.CloseTrajectoryRequest, context: Any) -> pb.CloseTrajectoryResponse:
+    async def CloseTrajectory(
+        self, request: pb.CloseTrajectoryRequest, context: Any
+    ) -> pb.CloseTrajectoryResponse:
         event = convert.trajectory_closed(request)
         self._traces.note(event.trajectory_id)
         await self._driver.request(event, trajectory_key(event.trajectory_id))
         return pb.CloseTrajectoryResponse(trajectory=self._trajectory(event.trajectory_id))
 
-    async def GetTrajectory(self, request: pb.GetTrajectoryRequest, context: Any) -> pb.GetTrajectoryResponse:
+    async def GetTrajectory(
+        self, request: pb.GetTrajectoryRequest, context: Any
+    ) -> pb.GetTrajectoryResponse:
         trajectory_id = identifier("trajectory_id", request.trajectory_id)
         response = pb.GetTrajectoryResponse(trajectory=self._trajectory(trajectory_id))
         if request.history:
@@ -104,7 +114,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             response.MergeFrom(pb.GetTrajectoryResponse(**history))
         return response
 
-    async def ListTrajectories(self, request: pb.ListTrajectoriesRequest, context: Any) -> pb.ListTrajectoriesResponse:
+    async def ListTrajectories(
+        self, request: pb.ListTrajectoriesRequest, context: Any
+    ) -> pb.ListTrajectoriesResponse:
         rollout_id = optional_identifier("rollout_id", request.rollout_id)
         tenant = tenant_of(context)
         wanted = (
@@ -115,16 +127,25 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             and (record.is_open or not request.open_only)
         )
         records, token = page_of(
-            wanted, lambda record: (record.opened_s, record.trajectory_id), request.page_size, request.page_token
+            wanted,
+            lambda record: (record.opened_s, record.trajectory_id),
+            request.page_size,
+            request.page_token,
         )
-        return pb.ListTrajectoriesResponse(trajectories=map(convert.trajectory_message, records), next_page_token=token)
+        return pb.ListTrajectoriesResponse(
+            trajectories=map(convert.trajectory_message, records), next_page_token=token
+        )
 
-    async def SwitchEngine(self, request: pb.SwitchEngineRequest, context: Any) -> pb.SwitchEngineResponse:
+    async def SwitchEngine(
+        self, request: pb.SwitchEngineRequest, context: Any
+    ) -> pb.SwitchEngineResponse:
         event = convert.switch_requested(request)
         await self._driver.request(event, trajectory_key(event.trajectory_id))
         return pb.SwitchEngineResponse(revision=event.expected_revision + 1)
 
-    async def RegisterEngine(self, request: pb.RegisterEngineRequest, context: Any) -> pb.RegisterEngineResponse:
+    async def RegisterEngine(
+        self, request: pb.RegisterEngineRequest, context: Any
+    ) -> pb.RegisterEngineResponse:
         event = convert.engine_registered(request, uuid.uuid4().hex)
         await self._driver.request(event, engine_key(event.spec.engine_id))
         record = self._controller.engine(event.spec.engine_id)
@@ -133,16 +154,22 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         ttl = duration(self._settings.lease_ttl_s)
         return pb.RegisterEngineResponse(lease_id=record.lease_id, lease_ttl=ttl, ticket_key=key)
 
-    async def RenewEngineLease(self, request: pb.RenewEngineLeaseRequest, context: Any) -> pb.RenewEngineLeaseResponse:
+    async def RenewEngineLease(
+        self, request: pb.RenewEngineLeaseRequest, context: Any
+    ) -> pb.RenewEngineLeaseResponse:
         await self._driver.request(convert.lease_renewed(request))
         return pb.RenewEngineLeaseResponse(lease_ttl=duration(self._settings.lease_ttl_s))
 
     @answered_once
-    async def DeregisterEngine(self, request: pb.DeregisterEngineRequest, context: Any) -> pb.DeregisterEngineResponse:
+    async def DeregisterEngine(
+        self, request: pb.DeregisterEngineRequest, context: Any
+    ) -> pb.DeregisterEngineResponse:
         await self._driver.request(convert.engine_deregistered(request))
         return pb.DeregisterEngineResponse()
 
-    async def ListEngines(self, request: pb.ListEnginesRequest, context: Any) -> pb.ListEnginesResponse:
+    async def ListEngines(
+        self, request: pb.ListEnginesRequest, context: Any
+    ) -> pb.ListEnginesResponse:
         return pb.ListEnginesResponse(
             engines=[
                 convert.registered_engine(record, self._controller.open_on(record.spec.engine_id))
@@ -151,7 +178,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         )
 
     @answered_once
-    async def DrainEngine(self, request: pb.DrainEngineRequest, context: Any) -> pb.DrainEngineResponse:
+    async def DrainEngine(
+        self, request: pb.DrainEngineRequest, context: Any
+    ) -> pb.DrainEngineResponse:
         await self._driver.request(convert.drain_set(request), POLICY_KEY)
         return pb.DrainEngineResponse(trajectories=self._controller.open_on(request.engine_id))
 
@@ -164,14 +193,20 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return pb.GetPolicyResponse(policy=convert.policy_message(self._controller.policy))
 
     @answered_once
-    async def SetWeights(self, request: pb.SetWeightsRequest, context: Any) -> pb.SetWeightsResponse:
+    async def SetWeights(
+        self, request: pb.SetWeightsRequest, context: Any
+    ) -> pb.SetWeightsResponse:
         await self._driver.request(convert.weights_set(request), POLICY_KEY)
         return pb.SetWeightsResponse(weights=self._weights())
 
-    async def GetWeights(self, request: pb.GetWeightsRequest, context: Any) -> pb.GetWeightsResponse:
+    async def GetWeights(
+        self, request: pb.GetWeightsRequest, context: Any
+    ) -> pb.GetWeightsResponse:
         return pb.GetWeightsResponse(weights=self._weights())
 
-    async def GetDirectory(self, request: pb.GetDirectoryRequest, context: Any) -> pb.GetDirectoryResponse:
+    async def GetDirectory(
+        self, request: pb.GetDirectoryRequest, context: Any
+    ) -> pb.GetDirectoryResponse:
         settings = self._settings
         return pb.GetDirectoryResponse(
             tools_address=settings.public_tools or settings.tools,
@@ -188,5 +223,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     def _trajectory(self, trajectory_id: str) -> pb.Trajectory:
         record, now = self._controller.trajectory(trajectory_id), self._driver.now
         message = convert.trajectory_message(record)
-        message.ledger.CopyFrom(convert.ledger_message(record, self._controller.ledger(trajectory_id, now), now))
+        message.ledger.CopyFrom(
+            convert.ledger_message(record, self._controller.ledger(trajectory_id, now), now)
+        )
         return message

@@ -1,4 +1,5 @@
-"""Assemble the scheduler: state from the bucket, controller, driver, workers, servicer; map the core's refusals.
+"""Assemble the scheduler: state from the bucket, controller, driver, workers, servicer; map the
+core's refusals.
 
 A process that does not lead serves nothing and knows nothing: it reads the state once it leads.
 """
@@ -41,14 +42,18 @@ from treadle_scheduler.servicer import SchedulerServicer
 
 log = structlog.get_logger()
 
-# The name under which the bus keeps the scheduler's position: facts published during a restart arrive after it.
+# The name under which the bus keeps the scheduler's position: facts published during a restart
+# arrive after it.
 DURABLE = "scheduler"
-# A sidecar registers within a second of its engine's start, and an engine takes many seconds to start.
+# A sidecar registers within a second of its engine's start, and an engine takes many seconds to
+# start.
 RETRY_NO_ENGINE_S = 0.5
 # A client that asks again is held again, so that the pause only spares the network.
 RETRY_HELD_S = 0.01
 KEY_BYTES = 32  # of what tickets are sealed with: as long as a seal
-RETRY_NOT_LEADER_S = 0.1  # a channel that follows health does not come here; another process leads within seconds
+RETRY_NOT_LEADER_S = (
+    0.1  # a channel that follows health does not come here; another process leads within seconds
+)
 
 
 def _as(kind: type[NotFound | AlreadyExists | FailedPrecondition]) -> Callable[[Any], TreadleError]:
@@ -60,7 +65,10 @@ ERRORS: ErrorTable = {
         "STEP_HELD", str(held), retry_after_s=RETRY_HELD_S, trajectory_id=held.trajectory_id
     ),
     NotLeader: lambda error: Unavailable(
-        "NOT_LEADER", f"{error}; connect to all schedulers", retry_after_s=RETRY_NOT_LEADER_S, leader=error.address
+        "NOT_LEADER",
+        f"{error}; connect to all schedulers",
+        retry_after_s=RETRY_NOT_LEADER_S,
+        leader=error.address,
     ),
     refusals.BadField: lambda refusal: InvalidArgument(
         refusal.field, refusal.message, refusal.reason, **refusal.metadata
@@ -84,18 +92,25 @@ async def wire(runtime: Runtime) -> Wiring:
     traces = Traces(runtime.tracing)
     servicer = SchedulerServicer(settings, lease, traces)
     turn = Turn(servicer.admit)
-    runtime.metrics.gauge("leads", "process", "1 in the process that leads, else 0", lambda: int(turn.serves))
+    runtime.metrics.gauge(
+        "leads", "process", "1 in the process that leads, else 0", lambda: int(turn.serves)
+    )
 
     async def lead() -> None:
-        """Background task: wait for the lead, then serve until another process leads or this one drains."""
+        """Background task: wait for the lead, then serve until another process leads or this one
+        drains."""
         await lease.take(await runtime.listening, turn.decided)
         store = Store(lease)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(lease.keep())
                 driver, tasks = await restore(runtime, store, traces)
-                sealer = Sealer(bytes.fromhex(driver.mesh.ticket_key)) if runtime.certificates else None
-                servicer.serve(driver, await RequestRecords.open(runtime.bus, settings.service), sealer)
+                sealer = (
+                    Sealer(bytes.fromhex(driver.mesh.ticket_key)) if runtime.certificates else None
+                )
+                servicer.serve(
+                    driver, await RequestRecords.open(runtime.bus, settings.service), sealer
+                )
                 for task in tasks:
                     group.create_task(task())
                 while not runtime.stopping.is_set():
@@ -103,13 +118,17 @@ async def wire(runtime: Runtime) -> Wiring:
         finally:
             await store.hand_over()
 
-    # Compiled ahead of time they need milliseconds, and no plan waits for them. numba compiles them for a minute or
-    # loads them for a second, while requests are served.
+    # Compiled ahead of time they need milliseconds, and no plan waits for them. numba compiles them
+    # for a minute or loads them for a second, while requests are served.
     before = compiled.ahead is not None
     if before:
         compile_kernels()
     return Wiring(
-        services={"treadle.scheduler.v1.SchedulerService": partial(add_SchedulerServiceServicer_to_server, servicer)},
+        services={
+            "treadle.scheduler.v1.SchedulerService": partial(
+                add_SchedulerServiceServicer_to_server, servicer
+            )
+        },
         tasks=[lead] if before else [warm_up, lead],
         errors=ERRORS,
         turn=turn,
@@ -117,9 +136,11 @@ async def wire(runtime: Runtime) -> Wiring:
 
 
 async def serve_while_held(turn: Turn, driver: Driver, lease: Lease) -> None:
-    """Serve until it is not known whether this process still leads. Then pause, and return when it is known again.
+    """Serve until it is not known whether this process still leads. Then pause, and return when it
+    is known again.
 
-    In the pause, health sends callers to the process that leads, if there is one, and `admit` refuses all others.
+    In the pause, health sends callers to the process that leads, if there is one, and `admit`
+    refuses all others.
     """
     turn.serve()
     driver.hold(True)
@@ -133,7 +154,8 @@ async def serve_while_held(turn: Turn, driver: Driver, lease: Lease) -> None:
 async def restore(
     runtime: Runtime, store: Store, traces: Traces
 ) -> tuple[Driver, list[Callable[[], Coroutine[Any, Any, None]]]]:
-    """The driver of the state that the store holds now, which hears facts from now on, and its background tasks."""
+    """The driver of the state that the store holds now, which hears facts from now on, and its
+    background tasks."""
     settings = cast(SchedulerSettings, runtime.settings)
     clock = steady_clock()
     trajectories, engines, jobs, mesh = await store.load()
@@ -146,7 +168,9 @@ async def restore(
     restored = controller.restore(trajectories, engines, clock(), jobs, mesh.weights, mesh.drained)
     log.info("restored", trajectories=len(trajectories), engines=len(engines), jobs=len(jobs))
     metrics = Metrics(runtime.metrics)
-    outbound = Outbound(settings, runtime.bus, runtime.channel, store.lease.until_held, metrics, traces)
+    outbound = Outbound(
+        settings, runtime.bus, runtime.channel, store.lease.until_held, metrics, traces
+    )
     driver = Driver(controller, store, mesh, clock, outbound.send, metrics.record)
     outbound.handle = driver.handle
     metrics.watch(controller, lambda: driver.held_calls)

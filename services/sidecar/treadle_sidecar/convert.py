@@ -1,4 +1,5 @@
-"""Check requests and turn them into the sidecar's orders; describe the engine; build the sidecar's facts.
+"""Check requests and turn them into the sidecar's orders; describe the engine; build the sidecar's
+facts.
 
 A function that takes a request raises InvalidArgument naming the field that is wrong.
 """
@@ -35,7 +36,9 @@ from treadle_sidecar.step import StepOrder
 
 INT32_BYTES = 4
 MOST_STOP_STRINGS = 32  # SGLang's MAX_STOP_COUNT
-DEFAULT_TOKEN_INTERVAL_S = 0.05  # a caller's process takes in some 10,000 messages a second, of all its steps together
+DEFAULT_TOKEN_INTERVAL_S = (
+    0.05  # a caller's process takes in some 10,000 messages a second, of all its steps together
+)
 LONGEST_TOKEN_INTERVAL_S = 10.0  # what is not sent is lost with the sidecar
 # The prompt is published with the first step alone; a trajectory's length depends on it most.
 PROMPT_SHARE = 4
@@ -43,7 +46,8 @@ PROMPT_SHARE = 4
 
 @dataclass(frozen=True)
 class PushPart:
-    """A part of pushed weights. way: distributed, tensor or ipc; empty: nothing but the end. body: SGLang's own."""
+    """A part of pushed weights. way: distributed, tensor or ipc; empty: nothing but the end. body:
+    SGLang's own."""
 
     push_id: str
     weight_version: str
@@ -77,7 +81,11 @@ def token_interval(request: pb.GenerateRequest) -> float:
         return DEFAULT_TOKEN_INTERVAL_S
     interval_s = seconds(request.token_interval)
     allowed = 0 <= interval_s <= LONGEST_TOKEN_INTERVAL_S
-    require(allowed, "token_interval", f"must be from 0 to {LONGEST_TOKEN_INTERVAL_S:g} s, is {interval_s:g} s")
+    require(
+        allowed,
+        "token_interval",
+        f"must be from 0 to {LONGEST_TOKEN_INTERVAL_S:g} s, is {interval_s:g} s",
+    )
     return interval_s
 
 
@@ -97,9 +105,17 @@ def sampling(given: tokens_pb2.SamplingParams) -> tokens_pb2.SamplingParams:
     require(in_range, "sampling.top_k", f"must be >= 1, or -1 for all, is {given.top_k}")
     require(0 <= given.min_p <= 1, "sampling.min_p", f"must be in [0, 1], is {given.min_p}")
     non_negative("sampling.seed", given.seed)
-    require(len(given.stop) <= MOST_STOP_STRINGS, "sampling.stop", f"must be {MOST_STOP_STRINGS} strings at most")
+    require(
+        len(given.stop) <= MOST_STOP_STRINGS,
+        "sampling.stop",
+        f"must be {MOST_STOP_STRINGS} strings at most",
+    )
     require(all(given.stop), "sampling.stop", "must not hold an empty string")
-    require(min(given.stop_token_ids, default=0) >= 0, "sampling.stop_token_ids", "must not hold a negative id")
+    require(
+        min(given.stop_token_ids, default=0) >= 0,
+        "sampling.stop_token_ids",
+        "must not hold a negative id",
+    )
     return given
 
 
@@ -113,13 +129,21 @@ def ends_steps(mode: pb.PauseMode.ValueType) -> bool:
 def weight_version(given: str) -> str:
     """A name that no engine has for itself while its weights are incomplete or asleep."""
     own = (INCOMPLETE, ASLEEP)
-    require(not given.startswith(own), "weight_version", f"must not begin with {' or '.join(own)}, is {given!r}")
+    require(
+        not given.startswith(own),
+        "weight_version",
+        f"must not begin with {' or '.join(own)}, is {given!r}",
+    )
     return identifier("weight_version", given)
 
 
 def push_part(request: pb.PushWeightsRequest) -> PushPart:
     way = request.WhichOneof("body") or ""
-    require(way or request.last, "body", "must be set, but for the last part: distributed, tensor or ipc")
+    require(
+        way or request.last,
+        "body",
+        "must be set, but for the last part: distributed, tensor or ipc",
+    )
     body = {}
     if way:
         try:
@@ -141,7 +165,11 @@ def group(request: pb.JoinWeightsGroupRequest) -> dict[str, object]:
     """SGLang's request."""
     host, _, port = endpoint("master_address", request.master_address).rpartition(":")
     inside = 0 < request.rank_offset < request.world_size
-    require(inside, "rank_offset", f"must be in [1, world_size), is {request.rank_offset} of {request.world_size}")
+    require(
+        inside,
+        "rank_offset",
+        f"must be in [1, world_size), is {request.rank_offset} of {request.world_size}",
+    )
     return {
         "master_address": host.strip("[]"),
         "master_port": int(port),
@@ -172,7 +200,11 @@ def prefix_source(request: pb.PrefetchPrefixRequest) -> "array[int] | pb.PrefixR
 
 
 def token_ids(field: str, message: tokens_pb2.TokenIds) -> "array[int]":
-    require(len(message.int32_le) % INT32_BYTES == 0, f"{field}.int32_le", "must be a multiple of 4 bytes long")
+    require(
+        len(message.int32_le) % INT32_BYTES == 0,
+        f"{field}.int32_le",
+        "must be a multiple of 4 bytes long",
+    )
     ids = array("i")
     ids.frombytes(message.int32_le)
     require(min(ids, default=0) >= 0, f"{field}.int32_le", "must not hold a negative id")
@@ -205,7 +237,11 @@ def curve_message(curve: DecodeCurve | None) -> pb.DecodeCurve | None:
 
 
 def engine_info(
-    settings: SidecarSettings, profile: EngineProfile, address: str, slots: int, curve: pb.DecodeCurve | None
+    settings: SidecarSettings,
+    profile: EngineProfile,
+    address: str,
+    slots: int,
+    curve: pb.DecodeCurve | None,
 ) -> pb.EngineInfo:
     """What the sidecar registers at the scheduler. curve: None where it is not known."""
     return pb.EngineInfo(
@@ -227,8 +263,8 @@ def engine_info(
 
 
 def _public_url(engine_url: str, address: str) -> str:
-    """The engine's URL for the gateway; empty where a sidecar that other machines reach has an engine that they do
-    not: the URL would lead them to themselves."""
+    """The engine's URL for the gateway; empty where a sidecar that other machines reach has an
+    engine that they do not: the URL would lead them to themselves."""
     parts = urlsplit(engine_url)
     private = is_loopback(f"{parts.hostname}:{parts.port or 0}") and not is_loopback(address)
     return "" if private else engine_url
@@ -237,8 +273,9 @@ def _public_url(engine_url: str, address: str) -> str:
 class StepFacts:
     """Builds the facts of one engine.
 
-    published_tokens: most ids of a step's output that its fact carries, for predictors that read text; 0 for none. It
-    carries as many of the observation and PROMPT_SHARE times as many of the prompt.
+    published_tokens: most ids of a step's output that its fact carries, for predictors that read
+    text; 0 for none. It carries as many of the observation and PROMPT_SHARE times as many of the
+    prompt.
     """
 
     def __init__(self, engine_id: str, published_tokens: int = 0) -> None:
@@ -248,23 +285,34 @@ class StepFacts:
 
     def queued(self, order: StepOrder) -> facts.Fact:
         context_tokens = len(order.prompt) + len(order.resumed)
-        fact = facts.StepQueued(step=self._step(order), priority=order.priority, context_tokens=context_tokens)
+        fact = facts.StepQueued(
+            step=self._step(order), priority=order.priority, context_tokens=context_tokens
+        )
         return make_fact(self._source, step_queued=fact)
 
     def started(self, order: StepOrder, event: pb.StepStarted) -> facts.Fact:
         fact = facts.StepStarted(
-            step=self._step(order), queue_time=event.queue_time, attempt=event.attempt, prompt=self._prompt(order)
+            step=self._step(order),
+            queue_time=event.queue_time,
+            attempt=event.attempt,
+            prompt=self._prompt(order),
         )
         return make_fact(self._source, step_started=fact)
 
     def preempted(self, order: StepOrder, event: pb.StepPreempted) -> facts.Fact:
         fact = facts.StepPreempted(
-            step=self._step(order), output_tokens=event.output_tokens, by_ticket_id=event.by_ticket_id
+            step=self._step(order),
+            output_tokens=event.output_tokens,
+            by_ticket_id=event.by_ticket_id,
         )
         return make_fact(self._source, step_preempted=fact)
 
     def finished(
-        self, order: StepOrder, event: pb.StepFinished, output: "array[int]", before: "array[int] | None"
+        self,
+        order: StepOrder,
+        event: pb.StepFinished,
+        output: "array[int]",
+        before: "array[int] | None",
     ) -> facts.Fact:
         """before: the trajectory's context after its last step here, None where there was none."""
         fact = facts.StepFinished(
@@ -285,13 +333,20 @@ class StepFacts:
 
     def _step(self, order: StepOrder) -> facts.StepRef:
         return facts.StepRef(
-            ticket_id=order.ticket_id, trajectory_id=order.trajectory_id, turn=order.turn, engine_id=self._engine_id
+            ticket_id=order.ticket_id,
+            trajectory_id=order.trajectory_id,
+            turn=order.turn,
+            engine_id=self._engine_id,
         )
 
-    def _tokens(self, order: StepOrder, output: "array[int]", before: "array[int] | None") -> facts.StepTokens | None:
+    def _tokens(
+        self, order: StepOrder, output: "array[int]", before: "array[int] | None"
+    ) -> facts.StepTokens | None:
         if not self._published:
             return None
-        tokens = facts.StepTokens(output=packed(ends(output, self._published)), prompt=self._prompt(order))
+        tokens = facts.StepTokens(
+            output=packed(ends(output, self._published)), prompt=self._prompt(order)
+        )
         if order.turn and before is not None and len(before) <= len(order.prompt):
             observation = order.prompt[len(before) :]
             tokens.observation.CopyFrom(packed(ends(observation, self._published)))

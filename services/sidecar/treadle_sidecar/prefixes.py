@@ -1,10 +1,12 @@
-"""Export the context of a trajectory to another sidecar, and bring one from another sidecar here (prefetch).
+"""Export the context of a trajectory to another sidecar, and bring one from another sidecar here
+(prefetch).
 
-Token ids go from sidecar to sidecar; KV goes from engine to shared storage to engine, by HiCache, when the target is
-asked to prefill a prefix whose pages are stored. Owns the limit on prefetches at once.
+Token ids go from sidecar to sidecar; KV goes from engine to shared storage to engine, by HiCache,
+when the target is asked to prefill a prefix whose pages are stored. Owns the limit on prefetches at
+once.
 
-Invariant: KV is never computed under another weight version than the one its salt names, because the salt is part of
-its name in the storage that all engines share.
+Invariant: KV is never computed under another weight version than the one its salt names, because
+the salt is part of its name in the storage that all engines share.
 """
 
 import asyncio
@@ -33,16 +35,19 @@ from treadle_sidecar.engine.watch import EngineProfile, EngineWatch
 from treadle_sidecar.storage_keys import StoredPages
 
 POLL_STORAGE_S = 0.05  # a page of a small model is written in about a millisecond
-EXPORT_TIMEOUT_S = 30.0  # for another sidecar's ExportPrefix, where the caller's own deadline is further away
+EXPORT_TIMEOUT_S = (
+    30.0  # for another sidecar's ExportPrefix, where the caller's own deadline is further away
+)
 RETRY_SOURCE_S = 2.0
 CONTEXT_LIMIT_TOKENS = 32 * 1024 * 1024  # 128 MiB of int32; a thousand trajectories of 32k tokens
 BLOCK_TOKENS = 64  # of a context, that are compared at once
-MOST_BLOCKS = 131_072  # of which it is known that the engine has read them: 8 M tokens, more than most engines hold
+# of which it is known that the engine has read them: 8 M tokens, more than most engines hold
+MOST_BLOCKS = 131_072
 
 
 class Contexts:
-    """The last context (prompt and output) that this sidecar saw of each trajectory, for another sidecar to fetch; and
-    which blocks of contexts the engine has read, whoever's they were.
+    """The last context (prompt and output) that this sidecar saw of each trajectory, for another
+    sidecar to fetch; and which blocks of contexts the engine has read, whoever's they were.
 
     Beyond `limit_tokens` in all, and beyond MOST_BLOCKS, the least recently used are forgotten.
     """
@@ -51,7 +56,9 @@ class Contexts:
         self._limit_tokens = limit_tokens
         self._tokens = 0
         self._contexts: OrderedDict[str, tuple[array[int], float]] = OrderedDict()
-        self._read: OrderedDict[int, None] = OrderedDict()  # of each block, a hash of all tokens up to its end
+        self._read: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # of each block, a hash of all tokens up to its end
 
     def remember(self, trajectory_id: str, context: "array[int]") -> None:
         """Replace the trajectory's context, which the engine has read."""
@@ -79,8 +86,8 @@ class Contexts:
             self._read.popitem(last=False)
 
     def count_read(self, blocks: Sequence[int]) -> int:
-        """Blocks at the beginning of a context that the engine has read, as far as is known here: it may have dropped
-        their KV since."""
+        """Blocks at the beginning of a context that the engine has read, as far as is known here:
+        it may have dropped their KV since."""
         return next((at for at in range(len(blocks), 0, -1) if blocks[at - 1] in self._read), 0)
 
     def forget_read(self) -> None:
@@ -97,8 +104,8 @@ class Contexts:
 
 
 def hash_blocks(context: "array[int]") -> list[int]:
-    """A number for each whole block of BLOCK_TOKENS, of all tokens up to its end; the same tokens give the same one in
-    this process."""
+    """A number for each whole block of BLOCK_TOKENS, of all tokens up to its end; the same tokens
+    give the same one in this process."""
     blocks, known = [], 0
     for end in range(BLOCK_TOKENS, len(context) + 1, BLOCK_TOKENS):
         known = hash((known, context[end - BLOCK_TOKENS : end].tobytes()))
@@ -108,8 +115,8 @@ def hash_blocks(context: "array[int]") -> list[int]:
 
 @dataclass(eq=False)
 class Prefixes:
-    """storage: HiCache's folder, None where it is not known. export_wait_s: how long after a step an export waits for
-    the engine's backup. channel: connects to another sidecar."""
+    """storage: HiCache's folder, None where it is not known. export_wait_s: how long after a step
+    an export waits for the engine's backup. channel: connects to another sidecar."""
 
     engine: EngineClient
     watch: EngineWatch
@@ -118,14 +125,18 @@ class Prefixes:
     export_wait_s: float
     channel: Callable[[str, str], grpc.aio.Channel]
     paused: bool = False
-    _permits: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(SPARE_REQUESTS), init=False)
+    _permits: asyncio.Semaphore = field(
+        default_factory=lambda: asyncio.Semaphore(SPARE_REQUESTS), init=False
+    )
 
     async def export(self, trajectory_id: str, *, counts_only: bool) -> pb.ExportPrefixResponse:
-        """A trajectory's context, once its pages are stored or the wait is over; or its counts at once. Raises
-        NotFound."""
+        """A trajectory's context, once its pages are stored or the wait is over; or its counts at
+        once. Raises NotFound."""
         context = self.contexts.get(trajectory_id)
         if context is None:
-            raise _prefix_not_found(trajectory_id, f"no context of trajectory {trajectory_id!r} is here")
+            raise _prefix_not_found(
+                trajectory_id, f"no context of trajectory {trajectory_id!r} is here"
+            )
         profile = self.watch.require_profile()
         salt = like(trajectory_id, profile.weight_version)
         # Storage that fails is waited for once, not again by the export for a prefill.
@@ -138,18 +149,26 @@ class Prefixes:
         )
 
     async def prefetch(
-        self, trajectory_id: str, source: "array[int] | pb.PrefixRef", cache_salt: str, storage_only: bool
+        self,
+        trajectory_id: str,
+        source: "array[int] | pb.PrefixRef",
+        cache_salt: str,
+        storage_only: bool,
     ) -> pb.PrefetchPrefixResponse:
         """Bring the prefix onto this engine and remember it.
 
-        Raises FailedPrecondition PREFIX_NOT_STORED, WEIGHT_VERSION_MISMATCH or ENGINE_PAUSED, NotFound, Unavailable.
+        Raises FailedPrecondition PREFIX_NOT_STORED, WEIGHT_VERSION_MISMATCH or ENGINE_PAUSED,
+        NotFound, Unavailable.
         """
         began = time.monotonic()
-        prefix, source_salt = await self._fetch(source) if isinstance(source, pb.PrefixRef) else (source, "")
+        prefix, source_salt = (
+            await self._fetch(source) if isinstance(source, pb.PrefixRef) else (source, "")
+        )
         async with self._permits:  # weights do not change while it is held
             if self.paused:
                 raise FailedPrecondition(
-                    "ENGINE_PAUSED", "the engine is paused; its device may be used for something else"
+                    "ENGINE_PAUSED",
+                    "the engine is paused; its device may be used for something else",
                 )
             profile = self.watch.require_profile()
             own = like(trajectory_id, profile.weight_version)
@@ -161,12 +180,16 @@ class Prefixes:
                     cache_salt=salt,
                 )
             if not 0 < len(prefix) <= profile.max_input_tokens:
-                raise InvalidArgument("token_ids", f"must be 1 to {profile.max_input_tokens} tokens, is {len(prefix)}")
+                raise InvalidArgument(
+                    "token_ids", f"must be 1 to {profile.max_input_tokens} tokens, is {len(prefix)}"
+                )
             profile.require_known("token_ids", prefix)
             if storage_only:
                 await self._require_stored(prefix, profile, salt)
             async with self.watch.calling("the prefix"):
-                found = await self.engine.prefill(f"{uuid.uuid4().hex}-prefix", prefix.tolist(), salt)
+                found = await self.engine.prefill(
+                    f"{uuid.uuid4().hex}-prefix", prefix.tolist(), salt
+                )
         self.contexts.remember(trajectory_id, prefix)
         return pb.PrefetchPrefixResponse(
             prefix_tokens=len(prefix),
@@ -197,14 +220,20 @@ class Prefixes:
         try:
             response = await stub.ExportPrefix(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            what = f"{reference.engine_address} does not export {reference.trajectory_id!r}: {error.details()}"
+            what = (
+                f"{reference.engine_address} does not export {reference.trajectory_id!r}: "
+                f"{error.details()}"
+            )
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 raise _prefix_not_found(reference.trajectory_id, what) from error
             raise Unavailable("SOURCE_UNAVAILABLE", what, retry_after_s=RETRY_SOURCE_S) from error
         return convert.token_ids("token_ids", response.token_ids), response.cache_salt
 
-    async def _require_stored(self, prefix: "array[int]", profile: EngineProfile, salt: str) -> None:
-        # The engine always computes the last token itself, so the pages before it are all that can come from storage.
+    async def _require_stored(
+        self, prefix: "array[int]", profile: EngineProfile, salt: str
+    ) -> None:
+        # The engine always computes the last token itself, so the pages before it are all that can
+        # come from storage.
         due = (len(prefix) - 1) // profile.page_tokens * profile.page_tokens
         stored = (await self._look(prefix, profile, salt)).tokens
         if stored < due:
@@ -215,18 +244,27 @@ class Prefixes:
                 due_tokens=due,
             )
 
-    async def _stored_within(self, context: "array[int]", profile: EngineProfile, salt: str, wait_s: float) -> int:
+    async def _stored_within(
+        self, context: "array[int]", profile: EngineProfile, salt: str, wait_s: float
+    ) -> int:
         pages = await self._look(context, profile, salt)
         ends_at = time.monotonic() + wait_s
         # The last sampled token has no KV: it was never an input.
         due = (len(context) - 1) // profile.page_tokens * profile.page_tokens
-        while self.storage is not None and profile.storage and pages.tokens < due and time.monotonic() < ends_at:
+        while (
+            self.storage is not None
+            and profile.storage
+            and pages.tokens < due
+            and time.monotonic() < ends_at
+        ):
             await asyncio.sleep(POLL_STORAGE_S)
             await asyncio.to_thread(pages.look)
         return min(pages.tokens, len(context))
 
     async def _look(self, tokens: "array[int]", profile: EngineProfile, salt: str) -> StoredPages:
-        pages = StoredPages(self.storage, profile.storage_suffixes, tokens, profile.page_tokens, salt)
+        pages = StoredPages(
+            self.storage, profile.storage_suffixes, tokens, profile.page_tokens, salt
+        )
         await asyncio.to_thread(pages.look)
         return pages
 

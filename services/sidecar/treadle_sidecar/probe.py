@@ -6,10 +6,11 @@ three lengths of context, and twice more alone, at longer ones where the engine 
 one at the start, so that the first plan has a curve, and one after each change that the engine's
 own work has shown.
 
-Invariants: a probe ends at once when a step or a pause comes, and after `limit_s`. It samples TOKENS for each of at
-most 3 * (1 + 32 + 64) + 6 requests. Each round has its own prompt of random tokens, which its requests share, so that
-the engine computes its tokens once, and no step's prefix is ever one of them. Requests of a probe are no steps:
-they pass by the queue, and no fact or load speaks of them.
+Invariants: a probe ends at once when a step or a pause comes, and after `limit_s`. It samples
+TOKENS for each of at most 3 * (1 + 32 + 64) + 6 requests. Each round has its own prompt of random
+tokens, which its requests share, so that the engine computes its tokens once, and no step's prefix
+is ever one of them. Requests of a probe are no steps: they pass by the queue, and no fact or load
+speaks of them.
 
 The other probe asks for one token (`treadle_core.engine_queue.progress` says when), because SGLang
 answers questions without the process that generates. A pause waits for it, as the device of a
@@ -38,14 +39,15 @@ from treadle_sidecar.runner import REPEAT_ABORT_S, StepRunner
 log = structlog.get_logger()
 
 CONTEXTS = (64, 256, 512)  # tokens, of the first round
-# To the first token of 512 takes a GPU as long as to that of 2,000, so short prompts declare it as six times too slow
-# (research/results/h100.md). Therefore the next round's longest context is as long as takes PREFILL_S
-# by the round before, which is what a step may have to wait for. That is 512 tokens on a CPU.
+# To the first token of 512 takes a GPU as long as to that of 2,000, so short prompts declare it as
+# six times too slow (research/results/h100.md). Therefore the next round's longest context is as
+# long as takes PREFILL_S by the round before, which is what a step may have to wait for. That is
+# 512 tokens on a CPU.
 PREFILL_S = 0.5
 MOST_PROMPT_TOKENS = 8192  # one chunk of SGLang's prefill on most GPUs
 TOKENS = 9  # two windows of four steps after the prefill
-# The first prefill of a length is slower than later ones: an engine prepares its kernels for a shape it has not seen.
-# Rounds after the first have one request at each length.
+# The first prefill of a length is slower than later ones: an engine prepares its kernels for a
+# shape it has not seen. Rounds after the first have one request at each length.
 ROUNDS = 3
 MOST_SEQUENCES = 64
 CHECK_S = 1.0
@@ -54,7 +56,8 @@ REST_S = 60.0  # between probes of a busy engine, whose own work is enough for a
 
 @dataclass(eq=False)
 class CurveProbe:
-    """limit_s: longest time of a probe; 0: none is made. `first_over` is set after the first one."""
+    """limit_s: longest time of a probe; 0: none is made. `first_over` is set after the first
+    one."""
 
     engine: EngineClient
     watch: EngineWatch
@@ -78,7 +81,11 @@ class CurveProbe:
                 due = not await self._probe(profile)
                 not_before_s = time.monotonic() + REST_S
             if self.curve.update():
-                log.info("the engine's decode curve is measured", curve=self.curve.declared, by_probe=probed)
+                log.info(
+                    "the engine's decode curve is measured",
+                    curve=self.curve.declared,
+                    by_probe=probed,
+                )
                 due = due or (allowed and not probed)
             self.first_over.set()
             await asyncio.sleep(CHECK_S)
@@ -98,21 +105,31 @@ class CurveProbe:
                     stopper = tasks.create_task(self._stop_in_time())
                     contexts: Sequence[int] = CONTEXTS
                     for batches in rounds:
-                        # Special tokens stand at the ends of a vocabulary; the text between is what steps are of.
+                        # Special tokens stand at the ends of a vocabulary; the text between is what
+                        # steps are of.
                         low, high = profile.vocab_size // 10, profile.vocab_size // 2
                         prompt = [rng.randrange(low, high) for _ in range(max(contexts))]
                         firsts_s = []
                         for context, batch in itertools.product(contexts, batches):
                             async with asyncio.TaskGroup() as streams:
                                 sent = [
-                                    streams.create_task(self._generate(prompt[:context], profile.weight_version))
+                                    streams.create_task(
+                                        self._generate(prompt[:context], profile.weight_version)
+                                    )
                                     for _ in range(0 if self._cut else batch)
                                 ]
                             firsts_s += [task.result() for task in sent if batch == 1]
-                        contexts = lengthen(contexts, firsts_s[-1] if firsts_s else math.inf, longest_prompt(profile))
+                        contexts = lengthen(
+                            contexts,
+                            firsts_s[-1] if firsts_s else math.inf,
+                            longest_prompt(profile),
+                        )
                     stopper.cancel()
             except* (EngineLost, EngineRefused, TreadleError) as errors:
-                log.warning("a probe of the engine failed", errors=[str(error) for error in errors.exceptions])
+                log.warning(
+                    "a probe of the engine failed",
+                    errors=[str(error) for error in errors.exceptions],
+                )
                 self._cut = True
         return not self._cut
 
@@ -124,7 +141,10 @@ class CurveProbe:
         self._rids.add(rid)
         try:
             request = EngineRequest(rid, prompt, sampling, salt)
-            async with self.watch.calling("a probe"), aclosing(self.engine.generate(request)) as chunks:
+            async with (
+                self.watch.calling("a probe"),
+                aclosing(self.engine.generate(request)) as chunks,
+            ):
                 async for chunk in chunks:
                     if chunk.token_ids:
                         first_s = min(first_s, time.monotonic() - began_s)
@@ -133,7 +153,8 @@ class CurveProbe:
         return first_s
 
     async def _stop_in_time(self) -> None:
-        """Wait until a step comes or the time is over; then abort what the probe has on the engine."""
+        """Wait until a step comes or the time is over; then abort what the probe has on the
+        engine."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self.limit_s):
                 await self.runner.wanted.wait()
@@ -145,13 +166,15 @@ class CurveProbe:
 
 
 def longest_prompt(profile: EngineProfile) -> int:
-    """Tokens of the longest prompt of a probe of this engine: it takes a quarter of the engine's KV at most."""
+    """Tokens of the longest prompt of a probe of this engine: it takes a quarter of the engine's KV
+    at most."""
     return min(MOST_PROMPT_TOKENS, profile.max_input_tokens - TOKENS, profile.kv_tokens // 4)
 
 
 def lengthen(contexts: Sequence[int], first_s: float, most: int) -> Sequence[int]:
-    """The contexts of the next round, of which none is shorter than before. first_s: seconds to the first token of the
-    longest one, of which all tokens after the second longest were new. most: tokens of the longest."""
+    """The contexts of the next round, of which none is shorter than before. first_s: seconds to the
+    first token of the longest one, of which all tokens after the second longest were new. most:
+    tokens of the longest."""
     new_tokens = contexts[-1] - contexts[-2]
     longest = min(int(PREFILL_S / first_s * new_tokens), most)
     if longest <= contexts[-1]:
@@ -172,7 +195,11 @@ class GenerationProbe:
         """Background task."""
         while True:
             await asyncio.sleep(CHECK_S)
-            due = self.watch.answers and self.runner.is_idle and self.progress.is_probe_due(time.monotonic())
+            due = (
+                self.watch.answers
+                and self.runner.is_idle
+                and self.progress.is_probe_due(time.monotonic())
+            )
             if not due:
                 continue
             async with self.runner.borrowed:

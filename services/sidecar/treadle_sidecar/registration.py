@@ -1,5 +1,5 @@
-"""Hold the engine's lease at the scheduler: register while the engine answers, renew with its load and its decode
-curve, and deregister when it is lost or at drain.
+"""Hold the engine's lease at the scheduler: register while the engine answers, renew with its load
+and its decode curve, and deregister when it is lost or at drain.
 """
 
 import asyncio
@@ -31,9 +31,9 @@ RENEWALS_PER_TTL = 3  # two may be lost before the lease runs out
 
 @dataclass(eq=False)
 class Registration:
-    """`info`, `load` and `curve` are called when they are sent; `stopping` is set when the drain begins. measured: set
-    once the engine need not wait for its decode curve any more. seals: that get the key of the engine; None in
-    plaintext."""
+    """`info`, `load` and `curve` are called when they are sent; `stopping` is set when the drain
+    begins. measured: set once the engine need not wait for its decode curve any more. seals: that
+    get the key of the engine; None in plaintext."""
 
     scheduler: "SchedulerServiceAsyncStub"
     watch: EngineWatch
@@ -52,7 +52,9 @@ class Registration:
                 continue
             try:
                 info = await self.info()
-                request = scheduler_pb2.RegisterEngineRequest(request_id=uuid.uuid4().hex, info=info)
+                request = scheduler_pb2.RegisterEngineRequest(
+                    request_id=uuid.uuid4().hex, info=info
+                )
                 lease = await self.scheduler.RegisterEngine(request, timeout=CALL_TIMEOUT_S)
                 if self.seals is not None:
                     self.seals.key = lease.ticket_key

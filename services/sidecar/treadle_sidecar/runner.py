@@ -1,9 +1,10 @@
-"""Run steps: carry out what the queue (`engine_queue.preemptive_queue`) decides, and stream tokens to the callers.
+"""Run steps: carry out what the queue (`engine_queue.preemptive_queue`) decides, and stream tokens
+to the callers.
 
-Owns one task a step, in one TaskGroup. A step's task is the only one that changes its record; others ask the step to
-stop, or the engine to abort its attempt, and wait. Invariants: a token that the engine sampled reaches the caller's
-events exactly once, also one sampled between an abort and its acknowledgement; a slot is free again only after the
-engine has ended the attempt.
+Owns one task a step, in one TaskGroup. A step's task is the only one that changes its record;
+others ask the step to stop, or the engine to abort its attempt, and wait. Invariants: a token that
+the engine sampled reaches the caller's events exactly once, also one sampled between an abort and
+its acknowledgement; a slot is free again only after the engine has ended the attempt.
 """
 
 import asyncio
@@ -15,7 +16,13 @@ from contextlib import aclosing
 from dataclasses import replace
 
 import structlog
-from treadle_core.engine_queue.preemptive_queue import Admit, Prefill, QueueFull, QueuePolicy, StepQueue
+from treadle_core.engine_queue.preemptive_queue import (
+    Admit,
+    Prefill,
+    QueueFull,
+    QueuePolicy,
+    StepQueue,
+)
 from treadle_core.model import DecodeCurve
 from treadle_runtime.bus import Bus
 from treadle_runtime.errors import NotFound, ResourceExhausted, TreadleError
@@ -38,9 +45,11 @@ from treadle_sidecar.step import (
 
 log = structlog.get_logger()
 
-WINDOW_S = 5.0  # long enough for a few decode steps of a slow engine, short enough to follow a batch that shrinks
+# long enough for a few decode steps of a slow engine, short enough to follow a batch that shrinks
+WINDOW_S = 5.0
 BIN_S = 0.25
-# An abort that overtakes its request on the way to the engine is ignored there; it is repeated until the stream ends.
+# An abort that overtakes its request on the way to the engine is ignored there; it is repeated
+# until the stream ends.
 REPEAT_ABORT_S = 0.25
 RETRY_FULL_QUEUE_S = 1.0  # about the time of a short step
 
@@ -52,7 +61,9 @@ class LoadMeter:
         self._bins: deque[tuple[float, int]] = deque()  # start, tokens
 
     def add(self, tokens: int, now: float) -> None:
-        start, count = self._bins.pop() if self._bins and now - self._bins[-1][0] < BIN_S else (now, 0)
+        start, count = (
+            self._bins.pop() if self._bins and now - self._bins[-1][0] < BIN_S else (now, 0)
+        )
         self._bins.append((start, count + tokens))
         self._forget(now)
 
@@ -66,10 +77,11 @@ class LoadMeter:
 
 
 class StepRunner:
-    """policy.slots: steps that decode at once; 0: as many as the engine was started for. curve: of the engine, None
-    while it is not known. note: given each step that has ended.
+    """policy.slots: steps that decode at once; 0: as many as the engine was started for. curve: of
+    the engine, None while it is not known. note: given each step that has ended.
 
-    Whoever uses the engine while it is idle holds `borrowed`, and gives it back when `wanted` is set.
+    Whoever uses the engine while it is idle holds `borrowed`, and gives it back when `wanted` is
+    set.
     """
 
     def __init__(
@@ -102,14 +114,17 @@ class StepRunner:
         return not self._steps and not self.queue.paused
 
     async def run(self) -> None:
-        """Background task: hold the tasks of all steps, and end the waiting ones when the engine is lost."""
+        """Background task: hold the tasks of all steps, and end the waiting ones when the engine is
+        lost."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             try:
                 while True:
                     profile = await self._watch.until_healthy()
                     self._contexts.forget_read()
-                    self.queue.policy = replace(self.queue.policy, slots=self._slots or profile.slots)
+                    self.queue.policy = replace(
+                        self.queue.policy, slots=self._slots or profile.slots
+                    )
                     self.decide()
                     await self._watch.until_lost()
                     for step in [step for step in self._steps.values() if not step.admitted]:
@@ -120,7 +135,8 @@ class StepRunner:
                     self._wake.cancel()
 
     def submit(self, order: StepOrder) -> RunningStep:
-        """Put a step into the queue. Raises InvalidArgument, ResourceExhausted QUEUE_FULL, Unavailable ENGINE_LOST."""
+        """Put a step into the queue. Raises InvalidArgument, ResourceExhausted QUEUE_FULL,
+        Unavailable ENGINE_LOST."""
         profile = self._watch.require_profile()
         if self._tasks is None:
             raise engine_lost("this sidecar is shutting down")
@@ -129,7 +145,11 @@ class StepRunner:
         step.blocks = hash_blocks(step.record.context)
         try:
             self.queue.add(
-                order.ticket_id, order.priority, preemptible=order.preemptible, job=order.job, weight=order.job_weight
+                order.ticket_id,
+                order.priority,
+                preemptible=order.preemptible,
+                job=order.job,
+                weight=order.job_weight,
             )
         except QueueFull as error:
             raise ResourceExhausted(
@@ -149,7 +169,9 @@ class StepRunner:
         """End a step. Returns its output tokens once the engine has ended it. Raises NotFound."""
         step = self._steps.get(ticket_id)
         if step is None:
-            raise NotFound("STEP_NOT_FOUND", f"no step with ticket {ticket_id!r} is here", ticket_id=ticket_id)
+            raise NotFound(
+                "STEP_NOT_FOUND", f"no step with ticket {ticket_id!r} is here", ticket_id=ticket_id
+            )
         self._stop(step)
         await step.over.wait()
         return len(step.record.output)
@@ -214,7 +236,11 @@ class StepRunner:
     def oldest_wait_s(self) -> float:
         """Of the steps that wait now; 0 where none does."""
         now = time.monotonic()
-        waiting = (step for ticket_id, step in self._steps.items() if ticket_id in self.queue and not step.admitted)
+        waiting = (
+            step
+            for ticket_id, step in self._steps.items()
+            if ticket_id in self.queue and not step.admitted
+        )
         return max((now - step.waiting_since for step in waiting), default=0.0)
 
     def _stop(self, step: RunningStep) -> None:
@@ -233,7 +259,11 @@ class StepRunner:
                 try:
                     await self._engine.abort(step.rid)
                 except (EngineLost, EngineRefused) as error:
-                    log.warning("abort did not reach the engine", ticket_id=step.order.ticket_id, error=str(error))
+                    log.warning(
+                        "abort did not reach the engine",
+                        ticket_id=step.order.ticket_id,
+                        error=str(error),
+                    )
             await step.wait_for_end_of_attempt(REPEAT_ABORT_S)
 
     async def _run_step(self, step: RunningStep) -> None:
@@ -250,7 +280,9 @@ class StepRunner:
             step.emit(finished)
             self._note(finished)
             self.decide()
-            await self._bus.publish(self._facts.finished(step.order, finished, step.record.output, before))
+            await self._bus.publish(
+                self._facts.finished(step.order, finished, step.record.output, before)
+            )
         except TreadleError as error:
             self._contexts.remember(trajectory_id, step.record.context)
             step.emit(error)
@@ -315,7 +347,9 @@ class StepRunner:
                         if not read:
                             read = True
                             self._finish_prefill(step, now)
-                        if self.queue.report_progress(step.order.ticket_id, step.record.attempt_tokens):
+                        if self.queue.report_progress(
+                            step.order.ticket_id, step.record.attempt_tokens
+                        ):
                             self.decide()
                     if chunk.finish:
                         step.record.correct_spans(chunk.spans)
@@ -324,7 +358,8 @@ class StepRunner:
         return self._reason(step, finish, message)
 
     def _prefill_of(self, ticket_id: str) -> Prefill:
-        """What a waiting step has to prefill, as far as is known here; without a curve nothing takes long."""
+        """What a waiting step has to prefill, as far as is known here; without a curve nothing
+        takes long."""
         curve, step = self._curve(), self._steps[ticket_id]
         read = self._contexts.count_read(step.blocks)
         first = step.blocks[read] if read < len(step.blocks) else None
@@ -333,11 +368,14 @@ class StepRunner:
             return Prefill(first=first, returns=returns)
         read_tokens = read * BLOCK_TOKENS
         new = len(step.record.context) - read_tokens
-        prefill_s = new / curve.prefill_tokens_per_s + curve.prefill_pair_s * new * (read_tokens + 0.5 * new)
+        prefill_s = new / curve.prefill_tokens_per_s + curve.prefill_pair_s * new * (
+            read_tokens + 0.5 * new
+        )
         return Prefill(prefill_s / (curve.base_s + curve.per_sequence_s), first, returns)
 
     def _finish_prefill(self, step: RunningStep, now: float) -> None:
-        """The attempt has its first token: its context is read, and others may be now, or after a rest."""
+        """The attempt has its first token: its context is read, and others may be now, or after a
+        rest."""
         self._contexts.note_read(step.blocks)
         if self.queue.finish_prefill(step.order.ticket_id, now):
             self.decide()

@@ -26,8 +26,8 @@ DEFAULT_WATCH_S = 1.0
 
 
 class TicketBook:
-    """Accepts each ticket of one engine once: used ones are remembered until they expire. Times are Unix seconds.
-    seals: of this engine; None in plaintext."""
+    """Accepts each ticket of one engine once: used ones are remembered until they expire. Times are
+    Unix seconds. seals: of this engine; None in plaintext."""
 
     def __init__(self, engine_id: str, seals: SealCheck | None) -> None:
         self._engine_id, self._seals = engine_id, seals
@@ -35,8 +35,8 @@ class TicketBook:
         self._expiries: list[tuple[float, str]] = []
 
     def check(self, ticket: Ticket, expires_at: float, now: float) -> None:
-        """Raises PermissionDenied TICKET_EXPIRED, SEAL_REFUSED; FailedPrecondition TICKET_WRONG_ENGINE, TICKET_USED;
-        Unavailable ENGINE_NOT_REGISTERED."""
+        """Raises PermissionDenied TICKET_EXPIRED, SEAL_REFUSED; FailedPrecondition
+        TICKET_WRONG_ENGINE, TICKET_USED; Unavailable ENGINE_NOT_REGISTERED."""
         ticket_id, engine_id = ticket.ticket_id, ticket.engine_id
         if self._seals is not None:
             self._seals.check(ticket)
@@ -47,7 +47,10 @@ class TicketBook:
             reason = "TICKET_WRONG_ENGINE"
             message = f"the ticket is for engine {engine_id!r}, this is {self._engine_id!r}"
         elif ticket_id in self._used:
-            reason, message = "TICKET_USED", "the ticket was presented before; schedule the step again"
+            reason, message = (
+                "TICKET_USED",
+                "the ticket was presented before; schedule the step again",
+            )
         else:
             return
         raise FailedPrecondition(reason, message, ticket_id=ticket_id)
@@ -72,7 +75,9 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     load: Callable[[], pb.Load]
     info: Callable[[], Awaitable[pb.EngineInfo]]
 
-    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+    async def Generate(
+        self, request: pb.GenerateRequest, context: Any
+    ) -> AsyncIterator[pb.GenerateResponse]:
         order = convert.step_order(request)
         expires_at, now = convert.ticket_expiry(request.ticket), time.time()
         self.tickets.check(request.ticket, expires_at, now)
@@ -88,22 +93,32 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     @answered_once
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
-        return pb.AbortResponse(output_tokens=await self.runner.abort(identifier("ticket_id", request.ticket_id)))
+        return pb.AbortResponse(
+            output_tokens=await self.runner.abort(identifier("ticket_id", request.ticket_id))
+        )
 
     @answered_once
-    async def Reprioritize(self, request: pb.ReprioritizeRequest, context: Any) -> pb.ReprioritizeResponse:
+    async def Reprioritize(
+        self, request: pb.ReprioritizeRequest, context: Any
+    ) -> pb.ReprioritizeResponse:
         require(request.changes, "changes", "must have at least one change")
         for index, change in enumerate(request.changes):
             identifier(f"changes[{index}].ticket_id", change.ticket_id)
             finite(f"changes[{index}].priority", change.priority)
-        unknown = [c.ticket_id for c in request.changes if not self.runner.queue.reprioritize(c.ticket_id, c.priority)]
+        unknown = [
+            c.ticket_id
+            for c in request.changes
+            if not self.runner.queue.reprioritize(c.ticket_id, c.priority)
+        ]
         self.runner.decide()
         return pb.ReprioritizeResponse(unknown_ticket_ids=unknown)
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Any) -> pb.GetLoadResponse:
         return pb.GetLoadResponse(load=self.load())
 
-    async def WatchLoad(self, request: pb.WatchLoadRequest, context: Any) -> AsyncIterator[pb.WatchLoadResponse]:
+    async def WatchLoad(
+        self, request: pb.WatchLoadRequest, context: Any
+    ) -> AsyncIterator[pb.WatchLoadResponse]:
         interval_s = seconds(request.interval) if request.HasField("interval") else DEFAULT_WATCH_S
         allowed = interval_s >= SHORTEST_WATCH_S
         require(allowed, "interval", f"must be at least {SHORTEST_WATCH_S} s, is {interval_s:g} s")
@@ -122,18 +137,28 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         return pb.ResumeResponse()
 
     @answered_once
-    async def UpdateWeights(self, request: pb.UpdateWeightsRequest, context: Any) -> pb.UpdateWeightsResponse:
+    async def UpdateWeights(
+        self, request: pb.UpdateWeightsRequest, context: Any
+    ) -> pb.UpdateWeightsResponse:
         version = convert.weight_version(request.weight_version)
         loaded = await self.weights.update(non_empty("model_path", request.model_path), version)
-        return pb.UpdateWeightsResponse(load_time=duration(loaded.load_s), previous_weight_version=loaded.previous)
+        return pb.UpdateWeightsResponse(
+            load_time=duration(loaded.load_s), previous_weight_version=loaded.previous
+        )
 
     @answered_once
-    async def PushWeights(self, request: pb.PushWeightsRequest, context: Any) -> pb.PushWeightsResponse:
+    async def PushWeights(
+        self, request: pb.PushWeightsRequest, context: Any
+    ) -> pb.PushWeightsResponse:
         pushed = await self.weights.push(convert.push_part(request))
-        return pb.PushWeightsResponse(push_time=duration(pushed.load_s), previous_weight_version=pushed.previous)
+        return pb.PushWeightsResponse(
+            push_time=duration(pushed.load_s), previous_weight_version=pushed.previous
+        )
 
     @answered_once
-    async def JoinWeightsGroup(self, request: pb.JoinWeightsGroupRequest, context: Any) -> pb.JoinWeightsGroupResponse:
+    async def JoinWeightsGroup(
+        self, request: pb.JoinWeightsGroupRequest, context: Any
+    ) -> pb.JoinWeightsGroupResponse:
         await self.weights.join_group(convert.group(request))
         return pb.JoinWeightsGroupResponse()
 
@@ -152,22 +177,34 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     @answered_once
     async def Wake(self, request: pb.WakeRequest, context: Any) -> pb.WakeResponse:
-        return pb.WakeResponse(asleep_tags=sorted(await self.weights.wake(convert.memory_tags(request.tags))))
+        return pb.WakeResponse(
+            asleep_tags=sorted(await self.weights.wake(convert.memory_tags(request.tags)))
+        )
 
     @answered_once
-    async def PrefetchPrefix(self, request: pb.PrefetchPrefixRequest, context: Any) -> pb.PrefetchPrefixResponse:
+    async def PrefetchPrefix(
+        self, request: pb.PrefetchPrefixRequest, context: Any
+    ) -> pb.PrefetchPrefixResponse:
         trajectory_id = identifier("trajectory_id", request.trajectory_id)
         source = convert.prefix_source(request)
-        return await self.prefixes.prefetch(trajectory_id, source, request.cache_salt, request.storage_only)
+        return await self.prefixes.prefetch(
+            trajectory_id, source, request.cache_salt, request.storage_only
+        )
 
-    async def ExportPrefix(self, request: pb.ExportPrefixRequest, context: Any) -> pb.ExportPrefixResponse:
+    async def ExportPrefix(
+        self, request: pb.ExportPrefixRequest, context: Any
+    ) -> pb.ExportPrefixResponse:
         trajectory_id = identifier("trajectory_id", request.trajectory_id)
         return await self.prefixes.export(trajectory_id, counts_only=request.counts_only)
 
     @answered_once
-    async def ReleasePrefix(self, request: pb.ReleasePrefixRequest, context: Any) -> pb.ReleasePrefixResponse:
+    async def ReleasePrefix(
+        self, request: pb.ReleasePrefixRequest, context: Any
+    ) -> pb.ReleasePrefixResponse:
         self.prefixes.contexts.forget(identifier("trajectory_id", request.trajectory_id))
         return pb.ReleasePrefixResponse()
 
-    async def GetEngineInfo(self, request: pb.GetEngineInfoRequest, context: Any) -> pb.GetEngineInfoResponse:
+    async def GetEngineInfo(
+        self, request: pb.GetEngineInfoRequest, context: Any
+    ) -> pb.GetEngineInfoResponse:
         return pb.GetEngineInfoResponse(info=await self.info())

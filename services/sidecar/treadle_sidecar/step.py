@@ -1,11 +1,12 @@
-"""One step on this engine: its order, what it has produced so far, and the events on their way to the caller.
+"""One step on this engine: its order, what it has produced so far, and the events on their way to
+the caller.
 
-Pure but for the events: times are passed in. Invariants: each sampled token is recorded once, with its logprob; version
-spans are contiguous, without gap or overlap, from the resumed tokens on; the phases follow each other without a gap, so
-that they add up to the step's time.
+Pure but for the events: times are passed in. Invariants: each sampled token is recorded once, with
+its logprob; version spans are contiguous, without gap or overlap, from the resumed tokens on; the
+phases follow each other without a gap, so that they add up to the step's time.
 
-A step is sent to the engine in one or more attempts: a preempted one is resumed by another attempt, whose input is the
-prompt and all output so far.
+A step is sent to the engine in one or more attempts: a preempted one is resumed by another attempt,
+whose input is the prompt and all output so far.
 """
 
 import asyncio
@@ -27,10 +28,11 @@ from treadle_sidecar.engine.client import EngineChunk, EngineClient, EngineReque
 from treadle_sidecar.engine.watch import EngineProfile
 
 SEED_BYTES = 7  # below SGLang's limit of 63 bits
-# Others hear this much later that an attempt starts. To tell them at once delays the request to the engine by 0.4 ms,
-# and an engine's first token takes longer than this.
+# Others hear this much later that an attempt starts. To tell them at once delays the request to the
+# engine by 0.4 ms, and an engine's first token takes longer than this.
 START_SENT_AFTER_S = 0.003
-TAIL_TOKENS = 64  # of an output resumed from elsewhere, enough for the text in which a stop string may have begun
+# of an output resumed from elsewhere, enough for the text in which a stop string may have begun
+TAIL_TOKENS = 64
 
 Reason: TypeAlias = pb.FinishReason.ValueType
 Finished: TypeAlias = pb.StepFinished
@@ -45,14 +47,18 @@ _FIELDS: dict[type, str] = {  # of GenerateResponse
     pb.StepFinished: "finished",
 }
 _Phase = Literal["queue", "preempted", "weights", "prefill", "decode"]
-_WAITS: tuple[_Phase, ...] = ("queue", "preempted", "weights")  # before it first ran, after that, in a pause
+_WAITS: tuple[_Phase, ...] = (
+    "queue",
+    "preempted",
+    "weights",
+)  # before it first ran, after that, in a pause
 
 
 @dataclass(frozen=True)
 class StepOrder:
-    """One step to run. `resumed` are output tokens that the caller has from an engine that was lost; preemptible:
-    whether a waiting step may evict this one while it runs; token_interval_s: seconds for which tokens are gathered;
-    job, job_weight: whose share of the slots it takes."""
+    """One step to run. `resumed` are output tokens that the caller has from an engine that was
+    lost; preemptible: whether a waiting step may evict this one while it runs; token_interval_s:
+    seconds for which tokens are gathered; job, job_weight: whose share of the slots it takes."""
 
     ticket_id: str
     trajectory_id: str
@@ -68,7 +74,8 @@ class StepOrder:
 
 
 class StepRecord:
-    """What a step has gathered. `now` is a monotonic clock's seconds, `wall` the Unix time of acceptance."""
+    """What a step has gathered. `now` is a monotonic clock's seconds, `wall` the Unix time of
+    acceptance."""
 
     def __init__(self, order: StepOrder, now: float, wall: float) -> None:
         self.order = order
@@ -99,7 +106,9 @@ class StepRecord:
         return len(self.output) - self._attempt_start
 
     def start_attempt(self, now: float) -> pb.StepStarted:
-        started = pb.StepStarted(queue_time=duration(now - self._waits_since), attempt=self.attempts)
+        started = pb.StepStarted(
+            queue_time=duration(now - self._waits_since), attempt=self.attempts
+        )
         self._enter("prefill", now)
         self.attempts += 1
         self._attempt_start = len(self.output)
@@ -126,10 +135,16 @@ class StepRecord:
         )
 
     def correct_spans(self, engine_spans: Sequence[tuple[str, int, int]]) -> None:
-        """Replace the spans of the chunks by the engine's final account, where that covers the attempt."""
+        """Replace the spans of the chunks by the engine's final account, where that covers the
+        attempt."""
         bounds = [0, *(end for _, _, end in engine_spans)]
         starts = [start for _, start, _ in engine_spans]
-        if not starts or starts != bounds[:-1] or bounds != sorted(bounds) or bounds[-1] != self.attempt_tokens:
+        if (
+            not starts
+            or starts != bounds[:-1]
+            or bounds != sorted(bounds)
+            or bounds[-1] != self.attempt_tokens
+        ):
             return
         self._spans = [span for span in self._spans if span.start_token < self._attempt_start]
         if self._spans:
@@ -141,11 +156,14 @@ class StepRecord:
         self.preemptions += 1
         self._enter("preempted", now)
         self._waits_since = now
-        told = by if owner_of(by) == owner_of(self.order.ticket_id) else ""  # nothing of another tenant's
+        told = (
+            by if owner_of(by) == owner_of(self.order.ticket_id) else ""
+        )  # nothing of another tenant's
         return pb.StepPreempted(output_tokens=len(self.output), by_ticket_id=told)
 
     def wait(self, now: float, *, paused: bool) -> None:
-        """The step waits from now on for the end of a pause, or for a slot. Changes nothing while it runs."""
+        """The step waits from now on for the end of a pause, or for a slot. Changes nothing while
+        it runs."""
         if self._phase in _WAITS:
             self._enter("weights" if paused else "preempted" if self.attempts else "queue", now)
 
@@ -176,16 +194,18 @@ class StepRecord:
         if self._spans and self._spans[-1].weight_version == version:
             self._spans[-1].end_token = end
         elif start < end:
-            self._spans.append(VersionSpan(weight_version=version, start_token=start, end_token=end))
+            self._spans.append(
+                VersionSpan(weight_version=version, start_token=start, end_token=end)
+            )
 
 
 class SplitStops:
     """Finds stop strings that begin in one attempt and end in a later one.
 
-    The engine looks for stop strings in what the present attempt sampled, so it cannot see one that began before a
-    preemption (or on a lost engine). This looks at the text around each cut between attempts, and only there. A match
-    is seen after the chunk that completes it, so tokens that share its chunk stay, as they do when the engine finds one
-    itself in a multi-token step.
+    The engine looks for stop strings in what the present attempt sampled, so it cannot see one that
+    began before a preemption (or on a lost engine). This looks at the text around each cut between
+    attempts, and only there. A match is seen after the chunk that completes it, so tokens that
+    share its chunk stay, as they do when the engine finds one itself in a multi-token step.
     """
 
     def __init__(self, stops: Sequence[str], tail: str = "") -> None:
@@ -205,7 +225,9 @@ class SplitStops:
         if not self._reach:
             return False
         self._text += text
-        found = self._cut > 0 and any(0 <= self._text.find(stop) < self._cut for stop in self._stops)
+        found = self._cut > 0 and any(
+            0 <= self._text.find(stop) < self._cut for stop in self._stops
+        )
         self._drop_beginning()
         return found
 
@@ -216,10 +238,12 @@ class SplitStops:
 
 
 class RunningStep:
-    """A step from its acceptance to its end; only StepRunner changes it. `over` is set once it has left the queue."""
+    """A step from its acceptance to its end; only StepRunner changes it. `over` is set once it has
+    left the queue."""
 
     def __init__(self, order: StepOrder, profile: EngineProfile, now: float, wall: float) -> None:
-        """Raises InvalidArgument for what the engine cannot take, above all for token ids that would kill it."""
+        """Raises InvalidArgument for what the engine cannot take, above all for token ids that
+        would kill it."""
         sampling, room = order.sampling, profile.max_sequence_tokens - len(order.prompt)
         limit = f"the engine takes {profile.max_sequence_tokens} with the output"
         require(room > 0, "prompt", f"has {len(order.prompt)} tokens; {limit}")
@@ -238,9 +262,13 @@ class RunningStep:
         self.aborting = False  # the engine is being asked to abort the present attempt
         self.evicted_by = ""
         self.stopped = False  # by the caller, a pause or an error: no further attempt
-        self.stop_found = False  # a stop string across a cut: what the engine samples beyond it is dropped
+        self.stop_found = (
+            False  # a stop string across a cut: what the engine samples beyond it is dropped
+        )
         self.waiting_since = now
-        self.blocks: list[int] = []  # of the context of the next attempt, as `prefixes.hash_blocks` has them
+        self.blocks: list[
+            int
+        ] = []  # of the context of the next attempt, as `prefixes.hash_blocks` has them
         self._error: TreadleError | None = None
         self._wake = asyncio.Event()
         self._attempt_ended = asyncio.Event()
@@ -252,15 +280,17 @@ class RunningStep:
         self._tail_known = not (order.resumed and sampling.stop)
 
     def emit(self, event: StepEvent | TreadleError) -> None:
-        """Send an event to the caller; StepFinished or an error is the last. Tokens wait for others, at most as long as
-        the order says, and are sent before what is not tokens; a start waits START_SENT_AFTER_S, or for what follows
-        it."""
+        """Send an event to the caller; StepFinished or an error is the last. Tokens wait for
+        others, at most as long as the order says, and are sent before what is not tokens; a start
+        waits START_SENT_AFTER_S, or for what follows it."""
         if isinstance(event, pb.TokenChunk):
             self._gather(event)
         elif isinstance(event, pb.StepStarted):
             self._send_gathered()
             self._started = event
-            self._send_later = asyncio.get_running_loop().call_later(START_SENT_AFTER_S, self._send_gathered)
+            self._send_later = asyncio.get_running_loop().call_later(
+                START_SENT_AFTER_S, self._send_gathered
+            )
         else:
             self._send_gathered()
             self._events.put_nowait(event)
@@ -289,7 +319,8 @@ class RunningStep:
             self._gather_until_s = asyncio.get_running_loop().time() + self.order.token_interval_s
 
     async def events(self) -> AsyncIterator[pb.GenerateResponse]:
-        """Until StepFinished. Chunks that wait for a slow caller are joined. Raises the error that ended the step."""
+        """Until StepFinished. Chunks that wait for a slow caller are joined. Raises the error that
+        ended the step."""
         event: StepEvent | TreadleError | None = None
         while not isinstance(event, pb.StepFinished):
             event = await self._events.get()
@@ -342,10 +373,13 @@ class RunningStep:
                 await self._attempt_ended.wait()
 
     async def learn_tail(self, engine: EngineClient) -> None:
-        """Ask for the text of an output that came from another engine. Raises EngineLost, EngineRefused."""
+        """Ask for the text of an output that came from another engine. Raises EngineLost,
+        EngineRefused."""
         if not self._tail_known:
             self._tail_known = True
-            self.stops = SplitStops(self.order.sampling.stop, await engine.text_of(self.order.resumed[-TAIL_TOKENS:]))
+            self.stops = SplitStops(
+                self.order.sampling.stop, await engine.text_of(self.order.resumed[-TAIL_TOKENS:])
+            )
 
     def reason_to_end(self) -> Reason | None:
         """Why a step that was cut here needs no further attempt; None where it does.
@@ -358,8 +392,8 @@ class RunningStep:
         return LENGTH if len(output) >= self._output_limit else None
 
     def attempt_request(self, weight_version: str) -> EngineRequest:
-        """The input and the tokens that are left. The salt is of the engine's weight version, whatever the ticket says,
-        and the trajectory's tenant."""
+        """The input and the tokens that are left. The salt is of the engine's weight version,
+        whatever the ticket says, and the trajectory's tenant."""
         sampling = self.order.sampling
         params: dict[str, object] = {
             "max_new_tokens": self._output_limit - len(self.record.output),
@@ -374,13 +408,19 @@ class RunningStep:
         for name in ("temperature", "top_p", "top_k", "min_p"):  # without one, the engine's default
             if sampling.HasField(name):
                 params[name] = getattr(sampling, name)
-        # The random part comes first and has a fixed length, so that no rid is the beginning of another.
+        # The random part comes first and has a fixed length, so that no rid is the beginning of
+        # another.
         rid = f"{uuid.uuid4().hex}-{self.order.ticket_id}"
-        return EngineRequest(rid, self.record.context.tolist(), params, like(self.order.trajectory_id, weight_version))
+        return EngineRequest(
+            rid,
+            self.record.context.tolist(),
+            params,
+            like(self.order.trajectory_id, weight_version),
+        )
 
     def _default_seed(self) -> int:
-        # An engine that honours seeds gives all requests without one the same seed; the samples of a prompt would be
-        # equal.
+        # An engine that honours seeds gives all requests without one the same seed; the samples of
+        # a prompt would be equal.
         digest = hashlib.sha256(f"{self.order.trajectory_id}/{self.order.turn}".encode()).digest()
         return int.from_bytes(digest[:SEED_BYTES], "big")
 

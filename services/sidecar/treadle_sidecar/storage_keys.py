@@ -1,8 +1,10 @@
-"""Name the KV pages in HiCache storage as SGLang 0.5.23 does: by a chain of SHA-256 over pages of token ids.
+"""Name the KV pages in HiCache storage as SGLang 0.5.23 does: by a chain of SHA-256 over pages of
+token ids.
 
-The chain starts with the cache salt. The sidecar looks up which part of a prefix is in a shared folder; the CPU plugin
-gives these digests to SGLang in place of its compiled ones, so that no C++ compiler is needed. Standard library only,
-because the engine's venv imports it too. A test with a real engine compares the names.
+The chain starts with the cache salt. The sidecar looks up which part of a prefix is in a shared
+folder; the CPU plugin gives these digests to SGLang in place of its compiled ones, so that no C++
+compiler is needed. Standard library only, because the engine's venv imports it too. A test with a
+real engine compares the names.
 """
 
 import hashlib
@@ -11,7 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _NAMESPACE = b"sglang-cache-namespace-v1"
-_WIDE_TAG = b"\xff"  # marks a page with ids above 32 bits, so that no narrow page has the same bytes
+_WIDE_TAG = (
+    b"\xff"  # marks a page with ids above 32 bits, so that no narrow page has the same bytes
+)
 _LARGEST_NARROW = 0xFFFFFFFF
 
 
@@ -21,7 +25,9 @@ def namespace_seed(cache_salt: str | None) -> str | None:
         return None
     encoded = cache_salt.encode()
     # The first part is SGLang's extra_key, absent here.
-    return hashlib.sha256(_NAMESPACE + b"\x00\x01" + len(encoded).to_bytes(8, "little") + encoded).hexdigest()
+    return hashlib.sha256(
+        _NAMESPACE + b"\x00\x01" + len(encoded).to_bytes(8, "little") + encoded
+    ).hexdigest()
 
 
 def page_keys(token_ids: Sequence[int], page_tokens: int, cache_salt: str | None) -> Iterator[str]:
@@ -41,7 +47,8 @@ def chained_digest(prior: bytes, words: Sequence[int]) -> bytes:
 
 
 class StoredPages:
-    """Counts the leading tokens of a prefix whose pages are in `folder` (None: not known, so none). `look` looks.
+    """Counts the leading tokens of a prefix whose pages are in `folder` (None: not known, so none).
+    `look` looks.
 
     A file's name is the page's key and one of `suffixes`.
     """
@@ -62,12 +69,16 @@ class StoredPages:
         self.tokens = 0
 
     def look(self) -> None:
-        """Look for further pages from the first missing one on. Blocks: for 0.1 s where 128k tokens are stored.
+        """Look for further pages from the first missing one on. Blocks: for 0.1 s where 128k tokens
+        are stored.
 
-        A page that was there and has been deleted since still counts: the engine computes what it does not find.
+        A page that was there and has been deleted since still counts: the engine computes what it
+        does not find.
         """
         while self._folder is not None and self._next is not None:
-            if not any((self._folder / f"{self._next}{suffix}").exists() for suffix in self._suffixes):
+            if not any(
+                (self._folder / f"{self._next}{suffix}").exists() for suffix in self._suffixes
+            ):
                 return
             self.tokens += self._page_tokens
             self._next = next(self._missing, None)

@@ -1,15 +1,19 @@
-"""Change what the engine serves, one change at a time: pauses, loads, pushed weights, and memory that a trainer uses.
+"""Change what the engine serves, one change at a time: pauses, loads, pushed weights, and memory
+that a trainer uses.
 
-A pause takes every step off the engine by the same abort as a preemption, so that the engine is idle while it lasts:
-weights may change, a flush is not refused, and a kept step goes on with its own tokens under the salt of the weights
-that are there then. (SGLang's in-place pause would keep decoding on KV of the old weights.)
+A pause takes every step off the engine by the same abort as a preemption, so that the engine is
+idle while it lasts: weights may change, a flush is not refused, and a kept step goes on with its
+own tokens under the salt of the weights that are there then. (SGLang's in-place pause would keep
+decoding on KV of the old weights.)
 
-A change that has begun goes on when its caller does not wait any longer, since the engine goes on with it too: steps
-that ran meanwhile would store KV of the new weights under the name of the old ones.
+A change that has begun goes on when its caller does not wait any longer, since the engine goes on
+with it too: steps that ran meanwhile would store KV of the new weights under the name of the old
+ones.
 
-Invariant: before an engine's weights are overwritten in parts, or given away, the engine itself is told to name them
-INCOMPLETE, and what sleeps (`write_name`). No step runs under such a name, also after a restart of this sidecar; a new
-engine process has whole weights of its own, and its name says so.
+Invariant: before an engine's weights are overwritten in parts, or given away, the engine itself is
+told to name them INCOMPLETE, and what sleeps (`write_name`). No step runs under such a name, also
+after a restart of this sidecar; a new engine process has whole weights of its own, and its name
+says so.
 """
 
 import asyncio
@@ -39,7 +43,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load or a push brought. load_s: seconds that it took. model_path: empty where the weights were pushed."""
+    """What a load or a push brought. load_s: seconds that it took. model_path: empty where the
+    weights were pushed."""
 
     model_path: str
     weight_version: str
@@ -49,9 +54,11 @@ class Loaded:
 
 @dataclass(eq=False)
 class Push:
-    """One push of a version, which ends with its last part, with a part that fails, or when none comes in time.
+    """One push of a version, which ends with its last part, with a part that fails, or when none
+    comes in time.
 
-    parts: that have been accepted. newest: the answer to the last of them. in_session: the engine expects parts.
+    parts: that have been accepted. newest: the answer to the last of them. in_session: the engine
+    expects parts.
     """
 
     push_id: str
@@ -66,7 +73,8 @@ class Push:
 
 @dataclass(eq=False)
 class Weights:
-    """The only part that changes what the engine serves. push_timeout_s: longest time between two parts of a push."""
+    """The only part that changes what the engine serves. push_timeout_s: longest time between two
+    parts of a push."""
 
     engine: EngineClient
     watch: EngineWatch
@@ -77,7 +85,9 @@ class Weights:
     push_timeout_s: float
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _tasks: asyncio.TaskGroup | None = field(default=None, init=False)
-    _loads: "dict[tuple[str, str], asyncio.Future[Loaded]]" = field(default_factory=dict, init=False)  # under way
+    _loads: "dict[tuple[str, str], asyncio.Future[Loaded]]" = field(
+        default_factory=dict, init=False
+    )  # under way
     _last: Loaded | None = field(default=None, init=False)
     _push: Push | None = field(default=None, init=False)  # under way
     _pushed: Push | None = field(default=None, init=False)  # the last one that has ended well
@@ -93,22 +103,25 @@ class Weights:
             await asyncio.Event().wait()
 
     async def pause(self, *, abort: bool) -> tuple[int, int]:
-        """Returns (aborted, kept) steps once none runs; abort: end the steps rather than keep them waiting."""
+        """Returns (aborted, kept) steps once none runs; abort: end the steps rather than keep them
+        waiting."""
         async with self._idle(abort=abort) as counts:
             self._paused = True
         return counts
 
     async def resume(self) -> None:
-        """Let steps run again, but for an engine that cannot. Changes nothing where nothing is paused."""
+        """Let steps run again, but for an engine that cannot. Changes nothing where nothing is
+        paused."""
         async with self._one_at_a_time:
             self._paused = False
             self._hold_or_resume()
 
     async def update(self, model_path: str, weight_version: str) -> Loaded:
-        """Load weights; another call for the same ones waits for the load under way, or returns what it brought.
+        """Load weights; another call for the same ones waits for the load under way, or returns
+        what it brought.
 
-        Steps wait meanwhile, and stay paused where they were paused. Raises InvalidArgument, FailedPrecondition
-        WEIGHTS_NOT_LOADED, PUSH_UNDER_WAY or ENGINE_ASLEEP, Unavailable.
+        Steps wait meanwhile, and stay paused where they were paused. Raises InvalidArgument,
+        FailedPrecondition WEIGHTS_NOT_LOADED, PUSH_UNDER_WAY or ENGINE_ASLEEP, Unavailable.
         """
         target = (model_path, weight_version)
         if target not in self._loads:
@@ -122,19 +135,26 @@ class Weights:
         return await asyncio.shield(self._loads[target])
 
     async def push(self, part: PushPart) -> Loaded:
-        """Take one part of pushed weights; the version is named with the last one. A repeated part is taken once.
+        """Take one part of pushed weights; the version is named with the last one. A repeated part
+        is taken once.
 
-        Raises InvalidArgument, FailedPrecondition PUSH_UNDER_WAY, PUSH_OUT_OF_ORDER, WEIGHTS_NOT_PUSHED or
-        ENGINE_ASLEEP, Unavailable.
+        Raises InvalidArgument, FailedPrecondition PUSH_UNDER_WAY, PUSH_OUT_OF_ORDER,
+        WEIGHTS_NOT_PUSHED or ENGINE_ASLEEP, Unavailable.
         """
         for push in (self._push, self._pushed):
-            if push is not None and push.newest is not None and _is_part_of(push, part, push.parts - 1):
+            if (
+                push is not None
+                and push.newest is not None
+                and _is_part_of(push, part, push.parts - 1)
+            ):
                 return await asyncio.shield(push.newest)
         push = self._admit(part)
         push.newest = self._begin(self._take(push, part))
         return await asyncio.shield(push.newest)
 
-    async def sleep(self, tags: frozenset[str], *, abort: bool) -> tuple[tuple[int, int], frozenset[str]]:
+    async def sleep(
+        self, tags: frozenset[str], *, abort: bool
+    ) -> tuple[tuple[int, int], frozenset[str]]:
         """Give memory to a trainer. Returns (aborted, kept) steps, and all that sleeps.
 
         Raises FailedPrecondition NO_MEMORY_SAVER, PUSH_UNDER_WAY or ENGINE_BUSY, Unavailable.
@@ -142,19 +162,20 @@ class Weights:
         if not self.watch.require_profile().memory_saver:
             raise FailedPrecondition(
                 "NO_MEMORY_SAVER",
-                "the engine cannot give memory away: SGLang was started without --enable-memory-saver, and would keep "
+                "the engine cannot give memory away: SGLang was started without "
+                "--enable-memory-saver, and would keep "
                 "all memory without an error",
             )
         return await asyncio.shield(self._begin(self._sleep(tags, abort=abort)))
 
     async def wake(self, tags: frozenset[str]) -> frozenset[str]:
-        """Take memory back; steps go on once all of it is there and the weights are whole. Returns what still sleeps.
-        Raises FailedPrecondition ENGINE_NOT_AWAKE, Unavailable."""
+        """Take memory back; steps go on once all of it is there and the weights are whole. Returns
+        what still sleeps. Raises FailedPrecondition ENGINE_NOT_AWAKE, Unavailable."""
         return await asyncio.shield(self._begin(self._wake(tags)))
 
     async def join_group(self, group: dict[str, object]) -> None:
-        """Join the trainer's process group, by SGLang's own request; the engine does nothing else until all ranks are
-        there. Raises FailedPrecondition GROUP_NOT_JOINED, Unavailable."""
+        """Join the trainer's process group, by SGLang's own request; the engine does nothing else
+        until all ranks are there. Raises FailedPrecondition GROUP_NOT_JOINED, Unavailable."""
         await asyncio.shield(self._begin(self._join(group)))
 
     async def leave_group(self, group_name: str) -> None:
@@ -168,7 +189,9 @@ class Weights:
             change.close()
             raise engine_lost("this sidecar is shutting down")
         ended: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        ended.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, also without a caller
+        ended.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # seen, also without a caller
         self._tasks.create_task(_settle(change, ended))
         return ended
 
@@ -201,7 +224,8 @@ class Weights:
         self.watch.set_name(name)
 
     async def _ask_profile(self) -> EngineProfile:
-        """The profile with what the engine says at this moment: it may have restarted since the last poll."""
+        """The profile with what the engine says at this moment: it may have restarted since the
+        last poll."""
         self.watch.set_name(await self.engine.name_of_weights())
         return self.watch.require_profile()
 
@@ -216,7 +240,9 @@ class Weights:
                 raise _under_way(self._push)
             profile = self._require_weights()
             began_s = time.monotonic()
-            async with self.watch.calling("the weights", "WEIGHTS_NOT_LOADED", model_path=model_path):
+            async with self.watch.calling(
+                "the weights", "WEIGHTS_NOT_LOADED", model_path=model_path
+            ):
                 if not profile.can_run:
                     with suppress(EngineRefused):  # no push was broken off
                         await self.engine.end_push()
@@ -224,17 +250,23 @@ class Weights:
                 await self.engine.update_weights(model_path, name)
                 self.watch.set_name(name)
                 await self._drop_kv()
-            self._last = Loaded(model_path, weight_version, time.monotonic() - began_s, profile.weight_version)
+            self._last = Loaded(
+                model_path, weight_version, time.monotonic() - began_s, profile.weight_version
+            )
         await self.bus.publish(self.facts.weights_updated(weight_version))
         return self._last
 
     def _admit(self, part: PushPart) -> Push:
         """The push that the part belongs to, which is the next one due; part 0 begins one."""
         push = self._push
-        restarts = push is not None and part.index == 0 and part.weight_version == push.weight_version
+        restarts = (
+            push is not None and part.index == 0 and part.weight_version == push.weight_version
+        )
         if push is None or restarts:
             if part.index > 0:
-                raise _out_of_order(0, "no such push is under way: it has failed, or no part came in time")
+                raise _out_of_order(
+                    0, "no such push is under way: it has failed, or no part came in time"
+                )
             profile = self._require_weights()
             if profile.weight_version == part.weight_version:
                 raise _not_new(part.weight_version)
@@ -262,18 +294,24 @@ class Weights:
             await self.bus.publish(self.facts.weights_updated(part.weight_version))
         elif push.parts == part.index + 1:
             loop = asyncio.get_running_loop()
-            push.expiry = loop.call_later(self.push_timeout_s, self._end, push, "no further part came in time")
+            push.expiry = loop.call_later(
+                self.push_timeout_s, self._end, push, "no further part came in time"
+            )
         return pushed
 
     async def _overwrite(self, push: Push, part: PushPart) -> None:
         if self._push is not push:
             raise _out_of_order(0, "the push has failed, or was begun anew")
         asleep, incomplete = self._require_weights().asleep, INCOMPLETE + part.weight_version
-        async with self.watch.calling("the pushed weights", "WEIGHTS_NOT_PUSHED", weight_version=part.weight_version):
+        async with self.watch.calling(
+            "the pushed weights", "WEIGHTS_NOT_PUSHED", weight_version=part.weight_version
+        ):
             if part.index == 0:
                 await self._name(incomplete, asleep)
             elif (await self._ask_profile()).weight_version != incomplete:
-                raise _out_of_order(0, "the engine has restarted since")  # with its own weights, without the parts
+                raise _out_of_order(
+                    0, "the engine has restarted since"
+                )  # with its own weights, without the parts
             # What SGLang takes by IPC it makes ready itself.
             if part.way not in ("", "ipc") and not push.in_session:
                 await self.engine.begin_push()
@@ -291,23 +329,35 @@ class Weights:
         if self._push is push:
             self._push = None
             if problem:
-                log.warning("a push was given up", weight_version=push.weight_version, problem=problem)
+                log.warning(
+                    "a push was given up", weight_version=push.weight_version, problem=problem
+                )
 
-    async def _sleep(self, tags: frozenset[str], *, abort: bool) -> tuple[tuple[int, int], frozenset[str]]:
+    async def _sleep(
+        self, tags: frozenset[str], *, abort: bool
+    ) -> tuple[tuple[int, int], frozenset[str]]:
         async with self._idle(abort=abort) as counts:
             if self._push is not None:
                 raise _under_way(self._push)
             async with self.watch.calling("to sleep"):
                 profile = await self._ask_profile()
-                asleep, version = profile.asleep | (tags or frozenset(MEMORY)), profile.weight_version
+                asleep, version = (
+                    profile.asleep | (tags or frozenset(MEMORY)),
+                    profile.weight_version,
+                )
                 fresh = asleep - profile.asleep  # to give away twice kills an engine
                 if "weights" in fresh and not profile.keeps_weights:
-                    version = INCOMPLETE + version.removeprefix(INCOMPLETE)  # they come back as whatever is there then
+                    version = INCOMPLETE + version.removeprefix(
+                        INCOMPLETE
+                    )  # they come back as whatever is there then
                 if fresh and not await self.engine.flush_cache(ALMOST_IDLE_S):
-                    raise FailedPrecondition("ENGINE_BUSY", "the engine runs requests that are not of this sidecar")
+                    raise FailedPrecondition(
+                        "ENGINE_BUSY", "the engine runs requests that are not of this sidecar"
+                    )
                 if fresh:
                     self.prefixes.contexts.forget_read()
-                    # First the name: a sidecar that restarts in between must not run steps without the memory.
+                    # First the name: a sidecar that restarts in between must not run steps without
+                    # the memory.
                     await self._name(version, asleep)
                     await self.engine.release_memory(fresh)
             return counts, asleep
@@ -330,7 +380,9 @@ class Weights:
         """The profile of an engine whose weights may be overwritten."""
         profile = self.watch.require_profile()
         if "weights" in profile.asleep:
-            raise FailedPrecondition("ENGINE_ASLEEP", "the memory of the weights is given away; wake it first")
+            raise FailedPrecondition(
+                "ENGINE_ASLEEP", "the memory of the weights is given away; wake it first"
+            )
         return profile
 
 
@@ -344,17 +396,25 @@ async def _settle(change: Coroutine[Any, Any, T], ended: "asyncio.Future[T]") ->
 
 
 def _is_part_of(push: Push, part: PushPart, index: int) -> bool:
-    return (part.push_id, part.weight_version, part.index) == (push.push_id, push.weight_version, index)
+    return (part.push_id, part.weight_version, part.index) == (
+        push.push_id,
+        push.weight_version,
+        index,
+    )
 
 
 def _not_new(weight_version: str) -> InvalidArgument:
-    return InvalidArgument("weight_version", f"must be new; the engine serves {weight_version!r} already")
+    return InvalidArgument(
+        "weight_version", f"must be new; the engine serves {weight_version!r} already"
+    )
 
 
 def _under_way(push: Push) -> FailedPrecondition:
     version = push.weight_version
     return FailedPrecondition(
-        "PUSH_UNDER_WAY", f"weights {version!r} are being pushed to this engine by another push", weight_version=version
+        "PUSH_UNDER_WAY",
+        f"weights {version!r} are being pushed to this engine by another push",
+        weight_version=version,
     )
 
 

@@ -50,7 +50,9 @@ async def wire(runtime: Runtime) -> Wiring:
         hysteresis=settings.hysteresis,
         min_run_tokens=settings.min_run_tokens,
     )
-    runner = StepRunner(engine, watch, runtime.bus, facts, contexts, policy, known_curve, counting(runtime.metrics))
+    runner = StepRunner(
+        engine, watch, runtime.bus, facts, contexts, policy, known_curve, counting(runtime.metrics)
+    )
     storage = Path(settings.kv_storage_dir) if settings.kv_storage_dir else None
     prefixes = Prefixes(engine, watch, contexts, storage, settings.export_wait_s, runtime.channel)
     weights = Weights(engine, watch, runner, prefixes, runtime.bus, facts, settings.push_timeout_s)
@@ -62,7 +64,9 @@ async def wire(runtime: Runtime) -> Wiring:
         if watch.profile is None:
             raise engine_lost(watch.problem)
         address = settings.advertise or await runtime.listening
-        return convert.engine_info(settings, watch.profile, address, runner.queue.policy.slots, curve())
+        return convert.engine_info(
+            settings, watch.profile, address, runner.queue.policy.slots, curve()
+        )
 
     def load() -> engine_pb2.Load:
         now = time.monotonic()
@@ -83,23 +87,39 @@ async def wire(runtime: Runtime) -> Wiring:
 
     watch_load(runtime.metrics, load)
 
-    # Records of this engine's own: sidecars share a NATS, and the same request id may go to several of them.
+    # Records of this engine's own: sidecars share a NATS, and the same request id may go to several
+    # of them.
     name = "".join(char if char.isalnum() or char == "-" else "_" for char in settings.engine_id)
     records = await RequestRecords.open(runtime.bus, f"sidecar_{name}")
     seals = SealCheck() if runtime.certificates else None
-    servicer = EngineServicer(runner, TicketBook(settings.engine_id, seals), prefixes, weights, records, load, info)
+    servicer = EngineServicer(
+        runner, TicketBook(settings.engine_id, seals), prefixes, weights, records, load, info
+    )
 
     probe = CurveProbe(engine, watch, runner, measured, settings.probe_s)
-    tasks = [watch.run, runner.run, weights.run, GenerationProbe(engine, watch, runner, progress).run]
+    tasks = [
+        watch.run,
+        runner.run,
+        weights.run,
+        GenerationProbe(engine, watch, runner, progress).run,
+    ]
     if declared:
         probe.first_over.set()
     else:
         tasks.append(probe.run)
     if settings.scheduler:
         scheduler = SchedulerServiceStub(runtime.follow(settings.scheduler, "scheduler"))
-        tasks.append(Registration(scheduler, watch, info, load, curve, probe.first_over, runtime.stopping, seals).run)
+        tasks.append(
+            Registration(
+                scheduler, watch, info, load, curve, probe.first_over, runtime.stopping, seals
+            ).run
+        )
     return Wiring(
-        services={"treadle.engine.v1.EngineService": partial(add_EngineServiceServicer_to_server, servicer)},
+        services={
+            "treadle.engine.v1.EngineService": partial(
+                add_EngineServiceServicer_to_server, servicer
+            )
+        },
         tasks=tasks,
         close=engine.close,
     )
@@ -123,11 +143,15 @@ def watch_load(metrics: Metrics, load: Callable[[], engine_pb2.Load]) -> None:
 def counting(metrics: Metrics) -> Callable[[engine_pb2.StepFinished], None]:
     """What counts and times each step that has ended (docs/metrics.md)."""
     step_s = metrics.seconds("step", "Where the time of steps went, by part")
-    steps = metrics.total("steps", "step", "Steps by why they ended; one that ended with an error is not among them")
+    steps = metrics.total(
+        "steps", "step", "Steps by why they ended; one that ended with an error is not among them"
+    )
     tokens = metrics.total("tokens", "token", "Sampled tokens")
     cached = metrics.total("cached", "token", "Prompt tokens of steps whose KV was there")
     preemptions = metrics.total("preemptions", "preemption", "Evictions of running steps")
-    resumed = metrics.total("resumed", "token", "Tokens that preempted steps sent again, by whether their KV was kept")
+    resumed = metrics.total(
+        "resumed", "token", "Tokens that preempted steps sent again, by whether their KV was kept"
+    )
 
     def count(finished: engine_pb2.StepFinished) -> None:
         timing = finished.timing
@@ -135,7 +159,14 @@ def counting(metrics: Metrics) -> Callable[[engine_pb2.StepFinished], None]:
         step_s(max(0.0, seconds(timing.queue) - waits_s), {"part": "queue"})
         for part in ("prefill", "decode", "preempted", "weights"):
             step_s(seconds(getattr(timing, part)), {"part": part})
-        steps(1, {"reason": engine_pb2.FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_").lower()})
+        steps(
+            1,
+            {
+                "reason": engine_pb2.FinishReason.Name(finished.reason)
+                .removeprefix("FINISH_REASON_")
+                .lower()
+            },
+        )
         tokens(sum(span.end_token - span.start_token for span in finished.version_spans))
         cached(finished.cached_tokens)
         preemptions(finished.preemptions)

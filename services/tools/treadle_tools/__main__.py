@@ -2,7 +2,8 @@
 
 import os
 
-# The service forks only to start bubblewrap, where gRPC's handlers could only complain. Read when gRPC is imported.
+# The service forks only to start bubblewrap, where gRPC's handlers could only complain. Read when
+# gRPC is imported.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
 
 from treadle_runtime.server import Service, run

@@ -27,10 +27,13 @@ log = structlog.get_logger()
 BUBBLEWRAP = "bubblewrap"
 # Over what a session may be idle: a container must not end before its session is closed
 SILENCE_GRACE_S = 600.0
-NO_IMAGE = "no image: set TREADLE_TOOLS_IMAGE to one with Python 3.11 or later and what the tools import"
+NO_IMAGE = (
+    "no image: set TREADLE_TOOLS_IMAGE to one with Python 3.11 or later and what the tools import"
+)
 REMEDIES = {
     "docker": "start the Docker daemon, or set TREADLE_TOOLS_DOCKER_HOSTS",
-    "kubernetes": "run in a pod whose service account may make pods (k8s/components/tools-pods), or set KUBECONFIG",
+    "kubernetes": "run in a pod whose service account may make pods (k8s/components/tools-pods), "
+    "or set KUBECONFIG",
 }
 
 
@@ -79,14 +82,22 @@ async def start_backends(settings: ToolsSettings, registered: Iterable[Tool]) ->
     backends = Backends(of_tool)
     for name in dict.fromkeys(of_tool.values()):
         tools = [tool for tool in here if of_tool[tool.name] == name]
-        start = _start_daemon(settings, tools) if name == BUBBLEWRAP else _start_fleet(name, settings, tools)
+        start = (
+            _start_daemon(settings, tools)
+            if name == BUBBLEWRAP
+            else _start_fleet(name, settings, tools)
+        )
         try:
             backends.started[name], version = await start
         except (BubblewrapMissing, BackendMissing) as why:
-            log.error("no sandbox: every call of these tools will be refused", backend=name, why=str(why))
+            log.error(
+                "no sandbox: every call of these tools will be refused", backend=name, why=str(why)
+            )
             backends.missing[name] = str(why)
         except (FolderRefused, DaemonFailed) as refused:
-            raise StartError(f"TREADLE_TOOLS_STATE_DIR={settings.state_dir!r}: {refused}") from refused
+            raise StartError(
+                f"TREADLE_TOOLS_STATE_DIR={settings.state_dir!r}: {refused}"
+            ) from refused
         else:
             backends.versions.append(version)
             log.info("sandbox", backend=version, sessions=len(backends.started[name].found))
@@ -105,7 +116,9 @@ def _folder_of(backend: str, settings: ToolsSettings) -> Path:
 R = TypeVar("R")
 
 
-def _make_recipes(tools: Sequence[Tool], make: Callable[[Tool], R]) -> tuple[list[R], dict[str, str]]:
+def _make_recipes(
+    tools: Sequence[Tool], make: Callable[[Tool], R]
+) -> tuple[list[R], dict[str, str]]:
     """Recipes of those tools whose modules are here, and why the others have none."""
     recipes, failures = [], {}
     for tool in tools:
@@ -140,7 +153,9 @@ async def _start_daemon(settings: ToolsSettings, tools: Sequence[Tool]) -> tuple
     return client, f"{BUBBLEWRAP} {bubblewrap.version}"
 
 
-async def _start_fleet(kind: str, settings: ToolsSettings, tools: Sequence[Tool]) -> tuple[Fleet, str]:
+async def _start_fleet(
+    kind: str, settings: ToolsSettings, tools: Sequence[Tool]
+) -> tuple[Fleet, str]:
     """Containers on "docker" or "kubernetes", and its version.
 
     Raises BackendMissing, FolderRefused.
@@ -154,7 +169,9 @@ async def _start_fleet(kind: str, settings: ToolsSettings, tools: Sequence[Tool]
     def make(tool: Tool) -> Recipe:
         code_in_image = settings.code_in_image or kind == "kubernetes"
         silence_s = settings.session_idle_s + settings.keep_s + SILENCE_GRACE_S
-        return Recipe.for_tool(tool, image=settings.image, code_in_image=code_in_image, silence_s=silence_s)
+        return Recipe.for_tool(
+            tool, image=settings.image, code_in_image=code_in_image, silence_s=silence_s
+        )
 
     recipes, failures = _make_recipes(tools, make)
     fleet = Fleet(
@@ -180,7 +197,10 @@ def _find_hosts(kind: str, settings: ToolsSettings, owner: str) -> Sequence[Host
             from treadle_tools.sandbox.containers.docker import DockerHost
 
             mirror, tls = settings.docker_mirror, settings.docker_tls
-            return [DockerHost(url, owner=owner, mirror=mirror, tls=tls) for url in settings.docker_hosts]
+            return [
+                DockerHost(url, owner=owner, mirror=mirror, tls=tls)
+                for url in settings.docker_hosts
+            ]
         from treadle_tools.sandbox.containers.kubernetes import KubernetesHost
     except ModuleNotFoundError as error:
         library = "aiodocker" if kind == "docker" else "kubernetes-asyncio"

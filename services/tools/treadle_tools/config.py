@@ -116,7 +116,9 @@ class ToolsSettings(Settings):
     @property
     def builtin_tools(self) -> tuple[Tool, ...]:
         """Return the tools and rewards that are on, in the order of TOOLS and REWARDS."""
-        return tuple(tool for tool in (*TOOLS, *REWARDS) if tool.name in {*self.builtin, *self.rewards})
+        return tuple(
+            tool for tool in (*TOOLS, *REWARDS) if tool.name in {*self.builtin, *self.rewards}
+        )
 
     @property
     def state_folder(self) -> Path:

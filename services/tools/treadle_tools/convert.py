@@ -36,7 +36,11 @@ def limits_of(message: pb.Limits, most: Limits) -> Limits:
 
 
 def _limit(name: str, asked: float, most: float) -> float:
-    require(0 <= asked <= most, f"limits.{name}", f"must be from 0 (the tool's own) to {most:g}, is {asked:g}")
+    require(
+        0 <= asked <= most,
+        f"limits.{name}",
+        f"must be from 0 (the tool's own) to {most:g}, is {asked:g}",
+    )
     return asked or most
 
 
@@ -90,7 +94,9 @@ def resources_message(
         ],
         providers=[
             pb.Provider(
-                name=name, breaker=number_of(each.state(now_s), pb.BreakerState), rests=duration(each.rests_s(now_s))
+                name=name,
+                breaker=number_of(each.state(now_s), pb.BreakerState),
+                rests=duration(each.rests_s(now_s)),
             )
             for name, each in providers.items()
         ],
@@ -116,7 +122,9 @@ def result_message(result: Result) -> pb.ToolResult:
 
 def timing_message(times: Result | Reward) -> pb.ActionTiming:
     return pb.ActionTiming(
-        queue=duration(times.queue_s), overhead=duration(times.overhead_s), execution=duration(times.execution_s)
+        queue=duration(times.queue_s),
+        overhead=duration(times.overhead_s),
+        execution=duration(times.execution_s),
     )
 
 
@@ -167,7 +175,9 @@ class FactPublisher:
 
     async def started(self, trajectory_id: str, tool: str, expected_s: float) -> None:
         """Publish tool_started."""
-        started = facts_pb2.ToolStarted(trajectory_id=trajectory_id, tool=tool, expected_time=duration(expected_s))
+        started = facts_pb2.ToolStarted(
+            trajectory_id=trajectory_id, tool=tool, expected_time=duration(expected_s)
+        )
         await self._bus.publish(make_fact(self._source, tool_started=started))
 
     async def finished(self, trajectory_id: str, tool: str, result: Result) -> None:

@@ -40,7 +40,9 @@ class Registry:
     providers: whom they may call. networks: that they may name. Raises RegistrationError.
     """
 
-    def __init__(self, tools: Iterable[Tool], providers: Collection[str] = (), networks: Collection[str] = ()) -> None:
+    def __init__(
+        self, tools: Iterable[Tool], providers: Collection[str] = (), networks: Collection[str] = ()
+    ) -> None:
         self._providers = providers
         self._networks = networks
         self._tools: dict[str, Tool] = {}
@@ -66,19 +68,26 @@ class Registry:
         """Return what keeps it from being used; "" where nothing does."""
         amounts = tool.limits.message().values()
         checks = {
-            f"entry must be module:callable, is {tool.entry!r}": ":" in tool.entry or tool.remote is not None,
-            "every limit must be > 0": min(*amounts, tool.work_bytes, tool.processes, tool.reserve_bytes) > 0,
+            f"entry must be module:callable, is {tool.entry!r}": ":" in tool.entry
+            or tool.remote is not None,
+            "every limit must be > 0": min(
+                *amounts, tool.work_bytes, tool.processes, tool.reserve_bytes
+            )
+            > 0,
             f"no provider {tool.provider!r} is described in TREADLE_TOOLS_PROVIDERS_FILE": (
                 tool.provider in ("", *self._providers)
             ),
             f"backend must be one of {', '.join(BACKENDS[1:])}": tool.backend in BACKENDS,
-            "remote: an environment runs in a sandbox": tool.remote is None or tool.kind is not Kind.ENVIRONMENT,
-            "remote: a judge is a reward": not isinstance(tool.remote, Judge) or tool.kind is Kind.REWARD,
+            "remote: an environment runs in a sandbox": tool.remote is None
+            or tool.kind is not Kind.ENVIRONMENT,
+            "remote: a judge is a reward": not isinstance(tool.remote, Judge)
+            or tool.kind is Kind.REWARD,
             "remote: its name and provider must be the tool's": (
                 not isinstance(tool.remote, HttpFunction | Judge)
                 or (tool.remote.name, tool.remote.provider) == (tool.name, tool.provider)
             ),
-            f"network {tool.network!r} is not in TREADLE_TOOLS_NETWORKS": tool.network in ("", *self._networks),
+            f"network {tool.network!r} is not in TREADLE_TOOLS_NETWORKS": tool.network
+            in ("", *self._networks),
             "reward_range must be (lowest, highest)": tool.reward_range[0] < tool.reward_range[1],
         }
         try:
@@ -94,7 +103,9 @@ class Registry:
         """Return the tool to invoke without a session."""
         tool = self._find("tool", name)
         if tool.kind is not Kind.STATELESS:
-            raise InvalidArgument("session_id", f"tool {name!r} is an environment: open a session and name it here")
+            raise InvalidArgument(
+                "session_id", f"tool {name!r} is an environment: open a session and name it here"
+            )
         return tool
 
     def environment(self, name: str) -> Tool:
@@ -143,12 +154,17 @@ def _validator(tool: Tool, schema: Mapping[str, Any]) -> Validator:
     try:
         jsonschema.Draft202012Validator.check_schema(dict(schema))
     except jsonschema.SchemaError as error:
-        raise RegistrationError(f"tool {tool.name!r}: its schema is no JSON Schema: {error.message}") from error
+        raise RegistrationError(
+            f"tool {tool.name!r}: its schema is no JSON Schema: {error.message}"
+        ) from error
     return jsonschema.Draft202012Validator(dict(schema))
 
 
 def load_registry(
-    tools: Iterable[Tool], modules: Iterable[str], providers: Collection[str] = (), networks: Collection[str] = ()
+    tools: Iterable[Tool],
+    modules: Iterable[str],
+    providers: Collection[str] = (),
+    networks: Collection[str] = (),
 ) -> Registry:
     """Return a registry of `tools` and of the `TOOLS` of each module. Raises RegistrationError."""
     every = list(tools)
@@ -159,7 +175,9 @@ def load_registry(
             raise RegistrationError(f"module {name!r} cannot be imported: {error}") from error
         found = getattr(module, "TOOLS", None)
         if not isinstance(found, list | tuple) or not all(isinstance(tool, Tool) for tool in found):
-            raise RegistrationError(f"module {name!r} has no TOOLS: a list of treadle_tools.tool.Tool")
+            raise RegistrationError(
+                f"module {name!r} has no TOOLS: a list of treadle_tools.tool.Tool"
+            )
         every += found
     return Registry(every, providers, networks)
 

@@ -102,7 +102,9 @@ def _read_outcome(body: str, tool: Tool) -> Result:
     if isinstance(score, int | float) and not isinstance(score, bool):
         reward = in_range(_number("reward", score), tool.reward_range)
     if not is_outcome:
-        return Result(Status.OK, output=body, data_json=_data_json("data", json.dumps(value)), reward=reward)
+        return Result(
+            Status.OK, output=body, data_json=_data_json("data", json.dumps(value)), reward=reward
+        )
     problem = str(fields.get("error") or "")
     return Result(
         Status.TOOL_ERROR if problem else Status.OK,
@@ -110,7 +112,9 @@ def _read_outcome(body: str, tool: Tool) -> Result:
         error=cut(problem, MOST_ERROR_BYTES)[0],
         reward=reward,
         done=fields.get("done") is True,
-        data_json=_data_json("data", json.dumps(fields["data"])) if fields.get("data") is not None else "",
+        data_json=_data_json("data", json.dumps(fields["data"]))
+        if fields.get("data") is not None
+        else "",
     )
 
 

@@ -57,14 +57,21 @@ class Gateway:
     reused: ReusedSandboxes
 
     async def call(
-        self, tool: Tool, arguments: Mapping[str, Any], limits: Limits, trajectory_id: str, job: str = ""
+        self,
+        tool: Tool,
+        arguments: Mapping[str, Any],
+        limits: Limits,
+        trajectory_id: str,
+        job: str = "",
     ) -> Result:
         """Run a stateless tool.
 
         The caller's going away stops it. job: whose share of cores and providers it takes.
         """
         if isinstance(tool.remote, HttpFunction):
-            return await self.functions.run(tool, tool.remote, arguments, limits, trajectory_id, job)
+            return await self.functions.run(
+                tool, tool.remote, arguments, limits, trajectory_id, job
+            )
         backend = self.backends.require(tool)
 
         async def work(granted: Granted) -> Mapping[str, Any]:
@@ -72,14 +79,21 @@ class Gateway:
                 reply = await self._ask(reused, tool, arguments, granted, trajectory_id)
                 if not reply.get("soiled"):
                     return reply
-            return await self._ask(await backend.take(tool.name), tool, arguments, granted, trajectory_id)
+            return await self._ask(
+                await backend.take(tool.name), tool, arguments, granted, trajectory_id
+            )
 
         result = await self.actions.run(tool, trajectory_id, limits, work, job=job)
         refuse_invalid(result)
         return result
 
     async def _ask(
-        self, sandbox: Sandbox, tool: Tool, arguments: Mapping[str, Any], granted: Granted, trajectory_id: str
+        self,
+        sandbox: Sandbox,
+        tool: Tool,
+        arguments: Mapping[str, Any],
+        granted: Granted,
+        trajectory_id: str,
     ) -> Mapping[str, Any]:
         """Make one call in `sandbox`, which is kept for the trajectory's next call or closed."""
         again = tool.kind is Kind.STATELESS and self.reused.wants(sandbox, trajectory_id)
@@ -103,17 +117,23 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
     records: RequestRecords
     background: Background
 
-    async def ListTools(self, request: pb.ListToolsRequest, context: Context) -> pb.ListToolsResponse:
+    async def ListTools(
+        self, request: pb.ListToolsRequest, context: Context
+    ) -> pb.ListToolsResponse:
         tools = [convert.tool_message(tool) for tool in self.gateway.registry.tools]
         return pb.ListToolsResponse(tools=tools, sandbox=", ".join(self.gateway.backends.versions))
 
     async def Invoke(self, request: pb.InvokeRequest, context: Context) -> pb.InvokeResponse:
         if request.session_id:
-            return await self._finish("Invoke", request, pb.InvokeResponse, partial(self._step, request))
+            return await self._finish(
+                "Invoke", request, pb.InvokeResponse, partial(self._step, request)
+            )
         call, later = partial(self._call, request), self.background.spawn
         return await self.records.once("Invoke", request, pb.InvokeResponse, call, later)
 
-    async def _finish(self, rpc: str, request: Message, answer: type[R], call: Callable[[], Awaitable[R]]) -> R:
+    async def _finish(
+        self, rpc: str, request: Message, answer: type[R], call: Callable[[], Awaitable[R]]
+    ) -> R:
         """Finish and record what changes a session, whether or not the caller still waits."""
         return await self.background.finish(lambda: self.records.once(rpc, request, answer, call))
 
@@ -130,22 +150,32 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
     async def _step(self, request: pb.InvokeRequest) -> pb.InvokeResponse:
         session = self.gateway.sessions.get(identifier("session_id", request.session_id))
         if request.tool and request.tool != session.tool.name:
-            message = f"session {session.session_id!r} is of tool {session.tool.name!r}, not this one"
+            message = (
+                f"session {session.session_id!r} is of tool {session.tool.name!r}, not this one"
+            )
             raise InvalidArgument("tool", message)
         if request.trajectory_id and request.trajectory_id != session.trajectory_id:
-            raise InvalidArgument("trajectory_id", f"session {session.session_id!r} belongs to another trajectory")
+            raise InvalidArgument(
+                "trajectory_id", f"session {session.session_id!r} belongs to another trajectory"
+            )
         arguments = self.gateway.registry.step_arguments(session.tool, request.arguments_json)
         limits = convert.limits_of(request.limits, session.limits)
         result = await self.gateway.sessions.step(session, arguments, limits, request.request_id)
         return pb.InvokeResponse(result=convert.result_message(result))
 
-    async def OpenSession(self, request: pb.OpenSessionRequest, context: Context) -> pb.OpenSessionResponse:
+    async def OpenSession(
+        self, request: pb.OpenSessionRequest, context: Context
+    ) -> pb.OpenSessionResponse:
         left_s = remaining_s()
         ends_at = None if left_s is None else time.monotonic() + left_s
 
         async def call() -> pb.OpenSessionResponse:
             _trajectory(request.trajectory_id)
-            require(not request.snapshot_id, "snapshot_id", "must be empty: sessions have no snapshots any more")
+            require(
+                not request.snapshot_id,
+                "snapshot_id",
+                "must be empty: sessions have no snapshots any more",
+            )
             tool = self.gateway.registry.environment(request.tool)
             arguments = self.gateway.registry.open_arguments(tool, request.arguments_json)
             limits = convert.limits_of(request.limits, tool.limits)
@@ -160,26 +190,40 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
             )
             self.gateway.backends.require(tool)
             session, first = await self.gateway.sessions.open(opening)
-            return pb.OpenSessionResponse(session=convert.session_message(session), first=convert.result_message(first))
+            return pb.OpenSessionResponse(
+                session=convert.session_message(session), first=convert.result_message(first)
+            )
 
         return await self._finish("OpenSession", request, pb.OpenSessionResponse, call)
 
-    async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionResponse:
+    async def CloseSession(
+        self, request: pb.CloseSessionRequest, context: Context
+    ) -> pb.CloseSessionResponse:
         async def call() -> pb.CloseSessionResponse:
-            await self.gateway.sessions.close(identifier("session_id", request.session_id), request.request_id)
+            await self.gateway.sessions.close(
+                identifier("session_id", request.session_id), request.request_id
+            )
             return pb.CloseSessionResponse()
 
         return await self._finish("CloseSession", request, pb.CloseSessionResponse, call)
 
-    async def SnapshotSession(self, request: pb.SnapshotSessionRequest, context: Context) -> pb.SnapshotSessionResponse:
+    async def SnapshotSession(
+        self, request: pb.SnapshotSessionRequest, context: Context
+    ) -> pb.SnapshotSessionResponse:
         raise Unimplemented("UNIMPLEMENTED", "sessions have no snapshots any more")
 
-    async def GetSession(self, request: pb.GetSessionRequest, context: Context) -> pb.GetSessionResponse:
+    async def GetSession(
+        self, request: pb.GetSessionRequest, context: Context
+    ) -> pb.GetSessionResponse:
         session = self.gateway.sessions.get(identifier("session_id", request.session_id))
         return pb.GetSessionResponse(session=convert.session_message(session))
 
-    async def GetResources(self, request: pb.GetResourcesRequest, context: Context) -> pb.GetResourcesResponse:
-        return convert.resources_message(self.gateway.dispatcher, self.gateway.providers, time.monotonic())
+    async def GetResources(
+        self, request: pb.GetResourcesRequest, context: Context
+    ) -> pb.GetResourcesResponse:
+        return convert.resources_message(
+            self.gateway.dispatcher, self.gateway.providers, time.monotonic()
+        )
 
 
 def _job(job: str, request_id: str) -> str:
@@ -199,8 +243,12 @@ class RewardsServicer(rewards_pb2_grpc.RewardsServiceServicer):
     pool: RewardPool
     records: RequestRecords
 
-    async def ListRewards(self, request: rewards.ListRewardsRequest, context: Context) -> rewards.ListRewardsResponse:
-        return rewards.ListRewardsResponse(rewards=[convert.function_message(tool) for tool in self.registry.rewards])
+    async def ListRewards(
+        self, request: rewards.ListRewardsRequest, context: Context
+    ) -> rewards.ListRewardsResponse:
+        return rewards.ListRewardsResponse(
+            rewards=[convert.function_message(tool) for tool in self.registry.rewards]
+        )
 
     @answered_once
     async def ScoreTrajectory(
@@ -215,12 +263,18 @@ class RewardsServicer(rewards_pb2_grpc.RewardsServiceServicer):
             accepted_at=time.time(),
         )
         accepted = await self.pool.accept(reward, request.arguments_json)
-        if (accepted.trajectory_id, accepted.job, accepted.name) != (reward.trajectory_id, reward.job, reward.name):
+        if (accepted.trajectory_id, accepted.job, accepted.name) != (
+            reward.trajectory_id,
+            reward.job,
+            reward.name,
+        ):
             message = "was used with a different request; mint a new id for each logical call"
             raise InvalidArgument("request_id", message)
         return rewards.ScoreTrajectoryResponse(reward=convert.reward_message(accepted))
 
-    async def GetReward(self, request: rewards.GetRewardRequest, context: Context) -> rewards.GetRewardResponse:
+    async def GetReward(
+        self, request: rewards.GetRewardRequest, context: Context
+    ) -> rewards.GetRewardResponse:
         reward = self.pool.get(identifier("reward_id", request.reward_id))
         return rewards.GetRewardResponse(reward=convert.reward_message(reward))
 
@@ -232,8 +286,14 @@ class RewardsServicer(rewards_pb2_grpc.RewardsServiceServicer):
 
     def _watch(self, request: rewards.WatchRewardsRequest) -> AsyncIterator[Reward]:
         named = [bool(request.reward_ids), bool(request.job), bool(request.trajectory_id)]
-        require(sum(named) == 1, "reward_ids", "name rewards, or a job, or a trajectory: exactly one of the three")
-        require(len(request.reward_ids) <= MOST_WATCHED, "reward_ids", f"must be at most {MOST_WATCHED}")
+        require(
+            sum(named) == 1,
+            "reward_ids",
+            "name rewards, or a job, or a trajectory: exactly one of the three",
+        )
+        require(
+            len(request.reward_ids) <= MOST_WATCHED, "reward_ids", f"must be at most {MOST_WATCHED}"
+        )
         for reward_id in request.reward_ids:
             self.pool.get(identifier("reward_ids", reward_id))
         if request.reward_ids:

@@ -21,7 +21,14 @@ from typing import Any
 
 import structlog
 from pydantic import TypeAdapter
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, retry_if_result, wait_chain, wait_fixed
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception_type,
+    retry_if_result,
+    wait_chain,
+    wait_fixed,
+)
 from treadle_runtime.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
 from treadle_runtime.identity.tenants import like
 
@@ -115,12 +122,20 @@ class Session:
         return {**{name: getattr(self, name) for name in CHANGING}, "last": last}
 
     @classmethod
-    def restore(cls, record: Mapping[str, Any], tool: Tool, backend: Backend, sandbox: Sandbox | None) -> "Session":
+    def restore(
+        cls, record: Mapping[str, Any], tool: Tool, backend: Backend, sandbox: Sandbox | None
+    ) -> "Session":
         """Return a session of an earlier run, from its record."""
         used_s = max(0.0, time.time() - record["last_used_at"])
         last = None if record["last"] is None else RESULT.validate_python(record["last"])
         stored = {**record, "tool": tool, "limits": Limits(**record["limits"]), "last": last}
-        return cls(**stored, backend=backend, sandbox=sandbox, recalled=False, idle_since=time.monotonic() - used_s)
+        return cls(
+            **stored,
+            backend=backend,
+            sandbox=sandbox,
+            recalled=False,
+            idle_since=time.monotonic() - used_s,
+        )
 
 
 log = structlog.get_logger()
@@ -140,7 +155,9 @@ LOST = "its sandbox was lost while the service was down"
 
 
 async def open_with_retries(
-    opening: Opening, attempt: Callable[[], Awaitable[Result]], pauses_s: Sequence[float] = OPEN_PAUSES_S
+    opening: Opening,
+    attempt: Callable[[], Awaitable[Result]],
+    pauses_s: Sequence[float] = OPEN_PAUSES_S,
 ) -> Result:
     """Open the environment by `attempt`, and again after each of `pauses_s` as long as the caller
     waits.
@@ -156,7 +173,10 @@ async def open_with_retries(
         return not result.alive and result.status in WORTH_RETRYING
 
     def is_over(state: RetryCallState) -> bool:
-        is_too_late = opening.ends_at is not None and time.monotonic() + state.upcoming_sleep >= opening.ends_at
+        is_too_late = (
+            opening.ends_at is not None
+            and time.monotonic() + state.upcoming_sleep >= opening.ends_at
+        )
         return is_too_late or state.attempt_number > len(pauses_s)
 
     def report(state: RetryCallState) -> None:
@@ -231,16 +251,34 @@ class Sessions:
         """
         if (before := self._opened_before.get(opening.key)) is not None:
             await self._recall(before)
-            if before.session_id in self._sessions and before.last_key == opening.key and before.last is not None:
+            if (
+                before.session_id in self._sessions
+                and before.last_key == opening.key
+                and before.last is not None
+            ):
                 return before, before.last
-        mine = sum(session.job == opening.job for session in self._sessions.values()) + self._opening[opening.job]
+        mine = (
+            sum(session.job == opening.job for session in self._sessions.values())
+            + self._opening[opening.job]
+        )
         free = self._most - len(self._sessions) - self._opening.total()
         if mine >= MOST_TO_FREE * free:
-            why = f"job {opening.job!r} has {mine} sessions open, and {free} of {self._most} are free: close some"
+            why = (
+                f"job {opening.job!r} has {mine} sessions open, and {free} of {self._most} are "
+                "free: close some"
+            )
             raise ResourceExhausted("SESSIONS_FULL", why, retry_after_s=FULL_RETRY_S)
         tool, session_id = opening.tool, like(opening.request_id, f"s-{uuid.uuid4().hex}")
         backend = self._backends.require(tool)
-        session = Session(session_id, tool, backend, opening.trajectory_id, opening.limits, opening.key, opening.job)
+        session = Session(
+            session_id,
+            tool,
+            backend,
+            opening.trajectory_id,
+            opening.limits,
+            opening.key,
+            opening.job,
+        )
         self._opening[opening.job] += 1
         try:
             result = await open_with_retries(opening, partial(self._attempt, session, opening))
@@ -257,7 +295,12 @@ class Sessions:
 
     async def _run(self, session: Session, limits: Limits, work: Work) -> Result:
         return await self._actions.run(
-            session.tool, session.trajectory_id, limits, work, job=session.job, holder=session.session_id
+            session.tool,
+            session.trajectory_id,
+            limits,
+            work,
+            job=session.job,
+            holder=session.session_id,
         )
 
     async def _attempt(self, session: Session, opening: Opening) -> Result:
@@ -277,13 +320,16 @@ class Sessions:
         if (session := self._sessions.get(session_id)) is None:
             raise NotFound(
                 "SESSION_NOT_FOUND",
-                f"session_id: there is no session {session_id[:64]!r}: closed, idle for over {self._idle_s:g} s, or "
+                f"session_id: there is no session {session_id[:64]!r}: closed, idle for over "
+                f"{self._idle_s:g} s, or "
                 "lost with the machine or the sandbox daemon that held it",
                 session_id=session_id,
             )
         return session
 
-    async def step(self, session: Session, arguments: Mapping[str, Any], limits: Limits, request_id: str) -> Result:
+    async def step(
+        self, session: Session, arguments: Mapping[str, Any], limits: Limits, request_id: str
+    ) -> Result:
         """Take one step.
 
         Raises FailedPrecondition where the session has ended, InvalidArgument where the tool
@@ -300,7 +346,9 @@ class Sessions:
             session.touch()
 
             async def step(granted: Granted) -> Mapping[str, Any]:
-                return await sandbox.ask("step", arguments, granted, session.tool.processes, request_id=key)
+                return await sandbox.ask(
+                    "step", arguments, granted, session.tool.processes, request_id=key
+                )
 
             result = await self._run(session, limits, step)
             session.touch()
@@ -323,7 +371,9 @@ class Sessions:
         """Close the sessions of a trajectory that has ended; a running step is killed, as nobody
         waits for it.
         """
-        for session in [each for each in self._sessions.values() if each.trajectory_id == trajectory_id]:
+        for session in [
+            each for each in self._sessions.values() if each.trajectory_id == trajectory_id
+        ]:
             if session.sandbox is not None:
                 session.sandbox.close()
             with contextlib.suppress(NotFound):  # its caller has closed it meanwhile
@@ -336,7 +386,9 @@ class Sessions:
             oldest = time.monotonic() - self._idle_s
             for session in list(self._sessions.values()):
                 if session.idle_since < oldest and not session.lock.locked():
-                    log.info("idle session closed", session_id=session.session_id, tool=session.tool.name)
+                    log.info(
+                        "idle session closed", session_id=session.session_id, tool=session.tool.name
+                    )
                     with contextlib.suppress(NotFound):
                         await self.close(session.session_id)
 
@@ -357,11 +409,15 @@ class Sessions:
             self._lose(session, LOST)
             return
         try:
-            reply = await session.sandbox.ask("recall", None, session.limits, session.tool.processes)
+            reply = await session.sandbox.ask(
+                "recall", None, session.limits, session.tool.processes
+            )
         except SandboxLost as lost:
             self._lose(session, str(lost))
             return
-        result = result_of(reply, session.tool, session.limits.output_bytes) if reply["id"] else None
+        result = (
+            result_of(reply, session.tool, session.limits.output_bytes) if reply["id"] else None
+        )
         if not session.last_key and (result is None or result.invalid is not None):
             self._drop(session, "never opened")  # or refused to open; no caller knows its id
         elif result is not None and result.invalid is None:
@@ -381,7 +437,9 @@ class Sessions:
         if not session.last_key:
             self._drop(session, "never opened")
             return
-        log.warning("a session was lost", session_id=session.session_id, tool=session.tool.name, why=why)
+        log.warning(
+            "a session was lost", session_id=session.session_id, tool=session.tool.name, why=why
+        )
         session.ended = session.ended or why
         self._release(session)
         session.backend.records.note(session.session_id, session.facts())

@@ -130,7 +130,9 @@ class Tool:
     description: str
     entry: str
     arguments_schema: Mapping[str, Any]
-    open_schema: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "additionalProperties": False})
+    open_schema: Mapping[str, Any] = field(
+        default_factory=lambda: {"type": "object", "additionalProperties": False}
+    )
     limits: Limits = field(default_factory=Limits)
     preload: tuple[str, ...] = ()
     work_bytes: int = 64 * MIB
@@ -236,4 +238,6 @@ class Result:
         """Return the same with queue and overhead filled in: overhead is what is neither queue nor
         execution.
         """
-        return replace(self, queue_s=queue_s, overhead_s=max(0.0, total_s - queue_s - self.execution_s))
+        return replace(
+            self, queue_s=queue_s, overhead_s=max(0.0, total_s - queue_s - self.execution_s)
+        )

@@ -26,7 +26,13 @@ from treadle_tools.config import ToolsSettings
 from treadle_tools.convert import FactPublisher
 from treadle_tools.metrics import Meters
 from treadle_tools.registry import RegistrationError, load_registry
-from treadle_tools.remote.declarations import DeclarationError, Declarations, Judge, read_declarations, read_providers
+from treadle_tools.remote.declarations import (
+    DeclarationError,
+    Declarations,
+    Judge,
+    read_declarations,
+    read_providers,
+)
 from treadle_tools.remote.functions import Caller, FunctionTools
 from treadle_tools.remote.gpu_rounds import Rounds
 from treadle_tools.remote.gpu_servers import BUCKET as GPU_BUCKET
@@ -84,11 +90,20 @@ async def wire(runtime: Runtime) -> Wiring:
         meters=meters,
         numbers=numbers,
     )
-    sessions = Sessions(actions, backends, most=settings.max_sessions, idle_s=settings.session_idle_s)
+    sessions = Sessions(
+        actions, backends, most=settings.max_sessions, idle_s=settings.session_idle_s
+    )
     caller = Caller(scheduler, providers, numbers, os.environ)
     reused = ReusedSandboxes(most=settings.reused_sandboxes, kept_s=settings.reused_sandbox_s)
     gateway = Gateway(
-        registry, backends, actions, dispatcher, providers, sessions, FunctionTools(caller, facts, meters), reused
+        registry,
+        backends,
+        actions,
+        dispatcher,
+        providers,
+        sessions,
+        FunctionTools(caller, facts, meters),
+        reused,
     )
 
     ledger = Ledger(await bus.key_value(GPU_BUCKET))
@@ -102,7 +117,9 @@ async def wire(runtime: Runtime) -> Wiring:
             return JudgeScorer(tool.remote, rounds, caller)
         return ToolScorer(tool, gateway.call, settings.reward_slots or node.cores)
 
-    journal = RewardJournal(await bus.key_value(REWARDS_BUCKET), bus.jetstream, bus.max_payload_bytes)
+    journal = RewardJournal(
+        await bus.key_value(REWARDS_BUCKET), bus.jetstream, bus.max_payload_bytes
+    )
     rewards = RewardPool(
         {tool.name: scorer_of(tool) for tool in registry.rewards},
         journal,
@@ -140,8 +157,12 @@ async def wire(runtime: Runtime) -> Wiring:
     rewards_servicer = RewardsServicer(registry, rewards, runtime.records)
     return Wiring(
         services={
-            SERVICE: functools.partial(tools_pb2_grpc.add_ToolsServiceServicer_to_server, tools_servicer),
-            REWARDS_SERVICE: functools.partial(rewards_pb2_grpc.add_RewardsServiceServicer_to_server, rewards_servicer),
+            SERVICE: functools.partial(
+                tools_pb2_grpc.add_ToolsServiceServicer_to_server, tools_servicer
+            ),
+            REWARDS_SERVICE: functools.partial(
+                rewards_pb2_grpc.add_RewardsServiceServicer_to_server, rewards_servicer
+            ),
         },
         tasks=(*tasks, *(backend.run for backend in backends)),
         close=close,

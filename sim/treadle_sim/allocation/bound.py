@@ -1,19 +1,32 @@
-"""A lower bound on the makespan of every resource plan, to measure a plan by: any engines, any assignment to them.
+"""A lower bound on the makespan of every resource plan, to measure a plan by: any engines, any
+assignment to them.
 
-`lower_bound` <= the makespan, under the cost model, of every multiset of the given kinds within the budget with every
+`lower_bound` <= the makespan, under the cost model, of every multiset of the given kinds within the
+budget with every
 assignment, contiguous or not, to rounding. It is the larger of two:
 - the costliest trajectory alone on the kind that is best for it (the core's `costliest_alone`);
-- GROUP_SIZE: the optimum itself. Sort the groups of any plan by their longest; give the same sizes in that order to
-  contiguous groups, and no group's longest grows, since what the later groups held was no longer than their longest. So
-  only contiguous groups matter, the kinds in any order, and with the order free the furthest rank covered on g GPUs is
-  one number: reach(g) = max over kinds of far(kind, reach(g - gpus)) (`search` says why it is exact).
-- LINEAR_INTEGRAL: GPUs for the work. Take a group on a kind (a, b, k, r; slots c, KV C) that is done by T. Write w for
-  a member's b L + k Q + r P and v for its u L / c + (1 - u) Q / C. For every 0 <= u, x <= 1 the members'
-  w + (1 - x) a v add up to at most T - x a L_max, so each takes at least its part of that of the engine. x may be
-  chosen by L_max: 1 from p2 T / a on, 1/2 from p1 T / a to there, else 0. A member does not know its group's longest,
-  only that it is no shorter than itself: its share is the least over the cases that this leaves. Where each
-  trajectory's share of its best kind, times that kind's GPUs, adds up to more than the budget, T is refuted, whatever
-  p1 <= p2 and u are for each kind. They are chosen on a sample of the trajectories; T is refuted with all of them.
+- GROUP_SIZE: the optimum itself. Sort the groups of any plan by their longest; give the same sizes
+  in that order to
+  contiguous groups, and no group's longest grows, since what the later groups held was no longer
+  than their longest. So
+  only contiguous groups matter, the kinds in any order, and with the order free the furthest rank
+  covered on g GPUs is
+  one number: reach(g) = max over kinds of far(kind, reach(g - gpus)) (`search` says why it is
+  exact).
+- LINEAR_INTEGRAL: GPUs for the work. Take a group on a kind (a, b, k, r; slots c, KV C) that is
+  done by T. Write w for
+  a member's b L + k Q + r P and v for its u L / c + (1 - u) Q / C. For every 0 <= u, x <= 1 the
+  members'
+  w + (1 - x) a v add up to at most T - x a L_max, so each takes at least its part of that of the
+  engine. x may be
+  chosen by L_max: 1 from p2 T / a on, 1/2 from p1 T / a to there, else 0. A member does not know
+  its group's longest,
+  only that it is no shorter than itself: its share is the least over the cases that this leaves.
+  Where each
+  trajectory's share of its best kind, times that kind's GPUs, adds up to more than the budget, T is
+  refuted, whatever
+  p1 <= p2 and u are for each kind. They are chosen on a sample of the trajectories; T is refuted
+  with all of them.
 """
 
 import numpy as np
@@ -29,9 +42,11 @@ from treadle_sim.allocation.search import far
 PRECISION = 1e-4
 # Sums of shares and costs are rounded: that must not lift a bound over the makespan.
 SLACK = 1e-9
-# Trajectories on which p1, p2 and u are chosen; enough for about a hundredth of a per cent of the bound.
+# Trajectories on which p1, p2 and u are chosen; enough for about a hundredth of a per cent of the
+# bound.
 SAMPLE = 256
-# Tried for each kind: at first pairs of p1 = p2 and u (they must move together), then steps of each from the best.
+# Tried for each kind: at first pairs of p1 = p2 and u (they must move together), then steps of each
+# from the best.
 PARTS = np.linspace(0.0, 0.8, 9)
 SLOT_WEIGHTS = np.linspace(0.0, 1.0, 5)
 GRID_ROUNDS = 1
@@ -44,27 +59,37 @@ FIRST_PART, LAST_PART, SLOT_WEIGHT = range(3)
 
 
 def lower_bound(table: Table, gpus: Indexes, budget: int, known_s: float) -> float:
-    """Seconds; `table.engines` has one row a kind, `gpus` its GPUs. `known_s` is the makespan of some plan."""
+    """Seconds; `table.engines` has one row a kind, `gpus` its GPUs. `known_s` is the makespan of
+    some plan."""
     bound_s = min(costliest_alone(table), known_s)
     if not 0.0 < bound_s < known_s:
         return bound_s
     if table.model == CostModel.GROUP_SIZE:
         return max(bound_s, float(free_order(table, gpus, budget, bound_s, known_s)))
     differences = np.diff(table.ranks[:, [SUM_KV, SUM_PREFILL]], axis=0)
-    work = np.ascontiguousarray(np.column_stack((table.lengths, differences)))  # as `sample`: one compiled version
+    work = np.ascontiguousarray(
+        np.column_stack((table.lengths, differences))
+    )  # as `sample`: one compiled version
     step = -(-len(work) // SAMPLE)
     sample = np.ascontiguousarray(work[step // 2 :: step])
     base_s, sequence_s, kv_s, slots, capacity, _ = table.engines.T
     context = work[:, 1].sum() / max(work[:, 0].sum(), 1.0)  # of a token, on average
     chosen = np.empty((len(gpus), 3))
-    # At first p1 = p2 where the shares of x = 0 and 1 meet for a mean trajectory, and u by what limits it: slots or KV.
-    chosen[:, FIRST_PART] = chosen[:, LAST_PART] = base_s / (base_s + slots * (sequence_s + kv_s * context))
+    # At first p1 = p2 where the shares of x = 0 and 1 meet for a mean trajectory, and u by what
+    # limits it: slots or KV.
+    chosen[:, FIRST_PART] = chosen[:, LAST_PART] = base_s / (
+        base_s + slots * (sequence_s + kv_s * context)
+    )
     chosen[:, SLOT_WEIGHT] = slots * context <= capacity
     for steps in (False,) * GRID_ROUNDS + (True,) * STEP_ROUNDS:
         climb(table.engines, gpus, sample, NEAR * known_s, chosen, steps)
     of_sample = budget * len(sample) / len(work)
-    guess_s = refute(table.engines, gpus, sample, of_sample, chosen, bound_s, known_s, NEAR * known_s)
-    return float(refute(table.engines, gpus, work, budget * (1.0 + SLACK), chosen, bound_s, known_s, guess_s))
+    guess_s = refute(
+        table.engines, gpus, sample, of_sample, chosen, bound_s, known_s, NEAR * known_s
+    )
+    return float(
+        refute(table.engines, gpus, work, budget * (1.0 + SLACK), chosen, bound_s, known_s, guess_s)
+    )
 
 
 @compiled
@@ -75,7 +100,9 @@ def free_order(table: Table, gpus: Indexes, budget: int, low: float, high: float
     """
     n = len(table.lengths)
     reach = np.zeros(budget + 1, np.int64)
-    limit = high * (1.0 - 0.5 * SLACK)  # mostly the sorted order is as good as any: then one probe is enough
+    limit = high * (
+        1.0 - 0.5 * SLACK
+    )  # mostly the sorted order is as good as any: then one probe is enough
     while high > low * (1.0 + SLACK):
         extension = np.inf
         covered = False
@@ -100,9 +127,11 @@ def free_order(table: Table, gpus: Indexes, budget: int, low: float, high: float
 
 
 @compiled
-def share(kind: Floats, choice: Floats, length: float, kv_work: float, prefill: float, limit_s: float) -> float:
-    """The least part of an engine of this kind that a trajectory takes if its group is done by the limit, > 0; inf
-    where it cannot be. `choice` is (p1, p2, u)."""
+def share(
+    kind: Floats, choice: Floats, length: float, kv_work: float, prefill: float, limit_s: float
+) -> float:
+    """The least part of an engine of this kind that a trajectory takes if its group is done by the
+    limit, > 0; inf where it cannot be. `choice` is (p1, p2, u)."""
     base_s, slots, capacity = kind[0], kind[3], kind[4]
     own_s = kind[1] * length + kind[2] * kv_work + kind[5] * prefill
     longest_s = base_s * length  # of the group, at least
@@ -122,8 +151,11 @@ def share(kind: Floats, choice: Floats, length: float, kv_work: float, prefill: 
 
 
 @compiled
-def needs_more(kinds: Floats, gpus: Indexes, work: Floats, limit_s: float, chosen: Floats, budget: float) -> bool:
-    """Whether the trajectories' shares, each of the kind that is best for it, take more GPUs than the budget.
+def needs_more(
+    kinds: Floats, gpus: Indexes, work: Floats, limit_s: float, chosen: Floats, budget: float
+) -> bool:
+    """Whether the trajectories' shares, each of the kind that is best for it, take more GPUs than
+    the budget.
 
     `work` has a row (length, KV work, prefill) a trajectory, `chosen` a row (p1, p2, u) a kind.
     """
@@ -140,16 +172,23 @@ def needs_more(kinds: Floats, gpus: Indexes, work: Floats, limit_s: float, chose
 
 
 @compiled
-def needed(kind: Floats, gpus: int, choice: Floats, others: Floats, work: Floats, limit_s: float) -> float:
-    """GPUs that the trajectories take where the best of the other kinds takes others[i] GPUs for trajectory i."""
+def needed(
+    kind: Floats, gpus: int, choice: Floats, others: Floats, work: Floats, limit_s: float
+) -> float:
+    """GPUs that the trajectories take where the best of the other kinds takes others[i] GPUs for
+    trajectory i."""
     total = 0.0
     for at in range(len(work)):
-        total += min(others[at], gpus * share(kind, choice, work[at, 0], work[at, 1], work[at, 2], limit_s))
+        total += min(
+            others[at], gpus * share(kind, choice, work[at, 0], work[at, 1], work[at, 2], limit_s)
+        )
     return total
 
 
 @compiled
-def climb(kinds: Floats, gpus: Indexes, sample: Floats, limit_s: float, chosen: Floats, steps: bool) -> None:
+def climb(
+    kinds: Floats, gpus: Indexes, sample: Floats, limit_s: float, chosen: Floats, steps: bool
+) -> None:
     """Set p1, p2 and u of each kind in turn to those with which the sample needs the most GPUs.
 
     By small steps of each from where it is, or over the grid of u and p1 = p2.
@@ -160,7 +199,14 @@ def climb(kinds: Floats, gpus: Indexes, sample: Floats, limit_s: float, chosen: 
             others[at] = np.inf
             for other in range(len(gpus)):
                 if other != kind:
-                    taken = share(kinds[other], chosen[other], sample[at, 0], sample[at, 1], sample[at, 2], limit_s)
+                    taken = share(
+                        kinds[other],
+                        chosen[other],
+                        sample[at, 0],
+                        sample[at, 1],
+                        sample[at, 2],
+                        limit_s,
+                    )
                     others[at] = min(others[at], gpus[other] * taken)
         row, width = kinds[kind], gpus[kind]
         best = chosen[kind]
@@ -190,9 +236,17 @@ def climb(kinds: Floats, gpus: Indexes, sample: Floats, limit_s: float, chosen: 
 
 @compiled
 def refute(
-    kinds: Floats, gpus: Indexes, work: Floats, budget: float, chosen: Floats, low: float, high: float, guess: float
+    kinds: Floats,
+    gpus: Indexes,
+    work: Floats,
+    budget: float,
+    chosen: Floats,
+    low: float,
+    high: float,
+    guess: float,
 ) -> float:
-    """The largest time found, from `low` up, within which the trajectories need more GPUs than the budget.
+    """The largest time found, from `low` up, within which the trajectories need more GPUs than the
+    budget.
 
     Looked for from `guess` outwards: gallop, then bisect.
     """

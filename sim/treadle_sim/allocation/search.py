@@ -1,25 +1,33 @@
-"""Compiled search for the exact resource plan: which engines to run on a budget of GPUs, and what each runs.
+"""Compiled search for the exact resource plan: which engines to run on a budget of GPUs, and what
+each runs.
 
-Over all multisets of engine kinds whose GPUs add up to at most the budget, and all partitions of the trajectories,
-longest first, into one contiguous group an engine (fastest kind first), it finds the least makespan: Heddle §6.1, its
-two subproblems solved as one. `plan.allocate` calls it.
+Over all multisets of engine kinds whose GPUs add up to at most the budget, and all partitions of
+the trajectories, longest first, into one contiguous group an engine (fastest kind first), it finds
+the least makespan: Heddle §6.1, its two subproblems solved as one. `plan.allocate` calls it.
 
-Why a probe is exact. For a limit T let far(k, r) be the furthest end that an engine of kind k reaches from rank r with
-a cost <= T, and reach(k, g) the furthest rank covered by engines of the kinds 0..k on at most g GPUs. Then
+Why a probe is exact. For a limit T let far(k, r) be the furthest end that an engine of kind k
+reaches from rank r with
+a cost <= T, and reach(k, g) the furthest rank covered by engines of the kinds 0..k on at most g
+GPUs. Then
     reach(k, g) = max(reach(k - 1, g), far(k, reach(k, g - gpus_k))),
-because far never falls as r grows: a group that loses its longest never costs more (`costs.group_cost`), so an engine
-that runs from r < r' to some end can also run from r' to it. So of all ways to spend g GPUs on the first kinds only the
-one that reaches furthest matters. The budget is enough within T exactly if reach(last kind, budget) covers all ranks. A
+because far never falls as r grows: a group that loses its longest never costs more
+(`costs.group_cost`), so an engine
+that runs from r < r' to some end can also run from r' to it. So of all ways to spend g GPUs on the
+first kinds only the
+one that reaches furthest matters. The budget is enough within T exactly if reach(last kind, budget)
+covers all ranks. A
 probe takes kinds * budget extensions of O(log n).
 
-Why the bisection ends on the optimum itself: a probe that succeeds proves the largest cost of its groups. One that
-fails proves that no limit below the least cost of an extended group can succeed, since up to there every far, and so
-every reach, is the same. Both are costs of real groups, and the interval between them becomes empty.
+Why the bisection ends on the optimum itself: a probe that succeeds proves the largest cost of its
+groups. One that fails proves that no limit below the least cost of an extended group can succeed,
+since up to there every far, and so every reach, is the same. Both are costs of real groups, and the
+interval between them becomes empty.
 
-Beyond the bottleneck: many multisets have the least makespan, mostly where one long trajectory sets it. The
-bottleneck's group and engine are fixed, and the ranks before it (on kinds as fast or faster) and after it (as fast or
-slower) are solved again together on the GPUs that are left: the least second-largest cost given the first, and so on
-until nothing is left or REFINE_EXTENSIONS is spent. The first round's optimum is exact; later ones refine it.
+Beyond the bottleneck: many multisets have the least makespan, mostly where one long trajectory sets
+it. The bottleneck's group and engine are fixed, and the ranks before it (on kinds as fast or
+faster) and after it (as fast or slower) are solved again together on the GPUs that are left: the
+least second-largest cost given the first, and so on until nothing is left or REFINE_EXTENSIONS is
+spent. The first round's optimum is exact; later ones refine it.
 """
 
 from typing import NamedTuple
@@ -29,14 +37,16 @@ import numpy.typing as npt
 from treadle_core.compiled import Indexes, compiled
 from treadle_core.placing.costs import Table, group_cost
 
-# Extensions of groups after which balancing ends and the rest stays as the last bisection left it: some 50 ms of
-# compiled code, reached only with hundreds of engines. The first round, which is the optimum, always completes.
+# Extensions of groups after which balancing ends and the rest stays as the last bisection left it:
+# some 50 ms of compiled code, reached only with hundreds of engines. The first round, which is the
+# optimum, always completes.
 REFINE_EXTENSIONS = 100_000
 
 
 class Task(NamedTuple):
-    """The table and the GPUs of each kind, and what a probe leaves: reach by GPUs; took[kind, g], whether
-    reach(kind, g) ends in an engine of that kind; engines as (kind, first rank, end rank)."""
+    """The table and the GPUs of each kind, and what a probe leaves: reach by GPUs; took[kind, g],
+    whether reach(kind, g) ends in an engine of that kind; engines as (kind, first rank, end rank).
+    """
 
     table: Table
     gpus: Indexes
@@ -47,7 +57,8 @@ class Task(NamedTuple):
 
 @compiled
 def far(table: Table, kind: int, at: int, end: int, hint: int, limit_s: float) -> int:
-    """The largest rank up to which an engine of this kind runs [at, rank) within the limit; `at` where nothing fits.
+    """The largest rank up to which an engine of this kind runs [at, rank) within the limit; `at`
+    where nothing fits.
 
     Searches from `at + hint` outwards: gallop, then bisect.
     """
@@ -70,10 +81,12 @@ def far(table: Table, kind: int, at: int, end: int, hint: int, limit_s: float) -
 
 @compiled
 def cover(task: Task, segment: Indexes, budget: int, limit_s: float) -> tuple[int, int, float, int]:
-    """The least GPUs on which the segment is covered within the limit; budget + 1 where that many are not enough.
+    """The least GPUs on which the segment is covered within the limit; budget + 1 where that many
+    are not enough.
 
-    `segment` is (first rank, end rank, first kind, last kind). Returns with the GPUs the kind that completed the cover,
-    the least cost above the limit that one more rank would have given a group, and the extensions tried.
+    `segment` is (first rank, end rank, first kind, last kind). Returns with the GPUs the kind that
+    completed the cover, the least cost above the limit that one more rank would have given a group,
+    and the extensions tried.
     """
     table, gpus, reach, took, _ = task
     first, end = segment[0], segment[1]
@@ -110,7 +123,8 @@ def cover(task: Task, segment: Indexes, budget: int, limit_s: float) -> tuple[in
 def place_engines(
     task: Task, segment: Indexes, least: int, completed: int, limit_s: float, count: int
 ) -> tuple[int, float]:
-    """Append the engines of a cover to the `count` there are; returns their number and the largest cost."""
+    """Append the engines of a cover to the `count` there are; returns their number and the largest
+    cost."""
     table, gpus, _, took, engines = task
     begin = count
     kind = completed
@@ -135,11 +149,13 @@ def place_engines(
 
 
 @compiled
-def probe(task: Task, segments: Indexes, budget: int, limit_s: float) -> tuple[bool, float, float, int, int]:
+def probe(
+    task: Task, segments: Indexes, budget: int, limit_s: float
+) -> tuple[bool, float, float, int, int]:
     """Cover every segment within the limit, each on as few GPUs as it can.
 
-    Returns whether the budget was enough, the largest cost, the least cost at which anything changes, the number of
-    engines laid out, and the extensions tried.
+    Returns whether the budget was enough, the largest cost, the least cost at which anything
+    changes, the number of engines laid out, and the extensions tried.
     """
     largest = 0.0
     extension = np.inf
@@ -159,7 +175,8 @@ def probe(task: Task, segments: Indexes, budget: int, limit_s: float) -> tuple[b
 
 @compiled
 def bisect(task: Task, segments: Indexes, budget: int, known_s: float) -> tuple[float, int, int]:
-    """Least largest cost of the segments on the budget, with `known_s` known to be enough; lays the engines out.
+    """Least largest cost of the segments on the budget, with `known_s` known to be enough; lays the
+    engines out.
 
     Returns the cost, the number of engines and the extensions tried.
     """
@@ -188,14 +205,22 @@ def bisect(task: Task, segments: Indexes, budget: int, known_s: float) -> tuple[
 
 @compiled
 def search(table: Table, gpus: Indexes, budget: int, counts: Indexes) -> tuple[float, int]:
-    """Write how many engines of each kind to run into `counts`; returns the makespan and the GPUs they take.
+    """Write how many engines of each kind to run into `counts`; returns the makespan and the GPUs
+    they take.
 
-    `table.engines` has one row a kind, `gpus` its GPUs; each kind fits the budget. At least one trajectory.
+    `table.engines` has one row a kind, `gpus` its GPUs; each kind fits the budget. At least one
+    trajectory.
     """
     n = len(table.lengths)
     kinds = len(gpus)
     engines = np.zeros((budget + 1, 3), np.int64)
-    task = Task(table, gpus, np.zeros(budget + 1, np.int64), np.zeros((kinds, budget + 1), np.bool_), engines)
+    task = Task(
+        table,
+        gpus,
+        np.zeros(budget + 1, np.int64),
+        np.zeros((kinds, budget + 1), np.bool_),
+        engines,
+    )
     segments = np.zeros((budget + 2, 4), np.int64)
     segments[0] = np.array([0, n, 0, kinds - 1])
     pending = 1

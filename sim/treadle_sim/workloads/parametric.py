@@ -1,13 +1,18 @@
-"""Workloads drawn from distributions: agents for coding, search and math, as Heddle §2.2, §7 and Table 1 describe them.
+"""Workloads drawn from distributions: agents for coding, search and math, as Heddle §2.2, §7 and
+Table 1 describe them.
 
-They give batches of the papers' size (400 prompts x 16 samples) without any data. A workload depends on its arguments
-alone. The prompts depend on name and seed, the samples on the epoch too, so another epoch of the same seed is the same
-prompts sampled again. Each step generates at least one token.
+They give batches of the papers' size (400 prompts x 16 samples) without any data. A workload
+depends on its arguments alone. The prompts depend on name and seed, the samples on the epoch too,
+so another epoch of the same seed is the same prompts sampled again. Each step generates at least
+one token.
 
 The model of a trajectory, where z is standard normal:
-    ln tokens = ln median + sigma (sqrt(1 - WITHIN_PROMPT) z_prompt + sqrt(WITHIN_PROMPT) z_sample), cut at the cap
-    ln steps  = ln steps_median + elasticity (ln tokens - ln median) + steps_sigma z, rounded, at least 1
-    tokens over steps: log-normal weights; answers of tools, in tokens and in seconds: log-normal, cut at a limit.
+    ln tokens = ln median + sigma (sqrt(1 - WITHIN_PROMPT) z_prompt + sqrt(WITHIN_PROMPT) z_sample),
+    cut at the cap
+    ln steps  = ln steps_median + elasticity (ln tokens - ln median) + steps_sigma z, rounded, at
+    least 1
+    tokens over steps: log-normal weights; answers of tools, in tokens and in seconds: log-normal,
+    cut at a limit.
 The source of each parameter stands beside it.
 """
 
@@ -28,15 +33,17 @@ Ints = npt.NDArray[np.int64]
 PROMPTS = 400
 SAMPLES = 16  # of a prompt (Heddle §7)
 MAX_GEN_TOKENS = 40_000  # of a trajectory (Heddle §7)
-# A choice: the model's native 40,960 and the answers of tools beside it. Only long searches come near.
+# A choice: the model's native 40,960 and the answers of tools beside it. Only long searches come
+# near.
 MAX_CONTEXT_TOKENS = 65_536
 
-# How much of the variance of log lengths is among samples of one prompt. Published runs of 39 models: 6% to 98%, half
-# of them 15% to 40%, at low temperatures; Heddle samples at temperature 1 and calls samples of a prompt highly
-# divergent (Figure 5), hence somewhat more.
+# How much of the variance of log lengths is among samples of one prompt. Published runs of 39
+# models: 6% to 98%, half of them 15% to 40%, at low temperatures; Heddle samples at temperature 1
+# and calls samples of a prompt highly divergent (Figure 5), hence somewhat more.
 WITHIN_PROMPT = 0.45
 
-# Rewards are a choice: about half succeed, longer trajectories less often. No simulated time depends on them.
+# Rewards are a choice: about half succeed, longer trajectories less often. No simulated time
+# depends on them.
 REWARD_OFFSET = 0.2
 REWARD_SLOPE = 1.0  # log odds a standard deviation of log tokens
 
@@ -66,7 +73,8 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """One kind of agent. tokens: of a trajectory. tool_mean_s: of one call, by model (Heddle Table 1)."""
+    """One kind of agent. tokens: of a trajectory. tool_mean_s: of one call, by model (Heddle Table
+    1)."""
 
     tokens_median: float
     tokens_sigma: float
@@ -83,16 +91,19 @@ class Parameters:
     def tool_s(self, llm: str) -> LogNormal:
         """Seconds of a tool call. Raises UnknownWorkloadError for a model without parameters."""
         if llm not in self.tool_mean_s:
-            raise UnknownWorkloadError(f"no tool times for model {llm!r}, only for {', '.join(self.tool_mean_s)}")
+            raise UnknownWorkloadError(
+                f"no tool times for model {llm!r}, only for {', '.join(self.tool_mean_s)}"
+            )
         return LogNormal.with_mean(self.tool_mean_s[llm], self.tool_sigma, self.tool_limit_s)
 
 
-# CodeForces with a sandbox. Tokens: Figure 5 shows 90 prompts x 16 samples with the longest between 20K and 30K, and
-# Figure 4 a longest over four times the median in time; 0.65 lies below the 0.70 to 0.94 of published runs (39 models),
-# which mix kinds of tasks. Steps: about a thousand tokens each, the "tens of seconds" of §7.5 at 10 to 20 ms a token;
-# elasticity 0.4 to 0.5 in published runs, more here because failed tests mean further steps (§2.3). Tools: Table 1;
-# skewed (Figure 2): at sigma 1.3 the mean is 2.3 times the median, the 99th percentile 9 times the mean; a sandbox ends
-# a call at 30 s.
+# CodeForces with a sandbox. Tokens: Figure 5 shows 90 prompts x 16 samples with the longest between
+# 20K and 30K, and Figure 4 a longest over four times the median in time; 0.65 lies below the 0.70
+# to 0.94 of published runs (39 models), which mix kinds of tasks. Steps: about a thousand tokens
+# each, the "tens of seconds" of §7.5 at 10 to 20 ms a token; elasticity 0.4 to 0.5 in published
+# runs, more here because failed tests mean further steps (§2.3). Tools: Table 1; skewed (Figure 2):
+# at sigma 1.3 the mean is 2.3 times the median, the 99th percentile 9 times the mean; a sandbox
+# ends a call at 30 s.
 CODING = Parameters(
     tokens_median=3_500.0,
     tokens_sigma=0.65,
@@ -107,8 +118,9 @@ CODING = Parameters(
     tool_limit_s=30.0,
 )
 
-# HotpotQA with web search. §7.1: shorter sequences, frequent steps, prefill matters: so about 300 tokens a step and
-# three times as many to read. Tools: Table 1; a web search varies less than a test suite.
+# HotpotQA with web search. §7.1: shorter sequences, frequent steps, prefill matters: so about 300
+# tokens a step and three times as many to read. Tools: Table 1; a web search varies less than a
+# test suite.
 SEARCH = Parameters(
     tokens_median=2_400.0,
     tokens_sigma=0.60,
@@ -123,8 +135,8 @@ SEARCH = Parameters(
     tool_limit_s=30.0,
 )
 
-# DAPO-Math with calculator and solver: long generations, few calls that are over at once (Table 1). A few in ten
-# thousand reach the 40K cap.
+# DAPO-Math with calculator and solver: long generations, few calls that are over at once (Table 1).
+# A few in ten thousand reach the 40K cap.
 MATH = Parameters(
     tokens_median=5_000.0,
     tokens_sigma=0.65,
@@ -155,12 +167,15 @@ def make(
 ) -> Workload:
     """`prompts` x `samples` trajectories of a named kind, prompt by prompt. A cap of 0 is none.
 
-    Trajectories that a cap cuts are censored. Raises UnknownWorkloadError, and ValueError for counts below 1.
+    Trajectories that a cap cuts are censored. Raises UnknownWorkloadError, and ValueError for
+    counts below 1.
     """
     if name not in WORKLOADS:
         raise UnknownWorkloadError(f"no workload {name!r}, only {', '.join(WORKLOADS)}")
     most = max_gen_tokens or math.inf
-    works = draw(name, WORKLOADS[name], prompts, samples, seed, epoch, llm, most, max_context_tokens)
+    works = draw(
+        name, WORKLOADS[name], prompts, samples, seed, epoch, llm, most, max_context_tokens
+    )
     return Workload(name, works, max_gen_tokens)
 
 
@@ -183,22 +198,33 @@ def draw(
     count = prompts * samples
 
     z_prompt = np.repeat(of_prompts.standard_normal(prompts), samples)
-    prompt_tokens = np.repeat(np.maximum(1, kind.prompt_tokens.draw(of_prompts, prompts).astype(np.int64)), samples)
+    prompt_tokens = np.repeat(
+        np.maximum(1, kind.prompt_tokens.draw(of_prompts, prompts).astype(np.int64)), samples
+    )
     z_sample = of_samples.standard_normal(count)
     z = math.sqrt(1.0 - WITHIN_PROMPT) * z_prompt + math.sqrt(WITHIN_PROMPT) * z_sample
     wanted = kind.tokens_median * np.exp(kind.tokens_sigma * z)
     tokens = np.maximum(1, np.minimum(wanted, max_gen_tokens)).astype(np.int64)
-    log_steps = kind.steps_elasticity * kind.tokens_sigma * z + kind.steps_sigma * of_samples.standard_normal(count)
+    log_steps = (
+        kind.steps_elasticity * kind.tokens_sigma * z
+        + kind.steps_sigma * of_samples.standard_normal(count)
+    )
     steps = np.clip(np.rint(kind.steps_median * np.exp(log_steps)).astype(np.int64), 1, tokens)
 
     total_steps = int(steps.sum())
-    gen = split(tokens, steps, np.exp(kind.step_tokens_sigma * of_samples.standard_normal(total_steps)))
+    gen = split(
+        tokens, steps, np.exp(kind.step_tokens_sigma * of_samples.standard_normal(total_steps))
+    )
     obs = kind.obs_tokens.draw(of_samples, total_steps).astype(np.int64)
     tool_s = np.round(kind.tool_s(llm).draw(of_samples, total_steps), 6)
     rewarded = of_samples.random(count) < 1.0 / (1.0 + np.exp(REWARD_SLOPE * z - REWARD_OFFSET))
 
     kept, gen = _within_context(prompt_tokens, steps, gen, obs, max_context_tokens)
-    cut = (wanted > max_gen_tokens) | (kept < steps) | (np.add.reduceat(gen, np.cumsum(steps) - steps) < tokens)
+    cut = (
+        (wanted > max_gen_tokens)
+        | (kept < steps)
+        | (np.add.reduceat(gen, np.cumsum(steps) - steps) < tokens)
+    )
     all_steps = list(map(Step, gen.tolist(), obs.tolist(), tool_s.tolist()))
     ids = [f"{name}-{index:04d}" for index in range(prompts)]
     firsts = (np.cumsum(steps) - steps).tolist()
@@ -212,7 +238,14 @@ def draw(
             censored,
         )
         for index, (prompt, first, length, reward, censored) in enumerate(
-            zip(prompt_tokens.tolist(), firsts, kept.tolist(), rewarded.tolist(), cut.tolist(), strict=True)
+            zip(
+                prompt_tokens.tolist(),
+                firsts,
+                kept.tolist(),
+                rewarded.tolist(),
+                cut.tolist(),
+                strict=True,
+            )
         )
     )
 
@@ -225,8 +258,8 @@ def check_counts(**counts: int) -> None:
 
 
 def split(tokens: Ints, steps: Ints, weights: Floats) -> Ints:
-    """`tokens` of each trajectory over its `steps` (1 <= steps <= tokens) in proportion to `weights`, which lie one
-    after another; at least 1 a step, and whole."""
+    """`tokens` of each trajectory over its `steps` (1 <= steps <= tokens) in proportion to
+    `weights`, which lie one after another; at least 1 a step, and whole."""
     firsts = np.cumsum(steps) - steps
     running = np.cumsum(weights)
     before = np.repeat(running[firsts] - weights[firsts], steps)
@@ -238,8 +271,11 @@ def split(tokens: Ints, steps: Ints, weights: Floats) -> Ints:
     return np.asarray(np.maximum(ends - starts, 0) + 1, np.int64)
 
 
-def _within_context(prompt_tokens: Ints, steps: Ints, gen: Ints, obs: Ints, most: int) -> tuple[Ints, Ints]:
-    """How many steps of each trajectory begin within the context limit, and the steps' tokens cut to it."""
+def _within_context(
+    prompt_tokens: Ints, steps: Ints, gen: Ints, obs: Ints, most: int
+) -> tuple[Ints, Ints]:
+    """How many steps of each trajectory begin within the context limit, and the steps' tokens cut
+    to it."""
     if not most:
         return steps, gen
     firsts = np.cumsum(steps) - steps

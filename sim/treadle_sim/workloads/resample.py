@@ -1,18 +1,27 @@
-"""Resamples traces into a batch of prompt groups: any number of prompts, each with the same number of samples.
+"""Resamples traces into a batch of prompt groups: any number of prompts, each with the same number
+of samples.
 
-A batch depends on traces, sizes and seed alone. A censored trajectory never counts as short: it goes on where it was
-cut, as a longer one did. No trajectory exceeds the caps.
+A batch depends on traces, sizes and seed alone. A censored trajectory never counts as short: it
+goes on where it was cut, as a longer one did. No trajectory exceeds the caps.
 
-- Prompts are drawn without replacement, and again from the start where the traces hold too few; a prompt's second
+- Prompts are drawn without replacement, and again from the start where the traces hold too few; a
+  prompt's second
   appearance is a prompt of its own.
-- A prompt with repeats (at least LEAST_REPEATS trajectories): each sample is one of them, drawn with replacement.
-- A prompt with a single trajectory of length L: L is a noisy sign of the prompt's typical length. ln of a sample's is
-  m + sqrt(1 - w) (ln L - m) + sqrt(w) sigma z, w = WITHIN_PROMPT, with m and sigma those of all traces, continued
-  where cut: the spread over all stays as it is, and w of its variance is among samples of a prompt. Steps grow with
+- A prompt with repeats (at least LEAST_REPEATS trajectories): each sample is one of them, drawn
+  with replacement.
+- A prompt with a single trajectory of length L: L is a noisy sign of the prompt's typical length.
+  ln of a sample's is
+  m + sqrt(1 - w) (ln L - m) + sqrt(w) sigma z, w = WITHIN_PROMPT, with m and sigma those of all
+  traces, continued
+  where cut: the spread over all stays as it is, and w of its variance is among samples of a prompt.
+  Steps grow with
   tokens by STEPS_ELASTICITY; further steps are drawn with replacement from the trajectory's own.
-- A censored trajectory (cut after c tokens) goes on as one drawn evenly among those of its prompt that are longer than
-  c, else among all that are; if that one is censored too, the drawing repeats beyond its own end. This is Kaplan and
-  Meier's estimate: the mass of a cut observation goes to what lies to its right (Efron 1967). If no trajectory is
+- A censored trajectory (cut after c tokens) goes on as one drawn evenly among those of its prompt
+  that are longer than
+  c, else among all that are; if that one is censored too, the drawing repeats beyond its own end.
+  This is Kaplan and
+  Meier's estimate: the mass of a cut observation goes to what lies to its right (Efron 1967). If no
+  trajectory is
   longer, it stays as it is, and stays censored.
 """
 
@@ -27,7 +36,8 @@ from treadle_sim.workloads.workload import Step, TrajectoryWork, Workload, group
 
 LEAST_REPEATS = 2
 
-# d ln steps / d ln tokens among runs of one kind: 0.43 over 39 models' tool-using runs, 0.50 over 500 coding runs.
+# d ln steps / d ln tokens among runs of one kind: 0.43 over 39 models' tool-using runs, 0.50 over
+# 500 coding runs.
 STEPS_ELASTICITY = 0.45
 
 
@@ -44,8 +54,8 @@ def resample(
 ) -> Workload:
     """`prompts` groups of `samples` from traces; another `epoch` is the same prompts sampled again.
 
-    Caps are of a trajectory, on what it generates and on its whole context; 0 is none. What they cut is censored.
-    Raises ValueError for no traces and counts below 1.
+    Caps are of a trajectory, on what it generates and on its whole context; 0 is none. What they
+    cut is censored. Raises ValueError for no traces and counts below 1.
     """
     if not works:
         raise ValueError("works must hold at least one trajectory")
@@ -68,7 +78,14 @@ def resample(
                 steps = spread.another(steps, rng)
             steps, cut = apply_caps(steps, base.prompt_tokens, max_gen_tokens, max_context_tokens)
             batch.append(
-                TrajectoryWork(prompt_id, sample, base.prompt_tokens, steps, base.reward, censored=censored or cut)
+                TrajectoryWork(
+                    prompt_id,
+                    sample,
+                    base.prompt_tokens,
+                    steps,
+                    base.reward,
+                    censored=censored or cut,
+                )
             )
     return Workload(name, tuple(batch), max_gen_tokens)
 
@@ -106,7 +123,8 @@ def continue_cut(
 def apply_caps(
     steps: tuple[Step, ...], prompt_tokens: int, max_gen_tokens: int, max_context_tokens: int
 ) -> tuple[tuple[Step, ...], bool]:
-    """The steps within the caps (0: none), and whether any token was cut off. One token is always left."""
+    """The steps within the caps (0: none), and whether any token was cut off. One token is always
+    left."""
     gen_room = max_gen_tokens or math.inf
     context_room = (max_context_tokens or math.inf) - prompt_tokens
     for at, step in enumerate(steps):
@@ -137,16 +155,21 @@ class Spread:
         log_tokens += self._within_sigma * float(rng.standard_normal())
         wanted = max(1, round(math.exp(log_tokens)))
         count = min(wanted, max(1, round(len(steps) * (wanted / tokens) ** STEPS_ELASTICITY)))
-        taken = [steps[at] if at < len(steps) else steps[int(rng.integers(len(steps)))] for at in range(count)]
+        taken = [
+            steps[at] if at < len(steps) else steps[int(rng.integers(len(steps)))]
+            for at in range(count)
+        ]
         weights = np.array([step.gen_tokens for step in taken], np.float64)
         gen = split(np.array([wanted]), np.array([count]), weights)
         return tuple(
-            Step(tokens, step.obs_tokens, step.tool_s) for tokens, step in zip(gen.tolist(), taken, strict=True)
+            Step(tokens, step.obs_tokens, step.tool_s)
+            for tokens, step in zip(gen.tolist(), taken, strict=True)
         )
 
 
 def _steps_beyond(work: TrajectoryWork, tokens: int) -> list[Step]:
-    """The steps of `work` after its first `tokens` tokens; the step in which those end counts with its rest."""
+    """The steps of `work` after its first `tokens` tokens; the step in which those end counts with
+    its rest."""
     beyond: list[Step] = []
     done = 0
     for step in work.steps:
@@ -159,4 +182,6 @@ def _steps_beyond(work: TrajectoryWork, tokens: int) -> list[Step]:
 def _prompt_order(rng: np.random.Generator, available: int, wanted: int) -> list[tuple[int, int]]:
     """`wanted` pairs of how often the prompt came before, and which prompt."""
     rounds = range(-(-wanted // available))
-    return [(appearance, int(at)) for appearance in rounds for at in rng.permutation(available)][:wanted]
+    return [(appearance, int(at)) for appearance in rounds for at in rng.permutation(available)][
+        :wanted
+    ]

@@ -1,11 +1,13 @@
-"""The work of a rollout: trajectories as sequences of steps; and trace files, which hold them as JSON Lines.
+"""The work of a rollout: trajectories as sequences of steps; and trace files, which hold them as
+JSON Lines.
 
-Lengths are facts of the workload: a policy never changes them, and sees them only through a predictor.
+Lengths are facts of the workload: a policy never changes them, and sees them only through a
+predictor.
 
-A trace file holds one trajectory a line, and is compressed with gzip if its name ends in .gz (docs/traces.md).
-`read_traces` returns what `write_traces` wrote. A file is read as a whole or not at all, and an error names the line
-and field. Fields that are not in the format (a model's name, a date) are ignored. The annotations say what a file may
-hold; works that code makes are not checked.
+A trace file holds one trajectory a line, and is compressed with gzip if its name ends in .gz
+(docs/traces.md). `read_traces` returns what `write_traces` wrote. A file is read as a whole or not
+at all, and an error names the line and field. Fields that are not in the format (a model's name, a
+date) are ignored. The annotations say what a file may hold; works that code makes are not checked.
 """
 
 import gzip
@@ -27,19 +29,27 @@ FiniteNumber = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 def describe_first(error: ValidationError) -> tuple[str, str]:
-    """The path of the first wrong field, as in `steps[2].obs_tokens`, and what is wrong with its value."""
+    """The path of the first wrong field, as in `steps[2].obs_tokens`, and what is wrong with its
+    value."""
     problem = error.errors(include_url=False)[0]
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).removeprefix(".")
+    path = "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]
+    ).removeprefix(".")
     if problem["type"] == "missing":
         return path, "is missing"
     if problem["type"] in ("dataclass_type", "model_type"):
         return path, "must be a JSON object"
     expected = re.sub(r"^(Value error, |\w+ should (?=be|have))", "", problem["msg"])
-    return path, f"{expected if expected.startswith('must') else f'must {expected}'}, is {problem['input']!r}"
+    return (
+        path,
+        f"{expected if expected.startswith('must') else f'must {expected}'}, is "
+        f"{problem['input']!r}",
+    )
 
 
 def _check_text(value: object) -> str:
-    """A text as it is: unlike pydantic's own check, this one lets the lone surrogates of a tool's output pass."""
+    """A text as it is: unlike pydantic's own check, this one lets the lone surrogates of a tool's
+    output pass."""
     if not isinstance(value, str):
         raise ValueError("must be a text")
     return value
@@ -50,10 +60,11 @@ Text = Annotated[str, PlainValidator(_check_text)]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One turn: tokens generated, tokens that the tool's answer adds to the context, seconds the tool takes.
+    """One turn: tokens generated, tokens that the tool's answer adds to the context, seconds the
+    tool takes.
 
-    The last step's tool runs too (it ends the trajectory), but nothing reads its tokens. Texts are for training
-    predictors; empty where they are not known.
+    The last step's tool runs too (it ends the trajectory), but nothing reads its tokens. Texts are
+    for training predictors; empty where they are not known.
     """
 
     gen_tokens: PositiveCount
@@ -65,9 +76,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryWork:
-    """One sample of a prompt. censored: cut by a limit, so that it would have been at least this long.
+    """One sample of a prompt. censored: cut by a limit, so that it would have been at least this
+    long.
 
-    hardware_tags: that its engines must carry; none: any engine will do. prompt: its text, empty if it is not known.
+    hardware_tags: that its engines must carry; none: any engine will do. prompt: its text, empty if
+    it is not known.
     """
 
     prompt_id: Name
@@ -77,7 +90,9 @@ class TrajectoryWork:
     reward: FiniteNumber | None = None
     censored: Annotated[bool, Field(strict=True)] = False
     # No field of a trace file: it is not written, and whatever a file has of that name is ignored.
-    hardware_tags: Annotated[tuple[str, ...], BeforeValidator(lambda given: ()), Field(exclude=True)] = ()
+    hardware_tags: Annotated[
+        tuple[str, ...], BeforeValidator(lambda given: ()), Field(exclude=True)
+    ] = ()
     prompt: Text = ""
 
     @property
@@ -96,7 +111,8 @@ class TrajectoryWork:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A batch whose makespan counts. max_total_tokens: most generated tokens of one trajectory, 0 for no cap."""
+    """A batch whose makespan counts. max_total_tokens: most generated tokens of one trajectory, 0
+    for no cap."""
 
     name: str
     trajectories: tuple[TrajectoryWork, ...]
@@ -116,7 +132,8 @@ def groups(works: Sequence[TrajectoryWork]) -> dict[str, list[TrajectoryWork]]:
 
 
 class TraceFileError(ValueError):
-    """A line that is no trajectory. `line` counts from 1, 0 for the file as a whole; `field` is its path in the line.
+    """A line that is no trajectory. `line` counts from 1, 0 for the file as a whole; `field` is its
+    path in the line.
 
     `reason` is the message without the file's name.
     """
@@ -135,7 +152,8 @@ _LINE = TypeAdapter(TrajectoryWork)
 def read_traces(path: Path) -> tuple[TrajectoryWork, ...]:
     """The trajectories of a file in its order, without blank lines.
 
-    Raises TraceFileError (also for a file without trajectories, or with a sample of a prompt twice) and OSError.
+    Raises TraceFileError (also for a file without trajectories, or with a sample of a prompt twice)
+    and OSError.
     """
     works: list[TrajectoryWork] = []
     lines: dict[tuple[str, int], int] = {}

@@ -1,4 +1,5 @@
-"""Stand-in for AReaL 1.0.4, after the wheel on PyPI. Its servers are a list of what they were asked."""
+"""Stand-in for AReaL 1.0.4, after the wheel on PyPI. Its servers are a list of what they were
+asked."""
 
 from __future__ import annotations
 
@@ -10,12 +11,19 @@ from typing import Any
 
 SOURCES = {
     "areal/infra/remote_inf_engine.py": (
-        *("RemoteInfEngine.__init__", "RemoteInfEngine.agenerate", "RemoteInfEngine.pause_generation"),
+        *(
+            "RemoteInfEngine.__init__",
+            "RemoteInfEngine.agenerate",
+            "RemoteInfEngine.pause_generation",
+        ),
         *("RemoteInfEngine.continue_generation", "RemoteInfEngine.update_weights_from_distributed"),
         *("RemoteInfEngine.update_weights_from_disk", "RemoteInfEngine._resolve_workflow"),
         *("RemoteInfEngine._run_request_on_all_servers", "GroupedRolloutWorkflow.__init__"),
     ),
-    "areal/engine/sglang_remote.py": ("RemoteSGLangEngine.__init__", "RemoteSGLangEngine.agenerate"),
+    "areal/engine/sglang_remote.py": (
+        "RemoteSGLangEngine.__init__",
+        "RemoteSGLangEngine.agenerate",
+    ),
     "areal/api/workflow_api.py": ("RolloutWorkflow.arun_episode",),
     "areal/infra/workflow_executor.py": ("WorkflowExecutor.is_paused",),
 }
@@ -109,7 +117,9 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         self.workflow, self.group_size = workflow, group_size
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
-        return await asyncio.gather(*(self.workflow.arun_episode(engine, data) for _ in range(self.group_size)))
+        return await asyncio.gather(
+            *(self.workflow.arun_episode(engine, data) for _ in range(self.group_size))
+        )
 
 
 class WorkflowExecutor:
@@ -137,7 +147,9 @@ class RemoteInfEngine:
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         raise AssertionError("the mesh takes its place")
 
-    def update_weights_from_distributed(self, meta: WeightUpdateMeta, param_specs: list[Any]) -> Future[None]:
+    def update_weights_from_distributed(
+        self, meta: WeightUpdateMeta, param_specs: list[Any]
+    ) -> Future[None]:
         self.asked.append(("/update_weights_from_distributed", {}))
         done: Future[None] = Future()
         done.set_result(None)
@@ -156,7 +168,11 @@ class RemoteInfEngine:
         self.asked.append((req.endpoint, req.payload))
 
     def _resolve_workflow(
-        self, workflow: Any, workflow_kwargs: Any, group_size: int = 1, proxy_addr: str | None = None
+        self,
+        workflow: Any,
+        workflow_kwargs: Any,
+        group_size: int = 1,
+        proxy_addr: str | None = None,
     ) -> RolloutWorkflow:
         assert group_size == 1, "the adapter makes the group"
         found: RolloutWorkflow = workflow
@@ -186,7 +202,9 @@ class RemoteSGLangEngine:
 
 def config() -> Any:
     """What the adapter reads of InferenceEngineConfig."""
-    return SimpleNamespace(experiment_name="e", trial_name="t", return_routed_experts=False, use_lora=False)
+    return SimpleNamespace(
+        experiment_name="e", trial_name="t", return_routed_experts=False, use_lora=False
+    )
 
 
 def contents() -> dict[str, dict[str, Any]]:
@@ -202,7 +220,10 @@ def contents() -> dict[str, dict[str, Any]]:
         },
         "areal.api.cli_args": {"InferenceEngineConfig": Any},
         "areal.api.io_struct": {"HttpRequest": HttpRequest, "ParamSpec": Any},
-        "areal.engine.sglang_remote": {"RemoteSGLangEngine": RemoteSGLangEngine, "SGLangBackend": object},
+        "areal.engine.sglang_remote": {
+            "RemoteSGLangEngine": RemoteSGLangEngine,
+            "SGLangBackend": object,
+        },
         "areal.infra.remote_inf_engine": {
             "GroupedRolloutWorkflow": GroupedRolloutWorkflow,
             "RemoteInfBackendProtocol": Any,

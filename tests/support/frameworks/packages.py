@@ -1,7 +1,9 @@
-"""Frameworks' own packages, each in a folder that only its own processes import from: `make frameworks` fills it.
+"""Frameworks' own packages, each in a folder that only its own processes import from: `make
+frameworks` fills it.
 
-They are installed without their dependencies, which would bring CUDA, Ray and other versions of what the mesh uses.
-What runs is their own code that sends requests; a file beside this one calls it.
+They are installed without their dependencies, which would bring CUDA, Ray and other versions of
+what the mesh uses. What runs is their own code that sends requests; a file beside this one calls
+it.
 """
 
 import asyncio
@@ -26,7 +28,8 @@ def folder_of(framework: str) -> Path:
 
 
 async def run_rollouts(framework: str, options: dict[str, Any]) -> Any:
-    """What a framework's own code brings: the answer of `<framework>_rollouts.py` to options, both JSON."""
+    """What a framework's own code brings: the answer of `<framework>_rollouts.py` to options, both
+    JSON."""
     program = HERE / f"{framework.replace('-', '_')}_rollouts.py"
     folder = folder_of(framework)
     process = await asyncio.create_subprocess_exec(

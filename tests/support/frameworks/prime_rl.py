@@ -1,5 +1,6 @@
-"""What prime-rl's orchestrator sends to its inference servers. Its package is in no registry, so its requests were read
-from github.com/PrimeIntellect-ai/prime-rl, src/prime_rl/utils/client.py at 005c286.
+"""What prime-rl's orchestrator sends to its inference servers. Its package is in no registry, so
+its requests were read from github.com/PrimeIntellect-ai/prime-rl, src/prime_rl/utils/client.py at
+005c286.
 """
 
 from typing import Any

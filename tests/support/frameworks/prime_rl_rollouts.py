@@ -1,8 +1,8 @@
-"""Turns by `renderers.client.generate`, as the rollouts of prime-rl make them (verifiers' TrainClient): `python
-prime_rl_rollouts.py FOLDER`, options on stdin, answer on stdout, as JSON.
+"""Turns by `renderers.client.generate`, as the rollouts of prime-rl make them (verifiers'
+TrainClient): `python prime_rl_rollouts.py FOLDER`, options on stdin, answer on stdout, as JSON.
 
-options: url, model, prompts, sessions, sampling, turns, observation. A renderer that knows no text stands in for the
-model's own: token ids are what is sent.
+options: url, model, prompts, sessions, sampling, turns, observation. A renderer that knows no text
+stands in for the model's own: token ids are what is sent.
 """
 
 import asyncio
@@ -30,7 +30,9 @@ class Renderer:
 async def roll_out(options: dict[str, Any]) -> list[dict[str, Any]]:
     contexts = [list(prompt) for prompt in options["prompts"]]
     turns = []
-    async with AsyncOpenAI(base_url=f"{options['url']}/v1", api_key="EMPTY", max_retries=0) as client:
+    async with AsyncOpenAI(
+        base_url=f"{options['url']}/v1", api_key="EMPTY", max_retries=0
+    ) as client:
         for turn in range(options["turns"]):
             bridged = {"routed_experts_prompt_start": len(contexts[0]) - 1} if turn else {}
             answers = await asyncio.gather(

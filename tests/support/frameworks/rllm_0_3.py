@@ -1,4 +1,5 @@
-"""Stand-in for rLLM, after rllm-org/rllm at commit 17dcfbf24e5b89f835478f9ae5f6dfc7f042d232 (version 0.3).
+"""Stand-in for rLLM, after rllm-org/rllm at commit 17dcfbf24e5b89f835478f9ae5f6dfc7f042d232
+(version 0.3).
 
 Its package is in no registry, so nothing compares this with its source.
 """
@@ -37,10 +38,14 @@ class RolloutEngine:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.weight_version: int = 0
 
-    async def _get_model_response(self, messages: list[dict[str, Any]], **kwargs: Any) -> ModelOutput:
+    async def _get_model_response(
+        self, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> ModelOutput:
         raise NotImplementedError
 
-    async def get_model_response(self, messages: list[dict[str, Any]], **kwargs: Any) -> ModelOutput:
+    async def get_model_response(
+        self, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> ModelOutput:
         result = await self._get_model_response(messages, **kwargs)
         result.weight_version = self.weight_version
         return result
@@ -72,7 +77,11 @@ class Tokenizer:
 
 class ChatTemplateParser:
     def parse(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool = False, is_first_msg: bool = False, **_: Any
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = False,
+        is_first_msg: bool = False,
+        **_: Any,
     ) -> str:
         return " ".join(message["content"] for message in messages)
 
@@ -97,7 +106,13 @@ class TerminationEvent(Exception):  # noqa: N818 - rLLM's name
 def contents() -> dict[str, dict[str, Any]]:
     """Name → what is in the module."""
     return {
-        "rllm.engine.rollout.rollout_engine": {"ModelOutput": ModelOutput, "RolloutEngine": RolloutEngine},
+        "rllm.engine.rollout.rollout_engine": {
+            "ModelOutput": ModelOutput,
+            "RolloutEngine": RolloutEngine,
+        },
         "rllm.parser": {"ChatTemplateParser": ChatTemplateParser},
-        "rllm.types": {"TerminationEvent": TerminationEvent, "TerminationReason": TerminationReason},
+        "rllm.types": {
+            "TerminationEvent": TerminationEvent,
+            "TerminationReason": TerminationReason,
+        },
     }

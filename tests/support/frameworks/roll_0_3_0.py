@@ -1,5 +1,6 @@
-"""Stand-in for ROLL 0.3.0, after alibaba/ROLL and copies of it on GitHub: `BaseLLMProxy` as in xudongwu-0/SafeSelfPlay
-at commit 7a08f56e8c73adc9550a95d956cb62197cc58e2d, `postprocess_generate` at 3f839ca2da08285c606fceae0449790d2738bf15.
+"""Stand-in for ROLL 0.3.0, after alibaba/ROLL and copies of it on GitHub: `BaseLLMProxy` as in
+xudongwu-0/SafeSelfPlay at commit 7a08f56e8c73adc9550a95d956cb62197cc58e2d, `postprocess_generate`
+at 3f839ca2da08285c606fceae0449790d2738bf15.
 
 Its package is in no registry, so nothing compares this with its source.
 """
@@ -33,12 +34,16 @@ class DataProto:
 
 
 class BaseLLMProxy(ABC):
-    def __init__(self, generate_scheduler: Any, llm_proxy_config: Any, tokenizer: Any, env: Any) -> None:
+    def __init__(
+        self, generate_scheduler: Any, llm_proxy_config: Any, tokenizer: Any, env: Any
+    ) -> None:
         self.generate_scheduler, self.llm_proxy_config = generate_scheduler, llm_proxy_config
         self.tokenizer, self.env = tokenizer, env
 
     @abstractmethod
-    def generate(self, messages: Any, lm_input: DataProto, generation_config: dict[str, Any]) -> DataProto: ...
+    def generate(
+        self, messages: Any, lm_input: DataProto, generation_config: dict[str, Any]
+    ) -> DataProto: ...
 
 
 def register_llm_proxy(name: str) -> Callable[[Any], Any]:
@@ -69,7 +74,8 @@ def postprocess_generate(
     output_logprobs: list[list[float]] | None = None,
     pad_to_seq_len: bool = True,
 ) -> DataProto:
-    """Of one prompt without padding: `infer_logprobs` are one fewer than tokens, each where its token is predicted."""
+    """Of one prompt without padding: `infer_logprobs` are one fewer than tokens, each where its
+    token is predicted."""
     prompt_tokens = prompts.batch["input_ids"].shape[1]
     logprobs = torch.zeros(1, output.shape[1] - 1)
     if output_logprobs is not None:
@@ -83,7 +89,10 @@ def contents() -> dict[str, dict[str, Any]]:
     return {
         "roll.distributed.scheduler.protocol": {"DataProto": DataProto},
         "roll.pipeline.agentic.env_manager.traj_env_manager": {"TrajEnvManager": TrajEnvManager},
-        "roll.pipeline.agentic.llm_proxy": {"BaseLLMProxy": BaseLLMProxy, "register_llm_proxy": register_llm_proxy},
+        "roll.pipeline.agentic.llm_proxy": {
+            "BaseLLMProxy": BaseLLMProxy,
+            "register_llm_proxy": register_llm_proxy,
+        },
         "roll.utils.functionals": {
             "concatenate_input_and_output": concatenate_input_and_output,
             "postprocess_generate": postprocess_generate,
@@ -102,4 +111,8 @@ def lm_input(prompt: list[int]) -> DataProto:
     """As TrajEnvManager.format_messages makes it."""
     ids = torch.tensor([prompt])
     mask = torch.ones_like(ids)
-    return DataProto(Batch(input_ids=ids, attention_mask=mask, position_ids=mask.cumsum(-1) - 1), {}, {"src_rank": 0})
+    return DataProto(
+        Batch(input_ids=ids, attention_mask=mask, position_ids=mask.cumsum(-1) - 1),
+        {},
+        {"src_rank": 0},
+    )

@@ -1,7 +1,8 @@
-"""Turns by SkyRL's own client, RemoteInferenceClient: `python skyrl_rollouts.py FOLDER`, options on stdin, answer on
-stdout, as JSON.
+"""Turns by SkyRL's own client, RemoteInferenceClient: `python skyrl_rollouts.py FOLDER`, options on
+stdin, answer on stdout, as JSON.
 
-options: url, model, prompts, sessions, sampling, turns, observation. It knows no tokenizer, so texts come by HTTP.
+options: url, model, prompts, sessions, sampling, turns, observation. It knows no tokenizer, so
+texts come by HTTP.
 """
 
 import asyncio
@@ -18,7 +19,9 @@ sys.modules["skyrl.backends"] = backends
 
 
 async def roll_out(options: dict[str, Any]) -> dict[str, Any]:
-    from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
+    from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import (
+        RemoteInferenceClient,
+    )
 
     url = options["url"]
     contexts = [list(prompt) for prompt in options["prompts"]]

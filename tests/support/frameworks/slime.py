@@ -1,11 +1,13 @@
-"""What slime sends, in its order. Its package does not install without CUDA, so its requests were read from
-github.com/THUDM/slime:
+"""What slime sends, in its order. Its package does not install without CUDA, so its requests were
+read from github.com/THUDM/slime:
 
 - slime/rollout/sglang_rollout.py at 0044b40: a sample's generation, and the end of a rollout
 - slime/backends/sglang_utils/server_control.py at 15b8e50: aborting each worker until it is idle
-- slime/backends/sglang_utils/external.py at 130027a: what it asks of engines that it has not started
+- slime/backends/sglang_utils/external.py at 130027a: what it asks of engines that it has not
+  started
 - slime/backends/sglang_utils/sglang_engine.py at 03b32d8: what it asks of each engine
-- slime/backends/megatron_utils/update_weight/update_weight_from_distributed.py at 02a644a: new weights
+- slime/backends/megatron_utils/update_weight/update_weight_from_distributed.py at 02a644a: new
+  weights
 """
 
 import asyncio
@@ -29,7 +31,9 @@ class Sample:
     prompt_tokens: int = 0
     logprobs: list[float] = field(default_factory=list)
     weight_versions: list[str] = field(default_factory=list)
-    spans: list[dict[str, Any]] = field(default_factory=list)  # of the last request, which slime does not keep
+    spans: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # of the last request, which slime does not keep
     finish: str = ""
 
     def __post_init__(self) -> None:
@@ -85,7 +89,10 @@ class Slime:
     async def discover(self) -> list[int]:
         """Accelerators of each engine."""
         found = [await self.get(f"{url}/server_info") for url in self.engines]
-        return [int(info.get("num_gpus") or info["tp_size"] * (info.get("pp_size") or 1)) for info in found]
+        return [
+            int(info.get("num_gpus") or info["tp_size"] * (info.get("pp_size") or 1))
+            for info in found
+        ]
 
     async def connect(self, gpu_counts: Iterable[int]) -> None:
         """The group over which weights are broadcast; rank 0 is the trainer's."""
@@ -129,19 +136,29 @@ class Slime:
 
     async def versions(self) -> list[str]:
         """That the engines say."""
-        return [(await self.get(f"{url}/get_weight_version"))["weight_version"] for url in self.engines]
+        return [
+            (await self.get(f"{url}/get_weight_version"))["weight_version"] for url in self.engines
+        ]
 
     async def post(self, url: str, body: Any, **more: Any) -> Any:
         """JSON, or text. Raises where the status is no success."""
         async with self.http.post(url, json=body or {}, **more) as response:
             assert response.status < 400, (url, await response.text())
-            return await response.json() if response.content_type == "application/json" else await response.text()
+            return (
+                await response.json()
+                if response.content_type == "application/json"
+                else await response.text()
+            )
 
     async def get(self, url: str) -> Any:
         """JSON, or text. Raises where the status is no success."""
         async with self.http.get(url) as response:
             assert response.status < 400, (url, await response.text())
-            return await response.json() if response.content_type == "application/json" else await response.text()
+            return (
+                await response.json()
+                if response.content_type == "application/json"
+                else await response.text()
+            )
 
     async def _each(self, endpoint: str, body: Any) -> None:
         await asyncio.gather(*(self.post(f"{url}/{endpoint}", body) for url in self.engines))

@@ -1,5 +1,6 @@
-"""Stand-in for TRL 1.16.0, after the wheel on PyPI. Its worker runs the loop in a thread of this process, in place of a
-child process; a conversation is the tokens of its prompt, and ends when `turns` turns are there."""
+"""Stand-in for TRL 1.16.0, after the wheel on PyPI. Its worker runs the loop in a thread of this
+process, in place of a child process; a conversation is the tokens of its prompt, and ends when
+`turns` turns are there."""
 
 from __future__ import annotations
 
@@ -11,13 +12,29 @@ from typing import Any
 
 SOURCES = {
     "trl/experimental/async_grpo/async_rollout_worker.py": (
-        *("_AsyncRolloutLoop._run_loops", "_AsyncRolloutLoop._generate_one", "_AsyncRolloutLoop._generate_one_turn"),
-        *("AsyncRolloutWorker.__init__", "AsyncRolloutWorker.update_model_version", "AsyncRolloutWorker.check_health"),
+        *(
+            "_AsyncRolloutLoop._run_loops",
+            "_AsyncRolloutLoop._generate_one",
+            "_AsyncRolloutLoop._generate_one_turn",
+        ),
+        *(
+            "AsyncRolloutWorker.__init__",
+            "AsyncRolloutWorker.update_model_version",
+            "AsyncRolloutWorker.check_health",
+        ),
     ),
     "trl/experimental/async_grpo/async_grpo_trainer.py": (
-        *("RolloutWorkerProtocol.start", "RolloutWorkerProtocol.stop", "RolloutWorkerProtocol.update_model_version"),
+        *(
+            "RolloutWorkerProtocol.start",
+            "RolloutWorkerProtocol.stop",
+            "RolloutWorkerProtocol.update_model_version",
+        ),
         *("RolloutWorkerProtocol.check_health", "WeightTransferProtocol.init_weight_transfer"),
-        *("WeightTransferProtocol.pause", "WeightTransferProtocol.send_weights", "WeightTransferProtocol.resume"),
+        *(
+            "WeightTransferProtocol.pause",
+            "WeightTransferProtocol.send_weights",
+            "WeightTransferProtocol.resume",
+        ),
         "WeightTransferProtocol.destroy",
     ),
 }
@@ -78,10 +95,14 @@ class _AsyncRolloutLoop:
     async def _run_loops(self, stop_event: asyncio.Event) -> None:
         prompts = self.others["dataset"]
         self.conversations = list(
-            await asyncio.gather(*(self._generate_one(prompt, {}, [], index) for index, prompt in enumerate(prompts)))
+            await asyncio.gather(
+                *(self._generate_one(prompt, {}, [], index) for index, prompt in enumerate(prompts))
+            )
         )
 
-    async def _generate_one(self, prompt: Any, tool_dict: Any, tools: Any, group_id: int = 0) -> Any:
+    async def _generate_one(
+        self, prompt: Any, tool_dict: Any, tools: Any, group_id: int = 0
+    ) -> Any:
         turns: list[TurnRecord] = []
         context = list(prompt)
         for _ in range(self.turns):
@@ -97,7 +118,9 @@ class _AsyncRolloutLoop:
 class AsyncRolloutWorker:
     _loop_cls: type[_AsyncRolloutLoop] = _AsyncRolloutLoop
 
-    def __init__(self, *, queue_maxsize: int = 0, child_ready_timeout: int = 300, **loop_kwargs: Any) -> None:
+    def __init__(
+        self, *, queue_maxsize: int = 0, child_ready_timeout: int = 300, **loop_kwargs: Any
+    ) -> None:
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(queue_maxsize)
         self.metrics_queue: queue.Queue[Any] = queue.Queue()
         self.loop_kwargs, self.model_version = loop_kwargs, 0
@@ -122,14 +145,32 @@ def score_by_length(completions: list[Any], **_: Any) -> list[float]:
 
 
 def config() -> SimpleNamespace:
-    """What of AsyncGRPOConfig a worker is made of: two samples a device and step, four devices, two steps of
-    staleness."""
+    """What of AsyncGRPOConfig a worker is made of: two samples a device and step, four devices, two
+    steps of staleness."""
     names = (
-        *("queue_maxsize", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "request_timeout"),
-        *("chat_template_kwargs", "max_tool_calling_iterations", "log_completions", "num_completions_to_print"),
+        *(
+            "queue_maxsize",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "request_timeout",
+        ),
+        *(
+            "chat_template_kwargs",
+            "max_tool_calling_iterations",
+            "log_completions",
+            "num_completions_to_print",
+        ),
         "fork_threshold_tokens",
     )
-    own = {"num_generations": 8, "max_inflight_tasks": -1, "max_completion_length": 64, "max_staleness": 2}
+    own = {
+        "num_generations": 8,
+        "max_inflight_tasks": -1,
+        "max_completion_length": 64,
+        "max_staleness": 2,
+    }
     steps = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "world_size": 4}
     return SimpleNamespace(**dict.fromkeys(names, 1), **own, **steps)
 

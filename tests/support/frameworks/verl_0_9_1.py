@@ -1,4 +1,5 @@
-"""Stand-in for verl 0.9.1, after the wheel on PyPI. What its classes would do on Ray, they do in this process."""
+"""Stand-in for verl 0.9.1, after the wheel on PyPI. What its classes would do on Ray, they do in
+this process."""
 
 from __future__ import annotations
 
@@ -22,15 +23,26 @@ SOURCES = {
         "RolloutReplicaRegistry.register",
     ),
     "verl/workers/rollout/sglang_rollout/async_sglang_server.py": (
-        *("SGLangReplica.__init__", "SGLangReplica.abort_all_requests", "SGLangReplica.resume_generation"),
+        *(
+            "SGLangReplica.__init__",
+            "SGLangReplica.abort_all_requests",
+            "SGLangReplica.resume_generation",
+        ),
         *("SGLangHttpServer.set_global_steps", "SGLangHttpServer.get_server_address"),
         "SGLangHttpServer.launch_server",
     ),
     "verl/experimental/agent_loop/agent_loop.py": (
-        *("AgentLoopManager.__init__", "AgentLoopManager.create", "AgentLoopManager.generate_sequences"),
+        *(
+            "AgentLoopManager.__init__",
+            "AgentLoopManager.create",
+            "AgentLoopManager.generate_sequences",
+        ),
         *("AgentLoopWorker.__init__", "AgentLoopWorker._run_agent_loop"),
     ),
-    "verl/trainer/ppo/v1/agent_loop_tq.py": ("AgentLoopManagerTQ.__init__", "AgentLoopManagerTQ.generate_sequences"),
+    "verl/trainer/ppo/v1/agent_loop_tq.py": (
+        "AgentLoopManagerTQ.__init__",
+        "AgentLoopManagerTQ.generate_sequences",
+    ),
 }
 FIELDS = {"verl/workers/rollout/replica.py": ("TokenOutput",)}
 
@@ -79,7 +91,13 @@ class LLMServerClient:
 
 
 class FullyAsyncLLMServerClient(LLMServerClient):
-    def __init__(self, config: Any, load_balancer_handle: Any = None, only_hybrid: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        config: Any,
+        load_balancer_handle: Any = None,
+        only_hybrid: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(config=config, load_balancer_handle=load_balancer_handle, **kwargs)
         self._only_hybrid = only_hybrid
 
@@ -119,17 +137,26 @@ class FullyAsyncLLMServerClient(LLMServerClient):
             elif output.stop_reason in ("abort", "aborted"):
                 await asyncio.sleep(0)
                 continue
-            final.extra_fields = {"global_steps": steps, "min_global_steps": first_steps, "max_global_steps": steps}
+            final.extra_fields = {
+                "global_steps": steps,
+                "min_global_steps": first_steps,
+                "max_global_steps": steps,
+            }
             return final
 
 
 class AgentLoopWorker:
-    """Its agent loop is `loops[agent_name]`: (client, sampling parameters, the sample's fields) → its output."""
+    """Its agent loop is `loops[agent_name]`: (client, sampling parameters, the sample's fields) →
+    its output."""
 
     loops: ClassVar[dict[str, Callable[..., Any]]] = {}
 
     def __init__(
-        self, config: Any, llm_client: Any, teacher_client: Any = None, reward_loop_worker_handles: Any = None
+        self,
+        config: Any,
+        llm_client: Any,
+        teacher_client: Any = None,
+        reward_loop_worker_handles: Any = None,
     ) -> None:
         self.config, self.llm_client = config, llm_client
 
@@ -145,12 +172,20 @@ class AgentLoopWorker:
         return await self.loops[agent_name](self.llm_client, sampling_params, **kwargs)
 
     async def generate_sequences(self, batch: list[dict[str, Any]]) -> list[Any]:
-        return list(await asyncio.gather(*(self._run_agent_loop({"logprobs": True}, {}, **each) for each in batch)))
+        return list(
+            await asyncio.gather(
+                *(self._run_agent_loop({"logprobs": True}, {}, **each) for each in batch)
+            )
+        )
 
 
 class AgentLoopManager:
     def __init__(
-        self, config: Any, llm_client: Any, teacher_client: Any = None, reward_loop_worker_handles: Any = None
+        self,
+        config: Any,
+        llm_client: Any,
+        teacher_client: Any = None,
+        reward_loop_worker_handles: Any = None,
     ) -> None:
         self.config, self.llm_client = config, llm_client
         if not hasattr(self, "agent_loop_workers_class"):
@@ -159,7 +194,8 @@ class AgentLoopManager:
     @classmethod
     def create(cls, *args: Any, **kwargs: Any) -> Any:
         made = cls(*args, **kwargs)
-        made.worker = made.agent_loop_workers_class.__ray_metadata__.modified_class(made.config, made.llm_client)  # type: ignore[attr-defined]
+        worker = made.agent_loop_workers_class.__ray_metadata__.modified_class
+        made.worker = worker(made.config, made.llm_client)  # type: ignore[attr-defined]
         return made
 
     @auto_await
@@ -193,7 +229,8 @@ class RolloutReplica:
 
 
 class TokenizerManager:
-    """SGLang's, through which both verl's server and SGLang's HTTP give memory away and take it back."""
+    """SGLang's, through which both verl's server and SGLang's HTTP give memory away and take it
+    back."""
 
     async def release_memory_occupation(self, obj: Any, request: Any = None) -> None: ...
 
@@ -210,7 +247,9 @@ class SGLangHttpServer:
         self.tokenizer_manager = TokenizerManager()
 
     async def sleep(self) -> None:
-        await self.tokenizer_manager.release_memory_occupation(SimpleNamespace(tags=["kv_cache", "weights"]), None)
+        await self.tokenizer_manager.release_memory_occupation(
+            SimpleNamespace(tags=["kv_cache", "weights"]), None
+        )
 
     async def set_global_steps(self, global_steps: int) -> None:
         self.global_steps = global_steps
@@ -231,7 +270,11 @@ class SGLangReplica(RolloutReplica):
         name_suffix: str = "",
     ) -> None:
         super().__init__()
-        self.replica_rank, self.is_reward_model, self.is_teacher_model = replica_rank, is_reward_model, is_teacher_model
+        self.replica_rank, self.is_reward_model, self.is_teacher_model = (
+            replica_rank,
+            is_reward_model,
+            is_teacher_model,
+        )
         self.server_class = remote(SGLangHttpServer)
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
@@ -269,7 +312,10 @@ def contents() -> dict[str, dict[str, Any]]:
             "LLMServerClient": LLMServerClient,
             "FullyAsyncLLMServerClient": FullyAsyncLLMServerClient,
         },
-        "verl.workers.rollout.replica": {"TokenOutput": TokenOutput, "RolloutReplicaRegistry": RolloutReplicaRegistry},
+        "verl.workers.rollout.replica": {
+            "TokenOutput": TokenOutput,
+            "RolloutReplicaRegistry": RolloutReplicaRegistry,
+        },
         "verl.experimental.agent_loop": {"AgentLoopManager": AgentLoopManager},
         "verl.trainer.ppo.v1": {"AgentLoopManagerTQ": AgentLoopManagerTQ},
     }
@@ -277,7 +323,13 @@ def contents() -> dict[str, dict[str, Any]]:
 
 def config(*, in_queue: bool = False, **rollout: Any) -> Any:
     """What the adapter reads of a trainer's config."""
-    own = {"name": "sglang", "response_length": 64, "prompt_length": 64, "max_model_len": None, **rollout}
+    own = {
+        "name": "sglang",
+        "response_length": 64,
+        "prompt_length": 64,
+        "max_model_len": None,
+        **rollout,
+    }
     return SimpleNamespace(
         transfer_queue=SimpleNamespace(enable=in_queue),
         actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(**own)),

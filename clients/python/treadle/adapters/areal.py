@@ -1,8 +1,9 @@
 """AReaL: an inference engine whose requests are steps of trajectories in the mesh.
 
-`use(address)` has AReaL's trainer make a MeshEngine where it would make its RemoteSGLangEngine. The engines stay
-AReaL's own; its pauses and weights go through the mesh, so that a request which is cut by an update goes on in its
-place, and `output_versions` has the version that sampled each token. Written against AReaL 1.0.4.
+`use(address)` has AReaL's trainer make a MeshEngine where it would make its RemoteSGLangEngine. The
+engines stay AReaL's own; its pauses and weights go through the mesh, so that a request which is cut
+by an update goes on in its place, and `output_versions` has the version that sampled each token.
+Written against AReaL 1.0.4.
 """
 
 from __future__ import annotations
@@ -19,19 +20,30 @@ from areal.api import ModelRequest, ModelResponse, RolloutWorkflow, WeightUpdate
 from areal.api.cli_args import InferenceEngineConfig
 from areal.api.io_struct import HttpRequest, ParamSpec
 from areal.engine.sglang_remote import RemoteSGLangEngine, SGLangBackend
-from areal.infra.remote_inf_engine import GroupedRolloutWorkflow, RemoteInfBackendProtocol, RemoteInfEngine
+from areal.infra.remote_inf_engine import (
+    GroupedRolloutWorkflow,
+    RemoteInfBackendProtocol,
+    RemoteInfEngine,
+)
 from areal.infra.utils.concurrent import get_executor
 from areal.utils import name_resolve, names
 
-from treadle.adapters.calls import address_of, call_mesh, link_to, one_run, require_text, sampling_of
+from treadle.adapters.calls import (
+    address_of,
+    call_mesh,
+    link_to,
+    one_run,
+    require_text,
+    sampling_of,
+)
 
 PAUSED_S = 0.5  # between two looks whether rollouts may go on, as AReaL's own
 SAVE_S = 120.0  # for which a checkpoint is waited for, as AReaL's own
 
 
 def use(address: str = "") -> None:
-    """Have AReaL's trainer reach its engines through the mesh at `address`, here and in the processes that it starts.
-    Call it before the trainer is made."""
+    """Have AReaL's trainer reach its engines through the mesh at `address`, here and in the
+    processes that it starts. Call it before the trainer is made."""
     from areal.trainer import rl_trainer
 
     os.environ["TREADLE_ADDRESS"] = address_of(address)
@@ -52,14 +64,18 @@ class MeshClient(RemoteInfEngine):  # type: ignore[misc]
     def __init__(self, config: InferenceEngineConfig, backend: RemoteInfBackendProtocol) -> None:
         super().__init__(config, backend)
         self.address = address_of()
-        self._taken: int | None = None  # version of the weights that the engines have taken and not yet named
+        self._taken: int | None = (
+            None  # version of the weights that the engines have taken and not yet named
+        )
         self._loaded_path = ""
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """As AReaL's: returns once the request is complete, whatever pauses and updates come in between.
+        """As AReaL's: returns once the request is complete, whatever pauses and updates come in
+        between.
 
-        output_versions: of each token, the weights that sampled it; where the engines do not name theirs by numbers,
-        the version at the beginning. Raises ValueError and RuntimeError as AReaL's, TreadleError.
+        output_versions: of each token, the weights that sampled it; where the engines do not name
+        theirs by numbers, the version at the beginning. Raises ValueError and RuntimeError as
+        AReaL's, TreadleError.
         """
         gconfig = req.gconfig
         if gconfig.n_samples != 1:
@@ -109,26 +125,36 @@ class MeshClient(RemoteInfEngine):  # type: ignore[misc]
         """Go on, under the name of the weights that the engines have taken meanwhile."""
         if self._taken is not None:
             name = {"new_version": str(self._taken), "abort_all_requests": False}
-            self._run_request_on_all_servers(HttpRequest(endpoint="/update_weight_version", payload=name))
+            self._run_request_on_all_servers(
+                HttpRequest(endpoint="/update_weight_version", payload=name)
+            )
             self._taken = None
         super().continue_generation()
         call_mesh(self.address, lambda client: client.resume())
 
-    def update_weights_from_distributed(self, meta: WeightUpdateMeta, param_specs: list[ParamSpec]) -> Future[None]:
-        """As AReaL's, which broadcasts to its servers; the version is named when generation goes on."""
+    def update_weights_from_distributed(
+        self, meta: WeightUpdateMeta, param_specs: list[ParamSpec]
+    ) -> Future[None]:
+        """As AReaL's, which broadcasts to its servers; the version is named when generation goes
+        on."""
         self._taken = self._version_of(meta)
-        return super().update_weights_from_distributed(meta, param_specs)  # type: ignore[no-any-return]
+        return super().update_weights_from_distributed(  # type: ignore[no-any-return]
+            meta, param_specs
+        )
 
     def update_weights_from_disk(self, meta: WeightUpdateMeta) -> Future[None]:
-        """Have all engines of the mesh load a checkpoint once it is saved; engines that join later load it too. With
-        clear_checkpoint_after_load, its folder is removed when the next one is there."""
+        """Have all engines of the mesh load a checkpoint once it is saved; engines that join later
+        load it too. With clear_checkpoint_after_load, its folder is removed when the next one is
+        there."""
         if meta.use_lora:
             raise ValueError("use_lora: not carried by the mesh")
         return get_executor().submit(self._load, meta)  # type: ignore[no-any-return]
 
     def _load(self, meta: WeightUpdateMeta) -> None:
         config = self.config
-        saved = names.update_weights_from_disk(config.experiment_name, config.trial_name, self.get_version())
+        saved = names.update_weights_from_disk(
+            config.experiment_name, config.trial_name, self.get_version()
+        )
         name_resolve.wait(saved, timeout=SAVE_S)
         path, version = str(meta.path), str(self._version_of(meta))
         call_mesh(self.address, lambda client: client.update_weights(path, version))
@@ -147,7 +173,9 @@ class MeshClient(RemoteInfEngine):  # type: ignore[misc]
         proxy_addr: str | None = None,
     ) -> RolloutWorkflow:
         """As AReaL's; an episode's trajectories end with it."""
-        run = _Run(super()._resolve_workflow(workflow, workflow_kwargs, 1, proxy_addr), self.address)
+        run = _Run(
+            super()._resolve_workflow(workflow, workflow_kwargs, 1, proxy_addr), self.address
+        )
         return GroupedRolloutWorkflow(run, group_size, self.logger) if group_size > 1 else run
 
 

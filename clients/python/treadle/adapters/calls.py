@@ -1,12 +1,15 @@
-"""The call that every adapter makes: token ids in; tokens, logprobs, version spans and why it ended out.
+"""The call that every adapter makes: token ids in; tokens, logprobs, version spans and why it ended
+out.
 
-A Link is the mesh for one event loop. Adapters of frameworks with a loop of their own use `link_to`; those that are
-called from threads use `background`, a loop in a thread; one call about the whole mesh is `call_mesh`. What the mesh
-itself aborts (a move, a preemption, a lost engine) goes on inside the mesh; `abort` ends only what a pause of the
-framework has ended, with the tokens that it has.
+A Link is the mesh for one event loop. Adapters of frameworks with a loop of their own use
+`link_to`; those that are called from threads use `background`, a loop in a thread; one call about
+the whole mesh is `call_mesh`. What the mesh itself aborts (a move, a preemption, a lost engine)
+goes on inside the mesh; `abort` ends only what a pause of the framework has ended, with the tokens
+that it has.
 
-Where the mesh is: the adapter's `address`, or TREADLE_ADDRESS, or localhost:7401; `ray` is the mesh of the Ray cluster
-that the process is in (`on_ray`). TREADLE_JOB names whose share of the engines the framework uses.
+Where the mesh is: the adapter's `address`, or TREADLE_ADDRESS, or localhost:7401; `ray` is the mesh
+of the Ray cluster that the process is in (`on_ray`). TREADLE_JOB names whose share of the engines
+the framework uses.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ DEFAULT_ADDRESS, ON_RAY = "localhost:7401", "ray"
 IDLE_S = 1800.0  # longer than a tool runs
 UNNAMED_IDLE_S = 30.0  # nobody says when such a conversation is over, and an open one holds KV
 
-# Sampling parameters by the names of SGLang, vLLM and transformers, and the field of Sampling that each one is.
+# Sampling parameters by the names of SGLang, vLLM and transformers, and the field of Sampling that
+# each one is.
 _FIELDS = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos")},
     "sampling_seed": "seed",
@@ -46,14 +50,30 @@ _FIELDS = {
 _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("repetition_penalty", "length_penalty", "n", "num_beams"), (None, 1, 1.0)),
     "num_return_sequences": (None, 1),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_new_tokens", "min_tokens"), (None, 0, 0.0)),
-    **dict.fromkeys(("use_beam_search", "regex", "json_schema", "ebnf", "logit_bias"), (None, False)),
+    **dict.fromkeys(
+        ("frequency_penalty", "presence_penalty", "min_new_tokens", "min_tokens"), (None, 0, 0.0)
+    ),
+    **dict.fromkeys(
+        ("use_beam_search", "regex", "json_schema", "ebnf", "logit_bias"), (None, False)
+    ),
 }
 # They say how the output is told, not how it is sampled.
 _OF_THE_OUTPUT = frozenset(
     {
-        *("logprobs", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "detokenize"),
-        *("include_stop_str_in_output", "pad_token_id", "do_sample", "max_new_tokens", "max_tokens"),
+        *(
+            "logprobs",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "no_stop_trim",
+            "detokenize",
+        ),
+        *(
+            "include_stop_str_in_output",
+            "pad_token_id",
+            "do_sample",
+            "max_new_tokens",
+            "max_tokens",
+        ),
         "max_length",
     }
 )
@@ -65,7 +85,8 @@ def address_of(address: str = "") -> str:
 
 
 def client_at(address: str = "", job: str = "") -> Client:
-    """A client of the mesh at an address, or of the cluster's. Raises RuntimeError where the cluster has none."""
+    """A client of the mesh at an address, or of the cluster's. Raises RuntimeError where the
+    cluster has none."""
     where = address_of(address)
     if where != ON_RAY:
         return Client(where, job=job)
@@ -76,8 +97,8 @@ def client_at(address: str = "", job: str = "") -> Client:
 
 
 def sampling_of(params: Mapping[str, Any], max_new_tokens: int) -> Sampling:
-    """Sampling out of a framework's parameters. Raises ValueError that names a parameter which the mesh does not carry,
-    unless it has no effect."""
+    """Sampling out of a framework's parameters. Raises ValueError that names a parameter which the
+    mesh does not carry, unless it has no effect."""
     found: dict[str, Any] = {"stop": (), "stop_token_ids": ()}
     for name, value in params.items():
         if name in _FIELDS:
@@ -86,8 +107,13 @@ def sampling_of(params: Mapping[str, Any], max_new_tokens: int) -> Sampling:
                 found[where] += (value,) if isinstance(value, str | int) else tuple(value or ())
             elif value is not None:
                 found[where] = value
-        elif name not in _OF_THE_OUTPUT and not any(value is each or value == each for each in _neutral(name)):
-            raise ValueError(f"{name}={value!r} is not carried by the mesh: leave it out of the sampling parameters")
+        elif name not in _OF_THE_OUTPUT and not any(
+            value is each or value == each for each in _neutral(name)
+        ):
+            raise ValueError(
+                f"{name}={value!r} is not carried by the mesh: leave it out of the sampling "
+                "parameters"
+            )
     if found.get("top_k") == 0:  # vLLM's word for all
         found["top_k"] = -1
     return Sampling(max_new_tokens=max_new_tokens, **found)
@@ -101,13 +127,16 @@ def require_text(**inputs: object) -> None:
     """Raises ValueError that names an input which is no text."""
     for name, value in inputs.items():
         if value is not None and value != []:
-            raise ValueError(f"{name}: the mesh carries token ids alone; use the engines of the framework for images")
+            raise ValueError(
+                f"{name}: the mesh carries token ids alone; use the engines of the framework for "
+                "images"
+            )
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a request got. token_ids, logprobs: equally long. version_spans: over token_ids. preemptions, cached_tokens,
-    queue_s, prefill_s, decode_s: see Step."""
+    """What a request got. token_ids, logprobs: equally long. version_spans: over token_ids.
+    preemptions, cached_tokens, queue_s, prefill_s, decode_s: see Step."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -140,10 +169,15 @@ class Answer:
     @property
     def numbered_versions(self) -> list[int]:
         """The weight versions whose names are numbers, in the order of the tokens."""
-        return [int(span.weight_version) for span in self.version_spans if span.weight_version.isdecimal()]
+        return [
+            int(span.weight_version)
+            for span in self.version_spans
+            if span.weight_version.isdecimal()
+        ]
 
     def versions(self, otherwise: int) -> list[int]:
-        """The weight version of each token; `otherwise` where the engine's name for its weights is no number."""
+        """The weight version of each token; `otherwise` where the engine's name for its weights is
+        no number."""
         found = [otherwise] * len(self.token_ids)
         for span in self.version_spans:
             if span.weight_version.isdecimal():
@@ -154,8 +188,8 @@ class Answer:
 
 @dataclass(eq=False)
 class _Scope:
-    """One run of an agent. name: of the session of its requests without one. sessions: that it has used. outcome: None
-    while it runs."""
+    """One run of an agent. name: of the session of its requests without one. sessions: that it has
+    used. outcome: None while it runs."""
 
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     sessions: set[str] = field(default_factory=set)
@@ -168,13 +202,17 @@ _scope: ContextVar[_Scope | None] = ContextVar("treadle_scope", default=None)
 class Link:
     """The mesh for one event loop."""
 
-    def __init__(self, client: Client, idle_s: float = IDLE_S, unnamed_idle_s: float = UNNAMED_IDLE_S) -> None:
+    def __init__(
+        self, client: Client, idle_s: float = IDLE_S, unnamed_idle_s: float = UNNAMED_IDLE_S
+    ) -> None:
         self.client, self.sessions = client, Sessions(client, idle_s, unnamed_idle_s)
         self._sweeping: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Link:
         await self.client.__aenter__()
-        self._sweeping = asyncio.get_running_loop().create_task(self._sweep(), name="close-idle-trajectories")
+        self._sweeping = asyncio.get_running_loop().create_task(
+            self._sweep(), name="close-idle-trajectories"
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -189,8 +227,9 @@ class Link:
     ) -> Answer:
         """Generate the next turn of the trajectory that the prompt goes on with.
 
-        session: who asks; empty: the run of the agent (`one_run`), or whoever has a context that the prompt begins
-        with. alone: the session has one trajectory at a time, so others of it are over. Raises TreadleError.
+        session: who asks; empty: the run of the agent (`one_run`), or whoever has a context that
+        the prompt begins with. alone: the session has one trajectory at a time, so others of it are
+        over. Raises TreadleError.
         """
         scope = _scope.get()
         if scope is not None:
@@ -212,8 +251,9 @@ _links: dict[asyncio.AbstractEventLoop, dict[str, Link]] = {}
 
 
 async def link_to(address: str = "") -> Link:
-    """The link of the running loop to a mesh, opened by the first call. A process or a loop that ends without `leave`
-    loses its lease within a minute, and the scheduler closes what it had open."""
+    """The link of the running loop to a mesh, opened by the first call. A process or a loop that
+    ends without `leave` loses its lease within a minute, and the scheduler closes what it had open.
+    """
     where = address_of(address)
     for loop in list(_links):
         if loop.is_closed():
@@ -233,7 +273,8 @@ async def leave() -> None:
 
 @asynccontextmanager
 async def one_run(address: str = "") -> AsyncIterator[None]:
-    """For the time of an agent's run: its requests without a session are of one, and what it has open ends with it.
+    """For the time of an agent's run: its requests without a session are of one, and what it has
+    open ends with it.
 
     It holds for the task that enters it, and for tasks that this one starts.
     """
@@ -276,7 +317,8 @@ def _background() -> EventLoop:
 def call_mesh(address: str, work: Callable[[Client], Awaitable[Mapping[str, str]]]) -> None:
     """Make one call about the whole mesh and wait for it, from any thread.
 
-    work: returns errors by engine id. Raises RuntimeError that names the engines which failed, and TreadleError.
+    work: returns errors by engine id. Raises RuntimeError that names the engines which failed, and
+    TreadleError.
     """
 
     async def call() -> Mapping[str, str]:

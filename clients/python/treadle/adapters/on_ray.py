@@ -1,7 +1,7 @@
 """Where the mesh of a Ray cluster is: TREADLE_ADDRESS=ray, for adapters in processes of a Ray job.
 
-`treadle up --ray` keeps a named actor, `treadle` in the namespace `treadle`, that says where everything is and gives a
-process its certificate. Used with Ray 2.60.
+`treadle up --ray` keeps a named actor, `treadle` in the namespace `treadle`, that says where
+everything is and gives a process its certificate. Used with Ray 2.60.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ ANSWER_S = 60.0
 
 @dataclass(frozen=True)
 class RayMesh:
-    """address: of the scheduler, host:port. tls_folder: of this process's certificate, None where the mesh has none.
-    gateway: URL for frameworks that speak HTTP. api_key: what the gateway asks for; empty: nothing."""
+    """address: of the scheduler, host:port. tls_folder: of this process's certificate, None where
+    the mesh has none. gateway: URL for frameworks that speak HTTP. api_key: what the gateway asks
+    for; empty: nothing."""
 
     address: str
     tls_folder: Path | None
@@ -32,14 +33,18 @@ class RayMesh:
 
 
 def find_mesh(identity: str = "trainer-default") -> RayMesh:
-    """Ask the cluster of this process. identity: the folder of a certificate (docs/identity.md). Raises RuntimeError
-    where this process is in no Ray job, or the cluster has no mesh."""
+    """Ask the cluster of this process. identity: the folder of a certificate (docs/identity.md).
+    Raises RuntimeError where this process is in no Ray job, or the cluster has no mesh."""
     if not ray.is_initialized():
-        raise RuntimeError(f"TREADLE_ADDRESS={ADDRESS} is for processes of a Ray job: call ray.init first")
+        raise RuntimeError(
+            f"TREADLE_ADDRESS={ADDRESS} is for processes of a Ray job: call ray.init first"
+        )
     try:
         actor = ray.get_actor(ACTOR, namespace=NAMESPACE)
     except ValueError:
-        raise RuntimeError("this Ray cluster has no mesh: treadle up --ray auto starts one") from None
+        raise RuntimeError(
+            "this Ray cluster has no mesh: treadle up --ray auto starts one"
+        ) from None
     found = ray.get(actor.describe.remote(), timeout=ANSWER_S)
     files = ray.get(actor.credentials.remote(identity), timeout=ANSWER_S) if found["secure"] else {}
     folder = _keep(f"{identity}@{found['scheduler']}", files) if files else None
@@ -47,13 +52,16 @@ def find_mesh(identity: str = "trainer-default") -> RayMesh:
 
 
 def _keep(name: str, files: dict[str, bytes]) -> Path:
-    """A folder of this name with these files, the same for all processes of this user on this machine: Ray kills
-    processes, which then remove nothing. Raises RuntimeError where the folder around it is another user's."""
+    """A folder of this name with these files, the same for all processes of this user on this
+    machine: Ray kills processes, which then remove nothing. Raises RuntimeError where the folder
+    around it is another user's."""
     folder = Path(tempfile.gettempdir()) / f"treadle-ray-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise RuntimeError(f"{folder} must be a folder that this user alone can read: it is for the key of a mesh")
+        raise RuntimeError(
+            f"{folder} must be a folder that this user alone can read: it is for the key of a mesh"
+        )
     (folder / name).mkdir(exist_ok=True)
     for file, content in files.items():
         part = folder / name / f"{file}.{uuid.uuid4().hex}"

@@ -1,7 +1,8 @@
 """rLLM: a rollout engine whose responses are steps of trajectories in the mesh.
 
-Give a MeshEngine to rLLM's AgentWorkflowEngine, or to what else takes a RolloutEngine. Tokens are made once, by rLLM's
-own chat template parser, and go in and out as ids. Written against rLLM at commit 17dcfbf (version 0.3).
+Give a MeshEngine to rLLM's AgentWorkflowEngine, or to what else takes a RolloutEngine. Tokens are
+made once, by rLLM's own chat template parser, and go in and out as ids. Written against rLLM at
+commit 17dcfbf (version 0.3).
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from treadle.adapters.calls import Answer, address_of, link_to, one_run, samplin
 
 
 class MeshEngine(RolloutEngine):  # type: ignore[misc]
-    """tokenizer: of the model. address: of the mesh. max_prompt_length, max_response_length: tokens. sampling,
-    validation_sampling: parameters by SGLang's names; validation's default to those of training. parser: rLLM's, by
-    default the one for the tokenizer."""
+    """tokenizer: of the model. address: of the mesh. max_prompt_length, max_response_length:
+    tokens. sampling, validation_sampling: parameters by SGLang's names; validation's default to
+    those of training. parser: rLLM's, by default the one for the tokenizer."""
 
     def __init__(
         self,
@@ -36,10 +37,14 @@ class MeshEngine(RolloutEngine):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.tokenizer, self.address = tokenizer, address_of(address)
-        self.chat_parser = parser if parser is not None else ChatTemplateParser.get_parser(tokenizer)
+        self.chat_parser = (
+            parser if parser is not None else ChatTemplateParser.get_parser(tokenizer)
+        )
         self.max_prompt_length, self.max_response_length = max_prompt_length, max_response_length
         self.sampling = dict(sampling or {"temperature": 1.0, "top_p": 1.0, "top_k": -1})
-        self.validation_sampling = dict(validation_sampling if validation_sampling is not None else self.sampling)
+        self.validation_sampling = dict(
+            validation_sampling if validation_sampling is not None else self.sampling
+        )
         self.accumulate_reasoning = accumulate_reasoning
 
     @property
@@ -50,15 +55,19 @@ class MeshEngine(RolloutEngine):  # type: ignore[misc]
         """For the time of a workflow: its turns are one trajectory, which ends with it."""
         return one_run(self.address)
 
-    async def get_model_response(self, messages: list[dict[str, Any]], **kwargs: Any) -> ModelOutput:
-        """As rLLM's. weight_version: the oldest that sampled a token of it, where versions are numbers; metrics: also
-        every version with its tokens."""
+    async def get_model_response(
+        self, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> ModelOutput:
+        """As rLLM's. weight_version: the oldest that sampled a token of it, where versions are
+        numbers; metrics: also every version with its tokens."""
         output = await self._get_model_response(messages, **kwargs)
         if output.weight_version is None:
             output.weight_version = self.weight_version
         return output
 
-    async def _get_model_response(self, messages: list[dict[str, Any]], **kwargs: Any) -> ModelOutput:
+    async def _get_model_response(
+        self, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> ModelOutput:
         prompt = self.chat_parser.parse(
             messages,
             add_generation_prompt=True,
@@ -71,20 +80,28 @@ class MeshEngine(RolloutEngine):  # type: ignore[misc]
         answer = await self.get_token_output_from_token_input(prompt_ids, **kwargs)
         return self.assemble_model_output(prompt_ids, answer)
 
-    async def get_token_output_from_token_input(self, token_input: Sequence[int], **kwargs: Any) -> Answer:
-        """Tokens in, tokens out. kwargs: application_id (whose turn it is), validate, enforce_max_prompt_length, and
-        sampling parameters. Raises TerminationEvent for a prompt that is too long, ValueError, TreadleError."""
+    async def get_token_output_from_token_input(
+        self, token_input: Sequence[int], **kwargs: Any
+    ) -> Answer:
+        """Tokens in, tokens out. kwargs: application_id (whose turn it is), validate,
+        enforce_max_prompt_length, and sampling parameters. Raises TerminationEvent for a prompt
+        that is too long, ValueError, TreadleError."""
         session = str(kwargs.pop("application_id", ""))
         validation = kwargs.pop("validate", False) or self.is_validation
         room = self.max_prompt_length + self.max_response_length - len(token_input)
-        if (kwargs.pop("enforce_max_prompt_length", True) and len(token_input) > self.max_prompt_length) or room <= 0:
+        if (
+            kwargs.pop("enforce_max_prompt_length", True)
+            and len(token_input) > self.max_prompt_length
+        ) or room <= 0:
             raise TerminationEvent(TerminationReason.MAX_PROMPT_LENGTH_EXCEEDED)
         params = {**(self.validation_sampling if validation else self.sampling), **kwargs}
         limit = params.get("max_tokens") or params.get("max_new_tokens") or self.max_response_length
         link = await link_to(self.address)
         return await link.generate(token_input, sampling_of(params, min(limit, room)), session)
 
-    def assemble_model_output(self, token_input: Sequence[int], token_output: Answer) -> ModelOutput:
+    def assemble_model_output(
+        self, token_input: Sequence[int], token_output: Answer
+    ) -> ModelOutput:
         """What rLLM reads, out of an answer of the mesh."""
         parsed = self.chat_parser.parse_completion(token_output.token_ids)
         versions = token_output.numbered_versions
@@ -102,7 +119,10 @@ class MeshEngine(RolloutEngine):  # type: ignore[misc]
             weight_version=min(versions) if versions else None,
             metrics={
                 "trajectory_id": token_output.trajectory_id,
-                "version_spans": [(s.weight_version, s.start_token, s.end_token) for s in token_output.version_spans],
+                "version_spans": [
+                    (s.weight_version, s.start_token, s.end_token)
+                    for s in token_output.version_spans
+                ],
                 "queue_s": token_output.queue_s,
                 "ttft": token_output.queue_s + token_output.prefill_s,
                 "preemptions": token_output.preemptions,

@@ -1,9 +1,10 @@
 """ROLL: a proxy through which environment managers reach the mesh.
 
-ROLL finds it once this module is imported, which `env_manager_cls: treadle.adapters.roll.TrajEnvManager` does, and
-`llm_proxy: {proxy_type: treadle, proxy_config: {address: HOST:PORT}}` chooses it. It covers generation; ROLL's own
-engines stay idle, and the mesh's engines need new weights from elsewhere. Written against ROLL 0.3.0, whose package is
-in no registry.
+ROLL finds it once this module is imported, which `env_manager_cls:
+treadle.adapters.roll.TrajEnvManager` does, and `llm_proxy: {proxy_type: treadle, proxy_config:
+{address: HOST:PORT}}` chooses it. It covers generation; ROLL's own engines stay idle, and the
+mesh's engines need new weights from elsewhere. Written against ROLL 0.3.0, whose package is in no
+registry.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ __all__ = ["MeshProxy", "TrajEnvManager"]
 
 @register_llm_proxy("treadle")
 class MeshProxy(BaseLLMProxy):  # type: ignore[misc]
-    """One environment's way to the mesh. An environment plays one episode at a time: a prompt that does not go on with
-    the open trajectory begins the next one, and ends that one."""
+    """One environment's way to the mesh. An environment plays one episode at a time: a prompt that
+    does not go on with the open trajectory begins the next one, and ends that one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -35,8 +36,9 @@ class MeshProxy(BaseLLMProxy):  # type: ignore[misc]
     def generate(
         self, messages: list[dict[str, str]], lm_input: DataProto, generation_config: dict[str, Any]
     ) -> DataProto | None:
-        """As ROLL's: the response to one prompt, with `infer_logprobs`; None where a pause has ended it. meta_info:
-        also finish_reasons, and version_spans as (version, first token, end). Raises ValueError, TreadleError."""
+        """As ROLL's: the response to one prompt, with `infer_logprobs`; None where a pause has
+        ended it. meta_info: also finish_reasons, and version_spans as (version, first token, end).
+        Raises ValueError, TreadleError."""
         if lm_input.batch.batch_size[0] != 1:
             raise ValueError(f"lm_input must hold one prompt, holds {lm_input.batch.batch_size[0]}")
         mask = lm_input.batch["attention_mask"][0].bool()
@@ -48,14 +50,20 @@ class MeshProxy(BaseLLMProxy):  # type: ignore[misc]
 
     async def _ask(self, prompt: list[int], config: dict[str, Any]) -> Answer:
         link = await link_to(self.address)
-        ends = [token for token in (self.tokenizer.eos_token_id, self.tokenizer.pad_token_id) if token is not None]
+        ends = [
+            token
+            for token in (self.tokenizer.eos_token_id, self.tokenizer.pad_token_id)
+            if token is not None
+        ]
         sampling = sampling_of({**config, "eos_token_id": ends}, int(config["max_new_tokens"]))
         return await link.generate(prompt, sampling, self._session, alone=True)
 
     def _output(self, lm_input: DataProto, answer: Answer) -> DataProto:
         """As ROLL's own scheduler makes it."""
         output = concatenate_input_and_output(
-            input_ids=lm_input.batch["input_ids"], output_ids=torch.tensor([answer.token_ids]), num_return_sequences=1
+            input_ids=lm_input.batch["input_ids"],
+            output_ids=torch.tensor([answer.token_ids]),
+            num_return_sequences=1,
         )
         found: DataProto = postprocess_generate(
             prompts=lm_input,
@@ -68,6 +76,12 @@ class MeshProxy(BaseLLMProxy):  # type: ignore[misc]
             output_logprobs=[answer.logprobs],
         )
         found.non_tensor_batch = lm_input.non_tensor_batch
-        spans = [(span.weight_version, span.start_token, span.end_token) for span in answer.version_spans]
-        found.meta_info = {**lm_input.meta_info, "finish_reasons": [answer.finish_reason], "version_spans": [spans]}
+        spans = [
+            (span.weight_version, span.start_token, span.end_token) for span in answer.version_spans
+        ]
+        found.meta_info = {
+            **lm_input.meta_info,
+            "finish_reasons": [answer.finish_reason],
+            "version_spans": [spans],
+        }
         return found

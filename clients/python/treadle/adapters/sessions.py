@@ -1,15 +1,17 @@
-"""Generate each turn in the open trajectory that its request goes on with, and close those that nobody goes on with.
+"""Generate each turn in the open trajectory that its request goes on with, and close those that
+nobody goes on with.
 
-A framework sends each turn as a request of its own, with the whole context. The turn belongs to the open trajectory of
-its session whose tokens its prompt begins with, the longest one; what follows them is an observation. Without one a new
-trajectory opens, so a session that rewrites its context, or asks twice at once, has several. Requests without a session
-("") are found by their tokens alone.
+A framework sends each turn as a request of its own, with the whole context. The turn belongs to the
+open trajectory of its session whose tokens its prompt begins with, the longest one; what follows
+them is an observation. Without one a new trajectory opens, so a session that rewrites its context,
+or asks twice at once, has several. Requests without a session ("") are found by their tokens alone.
 
-An idle trajectory keeps its engine's KV, and nobody says which ones are over. Each is closed after a time limit, and
-earlier where first steps wait for room and hardly any trajectory was idle for so long before its next turn. One that
-goes on after all opens anew, with its whole context.
+An idle trajectory keeps its engine's KV, and nobody says which ones are over. Each is closed after
+a time limit, and earlier where first steps wait for room and hardly any trajectory was idle for so
+long before its next turn. One that goes on after all opens anew, with its whole context.
 
-Invariants: a trajectory is in the index exactly while no request uses it; the tokens of a prompt are never changed.
+Invariants: a trajectory is in the index exactly while no request uses it; the tokens of a prompt
+are never changed.
 """
 
 from __future__ import annotations
@@ -37,10 +39,11 @@ SWEEP_S = 0.1  # between two calls of `sweep`
 EXPIRY_S = 1.0  # between two looks for trajectories that are at their time limit; each looks at all
 # A first step that finds room has its ticket by then, also where it waits for a plan.
 STARTS_WITHIN_S = 0.3
-# Pauses of one kind that are remembered, and how many must be known before they say when a trajectory is over.
+# Pauses of one kind that are remembered, and how many must be known before they say when a
+# trajectory is over.
 RECENT_PAUSES, FEWEST_PAUSES = 256, 16
-# This share of pauses may be longer than a quarter of the time after which a trajectory counts as over: those with the
-# longest tools are often the ones that a rollout waits for.
+# This share of pauses may be longer than a quarter of the time after which a trajectory counts as
+# over: those with the longest tools are often the ones that a rollout waits for.
 RARE, MARGIN = 0.05, 4.0
 NAMED_AT_FIRST_S, UNNAMED_AT_FIRST_S = 60.0, 1.0  # until pauses are known
 REMEMBERED_S = 300.0  # for which a closed trajectory that goes on is recognised
@@ -54,8 +57,8 @@ _Old = tuple[float, Trajectory, str]  # since when it is idle, and its session
 
 @dataclass(eq=False)
 class _Places(Generic[T]):
-    """What stands at places of a session, such as its idle trajectories: each with the moment since when, oldest first.
-    lengths: how many have so many tokens."""
+    """What stands at places of a session, such as its idle trajectories: each with the moment since
+    when, oldest first. lengths: how many have so many tokens."""
 
     places: dict[Place, list[tuple[float, T]]] = field(default_factory=dict)
     lengths: Counter[int] = field(default_factory=Counter)
@@ -68,7 +71,11 @@ class _Places(Generic[T]):
 
     def longest(self, prompt: Sequence[int]) -> Place | None:
         """Of those whose tokens are a beginning of the prompt, the longest."""
-        tokens, digest, at = memoryview(array("i", prompt)).cast("B"), hashlib.blake2b(digest_size=16), 0
+        tokens, digest, at = (
+            memoryview(array("i", prompt)).cast("B"),
+            hashlib.blake2b(digest_size=16),
+            0,
+        )
         found: Place | None = None
         for length in sorted(self.lengths):
             if length > len(prompt):
@@ -80,7 +87,8 @@ class _Places(Generic[T]):
         return found
 
     def remove(self, place: Place, at: int = -1) -> tuple[float, T]:
-        """at: -1 for the one that became idle last, whose KV is the likeliest to be there; 0 for the oldest."""
+        """at: -1 for the one that became idle last, whose KV is the likeliest to be there; 0 for
+        the oldest."""
         found = self.places[place].pop(at)
         if not self.places[place]:
             del self.places[place]
@@ -91,13 +99,18 @@ class _Places(Generic[T]):
 
     def remove_older(self, before_s: float) -> list[tuple[float, T]]:
         """Remove those that have been there since before this moment."""
-        old = [place for place, items in self.places.items() for since_s, _ in items if since_s < before_s]
+        old = [
+            place
+            for place, items in self.places.items()
+            for since_s, _ in items
+            if since_s < before_s
+        ]
         return [self.remove(place, 0) for place in old]
 
 
 class _Pauses:
-    """How long trajectories of one kind were idle before their next turn, infinite for those that were closed before
-    one came. at_first_s: what holds until enough are known."""
+    """How long trajectories of one kind were idle before their next turn, infinite for those that
+    were closed before one came. at_first_s: what holds until enough are known."""
 
     def __init__(self, at_first_s: float) -> None:
         self._recent_s: deque[float] = deque(maxlen=RECENT_PAUSES)
@@ -111,21 +124,36 @@ class _Pauses:
         """Seconds of a pause after which hardly any trajectory has had another turn."""
         if len(self._recent_s) < FEWEST_PAUSES:
             return self._at_first_s
-        ended_s, rare = sorted(filter(math.isfinite, self._recent_s)), int(RARE * len(self._recent_s))
+        ended_s, rare = (
+            sorted(filter(math.isfinite, self._recent_s)),
+            int(RARE * len(self._recent_s)),
+        )
         return MARGIN * ended_s[-1 - rare] if len(ended_s) > rare else 0.0
 
 
 class Sessions:
-    """Open trajectories of one client. idle_s, unnamed_idle_s: seconds after which an idle trajectory is closed, of a
-    session and of requests without one. now: seconds that never go back."""
+    """Open trajectories of one client. idle_s, unnamed_idle_s: seconds after which an idle
+    trajectory is closed, of a session and of requests without one. now: seconds that never go back.
+    """
 
     def __init__(
-        self, client: Client, idle_s: float, unnamed_idle_s: float, now: Callable[[], float] = time.monotonic
+        self,
+        client: Client,
+        idle_s: float,
+        unnamed_idle_s: float,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._client, self._idle_s, self._unnamed_idle_s, self._now = client, idle_s, unnamed_idle_s, now
+        self._client, self._idle_s, self._unnamed_idle_s, self._now = (
+            client,
+            idle_s,
+            unnamed_idle_s,
+            now,
+        )
         self._idle: dict[str, _Places[Trajectory]] = {}
         self._closed: dict[str, _Places[None]] = {}  # by `sweep`; their session did not end them
-        self._starting: dict[Trajectory, float] = {}  # those that were opened for the turn that runs, since when
+        self._starting: dict[
+            Trajectory, float
+        ] = {}  # those that were opened for the turn that runs, since when
         self._pauses = {  # of sessions, and of requests without one
             True: _Pauses(min(NAMED_AT_FIRST_S, idle_s)),
             False: _Pauses(min(UNNAMED_AT_FIRST_S, unnamed_idle_s)),
@@ -143,11 +171,13 @@ class Sessions:
         on_take: Callable[[Trajectory], object] = id,
         on_chunk: Callable[[Chunk], object] | None = None,
     ) -> Trajectory:
-        """Generate the next turn of the trajectory that the prompt goes on with, as the last of its steps.
+        """Generate the next turn of the trajectory that the prompt goes on with, as the last of its
+        steps.
 
-        Where the scheduler has closed the trajectory, as where the lease had run out, the turn is generated in another
-        one, unless on_chunk has had tokens of it. alone: the session has one trajectory at a time, so others of it are
-        over. on_take: called with each trajectory before its turn. Raises TreadleError.
+        Where the scheduler has closed the trajectory, as where the lease had run out, the turn is
+        generated in another one, unless on_chunk has had tokens of it. alone: the session has one
+        trajectory at a time, so others of it are over. on_take: called with each trajectory before
+        its turn. Raises TreadleError.
         """
         while True:
             found = self._take(session, prompt)
@@ -170,7 +200,9 @@ class Sessions:
                     raise
             else:
                 if len(trajectory.steps) == turns:
-                    raise refused(TRAJECTORY_CLOSED, "the client was closed before the turn had a token")
+                    raise refused(
+                        TRAJECTORY_CLOSED, "the client was closed before the turn had a token"
+                    )
                 return trajectory
             finally:
                 self._starting.pop(trajectory, None)
@@ -184,22 +216,35 @@ class Sessions:
 
     async def close(self, session: str, outcome: Outcome = "finished") -> int:
         """Close the idle trajectories of a session; returns how many."""
-        return await self._close_all([each for _, each in self._remove_older(session, math.inf)], outcome)
+        return await self._close_all(
+            [each for _, each in self._remove_older(session, math.inf)], outcome
+        )
 
     async def sweep(self) -> int:
-        """Close idle trajectories that will probably have no other turn: those at their time limit, and, while first
-        steps wait for room, two more for each such step. Returns how many. To be called each SWEEP_S."""
+        """Close idle trajectories that will probably have no other turn: those at their time limit,
+        and, while first steps wait for room, two more for each such step. Returns how many. To be
+        called each SWEEP_S."""
         now = self._now()
         old: list[_Old] = []
         if now >= self._next_expiry_s:
             self._next_expiry_s = now + EXPIRY_S
-            limits = {session: now - (self._idle_s if session else self._unnamed_idle_s) for session in self._idle}
-            old = [(*found, each) for each, before_s in limits.items() for found in self._remove_older(each, before_s)]
+            limits = {
+                session: now - (self._idle_s if session else self._unnamed_idle_s)
+                for session in self._idle
+            }
+            old = [
+                (*found, each)
+                for each, before_s in limits.items()
+                for found in self._remove_older(each, before_s)
+            ]
             for session, closed in list(self._closed.items()):
                 closed.remove_older(now - REMEMBERED_S)
                 if not closed.places:
                     del self._closed[session]
-        waiting = sum(not one.engine_id and now - since > STARTS_WITHIN_S for one, since in self._starting.items())
+        waiting = sum(
+            not one.engine_id and now - since > STARTS_WITHIN_S
+            for one, since in self._starting.items()
+        )
         if waiting:
             old += self._remove_over(2 * waiting, now)
         for since_s, trajectory, session in old:
@@ -209,7 +254,11 @@ class Sessions:
 
     async def close_everything(self) -> int:
         """Close all idle trajectories; returns how many."""
-        idle = [each for session in list(self._idle) for _, each in self._remove_older(session, math.inf)]
+        idle = [
+            each
+            for session in list(self._idle)
+            for _, each in self._remove_older(session, math.inf)
+        ]
         return await self._close_all(idle, "finished")
 
     @property
@@ -232,14 +281,19 @@ class Sessions:
     def _give_back(self, session: str, trajectory: Trajectory) -> None:
         """The turn is over: the next one may come, or the same one again where it has failed."""
         if trajectory.outcome is None:
-            self._idle.setdefault(session, _Places()).add(trajectory.tokens, trajectory, self._now())
+            self._idle.setdefault(session, _Places()).add(
+                trajectory.tokens, trajectory, self._now()
+            )
 
     async def _open(self, session: str, prompt: Sequence[int]) -> Trajectory:
-        """Samples of one prompt have one prompt_id, so that the mesh predicts them from each other."""
+        """Samples of one prompt have one prompt_id, so that the mesh predicts them from each
+        other."""
         closed = self._closed.get(session)
         if closed is not None and (place := closed.longest(prompt)) is not None:
             self._pauses[bool(session)].note(self._now() - closed.remove(place)[0])
-        prompt_id = hashlib.blake2b(array("i", prompt), digest_size=PROMPT_ID_CHARS // 2).hexdigest()
+        prompt_id = hashlib.blake2b(
+            array("i", prompt), digest_size=PROMPT_ID_CHARS // 2
+        ).hexdigest()
         sample = self._samples.pop(prompt_id, 0)
         self._samples[prompt_id] = sample + 1
         if len(self._samples) > REMEMBERED_PROMPTS:
@@ -249,7 +303,8 @@ class Sessions:
         return trajectory
 
     def _remove_over(self, most: int, now: float) -> list[_Old]:
-        """Remove trajectories that are idle for longer than pauses were, the longest idle first, `most` of them."""
+        """Remove trajectories that are idle for longer than pauses were, the longest idle first,
+        `most` of them."""
         over_s = {named: now - pauses.over_after_s for named, pauses in self._pauses.items()}
         over = [
             (since_s, session, place)
@@ -258,7 +313,10 @@ class Sessions:
             for since_s, _ in found
             if since_s < over_s[bool(session)]
         ]
-        removed = [(*self._idle[session].remove(place, 0), session) for _, session, place in sorted(over)[:most]]
+        removed = [
+            (*self._idle[session].remove(place, 0), session)
+            for _, session, place in sorted(over)[:most]
+        ]
         for _, _, session in removed:
             self._forget_empty(session)
         return removed
@@ -284,5 +342,7 @@ async def _close_one(trajectory: Trajectory, outcome: Outcome) -> None:
     try:
         await trajectory.close(outcome=outcome)
     except TreadleError as error:
-        if error.reason != TRAJECTORY_CLOSED:  # the scheduler closes it once the client's lease has ended
+        if (
+            error.reason != TRAJECTORY_CLOSED
+        ):  # the scheduler closes it once the client's lease has ended
             _log.warning("trajectory %s was not closed: %s", trajectory.trajectory_id, error)

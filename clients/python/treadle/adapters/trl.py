@@ -1,8 +1,10 @@
-"""TRL's asynchronous GRPO: rollouts that are trajectories in the mesh, and weights that go to its engines.
+"""TRL's asynchronous GRPO: rollouts that are trajectories in the mesh, and weights that go to its
+engines.
 
-Pass `rollout_worker=RolloutWorker.of(...)` and `weight_transfer=WeightTransfer(...)` to AsyncGRPOTrainer. TRL's own
-worker plays the conversations, in its child process; only its requests go elsewhere. Set `token_budget` in the
-trainer's config, which else asks a vLLM server for it. Written against TRL 1.16.0, where both are experimental.
+Pass `rollout_worker=RolloutWorker.of(...)` and `weight_transfer=WeightTransfer(...)` to
+AsyncGRPOTrainer. TRL's own worker plays the conversations, in its child process; only its requests
+go elsewhere. Set `token_budget` in the trainer's config, which else asks a vLLM server for it.
+Written against TRL 1.16.0, where both are experimental.
 """
 
 from __future__ import annotations
@@ -45,10 +47,14 @@ class RolloutLoop(_AsyncRolloutLoop):  # type: ignore[misc]
         link = await link_to(self.address)
         tokens, logprobs = list[int](), list[float]()
         while len(tokens) < self.max_tokens:
-            answer = await link.generate([*prompt_ids, *tokens], sampling_of(params, self.max_tokens - len(tokens)))
+            answer = await link.generate(
+                [*prompt_ids, *tokens], sampling_of(params, self.max_tokens - len(tokens))
+            )
             tokens += answer.token_ids
             logprobs += answer.logprobs
-            if answer.finish_reason != "abort":  # a pause has cut it, and the conversation goes on with its policy
+            if (
+                answer.finish_reason != "abort"
+            ):  # a pause has cut it, and the conversation goes on with its policy
                 break
         return tokens, logprobs
 
@@ -76,16 +82,33 @@ class RolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
         address: str = "",
         **others: Any,
     ) -> RolloutWorker:
-        """The worker as AsyncGRPOTrainer would make it of its config `args`. eos_token_ids: by default the tokenizer's.
-        others: `tools`, `environment_factory`."""
+        """The worker as AsyncGRPOTrainer would make it of its config `args`. eos_token_ids: by
+        default the tokenizer's. others: `tools`, `environment_factory`."""
         names = (
-            *("num_generations", "queue_maxsize", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
-            *("request_timeout", "chat_template_kwargs", "max_tool_calling_iterations", "log_completions"),
+            *(
+                "num_generations",
+                "queue_maxsize",
+                "temperature",
+                "top_p",
+                "top_k",
+                "min_p",
+                "repetition_penalty",
+            ),
+            *(
+                "request_timeout",
+                "chat_template_kwargs",
+                "max_tool_calling_iterations",
+                "log_completions",
+            ),
             *("num_completions_to_print", "fork_threshold_tokens"),
         )
         inflight = args.max_inflight_tasks
         if inflight < 0:
-            samples_a_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+            samples_a_step = (
+                args.per_device_train_batch_size
+                * args.gradient_accumulation_steps
+                * args.world_size
+            )
             inflight = max(args.max_staleness, 1) * samples_a_step
         return cls(
             address=address,
@@ -104,12 +127,17 @@ class RolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
 class WeightTransfer:
     """A WeightTransferProtocol: each version is saved in a folder, and all engines load it.
 
-    folder: that trainer and engines can reach, of this run alone. model_folder: of the model's own files: its
-    config.json and tokenizer go with each version. Steps under way wait, and go on under the new weights.
+    folder: that trainer and engines can reach, of this run alone. model_folder: of the model's own
+    files: its config.json and tokenizer go with each version. Steps under way wait, and go on under
+    the new weights.
     """
 
     def __init__(self, folder: str | Path, model_folder: str | Path, address: str = "") -> None:
-        self._folder, self._model_folder, self._address = Path(folder), Path(model_folder), address_of(address)
+        self._folder, self._model_folder, self._address = (
+            Path(folder),
+            Path(model_folder),
+            address_of(address),
+        )
         self._run, self._sent, self._paused = uuid.uuid4().hex[:8], list[Path](), False
 
     def init_weight_transfer(self) -> None:
@@ -124,7 +152,8 @@ class WeightTransfer:
         call_mesh(self._address, lambda client: client.pause())
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
-        """Save the weights and have the engines load them. Raises RuntimeError that names engines which could not."""
+        """Save the weights and have the engines load them. Raises RuntimeError that names engines
+        which could not."""
         from safetensors.torch import save_file
 
         number = len(self._sent) + 1
@@ -132,7 +161,11 @@ class WeightTransfer:
         path.mkdir()
         self._sent.append(path)
         for file in self._model_folder.iterdir():
-            if file.is_file() and file.suffix not in (".safetensors", ".bin", ".pt") and "index" not in file.name:
+            if (
+                file.is_file()
+                and file.suffix not in (".safetensors", ".bin", ".pt")
+                and "index" not in file.name
+            ):
                 shutil.copy(file, path)
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in iterator}
         save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
@@ -146,7 +179,7 @@ class WeightTransfer:
         self._paused = False
 
     def destroy(self) -> None:
-        """Go on where training has ended in a pause: others may use the mesh. The newest weights stay for engines that
-        start again."""
+        """Go on where training has ended in a pause: others may use the mesh. The newest weights
+        stay for engines that start again."""
         if self._paused:
             self.resume()

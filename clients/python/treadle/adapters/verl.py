@@ -1,8 +1,9 @@
 """verl: agent loops whose turns are steps of a trajectory in the mesh.
 
-`agent_loop_manager_class=treadle.adapters.verl.AgentLoopManager` puts an LLMClient in the place of verl's client, in
-the manager of whichever trainer runs, and ends a trajectory when its agent loop ends. The engines stay verl's own; what
-the trainer does to them is told to the mesh by `verl_engines`. Written against verl 0.9.1.
+`agent_loop_manager_class=treadle.adapters.verl.AgentLoopManager` puts an LLMClient in the place of
+verl's client, in the manager of whichever trainer runs, and ends a trajectory when its agent loop
+ends. The engines stay verl's own; what the trainer does to them is told to the mesh by
+`verl_engines`. Written against verl 0.9.1.
 """
 
 from __future__ import annotations
@@ -20,14 +21,18 @@ from verl.workers.rollout.replica import TokenOutput
 from treadle.adapters.calls import Answer, address_of, link_to, one_run, require_text, sampling_of
 from treadle.adapters.verl_engines import HOLD, require_registered
 
-# Of verl's keyword arguments, those that change nothing for text: the mesh ranks trajectories itself.
+# Of verl's keyword arguments, those that change nothing for text: the mesh ranks trajectories
+# itself.
 _WITHOUT_EFFECT = frozenset({"priority", "mm_processor_kwargs"})
 
 
 class LLMClient(LLMServerClient):  # type: ignore[misc]
-    """verl's client of its LLM servers, through the mesh. Goes to agent loop workers by pickle; connects there."""
+    """verl's client of its LLM servers, through the mesh. Goes to agent loop workers by pickle;
+    connects there."""
 
-    def __init__(self, config: Any, load_balancer_handle: Any = None, *, address: str = "", **kwargs: Any) -> None:
+    def __init__(
+        self, config: Any, load_balancer_handle: Any = None, *, address: str = "", **kwargs: Any
+    ) -> None:
         super().__init__(config=config, load_balancer_handle=load_balancer_handle, **kwargs)
         self.address = address_of(address)
 
@@ -44,9 +49,10 @@ class LLMClient(LLMServerClient):  # type: ignore[misc]
         mm_processor_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> TokenOutput:
-        """As verl's. extra_fields: global_steps of the last token, min_global_steps and max_global_steps, where the
-        weights' versions are numbers. stop_reason: "abort" where the trainer has paused the mesh. Raises ValueError for
-        inputs and parameters that the mesh does not carry, TreadleError."""
+        """As verl's. extra_fields: global_steps of the last token, min_global_steps and
+        max_global_steps, where the weights' versions are numbers. stop_reason: "abort" where the
+        trainer has paused the mesh. Raises ValueError for inputs and parameters that the mesh does
+        not carry, TreadleError."""
         more = {name: value for name, value in kwargs.items() if name not in _WITHOUT_EFFECT}
         require_text(image_data=image_data, video_data=video_data, audio_data=audio_data, **more)
         prompt = [int(token) for token in prompt_ids]
@@ -68,25 +74,33 @@ class LLMClient(LLMServerClient):  # type: ignore[misc]
         rollout = self.config.actor_rollout_ref.rollout
         limit = params.get("max_new_tokens", params.get("max_tokens"))
         if limit is None:
-            limit = min(rollout.response_length, rollout.prompt_length + rollout.response_length - prompt_tokens)
+            limit = min(
+                rollout.response_length,
+                rollout.prompt_length + rollout.response_length - prompt_tokens,
+            )
         longest = getattr(rollout, "max_model_len", None)
         return min(int(limit), int(longest) - prompt_tokens - 1) if longest else int(limit)
 
 
 class FullyAsyncLLMClient(FullyAsyncLLMServerClient, LLMClient):  # type: ignore[misc]
-    """The client of verl's asynchronous trainers: verl's own loop goes on after a pause, from the same trajectory."""
+    """The client of verl's asynchronous trainers: verl's own loop goes on after a pause, from the
+    same trajectory."""
 
 
 class AgentLoopManager:
-    """The agent loop manager of the trainer that runs, with its client and its workers put through the mesh."""
+    """The agent loop manager of the trainer that runs, with its client and its workers put through
+    the mesh."""
 
     @classmethod
     def create(cls, config: Any, llm_client: LLMServerClient, *args: Any, **kwargs: Any) -> Any:
-        """verl's manager, as its trainers create it: outside of a running event loop. Raises ValueError for engines
-        that are not SGLang's, RuntimeError where `verl_engines` was not loaded."""
+        """verl's manager, as its trainers create it: outside of a running event loop. Raises
+        ValueError for engines that are not SGLang's, RuntimeError where `verl_engines` was not
+        loaded."""
         name = config.actor_rollout_ref.rollout.name
         if name != "sglang":
-            raise ValueError(f"actor_rollout_ref.rollout.name must be sglang for the mesh, is {name}")
+            raise ValueError(
+                f"actor_rollout_ref.rollout.name must be sglang for the mesh, is {name}"
+            )
         require_registered()
         manager = through_mesh(_manager_class(config))
         return manager.create(config, client_of(llm_client), *args, **kwargs)
@@ -96,12 +110,15 @@ def client_of(llm_client: LLMServerClient, address: str = "") -> LLMClient:
     """The client that takes the place of verl's."""
     config, balancer = llm_client.config, llm_client._load_balancer
     if isinstance(llm_client, FullyAsyncLLMServerClient):
-        return FullyAsyncLLMClient(config, balancer, only_hybrid=llm_client._only_hybrid, address=address)
+        return FullyAsyncLLMClient(
+            config, balancer, only_hybrid=llm_client._only_hybrid, address=address
+        )
     return LLMClient(config, balancer, address=address)
 
 
 def through_mesh(manager_class: Any) -> Any:
-    """The manager, whose workers end a trajectory with its agent loop, and which generates once the mesh is awake."""
+    """The manager, whose workers end a trajectory with its agent loop, and which generates once the
+    mesh is awake."""
 
     class Manager(manager_class):  # type: ignore[misc]
         agent_loop_workers_class: Any

@@ -1,10 +1,11 @@
 """verl: tell the mesh what the trainer does to the engines.
 
-verl finds this module by the entry point `verl.plugins` of treadle-client, in each process that imports verl. Where
-TREADLE_ADDRESS is set, it puts a replica of its own in the place of verl's "sglang": while the trainer has an engine
-(an abort before new weights, or memory that sleeps) the mesh is paused, so that no step and no probe reaches it; and
-each engine names its weights by the trainer's step, which is what version spans say and what KV is kept under. Written
-against verl 0.9.1.
+verl finds this module by the entry point `verl.plugins` of treadle-client, in each process that
+imports verl. Where TREADLE_ADDRESS is set, it puts a replica of its own in the place of verl's
+"sglang": while the trainer has an engine (an abort before new weights, or memory that sleeps) the
+mesh is paused, so that no step and no probe reaches it; and each engine names its weights by the
+trainer's step, which is what version spans say and what KV is kept under. Written against verl
+0.9.1.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ MEMORY = ("weights", "kv_cache", "cuda_graph")  # SGLang's tags of what it can g
 
 
 class Hold:
-    """Keeps the mesh paused while the trainer has at least one of the engines. In the trainer's process."""
+    """Keeps the mesh paused while the trainer has at least one of the engines. In the trainer's
+    process."""
 
     def __init__(self) -> None:
         self._holders: set[object] = set()
@@ -48,7 +50,8 @@ class Hold:
                 require_no_errors(await client.resume())
 
     def end(self, address: str) -> None:
-        """All engines are back: verl does not say so of engines that wake with new weights, only that it generates."""
+        """All engines are back: verl does not say so of engines that wake with new weights, only
+        that it generates."""
         with self._lock:
             held, self._holders = bool(self._holders), set()
         if held:
@@ -76,7 +79,9 @@ def replica_in_mesh(loaded: Any, remote: Callable[[Any], Any], address: str) -> 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             if self._in_mesh:
-                self.server_class = remote(_naming(self.server_class.__ray_metadata__.modified_class))
+                self.server_class = remote(
+                    _naming(self.server_class.__ray_metadata__.modified_class)
+                )
 
         @property
         def _in_mesh(self) -> bool:
@@ -110,15 +115,18 @@ def replica_in_mesh(loaded: Any, remote: Callable[[Any], Any], address: str) -> 
 
 
 def _naming(server: Any) -> Any:
-    """verl's server of an engine, which names the engine's weights by the trainer's step, and while memory is given
-    away in the way that a sidecar reads: one that starts in that time is not in any pause, and must not probe."""
+    """verl's server of an engine, which names the engine's weights by the trainer's step, and while
+    memory is given away in the way that a sidecar reads: one that starts in that time is not in any
+    pause, and must not probe."""
 
     class Server(server):  # type: ignore[misc]
         _version, _asleep = FIRST_VERSION, frozenset[str]()
 
         async def launch_server(self, *args: Any, **kwargs: Any) -> None:
             await super().launch_server(*args, **kwargs)
-            if self.node_rank == 0:  # it has the HTTP server, and all calls about memory pass through its manager
+            if (
+                self.node_rank == 0
+            ):  # it has the HTTP server, and all calls about memory pass through its manager
                 self._follow_memory(self.tokenizer_manager)
 
         async def set_global_steps(self, global_steps: int) -> None:
@@ -138,7 +146,10 @@ def _naming(server: Any) -> Any:
                 await self._name(self._asleep - set(request.tags or MEMORY))
                 return answer
 
-            manager.release_memory_occupation, manager.resume_memory_occupation = release_named, resume_named
+            manager.release_memory_occupation, manager.resume_memory_occupation = (
+                release_named,
+                resume_named,
+            )
 
         async def _name(self, asleep: frozenset[str]) -> None:
             self._asleep = asleep
@@ -166,11 +177,12 @@ def register(address: str) -> None:
 
 
 def require_registered() -> None:
-    """Raises RuntimeError where verl would abort and put to sleep engines behind the mesh's back: it says nothing of a
-    plugin that it could not load."""
+    """Raises RuntimeError where verl would abort and put to sleep engines behind the mesh's back:
+    it says nothing of a plugin that it could not load."""
     if not _registered:
         raise RuntimeError(
-            "the mesh is not told what verl does to its engines: set TREADLE_ADDRESS in the trainer's environment, and "
+            "the mesh is not told what verl does to its engines: set TREADLE_ADDRESS in the "
+            "trainer's environment, and "
             "VERL_USE_EXTERNAL_PLUGINS to auto, or to a list with treadle in it"
         )
 

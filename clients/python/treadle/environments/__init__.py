@@ -1,11 +1,21 @@
-"""Environments as trajectories of the mesh (docs/environments.md): EnvManager, and what it can play.
+"""Environments as trajectories of the mesh (docs/environments.md): EnvManager, and what it can
+play.
 
-Nothing beside the client is imported before it is used: gymnasium by Gym, reasoning-gym by ReasoningGym, mcp by
-McpServer, verifiers by VerifiersTasks.
+Nothing beside the client is imported before it is used: gymnasium by Gym, reasoning-gym by
+ReasoningGym, mcp by McpServer, verifiers by VerifiersTasks.
 """
 
 from treadle.environments.chat import Chat
-from treadle.environments.episode import Environment, Episode, Message, Reply, Task, ToolCall, Turn, user
+from treadle.environments.episode import (
+    Environment,
+    Episode,
+    Message,
+    Reply,
+    Task,
+    ToolCall,
+    Turn,
+    user,
+)
 from treadle.environments.gym import Gym
 from treadle.environments.mcp_server import McpServer
 from treadle.environments.play import EnvManager

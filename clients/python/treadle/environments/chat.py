@@ -1,10 +1,12 @@
-"""Make token ids of messages with the model's own chat template, and never tokenize again what the policy sampled.
+"""Make token ids of messages with the model's own chat template, and never tokenize again what the
+policy sampled.
 
-A template renders a whole conversation. A trajectory needs what comes after the tokens that it has, so Chat renders a
-short conversation whose assistant says MARK, and takes what stands behind MARK: the end of the assistant's turn, the
-new messages and the beginning of the next turn. This text alone is tokenized. A token that ends the turn and that the
-policy has sampled itself is left out. Templates that drop earlier reasoning do so for messages before MARK, which are
-not taken: the trajectory keeps what was sampled.
+A template renders a whole conversation. A trajectory needs what comes after the tokens that it has,
+so Chat renders a short conversation whose assistant says MARK, and takes what stands behind MARK:
+the end of the assistant's turn, the new messages and the beginning of the next turn. This text
+alone is tokenized. A token that ends the turn and that the policy has sampled itself is left out.
+Templates that drop earlier reasoning do so for messages before MARK, which are not taken: the
+trajectory keeps what was sampled.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ Render = Callable[[Sequence[Message], Sequence[ToolSchema], bool], str]
 class Chat:
     """The chat template and the tokenizer of one model.
 
-    render: a conversation as text, special tokens included. encode: ids of such text, without adding special tokens.
-    decode: text of ids, without special tokens. stop_token_ids: that end an assistant's turn; they are added to those
-    of each Sampling. Raises ValueError for a template that cannot continue a conversation.
+    render: a conversation as text, special tokens included. encode: ids of such text, without
+    adding special tokens. decode: text of ids, without special tokens. stop_token_ids: that end an
+    assistant's turn; they are added to those of each Sampling. Raises ValueError for a template
+    that cannot continue a conversation.
     """
 
     def __init__(
@@ -40,18 +43,27 @@ class Chat:
 
     @classmethod
     def of(cls, tokenizer: Any, **template: Any) -> Chat:
-        """Of a tokenizer of `transformers`. template: variables of its chat template, e.g. enable_thinking=False."""
+        """Of a tokenizer of `transformers`. template: variables of its chat template, e.g.
+        enable_thinking=False."""
         if not getattr(tokenizer, "chat_template", None):
-            raise ValueError("the tokenizer has no chat_template: take that of an instruct model, or set one")
+            raise ValueError(
+                "the tokenizer has no chat_template: take that of an instruct model, or set one"
+            )
 
         def render(messages: Sequence[Message], tools: Sequence[ToolSchema], begins: bool) -> str:
             text: str = tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, add_generation_prompt=begins, tokenize=False, **template
+                list(messages),
+                tools=list(tools) or None,
+                add_generation_prompt=begins,
+                tokenize=False,
+                **template,
             )
             return text
 
         def encode(text: str) -> list[int]:
-            whole = text.encode(errors="replace").decode()  # half a character, as JSON can name it, is `?`
+            whole = text.encode(
+                errors="replace"
+            ).decode()  # half a character, as JSON can name it, is `?`
             return list(tokenizer.encode(whole, add_special_tokens=False))
 
         def decode(ids: Sequence[int]) -> str:
@@ -68,24 +80,39 @@ class Chat:
         return list(self._encode(self._render(messages, tools, True)))
 
     def head(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
-        """What all conversations have in common that begin with these messages and go on with a user's."""
+        """What all conversations have in common that begin with these messages and go on with a
+        user's."""
         return list(self._encode(self._head_text(messages, tools)))
 
     def complete(
-        self, messages: Sequence[Message], first: Sequence[Message], tools: Sequence[ToolSchema] = (), lead: str = ""
+        self,
+        messages: Sequence[Message],
+        first: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        lead: str = "",
     ) -> list[int]:
-        """What follows head(messages) where the conversation goes on with `first`, up to the first words of the
-        assistant's turn. first: messages, of which the first one is the user's."""
-        head, text = self._head_text(messages, tools), self._render([*messages, *first], tools, True)
+        """What follows head(messages) where the conversation goes on with `first`, up to the first
+        words of the assistant's turn. first: messages, of which the first one is the user's."""
+        head, text = (
+            self._head_text(messages, tools),
+            self._render([*messages, *first], tools, True),
+        )
         if not text.startswith(head):
-            raise ValueError("the chat template changes earlier messages where others follow: begin with a user's")
+            raise ValueError(
+                "the chat template changes earlier messages where others follow: begin with a "
+                "user's"
+            )
         return list(self._encode(text[len(head) :] + lead))
 
     def go_on(
-        self, sampled: Sequence[int], messages: Sequence[Message], tools: Sequence[ToolSchema] = (), lead: str = ""
+        self,
+        sampled: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        lead: str = "",
     ) -> list[int]:
-        """What follows the tokens that the policy sampled: the end of its turn, unless it has sampled that too, the
-        messages, and the beginning of its next turn."""
+        """What follows the tokens that the policy sampled: the end of its turn, unless it has
+        sampled that too, the messages, and the beginning of its next turn."""
         ids = self._after(messages, tools, lead)
         return ids[1:] if sampled and ids and sampled[-1] == ids[0] else ids
 
@@ -93,9 +120,13 @@ class Chat:
         """Ids of plain words."""
         return list(self._encode(text))
 
-    def _after(self, messages: Sequence[Message], tools: Sequence[ToolSchema], lead: str = "") -> list[int]:
+    def _after(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], lead: str = ""
+    ) -> list[int]:
         before = [user("-"), {"role": "assistant", "content": MARK}]
-        return list(self._encode(self._behind_mark(self._render([*before, *messages], tools, True)) + lead))
+        return list(
+            self._encode(self._behind_mark(self._render([*before, *messages], tools, True)) + lead)
+        )
 
     def _head_text(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
         text = self._render([*messages, user(MARK)], tools, True)
@@ -103,5 +134,8 @@ class Chat:
 
     def _behind_mark(self, text: str) -> str:
         if text.count(MARK) != 1:
-            raise ValueError("the chat template does not show each message once: give a Chat with a render of your own")
+            raise ValueError(
+                "the chat template does not show each message once: give a Chat with a render of "
+                "your own"
+            )
         return text.partition(MARK)[2]

@@ -1,12 +1,14 @@
-"""The nouns of an environment that a policy plays in words: tasks, episodes, turns, and what the policy replied.
+"""The nouns of an environment that a policy plays in words: tasks, episodes, turns, and what the
+policy replied.
 
-An Environment has tasks, one for each prompt of a rollout, and starts an episode of a task for each sample. An Episode
-says what the policy reads, what a reply leads to, when it is over and what it is worth. Messages are those of OpenAI's
-chat (`role`, `content`, and of tool results `tool_call_id`), as chat templates take them. EnvManager (play.py) makes
-tokens of them; no environment ever sees or makes a token.
+An Environment has tasks, one for each prompt of a rollout, and starts an episode of a task for each
+sample. An Episode says what the policy reads, what a reply leads to, when it is over and what it is
+worth. Messages are those of OpenAI's chat (`role`, `content`, and of tool results `tool_call_id`),
+as chat templates take them. EnvManager (play.py) makes tokens of them; no environment ever sees or
+makes a token.
 
-Invariants: an episode is used by one trajectory, one call at a time, and closed once. What an episode raises fails its
-own trajectory alone.
+Invariants: an episode is used by one trajectory, one call at a time, and closed once. What an
+episode raises fails its own trajectory alone.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from treadle.trajectory import Trajectory
 from treadle.types import Sampling, Step
 
 Message = Mapping[str, Any]
-ToolSchema = Mapping[str, Any]  # of OpenAI's chat: {"type": "function", "function": {name, description, parameters}}
+ToolSchema = Mapping[
+    str, Any
+]  # of OpenAI's chat: {"type": "function", "function": {name, description, parameters}}
 
 
 def user(text: str) -> Message:
@@ -31,7 +35,8 @@ def user(text: str) -> Message:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the policy wrote. error: why its arguments cannot be read; empty where they can."""
+    """A call that the policy wrote. error: why its arguments cannot be read; empty where they
+    can."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -41,8 +46,8 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Reply:
-    """What the policy said in one turn. text: decoded, with the turn's `lead` and without special tokens. step: its
-    tokens, logprobs and times."""
+    """What the policy said in one turn. text: decoded, with the turn's `lead` and without special
+    tokens. step: its tokens, logprobs and times."""
 
     text: str
     tool_calls: tuple[ToolCall, ...]
@@ -53,8 +58,9 @@ class Reply:
 class Turn:
     """What the policy reads before its next reply.
 
-    reward: of the reply before. done: the episode is over, and nobody reads `messages`. lead: first words of the next
-    reply, given to the policy with 0 in the loss mask. sampling: of the next reply; None: that of the EnvManager.
+    reward: of the reply before. done: the episode is over, and nobody reads `messages`. lead: first
+    words of the next reply, given to the policy with 0 in the loss mask. sampling: of the next
+    reply; None: that of the EnvManager.
     """
 
     messages: Sequence[Message] = ()
@@ -68,9 +74,9 @@ class Turn:
 class Task:
     """One prompt of a rollout.
 
-    id: the same for all of its samples. messages: how each episode of it begins. Where the user's message is the last
-    one, the policy replies to it; else the episode's `begin` adds what differs from sample to sample, or is not known
-    before. data: whatever the environment needs.
+    id: the same for all of its samples. messages: how each episode of it begins. Where the user's
+    message is the last one, the policy replies to it; else the episode's `begin` adds what differs
+    from sample to sample, or is not known before. data: whatever the environment needs.
     """
 
     id: str
@@ -87,7 +93,8 @@ class Episode(ABC):
     """One run of a task."""
 
     async def begin(self) -> Turn:
-        """What the policy reads first, after the messages of its task. Of a complete task: no messages."""
+        """What the policy reads first, after the messages of its task. Of a complete task: no
+        messages."""
         return Turn()
 
     @abstractmethod
@@ -95,7 +102,8 @@ class Episode(ABC):
         """What a reply leads to."""
 
     async def finish(self, conversation: Sequence[Message]) -> float | PendingReward:
-        """What the episode is worth beyond the rewards of its turns, once it is over or has no turns left.
+        """What the episode is worth beyond the rewards of its turns, once it is over or has no
+        turns left.
 
         A PendingReward takes the place of all rewards.
         """
@@ -106,10 +114,12 @@ class Episode(ABC):
 
 
 class Environment(ABC):
-    """Something that can be played. As an async context manager it holds what its episodes share; EnvManager.rollout
-    enters it."""
+    """Something that can be played. As an async context manager it holds what its episodes share;
+    EnvManager.rollout enters it."""
 
-    tools: Sequence[ToolSchema] = ()  # which the chat template shows the policy; known once the environment is entered
+    tools: Sequence[
+        ToolSchema
+    ] = ()  # which the chat template shows the policy; known once the environment is entered
 
     @abstractmethod
     def tasks(self) -> Iterable[Task]:

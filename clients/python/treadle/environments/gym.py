@@ -1,9 +1,10 @@
 """Gym: play a gymnasium environment in this process, in words.
 
-Each sample has an environment of its own, which is reset with the seed of its task, so that all samples of a prompt
-begin alike. Calls go to a thread, one at a time for each environment, as a step may take long; one environment may be
-called from several threads in turn. A call that runs in a thread cannot be cancelled: the environment is closed after
-it. What runs here runs with the rights of this process: to play in a sandbox, use `Sandboxed` (sandbox.py).
+Each sample has an environment of its own, which is reset with the seed of its task, so that all
+samples of a prompt begin alike. Calls go to a thread, one at a time for each environment, as a step
+may take long; one environment may be called from several threads in turn. A call that runs in a
+thread cannot be cancelled: the environment is closed after it. What runs here runs with the rights
+of this process: to play in a sandbox, use `Sandboxed` (sandbox.py).
 """
 
 from __future__ import annotations
@@ -20,22 +21,28 @@ if TYPE_CHECKING:
     import gymnasium
 
 T = TypeVar("T")
-CLOSE_S = 10.0  # a trajectory that is cancelled waits this long for its environment, which closes by itself afterwards
-Describe = Callable[["gymnasium.Env[Any, Any]", Any], str]  # (environment, observation) -> what the policy reads
+# a trajectory that is cancelled waits this long for its environment, which closes by itself
+# afterwards
+CLOSE_S = 10.0
+Describe = Callable[
+    ["gymnasium.Env[Any, Any]", Any], str
+]  # (environment, observation) -> what the policy reads
 
 
 def describe(env: gymnasium.Env[Any, Any], observation: Any) -> str:
-    """What an environment shows: its own text where it is made with render_mode="ansi", else the observation."""
+    """What an environment shows: its own text where it is made with render_mode="ansi", else the
+    observation."""
     return str(env.render()) if env.render_mode == "ansi" else str(observation)
 
 
 class Gym(Environment):
     """A gymnasium environment.
 
-    make: an id of gymnasium's registry, or a function that makes a new environment. seeds: a task for each. actions:
-    words and the actions that they name, of which the first one in a reply counts; or a function from a reply's text to
-    an action, None where it names none. system: the system message. hint: what the policy reads where its reply named
-    no action, in place of a step. make_arguments: of gymnasium.make. Raises ValueError.
+    make: an id of gymnasium's registry, or a function that makes a new environment. seeds: a task
+    for each. actions: words and the actions that they name, of which the first one in a reply
+    counts; or a function from a reply's text to an action, None where it names none. system: the
+    system message. hint: what the policy reads where its reply named no action, in place of a step.
+    make_arguments: of gymnasium.make. Raises ValueError.
     """
 
     def __init__(
@@ -50,7 +57,9 @@ class Gym(Environment):
         **make_arguments: Any,
     ) -> None:
         if callable(make) and make_arguments:
-            raise ValueError(f"{', '.join(make_arguments)}: only for an environment that is made by its id")
+            raise ValueError(
+                f"{', '.join(make_arguments)}: only for an environment that is made by its id"
+            )
         self._make, self._make_arguments, self._describe = make, make_arguments, describe
         self._name = make if isinstance(make, str) else getattr(make, "__name__", "gym")
         self._seeds, self._system = tuple(seeds), system
@@ -60,7 +69,9 @@ class Gym(Environment):
 
     def tasks(self) -> list[Task]:
         """A task for each seed."""
-        messages: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
+        messages: list[Message] = (
+            [{"role": "system", "content": self._system}] if self._system else []
+        )
         return [Task(f"{self._name}-{seed}", messages, seed) for seed in self._seeds]
 
     async def start(self, task: Task, trajectory: Trajectory) -> Episode:
@@ -92,7 +103,9 @@ class _GymEpisode(Episode):
     def __init__(self, gym: Gym, seed: int, trajectory: Trajectory) -> None:
         self._gym, self._seed, self._trajectory = gym, seed, trajectory
         self._env: gymnasium.Env[Any, Any] | None = None
-        self._call: asyncio.Future[Any] | None = None  # the last one, which goes on where the trajectory is cancelled
+        self._call: asyncio.Future[Any] | None = (
+            None  # the last one, which goes on where the trajectory is cancelled
+        )
 
     async def begin(self) -> Turn:
         def reset() -> Turn:
@@ -109,7 +122,9 @@ class _GymEpisode(Episode):
 
         def act() -> Turn:
             observation, reward, terminated, truncated, _ = env.step(action)
-            return Turn([self._gym.show(env, observation)], float(reward), bool(terminated or truncated))
+            return Turn(
+                [self._gym.show(env, observation)], float(reward), bool(terminated or truncated)
+            )
 
         return await self._run(act)
 

@@ -1,9 +1,10 @@
-"""McpServer: the tools of an MCP server, over stdio or streamable HTTP, through the official `mcp` package (2.0 or
-newer).
+"""McpServer: the tools of an MCP server, over stdio or streamable HTTP, through the official `mcp`
+package (2.0 or newer).
 
-The package binds a connection to the task that opened it, and ends that task's work where the connection breaks. So
-each connection lives in a task of its own. One that broke is opened again for the next call; the call that was under
-way is not repeated, as its tool may have run, and fails its trajectory.
+The package binds a connection to the task that opened it, and ends that task's work where the
+connection breaks. So each connection lives in a task of its own. One that broke is opened again for
+the next call; the call that was under way is not repeated, as its tool may have run, and fails its
+trajectory.
 """
 
 from __future__ import annotations
@@ -26,30 +27,44 @@ OPEN_S = 120.0  # until a server answers: a command may install itself first, as
 class McpServer:
     """A server whose tools a ToolUse takes.
 
-    server: a URL (streamable HTTP), a command with its arguments that speaks MCP on stdin and stdout, or whatever
-    `mcp.Client` takes, such as mcp.StdioServerParameters with an environment, or a transport with credentials.
-    per_trajectory: a connection, and of a command a process, for each trajectory: for servers that keep state. only:
-    names of the tools to take; None: all. call_s: longest time of a call, after which the policy reads that it took
-    too long. Raises ValueError.
+    server: a URL (streamable HTTP), a command with its arguments that speaks MCP on stdin and
+    stdout, or whatever `mcp.Client` takes, such as mcp.StdioServerParameters with an environment,
+    or a transport with credentials. per_trajectory: a connection, and of a command a process, for
+    each trajectory: for servers that keep state. only: names of the tools to take; None: all.
+    call_s: longest time of a call, after which the policy reads that it took too long. Raises
+    ValueError.
     """
 
     def __init__(
-        self, server: Any, *, per_trajectory: bool = False, only: Collection[str] | None = None, call_s: float = CALL_S
+        self,
+        server: Any,
+        *,
+        per_trajectory: bool = False,
+        only: Collection[str] | None = None,
+        call_s: float = CALL_S,
     ) -> None:
         if isinstance(server, Sequence) and not server:
-            raise ValueError("server must be a URL, or a command such as ['python', 'server.py']; it is empty")
+            raise ValueError(
+                "server must be a URL, or a command such as ['python', 'server.py']; it is empty"
+            )
         self._server, self._only, self._call_s = server, only, call_s
         self.per_trajectory = per_trajectory
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[Sequence[Tool]]:
-        """A connection to the server. Errors: ConnectionError; ValueError where `only` names what there is not."""
+        """A connection to the server. Errors: ConnectionError; ValueError where `only` names what
+        there is not."""
         connection = _Connection(self._target(), self._call_s)
         try:
             listed = {each.name: each for each in await self._list_tools(connection)}
             if missing := sorted(set(self._only or ()) - set(listed)):
-                raise ValueError(f"{connection.name} has no tool {', '.join(missing)}; it has {', '.join(listed)}")
-            chosen = [each for each in listed.values() if self._only is None or each.name in self._only]
+                raise ValueError(
+                    f"{connection.name} has no tool {', '.join(missing)}; it has "
+                    f"{', '.join(listed)}"
+                )
+            chosen = [
+                each for each in listed.values() if self._only is None or each.name in self._only
+            ]
             yield [_tool_of(connection, each) for each in chosen]
         finally:
             await finish(connection.close())
@@ -100,14 +115,18 @@ class _Connection:
 
         client = await self._open()
         try:
-            result = await client.call_tool(tool, dict(arguments), read_timeout_seconds=self._call_s)
+            result = await client.call_tool(
+                tool, dict(arguments), read_timeout_seconds=self._call_s
+            )
         except mcp.MCPError as error:
             if error.code != CONNECTION_CLOSED:
                 return f"error: {error}"
             if client is self._client:
                 self._client = None
             raise ConnectionError(f"{self.name} has closed the connection during {tool}") from error
-        said = "\n".join(part.text if part.type == "text" else f"[{part.type}]" for part in result.content)
+        said = "\n".join(
+            part.text if part.type == "text" else f"[{part.type}]" for part in result.content
+        )
         if not said and result.structured_content is not None:
             said = json.dumps(result.structured_content)
         return f"error: {said}" if result.is_error else said
@@ -123,7 +142,9 @@ class _Connection:
                 await self._end()
                 ready = asyncio.get_running_loop().create_future()
                 self._holder = asyncio.create_task(self._hold(ready))
-                await asyncio.wait({ready, self._holder}, timeout=OPEN_S, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    {ready, self._holder}, timeout=OPEN_S, return_when=asyncio.FIRST_COMPLETED
+                )
                 if not ready.done():
                     raise ConnectionError(f"{self.name} cannot be reached: {await self._end()}")
                 self._client = ready.result()
@@ -134,7 +155,11 @@ class _Connection:
         holder, self._holder, self._client = self._holder, None, None
         if holder is None:
             return ""
-        why = _cause_of(holder.exception()) if holder.done() and not holder.cancelled() else "it does not answer"
+        why = (
+            _cause_of(holder.exception())
+            if holder.done() and not holder.cancelled()
+            else "it does not answer"
+        )
         holder.cancel()
         await asyncio.wait({holder})
         if not holder.cancelled():
@@ -157,7 +182,8 @@ def _tool_of(connection: _Connection, listed: Any) -> Tool:
 
 
 def _name_of(target: Any) -> str:
-    """A URL without its user and its query, or a command without its environment: these may hold secrets."""
+    """A URL without its user and its query, or a command without its environment: these may hold
+    secrets."""
     if isinstance(target, str):
         url = urlsplit(target)
         return f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"

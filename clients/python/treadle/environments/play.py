@@ -1,8 +1,9 @@
 """EnvManager: play episodes of an environment as trajectories of the mesh.
 
-One turn: the environment's messages become tokens (chat.py), the policy generates, its text is read for tool calls, the
-environment takes the reply. Invariants: tokens that the policy sampled are never tokenized again; whatever else is in
-a trajectory has 0 in its loss mask; an episode is closed however its trajectory ends.
+One turn: the environment's messages become tokens (chat.py), the policy generates, its text is read
+for tool calls, the environment takes the reply. Invariants: tokens that the policy sampled are
+never tokenized again; whatever else is in a trajectory has 0 in its loss mask; an episode is closed
+however its trajectory ends.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ _log = logging.getLogger("treadle")
 class EnvManager:
     """Plays an environment, on a client of the mesh, with one model's chat template.
 
-    sampling: of each turn. most_turns: of an episode; the last reply is given to the environment too. read_calls: tool
-    calls of a text, for a model that writes them in another way than `read_tool_calls` knows; not asked where the
-    environment has no tools. An EnvManager is an agent: `client.rollout(manager.prompts(), manager)` does what
-    `manager.rollout()` does, in an environment that its user has entered. Raises ValueError.
+    sampling: of each turn. most_turns: of an episode; the last reply is given to the environment
+    too. read_calls: tool calls of a text, for a model that writes them in another way than
+    `read_tool_calls` knows; not asked where the environment has no tools. An EnvManager is an
+    agent: `client.rollout(manager.prompts(), manager)` does what `manager.rollout()` does, in an
+    environment that its user has entered. Raises ValueError.
     """
 
     def __init__(
@@ -47,19 +49,26 @@ class EnvManager:
     ) -> None:
         if most_turns < 1:
             raise ValueError(f"most_turns must be >= 1, is {most_turns}")
-        self._client, self._environment, self._chat, self._sampling = client, environment, chat, sampling
+        self._client, self._environment, self._chat, self._sampling = (
+            client,
+            environment,
+            chat,
+            sampling,
+        )
         self._most_turns, self._read_calls = most_turns, read_calls
 
     def prompts(self, tasks: Iterable[Task] | None = None) -> list[Prompt]:
-        """A prompt of each task; None: all tasks of the environment. Raises ValueError where two have the same id."""
+        """A prompt of each task; None: all tasks of the environment. Raises ValueError where two
+        have the same id."""
         chosen = list(self._environment.tasks() if tasks is None else tasks)
         if len({task.id for task in chosen}) < len(chosen):
             raise ValueError("two tasks have the same id: ids name the groups of samples")
         return [Prompt(task.id, self._prompt_tokens(task), task) for task in chosen]
 
     async def rollout(self, tasks: Iterable[Task] | None = None, **arguments: Any) -> RolloutResult:
-        """Play all samples of all tasks. tasks: None: all of the environment. arguments: of Client.rollout, e.g.
-        samples_per_prompt=8, progress=True. Errors: those of Client.rollout and of the environment's start."""
+        """Play all samples of all tasks. tasks: None: all of the environment. arguments: of
+        Client.rollout, e.g. samples_per_prompt=8, progress=True. Errors: those of Client.rollout
+        and of the environment's start."""
         async with self._environment:
             return await self._client.rollout(self.prompts(tasks), self, **arguments)
 
@@ -73,12 +82,19 @@ class EnvManager:
             try:
                 await finish(episode.close())
             except Exception as error:  # noqa: BLE001 - the trajectory says what went wrong before
-                _log.warning("an episode of %s cannot be closed: %s: %s", task.id, type(error).__name__, error)
+                _log.warning(
+                    "an episode of %s cannot be closed: %s: %s",
+                    task.id,
+                    type(error).__name__,
+                    error,
+                )
             raise
         await finish(episode.close())
         return worth
 
-    async def _play(self, episode: Episode, task: Task, trajectory: Trajectory) -> float | PendingReward:
+    async def _play(
+        self, episode: Episode, task: Task, trajectory: Trajectory
+    ) -> float | PendingReward:
         turn, reward = await episode.begin(), 0.0
         conversation: list[Message] = [*task.messages, *turn.messages]
         if opening := self._opening(task, turn):
@@ -88,7 +104,9 @@ class EnvManager:
                 break
             if number:
                 sampled = trajectory.steps[-1].token_ids
-                trajectory.observe(self._chat.go_on(sampled, turn.messages, self._environment.tools, turn.lead))
+                trajectory.observe(
+                    self._chat.go_on(sampled, turn.messages, self._environment.tools, turn.lead)
+                )
             reply = await self._generate(trajectory, turn)
             conversation.append(message_of(reply))
             turn = await episode.step(reply)
@@ -110,13 +128,19 @@ class EnvManager:
         make = self._chat.begin if task.is_complete else self._chat.head
         tokens = make(task.messages, self._environment.tools)
         if not tokens:
-            raise ValueError(f"task {task.id!r} begins with no token: give its environment a system message")
+            raise ValueError(
+                f"task {task.id!r} begins with no token: give its environment a system message"
+            )
         return tokens
 
     def _opening(self, task: Task, turn: Turn) -> list[int]:
         """What the policy reads between the prompt and its first words."""
         if not task.is_complete:
-            return self._chat.complete(task.messages, turn.messages, self._environment.tools, turn.lead)
+            return self._chat.complete(
+                task.messages, turn.messages, self._environment.tools, turn.lead
+            )
         if turn.messages:
-            raise ValueError(f"task {task.id!r} ends with the user's message, so `begin` must add none")
+            raise ValueError(
+                f"task {task.id!r} ends with the user's message, so `begin` must add none"
+            )
         return self._chat.words(turn.lead) if turn.lead else []

@@ -1,7 +1,9 @@
-"""ReasoningGym: questions of reasoning-gym with one reply each, scored by the dataset's own rule in this process.
+"""ReasoningGym: questions of reasoning-gym with one reply each, scored by the dataset's own rule in
+this process.
 
-Some rules of reasoning-gym evaluate the answer as a program. Those are refused: play them in a sandbox,
-`Sandboxed("reasoning_gym", [{"task": "countdown", "seed": 1, "index": 0}], ...)`, which scores there.
+Some rules of reasoning-gym evaluate the answer as a program. Those are refused: play them in a
+sandbox, `Sandboxed("reasoning_gym", [{"task": "countdown", "seed": 1, "index": 0}], ...)`, which
+scores there.
 """
 
 from __future__ import annotations
@@ -17,11 +19,18 @@ from treadle.trajectory import Trajectory
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
-# Their score_answer passes the answer to eval, or to sympy's parsers, which do (reasoning-gym 0.1.25).
+# Their score_answer passes the answer to eval, or to sympy's parsers, which do (reasoning-gym
+# 0.1.25).
 EVALUATED = frozenset(
     {
         *("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"),
-        *("simple_integration", "intermediate_integration", "polynomial_multiplication", "puzzle24", "countdown"),
+        *(
+            "simple_integration",
+            "intermediate_integration",
+            "polynomial_multiplication",
+            "puzzle24",
+            "countdown",
+        ),
     }
 )
 
@@ -29,12 +38,17 @@ EVALUATED = frozenset(
 class ReasoningGym(Environment):
     """A dataset of reasoning-gym: its first question is the first task.
 
-    dataset: of reasoning_gym.create_dataset, or a composite. system: the system message, by default reasoning-gym's own
-    that asks for an answer in <answer> tags. read_answer: the answer in a reply.
+    dataset: of reasoning_gym.create_dataset, or a composite. system: the system message, by default
+    reasoning-gym's own that asks for an answer in <answer> tags. read_answer: the answer in a
+    reply.
     """
 
     def __init__(
-        self, dataset: ProceduralDataset, *, system: str | None = None, read_answer: Callable[[str], str] = answer_of
+        self,
+        dataset: ProceduralDataset,
+        *,
+        system: str | None = None,
+        read_answer: Callable[[str], str] = answer_of,
     ) -> None:
         self._dataset, self._read = dataset, read_answer
         if system is None:
@@ -44,7 +58,8 @@ class ReasoningGym(Environment):
         self._system = system
 
     def tasks(self) -> list[Task]:
-        """A task for each question. Raises ValueError for a question whose rule evaluates the answer."""
+        """A task for each question. Raises ValueError for a question whose rule evaluates the
+        answer."""
         return [self._task(index) for index in range(len(self._dataset))]
 
     async def start(self, task: Task, trajectory: Trajectory) -> Episode:
@@ -56,14 +71,20 @@ class ReasoningGym(Environment):
         source = entry["metadata"].get("source_dataset", "reasoning_gym")
         if source in EVALUATED:
             instead = "play it with Sandboxed('reasoning_gym', ...)"
-            raise ValueError(f"{source}: its rule evaluates the answer as a program in this process; {instead}")
-        system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
-        return Task(f"{source}-{index}", [*system, {"role": "user", "content": entry["question"]}], entry)
+            raise ValueError(
+                f"{source}: its rule evaluates the answer as a program in this process; {instead}"
+            )
+        system: list[Message] = (
+            [{"role": "system", "content": self._system}] if self._system else []
+        )
+        return Task(
+            f"{source}-{index}", [*system, {"role": "user", "content": entry["question"]}], entry
+        )
 
     def _score(self, reply: Reply, entry: dict[str, Any]) -> float:
         try:
             return float(self._dataset.score_answer(self._read(reply.text), entry))
-        except Exception:  # noqa: BLE001 - rules raise whatever comes for an answer that they cannot read
+        except Exception:  # noqa: BLE001 - rules raise anything for an answer that they cannot read
             return 0.0
 
 

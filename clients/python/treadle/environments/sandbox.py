@@ -1,7 +1,7 @@
 """Sandboxed: play an environment of the tools service, each episode in a sandbox of its own.
 
-The place for environments that run code, or that are not installed here: `frozen_lake` and `reasoning_gym` come with
-the service, others are declared there (services/tools/README.md).
+The place for environments that run code, or that are not installed here: `frozen_lake` and
+`reasoning_gym` come with the service, others are declared there (services/tools/README.md).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Arguments = Mapping[str, Any]
 class Sandboxed(Environment):
     """An environment of the tools service.
 
-    tool: its name. openings: the arguments of each task's session. actions: words and the arguments of the step that
-    they name, of which the first one in a reply counts; or a function from a reply's text to arguments, None where it
-    names none. system: the system message. hint: what the policy reads where its reply named no action. limits: of the
-    session; None: the tool's own.
+    tool: its name. openings: the arguments of each task's session. actions: words and the arguments
+    of the step that they name, of which the first one in a reply counts; or a function from a
+    reply's text to arguments, None where it names none. system: the system message. hint: what the
+    policy reads where its reply named no action. limits: of the session; None: the tool's own.
     """
 
     def __init__(
@@ -43,9 +43,12 @@ class Sandboxed(Environment):
 
     def tasks(self) -> list[Task]:
         """A task for each opening, named by its arguments."""
-        messages: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
+        messages: list[Message] = (
+            [{"role": "system", "content": self._system}] if self._system else []
+        )
         return [
-            Task("-".join([self._tool, *map(str, opening.values())]), messages, opening) for opening in self._openings
+            Task("-".join([self._tool, *map(str, opening.values())]), messages, opening)
+            for opening in self._openings
         ]
 
     async def start(self, task: Task, trajectory: Trajectory) -> Episode:
@@ -57,7 +60,9 @@ class Sandboxed(Environment):
 class _Sandbox(Episode):
     """The session ends with its trajectory, which has no use for it afterwards."""
 
-    def __init__(self, session: Session, read: Callable[[str], Arguments | None], hint: str) -> None:
+    def __init__(
+        self, session: Session, read: Callable[[str], Arguments | None], hint: str
+    ) -> None:
         self._session, self._read, self._hint = session, read, hint
 
     async def begin(self) -> Turn:
@@ -65,7 +70,11 @@ class _Sandbox(Episode):
 
     async def step(self, reply: Reply) -> Turn:
         action = self._read(reply.text)
-        return Turn([user(self._hint)]) if action is None else _turn_of(await self._session.step(action))
+        return (
+            Turn([user(self._hint)])
+            if action is None
+            else _turn_of(await self._session.step(action))
+        )
 
 
 def _turn_of(result: ToolResult) -> Turn:

@@ -1,8 +1,9 @@
-"""Read the tool calls that a policy wrote, and write replies and results as messages of a conversation.
+"""Read the tool calls that a policy wrote, and write replies and results as messages of a
+conversation.
 
-Two forms are known: JSON between <tool_call> and </tool_call>, a call each (Hermes, Qwen), and a reply that is nothing
-but one call as JSON (Llama 3, whose first word may be <|python_tag|>). For another model, give EnvManager a
-`read_calls`.
+Two forms are known: JSON between <tool_call> and </tool_call>, a call each (Hermes, Qwen), and a
+reply that is nothing but one call as JSON (Llama 3, whose first word may be <|python_tag|>). For
+another model, give EnvManager a `read_calls`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from treadle.types import ToolResult
 
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
-_UNREADABLE = (ValueError, RecursionError)  # of json.loads: also numbers of 4,300 digits, and a thousand brackets
+_UNREADABLE = (
+    ValueError,
+    RecursionError,
+)  # of json.loads: also numbers of 4,300 digits, and a thousand brackets
 
 
 def read_tool_calls(text: str) -> list[ToolCall]:
-    """The calls of a reply, in order; none where it has none. A call that cannot be read has an `error`."""
+    """The calls of a reply, in order; none where it has none. A call that cannot be read has an
+    `error`."""
     tagged = _TAGGED.findall(text)
     if tagged:
         return [_read(body, f"call_{place}") for place, body in enumerate(tagged)]
@@ -50,7 +55,11 @@ def result_message(call: ToolCall, output: str) -> Message:
 
 def text_of(result: ToolResult) -> str:
     """What the policy reads of a tool of the mesh: its output, and where it failed, why."""
-    return result.output if result.ok else f"error: {result.error or result.status}\n{result.output}".rstrip()
+    return (
+        result.output
+        if result.ok
+        else f"error: {result.error or result.status}\n{result.output}".rstrip()
+    )
 
 
 def _read(body: str, call_id: str) -> ToolCall:
@@ -61,7 +70,9 @@ def _read(body: str, call_id: str) -> ToolCall:
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall("", {}, call_id, 'the call must be {"name": ..., "arguments": {...}}')
     arguments = call.get("arguments", call.get("parameters", {}))
-    if isinstance(arguments, str):  # some models write the arguments as JSON in a text, as OpenAI's API does
+    if isinstance(
+        arguments, str
+    ):  # some models write the arguments as JSON in a text, as OpenAI's API does
         try:
             arguments = json.loads(arguments)
         except _UNREADABLE as error:

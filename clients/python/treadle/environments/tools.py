@@ -1,8 +1,8 @@
-"""Tools that a policy may call: Python functions of this process, tools of the mesh's sandbox, and ToolUse, an
-environment whose tasks are worked on with them until a reply calls none.
+"""Tools that a policy may call: Python functions of this process, tools of the mesh's sandbox, and
+ToolUse, an environment whose tasks are worked on with them until a reply calls none.
 
-A tool that fails is an answer that the policy reads, as it is for tools of the mesh. Calls of one reply run at the same
-time, and their results come in the order of the calls.
+A tool that fails is an answer that the policy reads, as it is for tools of the mesh. Calls of one
+reply run at the same time, and their results come in the order of the calls.
 """
 
 from __future__ import annotations
@@ -13,28 +13,57 @@ import types
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol, Self, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    Protocol,
+    Self,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import grpc
 
-from treadle.environments.episode import Environment, Episode, Message, Reply, Task, ToolCall, ToolSchema, Turn
+from treadle.environments.episode import (
+    Environment,
+    Episode,
+    Message,
+    Reply,
+    Task,
+    ToolCall,
+    ToolSchema,
+    Turn,
+)
 from treadle.environments.tool_calls import result_message, text_of
 from treadle.errors import TreadleError
 from treadle.rewards import PendingReward
 from treadle.trajectory import Trajectory
 
 MOST_OUTPUT_CHARS = 16_000  # of a result: a policy reads it all, again in each later turn
-_JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+_JSON_TYPES = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    list: "array",
+    dict: "object",
+}
 
 Run = Callable[[Mapping[str, Any], Trajectory], Awaitable[str]]
-Score = Callable[[Sequence[Message], Task, Trajectory], Any]  # a number, a PendingReward, or an awaitable of one
+Score = Callable[
+    [Sequence[Message], Task, Trajectory], Any
+]  # a number, a PendingReward, or an awaitable of one
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool as the policy sees it, and what runs it. parameters: JSON Schema of its arguments. run: gives what the
-    policy reads; what it raises is shown to the policy, but for ConnectionError and TreadleError, which fail the
-    trajectory: a server or the mesh is at fault, and not the call. INVALID_ARGUMENT is shown."""
+    """A tool as the policy sees it, and what runs it. parameters: JSON Schema of its arguments.
+    run: gives what the policy reads; what it raises is shown to the policy, but for ConnectionError
+    and TreadleError, which fail the trajectory: a server or the mesh is at fault, and not the call.
+    INVALID_ARGUMENT is shown."""
 
     name: str
     description: str
@@ -44,7 +73,11 @@ class Tool:
     @property
     def schema(self) -> ToolSchema:
         """In the form of OpenAI's chat, which chat templates take."""
-        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": dict(self.parameters),
+        }
         return {"type": "function", "function": function}
 
 
@@ -58,20 +91,25 @@ class ToolSource(Protocol):
 
 
 def tool(function: Callable[..., Any]) -> Tool:
-    """A tool of a Python function, which may be `async`. Its docstring describes it; annotations give the schema, where
-    Annotated[int, "in degrees"] describes an argument. Runs in this process, and in a thread unless it is `async`."""
+    """A tool of a Python function, which may be `async`. Its docstring describes it; annotations
+    give the schema, where Annotated[int, "in degrees"] describes an argument. Runs in this process,
+    and in a thread unless it is `async`."""
     hints = get_type_hints(function, include_extras=True)
     properties, required = {}, []
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise TypeError(f"{function.__name__}: *{name} cannot be described to a policy; name each argument")
+            raise TypeError(
+                f"{function.__name__}: *{name} cannot be described to a policy; name each argument"
+            )
         properties[name] = _schema_of(hints.get(name, Any))
         if parameter.default is parameter.empty:
             required.append(name)
 
     async def run(arguments: Mapping[str, Any], trajectory: Trajectory) -> str:
         async def call() -> Any:
-            inspect.signature(function).bind(**arguments)  # a wrong call must not look like a fault of the function
+            inspect.signature(function).bind(
+                **arguments
+            )  # a wrong call must not look like a fault of the function
             if inspect.iscoroutinefunction(function):
                 return await function(**arguments)
             return await asyncio.to_thread(function, **arguments)
@@ -97,13 +135,18 @@ def mesh_tool(name: str, description: str, parameters: Mapping[str, Any]) -> Too
 class ToolUse(Environment):
     """Tasks that are worked on with tools. An episode is over with the first reply that calls none.
 
-    given: the tasks. tools: Tool, Python functions, and sources such as McpServer. score: what an episode is worth,
-    from its conversation, its task and its trajectory; a function that may be `async`, and may return what
-    `trajectory.score` returned. Raises TypeError, and ValueError where two tools have the same name.
+    given: the tasks. tools: Tool, Python functions, and sources such as McpServer. score: what an
+    episode is worth, from its conversation, its task and its trajectory; a function that may be
+    `async`, and may return what `trajectory.score` returned. Raises TypeError, and ValueError where
+    two tools have the same name.
     """
 
     def __init__(
-        self, given: Iterable[Task], tools: Iterable[Tool | ToolSource | Callable[..., Any]], *, score: Score
+        self,
+        given: Iterable[Task],
+        tools: Iterable[Tool | ToolSource | Callable[..., Any]],
+        *,
+        score: Score,
     ) -> None:
         self._given, self._score, self._stack = list(given), score, AsyncExitStack()
         self._entering, self._users = asyncio.Lock(), 0  # rollouts that play it at this moment
@@ -124,17 +167,21 @@ class ToolUse(Environment):
         return self._given
 
     async def start(self, task: Task, trajectory: Trajectory) -> Episode:
-        """Connect to those sources that each trajectory has a connection to of its own. Raises RuntimeError where
-        nobody has entered the environment, which connects to the others."""
+        """Connect to those sources that each trajectory has a connection to of its own. Raises
+        RuntimeError where nobody has entered the environment, which connects to the others."""
         if self._sources and not self._users:
-            raise RuntimeError("its servers are not connected: use the environment as `async with environment:`")
+            raise RuntimeError(
+                "its servers are not connected: use the environment as `async with environment:`"
+            )
         async with AsyncExitStack() as stack:
             tools = list(self._shared)
             for source in self._sources:
                 if source.per_trajectory:
                     tools += await stack.enter_async_context(source.connected())
             connections = stack.pop_all()
-        return _ToolEpisode({each.name: each for each in tools}, self._score, task, trajectory, connections)
+        return _ToolEpisode(
+            {each.name: each for each in tools}, self._score, task, trajectory, connections
+        )
 
     async def __aenter__(self) -> Self:
         async with self._entering:
@@ -171,7 +218,12 @@ class ToolUse(Environment):
 
 class _ToolEpisode(Episode):
     def __init__(
-        self, tools: Mapping[str, Tool], score: Score, task: Task, trajectory: Trajectory, connections: AsyncExitStack
+        self,
+        tools: Mapping[str, Tool],
+        score: Score,
+        task: Task,
+        trajectory: Trajectory,
+        connections: AsyncExitStack,
     ) -> None:
         self._tools, self._score, self._task, self._trajectory = tools, score, task, trajectory
         self._connections = connections
@@ -183,8 +235,15 @@ class _ToolEpisode(Episode):
             async with asyncio.TaskGroup() as group:
                 runs = [group.create_task(self._run(call)) for call in reply.tool_calls]
         except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from None  # the error itself says more in a trajectory's result
-        return Turn([result_message(call, run.result()) for call, run in zip(reply.tool_calls, runs, strict=True)])
+            raise failed.exceptions[
+                0
+            ] from None  # the error itself says more in a trajectory's result
+        return Turn(
+            [
+                result_message(call, run.result())
+                for call, run in zip(reply.tool_calls, runs, strict=True)
+            ]
+        )
 
     async def finish(self, conversation: Sequence[Message]) -> float | PendingReward:
         score = self._score(conversation, self._task, self._trajectory)
@@ -204,7 +263,10 @@ class _ToolEpisode(Episode):
         except ConnectionError:
             raise
         except Exception as error:  # a tool may raise anything, and that is an answer
-            if isinstance(error, TreadleError) and error.code is not grpc.StatusCode.INVALID_ARGUMENT:
+            if (
+                isinstance(error, TreadleError)
+                and error.code is not grpc.StatusCode.INVALID_ARGUMENT
+            ):
                 raise
             output = f"error: {type(error).__name__}: {error}"
         cut = len(output) - MOST_OUTPUT_CHARS

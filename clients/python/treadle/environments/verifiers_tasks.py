@@ -1,8 +1,10 @@
-"""VerifiersTasks: the tasks of a verifiers taskset (0.4) with one reply each, scored by their own rewards and judges.
+"""VerifiersTasks: the tasks of a verifiers taskset (0.4) with one reply each, scored by their own
+rewards and judges.
 
-From verifiers come the prompts, and the score of a trace that has the tokens and logprobs of the mesh. A task that
-needs more than a conversation (a container, tool servers, hooks around a run) is refused: verifiers plays it itself,
-with its harness against the mesh's HTTP front door, to which it sends the session's id.
+From verifiers come the prompts, and the score of a trace that has the tokens and logprobs of the
+mesh. A task that needs more than a conversation (a container, tool servers, hooks around a run) is
+refused: verifiers plays it itself, with its harness against the mesh's HTTP front door, to which it
+sends the session's id.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class VerifiersTasks(Environment):
-    """Tasks of verifiers. tasks: a taskset, or a view of one such as taskset.take(64). Raises ValueError for a task
-    that needs more than a conversation."""
+    """Tasks of verifiers. tasks: a taskset, or a view of one such as taskset.take(64). Raises
+    ValueError for a task that needs more than a conversation."""
 
     def __init__(self, tasks: Iterable[vf.Task[Any, Any, Any]]) -> None:
         self._tasks = list(tasks)
@@ -29,7 +31,10 @@ class VerifiersTasks(Environment):
         """A task for each, named by verifiers' key. Raises ValueError."""
         for task in self._tasks:
             if needs := _needs_of(task):
-                raise ValueError(f"task {task.data.idx} has {needs}: let verifiers play it, against the front door")
+                raise ValueError(
+                    f"task {task.data.idx} has {needs}: let verifiers play it, against the front "
+                    "door"
+                )
         return [Task(task.key, _messages_of(task.data), task) for task in self._tasks]
 
     async def start(self, task: Task, trajectory: Trajectory) -> Episode:
@@ -50,8 +55,16 @@ class _Scored(Episode):
 
 def _messages_of(data: vf.TaskData) -> list[Message]:
     prompt = data.prompt
-    said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [_plain(each) for each in prompt or ()]
-    return [{"role": "system", "content": data.system_prompt}, *said] if data.system_prompt else [*said]
+    said = (
+        [{"role": "user", "content": prompt}]
+        if isinstance(prompt, str)
+        else [_plain(each) for each in prompt or ()]
+    )
+    return (
+        [{"role": "system", "content": data.system_prompt}, *said]
+        if data.system_prompt
+        else [*said]
+    )
 
 
 def _plain(message: Any) -> Message:
@@ -65,14 +78,21 @@ def _needs_of(task: vf.Task[Any, Any, Any]) -> str:
     from verifiers.v1.utils.decorators import discover_decorated
 
     kind = type(task)
-    scored = [*task.hooks("reward"), *task.hooks("metric"), *(judge.score for judge in task.plugged_judges())]
+    scored = [
+        *task.hooks("reward"),
+        *task.hooks("metric"),
+        *(judge.score for judge in task.plugged_judges()),
+    ]
     needs = {
         "a container": task.NEEDS_CONTAINER or task.data.image is not None,
         "tool servers": bool(task.toolsets(task.config)),
-        "a setup or finalize hook": kind.setup is not vf.Task.setup or kind.finalize is not vf.Task.finalize,
+        "a setup or finalize hook": kind.setup is not vf.Task.setup
+        or kind.finalize is not vf.Task.finalize,
         "stops or interceptors": bool(task.hooks("stop") or discover_decorated(task, "intercept")),
         "a reward that looks into the runtime": any(map(_takes_runtime, scored)),
-        "no prompt whose last message is the user's": not Task("", _messages_of(task.data)).is_complete,
+        "no prompt whose last message is the user's": not Task(
+            "", _messages_of(task.data)
+        ).is_complete,
     }
     return next((need for need, is_there in needs.items() if is_there), "")
 
@@ -91,13 +111,17 @@ def _trace_of(task: Task, prompt_ids: Sequence[int], reply: Reply) -> vf.Trace[A
 
     played = task.data
     trace = vf.Trace(
-        task=vf.TraceTask(type=type(played).__name__, data=played.data, key=played.key, hash=played.hash),
+        task=vf.TraceTask(
+            type=type(played).__name__, data=played.data, key=played.key, hash=played.hash
+        ),
         state=state_cls(type(played))(),
         agent=vf.AgentInfo(config=vf.AgentConfig()),
     )
     messages = TypeAdapter(vf.Messages).validate_python(task.messages)
     tokens = vf.TurnTokens(
-        prompt_ids=prompt_ids, completion_ids=reply.step.token_ids, completion_logprobs=reply.step.logprobs
+        prompt_ids=prompt_ids,
+        completion_ids=reply.step.token_ids,
+        completion_logprobs=reply.step.logprobs,
     )
     said = vf.Response(
         id="",

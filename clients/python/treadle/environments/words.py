@@ -18,8 +18,8 @@ _REASONING = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?(?:</think>|\Z)
 def first_of(actions: Mapping[str, A]) -> Callable[[str], A | None]:
     """A function that finds the first word of a text that names an action, in upper or lower case.
 
-    What the text says in <think>, or before a </think> that nothing begins, does not count. Raises ValueError where
-    there are no actions.
+    What the text says in <think>, or before a </think> that nothing begins, does not count. Raises
+    ValueError where there are no actions.
     """
     if not actions:
         raise ValueError("actions must have a word at least, such as {'left': 0}")

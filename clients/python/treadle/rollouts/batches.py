@@ -1,7 +1,7 @@
 """Take batches of settled groups from the rollout service, for training.
 
-A batch is streamed in parts, and can be repeated under its id until it is confirmed. Tokens, loss mask and logprobs of
-a trajectory are equally long; one where they are not raises StreamBroken.
+A batch is streamed in parts, and can be repeated under its id until it is confirmed. Tokens, loss
+mask and logprobs of a trajectory are equally long; one where they are not raises StreamBroken.
 """
 
 from collections.abc import AsyncIterable
@@ -13,7 +13,16 @@ from treadle.connection import Mesh, request_id
 from treadle.errors import StreamBroken, TreadleError, error_from
 from treadle.rollout.v1 import rollout_pb2
 from treadle.rollouts.samples import check_part
-from treadle.types import Batch, Group, TrainingTrajectory, VersionSpan, duration, seconds, unpack_ids, unpack_logprobs
+from treadle.types import (
+    Batch,
+    Group,
+    TrainingTrajectory,
+    VersionSpan,
+    duration,
+    seconds,
+    unpack_ids,
+    unpack_logprobs,
+)
 
 
 async def take_batch(
@@ -28,10 +37,13 @@ async def take_batch(
     part: tuple[int, int],
     timeout_s: float,
 ) -> Batch:
-    """A batch as a trainer reads it; see Client.get_batch. Without a batch_id it is confirmed once it is here."""
+    """A batch as a trainer reads it; see Client.get_batch. Without a batch_id it is confirmed once
+    it is here."""
     check_part(part)
     if part[1] > 1 and not batch_id:
-        raise ValueError("part needs batch_id=...: the name by which the other ranks find the batch")
+        raise ValueError(
+            "part needs batch_id=...: the name by which the other ranks find the batch"
+        )
     request = rollout_pb2.GetBatchRequest(
         request_id=batch_id or request_id(),
         rollout_id=rollout_id,
@@ -55,7 +67,9 @@ async def _until_whole(mesh: Mesh, request: rollout_pb2.GetBatchRequest, timeout
     backoff = mesh.backoff(timeout_s)
     while True:
         try:
-            return await _read_batch(service.StreamBatch(request, timeout=max(backoff.remaining_s, 0.001)))
+            return await _read_batch(
+                service.StreamBatch(request, timeout=max(backoff.remaining_s, 0.001))
+            )
         except grpc.aio.AioRpcError as failure:
             error = error_from(failure)
         if not error.retryable:
@@ -67,7 +81,11 @@ async def confirm_batch(mesh: Mesh, rollout_id: str, batch_id: str, part: tuple[
     """Let the service remove the tokens of a part of a batch; it cannot be repeated any more."""
     check_part(part)
     confirm = rollout_pb2.ConfirmBatchRequest(
-        request_id=request_id(), rollout_id=rollout_id, batch_request_id=batch_id, part=part[0], parts=part[1]
+        request_id=request_id(),
+        rollout_id=rollout_id,
+        batch_request_id=batch_id,
+        part=part[0],
+        parts=part[1],
     )
     service = await mesh.rollout()
     await mesh.call(service.ConfirmBatch, confirm, mesh.timeouts.cleanup_s)
@@ -84,13 +102,20 @@ async def _read_batch(parts: AsyncIterable[rollout_pb2.StreamBatchResponse]) -> 
             data.clear()
     if not last.batch_end:
         raise StreamBroken("the batch ended before its last message")
-    return Batch(tuple(Group(name, tuple(members)) for name, members in groups.items()), last.exhausted)
+    return Batch(
+        tuple(Group(name, tuple(members)) for name, members in groups.items()), last.exhausted
+    )
 
 
 def _training(message: rollout_pb2.FinishedTrajectory) -> TrainingTrajectory:
-    tokens, logprobs = unpack_ids(message.tokens.int32_le), unpack_logprobs(message.logprobs.float32_le)
+    tokens, logprobs = (
+        unpack_ids(message.tokens.int32_le),
+        unpack_logprobs(message.logprobs.float32_le),
+    )
     if not len(tokens) == len(logprobs) == len(message.loss_mask):
-        lengths = f"{len(tokens)} tokens, {len(logprobs)} logprobs, {len(message.loss_mask)} of loss mask"
+        lengths = (
+            f"{len(tokens)} tokens, {len(logprobs)} logprobs, {len(message.loss_mask)} of loss mask"
+        )
         raise StreamBroken(f"trajectory {message.trajectory_id} is not whole: {lengths}")
     return TrainingTrajectory(
         trajectory_id=message.trajectory_id,
@@ -99,7 +124,9 @@ def _training(message: rollout_pb2.FinishedTrajectory) -> TrainingTrajectory:
         tokens=tokens,
         loss_mask=list(message.loss_mask),
         logprobs=logprobs,
-        version_spans=tuple(VersionSpan(s.weight_version, s.start_token, s.end_token) for s in message.version_spans),
+        version_spans=tuple(
+            VersionSpan(s.weight_version, s.start_token, s.end_token) for s in message.version_spans
+        ),
         reward=message.reward,
         truncated=message.truncated,
         failed=message.failed,

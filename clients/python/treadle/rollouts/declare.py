@@ -4,16 +4,19 @@
     def lake(prompt): return {"seed": prompt.data["seed"]}
 
     @treadle.reward("exact_match")
-    def exact(trajectory, prompt): return {"answer": decode(trajectory.tokens), "expected": prompt.data["expected"]}
+    def exact(trajectory, prompt): return {"answer": decode(trajectory.tokens), "expected":
+    prompt.data["expected"]}
 
-    @treadle.agent(environment=lake, reward=exact, hardware=["bandwidth"], keep_per_prompt=8, redundancy=1.25)
+    @treadle.agent(environment=lake, reward=exact, hardware=["bandwidth"], keep_per_prompt=8,
+    redundancy=1.25)
     async def play(trajectory, prompt, session): ...
 
     await client.rollout(prompts, play)
 
-Invariants: a declaration sends nothing; it names what Client.rollout, Trajectory.open_session and Trajectory.score take
-anyway. What is declared for a rollout is the default of the argument of Client.rollout with the same name. A wrong
-declaration raises TypeError or ValueError where it is written.
+Invariants: a declaration sends nothing; it names what Client.rollout, Trajectory.open_session and
+Trajectory.score take anyway. What is declared for a rollout is the default of the argument of
+Client.rollout with the same name. A wrong declaration raises TypeError or ValueError where it is
+written.
 """
 
 from __future__ import annotations
@@ -59,7 +62,8 @@ class Environment:
 
 @dataclass(frozen=True)
 class Reward:
-    """A declared reward; called with a trajectory and its prompt it gives the arguments of the reward function."""
+    """A declared reward; called with a trajectory and its prompt it gives the arguments of the
+    reward function."""
 
     name: str
     arguments: RewardArguments
@@ -75,7 +79,8 @@ class Reward:
 
 @dataclass(frozen=True)
 class RolloutArguments:
-    """Those arguments of Client.rollout that an agent may declare, under the same names, with their defaults.
+    """Those arguments of Client.rollout that an agent may declare, under the same names, with their
+    defaults.
 
     redundancy: samples begun over samples kept; 0: samples_per_prompt says how many are begun.
     """
@@ -91,7 +96,8 @@ class RolloutArguments:
 
     @classmethod
     def of(cls, agent: object, **given: Any) -> RolloutArguments:
-        """The arguments of a call: what is given, and for each that is None what the agent declares, or the default.
+        """The arguments of a call: what is given, and for each that is None what the agent
+        declares, or the default.
 
         Raises ValueError where nothing is kept that a declared redundancy could multiply.
         """
@@ -100,13 +106,19 @@ class RolloutArguments:
         if not arguments.redundancy or "samples_per_prompt" in stated:
             return arguments
         if not arguments.keep_per_prompt:
-            why = f"the agent declares redundancy={arguments.redundancy:g} over the samples that are kept"
-            raise ValueError(f"keep_per_prompt=0 keeps all samples, and {why}: give samples_per_prompt too")
+            why = (
+                f"the agent declares redundancy={arguments.redundancy:g} over the samples that "
+                "are kept"
+            )
+            raise ValueError(
+                f"keep_per_prompt=0 keeps all samples, and {why}: give samples_per_prompt too"
+            )
         samples = math.ceil(arguments.redundancy * arguments.keep_per_prompt - ROUNDING)
         return replace(arguments, samples_per_prompt=samples)
 
     def spec(self, prompts: Sequence[Prompt]) -> rollout_pb2.RolloutSpec:
-        """What the rollout service is asked for. Raises ValueError for a shaping that contradicts itself."""
+        """What the rollout service is asked for. Raises ValueError for a shaping that contradicts
+        itself."""
         return rollout_pb2.RolloutSpec(
             samples_per_prompt=self.samples_per_prompt,
             keep_per_prompt=self.keep_per_prompt,
@@ -118,8 +130,8 @@ class RolloutArguments:
 
 
 class DeclaredAgent:
-    """An agent with what it has declared. Awaited by hand, it opens and closes the environment and requests the reward
-    as in a rollout; `__wrapped__` is the function alone."""
+    """An agent with what it has declared. Awaited by hand, it opens and closes the environment and
+    requests the reward as in a rollout; `__wrapped__` is the function alone."""
 
     def __init__(
         self,
@@ -140,17 +152,21 @@ class DeclaredAgent:
                 reply = await self._function(trajectory, prompt, session)
         if self.reward is None or reply is not None:
             return reply
-        # The agent may have closed its trajectory itself, with a reward or as one that nobody trains.
+        # The agent may have closed its trajectory itself, with a reward or as one that nobody
+        # trains.
         if trajectory.reward is not None or trajectory.outcome in ("failed", "cancelled"):
             return None
         return await self.reward.request(trajectory, prompt)
 
 
-def environment(tool: str, *, limits: Limits | None = None) -> Callable[[EnvironmentArguments], Environment]:
-    """Declare an environment: the decorated function gives the arguments of its session for a prompt.
+def environment(
+    tool: str, *, limits: Limits | None = None
+) -> Callable[[EnvironmentArguments], Environment]:
+    """Declare an environment: the decorated function gives the arguments of its session for a
+    prompt.
 
-    tool: the name of an environment of the tools service. limits: of its sessions, at most the tool's own; None: the
-    tool's own. Raises TypeError.
+    tool: the name of an environment of the tools service. limits: of its sessions, at most the
+    tool's own; None: the tool's own. Raises TypeError.
     """
     _require_name("environment", tool, "frozen_lake")
     _require_instance("limits", limits, Limits, "treadle.Limits(...)")
@@ -163,17 +179,20 @@ def environment(tool: str, *, limits: Limits | None = None) -> Callable[[Environ
 
 
 async def require_declared(mesh: Mesh, agent: object) -> None:
-    """Raise TreadleError where the mesh cannot do what an agent declares, before anything begins."""
+    """Raise TreadleError where the mesh cannot do what an agent declares, before anything
+    begins."""
     if isinstance(agent, DeclaredAgent) and agent.reward is not None and agent.reward.serverless:
         await require_serverless(mesh, agent.reward.name)
 
 
 def reward(name: str, *, serverless: bool = False) -> Callable[[RewardArguments], Reward]:
-    """Declare a reward: the decorated function gives the arguments of the reward function for a trajectory.
+    """Declare a reward: the decorated function gives the arguments of the reward function for a
+    trajectory.
 
-    name: of a reward function of the tools service. serverless: it must run behind a URL, where the operator has put it
-    (FUNCTIONS), and not in sandboxes that the tools of agents use too; Client.rollout raises TreadleError
-    REWARD_NOT_SERVERLESS before anything begins. False: wherever it runs. Raises TypeError.
+    name: of a reward function of the tools service. serverless: it must run behind a URL, where the
+    operator has put it (FUNCTIONS), and not in sandboxes that the tools of agents use too;
+    Client.rollout raises TreadleError REWARD_NOT_SERVERLESS before anything begins. False: wherever
+    it runs. Raises TypeError.
     """
     _require_name("reward", name, "exact_match")
 
@@ -198,15 +217,19 @@ def agent(
     concurrency: int | None = None,
     shaping: Shaping | None = None,
 ) -> Callable[[AgentFunction], DeclaredAgent]:
-    """Declare an agent, `async def f(trajectory, prompt)`, or `f(trajectory, prompt, session)` with an environment.
+    """Declare an agent, `async def f(trajectory, prompt)`, or `f(trajectory, prompt, session)` with
+    an environment.
 
-    environment: opened before the agent begins, and closed after it, however it ends. reward: requested after an agent
-    that returned None. hardware: the tags that an engine must carry, all of them, to run the agent's trajectories; or
-    by task, where "" is any task that is not named, and without it these run anywhere. task: of a prompt. redundancy:
-    samples begun over samples kept (RollArt §5.3), so that samples_per_prompt is redundancy * keep_per_prompt, rounded
-    up. The others: as of Client.rollout, whose arguments take precedence. Raises TypeError, ValueError.
+    environment: opened before the agent begins, and closed after it, however it ends. reward:
+    requested after an agent that returned None. hardware: the tags that an engine must carry, all
+    of them, to run the agent's trajectories; or by task, where "" is any task that is not named,
+    and without it these run anywhere. task: of a prompt. redundancy: samples begun over samples
+    kept (RollArt §5.3), so that samples_per_prompt is redundancy * keep_per_prompt, rounded up. The
+    others: as of Client.rollout, whose arguments take precedence. Raises TypeError, ValueError.
     """
-    _require_instance("environment", environment, Environment, 'a function under @treadle.environment("name")')
+    _require_instance(
+        "environment", environment, Environment, 'a function under @treadle.environment("name")'
+    )
     _require_instance("reward", reward, Reward, 'a function under @treadle.reward("name")')
     _require_instance("shaping", shaping, Shaping, "treadle.Shaping(...)")
     counts = {
@@ -221,34 +244,51 @@ def agent(
             raise ValueError(f"{name} must be a whole number >= {least}, is {count!r}")
     if samples_per_prompt is not None and (keep_per_prompt or 0) > samples_per_prompt:
         raise ValueError(
-            f"keep_per_prompt must be at most samples_per_prompt ({samples_per_prompt}), is {keep_per_prompt}"
+            f"keep_per_prompt must be at most samples_per_prompt ({samples_per_prompt}), is "
+            f"{keep_per_prompt}"
         )
     if redundancy is not None:
         _require_redundancy(redundancy, samples_per_prompt, keep_per_prompt)
     declared: dict[str, Any] = {name: count for name, (count, _) in counts.items()}
-    declared |= {"redundancy": redundancy, "shaping": shaping, "hardware_tags": _tags_by_task(hardware, task)}
-    defaults = RolloutArguments(**{name: value for name, value in declared.items() if value is not None})
+    declared |= {
+        "redundancy": redundancy,
+        "shaping": shaping,
+        "hardware_tags": _tags_by_task(hardware, task),
+    }
+    defaults = RolloutArguments(
+        **{name: value for name, value in declared.items() if value is not None}
+    )
     takes = ("trajectory", "prompt") if environment is None else ("trajectory", "prompt", "session")
 
     def declare(function: AgentFunction) -> DeclaredAgent:
         why = f", as {'no' if environment is None else 'an'} environment is declared"
-        _require_signature(f"agent {getattr(function, '__name__', '')}", function, takes, is_async=True, why=why)
+        _require_signature(
+            f"agent {getattr(function, '__name__', '')}", function, takes, is_async=True, why=why
+        )
         return DeclaredAgent(function, environment, reward, defaults)
 
     return declare
 
 
-def _require_redundancy(redundancy: float, samples_per_prompt: int | None, keep_per_prompt: int | None) -> None:
+def _require_redundancy(
+    redundancy: float, samples_per_prompt: int | None, keep_per_prompt: int | None
+) -> None:
     if not 1 <= redundancy < math.inf:
-        raise ValueError(f"redundancy must be a number >= 1, is {redundancy!r}: it is samples begun over samples kept")
+        raise ValueError(
+            f"redundancy must be a number >= 1, is {redundancy!r}: it is samples begun over "
+            "samples kept"
+        )
     if samples_per_prompt is not None:
         raise ValueError("redundancy gives samples_per_prompt: declare one of the two")
     if not keep_per_prompt:
-        raise ValueError("redundancy needs keep_per_prompt=...: how many samples of each prompt are kept")
+        raise ValueError(
+            "redundancy needs keep_per_prompt=...: how many samples of each prompt are kept"
+        )
 
 
 def _tags_by_task(
-    hardware: Mapping[str, Sequence[str]] | Sequence[str] | None, task: Callable[[Prompt], str] | None
+    hardware: Mapping[str, Sequence[str]] | Sequence[str] | None,
+    task: Callable[[Prompt], str] | None,
 ) -> HardwareTags | None:
     """Tags of each trajectory; None where no hardware is declared."""
     if not isinstance(hardware, Mapping):
@@ -267,13 +307,18 @@ def _tags(field: str, tags: Sequence[str]) -> tuple[str, ...]:
     if isinstance(tags, str) or not all(isinstance(tag, str) and tag for tag in tags):
         raise TypeError(f"{field} must be a sequence of tags such as ('bandwidth',), is {tags!r}")
     if not tags:
-        raise ValueError(f"{field} is empty: name the tags of engines, or leave it out to run on any engine")
+        raise ValueError(
+            f"{field} is empty: name the tags of engines, or leave it out to run on any engine"
+        )
     return tuple(tags)
 
 
 def _mapping(kind: str, name: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(arguments, Mapping):
-        raise TypeError(f"{kind} {name!r}: its function must return a mapping, returned {type(arguments).__name__}")
+        raise TypeError(
+            f"{kind} {name!r}: its function must return a mapping, returned "
+            f"{type(arguments).__name__}"
+        )
     return arguments
 
 
@@ -287,12 +332,20 @@ def _require_instance(field: str, value: object, wanted: type, example: str) -> 
         raise TypeError(f"{field} must be {example}, is {type(value).__name__}")
 
 
-def _require_signature(what: str, function: object, takes: Sequence[str], *, is_async: bool, why: str = "") -> None:
-    """Raise TypeError unless it is a function of that kind that takes so many positional arguments."""
+def _require_signature(
+    what: str, function: object, takes: Sequence[str], *, is_async: bool, why: str = ""
+) -> None:
+    """Raise TypeError unless it is a function of that kind that takes so many positional
+    arguments."""
     if not callable(function) or inspect.iscoroutinefunction(function) is not is_async:
-        raise TypeError(f"{what} must be a function defined with `{'async ' if is_async else ''}def`, is {function!r}")
+        raise TypeError(
+            f"{what} must be a function defined with `{'async ' if is_async else ''}def`, is "
+            f"{function!r}"
+        )
     signature = inspect.signature(function)
     try:
         signature.bind(*takes)
     except TypeError:
-        raise TypeError(f"{what} must take ({', '.join(takes)}){why}; it takes {signature}") from None
+        raise TypeError(
+            f"{what} must take ({', '.join(takes)}){why}; it takes {signature}"
+        ) from None

@@ -1,4 +1,5 @@
-"""Show how far a rollout is: one line on a terminal, a bar in a notebook (tqdm, which RL frameworks bring)."""
+"""Show how far a rollout is: one line on a terminal, a bar in a notebook (tqdm, which RL frameworks
+bring)."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,8 @@ OnEvent = Callable[[RolloutEvent], None]
 def show_progress(samples: int, on_event: OnEvent | None = None) -> Iterator[OnEvent]:
     """A bar for the time of the block, moved by the events that are passed to what this yields.
 
-    samples: how many there will be, as far as is known. on_event: told each event too. Raises ImportError without tqdm.
+    samples: how many there will be, as far as is known. on_event: told each event too. Raises
+    ImportError without tqdm.
     """
     from tqdm.auto import tqdm
 
@@ -21,7 +23,9 @@ def show_progress(samples: int, on_event: OnEvent | None = None) -> Iterator[OnE
     tokens, opened = 0, 0
 
     # miniters: tokens move the line too, not only the end of a trajectory.
-    with tqdm(total=samples, unit="trajectory", dynamic_ncols=True, miniters=0, mininterval=REDRAW_S) as bar:
+    with tqdm(
+        total=samples, unit="trajectory", dynamic_ncols=True, miniters=0, mininterval=REDRAW_S
+    ) as bar:
 
         def show(event: RolloutEvent) -> None:
             nonlocal tokens, opened

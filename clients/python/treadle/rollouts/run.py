@@ -1,8 +1,10 @@
-"""Run one agent over prompts × samples, and submit each trajectory to the rollout service as it ends.
+"""Run one agent over prompts × samples, and submit each trajectory to the rollout service as it
+ends.
 
-RolloutRun is behind Client.rollout. Invariants: every sample ends in exactly one TrajectoryResult; an agent that raises
-fails its own trajectory only; when the run ends, however it ends, no trajectory of it is open and no task of it runs; a
-client whose job was taken over submits nothing more.
+RolloutRun is behind Client.rollout. Invariants: every sample ends in exactly one TrajectoryResult;
+an agent that raises fails its own trajectory only; when the run ends, however it ends, no
+trajectory of it is open and no task of it runs; a client whose job was taken over submits nothing
+more.
 """
 
 import asyncio
@@ -33,10 +35,21 @@ from treadle.rollouts.samples import (
 )
 from treadle.tracing import TrajectoryTrace
 from treadle.trajectory import TRAJECTORY_CLOSED, Trajectory
-from treadle.types import HardwareTags, Outcome, Prompt, RolloutEvent, RolloutResult, TrajectoryResult
+from treadle.types import (
+    HardwareTags,
+    Outcome,
+    Prompt,
+    RolloutEvent,
+    RolloutResult,
+    TrajectoryResult,
+)
 
 # ErrorInfo.reason
-ROLLOUT_EXISTS, ROLLOUT_NOT_FOUND, SAMPLE_TAKEN = "ROLLOUT_EXISTS", "ROLLOUT_NOT_FOUND", "SAMPLE_TAKEN"
+ROLLOUT_EXISTS, ROLLOUT_NOT_FOUND, SAMPLE_TAKEN = (
+    "ROLLOUT_EXISTS",
+    "ROLLOUT_NOT_FOUND",
+    "SAMPLE_TAKEN",
+)
 
 Agent = Callable[[Trajectory, Prompt], Coroutine[Any, Any, float | PendingReward | None]]
 Key = tuple[str, int]  # prompt and sample
@@ -59,11 +72,21 @@ class RolloutRun:
         part: tuple[int, int],
         stream_tokens: int,
     ) -> None:
-        self._mesh, self._job, self._open, self._agent, self._spec = mesh, job, open_trajectory, agent, spec
+        self._mesh, self._job, self._open, self._agent, self._spec = (
+            mesh,
+            job,
+            open_trajectory,
+            agent,
+            spec,
+        )
         self._on_event, self._pin = on_event or (lambda _: None), pin
         self._stream_tokens = stream_tokens
         self._tags = hardware_tags if callable(hardware_tags) else (lambda *_: hardware_tags)
-        self._rollout_id, self._shared, (self._part, self._parts) = rollout_id, bool(rollout_id), part
+        self._rollout_id, self._shared, (self._part, self._parts) = (
+            rollout_id,
+            bool(rollout_id),
+            part,
+        )
         self._prompts: dict[str, Prompt] = {}
         self._places: dict[str, int] = {}  # of a prompt among all
         self._cap_tokens = spec.max_total_tokens
@@ -84,12 +107,18 @@ class RolloutRun:
 
     @property
     def _watches(self) -> bool:
-        """Whether others change which samples are wanted: clients with other parts, groups, a trainer's versions."""
-        return self._parts > 1 or self._lasts or bool(self._spec.keep_groups) or self._spec.max_staleness >= 0
+        """Whether others change which samples are wanted: clients with other parts, groups, a
+        trainer's versions."""
+        return (
+            self._parts > 1
+            or self._lasts
+            or bool(self._spec.keep_groups)
+            or self._spec.max_staleness >= 0
+        )
 
     async def run(self, prompts: Sequence[Prompt], concurrency: int) -> RolloutResult:
-        """The samples of this part, in the order of prompts; results in that order. TreadleError where the rollout
-        cannot be created."""
+        """The samples of this part, in the order of prompts; results in that order. TreadleError
+        where the rollout cannot be created."""
         mesh, started_s = self._mesh, self._mesh.clock()
         rollout = await self._find_left_over() or await self._create()
         self._rollout_id = rollout.rollout_id
@@ -116,26 +145,42 @@ class RolloutRun:
             await self._job.end_rollout(self._rollout_id)
         for prompt_id in self._prompts:
             self._begin(prompt_id, None)  # of groups that were never admitted
-        results = (self._results[key] for prompt in prompts for key in self._keys(prompt.id, self._begun[prompt.id]))
+        results = (
+            self._results[key]
+            for prompt in prompts
+            for key in self._keys(prompt.id, self._begun[prompt.id])
+        )
         return RolloutResult(self._rollout_id, tuple(results), mesh.clock() - started_s)
 
     def _keys(self, prompt_id: str, samples: int, begun: int = 0) -> list[Key]:
         """This part's samples of a prompt."""
         offset = self._places[prompt_id] * self._spec.samples_per_prompt
-        return [(prompt_id, each) for each in range(begun, samples) if (offset + each) % self._parts == self._part]
+        return [
+            (prompt_id, each)
+            for each in range(begun, samples)
+            if (offset + each) % self._parts == self._part
+        ]
 
     def _hear(self, rollout: rollout_pb2.Rollout, tasks: asyncio.TaskGroup) -> None:
-        """Do what the state of the rollout, or a change of it, asks for: end, begin and repeat samples."""
+        """Do what the state of the rollout, or a change of it, asks for: end, begin and repeat
+        samples."""
         for group in rollout.groups:
             if group.settled:
                 self._settle(group.prompt_id)
             elif self._spec.replace_stale:
                 self._settled.discard(group.prompt_id)  # it has opened again
-        if rollout.state in (rollout_pb2.ROLLOUT_STATE_FINISHED, rollout_pb2.ROLLOUT_STATE_CANCELLED):
+        if rollout.state in (
+            rollout_pb2.ROLLOUT_STATE_FINISHED,
+            rollout_pb2.ROLLOUT_STATE_CANCELLED,
+        ):
             for prompt_id in self._prompts:
                 self._end_samples(prompt_id)
-        self._started |= {group.prompt_id: group.started for group in rollout.groups if group.started}
-        admitted = rollout.groups_admitted or len(self._prompts)  # 0: of a service that knows no such bound
+        self._started |= {
+            group.prompt_id: group.started for group in rollout.groups if group.started
+        }
+        admitted = rollout.groups_admitted or len(
+            self._prompts
+        )  # 0: of a service that knows no such bound
         for prompt_id in list(self._prompts)[:admitted]:
             self._begin(prompt_id, tasks)
         if rollout.HasField("newest_version"):
@@ -153,10 +198,13 @@ class RolloutRun:
                 continue
             self._results[key] = TrajectoryResult("", *key, outcome="cancelled")
             if tasks is not None and prompt_id not in self._settled:
-                self._unfinished[key] = tasks.create_task(self._sample_until_fresh(self._prompts[prompt_id], key[1]))
+                self._unfinished[key] = tasks.create_task(
+                    self._sample_until_fresh(self._prompts[prompt_id], key[1])
+                )
 
     def _repeat_stale(self, version: int) -> None:
-        """Begin those samples again of which the first tokens are too old for a trainer at `version` by now."""
+        """Begin those samples again of which the first tokens are too old for a trainer at
+        `version` by now."""
         bound = self._spec.max_staleness
         for key, trajectory in self._playing.items() if bound >= 0 else ():
             oldest = oldest_version_of(trajectory.version_spans)
@@ -170,12 +218,16 @@ class RolloutRun:
             request_id=request_id(), rollout_id=self._rollout_id, spec=self._spec
         )
         service = await mesh.rollout()
-        if self._job.resume:  # noted before it is there: a client that finds it noted only creates another
+        if (
+            self._job.resume
+        ):  # noted before it is there: a client that finds it noted only creates another
             request.rollout_id = self._rollout_id or f"r-{request.request_id}"
             await self._job.begin_rollout(request.rollout_id)
         try:
             try:
-                return (await mesh.call(service.CreateRollout, request, mesh.timeouts.control_s)).rollout
+                return (
+                    await mesh.call(service.CreateRollout, request, mesh.timeouts.control_s)
+                ).rollout
             except TreadleError as error:
                 if error.reason != ROLLOUT_EXISTS or not self._shared:
                     raise
@@ -186,20 +238,32 @@ class RolloutRun:
             raise
 
     async def _join(self) -> rollout_pb2.Rollout:
-        """The rollout that another process has created. TreadleError INVALID_ARGUMENT where it is another one."""
-        service, look = await self._mesh.rollout(), rollout_pb2.GetRolloutRequest(rollout_id=self._rollout_id)
-        found = (await self._mesh.call(service.GetRollout, look, self._mesh.timeouts.control_s)).rollout
+        """The rollout that another process has created. TreadleError INVALID_ARGUMENT where it is
+        another one."""
+        service, look = (
+            await self._mesh.rollout(),
+            rollout_pb2.GetRolloutRequest(rollout_id=self._rollout_id),
+        )
+        found = (
+            await self._mesh.call(service.GetRollout, look, self._mesh.timeouts.control_s)
+        ).rollout
         if found.spec != self._wanted():
-            violation = FieldViolation("rollout_id", "has other prompts or parameters; give this one another id")
+            violation = FieldViolation(
+                "rollout_id", "has other prompts or parameters; give this one another id"
+            )
             message = f"{violation.field}: {self._rollout_id} {violation.description}"
-            raise TreadleError(grpc.StatusCode.INVALID_ARGUMENT, message, field_violations=(violation,))
+            raise TreadleError(
+                grpc.StatusCode.INVALID_ARGUMENT, message, field_violations=(violation,)
+            )
         if found.state == rollout_pb2.ROLLOUT_STATE_CANCELLED:
-            raise refused("ROLLOUT_CANCELLED", f"{self._rollout_id} was cancelled: give this one another id")
+            raise refused(
+                "ROLLOUT_CANCELLED", f"{self._rollout_id} was cancelled: give this one another id"
+            )
         return found
 
     async def _watch(self, tasks: asyncio.TaskGroup) -> None:
-        """Hear what changes until the rollout is over or, where no more samples can be wanted, all of this part have
-        ended."""
+        """Hear what changes until the rollout is over or, where no more samples can be wanted, all
+        of this part have ended."""
         watch = tasks.create_task(self._hear_changes(tasks))
         if self._lasts:
             await watch
@@ -210,8 +274,13 @@ class RolloutRun:
 
     async def _hear_changes(self, tasks: asyncio.TaskGroup) -> None:
         mesh, service = self._mesh, await self._mesh.rollout()
-        request, backoff = rollout_pb2.WatchRolloutRequest(rollout_id=self._rollout_id), mesh.backoff(math.inf)
-        async for message in mesh.watch(lambda: service.WatchRollout(request, timeout=mesh.timeouts.stream_s), backoff):
+        request, backoff = (
+            rollout_pb2.WatchRolloutRequest(rollout_id=self._rollout_id),
+            mesh.backoff(math.inf),
+        )
+        async for message in mesh.watch(
+            lambda: service.WatchRollout(request, timeout=mesh.timeouts.stream_s), backoff
+        ):
             self._hear(message.rollout, tasks)
 
     def _wanted(self) -> rollout_pb2.RolloutSpec:
@@ -222,17 +291,22 @@ class RolloutRun:
         return wanted
 
     async def _find_left_over(self) -> rollout_pb2.Rollout | None:
-        """A rollout of the job with the same prompts and parameters that was begun and not ended."""
+        """A rollout of the job with the same prompts and parameters that was begun and not
+        ended."""
         mesh, job = self._mesh, self._job
         if not job.resume:
             return None
         await job.hold()
         wanted = self._wanted()
         service = await mesh.rollout()
-        for rollout_id in [each for each in job.left_over if not self._shared or each == self._rollout_id]:
+        for rollout_id in [
+            each for each in job.left_over if not self._shared or each == self._rollout_id
+        ]:
             request = rollout_pb2.GetRolloutRequest(rollout_id=rollout_id)
             try:
-                found = (await mesh.call(service.GetRollout, request, mesh.timeouts.control_s)).rollout
+                found = (
+                    await mesh.call(service.GetRollout, request, mesh.timeouts.control_s)
+                ).rollout
             except TreadleError as error:
                 if error.reason != ROLLOUT_NOT_FOUND:
                     raise
@@ -268,7 +342,9 @@ class RolloutRun:
             try:
                 trajectory = await self._open_one(prompt, sample)
             except TreadleError as error:
-                result = TrajectoryResult("", prompt.id, sample, outcome="failed", error=f"open: {error}")
+                result = TrajectoryResult(
+                    "", prompt.id, sample, outcome="failed", error=f"open: {error}"
+                )
             else:
                 trace = trajectory.trace
                 result, pending = await self._play(trajectory, prompt)
@@ -292,8 +368,11 @@ class RolloutRun:
         self._report(trajectory, "opened")
         return trajectory
 
-    async def _play(self, trajectory: Trajectory, prompt: Prompt) -> tuple[TrajectoryResult, PendingReward | None]:
-        """Run the agent and close its trajectory, however the agent ends. Returns the reward to wait for, if any."""
+    async def _play(
+        self, trajectory: Trajectory, prompt: Prompt
+    ) -> tuple[TrajectoryResult, PendingReward | None]:
+        """Run the agent and close its trajectory, however the agent ends. Returns the reward to
+        wait for, if any."""
         key = (trajectory.prompt_id, trajectory.sample)
         self._playing[key] = trajectory
         try:
@@ -316,20 +395,27 @@ class RolloutRun:
         close_error = await finish(self._end(trajectory, outcome, reward))
         return result_of(trajectory, error_line or close_error), pending
 
-    async def _submit(self, result: TrajectoryResult, trace: TrajectoryTrace | None) -> TrajectoryResult:
+    async def _submit(
+        self, result: TrajectoryResult, trace: TrajectoryTrace | None
+    ) -> TrajectoryResult:
         """Submit; when the answer settles the group, its unfinished siblings are cancelled.
 
-        While the service's store of tokens is full, it is sent again: the trainer frees room as it takes batches.
+        While the service's store of tokens is full, it is sent again: the trainer frees room as it
+        takes batches.
         """
         mesh = self._mesh
         if self._job.resume:
             await self._require_job()
         request = rollout_pb2.SubmitTrajectoryRequest(
-            request_id=request_id(), rollout_id=self._rollout_id, trajectory=finished_message(result)
+            request_id=request_id(),
+            rollout_id=self._rollout_id,
+            trajectory=finished_message(result),
         )
         try:
             service = await mesh.rollout()
-            answer = await mesh.call(service.SubmitTrajectory, request, mesh.timeouts.submit_s, trace)
+            answer = await mesh.call(
+                service.SubmitTrajectory, request, mesh.timeouts.submit_s, trace
+            )
         except TreadleError as error:
             if error.reason == SAMPLE_TAKEN and self._job.resume:
                 # The client before this one had sent it when it was replaced.
@@ -341,12 +427,15 @@ class RolloutRun:
             return replace(result, error=result.error or f"submit: {error}")
         if answer.group_settled:
             self._settle(result.prompt_id)
-        reason = DROP_REASONS.get(answer.drop_reason, str(answer.drop_reason))  # a number: newer than this client
+        reason = DROP_REASONS.get(
+            answer.drop_reason, str(answer.drop_reason)
+        )  # a number: newer than this client
         return replace(result, kept=answer.kept, drop_reason=reason)
 
     async def _require_job(self) -> None:
-        """Raise JOB_TAKEN_OVER where another client runs the samples of this rollout by now: one that failed here, as
-        its trajectory was closed for that, must not take the place of the other client's."""
+        """Raise JOB_TAKEN_OVER where another client runs the samples of this rollout by now: one
+        that failed here, as its trajectory was closed for that, must not take the place of the
+        other client's."""
         try:
             await self._job.renew()
         except TreadleError as error:
@@ -365,15 +454,20 @@ class RolloutRun:
             self._stale.discard(key)
             self._unfinished.pop(key).cancel()
 
-    async def _end(self, trajectory: Trajectory, outcome: Outcome, reward: float | None = None) -> str:
-        """Close; the error line where that fails. The scheduler closes it once the lease has ended. One that it has
-        closed already, as the lease had run out, has failed: its last step was aborted."""
+    async def _end(
+        self, trajectory: Trajectory, outcome: Outcome, reward: float | None = None
+    ) -> str:
+        """Close; the error line where that fails. The scheduler closes it once the lease has ended.
+        One that it has closed already, as the lease had run out, has failed: its last step was
+        aborted."""
         try:
             await trajectory.close(reward, outcome)
         except TreadleError as error:
             if is_unwanted(error):
                 whole = not trajectory.steps or trajectory.steps[-1].finish_reason != "aborted"
-                trajectory.reward, trajectory.outcome = (reward, outcome) if whole else (None, "cancelled")
+                trajectory.reward, trajectory.outcome = (
+                    (reward, outcome) if whole else (None, "cancelled")
+                )
                 self._settle(trajectory.prompt_id)
                 return ""
             if error.reason == TRAJECTORY_CLOSED:
@@ -385,7 +479,9 @@ class RolloutRun:
 
     async def _cancel(self) -> None:
         mesh = self._mesh
-        request = rollout_pb2.CancelRolloutRequest(request_id=request_id(), rollout_id=self._rollout_id)
+        request = rollout_pb2.CancelRolloutRequest(
+            request_id=request_id(), rollout_id=self._rollout_id
+        )
         service = await mesh.rollout()
         try:
             await mesh.call(service.CancelRollout, request, mesh.timeouts.cleanup_s)
@@ -393,7 +489,11 @@ class RolloutRun:
             if not error.lost_connection:
                 raise
 
-    def _report(self, trajectory: Trajectory, kind: Literal["opened", "step", "tool", "closed"]) -> None:
+    def _report(
+        self, trajectory: Trajectory, kind: Literal["opened", "step", "tool", "closed"]
+    ) -> None:
         t = trajectory
         event = RolloutEvent(kind, self._mesh.clock(), t.prompt_id, t.sample, t.trajectory_id)
-        self._on_event(replace(event, gen_tokens=t.gen_tokens, turns=len(t.steps), outcome=t.outcome))
+        self._on_event(
+            replace(event, gen_tokens=t.gen_tokens, turns=len(t.steps), outcome=t.outcome)
+        )

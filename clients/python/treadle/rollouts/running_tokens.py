@@ -1,6 +1,8 @@
-"""Tokens of trajectories that still run: pushed by who samples them, read by who trains on them (DARTS, section 4.3.2).
+"""Tokens of trajectories that still run: pushed by who samples them, read by who trains on them
+(DARTS, section 4.3.2).
 
-A help to be early, never needed to be right: no push fails its trajectory, and what is trained on comes with a batch.
+A help to be early, never needed to be right: no push fails its trajectory, and what is trained on
+comes with a batch.
 """
 
 import asyncio
@@ -32,7 +34,8 @@ MOST_PUSH_TOKENS = 50_000  # 450 kB
 
 @asynccontextmanager
 async def pushing(mesh: Mesh, trajectory: Trajectory, least_tokens: int) -> AsyncIterator[None]:
-    """Push the tokens of a trajectory while the body runs, `least_tokens` or more at a time; none where that is 0."""
+    """Push the tokens of a trajectory while the body runs, `least_tokens` or more at a time; none
+    where that is 0."""
     if not least_tokens:
         yield
         return
@@ -48,7 +51,8 @@ async def pushing(mesh: Mesh, trajectory: Trajectory, least_tokens: int) -> Asyn
 
 
 class _Push:
-    """Pushes the tokens of one trajectory. The service has `_sent` of them or more, or a push brings them just now."""
+    """Pushes the tokens of one trajectory. The service has `_sent` of them or more, or a push
+    brings them just now."""
 
     def __init__(self, mesh: Mesh, trajectory: Trajectory, least_tokens: int) -> None:
         self._mesh, self._trajectory, self._least_tokens = mesh, trajectory, least_tokens
@@ -83,7 +87,9 @@ class _Push:
             )
             request = rollout_pb2.PushTokensRequest(rollout_id=t.rollout_id, chunk=chunk)
             try:
-                answer = await mesh.call(service.PushTokens, request, mesh.timeouts.cleanup_s, t.trace)
+                answer = await mesh.call(
+                    service.PushTokens, request, mesh.timeouts.cleanup_s, t.trace
+                )
             except TreadleError as error:
                 if not error.retryable and error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
                     return  # of a service that has no such call, or a rollout that is gone
@@ -100,25 +106,37 @@ async def read_tokens(
 ) -> AsyncIterator[RunningTokens | TrajectoryEnded]:
     """Events of running trajectories until their rollout is over; see Client.stream_tokens."""
     check_part(part)
-    request = rollout_pb2.StreamTokensRequest(rollout_id=rollout_id, min_tokens=min_tokens, part=part[0], parts=part[1])
+    request = rollout_pb2.StreamTokensRequest(
+        rollout_id=rollout_id, min_tokens=min_tokens, part=part[0], parts=part[1]
+    )
     service = await mesh.rollout()
     backoff = mesh.backoff(math.inf)
     known: dict[str, list[int]] = {}
-    async for message in mesh.watch(lambda: service.StreamTokens(request, timeout=mesh.timeouts.stream_s), backoff):
+    async for message in mesh.watch(
+        lambda: service.StreamTokens(request, timeout=mesh.timeouts.stream_s), backoff
+    ):
         if message.HasField("ended"):
             ended = message.ended
             known.pop(ended.trajectory_id, None)
-            reason = DROP_REASONS.get(ended.drop_reason, str(ended.drop_reason))  # a number: newer than this client
-            yield TrajectoryEnded(ended.trajectory_id, ended.prompt_id, ended.sample, ended.kept, reason)
+            reason = DROP_REASONS.get(
+                ended.drop_reason, str(ended.drop_reason)
+            )  # a number: newer than this client
+            yield TrajectoryEnded(
+                ended.trajectory_id, ended.prompt_id, ended.sample, ended.kept, reason
+            )
         elif tokens := _news(message.chunk, known.setdefault(message.chunk.trajectory_id, [])):
             yield tokens
 
 
 def _news(chunk: rollout_pb2.TokenChunk, known: list[int]) -> RunningTokens | None:
-    """What of a chunk was not known, whose tokens are noted: after a connection was lost all are sent again."""
+    """What of a chunk was not known, whose tokens are noted: after a connection was lost all are
+    sent again."""
     ids, start = unpack_ids(chunk.tokens.int32_le), chunk.start_token
     pairs = zip(ids, known[start:], strict=False)
-    same = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(ids), len(known) - start))
+    same = next(
+        (at for at, (one, other) in enumerate(pairs) if one != other),
+        min(len(ids), len(known) - start),
+    )
     if same == len(ids):
         return None
     known[start + same :] = ids[same:]

@@ -1,4 +1,5 @@
-"""One sample of a rollout: play its agent to the end, and tell the rollout service what came of it."""
+"""One sample of a rollout: play its agent to the end, and tell the rollout service what came of
+it."""
 
 import asyncio
 from collections.abc import Coroutine, Sequence
@@ -40,7 +41,8 @@ def check_part(part: tuple[int, int]) -> None:
 
 
 def shaping_fields(shaping: Shaping, most: int) -> dict[str, Any]:
-    """Fields of RolloutSpec, those that are not the default. most: samples of a prompt. Raises ValueError."""
+    """Fields of RolloutSpec, those that are not the default. most: samples of a prompt. Raises
+    ValueError."""
     rules = {word: number for number, word in words_of(rollout_pb2.SelectionRule).items()}
     if shaping.rule not in rules:
         raise ValueError(f"shaping.rule must be one of {sorted(rules)}, is {shaping.rule!r}")
@@ -57,7 +59,9 @@ def shaping_fields(shaping: Shaping, most: int) -> dict[str, Any]:
     return {
         "selection": selection if selection.rule != first else None,
         "history": shaping.history,
-        "redundancy": rollout_pb2.Redundancy(budget=shaping.budget, most_samples=most) if shaping.budget else None,
+        "redundancy": rollout_pb2.Redundancy(budget=shaping.budget, most_samples=most)
+        if shaping.budget
+        else None,
         "length_cap": _cap_message(cap) if cap is not None else None,
         "samples": shaping.samples,
         "keep_groups": shaping.keep_groups,
@@ -69,7 +73,9 @@ def shaping_fields(shaping: Shaping, most: int) -> dict[str, Any]:
 def _cap_message(cap: LengthCap) -> rollout_pb2.LengthCap:
     ways = {word: number for number, word in words_of(rollout_pb2.CutReward).items()}
     if cap.cut_reward not in ways:
-        raise ValueError(f"length_cap.cut_reward must be one of {sorted(ways)}, is {cap.cut_reward!r}")
+        raise ValueError(
+            f"length_cap.cut_reward must be one of {sorted(ways)}, is {cap.cut_reward!r}"
+        )
     return rollout_pb2.LengthCap(**asdict(cap) | {"cut_reward": ways[cap.cut_reward]})
 
 
@@ -108,7 +114,8 @@ def _report_of(answer: rollout_pb2.GetShapingResponse) -> ShapingReport:
 def finished_message(result: TrajectoryResult) -> rollout_pb2.FinishedTrajectory:
     """A trajectory for SubmitTrajectory. No reward counts as 0; a cancelled trajectory as failed.
 
-    A sample without a trajectory is submitted under an id of its own, so that its group does not wait for it.
+    A sample without a trajectory is submitted under an id of its own, so that its group does not
+    wait for it.
     """
     return rollout_pb2.FinishedTrajectory(
         trajectory_id=result.trajectory_id or f"unopened-{request_id()}",
@@ -127,7 +134,8 @@ def finished_message(result: TrajectoryResult) -> rollout_pb2.FinishedTrajectory
 
 
 async def play_to_end(agent: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """The agent's finished task, whatever it raised. A cancellation of the caller ends the agent first."""
+    """The agent's finished task, whatever it raised. A cancellation of the caller ends the agent
+    first."""
     task = asyncio.get_running_loop().create_task(agent)
     try:
         await asyncio.wait({task})
@@ -140,7 +148,9 @@ async def play_to_end(agent: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     return task
 
 
-def ending_of(trajectory: Trajectory, played: asyncio.Task[Any]) -> tuple[float | PendingReward | None, Outcome, str]:
+def ending_of(
+    trajectory: Trajectory, played: asyncio.Task[Any]
+) -> tuple[float | PendingReward | None, Outcome, str]:
     """Reward, outcome and error line of an agent that has ended."""
     if played.cancelled():
         return None, "cancelled", ""
@@ -153,12 +163,17 @@ def ending_of(trajectory: Trajectory, played: asyncio.Task[Any]) -> tuple[float 
         return None, "failed", " ".join(f"{type(error).__name__}: {error}".split())
     reward = played.result()
     if reward is not None and not isinstance(reward, (int, float, PendingReward)):
-        return None, "failed", f"TypeError: the agent returned {type(reward).__name__}, not a reward"
+        return (
+            None,
+            "failed",
+            f"TypeError: the agent returned {type(reward).__name__}, not a reward",
+        )
     return reward, "truncated" if trajectory.tokens_left == 0 else "finished", ""
 
 
 def is_unwanted(error: BaseException | None) -> bool:
-    """Whether the scheduler has closed the trajectory because its group has settled, which ends steps under way."""
+    """Whether the scheduler has closed the trajectory because its group has settled, which ends
+    steps under way."""
     if not isinstance(error, TreadleError) or error.reason != TRAJECTORY_CLOSED:
         return False
     return error.metadata.get("state") == "cancelled"
@@ -177,9 +192,11 @@ async def await_score(result: TrajectoryResult, pending: PendingReward) -> Traje
 
 
 def oldest_version_of(spans: Sequence[VersionSpan]) -> int | None:
-    """The oldest weight version of a trajectory's tokens; None where there are none, or a name is no number. The name
-    of SGLang's launch weights counts as 0, as in the rollout service."""
-    numbers = ["0" if span.weight_version == LAUNCH_VERSION else span.weight_version for span in spans]
+    """The oldest weight version of a trajectory's tokens; None where there are none, or a name is
+    no number. The name of SGLang's launch weights counts as 0, as in the rollout service."""
+    numbers = [
+        "0" if span.weight_version == LAUNCH_VERSION else span.weight_version for span in spans
+    ]
     return min(map(int, numbers)) if numbers and all(each.isdecimal() for each in numbers) else None
 
 
@@ -190,7 +207,9 @@ def submitted_of(rollout: rollout_pb2.Rollout) -> dict[tuple[str, int], Trajecto
             trajectory_id=submitted.trajectory_id,
             prompt_id=group.prompt_id,
             sample=submitted.sample,
-            outcome="failed" if submitted.drop_reason == rollout_pb2.DROP_REASON_FAILED else "finished",
+            outcome="failed"
+            if submitted.drop_reason == rollout_pb2.DROP_REASON_FAILED
+            else "finished",
             kept=submitted.kept,
             drop_reason=DROP_REASONS.get(submitted.drop_reason, str(submitted.drop_reason)),
             submitted_before=True,

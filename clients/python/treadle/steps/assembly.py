@@ -1,15 +1,25 @@
 """Assemble one step from the events of its streams: output, version spans and time spans.
 
-Pure: the caller passes the time in. Invariants: offsets are contiguous, every token has a logprob, the engine's final
-account (count, version spans) agrees with what arrived; anything else raises StreamBroken. Time spans follow one
-another without overlap.
+Pure: the caller passes the time in. Invariants: offsets are contiguous, every token has a logprob,
+the engine's final account (count, version spans) agrees with what arrived; anything else raises
+StreamBroken. Time spans follow one another without overlap.
 """
 
 from collections.abc import Iterable
 
 from treadle.engine.v1 import engine_pb2
 from treadle.errors import StreamBroken
-from treadle.types import Chunk, FinishReason, Span, SpanKind, Step, VersionSpan, unpack_ids, unpack_logprobs, words_of
+from treadle.types import (
+    Chunk,
+    FinishReason,
+    Span,
+    SpanKind,
+    Step,
+    VersionSpan,
+    unpack_ids,
+    unpack_logprobs,
+    words_of,
+)
 
 _REASONS: dict[int, FinishReason] = words_of(engine_pb2.FinishReason)
 
@@ -57,12 +67,17 @@ class StepAssembly:
             count = len(self.token_ids)
             kind = "gap" if offset > count else "repeat"
             raise StreamBroken(
-                f"a {kind} in turn {self.turn}: offset {offset} after {count} tokens from {self._engine_id}"
+                f"a {kind} in turn {self.turn}: offset {offset} after {count} tokens from "
+                f"{self._engine_id}"
             )
-        ids, logprobs = unpack_ids(message.token_ids.int32_le), unpack_logprobs(message.logprobs.float32_le)
+        ids, logprobs = (
+            unpack_ids(message.token_ids.int32_le),
+            unpack_logprobs(message.logprobs.float32_le),
+        )
         if len(ids) != len(logprobs):
             raise StreamBroken(
-                f"{len(ids)} tokens with {len(logprobs)} logprobs at offset {offset} of turn {self.turn}"
+                f"{len(ids)} tokens with {len(logprobs)} logprobs at offset {offset} of turn "
+                f"{self.turn}"
             )
         if ids and self._kind != "decode":
             self.enter("decode", now)
@@ -75,7 +90,9 @@ class StepAssembly:
         """The engine put the step back into its queue."""
         arrived = len(self.token_ids) - self.called
         if message.output_tokens != arrived:
-            raise StreamBroken(f"preempted after {message.output_tokens} tokens, of which {arrived} arrived")
+            raise StreamBroken(
+                f"preempted after {message.output_tokens} tokens, of which {arrived} arrived"
+            )
         self.preemptions += 1
         self.enter("queue", now)
 
@@ -93,17 +110,22 @@ class StepAssembly:
                 f"the engine counts {message.output_tokens} output tokens in turn {self.turn}, "
                 f"{count - self.called} arrived"
             )
-        # The engine's own account of which weights sampled what replaces the one of the chunks, as far as it reaches.
+        # The engine's own account of which weights sampled what replaces the one of the chunks, as
+        # far as it reaches.
         self._versions = _head(self._versions, self._resumed)
         covered = self._resumed
         for span in message.version_spans:
             start, end = span.start_token + self.called, span.end_token + self.called
             if start != covered or end <= covered:
-                raise StreamBroken(f"version spans of turn {self.turn} leave a gap or overlap at token {covered}")
+                raise StreamBroken(
+                    f"version spans of turn {self.turn} leave a gap or overlap at token {covered}"
+                )
             covered = end
             _append(self._versions, span.weight_version, start, end)
         if covered != count:
-            raise StreamBroken(f"version spans of turn {self.turn} cover {covered} of {count} tokens")
+            raise StreamBroken(
+                f"version spans of turn {self.turn} cover {covered} of {count} tokens"
+            )
         reason = _REASONS.get(message.reason)
         if reason is None:
             raise StreamBroken(f"finish reason {message.reason} of turn {self.turn} is unknown")
@@ -136,13 +158,19 @@ class StepAssembly:
     def seen_since(self, start_s: float, now: float) -> dict[str, float]:
         """Seconds by kind that the step has spent since then."""
         seen: dict[str, float] = {}
-        spans = [(span.kind, span.start_s, span.end_s) for span in self._spans if span.end_s > start_s]
-        for kind, began_s, ended_s in [*spans, *([(self._kind, self._since, now)] if self._kind is not None else [])]:
+        spans = [
+            (span.kind, span.start_s, span.end_s) for span in self._spans if span.end_s > start_s
+        ]
+        for kind, began_s, ended_s in [
+            *spans,
+            *([(self._kind, self._since, now)] if self._kind is not None else []),
+        ]:
             seen[kind] = seen.get(kind, 0.0) + max(0.0, ended_s - max(began_s, start_s))
         return seen
 
     def enter(self, kind: SpanKind | None, now: float) -> None:
-        """Begin a span of another kind: "prefill" once admitted, "queue" once the stream broke, None at the end."""
+        """Begin a span of another kind: "prefill" once admitted, "queue" once the stream broke,
+        None at the end."""
         if kind == self._kind:
             return
         if self._kind is not None:
@@ -152,11 +180,15 @@ class StepAssembly:
 
 def shift_spans(spans: Iterable[VersionSpan], by_tokens: int) -> list[VersionSpan]:
     """Move the indexes of spans, from a step's output to the trajectory's tokens."""
-    return [VersionSpan(s.weight_version, s.start_token + by_tokens, s.end_token + by_tokens) for s in spans]
+    return [
+        VersionSpan(s.weight_version, s.start_token + by_tokens, s.end_token + by_tokens)
+        for s in spans
+    ]
 
 
 def _append(spans: list[VersionSpan], weight_version: str, start: int, end: int) -> None:
-    """Add [start, end), joined to the last span where they touch under one version; an empty one adds nothing."""
+    """Add [start, end), joined to the last span where they touch under one version; an empty one
+    adds nothing."""
     if start == end:
         return
     last = spans[-1] if spans else None
@@ -167,4 +199,8 @@ def _append(spans: list[VersionSpan], weight_version: str, start: int, end: int)
 
 
 def _head(spans: list[VersionSpan], end: int) -> list[VersionSpan]:
-    return [VersionSpan(s.weight_version, s.start_token, min(s.end_token, end)) for s in spans if s.start_token < end]
+    return [
+        VersionSpan(s.weight_version, s.start_token, min(s.end_token, end))
+        for s in spans
+        if s.start_token < end
+    ]

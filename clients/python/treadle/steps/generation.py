@@ -1,12 +1,14 @@
 """Generate one step, from its ticket to its last token, on as many engines as it takes.
 
-StepRun.chunks() is the iterator behind Trajectory.generate. A long step is generated in several calls, each with a
-ticket of its own, so that its trajectory is ranked again and may move in the middle of it (ADR 0011). For the scheduler
-each call is a turn without a tool behind it; for the caller there is one step.
+StepRun.chunks() is the iterator behind Trajectory.generate. A long step is generated in several
+calls, each with a ticket of its own, so that its trajectory is ranked again and may move in the
+middle of it (ADR 0011). For the scheduler each call is a turn without a tool behind it; for the
+caller there is one step.
 
-Invariants: the tokens form one sequence without gap or repeat, whatever engines are lost on the way; a step that is
-left early is aborted on its engine, so that it takes up no slot; a step that raises commits nothing, and the trajectory
-stays as it was before it. A trajectory has at most one StepRun in flight.
+Invariants: the tokens form one sequence without gap or repeat, whatever engines are lost on the
+way; a step that is left early is aborted on its engine, so that it takes up no slot; a step that
+raises commits nothing, and the trajectory stays as it was before it. A trajectory has at most one
+StepRun in flight.
 """
 
 from __future__ import annotations
@@ -31,15 +33,19 @@ from treadle.types import Chunk, FinishReason, Sampling, Step, duration, pack_id
 if TYPE_CHECKING:
     GenerateCall = grpc.aio.UnaryStreamCall[engine_pb2.GenerateRequest, engine_pb2.GenerateResponse]
 
-# A prompt that brings down every engine it meets must not take the whole mesh with it: after this many engines were
-# lost in a row without one new token, the step fails.
+# A prompt that brings down every engine it meets must not take the whole mesh with it: after this
+# many engines were lost in a row without one new token, the step fails.
 MAX_FRUITLESS_LOSSES = 5
-# The engine refuses the ticket, not the request: it restarted under another id, or the wait was longer than the
-# ticket's life.
+# The engine refuses the ticket, not the request: it restarted under another id, or the wait was
+# longer than the ticket's life.
 _STALE_TICKET = frozenset({"TICKET_EXPIRED", "TICKET_WRONG_ENGINE"})
 
-CONNECT_S = 5.0  # how long one attempt to connect may take (grpc.min_reconnect_backoff_ms of a channel)
-CONTEXT_TOO_LONG = "CONTEXT_TOO_LONG"  # ErrorInfo.reason of a step that no engine has the context for
+CONNECT_S = (
+    5.0  # how long one attempt to connect may take (grpc.min_reconnect_backoff_ms of a channel)
+)
+CONTEXT_TOO_LONG = (
+    "CONTEXT_TOO_LONG"  # ErrorInfo.reason of a step that no engine has the context for
+)
 
 
 @dataclass(frozen=True)
@@ -62,8 +68,9 @@ class StepPlan:
 
 
 class StepRun:
-    """A step in flight. `begin` is awaited when the first token is asked for; `note` is told how many tokens there are
-    after each chunk; `commit` takes the step. times, trace: of the trajectory."""
+    """A step in flight. `begin` is awaited when the first token is asked for; `note` is told how
+    many tokens there are after each chunk; `commit` takes the step. times, trace: of the
+    trajectory."""
 
     def __init__(
         self,
@@ -88,16 +95,26 @@ class StepRun:
         self._committed = False
         self._ended = asyncio.Event()
         self._aborting = asyncio.Lock()
-        self.call = -1  # the present or last one, as the scheduler counts turns; -1 before the first
-        self.lost_ticket_id = ""  # of this call, whose stream never ended; the next ScheduleStep must name it
+        self.call = (
+            -1
+        )  # the present or last one, as the scheduler counts turns; -1 before the first
+        self.lost_ticket_id = (
+            ""  # of this call, whose stream never ended; the next ScheduleStep must name it
+        )
         self.refused = False  # by the engine of that ticket
-        # A ScheduleStep of this call that had no answer, as it was cancelled: a ticket may exist that nobody received.
+        # A ScheduleStep of this call that had no answer, as it was cancelled: a ticket may exist
+        # that nobody received.
         self.unanswered: scheduler_pb2.ScheduleStepRequest | None = None
 
     @property
     def next_call(self) -> int:
-        """The call after this run's: the one that is still without a ticket, or the one after the last ticket's."""
-        return self.call + 1 if self._ticket is not None and self._ticket.turn == self.call else self.call
+        """The call after this run's: the one that is still without a ticket, or the one after the
+        last ticket's."""
+        return (
+            self.call + 1
+            if self._ticket is not None and self._ticket.turn == self.call
+            else self.call
+        )
 
     @property
     def engine_id(self) -> str:
@@ -115,7 +132,8 @@ class StepRun:
         return None if self._committed or self._ended.is_set() else self._assembly
 
     async def chunks(self) -> AsyncGenerator[Chunk, None]:
-        """Tokens as they come; StreamBroken, or TreadleError when the step cannot go on (Timeouts.step_s)."""
+        """Tokens as they come; StreamBroken, or TreadleError when the step cannot go on
+        (Timeouts.step_s)."""
         try:
             plan = await self._begin(self)
             self._assembly = assembly = StepAssembly(plan.turn, self._mesh.clock())
@@ -126,7 +144,9 @@ class StepRun:
                 known, received = len(assembly.token_ids), False
                 limit = plan.limit(assembly.called, self._mesh.call_tokens)
                 try:
-                    call = await self._unless_stopped(self._open(plan, limit, assembly, backoff, error))
+                    call = await self._unless_stopped(
+                        self._open(plan, limit, assembly, backoff, error)
+                    )
                 except TreadleError as refusal:
                     if refusal.reason != CONTEXT_TOO_LONG or assembly.calls == 0:
                         raise
@@ -173,11 +193,15 @@ class StepRun:
                     )  # its queue is full
                     if fruitless >= MAX_FRUITLESS_LOSSES or not _may_resume_elsewhere(error):
                         raise error
-                    reason = _reason_if_complete(assembly.token_ids[assembly.called :], limit, plan.sampling)
+                    reason = _reason_if_complete(
+                        assembly.token_ids[assembly.called :], limit, plan.sampling
+                    )
                 if reason is None:
                     continue
                 count = len(assembly.token_ids)
-                cut = reason == "length" and count == assembly.called + limit  # not at the engine's context
+                cut = (
+                    reason == "length" and count == assembly.called + limit
+                )  # not at the engine's context
                 if not cut or count >= plan.sampling.max_new_tokens:
                     self._commit_once(step or assembly.end(reason, self._mesh.clock()))
                     return
@@ -198,7 +222,8 @@ class StepRun:
             self._ended.set()
 
     def leave(self) -> bool:
-        """Commit what the caller has seen, while nobody reads on; stop() or the iterator's end aborts the rest.
+        """Commit what the caller has seen, while nobody reads on; stop() or the iterator's end
+        aborts the rest.
 
         False where another task is reading the stream at this moment.
         """
@@ -212,7 +237,8 @@ class StepRun:
         return True
 
     async def stop(self) -> None:
-        """Abort the step on its engine and commit the tokens that the caller has seen. Does nothing once over."""
+        """Abort the step on its engine and commit the tokens that the caller has seen. Does nothing
+        once over."""
         if self.leave():
             if self._may_generate:
                 await finish(self._abort())
@@ -220,7 +246,9 @@ class StepRun:
         self._stopping = True  # another task is reading
         if self._opening is not None:
             self._opening.cancel()
-        await self._abort(keep_stream=True)  # its stream ends in order, with the tokens sampled until then
+        await self._abort(
+            keep_stream=True
+        )  # its stream ends in order, with the tokens sampled until then
         await self._ended.wait()
 
     def _end_stream(self, assembly: StepAssembly | None) -> None:
@@ -238,7 +266,9 @@ class StepRun:
             self._committed = True
             self._commit(step)
 
-    async def _unless_stopped(self, opening: Coroutine[Any, Any, GenerateCall]) -> GenerateCall | None:
+    async def _unless_stopped(
+        self, opening: Coroutine[Any, Any, GenerateCall]
+    ) -> GenerateCall | None:
         """The opened stream; None where stop() came first."""
         self._opening = asyncio.get_running_loop().create_task(opening)
         try:
@@ -249,12 +279,18 @@ class StepRun:
             raise
 
     async def _open(
-        self, plan: StepPlan, limit: int, assembly: StepAssembly, backoff: Backoff, lost: TreadleError | None
+        self,
+        plan: StepPlan,
+        limit: int,
+        assembly: StepAssembly,
+        backoff: Backoff,
+        lost: TreadleError | None,
     ) -> GenerateCall:
-        """A ticket and the stream of one call that it opens; after a stream that was lost, following a wait."""
+        """A ticket and the stream of one call that it opens; after a stream that was lost,
+        following a wait."""
         if lost is not None:
-            # A lost engine's RetryInfo speaks of that engine, and the next ticket is for another; a full queue's is
-            # for us.
+            # A lost engine's RetryInfo speaks of that engine, and the next ticket is for another; a
+            # full queue's is for us.
             full = lost.code is grpc.StatusCode.RESOURCE_EXHAUSTED
             await backoff.wait(lost, lost.retry_after_s if full else None)
             if full:
@@ -262,7 +298,11 @@ class StepRun:
         mesh, called = self._mesh, assembly.called
         prompt, output = plan.prompt + assembly.token_ids[:called], assembly.token_ids[called:]
         asked_s = mesh.clock()
-        self._times.ask(asked_s, replaces=bool(self.lost_ticket_id), goes_on=called > 0 or self.unanswered is not None)
+        self._times.ask(
+            asked_s,
+            replaces=bool(self.lost_ticket_id),
+            goes_on=called > 0 or self.unanswered is not None,
+        )
         waited_s = 0.0
         if self.unanswered is not None:  # the scheduler answers a repeat from its record
             unused = await self._schedule(self.unanswered)
@@ -288,20 +328,25 @@ class StepRun:
         generate = engine_pb2.GenerateRequest(
             ticket=ticket,
             prompt=tokens_pb2.TokenIds(int32_le=pack_ids(prompt)),
-            sampling=tokens_pb2.SamplingParams(**vars(replace(plan.sampling, max_new_tokens=limit))),
+            sampling=tokens_pb2.SamplingParams(
+                **vars(replace(plan.sampling, max_new_tokens=limit))
+            ),
             token_interval=duration(mesh.token_interval_s),
         )
         if output:
             generate.resumed_output.int32_le = pack_ids(output)
         engine = mesh.engine(ticket.engine_address)
-        self._call = call = self._trace.bind(engine.Generate)(generate, timeout=mesh.timeouts.stream_s)
+        self._call = call = self._trace.bind(engine.Generate)(
+            generate, timeout=mesh.timeouts.stream_s
+        )
         return call
 
     async def _next_event(
         self, events: AsyncIterator[engine_pb2.GenerateResponse], assembly: StepAssembly
     ) -> engine_pb2.GenerateResponse | None:
-        """The next event of the stream, None at its end. Raises TreadleError where the step runs and nothing comes, or
-        where it waits and the sidecar does not answer; the stream is cancelled then."""
+        """The next event of the stream, None at its end. Raises TreadleError where the step runs
+        and nothing comes, or where it waits and the sidecar does not answer; the stream is
+        cancelled then."""
         assert self._ticket is not None, "it has a stream"
         engine_id, step_s = self._ticket.engine_id, self._mesh.timeouts.step_s
         if not assembly.waits:
@@ -309,7 +354,10 @@ class StepRun:
                 async with asyncio.timeout(step_s):
                     return await anext(events, None)
             except TimeoutError:
-                message = f"turn {assembly.turn} has brought no token on {engine_id} for {step_s:g} s (Timeouts.step_s)"
+                message = (
+                    f"turn {assembly.turn} has brought no token on {engine_id} for "
+                    f"{step_s:g} s (Timeouts.step_s)"
+                )
                 code = grpc.StatusCode.DEADLINE_EXCEEDED
                 raise TreadleError(code, message, "STEP_STALLED", "client.treadle") from None
         reading = asyncio.ensure_future(anext(events, None))
@@ -328,7 +376,10 @@ class StepRun:
         except grpc.aio.AioRpcError as failure:
             error = error_from(failure)
             if error.lost_connection or error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
-                message = f"the sidecar of {ticket.engine_id} does not answer while a step waits in its queue"
+                message = (
+                    f"the sidecar of {ticket.engine_id} does not answer while a step waits "
+                    "in its queue"
+                )
                 code = grpc.StatusCode.UNAVAILABLE
                 raise TreadleError(code, message, "SIDECAR_SILENT", "client.treadle") from failure
 
@@ -336,7 +387,9 @@ class StepRun:
         self.unanswered = request
         try:
             timeout_s = self._mesh.timeouts.schedule_s
-            answer = await self._mesh.call(self._mesh.scheduler.ScheduleStep, request, timeout_s, self._trace)
+            answer = await self._mesh.call(
+                self._mesh.scheduler.ScheduleStep, request, timeout_s, self._trace
+            )
         except TreadleError as error:
             if error.refused:  # that is an answer
                 self.unanswered = None
@@ -361,13 +414,18 @@ class StepRun:
             self._step = assembly.finish(event.finished, now)
             timing = event.finished.timing
             if event.finished.HasField("timing"):
-                self._accounted_s = seconds(timing.queue) + seconds(timing.prefill) + seconds(timing.decode)
+                self._accounted_s = (
+                    seconds(timing.queue) + seconds(timing.prefill) + seconds(timing.decode)
+                )
             self.lost_ticket_id = ""
         return None
 
     async def _abort(self, *, keep_stream: bool = False) -> None:
-        """Tell the engine to stop. An engine that is gone, or knows nothing of the step, has stopped already."""
-        async with self._aborting:  # the iterator's end and the trajectory's next operation may both come here
+        """Tell the engine to stop. An engine that is gone, or knows nothing of the step, has
+        stopped already."""
+        async with (
+            self._aborting
+        ):  # the iterator's end and the trajectory's next operation may both come here
             call, ticket = self._call, self._ticket
             if call is None or ticket is None or not self._may_generate:
                 return
@@ -390,7 +448,8 @@ def _may_resume_elsewhere(error: TreadleError) -> bool:
 
 
 def _reason_if_complete(output: list[int], limit: int, sampling: Sampling) -> FinishReason | None:
-    """Why a call is complete whose last event was lost with the engine; None where more tokens are due."""
+    """Why a call is complete whose last event was lost with the engine; None where more tokens are
+    due."""
     if output and output[-1] in sampling.stop_token_ids:
         return "stop"
     return "length" if len(output) >= limit else None

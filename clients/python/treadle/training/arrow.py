@@ -1,7 +1,7 @@
 """Trajectories as an Arrow table, to keep them on disk or to hand them to a data library, and back.
 
-One row a trajectory. Needs pyarrow: `pip install 'treadle-client[arrow]'`. A table holds what a trainer reads; the
-steps and spans of a TrajectoryResult are not in it.
+One row a trajectory. Needs pyarrow: `pip install 'treadle-client[arrow]'`. A table holds what a
+trainer reads; the steps and spans of a TrajectoryResult are not in it.
 """
 
 from collections.abc import Iterable
@@ -10,15 +10,21 @@ import pyarrow as pa
 
 from treadle.types import TrainingTrajectory, TrajectoryResult, VersionSpan
 
-_SPAN = pa.struct([("weight_version", pa.string()), ("start_token", pa.int64()), ("end_token", pa.int64())])
+_SPAN = pa.struct(
+    [("weight_version", pa.string()), ("start_token", pa.int64()), ("end_token", pa.int64())]
+)
 SCHEMA = pa.schema(
     [
         pa.field("trajectory_id", pa.string(), nullable=False),
         pa.field("prompt_id", pa.string(), nullable=False),
         pa.field("sample", pa.int32(), nullable=False),
         pa.field("tokens", pa.list_(pa.int32()), nullable=False),
-        pa.field("loss_mask", pa.list_(pa.int8()), nullable=False),  # as long as tokens; 1 where the policy sampled
-        pa.field("logprobs", pa.list_(pa.float32()), nullable=False),  # as long as tokens; natural logarithms
+        pa.field(
+            "loss_mask", pa.list_(pa.int8()), nullable=False
+        ),  # as long as tokens; 1 where the policy sampled
+        pa.field(
+            "logprobs", pa.list_(pa.float32()), nullable=False
+        ),  # as long as tokens; natural logarithms
         pa.field("version_spans", pa.list_(_SPAN), nullable=False),  # over indexes of tokens
         pa.field("reward", pa.float64()),  # null where a TrajectoryResult has none
         pa.field("truncated", pa.bool_(), nullable=False),
@@ -35,8 +41,8 @@ def to_arrow(trajectories: Iterable[TrainingTrajectory | TrajectoryResult]) -> p
 
 
 def from_arrow(table: pa.Table) -> list[TrainingTrajectory]:
-    """The trajectories of a table of SCHEMA; a reward that is null counts as 0, as it does for the rollout service.
-    Raises ValueError that names a column which is missing or of another type."""
+    """The trajectories of a table of SCHEMA; a reward that is null counts as 0, as it does for the
+    rollout service. Raises ValueError that names a column which is missing or of another type."""
     for field in SCHEMA:
         found = table.schema.field(field.name).type if field.name in table.column_names else None
         if found != field.type:
@@ -58,7 +64,11 @@ def _row(each: TrainingTrajectory | TrajectoryResult) -> dict[str, object]:
         "loss_mask": each.loss_mask,
         "logprobs": each.logprobs,
         "version_spans": [
-            {"weight_version": span.weight_version, "start_token": span.start_token, "end_token": span.end_token}
+            {
+                "weight_version": span.weight_version,
+                "start_token": span.start_token,
+                "end_token": span.end_token,
+            }
             for span in each.version_spans
         ],
         "reward": each.reward,

@@ -1,10 +1,11 @@
 """Pack trajectories of different lengths into rows of at most so many tokens, without padding.
 
-Every array of a row has one value a position. What belongs to a prediction (label, weight, old logprob, advantage)
-stands at the position that predicts, which is one before the token: with `logits` of shape [n, vocabulary] the loss of
-a row is the sum of `weights * cross_entropy(logits, labels)`, and the loss of the batch the sum over its rows.
-Invariants: a trajectory is in exactly one row and whole; its tokens are those that came from the engine, in order; a
-label is IGNORED exactly where the policy did not sample the next token.
+Every array of a row has one value a position. What belongs to a prediction (label, weight, old
+logprob, advantage) stands at the position that predicts, which is one before the token: with
+`logits` of shape [n, vocabulary] the loss of a row is the sum of `weights * cross_entropy(logits,
+labels)`, and the loss of the batch the sum over its rows. Invariants: a trajectory is in exactly
+one row and whole; its tokens are those that came from the engine, in order; a label is IGNORED
+exactly where the policy did not sample the next token.
 """
 
 from bisect import bisect_left, insort
@@ -15,7 +16,9 @@ from typing import Literal, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-IGNORED = -100  # label of a position that is not trained on; the default ignore_index of PyTorch's cross entropy
+IGNORED = (
+    -100
+)  # label of a position that is not trained on; the default ignore_index of PyTorch's cross entropy
 
 Normalisation = Literal["trajectory", "token", "constant"]
 T = TypeVar("T", bound=np.generic)
@@ -38,10 +41,11 @@ class Sampled(Protocol):
 class PackedRow:
     """Some trajectories one after another; n tokens.
 
-    members: their indexes in what was packed, in order. cu_seqlens: int32 [members + 1], where each begins, and n: as
-    variable-length attention kernels take it. tokens, position_ids: int64 [n]; positions begin at 0 in each trajectory.
-    labels: int64 [n], the next token or IGNORED. weights, old_logprobs, advantages: float32 [n], 0 where the label is
-    IGNORED. old_logprobs: of the label when it was sampled (natural logarithm).
+    members: their indexes in what was packed, in order. cu_seqlens: int32 [members + 1], where each
+    begins, and n: as variable-length attention kernels take it. tokens, position_ids: int64 [n];
+    positions begin at 0 in each trajectory. labels: int64 [n], the next token or IGNORED. weights,
+    old_logprobs, advantages: float32 [n], 0 where the label is IGNORED. old_logprobs: of the label
+    when it was sampled (natural logarithm).
     """
 
     members: tuple[int, ...]
@@ -55,8 +59,8 @@ class PackedRow:
 
     @property
     def segments(self) -> NDArray[np.int64]:
-        """int64 [n]: which trajectory of the row each position belongs to. Attention is allowed from a position to
-        itself and earlier ones of equal segment."""
+        """int64 [n]: which trajectory of the row each position belongs to. Attention is allowed
+        from a position to itself and earlier ones of equal segment."""
         lengths = np.diff(self.cu_seqlens)
         return np.repeat(np.arange(len(lengths)), lengths)
 
@@ -69,23 +73,28 @@ def pack(
     normalise: Normalisation = "trajectory",
     constant_tokens: int = 0,
 ) -> list[PackedRow]:
-    """Pack trajectories into few rows of at most `row_tokens` tokens, by best fit with the longest first.
+    """Pack trajectories into few rows of at most `row_tokens` tokens, by best fit with the longest
+    first.
 
-    advantages: one a trajectory, for all its sampled tokens; None: 1. normalise: what the weights of all rows together
-    sum to 1 over. "trajectory": every trajectory weighs the same, so a token of a long one weighs less (GRPO,
-    DeepSeekMath eq. 3). "token": every sampled token weighs the same (DAPO, section 3.3). "constant": a token weighs 1
-    over (trajectories x constant_tokens), e.g. the most tokens that a trajectory may sample, so that its weight depends
-    on no length (Dr. GRPO); the sum is then not 1. A trajectory without a sampled token is left out and not counted.
+    advantages: one a trajectory, for all its sampled tokens; None: 1. normalise: what the weights
+    of all rows together sum to 1 over. "trajectory": every trajectory weighs the same, so a token
+    of a long one weighs less (GRPO, DeepSeekMath eq. 3). "token": every sampled token weighs the
+    same (DAPO, section 3.3). "constant": a token weighs 1 over (trajectories x constant_tokens),
+    e.g. the most tokens that a trajectory may sample, so that its weight depends on no length (Dr.
+    GRPO); the sum is then not 1. A trajectory without a sampled token is left out and not counted.
 
-    A trainer of several ranks that each pack a part scales its loss by (its own part's trajectories or tokens x ranks)
-    over those of all, where gradients are averaged. Raises ValueError that names the trajectory and what to change.
+    A trainer of several ranks that each pack a part scales its loss by (its own part's trajectories
+    or tokens x ranks) over those of all, where gradients are averaged. Raises ValueError that names
+    the trajectory and what to change.
     """
     if normalise not in ("trajectory", "token", "constant"):
         raise ValueError(f'normalise must be "trajectory", "token" or "constant", is {normalise!r}')
     if (normalise == "constant") != (constant_tokens > 0):
         raise ValueError('constant_tokens must be > 0 with normalise="constant", and 0 otherwise')
     if advantages is not None and len(advantages) != len(trajectories):
-        raise ValueError(f"advantages must be one a trajectory: {len(advantages)} for {len(trajectories)}")
+        raise ValueError(
+            f"advantages must be one a trajectory: {len(advantages)} for {len(trajectories)}"
+        )
     for each in trajectories:
         _check(each, row_tokens)
     sampled = [sum(each.loss_mask) for each in trajectories]
@@ -111,10 +120,15 @@ def pack(
 def _check(trajectory: Sampled, row_tokens: int) -> None:
     name, count = f"trajectory {trajectory.trajectory_id}", len(trajectory.tokens)
     if not count == len(trajectory.loss_mask) == len(trajectory.logprobs):
-        lengths = f"{count} tokens, {len(trajectory.loss_mask)} of loss_mask, {len(trajectory.logprobs)} logprobs"
+        lengths = (
+            f"{count} tokens, {len(trajectory.loss_mask)} of loss_mask, "
+            f"{len(trajectory.logprobs)} logprobs"
+        )
         raise ValueError(f"{name}: tokens, loss_mask and logprobs must be equally long: {lengths}")
     if count > row_tokens:
-        raise ValueError(f"{name} has {count} tokens: row_tokens must be at least that, is {row_tokens}")
+        raise ValueError(
+            f"{name} has {count} tokens: row_tokens must be at least that, is {row_tokens}"
+        )
     if set(trajectory.loss_mask) - {0, 1}:
         raise ValueError(f"{name}: loss_mask must be 0 or 1")
     if count and trajectory.loss_mask[0]:
@@ -122,8 +136,9 @@ def _check(trajectory: Sampled, row_tokens: int) -> None:
 
 
 def _fill(lengths: dict[int, int], row_tokens: int) -> list[list[int]]:
-    """Rows of indexes by best-fit decreasing: each into the fullest row that has room, as close to the fewest rows as
-    first-fit decreasing (at most 11/9 of them and one more) and found in O(log rows)."""
+    """Rows of indexes by best-fit decreasing: each into the fullest row that has room, as close to
+    the fewest rows as first-fit decreasing (at most 11/9 of them and one more) and found in O(log
+    rows)."""
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, row), sorted
     for index in sorted(lengths, key=lambda index: (-lengths[index], index)):
@@ -139,13 +154,18 @@ def _fill(lengths: dict[int, int], row_tokens: int) -> list[list[int]]:
 
 
 def _make_row(
-    members: Sequence[int], trajectories: Sequence[Sampled], weights: Sequence[float], advantages: Sequence[float]
+    members: Sequence[int],
+    trajectories: Sequence[Sampled],
+    weights: Sequence[float],
+    advantages: Sequence[float],
 ) -> PackedRow:
     lengths = [len(each.tokens) for each in trajectories]
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     tokens = np.concatenate([np.asarray(each.tokens, dtype=np.int64) for each in trajectories])
     mask = _ahead(np.concatenate([np.asarray(each.loss_mask, dtype=bool) for each in trajectories]))
-    logprobs = _ahead(np.concatenate([np.asarray(each.logprobs, dtype=np.float32) for each in trajectories]))
+    logprobs = _ahead(
+        np.concatenate([np.asarray(each.logprobs, dtype=np.float32) for each in trajectories])
+    )
     spread = np.repeat(np.array([weights, advantages], dtype=np.float32), lengths, axis=1) * mask
     return PackedRow(
         members=tuple(members),
@@ -160,6 +180,6 @@ def _make_row(
 
 
 def _ahead(values: NDArray[T]) -> NDArray[T]:
-    """The value of the next token. At the last one of a trajectory it is that of another trajectory's first token,
-    which is never a sampled one."""
+    """The value of the next token. At the last one of a trajectory it is that of another
+    trajectory's first token, which is never a sampled one."""
     return np.roll(values, -1)

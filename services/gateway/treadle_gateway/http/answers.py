@@ -1,4 +1,5 @@
-"""What all HTTP forms share: reading a body, the session of a request, and ending a call whose caller has gone."""
+"""What all HTTP forms share: reading a body, the session of a request, and ending a call whose
+caller has gone."""
 
 import asyncio
 import json
@@ -39,14 +40,19 @@ def session_of(request: Request, body: Mapping[str, Any]) -> str:
             return value
     nvext = body.get("nvext")
     context = nvext.get("agent_context") if isinstance(nvext, dict) else None
-    found = body.get("session_id") or (context.get("trajectory_id") if isinstance(context, dict) else "") or ""
+    found = (
+        body.get("session_id")
+        or (context.get("trajectory_id") if isinstance(context, dict) else "")
+        or ""
+    )
     if not isinstance(found, str):
         raise Refused(f"session_id: must be a text, is {found!r}")
     return found
 
 
 async def run_unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the caller closes the connection. Raises CallerGone."""
+    """The result of `work`, which is cancelled when the caller closes the connection. Raises
+    CallerGone."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_until_gone(request))
     waits: set[Awaitable[Any]] = {working, gone}

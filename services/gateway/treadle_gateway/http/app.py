@@ -27,14 +27,18 @@ OPEN_PATHS = ("/health", "/health_generate")  # to probes, which have no key
 # vLLM's and prime-rl's own groups, which SGLang's processes cannot join.
 VLLM_GROUPS = ("/init_weight_transfer_engine", "/init_broadcaster", "/collective_rpc")
 NO_VLLM_GROUP = (
-    "SGLang engines cannot join a vLLM weight-transfer group; save the weights and call /update_weights_from_disk, or "
+    "SGLang engines cannot join a vLLM weight-transfer group; save the weights and call "
+    "/update_weights_from_disk, or "
     "join them with /init_weights_update_group"
 )
 ADAPTERS = (
     *("/load_lora_adapter", "/v1/load_lora_adapter", "/skyrl/v1/load_lora_adapter"),
     *("/unload_lora_adapter", "/v1/unload_lora_adapter"),
 )
-NO_ADAPTERS = "the mesh serves one set of weights; merge the adapter, save it, and call /update_weights_from_disk"
+NO_ADAPTERS = (
+    "the mesh serves one set of weights; merge the adapter, save it, and call "
+    "/update_weights_from_disk"
+)
 
 
 class KeyCheck:
@@ -47,14 +51,21 @@ class KeyCheck:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             given = Headers(scope=scope).get("authorization", "").encode()
             if not hmac.compare_digest(given, self._wanted):
-                refusal = Refused("Authorization: must be `Bearer KEY`, with the key of this gateway", 401)
+                refusal = Refused(
+                    "Authorization: must be `Bearer KEY`, with the key of this gateway", 401
+                )
                 await _answer(refusal)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
 def make_app(
-    sglang: SglangApi, openai: OpenaiApi, vllm: VllmApi, fleet: Fleet, control: Control, api_key: str
+    sglang: SglangApi,
+    openai: OpenaiApi,
+    vllm: VllmApi,
+    fleet: Fleet,
+    control: Control,
+    api_key: str,
 ) -> Starlette:
     """The application. api_key: empty: everybody may call."""
     routes = [
@@ -65,7 +76,11 @@ def make_app(
         *_routes("/engines/{engine_id}", _engine(sglang, control)),
     ]
     middleware = [Middleware(KeyCheck, api_key=api_key)] if api_key else []
-    return Starlette(routes=routes, middleware=middleware, exception_handlers={Refused: _refuse, CallerGone: _forget})
+    return Starlette(
+        routes=routes,
+        middleware=middleware,
+        exception_handlers={Refused: _refuse, CallerGone: _forget},
+    )
 
 
 def _generation(sglang: SglangApi, openai: OpenaiApi, vllm: VllmApi) -> Paths:
@@ -131,12 +146,16 @@ def _training_of_one(control: Control) -> Paths:
         "/release_memory_occupation": (control.sleep, ["GET", "POST"]),
         "/resume_memory_occupation": (control.wake, ["GET", "POST"]),
         "/get_weight_version": (control.weight_version, ["GET"]),
-        "/update_weight_version": (refuse("name the version with the weights: weight_version"), ["POST"]),
+        "/update_weight_version": (
+            refuse("name the version with the weights: weight_version"),
+            ["POST"],
+        ),
     }
 
 
 def _engine(sglang: SglangApi, control: Control) -> Paths:
-    """Below /engines/{engine_id}, as slime calls its workers. Where a request generates is for the mesh to say."""
+    """Below /engines/{engine_id}, as slime calls its workers. Where a request generates is for the
+    mesh to say."""
     return {
         "/generate": (sglang.generate, ["POST", "PUT"]),
         **_training_of_one(control),
@@ -148,7 +167,10 @@ def _engine(sglang: SglangApi, control: Control) -> Paths:
 
 
 def _routes(prefix: str, paths: Paths) -> list[Route]:
-    return [Route(prefix + path, endpoint, methods=methods) for path, (endpoint, methods) in paths.items()]
+    return [
+        Route(prefix + path, endpoint, methods=methods)
+        for path, (endpoint, methods) in paths.items()
+    ]
 
 
 async def _refuse(request: Request, refusal: Exception) -> Response:
@@ -158,7 +180,10 @@ async def _refuse(request: Request, refusal: Exception) -> Response:
 
 def _answer(refusal: Refused) -> Response:
     """In the form that both SGLang's and OpenAI's clients read."""
-    error = {"message": str(refusal), "type": "invalid_request_error" if refusal.status < 500 else "server_error"}
+    error = {
+        "message": str(refusal),
+        "type": "invalid_request_error" if refusal.status < 500 else "server_error",
+    }
     return JSONResponse({"error": error | {"code": refusal.status}}, refusal.status)
 
 

@@ -1,7 +1,9 @@
-"""Turn a conversation into token ids, and an answer's text into a message, by the model's own template and parsers.
+"""Turn a conversation into token ids, and an answer's text into a message, by the model's own
+template and parsers.
 
-The engines render and parse: what a template or a tool-call format looks like is known to SGLang, once. Of a session
-that goes on, what the model sampled keeps its token ids, and only the text after them is tokenised.
+The engines render and parse: what a template or a tool-call format looks like is known to SGLang,
+once. Of a session that goes on, what the model sampled keeps its token ids, and only the text after
+them is tokenised.
 """
 
 import uuid
@@ -15,7 +17,14 @@ from treadle_gateway.order import Refused
 from treadle_gateway.text import TextModel
 
 # Fields of a chat request that its template reads.
-RENDERED = ("messages", "tools", "tool_choice", "chat_template_kwargs", "continue_final_message", "reasoning_effort")
+RENDERED = (
+    "messages",
+    "tools",
+    "tool_choice",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "reasoning_effort",
+)
 
 
 @dataclass(frozen=True)
@@ -28,17 +37,22 @@ class Message:
 
 
 class Chat:
-    """Renders and parses with the engines. `parsers`: SGLang's names of the tool-call and the reasoning parser; empty:
-    what the engines were started with. retokenised: turns of a session whose text did not go on from the tokens that
-    were sampled."""
+    """Renders and parses with the engines. `parsers`: SGLang's names of the tool-call and the
+    reasoning parser; empty: what the engines were started with. retokenised: turns of a session
+    whose text did not go on from the tokens that were sampled."""
 
-    def __init__(self, engines: Engines, mesh: MeshLink, model: TextModel | None, parsers: tuple[str, str]) -> None:
+    def __init__(
+        self, engines: Engines, mesh: MeshLink, model: TextModel | None, parsers: tuple[str, str]
+    ) -> None:
         self._engines, self._mesh, self._model, self._parsers = engines, mesh, model, parsers
         self.retokenised = 0
         self._found: tuple[str, str] | None = None
 
-    async def render(self, session: str, body: Mapping[str, Any], known: Sequence[int] = ()) -> list[int]:
-        """The token ids of a conversation. known: of its beginning, where the caller knows them. Raises Refused."""
+    async def render(
+        self, session: str, body: Mapping[str, Any], known: Sequence[int] = ()
+    ) -> list[int]:
+        """The token ids of a conversation. known: of its beginning, where the caller knows them.
+        Raises Refused."""
         request = {name: body[name] for name in RENDERED if body.get(name) is not None}
         rendered: list[int] = (await self._ask("/tokenize", request))["tokens"]
         if self._model is None:
@@ -59,7 +73,9 @@ class Chat:
         tool_parser, reasoning_parser = await self._names()
         reasoning, calls = "", []
         if reasoning_parser:
-            answer = await self._ask("/separate_reasoning", {"text": text, "reasoning_parser": reasoning_parser})
+            answer = await self._ask(
+                "/separate_reasoning", {"text": text, "reasoning_parser": reasoning_parser}
+            )
             reasoning, text = answer["reasoning_text"] or "", answer["text"] or ""
         if tools and tool_parser:
             question = {"text": text, "tools": tools, "tool_call_parser": tool_parser}

@@ -1,12 +1,13 @@
 """What trainers ask of engines: pause, go on, flush, abort, new weights, memory, state.
 
-At the root a call is for all engines, which then look like one large engine; below /engines/{engine_id} it is for one,
-as slime and SGLang's gateway call each of their workers. SGLang's words are spoken, and those in which vLLM differs: a
-pause with `mode=abort`, SGLang's default, ends running steps with the tokens that they have (verl, slime, AReaL, ROLL);
-`keep` (SkyRL, prime-rl) and `in_place` leave them where they are.
+At the root a call is for all engines, which then look like one large engine; below
+/engines/{engine_id} it is for one, as slime and SGLang's gateway call each of their workers.
+SGLang's words are spoken, and those in which vLLM differs: a pause with `mode=abort`, SGLang's
+default, ends running steps with the tokens that they have (verl, slime, AReaL, ROLL); `keep`
+(SkyRL, prime-rl) and `in_place` leave them where they are.
 
-What changes an engine goes through its sidecar, so that the mesh knows which weights serve what. While the mesh is away
-such calls are refused.
+What changes an engine goes through its sidecar, so that the mesh knows which weights serve what.
+While the mesh is away such calls are refused.
 """
 
 import asyncio
@@ -30,15 +31,32 @@ from treadle_gateway.updates import Updates, Way
 
 ENDS_STEPS = {"abort": True, "keep": False, "in_place": False, "retract": False, "wait": False}
 # What an engine answers itself: it changes neither its weights nor what it runs.
-PASSED_ON = frozenset({"server_info", "get_server_info", "model_info", "get_model_info", "v1/models", "get_load"})
-PASSED_ON |= {"metrics", "weights_checker", "start_profile", "stop_profile", "freeze_gc", "tokenize"}
+PASSED_ON = frozenset(
+    {"server_info", "get_server_info", "model_info", "get_model_info", "v1/models", "get_load"}
+)
+PASSED_ON |= {
+    "metrics",
+    "weights_checker",
+    "start_profile",
+    "stop_profile",
+    "freeze_gc",
+    "tokenize",
+}
 
 
 class Control:
     """Calls to all engines, or to one."""
 
-    def __init__(self, link: MeshLink, engines: Engines, calls: Calls, proxy: Proxy, updates: Updates) -> None:
-        self._link, self._engines, self._calls, self._proxy, self._updates = link, engines, calls, proxy, updates
+    def __init__(
+        self, link: MeshLink, engines: Engines, calls: Calls, proxy: Proxy, updates: Updates
+    ) -> None:
+        self._link, self._engines, self._calls, self._proxy, self._updates = (
+            link,
+            engines,
+            calls,
+            proxy,
+            updates,
+        )
 
     async def pause(self, request: Request) -> Response:
         """POST /pause_generation, /pause?mode=."""
@@ -47,7 +65,9 @@ class Control:
             raise Refused(f"mode: must be one of {', '.join(ENDS_STEPS)}, is {mode!r}")
         engines = self._scope(request)
         self._updates.forget_failed(engines)
-        message = engine_pb2.PauseRequest(request_id=_request_id(), mode=_pause_mode(ENDS_STEPS[mode]))
+        message = engine_pb2.PauseRequest(
+            request_id=_request_id(), mode=_pause_mode(ENDS_STEPS[mode])
+        )
 
         async def work() -> dict[str, str]:
             async with self._proxy.keep_off(_urls(engines), abort=ENDS_STEPS[mode]):
@@ -59,11 +79,13 @@ class Control:
         return await _said(work(), "paused")
 
     async def go_on(self, request: Request) -> Response:
-        """POST /continue_generation, /resume: what was pushed to the engines is whole, and they generate."""
+        """POST /continue_generation, /resume: what was pushed to the engines is whole, and they
+        generate."""
         engines = self._scope(request)
 
         async def work() -> dict[str, str]:
-            # An engine with parts of weights runs nothing, so that it may be resumed before it has the last one.
+            # An engine with parts of weights runs nothing, so that it may be resumed before it has
+            # the last one.
             message = engine_pb2.ResumeRequest(request_id=_request_id())
             errors = await self._updates.call(engines, "Resume", lambda _: message)
             return errors | await self._updates.finish(engines)
@@ -75,8 +97,8 @@ class Control:
         return await _said(self._flush(self._scope(request)), "flushed")
 
     async def abort(self, request: Request) -> Response:
-        """POST /abort_request: calls of this gateway end with the tokens that they have. At one engine: those that are
-        on it, or on none yet."""
+        """POST /abort_request: calls of this gateway end with the tokens that they have. At one
+        engine: those that are on it, or on none yet."""
         body = await _body(request)
         rid = "" if body.get("abort_all") else str(body.get("rid") or "")
         if not rid and not body.get("abort_all"):
@@ -87,7 +109,8 @@ class Control:
         return JSONResponse({"success": True, "message": f"{aborted} ended", "aborted": aborted})
 
     async def load_weights(self, request: Request) -> Response:
-        """POST /update_weights_from_disk; prime-rl's /update_weights, where the folder's name is the version's."""
+        """POST /update_weights_from_disk; prime-rl's /update_weights, where the folder's name is
+        the version's."""
         body = await _body(request)
         folder = body.get("weight_dir")
         path = body.get("model_path") or folder
@@ -107,7 +130,9 @@ class Control:
         engines, body = self._scope(request), await _body(request)
         way: str = request.path_params["way"]
         if way not in get_args(Way):
-            raise Refused(f"/update_weights_from_{way}: must be disk, {', '.join(get_args(Way))}", 404)
+            raise Refused(
+                f"/update_weights_from_{way}: must be disk, {', '.join(get_args(Way))}", 404
+            )
 
         async def work() -> dict[str, str]:
             async with self._proxy.keep_off(_urls(engines), abort=False):
@@ -122,7 +147,9 @@ class Control:
 
     async def end_update(self, request: Request) -> Response:
         """POST /end_weight_update: what was pushed is whole."""
-        return await _said(self._updates.finish(self._scope(request)), "the pushed weights are served")
+        return await _said(
+            self._updates.finish(self._scope(request)), "the pushed weights are served"
+        )
 
     async def join_group(self, request: Request) -> Response:
         """POST /init_weights_update_group; answers once all ranks are there."""
@@ -132,12 +159,17 @@ class Control:
         """POST /destroy_weights_update_group."""
         name = str((await _body(request)).get("group_name") or "weight_update_group")
         message = engine_pb2.LeaveWeightsGroupRequest(request_id=_request_id(), group_name=name)
-        return await _said(self._updates.call(self._scope(request), "LeaveWeightsGroup", lambda _: message), "left")
+        return await _said(
+            self._updates.call(self._scope(request), "LeaveWeightsGroup", lambda _: message), "left"
+        )
 
     async def sleep(self, request: Request) -> Response:
-        """POST /release_memory_occupation; vLLM's /sleep?tags=, whose levels the mesh does not tell apart."""
+        """POST /release_memory_occupation; vLLM's /sleep?tags=, whose levels the mesh does not tell
+        apart."""
         tags, engines = await _tags(request), self._scope(request)
-        message = engine_pb2.SleepRequest(request_id=_request_id(), mode=_pause_mode(ends_steps=False), tags=tags)
+        message = engine_pb2.SleepRequest(
+            request_id=_request_id(), mode=_pause_mode(ends_steps=False), tags=tags
+        )
 
         async def work() -> dict[str, str]:
             async with self._proxy.keep_off(_urls(engines), abort=False):
@@ -148,7 +180,9 @@ class Control:
     async def wake(self, request: Request) -> Response:
         """POST /resume_memory_occupation; vLLM's /wake_up?tags=."""
         message = engine_pb2.WakeRequest(request_id=_request_id(), tags=await _tags(request))
-        return await _said(self._updates.call(self._scope(request), "Wake", lambda _: message), "awake")
+        return await _said(
+            self._updates.call(self._scope(request), "Wake", lambda _: message), "awake"
+        )
 
     async def weight_version(self, request: Request) -> Response:
         """GET /get_weight_version: with commas between where engines serve different ones."""
@@ -156,18 +190,21 @@ class Control:
         return JSONResponse({"weight_version": ",".join(sorted(versions))})
 
     async def health(self, request: Request) -> Response:
-        """GET /engines/{engine_id}/health, health_generate: 200 while its sidecar says that it is well. No token is
-        sampled for it: an engine whose memory is with a trainer would die of one."""
+        """GET /engines/{engine_id}/health, health_generate: 200 while its sidecar says that it is
+        well. No token is sampled for it: an engine whose memory is with a trainer would die of one.
+        """
         engine = self._one(request)
         if self._link.visit is None:
             return await self._pass_on(engine, "GET", "/health", b"")
         load = await self._updates.load_of(engine)
         return JSONResponse(
-            {"healthy": load.engine_healthy, "paused": load.paused}, 200 if load.engine_healthy else 503
+            {"healthy": load.engine_healthy, "paused": load.paused},
+            200 if load.engine_healthy else 503,
         )
 
     async def load(self, request: Request) -> Response:
-        """GET /engines/{engine_id}/v1/loads: as the engine tells, with the calls that wait in its sidecar counted."""
+        """GET /engines/{engine_id}/v1/loads: as the engine tells, with the calls that wait in its
+        sidecar counted."""
         engine = self._one(request)
         try:
             query = f"?{request.url.query}" if request.url.query else ""
@@ -180,22 +217,28 @@ class Control:
         return JSONResponse(answer)
 
     async def server_info(self, request: Request) -> Response:
-        """GET /server_info, /get_server_info: the fleet as one engine with the accelerators of all."""
+        """GET /server_info, /get_server_info: the fleet as one engine with the accelerators of
+        all."""
         engines = self._scope(request)
         try:
-            answer: dict[str, Any] = await self._engines.ask("GET", "/server_info", None, _url_of(engines[0]))
+            answer: dict[str, Any] = await self._engines.ask(
+                "GET", "/server_info", None, _url_of(engines[0])
+            )
         except EngineAway as error:
             raise Refused(str(error), 503) from error
         ranks = sum(engine.ranks for engine in engines)
         place = {"host": request.url.hostname, "port": request.url.port}
-        return JSONResponse(answer | place | {"tp_size": ranks, "pp_size": 1, "dp_size": 1, "num_gpus": ranks})
+        return JSONResponse(
+            answer | place | {"tp_size": ranks, "pp_size": 1, "dp_size": 1, "num_gpus": ranks}
+        )
 
     async def world_size(self, request: Request) -> Response:
         """GET /get_world_size, as vLLM has it."""
         return JSONResponse({"world_size": sum(engine.ranks for engine in self._scope(request))})
 
     async def tokenize(self, request: Request) -> Response:
-        """POST /tokenize, /detokenize: as an engine answers; vLLM's clients read a text as `prompt`."""
+        """POST /tokenize, /detokenize: as an engine answers; vLLM's clients read a text as
+        `prompt`."""
         try:
             answer = await self._engines.ask_any("POST", request.url.path, await _body(request))
         except EngineAway as error:
@@ -203,18 +246,24 @@ class Control:
         return JSONResponse({"prompt": answer["text"]} | answer if "text" in answer else answer)
 
     async def add_worker(self, request: Request) -> Response:
-        """POST /workers, /add_worker: an engine whose sidecar has told of it is known already, and so is the gateway
-        itself, as which the fleet is one engine."""
-        url = str(request.query_params.get("url") or (await _body(request)).get("url") or "").rstrip("/")
+        """POST /workers, /add_worker: an engine whose sidecar has told of it is known already, and
+        so is the gateway itself, as which the fleet is one engine."""
+        url = str(
+            request.query_params.get("url") or (await _body(request)).get("url") or ""
+        ).rstrip("/")
         if url == str(request.base_url).rstrip("/"):
             return JSONResponse({"status": "accepted", "worker_id": "fleet"}, 202)
         for engine in self._link.engines.values():
             if engine.url == url:
                 return JSONResponse({"status": "accepted", "worker_id": engine.engine_id}, 202)
-        raise Refused(f"url: no sidecar has told of an engine at {url!r}; start one beside it and ask again", 409)
+        raise Refused(
+            f"url: no sidecar has told of an engine at {url!r}; start one beside it and ask again",
+            409,
+        )
 
     async def remove_worker(self, request: Request) -> Response:
-        """DELETE /workers/{engine_id}: changes nothing, as the mesh leaves out an engine that does not answer."""
+        """DELETE /workers/{engine_id}: changes nothing, as the mesh leaves out an engine that does
+        not answer."""
         return JSONResponse({"status": "accepted", "worker_id": self._one(request).engine_id}, 202)
 
     async def other(self, request: Request) -> Response:
@@ -222,10 +271,14 @@ class Control:
         path = request.path_params["path"]
         if path not in PASSED_ON:
             raise Refused(
-                f"/engines/{{engine_id}}/{path}: is not carried; what goes around the mesh would undo it", 404
+                f"/engines/{{engine_id}}/{path}: is not carried; what goes around the mesh would "
+                "undo it",
+                404,
             )
         query = f"?{request.url.query}" if request.url.query else ""
-        return await self._pass_on(self._one(request), request.method, f"/{path}{query}", await request.body())
+        return await self._pass_on(
+            self._one(request), request.method, f"/{path}{query}", await request.body()
+        )
 
     def _scope(self, request: Request) -> list[KnownEngine]:
         """The engines that a call is for. Raises Refused, also while the mesh is away."""
@@ -278,7 +331,10 @@ def refuse(what: str) -> Callable[[Request], Awaitable[Response]]:
 def _url_of(engine: KnownEngine) -> str:
     """Raises Refused."""
     if not engine.url:
-        raise Refused(f"the sidecar of {engine.engine_id} does not tell where its engine's HTTP server is", 503)
+        raise Refused(
+            f"the sidecar of {engine.engine_id} does not tell where its engine's HTTP server is",
+            503,
+        )
     return engine.url
 
 
@@ -305,7 +361,11 @@ async def _said(work: Awaitable[Mapping[str, str]], done: str) -> Response:
     except treadle.TreadleError as error:
         raise Refused(str(error), 400 if error.refused else 503) from error
     message = "; ".join(f"{engine_id}: {error}" for engine_id, error in errors.items()) or done
-    answer: dict[str, Any] = {"success": not errors, "message": message, "status": "error" if errors else "ok"}
+    answer: dict[str, Any] = {
+        "success": not errors,
+        "message": message,
+        "status": "error" if errors else "ok",
+    }
     return JSONResponse(answer, 400 if errors else 200)
 
 

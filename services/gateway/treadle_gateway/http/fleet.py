@@ -10,14 +10,22 @@ from treadle_gateway.updates import Updates
 
 
 class Fleet:
-    """Answers what is asked of the fleet. served_model: how models are named; empty: as the engines do."""
+    """Answers what is asked of the fleet. served_model: how models are named; empty: as the engines
+    do."""
 
-    def __init__(self, mesh: MeshLink, engines: Engines, updates: Updates, served_model: str) -> None:
-        self._mesh, self._engines, self._updates, self._served_model = mesh, engines, updates, served_model
+    def __init__(
+        self, mesh: MeshLink, engines: Engines, updates: Updates, served_model: str
+    ) -> None:
+        self._mesh, self._engines, self._updates, self._served_model = (
+            mesh,
+            engines,
+            updates,
+            served_model,
+        )
 
     async def close_session(self, request: Request) -> Response:
-        """DELETE /sessions/{session}, SkyRL's /finish_session?session_id=: its trajectories end, and what they hold is
-        free for others."""
+        """DELETE /sessions/{session}, SkyRL's /finish_session?session_id=: its trajectories end,
+        and what they hold is free for others."""
         session = request.path_params.get("session") or request.query_params.get("session_id") or ""
         if not session:
             raise Refused("session_id: must name the session")
@@ -26,8 +34,8 @@ class Fleet:
         return JSONResponse({"closed": closed})
 
     async def workers(self, request: Request) -> Response:
-        """GET /workers, as SGLang's gateway answers it: each engine behind this gateway, since who called an engine
-        around it would undo what the mesh has decided."""
+        """GET /workers, as SGLang's gateway answers it: each engine behind this gateway, since who
+        called an engine around it would undo what the mesh has decided."""
         base = str(request.base_url).rstrip("/")
         found = [
             {
@@ -39,24 +47,38 @@ class Fleet:
             }
             for engine in self._mesh.engines.values()
         ]
-        return JSONResponse({"workers": found, "urls": [each["url"] for each in found], "total": len(found)})
+        return JSONResponse(
+            {"workers": found, "urls": [each["url"] for each in found], "total": len(found)}
+        )
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
-        names = [self._served_model] if self._served_model else sorted({e.model for e in self._mesh.engines.values()})
+        names = (
+            [self._served_model]
+            if self._served_model
+            else sorted({e.model for e in self._mesh.engines.values()})
+        )
         room = {"max_model_len": self._mesh.context_tokens}
-        data = [{"id": name, "object": "model", "owned_by": "treadle", "root": name} | room for name in names]
+        data = [
+            {"id": name, "object": "model", "owned_by": "treadle", "root": name} | room
+            for name in names
+        ]
         return JSONResponse({"object": "list", "data": data})
 
     async def model_info(self, request: Request) -> Response:
-        """GET /model_info, /get_model_info. Sidecars say which weights are served: the scheduler hears it later."""
+        """GET /model_info, /get_model_info. Sidecars say which weights are served: the scheduler
+        hears it later."""
         engines = list(self._mesh.engines.values())
         try:
             versions = await self._updates.versions_of(engines)
         except Refused:  # the mesh is away
             versions = {engine.weight_version for engine in engines}
         model = engines[0].model if engines else ""
-        answer = {"model_path": model, "is_generation": True, "weight_version": ",".join(sorted(versions))}
+        answer = {
+            "model_path": model,
+            "is_generation": True,
+            "weight_version": ",".join(sorted(versions)),
+        }
         return JSONResponse(answer)
 
     async def loads(self, request: Request) -> Response:
@@ -65,7 +87,9 @@ class Fleet:
         for engine in self._mesh.engines.values():
             if engine.url:
                 try:
-                    answer = await self._engines.ask("GET", "/v1/loads?include=core,queues", None, engine.url)
+                    answer = await self._engines.ask(
+                        "GET", "/v1/loads?include=core,queues", None, engine.url
+                    )
                 except (EngineAway, Refused) as error:
                     found.append({"engine_id": engine.engine_id, "error": str(error)})
                 else:
@@ -77,4 +101,6 @@ class Fleet:
         await self._mesh.looked.wait()
         here = self._mesh.visit is not None
         status = 200 if here or self._engines.urls else 503
-        return JSONResponse({"mesh": "there" if here else "away", "engines": len(self._mesh.engines)}, status)
+        return JSONResponse(
+            {"mesh": "there" if here else "away", "engines": len(self._mesh.engines)}, status
+        )

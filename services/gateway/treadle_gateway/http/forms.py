@@ -1,7 +1,8 @@
 """How answers look in each form of OpenAI's API: chat completions, completions, responses.
 
-A form turns outputs into the JSON of an answer, or into server-sent events as tokens come. It keeps nothing of the
-request, but for the responses form, which numbers its events: make one for each request.
+A form turns outputs into the JSON of an answer, or into server-sent events as tokens come. It keeps
+nothing of the request, but for the responses form, which numbers its events: make one for each
+request.
 """
 
 import json
@@ -19,8 +20,9 @@ from treadle_gateway.order import Order, Output
 
 @dataclass(frozen=True)
 class Ask:
-    """What a request asks for. prompts: token ids of each. copies: answers to each prompt. logprobs: whether answers
-    have them. ids: whether they have token ids. tools: of a chat, which its answer may call."""
+    """What a request asks for. prompts: token ids of each. copies: answers to each prompt.
+    logprobs: whether answers have them. ids: whether they have token ids. tools: of a chat, which
+    its answer may call."""
 
     model: str
     session: str
@@ -64,12 +66,18 @@ class Form(Protocol):
 
 
 class _CompletionsForm:
-    """What chat completions and completions share. kind: OpenAI's name of the object; prefix: of its id."""
+    """What chat completions and completions share. kind: OpenAI's name of the object; prefix: of
+    its id."""
 
     kind, chunk_kind, prefix = "", "", ""
 
     def _head(self, ask: Ask, kind: str) -> dict[str, Any]:
-        return {"id": f"{self.prefix}-{ask.rid}", "object": kind, "created": int(time.time()), "model": ask.model}
+        return {
+            "id": f"{self.prefix}-{ask.rid}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": ask.model,
+        }
 
     def _event(self, ask: Ask, choice: Mapping[str, Any]) -> bytes:
         return _data(self._head(ask, self.chunk_kind) | {"choices": [choice]})
@@ -80,9 +88,14 @@ class _CompletionsForm:
             yield _data(self._head(ask, self.chunk_kind) | {"choices": [], "usage": usage})
         yield DONE
 
-    def _whole(self, ask: Ask, answers: Sequence[Answer], choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _whole(
+        self, ask: Ask, answers: Sequence[Answer], choices: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
         versions = [span.weight_version for answer in answers for span in answer.output.spans]
-        whole = self._head(ask, self.kind) | {"choices": choices, "usage": count_tokens(ask, answers)}
+        whole = self._head(ask, self.kind) | {
+            "choices": choices,
+            "usage": count_tokens(ask, answers),
+        }
         whole["metadata"] = {"weight_version": versions[-1] if versions else ""}
         if ask.ids:
             whole["prompt_token_ids"] = answers[0].order.prompt
@@ -101,15 +114,23 @@ class ChatForm(_CompletionsForm):
         yield self._event(ask, _choice({"delta": {"role": "assistant", "content": ""}}, None))
 
     def delta(self, ask: Ask, output: Output, text: str, since: int, reasoning: str = "") -> bytes:
-        found: dict[str, Any] = {"delta": {"content": text} | ({"reasoning_content": reasoning} if reasoning else {})}
+        found: dict[str, Any] = {
+            "delta": {"content": text} | ({"reasoning_content": reasoning} if reasoning else {})
+        }
         if ask.logprobs:
             found["logprobs"] = _chat_logprobs(output, since)
         if ask.ids:
             found["token_ids"] = output.token_ids[since:]
         return self._event(ask, _choice(found, None))
 
-    async def end(self, ask: Ask, answer: Answer, sent: int, since: int) -> AsyncGenerator[bytes, None]:
-        message = await self._chat.parse(answer.text, ask.tools) if ask.tools else Message(answer.text, "", [])
+    async def end(
+        self, ask: Ask, answer: Answer, sent: int, since: int
+    ) -> AsyncGenerator[bytes, None]:
+        message = (
+            await self._chat.parse(answer.text, ask.tools)
+            if ask.tools
+            else Message(answer.text, "", [])
+        )
         content = message.content if ask.tools else answer.text[sent:]
         if content or message.reasoning or since < len(answer.output.token_ids):
             yield self.delta(ask, answer.output, content, since, message.reasoning)
@@ -122,7 +143,9 @@ class ChatForm(_CompletionsForm):
             yield event
 
     async def whole(self, ask: Ask, answers: Sequence[Answer]) -> dict[str, Any]:
-        return self._whole(ask, answers, [await self._one(at, ask, answer) for at, answer in enumerate(answers)])
+        return self._whole(
+            ask, answers, [await self._one(at, ask, answer) for at, answer in enumerate(answers)]
+        )
 
     async def _one(self, at: int, ask: Ask, answer: Answer) -> dict[str, Any]:
         parsed, output = await self._chat.parse(answer.text, ask.tools), answer.output
@@ -135,7 +158,11 @@ class ChatForm(_CompletionsForm):
         found["logprobs"] = _chat_logprobs(output, 0) if ask.logprobs else None
         if ask.ids:
             ids = output.token_ids
-            found |= {"token_ids": ids, "response_token_ids": ids, "prompt_token_ids": answer.order.prompt}
+            found |= {
+                "token_ids": ids,
+                "response_token_ids": ids,
+                "prompt_token_ids": answer.order.prompt,
+            }
         return _choice(found, _finish_of(output, parsed), at)
 
 
@@ -150,7 +177,9 @@ class CompletionForm(_CompletionsForm):
     def delta(self, ask: Ask, output: Output, text: str, since: int) -> bytes:
         return self._event(ask, self._delta(ask, output, text, since))
 
-    async def end(self, ask: Ask, answer: Answer, sent: int, since: int) -> AsyncGenerator[bytes, None]:
+    async def end(
+        self, ask: Ask, answer: Answer, sent: int, since: int
+    ) -> AsyncGenerator[bytes, None]:
         choice = self._delta(ask, answer.output, answer.text[sent:], since)
         choice |= {"finish_reason": _finish_of(answer.output, None), "matched_stop": answer.matched}
         yield self._event(ask, choice)
@@ -163,7 +192,10 @@ class CompletionForm(_CompletionsForm):
             found: dict[str, Any] = {"text": answer.text, "matched_stop": answer.matched}
             found["logprobs"] = _completion_logprobs(answer.output, 0) if ask.logprobs else None
             if ask.ids:
-                found |= {"token_ids": answer.output.token_ids, "prompt_token_ids": answer.order.prompt}
+                found |= {
+                    "token_ids": answer.output.token_ids,
+                    "prompt_token_ids": answer.order.prompt,
+                }
             choices.append(_choice(found, _finish_of(answer.output, None), at))
         return self._whole(ask, answers, choices)
 
@@ -195,7 +227,9 @@ class ResponsesForm:
     def delta(self, ask: Ask, output: Output, text: str, since: int) -> bytes:
         return self._of_text("response.output_text.delta", delta=text)
 
-    async def end(self, ask: Ask, answer: Answer, sent: int, since: int) -> AsyncGenerator[bytes, None]:
+    async def end(
+        self, ask: Ask, answer: Answer, sent: int, since: int
+    ) -> AsyncGenerator[bytes, None]:
         if ask.tools:
             items = await self._items(ask, answer)
         else:  # its text has gone out as it came
@@ -208,29 +242,44 @@ class ResponsesForm:
                     for event in self._open_message(at):
                         yield event
                 if text[0 if ask.tools else sent :]:
-                    yield self._of_text("response.output_text.delta", at, delta=text[0 if ask.tools else sent :])
+                    yield self._of_text(
+                        "response.output_text.delta", at, delta=text[0 if ask.tools else sent :]
+                    )
                 yield self._of_text("response.output_text.done", at, text=text)
                 yield self._of_text("response.content_part.done", at, part=item["content"][0])
             else:
                 yield self._event("response.output_item.added", output_index=at, item=item)
             if item["type"] == "function_call":
                 place = {"output_index": at, "item_id": item["id"]}
-                yield self._event("response.function_call_arguments.delta", **place, delta=item["arguments"])
-                yield self._event("response.function_call_arguments.done", **place, arguments=item["arguments"])
+                yield self._event(
+                    "response.function_call_arguments.delta", **place, delta=item["arguments"]
+                )
+                yield self._event(
+                    "response.function_call_arguments.done", **place, arguments=item["arguments"]
+                )
             yield self._event("response.output_item.done", output_index=at, item=item)
         whole = self._response(ask, _status_of(answer.output), items, answer)
         yield self._event(f"response.{whole['status']}", response=whole)
 
     async def whole(self, ask: Ask, answers: Sequence[Answer]) -> dict[str, Any]:
         [answer] = answers
-        return self._response(ask, _status_of(answer.output), await self._items(ask, answer), answer)
+        return self._response(
+            ask, _status_of(answer.output), await self._items(ask, answer), answer
+        )
 
     async def _items(self, ask: Ask, answer: Answer) -> list[dict[str, Any]]:
         self.said = said = await self._chat.parse(answer.text, ask.tools)
         items: list[dict[str, Any]] = []
         if said.reasoning:
             content = [{"type": "reasoning_text", "text": said.reasoning}]
-            items.append({"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": [], "content": content})
+            items.append(
+                {
+                    "id": f"rs_{uuid.uuid4().hex}",
+                    "type": "reasoning",
+                    "summary": [],
+                    "content": content,
+                }
+            )
         if said.content or not said.tool_calls:
             items.append(self._message(said.content))
         for call in said.tool_calls:
@@ -256,9 +305,15 @@ class ResponsesForm:
         self._events += 1
         return f"event: {kind}\n".encode() + _data(event)
 
-    def _response(self, ask: Ask, status: str, items: Sequence[Any], answer: Answer | None) -> dict[str, Any]:
+    def _response(
+        self, ask: Ask, status: str, items: Sequence[Any], answer: Answer | None
+    ) -> dict[str, Any]:
         short = answer is not None and status == "incomplete"
-        reason = "max_output_tokens" if answer is not None and _finish_of(answer.output, None) == "length" else "abort"
+        reason = (
+            "max_output_tokens"
+            if answer is not None and _finish_of(answer.output, None) == "length"
+            else "abort"
+        )
         found: dict[str, Any] = {
             "id": self.response_id,
             "object": "response",
@@ -293,7 +348,9 @@ def count_tokens(ask: Ask, answers: Sequence[Answer]) -> dict[str, Any]:
     """OpenAI's `usage`."""
     prompt = sum(map(len, ask.prompts))
     written = sum(len(answer.output.token_ids) for answer in answers)
-    cached = sum(answer.output.ended.cached_tokens for answer in answers if answer.output.ended is not None)
+    cached = sum(
+        answer.output.ended.cached_tokens for answer in answers if answer.output.ended is not None
+    )
     return {
         "prompt_tokens": prompt,
         "completion_tokens": written,
@@ -334,7 +391,9 @@ def _chat_logprobs(output: Output, since: int) -> dict[str, Any]:
     return {
         "content": [
             {"token": f"token_id:{token}", "bytes": None, "logprob": logprob, "top_logprobs": []}
-            for token, logprob in zip(output.token_ids[since:], output.logprobs[since:], strict=True)
+            for token, logprob in zip(
+                output.token_ids[since:], output.logprobs[since:], strict=True
+            )
         ]
     }
 

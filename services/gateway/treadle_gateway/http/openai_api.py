@@ -1,8 +1,10 @@
-"""OpenAI's /v1/chat/completions, /v1/completions and /v1/responses, with the token ids that trainers need.
+"""OpenAI's /v1/chat/completions, /v1/completions and /v1/responses, with the token ids that
+trainers need.
 
-A chat or completion that asks for more than the mesh carries (images, several alternatives for each token, a grammar)
-is handed to an engine as it is. With `return_token_ids` a choice has the token ids of its prompt and of its answer, as
-in SGLang and vLLM. A response is a chat in other words; what it said is kept in memory for `previous_response_id`.
+A chat or completion that asks for more than the mesh carries (images, several alternatives for each
+token, a grammar) is handed to an engine as it is. With `return_token_ids` a choice has the token
+ids of its prompt and of its answer, as in SGLang and vLLM. A response is a chat in other words;
+what it said is kept in memory for `previous_response_id`.
 """
 
 import asyncio
@@ -19,9 +21,23 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from treadle import Sampling
 
 from treadle_gateway.calls import Calls
-from treadle_gateway.http.answers import EVENT_STREAM, MOST_COPIES, read_body, run_unless_gone, session_of
+from treadle_gateway.http.answers import (
+    EVENT_STREAM,
+    MOST_COPIES,
+    read_body,
+    run_unless_gone,
+    session_of,
+)
 from treadle_gateway.http.chat import Chat
-from treadle_gateway.http.forms import Answer, Ask, ChatForm, CompletionForm, Form, ResponsesForm, error_event
+from treadle_gateway.http.forms import (
+    Answer,
+    Ask,
+    ChatForm,
+    CompletionForm,
+    Form,
+    ResponsesForm,
+    error_event,
+)
 from treadle_gateway.http.proxy import Proxy
 from treadle_gateway.http.responses import ECHOED, as_chat, said_message
 from treadle_gateway.mesh import MeshLink
@@ -29,13 +45,54 @@ from treadle_gateway.order import Order, Output, Refused, Tokens, read_stops, re
 from treadle_gateway.text import TextModel, TextStream, answer_text, matched_end, require_model
 
 SHARED = frozenset(
-    {"model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos"}
-    | {"n", "stream", "stream_options", "logprobs", "return_token_ids", "return_prompt_token_ids", "user", "rid"}
-    | {"skip_special_tokens", "no_stop_trim", "session_id", "nvext", "cache_salt", "extra_key", "priority", "store"}
+    {
+        "model",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+    }
+    | {
+        "n",
+        "stream",
+        "stream_options",
+        "logprobs",
+        "return_token_ids",
+        "return_prompt_token_ids",
+        "user",
+        "rid",
+    }
+    | {
+        "skip_special_tokens",
+        "no_stop_trim",
+        "session_id",
+        "nvext",
+        "cache_salt",
+        "extra_key",
+        "priority",
+        "store",
+    }
     | {"metadata", "spaces_between_special_tokens", "return_tokens_as_token_ids"}
 )
-CHAT = SHARED | {"messages", "tools", "tool_choice", "chat_template_kwargs", "continue_final_message"}
-CHAT |= {"max_completion_tokens", "reasoning_effort", "parallel_tool_calls", "add_generation_prompt", "input_ids"}
+CHAT = SHARED | {
+    "messages",
+    "tools",
+    "tool_choice",
+    "chat_template_kwargs",
+    "continue_final_message",
+}
+CHAT |= {
+    "max_completion_tokens",
+    "reasoning_effort",
+    "parallel_tool_calls",
+    "add_generation_prompt",
+    "input_ids",
+}
 COMPLETION = SHARED | {"prompt"}
 FREE_TOOL_CHOICES = (None, "auto", "none")  # others bind the engine's sampling by a grammar
 NEUTRAL: Mapping[str, float] = {
@@ -73,7 +130,9 @@ def carries(body: Mapping[str, Any], known: frozenset[str]) -> bool:
 
 def read_sampling(body: Mapping[str, Any], room: int) -> Sampling:
     """room: tokens that fit behind the prompt. Raises Refused."""
-    given = [body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
+    given = [
+        body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None
+    ]
     most = given[0] if given else room
     if type(most) is not int or most < 1:
         raise Refused(f"max_tokens: must be a number from 1, is {most!r}")
@@ -92,9 +151,19 @@ def read_sampling(body: Mapping[str, Any], room: int) -> Sampling:
 class OpenaiApi:
     """The chat, the completion and the responses form."""
 
-    def __init__(self, calls: Calls, proxy: Proxy, mesh: MeshLink, chat: Chat, model: TextModel | None) -> None:
-        self._calls, self._proxy, self._mesh, self._chat, self._model = calls, proxy, mesh, chat, model
-        self._conversations: OrderedDict[str, Conversation] = OrderedDict()  # by the id of their last response
+    def __init__(
+        self, calls: Calls, proxy: Proxy, mesh: MeshLink, chat: Chat, model: TextModel | None
+    ) -> None:
+        self._calls, self._proxy, self._mesh, self._chat, self._model = (
+            calls,
+            proxy,
+            mesh,
+            chat,
+            model,
+        )
+        self._conversations: OrderedDict[str, Conversation] = (
+            OrderedDict()
+        )  # by the id of their last response
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
@@ -113,7 +182,9 @@ class OpenaiApi:
         session = session_of(request, body)
         if not carries(body, COMPLETION) or body.get("logprobs") not in (None, False, 0):
             return await self._proxy.forward(request, raw, session)
-        ask = self._ask(body | {"logprobs": body.get("logprobs") == 0}, session, self._prompts(body), None)
+        ask = self._ask(
+            body | {"logprobs": body.get("logprobs") == 0}, session, self._prompts(body), None
+        )
         return await self._answer(request, ask, CompletionForm())
 
     async def respond(self, request: Request) -> Response:
@@ -124,7 +195,11 @@ class OpenaiApi:
             raise Refused(f"previous_response_id: must be a text, is {previous!r}")
         before = NEW if previous is None else self._conversations.get(previous)
         if before is None:
-            raise Refused(f"previous_response_id: {previous!r} is not known here (any more); send the whole input", 404)
+            raise Refused(
+                f"previous_response_id: {previous!r} is not known here (any more); send the whole "
+                "input",
+                404,
+            )
         body = as_chat(given, before.messages)
         echoed = {name: given.get(name, value) for name, value in ECHOED.items()}
         form = ResponsesForm(self._chat, f"resp_{uuid.uuid4().hex}", echoed)
@@ -139,16 +214,26 @@ class OpenaiApi:
 
         return await self._answer(request, ask, form, remember)
 
-    async def _ask_chat(self, body: Mapping[str, Any], session: str, known: Sequence[int] = ()) -> Ask:
+    async def _ask_chat(
+        self, body: Mapping[str, Any], session: str, known: Sequence[int] = ()
+    ) -> Ask:
         if not isinstance(body.get("messages"), list) or not body["messages"]:
             raise Refused("messages: must be a list with at least one message")
         given = body.get("input_ids")
-        prompt = read_tokens("input_ids", given) if given else await self._chat.render(session, body, known)
+        prompt = (
+            read_tokens("input_ids", given)
+            if given
+            else await self._chat.render(session, body, known)
+        )
         tools = body.get("tools") if body.get("tool_choice") != "none" else None
         return self._ask(body, session, [prompt], tools or None)
 
     def _ask(
-        self, body: Mapping[str, Any], session: str, prompts: list[list[int]], tools: list[dict[str, Any]] | None
+        self,
+        body: Mapping[str, Any],
+        session: str,
+        prompts: list[list[int]],
+        tools: list[dict[str, Any]] | None,
     ) -> Ask:
         copies = 1 if body.get("n") is None else body["n"]
         if type(copies) is not int or not 1 <= copies <= MOST_COPIES:
@@ -181,28 +266,43 @@ class OpenaiApi:
         if isinstance(given[0], int):
             return [read_tokens("prompt", given)]
         return [
-            require_model(self._model).encode(each) if isinstance(each, str) else read_tokens("prompt", each)
+            require_model(self._model).encode(each)
+            if isinstance(each, str)
+            else read_tokens("prompt", each)
             for each in given
         ]
 
     def _orders(self, ask: Ask) -> list[Order]:
         return [
-            Order(ask.session, prompt, ask.sampling, f"{ask.rid}_{at}_{copy}" if at or copy else ask.rid)
+            Order(
+                ask.session,
+                prompt,
+                ask.sampling,
+                f"{ask.rid}_{at}_{copy}" if at or copy else ask.rid,
+            )
             for at, prompt in enumerate(ask.prompts)
             for copy in range(ask.copies)
         ]
 
     async def _answer(
-        self, request: Request, ask: Ask, form: Form, note: Callable[[Answer], None] = lambda _: None
+        self,
+        request: Request,
+        ask: Ask,
+        form: Form,
+        note: Callable[[Answer], None] = lambda _: None,
     ) -> Response:
         """note: called with each answer once it is whole."""
         orders = self._orders(ask)
         if ask.stream:
             if len(orders) > 1:
                 raise Refused("stream: one answer at a time; leave n and further prompts out")
-            return StreamingResponse(self._stream(ask, orders[0], form, note), media_type=EVENT_STREAM)
+            return StreamingResponse(
+                self._stream(ask, orders[0], form, note), media_type=EVENT_STREAM
+            )
         outputs = await run_unless_gone(request, self._run_all(orders))
-        answers = [self._read(ask, order, output) for order, output in zip(orders, outputs, strict=True)]
+        answers = [
+            self._read(ask, order, output) for order, output in zip(orders, outputs, strict=True)
+        ]
         whole = await form.whole(ask, answers)
         for answer in answers:
             note(answer)
@@ -223,14 +323,19 @@ class OpenaiApi:
     def _read(self, ask: Ask, order: Order, output: Output) -> Answer:
         model = require_model(self._model)
         stopped = output.ended is not None and output.ended.finish == "stop"
-        matched = matched_end(model, output, ask.sampling.stop, ask.sampling.stop_token_ids) if stopped else None
+        matched = (
+            matched_end(model, output, ask.sampling.stop, ask.sampling.stop_token_ids)
+            if stopped
+            else None
+        )
         text = answer_text(model, output, matched, skip_special=ask.skip_special, trim=ask.trim)
         return Answer(order, output, text, matched)
 
     async def _stream(
         self, ask: Ask, order: Order, form: Form, note: Callable[[Answer], None]
     ) -> AsyncGenerator[bytes, None]:
-        """Text goes out as soon as it cannot be the beginning of a stop string, which is trimmed."""
+        """Text goes out as soon as it cannot be the beginning of a stop string, which is
+        trimmed."""
         output, sent, ids_sent = Output(), 0, 0
         parses = bool(ask.tools)  # a call is a call once it is whole
         try:
@@ -258,4 +363,6 @@ class OpenaiApi:
 def _has_media(message: Any) -> bool:
     """Whether a message holds more than text."""
     content = message.get("content") if isinstance(message, dict) else None
-    return isinstance(content, list) and any(part.get("type") != "text" for part in content if isinstance(part, dict))
+    return isinstance(content, list) and any(
+        part.get("type") != "text" for part in content if isinstance(part, dict)
+    )

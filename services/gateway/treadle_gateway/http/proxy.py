@@ -1,7 +1,8 @@
 """Hand a request to an engine as it is, and its answer back as it comes.
 
-The sidecar does not know of these requests, and can neither hold nor end them. So the gateway does: they wait while an
-engine is paused, asleep or without whole weights, and whoever changes an engine ends them first, or waits for them.
+The sidecar does not know of these requests, and can neither hold nor end them. So the gateway does:
+they wait while an engine is paused, asleep or without whole weights, and whoever changes an engine
+ends them first, or waits for them.
 """
 
 import asyncio
@@ -45,11 +46,14 @@ class _Change:
 
 
 class Proxy:
-    """Forwards requests that the mesh does not carry, and so does not schedule. until_runs: awaited with an engine's
-    URL before it gets one. count: called with each."""
+    """Forwards requests that the mesh does not carry, and so does not schedule. until_runs: awaited
+    with an engine's URL before it gets one. count: called with each."""
 
     def __init__(
-        self, engines: Engines, until_runs: Callable[[str], Awaitable[None]], count: Callable[[], None]
+        self,
+        engines: Engines,
+        until_runs: Callable[[str], Awaitable[None]],
+        count: Callable[[], None],
     ) -> None:
         self._engines, self._until_runs, self._count = engines, until_runs, count
         self._running: set[_Forwarded] = set()
@@ -76,7 +80,9 @@ class Proxy:
 
         async def attempt() -> Any:
             async with self._admit(order.session, [order.rid]) as url:
-                return await self._engines.ask("POST", "/generate", dict(body) | {"rid": order.rid}, url)
+                return await self._engines.ask(
+                    "POST", "/generate", dict(body) | {"rid": order.rid}, url
+                )
 
         return await self._send(attempt)
 
@@ -88,8 +94,8 @@ class Proxy:
             raise Refused(str(error), 503) from error
 
     async def abort(self, rid: str, url: str | None) -> int:
-        """End the requests whose rid begins so, all where it is empty, with the tokens that they have. url: only those
-        of this engine. Returns how many."""
+        """End the requests whose rid begins so, all where it is empty, with the tokens that they
+        have. url: only those of this engine. Returns how many."""
         found = [
             (each, request.url)
             for request in self._running
@@ -110,7 +116,8 @@ class Proxy:
 
     @asynccontextmanager
     async def keep_off(self, urls: Collection[str], *, abort: bool) -> AsyncIterator[None]:
-        """Within the block these engines have no forwarded request. abort: end those that run, rather than wait."""
+        """Within the block these engines have no forwarded request. abort: end those that run,
+        rather than wait."""
         change = _Change(urls)
         self._changes.add(change)
         try:
@@ -130,7 +137,8 @@ class Proxy:
 
     @asynccontextmanager
     async def _admit(self, session: str, rids: list[str]) -> AsyncGenerator[str, None]:
-        """The URL of an engine that has the request for the time of the block. Raises EngineAway."""
+        """The URL of an engine that has the request for the time of the block. Raises
+        EngineAway."""
         url = self._engines.choose(session)
         await self._until_runs(url)
         while changes := [change for change in self._changes if url in change.urls]:
@@ -148,7 +156,9 @@ class Proxy:
 class _Relay(StreamingResponse):
     """Gives back what it holds once it has been sent, or cannot be."""
 
-    def __init__(self, content: AsyncIterator[bytes], status: int, kind: str | None, held: AsyncExitStack) -> None:
+    def __init__(
+        self, content: AsyncIterator[bytes], status: int, kind: str | None, held: AsyncExitStack
+    ) -> None:
         super().__init__(content, status, media_type=kind)
         self._held = held
 

@@ -1,7 +1,9 @@
-"""Read a request of OpenAI's /v1/responses as a chat: its items are messages, its tools are a chat's tools.
+"""Read a request of OpenAI's /v1/responses as a chat: its items are messages, its tools are a
+chat's tools.
 
-What agents use is read: texts, calls of functions and their outputs, instructions, tools that are functions, reasoning
-that is handed back. Tools that OpenAI runs itself, files and images are refused, with the name of the field.
+What agents use is read: texts, calls of functions and their outputs, instructions, tools that are
+functions, reasoning that is handed back. Tools that OpenAI runs itself, files and images are
+refused, with the name of the field.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,18 +25,48 @@ ECHOED: Mapping[str, Any] = {
     "top_p": None,
     "truncation": "disabled",
 }
-SAME = ("model", "temperature", "top_p", "stream", "tool_choice", "return_token_ids", "chat_template_kwargs", "rid")
+SAME = (
+    "model",
+    "temperature",
+    "top_p",
+    "stream",
+    "tool_choice",
+    "return_token_ids",
+    "chat_template_kwargs",
+    "rid",
+)
 # Fields that change nothing here.
-IDLE = {"background", "include", "metadata", "nvext", "parallel_tool_calls", "prompt_cache_key", "safety_identifier"}
+IDLE = {
+    "background",
+    "include",
+    "metadata",
+    "nvext",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "safety_identifier",
+}
 IDLE |= {"service_tier", "session_id", "store", "text", "truncation", "user", "max_tool_calls"}
-READ = {"input", "instructions", "tools", "max_output_tokens", "previous_response_id", "reasoning", *SAME}
+READ = {
+    "input",
+    "instructions",
+    "tools",
+    "max_output_tokens",
+    "previous_response_id",
+    "reasoning",
+    *SAME,
+}
 TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 ROLES = {"developer": "system"}  # templates know no developer
 
 
 def as_chat(body: Mapping[str, Any], before: Sequence[Any]) -> dict[str, Any]:
-    """The body of a chat. before: messages of the response that the request goes on from. Raises Refused."""
-    wanted = sorted(name for name, value in body.items() if name not in READ | IDLE and value not in (None, False, []))
+    """The body of a chat. before: messages of the response that the request goes on from. Raises
+    Refused."""
+    wanted = sorted(
+        name
+        for name, value in body.items()
+        if name not in READ | IDLE and value not in (None, False, [])
+    )
     if wanted:
         raise Refused(f"{', '.join(wanted)}: not served by /v1/responses here; leave it out")
     if not isinstance(tools := body.get("tools") or [], list):
@@ -45,7 +77,10 @@ def as_chat(body: Mapping[str, Any], before: Sequence[Any]) -> dict[str, Any]:
     messages = list(before)
     if instructions := body.get("instructions"):
         # Those of the response before do not hold any more.
-        messages = [{"role": "system", "content": instructions}, *(m for m in messages if m.get("role") != "system")]
+        messages = [
+            {"role": "system", "content": instructions},
+            *(m for m in messages if m.get("role") != "system"),
+        ]
     messages += _messages(body.get("input"))
     chat = {name: body[name] for name in SAME if body.get(name) is not None}
     chat |= {"messages": messages, "tools": [_tool(at, tool) for at, tool in enumerate(tools)]}
@@ -54,7 +89,10 @@ def as_chat(body: Mapping[str, Any], before: Sequence[Any]) -> dict[str, Any]:
     if effort := _object(body, "reasoning").get("effort"):
         chat["reasoning_effort"] = effort
     if chat.get("tool_choice", "auto") not in ("auto", "none"):
-        raise Refused("tool_choice: auto or none; /v1/chat/completions serves the others, by an engine's grammar")
+        raise Refused(
+            "tool_choice: auto or none; /v1/chat/completions serves the others, by an engine's "
+            "grammar"
+        )
     return chat
 
 
@@ -94,7 +132,10 @@ def _item(at: int, item: Any) -> Iterator[dict[str, Any]]:
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
         role = str(item.get("role", "user"))
-        yield {"role": ROLES.get(role, role), "content": _text(f"input[{at}].content", item.get("content"))}
+        yield {
+            "role": ROLES.get(role, role),
+            "content": _text(f"input[{at}].content", item.get("content")),
+        }
     elif kind == "function_call":
         function = {"name": str(item.get("name")), "arguments": str(item.get("arguments") or "{}")}
         call = {"id": str(item.get("call_id")), "type": "function", "function": function}
@@ -103,7 +144,10 @@ def _item(at: int, item: Any) -> Iterator[dict[str, Any]]:
         output = _text(f"input[{at}].output", item.get("output"))
         yield {"role": "tool", "tool_call_id": str(item.get("call_id")), "content": output}
     elif kind != "reasoning":  # which templates leave out of earlier turns
-        raise Refused(f"input[{at}].type: message, function_call, function_call_output or reasoning, is {kind!r}")
+        raise Refused(
+            f"input[{at}].type: message, function_call, function_call_output or reasoning, is "
+            f"{kind!r}"
+        )
 
 
 def _text(field: str, content: Any) -> str:
@@ -117,6 +161,13 @@ def _text(field: str, content: Any) -> str:
 
 def _tool(at: int, tool: Any) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") != "function" or not tool.get("name"):
-        raise Refused(f"tools[{at}]: must be a function with a name; tools that OpenAI runs itself are not here")
-    function = {name: tool[name] for name in ("name", "description", "parameters", "strict") if tool.get(name)}
+        raise Refused(
+            f"tools[{at}]: must be a function with a name; tools that OpenAI runs itself are not "
+            "here"
+        )
+    function = {
+        name: tool[name]
+        for name in ("name", "description", "parameters", "strict")
+        if tool.get(name)
+    }
     return {"type": "function", "function": function}

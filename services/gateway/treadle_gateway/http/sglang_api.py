@@ -1,8 +1,8 @@
 """SGLang's /generate: what slime, verl and a person's own loop send.
 
-A request that asks for more than the mesh carries (images, input logprobs, routed experts, a grammar, ...) is handed to
-an engine as it is and answered as the engine answers it: `unscheduled` says so in the metrics. All others run through
-the mesh and are answered as SGLang answers them.
+A request that asks for more than the mesh carries (images, input logprobs, routed experts, a
+grammar, ...) is handed to an engine as it is and answered as the engine answers it: `unscheduled`
+says so in the metrics. All others run through the mesh and are answered as SGLang answers them.
 """
 
 import asyncio
@@ -19,7 +19,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from treadle import Sampling
 
 from treadle_gateway.calls import Calls
-from treadle_gateway.http.answers import EVENT_STREAM, MOST_COPIES, read_body, run_unless_gone, session_of
+from treadle_gateway.http.answers import (
+    EVENT_STREAM,
+    MOST_COPIES,
+    read_body,
+    run_unless_gone,
+    session_of,
+)
 from treadle_gateway.http.proxy import Proxy
 from treadle_gateway.order import Ended, Order, Output, Refused, Tokens, read_stops, read_tokens
 from treadle_gateway.text import TextModel, TextStream, answer_text, matched_end, require_model
@@ -27,12 +33,24 @@ from treadle_gateway.text import TextModel, TextStream, answer_text, matched_end
 DEFAULT_NEW_TOKENS = 128  # SGLang's own
 # Fields that the mesh carries, or that say nothing about tokens.
 CARRIED = frozenset(
-    {"input_ids", "text", "sampling_params", "return_logprob", "stream", "rid", "session_id", "conversation_id"}
+    {
+        "input_ids",
+        "text",
+        "sampling_params",
+        "return_logprob",
+        "stream",
+        "rid",
+        "session_id",
+        "conversation_id",
+    }
     | {"extra_key", "cache_salt", "priority", "routing_key", "log_metrics", "no_logs"}
     | {"return_prompt_token_ids", "nvext"}
 )
 # Values that ask for nothing.
-NOTHING: Mapping[str, tuple[object, ...]] = {"logprob_start_len": (-1,), "routed_experts_start_len": (0,)}
+NOTHING: Mapping[str, tuple[object, ...]] = {
+    "logprob_start_len": (-1,),
+    "routed_experts_start_len": (0,),
+}
 SAMPLED = {
     "max_new_tokens": "max_new_tokens",
     "temperature": "temperature",
@@ -44,7 +62,9 @@ SAMPLED = {
     "stop_token_ids": "stop_token_ids",
     "ignore_eos": "ignore_eos",
 }
-WRITTEN = frozenset({"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "n"})  # how text is made
+WRITTEN = frozenset(
+    {"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "n"}
+)  # how text is made
 NEUTRAL: Mapping[str, float] = {
     "frequency_penalty": 0,
     "presence_penalty": 0,
@@ -55,8 +75,8 @@ NEUTRAL: Mapping[str, float] = {
 
 @dataclass(frozen=True)
 class Wish:
-    """One answer that a request asks for. logprobs, prompt_ids: whether it has them. skip_special, trim: how its text
-    is written."""
+    """One answer that a request asks for. logprobs, prompt_ids: whether it has them. skip_special,
+    trim: how its text is written."""
 
     order: Order
     logprobs: bool
@@ -88,7 +108,9 @@ def carries(body: Mapping[str, Any]) -> bool:
         if not isinstance(sampling, dict):
             raise Refused("sampling_params: must be an object, or a list of them")
         for name, value in sampling.items():
-            known = name in SAMPLED or name in WRITTEN or value is None or value == NEUTRAL.get(name)
+            known = (
+                name in SAMPLED or name in WRITTEN or value is None or value == NEUTRAL.get(name)
+            )
             if not known:
                 return False
     return True
@@ -106,26 +128,47 @@ def read_wishes(body: Mapping[str, Any], session: str, model: TextModel | None) 
     """The answers that a request asks for, in its order. Raises Refused."""
     prompts = _prompts(body, model)
     count = len(prompts)
-    rids, given, logprobs = body.get("rid"), body.get("sampling_params") or {}, body.get("return_logprob") or False
+    rids, given, logprobs = (
+        body.get("rid"),
+        body.get("sampling_params") or {},
+        body.get("return_logprob") or False,
+    )
     each_sampling = given if isinstance(given, list) else [given] * count
     each_logprob = logprobs if isinstance(logprobs, list) else [logprobs] * count
     if len(each_sampling) != count or len(each_logprob) != count:
-        raise Refused(f"sampling_params, return_logprob: as lists they must have one entry for each of {count} prompts")
+        raise Refused(
+            "sampling_params, return_logprob: as lists they must have one entry for each of "
+            f"{count} prompts"
+        )
     if isinstance(rids, list) and len(rids) != count:
         raise Refused(f"rid: as a list it must have one entry for each of {count} prompts")
     wishes: list[Wish] = []
-    for at, (prompt, sampling, logprob) in enumerate(zip(prompts, each_sampling, each_logprob, strict=True)):
+    for at, (prompt, sampling, logprob) in enumerate(
+        zip(prompts, each_sampling, each_logprob, strict=True)
+    ):
         base = rids[at] if isinstance(rids, list) else rids or uuid.uuid4().hex
         copies = 1 if sampling.get("n") is None else sampling["n"]
         if type(copies) is not int or not 1 <= copies <= MOST_COPIES:
-            raise Refused(f"sampling_params.n: must be a whole number from 1 to {MOST_COPIES}, is {copies!r}")
+            raise Refused(
+                f"sampling_params.n: must be a whole number from 1 to {MOST_COPIES}, is {copies!r}"
+            )
         for copy in range(copies):
             alone = count == copies == 1
-            rid = base if alone or (isinstance(rids, list) and copies == 1) else f"{base}_{at}_{copy}"
+            rid = (
+                base if alone or (isinstance(rids, list) and copies == 1) else f"{base}_{at}_{copy}"
+            )
             order = Order(session, prompt, read_sampling(sampling), rid)
             skip = sampling.get("skip_special_tokens", True)
             trim = not sampling.get("no_stop_trim")
-            wishes.append(Wish(order, bool(logprob), bool(body.get("return_prompt_token_ids")), bool(skip), trim))
+            wishes.append(
+                Wish(
+                    order,
+                    bool(logprob),
+                    bool(body.get("return_prompt_token_ids")),
+                    bool(skip),
+                    trim,
+                )
+            )
     return wishes
 
 
@@ -157,7 +200,9 @@ class SglangApi:
         wishes = read_wishes(body, session, self._model)
         if body.get("stream"):
             return StreamingResponse(self._stream(wishes), media_type=EVENT_STREAM)
-        given = body["text"] if body.get("text") is not None else body["input_ids"][0]  # a list in a batch
+        given = (
+            body["text"] if body.get("text") is not None else body["input_ids"][0]
+        )  # a list in a batch
         single = len(wishes) == 1 and not isinstance(given, list)
         answers = await run_unless_gone(request, self._answers(wishes))
         return JSONResponse(answers[0] if single else answers)
@@ -195,7 +240,9 @@ class SglangApi:
     def _text_stream(self, wish: Wish) -> TextStream | None:
         if self._model is None:
             return None
-        return TextStream(self._model, wish.order.sampling, skip_special=wish.skip_special, trim=wish.trim)
+        return TextStream(
+            self._model, wish.order.sampling, skip_special=wish.skip_special, trim=wish.trim
+        )
 
     def _message(self, draft: "_Draft") -> dict[str, Any]:
         """SGLang's answer of a generation that has come so far."""
@@ -208,9 +255,13 @@ class SglangApi:
             if ended.finish == "length":
                 finish["length"] = len(output.token_ids)
             elif ended.finish == "stop" and model is not None:
-                matched = finish["matched"] = matched_end(model, output, sampling.stop, sampling.stop_token_ids)
+                matched = finish["matched"] = matched_end(
+                    model, output, sampling.stop, sampling.stop_token_ids
+                )
             if model is not None:
-                text = answer_text(model, output, matched, skip_special=wish.skip_special, trim=wish.trim)
+                text = answer_text(
+                    model, output, matched, skip_special=wish.skip_special, trim=wish.trim
+                )
         meta: dict[str, object] = {
             "id": wish.order.rid,
             "finish_reason": finish,
@@ -226,7 +277,8 @@ class SglangApi:
         }
         if wish.logprobs:
             meta["output_token_logprobs"] = [
-                [logprob, token, None] for logprob, token in zip(output.logprobs, output.token_ids, strict=True)
+                [logprob, token, None]
+                for logprob, token in zip(output.logprobs, output.token_ids, strict=True)
             ]
         if ended is not None and ended.trajectory_id:
             meta["trajectory_id"] = ended.trajectory_id
@@ -237,7 +289,8 @@ class SglangApi:
 async def _merge(
     streams: Sequence[AsyncGenerator[Tokens | Ended, None]],
 ) -> AsyncGenerator[tuple[int, Tokens | Ended], None]:
-    """What several generators yield, as it comes, with the place of each. Raises what one of them raises."""
+    """What several generators yield, as it comes, with the place of each. Raises what one of them
+    raises."""
     queue: asyncio.Queue[tuple[int, Tokens | Ended] | asyncio.Task[None]] = asyncio.Queue()
 
     async def read(at: int, stream: AsyncGenerator[Tokens | Ended, None]) -> None:
@@ -250,7 +303,10 @@ async def _merge(
             async for event in only:
                 yield 0, event
         return
-    tasks = [asyncio.get_running_loop().create_task(read(at, stream)) for at, stream in enumerate(streams)]
+    tasks = [
+        asyncio.get_running_loop().create_task(read(at, stream))
+        for at, stream in enumerate(streams)
+    ]
     for task in tasks:
         task.add_done_callback(queue.put_nowait)
     left = len(tasks)

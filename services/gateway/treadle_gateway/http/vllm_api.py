@@ -1,8 +1,10 @@
-"""vLLM's /inference/v1/generate: token ids in, token ids out, as SkyRL and prime-rl's rollouts send it.
+"""vLLM's /inference/v1/generate: token ids in, token ids out, as SkyRL and prime-rl's rollouts send
+it.
 
-The engines are SGLang's, which have no such path. What the mesh carries runs through the mesh. Sampling that it does
-not carry, and the experts that SkyRL's /skyrl/v1/generate wants, are asked of one engine in SGLang's words, without a
-place in the mesh's order. Nothing that was asked for is left out: what neither can do is refused.
+The engines are SGLang's, which have no such path. What the mesh carries runs through the mesh.
+Sampling that it does not carry, and the experts that SkyRL's /skyrl/v1/generate wants, are asked of
+one engine in SGLang's words, without a place in the mesh's order. Nothing that was asked for is
+left out: what neither can do is refused.
 """
 
 import asyncio
@@ -24,13 +26,35 @@ from treadle_gateway.engines import engine_sampling
 from treadle_gateway.http.answers import MOST_COPIES, read_body, run_unless_gone, session_of
 from treadle_gateway.http.proxy import Proxy
 from treadle_gateway.mesh import MeshLink
-from treadle_gateway.order import Ended, Finish, Order, Output, Refused, Tokens, read_stops, read_tokens
+from treadle_gateway.order import (
+    Ended,
+    Finish,
+    Order,
+    Output,
+    Refused,
+    Tokens,
+    read_stops,
+    read_tokens,
+)
 
-SAMPLED = ("temperature", "top_p", "min_p", "seed", "ignore_eos")  # the mesh names them as vLLM does
-# How an answer is written, or how the engine works; none of it changes a token. The mesh samples one token at least,
-# and its engines have no experts to tell of from a place on.
-UNCHANGED = frozenset({"max_tokens", "n", "top_k", "stop", "stop_token_ids", "logprobs", "skip_special_tokens"})
-UNCHANGED |= {"spaces_between_special_tokens", "include_stop_str_in_output", "detokenize", "output_kind"}
+SAMPLED = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "seed",
+    "ignore_eos",
+)  # the mesh names them as vLLM does
+# How an answer is written, or how the engine works; none of it changes a token. The mesh samples
+# one token at least, and its engines have no experts to tell of from a place on.
+UNCHANGED = frozenset(
+    {"max_tokens", "n", "top_k", "stop", "stop_token_ids", "logprobs", "skip_special_tokens"}
+)
+UNCHANGED |= {
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "detokenize",
+    "output_kind",
+}
 UNCHANGED |= {"routed_experts_prompt_start"}
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "presence_penalty": (0,),
@@ -45,9 +69,12 @@ NOT_CARRIED = ("features", "content_parts", "kv_transfer_params", "stream")
 
 
 class VllmApi:
-    """The token form. folder: of the model, whose config says how many experts a token has; None: unknown."""
+    """The token form. folder: of the model, whose config says how many experts a token has; None:
+    unknown."""
 
-    def __init__(self, calls: Calls, proxy: Proxy, link: MeshLink, served_model: str, folder: Path | None) -> None:
+    def __init__(
+        self, calls: Calls, proxy: Proxy, link: MeshLink, served_model: str, folder: Path | None
+    ) -> None:
         self._calls, self._proxy, self._link, self._served_model = calls, proxy, link, served_model
         self._experts_per_token = read_experts_per_token(folder) if folder is not None else 0
 
@@ -56,7 +83,8 @@ class VllmApi:
         return await self._answer(request, experts=False)
 
     async def generate_with_experts(self, request: Request) -> Response:
-        """POST /skyrl/v1/generate: each choice has `routed_experts`, of all tokens of the sequence but its last."""
+        """POST /skyrl/v1/generate: each choice has `routed_experts`, of all tokens of the sequence
+        but its last."""
         return await self._answer(request, experts=True)
 
     async def _answer(self, request: Request, *, experts: bool) -> Response:
@@ -65,15 +93,22 @@ class VllmApi:
             if body.get(name):
                 raise Refused(f"{name}: is not carried", 501)
         self._check_model(body.get("model"))
-        prompt, given = read_tokens("token_ids", body.get("token_ids")), body.get("sampling_params") or {}
+        prompt, given = (
+            read_tokens("token_ids", body.get("token_ids")),
+            body.get("sampling_params") or {},
+        )
         if not isinstance(given, dict):
             raise Refused("sampling_params: must be an object")
         copies = given.get("n") or 1
         if type(copies) is not int or not 1 <= copies <= MOST_COPIES:
-            raise Refused(f"sampling_params.n: must be a whole number from 1 to {MOST_COPIES}, is {copies!r}")
+            raise Refused(
+                f"sampling_params.n: must be a whole number from 1 to {MOST_COPIES}, is {copies!r}"
+            )
         sampling, more = read_sampling(given, self._link.context_tokens - len(prompt))
         session, rid = session_of(request, body), str(body.get("request_id") or uuid.uuid4().hex)
-        orders = [Order(session, prompt, sampling, f"{rid}-{at}" if at else rid) for at in range(copies)]
+        orders = [
+            Order(session, prompt, sampling, f"{rid}-{at}" if at else rid) for at in range(copies)
+        ]
         logprobs = given.get("logprobs") is not None
         answers = await run_unless_gone(request, self._run_all(orders, more, logprobs, experts))
         written = sum(len(choice["token_ids"]) for choice in answers)
@@ -86,7 +121,9 @@ class VllmApi:
                 "prompt_tokens": len(prompt),
                 "completion_tokens": written,
                 "total_tokens": len(prompt) + written,
-                "prompt_tokens_details": {"cached_tokens": sum(choice.pop("cached_tokens") for choice in answers)},
+                "prompt_tokens_details": {
+                    "cached_tokens": sum(choice.pop("cached_tokens") for choice in answers)
+                },
             },
         }
         if body.get("return_token_ids"):
@@ -95,10 +132,16 @@ class VllmApi:
 
     def _check_model(self, model: object) -> None:
         """An adapter's name must not bring the answers of the base model. Raises Refused."""
-        names = {self._served_model} if self._served_model else {each.model for each in self._link.engines.values()}
+        names = (
+            {self._served_model}
+            if self._served_model
+            else {each.model for each in self._link.engines.values()}
+        )
         if model and model not in names:
             raise Refused(
-                f"model: must be {' or '.join(sorted(names))}, is {model!r}; TREADLE_GATEWAY_SERVED_MODEL names it", 404
+                f"model: must be {' or '.join(sorted(names))}, is {model!r}; "
+                "TREADLE_GATEWAY_SERVED_MODEL names it",
+                404,
             )
 
     async def _run_all(
@@ -109,7 +152,9 @@ class VllmApi:
             tasks = [group.create_task(run(order, more, logprobs, experts)) for order in orders]
         return [task.result() for task in tasks]
 
-    async def _run(self, order: Order, more: object, logprobs: bool, experts: bool) -> dict[str, Any]:
+    async def _run(
+        self, order: Order, more: object, logprobs: bool, experts: bool
+    ) -> dict[str, Any]:
         """A choice, through the mesh."""
         output = Output()
         async with aclosing(self._calls.run(order)) as events:
@@ -123,10 +168,18 @@ class VllmApi:
         """A choice, from one engine."""
         sampling = {**engine_sampling(order.sampling), **more}
         body = {"input_ids": order.prompt, "sampling_params": sampling, "return_logprob": True}
-        answer = await self._proxy.ask(order, body | ({"return_routed_experts": True} if experts else {}))
+        answer = await self._proxy.ask(
+            order, body | ({"return_routed_experts": True} if experts else {})
+        )
         meta, output = answer["meta_info"], Output()
         finish: Finish = meta["finish_reason"]["type"]
-        output.add(Tokens(answer["output_ids"], [e[0] for e in meta["output_token_logprobs"]], meta["weight_version"]))
+        output.add(
+            Tokens(
+                answer["output_ids"],
+                [e[0] for e in meta["output_token_logprobs"]],
+                meta["weight_version"],
+            )
+        )
         output.add(Ended(finish, cached_tokens=meta.get("cached_tokens") or 0))
         choice = _choice(output, logprobs)
         if experts:
@@ -141,18 +194,20 @@ class VllmApi:
         if not ids or not top or len(ids) % (rows * top):
             raise Refused(
                 "routed_experts: the engines tell none that fit this model; start SGLang with "
-                "--enable-return-routed-experts, and set TREADLE_GATEWAY_TOKENIZER to the model's folder",
+                "--enable-return-routed-experts, and set TREADLE_GATEWAY_TOKENIZER to the model's "
+                "folder",
                 501,
             )
         width = len(ids) // rows
         return [
-            [ids[at : at + top].tolist() for at in range(row * width, (row + 1) * width, top)] for row in range(rows)
+            [ids[at : at + top].tolist() for at in range(row * width, (row + 1) * width, top)]
+            for row in range(rows)
         ]
 
 
 def read_sampling(given: Mapping[str, Any], room: int) -> tuple[Sampling, dict[str, object]]:
-    """What the mesh carries of vLLM's SamplingParams, and the rest in SGLang's words. room: tokens that fit behind the
-    prompt. Raises Refused."""
+    """What the mesh carries of vLLM's SamplingParams, and the rest in SGLang's words. room: tokens
+    that fit behind the prompt. Raises Refused."""
     more: dict[str, object] = {}
     for name, value in given.items():
         if name in SAMPLED or name in UNCHANGED or not value or value in NEUTRAL.get(name, ()):
@@ -161,7 +216,9 @@ def read_sampling(given: Mapping[str, Any], room: int) -> tuple[Sampling, dict[s
             raise Refused(f"sampling_params.{name}: is not carried", 501)
         more[SGLANG_NAMES[name]] = value
     if type(given.get("logprobs")) is int and given["logprobs"] > 1:
-        raise Refused("sampling_params.logprobs: must be 0 or 1, as only sampled tokens have theirs", 501)
+        raise Refused(
+            "sampling_params.logprobs: must be 0 or 1, as only sampled tokens have theirs", 501
+        )
     most, top_k = given.get("max_tokens"), given.get("top_k")
     if most is None:
         most = room
@@ -171,7 +228,10 @@ def read_sampling(given: Mapping[str, Any], room: int) -> tuple[Sampling, dict[s
         raise Refused(f"sampling_params.top_k: must be a whole number, is {top_k!r}")
     fields = {name: given[name] for name in SAMPLED if given.get(name) is not None}
     return Sampling(
-        max_new_tokens=most, top_k=top_k if top_k and top_k > 0 else None, **fields, **read_stops(given)
+        max_new_tokens=most,
+        top_k=top_k if top_k and top_k > 0 else None,
+        **fields,
+        **read_stops(given),
     ), more
 
 
@@ -179,7 +239,11 @@ def read_experts_per_token(folder: Path) -> int:
     """Of a model's config.json; 0 where a token has none."""
     file = folder / "config.json"
     config = json.loads(file.read_text()) if file.is_file() else {}
-    found = config.get("num_experts_per_tok") or (config.get("text_config") or {}).get("num_experts_per_tok") or 0
+    found = (
+        config.get("num_experts_per_tok")
+        or (config.get("text_config") or {}).get("num_experts_per_tok")
+        or 0
+    )
     return int(found)
 
 
@@ -191,7 +255,8 @@ def _choice(output: Output, logprobs: bool) -> dict[str, Any]:
         for token, logprob in zip(output.token_ids, output.logprobs, strict=True)
     ]
     spans = [
-        {"version": each.weight_version, "start": each.start_token, "end": each.end_token} for each in output.spans
+        {"version": each.weight_version, "start": each.start_token, "end": each.end_token}
+        for each in output.spans
     ]
     return {
         "token_ids": output.token_ids,

@@ -1,11 +1,12 @@
 """Call SGLang's HTTP server: generate, abort, prefill, load weights, ask what it is.
 
-Owns the HTTP session; knows the engine's JSON, nothing of steps or queues. aiohttp costs 31 us of CPU a chunk of a
-stream here where httpx costs 71, and each token is one chunk.
+Owns the HTTP session; knows the engine's JSON, nothing of steps or queues. aiohttp costs 31 us of
+CPU a chunk of a stream here where httpx costs 71, and each token is one chunk.
 
-A chunk of a stream has the new tokens alone where SGLang was started with --incremental-streaming-output, else all
-tokens of the request so far. Either way each chunk must have as many as `completion_tokens` says: a stream that is read
-in the wrong way would deliver wrong tokens without an error.
+A chunk of a stream has the new tokens alone where SGLang was started with
+--incremental-streaming-output, else all tokens of the request so far. Either way each chunk must
+have as many as `completion_tokens` says: a stream that is read in the wrong way would deliver wrong
+tokens without an error.
 """
 
 import asyncio
@@ -25,20 +26,28 @@ from treadle_core.engine_queue.progress import EngineProgress
 
 # For questions; a CPU engine answers between two forward passes, and a long prefill takes seconds.
 ANSWER_TIMEOUT_S = 10.0
-WEIGHTS_TIMEOUT_S = 1800.0  # loading hundreds of GB from a network disk takes minutes; a collective gives up as late
+# loading hundreds of GB from a network disk takes minutes; a collective gives up as late
+WEIGHTS_TIMEOUT_S = 1800.0
 # For one request that the engine has forgotten while it serves others; no prefill takes so long.
 FORGOTTEN_S = 1800.0
-# SGLang closes a connection that was idle for 5 s. A request that is sent on it at that moment breaks, as if the engine
-# were lost, so connections are closed here before.
+# SGLang closes a connection that was idle for 5 s. A request that is sent on it at that moment
+# breaks, as if the engine were lost, so connections are closed here before.
 IDLE_CONNECTION_S = 2.0
 LONGEST_LINE_BYTES = 4 * 1024 * 1024  # the last chunk of a long step carries a little of everything
 INCREMENTAL_FLAG = "--incremental-streaming-output"
 LARGEST_INT32, LARGEST_INT64, LARGEST_FLOAT32 = 2**31 - 1, 2**63 - 1, 3.4e38
 ROUNDING = 1e-3  # by which the logarithm of a probability may come out above 0
 _CONNECTION_ERRORS = (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError)
-# Reading an answer that SGLang would not give raises these: other types, missing parts, no JSON, numbers beyond their
-# range, lists in lists in lists.
-PROTOCOL_ERRORS = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+# Reading an answer that SGLang would not give raises these: other types, missing parts, no JSON,
+# numbers beyond their range, lists in lists in lists.
+PROTOCOL_ERRORS = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
 _VALID_RANGE = re.compile(r"valid range is \[0, (\d{1,9})\)")
 
 T = TypeVar("T")
@@ -54,7 +63,8 @@ class EngineRefused(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """One attempt at a step. `rid` is unique, and no rid is the beginning of another: SGLang aborts by prefix."""
+    """One attempt at a step. `rid` is unique, and no rid is the beginning of another: SGLang aborts
+    by prefix."""
 
     rid: str
     input_ids: Sequence[int]
@@ -66,7 +76,8 @@ class EngineRequest:
 class EngineChunk:
     """New tokens since the chunk before.
 
-    `finish` is stop, length or abort on the last chunk, whose `spans` (version, start, end) cover the attempt.
+    `finish` is stop, length or abort on the last chunk, whose `spans` (version, start, end) cover
+    the attempt.
     """
 
     token_ids: Sequence[int]
@@ -81,7 +92,8 @@ class EngineChunk:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Where a prefix's KV came from, in tokens: this engine (device or host), shared storage, or computed."""
+    """Where a prefix's KV came from, in tokens: this engine (device or host), shared storage, or
+    computed."""
 
     cached: int
     from_storage: int
@@ -89,10 +101,11 @@ class Prefill:
 
 
 class EngineClient:
-    """One engine at `base_url`. work, progress: are given the requests and the tokens of all streams.
+    """One engine at `base_url`. work, progress: are given the requests and the tokens of all
+    streams.
 
-    `incremental`: whether a chunk has the new tokens alone; whoever asks what the engine is sets it. Every method
-    raises EngineLost and EngineRefused.
+    `incremental`: whether a chunk has the new tokens alone; whoever asks what the engine is sets
+    it. Every method raises EngineLost and EngineRefused.
     """
 
     def __init__(self, base_url: str, work: EngineWork, progress: EngineProgress) -> None:
@@ -123,7 +136,9 @@ class EngineClient:
         url, timeout = f"{self._base_url}/generate", self._stream_timeout
         stream = _Stream(self.incremental, as_count(request.sampling["max_new_tokens"]))
         with self._translate_errors("/generate", timeout.sock_read), self._noted(request):
-            async with self._session.post(url, json=body, timeout=timeout, headers=_trace_headers()) as response:
+            async with self._session.post(
+                url, json=body, timeout=timeout, headers=_trace_headers()
+            ) as response:
                 if response.status != 200:
                     raise EngineRefused(await _message(response))
                 async for line in response.content:
@@ -139,7 +154,8 @@ class EngineClient:
         raise EngineLost(f"the engine at {self._base_url} ended a stream without saying why")
 
     async def abort(self, rid: str) -> None:
-        """End a request; its stream then ends with everything sampled. An unknown rid changes nothing."""
+        """End a request; its stream then ends with everything sampled. An unknown rid changes
+        nothing."""
         await self._ask("POST", "/abort_request", {"rid": rid})
 
     async def prefill(self, rid: str, input_ids: Sequence[int], cache_salt: str) -> Prefill:
@@ -152,47 +168,62 @@ class EngineClient:
         }
         with self._watched(rid, len(input_ids)):
             prefill = await self._ask(
-                "POST", "/generate", body, timeout_s=FORGOTTEN_S, read=lambda answer: _prefill(answer, len(input_ids))
+                "POST",
+                "/generate",
+                body,
+                timeout_s=FORGOTTEN_S,
+                read=lambda answer: _prefill(answer, len(input_ids)),
             )
             self._progress.note_tokens(rid, time.monotonic())
         return prefill
 
     async def sample_token(self, rid: str) -> None:
         """Have the engine generate one token, in the time in which a working engine does."""
-        body = {"rid": rid, "input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+        body = {
+            "rid": rid,
+            "input_ids": [0],
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+        }
         with self._watched(rid, 1):
             await self._ask("POST", "/generate", body, timeout_s=self._progress.stall_s)
             self._progress.note_tokens(rid, time.monotonic())
 
     async def describe(self) -> tuple[Mapping[str, Any], Mapping[str, Any], int]:
-        """The engine's /server_info and /model_info, and its vocabulary's size, 0 where it does not tell."""
+        """The engine's /server_info and /model_info, and its vocabulary's size, 0 where it does not
+        tell."""
         server: Mapping[str, Any] = await self._ask("GET", "/server_info")
         return server, await self._ask("GET", "/model_info"), await self._vocab_size()
 
     async def name_of_weights(self) -> str:
         """How the engine names its present weights."""
-        return await self._ask("GET", "/model_info", read=lambda answer: as_text(answer["weight_version"]))
+        return await self._ask(
+            "GET", "/model_info", read=lambda answer: as_text(answer["weight_version"])
+        )
 
     async def kv_tokens_used(self) -> int:
         """KV tokens that running requests hold."""
-        # SGLang's HTTP server answers with what the generating process wrote last, whether or not that one hangs.
+        # SGLang's HTTP server answers with what the generating process wrote last, whether or not
+        # that one hangs.
         used_tokens, unread_tokens = await self._ask("GET", "/v1/loads?include=core", read=_loads)
         self._progress.note_unread(unread_tokens, time.monotonic())
         return used_tokens
 
     async def update_weights(self, model_path: str, weight_version: str) -> None:
         """Load weights and name them. The engine must be idle."""
-        # Not flushed with the load: a refused flush would fail a load that took place. The salt keeps old KV from
-        # being hit.
+        # Not flushed with the load: a refused flush would fail a load that took place. The salt
+        # keeps old KV from being hit.
         body = {"model_path": model_path, "weight_version": weight_version, "flush_cache": False}
         await self._load("/update_weights_from_disk", body)
 
     async def name_weights(self, name: str) -> None:
         """Name the present weights."""
-        await self._ask("POST", "/update_weight_version", {"new_version": name, "abort_all_requests": False})
+        await self._ask(
+            "POST", "/update_weight_version", {"new_version": name, "abort_all_requests": False}
+        )
 
     async def begin_push(self) -> None:
-        """Make the weights ready to be overwritten; pushes by "distributed" and "tensor" need it."""
+        """Make the weights ready to be overwritten; pushes by "distributed" and "tensor" need
+        it."""
         try:
             await self._load("/begin_weight_update", {})
         except EngineRefused as error:
@@ -206,7 +237,8 @@ class EngineClient:
         await self._load("/end_weight_update", {})
 
     async def push_weights(self, way: str, body: Mapping[str, Any]) -> None:
-        """Take weights by "distributed", "tensor" or "ipc", without naming them. The engine must be idle."""
+        """Take weights by "distributed", "tensor" or "ipc", without naming them. The engine must be
+        idle."""
         given = {name: value for name, value in body.items() if name != "weight_version"}
         await self._load(f"/update_weights_from_{way}", {**given, "flush_cache": False})
 
@@ -227,7 +259,8 @@ class EngineClient:
         await self._load("/resume_memory_occupation", {"tags": sorted(tags)})
 
     async def flush_cache(self, wait_s: float = 0.0) -> bool:
-        """Drop all KV on the engine; False where it refuses because something runs after `wait_s`."""
+        """Drop all KV on the engine; False where it refuses because something runs after
+        `wait_s`."""
         try:
             await self._ask("POST", f"/flush_cache?timeout={wait_s:g}")
         except EngineRefused:
@@ -240,8 +273,8 @@ class EngineClient:
         return await self._ask("POST", "/detokenize", body, read=lambda answer: str(answer["text"]))
 
     async def _vocab_size(self) -> int:
-        # An id outside of the vocabulary kills the engine, and no endpoint tells the size. The refusal of this request
-        # does, and costs no forward pass.
+        # An id outside of the vocabulary kills the engine, and no endpoint tells the size. The
+        # refusal of this request does, and costs no forward pass.
         body = {
             "input_ids": [0],
             "sampling_params": {"max_new_tokens": 1},
@@ -277,10 +310,14 @@ class EngineClient:
         timeout = aiohttp.ClientTimeout(timeout_s or ANSWER_TIMEOUT_S)
         with self._translate_errors(path, timeout.total):
             url, headers = f"{self._base_url}{path}", _trace_headers()
-            async with self._session.request(method, url, json=body, timeout=timeout, headers=headers) as response:
+            async with self._session.request(
+                method, url, json=body, timeout=timeout, headers=headers
+            ) as response:
                 if response.status != 200:
                     raise EngineRefused(await _message(response))
-                return read(await response.json() if response.content_type == "application/json" else None)
+                return read(
+                    await response.json() if response.content_type == "application/json" else None
+                )
 
     @contextmanager
     def _noted(self, request: EngineRequest) -> Iterator[None]:
@@ -301,14 +338,17 @@ class EngineClient:
 
     @contextmanager
     def _translate_errors(self, path: str, timeout_s: float | None) -> Iterator[None]:
-        """Raise EngineLost for a connection that breaks and for a silence of `timeout_s` within the block."""
+        """Raise EngineLost for a connection that breaks and for a silence of `timeout_s` within the
+        block."""
         where = f"the engine at {self._base_url}"
         try:
             yield
         except _CONNECTION_ERRORS as error:
             raise EngineLost(f"{where} does not answer {path}: {error!r}") from error
         except HttpProcessingError as error:  # a line that is too long
-            raise EngineLost(f"{where} sends too much at once; start it with {INCREMENTAL_FLAG}: {error!r}") from error
+            raise EngineLost(
+                f"{where} sends too much at once; start it with {INCREMENTAL_FLAG}: {error!r}"
+            ) from error
         except TimeoutError as error:
             raise EngineLost(f"{where} was silent on {path} for {timeout_s:g} s") from error
         except PROTOCOL_ERRORS as error:
@@ -323,7 +363,8 @@ def _trace_headers() -> dict[str, str]:
 
 
 class _Stream:
-    """Reads the chunks of one stream of /generate. incremental: as of EngineClient. limit: most tokens."""
+    """Reads the chunks of one stream of /generate. incremental: as of EngineClient. limit: most
+    tokens."""
 
     def __init__(self, incremental: bool, limit: int) -> None:
         self._incremental, self._limit = incremental, limit
@@ -332,7 +373,8 @@ class _Stream:
         self._text = 0  # characters
 
     def read(self, answer: Mapping[str, Any]) -> EngineChunk:
-        """What is new in a chunk. Raises EngineLost where it has not the tokens that are due, and PROTOCOL_ERRORS."""
+        """What is new in a chunk. Raises EngineLost where it has not the tokens that are due, and
+        PROTOCOL_ERRORS."""
         if "error" in answer:
             raise EngineRefused(str(answer["error"].get("message", answer["error"])))
         meta, text = answer["meta_info"], str(answer.get("text") or "")
@@ -343,21 +385,25 @@ class _Stream:
             raise ValueError(f"{count} tokens, of which {self._limit} were asked for")
         if self._incremental:
             due = count - self._received
-            # The echo of an abort that found its request waiting repeats the last token, with the logprobs of all
-            # (TokenizerManager._handle_abort_req).
-            echoed = bool(ids) and finish.get("type") == "abort" and ids[-1] == [self._last, *ids][-2]
+            # The echo of an abort that found its request waiting repeats the last token, with the
+            # logprobs of all (TokenizerManager._handle_abort_req).
+            echoed = (
+                bool(ids) and finish.get("type") == "abort" and ids[-1] == [self._last, *ids][-2]
+            )
             whole = len(ids) == due + echoed or len(ids) == due
             ids, entries = ids[:due], entries[:due]
         else:
             due = count
-            # SGLang hands out its own growing lists: they may be ahead of the count that came with them.
+            # SGLang hands out its own growing lists: they may be ahead of the count that came with
+            # them.
             whole = len(ids) >= due if not finish else len(ids) == due
             ids, entries = ids[self._received : due], entries[self._received : due]
             text = text[self._text :]
         if not whole or not len(ids) == len(entries) == count - self._received:
             how = "with" if self._incremental else "without"
             raise EngineLost(
-                f"the engine sent {len(answer['output_ids'])} tokens and {len(entries)} new logprobs where {due} "
+                f"the engine sent {len(answer['output_ids'])} tokens and {len(entries)} new "
+                f"logprobs where {due} "
                 f"tokens were due, as it says that it runs {how} {INCREMENTAL_FLAG}"
             )
         self._received, self._text = count, self._text + len(text)

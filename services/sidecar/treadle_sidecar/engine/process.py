@@ -1,11 +1,12 @@
 """Launch a SGLang server on a CPU core or on GPUs.
 
-`engine_command` is a pure function from an `EngineSpec` to the command line and the environment; the caller starts it
-(`treadle up`, the engine tests, or `python -m treadle_sidecar.engine.process`). The engine lives in a venv of its own
-(engine/install.sh), so this module imports nothing of it.
+`engine_command` is a pure function from an `EngineSpec` to the command line and the environment;
+the caller starts it (`treadle up`, the engine tests, or `python -m
+treadle_sidecar.engine.process`). The engine lives in a venv of its own (engine/install.sh), so this
+module imports nothing of it.
 
-Invariants: an engine listens on loopback only; a CPU engine uses one thread a core and is pinned to its cores; no
-engine downloads a model.
+Invariants: an engine listens on loopback only; a CPU engine uses one thread a core and is pinned to
+its cores; no engine downloads a model.
 """
 
 import argparse
@@ -29,17 +30,23 @@ WEIGHTS = (AUTO, INT8, FLOAT) = ("auto", "int8", "float")
 
 
 def cpu_dtype(cpu_info: Path = CPU_INFO) -> str:
-    """SGLang's name of the numbers to compute in: auto (the model's own) on a processor with bf16, else float32."""
+    """SGLang's name of the numbers to compute in: auto (the model's own) on a processor with bf16,
+    else float32."""
     return "auto" if has_bf16(_read(cpu_info)) else "float32"
 
 
 def choose_weights(asked: str, cpu: bool, cpu_info: Path = CPU_INFO) -> str:
-    """int8 or float, as asked for; auto is int8 on a processor that multiplies bytes. Raises ValueError."""
+    """int8 or float, as asked for; auto is int8 on a processor that multiplies bytes. Raises
+    ValueError."""
     if asked not in WEIGHTS:
         raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, not {asked!r}")
     able = cpu and has_vnni(_read(cpu_info))
     if asked == INT8 and not able:
-        where = f"on a processor without {VNNI_FLAG}" if cpu else "on GPUs, where SGLang has its own --quantization"
+        where = (
+            f"on a processor without {VNNI_FLAG}"
+            if cpu
+            else "on GPUs, where SGLang has its own --quantization"
+        )
         raise ValueError(f"weights must be float or auto {where}")
     return INT8 if able and asked != FLOAT else FLOAT
 
@@ -53,11 +60,17 @@ def _read(cpu_info: Path) -> str:
 
 ENGINE_HOST = "127.0.0.1"  # the sidecar beside it is the only client
 PAGE_TOKENS = 16  # KV page: what HiCache stores and moves; a prefix is shared in multiples of it
-STORAGE_BACKEND = Path(__file__).parents[1] / "hicache"  # on the engine's path: its venv need not hold Treadle
-HICACHE_RATIO = 2  # host copies of the device pool; write-through passes KV through host memory on its way to storage
-HICACHE_LIMIT_GB = 8.0  # of the folder of KV pages, where nobody says more: 50,000 tokens of an 8B model
+STORAGE_BACKEND = (
+    Path(__file__).parents[1] / "hicache"
+)  # on the engine's path: its venv need not hold Treadle
+# host copies of the device pool; write-through passes KV through host memory on its way to storage
+HICACHE_RATIO = 2
+HICACHE_LIMIT_GB = (
+    8.0  # of the folder of KV pages, where nobody says more: 50,000 tokens of an 8B model
+)
 TRACE_LEVEL = "2"  # of SGLang's spans; its default, 3, sends one for each token
-SPARE_REQUESTS = 2  # engine slots above the queue's, so that a prefetch of a prefix never waits for a decoding step
+# engine slots above the queue's, so that a prefetch of a prefix never waits for a decoding step
+SPARE_REQUESTS = 2
 _REMOVED = (
     "SGLANG_USE_CPU_ENGINE",
     "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
@@ -72,14 +85,16 @@ CPU_MEM_FRACTION = "0.2"  # of the machine's memory; the KV pool itself is bound
 class EngineSpec:
     """One engine to start.
 
-    `cores` pins a CPU engine (None: not pinned, one thread); `slots` is the number of steps that decode at once;
-    `kv_tokens` is the KV pool (0: the engine's own choice), `context_tokens` the longest sequence (0: the model's
-    own). `weights` of a CPU engine: int8, float, or auto for the faster. `hicache_dir` is the folder of KV pages shared
-    by the engines between which KV moves (None: a move recomputes), and `hicache_limit_gb` the most that it may hold,
-    the same for all of them. `extra_args` are SGLang flags and win over the ones chosen here. `nccl_port` is for the
-    engine's own processes (0: SGLang chooses a port, and binds it seconds later, when another process may have taken
-    it). `otlp_endpoint` is the collector of SGLang's own spans (http://host:port, "": none), which belong to the trace
-    of the step's trajectory; the engine's venv needs OpenTelemetry for that.
+    `cores` pins a CPU engine (None: not pinned, one thread); `slots` is the number of steps that
+    decode at once; `kv_tokens` is the KV pool (0: the engine's own choice), `context_tokens` the
+    longest sequence (0: the model's own). `weights` of a CPU engine: int8, float, or auto for the
+    faster. `hicache_dir` is the folder of KV pages shared by the engines between which KV moves
+    (None: a move recomputes), and `hicache_limit_gb` the most that it may hold, the same for all of
+    them. `extra_args` are SGLang flags and win over the ones chosen here. `nccl_port` is for the
+    engine's own processes (0: SGLang chooses a port, and binds it seconds later, when another
+    process may have taken it). `otlp_endpoint` is the collector of SGLang's own spans
+    (http://host:port, "": none), which belong to the trace of the step's trajectory; the engine's
+    venv needs OpenTelemetry for that.
     """
 
     engine_id: str
@@ -108,10 +123,11 @@ class EngineCommand(NamedTuple):
 
 
 def engine_command(spec: EngineSpec, environ: Mapping[str, str] | None = None) -> EngineCommand:
-    """The command that starts `spec`'s engine; `environ` (default: this process's) is what the engine inherits.
+    """The command that starts `spec`'s engine; `environ` (default: this process's) is what the
+    engine inherits.
 
-    The argv starts with `taskset` where a CPU engine is pinned and the machine has it. Raises ValueError on a spec
-    that cannot run.
+    The argv starts with `taskset` where a CPU engine is pinned and the machine has it. Raises
+    ValueError on a spec that cannot run.
     """
     if not 0 < spec.port < 65536:
         raise ValueError(f"port must be between 1 and 65535, not {spec.port}")
@@ -140,14 +156,24 @@ def engine_command(spec: EngineSpec, environ: Mapping[str, str] | None = None) -
     if spec.context_tokens:
         argv += ["--context-length", str(spec.context_tokens)]
     if spec.cpu:
-        argv += ["--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"]
+        argv += [
+            "--device",
+            "cpu",
+            "--attention-backend",
+            "torch_native",
+            "--disable-overlap-schedule",
+        ]
         argv += ["--mem-fraction-static", CPU_MEM_FRACTION, "--dtype", cpu_dtype()]
         if weights == INT8:
             argv += ["--quantization", "w8a8_int8"]  # of the platform plugin, not of SGLang
-        argv += ["--enable-deterministic-inference"]  # the flag under which the engine honours sampling seeds
+        argv += [
+            "--enable-deterministic-inference"
+        ]  # the flag under which the engine honours sampling seeds
     if spec.hicache_dir is not None:
         argv += _hicache_flags(spec.cpu, spec.hicache_limit_gb)
-    return EngineCommand((*argv, *spec.extra_args), _environment(spec, os.environ if environ is None else environ))
+    return EngineCommand(
+        (*argv, *spec.extra_args), _environment(spec, os.environ if environ is None else environ)
+    )
 
 
 def _pin(spec: EngineSpec) -> list[str]:
@@ -158,14 +184,26 @@ def _pin(spec: EngineSpec) -> list[str]:
 
 
 def _hicache_flags(cpu: bool, limit_gb: float) -> list[str]:
-    flags = ["--page-size", str(PAGE_TOKENS), "--enable-hierarchical-cache", "--hicache-ratio", str(HICACHE_RATIO)]
-    # write_through: a move needs the pages of the turn that has just ended; the other policies have not written them.
+    flags = [
+        "--page-size",
+        str(PAGE_TOKENS),
+        "--enable-hierarchical-cache",
+        "--hicache-ratio",
+        str(HICACHE_RATIO),
+    ]
+    # write_through: a move needs the pages of the turn that has just ended; the other policies have
+    # not written them.
     flags += ["--hicache-write-policy", "write_through", "--hicache-storage-backend", "dynamic"]
-    # wait_complete: a prefetch that gives up early would prefill what storage has, and a move would cost what it was
-    # to save.
+    # wait_complete: a prefetch that gives up early would prefill what storage has, and a move would
+    # cost what it was to save.
     flags += ["--hicache-storage-prefetch-policy", "wait_complete"]
-    backend = {"backend_name": "treadle", "module_path": "checked_pages", "class_name": "CheckedPages"}
-    # The last two: with a page come the keys of its prefix, so that the folder's limit spares prefixes in use.
+    backend = {
+        "backend_name": "treadle",
+        "module_path": "checked_pages",
+        "class_name": "CheckedPages",
+    }
+    # The last two: with a page come the keys of its prefix, so that the folder's limit spares
+    # prefixes in use.
     options = {"limit_gb": limit_gb, "interface_v1": 1, "hicache_storage_pass_prefix_keys": True}
     extra_config = json.dumps({"prefetch_threshold": PAGE_TOKENS, **backend, **options})
     flags += ["--hicache-storage-backend-extra-config", extra_config]
@@ -186,37 +224,62 @@ def _environment(spec: EngineSpec, environ: Mapping[str, str]) -> dict[str, str]
         env["PYTHONPATH"] = str(STORAGE_BACKEND)
     if spec.cpu:
         threads = str(len(spec.cores) if spec.cores else 1)
-        env |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
-        env |= {"TREADLE_SGLANG_CPU": "1", "SGLANG_PLATFORM": "treadle_cpu", "CUDA_VISIBLE_DEVICES": ""}
-        # Without it the sampler is compiled with g++ at the first seeded token, for seconds, to no gain at this size.
+        env |= dict.fromkeys(
+            ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads
+        )
+        env |= {
+            "TREADLE_SGLANG_CPU": "1",
+            "SGLANG_PLATFORM": "treadle_cpu",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        # Without it the sampler is compiled with g++ at the first seeded token, for seconds, to no
+        # gain at this size.
         env |= {"TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
     return env
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one engine in the foreground, in place of this process."""
-    parser = argparse.ArgumentParser(prog="python -m treadle_sidecar.engine.process", description=main.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m treadle_sidecar.engine.process", description=main.__doc__
+    )
     parser.add_argument("--engine-id", default="engine-0")
     parser.add_argument("--port", type=int, default=30000)
-    parser.add_argument("--cpu", action="store_true", help="run on the CPU through Treadle's platform plugin")
+    parser.add_argument(
+        "--cpu", action="store_true", help="run on the CPU through Treadle's platform plugin"
+    )
     model_help = "folder that SGLang serves, or a model name on a GPU machine"
     parser.add_argument("--model", dest="model_path", required=True, help=model_help)
     python_help = "python of the venv that holds SGLang"
-    parser.add_argument("--python", dest="venv_python", type=Path, default=Path(sys.executable), help=python_help)
-    parser.add_argument("--cores", type=int, nargs="*", default=(), help="cores to pin a CPU engine to")
+    parser.add_argument(
+        "--python", dest="venv_python", type=Path, default=Path(sys.executable), help=python_help
+    )
+    parser.add_argument(
+        "--cores", type=int, nargs="*", default=(), help="cores to pin a CPU engine to"
+    )
     for name in ("nccl_port", "slots", "kv_tokens", "context_tokens", "seed"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(EngineSpec, name))
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=int, default=getattr(EngineSpec, name)
+        )
     weights_help = "of a CPU engine; auto: int8 where the processor multiplies bytes"
     parser.add_argument("--weights", choices=WEIGHTS, default=AUTO, help=weights_help)
-    parser.add_argument("--hicache-dir", type=Path, default=None, help="folder of KV pages that engines share")
+    parser.add_argument(
+        "--hicache-dir", type=Path, default=None, help="folder of KV pages that engines share"
+    )
     limit_help = "most GB of pages in that folder; the same for all engines that share it"
     parser.add_argument("--hicache-limit-gb", type=float, default=HICACHE_LIMIT_GB, help=limit_help)
-    otlp_help = "OTLP gRPC collector of SGLang's spans, http://host:port (default: TREADLE_OTLP_ENDPOINT)"
-    parser.add_argument("--otlp-endpoint", default=os.environ.get("TREADLE_OTLP_ENDPOINT", ""), help=otlp_help)
+    otlp_help = (
+        "OTLP gRPC collector of SGLang's spans, http://host:port (default: TREADLE_OTLP_ENDPOINT)"
+    )
+    parser.add_argument(
+        "--otlp-endpoint", default=os.environ.get("TREADLE_OTLP_ENDPOINT", ""), help=otlp_help
+    )
     known, extra = parser.parse_known_args(arguments)
     known.cores = tuple(known.cores) or None
     try:
-        command = engine_command(EngineSpec(**vars(known), extra_args=tuple(arg for arg in extra if arg != "--")))
+        command = engine_command(
+            EngineSpec(**vars(known), extra_args=tuple(arg for arg in extra if arg != "--"))
+        )
     except ValueError as error:
         parser.error(str(error))
     if known.hicache_dir is not None:
@@ -225,7 +288,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             with tempfile.TemporaryFile(dir=known.hicache_dir):
                 pass
         except OSError as error:
-            parser.error(f"hicache-dir: user {os.getuid()} cannot write pages of KV to {known.hicache_dir}: {error}")
+            parser.error(
+                f"hicache-dir: user {os.getuid()} cannot write pages of KV to "
+                f"{known.hicache_dir}: {error}"
+            )
     os.execve(shutil.which(command.argv[0]) or command.argv[0], command.argv, command.env)
 
 

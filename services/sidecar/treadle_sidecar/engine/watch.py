@@ -1,4 +1,5 @@
-"""Watch the engine: whether it answers and makes progress, what it is (its profile), and which weights it serves.
+"""Watch the engine: whether it answers and makes progress, what it is (its profile), and which
+weights it serves.
 
 An engine that refuses connections is lost at once; one that is slow to answer only after several
 polls, because a CPU engine in a long prefill answers late. One that answers but makes no progress
@@ -41,21 +42,26 @@ from treadle_sidecar.engine.process import SPARE_REQUESTS
 log = structlog.get_logger()
 
 POLL_S = 1.0
-SLOW_POLLS = 3  # polls in a row without an answer, each as long as EngineClient waits, after which an engine is lost
+# polls in a row without an answer, each as long as EngineClient waits, after which an engine is
+# lost
+SLOW_POLLS = 3
 RETRY_LOST_ENGINE_S = 2.0
 GIB = 1024**3
 GB = 10**9
-# SGLang keeps these below its context length (Scheduler: max_req_len, and num_reserved tokens of max_req_input_len).
+# SGLang keeps these below its context length (Scheduler: max_req_len, and num_reserved tokens of
+# max_req_input_len).
 INPUT_MARGIN_TOKENS = 4
 MEMORY = ("weights", "kv_cache", "cuda_graph")  # SGLang's tags of what it can give away
-# So an engine names its weights while some of its memory is given away: asleep-<tags with + between>:<version>.
+# So an engine names its weights while some of its memory is given away: asleep-<tags with +
+# between>:<version>.
 ASLEEP = "asleep-"
 STREAMING = "incremental_streaming_output"  # the argument in SGLang's /server_info
 
 
 @dataclass(frozen=True)
 class EngineProfile:
-    """What a running engine is. Sizes in tokens; `vocab_size` 0 and empty `end_token_ids` where they are not known."""
+    """What a running engine is. Sizes in tokens; `vocab_size` 0 and empty `end_token_ids` where
+    they are not known."""
 
     model_path: str
     weight_version: str
@@ -84,21 +90,29 @@ class EngineProfile:
 
     @property
     def storage_suffixes(self) -> tuple[str, ...]:
-        """What HiCache's file backend appends to a page's key: for KV by rank, and for KV that ranks share (MLA)."""
+        """What HiCache's file backend appends to a page's key: for KV by rank, and for KV that
+        ranks share (MLA)."""
         name = self.model_path.replace("/", "-")
         return (f"_{name}_0_{self.tensor_parallel}.bin", f"_{name}.bin")
 
     def require_known(self, field: str, token_ids: "array[int]") -> None:
         """Raises InvalidArgument for an id outside the vocabulary, which would kill the engine."""
         highest, known = max(token_ids, default=0), self.vocab_size
-        require(not known or highest < known, f"{field}.int32_le", f"must hold ids below {known}, holds {highest}")
+        require(
+            not known or highest < known,
+            f"{field}.int32_le",
+            f"must hold ids below {known}, holds {highest}",
+        )
 
 
-def read_profile(server: Mapping[str, Any], model: Mapping[str, Any], vocab_size: int) -> EngineProfile:
-    """The profile out of what `EngineClient.describe` returns, and the model's own files where they are here.
+def read_profile(
+    server: Mapping[str, Any], model: Mapping[str, Any], vocab_size: int
+) -> EngineProfile:
+    """The profile out of what `EngineClient.describe` returns, and the model's own files where they
+    are here.
 
-    Raises EngineRefused for an engine with which no step can run, naming SGLang's argument, and EngineLost for answers
-    that SGLang would not give.
+    Raises EngineRefused for an engine with which no step can run, naming SGLang's argument, and
+    EngineLost for answers that SGLang would not give.
     """
     try:
         return _read_profile(server, model, vocab_size)
@@ -106,14 +120,20 @@ def read_profile(server: Mapping[str, Any], model: Mapping[str, Any], vocab_size
         raise protocol_broken("the engine", "/server_info and /model_info", error) from None
 
 
-def _read_profile(server: Mapping[str, Any], model: Mapping[str, Any], vocab_size: int) -> EngineProfile:
+def _read_profile(
+    server: Mapping[str, Any], model: Mapping[str, Any], vocab_size: int
+) -> EngineProfile:
     _require_supported(server, model)
     state = (server.get("internal_states") or [{}])[0]
     memory = state.get("memory_usage") or {}
     kv_tokens = as_count(memory.get("token_capacity") or server.get("max_total_num_tokens") or 0)
     max_input = as_count(server.get("max_req_input_len") or 0, LARGEST_INT32 - INPUT_MARGIN_TOKENS)
     kv_bytes = float(memory.get("kvcache") or 0.0) * GIB / kv_tokens if kv_tokens else 0.0
-    slots = state.get("effective_max_running_requests_per_dp") or server.get("max_running_requests") or 1
+    slots = (
+        state.get("effective_max_running_requests_per_dp")
+        or server.get("max_running_requests")
+        or 1
+    )
     model_path = as_text(model["model_path"])
     configs = list(_model_files(model_path))
     weight_version, asleep = read_name(as_text(model["weight_version"]))
@@ -151,37 +171,54 @@ def read_name(name: str) -> tuple[str, frozenset[str]]:
 
 
 def write_name(weight_version: str, asleep: frozenset[str]) -> str:
-    """How the engine is to name its weights. The engine alone keeps this, so that it goes when the engine does."""
+    """How the engine is to name its weights. The engine alone keeps this, so that it goes when the
+    engine does."""
     return f"{ASLEEP}{'+'.join(sorted(asleep))}:{weight_version}" if asleep else weight_version
 
 
 def _require_supported(server: Mapping[str, Any], model: Mapping[str, Any]) -> None:
     if STREAMING not in server:
         raise EngineRefused(
-            f"its /server_info does not say how it streams ({STREAMING}); use SGLang 0.5.23, and start it with "
+            f"its /server_info does not say how it streams ({STREAMING}); use SGLang 0.5.23, and "
+            "start it with "
             f"{INCREMENTAL_FLAG}"
         )
     mode = server.get("disaggregation_mode") or "null"
     if mode != "null":
-        raise EngineRefused(f"it runs with --disaggregation-mode {mode}, which no step can use; start it without")
+        raise EngineRefused(
+            f"it runs with --disaggregation-mode {mode}, which no step can use; start it without"
+        )
     if not model.get("is_generation", True):
-        raise EngineRefused("its model does not generate; start it with a language model and without --is-embedding")
+        raise EngineRefused(
+            "its model does not generate; start it with a language model and without --is-embedding"
+        )
 
 
 def _host_kv_tokens(server: Mapping[str, Any], kv_tokens: int, kv_bytes: float) -> int:
-    """The host's copies, which the engine sizes by GB where hicache_size is set, else by a ratio of its own KV."""
+    """The host's copies, which the engine sizes by GB where hicache_size is set, else by a ratio of
+    its own KV."""
     if not server.get("enable_hierarchical_cache"):
         return 0
     size_bytes = float(server.get("hicache_size") or 0.0) * GB
     ratio = float(server.get("hicache_ratio") or 0.0)
-    return as_count(int(size_bytes / kv_bytes if size_bytes and kv_bytes else ratio * kv_tokens), LARGEST_INT64)
+    return as_count(
+        int(size_bytes / kv_bytes if size_bytes and kv_bytes else ratio * kv_tokens), LARGEST_INT64
+    )
 
 
 def _model_files(model_path: str) -> Iterator[dict[str, Any]]:
-    """config.json and generation_config.json of a local model, or of a hub model in its cache beside the engine."""
+    """config.json and generation_config.json of a local model, or of a hub model in its cache
+    beside the engine."""
     folder = Path(model_path)
     if not folder.is_dir():
-        hub = Path.home() / ".cache" / "huggingface" / "hub" / f"models--{model_path.replace('/', '--')}" / "snapshots"
+        hub = (
+            Path.home()
+            / ".cache"
+            / "huggingface"
+            / "hub"
+            / f"models--{model_path.replace('/', '--')}"
+            / "snapshots"
+        )
         folder = max(hub.glob("*"), default=folder)
     for name in ("config.json", "generation_config.json"):
         file = folder / name
@@ -191,17 +228,26 @@ def _model_files(model_path: str) -> Iterator[dict[str, Any]]:
 
 def _end_tokens(config: Mapping[str, Any]) -> list[int]:
     tokens = config.get("eos_token_id")
-    return tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]  # an id may be 0
+    return (
+        tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]
+    )  # an id may be 0
 
 
 class EngineWatch:
-    """`profile` is None until the engine has answered for the first time; it is kept while the engine is away.
+    """`profile` is None until the engine has answered for the first time; it is kept while the
+    engine is away.
 
-    curve: of the engine, None while it is not known. `healthy`: it answers, and is not suspected. `on_name`: called
-    when the profile has other weights, or other memory that sleeps, before anything runs under them.
+    curve: of the engine, None while it is not known. `healthy`: it answers, and is not suspected.
+    `on_name`: called when the profile has other weights, or other memory that sleeps, before
+    anything runs under them.
     """
 
-    def __init__(self, engine: EngineClient, progress: EngineProgress, curve: Callable[[], DecodeCurve | None]) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        progress: EngineProgress,
+        curve: Callable[[], DecodeCurve | None],
+    ) -> None:
         self._engine, self._progress, self._curve = engine, progress, curve
         self.profile: EngineProfile | None = None
         self.on_name: Callable[[], None] = lambda: None
@@ -229,7 +275,9 @@ class EngineWatch:
             except EngineLost as error:
                 missed += 1
                 # A timeout is an OSError too, but a busy engine's.
-                gone = isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, TimeoutError)
+                gone = isinstance(error.__cause__, OSError) and not isinstance(
+                    error.__cause__, TimeoutError
+                )
                 if gone or (missed >= SLOW_POLLS and not self._progress.is_loading):
                     self._note_problem(str(error))
                     self.answers = False
@@ -239,7 +287,8 @@ class EngineWatch:
                     await self._poll_now.wait()
 
     def judge(self) -> None:
-        """Decide whether the engine is healthy; where it is not any more, end the calls that are under way."""
+        """Decide whether the engine is healthy; where it is not any more, end the calls that are
+        under way."""
         now = time.monotonic()
         if self.answers and self._progress.judge(self._curve(), now):
             log.warning("the engine is silent", silent_s=round(self._progress.silent_s(now), 1))
@@ -269,7 +318,8 @@ class EngineWatch:
             self.on_name()
 
     def hear_weight_version(self, weight_version: str, now: float) -> None:
-        """A stream has told the version; the engine is not asked for it meanwhile. now: monotonic seconds."""
+        """A stream has told the version; the engine is not asked for it meanwhile. now: monotonic
+        seconds."""
         self._version_told_s = now
         self.set_name(weight_version)
 
@@ -280,9 +330,11 @@ class EngineWatch:
         return self.profile
 
     @asynccontextmanager
-    async def calling(self, what: str, reason: str = "ENGINE_REFUSED", **metadata: object) -> AsyncIterator[None]:
-        """Call the engine within the block, which ends when the engine is lost. Raises what an RPC answers where the
-        engine refuses `what` (FailedPrecondition) or is lost (Unavailable)."""
+    async def calling(
+        self, what: str, reason: str = "ENGINE_REFUSED", **metadata: object
+    ) -> AsyncIterator[None]:
+        """Call the engine within the block, which ends when the engine is lost. Raises what an RPC
+        answers where the engine refuses `what` (FailedPrecondition) or is lost (Unavailable)."""
         try:
             async with asyncio.timeout(None) as call:
                 self._calls.add(call)
@@ -293,7 +345,9 @@ class EngineWatch:
         except TimeoutError as error:
             raise engine_lost(self.problem) from error
         except EngineRefused as error:
-            raise FailedPrecondition(reason, f"the engine refused {what}: {error}", **metadata) from error
+            raise FailedPrecondition(
+                reason, f"the engine refused {what}: {error}", **metadata
+            ) from error
         except EngineLost as error:
             self._poll_now.set()  # because a stream broke
             raise engine_lost(str(error)) from error
@@ -317,7 +371,9 @@ class EngineWatch:
             self._progress.tokens_a_chunk = self.profile.tokens_a_chunk
             log.info("engine answers", profile=self.profile)
             if not self.profile.incremental:
-                log.warning(f"long outputs take less of the processor with SGLang's {INCREMENTAL_FLAG}")
+                log.warning(
+                    f"long outputs take less of the processor with SGLang's {INCREMENTAL_FLAG}"
+                )
         elif time.monotonic() - self._version_told_s > POLL_S:
             reports = self._weight_reports
             name = await self._engine.name_of_weights()

@@ -1,15 +1,17 @@
-"""HiCache's storage in files that carry a checksum and say what their KV is; a page that differs counts as missing.
+"""HiCache's storage in files that carry a checksum and say what their KV is; a page that differs
+counts as missing.
 
-SGLang's own file backend writes bare bytes under a name of token hashes, model path and rank. A page that was damaged
-there, or written by an engine with another dtype, layout or degree, would be used as it is. Here every file begins with
-a header: what an engine must be to use the page, and a checksum over the page and its name. The engine computes the
-tokens of a missing page itself, and writes the page again.
+SGLang's own file backend writes bare bytes under a name of token hashes, model path and rank. A
+page that was damaged there, or written by an engine with another dtype, layout or degree, would be
+used as it is. Here every file begins with a header: what an engine must be to use the page, and a
+checksum over the page and its name. The engine computes the tokens of a missing page itself, and
+writes the page again.
 
-The folder has a limit that its engines keep together (`PagesFolder`). Any of them may delete any page at any time: a
-page that has gone is missing.
+The folder has a limit that its engines keep together (`PagesFolder`). Any of them may delete any
+page at any time: a page that has gone is missing.
 
-SGLang loads this module in its own venv (`--hicache-storage-backend dynamic`), so it imports only SGLang and what that
-needs anyway. `engine/process.py` puts this folder on the engine's path.
+SGLang loads this module in its own venv (`--hicache-storage-backend dynamic`), so it imports only
+SGLang and what that needs anyway. `engine/process.py` puts this folder on the engine's path.
 """
 
 import json
@@ -24,31 +26,40 @@ from typing import Any
 
 import torch
 import xxhash
-from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig, HiCacheStorageExtraInfo
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheFile,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+)
 
 log = logging.getLogger(__name__)
 
 FORMAT = 1  # a page of another format is missing to this one
 CHECKSUM_BYTES = 8
 GB = 10**9
-# Each engine process looks at the folder when it has written LOOK_SHARE of the limit, and then deletes what is above
-# KEPT_SHARE. So up to (1 - KEPT_SHARE) / LOOK_SHARE = 16 processes never exceed the limit, however they take turns; a
-# look at 30,000 pages takes 0.1 s.
+# Each engine process looks at the folder when it has written LOOK_SHARE of the limit, and then
+# deletes what is above KEPT_SHARE. So up to (1 - KEPT_SHARE) / LOOK_SHARE = 16 processes never
+# exceed the limit, however they take turns; a look at 30,000 pages takes 0.1 s.
 LOOK_SHARE = 1 / 64
 KEPT_SHARE = 3 / 4
-USE_S = 10.0  # a page's time of use is noted once in so long: short beside the minutes that a page stays
+# a page's time of use is noted once in so long: short beside the minutes that a page stays
+USE_S = 10.0
 DEPTH_NS = 1_000_000  # by which each page of a prefix counts as older than the one before it
 
 
 class PagesFolder:
-    """The folder of pages that engines share: keeps it below `limit_bytes` and decides which pages go first.
+    """The folder of pages that engines share: keeps it below `limit_bytes` and decides which pages
+    go first.
 
-    A file's time of modification is when its page was last used. The engines know nothing of each other: two that look
-    at once see the same times and delete the same files. Pages of a prefix are used together, and a later one counts as
-    older, so a prefix is deleted from its end: what is left of it is of use.
+    A file's time of modification is when its page was last used. The engines know nothing of each
+    other: two that look at once see the same times and delete the same files. Pages of a prefix are
+    used together, and a later one counts as older, so a prefix is deleted from its end: what is
+    left of it is of use.
     """
 
-    def __init__(self, path: Path, limit_bytes: int, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, path: Path, limit_bytes: int, clock: Callable[[], float] = time.time
+    ) -> None:
         self.clock = clock
         self._path = path
         self._limit_bytes = limit_bytes
@@ -57,9 +68,14 @@ class PagesFolder:
         self._noted: set[str] = set()  # names of the files whose use was noted in this period
 
     def make_room(self, page_bytes: int) -> bool:
-        """Delete other pages, if need be, for one that is about to be written; False where the limit has no room."""
+        """Delete other pages, if need be, for one that is about to be written; False where the
+        limit has no room."""
         if page_bytes > (1 - KEPT_SHARE) * self._limit_bytes:
-            log.warning("a page of %d bytes does not fit in a folder of %d bytes", page_bytes, self._limit_bytes)
+            log.warning(
+                "a page of %d bytes does not fit in a folder of %d bytes",
+                page_bytes,
+                self._limit_bytes,
+            )
             return False
         self._unseen_bytes -= page_bytes
         if self._unseen_bytes < 0:
@@ -68,7 +84,8 @@ class PagesFolder:
         return True
 
     def note_use(self, names: Sequence[str]) -> None:
-        """Note that these pages of a prefix, in order and from its first token on, are in use now."""
+        """Note that these pages of a prefix, in order and from its first token on, are in use
+        now."""
         period = int(self.clock() // USE_S)
         if period != self._period:
             self._period, self._noted = period, set()
@@ -97,7 +114,8 @@ class PagesFolder:
             excess -= size
 
     def _list_files(self) -> Iterator[tuple[int, int, Path]]:
-        """When each was used, its bytes, its path. What a killed engine has left of a write is among them."""
+        """When each was used, its bytes, its path. What a killed engine has left of a write is
+        among them."""
         try:
             with os.scandir(self._path) as entries:
                 for entry in entries:
@@ -120,7 +138,9 @@ class CheckedPages(HiCacheFile):  # type: ignore[misc]
         super().__init__(storage_config)
         _try_to_write(Path(self.file_path))
         self._config = storage_config
-        self.pages_folder = PagesFolder(Path(self.file_path), _limit_bytes(storage_config.extra_config or {}))
+        self.pages_folder = PagesFolder(
+            Path(self.file_path), _limit_bytes(storage_config.extra_config or {})
+        )
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Learn what the engine's pages are; SGLang calls this before it reads or writes one."""
@@ -144,8 +164,11 @@ class CheckedPages(HiCacheFile):  # type: ignore[misc]
         except OSError:
             return False
 
-    def get(self, key: str, target_location: torch.Tensor, target_sizes: Any = None) -> torch.Tensor | None:
-        """The page, copied to `target_location`; None where it is missing or differs from what was written."""
+    def get(
+        self, key: str, target_location: torch.Tensor, target_sizes: Any = None
+    ) -> torch.Tensor | None:
+        """The page, copied to `target_location`; None where it is missing or differs from what was
+        written."""
         target = target_location.view(torch.uint8)
         header_bytes = len(self._facts) + CHECKSUM_BYTES
         sealed = torch.empty(header_bytes + target.numel(), dtype=torch.uint8)
@@ -163,31 +186,48 @@ class CheckedPages(HiCacheFile):  # type: ignore[misc]
         return None
 
     def set(
-        self, key: str, value: torch.Tensor, target_location: torch.Tensor | None = None, target_sizes: Any = None
+        self,
+        key: str,
+        value: torch.Tensor,
+        target_location: torch.Tensor | None = None,
+        target_sizes: Any = None,
     ) -> bool:
         """Write a page unless it is there; False where it cannot be written."""
         if not self.exists(key):
             page = value.contiguous().view(torch.uint8).flatten()
-            value = torch.cat((torch.frombuffer(bytearray(self._header(key, page)), dtype=torch.uint8), page))
+            value = torch.cat(
+                (torch.frombuffer(bytearray(self._header(key, page)), dtype=torch.uint8), page)
+            )
             if not self.pages_folder.make_room(value.numel()):
                 return False
         return bool(super().set(key, value))
 
     def batch_set_v1(
-        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Write pages of the engine's memory up to the first that cannot be written; each key's success.
+        """Write pages of the engine's memory up to the first that cannot be written; each key's
+        success.
 
-        SGLang calls this and `batch_get_v1` with what the pages follow, so that a whole prefix counts as used.
+        SGLang calls this and `batch_get_v1` with what the pages follow, so that a whole prefix
+        counts as used.
         """
         pool = self.mem_pool_host
         slots = host_indices[:: pool.page_size]
-        return self._until_first_failure(keys, extra_info, lambda at: self.set(keys[at], pool.get_data_page(slots[at])))
+        return self._until_first_failure(
+            keys, extra_info, lambda at: self.set(keys[at], pool.get_data_page(slots[at]))
+        )
 
     def batch_get_v1(
-        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Read pages into the engine's memory up to the first that is missing; each key's success."""
+        """Read pages into the engine's memory up to the first that is missing; each key's
+        success."""
         pool = self.mem_pool_host
         slots = host_indices[:: pool.page_size]
 
@@ -200,7 +240,10 @@ class CheckedPages(HiCacheFile):  # type: ignore[misc]
         return self._until_first_failure(keys, extra_info, read)
 
     def _until_first_failure(
-        self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None, succeed: Callable[[int], bool]
+        self,
+        keys: list[str],
+        extra_info: HiCacheStorageExtraInfo | None,
+        succeed: Callable[[int], bool],
     ) -> list[bool]:
         done = 0
         while done < len(keys) and succeed(done):
@@ -226,18 +269,23 @@ class CheckedPages(HiCacheFile):  # type: ignore[misc]
 
 
 def _try_to_write(folder: Path) -> None:
-    """Raises OSError where no page can be written there: an engine that starts all the same would promise moves of KV
-    that always recompute."""
+    """Raises OSError where no page can be written there: an engine that starts all the same would
+    promise moves of KV that always recompute."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise OSError(f"user {os.getuid()} cannot write pages of KV to {folder}: {error}") from error
+        raise OSError(
+            f"user {os.getuid()} cannot write pages of KV to {folder}: {error}"
+        ) from error
 
 
 def _limit_bytes(options: dict[str, Any]) -> int:
     """Raises ValueError."""
     limit_gb = options.get("limit_gb")
     if not isinstance(limit_gb, int | float) or not 0 < limit_gb < math.inf:
-        raise ValueError(f"limit_gb of the storage's extra config must be a number of GB above 0, is {limit_gb!r}")
+        raise ValueError(
+            "limit_gb of the storage's extra config must be a number of GB above 0, is "
+            f"{limit_gb!r}"
+        )
     return int(limit_gb * GB)

@@ -1,25 +1,33 @@
 """Run the stock SGLang 0.5.23 engine on a CPU, without the sgl_kernel build.
 
-SGLang's own CPU platform needs compiled kernels. This one declares no capabilities, so that the engine picks its
-torch-native paths: attention by torch's scaled dot product, eager compilation, native layers. 8-bit weights
-(`int8.py`) are offered as a quantization. HiCache and seeds work, and a cached prefix saves time, after four
-replacements, made in `init_backend`, which every worker calls once:
+SGLang's own CPU platform needs compiled kernels. This one declares no capabilities, so that the
+engine picks its torch-native paths: attention by torch's scaled dot product, eager compilation,
+native layers. 8-bit weights (`int8.py`) are offered as a quantization. HiCache and seeds work, and
+a cached prefix saves time, after four replacements, made in `init_backend`, which every worker
+calls once:
 
-- `install_transfers`: host pools that do not pin memory, and torch copies in place of the three `direct` transfer
-  kernels. Layouts are SGLang's own (mem_cache/pool_host/mha.py): layer-first pools are [token, ...] a layer, the
-  page-first-direct pool is [page, layer, token in page, ...]. Index tensors name tokens; whole pages travel together,
+- `install_transfers`: host pools that do not pin memory, and torch copies in place of the three
+  `direct` transfer
+  kernels. Layouts are SGLang's own (mem_cache/pool_host/mha.py): layer-first pools are [token, ...]
+  a layer, the
+  page-first-direct pool is [page, layer, token in page, ...]. Index tensors name tokens; whole
+  pages travel together,
   so every page_size-th index names a page.
-- `page_hash`: SGLang compiles its page hash from C++ at the first use (17 s; needs g++, ninja and OpenSSL
-  headers). The same digests come from hashlib at about 1 us a page (`treadle_sidecar.storage_keys`).
+- `page_hash`: SGLang compiles its page hash from C++ at the first use (17 s; needs g++, ninja and
+  OpenSSL
+  headers). The same digests come from hashlib at about 1 us a page
+  (`treadle_sidecar.storage_keys`).
 - `murmur_hash32`: the hash behind seeded sampling; SGLang's CPU version lives in sgl_kernel.
 - `CpuAttention` (`attention.py`), under the name torch_native.
 
-And one figure: beside host pools SGLang keeps 10 GiB of memory free, more than a laptop has (`HOST_RESERVE_BYTES`).
+And one figure: beside host pools SGLang keeps 10 GiB of memory free, more than a laptop has
+(`HOST_RESERVE_BYTES`).
 
-SGLang honours `sampling_seed` only with --enable-deterministic-inference, which requires a batch-invariant attention
-backend and Triton kernels. torch-native attention works sequence by sequence, so it is registered as one; the kernels
-are left out, so logits may still differ in the last bit between batch sizes. The seed's noise depends on the seed and
-the position alone: a step that is preempted and resumed draws what it would have drawn.
+SGLang honours `sampling_seed` only with --enable-deterministic-inference, which requires a
+batch-invariant attention backend and Triton kernels. torch-native attention works sequence by
+sequence, so it is registered as one; the kernels are left out, so logits may still differ in the
+last bit between batch sizes. The seed's noise depends on the seed and the position alone: a step
+that is preempted and resumed draws what it would have drawn.
 """
 
 from collections.abc import Sequence
@@ -36,7 +44,9 @@ from treadle_sidecar.storage_keys import chained_digest
 
 Words = npt.NDArray[np.uint32]
 
-HOST_RESERVE_BYTES = 2**30  # stays free beside the host pools: one gigabyte, as the engine itself is this small
+HOST_RESERVE_BYTES = (
+    2**30
+)  # stays free beside the host pools: one gigabyte, as the engine itself is this small
 
 
 class TreadleCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
@@ -95,7 +105,8 @@ def transfer_kv_direct(
     dst_indices: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Layer-first to layer-first, layer by layer. `page_size` is the kernel's unit of copying; a gather needs none."""
+    """Layer-first to layer-first, layer by layer. `page_size` is the kernel's unit of copying; a
+    gather needs none."""
     for src, dst in zip(src_layers, dst_layers, strict=True):
         dst[dst_indices] = src[src_indices].reshape(-1, *dst.shape[1:])
 
@@ -108,7 +119,8 @@ def transfer_kv_per_layer_direct_pf_lf(
     layer_id: int,
     page_size: int,
 ) -> None:
-    """One layer from page-first host pools ([K, V]) to layer-first device pools ([K, V] of that layer)."""
+    """One layer from page-first host pools ([K, V]) to layer-first device pools ([K, V] of that
+    layer)."""
     pages = src_indices[::page_size] // page_size
     for src, dst in zip(src_ptrs, dst_ptrs, strict=True):
         dst[dst_indices] = src[pages, layer_id].reshape(-1, *dst.shape[1:])
@@ -121,31 +133,39 @@ def transfer_kv_all_layer_direct_lf_pf(
     dst_indices: torch.Tensor,
     page_size: int,
 ) -> None:
-    """All layers from layer-first device pools (K layers, then V layers) to page-first host pools ([K, V])."""
+    """All layers from layer-first device pools (K layers, then V layers) to page-first host pools
+    ([K, V])."""
     pages = dst_indices[::page_size] // page_size
     layers = len(src_ptrs) // len(dst_ptrs)
     for pool, dst in enumerate(dst_ptrs):
         for layer in range(layers):
-            dst[pages, layer] = src_ptrs[pool * layers + layer][src_indices].reshape(-1, *dst.shape[2:])
+            dst[pages, layer] = src_ptrs[pool * layers + layer][src_indices].reshape(
+                -1, *dst.shape[2:]
+            )
 
 
 def install_transfers() -> None:
-    """Make SGLang's host pools unpinned and copied by torch. Call it in each worker before a pool is built."""
+    """Make SGLang's host pools unpinned and copied by torch. Call it in each worker before a pool
+    is built."""
     from sglang.srt.mem_cache.pool_host import mha
     from sglang.srt.mem_cache.pool_host.base import HostKVCache
 
-    # There is no device to pin host memory for; the flag is set in a constructor from a default of True, hence the
-    # property.
+    # There is no device to pin host memory for; the flag is set in a constructor from a default of
+    # True, hence the property.
     HostKVCache.pin_memory = property(lambda _self: False, lambda _self, _value: None)
     mha.transfer_kv_direct = transfer_kv_direct
     mha.transfer_kv_per_layer_direct_pf_lf = transfer_kv_per_layer_direct_pf_lf
     mha.transfer_kv_all_layer_direct_lf_pf = transfer_kv_all_layer_direct_lf_pf
 
 
-def page_hash(token_ids: Any, prior_digest: bytes | None, page_size: int | None = None) -> str | list[str]:
-    """Hex digests of all pages (the last may be short), or one digest of everything where no page size is given.
+def page_hash(
+    token_ids: Any, prior_digest: bytes | None, page_size: int | None = None
+) -> str | list[str]:
+    """Hex digests of all pages (the last may be short), or one digest of everything where no page
+    size is given.
 
-    Same signature and result as sglang.srt.mem_cache.cpp_utils.native_hash.get_native_hash for plain token ids.
+    Same signature and result as sglang.srt.mem_cache.cpp_utils.native_hash.get_native_hash for
+    plain token ids.
     """
     from sglang.srt.mem_cache.cpp_utils.native_hash import _native_hash_input, get_native_hash
 
@@ -163,7 +183,9 @@ def page_hash(token_ids: Any, prior_digest: bytes | None, page_size: int | None 
     return keys
 
 
-_HASHED_BYTES = np.uint32(16)  # four blocks: low and high half of the seed, the position, the column
+_HASHED_BYTES = np.uint32(
+    16
+)  # four blocks: low and high half of the seed, the position, the column
 
 
 def _rotate(x: Words, bits: int) -> Words:
@@ -175,11 +197,13 @@ def _mix(h: Words, block: Words) -> Words:
     return _rotate(h ^ key, 13) * np.uint32(5) + np.uint32(0xE6546B64)
 
 
-def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
+def murmur_hash32(
+    seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor
+) -> torch.Tensor:
     """(n,) seeds and positions, (m,) columns -> (n, m) hashes, as uint32.
 
-    MurmurHash3 (32 bits), equal to murmur_hash32 in sglang/kernels/ops/sampling/murmur_hash.py. In numpy, whose
-    unsigned words wrap; torch would need 64 bits, and takes five times as long.
+    MurmurHash3 (32 bits), equal to murmur_hash32 in sglang/kernels/ops/sampling/murmur_hash.py. In
+    numpy, whose unsigned words wrap; torch would need 64 bits, and takes five times as long.
     """
     seeds = seed.to(torch.int64).numpy()
     h = np.zeros((len(seeds), 1), np.uint32)

@@ -1,7 +1,8 @@
-"""Offer Treadle's CPU platform to SGLang where it was chosen: the entry point of the group `sglang.srt.platforms`.
+"""Offer Treadle's CPU platform to SGLang where it was chosen: the entry point of the group
+`sglang.srt.platforms`.
 
-Without TREADLE_SGLANG_CPU=1 `activate` returns None and changes nothing, so that Treadle may be installed beside a
-SGLang that runs on GPUs. Until then only the standard library is imported.
+Without TREADLE_SGLANG_CPU=1 `activate` returns None and changes nothing, so that Treadle may be
+installed beside a SGLang that runs on GPUs. Until then only the standard library is imported.
 """
 
 import os
@@ -13,7 +14,8 @@ _definitions: list[Any] = []  # a torch Library that is garbage-collected remove
 
 
 def activate() -> str | None:
-    """The name of the platform class for SGLang to load, or None where the plugin was not chosen."""
+    """The name of the platform class for SGLang to load, or None where the plugin was not
+    chosen."""
     if os.environ.get("TREADLE_SGLANG_CPU") != "1":
         return None
     define_vision_operators()
@@ -23,9 +25,10 @@ def activate() -> str | None:
 def define_vision_operators() -> None:
     """Define torchvision::nms and torchvision::qnms where torchvision's own binary does not.
 
-    SGLang imports torchvision at start. A torchvision built for CUDA cannot load its binary beside a CPU torch, and
-    then its import fails over these two operators, which no text model calls. Their schemas are enough. Where the
-    binary can be loaded, it ends the process if they are defined already.
+    SGLang imports torchvision at start. A torchvision built for CUDA cannot load its binary beside
+    a CPU torch, and then its import fails over these two operators, which no text model calls.
+    Their schemas are enough. Where the binary can be loaded, it ends the process if they are
+    defined already.
     """
     import torch
 

@@ -1,9 +1,11 @@
-"""8-bit weights on a CPU, `--quantization w8a8_int8`: a decode step of a small model is bound by reading its weights.
+"""8-bit weights on a CPU, `--quantization w8a8_int8`: a decode step of a small model is bound by
+reading its weights.
 
-A linear layer multiplies bytes. Each row of a weight is scaled to [-127, 127] when it is loaded, and each token's
-activations at each call, so that a token's result does not depend on its batch. A few activations are much larger
-than the others, which would be rounded to few values. So activations and weights are first multiplied by the same
-orthonormal matrix: it spreads each activation over a block, and does not change the product.
+A linear layer multiplies bytes. Each row of a weight is scaled to [-127, 127] when it is loaded,
+and each token's activations at each call, so that a token's result does not depend on its batch. A
+few activations are much larger than the others, which would be rounded to few values. So
+activations and weights are first multiplied by the same orthonormal matrix: it spreads each
+activation over a block, and does not change the product.
 
 The loaded weights stay beside the packed ones, for embeddings and for updates: SGLang calls
 `process_weights_after_loading` after each update as after the start.
@@ -15,7 +17,10 @@ from typing import Any
 import torch
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
+from sglang.srt.layers.quantization.unquant import (
+    UnquantizedEmbeddingMethod,
+    UnquantizedLinearMethod,
+)
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 LARGEST = 127.0  # of 8 bits with a sign
@@ -77,8 +82,11 @@ class Int8EmbeddingMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
 
 
 def pack(weight: torch.Tensor) -> torch.ScriptObject:
-    """Weights [out, in], rotated, in 8 bits, in the layout of the processor's instruction for dot products of bytes."""
-    torch.backends.quantized.engine = "fbgemm"  # the one that multiplies without a scale for all tokens
+    """Weights [out, in], rotated, in 8 bits, in the layout of the processor's instruction for dot
+    products of bytes."""
+    torch.backends.quantized.engine = (
+        "fbgemm"  # the one that multiplies without a scale for all tokens
+    )
     rows = rotate(weight.detach())
     scales = (rows.abs().amax(dim=1) / LARGEST).clamp(min=TINY).double()
     zeros = torch.zeros(len(rows), dtype=torch.int64)
@@ -99,7 +107,8 @@ def multiply(x: torch.Tensor, packed_weight: torch.ScriptObject) -> torch.Tensor
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    """x [..., width] in float32, each block of its last dimension multiplied by an orthonormal matrix."""
+    """x [..., width] in float32, each block of its last dimension multiplied by an orthonormal
+    matrix."""
     width = x.shape[-1]
     block = min(width & -width, MOST_ROTATED)  # a power of two that divides the width
     return (x.float().reshape(-1, block) @ hadamard(block)).view(x.shape)
@@ -107,8 +116,13 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
 
 @cache
 def hadamard(size: int) -> torch.Tensor:
-    """The orthonormal matrix of this size, a power of two, whose entries are all equal but for their signs."""
-    matrix = torch.ones(1, 1, dtype=torch.float32)  # while weights are loaded, the default is their dtype
+    """The orthonormal matrix of this size, a power of two, whose entries are all equal but for
+    their signs."""
+    matrix = torch.ones(
+        1, 1, dtype=torch.float32
+    )  # while weights are loaded, the default is their dtype
     while len(matrix) < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)]) / 2**0.5
+        matrix = (
+            torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)]) / 2**0.5
+        )
     return matrix

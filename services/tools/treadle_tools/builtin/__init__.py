@@ -16,7 +16,8 @@ FROM_0_TO_1 = (0.0, 1.0)
 PYTHON = Tool(
     name="python",
     kind=Kind.STATELESS,
-    description="Runs Python: what it prints, then the value of the last expression. Nothing is kept between calls.",
+    description="Runs Python: what it prints, then the value of the last expression. Nothing is "
+    "kept between calls.",
     entry="treadle_tools.sandbox.inside.child:run_snippet",
     arguments_schema=object_schema({"code": {**TEXT, "description": "Python source"}}, "code"),
     runs_code=True,
@@ -25,7 +26,8 @@ PYTHON = Tool(
 FROZEN_LAKE = Tool(
     name="frozen_lake",
     kind=Kind.ENVIRONMENT,
-    description="FrozenLake-v1 of gymnasium on a random map that can be solved: reach the goal around the holes.",
+    description="FrozenLake-v1 of gymnasium on a random map that can be solved: reach the goal "
+    "around the holes.",
     entry="treadle_tools.builtin.frozen_lake:FrozenLake",
     open_schema=object_schema(
         {
@@ -43,11 +45,16 @@ FROZEN_LAKE = Tool(
 REASONING_GYM = Tool(
     name="reasoning_gym",
     kind=Kind.ENVIRONMENT,
-    description="One question of a reasoning-gym task: run Python with `code` as often as needed, then `answer` once.",
+    description="One question of a reasoning-gym task: run Python with `code` as often as needed, "
+    "then `answer` once.",
     entry="treadle_tools.builtin.reasoning:ReasoningTask",
     open_schema=object_schema(
         {
-            "task": {**TEXT, "minLength": 1, "description": "a dataset of reasoning-gym, e.g. leg_counting"},
+            "task": {
+                **TEXT,
+                "minLength": 1,
+                "description": "a dataset of reasoning-gym, e.g. leg_counting",
+            },
             "seed": {**SEED, "default": 0},
             "index": {"type": "integer", "minimum": 0, "maximum": LARGEST_INDEX, "default": 0},
         },
@@ -56,7 +63,10 @@ REASONING_GYM = Tool(
     arguments_schema=object_schema(
         {
             "answer": {**TEXT, "description": "the final answer; ends the task"},
-            "code": {**TEXT, "description": "Python source; files in /tmp stay until the task ends"},
+            "code": {
+                **TEXT,
+                "description": "Python source; files in /tmp stay until the task ends",
+            },
         },
         minProperties=1,
         maxProperties=1,

@@ -21,7 +21,9 @@ SLIPPERY = "The ice is slippery: a move may slide to a side."
 
 def _make(rows: list[str], *, slippery: bool) -> Any:
     # The checker costs milliseconds a step, and this code is checked by tests.
-    return gymnasium.make("FrozenLake-v1", desc=rows, is_slippery=slippery, disable_env_checker=True)
+    return gymnasium.make(
+        "FrozenLake-v1", desc=rows, is_slippery=slippery, disable_env_checker=True
+    )
 
 
 # What gymnasium loads late, it loads once, here.

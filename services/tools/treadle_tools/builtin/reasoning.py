@@ -38,13 +38,41 @@ for name in stand_ins:
 
 MOST_NAMED = 8  # task names in a refusal
 FORMULAS = frozenset(
-    ("simple_integration", "intermediate_integration", "polynomial_multiplication", "puzzle24", "countdown")
+    (
+        "simple_integration",
+        "intermediate_integration",
+        "polynomial_multiplication",
+        "puzzle24",
+        "countdown",
+    )
 )
 OPERATORS = frozenset("+-*/^(),") | {"**"}
-FUNCTIONS = frozenset((
-    "sqrt", "exp", "log", "ln", "abs", "Abs", "pi", "sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan",
-    "sinh", "cosh", "tanh", "asinh", "acosh", "atanh",
-))  # fmt: skip
+FUNCTIONS = frozenset(
+    (
+        "sqrt",
+        "exp",
+        "log",
+        "ln",
+        "abs",
+        "Abs",
+        "pi",
+        "sin",
+        "cos",
+        "tan",
+        "sec",
+        "csc",
+        "cot",
+        "asin",
+        "acos",
+        "atan",
+        "sinh",
+        "cosh",
+        "tanh",
+        "asinh",
+        "acosh",
+        "atanh",
+    )
+)
 LAYOUT = (tokenize.NEWLINE, tokenize.NL, tokenize.ENDMARKER)
 
 for module in (binary_matrix, n_queens, spiral_matrix, string_insertion):
@@ -60,10 +88,18 @@ class ReasoningTask:
     """
 
     def __init__(self, arguments: Mapping[str, Any], sandbox: Sandbox) -> None:
-        task, seed, index = str(arguments["task"]), int(arguments.get("seed", 0)), int(arguments.get("index", 0))
+        task, seed, index = (
+            str(arguments["task"]),
+            int(arguments.get("seed", 0)),
+            int(arguments.get("index", 0)),
+        )
         if task not in DATASETS:
-            some = f"{', '.join(sorted(DATASETS)[:MOST_NAMED])} and {len(DATASETS) - MOST_NAMED} more"
-            raise InvalidArguments("task", f"{task!r} is no task of reasoning-gym; there are {some}")
+            some = (
+                f"{', '.join(sorted(DATASETS)[:MOST_NAMED])} and {len(DATASETS) - MOST_NAMED} more"
+            )
+            raise InvalidArguments(
+                "task", f"{task!r} is no task of reasoning-gym; there are {some}"
+            )
         self._task = task
         self._dataset = reasoning_gym.create_dataset(task, seed=seed, size=index + 1)
         self._entry = self._dataset[index]
@@ -85,7 +121,7 @@ class ReasoningTask:
             return 0.0
         try:
             score = float(self._dataset.score_answer(answer, self._entry))
-        except Exception:  # noqa: BLE001 - some rules raise for what they cannot read, and an answer is given once
+        except Exception:  # noqa: BLE001 - some rules raise for what they cannot read
             return 0.0
         return min(max(score, 0.0), 1.0) if math.isfinite(score) else 0.0
 

@@ -1,1 +1,2 @@
-"""Tools, rewards, judges and GPU services that are called over HTTP: how they are declared and called."""
+"""Tools, rewards, judges and GPU services that are called over HTTP: how they are declared and
+called."""

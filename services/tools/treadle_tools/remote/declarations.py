@@ -11,7 +11,8 @@ GPU services:
     [[judge]]
     name = "helpful"
     endpoints = ["http://judge.default.svc.cluster.local:30000"]
-    prompt = "Question: $question\nAnswer: $answer\nHow helpful is it, from 0 to 10? End with `Score: N`."
+    prompt = "Question: $question\nAnswer: $answer\nHow helpful is it, from 0 to 10? End with
+    `Score: N`."
 
     [gpus]
     gpu_bytes = 80_000_000_000
@@ -83,12 +84,16 @@ def _score_pattern(value: str) -> str:
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 Url = Annotated[
-    str, AfterValidator(lambda value: url(value, ("http", "https"), "http://search.default.svc.cluster.local/"))
+    str,
+    AfterValidator(
+        lambda value: url(value, ("http", "https"), "http://search.default.svc.cluster.local/")
+    ),
 ]
 ServerUrl = Annotated[Url, AfterValidator(lambda value: value.rstrip("/"))]
 Template = Annotated[str, AfterValidator(_template)]
 GpuNumbers = Annotated[
-    tuple[Annotated[int, Field(ge=0, lt=NODE_GPUS)], ...], AfterValidator(lambda numbers: tuple(sorted(set(numbers))))
+    tuple[Annotated[int, Field(ge=0, lt=NODE_GPUS)], ...],
+    AfterValidator(lambda numbers: tuple(sorted(set(numbers)))),
 ]
 
 
@@ -204,7 +209,10 @@ class Judge(_Declared):
     @property
     def arguments(self) -> list[str]:
         """Return the names that the templates ask for, each once."""
-        names = [*string.Template(self.system).get_identifiers(), *string.Template(self.prompt).get_identifiers()]
+        names = [
+            *string.Template(self.system).get_identifiers(),
+            *string.Template(self.prompt).get_identifiers(),
+        ]
         return list(dict.fromkeys(names))
 
     def tool(self) -> Tool:
@@ -277,16 +285,20 @@ class GpuService(_Declared):
         served = {server.degree for server in self.servers}
         if served != set(self.bytes_per_gpu):
             raise ValueError(
-                f"gpu_service {self.name!r}: servers are of {sorted(served)} GPUs, `bytes_per_gpu` is of "
+                f"gpu_service {self.name!r}: servers are of {sorted(served)} GPUs, "
+                "`bytes_per_gpu` is of "
                 f"{sorted(self.bytes_per_gpu)}: name the same"
             )
         for degree in self.bytes_per_gpu:
             there = sorted((one.node, one.first) for one in self.servers if one.degree == degree)
             if not (wanted := sorted(places(nodes, degree))):
-                raise ValueError(f"gpu_service {self.name!r}: no node has {degree} GPUs side by side")
+                raise ValueError(
+                    f"gpu_service {self.name!r}: no node has {degree} GPUs side by side"
+                )
             if there != wanted:
                 raise ValueError(
-                    f"gpu_service {self.name!r}: any chunk of {degree} GPUs may be its own, so servers must be at "
+                    f"gpu_service {self.name!r}: any chunk of {degree} GPUs may be its own, so "
+                    "servers must be at "
                     f"{wanted} (node, first); they are at {there}"
                 )
 
@@ -317,7 +329,9 @@ class Declarations(_Declared):
         if self.gpu_service and self.gpus is None:
             raise ValueError("`gpu_service` needs `[gpus]`: gpu_bytes and nodes")
         for judge in self.judge:
-            if judge.service and judge.service not in {service.name for service in self.gpu_service}:
+            if judge.service and judge.service not in {
+                service.name for service in self.gpu_service
+            }:
                 raise ValueError(f"judge {judge.name!r}: there is no gpu_service {judge.service!r}")
         if self.gpus is not None:
             for service in self.gpu_service:
@@ -335,7 +349,9 @@ class Declarations(_Declared):
         return [server for service in self.gpu_service for server in service.servers]
 
 
-def read_declarations(path: str, hosts: tuple[str, ...], environment: Mapping[str, str]) -> Declarations:
+def read_declarations(
+    path: str, hosts: tuple[str, ...], environment: Mapping[str, str]
+) -> Declarations:
     """Return what `path` declares; nothing where it is empty.
 
     hosts: where functions, judges and servers may be.
@@ -348,8 +364,12 @@ def read_declarations(path: str, hosts: tuple[str, ...], environment: Mapping[st
             where = f"function {function.name!r}"
             _require_usable(where, [function.url], function.headers_from_env, hosts, environment)
         for judge in declared.judge:
-            _require_usable(f"judge {judge.name!r}", judge.endpoints, judge.headers_from_env, hosts, environment)
-        _require_usable("gpu_service", [server.url for server in declared.servers], {}, hosts, environment)
+            _require_usable(
+                f"judge {judge.name!r}", judge.endpoints, judge.headers_from_env, hosts, environment
+            )
+        _require_usable(
+            "gpu_service", [server.url for server in declared.servers], {}, hosts, environment
+        )
     except DeclarationError as error:
         raise DeclarationError(f"{path}: {error}") from None
     return declared
@@ -404,7 +424,11 @@ def _read(path: str, form: type[D]) -> D:
 
 
 def _require_usable(
-    where: str, urls: Iterable[str], headers: Mapping[str, str], hosts: tuple[str, ...], environment: Mapping[str, str]
+    where: str,
+    urls: Iterable[str],
+    headers: Mapping[str, str],
+    hosts: tuple[str, ...],
+    environment: Mapping[str, str],
 ) -> None:
     """Raise DeclarationError for a host that is not allowed and for a header whose variable is not
     set.
@@ -415,7 +439,9 @@ def _require_usable(
             raise DeclarationError(f"{where}: {problem}: name it in TREADLE_TOOLS_FUNCTION_HOSTS")
     for header, variable in headers.items():
         if variable not in environment:
-            raise DeclarationError(f"{where}: header {header!r} is to come from {variable}, which is not set")
+            raise DeclarationError(
+                f"{where}: header {header!r} is to come from {variable}, which is not set"
+            )
 
 
 def is_allowed(url: str, hosts: tuple[str, ...]) -> bool:

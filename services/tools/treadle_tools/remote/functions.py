@@ -85,7 +85,11 @@ class FunctionTools:
         """
         arrived = time.monotonic()
         left_s = remaining_s()
-        within_s = limits.wall_s if left_s is None else min(limits.wall_s, max(left_s - ANSWER_MARGIN_S, 0.001))
+        within_s = (
+            limits.wall_s
+            if left_s is None
+            else min(limits.wall_s, max(left_s - ANSWER_MARGIN_S, 0.001))
+        )
         await self._facts.started(trajectory_id, tool.name, self._learned_s.get(tool.name, 0.0))
         result = Result(Status.CRASHED, error="cancelled", alive=False)
         try:
@@ -99,7 +103,9 @@ class FunctionTools:
             if failure.again and tool.kind is Kind.REWARD:
                 # A trajectory that was scored badly by a busy network would be trained on.
                 raise Unavailable(
-                    "FUNCTION_UNAVAILABLE", str(failure), retry_after_s=failure.retry_after_s or RETRY_S
+                    "FUNCTION_UNAVAILABLE",
+                    str(failure),
+                    retry_after_s=failure.retry_after_s or RETRY_S,
                 ) from failure
             tried = f" ({failure.tries} tries)" if failure.tries > 1 else ""
             status = Status.TIMED_OUT if failure.timed_out else Status.TOOL_ERROR
@@ -152,7 +158,9 @@ class Caller:
         """Break off calls under way."""
         await self._session.close()
 
-    async def call(self, function: HttpFunction, arguments: Any, within_s: float, job: str = "") -> Reply:
+    async def call(
+        self, function: HttpFunction, arguments: Any, within_s: float, job: str = ""
+    ) -> Reply:
         """Return the answer to `arguments`.
 
         Raises CallFailed, at the latest when `within_s` are over.
@@ -166,14 +174,21 @@ class Caller:
             nonlocal tries
             tries += 1
             waited_s = time.monotonic() - began
-            return replace(await self._send(function, arguments, headers, within_s - waited_s), waited_s=waited_s)
+            return replace(
+                await self._send(function, arguments, headers, within_s - waited_s),
+                waited_s=waited_s,
+            )
 
         async def send_in_turn() -> Reply:
             async with slots:
-                return await self._send_in_turn(send, function.provider, within_s - (time.monotonic() - began), job)
+                return await self._send_in_turn(
+                    send, function.provider, within_s - (time.monotonic() - began), job
+                )
 
         retrying = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception(lambda error: isinstance(error, CallFailed) and error.again),
+            retry=tenacity.retry_if_exception(
+                lambda error: isinstance(error, CallFailed) and error.again
+            ),
             stop=tenacity.stop_after_attempt(function.tries) | tenacity.stop_before_delay(within_s),
             wait=_pause_s,
             reraise=True,
@@ -185,7 +200,9 @@ class Caller:
             failed.tries = tries
             raise
         except TimeoutError:
-            raise CallFailed(f"no answer within {within_s:g} s", tries=tries, timed_out=True) from None
+            raise CallFailed(
+                f"no answer within {within_s:g} s", tries=tries, timed_out=True
+            ) from None
 
     async def _send_in_turn(
         self, send: Callable[[], Awaitable[Reply]], provider: str, within_s: float, job: str
@@ -202,7 +219,9 @@ class Caller:
             why = f"provider {provider!r} is left alone for another {rest_s:.1f} s"
             raise CallFailed(why, again=True, retry_after_s=rest_s)
         call_id = f"call-{next(self.numbers)}"
-        async with self.scheduler.hold(Action(call_id, call_id, UNORDERED, manager.cost()), job) as running:
+        async with self.scheduler.hold(
+            Action(call_id, call_id, UNORDERED, manager.cost()), job
+        ) as running:
             try:
                 return await send()
             except CallFailed as failed:
@@ -223,22 +242,42 @@ class Caller:
         for variable in function.headers_from_env.values():
             secret = self.environment[variable].strip()
             for text in (secret, secret.rpartition(" ")[2]):
-                body = body.replace(text.encode(), REDACTED) if len(text) >= SHORTEST_SECRET else body
+                body = (
+                    body.replace(text.encode(), REDACTED) if len(text) >= SHORTEST_SECRET else body
+                )
         return body
 
-    async def _send(self, function: HttpFunction, arguments: Any, headers: Mapping[str, str], left_s: float) -> Reply:
-        patience = self._patience.setdefault(function.url, Patience(function.cold_s, function.idle_s))
+    async def _send(
+        self, function: HttpFunction, arguments: Any, headers: Mapping[str, str], left_s: float
+    ) -> Reply:
+        patience = self._patience.setdefault(
+            function.url, Patience(function.cold_s, function.idle_s)
+        )
         began = time.monotonic()
         # Where a lost answer cannot be asked for again, all there is to gain is to wait for it.
-        silence_s = patience.longest_s(began) if function.learns and function.idempotent else function.cold_s
-        timeout = aiohttp.ClientTimeout(total=max(left_s, 0.001), sock_connect=function.connect_s, sock_read=silence_s)
+        silence_s = (
+            patience.longest_s(began)
+            if function.learns and function.idempotent
+            else function.cold_s
+        )
+        timeout = aiohttp.ClientTimeout(
+            total=max(left_s, 0.001), sock_connect=function.connect_s, sock_read=silence_s
+        )
         body = {"json": arguments}
         if function.method == "GET":
-            texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in arguments.items()}
+            texts = {
+                name: value if isinstance(value, str) else json.dumps(value)
+                for name, value in arguments.items()
+            }
             body = {"params": texts}
         try:
             async with self._session.request(
-                function.method, function.url, headers=headers, timeout=timeout, allow_redirects=False, **body
+                function.method,
+                function.url,
+                headers=headers,
+                timeout=timeout,
+                allow_redirects=False,
+                **body,
             ) as response:
                 if response.status in AWAY:
                     # It is a proxy that answers: the function may still have to start
@@ -253,13 +292,21 @@ class Caller:
                 why = f"no connection to {_name(function)} ({type(error).__name__})"
                 raise CallFailed(why, again=True, ended=FAILED) from error
             silent = isinstance(error, aiohttp.SocketTimeoutError)
-            problem = f"was silent for {silence_s:.1f} s" if silent else f"broke off ({type(error).__name__})"
-            raise CallFailed(f"{_name(function)} {problem}", again=function.idempotent, ended=FAILED) from error
+            problem = (
+                f"was silent for {silence_s:.1f} s"
+                if silent
+                else f"broke off ({type(error).__name__})"
+            )
+            raise CallFailed(
+                f"{_name(function)} {problem}", again=function.idempotent, ended=FAILED
+            ) from error
 
 
 def _pause_s(state: tenacity.RetryCallState) -> float:
     """Full jitter over an exponential bound, and at least what the function asked for."""
-    jittered = tenacity.wait_random_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S)(state)
+    jittered = tenacity.wait_random_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S)(
+        state
+    )
     error = state.outcome.exception() if state.outcome is not None else None
     asked_s = error.retry_after_s if isinstance(error, CallFailed) else None
     return max(jittered, asked_s or 0.0)
@@ -274,7 +321,9 @@ async def _read_body(function: HttpFunction, response: aiohttp.ClientResponse) -
     async for piece in response.content.iter_chunked(PIECE_BYTES):
         content += piece
         if len(content) > function.response_bytes:
-            raise CallFailed(f"{_name(function)} answered with more than {function.response_bytes} bytes")
+            raise CallFailed(
+                f"{_name(function)} answered with more than {function.response_bytes} bytes"
+            )
     return bytes(content)
 
 
@@ -282,7 +331,9 @@ def _reply(function: HttpFunction, response: aiohttp.ClientResponse, content: by
     quoted = " ".join(content[:QUOTED_CHARS].decode(errors="replace").split())
     refusal = f"HTTP {response.status} from {_name(function)}: {quoted}"
     if response.status in RETRIED:
-        if (after_s := retry_after_s(response.headers.get("Retry-After", ""), time.time())) is not None:
+        if (
+            after_s := retry_after_s(response.headers.get("Retry-After", ""), time.time())
+        ) is not None:
             refusal = f"{refusal} (retry after {after_s:g} s)"
         ended = Ended(End.REFUSED if response.status == 429 else End.FAILED, after_s)
         raise CallFailed(refusal, again=True, retry_after_s=after_s, ended=ended)

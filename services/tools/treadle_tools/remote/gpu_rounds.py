@@ -71,7 +71,9 @@ class Rounds:
         services = self.declared.gpu_service
         self._services = {service.name: service for service in services}
         self._servers = {
-            (service.name, one.degree, one.node, one.first): one for service in services for one in service.servers
+            (service.name, one.degree, one.node, one.first): one
+            for service in services
+            for one in service.servers
         }
         self._rounds: dict[str, list[Round]] = {name: [] for name in self._services}
 
@@ -106,7 +108,10 @@ class Rounds:
         """Return whether it has lasted long enough, and others wait."""
         lasted_s = 0.0 if one.began_s is None else time.monotonic() - one.began_s
         assert self.declared.gpus is not None  # where there are services
-        return lasted_s > self.declared.gpus.turn_s and self.scheduler.dispatcher.waiting_for().get(GPUS, 0) > 0
+        return (
+            lasted_s > self.declared.gpus.turn_s
+            and self.scheduler.dispatcher.waiting_for().get(GPUS, 0) > 0
+        )
 
     async def _run(self, one: Round) -> None:
         """Never raises: what goes wrong is raised in those who wait for the round."""
@@ -170,5 +175,7 @@ def _fail(one: Round, error: Exception) -> None:
     if one.ready.done():
         return
     if not isinstance(error, TreadleError):
-        error = Unavailable("GPU_SERVICE_UNAVAILABLE", f"NATS does not answer: {error!r}", retry_after_s=RETRY_S)
+        error = Unavailable(
+            "GPU_SERVICE_UNAVAILABLE", f"NATS does not answer: {error!r}", retry_after_s=RETRY_S
+        )
     one.ready.set_exception(error)

@@ -61,9 +61,15 @@ class Residents:
         """
         self._wanted.add(server.url)
         # Servers of its GPUs that may hold memory unknown to the scheduler release theirs too.
-        unknown = [one for one in self._servers if one.gpus & server.gpus and one.url in self._doubted - self._wanted]
+        unknown = [
+            one
+            for one in self._servers
+            if one.gpus & server.gpus and one.url in self._doubted - self._wanted
+        ]
         going = {one.url: one for one in (*evict, *unknown)}.values()
-        ended = await asyncio.gather(*(self._change(one, State.RELEASED) for one in going), return_exceptions=True)
+        ended = await asyncio.gather(
+            *(self._change(one, State.RELEASED) for one in going), return_exceptions=True
+        )
         for problem in ended:
             if problem is not None:
                 raise problem
@@ -232,20 +238,28 @@ class EngineMemory:
         try:
             info = dict(json.loads(text))
         except (TypeError, ValueError) as error:
-            raise EngineTrouble("ENGINE_REFUSED", f"{url}/server_info is no SGLang server's: {text[:300]!r}") from error
+            raise EngineTrouble(
+                "ENGINE_REFUSED", f"{url}/server_info is no SGLang server's: {text[:300]!r}"
+            ) from error
         saves = bool(info.get("enable_memory_saver"))
         if saves and not info.get("enable_weights_cpu_backup"):
-            why = f"{url} would resume without its weights: start it with --enable-weights-cpu-backup"
+            why = (
+                f"{url} would resume without its weights: start it with --enable-weights-cpu-backup"
+            )
             raise EngineTrouble("ENGINE_LOSES_WEIGHTS", why)
         start = [info.get("startup_time"), info.get("random_seed"), saves]
-        return hashlib.blake2b(json.dumps(start, sort_keys=True).encode(), digest_size=8).hexdigest()
+        return hashlib.blake2b(
+            json.dumps(start, sort_keys=True).encode(), digest_size=8
+        ).hexdigest()
 
     async def release(self, url: str) -> None:
         """Release a server's GPU memory, and return once it is free.
 
         Raises EngineAway, EngineTrouble where it does not become idle.
         """
-        await self._ask("POST", url, f"/flush_cache?timeout={IDLE_WAIT_S:g}", IDLE_WAIT_S + ANSWER_S)
+        await self._ask(
+            "POST", url, f"/flush_cache?timeout={IDLE_WAIT_S:g}", IDLE_WAIT_S + ANSWER_S
+        )
         await self._ask("POST", url, "/release_memory_occupation", MEMORY_S, {})
 
     async def resume(self, url: str) -> None:
@@ -255,17 +269,25 @@ class EngineMemory:
         """
         await self._ask("POST", url, "/resume_memory_occupation", MEMORY_S, {})
 
-    async def _ask(self, method: str, url: str, path: str, within_s: float, body: Any = None) -> str:
+    async def _ask(
+        self, method: str, url: str, path: str, within_s: float, body: Any = None
+    ) -> str:
         timeout = aiohttp.ClientTimeout(total=within_s, sock_connect=CONNECT_S)
         try:
-            async with self._session.request(method, url + path, json=body, timeout=timeout) as response:
+            async with self._session.request(
+                method, url + path, json=body, timeout=timeout
+            ) as response:
                 text = await response.text()
         except TimeoutError as error:
-            raise EngineTrouble("ENGINE_SILENT", f"{url}{path} did not answer within {within_s:g} s") from error
+            raise EngineTrouble(
+                "ENGINE_SILENT", f"{url}{path} did not answer within {within_s:g} s"
+            ) from error
         except (aiohttp.ClientError, ConnectionError) as error:
             why = f"{url}{path} does not answer: {error!r}"
             raise EngineAway("ENGINE_AWAY", why, retry_after_s=RETRY_S) from error
         if response.status == 200:
             return text
         answer = " ".join(text.split())[:300]
-        raise EngineTrouble("ENGINE_REFUSED", f"{url}{path} answered HTTP {response.status}: {answer}")
+        raise EngineTrouble(
+            "ENGINE_REFUSED", f"{url}{path} answered HTTP {response.status}: {answer}"
+        )

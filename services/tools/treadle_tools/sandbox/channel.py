@@ -29,7 +29,15 @@ from treadle_tools.sandbox.processes import wait_readable
 PROTOCOL = 3
 
 OP = "op"  # the field that names a message
-HELLO, REQUEST, KILL, BIND, NOTE, FORGET, END = "hello", "request", "kill", "bind", "note", "forget", "end"
+HELLO, REQUEST, KILL, BIND, NOTE, FORGET, END = (
+    "hello",
+    "request",
+    "kill",
+    "bind",
+    "note",
+    "forget",
+    "end",
+)
 WELCOME, SESSION, READY, SANDBOX, FAILED = "welcome", "session", "ready", "sandbox", "failed"
 
 READ_BYTES = 64 * 1024
@@ -54,7 +62,9 @@ class Channel:
 
         Nothing is sent where the other side has gone; `receive` reports that.
         """
-        self._outgoing.append((messages.encode({**message, DESCRIPTORS: int(descriptor is not None)}), descriptor))
+        self._outgoing.append(
+            (messages.encode({**message, DESCRIPTORS: int(descriptor is not None)}), descriptor)
+        )
         if self._socket.fileno() < 0:
             self._drop()
         elif len(self._outgoing) == 1:
@@ -98,7 +108,9 @@ class Channel:
             data, descriptor = self._outgoing[0]
             try:
                 fds = [] if descriptor is None else [descriptor]
-                sent = socket.send_fds(self._socket, [data], fds) if fds else self._socket.send(data)
+                sent = (
+                    socket.send_fds(self._socket, [data], fds) if fds else self._socket.send(data)
+                )
             except BlockingIOError:
                 self._empty.clear()
                 asyncio.get_running_loop().add_writer(self._socket.fileno(), self._send)

@@ -28,7 +28,12 @@ from treadle_tools.sandbox.cgroups import Cgroups, find_cgroups
 from treadle_tools.sandbox.channel import Channel
 from treadle_tools.sandbox.inside import messages
 from treadle_tools.sandbox.processes import ForkServer, SandboxProcess, Spawner, wait_for_growth
-from treadle_tools.sandbox.sandboxes import RETRY_PAUSES_S, SandboxLost, SessionRecords, WorkerFailed
+from treadle_tools.sandbox.sandboxes import (
+    RETRY_PAUSES_S,
+    SandboxLost,
+    SessionRecords,
+    WorkerFailed,
+)
 
 log = structlog.get_logger()
 
@@ -81,7 +86,11 @@ class Pool:
         """
         if self.made.pop(made.name, None) is None or not await self._end(made.process):
             return  # the spawner of a process that does not end is not used again
-        if made.fork_server is self._fork_server and made.spawner.alive and len(self._free) <= self.warm:
+        if (
+            made.fork_server is self._fork_server
+            and made.spawner.alive
+            and len(self._free) <= self.warm
+        ):
             self._free.append(made.spawner)
             return
         await self._close_spawner(made.spawner)
@@ -131,7 +140,9 @@ class Pool:
             except (OSError, SandboxLost) as error:
                 await self._close_spawner(spawner)
                 if fresh:
-                    raise WorkerFailed(f"tool {self.recipe.tool!r} has no sandbox: {error}") from error
+                    raise WorkerFailed(
+                        f"tool {self.recipe.tool!r} has no sandbox: {error}"
+                    ) from error
                 log.warning("a spawner does not answer", tool=self.recipe.tool, error=str(error))
         if fork_server.single_use:
             self._fork_server = None  # it ends with its sandbox
@@ -204,7 +215,9 @@ class Daemon:
         if (first := await service.receive()) is None:
             return True
         hello = first[0]
-        speaks = hello.get(channel.OP) == channel.HELLO and hello.get("protocol") == channel.PROTOCOL
+        speaks = (
+            hello.get(channel.OP) == channel.HELLO and hello.get("protocol") == channel.PROTOCOL
+        )
         if not speaks or self._uses_cgroups not in (None, hello["cgroups"]):
             log.warning("a service needs another daemon", protocol=hello.get("protocol"))
             return False
@@ -229,10 +242,14 @@ class Daemon:
             self._uses_cgroups = bool(hello["cgroups"])
             self._cgroups = await asyncio.to_thread(find_cgroups) if self._uses_cgroups else None
         self.keep_s = float(hello["keep_s"])
-        recipes = [Recipe(**{**recipe, "command": tuple(recipe["command"])}) for recipe in hello["recipes"]]
+        recipes = [
+            Recipe(**{**recipe, "command": tuple(recipe["command"])}) for recipe in hello["recipes"]
+        ]
         await self._set_tools({recipe.tool: recipe for recipe in recipes}, int(hello["warm"]))
         root = None if self._cgroups is None else asdict(self._cgroups.root)
-        service.post({channel.OP: channel.WELCOME, "cgroups": root, "closed": self._sessions.closed})
+        service.post(
+            {channel.OP: channel.WELCOME, "cgroups": root, "closed": self._sessions.closed}
+        )
         for session_id, record in self._sessions.records.items():
             made = self._made.get(self._sessions.sandboxes.get(session_id, ""))
             _post(service, {channel.OP: channel.SESSION, "record": record}, made)
@@ -255,9 +272,14 @@ class Daemon:
                 await asyncio.wait((task,))
         for tool in recipes.keys() - self._pools.keys():
             pool = Pool(
-                recipes[tool], self._cgroups, warm, self._names, self._made,
-                on_made=self._send_made, on_failed=self._send_failed,
-            )  # fmt: skip
+                recipes[tool],
+                self._cgroups,
+                warm,
+                self._names,
+                self._made,
+                on_made=self._send_made,
+                on_failed=self._send_failed,
+            )
             self._pools[tool] = (pool, self._group.create_task(pool.run()))
 
     def _carry_out(self, order: Mapping[str, Any]) -> None:
@@ -317,7 +339,12 @@ def _post(service: Channel, message: Mapping[str, Any], made: Made | None) -> No
     sandbox = None
     if made is not None and connection is not None:
         slot = made.process.slot and made.process.slot.name
-        sandbox = {"name": made.name, "tool": made.pool.recipe.tool, "pid": made.process.pid, "slot": slot}
+        sandbox = {
+            "name": made.name,
+            "tool": made.pool.recipe.tool,
+            "pid": made.process.pid,
+            "slot": slot,
+        }
     service.post({**message, "sandbox": sandbox}, connection)
 
 

@@ -28,7 +28,14 @@ from treadle_tools.sandbox.cgroups import Root, Slot
 from treadle_tools.sandbox.channel import Channel
 from treadle_tools.sandbox.inside import messages
 from treadle_tools.sandbox.processes import wait_for_growth
-from treadle_tools.sandbox.sandboxes import Backend, FoundSession, Sandbox, SandboxLost, SessionRecords, WorkerFailed
+from treadle_tools.sandbox.sandboxes import (
+    Backend,
+    FoundSession,
+    Sandbox,
+    SandboxLost,
+    SessionRecords,
+    WorkerFailed,
+)
 from treadle_tools.sandbox.state_folder import StateFolder
 from treadle_tools.tool import BACKSTOP_S, WORKER_BYTES, WORKER_PROCESSES, Granted, Limits
 
@@ -44,7 +51,12 @@ class BubblewrapSandbox(Sandbox):
     reusable = True
 
     def __init__(
-        self, name: str, connection: socket.socket, pid: int, slot: Slot | None, end: Callable[[], None]
+        self,
+        name: str,
+        connection: socket.socket,
+        pid: int,
+        slot: Slot | None,
+        end: Callable[[], None],
     ) -> None:
         connection.setblocking(False)
         self.name = name
@@ -67,14 +79,20 @@ class BubblewrapSandbox(Sandbox):
         poll.register(self._connection, select.POLLIN)
         return not poll.poll(0)
 
-    async def _exchange(self, header: dict[str, Any], body: bytes, limits: Limits, processes: int) -> dict[str, Any]:
+    async def _exchange(
+        self, header: dict[str, Any], body: bytes, limits: Limits, processes: int
+    ) -> dict[str, Any]:
         self._kills_before = self._count_memory_kills()
         slot = None if header["op"] == "recall" else self._slot
         used_s = None if slot is None else self._limit(slot, header["op"], limits, processes)
         try:
             async with asyncio.timeout(limits.wall_s + BACKSTOP_S):
                 # Without a control group this kills the sandbox above its memory limit.
-                watches = [] if self._slot is not None else [partial(self._kill_above, limits.memory_bytes)]
+                watches = (
+                    []
+                    if self._slot is not None
+                    else [partial(self._kill_above, limits.memory_bytes)]
+                )
                 async with run_beside(watches):
                     reply = await self._exchange_messages(header, body)
         finally:
@@ -122,7 +140,9 @@ class BubblewrapSandbox(Sandbox):
             length = messages.read_length(await self._take(received, messages.HEADER.size))
             said = messages.decode(await self._take(received, length))
             printed = await self._take(received, messages.size_of(said, "printed"))
-            return messages.read_answer(said, printed, await self._take(received, messages.size_of(said, "answer")))
+            return messages.read_answer(
+                said, printed, await self._take(received, messages.size_of(said, "answer"))
+            )
         except (OSError, messages.FrameError) as error:
             raise SandboxLost(f"the worker ended without an answer ({error})") from error
 
@@ -197,12 +217,22 @@ class DaemonClient(Backend):
         keep_on_exit: bool,
         lazy: Collection[str] = (),
     ) -> None:
-        super().__init__(DaemonRecords(self._post), [recipe.tool for recipe in recipes], failures, warm=warm, lazy=lazy)
+        super().__init__(
+            DaemonRecords(self._post),
+            [recipe.tool for recipe in recipes],
+            failures,
+            warm=warm,
+            lazy=lazy,
+        )
         self._folder = folder
         self._hello = {
-            channel.OP: channel.HELLO, "protocol": channel.PROTOCOL, "recipes": [asdict(recipe) for recipe in recipes],
-            "warm": warm, "cgroups": cgroups, "keep_s": keep_s,
-        }  # fmt: skip
+            channel.OP: channel.HELLO,
+            "protocol": channel.PROTOCOL,
+            "recipes": [asdict(recipe) for recipe in recipes],
+            "warm": warm,
+            "cgroups": cgroups,
+            "keep_s": keep_s,
+        }
         self._keep_on_exit = keep_on_exit
         self._channel: Channel | None = None
         self._started: list[int] = []  # daemons by process id, not reaped yet
@@ -227,7 +257,9 @@ class DaemonClient(Backend):
                 for warm in self._warm.values():
                     warm.fill()
                 return
-        raise DaemonFailed(f"no sandbox daemon starts in {self._folder.path}; {self._folder.log} says why")
+        raise DaemonFailed(
+            f"no sandbox daemon starts in {self._folder.path}; {self._folder.log} says why"
+        )
 
     async def run(self) -> None:
         """Take in sandboxes until cancelled, and replace a daemon that is lost."""
@@ -290,15 +322,26 @@ class DaemonClient(Backend):
     def _start(self) -> socket.socket:
         self._started = [pid for pid in self._started if not _has_ended(pid, os.WNOHANG)]
         with self._folder.listen() as listener, self._folder.log.open("wb") as output:
-            program = [sys.executable, "-m", f"{__package__}.daemon", str(self._folder.path.absolute())]
+            program = [
+                sys.executable,
+                "-m",
+                f"{__package__}.daemon",
+                str(self._folder.path.absolute()),
+            ]
             descriptors = ((listener.fileno(), 0), (output.fileno(), 1), (output.fileno(), 2))
             # Not a child that asyncio waits for, since it may outlive this process; in a session of
             # its own, so that Ctrl-C at the service's terminal does not reach it.
             actions = [(os.POSIX_SPAWN_DUP2, ours, theirs) for ours, theirs in descriptors]
-            self._started.append(os.posix_spawn(sys.executable, program, os.environ, file_actions=actions, setsid=True))
+            self._started.append(
+                os.posix_spawn(
+                    sys.executable, program, os.environ, file_actions=actions, setsid=True
+                )
+            )
             connection = self._folder.connect()
         if connection is None:
-            raise DaemonFailed(f"nothing listens in {self._folder.path}; {self._folder.log} says why")
+            raise DaemonFailed(
+                f"nothing listens in {self._folder.path}; {self._folder.log} says why"
+            )
         return connection
 
     async def _greet(self, connection: Channel) -> bool:

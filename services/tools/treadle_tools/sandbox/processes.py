@@ -140,7 +140,9 @@ class Spawner(_Forked):
 
 
 @contextlib.asynccontextmanager
-async def _order(forker: socket.socket, what: bytes) -> AsyncIterator[tuple[socket.socket, bytes, int]]:
+async def _order(
+    forker: socket.socket, what: bytes
+) -> AsyncIterator[tuple[socket.socket, bytes, int]]:
     """Order a fork: the new process's control socket, its first message, and its id.
 
     The block owns the socket unless it raises. Raises SandboxLost where the process ends before it
@@ -157,7 +159,9 @@ async def _order(forker: socket.socket, what: bytes) -> AsyncIterator[tuple[sock
             socket.send_fds(forker, [what], [theirs.fileno()])
         async with asyncio.timeout(FORK_TIMEOUT_S):
             await wait_readable(control)
-        body, ancillary, _, _ = control.recvmsg(messages.HEADER.size + 4096, socket.CMSG_SPACE(_CREDENTIALS.size))
+        body, ancillary, _, _ = control.recvmsg(
+            messages.HEADER.size + 4096, socket.CMSG_SPACE(_CREDENTIALS.size)
+        )
         pids = [
             int(_CREDENTIALS.unpack(data[: _CREDENTIALS.size])[0])
             for level, kind, data in ancillary
@@ -177,7 +181,9 @@ class ForkServer:
     single_use: the kernel refuses namespaces in the sandbox, so that it can serve one sandbox only.
     """
 
-    def __init__(self, tool: str, process: Process, control: socket.socket, stderr: BinaryIO) -> None:
+    def __init__(
+        self, tool: str, process: Process, control: socket.socket, stderr: BinaryIO
+    ) -> None:
         self._tool = tool
         self._process = process
         self._control = control
@@ -211,9 +217,13 @@ class ForkServer:
     async def _wait_ready(self) -> None:
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                message = await asyncio.get_running_loop().sock_recv(self._control, messages.MAX_FRAME_BYTES)
+                message = await asyncio.get_running_loop().sock_recv(
+                    self._control, messages.MAX_FRAME_BYTES
+                )
         except TimeoutError:
-            raise WorkerFailed(f"tool {self._tool!r} was not ready after {START_TIMEOUT_S:g} s") from None
+            raise WorkerFailed(
+                f"tool {self._tool!r} was not ready after {START_TIMEOUT_S:g} s"
+            ) from None
         except OSError:  # it ended with our socket unread
             message = b""
         if not message:
@@ -252,7 +262,9 @@ class ForkServer:
         try:
             async with asyncio.timeout(KILL_TIMEOUT_S):
                 with contextlib.suppress(OSError):
-                    while await asyncio.get_running_loop().sock_recv(self._control, messages.MAX_FRAME_BYTES):
+                    while await asyncio.get_running_loop().sock_recv(
+                        self._control, messages.MAX_FRAME_BYTES
+                    ):
                         pass
         except TimeoutError:
             log.error("a killed worker does not end", tool=self._tool)

@@ -21,15 +21,17 @@ from treadle_tools.tool import Kind, Limits, Status, Tool
 
 NOBODY = 65534
 PACKAGE = "treadle_tools"
-VARIABLES = MappingProxyType({
-    "HOME": "/tmp",
-    "LANG": "C.UTF-8",
-    "OPENBLAS_NUM_THREADS": "1",  # a fork server must have one thread; and one action, one core
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "MPLBACKEND": "Agg",
-    "MPLCONFIGDIR": "/tmp",
-})  # fmt: skip
+VARIABLES = MappingProxyType(
+    {
+        "HOME": "/tmp",
+        "LANG": "C.UTF-8",
+        "OPENBLAS_NUM_THREADS": "1",  # a fork server must have one thread; and one action, one core
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "MPLBACKEND": "Agg",
+        "MPLCONFIGDIR": "/tmp",
+    }
+)
 BOOT = (
     "import sys, json; config = json.loads(sys.argv[1]); sys.path += config['paths']; "
     "from treadle_tools.sandbox.inside.{module} import main; main(config)"
@@ -103,7 +105,14 @@ class Sandbox(ABC):
         """Return whether it can take a request."""
 
     async def ask(
-        self, op: str, arguments: Any, limits: Limits, processes: int, *, request_id: str = "", again: bool = False
+        self,
+        op: str,
+        arguments: Any,
+        limits: Limits,
+        processes: int,
+        *,
+        request_id: str = "",
+        again: bool = False,
     ) -> dict[str, Any]:
         """Send one request and return the answer of its supervisor (`inside/supervisor.py`).
 
@@ -117,7 +126,13 @@ class Sandbox(ABC):
         """
         # A lone surrogate stays legal on the wire
         body = json.dumps(arguments, separators=(",", ":")).encode("ascii")
-        request = {"op": op, "id": request_id, "limits": limits.message(), "again": again, "body": len(body)}
+        request = {
+            "op": op,
+            "id": request_id,
+            "limits": limits.message(),
+            "again": again,
+            "body": len(body),
+        }
         above_memory = f"stopped above {limits.memory_bytes} bytes of memory"
         try:
             reply = await self._exchange(request, body, limits, processes)
@@ -132,7 +147,9 @@ class Sandbox(ABC):
         return reply
 
     @abstractmethod
-    async def _exchange(self, header: dict[str, Any], body: bytes, limits: Limits, processes: int) -> dict[str, Any]:
+    async def _exchange(
+        self, header: dict[str, Any], body: bytes, limits: Limits, processes: int
+    ) -> dict[str, Any]:
         """Send a request and return its answer, as `messages.read_answer` reads it.
 
         Raises SandboxLost, and TimeoutError where no answer comes within the limits.
@@ -140,7 +157,8 @@ class Sandbox(ABC):
 
     @abstractmethod
     def _was_killed_for_memory(self) -> bool:
-        """Return whether a process has been killed for its memory since the last request was sent."""
+        """Return whether a process has been killed for its memory since the last request was
+        sent."""
 
     @abstractmethod
     def close(self) -> None:
@@ -156,7 +174,9 @@ class WarmSandboxes:
     its place.
     """
 
-    def __init__(self, count: int, request: Callable[[int], None], *, lazy: bool = False, failure: str = "") -> None:
+    def __init__(
+        self, count: int, request: Callable[[int], None], *, lazy: bool = False, failure: str = ""
+    ) -> None:
         self._count = count
         self._request = request
         self._ready: asyncio.Queue[Sandbox] = asyncio.Queue()
@@ -267,7 +287,10 @@ class Backend(ABC):
     ) -> None:
         self.records = records
         self.found: list[FoundSession] = []
-        self._warm = {tool: WarmSandboxes(warm, partial(self._request, tool), lazy=tool in lazy) for tool in tools}
+        self._warm = {
+            tool: WarmSandboxes(warm, partial(self._request, tool), lazy=tool in lazy)
+            for tool in tools
+        }
         for tool, why in failures.items():
             self._warm[tool] = WarmSandboxes(0, lambda count: None, failure=why)
 

@@ -43,7 +43,10 @@ class StateFolder:
             try:
                 _require_private(path, os.fstat(descriptor))
                 if not _lock(descriptor):
-                    why = "belongs to another tools service that runs: give each service a folder of its own"
+                    why = (
+                        "belongs to another tools service that runs: give each service a folder "
+                        "of its own"
+                    )
                     raise FolderRefused(f"{path} {why}")
                 if _is(path, descriptor):
                     return cls(path, descriptor)
@@ -121,6 +124,10 @@ def _is(path: Path, descriptor: int) -> bool:
 
 def _require_private(path: Path, status: os.stat_result) -> None:
     if status.st_uid != os.geteuid():
-        raise FolderRefused(f"{path} belongs to another user (uid {status.st_uid}): name a folder of your own")
+        raise FolderRefused(
+            f"{path} belongs to another user (uid {status.st_uid}): name a folder of your own"
+        )
     if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise FolderRefused(f"{path} is open to other users: chmod 700 {path}, or name another folder")
+        raise FolderRefused(
+            f"{path} is open to other users: chmod 700 {path}, or name another folder"
+        )

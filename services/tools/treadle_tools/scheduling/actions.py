@@ -67,7 +67,9 @@ class ActionScheduler:
     _order: FairOrder = field(default_factory=FairOrder, init=False)
 
     @asynccontextmanager
-    async def hold(self, action: Action, job: str, within_s: float | None = None) -> AsyncIterator[RunningAction]:
+    async def hold(
+        self, action: Action, job: str, within_s: float | None = None
+    ) -> AsyncIterator[RunningAction]:
         """Wait until the action is granted what it asks for, and hold that for the block.
 
         job: whose share it takes; the action's `arrival` is set here.
@@ -76,7 +78,9 @@ class ActionScheduler:
         `within_s`.
         """
         self.dispatcher.check(action)
-        expected_s = self.dispatcher.typical_s if action.single_unit_s is None else action.single_unit_s
+        expected_s = (
+            self.dispatcher.typical_s if action.single_unit_s is None else action.single_unit_s
+        )
         action = replace(action, arrival=self._order.place(job, expected_s))
         began_s, took_s = self.clock(), 0.0
         try:
@@ -205,7 +209,14 @@ class Actions:
     numbers: Iterator[int]
 
     async def run(
-        self, tool: Tool, trajectory_id: str, limits: Limits, work: Work, *, job: str = "", holder: str = ""
+        self,
+        tool: Tool,
+        trajectory_id: str,
+        limits: Limits,
+        work: Work,
+        *,
+        job: str = "",
+        holder: str = "",
     ) -> Result:
         """Run `work`, which asks a sandbox and may raise SandboxLost or WorkerFailed.
 
@@ -232,13 +243,18 @@ class Actions:
         while True:
             within_s = None
             if call.tool.provider:
-                left_s, rest_s = remaining_s(), self.providers[call.tool.provider].rests_s(time.monotonic())
+                left_s, rest_s = (
+                    remaining_s(),
+                    self.providers[call.tool.provider].rests_s(time.monotonic()),
+                )
                 if refused is not None:
                     if left_s is None or rest_s > left_s * RETRY_SHARE:
                         return refused
                     within_s = left_s * RETRY_SHARE
                 elif left_s is not None and rest_s > left_s:
-                    why = f"provider {call.tool.provider!r} is left alone for another {rest_s:.1f} s"
+                    why = (
+                        f"provider {call.tool.provider!r} is left alone for another {rest_s:.1f} s"
+                    )
                     raise Unavailable("PROVIDER_UNAVAILABLE", why, retry_after_s=rest_s)
             asked = time.monotonic()
             try:
@@ -283,9 +299,13 @@ class Actions:
         except SandboxLost as lost:
             result = Result(lost.status, error=str(lost), alive=False)
         except WorkerFailed as failure:
-            raise Unavailable("TOOL_NOT_READY", str(failure), retry_after_s=RETRY_WORKER_S) from failure
+            raise Unavailable(
+                "TOOL_NOT_READY", str(failure), retry_after_s=RETRY_WORKER_S
+            ) from failure
         refused_s = result.refused_s if call.tool.provider else None
-        return replace(result, cores=granted.cpu_cores, held_s=time.monotonic() - began, refused_s=refused_s)
+        return replace(
+            result, cores=granted.cpu_cores, held_s=time.monotonic() - began, refused_s=refused_s
+        )
 
 
 def ended_of(tool: Tool, result: Result) -> Ended:

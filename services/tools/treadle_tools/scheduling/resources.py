@@ -58,7 +58,9 @@ class Demands:
     cores, memory_bytes: of the node. providers: by name.
     """
 
-    def __init__(self, cores: int, memory_bytes: int, providers: Mapping[str, BasicManager]) -> None:
+    def __init__(
+        self, cores: int, memory_bytes: int, providers: Mapping[str, BasicManager]
+    ) -> None:
         self._cores = cores
         self._memory_bytes = memory_bytes
         self._providers = providers
@@ -68,7 +70,11 @@ class Demands:
 
     def learn(self, tool: Tool, result: Result) -> None:
         """Count an action that was not refused by its provider."""
-        factor = 1.0 if tool.scaling is None else elasticity(tool.scaling).efficiency(result.cores) * result.cores
+        factor = (
+            1.0
+            if tool.scaling is None
+            else elasticity(tool.scaling).efficiency(result.cores) * result.cores
+        )
         self._overhead_s.add(tool.name, result.overhead_s)
         self._single_core_s.add(tool.name, result.execution_s * factor)
         self._speedup.add(tool.name, factor)
@@ -79,7 +85,9 @@ class Demands:
         """
         if tool.name not in self._speedup:
             return 0.0
-        return self._overhead_s[tool.name] + self._single_core_s[tool.name] / self._speedup[tool.name]
+        return (
+            self._overhead_s[tool.name] + self._single_core_s[tool.name] / self._speedup[tool.name]
+        )
 
     def action(self, action_id: str, holder: str, tool: Tool, limits: Limits) -> Action:
         """Return one action of `tool` as the scheduler takes it.
@@ -94,7 +102,9 @@ class Demands:
         cost: dict[str, Demand] = {CPU_CORES: cores_demand(tool.scaling, most)}
         stays = tool.kind is Kind.ENVIRONMENT
         if stays:
-            cost[MEMORY_BYTES] = Fixed(min(tool.reserve_bytes, limits.memory_bytes, self._memory_bytes))
+            cost[MEMORY_BYTES] = Fixed(
+                min(tool.reserve_bytes, limits.memory_bytes, self._memory_bytes)
+            )
         if tool.provider:
             cost |= self._providers[tool.provider].cost()
         return Action(
@@ -127,7 +137,9 @@ def check_scaling(tool: Tool) -> None:
     declared = Action(tool.name, tool.name, 0, cost, single_core_s, CPU_CORES, elasticity(scaling))
     check_action(declared, {CPU_CORES: MOST_UNITS})
     if scaling.cores[-1] > tool.limits.cpu_cores:
-        raise InvalidActionError("cores", f"must be at most limits.cpu_cores, {tool.limits.cpu_cores}")
+        raise InvalidActionError(
+            "cores", f"must be at most limits.cpu_cores, {tool.limits.cpu_cores}"
+        )
 
 
 def cores_demand(scaling: Scaling | None, most: int) -> Demand:
@@ -141,7 +153,10 @@ def cores_demand(scaling: Scaling | None, most: int) -> Demand:
 
 
 NODE_ID = "local"
-MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+MEMORY_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 
 
 @dataclass(frozen=True)
@@ -159,7 +174,9 @@ class Node:
         return self.machine.cores
 
 
-def find_node(cores: int, memory_bytes: int, system: Path = Path("/sys/devices/system/node")) -> Node:
+def find_node(
+    cores: int, memory_bytes: int, system: Path = Path("/sys/devices/system/node")
+) -> Node:
     """Return this machine with so many cores and bytes; 0: all there are.
 
     With more cores than those, actions share them.
@@ -216,14 +233,17 @@ def compile_kernels() -> None:
 
 
 def _decide_all(manager: CpuManager | GpuManager, key: str, shapes: Sequence[Shape]) -> None:
-    """Decide until none waits of twelve actions whose demands for `key` have these shapes in turn."""
+    """Decide until none waits of twelve actions whose demands for `key` have these shapes in
+    turn."""
     dispatcher = Dispatcher(Resources([manager]), 0.0)
     others = {name: Fixed(1) for name in manager.dimensions if name != key}
     dispatcher.start_at_once(Action("alone", "alone", 0, {key: Fixed(1), **others}), 0.0)
     for index in range(12):
         demand, elasticity = shapes[index % 2]
         cost = {key: demand, **others}
-        dispatcher.submit(Action(f"w{index}", f"w{index}", index, cost, 1.0 + index, key, elasticity))
+        dispatcher.submit(
+            Action(f"w{index}", f"w{index}", index, cost, 1.0 + index, key, elasticity)
+        )
     now_s = 0.0
     while len(dispatcher):
         now_s += 1.0

@@ -20,7 +20,14 @@ from aiodocker.stream import Stream
 from tenacity import retry_if_exception
 
 from treadle_tools.sandbox.containers import hosts
-from treadle_tools.sandbox.containers.hosts import Allotment, ContainerLost, Ending, HostFailed, Pipe, Recipe
+from treadle_tools.sandbox.containers.hosts import (
+    Allotment,
+    ContainerLost,
+    Ending,
+    HostFailed,
+    Pipe,
+    Recipe,
+)
 from treadle_tools.sandbox.sandboxes import NOBODY, VARIABLES
 from treadle_tools.tool import WORK_FOLDER_INODES, WORKER_PROCESSES
 
@@ -113,14 +120,19 @@ class DockerHost:
 
         Core numbers mean nothing on another machine.
         """
-        limits: dict[str, Any] = {"CpuPeriod": PERIOD_US, "CpuQuota": allotment.cpu_cores * PERIOD_US}
+        limits: dict[str, Any] = {
+            "CpuPeriod": PERIOD_US,
+            "CpuQuota": allotment.cpu_cores * PERIOD_US,
+        }
         if self.name.startswith(UNIX):
             limits["CpusetCpus"] = ",".join(map(str, allotment.cores)) or self._all_cores
         if allotment.memory_bytes is not None:
             limits |= {"Memory": allotment.memory_bytes, "MemorySwap": allotment.memory_bytes}
         with _failures(f"container {name}"):
             # The library has no method for it.
-            await self._connect()._query_json(f"containers/{name}/update", method="POST", data=limits)
+            await self._connect()._query_json(
+                f"containers/{name}/update", method="POST", data=limits
+            )
 
     async def ending(self, name: str) -> Ending:
         try:
@@ -137,7 +149,9 @@ class DockerHost:
             await _remove(self._container(name))
 
     async def list_names(self, *, running: bool = False) -> Sequence[str]:
-        filters = {"label": [f"{OWNER}={self._owner}"]} | ({"status": ["running"]} if running else {})
+        filters = {"label": [f"{OWNER}={self._owner}"]} | (
+            {"status": ["running"]} if running else {}
+        )
         with _failures(self.name):
             found = await self._connect().containers.list(all=True, filters=filters)
         return [str(container["Names"][0]).removeprefix("/") for container in found]
@@ -157,7 +171,10 @@ class DockerHost:
             # hundred.
             connector: aiohttp.BaseConnector
             if self.name.startswith(UNIX):
-                url, connector = f"{UNIX}localhost", aiohttp.UnixConnector(self.name.removeprefix(UNIX), limit=0)
+                url, connector = (
+                    f"{UNIX}localhost",
+                    aiohttp.UnixConnector(self.name.removeprefix(UNIX), limit=0),
+                )
             else:
                 url = self.name.replace("tcp://", "https://" if self._tls else "http://")
                 connector = aiohttp.TCPConnector(limit=0, ssl=self._make_context())
@@ -175,8 +192,12 @@ class DockerHost:
 
     def _config(self, recipe: Recipe) -> dict[str, Any]:
         code = recipe.code
-        mounts = [{"Type": "bind", "Source": str(path), "Target": place, "ReadOnly": True} for path, place in code]
-        tmp = f"rw,exec,nosuid,nodev,size={recipe.tool.work_bytes},nr_inodes={WORK_FOLDER_INODES},mode=1777"
+        mounts = [
+            {"Type": "bind", "Source": str(path), "Target": place, "ReadOnly": True}
+            for path, place in code
+        ]
+        limits = f"size={recipe.tool.work_bytes},nr_inodes={WORK_FOLDER_INODES}"
+        tmp = f"rw,exec,nosuid,nodev,{limits},mode=1777"
         most = {"nofile": hosts.MOST_DESCRIPTORS, "core": 0, "fsize": recipe.tool.work_bytes}
         return {
             "Image": recipe.image,
@@ -205,7 +226,9 @@ class DockerHost:
                 "CpuPeriod": PERIOD_US,
                 "CpuQuota": recipe.tool.limits.cpu_cores * PERIOD_US,
                 "OomScoreAdj": 500,  # before the machine's own programs
-                "Ulimits": [{"Name": name, "Soft": value, "Hard": value} for name, value in most.items()],
+                "Ulimits": [
+                    {"Name": name, "Soft": value, "Hard": value} for name, value in most.items()
+                ],
                 "LogConfig": {"Type": "none"},  # a log would let others read the answers
                 "RestartPolicy": {"Name": "no"},
                 "Mounts": mounts,
@@ -234,7 +257,8 @@ async def _attach(container: DockerContainer) -> DockerPipe:
 
 
 async def _remove(container: DockerContainer) -> None:
-    """Kill and remove a container; nothing where it is gone (404), or its removal has begun (409)."""
+    """Kill and remove a container; nothing where it is gone (404), or its removal has begun
+    (409)."""
     try:
         await container.delete(force=True, v=True)
     except aiodocker.DockerError as error:
@@ -252,7 +276,9 @@ def _failures(what: str, missing: type[Exception] = ContainerLost) -> Iterator[N
             raise missing(f"{what}: {error.message}") from error
         raise HostFailed(f"{what}: {error.message}") from error
     except (aiohttp.ClientError, OSError, TimeoutError, ssl.SSLError) as error:
-        raise HostFailed(f"{what} does not answer ({str(error) or type(error).__name__})") from error
+        raise HostFailed(
+            f"{what} does not answer ({str(error) or type(error).__name__})"
+        ) from error
 
 
 class Images:
@@ -281,9 +307,14 @@ class Images:
                 if error.status != 404:
                     raise
                 worth_it = retry_if_exception(
-                    lambda error: isinstance(error, aiodocker.DockerError) and error.status not in FINAL_STATUSES
+                    lambda error: (
+                        isinstance(error, aiodocker.DockerError)
+                        and error.status not in FINAL_STATUSES
+                    )
                 )
-                retry = hosts.retry_after(PULL_PAUSES_S, worth_it, "an image is fetched again", image=image)
+                retry = hosts.retry_after(
+                    PULL_PAUSES_S, worth_it, "an image is fetched again", image=image
+                )
                 await retry(self._fetch, image)
 
     async def _fetch(self, image: str) -> None:
@@ -292,7 +323,9 @@ class Images:
             try:
                 await self._docker.images.pull(mirrored)
             except aiodocker.DockerError as error:
-                log.warning("the mirror does not have an image", image=mirrored, error=error.message)
+                log.warning(
+                    "the mirror does not have an image", image=mirrored, error=error.message
+                )
             else:
                 repository, tag = split_image(image)
                 await self._docker.images.tag(mirrored, repository, tag=tag)

@@ -19,9 +19,23 @@ from typing import Any
 import structlog
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_chain, wait_fixed
 
-from treadle_tools.sandbox.containers.hosts import ContainerLost, Host, HostFailed, Hosts, Recipe, retry_after, sweep
+from treadle_tools.sandbox.containers.hosts import (
+    ContainerLost,
+    Host,
+    HostFailed,
+    Hosts,
+    Recipe,
+    retry_after,
+    sweep,
+)
 from treadle_tools.sandbox.containers.sandbox import ContainerSandbox, Disconnected
-from treadle_tools.sandbox.sandboxes import RETRY_PAUSES_S, Backend, FoundSession, SessionRecords, WorkerFailed
+from treadle_tools.sandbox.sandboxes import (
+    RETRY_PAUSES_S,
+    Backend,
+    FoundSession,
+    SessionRecords,
+    WorkerFailed,
+)
 from treadle_tools.sandbox.state_folder import StateFolder
 
 log = structlog.get_logger()
@@ -73,7 +87,11 @@ class SessionFiles(SessionRecords):
     def _write(self, session_id: str) -> None:
         file = self._folder / f"{session_id}{OPEN}"
         fresh = file.with_suffix(".new")
-        fresh.write_text(json.dumps({"record": self.records[session_id], "container": self.sandboxes[session_id]}))
+        fresh.write_text(
+            json.dumps(
+                {"record": self.records[session_id], "container": self.sandboxes[session_id]}
+            )
+        )
         fresh.replace(file)
 
     def clear(self) -> None:
@@ -124,7 +142,9 @@ class Fleet(Backend):
                 alive |= dict.fromkeys(running, host)
                 swept = await sweep(host, running)
             except HostFailed as failure:
-                log.error("a host of containers does not answer", host=host.name, error=str(failure))
+                log.error(
+                    "a host of containers does not answer", host=host.name, error=str(failure)
+                )
             else:
                 log.info("host of containers", host=host.name, sessions=len(running), removed=swept)
         for session_id, record in self.records.records.items():
@@ -192,24 +212,34 @@ class Fleet(Backend):
                 async with asyncio.timeout(START_TIMEOUT_S):
                     await sandbox.start(recipe.tool.limits)
             except TimeoutError:
-                raise WorkerFailed(f"tool {tool!r} was not ready after {START_TIMEOUT_S:g} s") from None
+                raise WorkerFailed(
+                    f"tool {tool!r} was not ready after {START_TIMEOUT_S:g} s"
+                ) from None
             except (Disconnected, ContainerLost, HostFailed) as error:
-                raise WorkerFailed(f"tool {tool!r} did not start: {await _explain(sandbox, error)}") from error
+                raise WorkerFailed(
+                    f"tool {tool!r} did not start: {await _explain(sandbox, error)}"
+                ) from error
             undo.pop_all()
         return sandbox
 
     def _add(self, host: Host, name: str) -> ContainerSandbox:
-        sandbox = ContainerSandbox(host, name, self._spawn, lambda closed: self._spawn(self._remove(closed)))
+        sandbox = ContainerSandbox(
+            host, name, self._spawn, lambda closed: self._spawn(self._remove(closed))
+        )
         self._in_use[name] = sandbox
         return sandbox
 
     async def _remove(self, sandbox: ContainerSandbox) -> None:
         host, failed = sandbox.host, retry_if_exception_type(HostFailed)
         try:
-            retry = retry_after(REMOVE_PAUSES_S, failed, "a container is removed again", container=sandbox.name)
+            retry = retry_after(
+                REMOVE_PAUSES_S, failed, "a container is removed again", container=sandbox.name
+            )
             await retry(host.remove, sandbox.name)
         except HostFailed as failure:
-            log.error("a container is left", host=host.name, container=sandbox.name, error=str(failure))
+            log.error(
+                "a container is left", host=host.name, container=sandbox.name, error=str(failure)
+            )
         del self._in_use[sandbox.name]
         self._hosts.add_load(host.name, -1)
 

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_chain, wait_fixed
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception_type,
+    stop_after_attempt,
+    wait_chain,
+    wait_fixed,
+)
 from tenacity.retry import RetryBaseT
 
 from treadle_tools.sandbox.sandboxes import PACKAGE, find_top_level, worker_arguments
@@ -64,13 +71,16 @@ class Recipe:
 
 
 def _find_code(tool: Tool) -> tuple[tuple[Path, str], ...]:
-    """This package, and the package or module of the tool itself; the image has what those import."""
+    """This package, and the package or module of the tool itself; the image has what those
+    import."""
     shown = {}
     for name in (PACKAGE, tool.entry):
         spec = find_top_level(tool, name)
         places = list(spec.submodule_search_locations or ())
         if not places and spec.origin is None:
-            raise ModuleNotFoundError(f"tool {tool.name!r}: {spec.name!r} has no files", name=spec.name)
+            raise ModuleNotFoundError(
+                f"tool {tool.name!r}: {spec.name!r} has no files", name=spec.name
+            )
         path = Path(places[0] if places else str(spec.origin))
         shown[path.resolve()] = f"{CODE}/{path.name}"
     return tuple(shown.items())
@@ -212,7 +222,9 @@ class Hosts:
         Raises HostFailed.
         """
         what = "a container is tried elsewhere, or again"
-        retrying = retry_after((0.0,) * (TRIES - 1), retry_if_exception_type(HostFailed), what, container=name)
+        retrying = retry_after(
+            (0.0,) * (TRIES - 1), retry_if_exception_type(HostFailed), what, container=name
+        )
         return await retrying(self._make_on_best, recipe, name)
 
     async def _make_on_best(self, recipe: Recipe, name: str) -> Host:
@@ -237,10 +249,14 @@ class Hosts:
         back.
         """
         now = self.clock()
-        return min(self._states.values(), key=lambda state: (max(0.0, state.rests_until - now), state.load))
+        return min(
+            self._states.values(), key=lambda state: (max(0.0, state.rests_until - now), state.load)
+        )
 
 
-def retry_after(pauses_s: Sequence[float], retry: RetryBaseT, what: str, **fields: Any) -> AsyncRetrying:
+def retry_after(
+    pauses_s: Sequence[float], retry: RetryBaseT, what: str, **fields: Any
+) -> AsyncRetrying:
     """Return what calls a coroutine function again after each of `pauses_s`, and logs `what` each
     time.
 

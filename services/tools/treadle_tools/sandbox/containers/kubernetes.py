@@ -25,7 +25,14 @@ from kubernetes_asyncio.config.config_exception import ConfigException
 from kubernetes_asyncio.stream import WsApiClient
 from tenacity import AsyncRetrying, retry_if_result, wait_exponential
 
-from treadle_tools.sandbox.containers.hosts import Allotment, ContainerLost, Ending, HostFailed, Pipe, Recipe
+from treadle_tools.sandbox.containers.hosts import (
+    Allotment,
+    ContainerLost,
+    Ending,
+    HostFailed,
+    Pipe,
+    Recipe,
+)
 from treadle_tools.sandbox.sandboxes import NOBODY, VARIABLES
 
 log = structlog.get_logger()
@@ -61,7 +68,11 @@ def make_pod(recipe: Recipe, *, name: str, owner: str, runtime_class: str) -> di
     """Return the Pod object of a recipe, as the API takes it."""
     memory = str(recipe.memory_bytes)
     user = {"runAsNonRoot": True, "runAsUser": NOBODY, "runAsGroup": NOBODY, "fsGroup": NOBODY}
-    security = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+    security = {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
     limits = {"cpu": str(recipe.tool.limits.cpu_cores), "memory": memory}
     worker = {
         "name": CONTAINER,
@@ -86,7 +97,12 @@ def make_pod(recipe: Recipe, *, name: str, owner: str, runtime_class: str) -> di
         "containers": [worker],
         # In memory, because the kernel enforces its size; on disk the kubelet looks every few
         # minutes, and evicts.
-        "volumes": [{"name": "tmp", "emptyDir": {"medium": "Memory", "sizeLimit": str(recipe.tool.work_bytes)}}],
+        "volumes": [
+            {
+                "name": "tmp",
+                "emptyDir": {"medium": "Memory", "sizeLimit": str(recipe.tool.work_bytes)},
+            }
+        ],
     }
     if runtime_class:
         spec["runtimeClassName"] = runtime_class
@@ -97,11 +113,17 @@ def make_pod(recipe: Recipe, *, name: str, owner: str, runtime_class: str) -> di
         TOOL: make_label(recipe.tool.name),
         NETWORK: make_label(recipe.tool.network) if recipe.tool.network else NO_NETWORK,
     }
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": spec}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "labels": labels},
+        "spec": spec,
+    }
 
 
 def make_label(text: str) -> str:
-    """Make a label's value: letters, digits, '-', '_', '.', with a letter or digit first and last."""
+    """Make a label's value: letters, digits, '-', '_', '.', with a letter or digit first and
+    last."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", text)[:63].strip("-_.")
 
 
@@ -151,7 +173,9 @@ class KubernetesHost:
     async def check(self) -> str:
         api = await self._connect()
         with _failures("the API server"):
-            about = await client.VersionApi(api.api_client).get_code(_request_timeout=CALL_TIMEOUT_S)
+            about = await client.VersionApi(api.api_client).get_code(
+                _request_timeout=CALL_TIMEOUT_S
+            )
             await api.list_namespaced_pod(self._namespace, limit=1, _request_timeout=CALL_TIMEOUT_S)
         self._resizes = can_resize(about.major, about.minor)
         if not self._resizes:
@@ -160,7 +184,8 @@ class KubernetesHost:
         return f"kubernetes {about.git_version}"
 
     async def make(self, recipe: Recipe, name: str) -> None:
-        """Make a pod and wait until it runs, or has ended; nothing is left of it where this fails."""
+        """Make a pod and wait until it runs, or has ended; nothing is left of it where this
+        fails."""
         pod = make_pod(recipe, name=name, owner=self._owner, runtime_class=self._runtime_class)
         try:
             await self._call(f"pod {name}", "create_namespaced_pod", body=pod)
@@ -186,9 +211,15 @@ class KubernetesHost:
             raise ContainerLost(await self._read_last_line(name))
         with _failures(f"pod {name}"):
             opening = await self._streams.connect_get_namespaced_pod_attach(
-                name, self._namespace, container=CONTAINER, stdin=True, stdout=True, stderr=True, tty=False,
+                name,
+                self._namespace,
+                container=CONTAINER,
+                stdin=True,
+                stdout=True,
+                stderr=True,
+                tty=False,
                 _preload_content=False,
-            )  # fmt: skip
+            )
             return PodPipe(await opening)
 
     async def allot(self, name: str, allotment: Allotment) -> None:
@@ -219,7 +250,9 @@ class KubernetesHost:
     async def list_names(self, *, running: bool = False) -> Sequence[str]:
         owned = f"{OWNER}={make_label(self._owner)}"
         found = await self._call("the API server", "list_namespaced_pod", label_selector=owned)
-        return [pod.metadata.name for pod in found.items if not running or pod.status.phase == "Running"]
+        return [
+            pod.metadata.name for pod in found.items if not running or pod.status.phase == "Running"
+        ]
 
     async def close(self) -> None:
         for api in (self._api, self._streams):
@@ -254,7 +287,9 @@ class KubernetesHost:
         """
         api = await self._connect()
         with _failures(what):
-            return await getattr(api, method)(namespace=self._namespace, _request_timeout=CALL_TIMEOUT_S, **arguments)
+            return await getattr(api, method)(
+                namespace=self._namespace, _request_timeout=CALL_TIMEOUT_S, **arguments
+            )
 
     async def _connect(self) -> Any:
         if self._api is None:
@@ -301,7 +336,9 @@ def _failures(what: str) -> Iterator[None]:
             raise ContainerLost(f"{what}: it is gone") from error
         raise HostFailed(f"{what}: {error.status} {error.message}") from error
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        raise HostFailed(f"{what} does not answer ({str(error) or type(error).__name__})") from error
+        raise HostFailed(
+            f"{what} does not answer ({str(error) or type(error).__name__})"
+        ) from error
 
 
 def _reason(error: ApiException) -> str:

@@ -16,7 +16,15 @@ from typing import Any
 import structlog
 from tenacity import retry_if_exception_type
 
-from treadle_tools.sandbox.containers.hosts import Allotment, ContainerLost, Ending, Host, HostFailed, Pipe, retry_after
+from treadle_tools.sandbox.containers.hosts import (
+    Allotment,
+    ContainerLost,
+    Ending,
+    Host,
+    HostFailed,
+    Pipe,
+    retry_after,
+)
 from treadle_tools.sandbox.inside import messages
 from treadle_tools.sandbox.inside.container import HELLO
 from treadle_tools.sandbox.sandboxes import Sandbox, SandboxLost
@@ -132,7 +140,9 @@ class ContainerSandbox(Sandbox):
 
     reusable = False  # its process 1 may be the image's own
 
-    def __init__(self, host: Host, name: str, spawn: Spawn, on_close: Callable[["ContainerSandbox"], None]) -> None:
+    def __init__(
+        self, host: Host, name: str, spawn: Spawn, on_close: Callable[["ContainerSandbox"], None]
+    ) -> None:
         self.host = host
         self.name = name
         self._spawn = spawn
@@ -165,7 +175,9 @@ class ContainerSandbox(Sandbox):
         await self._connect()
         await self._allot("call", limits)
 
-    async def _exchange(self, header: dict[str, Any], body: bytes, limits: Limits, processes: int) -> dict[str, Any]:
+    async def _exchange(
+        self, header: dict[str, Any], body: bytes, limits: Limits, processes: int
+    ) -> dict[str, Any]:
         """processes: set when the container was made."""
         self._oom_kills_before = self._oom_kills
         try:
@@ -211,7 +223,9 @@ class ContainerSandbox(Sandbox):
             await self._allot(op, limits)
 
         failed = retry_if_exception_type(HostFailed)
-        retry = retry_after(RECONNECT_PAUSES_S, failed, "a container's host is asked again", container=self.name)
+        retry = retry_after(
+            RECONNECT_PAUSES_S, failed, "a container's host is asked again", container=self.name
+        )
         try:
             # One that was found may be in a step
             async with asyncio.timeout(ALLOT_TIMEOUT_S + limits.wall_s):
@@ -231,10 +245,14 @@ class ContainerSandbox(Sandbox):
     async def _allot(self, op: str, limits: Limits) -> None:
         if op == "recall":
             return
-        memory_bytes = None if op == "step" else self._resident_bytes + limits.memory_bytes + WORKER_BYTES
+        memory_bytes = (
+            None if op == "step" else self._resident_bytes + limits.memory_bytes + WORKER_BYTES
+        )
         if memory_bytes is None and self._allotted is not None:
             memory_bytes = self._allotted.memory_bytes
-        allotment = Allotment(limits.cpu_cores, limits.cores if isinstance(limits, Granted) else (), memory_bytes)
+        allotment = Allotment(
+            limits.cpu_cores, limits.cores if isinstance(limits, Granted) else (), memory_bytes
+        )
         if allotment != self._allotted:
             await self.host.allot(self.name, allotment)
             self._allotted = allotment

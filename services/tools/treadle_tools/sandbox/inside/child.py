@@ -179,7 +179,10 @@ def _size_of(head: bytes) -> int:
     if len(head) < messages.ANSWER_HEAD.size:
         return 0
     kind, size = messages.ANSWER_HEAD.unpack(head)
-    if kind not in (messages.ANSWER, messages.LAST, messages.ORDER) or size > messages.MOST_ANSWER_BYTES:
+    if (
+        kind not in (messages.ANSWER, messages.LAST, messages.ORDER)
+        or size > messages.MOST_ANSWER_BYTES
+    ):
         raise messages.FrameError(f"an answer of kind {kind} and {size} bytes")
     return int(size)
 
@@ -209,7 +212,9 @@ def _run(main: Callable[[socket.socket], None], link: socket.socket, output: int
 
 def _open_output(descriptor: int) -> io.TextIOWrapper:
     raw = io.FileIO(descriptor, "w", closefd=False)
-    return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True
+    )
 
 
 def _reseed() -> None:
@@ -224,7 +229,9 @@ CORES = "TREADLE_CORES"  # environment variable: how many cores the program was 
 SNIPPET = "<code>"  # the file name of an agent's code in tracebacks
 
 
-def run_order(program: Callable[..., Any], link: socket.socket, *, hidden: bool, counted: bool) -> None:
+def run_order(
+    program: Callable[..., Any], link: socket.socket, *, hidden: bool, counted: bool
+) -> None:
     """Wait for this process's one order and carry it out, within the order's budget.
 
     program: of the tool. hidden: the program starts foreign code, which must not reach into its
@@ -261,7 +268,7 @@ def _answer(link: socket.socket, program: Callable[[], Outcome], *, fatal: bool 
         message = {"status": Status.TOOL_ERROR, "invalid": [refusal.name, refusal.description]}
     except MemoryError:
         message = {"status": Status.OUT_OF_MEMORY, "error": "MemoryError"}
-    except BaseException as error:  # noqa: BLE001 - foreign code may raise anything; it is the answer
+    except BaseException as error:  # noqa: BLE001 - what foreign code raises is the answer
         message = _encode(_report_error(error))
     messages.send_answer(link, messages.LAST if fatal and failed else messages.ANSWER, message)
     return not failed
@@ -308,7 +315,7 @@ def run_snippet(arguments: Mapping[str, Any]) -> Outcome:
         if leaving.code in (None, 0):
             return Outcome()
         return Outcome(status=Status.TOOL_ERROR, error=f"SystemExit: {leaving.code}")
-    except BaseException as error:  # noqa: BLE001 - foreign code may raise anything; it is the answer
+    except BaseException as error:  # noqa: BLE001 - what foreign code raises is the answer
         return _report_error(error)
     return Outcome()
 
@@ -338,7 +345,9 @@ class LinkedSandbox:
         return Outcome(output=reply["output"], status=Status(status), error=reply["error"])
 
 
-def _serve_environment(program: Callable[..., Environment], arguments: Any, link: socket.socket) -> None:
+def _serve_environment(
+    program: Callable[..., Environment], arguments: Any, link: socket.socket
+) -> None:
     """Answer with the first observation of an environment, then serve its steps."""
     made: list[Environment] = []
 

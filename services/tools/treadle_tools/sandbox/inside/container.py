@@ -21,7 +21,12 @@ from typing import Any
 
 from treadle_tools.sandbox.inside import isolation, messages
 from treadle_tools.sandbox.inside.content import Content
-from treadle_tools.sandbox.inside.supervisor import Request, Supervisor, Worker, hide_standard_streams
+from treadle_tools.sandbox.inside.supervisor import (
+    Request,
+    Supervisor,
+    Worker,
+    hide_standard_streams,
+)
 
 HELLO = "hello"
 READ_BYTES = 64 * 1024
@@ -30,7 +35,10 @@ LONGEST_HEADER_BYTES = 64 * 1024
 # instead.
 ANY_PROCESSES = 1 << 22
 CPU_USAGE, CPU_STAT = Path("/sys/fs/cgroup/cpuacct/cpuacct.usage"), Path("/sys/fs/cgroup/cpu.stat")
-OOM_COUNTS = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control"))
+OOM_COUNTS = (
+    Path("/sys/fs/cgroup/memory.events"),
+    Path("/sys/fs/cgroup/memory/memory.oom_control"),
+)
 
 
 def main(config: Mapping[str, Any]) -> None:
@@ -133,7 +141,8 @@ def count_oom_kills() -> int:
 
 
 def read_cpu_used_s() -> float | None:
-    """Return the CPU seconds of this container's whole life; None where the kernel does not count."""
+    """Return the CPU seconds of this container's whole life; None where the kernel does not
+    count."""
     with contextlib.suppress(OSError):
         return int(CPU_USAGE.read_text()) / 1e9
     used_us = _read_counter(CPU_STAT, "usage_usec")

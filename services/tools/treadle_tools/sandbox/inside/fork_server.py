@@ -17,7 +17,12 @@ from typing import Any
 
 from treadle_tools.sandbox.inside import isolation, messages
 from treadle_tools.sandbox.inside.content import Content, send_with
-from treadle_tools.sandbox.inside.supervisor import Request, Supervisor, Worker, hide_standard_streams
+from treadle_tools.sandbox.inside.supervisor import (
+    Request,
+    Supervisor,
+    Worker,
+    hide_standard_streams,
+)
 
 LONGEST_ORDER_BYTES = 4096
 NOBODY = 65534
@@ -39,7 +44,9 @@ def main(config: Mapping[str, Any]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     worker = Worker.load(config)
     isolated = _can_isolate(worker.work_bytes)
-    control.send(messages.encode({"ready": os.getpid(), "isolated": isolated})[messages.HEADER.size :])
+    control.send(
+        messages.encode({"ready": os.getpid(), "isolated": isolated})[messages.HEADER.size :]
+    )
     _carry_out_orders(control, worker, isolated=isolated)
 
 
@@ -113,7 +120,9 @@ def _can_isolate(work_bytes: int) -> bool:
     """
     read_end, write_end = os.pipe()
     with contextlib.suppress(OSError):
-        isolation.fork_isolated(work_bytes, lambda: os._exit(os.write(write_end, b"1") - 1), lambda _: None)
+        isolation.fork_isolated(
+            work_bytes, lambda: os._exit(os.write(write_end, b"1") - 1), lambda _: None
+        )
     os.close(write_end)
     answer = os.read(read_end, 1)
     os.close(read_end)

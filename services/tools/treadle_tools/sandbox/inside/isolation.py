@@ -28,8 +28,20 @@ _holding = ctypes.PyDLL(None, use_errno=True)
 _holding.syscall.argtypes = (ctypes.c_long, ctypes.c_ulong, *[ctypes.c_void_p] * 4)
 _holding.syscall.restype = ctypes.c_long
 _python = ctypes.pythonapi
-_libc.mount.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p)
-_libc.prctl.argtypes = (ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong)
+_libc.mount.argtypes = (
+    ctypes.c_char_p,
+    ctypes.c_char_p,
+    ctypes.c_char_p,
+    ctypes.c_ulong,
+    ctypes.c_char_p,
+)
+_libc.prctl.argtypes = (
+    ctypes.c_int,
+    ctypes.c_ulong,
+    ctypes.c_ulong,
+    ctypes.c_ulong,
+    ctypes.c_ulong,
+)
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWIPC = 0x08000000
@@ -67,7 +79,9 @@ def _check(result: int, what: str) -> int:
     return result
 
 
-def fork_isolated(work_bytes: int, run_init: Callable[[], None], report: Callable[[OSError], None]) -> None:
+def fork_isolated(
+    work_bytes: int, run_init: Callable[[], None], report: Callable[[OSError], None]
+) -> None:
     """Fork a new sandbox from this single-threaded process.
 
     `run_init` runs as its init, or `report` in its place where the kernel refuses. work_bytes: size
@@ -91,14 +105,24 @@ def _isolate(work_bytes: int) -> None:
     # After a change of uid the kernel lets only root write /proc/self/uid_map, unless the process
     # is dumpable.
     set_dumpable(True)
-    for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+    for name, line in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{uid} {uid} 1"),
+        ("gid_map", f"{gid} {gid} 1"),
+    ):
         _write(f"/proc/self/{name}", line)
     _mount("none", "/", "none", MS_REC | MS_PRIVATE)
     for folder in ("/tmp", "/dev/shm"):
         options = f"size={work_bytes},nr_inodes={WORK_FOLDER_INODES},mode=0700,uid={uid},gid={gid}"
         _mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, options)
     # Terminals of its own, few of them: the kernel limits how many there are on the machine.
-    _mount("devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, f"newinstance,ptmxmode=0666,mode=0600,max={PTYS}")
+    _mount(
+        "devpts",
+        "/dev/pts",
+        "devpts",
+        MS_NOSUID | MS_NOEXEC,
+        f"newinstance,ptmxmode=0666,mode=0600,max={PTYS}",
+    )
     # Where memory runs out, the kernel should kill a sandbox first
     with contextlib.suppress(PermissionError):
         _write("/proc/self/oom_score_adj", str(OOM_SCORE))
@@ -108,7 +132,9 @@ def _isolate(work_bytes: int) -> None:
     flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
     try:
         _mount("proc", "/proc", "proc", flags)
-    except PermissionError:  # bubblewrap started as root covers parts of /proc, and the kernel allows no new one
+    except (
+        PermissionError
+    ):  # bubblewrap started as root covers parts of /proc, and the kernel allows no new one
         _mount("tmpfs", "/proc", "tmpfs", flags | MS_RDONLY, "mode=0555")
     resource.setrlimit(resource.RLIMIT_SIGPENDING, (MOST_SIGNALS, MOST_SIGNALS))
     drop_privileges()
@@ -162,7 +188,10 @@ def _write(path: str, text: str) -> None:
 
 
 def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    _check(_libc.mount(source.encode(), target.encode(), kind.encode(), flags, options.encode()), f"mount {target}")
+    _check(
+        _libc.mount(source.encode(), target.encode(), kind.encode(), flags, options.encode()),
+        f"mount {target}",
+    )
 
 
 def set_dumpable(dumpable: bool) -> None:
@@ -247,7 +276,12 @@ _X32_CALLS = 0x40000000  # x86_64's second table of numbers
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 # Offsets in struct seccomp_data, little-endian
 _NUMBER_AT, _ARCHITECTURE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
-_ALLOW, _NO_PERMISSION, _NO_SUCH_CALL, _NO_FAMILY = 0x7FFF0000, 0x00050000 | 1, 0x00050000 | 38, 0x00050000 | 97
+_ALLOW, _NO_PERMISSION, _NO_SUCH_CALL, _NO_FAMILY = (
+    0x7FFF0000,
+    0x00050000 | 1,
+    0x00050000 | 38,
+    0x00050000 | 97,
+)
 
 
 def _head(machine: str) -> list[tuple[int, int, int, int]]:
@@ -265,7 +299,11 @@ def _head(machine: str) -> list[tuple[int, int, int, int]]:
 
 
 def _refuse(numbers: Iterable[int]) -> list[tuple[int, int, int, int]]:
-    return [step for number in numbers for step in ((_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _NO_PERMISSION))]
+    return [
+        step
+        for number in numbers
+        for step in ((_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _NO_PERMISSION))
+    ]
 
 
 def _filter_program(machine: str) -> list[tuple[int, int, int, int]]:
@@ -273,10 +311,17 @@ def _filter_program(machine: str) -> list[tuple[int, int, int, int]]:
     _, (clone, clone3, *sockets), refused, _ = _MACHINES[machine]
     # glibc falls back to clone, whose flags the filter can read; those of clone3 are behind a
     # pointer.
-    program = [*_head(machine), (_JUMP_EQUAL, 0, 1, clone3), (_RETURN, 0, 0, _NO_SUCH_CALL), *_refuse(refused)]
+    program = [
+        *_head(machine),
+        (_JUMP_EQUAL, 0, 1, clone3),
+        (_RETURN, 0, 0, _NO_SUCH_CALL),
+        *_refuse(refused),
+    ]
     for number in sockets:
         program += [(_JUMP_EQUAL, 0, len(_SOCKETS) + 3, number), (_LOAD, 0, 0, _FIRST_ARGUMENT_AT)]
-        program += [(_JUMP_EQUAL, len(_SOCKETS) - at, 0, family) for at, family in enumerate(_SOCKETS)]
+        program += [
+            (_JUMP_EQUAL, len(_SOCKETS) - at, 0, family) for at, family in enumerate(_SOCKETS)
+        ]
         program += [(_RETURN, 0, 0, _NO_FAMILY), (_RETURN, 0, 0, _ALLOW)]
     return [
         *program,
@@ -298,7 +343,11 @@ def _packed(program: Callable[[str], list[tuple[int, int, int, int]]]) -> bytes 
     in `_MACHINES`.
     """
     machine = platform.machine()
-    return b"".join(struct.pack("=HBBI", *step) for step in program(machine)) if machine in _MACHINES else None
+    return (
+        b"".join(struct.pack("=HBBI", *step) for step in program(machine))
+        if machine in _MACHINES
+        else None
+    )
 
 
 def _filter_system_calls(program: bytes | None) -> None:
@@ -310,8 +359,12 @@ def _filter_system_calls(program: bytes | None) -> None:
         return
     code = ctypes.create_string_buffer(program)
     # struct sock_fprog: a 16-bit count, padding, a pointer.
-    fprog = ctypes.create_string_buffer(struct.pack("@H6xP", len(program) // 8, ctypes.addressof(code)))
-    _check(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(fprog), 0, 0), "seccomp")
+    fprog = ctypes.create_string_buffer(
+        struct.pack("@H6xP", len(program) // 8, ctypes.addressof(code))
+    )
+    _check(
+        _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(fprog), 0, 0), "seccomp"
+    )
 
 
 def refuse_unmapped_memory() -> None:

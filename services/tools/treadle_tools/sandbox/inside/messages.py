@@ -71,7 +71,8 @@ def take_message(received: bytearray) -> dict[str, Any] | None:
 
 
 def send(link: socket.socket, message: Mapping[str, Any], *files: int) -> None:
-    """Send one frame over a blocking socket, and open files with it, which the caller still closes."""
+    """Send one frame over a blocking socket, and open files with it, which the caller still
+    closes."""
     data = encode(message)
     if files:
         data = data[socket.send_fds(link, [data], list(files)) :]
@@ -149,7 +150,11 @@ def read_answer(header: Mapping[str, Any], printed: bytes, answer: bytes) -> dic
     """
     if "most_output" not in header:
         return {"id": ""}  # there is no last answer to recall
-    reply = {name: value for name, value in header.items() if name not in ("printed", "answer", "most_output")}
+    reply = {
+        name: value
+        for name, value in header.items()
+        if name not in ("printed", "answer", "most_output")
+    }
     said: dict[str, Any] = {}
     if not reply.get("status"):
         try:

@@ -37,7 +37,9 @@ ALL_CORES = range(1024)  # the widest mask that the standard library can set
 HIGHEST_PID = 1 << 22  # of Linux
 MOST_SWEEPS = 10  # over all processes, as those that are killed may have forked
 MOST_WAITS, WAIT_S = 100, 0.001  # a process is reaped once its parent has ended
-RESOURCE_LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
+RESOURCE_LIMITS = tuple(
+    getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")
+)
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,13 @@ class Worker:
         # So that a fork's garbage collector does not copy every page of the preloaded modules
         gc.freeze()
         baseline_bytes = pages * resource.getpagesize()
-        return cls(program, bool(config["hidden"]), int(config["work_bytes"]), int(config["processes"]), baseline_bytes)
+        return cls(
+            program,
+            bool(config["hidden"]),
+            int(config["work_bytes"]),
+            int(config["processes"]),
+            baseline_bytes,
+        )
 
 
 def hide_standard_streams() -> tuple[int, int]:
@@ -175,7 +183,9 @@ class Supervisor:
             "again": bool(request.header.get("again")) and not self._soiled and os.getpid() == 1,
         }
 
-    def _start_and_wait(self, request: Request, limits: Limits, printed: Content, answer: Content) -> dict[str, Any]:
+    def _start_and_wait(
+        self, request: Request, limits: Limits, printed: Content, answer: Content
+    ) -> dict[str, Any]:
         """Have the request carried out. How it ended, where that is not in the answer."""
         op, body = request.header["op"], request.body
         if op == "call" and self._soiled:
@@ -214,13 +224,17 @@ class Supervisor:
         child.send({"op": op, "budget": vars(budget), "cores": limits.cpu_cores}, body.file)
         return child
 
-    def _wait_for_environment(self, limits: Limits, printed: Content, answer: Content) -> dict[str, Any]:
+    def _wait_for_environment(
+        self, limits: Limits, printed: Content, answer: Content
+    ) -> dict[str, Any]:
         """Wait for the environment's next answer, and run the Python that it orders until then."""
         if (environment := self._environment) is None:
             return {"status": Status.CRASHED, "error": "the environment has ended"}
         deadline = time.monotonic() + limits.wall_s
         try:
-            while (event := environment.next_event(deadline, self._unread, answer)).kind == messages.ORDER:
+            while (
+                event := environment.next_event(deadline, self._unread, answer)
+            ).kind == messages.ORDER:
                 self._run_python(environment, limits, answer)
                 deadline = max(deadline, time.monotonic() + ENVIRONMENT_GRACE_S)
         except (messages.FrameError, OSError) as error:
@@ -295,7 +309,10 @@ def _ending(event: Event, limits: Limits) -> dict[str, Any]:
     number = os.WTERMSIG(event.wait_status)
     if number == signal.SIGXCPU:
         cpu_s = limits.wall_s * limits.cpu_cores
-        return {"status": Status.TIMED_OUT, "error": f"stopped after more than {cpu_s:g} CPU seconds"}
+        return {
+            "status": Status.TIMED_OUT,
+            "error": f"stopped after more than {cpu_s:g} CPU seconds",
+        }
     # Of real-time signals only two have one
     names = {each.value: each.name for each in signal.Signals}
     return {"status": Status.CRASHED, "error": f"killed by {names.get(number, f'signal {number}')}"}
@@ -332,7 +349,11 @@ def _read_init_state() -> tuple[object, ...]:
     """
     limits = [resource.getrlimit(which) for which in RESOURCE_LIMITS]
     folders = [isolation.read_inode_flags(folder) for folder in WRITABLE]
-    ranks = os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0), *isolation.read_io_and_timer_ranks()
+    ranks = (
+        os.getpriority(os.PRIO_PROCESS, 0),
+        os.sched_getscheduler(0),
+        *isolation.read_io_and_timer_ranks(),
+    )
     return *limits, *folders, *ranks
 
 
