@@ -152,6 +152,7 @@ def test_a_client_without_the_framework_works_and_the_adapter_says_what_is_missi
         assert f"No module named '{adapter}." in done.stderr, done.stderr
 
 
+@pytest.mark.full  # it needs the packages of `make frameworks`
 @pytest.mark.parametrize(
     "stand_in", PACKAGED, ids=lambda module: module.__name__.rpartition(".")[2]
 )
@@ -172,6 +173,7 @@ def test_a_stand_in_has_the_parameters_that_the_package_has(stand_in: ModuleType
             )
 
 
+@pytest.mark.full
 def test_trls_loop_takes_what_the_worker_gives_it() -> None:
     """The worker hands on what it is given, in TRL too: a name that the loop does not know fails in
     the child alone."""

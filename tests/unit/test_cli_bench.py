@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 def test_without_the_distribution_the_command_says_how_to_install_it(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command_line, "entry_points", lambda **_: ())
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
     done = CliRunner().invoke(command_line.app, ["bench", *arguments])
     assert done.exit_code == 2
     assert done.output.startswith("treadle: ")
