@@ -103,6 +103,7 @@ def options(url: str, **sampling: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.full  # it needs the packages of `make frameworks`
 async def test_skyrls_client_rolls_out_a_batch_of_several_turns(door: FrontDoor) -> None:
     """SkyRL 0.3.0's RemoteInferenceClient, with the sampling that its generator sends. Its weights
     cannot come, as SGLang's processes cannot join vLLM's group, and it is told what to do."""
@@ -126,6 +127,7 @@ async def test_skyrls_client_rolls_out_a_batch_of_several_turns(door: FrontDoor)
     assert await open_trajectories(door) == 0  # its sessions were finished
 
 
+@pytest.mark.full
 async def test_prime_rls_client_rolls_out_a_batch_of_several_turns(door: FrontDoor) -> None:
     """renderers 0.1.12, through which verifiers 0.4.0 sends. It refuses logprobs that do not name
     their tokens."""
