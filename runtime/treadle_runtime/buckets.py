@@ -178,9 +178,7 @@ async def _read_bucket(bucket: KeyValue, keys_only: bool) -> list[KeyValue.Entry
                 revision = message.metadata.sequence.stream
                 key = message.subject.removeprefix(bucket._pre)
                 headers = message.headers or {}
-                entries.pop(
-                    key, None
-                )  # the key was written again while we read: it moves to the end
+                entries.pop(key, None)  # written again while we read: the key moves to the end
                 operation = (
                     KV_DEL
                     if headers.get(KV_OP) in (KV_DEL, KV_PURGE) or KV_MARKER_REASON in headers

@@ -114,9 +114,7 @@ class Bus:
         self._handlers: (
             asyncio.TaskGroup
         )  # runs the handlers of facts; set before the bus is handed out
-        self._ack_timeouts: set[asyncio.Timeout] = (
-            set()
-        )  # timeouts of the waits for acknowledgements
+        self._ack_timeouts: set[asyncio.Timeout] = set()  # of waits for acknowledgements
         self._one_sends = asyncio.Lock()
         self._reconnected = asyncio.Event()
         self._last_error: Exception | None = None

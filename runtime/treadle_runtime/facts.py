@@ -173,9 +173,7 @@ class FactSubscription:
         self._stream_created: datetime.datetime | None = (
             None  # a stream that is made again counts from 1
         )
-        self._next_sequence: int | None = (
-            None  # the place in the stream where a lost consumer has to go on
-        )
+        self._next_sequence: int | None = None  # where in the stream a lost consumer goes on
         self._open_sequences: set[int] = set()  # facts received, neither acknowledged nor given up
         self._closing = False
 
