@@ -469,9 +469,9 @@ async def open_bus(
     """Yield a connected bus for the time of the block, and drain it at the end. Raises StartError
     where NATS or JetStream does not answer.
 
-    url: of one server, or of several with commas between. facts_bytes: what the stream of facts may
-    hold. replicas: the servers that store each stream and bucket. With None, those that are there
-    stay as they are. certificates: None for a server that takes plaintext.
+    url: one server, or several with commas between. facts_bytes: what the stream of facts may hold.
+    replicas: the servers that store each stream and bucket. With None, those that are there stay as
+    they are. certificates: None for a server that takes plaintext.
     """
     bus = Bus(name, tracer or trace.NoOpTracer(), facts_bytes, replicas, certificates)
     await bus._connect(url, timeout_s)

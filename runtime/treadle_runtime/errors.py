@@ -83,7 +83,7 @@ class DeadlineExceeded(TreadleError):  # noqa: N818
 
 
 class Unauthenticated(TreadleError):  # noqa: N818
-    """The certificate does not say who calls."""
+    """The caller cannot be identified."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
 

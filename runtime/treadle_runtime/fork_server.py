@@ -153,7 +153,7 @@ class ForkServer:
         """Run `python -m module arguments` with exactly this environment, its stdout and stderr at
         `output_fd`.
 
-        cwd: empty for the caller's present folder. cores: those to which the process is pinned;
+        cwd: empty for the caller's present folder. cores: the cores to which the process is pinned;
         empty for all. new_session: whether the process leads a session of its own. Waits until the
         modules are imported. Raises ChildProcessError where the fork server is gone.
         """
@@ -295,7 +295,7 @@ def main() -> None:
     gone."""
     setproctitle.setproctitle(
         f"{sys.executable} -m {__spec__.name}"
-    )  # it must first be called before `become`
+    )  # its first call must come before `become`
     orders = socket.socket(fileno=int(sys.argv[1]))
     import_modules(json.loads(orders.recv(MOST_REQUEST_BYTES)))
     ordered = serve(orders)

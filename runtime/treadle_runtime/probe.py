@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 PROBE_TIMEOUT_S = 2.0  # below the probe interval of any orchestrator
-LONGEST_BYTES = 256  # of a request, which is the name of a service, and of an answer
+LONGEST_BYTES = 256  # longest request, which is the name of a service, and longest answer
 SERVING, UNKNOWN = "SERVING", "SERVICE_UNKNOWN"
 
 

@@ -56,7 +56,7 @@ def serve_http(
 ) -> Callable[[], Coroutine[Any, Any, None]]:
     """Return a background task that serves `app` until the drain begins, and closes `listener`.
 
-    tls_folder: of the certificate; empty: plaintext. Callers know its authority, and have no
+    tls_folder: folder of the certificate; empty: plaintext. Callers know its authority, and have no
     certificate. grace_s: how long requests may still run then; None: streams have to end by
     themselves.
     """

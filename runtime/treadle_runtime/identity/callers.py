@@ -27,8 +27,8 @@ _NAMES = "x509_subject_alternative_name"  # a property of gRPC's context
 
 @dataclass(frozen=True)
 class Caller:
-    """Identity of a caller. kind: client, trainer, operator or a service. tenant: of a client or
-    trainer; else empty."""
+    """Identity of a caller. kind: client, trainer, operator or a service. tenant: the client's or
+    trainer's; else empty."""
 
     kind: str
     tenant: str

@@ -34,7 +34,7 @@ class Sealer:
 
 
 class SealCheck:
-    """Check that tickets were sealed for one engine. key: of the engine; None until it is
+    """Verifier of tickets that were sealed for one engine. key: the engine's; None until it is
     registered."""
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
-"""Mark names with the tenant that owns them (`TENANT::name`), and limit the calls of each
-tenant."""
+"""Mark names with the tenant that owns them (`TENANT::name`, so that the name alone shows its
+owner), and limit the calls of each tenant."""
 
 import hashlib
 from collections import Counter
@@ -45,8 +45,8 @@ class Border:
 
 
 class TenantLimits:
-    """Limits on the calls of each tenant to one process. calls_per_s: on average, with a second's
-    worth at once. calls: most that run at once, streams included. 0: no limit."""
+    """Limits on the calls of each tenant to one process. calls_per_s: the average rate, with a
+    second's worth at once. calls: most that run at once, streams included. 0: no limit."""
 
     def __init__(self, calls_per_s: float, calls: int) -> None:
         self._calls_per_s, self._most = calls_per_s, calls

@@ -2,7 +2,7 @@
 
 A migration's states go forward only (pending → preparing → switching → done | failed | cancelled),
 and `revision` moves by one at each change of state. Until a migration is done, the source is the
-trajectory's owner; after failed or cancelled it stays so.
+trajectory's owner; it stays the owner where the migration fails or is cancelled.
 """
 
 import asyncio

@@ -51,12 +51,12 @@ log = structlog.get_logger()
 
 
 class Runner:
-    """Chooser of the moves that run: it decides with the transmission scheduler of the core, after
-    each change of the store.
+    """Loop that starts moves, which the transmission scheduler of the core chooses after each
+    change of the store.
 
-    Each decision reads the store alone, so a missed `wake` costs nothing once the next one comes.
-    It owns a task for each move that runs, and the set of engines that take part in one. An engine
-    is free again when the end of its move has been announced and the prefix released.
+    Each choice reads the store alone, so a missed `wake` costs nothing once the next one comes. It
+    owns a task for each move that runs, and the set of engines that take part in one. An engine is
+    free again when the end of its move has been announced and the prefix released.
     """
 
     def __init__(self, store: MigrationStore, mover: "Mover") -> None:
@@ -111,8 +111,8 @@ class Runner:
                     self._tasks[migration_id].cancel()
             elif migration.state is State.PENDING and _left_s(migration) > 0:
                 waiting[migration_id] = migration
-            # it needs no engine: it is too late for it, or an earlier process sent its switch, or
-            # it has ended
+            # The move needs no engine: it is too late, or an earlier process sent its switch, or it
+            # has ended.
             else:
                 self._start(group, migration)
         busy = {engine_id for engines in self._engines.values() for engine_id in engines}
@@ -149,8 +149,8 @@ class Runner:
 
 
 class Mover:
-    """Caller of the two sidecars and the scheduler for a move; `announce` publishes an end and
-    returns once that is safe.
+    """Client of the two sidecars and the scheduler that carries moves out; `announce` publishes an
+    end and returns once that is safe.
 
     Request ids are derived from the migration's, so that a call repeated after a lost answer, or by
     the next process, is answered from the peer's record.
@@ -183,7 +183,7 @@ class Mover:
                 raise MoveFailedError(GAVE_UP)
             async with asyncio.timeout(left_s):
                 ready = await self._make_ready(migration)
-        except nats.errors.Error as error:  # first: its timeout is a TimeoutError too
+        except nats.errors.Error as error:  # before TimeoutError, as its timeout is one too
             log.warning("state not stored", migration_id=migration.migration_id, error=repr(error))
             reason = "STATE_NOT_STORED"
         except TimeoutError:
@@ -199,7 +199,7 @@ class Mover:
         """End a migration whose switch may have happened by the state that the scheduler returns;
         wait for its answer.
 
-        reason: of the failure, where the owner has not changed.
+        reason: why the move failed, where the owner has not changed.
         """
         move = migration.move
         request = scheduler_pb2.GetTrajectoryRequest(trajectory_id=move.trajectory_id)

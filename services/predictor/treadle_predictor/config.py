@@ -31,7 +31,8 @@ class PredictorSettings(Settings):
     prior_sigma_turns: Sigma = PRIOR_SIGMA_TURNS
     # folder of versions of the learned model, `treadle predictor export`; empty: no learned model
     models: OptionalFolder = ""
-    tokenizer: str = ""  # the policy's (folder or hub name), to decode ids; empty: the backbone's
+    # the policy's tokenizer, folder or hub name, to decode the ids in facts; empty: the backbone's
+    tokenizer: str = ""
     deadline_s: Wait = 0.6  # how long a question waits for the learned model before siblings answer
     gather_s: Wait = 0.005  # how long the first question of a batch waits for others
     most_batch: Count = 8  # questions in one run of the model
@@ -39,7 +40,8 @@ class PredictorSettings(Settings):
         2 * 1024**3
     )  # bytes of kept state of running trajectories, so that only a new step is read
     threads: Count = 1  # processor threads for the model; more than free cores slow everything down
-    backbone: str = ""  # for a first refit (folder or hub name); empty: numbers alone
+    # of a first refit, folder or hub name, while no version is in use; empty: numbers alone
+    backbone: str = ""
     refit_every: int = 0  # ended trajectories from one refit to the next; 0: none
 
     @field_validator("refit_every")

@@ -29,7 +29,7 @@ LEARNED_FACT_KINDS = (
     "step_started",
     "engine_joined",
     "weights_updated",
-)  # with a model that reads text
+)  # for a model that reads text
 
 COUNTS = (
     "turn",
@@ -37,7 +37,7 @@ COUNTS = (
     "context_tokens",
     "prompt_tokens",
     "max_total_tokens",
-)  # of a query and of Progress
+)  # fields of a query and of Progress
 
 
 def progress_of(query: predictor_pb2.Query, at: str) -> Progress:
@@ -84,7 +84,7 @@ def quantiles_of(estimate: Estimate) -> Quantiles:
 
 def learn(evidence: Evidence, fact: Fact, weight_version: int | None = None) -> Ended | None:
     """Add a fact to the evidence, once, and return the trajectory that it ended, if any.
-    weight_version: of the policy that sampled that trajectory.
+    weight_version: the version that sampled that trajectory.
 
     Facts without a trajectory or a prompt, or with a negative count, are left out: they have no
     caller who could be refused.

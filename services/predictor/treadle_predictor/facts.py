@@ -39,10 +39,10 @@ Decode = Callable[[list[int]], str]
 
 
 class Learner:
-    """Receiver of facts, which learns from them.
+    """Consumer of facts, which learns from them.
 
-    updated_at: the time of the newest fact, None before the first. recordings: of a learned model.
-    on_start: called when a trajectory's first step starts, with its prompt; on_end: when a
+    updated_at: the time of the newest fact, None before the first. recordings: those for a learned
+    model. on_start: called when a trajectory's first step starts, with its prompt; on_end: when a
     trajectory ends, with its generated tokens, or None where it did not end by itself.
     """
 
@@ -84,7 +84,7 @@ class Learner:
 class Recording:
     """Record of a running trajectory.
 
-    context_tokens: after its newest step. weight_version: the policy's when it was opened.
+    context_tokens: tokens after its newest step. weight_version: the policy's when it was opened.
     """
 
     trajectory_id: str
@@ -102,7 +102,7 @@ class Recording:
 class Recordings:
     """Recordings of running trajectories, and transcripts of ended ones.
 
-    decode: from the policy's ids to text.
+    decode: turns the policy's ids into text.
     """
 
     def __init__(self, decode: Decode) -> None:

@@ -20,7 +20,7 @@ from treadle_runtime.bus import Bus
 log = structlog.get_logger()
 
 BUCKET = "TREADLE_PREDICTOR_HISTORY"
-KEPT_S = 30 * 86_400.0  # a month; older samples of a prompt tell little about today's policy
+KEPT_S = 30 * 86_400.0  # a month; older samples of a prompt predict little for today's policy
 LAST_WRITE_S = 2.0  # at the end of the process, within its drain
 RETRY_S = 1.0  # while NATS does not answer; at most one history of each prompt waits
 

@@ -36,7 +36,7 @@ log = structlog.get_logger()
 
 CHECK_EVERY_S = 1.0  # between two checks whether another version is in use, or a refit is due
 TERMINATE_S = 5.0  # time that a refit's process has to end when the service stops
-NICENESS = 10  # of a refit's process
+NICENESS = 10  # niceness of a refit's process
 TRANSCRIPTS = "refit-transcripts.jsonl.gz"
 TRIAL = "trial"
 
@@ -88,7 +88,7 @@ async def load_learned_part(
 
 class ModelLoader:
     """Loader of the version in use into the worker. on_loaded: called with each version that begins
-    to answer. most_bytes: of state that is kept of trajectories."""
+    to answer. most_bytes: the bound of what is kept of trajectories."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ LEAST_SHARED = 16  # ids that another trajectory must begin with for a copy to b
 
 class LearnedModel:
     """Checkpoint that answers questions. backbone: None for a checkpoint that reads no text; it has
-    no `readings`, either. most_bytes: of kept state."""
+    no `readings`, either. most_bytes: the bound of what is kept."""
 
     def __init__(self, checkpoint: Checkpoint, backbone: Backbone | None, most_bytes: int) -> None:
         self.checkpoint = checkpoint
@@ -68,9 +68,9 @@ class LearnedModel:
 
 
 class Reading:
-    """State of one trajectory. turns: steps that its reader has. read: of its window. ahead: of the
-    next window. state: after all ids of `read`, where it is known. counted_bytes: its share of
-    `Readings.kept_bytes`."""
+    """State of one trajectory. turns: steps that its reader has. read: what is read of its window.
+    ahead: what is read of the next window. state: the state after all ids of `read`, where it is
+    known. counted_bytes: its share of `Readings.kept_bytes`."""
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader

@@ -29,7 +29,8 @@ def make_question(
 ) -> Question | None:
     """Return the question about a trajectory; None where its group is not known.
 
-    forecast: of the estimators without a model. prompt: the text, where the recording has none.
+    forecast: what the estimators without a model forecast. prompt: the text, where the recording
+    has none.
     """
     features = features_of(progress, recording.steps, evidence, forecast, recording.weight_version)
     if features is None:

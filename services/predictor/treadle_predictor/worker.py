@@ -34,9 +34,9 @@ class Counts:
 
 
 class Worker:
-    """Passes questions to the learned model in its thread. deadline_s: the longest that a question
-    waits. gather_s: how long the first question of a batch waits for others. most_batch: questions
-    in one run of the model."""
+    """Queue of questions to the learned model, and its thread. deadline_s: the longest that a
+    question waits. gather_s: how long the first question of a batch waits for others. most_batch:
+    questions in one run of the model."""
 
     def __init__(self, deadline_s: float, gather_s: float, most_batch: int) -> None:
         self.model: LearnedModel | None = None

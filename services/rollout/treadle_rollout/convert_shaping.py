@@ -1,5 +1,5 @@
-"""Convert the redundancy and caps that a rollout requests, and what shaping does to what is
-trained."""
+"""Convert the redundancy, cap and selection of a rollout, and the report of what shaping does to
+what is trained."""
 
 from treadle.rollout.v1 import rollout_pb2 as pb
 from treadle_core.rollouts.bias import BiasGuard, Pair

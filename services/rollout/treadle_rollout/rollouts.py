@@ -47,8 +47,8 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """Request of GetBatch or StreamBatch. A repeat of a request id, and a request for another part
-    of the same batch, has the same `fingerprint`; a different request has another."""
+    """Request of GetBatch or StreamBatch. `fingerprint` covers all of it but the part, so that a
+    repeat and the other parts of the batch have the same one."""
 
     request_id: str
     fingerprint: str
@@ -83,7 +83,7 @@ class Rollout:
         self.touched_at_s = created_at_s
         self.buffer = SampleBuffer(created.spec)
         self.running = RunningTokens(self.buffer, room)
-        self.payload_names: dict[str, str] = {}  # by trajectory whose tokens are stored
+        self.payload_names: dict[str, str] = {}  # by trajectory, where tokens are stored
         self.batch_times_s: dict[str, float] = {}
         self.arrivals_s: list[
             float

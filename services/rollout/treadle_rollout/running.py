@@ -16,7 +16,7 @@ from treadle_core.rollouts.group import DropReason
 from treadle_runtime.errors import ResourceExhausted
 
 ITEM_BYTES = 4  # size of an int32 token id and of a float32 log-probability
-TOKEN_BYTES = 2 * ITEM_BYTES + 1  # with its loss mask
+TOKEN_BYTES = 2 * ITEM_BYTES + 1  # a token with its loss mask
 MOST_CHUNK_TOKENS = 50_000  # 450 kB: far below every limit on messages
 RETRY_FULL_S = 1.0
 

@@ -189,8 +189,8 @@ class HistoryStore:
 class PayloadStore:
     """Serialised trajectories, by rollout, trajectory and digest.
 
-    max_payload_bytes: of one message of NATS. room_bytes: of the bucket. can_be_freed: whether a
-    batch or a sweep can remove any; the owner of the rollouts sets it.
+    max_payload_bytes: the longest message that NATS takes. room_bytes: the size of the bucket.
+    can_be_freed: whether a batch or a sweep can remove any; the owner of the rollouts sets it.
     """
 
     def __init__(

@@ -49,9 +49,8 @@ class SchedulerSettings(Settings):
     keep_closed_s: Annotated[float, Field(ge=0)] = (
         3600.0  # how long a closed trajectory stays readable
     )
-    abandon_after_s: Seconds = (
-        6 * 3600.0
-    )  # a trajectory without a job that was silent for this long is closed as failed
+    # A trajectory without a job that no client used for this long is closed as failed.
+    abandon_after_s: Seconds = 6 * 3600.0
     aging_doubling_s: Seconds = 300.0  # waiting this long is worth a doubling of predicted work
     plan_every_events: Annotated[int, Field(ge=1)] = (
         24  # openings, closings and finished steps between two plans

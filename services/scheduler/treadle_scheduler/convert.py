@@ -109,8 +109,10 @@ _JOB_USE = (
     "open_trajectories",
     "waiting_steps",
 )
-_SWITCHES = ("migrate", "preempt", "reserve")  # of a policy
-_CHOICES: dict[str, tuple[type[enum.Enum], Any]] = {  # of a policy: the core's and the message's
+_SWITCHES = ("migrate", "preempt", "reserve")  # fields of a policy
+_CHOICES: dict[
+    str, tuple[type[enum.Enum], Any]
+] = {  # enums of a policy: the core's and the message's
     "ordering": (Ordering, pb.Ordering),
     "objective": (Objective, pb.Objective),
     "placement": (PlacementRule, pb.PlacementRule),

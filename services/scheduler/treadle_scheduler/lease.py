@@ -46,7 +46,7 @@ WILDCARD_HOSTS = ("0.0.0.0", "[::]")
 
 
 class NotLeader(Exception):  # noqa: N818 - named as what is so
-    """This process does not lead, as far as it knows. address: of the leader; empty: not known."""
+    """This process does not lead, as far as it knows. address: the leader's; empty: not known."""
 
     def __init__(self, address: str) -> None:
         super().__init__(

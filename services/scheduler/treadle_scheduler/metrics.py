@@ -1,9 +1,9 @@
 """Count and time what the scheduler decides, and keep the trace of each trajectory.
 
-`Metrics` are its instruments (docs/metrics.md). `Traces` remembers the trace of each trajectory, so
-that background work on the trajectory belongs to it. The client sends the context with each call
-about a trajectory, so that a scheduler that has just begun to lead knows it again after the next
-one.
+`Metrics` are its instruments (docs/metrics.md). `Traces` keeps the trace context of each
+trajectory, so that background work on the trajectory belongs to its trace. The client sends the
+context with each call about a trajectory, so that a scheduler that has just begun to lead knows it
+again after the next one.
 """
 
 from collections import OrderedDict
