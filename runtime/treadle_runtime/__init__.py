@@ -1,5 +1,5 @@
-"""The shell around every Treadle service: settings, lifecycle, errors, telemetry, bus, request
-records.
+"""Everything around the code of a Treadle service: settings, lifecycle, errors, telemetry, bus,
+request records.
 
 It knows gRPC and NATS and no domain noun; `docs/architecture.md` says what each module owns.
 """
@@ -22,11 +22,11 @@ class _WhenUsed:
 
 
 def _import_without(optional: str, name: str) -> ModuleType:
-    """Import a module of another project as where a package that it can do without is not
+    """Import a module of another project as if a package that it can do without were not
     installed."""
     if optional in sys.modules:
         return import_module(name)
-    # An import of it raises ModuleNotFoundError meanwhile.
+    # With None here, an import of the package raises ModuleNotFoundError.
     sys.modules[optional] = None  # type: ignore[assignment]
     try:
         return import_module(name)
@@ -35,10 +35,10 @@ def _import_without(optional: str, name: str) -> ModuleType:
 
 
 # Each process would spend a fifth of a second on these. nats-py imports aiohttp, where it is
-# installed, for NATS over WebSockets: it still gets it when it opens one. structlog imports rich
-# for tracebacks with colours: the images have no rich. Neither project has a switch, and an
-# importlib.util.LazyLoader is no help, as an import statement reads the module's `__spec__`, which
-# loads it.
+# installed, for NATS over WebSockets: it still gets aiohttp when it opens a WebSocket. structlog
+# imports rich for tracebacks with colours: the images have no rich. Neither project has a switch,
+# and an importlib.util.LazyLoader is no help, as an import statement reads the module's `__spec__`,
+# which loads it.
 _transport: Any = _import_without("aiohttp", "nats.aio.transport")
 for _name in ("aiohttp", "multidict"):
     if getattr(_transport, _name) is None and find_spec(_name) is not None:

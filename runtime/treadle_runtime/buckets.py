@@ -1,5 +1,5 @@
-"""Open a JetStream bucket, name its keys, read it whole, remove what deleted keys have left,
-reserve its room."""
+"""Open a JetStream bucket, name its keys, read it whole, purge its deleted keys, reserve its
+storage."""
 
 import asyncio
 import time
@@ -27,27 +27,26 @@ R = TypeVar("R")
 
 WRONG_LAST_SEQUENCE = frozenset(
     {10071, 10164}
-)  # err_codes of JetStream: a write did not find what it expects
-# The subject that Nats-Expected-Last-Subject-Sequence speaks of, where it is not the message's own.
+)  # err_codes of JetStream: the key is not at the revision that a write expects
+# The header that names the subject to which Nats-Expected-Last-Subject-Sequence applies, where that
+# is not the message's own.
 EXPECTED_LAST_SUBJECT_SEQUENCE_SUBJECT = "Nats-Expected-Last-Subject-Sequence-Subject"
 BATCH = 256  # messages of one request when a bucket is read; values are a few KB
-BATCH_TIMEOUT_S = 5.0  # of one such request
+BATCH_TIMEOUT_S = 5.0  # timeout of one such request
 CONSUMER_KEPT_S = 30.0  # the server forgets the reader of a bucket this long after its last request
 # err_codes of JetStream: the bytes that a stream reserves are more than the server has left;
 # replicas without a cluster, or more of them than it has servers.
 NO_STORAGE, NO_CLUSTER, NO_PEERS = 10047, 10074, 10005
 PEERS_TIMEOUT_S, PEERS_PAUSE_S = 20.0, 0.2  # for the servers of a cluster to see each other
-MOST_READS = 3  # of a bucket, where the connection loses messages
-ASKED_FOR_S = (
-    30.0  # how long a request goes on being repeated: the server's disk or cores may be busy
-)
+MOST_READS = 3  # times that a bucket is read when the connection loses messages
+ASKED_FOR_S = 30.0  # how long a request is repeated: the server's disk or cores may be busy
 
 _KEY_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-/")
 
 
 def kv_key(*parts: str) -> str:
-    """A valid key of a bucket out of any strings; distinct parts give distinct keys, joined by
-    dots."""
+    """Return a valid key of a bucket made of any strings; distinct parts give distinct keys, joined
+    by dots."""
     return ".".join(
         part
         if _KEY_CHARS.issuperset(part)
@@ -60,9 +59,9 @@ def kv_key(*parts: str) -> str:
 
 
 async def until_answered(ask: Callable[[], Awaitable[R]]) -> R:
-    """Ask JetStream for what does no harm when it is asked for twice, again while no answer comes:
-    a service must not end at its start because one answer came late. Raises
-    nats.errors.TimeoutError after ASKED_FOR_S."""
+    """Send JetStream a request that may safely arrive twice, and repeat it until an answer comes: a
+    service must not end at its start because one answer came late. Raises nats.errors.TimeoutError
+    after ASKED_FOR_S."""
     ends_at = time.monotonic() + ASKED_FOR_S
     while True:
         try:
@@ -81,7 +80,7 @@ async def open_bucket(
     oldest_go: bool,
     replicas: int | None,
 ) -> KeyValue:
-    """See Bus.key_value."""
+    """Open a bucket, and make it first if it is not there; see Bus.key_value."""
     store = await _open_or_make(js, bucket, ttl_s)
     config = (await js.stream_info(store._stream)).config
     wanted = config.evolve()
@@ -113,8 +112,8 @@ async def _open_or_make(js: JetStreamContext, bucket: str, ttl_s: float | None) 
 
 
 async def entries_of(bucket: KeyValue, *, keys_only: bool = False) -> list[KeyValue.Entry]:
-    """The newest entry of every key in a bucket, in the order of their revisions, without deleted
-    ones.
+    """Return the newest entry of every key in a bucket, in the order of revisions, without deleted
+    keys.
 
     keys_only: the values are not sent and are empty. Raises nats.errors.Error while NATS does not
     answer.
@@ -128,7 +127,7 @@ async def entries_of(bucket: KeyValue, *, keys_only: bool = False) -> list[KeyVa
 
 
 async def purge_markers(bucket: KeyValue) -> None:
-    """Remove what deleted keys have left in a bucket. A key that is written again meanwhile keeps
+    """Remove the markers of deleted keys from a bucket. A key that is written again meanwhile keeps
     its value.
 
     `KeyValue.purge_deletes` of nats-py removes that value too. Raises nats.errors.Error.
@@ -149,7 +148,8 @@ async def _all_entries(bucket: KeyValue, keys_only: bool) -> list[KeyValue.Entry
 
 
 async def _read_bucket(bucket: KeyValue, keys_only: bool) -> list[KeyValue.Entry] | None:
-    """Deleted ones have an `operation`. None where the connection lost a message."""
+    """Return the newest entry of every key, or None where the connection lost a message. The entry
+    of a deleted key has an `operation`."""
     newest = (await bucket.status()).stream_info.state.last_seq
     consumer = await bucket._js.pull_subscribe(
         f"{bucket._pre}>",
@@ -178,7 +178,7 @@ async def _read_bucket(bucket: KeyValue, keys_only: bool) -> list[KeyValue.Entry
                 revision = message.metadata.sequence.stream
                 key = message.subject.removeprefix(bucket._pre)
                 headers = message.headers or {}
-                entries.pop(key, None)  # written again while we read: its place is at the end
+                entries.pop(key, None)  # written again while we read: the key moves to the end
                 operation = (
                     KV_DEL
                     if headers.get(KV_OP) in (KV_DEL, KV_PURGE) or KV_MARKER_REASON in headers
@@ -193,8 +193,8 @@ async def _read_bucket(bucket: KeyValue, keys_only: bool) -> list[KeyValue.Entry
 
 
 async def reserve(what: str, replicas: int | None, ask: Callable[[], Awaitable[object]]) -> None:
-    """Ask for a stream or a change of one, again while servers of a cluster that has just started
-    miss each other.
+    """Call `ask`, which makes or changes a stream, and repeat it while servers of a cluster that
+    has just started do not see each other.
 
     Raises StartError where JetStream cannot reserve `what`, or has not so many servers.
     """
@@ -223,7 +223,8 @@ async def reserve(what: str, replicas: int | None, ask: Callable[[], Awaitable[o
 
 
 def fence_of(bucket: str, key: str, revision: int) -> dict[str, str]:
-    """Headers of a write that is refused unless the key is at this revision."""
+    """Return the headers with which JetStream refuses a write unless the key is at this
+    revision."""
     return {
         Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value: str(revision),
         EXPECTED_LAST_SUBJECT_SEQUENCE_SUBJECT: f"$KV.{bucket}.{key}",
@@ -231,5 +232,5 @@ def fence_of(bucket: str, key: str, revision: int) -> dict[str, str]:
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether a write was refused because a key is not at the revision that it names."""
+    """Return whether a write was refused because a key is not at the revision that it names."""
     return isinstance(error, nats.js.errors.APIError) and error.err_code in WRONG_LAST_SEQUENCE

@@ -1,7 +1,7 @@
 """Publish facts, subscribe to facts, and keep key-value buckets on NATS JetStream.
 
 A `Bus` owns one connection, which reconnects for ever, the stream of facts, the outbox and the
-subscriptions. Facts say what happened and are never commands. `publish` returns when the fact is
+subscriptions. Facts report what happened and are never commands. `publish` returns when the fact is
 accepted, not when it has arrived; `flush` and `drain` wait.
 
 Invariants of the outbox: accepted facts reach the stream at least once and none is lost while the
@@ -52,13 +52,13 @@ MOST_UNACKNOWLEDGED = (
 )
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 1.0
 RECONNECT_WAIT_S = 0.1  # NATS is back within a second of a restart
-CONNECT_TIMEOUT_S = 2.0  # of one attempt
-ANSWER_TIMEOUT_S = 2.0  # of one JetStream request; a healthy server answers in under 1 ms
+CONNECT_TIMEOUT_S = 2.0  # timeout of one attempt
+ANSWER_TIMEOUT_S = 2.0  # timeout of a JetStream request; a healthy server answers in under 1 ms
 ENSURE_INTERVAL_S = (
     10.0  # how often subscriptions are checked: a consumer can be lost without a disconnect
 )
 RETRY_ENSURE_S = 0.2  # JetStream answers a little later than the server accepts connections
-CLOSE_TIMEOUT_S = 1.0  # of a connection that is given up
+CLOSE_TIMEOUT_S = 1.0  # how long to wait until a connection is closed
 
 R = TypeVar("R")
 Message = tuple[str, bytes, dict[str, str]]  # subject, payload, headers
@@ -88,7 +88,7 @@ class _JetStream(JetStreamContext):
 
 
 class Bus:
-    """A connection to NATS. Made by `open_bus`."""
+    """Connection to NATS, which `open_bus` makes."""
 
     def __init__(
         self,
@@ -114,15 +114,15 @@ class Bus:
         self._handlers: (
             asyncio.TaskGroup
         )  # runs the handlers of facts; set before the bus is handed out
-        self._ack_timeouts: set[asyncio.Timeout] = set()  # of what waits for acknowledgements
+        self._ack_timeouts: set[asyncio.Timeout] = set()  # of waits for acknowledgements
         self._one_sends = asyncio.Lock()
         self._reconnected = asyncio.Event()
         self._last_error: Exception | None = None
         self._drained = False
 
     async def publish(self, fact: Fact) -> None:
-        """Accept a fact for the stream; waits only while the outbox is full. Raises ValueError for
-        a fact that cannot be sent."""
+        """Accept a fact for the stream, and wait only while the outbox is full. Raises ValueError
+        for a fact that cannot be sent."""
         if self._drained:
             raise nats.errors.ConnectionClosedError
         if not fact.fact_id:
@@ -184,11 +184,11 @@ class Bus:
         max_bytes: int | None = None,
         oldest_go: bool = False,
     ) -> KeyValue:
-        """Open a bucket, and make it first if it is not there: on disk, with one revision a key,
-        which is kept for `ttl_s`. max_bytes: what it may hold, also where it is there already;
-        JetStream reserves that, and refuses writes beyond it or, with `oldest_go`, forgets the
-        oldest keys. None: as it is. Raises StartError where JetStream has not that much left.
-        """
+        """Open a bucket, and make it first if it is not there: on disk, with one revision of each
+        key, which is kept for `ttl_s`. max_bytes: what it may hold, also if it is there already;
+        JetStream reserves that, and refuses writes beyond it or, with `oldest_go`, removes the
+        oldest keys. None: the limit stays as it is. Raises StartError where JetStream has not that
+        much left."""
         how = partial(
             open_bucket,
             ttl_s=ttl_s,
@@ -205,8 +205,8 @@ class Bus:
         *,
         fence: tuple[str, int] | None = None,
     ) -> dict[str, Exception]:
-        """Write keys of a bucket, None to delete one: all are sent before the first is
-        acknowledged. Returns the keys that are not known to be written, with the reason.
+        """Write keys of a bucket, or delete those whose value is None: all are sent before the
+        first is acknowledged. Returns the keys that are not known to be written, with the reason.
 
         fence: a key of the bucket and its revision. Each value is then written only while that key
         is at this revision; see `buckets.is_refusal`. NATS 2.11 or newer.
@@ -228,9 +228,9 @@ class Bus:
         }
 
     async def update_entry(self, bucket: str, key: str, value: bytes, *, revision: int) -> int:
-        """Write a key of a bucket that is at this revision (0: it is not there). Returns the new
-        revision. Raises nats.errors.Error, which `buckets.is_refusal` where it is at another one.
-        """
+        """Write a key of a bucket that is at this revision (0: it is not there), and return its new
+        revision. Raises nats.errors.Error; `buckets.is_refusal` is true of it if the revision is
+        another."""
         (result,) = await self._send_all(
             [(f"$KV.{bucket}.{key}", value, fence_of(bucket, key, revision))]
         )
@@ -240,22 +240,23 @@ class Bus:
 
     @property
     def jetstream(self) -> JetStreamContext:
-        """JetStream itself, for what buckets do not offer, such as removing many keys at once."""
+        """Return JetStream itself, for what buckets do not offer, such as removing many keys at
+        once."""
         return self._js
 
     @property
     def unacknowledged(self) -> int:
-        """Facts that were accepted and are not in the stream yet."""
+        """Return the number of facts that were accepted and are not in the stream yet."""
         return self._unacknowledged
 
     @property
     def connected(self) -> bool:
-        """Whether there is a connection to NATS now."""
+        """Return whether there is a connection to NATS now."""
         return self._connected.is_set()
 
     @property
     def max_payload_bytes(self) -> int:
-        """The longest message that this NATS server takes."""
+        """Return the length of the longest message that this NATS server takes."""
         return self._client.max_payload
 
     async def flush(self) -> None:
@@ -263,8 +264,8 @@ class Bus:
         await self._outbox.join()
 
     async def drain(self, timeout_s: float = 10.0) -> None:
-        """Stop the subscriptions, send the accepted facts, close the connection. Facts that NATS
-        does not take in time are lost, and the log says how many."""
+        """Stop the subscriptions, send the accepted facts, and close the connection. Facts that
+        NATS does not take in time are lost, and the log says how many."""
         for subscription in self._subscriptions:
             subscription.close()
         try:
@@ -283,8 +284,8 @@ class Bus:
                 await self._close()
 
     async def _close(self) -> None:
-        """Close the connection, in a bounded time: asyncio never reports the end of one whose TLS
-        handshake has failed, and nats-py waits for it."""
+        """Close the connection in a bounded time: asyncio never reports the end of a connection
+        whose TLS handshake has failed, and nats-py waits for it."""
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._client.close()
@@ -295,7 +296,7 @@ class Bus:
                 await self._client.connect(
                     url.split(","),
                     name=self._name,
-                    inbox_prefix=f"_INBOX.{self._name}",  # what a server lets this service read
+                    inbox_prefix=f"_INBOX.{self._name}",  # subjects that this service may read
                     max_reconnect_attempts=-1,
                     # Seconds, which may be fractions.
                     reconnect_time_wait=RECONNECT_WAIT_S,  # type: ignore[arg-type]
@@ -306,7 +307,7 @@ class Bus:
                     tls=self._tls,
                     tls_hostname=None if self._tls is None else NATS_NAME,
                     tls_handshake_first=self._tls
-                    is not None,  # else a server may say that it wants none
+                    is not None,  # else a server may announce that it wants none
                     reconnected_cb=self._on_reconnect,
                 )
                 what = f"TREADLE_FACTS_BYTES={self._facts_bytes or DEFAULT_FACTS_BYTES}"
@@ -333,7 +334,7 @@ class Bus:
                     raise
                 present = (
                     await self._js.stream_info(STREAM)
-                ).config  # it is there, with other settings
+                ).config  # the stream is there, with other settings
                 if self._facts_bytes is None:
                     config.max_bytes = present.max_bytes
                 if self._replicas is None:
@@ -380,8 +381,8 @@ class Bus:
                     retry_s = min(2 * retry_s, LONGEST_RETRY_S)
 
     async def _send_all(self, messages: Sequence[Message]) -> list[PubAck | Exception]:
-        """Send messages to JetStream, then wait for all acknowledgements. For each message that, or
-        why it is not known to be stored."""
+        """Send messages to JetStream, wait for all acknowledgements, and return for each message
+        its acknowledgement, or why it is not known to be stored."""
         results: list[asyncio.Future[PubAck] | Exception] = []
         async with (
             self._one_sends
@@ -465,12 +466,12 @@ async def open_bus(
     replicas: int | None = None,
     certificates: Certificates | None = None,
 ) -> AsyncIterator[Bus]:
-    """A connected bus for the time of the block, drained at its end. Raises StartError where NATS
-    or JetStream does not answer.
+    """Yield a connected bus for the time of the block, and drain it at the end. Raises StartError
+    where NATS or JetStream does not answer.
 
-    url: of one server, or of several with commas between. facts_bytes: what the stream of facts may
-    hold. replicas: the servers that store each stream and bucket. None leaves those that are there
-    as they are. certificates: None for a server that takes plaintext.
+    url: one server, or several with commas between. facts_bytes: what the stream of facts may hold.
+    replicas: the servers that store each stream and bucket. With None, those that are there stay as
+    they are. certificates: None for a server that takes plaintext.
     """
     bus = Bus(name, tracer or trace.NoOpTracer(), facts_bytes, replicas, certificates)
     await bus._connect(url, timeout_s)
@@ -492,8 +493,8 @@ async def run_beside(
 ) -> AsyncIterator[None]:
     """Run `tasks` during the block and cancel them at its end.
 
-    A task that fails cancels the block and comes out as an ExceptionGroup. What the block itself
-    raises comes out as it is, not wrapped in a group.
+    A task that fails cancels the block, and its error is raised in an ExceptionGroup. What the
+    block itself raises is not wrapped in a group.
     """
     raised: Exception | None = None
     async with asyncio.TaskGroup() as group:
@@ -510,7 +511,7 @@ async def run_beside(
 
 
 def _outcome(result: asyncio.Future[PubAck] | Exception) -> PubAck | Exception:
-    """A message's acknowledgement, or why it is not known to be stored."""
+    """Return a message's acknowledgement, or why it is not known to be stored."""
     if isinstance(result, Exception):
         return result
     if result.cancelled():

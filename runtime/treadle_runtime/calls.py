@@ -1,5 +1,5 @@
-"""What happens to every call: deadlines, size limits, errors, times and spans of calls served;
-channels for calls made.
+"""Guard every call that is served with deadline, size limit, errors, times and spans, and open
+channels for the calls that a service makes.
 
 Invariants of calls served: a servicer raises and never aborts, because a call that has been aborted
 counts as finished for gRPC although the servicer still runs, so that a drain would not wait for it
@@ -54,7 +54,7 @@ MESSAGE_FIELD = "(message)"  # stands for the whole request where no field is to
 RETRY_S = 0.2  # a NATS server or service that was restarted is back about then
 RETRY_DRAINING_S = 0.5  # by then a client has found another server, or this one has been replaced
 
-# Fields of requests that spans have as `treadle.<field>`.
+# Fields of requests that become attributes `treadle.<field>` of spans.
 SPAN_FIELDS = ("trajectory_id", "rollout_id", "engine_id", "ticket_id", "migration_id", "tool")
 
 # gRPC's own services have rules of their own: health checks and reflection come without a deadline
@@ -65,13 +65,13 @@ _FOREIGN = "/grpc."
 # would outwait it.
 FIRST_RECONNECT_BACKOFF_MS = 100
 LONGEST_RECONNECT_BACKOFF_MS = 1000
-# A machine that vanished sends no reset: pings find out within KEEPALIVE_MS + KEEPALIVE_TIMEOUT_MS.
-# By default a ping that gRPC sends to measure the link is waited for for a minute, and a stream
-# that only reads may ping once a minute.
+# A machine that vanished sends no reset: pings detect that within KEEPALIVE_MS +
+# KEEPALIVE_TIMEOUT_MS. By default a ping that gRPC sends to measure the link is waited for for a
+# minute, and a stream that only reads may ping once a minute.
 KEEPALIVE_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
 SHORTEST_TIMEOUT_S = (
-    0.001  # gRPC reads 0 as already over before the call is made, with a less clear error
+    0.001  # gRPC ends a call with timeout 0 before it is made, with a less clear error
 )
 
 
@@ -87,8 +87,8 @@ _served: contextvars.ContextVar[_Served | None] = contextvars.ContextVar(
 
 
 def remaining_s() -> float | None:
-    """Seconds left to the RPC being served, not below 0; None outside one, or where it has no
-    deadline."""
+    """Return the seconds left to the RPC being served, at least 0; None outside one, or where it
+    has no deadline."""
     served = _served.get()
     if served is None or not served.active:
         return None
@@ -96,8 +96,8 @@ def remaining_s() -> float | None:
 
 
 def detached_context() -> contextvars.Context:
-    """The present context without the deadline: `create_task(..., context=)` for work that outlives
-    its RPC."""
+    """Return the present context without the deadline: `create_task(..., context=)` for work that
+    outlives its RPC."""
     context = contextvars.copy_context()
     context.run(_served.set, None)
     return context
@@ -132,7 +132,7 @@ def _within_deadline(details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCall
 
 
 class UnaryDeadlines(grpc.aio.UnaryUnaryClientInterceptor):
-    """Passes the served RPC's deadline on to unary calls."""
+    """Interceptor that passes the served RPC's deadline on to unary calls."""
 
     async def intercept_unary_unary(
         self,
@@ -144,13 +144,14 @@ class UnaryDeadlines(grpc.aio.UnaryUnaryClientInterceptor):
 
 
 class StreamDeadlines(grpc.aio.UnaryStreamClientInterceptor):
-    """The same for server-streaming calls."""
+    """Interceptor that passes the served RPC's deadline on to server-streaming calls."""
 
     intercept_unary_stream = UnaryDeadlines.intercept_unary_unary
 
 
 class CallTimes(grpc.aio.UnaryUnaryClientInterceptor):
-    """Records how long unary calls take and how they end, also those that reach no server."""
+    """Interceptor that records how long unary calls take and how they end, also those that reach no
+    server."""
 
     def __init__(self, metrics: Metrics) -> None:
         what = "Duration of calls made, by the answer's status"
@@ -175,7 +176,7 @@ class CallTimes(grpc.aio.UnaryUnaryClientInterceptor):
 
 
 def _rpc_labels(method: str | bytes, code: grpc.StatusCode) -> dict[str, str]:
-    """OpenTelemetry's attributes of an RPC."""
+    """Return OpenTelemetry's attributes of an RPC."""
     name = method.decode() if isinstance(method, bytes) else method
     return {
         "rpc.system.name": "grpc",
@@ -185,7 +186,7 @@ def _rpc_labels(method: str | bytes, code: grpc.StatusCode) -> dict[str, str]:
 
 
 class Channels:
-    """The channels of one process, one for each address. certificates: None for plaintext."""
+    """Channels of one process, one for each address. certificates: None for plaintext."""
 
     def __init__(
         self,
@@ -208,13 +209,13 @@ class Channels:
         self._open: dict[tuple[str, str, Options], grpc.aio.Channel] = {}
 
     def get(self, address: str, service: str) -> grpc.aio.Channel:
-        """The channel to the `service` (scheduler, sidecar, ...) at `address` (host:port), made at
-        the first use."""
+        """Return the channel to the `service` (scheduler, sidecar, ...) at `address` (host:port),
+        which is opened at the first use."""
         return self._get(address, service, self._options)
 
     def follow(self, addresses: str, service: str) -> grpc.aio.Channel:
-        """The channel to a service of several processes (with commas between) of which one serves
-        at a time."""
+        """Return a channel to a service of several processes (addresses with commas between) of
+        which one serves at a time."""
         options = merge_options(self._options, FOLLOWING)
         return follow(addresses, lambda address: self._get(address, service, options))
 
@@ -227,17 +228,17 @@ class Channels:
         return self._open[key]
 
     async def close(self) -> None:
-        """Close all channels; calls in flight on them are cancelled."""
+        """Close all channels, which cancels the calls in flight on them."""
         while self._open:
             _, channel = self._open.popitem()
             await channel.close()
 
 
 class Interceptor(grpc.aio.ServerInterceptor):
-    """One per server. `domain` goes into each ErrorInfo; `tracing` is OpenTelemetry's interceptor,
-    or None. `admit` is awaited before each call, and what it raises is the answer. tenants: what
-    each may ask for, where callers have certificates; None in plaintext, where nobody is asked who
-    it is. `metrics` get the time and the status of each call."""
+    """Interceptor of one server. `domain` goes into each ErrorInfo; `tracing` is OpenTelemetry's
+    interceptor, or None. `admit` is awaited before each call, and what it raises is the answer.
+    tenants: limits of each tenant, where callers have certificates; None in plaintext, where
+    callers are not known. `metrics` get the time and the status of each call."""
 
     def __init__(
         self,
@@ -391,11 +392,11 @@ class Interceptor(grpc.aio.ServerInterceptor):
     def _admit(
         self, request: Any, context: grpc.aio.ServicerContext[Any, Any], name: str
     ) -> Iterator[None]:
-        if isinstance(request, TreadleError):  # it was refused before it was parsed
+        if isinstance(request, TreadleError):  # the message was refused before it was parsed
             raise request
         left = cast(
             float | None, context.time_remaining()
-        )  # the stubs forget the call without a deadline
+        )  # the stubs omit None, for a call without a deadline
         if left is None and not name.startswith("Watch"):
             raise InvalidArgument(
                 "(deadline)",
@@ -407,7 +408,8 @@ class Interceptor(grpc.aio.ServerInterceptor):
             yield
 
     def _limited(self, deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
-        """Refuse by size before parsing, so that an oversize message costs no memory twice."""
+        """Refuse a message by its size before it is parsed, so that an oversize message costs no
+        memory twice."""
 
         def limited(data: bytes) -> Any:
             if len(data) > self._max_message_bytes:
@@ -446,7 +448,7 @@ _END = object()
 
 
 def _note_ids(request: Any) -> None:
-    """Put what the request is about on the span of the call."""
+    """Put the ids of what the request is about on the span of the call."""
     span = trace.get_current_span()
     if span.is_recording():
         for said in (
@@ -460,7 +462,7 @@ def _note_ids(request: Any) -> None:
 
 
 def _leaf(error: Exception) -> Exception:
-    """The error of an ExceptionGroup to report: the first that a caller can read, else the
+    """Return the error of an ExceptionGroup to report: the first that a caller can read, else the
     first."""
     if not isinstance(error, ExceptionGroup):
         return error

@@ -1,5 +1,5 @@
 """Read the settings of a service once from the environment, and end the process with one clear line
-if one is bad.
+if a setting is bad.
 
 A service subclasses `Settings`, sets `service` and adds its own fields. A setting that every
 service has is read from `TREADLE_<SERVICE>_X` first, then from `TREADLE_X`; a service's own setting
@@ -48,7 +48,7 @@ _KUBERNETES_LINK = re.compile(
 
 
 def address(value: str, *, lowest_port: int = 1) -> str:
-    """`value` if it is host:port. Raises ValueError saying what would be right."""
+    """Return `value` if it is host:port. Raises ValueError with the form that would be right."""
     host, colon, port = value.rpartition(":")
     if not (
         colon and host and port.isascii() and port.isdigit() and lowest_port <= int(port) <= 65535
@@ -58,25 +58,25 @@ def address(value: str, *, lowest_port: int = 1) -> str:
 
 
 def is_loopback(value: str) -> bool:
-    """Whether host:port is of this machine alone."""
+    """Return whether only this machine can reach host:port."""
     host = value.rpartition(":")[0].strip("[]")
     try:
         return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:  # a name
+    except ValueError:  # the host is a name
         return False
 
 
 def addresses(value: str) -> str:
-    """`value` if it is one or more host:port with commas between. Raises ValueError saying what
-    would be right."""
+    """Return `value` if it is one or more host:port with commas between. Raises ValueError with the
+    form that would be right."""
     for each in value.split(","):
         address(each.strip())
     return value
 
 
 def url(value: str, schemes: tuple[str, ...], example: str) -> str:
-    """`value` if it is a URL with a host and one of `schemes`. Raises ValueError saying what would
-    be right."""
+    """Return `value` if it is a URL with a host and one of `schemes`. Raises ValueError with the
+    form that would be right."""
     try:
         parts = urlsplit(value)
         valid = parts.scheme in schemes and bool(parts.hostname) and parts.port != 0
@@ -102,7 +102,7 @@ def _absolute(path: str) -> str:
     return path
 
 
-Json = BeforeValidator(_parse_json)  # of a setting that is a list
+Json = BeforeValidator(_parse_json)  # for a setting that is a list
 LowerCase = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
 OptionalAddress = Annotated[str, AfterValidator(lambda value: value and address(value))]
 OptionalAddresses = Annotated[str, AfterValidator(lambda value: value and addresses(value))]
@@ -123,7 +123,7 @@ CollectorUrl = Annotated[
 
 
 class Settings(BaseModel):
-    """The settings that every service has. Units are in the names."""
+    """Settings that every service has. Units are in the names."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
@@ -135,7 +135,7 @@ class Settings(BaseModel):
     nats_url: NatsUrl = "nats://127.0.0.1:4222"
     log_level: Annotated[Literal["debug", "info", "warning", "error"], LowerCase] = "info"
     log_format: Annotated[Literal["json", "console"], LowerCase] = "json"
-    otlp_endpoint: CollectorUrl = ""  # of an OTLP gRPC collector; empty: nothing is exported
+    otlp_endpoint: CollectorUrl = ""  # URL of an OTLP gRPC collector; empty: nothing is exported
     drain_grace_s: Annotated[float, Field(ge=0)] = (
         10.0  # how long calls in flight may still run after SIGTERM
     )
@@ -143,24 +143,24 @@ class Settings(BaseModel):
     max_message_bytes: Annotated[int, Field(ge=SMALLEST_MAX_MESSAGE_BYTES)] = (
         DEFAULT_MAX_MESSAGE_BYTES
     )
-    # Of the stream of facts, from which JetStream discards the oldest; the same for all services of
-    # a mesh.
+    # Size of the stream of facts, from which JetStream discards the oldest; the same for all
+    # services of a mesh.
     facts_bytes: Annotated[int, Field(ge=SMALLEST_FACTS_BYTES)] = DEFAULT_FACTS_BYTES
     nats_replicas: Annotated[int, Field(ge=1, le=5)] = (
         1  # servers of a NATS cluster that store each stream and bucket
     )
-    # A unix socket that says the health of this process, as `treadle_runtime.probe` asks for it;
-    # empty: none.
+    # A unix socket at which this process reports its health to `treadle_runtime.probe`; empty:
+    # none.
     health_socket: str = ""
     # The folder of this process's certificate (treadle.certificates): with it every connection is
-    # encrypted, and both ends are known. Empty: plaintext, and nobody is.
+    # encrypted, and both ends are known. Empty: plaintext, and neither end is known.
     tls_folder: OptionalFolder = ""
     insecure_plaintext: bool = False  # serve in plaintext to other machines
     tenant_calls_per_s: Annotated[float, Field(ge=0)] = (
-        0.0  # that one tenant may make here; 0: as many as it likes
+        0.0  # calls per second that one tenant may make here; 0: no limit
     )
     tenant_calls: Annotated[int, Field(ge=0)] = (
-        0  # at once, streams included; 0: as many as it likes
+        0  # calls at once of one tenant, streams included; 0: no limit
     )
     ready_file: str = (
         ""  # written once the server listens: {"address": "host:port", "pid": N}; empty: none
@@ -188,7 +188,7 @@ class Settings(BaseModel):
 
 
 def prefix_of(cls: type[Settings]) -> str:
-    """`TREADLE_<SERVICE>_`."""
+    """Return the prefix of a service's variables, `TREADLE_<SERVICE>_`."""
     if not cls.service:
         raise TypeError(f"{cls.__name__} sets no `service`")
     return f"{COMMON_PREFIX}{cls.service.upper()}_"
@@ -197,8 +197,8 @@ def prefix_of(cls: type[Settings]) -> str:
 def read_settings(cls: type[S], environ: Mapping[str, str] | None = None) -> S:
     """Read `cls` from `environ` (the process's own by default).
 
-    A bad value, or a `TREADLE_<SERVICE>_` variable that names no setting: one line on stderr with
-    the variable, its value and what would be right, then exit code 2.
+    For a bad value, or a `TREADLE_<SERVICE>_` variable that names no setting, write one line on
+    stderr with the variable, its value and what would be right, then exit with code 2.
     """
     variables = os.environ if environ is None else environ
     prefix = prefix_of(cls)
@@ -237,7 +237,7 @@ def _refusal(
     cls: type[Settings], variables: Mapping[str, str], names: Mapping[str, str], problem: Any
 ) -> str:
     expected: str = problem["msg"].removeprefix("Value error, ")
-    if not problem["loc"]:  # of several settings together
+    if not problem["loc"]:  # the problem concerns several settings together
         return expected
     field = problem["loc"][0]
     name = names.get(field, "")

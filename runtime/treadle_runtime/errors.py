@@ -31,8 +31,8 @@ class TreadleError(Exception):
     """Base of all errors that reach a caller.
 
     reason: UPPER_SNAKE, stable, for programs. message: for a person, what is wrong and what to do.
-    metadata: ids that the reason speaks of. retry_after_s: wait at least this long before the next
-    try; None says nothing.
+    metadata: ids of what the error is about. retry_after_s: wait at least this long before the next
+    try; None gives no advice.
     """
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
@@ -65,7 +65,7 @@ class NotFound(TreadleError):  # noqa: N818
 
 
 class AlreadyExists(TreadleError):  # noqa: N818
-    """The resource to create is there already, made by another request."""
+    """The resource to create is there already; another request made it."""
 
     code = grpc.StatusCode.ALREADY_EXISTS
 
@@ -83,13 +83,13 @@ class DeadlineExceeded(TreadleError):  # noqa: N818
 
 
 class Unauthenticated(TreadleError):  # noqa: N818
-    """It is not known who calls."""
+    """The caller cannot be identified."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
 
 
 class PermissionDenied(TreadleError):  # noqa: N818
-    """Whoever calls may not do this."""
+    """The caller may not do this."""
 
     code = grpc.StatusCode.PERMISSION_DENIED
 
@@ -101,7 +101,7 @@ class Unimplemented(TreadleError):  # noqa: N818
 
 
 class Internal(TreadleError):  # noqa: N818
-    """A fault of the service."""
+    """The service itself has a fault."""
 
 
 class _RetryableError(TreadleError):
@@ -113,7 +113,7 @@ class _RetryableError(TreadleError):
 
 
 class Unavailable(_RetryableError):  # noqa: N818
-    """Not possible at the moment; the same call later may be."""
+    """The call is not possible now; the same call may succeed later."""
 
     code = grpc.StatusCode.UNAVAILABLE
 
@@ -129,14 +129,15 @@ ErrorTable = Mapping[type[Exception], Callable[[Any], TreadleError]]
 
 
 def message_of(error: TreadleError) -> str:
-    """The error's message, short enough for trailers."""
+    """Return the error's message, short enough for trailers."""
     return _shortened(error.message, LONGEST_MESSAGE_CHARS)
 
 
 def status_of(error: TreadleError, domain: str) -> status_pb2.Status:
-    """The google.rpc.Status of an error: ErrorInfo, then BadRequest or RetryInfo where they apply.
+    """Return the google.rpc.Status of an error: ErrorInfo, then BadRequest or RetryInfo where they
+    apply.
 
-    domain: the service that says so, e.g. `scheduler.treadle`.
+    domain: the service that reports the error, e.g. `scheduler.treadle`.
     """
     few = list(error.metadata.items())[:MOST_METADATA_ENTRIES]
     metadata = {key: _shortened(value, LONGEST_METADATA_CHARS) for key, value in few}
@@ -164,5 +165,5 @@ def status_of(error: TreadleError, domain: str) -> status_pb2.Status:
 def _shortened(text: str, longest: int) -> str:
     text = text.encode(
         errors="replace"
-    ).decode()  # no message carries the lone surrogates of what it quotes
+    ).decode()  # a message cannot carry lone surrogates of a quoted value
     return text if len(text) <= longest else f"{text[:longest]}… ({len(text)} characters)"

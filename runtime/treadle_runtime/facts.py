@@ -62,16 +62,17 @@ FIRST_REDELIVERY_S = 0.1  # doubles with each try
 ACK_WAIT_S = 30.0  # longer than any handler runs: handlers start work and do not wait for it
 # facts whose handlers run; more than come while state is stored, about a second of a busy mesh
 MOST_UNHANDLED = 1024
-REMEMBERED_FACTS = 65_536  # ids, about 8 MB; far more than a duplicate window holds
-CAUGHT_UP_POLL_S = 0.02  # how often the server is asked how far a replay is
+REMEMBERED_FACTS = 65_536  # ids, about 8 MB; far more than the duplicate window holds
+CAUGHT_UP_POLL_S = 0.02  # how often to request the progress of a replay from the server
 INACTIVE_THRESHOLD_S = (
     60.0  # the server forgets a consumer without subscriber after this, unless durable
 )
 
 
 def stream_config(max_bytes: int, replicas: int) -> StreamConfig:
-    """The stream of facts. Beyond `max_bytes` the oldest go: refusing new ones would stop the
-    services that publish. replicas: the servers that store it."""
+    """Return the configuration of the stream of facts. Beyond `max_bytes` the oldest facts are
+    removed: refusing new ones would stop the services that publish. replicas: the servers that
+    store it."""
     return StreamConfig(
         name=STREAM,
         subjects=[f"{SUBJECT_ROOT}.>"],
@@ -85,7 +86,7 @@ def stream_config(max_bytes: int, replicas: int) -> StreamConfig:
 
 
 def make_fact(source: str, **kind_message: Message) -> Fact:
-    """A fact with a fresh id and the present time, e.g. make_fact("sidecar/e0",
+    """Return a fact with a fresh id and the present time, e.g. make_fact("sidecar/e0",
     step_finished=StepFinished(...)).
 
     source: service and instance. Exactly one kind is given, by the name of its field. Raises
@@ -101,7 +102,7 @@ def make_fact(source: str, **kind_message: Message) -> Fact:
 
 
 def kind_of(fact: Fact) -> str:
-    """The name of the set field of `fact`. Raises ValueError where none is set."""
+    """Return the name of the set field of `fact`. Raises ValueError where none is set."""
     kind = fact.WhichOneof("fact")
     if kind is None:
         raise ValueError(f"fact {fact.fact_id!r} has no kind")
@@ -109,7 +110,8 @@ def kind_of(fact: Fact) -> str:
 
 
 def subject_of(fact: Fact) -> str:
-    """treadle.facts.<kind>.<trajectory or engine id>; `none` where the fact is about neither."""
+    """Return treadle.facts.<kind>.<trajectory or engine id>; `none` where the fact is about
+    neither."""
     kind = kind_of(fact)
     said = getattr(fact, kind)
     values = (reduce(getattr, path, said) for path in _id_paths(said.DESCRIPTOR))
@@ -117,8 +119,8 @@ def subject_of(fact: Fact) -> str:
 
 
 def subjects_of(kinds: Sequence[str]) -> list[str]:
-    """The subject filters of some kinds; of all when `kinds` is empty. Raises ValueError for an
-    unknown kind."""
+    """Return the subject filters of some kinds; of all when `kinds` is empty. Raises ValueError for
+    an unknown kind."""
     unknown = sorted(set(kinds) - KINDS)
     if unknown:
         raise ValueError(f"no such kind of fact: {unknown}; there are {sorted(KINDS)}")
@@ -127,7 +129,7 @@ def subjects_of(kinds: Sequence[str]) -> list[str]:
 
 @cache
 def _id_paths(kind: Descriptor) -> tuple[tuple[str, ...], ...]:
-    """The fields of a kind of fact that may name what it is about, each as a path."""
+    """Return the fields of a kind of fact that may name what it is about, each as a path."""
     for nested in _NESTED_FIELDS:
         if nested in kind.fields_by_name:
             return tuple(
@@ -137,14 +139,14 @@ def _id_paths(kind: Descriptor) -> tuple[tuple[str, ...], ...]:
 
 
 def _token(text: str) -> str:
-    """One token of a NATS subject: no dot, space or wildcard."""
+    """Return the text as one token of a NATS subject, without dot, space or wildcard."""
     if _TOKEN_CHARS.issuperset(text):
         return text
     return "".join(char if char.isalnum() or char in "-_:" else "_" for char in text)
 
 
 class FactSubscription:
-    """A JetStream push consumer of `subjects` that passes each fact to `handler`; `ensure` restores
+    """JetStream push consumer of `subjects` that passes each fact to `handler`; `ensure` restores
     it where the server has lost it."""
 
     def __init__(
@@ -163,16 +165,16 @@ class FactSubscription:
         self._subjects, self._handler, self._tracer = list(subjects), handler, tracer
         self._durable, self._replay = durable, replay
         self._name = durable or f"ephemeral-{uuid.uuid4().hex}"
-        # A durable one keeps its subject, so that a restarted process goes on receiving from the
-        # same consumer.
+        # A durable consumer keeps its subject, so that a restarted process goes on receiving from
+        # the same consumer.
         self._deliver_subject = f"treadle.deliver.{self._name}"
         self._handled: OrderedDict[str, None] = OrderedDict()
         self._in_hand: set[str] = set()  # ids of facts whose handlers run
         self._stream_created: datetime.datetime | None = (
-            None  # a stream that was made anew counts from 1 again
+            None  # a stream that is made again counts from 1
         )
-        self._next_sequence: int | None = None  # of the stream: where a lost consumer has to go on
-        self._open_sequences: set[int] = set()  # received, neither acknowledged nor given up
+        self._next_sequence: int | None = None  # where in the stream a lost consumer goes on
+        self._open_sequences: set[int] = set()  # facts received, neither acknowledged nor given up
         self._closing = False
 
     async def start(self) -> None:
@@ -180,8 +182,8 @@ class FactSubscription:
         consumer."""
         info = await until_answered(partial(self._js.stream_info, STREAM))
         self._stream_created = info.created
-        # First, since a process that hangs still listens there, and would get all that is sent
-        # again.
+        # Before the consumer is made, since a process that hangs still listens there, and would get
+        # all that is sent again.
         await self._client.subscribe(self._deliver_subject, cb=self._on_message)
         if not await until_answered(self._adopt):
             if not self._replay:
@@ -194,7 +196,7 @@ class FactSubscription:
         lost facts again.
 
         Raises nats.js.errors.NotFoundError where the stream itself is gone, nats.errors.Error while
-        nobody answers.
+        NATS does not answer.
         """
         try:
             await self._js.consumer_info(STREAM, self._name)
@@ -222,7 +224,7 @@ class FactSubscription:
             await asyncio.sleep(CAUGHT_UP_POLL_S)
 
     def close(self) -> None:
-        """Handle no further fact; those not acknowledged stay with the server."""
+        """Handle no further fact; unacknowledged facts stay with the server."""
         self._closing = True
 
     async def _create(self) -> None:
@@ -234,14 +236,15 @@ class FactSubscription:
         await until_answered(partial(self._js.add_consumer, STREAM, config))
 
     async def _adopt(self) -> bool:
-        """Continue with the durable consumer of an earlier process; False where there is none."""
+        """Continue with the durable consumer of an earlier process; return False where there is
+        none."""
         if self._durable is None:
             return False
         try:
             present = (await self._js.consumer_info(STREAM, self._name)).config
         except nats.js.errors.NotFoundError:
             return False
-        # It keeps its place in the stream; only what it listens to may have changed.
+        # The consumer keeps its place in the stream; only its subjects may have changed.
         config = self._config()
         config.deliver_policy, config.opt_start_seq = present.deliver_policy, present.opt_start_seq
         await self._js.add_consumer(STREAM, config)
@@ -252,7 +255,7 @@ class FactSubscription:
         """Have the server send unacknowledged facts at once rather than after ACK_WAIT_S."""
         with suppress(
             nats.js.errors.ServiceUnavailableError
-        ):  # a server before 2.14 cannot; then it comes late
+        ):  # a server before 2.14 cannot: the facts come late
             await self._js.reset_consumer(STREAM, self._name)
 
     def _config(self) -> ConsumerConfig:
@@ -297,7 +300,8 @@ class FactSubscription:
         )
 
     async def _handle(self, message: Msg) -> bool:
-        """True once the fact is handled, dropped or given up, False where it is delivered again."""
+        """Return True once the fact is handled, dropped or given up, and False where it is
+        delivered again."""
         try:
             fact = Fact.FromString(message.data)
             kind = kind_of(fact)
@@ -314,7 +318,7 @@ class FactSubscription:
                     await self._handler(fact)
                 except (
                     Exception
-                ):  # whatever it is, the fact is delivered again, and no other fact waits for it
+                ):  # on any error the fact is delivered again, and no other fact waits for it
                     tries, about = (
                         message.metadata.num_delivered,
                         {"kind": kind, "fact_id": fact.fact_id},

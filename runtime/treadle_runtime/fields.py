@@ -20,9 +20,9 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from treadle_runtime.config import address
 from treadle_runtime.errors import InvalidArgument
 
-LONGEST_DURATION_S = 315_576_000_000  # what a Duration can be at most: 10,000 years
-LAST_TIMESTAMP_S = 253_402_300_799  # what a Timestamp can be at most: the end of the year 9999
-NANOSECONDS = 1e9  # of a second
+LONGEST_DURATION_S = 315_576_000_000  # longest value of a Duration: 10,000 years
+LAST_TIMESTAMP_S = 253_402_300_799  # latest value of a Timestamp: the end of the year 9999
+NANOSECONDS = 1e9  # in a second
 
 E = TypeVar("E", bound=enum.Enum)
 
@@ -44,39 +44,39 @@ def require(condition: object, field: str, description: str) -> None:
 
 
 def finite(field: str, value: float) -> float:
-    """A number that is neither NaN nor infinite."""
+    """Return the number if it is neither NaN nor infinite."""
     require(math.isfinite(value), field, f"must be a finite number, is {value}")
     return value
 
 
 def positive(field: str, value: Number) -> Number:
-    """A finite number > 0."""
+    """Return the number if it is finite and > 0."""
     finite(field, value)
     require(value > 0, field, f"must be > 0, is {value}")
     return value
 
 
 def non_negative(field: str, value: Number) -> Number:
-    """A finite number >= 0."""
+    """Return the number if it is finite and >= 0."""
     finite(field, value)
     require(value >= 0, field, f"must be >= 0, is {value}")
     return value
 
 
 def non_empty(field: str, value: str) -> str:
-    """A string, bytes or list with something in it."""
+    """Return the string, bytes or list if it is not empty."""
     require(value, field, "must not be empty")
     return value
 
 
 def at_most(field: str, value: str, longest: int) -> str:
-    """A string of at most `longest` characters."""
+    """Return the string if it has at most `longest` characters."""
     require(len(value) <= longest, field, f"must be at most {longest} characters, is {len(value)}")
     return value
 
 
 def endpoint(field: str, value: str) -> str:
-    """host:port"""
+    """Return the address if it is host:port."""
     try:
         return address(value)
     except ValueError as error:
@@ -84,12 +84,12 @@ def endpoint(field: str, value: str) -> str:
 
 
 def optional_identifier(field: str, value: str) -> str:
-    """An id, or nothing."""
+    """Return the id if it is valid or empty."""
     return identifier(field, value) if value else value
 
 
 def identifier(field: str, value: str) -> str:
-    """An id: 1 to 128 characters of A-Z a-z 0-9 _ . : -"""
+    """Return the id if it is 1 to 128 characters of A-Z a-z 0-9 _ . : -"""
     require(value, field, "must not be empty")
     valid = _IDENTIFIER.fullmatch(value)
     require(valid, field, f"must be 1 to 128 characters of A-Z a-z 0-9 _ . : -, is {value[:64]!r}")
@@ -97,35 +97,37 @@ def identifier(field: str, value: str) -> str:
 
 
 def duration(seconds: float) -> Duration:
-    """Seconds as a Duration; below 0 is 0, and more than a Duration can be is the longest one."""
+    """Return seconds as a Duration; below 0 is 0, and more than a Duration can be is the longest
+    one."""
     message = Duration()
     message.FromNanoseconds(round(min(max(seconds, 0.0), LONGEST_DURATION_S) * NANOSECONDS))
     return message
 
 
 def timestamp(unix_s: float) -> Timestamp:
-    """Seconds since the epoch as a Timestamp. Raises ValueError outside of the years 1 to 9999."""
+    """Return seconds since the epoch as a Timestamp. Raises ValueError outside of the years 1 to
+    9999."""
     message = Timestamp()
     message.FromNanoseconds(round(unix_s * NANOSECONDS))
     return message
 
 
 def seconds(message: Duration | Timestamp) -> float:
-    """The seconds of a Duration, or the seconds since the epoch of a Timestamp."""
+    """Return the seconds of a Duration, or the seconds since the epoch of a Timestamp."""
     return message.seconds + message.nanos / NANOSECONDS
 
 
 def require_duration(field: str, value: Duration) -> float:
-    """The seconds of a request's field, >= 0. Raises InvalidArgument naming the field where it is
-    no such duration."""
+    """Return the seconds of a request's field, >= 0. Raises InvalidArgument naming the field where
+    it is no such duration."""
     valid = 0 <= value.seconds <= LONGEST_DURATION_S and 0 <= value.nanos < NANOSECONDS
     require(valid, field, "must be a duration >= 0")
     return seconds(value)
 
 
 def require_timestamp(field: str, value: Timestamp) -> float:
-    """The seconds since the epoch of a request's field. Raises InvalidArgument naming the field
-    where it is no time."""
+    """Return the seconds since the epoch of a request's field. Raises InvalidArgument naming the
+    field where it is no time."""
     valid = 0 <= value.seconds <= LAST_TIMESTAMP_S and 0 <= value.nanos < NANOSECONDS
     require(valid, field, "must be a time between 1970 and 9999")
     return seconds(value)
@@ -154,11 +156,11 @@ def _prefix(message_enum: Any) -> str:
 def page_of(
     items: Iterable[Item], place: Callable[[Item], Place], size: int, token: str
 ) -> tuple[list[Item], str]:
-    """The items after `token`, oldest first, at most `size` (0: DEFAULT_PAGE), and the token of the
-    next page, empty after the last.
+    """Return the items after `token`, oldest first, at most `size` (0: DEFAULT_PAGE), and the token
+    of the next page, empty after the last.
 
-    A token names the last item of its page, so that what comes and goes between two pages neither
-    repeats nor hides others. Raises InvalidArgument naming page_size or page_token.
+    A token names the last item of its page, so that items that come or go between two pages neither
+    repeat nor hide others. Raises InvalidArgument naming page_size or page_token.
     """
     require(
         0 <= size <= LARGEST_PAGE,

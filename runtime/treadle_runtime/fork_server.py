@@ -39,17 +39,17 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 MOST_REQUEST_BYTES = 1 << 20  # an environment is a few kilobytes
 EXIT_STATUS = struct.Struct("i")
 PID = struct.Struct("i")
-READY = PID.pack(0)  # the first message of the fork server: all is imported
+READY = PID.pack(0)  # the first message of the fork server: all modules are imported
 KILLED_EXIT_CODE = (
     -signal.SIGKILL
-)  # of a child whose fork server is gone, since the kernel kills it then
-# gRPC's own fork handlers only complain in a process that has not used gRPC. Read when gRPC is
-# imported.
+)  # exit code of a child whose fork server is gone, since the kernel kills it then
+# gRPC's own fork handlers only complain in a process that has not used gRPC. The variable is read
+# when gRPC is imported.
 WITHOUT_FORK_HANDLERS = {"GRPC_ENABLE_FORK_SUPPORT": "false"}
 
 
 class ForkedProcess:
-    """A process that a fork server started; the methods are those of `subprocess.Popen`."""
+    """Process that a fork server started; the methods are those of `subprocess.Popen`."""
 
     def __init__(self, pid: int, exit_fd: int) -> None:
         self.pid = pid
@@ -58,8 +58,8 @@ class ForkedProcess:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code (minus the signal's number where a signal ended it); None while the
-        process runs."""
+        """Return the exit code (minus the signal's number where a signal ended it), or None while
+        the process runs."""
         if self.returncode is None and self._has_ended():
             self.wait()
         return self.returncode
@@ -97,7 +97,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """A fork server with these modules imported, as its caller sees it. Close it, or use it in a
+    """Fork server with these modules imported, as its caller sees it. Close it, or use it in a
     `with` block."""
 
     def __init__(self, modules: Sequence[str]) -> None:
@@ -129,11 +129,11 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """The pid of the fork server itself."""
+        """Return the pid of the fork server itself."""
         return self._process.pid
 
     def wait_until_ready(self) -> None:
-        """Return once all modules are imported. Raises ChildProcessError where the fork server is
+        """Wait until all modules are imported. Raises ChildProcessError where the fork server is
         gone."""
         with self._lock:
             if not self._is_ready:
@@ -153,9 +153,9 @@ class ForkServer:
         """Run `python -m module arguments` with exactly this environment, its stdout and stderr at
         `output_fd`.
 
-        cwd: the caller's folder of the moment where empty. cores: those that it is pinned to; all
-        where empty. new_session: whether it leads a session of its own. Waits until the modules are
-        imported. Raises ChildProcessError where the fork server is gone.
+        cwd: empty for the caller's present folder. cores: the cores to which the process is pinned;
+        empty for all. new_session: whether the process leads a session of its own. Waits until the
+        modules are imported. Raises ChildProcessError where the fork server is gone.
         """
         order = Order(
             module, tuple(arguments), dict(env), cwd or str(Path.cwd()), tuple(cores), new_session
@@ -187,7 +187,8 @@ class ForkServer:
 
 @dataclass(frozen=True)
 class Order:
-    """What the fork server is to start; the arguments of `ForkServer.start`."""
+    """Description of a process that the fork server is to start: the arguments of
+    `ForkServer.start`."""
 
     module: str
     arguments: Sequence[str]
@@ -197,7 +198,7 @@ class Order:
     new_session: bool
 
     def to_json(self) -> bytes:
-        """The message that `from_json` reads."""
+        """Return the message that `from_json` reads."""
         return json.dumps(vars(self)).encode()
 
     @classmethod
@@ -249,7 +250,7 @@ def _report_exit(pidfd: int, pid: int, exit_fd: int) -> None:
 
 def _die_with(parent_pid: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before the kernel was asked
+    if os.getppid() != parent_pid:  # the parent died before prctl took effect
         os._exit(KILLED_EXIT_CODE)
 
 
@@ -294,7 +295,7 @@ def main() -> None:
     gone."""
     setproctitle.setproctitle(
         f"{sys.executable} -m {__spec__.name}"
-    )  # it must first be called before `become`
+    )  # its first call must come before `become`
     orders = socket.socket(fileno=int(sys.argv[1]))
     import_modules(json.loads(orders.recv(MOST_REQUEST_BYTES)))
     ordered = serve(orders)

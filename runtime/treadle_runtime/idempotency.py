@@ -59,14 +59,14 @@ class _Running:
 
 
 class RequestRecords:
-    """The records of one service. Made by `RequestRecords.open`."""
+    """Records of one service's answers, which `RequestRecords.open` makes."""
 
     def __init__(self, bus: Bus, service: str) -> None:
         self._bus = bus
         self._service = service
         self._most_bytes: int | None = None
         # Keys that are in the bucket and not in the cache, oldest first, each with the loop time at
-        # which it may go.
+        # which it may be forgotten.
         self._elsewhere: OrderedDict[str, float] = OrderedDict()
         self._cache: OrderedDict[str, _Record] = OrderedDict()
         self._cached_bytes = 0
@@ -75,7 +75,7 @@ class RequestRecords:
 
     @classmethod
     async def open(cls, bus: Bus, service: str) -> "RequestRecords":
-        """The records of `service`, also those of its earlier processes."""
+        """Open the records of `service`, also those of its earlier processes."""
         records = cls(bus, service)
         await records._open_bucket()
         expires_at = asyncio.get_running_loop().time() + RECORDS_KEPT_S
@@ -92,9 +92,9 @@ class RequestRecords:
         )
 
     async def bound(self, most_bytes: int) -> None:
-        """Let the oldest records go from now on where all together have so many bytes, which
-        JetStream reserves: for services whose answers hold what foreign code says. Raises
-        StartError where JetStream has not that much."""
+        """Limit all records together to so many bytes from now on, which JetStream reserves, and
+        remove the oldest beyond that: for services whose answers hold output of foreign code.
+        Raises StartError where JetStream has not that much."""
         self._most_bytes = most_bytes
         await self._open_bucket()
 
@@ -106,15 +106,15 @@ class RequestRecords:
         call: Callable[[], Awaitable[R]],
         later: Later | None = None,
     ) -> R:
-        """The answer to `request`: of `call` the first time, of the record afterwards. Concurrent
-        repeats wait for the first.
+        """Return the answer to `request`: of `call` the first time, of the record afterwards.
+        Concurrent repeats wait for the first.
 
-        later: starts the saving of the record, which is then not waited for. It suits calls that
-        change nothing in this service: if the process is killed before the record is saved, a
-        repeat calls again. Raises InvalidArgument for an empty request_id and for an id that was
-        used with another request; what `call` raises; and nats.errors.Error (UNAVAILABLE to the
-        caller) where the record cannot be saved. The answer is then cached, and a repeat tries to
-        save it again.
+        later: starts the saving of the record, for which this call then does not wait. It suits
+        calls that change nothing in this service: if the process is killed before the record is
+        saved, a repeat calls again. Raises InvalidArgument for an empty request_id and for an id
+        that was used with another request; what `call` raises; and nats.errors.Error (UNAVAILABLE
+        to the caller) where the record cannot be saved. The answer is then cached, and a repeat
+        tries to save it again.
         """
         request_id: str = identifier("request_id", request.request_id)  # type: ignore[attr-defined]
         key = kv_key(method, request_id)
@@ -135,7 +135,7 @@ class RequestRecords:
             await first.ended.wait()
             if first.error is not None:
                 raise first.error
-            # Either the record is there now, or the first was cancelled, and this one calls.
+            # Either the record is there now, or the first call was cancelled, and this one calls.
 
     async def _first(
         self, key: str, fingerprint: bytes, call: Callable[[], Awaitable[R]], later: Later | None
@@ -176,7 +176,7 @@ class RequestRecords:
             await self._bucket.create(key, head)
         except nats.js.errors.KeyWrongLastSequenceError:
             # An earlier try arrived although its acknowledgement did not: the same record is there.
-            # Or its head alone.
+            # Or only the first part arrived.
             present = await self._load(key)
             if present is None:
                 await self._bucket.put(key, head)
@@ -205,7 +205,7 @@ class RequestRecords:
             body = head[FINGERPRINT_BYTES + _PARTS_BYTES :]
             for index in range(parts):
                 body += (await self._bucket.get(_part_key(key, index))).value or b""
-        except nats.js.errors.KeyNotFoundError:  # it has expired
+        except nats.js.errors.KeyNotFoundError:  # the record has expired
             return None
         return _Record(head[:FINGERPRINT_BYTES], body)
 
@@ -230,7 +230,7 @@ class _HasRecords(Protocol):
 def answered_once(
     rpc: Callable[[Servicer, Request, Context], Awaitable[R]],
 ) -> Callable[[Servicer, Request, Context], Awaitable[R]]:
-    """Answer a repeat of a servicer's mutation from the servicer's `records`: see
+    """Answer a repeat of a servicer's mutation from the servicer's `records`; see
     `RequestRecords.once`."""
     response_type: type[R] = get_type_hints(rpc)["return"]
 

@@ -1,7 +1,7 @@
-"""Ask a server for its health, where there is no other client: `python -m treadle_runtime.probe
+"""Request the health of a server, where there is no other client: `python -m treadle_runtime.probe
 ADDRESS [SERVICE]`.
 
-ADDRESS is host:port, asked over gRPC, or the path of a unix socket where the server says its health
+ADDRESS is host:port, for gRPC, or the path of a unix socket where the server reports its health
 (HEALTH_SOCKET). Probes run every few seconds for as long as a service lives: over the socket one
 costs the start of a Python, 30 ms, as nothing but the standard library is imported; over gRPC ten
 times as much.
@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 PROBE_TIMEOUT_S = 2.0  # below the probe interval of any orchestrator
-LONGEST_BYTES = 256  # of a question, which is the name of a service, and of an answer
+LONGEST_BYTES = 256  # longest request, which is the name of a service, and longest answer
 SERVING, UNKNOWN = "SERVING", "SERVICE_UNKNOWN"
 
 
@@ -35,13 +35,13 @@ def main(arguments: list[str]) -> int:
 
 @contextlib.asynccontextmanager
 async def saying_health(path: str, status_of: Callable[[str], str]) -> AsyncIterator[None]:
-    """Say the health of services at a unix socket, for the time of the block. path: empty for
-    nowhere. status_of: the name of a service's status, as gRPC has it. Raises StartError where the
-    socket cannot be made."""
+    """Report the health of services at a unix socket, for the time of the block. path: empty for
+    nowhere. status_of: returns the name of a service's status, as gRPC has it. Raises StartError
+    where the socket cannot be made."""
     if not path:
         yield
         return
-    import asyncio  # these two are not for those who ask
+    import asyncio  # a probe needs neither of these two
 
     from treadle_runtime.errors import StartError
 
@@ -54,7 +54,7 @@ async def saying_health(path: str, status_of: Callable[[str], str]) -> AsyncIter
         writer.close()
 
     try:
-        _remove(path)  # of a process that was killed
+        _remove(path)  # a process that was killed leaves its socket
         server = await asyncio.start_unix_server(answer, path)
     except OSError as error:
         raise StartError(f"cannot say health at HEALTH_SOCKET={path}: {error}") from None
@@ -81,7 +81,7 @@ def _ask_socket(path: str, service: str) -> str:
 
 
 def _ask_server(address: str, service: str) -> str:
-    import grpc  # here, as it takes longer than the question
+    import grpc  # here, as the import takes longer than the request
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     with grpc.insecure_channel(address) as channel:

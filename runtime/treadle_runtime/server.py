@@ -5,7 +5,7 @@ health NOT_SERVING, calls in flight finish (drain_grace_s at most), background t
 facts reach NATS, `close`, channels close, spans and metrics are sent.
 
 SIGTERM and SIGINT begin a drain and lead to exit code 0; a second signal ends the process at once.
-The handlers stand on the event loop: a plain `finally` in a coroutine never runs on SIGTERM.
+The handlers are on the event loop: a plain `finally` in a coroutine never runs on SIGTERM.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ WAITING_CALLS = ("grpc.server.max_pending_requests", "grpc.server.max_pending_re
 MOST_CALLS = 1_000_000
 SHORTEST_PING_MS = 1_000  # clients that follow the serving one of several processes ping each 2 s
 OF_ALL = "runtime"  # in the names of gauges that each service has
-KILLED_EXIT_CODE = 128  # plus the signal's number, as shells say it
+KILLED_EXIT_CODE = 128  # plus the signal's number, as shells report it
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # For gc.set_threshold: so many objects are made and not freed before the youngest generation is
 # collected, and so many collections of one generation come before one of the next older.
@@ -76,12 +76,12 @@ COLLECTIONS = (10_000, 10, 100)
 
 @dataclass(frozen=True)
 class Runtime:
-    """What a service is given to work with.
+    """Connections, settings and tools that the runtime gives to a service.
 
-    stopping: set when the drain begins. channel: from an address (host:port) and the service there
-    to its channel: one per address, closed at drain; deadline and trace go with it. follow: the
-    same to a service of several processes, of which one serves at a time. listening: resolves to
-    the address that the server listens at. certificates: None in plaintext.
+    stopping: set when the drain begins. channel: returns the channel to an address (host:port) and
+    the service there: one per address, closed at drain; deadline and trace are sent with each call.
+    follow: the same for a service of several processes, of which one serves at a time. listening:
+    resolves to the address at which the server listens. certificates: None in plaintext.
     """
 
     settings: Settings
@@ -97,8 +97,7 @@ class Runtime:
 
 
 class Turn:
-    """Whether it is this process's turn to serve, where one process of a service serves and the
-    others stand by.
+    """State of a process of a service of which one process serves and the others stand by.
 
     decided: set once this process serves, or knows that another one does. serves: whether its
     health is SERVING; false before `serve` and after `pause`. admit: awaited before each call; what
@@ -124,7 +123,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Wiring:
-    """What a service serves.
+    """Servicers and tasks of a service, for the runtime to run.
 
     services: full service name → adds its servicer to the server. tasks: run beside the server,
     cancelled at drain; one that fails ends the process. close: called after NATS is drained.
@@ -143,7 +142,7 @@ Wire = Callable[[Runtime], Awaitable[Wiring]]
 
 @dataclass(frozen=True)
 class Serving:
-    """A server that listens at `address` (host:port)."""
+    """Server that listens at `address` (host:port)."""
 
     address: str
     runtime: Runtime
@@ -151,14 +150,14 @@ class Serving:
 
 @dataclass(frozen=True)
 class Service:
-    """A service as its package offers it to be run: the class of its settings, and its `wire`."""
+    """Service as its package offers it to be run: the class of its settings, and its `wire`."""
 
     settings: type[Settings]
     wire: Wire
 
 
 def run(*services: Service) -> None:
-    """Read the settings, serve until a signal, drain, return (exit code 0).
+    """Read the settings, serve until a signal, drain, and return (exit code 0).
 
     Several services share this process and its event loop; each has its own port, settings and
     connections. Raises SystemExit where one of them cannot start or go on: the others drain.
@@ -179,7 +178,7 @@ def run(*services: Service) -> None:
 
 
 def leaves(group: BaseException | None) -> Iterator[BaseException]:
-    """The exceptions of a group and of the groups in it."""
+    """Yield the exceptions of a group and of the groups in it."""
     if isinstance(group, BaseExceptionGroup):
         for each in group.exceptions:
             yield from leaves(each)
@@ -198,7 +197,7 @@ async def _serve_until_signal(hosted: Sequence[tuple[Settings, Wire]]) -> None:
         if tracing.provider is not None:
             trace.set_tracer_provider(
                 tracing.provider
-            )  # of several services here, the first one's stays
+            )  # of several services here, the provider of the first stays
         try:
             async with serving(settings, wire, tracing=tracing):
                 starting.discard(settings.service)
@@ -239,8 +238,8 @@ def _tune_garbage_collection() -> None:
 async def serving(
     settings: Settings, wire: Wire, *, tracing: Tracing | None = None
 ) -> AsyncIterator[Serving]:
-    """Serve for the time of the block, then drain; what `run` does, without signals and process,
-    e.g. for tests.
+    """Serve for the time of the block, then drain: like `run`, without signals and process, e.g.
+    for tests.
 
     Raises StartError, and whatever a background task raises (in an ExceptionGroup).
     """
@@ -331,7 +330,7 @@ async def _listening(runtime: Runtime, wiring: Wiring) -> AsyncIterator[str]:
             (
                 "grpc.http2.min_ping_interval_without_data_ms",
                 SHORTEST_PING_MS,
-            ),  # else pings are punished
+            ),  # else gRPC closes connections that ping more often
             (
                 "grpc.so_reuseport",
                 0,
@@ -363,7 +362,7 @@ async def _listening(runtime: Runtime, wiring: Wiring) -> AsyncIterator[str]:
             await set_health(name, probe.SERVING if turn is None or turn.serves else NOT_SERVING)
 
     async def report_turn() -> None:
-        """Background task: report whether this process serves, at each change."""
+        """Report whether this process serves, at each change; a background task."""
         while turn is not None:
             await turn.changed.wait()
             turn.changed.clear()
@@ -399,7 +398,7 @@ async def _listening(runtime: Runtime, wiring: Wiring) -> AsyncIterator[str]:
 
 
 async def _stop(server: grpc.aio.Server, interceptor: Interceptor, grace_s: float) -> None:
-    """Refuse new calls, let those in flight finish. Watches of health are not waited for."""
+    """Refuse new calls and let those in flight finish. Watches of health are not waited for."""
     async with asyncio.TaskGroup() as group:
         stop = group.create_task(server.stop(grace_s))
         idle = group.create_task(interceptor.idle.wait())
@@ -412,7 +411,7 @@ async def _stop(server: grpc.aio.Server, interceptor: Interceptor, grace_s: floa
 
 
 def receive_limit_bytes(settings: Settings) -> int:
-    """gRPC's own limit for a message in either direction."""
+    """Return gRPC's own limit for a message in either direction."""
     return max(RECEIVE_LIMIT_FACTOR * settings.max_message_bytes, LOWEST_RECEIVE_LIMIT_BYTES)
 
 
@@ -424,7 +423,7 @@ def _certificates(settings: Settings) -> Certificates | None:
 
 
 def bind(server: grpc.aio.Server, listen: str, certificates: Certificates | None) -> str:
-    """Have the server listen at host:port, in plaintext without certificates; return where it does.
+    """Have the server listen at host:port, in plaintext without certificates; return its address.
     Raises StartError."""
     try:
         if certificates is None:

@@ -1,8 +1,8 @@
 """Run services: `python -m treadle_runtime.start scheduler predictor`, or without arguments, as the
 images do, those that TREADLE_SERVICE names with commas between.
 
-Several share one process and one event loop; each
-keeps its own port, settings (TREADLE_<SERVICE>_<NAME>), certificate and health.
+Several share one process and one event loop; each keeps its own port, settings
+(TREADLE_<SERVICE>_<NAME>), certificate and health.
 """
 
 import importlib
@@ -19,7 +19,7 @@ def main() -> None:
 
 
 def find_service(name: str) -> Service:
-    """The service of this name. Raises SystemExit where none is installed."""
+    """Return the service of this name. Raises SystemExit where none is installed."""
     if not name.isidentifier():
         sys.exit(
             f"TREADLE_SERVICE must name services, e.g. scheduler or scheduler,predictor: {name!r} "

@@ -1,10 +1,10 @@
 """Write logs, and send traces and metrics of a process.
 
-Owns structlog's configuration (JSON lines on stderr, with service and, where a span is active,
-trace_id and span_id; the standard library's loggers go the same way) and the OpenTelemetry tracer
-and meter. Tracing is off, with no provider, exporter or interceptor, until `otlp_endpoint` is set;
-nor is there a meter provider, and an instrument does nothing. The collector must take traces and
-metrics. Anywhere: `log = structlog.get_logger()`.
+This module owns structlog's configuration (JSON lines on stderr, with service and, where a span is
+active, trace_id and span_id; the standard library's loggers write the same way) and the
+OpenTelemetry tracer and meter. Tracing is off, with no provider, exporter or interceptor, until
+`otlp_endpoint` is set; nor is there a meter provider, and an instrument does nothing. The collector
+must take traces and metrics. Anywhere: `log = structlog.get_logger()`.
 
 The SDK, the exporters and the interceptors of OpenTelemetry are imported only where `otlp_endpoint`
 is set: they take a quarter of a second of processor time.
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
 
-FLUSH_TIMEOUT_S = 5.0  # a collector that is away must not hold up the end of the process
-SPANS_EXPORT_INTERVAL_S = 1.0  # spans are seen soon, still many at a time
+FLUSH_TIMEOUT_S = 5.0  # a collector that does not answer must not delay the end of the process
+SPANS_EXPORT_INTERVAL_S = 1.0  # spans are visible soon, and are still sent many at a time
 METRICS_EXPORT_INTERVAL_S = 10.0  # metrics are looked at over minutes
 READ_GAUGES_S = 5.0  # twice as often as they are exported
 SCOPE = "treadle"
@@ -53,7 +53,7 @@ BOUNDS_S = (
     100.0,
     300.0,
     1000.0,
-)  # of histograms of seconds
+)  # bounds of histograms of seconds
 
 
 _given_ids: contextvars.ContextVar[trace.SpanContext | None] = contextvars.ContextVar(
@@ -63,18 +63,18 @@ _given_ids: contextvars.ContextVar[trace.SpanContext | None] = contextvars.Conte
 
 @dataclass(frozen=True)
 class Tracing:
-    """The tracer of a process; `provider` is None where nothing is exported."""
+    """Tracer of a process; `provider` is None where nothing is exported."""
 
     provider: TracerProvider | None = None
 
     @property
     def tracer(self) -> trace.Tracer:
-        """The process's tracer; its spans record nothing where tracing is off."""
+        """Return the process's tracer; its spans record nothing where tracing is off."""
         provider: trace.TracerProvider = self.provider or trace.NoOpTracerProvider()
         return provider.get_tracer(SCOPE)
 
     def server_interceptor(self) -> grpc.aio.ServerInterceptor | None:
-        """What starts a span for each RPC served; None where tracing is off."""
+        """Return what starts a span for each RPC served, or None where tracing is off."""
         if self.provider is None:
             return None
         from opentelemetry.instrumentation.grpc import aio_server_interceptor
@@ -84,7 +84,8 @@ class Tracing:
         return made
 
     def client_interceptors(self) -> Sequence[grpc.aio.ClientInterceptor]:
-        """What starts a span for each RPC made and sends its context; none where tracing is off."""
+        """Return what starts a span for each RPC made and sends its context; none where tracing is
+        off."""
         if self.provider is None:
             return ()
         from opentelemetry.instrumentation.grpc import aio_client_interceptors
@@ -118,7 +119,7 @@ class Tracing:
 
 
 def configure_tracing(settings: Settings) -> Tracing:
-    """The tracer that `settings` ask for."""
+    """Return the tracer that `settings` configure."""
     if not settings.otlp_endpoint:
         return Tracing()
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -127,7 +128,7 @@ def configure_tracing(settings: Settings) -> Tracing:
     from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
     class Ids(RandomIdGenerator):
-        """Random ids, but for a span that has them already."""
+        """Generator of random ids, except for a span that has ids already."""
 
         def generate_trace_id(self) -> int:
             given = _given_ids.get()
@@ -149,8 +150,7 @@ Readings = Iterable[tuple[float, Mapping[str, str]]]
 
 
 class Metrics:
-    """The metrics of one process. Names are `treadle.<service>.<noun>`; docs/metrics.md has all of
-    them.
+    """Metrics of one process. Names are `treadle.<service>.<noun>`; docs/metrics.md lists them all.
 
     Labels must have few values each: ids of trajectories, steps and rollouts belong on spans and in
     logs.
@@ -165,13 +165,13 @@ class Metrics:
     def seconds(
         self, noun: str, what: str, bounds_s: Sequence[float] = BOUNDS_S
     ) -> Callable[..., None]:
-        """Make a histogram of seconds; returns what records a value, with labels."""
+        """Make a histogram of seconds; return what records a value, with labels."""
         return self.histogram(self._prefix + noun, "s", what, bounds_s)
 
     def histogram(
         self, name: str, unit: str, what: str, bounds: Sequence[float]
     ) -> Callable[..., None]:
-        """Make a histogram of any name and unit; returns what records a value, with labels."""
+        """Make a histogram of any name and unit; return what records a value, with labels."""
         return (
             self._meter()
             .create_histogram(name, unit, what, explicit_bucket_boundaries_advisory=bounds)
@@ -179,7 +179,7 @@ class Metrics:
         )
 
     def total(self, noun: str, unit: str, what: str) -> Callable[..., None]:
-        """Make a counter of `{unit}`, or of seconds (`s`); returns what adds to it, with labels."""
+        """Make a counter of `{unit}`, or of seconds (`s`); return what adds to it, with labels."""
         return self._meter().create_counter(self._prefix + noun, _annotated(unit), what).add
 
     def gauge(
@@ -191,9 +191,9 @@ class Metrics:
         *,
         of: str = "",
     ) -> None:
-        """Make a gauge of `{unit}`, or of seconds (`s`). read: its value now, or its values with
-        their labels; called on the event loop, by `watch`. of: in place of the service's name,
-        where several services have the gauge."""
+        """Make a gauge of `{unit}`, or of seconds (`s`). read: returns its value now, or its values
+        with their labels; `watch` calls it on the event loop. of: used in place of the service's
+        name, where several services have the gauge."""
         gauge = self._meter().create_gauge(
             f"treadle.{of}.{noun}" if of else self._prefix + noun, _annotated(unit), what
         )
@@ -205,8 +205,8 @@ class Metrics:
         self._gauges.append((gauge, readings))
 
     async def watch(self) -> None:
-        """Background task: read the gauges. The exporter does not, since it runs on another
-        thread."""
+        """Read the gauges regularly; a background task. The exporter does not, since it runs on
+        another thread."""
         if not self._settings.otlp_endpoint:
             return
         try:
@@ -245,7 +245,7 @@ class Metrics:
 
 
 def _annotated(unit: str) -> str:
-    """The unit as UCUM has it: what is counted stands in braces."""
+    """Return the unit as UCUM writes it: what is counted stands in braces."""
     return unit if unit == "s" else f"{{{unit}}}"
 
 
@@ -255,11 +255,11 @@ def _collector(settings: Settings) -> dict[str, Any]:
 
 
 def _resource_of(settings: Settings) -> Resource:
-    """The attributes that name this process in traces and metrics."""
+    """Return the attributes that name this process in traces and metrics."""
     from opentelemetry.sdk.resources import Resource
 
     port = settings.listen.rpartition(":")[2]
-    # A process that is started again at its port goes on with the series of the one before it.
+    # A process that is started again at its port continues the series of the one before it.
     instance = f"{socket.gethostname()}:{port if port != '0' else f'pid-{os.getpid()}'}"
     names = {"service.name": f"treadle-{settings.service}", "service.namespace": "treadle"}
     return Resource.create({**names, "service.instance.id": instance})
@@ -298,7 +298,7 @@ def configure_logging(settings: Settings) -> None:
     )
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(max(level, logging.WARNING))  # libraries speak up only when something is wrong
+    root.setLevel(max(level, logging.WARNING))  # libraries log only when something is wrong
 
 
 def _with_trace_ids(

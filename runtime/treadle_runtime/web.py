@@ -19,11 +19,11 @@ from treadle_runtime.errors import StartError
 log = structlog.get_logger()
 
 BACKLOG = 1024  # connections that wait to be accepted
-RENEW_S = 1.0  # between two looks at the files of the certificate
+RENEW_S = 1.0  # between two checks of the files of the certificate
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the runtime, which ends this server by `stopping`."""
+    """HTTP server that leaves signals to the runtime, which ends it by `stopping`."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -31,8 +31,8 @@ class _Server(uvicorn.Server):
 
 
 def bind_http(variable: str, listen: str) -> socket.socket:
-    """A socket that listens at host:port, the value of `variable`. Raises StartError where the port
-    is taken."""
+    """Return a socket that listens at host:port, the value of `variable`. Raises StartError where
+    the port is taken."""
     host, _, port = listen.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -40,8 +40,8 @@ def bind_http(variable: str, listen: str) -> socket.socket:
         listener = socket.create_server((host, int(port)), family=family, backlog=BACKLOG)
     except OSError as error:
         raise StartError(f"cannot listen on {variable}={listen}: {error}") from None
-    # Connections inherit it. Else the first token of a stream waits 40 ms for the acknowledgement
-    # of its headers.
+    # Connections inherit the option. Else the first token of a stream waits 40 ms for the
+    # acknowledgement of its headers.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
@@ -54,9 +54,9 @@ def serve_http(
     tls_folder: str = "",
     grace_s: float | None = None,
 ) -> Callable[[], Coroutine[Any, Any, None]]:
-    """A background task that serves `app` until the drain begins, and closes `listener`.
+    """Return a background task that serves `app` until the drain begins, and closes `listener`.
 
-    tls_folder: of the certificate; empty: plaintext. Callers know its authority, and have no
+    tls_folder: folder of the certificate; empty: plaintext. Callers know its authority, and have no
     certificate. grace_s: how long requests may still run then; None: streams have to end by
     themselves.
     """
@@ -105,10 +105,10 @@ async def _renew(context: ssl.SSLContext, folder: Path, stopping: asyncio.Event)
             try:
                 _context(
                     folder
-                )  # a key that does not fit would leave the context in use without any
+                )  # a key that does not fit would leave the context in use without a key
                 context.load_cert_chain(folder / CERTIFICATE, folder / KEY)
                 known = written
-            except (OSError, ssl.SSLError) as error:  # one of the two files is not yet written
+            except (OSError, ssl.SSLError) as error:  # one of the two files is not written yet
                 log.warning("the new certificate cannot be used yet", error=str(error))
 
 

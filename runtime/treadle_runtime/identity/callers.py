@@ -1,5 +1,4 @@
-"""Who calls: the identity in a caller's certificate, and the kinds of callers that an RPC
-admits."""
+"""Read the identity in a caller's certificate, and the kinds of callers that an RPC admits."""
 
 import re
 from collections.abc import Callable
@@ -23,28 +22,29 @@ KINDS = frozenset(
 )
 OF_TENANTS = frozenset({"client", "trainer"})  # kinds of callers that have a tenant
 _TENANT = re.compile(r"[A-Za-z0-9_.-]{1,32}")
-_NAMES = "x509_subject_alternative_name"  # of gRPC's context
+_NAMES = "x509_subject_alternative_name"  # a property of gRPC's context
 
 
 @dataclass(frozen=True)
 class Caller:
-    """kind: client, trainer, operator or a service. tenant: empty but of clients and trainers."""
+    """Identity of a caller. kind: client, trainer, operator or a service. tenant: the client's or
+    trainer's; else empty."""
 
     kind: str
     tenant: str
 
 
 def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
-    """For a server that knows each caller by its certificate. New connections meet the certificate
-    of the moment."""
+    """Return credentials of a server that knows each caller by its certificate. New connections get
+    the certificate of the moment."""
 
     given = certificates.current()
     lock = Lock()
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
-        """gRPC calls this at each new connection, on a thread of its own. None: it keeps the
-        certificate that it has. With a configuration it frees what other handshakes still use,
-        which can crash the process (also 1.85.3)."""
+        """Return a new certificate, or None to keep the present one; gRPC calls this at each new
+        connection, on a thread of its own. With a configuration it frees what other handshakes
+        still use, which can crash the process (also 1.85.3)."""
         nonlocal given
         with lock:
             certificate = certificates.current()
@@ -55,7 +55,7 @@ def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
 
     fetch_known = cast(
         "Callable[[], grpc.ServerCertificateConfiguration]", fetch
-    )  # the stubs know no None
+    )  # the stubs do not allow None
     return grpc.dynamic_ssl_server_credentials(
         _configuration(given), fetch_known, require_client_authentication=True
     )
@@ -67,13 +67,14 @@ def _configuration(certificate: Certificate) -> grpc.ServerCertificateConfigurat
 
 
 def caller_of(context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
-    """Raises Unauthenticated NO_IDENTITY where the certificate names no caller."""
+    """Return the caller that the certificate of a call names. Raises Unauthenticated NO_IDENTITY
+    where it names none."""
     return _caller(tuple(context.auth_context().get(_NAMES, ())))
 
 
 def tenant_of(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
-    """The tenant to which an answer is confined; None where the caller has none, and sees all, as
-    in plaintext."""
+    """Return the tenant to which an answer is confined; None where the caller has none, and sees
+    all, as in plaintext."""
     encrypted = context.auth_context().get("transport_security_type") == [b"ssl"]
     return (caller_of(context).tenant or None) if encrypted else None
 
@@ -94,7 +95,7 @@ def _caller(names: tuple[bytes, ...]) -> Caller:
 
 
 def caller_in(uri: str) -> Caller | None:
-    """The caller that a certificate's URI names; None where it names none."""
+    """Return the caller that a certificate's URI names, or None where it names none."""
     parts = urlsplit(uri)
     kind, tenant = parts.netloc, parts.path.removeprefix("/")
     fits = _TENANT.fullmatch(tenant) if kind in OF_TENANTS else not tenant
@@ -102,7 +103,7 @@ def caller_in(uri: str) -> Caller | None:
 
 
 def may_call(method: str) -> frozenset[str]:
-    """The kinds of callers that the RPC `/package.Service/Method` admits."""
+    """Return the kinds of callers that the RPC `/package.Service/Method` admits."""
     service, _, name = method.lstrip("/").partition("/")
     rpc = descriptor_pool.Default().FindServiceByName(service).FindMethodByName(name)
     access = rpc.GetOptions().Extensions[access_pb2.access]

@@ -1,9 +1,9 @@
-"""A seal on a ticket, which travels through its client: that the scheduler has made it, and what it
-said.
+"""Seal tickets, which travel through their clients, and check that the scheduler has made a ticket
+with these fields.
 
 A seal is an HMAC-SHA256 of the ticket with a key of its engine. Scheduler and sidecar alone know
-that key: it is made from the mesh's own and the engine's name, and the sidecar hears it when it
-registers the engine. So it stays the same when either of them starts again, and a ticket of one
+that key: it is made from the mesh's own key and the engine's name, and the sidecar receives it when
+it registers the engine. So it stays the same when either of them starts again, and a ticket of one
 engine is refused by every other.
 """
 
@@ -19,7 +19,7 @@ RETRY_NO_KEY_S = 0.5  # a sidecar registers within a second of its start
 
 
 class Sealer:
-    """Seals tickets. mesh_key: at least 32 bytes, secret."""
+    """Maker of seals on tickets. mesh_key: at least 32 bytes, secret."""
 
     def __init__(self, mesh_key: bytes) -> None:
         self._mesh_key = mesh_key
@@ -34,14 +34,14 @@ class Sealer:
 
 
 class SealCheck:
-    """Accepts the tickets that were sealed for one engine. key: of the engine; None until it is
+    """Verifier of tickets that were sealed for one engine. key: the engine's; None until it is
     registered."""
 
     def __init__(self) -> None:
         self.key: bytes | None = None
 
     def check(self, ticket: Ticket) -> None:
-        """Raises PermissionDenied SEAL_REFUSED for a ticket that the scheduler has not made as it
+        """Raise PermissionDenied SEAL_REFUSED for a ticket that the scheduler has not made as it
         is, and Unavailable ENGINE_NOT_REGISTERED."""
         if self.key is None:
             said = "the scheduler does not know this engine yet; schedule the step again"

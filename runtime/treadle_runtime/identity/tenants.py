@@ -1,5 +1,5 @@
-"""What belongs to a tenant: its name begins with `TENANT::`, and the name alone says whose it
-is."""
+"""Mark names with the tenant that owns them (`TENANT::name`, so that the name alone shows its
+owner), and limit the calls of each tenant."""
 
 import hashlib
 from collections import Counter
@@ -19,7 +19,7 @@ FULL_RETRY_S = 0.1
 
 
 class Border:
-    """What one RPC asks of a caller."""
+    """Check of the callers of one RPC and of the names in their requests."""
 
     def __init__(self, method: str, limits: "TenantLimits") -> None:
         self._method, self._limits = method, limits
@@ -45,8 +45,8 @@ class Border:
 
 
 class TenantLimits:
-    """How much each tenant may ask of one process. calls_per_s: on average, with a second's worth
-    at once. calls: most that run at once, streams included. 0: no limit."""
+    """Limits on the calls of each tenant to one process. calls_per_s: the average rate, with a
+    second's worth at once. calls: most that run at once, streams included. 0: no limit."""
 
     def __init__(self, calls_per_s: float, calls: int) -> None:
         self._calls_per_s, self._most = calls_per_s, calls
@@ -57,7 +57,7 @@ class TenantLimits:
 
     @contextmanager
     def admit(self, tenant: str, now: float) -> Iterator[None]:
-        """Count a call of the block. Raises ResourceExhausted TENANT_CALLS or TENANT_RATE, with a
+        """Count the call of the block. Raises ResourceExhausted TENANT_CALLS or TENANT_RATE, with a
         pause."""
         if not tenant:
             yield
@@ -91,8 +91,8 @@ Own = Callable[[Message, str, str], None]
 
 @cache
 def owned_names(kind: Descriptor) -> tuple[Own, ...]:
-    """What puts a tenant before the names in a message: one for each field that names something
-    owned."""
+    """Return functions that put a tenant before the names in a message, one for each field that
+    names something owned."""
     return tuple(_owned_names(kind))
 
 
@@ -152,18 +152,18 @@ def _owned(value: str, tenant: str, field: str) -> str:
 
 
 def owner_of(name: str) -> str:
-    """The tenant that something of this name belongs to; empty: none."""
+    """Return the tenant that owns what has this name; empty: none."""
     owner, mark, _ = name.partition(TENANT_MARK)
     return owner if mark else ""
 
 
 def like(name: str, value: str) -> str:
-    """`value` as a name of the tenant that `name` belongs to."""
+    """Return `value` as a name of the tenant that `name` belongs to."""
     owner = owner_of(name)
     return f"{owner}{TENANT_MARK}{value}" if owner else value
 
 
 def minted(kind: str, request_id: str) -> str:
-    """The id `KIND-...` of what a request makes: the same for each repeat, and of the tenant that
-    sent it."""
+    """Return the id `KIND-...` of what a request makes: the same for each repeat, and of the tenant
+    that sent it."""
     return like(request_id, f"{kind}-{hashlib.sha256(request_id.encode()).hexdigest()[:20]}")

@@ -13,8 +13,8 @@ SHORTEST_RETENTION_S = (
 
 
 class MigratorSettings(Settings):
-    """scheduler: host:port of the service that owns the trajectories, of all its processes with
-    commas between. give_up_s: of a move that sets no limit."""
+    """Settings of the migrator. scheduler: host:port of each process of the scheduler, which owns
+    the trajectories, with commas between. give_up_s: time for a move that sets no limit."""
 
     service: ClassVar[str] = "migrator"
 

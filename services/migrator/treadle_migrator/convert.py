@@ -26,13 +26,13 @@ FACT_SOURCE = "migrator"
 
 
 def migration_id_of(request_id: str) -> str:
-    """Derived, not drawn: a repeat of a request whose answer was not recorded finds what it
-    started."""
+    """Return a migration id derived from the request's, not a random one: a repeat of a request
+    whose answer was not recorded finds what it started."""
     return f"m-{uuid.uuid5(uuid.NAMESPACE_OID, request_id).hex}"
 
 
 def move_from(request: pb.StartMigrationRequest, default_give_up_s: float) -> Move:
-    """What the request asks for. Raises InvalidArgument naming the field."""
+    """Return the move that the request describes. Raises InvalidArgument naming the field."""
     source, target = (
         _endpoint_from("source", request.source),
         _endpoint_from("target", request.target),
@@ -70,7 +70,7 @@ def _endpoint_from(name: str, message: pb.Endpoint) -> Endpoint:
 
 
 def transfer_from(migration: Migration) -> Transfer:
-    """A waiting migration as the transmission scheduler sees it."""
+    """Return a waiting migration as the transmission scheduler sees it."""
     move = migration.move
     return Transfer(
         transfer_id=migration.migration_id,
@@ -82,7 +82,7 @@ def transfer_from(migration: Migration) -> Transfer:
 
 
 def migration_to(migration: Migration) -> pb.Migration:
-    """The resource of the contract."""
+    """Return the resource of the contract."""
     move, prefix = migration.move, migration.prefix
     message = pb.Migration(
         migration_id=migration.migration_id,
@@ -107,7 +107,8 @@ def migration_to(migration: Migration) -> pb.Migration:
 
 
 def fact_of(migration: Migration) -> Fact:
-    """The fact of a migration's end. Its id is the migration's, so that a repeat is recognised."""
+    """Return the fact of a migration's end. Its id is the migration's, so that a repeat is
+    recognised."""
     move, prefix = migration.move, migration.prefix
     ended = MigrationEnded(
         migration_id=migration.migration_id,

@@ -8,7 +8,7 @@ from treadle_migrator.migrations import Migration, State
 
 
 class Meters:
-    """The instruments of the migrator. count_open: returns how many moves wait or run."""
+    """Instruments of the migrator. count_open: returns how many moves wait or run."""
 
     def __init__(self, metrics: Metrics, count_open: Callable[[], int]) -> None:
         self._move_s = metrics.seconds(

@@ -1,8 +1,8 @@
-"""Migrations: their states, and a store of all of them in a JetStream bucket.
+"""Keep the states of migrations, all of them in a JetStream bucket.
 
 A migration's states go forward only (pending → preparing → switching → done | failed | cancelled),
 and `revision` moves by one at each change of state. Until a migration is done, the source is the
-trajectory's owner; one that has failed or been cancelled has left it so.
+trajectory's owner; it stays the owner where the migration fails or is cancelled.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ BUCKET = "treadle-migrations"
 
 
 class State(Enum):
-    """How far a migration is. The values are stored: do not rename them."""
+    """State of a migration. The values are stored: do not rename them."""
 
     PENDING = "pending"
     PREPARING = "preparing"
@@ -33,7 +33,7 @@ class State(Enum):
 
 
 class Path(Enum):
-    """How the KV got to the target."""
+    """Way in which the KV reached the target."""
 
     STORAGE = "storage"
     PREFILL = "prefill"
@@ -48,7 +48,7 @@ FOLLOWING = {
 
 
 class Endpoint(NamedTuple):
-    """An engine and the address of its sidecar (host:port). Stored as an array: do not reorder the
+    """Engine and the address of its sidecar (host:port). Stored as an array: do not reorder the
     fields."""
 
     engine_id: str
@@ -57,20 +57,20 @@ class Endpoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What StartMigration asked for."""
+    """Parameters of StartMigration."""
 
     trajectory_id: str
     source: Endpoint
     target: Endpoint
-    expected_revision: int  # of the trajectory's owner
+    expected_revision: int  # revision of the trajectory's owner
     remaining_tokens: float
     cache_salt: str
     allow_prefill: bool
-    give_up_after_s: float  # counted from when it was asked, the wait for its engines included
+    give_up_after_s: float  # counted from the request, the wait for its engines included
 
 
 class Prefix(NamedTuple):
-    """What the target reported to hold. Stored as an array: do not reorder the fields."""
+    """Prefix that the target reported to hold. Stored as an array: do not reorder the fields."""
 
     path: Path
     tokens: int
@@ -80,9 +80,9 @@ class Prefix(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """One move and how far it is. Stored: names are only added, never renamed.
+    """One move and its state. Stored: names are only added, never renamed.
 
-    Times are Unix seconds; `announced` says whether its end has been published as a fact.
+    Times are Unix seconds; `announced` is true once its end has been published as a fact.
     """
 
     migration_id: str
@@ -98,18 +98,18 @@ class Migration:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing will change any more."""
+        """Return whether nothing will change any more."""
         return self.state in ENDED
 
     @property
     def give_up_at_s(self) -> float:
-        """When the move is no longer worth it, Unix seconds."""
+        """Return when the move is no longer worth it, Unix seconds."""
         return self.created_at_s + self.move.give_up_after_s
 
     def to(
         self, state: State, now_s: float, *, failure_reason: str = "", prefix: Prefix | None = None
     ) -> "Migration | None":
-        """The migration in its next state; None where that cannot follow the present one."""
+        """Return the migration in its next state; None where that cannot follow the present one."""
         if state not in FOLLOWING.get(self.state, ()):
             return None
         return replace(
@@ -128,7 +128,8 @@ STORED = TypeAdapter(Migration)
 
 @dataclass(eq=False)
 class _Entry:
-    """stored: the migration's revision in the bucket; 0: not stored yet, None: to be read again."""
+    """Migration in memory. stored: its revision in the bucket; 0: not stored yet, None: to be read
+    again."""
 
     migration: Migration
     stored: int | None
@@ -137,7 +138,7 @@ class _Entry:
 
 
 class MigrationStore:
-    """Keeps all migrations, in memory and in the bucket.
+    """Store of all migrations, in memory and in the bucket.
 
     Invariants: at most one migration of a trajectory has not ended; a change is stored before
     anybody sees it. A write whose outcome is unknown is followed by a read before the next write,
@@ -148,35 +149,37 @@ class MigrationStore:
         self._bucket = bucket
         self._retention_s = retention_s
         self._entries: dict[str, _Entry] = {}
-        self._open: set[str] = set()  # not ended, or ended and not announced
+        self._open: set[str] = set()  # migrations not ended, or ended and not announced
 
     def __iter__(self) -> Iterator[Migration]:
         return iter([entry.migration for entry in self._entries.values()])
 
     def open(self) -> list[Migration]:
-        """Migrations that have not ended, or whose end is not announced, oldest first."""
+        """Return migrations that have not ended, or whose end is not announced, oldest first."""
         return sorted(map(self.get, self._open), key=lambda m: (m.created_at_s, m.migration_id))
 
     def is_open(self, migration_id: str) -> bool:
-        """Whether it has not ended, or its end is not announced."""
+        """Return whether the migration has not ended, or its end is not announced."""
         return migration_id in self._open
 
     async def load(self) -> None:
-        """Read everything stored."""
+        """Read all stored migrations."""
         for entry in await entries_of(self._bucket):
             migration = STORED.validate_json(entry.value or b"")
             self._show(_Entry(migration, entry.revision), migration)
 
     def get(self, migration_id: str) -> Migration:
-        """A migration by id. Raises NotFound."""
+        """Return a migration by id. Raises NotFound."""
         return self._entry(migration_id).migration
 
     def watch(self, migration_id: str) -> asyncio.Event:
-        """Set at the next change of the migration: take it, look, then wait on it."""
+        """Return an event that is set at the next change of the migration: take it, look, then wait
+        on it."""
         return self._entry(migration_id).changed
 
     async def create(self, migration_id: str, move: Move) -> Migration:
-        """A pending migration, or the one of this id that is there. Raises FailedPrecondition."""
+        """Create a pending migration, or return the one of this id that is there. Raises
+        FailedPrecondition."""
         self._forget_old()
         if migration_id not in self._entries:
             for other in self.open():
@@ -188,7 +191,7 @@ class MigrationStore:
                         trajectory_id=move.trajectory_id,
                         migration_id=other.migration_id,
                     )
-            # Known from here on; open, and so begun, once it is stored.
+            # The migration is known from here on; it is open, and so begun, once it is stored.
             self._entries[migration_id] = _Entry(Migration(migration_id, move, time.time()), None)
         entry = self._entries[migration_id]
         async with entry.lock:
@@ -209,7 +212,7 @@ class MigrationStore:
         failure_reason: str = "",
         prefix: Prefix | None = None,
     ) -> Migration | None:
-        """Bring a migration into `state`; None where that cannot follow its present one."""
+        """Bring a migration into `state`; return None where that cannot follow its present one."""
         entry = self._entry(migration_id)
         async with entry.lock:
             await self._refresh(entry)
@@ -221,7 +224,7 @@ class MigrationStore:
             return following
 
     async def mark_announced(self, migration_id: str) -> None:
-        """Store that its end has been published; state and revision stay."""
+        """Store that the migration's end has been published; state and revision stay."""
         entry = self._entry(migration_id)
         async with entry.lock:
             await self._refresh(entry)
@@ -270,7 +273,7 @@ class MigrationStore:
         return self._entries[migration_id]
 
     def _forget_old(self) -> None:
-        """Entries of the bucket expire by themselves; memory follows."""
+        """Forget old migrations in memory; entries of the bucket expire by themselves."""
         oldest_s = time.time() - self._retention_s
         for migration in self:
             if migration.announced and (migration.ended_at_s or 0.0) < oldest_s:

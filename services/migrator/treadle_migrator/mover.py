@@ -2,9 +2,9 @@
 
 Invariants: the owner changes by the scheduler's SwitchEngine alone (a compare-and-swap), and only
 after the target has confirmed that it holds as many tokens as the source; before that, any failure
-ends the move with the source as owner; once SwitchEngine has been sent, the outcome is what the
-scheduler says, however long it takes to answer. Releasing is best effort: a sidecar drops an unused
-prefix by itself.
+ends the move with the source as owner; once SwitchEngine has been sent, the scheduler decides the
+outcome, however long it takes to answer. Releasing is best effort: a sidecar drops an unused prefix
+by itself.
 """
 
 import asyncio
@@ -28,15 +28,14 @@ from treadle_migrator.convert import transfer_from
 from treadle_migrator.migrations import Endpoint, Migration, MigrationStore, Path, Prefix, State
 
 RETRY_S = 0.2  # a peer or NATS that restarts is back about then
-ASK_TIMEOUT_S = 5.0  # of a question to the scheduler, which answers from memory
+ASK_TIMEOUT_S = 5.0  # timeout of a read from the scheduler, which answers from memory
 RELEASE_TIMEOUT_S = (
-    2.0  # an engine that is slower than this gets the next move, and forgets later by itself
+    2.0  # an engine that is slower gets the next move, and drops the prefix by itself later
 )
 
-INTERRUPTED = "INTERRUPTED"  # by a restart of the migrator
+INTERRUPTED = "INTERRUPTED"  # a restart of the migrator ended the move
 GAVE_UP = "GAVE_UP"  # the move took longer than it saves
-# Codes that say that the switch was refused; after any other the switch may or may not have
-# happened.
+# Codes with which a switch is refused; after any other the switch may or may not have happened.
 REFUSALS = frozenset(
     {
         grpc.StatusCode.FAILED_PRECONDITION,
@@ -52,12 +51,12 @@ log = structlog.get_logger()
 
 
 class Runner:
-    """Decides which moves run, with the transmission scheduler of the core, after each change of
-    the store.
+    """Loop that starts moves, which the transmission scheduler of the core chooses after each
+    change of the store.
 
-    Each decision looks at the store alone, so a missed `wake` costs nothing once the next one
-    comes. Owns a task for each move that runs, and the set of engines that take part in one. An
-    engine is free again when the end of its move has been announced and the prefix released.
+    Each choice reads the store alone, so a missed `wake` costs nothing once the next one comes. It
+    owns a task for each move that runs, and the set of engines that take part in one. An engine is
+    free again when the end of its move has been announced and the prefix released.
     """
 
     def __init__(self, store: MigrationStore, mover: "Mover") -> None:
@@ -65,19 +64,19 @@ class Runner:
         self._mover = mover
         self._woken = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._moving: set[str] = set()  # those of the tasks that a cancelled migration stops
-        self._engines: dict[str, frozenset[str]] = {}  # taken part in, by migration
+        self._moving: set[str] = set()  # migrations whose task stops when they are cancelled
+        self._engines: dict[str, frozenset[str]] = {}  # engines that take part, by migration
         self._asked_in: dict[
             str, contextvars.Context
-        ] = {}  # the context of the call that asked, by migration
+        ] = {}  # context of the call that started it, by migration
 
     def wake(self) -> None:
-        """Call this after each change of the store."""
+        """Decide again which moves run; call this after each change of the store."""
         self._woken.set()
 
     def accept(self, migration_id: str) -> None:
-        """Call this once a move is stored that the present RPC asks for: the move belongs to its
-        trace."""
+        """Put a move into the trace of the present RPC, which requests it; call this once the move
+        is stored."""
         if self._store.is_open(migration_id) and migration_id not in self._tasks:
             self._asked_in[migration_id] = detached_context()
         self.wake()
@@ -94,8 +93,8 @@ class Runner:
                         await self._woken.wait()
 
     async def recover(self) -> None:
-        """Call before `run`: fail what an earlier process left before its switch; the source is
-        still the owner."""
+        """Fail the moves that an earlier process left before their switch, whose owner is still the
+        source; call this before `run`."""
         for migration in self._store.open():
             if migration.state in (State.PENDING, State.PREPARING):
                 await self._store.change(
@@ -112,8 +111,8 @@ class Runner:
                     self._tasks[migration_id].cancel()
             elif migration.state is State.PENDING and _left_s(migration) > 0:
                 waiting[migration_id] = migration
-            # it needs no engine: it is too late for it, or an earlier process sent its switch, or
-            # it has ended
+            # The move needs no engine: it is too late, or an earlier process sent its switch, or it
+            # has ended.
             else:
                 self._start(group, migration)
         busy = {engine_id for engines in self._engines.values() for engine_id in engines}
@@ -139,7 +138,8 @@ class Runner:
         self.wake()
 
     def _next_expiry_s(self) -> float | None:
-        """Seconds until the next waiting move is no longer worth it; None where none waits."""
+        """Return the seconds until the next waiting move is no longer worth it; None where none
+        waits."""
         waiting = (
             m
             for m in self._store.open()
@@ -149,8 +149,8 @@ class Runner:
 
 
 class Mover:
-    """Calls the two sidecars and the scheduler; `announce` publishes an end and returns once that
-    is safe.
+    """Client of the two sidecars and the scheduler that carries moves out; `announce` publishes an
+    end and returns once that is safe.
 
     Request ids are derived from the migration's, so that a call repeated after a lost answer, or by
     the next process, is answered from the peer's record.
@@ -169,7 +169,7 @@ class Mover:
         self._announce = announce
 
     async def move(self, migration: Migration) -> None:
-        """Take a migration from where it is to its end, and announce that."""
+        """Take a migration from its present state to its end, and announce that."""
         if migration.state is State.SWITCHING:  # an earlier process may have sent the switch
             await self._settle(migration, INTERRUPTED)
         elif not migration.ended:
@@ -183,7 +183,7 @@ class Mover:
                 raise MoveFailedError(GAVE_UP)
             async with asyncio.timeout(left_s):
                 ready = await self._make_ready(migration)
-        except nats.errors.Error as error:  # first: its timeout is a TimeoutError too
+        except nats.errors.Error as error:  # before TimeoutError, as its timeout is one too
             log.warning("state not stored", migration_id=migration.migration_id, error=repr(error))
             reason = "STATE_NOT_STORED"
         except TimeoutError:
@@ -196,10 +196,10 @@ class Mover:
             await self._end(migration, State.FAILED, reason)
 
     async def _settle(self, migration: Migration, reason: str) -> None:
-        """End a migration whose switch may have happened, as the scheduler says; waits for its
-        answer.
+        """End a migration whose switch may have happened by the state that the scheduler returns;
+        wait for its answer.
 
-        reason: of the failure, where the owner has not changed.
+        reason: why the move failed, where the owner has not changed.
         """
         move = migration.move
         request = scheduler_pb2.GetTrajectoryRequest(trajectory_id=move.trajectory_id)
@@ -231,7 +231,7 @@ class Mover:
             return
 
     async def _conclude(self, migration: Migration) -> None:
-        """After an end: publish the fact, then have the engine that is not the owner release the
+        """Publish the fact of an end, then have the engine that is not the owner release the
         prefix."""
         ended = self._store.get(migration.migration_id)
         if not ended.ended or ended.announced:
@@ -255,8 +255,8 @@ class Mover:
         await self._store_surely(lambda: self._store.mark_announced(migration.migration_id))
 
     async def _make_ready(self, migration: Migration) -> bool:
-        """True where the switch may be sent now; False where somebody cancelled. Raises
-        MoveFailedError."""
+        """Prepare the move and return True where the switch may be sent now; False where the move
+        was cancelled. Raises MoveFailedError."""
         migration_id = migration.migration_id
         if await self._store.change(migration_id, State.PREPARING) is None:
             return False
@@ -276,7 +276,7 @@ class Mover:
             (migration.move.source, "SOURCE"),
             (migration.move.target, "TARGET"),
         ):
-            # The tokens themselves never come here (docs/adr/0007).
+            # The tokens themselves never pass through here (docs/adr/0007).
             request = engine_pb2.ExportPrefixRequest(
                 trajectory_id=migration.move.trajectory_id, counts_only=True
             )
@@ -317,8 +317,8 @@ class Mover:
         return Prefix(path, found.prefix_tokens, found.tokens_from_storage, found.tokens_prefilled)
 
     async def _switch(self, migration: Migration) -> None:
-        """Send the compare-and-swap until it is answered; without an answer in time, ask the
-        scheduler how it ended."""
+        """Send the compare-and-swap until it is answered; without an answer in time, read its
+        outcome from the scheduler."""
         request = scheduler_pb2.SwitchEngineRequest(
             request_id=f"{migration.migration_id}.switch",
             trajectory_id=migration.move.trajectory_id,
@@ -354,7 +354,7 @@ class Mover:
         return engine_pb2_grpc.EngineServiceStub(self._channel(endpoint.address, "sidecar"))
 
     async def _store_surely(self, write: Callable[[], Awaitable[Any]]) -> None:
-        """Try until it is stored: an end must be, however long NATS is away."""
+        """Try to write until it is stored: an end must be, however long NATS does not answer."""
         while True:
             try:
                 await write()
@@ -378,9 +378,10 @@ def _left_s(migration: Migration) -> float:
 
 
 def _reason_of(error: TreadleError, peer: str) -> str:
-    """The peer's own reason where it gave one; a deadline that passes is ours: the move gave up."""
+    """Return the peer's own reason where it gave one; a deadline that passes is ours: the move gave
+    up."""
     if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return GAVE_UP
-    if error.lost_connection:  # the target says it of the source too
+    if error.lost_connection:  # the target reports this about the source too
         return error.reason if error.reason == "SOURCE_UNAVAILABLE" else f"{peer}_UNAVAILABLE"
     return error.reason or f"{peer}_{error.code.name}"

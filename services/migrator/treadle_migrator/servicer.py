@@ -1,6 +1,5 @@
-"""Serve MigratorService: check the request, convert it, ask the store, convert the answer. Moves
-run in mover.py.
-"""
+"""Serve MigratorService: check the request, convert it, call the store, convert the answer. Moves
+run in mover.py."""
 
 from collections.abc import AsyncIterator
 
@@ -18,7 +17,7 @@ Context = grpc.aio.ServicerContext[object, object]
 
 
 class MigratorServicer(migrator_pb2_grpc.MigratorServiceServicer):
-    """Holds no state: migrations are in `store`."""
+    """Servicer of MigratorService, without state: migrations are in `store`."""
 
     def __init__(
         self, store: MigrationStore, runner: Runner, records: RequestRecords, *, give_up_s: float
@@ -46,9 +45,8 @@ class MigratorServicer(migrator_pb2_grpc.MigratorServiceServicer):
     async def WatchMigration(
         self, request: pb.WatchMigrationRequest, context: Context
     ) -> AsyncIterator[pb.WatchMigrationResponse]:
-        """The present state, then each change; a reader that is slower than the move misses states
-        between.
-        """
+        """Send the present state, then each change; a reader that is slower than the move misses
+        states between."""
         async for migration in self._changes(self._find(request.migration_id)):
             yield pb.WatchMigrationResponse(migration=migration_to(migration))
 
@@ -56,9 +54,8 @@ class MigratorServicer(migrator_pb2_grpc.MigratorServiceServicer):
     async def CancelMigration(
         self, request: pb.CancelMigrationRequest, context: Context
     ) -> pb.CancelMigrationResponse:
-        """Cancels what has not begun to switch; a switch under way is waited for, and the answer
-        says how it ended.
-        """
+        """Cancel a move that has not begun to switch; wait for a switch under way, and answer with
+        its outcome."""
         migration_id = self._find(request.migration_id).migration_id
         await self._store.change(migration_id, State.CANCELLED)
         self._runner.wake()
@@ -83,7 +80,7 @@ class MigratorServicer(migrator_pb2_grpc.MigratorServiceServicer):
         return self._store.get(identifier("migration_id", migration_id))
 
     async def _changes(self, migration: Migration) -> AsyncIterator[Migration]:
-        """The migration, then each later state until it has ended."""
+        """Yield the migration, then each later state until it has ended."""
         yield migration
         while not migration.ended:
             changed = self._store.watch(migration.migration_id)

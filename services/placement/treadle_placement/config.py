@@ -16,12 +16,13 @@ PartOfStep = Annotated[float, Field(ge=0, le=LARGEST_STEP_S)]
 
 
 class PlacementSettings(Settings):
-    """The default curve is used where no engine of a request has a decode curve."""
+    """Settings of the placement service. The default curve is used where no engine of a request has
+    a decode curve."""
 
     service: ClassVar[str] = "placement"
 
     listen: str = "127.0.0.1:7403"
-    cost_model: CostModelName = "critical_path"  # where the request names none
+    cost_model: CostModelName = "critical_path"  # used where the request names none
     default_base_s: Annotated[float, Field(gt=0, le=LARGEST_STEP_S)] = DEFAULT_BASE_S
     default_per_sequence_s: PartOfStep = DEFAULT_PER_SEQUENCE_S
     default_per_kv_token_s: PartOfStep = 0.0

@@ -1,4 +1,4 @@
-"""Convert a request to the core's placement question, and its plan to a response."""
+"""Convert a request to the input of the core's planner, and its plan to a response."""
 
 import math
 from typing import Any
@@ -15,7 +15,7 @@ from treadle_runtime.fields import duration, require
 
 
 def model_of(request: pb.PlanPlacementRequest, default: CostModel) -> CostModel:
-    """The cost model of a request. Raises InvalidArgument for one that this service does not
+    """Return the cost model of a request. Raises InvalidArgument for one that this service does not
     know."""
     if request.cost_model == pb.COST_MODEL_UNSPECIFIED:
         return default
@@ -65,7 +65,7 @@ def columns_of(request: pb.PlanPlacementRequest) -> dict[str, Any]:
 
 
 def engines_of(request: pb.PlanPlacementRequest, default: DecodeCurve) -> list[PlanEngine]:
-    """The engines of a request.
+    """Return the engines of a request.
 
     An engine without a curve gets `slowest_curve` of those that have one, or `default` where none
     has; without tensor_parallel it has one accelerator.
@@ -88,7 +88,7 @@ def engines_of(request: pb.PlanPlacementRequest, default: DecodeCurve) -> list[P
 def response_of(
     request: pb.PlanPlacementRequest, plan: Plan, solve_s: float
 ) -> pb.PlanPlacementResponse:
-    """Return the plan: the engine of each trajectory, and what each engine has to do, in their
+    """Return the plan: the engine of each trajectory, and the load of each engine, in their
     order."""
     return pb.PlanPlacementResponse(
         groups=[
@@ -110,7 +110,7 @@ def _require_unique(engine_ids: list[str]) -> None:
 
 
 def _curve_of(engine: pb.PlacementEngine) -> DecodeCurve | None:
-    """None where the curve is unset or all zeros."""
+    """Return an engine's decode curve; None where it is unset or all zeros."""
     curve = engine.decode_curve
     if curve == CurveMessage():
         return None

@@ -19,8 +19,8 @@ LARGE_BYTES = 50_000  # a thousand trajectories in columns
 
 
 class PlacementServicer(placement_pb2_grpc.PlacementServiceServicer):
-    """`model` is the cost model of a request that names none, `curve` that of engines where none
-    has a curve."""
+    """Servicer of PlacementService. `model` is the cost model of a request that names none, `curve`
+    that of engines where none has a curve."""
 
     def __init__(self, model: CostModel, curve: DecodeCurve, metrics: Metrics) -> None:
         self._model = model

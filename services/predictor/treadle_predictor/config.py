@@ -14,13 +14,13 @@ from treadle_runtime.config import OptionalFolder, Settings
 FEWEST_TO_REFIT = 16
 
 Median = Annotated[float, Field(gt=0, le=1e7)]  # tokens or turns; beyond any context
-Sigma = Annotated[float, Field(gt=0, le=10)]  # of a natural logarithm: 10 is a factor of 22,000
+Sigma = Annotated[float, Field(gt=0, le=10)]  # in natural logarithms: 10 is a factor of 22,000
 Wait = Annotated[float, Field(ge=0, le=60)]  # seconds
 Count = Annotated[int, Field(ge=1)]
 
 
 class PredictorSettings(Settings):
-    """What the predictor can be told. The prior is its estimate before any trajectory has ended."""
+    """Settings of the predictor. The prior is its estimate before any trajectory has ended."""
 
     service: ClassVar[str] = "predictor"
 
@@ -31,21 +31,17 @@ class PredictorSettings(Settings):
     prior_sigma_turns: Sigma = PRIOR_SIGMA_TURNS
     # folder of versions of the learned model, `treadle predictor export`; empty: no learned model
     models: OptionalFolder = ""
-    tokenizer: str = (
-        ""  # of the policy, folder or hub name, to decode the ids in facts; empty: the backbone's
-    )
+    # the policy's tokenizer, folder or hub name, to decode the ids in facts; empty: the backbone's
+    tokenizer: str = ""
     deadline_s: Wait = 0.6  # how long a question waits for the learned model before siblings answer
     gather_s: Wait = 0.005  # how long the first question of a batch waits for others
     most_batch: Count = 8  # questions in one run of the model
     kept_bytes: Count = (
         2 * 1024**3
-    )  # of what was read of running trajectories, so that only a new step is read
-    threads: Count = (
-        1  # of the processor, for the model; more threads than free cores slow everything down
-    )
-    backbone: str = (
-        ""  # of a first refit, folder or hub name, while no version is in use; empty: numbers alone
-    )
+    )  # bytes of kept state of running trajectories, so that only a new step is read
+    threads: Count = 1  # processor threads for the model; more than free cores slow everything down
+    # of a first refit, folder or hub name, while no version is in use; empty: numbers alone
+    backbone: str = ""
     refit_every: int = 0  # ended trajectories from one refit to the next; 0: none
 
     @field_validator("refit_every")

@@ -1,4 +1,4 @@
-"""Convert between messages and the core: questions in, forecasts out, facts into evidence."""
+"""Convert between messages and the core: queries in, forecasts out, facts into evidence."""
 
 from array import array
 
@@ -29,7 +29,7 @@ LEARNED_FACT_KINDS = (
     "step_started",
     "engine_joined",
     "weights_updated",
-)  # with a model that reads text
+)  # for a model that reads text
 
 COUNTS = (
     "turn",
@@ -37,7 +37,7 @@ COUNTS = (
     "context_tokens",
     "prompt_tokens",
     "max_total_tokens",
-)  # of a query and of Progress
+)  # fields of a query and of Progress
 
 
 def progress_of(query: predictor_pb2.Query, at: str) -> Progress:
@@ -60,12 +60,12 @@ def progress_of(query: predictor_pb2.Query, at: str) -> Progress:
 
 
 def context_of(query: predictor_pb2.Query) -> list[int]:
-    """The token ids in a query; none where it has none."""
+    """Return the token ids in a query; none where it has none."""
     return array("i", query.context.int32_le).tolist()
 
 
 def prediction_of(trajectory_id: str, forecast: Forecast) -> predictor_pb2.Prediction:
-    """The answer to a query."""
+    """Return the answer to a query."""
     return predictor_pb2.Prediction(
         trajectory_id=trajectory_id,
         remaining_tokens=quantiles_of(forecast.remaining_tokens),
@@ -78,16 +78,16 @@ def prediction_of(trajectory_id: str, forecast: Forecast) -> predictor_pb2.Predi
 
 
 def quantiles_of(estimate: Estimate) -> Quantiles:
-    """Percentiles as a message."""
+    """Return percentiles as a message."""
     return Quantiles(p10=estimate.p10, p50=estimate.p50, p90=estimate.p90)
 
 
 def learn(evidence: Evidence, fact: Fact, weight_version: int | None = None) -> Ended | None:
     """Add a fact to the evidence, once, and return the trajectory that it ended, if any.
-    weight_version: that sampled the trajectory that ended.
+    weight_version: the version that sampled that trajectory.
 
-    Facts without a trajectory or a prompt, or with a negative count, are left out: there is no
-    caller to refuse them to.
+    Facts without a trajectory or a prompt, or with a negative count, are left out: they have no
+    caller who could be refused.
     """
     match fact.WhichOneof("fact"):
         case "trajectory_opened":

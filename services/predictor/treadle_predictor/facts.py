@@ -1,11 +1,11 @@
 """Learn from facts, and record running trajectories for the learned model.
 
-A recording becomes what the model is asked, and, once its trajectory has ended, what
-the model is trained on.
+A recording becomes the input of the model and, once its trajectory has ended, a sample to train it
+on.
 
 Invariants: a recording that misses a step is not `whole` and is neither read nor trained on; a fact
 that comes twice changes nothing. The number of recordings is bounded; those without a fact for
-longest go first.
+longest are removed first.
 """
 
 import asyncio
@@ -32,17 +32,17 @@ from treadle_predictor.convert import learn
 from treadle_predictor.history import HistoryStore
 
 MOST_RUNNING = 8_192  # recordings; some kilobytes each where facts carry texts
-MOST_ENDED = 4_096  # for the next refit
+MOST_ENDED = 4_096  # transcripts for the next refit
 MOST_PROMPTS = 4_096
 
 Decode = Callable[[list[int]], str]
 
 
 class Learner:
-    """Takes in facts.
+    """Consumer of facts, which learns from them.
 
-    updated_at: the time of the newest fact, None before the first. recordings: of a learned model.
-    on_start: called when a trajectory's first step starts, with its prompt; on_end: when a
+    updated_at: the time of the newest fact, None before the first. recordings: those for a learned
+    model. on_start: called when a trajectory's first step starts, with its prompt; on_end: when a
     trajectory ends, with its generated tokens, or None where it did not end by itself.
     """
 
@@ -60,7 +60,7 @@ class Learner:
         self.updated_at: Timestamp | None = None
 
     async def on_fact(self, fact: Fact) -> None:
-        """Take in one fact."""
+        """Learn from one fact."""
         recordings = self._recordings
         version = (
             recordings.version_of(fact.trajectory_closed.trajectory_id)
@@ -82,9 +82,9 @@ class Learner:
 
 @dataclass
 class Recording:
-    """A running trajectory.
+    """Record of a running trajectory.
 
-    context_tokens: after its newest step. weight_version: the policy's when it was opened.
+    context_tokens: tokens after its newest step. weight_version: the policy's when it was opened.
     """
 
     trajectory_id: str
@@ -102,7 +102,7 @@ class Recording:
 class Recordings:
     """Recordings of running trajectories, and transcripts of ended ones.
 
-    decode: from the policy's ids to text.
+    decode: turns the policy's ids into text.
     """
 
     def __init__(self, decode: Decode) -> None:
@@ -111,11 +111,11 @@ class Recordings:
         self.ended_total = 0
         self._running: OrderedDict[str, Recording] = OrderedDict()
         self._prompts: OrderedDict[str, str] = OrderedDict()
-        self._weight_version = ""  # the newest
+        self._weight_version = ""  # the newest one
         self._awaited: dict[str, list[asyncio.Event]] = {}
 
     def on_fact(self, fact: Fact) -> None:
-        """Take in one fact."""
+        """Record one fact."""
         match fact.WhichOneof("fact"):
             case "trajectory_opened":
                 self._open(fact.trajectory_opened)
@@ -133,21 +133,19 @@ class Recordings:
                 self._weight_version = fact.weights_updated.weight_version
 
     def version_of(self, trajectory_id: str) -> int | None:
-        """The number of the policy's version when a running trajectory was opened; None where it is
-        not known.
-        """
+        """Return the number of the policy's version when a running trajectory was opened; None
+        where it is not known."""
         found = self._running.get(trajectory_id)
         return version_number(found.weight_version) if found is not None else None
 
     def get(self, trajectory_id: str, turn: int) -> Recording | None:
-        """The recording after exactly `turn` steps; None where there is none."""
+        """Return the recording after exactly `turn` steps; None where there is none."""
         found = self._running.get(trajectory_id)
         return found if found is not None and found.whole and len(found.turns) == turn else None
 
     async def wait_for(self, trajectory_id: str, turn: int, within_s: float) -> Recording | None:
-        """As `get`, with some time for the fact of the newest step, which comes at about the time
-        of the question.
-        """
+        """Return the recording as `get` does, but wait a while for the fact of the newest step,
+        which comes at about the time of the query."""
         found = self._running.get(trajectory_id)
         if found is not None and found.whole and len(found.turns) < turn:
             arrived = asyncio.Event()
@@ -166,7 +164,8 @@ class Recordings:
         return self.get(trajectory_id, turn)
 
     def prompt_of(self, prompt_id: str) -> str:
-        """The text of a prompt; empty before a fact of one of its trajectories has brought it."""
+        """Return the text of a prompt; empty before a fact of one of its trajectories has brought
+        it."""
         return self._prompts.get(prompt_id, "")
 
     def _open(self, opened: TrajectoryOpened) -> None:

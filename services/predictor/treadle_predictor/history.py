@@ -20,15 +20,13 @@ from treadle_runtime.bus import Bus
 log = structlog.get_logger()
 
 BUCKET = "TREADLE_PREDICTOR_HISTORY"
-KEPT_S = (
-    30 * 86_400.0
-)  # a month; a prompt that was not sampled for longer says little about today's policy
+KEPT_S = 30 * 86_400.0  # a month; older samples of a prompt predict little for today's policy
 LAST_WRITE_S = 2.0  # at the end of the process, within its drain
-RETRY_S = 1.0  # while NATS is away; the histories that wait are bounded by the number of prompts
+RETRY_S = 1.0  # while NATS does not answer; at most one history of each prompt waits
 
 
 class HistoryStore:
-    """The histories in `evidence`, and their copy in the bucket."""
+    """Histories in `evidence`, and their copy in the bucket."""
 
     def __init__(self, bucket: KeyValue, evidence: Evidence) -> None:
         self._bucket = bucket
@@ -53,8 +51,8 @@ class HistoryStore:
         self._more.set()
 
     async def run(self) -> None:
-        """Write changed histories, for ever; at the end of the process the remaining ones, for a
-        moment."""
+        """Write changed histories, for ever; at the end of the process write the remaining ones,
+        for a moment."""
         try:
             while True:
                 await self._more.wait()
@@ -87,7 +85,7 @@ class HistoryStore:
 
 
 def encode(prompt_id: str, ended: list[Ended]) -> bytes:
-    """A prompt's history as JSON."""
+    """Return a prompt's history as JSON."""
     rows = [
         [
             *(
@@ -106,7 +104,7 @@ def encode(prompt_id: str, ended: list[Ended]) -> bytes:
 
 
 def decode(value: bytes) -> tuple[str, list[Ended]]:
-    """The prompt and its history. Histories of older versions have fewer columns."""
+    """Return the prompt and its history. Histories of older versions have fewer columns."""
     found = json.loads(value)
     prompt_id = str(found["prompt_id"])
     return prompt_id, [

@@ -2,9 +2,9 @@
 torch to be imported.
 
 Invariants: the version that answers is replaced only by one that has answered a trial question;
-whatever is wrong with a new version, the old one stays, and `refused` says why. One refit runs at a
-time, in a process of its own, which takes no time of the event loop or the model's thread; however
-it ends, the service goes on answering.
+whatever is wrong with a new version, the old one stays, and `refused` names the reason. One refit
+runs at a time, in a process of its own, which takes no time of the event loop or the model's
+thread; however it ends, the service continues to answer.
 """
 
 import asyncio
@@ -34,16 +34,17 @@ from treadle_predictor.worker import Worker
 
 log = structlog.get_logger()
 
-CHECK_EVERY_S = 1.0  # whether another version is in use, and whether a refit is due
-TERMINATE_S = 5.0  # that a refit's process has to end when the service stops
-NICENESS = 10  # of a refit's process
+CHECK_EVERY_S = 1.0  # between two checks whether another version is in use, or a refit is due
+TERMINATE_S = 5.0  # time that a refit's process has to end when the service stops
+NICENESS = 10  # niceness of a refit's process
 TRANSCRIPTS = "refit-transcripts.jsonl.gz"
 TRIAL = "trial"
 
 
 @dataclass(frozen=True)
 class LearnedPart:
-    """What a predictor with a models folder has beside the other estimators."""
+    """Learned model and its helpers, which a predictor with a models folder has beside the other
+    estimators."""
 
     loader: "ModelLoader"
     worker: Worker
@@ -58,8 +59,9 @@ class LearnedPart:
 async def load_learned_part(
     settings: PredictorSettings, folder: Path
 ) -> tuple[LearnedPart, list[Callable[[], Coroutine[Any, Any, None]]]]:
-    """The learned part and the tasks that it needs. The version in use is loaded already; a version
-    that is refused is only logged. Raises StartError for a tokenizer that cannot be loaded."""
+    """Return the learned part and the tasks that it needs. The version in use is loaded already; a
+    version that is refused is only logged. Raises StartError for a tokenizer that cannot be
+    loaded."""
     torch.set_num_threads(settings.threads)
     recordings = Recordings(lambda ids: "")
     if settings.tokenizer:
@@ -85,8 +87,8 @@ async def load_learned_part(
 
 
 class ModelLoader:
-    """Loads the version in use into the worker. on_loaded: called with each version that begins to
-    answer. most_bytes: of what is kept of trajectories."""
+    """Loader of the version in use into the worker. on_loaded: called with each version that begins
+    to answer. most_bytes: the bound of what is kept of trajectories."""
 
     def __init__(
         self,
@@ -105,12 +107,12 @@ class ModelLoader:
 
     @property
     def leads(self) -> bool:
-        """Whether the model is asked at all."""
+        """Return whether the predictor uses the model at all."""
         return self.checkpoint is not None and self.checkpoint.leads
 
     @property
     def version(self) -> str:
-        """The version that answers; empty where none does."""
+        """Return the version that answers; empty where none does."""
         return self.checkpoint.version if self.checkpoint is not None else ""
 
     async def run(self) -> None:
@@ -140,7 +142,7 @@ class ModelLoader:
 
 
 def load_model(folder: Path, most_bytes: int) -> LearnedModel:
-    """Load a version and ask it a trial question. Raises LearnedError saying what is wrong."""
+    """Load a version and let it answer a trial question. Raises LearnedError with what is wrong."""
     checkpoint = load(folder)
     backbone = checkpoint.load_backbone() if checkpoint.reads_text else None
     model = LearnedModel(checkpoint, backbone, most_bytes)
@@ -165,9 +167,9 @@ def load_model(folder: Path, most_bytes: int) -> LearnedModel:
 
 
 class Refits:
-    """Trains and promotes the next version after every `refit_every` ended trajectories: the policy
-    changes with every update of its weights, and so do its lengths. Owns the files `refit-*` in the
-    models folder."""
+    """Trainer of the next version after every `refit_every` ended trajectories, which it then
+    promotes: the policy changes with every update of its weights, and so do its lengths. It owns
+    the files `refit-*` in the models folder."""
 
     def __init__(self, folder: Path, recordings: Recordings, settings: PredictorSettings) -> None:
         self._folder = folder
@@ -176,8 +178,7 @@ class Refits:
         self._done_at = 0  # trajectories that had ended at the last refit
 
     async def run(self) -> None:
-        """Refit when it is due, for ever; a refit that runs when the service stops is
-        terminated."""
+        """Refit when it is due, for ever; terminate a refit that runs when the service stops."""
         while True:
             await asyncio.sleep(CHECK_EVERY_S)
             ended = self._recordings.ended_total
@@ -209,7 +210,8 @@ class Refits:
             )
 
     async def _train(self, file: Path, version: str) -> tuple[int, str, str]:
-        """Exit code, stdout and the end of stderr of the process that trains."""
+        """Run the process that trains, and return its exit code, its stdout and the end of its
+        stderr."""
         options = ["--transcripts", str(file), "--models", str(self._folder), "--version", version]
         options += ["--child-of", str(os.getpid())]
         options += ["--backbone", self._settings.backbone] if self._settings.backbone else []

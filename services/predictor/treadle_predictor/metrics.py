@@ -1,6 +1,5 @@
-"""Metrics of the predictor (docs/metrics.md): its answers, and how right its first predictions
-were.
-"""
+"""Measure the predictor (docs/metrics.md): its answers, and how right its first predictions
+were."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -9,15 +8,15 @@ from treadle_core.ranking.estimator import Forecast, Progress
 from treadle_runtime.telemetry import Metrics
 
 MOST = 65_536  # predictions that wait for the end of their trajectory; about 20 MB
-# Between which of the predicted percentiles the truth lies. Of a calibrated predictor, 10, 40, 40
+# The bands of predicted percentiles in which the truth lies. Of a calibrated predictor, 10, 40, 40
 # and 10%.
 BANDS = ("below_p10", "p10_to_p50", "p50_to_p90", "above_p90")
 
 
 class Meters:
-    """The instruments of the predictor.
+    """Instruments of the predictor.
 
-    Owns: the first prediction of each running trajectory, to compare it with what the trajectory
+    It owns the first prediction of each running trajectory, to compare it with what the trajectory
     generates.
     """
 
@@ -48,7 +47,8 @@ class Meters:
     def judge(self, trajectory_id: str, gen_tokens: int | None) -> None:
         """Compare the first prediction of an ended trajectory with its length.
 
-        gen_tokens: None where a cap or a client ended it, which says nothing about the prediction.
+        gen_tokens: None where a cap or a client ended it, which does not show whether the
+        prediction was right.
         """
         forecast = self._first.pop(trajectory_id, None)
         if forecast is not None and gen_tokens is not None:

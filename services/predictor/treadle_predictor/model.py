@@ -1,9 +1,9 @@
-"""The learned model at work: forecasts for questions, and what was read of running trajectories.
+"""Run the learned model: forecast for questions, and keep what was read of running trajectories.
 
 Used by one thread at a time. Invariants: a forecast never exceeds what the trajectory's cap leaves.
 What was read is kept for the next steps, within a bound of bytes: next windows that were read ahead
-go first, then the trajectories that were asked about least recently, which are read afresh; reading
-ahead never pushes out what is kept. States are those of reading a window at once, to rounding,
+are dropped first, then the trajectories whose last question is oldest, which are read again;
+reading ahead never evicts kept state. States are those of reading a window at once, to rounding,
 however much of it was read before.
 """
 
@@ -20,13 +20,13 @@ from treadle_learned.reading import Bounds, Ids, Read, Reader, shared_prefix
 
 from treadle_predictor.question import Question
 
-READING_BYTES = 16_384  # of a trajectory beside keys and values: ids, texts, objects
+READING_BYTES = 16_384  # bytes of a trajectory beside keys and values: ids, texts, objects
 LEAST_SHARED = 16  # ids that another trajectory must begin with for a copy to be worth it
 
 
 class LearnedModel:
-    """A checkpoint that answers. backbone: None for a checkpoint that reads no text; it has no
-    `readings`, either. most_bytes: of what is kept."""
+    """Checkpoint that answers questions. backbone: None for a checkpoint that reads no text; it has
+    no `readings`, either. most_bytes: the bound of what is kept."""
 
     def __init__(self, checkpoint: Checkpoint, backbone: Backbone | None, most_bytes: int) -> None:
         self.checkpoint = checkpoint
@@ -37,14 +37,14 @@ class LearnedModel:
 
     @property
     def gains_together(self) -> bool:
-        """On a GPU; a CPU reads eight steps in the time of eight, and the first would wait for the
-        last."""
+        """Return whether a batch gains time: on a GPU; a CPU reads eight steps in the time of
+        eight, and the first would wait for the last."""
         return self.backbone is None or self.backbone.device != "cpu"
 
     @torch.inference_mode()
     def answer(self, questions: Sequence[Question]) -> list[Forecast | None]:
-        """Forecasts in the order of the questions; None where the model reads text and there is
-        none yet."""
+        """Return forecasts in the order of the questions; None where the model reads text and there
+        is none yet."""
         asked = [
             at for at, question in enumerate(questions) if self.backbone is None or question.prompt
         ]
@@ -68,9 +68,9 @@ class LearnedModel:
 
 
 class Reading:
-    """One trajectory. turns: steps that its reader has. read: of its window. ahead: of the next
-    window. state: after all ids of `read`, where it is known. counted_bytes: its share of
-    `Readings.kept_bytes`."""
+    """State of one trajectory. turns: steps that its reader has. read: what is read of its window.
+    ahead: what is read of the next window. state: the state after all ids of `read`, where it is
+    known. counted_bytes: its share of `Readings.kept_bytes`."""
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
@@ -82,19 +82,20 @@ class Reading:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all that is kept."""
+        """Return the bytes of all that is kept."""
         return READING_BYTES + sum(
             read.size_bytes for read in (self.read, self.ahead) if read is not None
         )
 
     @property
     def is_read(self) -> bool:
-        """Whether `state` is that of its whole window."""
+        """Return whether `state` is that of its whole window."""
         return self.state is not None and self.read is not None and self.read.ids == self.reader.ids
 
     @property
     def next_ids(self) -> Ids:
-        """The ids to read ahead: the prompt, then the next window; none where that is read."""
+        """Return the ids to read ahead: the prompt, then the next window; none where that is
+        read."""
         if not self.turns:
             return () if self.is_read else self.reader.ids
         ahead = len(self.ahead.ids) if self.ahead is not None else 0
@@ -102,11 +103,11 @@ class Reading:
 
     @property
     def room(self) -> int:
-        """The number of ids that can still come before `next_ids` are needed."""
+        """Return the number of ids that can still come before `next_ids` are needed."""
         return self.reader.room if self.turns else 0
 
     def take_before(self) -> Read | None:
-        """Take what its window is read on from."""
+        """Take the state from which its window is read on."""
         read, self.read, self.state = self.read, None, None
         if self.ahead is not None and self.ahead.ids == self.reader.ids[: len(self.ahead.ids)]:
             read, self.ahead = self.ahead, None
@@ -131,20 +132,19 @@ class Reading:
 
 
 class Readings:
-    """What was read of all running trajectories. most_bytes: of what is kept."""
+    """Kept state of all running trajectories. most_bytes: its bound."""
 
     def __init__(self, backbone: Backbone, bounds: Bounds, most_bytes: int) -> None:
         self._backbone = backbone
         self._bounds = bounds
         self._most_bytes = most_bytes
-        self._readings: OrderedDict[str, Reading] = (
-            OrderedDict()
-        )  # least recently asked about first
-        self._id_bytes = 0  # of one id; not known before something is read
+        self._readings: OrderedDict[str, Reading] = OrderedDict()  # the oldest last question first
+        self._id_bytes = 0  # size of one id; not known before something is read
         self.kept_bytes = 0
 
     def states(self, questions: Sequence[Question]) -> torch.Tensor:
-        """The state after the newest step of each question's trajectory, [n, hidden_size]."""
+        """Return the state after the newest step of each question's trajectory, [n,
+        hidden_size]."""
         readings = [self._update(question) for question in questions]
         unread = [reading for reading in readings if not reading.is_read]
         if unread:
@@ -164,8 +164,8 @@ class Readings:
             self._begin(trajectory_id, prompt)
 
     def read_ahead(self) -> bool:
-        """Read a step's worth of what will be needed soonest; False where there is nothing, or no
-        room for it."""
+        """Read a step's worth of what will be needed soonest; return False where there is nothing,
+        or no room for it."""
         due = [reading for reading in self._readings.values() if reading.next_ids]
         if not due:
             return False
@@ -208,8 +208,8 @@ class Readings:
         return reading
 
     def _copy_shared(self, ids: Ids) -> Read | None:
-        """A copy of the longest beginning that another trajectory shares, e.g. a sample of the same
-        prompt."""
+        """Return a copy of the longest beginning that another trajectory shares, e.g. a sample of
+        the same prompt."""
         reads = [reading.read for reading in self._readings.values() if reading.read is not None]
         found = max(reads, key=lambda read: shared_prefix(read.ids, ids), default=None)
         count = shared_prefix(found.ids, ids) if found is not None else 0

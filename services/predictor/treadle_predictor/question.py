@@ -1,4 +1,4 @@
-"""What the learned model is asked."""
+"""Build the input of the learned model."""
 
 from dataclasses import dataclass
 
@@ -12,14 +12,13 @@ from treadle_predictor.facts import Recording
 
 @dataclass(frozen=True)
 class Question:
-    """What the learned model is asked at the end of a step: the same features and texts as in
-    training.
-    """
+    """Input of the learned model at the end of a step: the same features and texts as in
+    training."""
 
     progress: Progress
     features: Vector
     prompt: str
-    """Empty where the prompt's text is not known."""
+    """Text of the prompt; empty where it is not known."""
 
     turns: tuple[Turn, ...]
     """The finished turns with their texts; the tool of the last one still runs."""
@@ -30,7 +29,8 @@ def make_question(
 ) -> Question | None:
     """Return the question about a trajectory; None where its group is not known.
 
-    forecast: of the estimators without a model. prompt: the text, where the recording has none.
+    forecast: what the estimators without a model forecast. prompt: the text, where the recording
+    has none.
     """
     features = features_of(progress, recording.steps, evidence, forecast, recording.weight_version)
     if features is None:

@@ -1,6 +1,5 @@
 """Answer PredictorService by the best estimator that is ready: the learned model where it leads and
-is in time, else siblings, history, the prior.
-"""
+is in time, else siblings, history, the prior."""
 
 import asyncio
 import time
@@ -28,16 +27,16 @@ MOST_QUERIES = 4_096
 # Predictions made before other tasks run on the event loop; one takes from 40 us to 0.3 ms.
 QUERIES_AT_ONCE = 128
 
-# The fact of a step and the question after it travel at the same time; a fact that is later than
-# this is taken as lost.
+# The fact of a step and the query after it travel at the same time; a fact that is later than this
+# counts as lost.
 FACT_WITHIN_S = 0.1
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
 class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
-    """Answers from the facts so far; waits for nothing but the learned model, and for that not
-    long.
+    """Servicer that answers from the facts so far; it waits for nothing but the learned model, and
+    for that not long.
 
     learned: None where no models folder is given.
     """
@@ -116,7 +115,7 @@ class PredictorServicer(predictor_pb2_grpc.PredictorServiceServicer):
         )
 
     async def _forecast(self, progress: Progress, context: list[int]) -> Forecast:
-        """An answer within the model's deadline.
+        """Return an answer within the model's deadline.
 
         context: the trajectory's token ids by its query, or none; they are the prompt before the
         first step.
@@ -151,9 +150,8 @@ def _describe(part: "LearnedPart") -> predictor_pb2.LearnedModel:
 
 
 def _trace_queries(queries: Iterable[predictor_pb2.Query], began_ns: int) -> None:
-    """Send a span for each query of the present call, in the trace of its trajectory: one call asks
-    about many.
-    """
+    """Send a span for each query of the present call, in the trace of its trajectory: one call has
+    queries about many."""
     call = trace.get_current_span()
     if not call.is_recording():
         return

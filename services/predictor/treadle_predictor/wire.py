@@ -1,4 +1,4 @@
-"""Put the predictor together."""
+"""Assemble the predictor."""
 
 from collections.abc import Callable, Coroutine
 from functools import partial

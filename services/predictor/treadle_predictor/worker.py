@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 @dataclass
 class Counts:
-    """Questions since the service began."""
+    """Numbers of questions since the service began."""
 
     answered: int = 0
     late: int = 0
@@ -34,8 +34,9 @@ class Counts:
 
 
 class Worker:
-    """deadline_s: the longest that a question waits. gather_s: how long the first question of a
-    batch waits for others. most_batch: questions in one run of the model."""
+    """Queue of questions to the learned model, and its thread. deadline_s: the longest that a
+    question waits. gather_s: how long the first question of a batch waits for others. most_batch:
+    questions in one run of the model."""
 
     def __init__(self, deadline_s: float, gather_s: float, most_batch: int) -> None:
         self.model: LearnedModel | None = None
@@ -46,13 +47,13 @@ class Worker:
         self._waiting: OrderedDict[str, tuple[Question, asyncio.Future[Forecast | None]]] = (
             OrderedDict()
         )
-        self._begun: OrderedDict[str, str] = OrderedDict()  # prompts
+        self._begun: OrderedDict[str, str] = OrderedDict()  # prompts by trajectory
         self._ended: list[str] = []
         self._more = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "learned-model")
 
     async def ask(self, question: Question) -> Forecast | None:
-        """The model's forecast; None where it has none in time."""
+        """Return the model's forecast; None where it has none in time."""
         name = question.progress.trajectory_id
         if self._give_back(name):
             self.counts.replaced += 1
@@ -75,7 +76,7 @@ class Worker:
         self._more.set()
 
     def forget(self, trajectory_id: str) -> None:
-        """Drop a trajectory that has ended: what is kept of it goes with the next batch."""
+        """Drop a trajectory that has ended; its kept state is dropped with the next batch."""
         self._give_back(trajectory_id)
         self._begun.pop(trajectory_id, None)
         self._ended.append(trajectory_id)
@@ -96,7 +97,7 @@ class Worker:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _give_back(self, name: str) -> bool:
-        """Return a trajectory's waiting question unanswered; whether there was one."""
+        """Return a trajectory's waiting question unanswered, and return whether there was one."""
         _, future = self._waiting.pop(name, (None, None))
         if future is None or future.done():
             return False
@@ -128,7 +129,7 @@ class Worker:
             except (
                 RuntimeError,
                 ValueError,
-            ):  # of torch, e.g. out of memory; quantiles that are no numbers
+            ):  # errors of torch, e.g. out of memory; quantiles that are no numbers
                 log.exception("the learned model failed; siblings and history answer")
         for (_, future), forecast in zip(some, found, strict=True):
             if not future.done():

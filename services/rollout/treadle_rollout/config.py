@@ -6,7 +6,7 @@ from pydantic import Field
 from treadle_runtime.config import Settings
 
 DEFAULT_BATCH_REPLAY_S = (
-    3600.0  # as long as request records live: a trainer that retries later than that has restarted
+    3600.0  # as long as request records live: a trainer that retries later has restarted
 )
 # Three batches of 6,400 trajectories of 40k tokens (9 bytes each): one is read, one waits, one
 # fills.
@@ -15,15 +15,15 @@ SMALLEST_PAYLOAD_BYTES = 1024 * 1024  # one trajectory of 100k tokens
 DEFAULT_TOKEN_STREAM_BYTES = 256 * 1024**2  # a thousand trajectories of 29k tokens
 DEFAULT_RETENTION_S = (
     7 * 86400.0
-)  # a rollout nobody touched for a week belongs to a job that is gone
+)  # a rollout that nobody used for a week belongs to a job that is gone
 
 
 class RolloutSettings(Settings):
-    """batch_replay_s: how long a batch that nobody confirms can be repeated. payload_bytes: what
-    the tokens of all rollouts may take in JetStream; beyond it submissions are refused until
-    batches are taken. token_stream_bytes: memory for tokens of trajectories that still run, where
-    clients push them; beyond it such a push is refused. retention_s: how long an untouched rollout
-    is kept."""
+    """Settings of the rollout service. batch_replay_s: how long a batch that nobody confirms can be
+    repeated. payload_bytes: what the tokens of all rollouts may take in JetStream; beyond it
+    submissions are refused until batches are taken. token_stream_bytes: memory for tokens of
+    trajectories that still run, where clients push them; beyond it such a push is refused.
+    retention_s: how long an unused rollout is kept."""
 
     service: ClassVar[str] = "rollout"
 

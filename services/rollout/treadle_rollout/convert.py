@@ -34,14 +34,14 @@ from treadle_rollout.rollouts import BatchRequest, Rollout
 from treadle_rollout.running import ITEM_BYTES, Ended, Stretch
 
 MOST_PARTS = 65_536  # far more ranks than one trainer has
-NO_BOUND = -1  # of max_staleness on the wire
+NO_BOUND = -1  # value of max_staleness on the wire
 # SGLang's name for the weights that it was launched with, unless --weight-version names them.
 LAUNCH_VERSION = "default"
 
 
 def spec_from(spec: pb.RolloutSpec) -> RolloutSpec:
-    """The spec of a request, where keep 0 is all, staleness -1 and other numbers 0 no bound. Raises
-    InvalidArgument."""
+    """Return the spec of a request, where keep 0 is all, staleness -1 and other numbers 0 no bound.
+    Raises InvalidArgument."""
     positive("spec.samples_per_prompt", spec.samples_per_prompt)
     require(
         0 <= spec.keep_per_prompt <= spec.samples_per_prompt,
@@ -108,8 +108,8 @@ def spec_from(spec: pb.RolloutSpec) -> RolloutSpec:
 
 
 def spec_to(spec: RolloutSpec) -> pb.RolloutSpec:
-    """The spec as it is in force: keep_per_prompt is never 0, and a selection is there where it is
-    not the default."""
+    """Return the spec as it is in force: keep_per_prompt is never 0, and a selection is there where
+    it is not the default."""
     message = pb.RolloutSpec(
         prompt_ids=spec.prompt_ids,
         samples_per_prompt=spec.samples_per_prompt,
@@ -127,15 +127,15 @@ def spec_to(spec: RolloutSpec) -> pb.RolloutSpec:
 
 
 def watch_to(rollout: Rollout, since_revision: int | None) -> pb.WatchRolloutResponse:
-    """What a watch sends that has sent `since_revision`, or nothing yet."""
+    """Return the next message of a watch that has sent `since_revision`, or nothing yet."""
     message = rollout_to(rollout, since_revision)
     if since_revision is not None:
-        message.ClearField("spec")  # it names every prompt, and never changes
+        message.ClearField("spec")  # the spec names every prompt, and never changes
     return pb.WatchRolloutResponse(rollout=message, changes=since_revision is not None)
 
 
 def rollout_with_samples(rollout: Rollout) -> pb.Rollout:
-    """The resource as it stands, with each sample that was submitted."""
+    """Return the resource as it stands, with each sample that was submitted."""
     message = rollout_to(rollout)
     for status, group in zip(message.groups, rollout.buffer.groups.values(), strict=True):
         for sample, trajectory_id in group.owners.items():
@@ -150,8 +150,8 @@ def rollout_with_samples(rollout: Rollout) -> pb.Rollout:
 
 
 def rollout_to(rollout: Rollout, since_revision: int | None = None) -> pb.Rollout:
-    """The resource without its samples; where `since_revision` is given, of its groups those that
-    changed after it."""
+    """Return the resource without its samples; where `since_revision` is given, with those of its
+    groups that changed after it."""
     buffer = rollout.buffer
     return pb.Rollout(
         rollout_id=rollout.rollout_id,
@@ -183,8 +183,7 @@ def rollout_to(rollout: Rollout, since_revision: int | None = None) -> pb.Rollou
 
 
 def settled_fact(rollout: Rollout, group: Group) -> Fact:
-    """What the rest of the mesh hears of a group of which no further sample is wanted, with the
-    same id each time."""
+    """Return the fact that no further sample of a group is needed, with the same id each time."""
     settled = GroupSettled(
         rollout_id=rollout.rollout_id, prompt_id=group.prompt_id, samples=group.started
     )
@@ -195,8 +194,8 @@ def settled_fact(rollout: Rollout, group: Group) -> Fact:
 
 
 def aborted_from(fact: Fact) -> tuple[str, Aborted] | None:
-    """The rollout and the sample of a trajectory that was ended early; None for one that was not,
-    or had no tokens."""
+    """Return the rollout and the sample of a trajectory that was ended early; None for one that was
+    not, or had no tokens."""
     closed = fact.trajectory_closed
     if not closed.rollout_id or closed.outcome != OUTCOME_CANCELLED or not closed.gen_tokens:
         return None
@@ -204,7 +203,7 @@ def aborted_from(fact: Fact) -> tuple[str, Aborted] | None:
 
 
 def verdict_to(verdict: Verdict) -> pb.SubmitTrajectoryResponse:
-    """The answer to a submission."""
+    """Return the answer to a submission."""
     reason = verdict.drop_reason
     return pb.SubmitTrajectoryResponse(
         kept=verdict.kept,
@@ -216,7 +215,7 @@ def verdict_to(verdict: Verdict) -> pb.SubmitTrajectoryResponse:
 
 
 def batch_request_from(request: pb.GetBatchRequest) -> BatchRequest:
-    """What the request asks for; its fingerprint is the same after a restart. Raises
+    """Return what the request describes; its fingerprint is the same after a restart. Raises
     InvalidArgument."""
     positive("max_groups", request.max_groups)
     non_negative("weight_version", request.weight_version)
@@ -240,7 +239,7 @@ def batch_request_from(request: pb.GetBatchRequest) -> BatchRequest:
 def part_from(
     request: pb.GetBatchRequest | pb.ConfirmBatchRequest | pb.StreamTokensRequest,
 ) -> tuple[int, int]:
-    """Which of how many parts. Raises InvalidArgument."""
+    """Return which of how many parts the request names. Raises InvalidArgument."""
     require(0 <= request.parts <= MOST_PARTS, "parts", f"must be 0 (one part) or 1..{MOST_PARTS}")
     parts = request.parts or 1
     require(
@@ -250,7 +249,7 @@ def part_from(
 
 
 def batch_to(batch: Batch, payloads: Mapping[str, bytes]) -> pb.GetBatchResponse:
-    """A batch with the stored tokens of its trajectories."""
+    """Return a batch with the stored tokens of its trajectories."""
     response = pb.GetBatchResponse(exhausted=batch.exhausted)
     for prompt_id, trajectory_ids in batch.groups:
         group = response.groups.add(prompt_id=prompt_id)
@@ -260,8 +259,8 @@ def batch_to(batch: Batch, payloads: Mapping[str, bytes]) -> pb.GetBatchResponse
 
 
 def sample_from(trajectory: pb.FinishedTrajectory, buffer: SampleBuffer) -> Sample:
-    """What the buffer of its rollout keeps of a trajectory. Raises InvalidArgument for one that no
-    trainer could use.
+    """Return what the buffer of its rollout keeps of a trajectory. Raises InvalidArgument for one
+    that no trainer could use.
 
     A failed trajectory may have no tokens at all; what it has must still fit together.
     """
@@ -307,7 +306,7 @@ def sample_from(trajectory: pb.FinishedTrajectory, buffer: SampleBuffer) -> Samp
 
 
 def stretch_from(chunk: pb.TokenChunk, buffer: SampleBuffer) -> Stretch:
-    """Tokens of a running trajectory. Raises InvalidArgument."""
+    """Return tokens of a running trajectory. Raises InvalidArgument."""
     identifier("chunk.prompt_id", chunk.prompt_id)
     require(chunk.prompt_id in buffer.groups, "chunk.prompt_id", "must be a prompt of the rollout")
     started, start = buffer.groups[chunk.prompt_id].started, chunk.start_token
@@ -339,7 +338,7 @@ def stretch_from(chunk: pb.TokenChunk, buffer: SampleBuffer) -> Stretch:
 
 
 def event_to(event: Stretch | Ended) -> pb.StreamTokensResponse:
-    """What a reader of tokens is sent."""
+    """Return the message for a reader of tokens."""
     if isinstance(event, Ended):
         reason = event.drop_reason
         ended = pb.TokensEnded(
@@ -371,7 +370,8 @@ def event_to(event: Stretch | Ended) -> pb.StreamTokensResponse:
 def _check_tokens(
     name: str, given: pb.FinishedTrajectory | pb.TokenChunk, *, may_be_empty: bool
 ) -> npt.NDArray[np.uint8]:
-    """The loss mask of a message that has tokens; `name` is its field. Raises InvalidArgument."""
+    """Return the loss mask of a message that has tokens; `name` is its field. Raises
+    InvalidArgument."""
     ids, probabilities = given.tokens.int32_le, given.logprobs.float32_le
     require(
         len(ids) % ITEM_BYTES == 0,
@@ -407,7 +407,8 @@ def _check_tokens(
 def _check_spans(
     spans: Sequence[VersionSpan], mask: npt.NDArray[np.uint8], *, bounded: bool
 ) -> dict[int, int]:
-    """Sampled tokens by weight version where staleness is bounded, else nothing.
+    """Return the numbers of sampled tokens by weight version where staleness is bounded, else
+    nothing.
 
     Spans must lie over sampled tokens, none twice. Under a bound they must cover them all, with
     integers as versions; launch weights without a name count as version 0.

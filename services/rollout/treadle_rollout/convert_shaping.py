@@ -1,5 +1,5 @@
-"""Convert what a rollout asks for beyond its first samples, and what shaping does to what is
-trained."""
+"""Convert the redundancy, cap and selection of a rollout, and the report of what shaping does to
+what is trained."""
 
 from treadle.rollout.v1 import rollout_pb2 as pb
 from treadle_core.rollouts.bias import BiasGuard, Pair
@@ -104,7 +104,7 @@ def selection_from(selection: pb.Selection, keep: int) -> Selection:
 
 
 def fill_shaping(message: pb.RolloutSpec, spec: RolloutSpec) -> None:
-    """What is not the default, as it is in force."""
+    """Fill in the settings of shaping that are not the default, as they are in force."""
     chosen = spec.selection
     if spec.redundancy is not None:
         message.redundancy.budget, message.redundancy.most_samples = (
@@ -141,7 +141,7 @@ def _cap_to(cap: CapPolicy) -> pb.LengthCap:
 def shaped(
     trajectory: pb.FinishedTrajectory, sample: Sample, spec: RolloutSpec
 ) -> pb.FinishedTrajectory:
-    """The trajectory as it is trained: with the reward that the length cap leaves."""
+    """Return the trajectory as it is trained: with the reward that the length cap leaves."""
     cut = spec.cut
     if cut is None or not cut.in_force:
         return trajectory
@@ -160,7 +160,7 @@ def shaped(
 def shaping_to(
     guard: BiasGuard, cap: CapState | None = None, report: CapReport | None = None
 ) -> pb.GetShapingResponse:
-    """The counts of a guard, and of a history the cap of its next rollout."""
+    """Return the counts of a guard, and of a history the cap of its next rollout."""
     kept = guard.kept
     response = pb.GetShapingResponse(
         length=_distribution(guard.length),

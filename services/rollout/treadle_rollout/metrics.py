@@ -7,7 +7,7 @@ from treadle_rollout.running import TokenRoom
 
 
 class Meters:
-    """The instruments of the rollout service."""
+    """Instruments of the rollout service."""
 
     def __init__(self, metrics: Metrics, rollouts: Rollouts, room: TokenRoom) -> None:
         self._submit_s = metrics.seconds("submit", "From a submission to its verdict")
@@ -42,12 +42,12 @@ class Meters:
         self._samples(1, {"verdict": verdict})
 
     def record_last_sample(self, rollout: Rollout) -> None:
-        """Note how long a rollout has taken until its last sample came."""
+        """Record how long a rollout has taken until its last sample came."""
         self._makespan_s(rollout.arrivals_s[-1] - rollout.created_at_s)
         self._tail_s(rollout.tail_s)
 
     def record_kept_fraction(self, fraction: float) -> None:
-        """Note the share of sampled trajectories that a finished rollout trains."""
+        """Record the share of sampled trajectories that a finished rollout trains."""
         self._kept_fraction = fraction
 
     def record_batch(self) -> None:

@@ -1,4 +1,5 @@
-"""Rollouts in memory: each is a buffer of the core, to which the records of its log are applied.
+"""Keep rollouts in memory: each is a buffer of the core, to which the records of its log are
+applied.
 
 Invariants: every change is in the log before it is in memory and before a caller sees it. After a
 write whose outcome is unknown (NATS gone, RPC cancelled) and after losing a position to another
@@ -36,18 +37,18 @@ from treadle_rollout.storage import (
 # A waiting batch reads the log again that often: an entry may be there that this process never saw
 # acknowledged, or that the process it is about to replace has written. One read costs about 0.2 ms.
 RECHECK_S = 1.0
-# What settled so shortly before the last record of a rollout may not have been told when the
-# process before this ended.
+# A group that settled so shortly before the last record of a rollout may not have been announced
+# when the process before this ended.
 TELL_AGAIN_S = 60.0
-RETRY_DRAINING_S = 0.5  # by then the process that comes after this one listens
+RETRY_DRAINING_S = 0.5  # by then the process after this one listens
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """What GetBatch or StreamBatch asks for. Of one id a repeat has the same `fingerprint`, and so
-    has another part of the batch; another request has not."""
+    """Request of GetBatch or StreamBatch. `fingerprint` covers all of it but the part, so that a
+    repeat and the other parts of the batch have the same one."""
 
     request_id: str
     fingerprint: str
@@ -59,13 +60,13 @@ class BatchRequest:
     parts: int = 1
 
 
-# Is told a rollout and a group of which no further sample is wanted; again after a restart of the
+# Receives a rollout and a group of which no further sample is wanted; again after a restart of the
 # service.
 TellSettled = Callable[["Rollout", Group], Awaitable[None]]
 
 
 class Rollout:
-    """One rollout. `buffer` is read by anybody and changed here only."""
+    """One rollout, whose `buffer` anybody may read and only this class changes."""
 
     def __init__(
         self,
@@ -82,12 +83,12 @@ class Rollout:
         self.touched_at_s = created_at_s
         self.buffer = SampleBuffer(created.spec)
         self.running = RunningTokens(self.buffer, room)
-        self.payload_names: dict[str, str] = {}  # by trajectory, of those whose tokens are stored
+        self.payload_names: dict[str, str] = {}  # by trajectory, where tokens are stored
         self.batch_times_s: dict[str, float] = {}
         self.arrivals_s: list[
             float
         ] = []  # Unix times of submitted samples, until the rollout is over
-        self.folded = False  # into its history
+        self.folded = False  # whether its history counts it
         self.finished_by = ""  # the trajectory whose sample was the last that it needed
         self.changed = asyncio.Event()  # replaced at each change: take it, look, then wait on it
         self._fingerprints: dict[str, str] = {}
@@ -96,12 +97,12 @@ class Rollout:
         self._tell = tell
         self._untold: list[
             tuple[float, Group]
-        ] = []  # Unix time at which its samples ceased to be wanted
+        ] = []  # Unix times at which samples ceased to be wanted
         self._lock = asyncio.Lock()
-        self._position = 1  # of the next entry; the first is the creation
+        self._position = 1  # position of the next entry; the first is the creation
         self._unsure = True  # another process may have written since the log was read
         self._forgotten = False
-        self._ended: Exception | None = None  # raised in those who wait for a change
+        self._ended: Exception | None = None  # raised in all tasks that wait for a change
 
     def apply(self, record: Record) -> None:
         """Apply one record of the log to memory."""
@@ -132,18 +133,17 @@ class Rollout:
         self.changed = asyncio.Event()
 
     async def tell_settled(self, since_s: float = 0.0) -> None:
-        """Tell the groups that have settled, or were withdrawn, since `since_s` (Unix time) and
-        were not told yet."""
+        """Announce the groups that have settled, or were withdrawn, since `since_s` (Unix time) and
+        were not announced yet."""
         while self._untold:
             at_s, group = self._untold.pop(0)
             if at_s >= since_s and (
                 group.settled or self.buffer.complete
-            ):  # it may have opened again
+            ):  # the group may have opened again
                 await self._tell(self, group)
 
     async def submit(self, sample: Sample, payload: bytes) -> Verdict:
-        """Decide on a sample; its tokens are stored before its verdict is. Raises
-        SampleTakenError."""
+        """Decide on a sample, and store its tokens before its verdict. Raises SampleTakenError."""
 
         def decide() -> Arrived | None:
             known = sample.trajectory_id in self.buffer.samples
@@ -165,10 +165,11 @@ class Rollout:
         return verdict
 
     async def take(self, request: BatchRequest, max_bytes: float = inf) -> Batch:
-        """The part of a request's batch, now or, where it waits, as soon as it is full, nothing
-        more can come, or it has waited for as long as it may.
+        """Return the part of a request's batch, now or, where it waits, as soon as it is full,
+        nothing more can come, or it has waited for as long as it may.
 
-        While NATS is away a request that waits goes on waiting; another raises nats.errors.Error.
+        While NATS does not answer, a request that waits goes on waiting; another raises
+        nats.errors.Error.
         """
         until_s = time.monotonic() + request.wait_at_most_s
         while True:
@@ -197,7 +198,7 @@ class Rollout:
                 self._unsure = True
 
     async def note_aborted(self, aborted: Aborted) -> None:
-        """Note a sample that was ended before it was submitted; again, or of a foreign prompt,
+        """Record a sample that was ended before it was submitted; a repeat, or a foreign prompt,
         changes nothing."""
 
         def decide() -> Aborted | None:
@@ -209,12 +210,12 @@ class Rollout:
             await self._commit(decide)
 
     async def cancel(self) -> None:
-        """Cancel; cancelling what is over changes nothing."""
+        """Cancel the rollout; cancelling one that is over changes nothing."""
         async with self._lock:
             await self._commit(self.buffer.decide_cancel)
 
     def part_of(self, batch_id: str, part: int, parts: int) -> Batch:
-        """What one of so many ranks takes of a batch. Raises NotFound."""
+        """Return the part of a batch that one of so many ranks takes. Raises NotFound."""
         batch = self.buffer.batches.get(batch_id)
         if batch is None:
             raise NotFound(
@@ -233,8 +234,8 @@ class Rollout:
         await self._release(self.part_of(batch_id, part, parts).members)
 
     async def payloads_of(self, batch: Batch) -> dict[str, bytes]:
-        """The tokens of a batch's trajectories, by trajectory. Raises FailedPrecondition (in a
-        group)."""
+        """Return the tokens of a batch's trajectories, by trajectory. Raises FailedPrecondition (in
+        a group)."""
 
         async def read(trajectory_id: str) -> bytes:
             return b"".join([chunk async for chunk, _ in self.chunks_of(trajectory_id)])
@@ -247,7 +248,7 @@ class Rollout:
         return {trajectory_id: task.result() for trajectory_id, task in reads.items()}
 
     def chunks_of(self, trajectory_id: str) -> AsyncIterator[tuple[bytes, bool]]:
-        """The tokens of a trajectory in chunks, each with whether it is the last. Raises
+        """Yield the tokens of a trajectory in chunks, each with whether it is the last. Raises
         FailedPrecondition."""
         name = self.payload_names.get(trajectory_id)
         if name is None:
@@ -256,13 +257,14 @@ class Rollout:
 
     @property
     def tail_s(self) -> float:
-        """Seconds from the arrival of nine tenths of the samples so far to that of the last."""
+        """Return the seconds from the arrival of nine tenths of the samples so far to that of the
+        last."""
         return self.arrivals_s[-1] - self.arrivals_s[ceil(0.9 * len(self.arrivals_s)) - 1]
 
     @property
     def can_free_room(self) -> bool:
-        """Whether tokens are stored that do not belong to kept samples of groups that have not
-        settled."""
+        """Return whether tokens are stored that do not belong to kept samples of groups that have
+        not settled."""
         groups = [group for group in self.buffer.groups.values() if not group.settled]
         return len(self.payload_names) > sum(len(group.kept) for group in groups)
 
@@ -293,10 +295,10 @@ class Rollout:
                 group.create_task(release(trajectory_id))
 
     async def forget(self) -> None:
-        """Remove everything stored of this rollout and end those who wait on it.
+        """Remove everything stored of this rollout and end all waits on it.
 
-        Tokens go first: a log without them is found and removed again by a later process, tokens
-        without a log are not.
+        Tokens are removed first: a later process finds a log without tokens and removes it again,
+        but not tokens without a log.
         """
         async with self._lock:
             self._forgotten = True
@@ -305,14 +307,14 @@ class Rollout:
             await self._log.forget(self.rollout_id)
 
     def end(self, reason: Exception) -> None:
-        """Raise `reason` in everybody who waits for a change, now or later; changes under way go
+        """Raise `reason` in all tasks that wait for a change, now or later; changes under way go
         on."""
         self._ended = reason
         self.running.close(reason)
         self.changed.set()
 
     async def wait(self, changed: asyncio.Event) -> None:
-        """Return at the change after `changed` was taken. Raises what the rollout ended with."""
+        """Wait for the change after `changed` was taken. Raises what the rollout ended with."""
         if self._ended is None:
             await changed.wait()
         if self._ended is not None:
@@ -332,7 +334,7 @@ class Rollout:
     def _decide_batch(self, request: BatchRequest, waits: bool, max_bytes: float) -> Event | None:
         if (
             request.request_id in self.buffer.batches
-        ):  # written by a request before this one, read back just now
+        ):  # a request before this one wrote it; it was read back just now
             return None
         return self.buffer.decide_batch(request.request_id, request.max_groups, waits, max_bytes)
 
@@ -349,7 +351,8 @@ class Rollout:
     async def _commit(
         self, decide: Callable[[], Event | None], *, request: str = "", payload: str = ""
     ) -> None:
-        """Decide on the newest state, write, then apply. Deciding None writes nothing."""
+        """Decide on the newest state, write the decision, then apply it. Deciding None writes
+        nothing."""
         while True:
             await self._read_news()
             event = decide()
@@ -365,7 +368,7 @@ class Rollout:
 
 
 class Rollouts:
-    """All rollouts of this process."""
+    """Set of all rollouts of this process."""
 
     def __init__(
         self,
@@ -405,7 +408,7 @@ class Rollouts:
         return Rollout(created, created_at_s, self._log, self._payloads, self._room, self._tell)
 
     async def find(self, rollout_id: str) -> Rollout:
-        """A rollout by id, created here or by another process. Raises NotFound."""
+        """Return a rollout by id, created here or by another process. Raises NotFound."""
         if rollout_id not in self._by_id:
             entries = [decode(data) for data in await self._log.read_from(rollout_id, 0)]
             if not entries or not isinstance(entries[0].body, Created):
@@ -417,7 +420,7 @@ class Rollouts:
         return self._by_id[rollout_id]
 
     async def create(self, rollout_id: str, spec: RolloutSpec, request_id: str) -> Rollout:
-        """Create one, or find what the same request created. Raises AlreadyExists.
+        """Create a rollout, or return what the same request created. Raises AlreadyExists.
 
         Its numbers of samples and its cap follow from its history, where it has one.
         """
@@ -452,8 +455,8 @@ class Rollouts:
                 return history
 
     async def sweep(self, now_s: float, *, batch_replay_s: float, retention_s: float) -> None:
-        """Fold rollouts that are over into their histories, forget those that nobody touched for
-        `retention_s`, and tokens of batches older than `batch_replay_s`."""
+        """Fold rollouts that are over into their histories, and forget those that nobody used for
+        `retention_s` and tokens of batches older than `batch_replay_s`."""
         for name in {
             each.buffer.spec.history for each in self if each.buffer.over and not each.folded
         } - {""}:
@@ -467,7 +470,7 @@ class Rollouts:
                 await rollout.release_tokens(now_s - batch_replay_s)
 
     def close(self) -> None:
-        """Raise Unavailable in everybody who waits: this process is shutting down."""
+        """Raise Unavailable in all waiting tasks: this process is shutting down."""
         for rollout in self:
             error = Unavailable(
                 "DRAINING", "this server is shutting down", retry_after_s=RETRY_DRAINING_S

@@ -1,10 +1,10 @@
-"""Tokens of trajectories that still run, for trainers that compute on a beginning before its end is
-there (DARTS, section 4.3.2).
+"""Keep tokens of trajectories that still run, for trainers that compute on a beginning before its
+end is there (DARTS, section 4.3.2).
 
-In memory alone: a trajectory comes whole with its batch, so that what is lost here costs time and
-nothing else. Invariants: a reader has a beginning of what was pushed of each trajectory; where
-tokens are taken back, its next chunk begins there or before; how a trajectory ended is told once to
-each reader, and nothing more of it comes.
+They are in memory alone: a trajectory arrives whole with its batch, so that what is lost here costs
+time and nothing else. Invariants: a reader has a beginning of what was pushed of each trajectory;
+where tokens are taken back, its next chunk begins there or before; each reader receives once how a
+trajectory ended, and nothing more of it comes.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ from treadle_core.rollouts.buffer import SampleBuffer
 from treadle_core.rollouts.group import DropReason
 from treadle_runtime.errors import ResourceExhausted
 
-ITEM_BYTES = 4  # of an int32 token id and of a float32 log-probability
-TOKEN_BYTES = 2 * ITEM_BYTES + 1  # with its loss mask
+ITEM_BYTES = 4  # size of an int32 token id and of a float32 log-probability
+TOKEN_BYTES = 2 * ITEM_BYTES + 1  # a token with its loss mask
 MOST_CHUNK_TOKENS = 50_000  # 450 kB: far below every limit on messages
 RETRY_FULL_S = 1.0
 
@@ -27,7 +27,7 @@ Span = tuple[
 
 @dataclass
 class TokenRoom:
-    """Bytes that the tokens of all rollouts may take together."""
+    """Limit of the bytes that the tokens of all rollouts may take together."""
 
     limit_bytes: int
     taken_bytes: int = 0
@@ -59,11 +59,11 @@ class Stretch:
 
     @property
     def end(self) -> int:
-        """The place after the last token."""
+        """Return the place after the last token."""
         return self.start + len(self.loss_mask)
 
     def cut(self, start: int, end: int) -> "Stretch":
-        """Those of its tokens that lie in [start, end)."""
+        """Return those of its tokens that lie in [start, end)."""
         start, end = max(start, self.start), min(end, self.end)
         at, to = start - self.start, end - self.start
         spans = [(version, max(low, start), min(high, end)) for version, low, high in self.spans]
@@ -76,7 +76,7 @@ class Stretch:
         )
 
     def join(self, other: "Stretch") -> None:
-        """Put tokens behind its own."""
+        """Append tokens to its own."""
         self.ids += other.ids
         self.loss_mask += other.loss_mask
         self.logprobs += other.logprobs
@@ -88,7 +88,7 @@ class Stretch:
                 self.spans.append((version, low, high))
 
     def same_tokens(self, other: "Stretch") -> bool:
-        """Whether both are the same tokens, sampled with the same probabilities."""
+        """Return whether both are the same tokens, sampled with the same probabilities."""
         return (self.ids, self.loss_mask, self.logprobs) == (
             other.ids,
             other.loss_mask,
@@ -98,7 +98,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a trajectory ended. drop_reason: None where it is kept."""
+    """End of a trajectory. drop_reason: None where it is kept."""
 
     trajectory_id: str
     prompt_id: str
@@ -110,9 +110,7 @@ class Ended:
 class _Reader:
     least_tokens: int
     prompt_ids: frozenset[str]
-    positions: dict[str, int] = field(
-        default_factory=dict
-    )  # by trajectory: so many tokens were sent
+    positions: dict[str, int] = field(default_factory=dict)  # numbers of tokens sent, by trajectory
     news: dict[tuple[str, str], None] = field(
         default_factory=dict
     )  # prompts and trajectories that changed, in order
@@ -125,7 +123,7 @@ class _Reader:
 
 
 class RunningTokens:
-    """The tokens of one rollout. `buffer` says how trajectories end; call `settle` whenever it has
+    """Tokens of one rollout. `buffer` knows how trajectories end; call `settle` whenever it has
     changed."""
 
     def __init__(self, buffer: SampleBuffer, room: TokenRoom) -> None:
@@ -138,12 +136,12 @@ class RunningTokens:
         self._closed: Exception | None = None
 
     def push(self, new: Stretch) -> tuple[int, bool]:
-        """Take tokens. Returns how many there are of the trajectory now, and whether more are
+        """Take tokens, and return how many there are of the trajectory now, and whether more are
         wanted.
 
-        Tokens behind a gap are left out; those that are there already change nothing; others take
-        the place of what was there, and of all that followed. Another trajectory of the same sample
-        has ended. Raises ResourceExhausted, and what `close` was called with.
+        Tokens behind a gap are left out; those that are there already change nothing; others
+        replace what was there, and all that followed. Another trajectory of the same sample has
+        ended. Raises ResourceExhausted, and what `close` was called with.
         """
         if self._closed is not None:
             raise self._closed
@@ -155,7 +153,7 @@ class RunningTokens:
             for other in [each for each in group.values() if each.sample == new.sample]:
                 self._end(
                     other, DropReason.CANCELLED
-                )  # begun again, by a client that took over or for fresher weights
+                )  # a client that took over, or that wants fresher weights, began it again
                 self._replaced.add(other.trajectory_id)
             known = Stretch(new.trajectory_id, new.prompt_id, new.sample, 0)
         if new.start > known.end:
@@ -180,8 +178,8 @@ class RunningTokens:
         return known.end, True
 
     def settle(self, prompt_id: str | None = None) -> None:
-        """Tell how those trajectories ended, of a prompt or of all, of which that is known now;
-        their tokens go."""
+        """Report the end of those trajectories, of a prompt or of all, whose end is known now, and
+        drop their tokens."""
         for name in self._running if prompt_id is None else (prompt_id,):
             for stretch in list(self._running[name].values()):
                 ended, reason = self._fate_of(stretch)
@@ -194,8 +192,8 @@ class RunningTokens:
     async def read(
         self, least_tokens: int, prompt_ids: Iterable[str]
     ) -> AsyncIterator[Stretch | Ended]:
-        """What there is of trajectories of these prompts, and what comes, until the rollout is
-        over. A stretch has `least_tokens` or more. Raises what `close` was called with."""
+        """Yield the tokens of trajectories of these prompts, present and future, until the rollout
+        is over. A stretch has `least_tokens` or more. Raises what `close` was called with."""
         reader = _Reader(least_tokens, frozenset(prompt_ids))
         for prompt_id in reader.prompt_ids:
             for trajectory_id in self._running[prompt_id]:
@@ -223,7 +221,7 @@ class RunningTokens:
             self._readers.discard(reader)
 
     def close(self, reason: Exception) -> None:
-        """Let all tokens go and raise `reason` in those who read."""
+        """Drop all tokens and raise `reason` in all readers."""
         self._closed = reason
         self._room.take(
             -sum(stretch.end for group in self._running.values() for stretch in group.values())
@@ -256,13 +254,13 @@ class RunningTokens:
         return [reader for reader in self._readers if prompt_id in reader.prompt_ids]
 
     def _came(self, prompt_id: str, trajectory_id: str) -> bool:
-        """Whether the trajectory will have no more tokens."""
+        """Return whether the trajectory will have no more tokens."""
         group = self._buffer.groups[prompt_id]
         over = group.settled or self._buffer.complete or trajectory_id in self._replaced
         return over or trajectory_id in group.verdicts or trajectory_id in group.aborted
 
     def _fate_of(self, stretch: Stretch) -> tuple[bool, DropReason | None]:
-        """Whether it has ended, neither running nor waiting for its group, and why it is not
+        """Return whether it has ended, neither running nor waiting for its group, and why it is not
         kept."""
         group, name = self._buffer.groups[stretch.prompt_id], stretch.trajectory_id
         over = group.settled or self._buffer.complete

@@ -1,4 +1,4 @@
-"""Serve RolloutService: check the request, convert it, ask the rollout, convert the answer."""
+"""Serve RolloutService: check the request, convert it, call the rollout, convert the answer."""
 
 import time
 from collections.abc import AsyncIterator
@@ -22,13 +22,13 @@ log = structlog.get_logger()
 
 Context = grpc.aio.ServicerContext[object, object]
 
-# What a batch needs beside its trajectories: prompt ids, lengths, flags. 64 KiB are 400 groups of
-# 128-character ids.
+# Bytes that a batch needs beside its trajectories: prompt ids, lengths, flags. 64 KiB are 400
+# groups of 128-character ids.
 BATCH_FRAME_BYTES = 64 * 1024
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
-    """Owns nothing: state is in `rollouts`."""
+    """Servicer of RolloutService, without state: that is in `rollouts`."""
 
     def __init__(
         self, rollouts: Rollouts, records: RequestRecords, meters: Meters, *, max_message_bytes: int
@@ -42,8 +42,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def CreateRollout(
         self, request: pb.CreateRolloutRequest, context: Context
     ) -> pb.CreateRolloutResponse:
-        # Derived, not drawn: a repeat of a request whose answer was not recorded must find what it
-        # created.
+        # The id is derived, not random: a repeat of a request whose answer was not recorded must
+        # find what it created.
         rollout_id = identifier("rollout_id", request.rollout_id or minted("r", request.request_id))
         rollout = await self._rollouts.create(
             rollout_id, convert.spec_from(request.spec), request.request_id
@@ -60,7 +60,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def WatchRollout(
         self, request: pb.WatchRolloutRequest, context: Context
     ) -> AsyncIterator[pb.WatchRolloutResponse]:
-        """The whole state, then what changed by each settled group, batch and end of the rollout.
+        """Send the whole state, then what changed by each settled group, batch and end of the
+        rollout.
 
         A slow reader gets all changes since its last message in one.
         """
@@ -78,7 +79,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 ),
                 *(buffer.newest_version, buffer.groups_admitted),
             )
-            over = buffer.over  # at the same moment: the state moves on while we send
+            over = buffer.over  # read at the same moment: the state changes while we send
             if news != seen:
                 seen = news
                 message = convert.watch_to(rollout, sent_revision)
@@ -92,7 +93,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def CancelRollout(
         self, request: pb.CancelRolloutRequest, context: Context
     ) -> pb.CancelRolloutResponse:
-        """Ends a rollout; one that is over stays as it is."""
+        """End a rollout; one that is over stays as it is."""
         rollout = await self._find(request.rollout_id)
         await rollout.cancel()
         return pb.CancelRolloutResponse(rollout=convert.rollout_to(rollout))
@@ -101,7 +102,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def SubmitTrajectory(
         self, request: pb.SubmitTrajectoryRequest, context: Context
     ) -> pb.SubmitTrajectoryResponse:
-        """The verdict on a finished trajectory."""
+        """Return the verdict on a finished trajectory."""
         rollout = await self._find(request.rollout_id)
         sample = convert.sample_from(request.trajectory, rollout.buffer)
         began_s = time.monotonic()
@@ -116,8 +117,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     def _judge(self, rollout: Rollout) -> None:
         """Measure what shaping did in a rollout that has finished, and warn where it starves a kind
-        of samples.
-        """
+        of samples."""
         guard = bias_of(rollout.buffer)
         self._meters.record_kept_fraction(guard.kept.value)
         for alarm in guard.alarms():
@@ -126,7 +126,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             )
 
     async def GetBatch(self, request: pb.GetBatchRequest, context: Context) -> pb.GetBatchResponse:
-        """Whole groups for training, in one message.
+        """Return whole groups for training, in one message.
 
         Its record is the rollout's own log: a batch can be larger than a request record may be.
         """
@@ -147,7 +147,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def StreamBatch(
         self, request: pb.GetBatchRequest, context: Context
     ) -> AsyncIterator[pb.StreamBatchResponse]:
-        """The same in parts, of which one at a time is in memory."""
+        """Send whole groups for training in parts, of which one at a time is in memory."""
         asked = convert.batch_request_from(request)
         rollout = await self._find(request.rollout_id)
         batch = await rollout.take(asked)
@@ -167,7 +167,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def ConfirmBatch(
         self, request: pb.ConfirmBatchRequest, context: Context
     ) -> pb.ConfirmBatchResponse:
-        """Frees the room of a batch that has arrived."""
+        """Free the room of a batch that has arrived."""
         batch_id = identifier("batch_request_id", request.batch_request_id)
         part, parts = convert.part_from(request)
         await (await self._find(request.rollout_id)).confirm(batch_id, part, parts)
@@ -176,7 +176,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def PushTokens(
         self, request: pb.PushTokensRequest, context: Context
     ) -> pb.PushTokensResponse:
-        """Needs no record: a repeat changes nothing."""
+        """Take tokens of running trajectories; no record is needed, as a repeat changes nothing."""
         rollout = await self._find(request.rollout_id)
         next_token, wanted = rollout.running.push(
             convert.stretch_from(request.chunk, rollout.buffer)
@@ -186,7 +186,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def StreamTokens(
         self, request: pb.StreamTokensRequest, context: Context
     ) -> AsyncIterator[pb.StreamTokensResponse]:
-        """Tokens of running trajectories, until the rollout is over."""
+        """Send tokens of running trajectories, until the rollout is over."""
         non_negative("min_tokens", request.min_tokens)
         part, parts = convert.part_from(request)
         rollout = await self._find(request.rollout_id)
@@ -197,7 +197,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def GetShaping(
         self, request: pb.GetShapingRequest, context: Context
     ) -> pb.GetShapingResponse:
-        """What shaping does to what is trained."""
+        """Return what shaping does to what is trained."""
         one = bool(request.rollout_id) != bool(request.history)
         require(one, "rollout_id", "give it or `history`, and not both")
         if request.rollout_id:

@@ -1,6 +1,8 @@
 """Store rollouts in JetStream buckets: a log of records for each rollout, what training runs have
-learned from theirs, and the tokens of trajectories. Tokens have a bound of their own, so that they
-cannot fill the JetStream that the scheduler needs (ADR 0033).
+learned from theirs, and the tokens of trajectories.
+
+Tokens have a bound of their own, so that they cannot fill the JetStream that the scheduler needs
+(ADR 0033).
 
 A log entry is a key of its own, `<rollout>.<position>`, created and never changed: creating it is a
 compare-and-swap, so that two processes cannot both write one position. Payloads are cut into chunks
@@ -41,28 +43,28 @@ CHUNK_BYTES = (
 # Requests in flight to NATS for one batch: enough to hide the round trip, few enough to share the
 # connection.
 REQUESTS_AT_ONCE = 16
-MESSAGE_BYTES = 30  # of JetStream's record of a message beside its subject and data
+MESSAGE_BYTES = 30  # size of JetStream's record of a message beside its subject and data
 FULL = 10077  # err_code of JetStream for a write beyond the bound of a stream
-# Room comes when a trainer takes a batch, which is minutes away, and each try sends a whole
+# Room is freed when a trainer takes a batch, which is minutes away, and each try sends a whole
 # trajectory: 6,400 of 40k tokens that wait send 230 MB a second.
 RETRY_FULL_S = 10.0
 POSITION_DIGITS = 9
-DIGEST_CHARACTERS = 32  # of a payload
+DIGEST_CHARACTERS = 32  # length of a payload's digest
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class Created:
-    """The first record of a log."""
+    """First record of a log."""
 
     rollout_id: str
     spec: RolloutSpec
     request_id: str  # a repeat of this request finds its own rollout, not somebody else's
 
 
-# What is stored of each kind of record. Names are only added, never renamed or given another
-# meaning.
+# The fields that are stored of each kind of record. Names are only added, never renamed or given
+# another meaning.
 BODIES: dict[str, type[Any]] = {
     "created": Created,
     "arrived": Arrived,
@@ -90,7 +92,7 @@ class Record:
 
 
 def encode(record: Record) -> bytes:
-    """JSON of a record, compressed where it is long."""
+    """Return the JSON of a record, compressed where it is long."""
     kind = KINDS[type(record.body)]
     document = {
         "kind": kind,
@@ -106,7 +108,7 @@ def encode(record: Record) -> bytes:
 
 
 def decode(data: bytes) -> Record:
-    """The record of its JSON. Raises ValueError or KeyError where it is no record."""
+    """Return the record of its JSON. Raises ValueError or KeyError where it is no record."""
     document = json.loads(data if data.startswith(b"{") else zlib.decompress(data))
     if document["kind"] not in STORED:
         raise ValueError(f"no such record: {document['kind']!r}")
@@ -119,14 +121,14 @@ def decode(data: bytes) -> Record:
 
 
 class RolloutLog:
-    """Append-only logs, one a rollout."""
+    """Append-only logs, one for each rollout."""
 
     def __init__(self, bucket: KeyValue, jetstream: JetStreamContext) -> None:
         self._bucket = bucket
         self._jetstream = jetstream
 
     async def append(self, rollout_id: str, position: int, data: bytes) -> bool:
-        """Write the entry at `position`; False where another writer was first."""
+        """Write the entry at `position`; return False where another writer was first."""
         try:
             await self._bucket.create(_log_key(rollout_id, position), data)
         except KeyWrongLastSequenceError:
@@ -134,7 +136,7 @@ class RolloutLog:
         return True
 
     async def read_from(self, rollout_id: str, position: int) -> list[bytes]:
-        """The entries at `position` and after it."""
+        """Return the entries at `position` and after it."""
         entries: list[bytes] = []
         while True:
             try:
@@ -144,8 +146,8 @@ class RolloutLog:
             entries.append(entry.value or b"")
 
     async def everything(self) -> AsyncIterator[tuple[str, int, bytes]]:
-        """All entries of all rollouts as (rollout, position, data); each rollout's own in their
-        order."""
+        """Yield all entries of all rollouts as (rollout, position, data); each rollout's own in
+        their order."""
         for entry in await entries_of(self._bucket):
             rollout, _, position = entry.key.partition(".")
             yield bytes.fromhex(rollout).decode(), int(position), entry.value or b""
@@ -159,14 +161,14 @@ _HISTORY = TypeAdapter(RolloutHistory)
 
 
 class HistoryStore:
-    """What training runs have learned, by their name: one compressed JSON each, changed by
+    """Store of what training runs have learned, by name: one compressed JSON each, changed by
     compare-and-swap."""
 
     def __init__(self, bucket: KeyValue) -> None:
         self._bucket = bucket
 
     async def read(self, name: str) -> tuple[RolloutHistory, int]:
-        """The history and its revision; an empty one of revision 0 where there is none."""
+        """Return the history and its revision; an empty one of revision 0 where there is none."""
         try:
             entry = await self._bucket.get(_hex(name))
         except KeyNotFoundError:
@@ -174,7 +176,8 @@ class HistoryStore:
         return _HISTORY.validate_json(zlib.decompress(entry.value or b"")), entry.revision or 0
 
     async def write(self, name: str, history: RolloutHistory, revision: int) -> bool:
-        """Write what was made of `revision`; False where another writer was first."""
+        """Write a history that was made of `revision`; return False where another writer was
+        first."""
         data = zlib.compress(_HISTORY.dump_json(history))
         try:
             await self._bucket.update(_hex(name), data, last=revision)
@@ -186,8 +189,8 @@ class HistoryStore:
 class PayloadStore:
     """Serialised trajectories, by rollout, trajectory and digest.
 
-    max_payload_bytes: of one message of NATS. room_bytes: of the bucket. can_be_freed: whether a
-    batch or a sweep can remove any; the owner of the rollouts sets it.
+    max_payload_bytes: the longest message that NATS takes. room_bytes: the size of the bucket.
+    can_be_freed: whether a batch or a sweep can remove any; the owner of the rollouts sets it.
     """
 
     def __init__(
@@ -254,8 +257,9 @@ class PayloadStore:
     async def chunks(
         self, rollout_id: str, trajectory_id: str, name: str
     ) -> AsyncIterator[tuple[bytes, bool]]:
-        """The chunks of a payload by its name, each with whether it is the last, which comes only
-        where the digest is right. Raises FailedPrecondition where the payload has been released."""
+        """Yield the chunks of a payload by its name, each with whether it is the last, which comes
+        only where the digest is right. Raises FailedPrecondition where the payload has been
+        released."""
         expected, _, count = name.partition(".")
         prefix = _payload_prefix(rollout_id, trajectory_id)
         digest = hashlib.sha256()
@@ -292,7 +296,7 @@ class PayloadStore:
                 f"the store of tokens has no room for {size_bytes} bytes",
             )
             cure = f"take batches and confirm them (ConfirmBatch), which frees room, or {cure}"
-        else:  # without the size, so that a client can say it once for all
+        else:  # without the size, so that a client can report it once for all
             reason, lack = (
                 "PAYLOADS_HELD",
                 "groups that have not settled hold all of the store of tokens",
@@ -315,12 +319,13 @@ def _payload_prefix(rollout_id: str, trajectory_id: str) -> str:
 
 
 async def _remove(jetstream: JetStreamContext, bucket: str, keys: str) -> None:
-    """Purge the subjects themselves: deleting by key would leave a marker behind each."""
+    """Purge the subjects themselves: deleting by key would leave a marker for each."""
     await jetstream.purge_stream(f"KV_{bucket}", subject=f"$KV.{bucket}.{keys}")
 
 
 def payload_lost(trajectory_id: str) -> FailedPrecondition:
-    """The error for tokens that were released after their batch could no longer be repeated."""
+    """Return the error for tokens that were released after their batch could no longer be
+    repeated."""
     return FailedPrecondition(
         "BATCH_EXPIRED",
         f"the tokens of trajectory {trajectory_id} are gone: a batch can be repeated until it is "

@@ -37,7 +37,7 @@ from treadle_rollout.storage import (
 )
 
 DURABLE = "rollout"  # the name under which the bus keeps this service's position among the facts
-SWEEP_PERIOD_S = 60.0  # disk is cheap for a minute, and a sweep looks at every rollout
+SWEEP_PERIOD_S = 60.0  # disk is cheap for a minute, and a sweep checks every rollout
 
 log = structlog.get_logger()
 
@@ -83,11 +83,11 @@ async def wire(runtime: Runtime) -> Wiring:
     await rollouts.load()
 
     async def receive(fact: Any) -> None:
-        """A trajectory that was ended early counts as sampled, with the tokens that it had."""
+        """Count a trajectory that was ended early as sampled, with the tokens that it had."""
         ended = convert.aborted_from(fact)
         if ended is not None:
             rollout_id, aborted = ended
-            with suppress(NotFound):  # forgotten
+            with suppress(NotFound):  # the rollout is forgotten
                 await (await rollouts.find(rollout_id)).note_aborted(aborted)
 
     await runtime.bus.subscribe(["trajectory_closed"], receive, durable=DURABLE)
@@ -97,7 +97,7 @@ async def wire(runtime: Runtime) -> Wiring:
     )
 
     async def sweep() -> None:
-        """Remove what nobody can ask for any more.
+        """Remove what no request can need any more.
 
         A sweep that NATS interrupts is taken up by the next one.
         """

@@ -9,8 +9,8 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class SchedulerSettings(Settings):
-    """An empty address turns that part off: the scheduler works without it, and GetDirectory
-    returns it empty."""
+    """Settings of the scheduler. An empty address turns that part off: the scheduler works without
+    it, and GetDirectory returns it empty."""
 
     service: ClassVar[str] = "scheduler"
 
@@ -21,9 +21,9 @@ class SchedulerSettings(Settings):
     migrator: OptionalAddress = ""
     tools: OptionalAddress = ""
     rollout: OptionalAddress = ""
-    resources: OptionalAddress = ""  # only for GetDirectory
-    # What GetDirectory returns instead, where clients reach the services under other names (a
-    # proxy, published ports).
+    resources: OptionalAddress = ""  # used by GetDirectory alone
+    # The addresses that GetDirectory returns instead, where clients reach the services under other
+    # names (a proxy, published ports).
     public_predictor: OptionalAddress = ""
     public_placement: OptionalAddress = ""
     public_migrator: OptionalAddress = ""
@@ -49,7 +49,8 @@ class SchedulerSettings(Settings):
     keep_closed_s: Annotated[float, Field(ge=0)] = (
         3600.0  # how long a closed trajectory stays readable
     )
-    abandon_after_s: Seconds = 6 * 3600.0  # the same of a trajectory without a job, as failed
+    # A trajectory without a job that no client used for this long is closed as failed.
+    abandon_after_s: Seconds = 6 * 3600.0
     aging_doubling_s: Seconds = 300.0  # waiting this long is worth a doubling of predicted work
     plan_every_events: Annotated[int, Field(ge=1)] = (
         24  # openings, closings and finished steps between two plans

@@ -57,8 +57,8 @@ LONGEST_TRAJECTORY_ID_CHARS = 96
 LONGEST_PROMPT_ID_CHARS = 256
 MOST_HARDWARE_TAGS = 32
 LONGEST_URL_CHARS = 2048
-LEAST_WEIGHT, LARGEST_WEIGHT = 1e-6, 1e6  # of a job; only ratios count
-MOST_ROLLOUTS = 1000  # of a job, in progress at once
+LEAST_WEIGHT, LARGEST_WEIGHT = 1e-6, 1e6  # weight of a job; only ratios count
+MOST_ROLLOUTS = 1000  # rollouts of a job in progress at once
 
 
 # Fields that a message and the core's dataclass have under the same name; the numbers of a request
@@ -109,8 +109,10 @@ _JOB_USE = (
     "open_trajectories",
     "waiting_steps",
 )
-_SWITCHES = ("migrate", "preempt", "reserve")  # of a policy
-_CHOICES: dict[str, tuple[type[enum.Enum], Any]] = {  # of a policy: the core's and the message's
+_SWITCHES = ("migrate", "preempt", "reserve")  # fields of a policy
+_CHOICES: dict[
+    str, tuple[type[enum.Enum], Any]
+] = {  # enums of a policy: the core's and the message's
     "ordering": (Ordering, pb.Ordering),
     "objective": (Objective, pb.Objective),
     "placement": (PlacementRule, pb.PlacementRule),
@@ -118,7 +120,7 @@ _CHOICES: dict[str, tuple[type[enum.Enum], Any]] = {  # of a policy: the core's 
 
 
 def job_opened(request: pb.OpenJobRequest) -> ev.JobOpened:
-    """Each repeat of the request is about the same job_id."""
+    """Return the event that opens a job. Each repeat of the request has the same job_id."""
     request_id = identifier("request_id", request.request_id)
     return ev.JobOpened(
         request_id=request_id,
@@ -143,7 +145,8 @@ def job_closed(request: pb.CloseJobRequest) -> ev.JobClosed:
 
 
 def trajectory_opened(request: pb.OpenTrajectoryRequest) -> ev.TrajectoryOpened:
-    """A trajectory that its client left unnamed gets the same id for each repeat of the request."""
+    """Return the event that opens a trajectory. One that its client left unnamed gets the same id
+    for each repeat of the request."""
     request_id = identifier("request_id", request.request_id)
     return ev.TrajectoryOpened(
         request_id=request_id,
@@ -216,7 +219,7 @@ def policy_set(request: pb.SetPolicyRequest) -> ev.PolicySet:
 
 
 def _weight(weight: float) -> float:
-    """0 for none."""
+    """Return a checked weight of a job, or 0 for none."""
     in_range = weight == 0.0 or LEAST_WEIGHT <= weight <= LARGEST_WEIGHT
     require(
         in_range,
@@ -241,12 +244,12 @@ def _policy(message: pb.Policy) -> Policy:
 
 
 def weights_set(request: pb.SetWeightsRequest) -> ev.WeightsSet:
-    """What every engine is to serve."""
+    """Return the event that sets the weights that every engine is to serve."""
     return ev.WeightsSet(identifier("weight_version", request.weight_version), request.model_path)
 
 
 def weights_message(desired: WeightsRecord | None, engines: Iterable[EngineRecord]) -> pb.Weights:
-    """The desired weights, and how far each engine is."""
+    """Return the desired weights, and how far each engine is."""
 
     def state(engine: EngineRecord) -> pb.WeightsState.ValueType:
         if not engine.behind:
@@ -269,7 +272,8 @@ def weights_message(desired: WeightsRecord | None, engines: Iterable[EngineRecor
 
 
 def engine_registered(request: pb.RegisterEngineRequest, lease_id: str) -> ev.EngineRegistered:
-    """Without a decode curve the engine has the default one."""
+    """Return the event that registers an engine. Without a decode curve the engine has the default
+    one."""
     request_id = identifier("request_id", request.request_id)
     require(request.HasField("info"), "info", "must be set")
     info = request.info
@@ -293,7 +297,7 @@ def engine_registered(request: pb.RegisterEngineRequest, lease_id: str) -> ev.En
 
 
 def _http_url(name: str, url: str) -> str:
-    """May be empty."""
+    """Return a checked HTTP URL, which may be empty."""
     require(
         not url or url.startswith(("http://", "https://")),
         name,
@@ -348,7 +352,7 @@ def job_use(use: JobUse) -> pb.JobUse:
 
 
 def trajectory_message(record: TrajectoryRecord) -> pb.Trajectory:
-    """Without its ledger."""
+    """Return a trajectory without its ledger."""
     message = pb.Trajectory(
         **fields_of(record, (*IDENTITY, "job_id", *_PROGRESS)),
         state=number_of(record.state, pb.TrajectoryState),
@@ -363,7 +367,7 @@ def trajectory_message(record: TrajectoryRecord) -> pb.Trajectory:
 
 
 def ledger_message(record: TrajectoryRecord, ledger: Ledger, now: float) -> pb.Ledger:
-    """The ledger of a trajectory, which may be open, at `now`."""
+    """Return the ledger of a trajectory, which may be open, at `now`."""
     parts = {name.removesuffix("_s"): duration(getattr(ledger, name)) for name in LEDGER_PARTS}
     ended_s = record.closed_s if record.closed_s is not None else now
     return pb.Ledger(**parts, wall=duration(ended_s - record.opened_s))
@@ -372,7 +376,7 @@ def ledger_message(record: TrajectoryRecord, ledger: Ledger, now: float) -> pb.L
 def history_message(
     record: TrajectoryRecord, history: tuple[Iterable[Decision], Iterable[Step]]
 ) -> dict[str, Any]:
-    """The fields of GetTrajectoryResponse that say what was decided and run."""
+    """Return the fields of GetTrajectoryResponse that report decisions and steps."""
     decisions, steps = history
     return {
         "decisions": [
@@ -401,7 +405,8 @@ def policy_message(policy: Policy) -> pb.Policy:
 
 
 def registered_engine(record: EngineRecord, trajectories: int) -> pb.RegisteredEngine:
-    """`trajectories`: how many open ones the engine has."""
+    """Return an engine with its registration. trajectories: the number of open ones on the
+    engine."""
     load = record.load
     return pb.RegisteredEngine(
         info=engine_info(record.spec),
@@ -435,7 +440,7 @@ def fields_of(source: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _decode_curve(field: str, message: engine_pb2.DecodeCurve) -> DecodeCurve:
-    """Figures that are not known are the default ones."""
+    """Return a checked decode curve, with default figures for those that are not known."""
     figures = {name: non_negative(f"{field}.{name}", getattr(message, name)) for name in _CURVE}
     prefill = figures["prefill_tokens_per_s"] or DEFAULT_PREFILL_TOKENS_PER_S
     known = figures if message.base_s + message.per_sequence_s > 0 else {}

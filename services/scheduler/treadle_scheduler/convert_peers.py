@@ -44,7 +44,7 @@ SUBSCRIBED_KINDS = (
     "group_settled",
 )
 
-# Fields that a question of the core and its message have under the same name.
+# Fields that a prediction request of the core and its message have under the same name.
 QUERY = ("trajectory_id", "prompt_id", "sample", "gen_tokens", "prompt_tokens", "max_total_tokens")
 ENGINE = ("engine_id", "slot_limit", "kv_tokens_capacity", "tensor_parallel")
 
@@ -60,7 +60,8 @@ Announcement = (
 def predictions_request(
     asks: Iterable[act.AskPrediction], traceparent: Callable[[str], str]
 ) -> predictor_pb2.BatchPredictRemainingRequest:
-    """traceparent: from a trajectory's id to its trace, or an empty text."""
+    """Return the request for several predictions. traceparent: from a trajectory's id to its trace,
+    or an empty text."""
     return predictor_pb2.BatchPredictRemainingRequest(
         queries=[
             predictor_pb2.Query(
@@ -78,8 +79,8 @@ def predictions_request(
 def predictions_arrived(
     asks: Sequence[act.AskPrediction], response: predictor_pb2.BatchPredictRemainingResponse
 ) -> list[ev.PredictionArrived]:
-    """The answers, in the order of the questions. Raises ValueError where their number differs from
-    the questions', or one is no quantiles."""
+    """Return the events of the answers, in the order of the requests. Raises ValueError where their
+    numbers differ, or one is no quantiles."""
     return [
         ev.PredictionArrived(
             ask.record.trajectory_id,
@@ -138,7 +139,7 @@ def _packed(column: npt.NDArray[Any], dtype: str) -> bytes:
 
 
 def plan_arrived(ask: act.AskPlan, response: placement_pb2.PlanPlacementResponse) -> ev.PlanArrived:
-    """Raises ValueError for a plan of other trajectories or engines."""
+    """Return the event of a plan. Raises ValueError for a plan of other trajectories or engines."""
     engine_of = np.frombuffer(response.engine_int32, "<i4").astype(np.int64)
     if len(engine_of) != len(ask.work) or not np.all(
         (engine_of >= 0) & (engine_of < len(ask.engines))
@@ -151,7 +152,7 @@ def plan_arrived(ask: act.AskPlan, response: placement_pb2.PlanPlacementResponse
 
 
 def plan_fact(response: placement_pb2.PlanPlacementResponse) -> facts_pb2.Fact:
-    """The fact of a plan that `plan_arrived` has accepted."""
+    """Return the fact of a plan that `plan_arrived` has accepted."""
     wanted = np.bincount(
         np.frombuffer(response.engine_int32, "<i4"), minlength=len(response.groups)
     ).tolist()
@@ -194,7 +195,7 @@ def move_accepted(
 
 
 def cancel_request(migration_id: str) -> migrator_pb2.CancelMigrationRequest:
-    """The same request at each try."""
+    """Return the request to cancel a migration, the same at each try."""
     return migrator_pb2.CancelMigrationRequest(
         request_id=f"cancel.{migration_id}", migration_id=migration_id
     )
@@ -213,7 +214,7 @@ def reprioritize_request(
 
 
 def abort_request(action: act.AbortStep) -> engine_pb2.AbortRequest:
-    """The same request at each try."""
+    """Return the request to abort a step, the same at each try."""
     return engine_pb2.AbortRequest(
         request_id=f"abort.{action.ticket_id}", ticket_id=action.ticket_id
     )
@@ -232,7 +233,8 @@ def update_request(action: act.LoadWeights, request_id: str) -> engine_pb2.Updat
 
 
 def load_failed(action: act.LoadWeights, error: grpc.aio.AioRpcError) -> ev.LoadFailed:
-    """An engine that refuses the weights does so again; any other error may pass."""
+    """Return the event of a failed load. An engine that refuses the weights does so again; any
+    other error may pass."""
     refused = error.code() is grpc.StatusCode.FAILED_PRECONDITION
     return ev.LoadFailed(
         action.engine_id, action.weight_version, refused, error.details() or error.code().name
@@ -240,7 +242,7 @@ def load_failed(action: act.LoadWeights, error: grpc.aio.AioRpcError) -> ev.Load
 
 
 def event_of(fact: facts_pb2.Fact) -> ev.Event | None:
-    """The event that a fact becomes; None for a kind that is not subscribed to."""
+    """Return the event that a fact becomes; None for a kind that is not subscribed to."""
     match fact.WhichOneof("fact"):
         case "step_preempted":
             preempted = fact.step_preempted
@@ -264,8 +266,8 @@ def event_of(fact: facts_pb2.Fact) -> ev.Event | None:
             return ev.ToolFinished(fact.tool_finished.trajectory_id)
         case "migration_ended":
             ended = fact.migration_ended
-            # A move that was given up before it began had waited for its engines, which says
-            # nothing of their speed.
+            # A move that was given up before it began had waited for its engines, which does not
+            # show their speed.
             measured = ended.HasField("started_at") and (
                 ended.moved or ended.failure_reason == "GAVE_UP"
             )
@@ -288,7 +290,7 @@ def event_of(fact: facts_pb2.Fact) -> ev.Event | None:
 
 
 def fact_of(action: Announcement) -> facts_pb2.Fact:
-    """The fact to publish for an announcement."""
+    """Return the fact to publish for an announcement."""
     match action:
         case act.AnnounceOpened(record):
             return make_fact(
@@ -305,7 +307,7 @@ def fact_of(action: Announcement) -> facts_pb2.Fact:
                 ledger=ledger_message(record, record.ledger, record.touched_s),
             )
             fact = make_fact(SOURCE, trajectory_closed=closed)
-            # The same at each try, so that consumers drop a repeat.
+            # The id is the same at each try, so that consumers drop a repeat.
             fact.fact_id = f"closed.{record.trajectory_id}.{record.open_request_id}"
             return fact
         case act.AnnouncePredicted(record):
@@ -325,7 +327,7 @@ def fact_of(action: Announcement) -> facts_pb2.Fact:
 
 
 def _step_times(timing: engine_pb2.StepTiming) -> StepTimes:
-    """The parts of a step, of which `queue` has all waits."""
+    """Return the parts of a step's time, of which `queue` has all waits."""
     waits = seconds(timing.preempted) + seconds(timing.weights)
     return StepTimes(
         queue_s=max(0.0, seconds(timing.queue) - waits),

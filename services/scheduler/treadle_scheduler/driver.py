@@ -1,17 +1,15 @@
 """Run the controller in asyncio, and keep its state in a JetStream bucket.
 
-Store holds one key a trajectory, one an engine, one a job and one for the policy: `put` notes what
-a key should hold, `settle` returns once the bucket holds it. All that is noted is written as one
+Store holds one key for each trajectory, engine and job, and one for the policy: `put` notes what a
+key should hold, `settle` returns once the bucket holds it. All that is noted is written as one
 batch, and what is noted meanwhile goes into the next one, so that a slow write delays many requests
 once instead of each in turn. Per key the newest value wins; a write that failed is made again with
 the next batch. Driver answers nothing before its keys are settled, so that a SIGKILL loses nothing
-that a client was told.
+that a client has received.
 
 Records are JSON by pydantic's serializer, which encodes a trajectory in 16 us where json.dumps over
-plain values took
-110. Fields that hold their default are left out and unknown ones are ignored, so that a newer
-     scheduler reads what an
-older one stored and the other way round.
+plain values took 110. Fields that hold their default are left out and unknown ones are ignored, so
+that a newer scheduler reads what an older one stored and the other way round.
 """
 
 import asyncio
@@ -42,20 +40,20 @@ from treadle_scheduler.lease import LEADER_KEY, Lease, NotLeader
 log = structlog.get_logger()
 
 POLICY_KEY = "policy"
-# An expired lease is noticed at most this much late; a tick only looks at what is due and at the
+# An expired lease is noticed at most this much late; a tick only checks what is due and the
 # engines.
 TICK_S = 0.5
-# A tick that comes later than this says so: this process did not run, as it was stopped or the
-# machine was busy, and handled no renewals meanwhile.
+# A tick that comes later than this carries its delay: this process did not run, as it was stopped
+# or the machine was busy, and handled no renewals meanwhile.
 LATE_S = 0.1
 # ScheduleStep answers STEP_HELD after this long without a ticket, so that no call lasts for a whole
-# rollout. Thousands may wait, and each question costs as much as a step.
+# rollout. Thousands may wait, and each repeated call costs as much as a step.
 HOLD_S = 120.0
 # Between the beginnings of two batches of writes. Fewer and larger ones save a busy scheduler a
 # sixth of its work; one that is not busy does not wait.
 BATCH_INTERVAL_S = 0.003
 # At the end of the process, for predictions and the like that were not stored yet; losing them
-# costs a repeated question.
+# costs a repeated request.
 LAST_SETTLE_S = 2.0
 PURGE_S = 600  # deleted keys leave markers; they are purged this often, and nothing depends on it
 
@@ -64,7 +62,7 @@ R = TypeVar("R")
 
 class StepHeld(Exception):  # noqa: N818 - a condition, not a fault
     """The trajectory waits for KV space or a slot on an engine, or for its KV to move; the client
-    asks again."""
+    repeats the call."""
 
     def __init__(self, trajectory_id: str) -> None:
         super().__init__(f"{trajectory_id} waits for space on an engine; ask again")
@@ -72,13 +70,13 @@ class StepHeld(Exception):  # noqa: N818 - a condition, not a fault
 
 
 class CorruptRecord(Exception):  # noqa: N818 - named as what was found
-    """Stored bytes that are no record of the expected class."""
+    """The stored bytes are no record of the expected class."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshRecord:
-    """What holds for the mesh: the policy of new trajectories, when it first started (`epoch_s`,
-    Unix time), the weights that all engines are to serve, what tickets are sealed with
+    """State of the whole mesh: the policy of new trajectories, when the mesh first started
+    (`epoch_s`, Unix time), the weights that all engines are to serve, the key that seals tickets
     (`ticket_key`, in hex), and the ids of engines that are drained."""
 
     policy: Policy
@@ -106,7 +104,7 @@ def encode(record: Record) -> bytes:
 
 
 def decode(cls: type[R], data: bytes) -> R:
-    """Raises CorruptRecord."""
+    """Return the record that `data` encodes. Raises CorruptRecord."""
     try:
         record: R = _ADAPTERS[cls].validate_json(data)
     except ValidationError as error:
@@ -140,18 +138,18 @@ def job_key(job_id: str) -> str:
 
 
 class Store:
-    """Owns the bucket while this process leads; see the top of this module for `put` and
-    `settle`."""
+    """Records in the bucket, which this process owns while it leads; the top of this module
+    describes `put` and `settle`."""
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
         self._noted, self._writing = _Batch(), _Batch()
-        self._next_batch_s = 0.0  # by the loop's clock
+        self._next_batch_s = 0.0  # loop time
 
     async def load(
         self,
     ) -> tuple[list[TrajectoryRecord], list[EngineRecord], list[JobRecord], MeshRecord | None]:
-        """What the bucket holds when this process begins to lead. Raises CorruptRecord."""
+        """Return what the bucket holds when this process begins to lead. Raises CorruptRecord."""
         values = {entry.key: entry.value or b"" for entry in await entries_of(self.lease.bucket)}
         return await asyncio.to_thread(self._decode, values)  # the lease is renewed meanwhile
 
@@ -174,7 +172,7 @@ class Store:
         self._noted.records[key] = record
 
     async def settle(self, keys: Iterable[str]) -> None:
-        """Return once each key holds what was noted last, or newer. Raises NotLeader and
+        """Wait until each key holds what was noted last, or newer. Raises NotLeader and
         nats.errors.Error; what failed stays noted."""
         wanted = set(keys)
         batch = self._noted if wanted & self._noted.records.keys() else self._writing
@@ -186,13 +184,13 @@ class Store:
                     await self._write_noted()
                 elif (
                     not batch.ended
-                ):  # whoever wrote it was cancelled, so its records are noted again
+                ):  # the task that wrote the batch was cancelled, so its records are noted again
                     batch = self._noted
         for key in wanted & batch.failed.keys():
             raise batch.failed[key]
 
     async def settle_all(self) -> None:
-        """Settle every key; while NATS is away the log says so."""
+        """Settle every key, and log while NATS does not answer."""
         try:
             await self.settle([*self._writing.records, *self._noted.records])
         except nats.errors.Error as error:
@@ -205,12 +203,13 @@ class Store:
                 await self.settle_all()
                 await self.lease.release()
         except NotLeader:
-            pass  # another one leads already, and the log says so
+            pass  # another process leads already, and the log says so
         except (TimeoutError, nats.errors.Error, OSError):
             log.warning("NATS does not answer: what was not stored yet is lost with this process")
 
     async def purge_markers(self) -> None:
-        """Background task: delete the markers of removed keys, which keeps the bucket small."""
+        """Delete the markers of removed keys regularly, which keeps the bucket small; a background
+        task."""
         while True:
             await asyncio.sleep(PURGE_S)
             try:
@@ -238,12 +237,13 @@ class Store:
 
 
 class Driver:
-    """Runs the pure controller in asyncio: passes events in and carries the returned actions out.
+    """Runner of the pure controller in asyncio: it passes events in and carries the returned
+    actions out.
 
-    Owns the controller, its clock and the mesh's record. Events are handled one at a time, because
-    the controller never awaits; writes and calls overlap. A request is answered once its state is
-    stored and not before. `send` takes the actions that go to other services; it must not block.
-    `note` is given the actions of each event, to be counted.
+    It owns the controller, its clock and the mesh's record. Events are handled one at a time,
+    because the controller never awaits; writes and calls overlap. A request is answered once its
+    state is stored and not before. `send` takes the actions that go to other services; it must not
+    block. `note` gets the actions of each event, to count them.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class Driver:
         self._waiting: dict[
             str, asyncio.Future[TicketRecord]
         ] = {}  # ScheduleStep calls by trajectory
-        self._holds = True  # whether they may wait
+        self._holds = True  # whether ScheduleStep calls may wait
 
     async def request(self, event: Event, *keys: str) -> None:
         """Handle a request, or a fact of the bus, and return once its state is stored.
@@ -285,8 +285,8 @@ class Driver:
     async def request_step(self, event: StepRequested, timeout_s: float | None) -> TicketRecord:
         """Handle a request for a ticket and return the ticket once it is stored.
 
-        Waits at most `timeout_s` seconds for it (None: HOLD_S). Raises Refusal, StepHeld, NotLeader
-        and nats.errors.Error.
+        It waits at most `timeout_s` seconds for the ticket (None: HOLD_S). Raises Refusal,
+        StepHeld, NotLeader and nats.errors.Error.
         """
         issued: asyncio.Future[TicketRecord] = asyncio.get_running_loop().create_future()
         self._waiting[event.trajectory_id] = (
@@ -307,7 +307,7 @@ class Driver:
         return ticket
 
     def hold(self, holds: bool) -> None:
-        """Say whether calls may wait for a ticket. While they may not, each is answered STEP_HELD
+        """Set whether calls may wait for a ticket. While they may not, each is answered STEP_HELD
         at once, as another process leads or may lead."""
         self._holds = holds
         for trajectory_id, waiting in self._waiting.items():
@@ -315,23 +315,23 @@ class Driver:
                 waiting.set_exception(StepHeld(trajectory_id))
 
     def handle(self, event: Event) -> set[str]:
-        """Handle an event at once. Returns the keys of changed state, which the next tick
+        """Handle an event at once, and return the keys of changed state, which the next tick
         stores."""
         return self.carry_out(self.controller.on_event(event, self._clock()))
 
     @property
     def held_calls(self) -> int:
-        """Calls that wait for a ticket."""
+        """Return the number of calls that wait for a ticket."""
         return len(self._waiting)
 
     @property
     def now(self) -> float:
-        """The time of the controller's clock."""
+        """Return the time of the controller's clock."""
         return self._clock()
 
     async def tick(self) -> None:
-        """Background task: tell the controller that time passes, while this process is known to
-        lead."""
+        """Pass a Tick to the controller every TICK_S, while this process is known to lead; a
+        background task."""
         while True:
             slept_since_s = self._clock()
             await asyncio.sleep(TICK_S)
@@ -340,14 +340,14 @@ class Driver:
             self.handle(Tick(late_s if late_s > LATE_S else 0.0))
 
     async def store(self) -> None:
-        """Background task: store what nobody waits for."""
+        """Store state for which no call waits; a background task."""
         while True:
             await asyncio.sleep(TICK_S)
             await self._store.settle_all()
 
     def carry_out(self, actions: list[act.Action]) -> set[str]:
-        """Note state to be stored and send the rest. Returns the keys whose state a request must
-        wait for."""
+        """Note state to be stored, send the other actions, and return the keys whose state a
+        request must wait for."""
         keys: set[str] = set()
         self._note(actions)
         for action in actions:
@@ -390,6 +390,6 @@ class Driver:
 
 
 def steady_clock() -> Callable[[], float]:
-    """Unix time that never goes back within this process."""
+    """Return a clock of Unix time that never goes back within this process."""
     offset_s = time.time() - time.monotonic()
     return lambda: offset_s + time.monotonic()

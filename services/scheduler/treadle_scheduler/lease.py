@@ -8,9 +8,9 @@ address.
 
 Invariants. Each write of a leader names the revision of the lease that it holds, and is refused
 where the lease is at another one. A takeover writes the lease, so that everything that the former
-leader sends after it is refused, whatever the clocks say, and everything before it is there to be
+leader sends after it is refused, whatever the clocks show, and everything before it is there to be
 read. `is_held` goes by the monotonic clock: it keeps a leader that was stopped for a while from
-acting before it has asked the bucket.
+acting before it has read the bucket.
 """
 
 import asyncio
@@ -35,19 +35,18 @@ log = structlog.get_logger()
 BUCKET = "treadle_trajectories"
 LEADER_KEY = "leader"
 RENEWALS_A_TTL = 3  # so that two may be late
-POLL_S = 0.25  # between two looks of a process that stands by; a read is one small message
-LONGEST_GAP_S = 4 * POLL_S  # between two looks; what is longer was not watched, and does not count
-RETRY_S = 0.2  # after a renewal that NATS did not answer
+POLL_S = 0.25  # between two reads by a process that stands by; a read is one small message
+LONGEST_GAP_S = 4 * POLL_S  # between two reads; a longer gap was not watched, and does not count
+RETRY_S = 0.2  # pause after a renewal that NATS did not answer
 # How long a call waits for a lease that is overdue. A leader that was stopped learns within
 # milliseconds whether it still leads.
 ADMIT_S = 0.5
-MOST_REFUSALS = 5  # of a write, each with the revision that the lease then had
+MOST_REFUSALS = 5  # refusals of a write, each with the revision that the lease then had
 WILDCARD_HOSTS = ("0.0.0.0", "[::]")
 
 
 class NotLeader(Exception):  # noqa: N818 - named as what is so
-    """This process does not lead, as far as it knows. address: of the one that does; empty: not
-    known."""
+    """This process does not lead, as far as it knows. address: the leader's; empty: not known."""
 
     def __init__(self, address: str) -> None:
         super().__init__(
@@ -60,8 +59,8 @@ class NotLeader(Exception):  # noqa: N818 - named as what is so
 
 @dataclass(frozen=True)
 class LeaderRecord:
-    """Who leads. leader_id: machine and address, the same for a process that is started again. run:
-    this process alone. address: where others reach it."""
+    """Identity of the leader. leader_id: machine and address, the same for a process that is
+    started again. run: this process alone. address: where others reach it."""
 
     leader_id: str
     run: str
@@ -76,15 +75,15 @@ _ADAPTER = TypeAdapter(LeaderRecord)
 
 @dataclass
 class Silence:
-    """How long a leader has not renewed its lease, by looks at the lease that the bucket
-    answered."""
+    """Measure of how long a leader has not renewed its lease, by reads that the bucket answered."""
 
     revision: int | None = None
     looked_s: float = 0.0
     silent_s: float = 0.0
 
     def look(self, revision: int, now: float) -> float:
-        """Seconds without a renewal, after a look that has found the lease at this revision."""
+        """Return the seconds without a renewal, after a read that has found the lease at this
+        revision."""
         if revision == self.revision:
             self.silent_s += min(now - self.looked_s, LONGEST_GAP_S)
         else:
@@ -93,38 +92,38 @@ class Silence:
         return self.silent_s
 
     def forget(self) -> None:
-        """Begin anew, after a look that was not answered: the leader could not renew either."""
+        """Begin again, after a read that was not answered: the leader could not renew either."""
         self.revision = None
 
 
 class Lease:
-    """This process's hold on the lead. `write` is the one way to write to the bucket; `writing` is
-    held around it, as a renewal changes the revision that each write names."""
+    """Claim of this process to lead. `write` is the one way to write to the bucket; hold `writing`
+    around it, as a renewal changes the revision that each write names."""
 
     def __init__(self, bus: Bus, bucket: KeyValue, ttl_s: float) -> None:
         self.bucket = bucket
         self.writing = asyncio.Lock()
-        self.leader_address = ""  # as far as it is known
+        self.leader_address = ""  # empty where it is not known
         self._bus, self._ttl_s = bus, ttl_s
         self._own = LeaderRecord("", uuid.uuid4().hex, "", ttl_s)
-        self._revision = 0  # of the lease, as it was last written or read
+        self._revision = 0  # revision of the lease, as it was last written or read
         self._renewed_s = -math.inf  # when the newest renewal that is known to be stored was sent
-        self._renewed = asyncio.Event()  # or ended
-        self._ended = asyncio.Event()  # lost or released
+        self._renewed = asyncio.Event()  # set at a renewal, and at the end
+        self._ended = asyncio.Event()  # set once the lease is lost or released
 
     @classmethod
     async def open(cls, bus: Bus, ttl_s: float) -> "Lease":
-        """Make the bucket where there is none."""
+        """Open the lease, and make the bucket where there is none."""
         return cls(bus, await bus.key_value(BUCKET), ttl_s)
 
     @property
     def is_held(self) -> bool:
-        """Whether no other process can lead at this moment."""
+        """Return whether no other process can lead at this moment."""
         return not self._ended.is_set() and time.monotonic() < self._renewed_s + self._ttl_s
 
     async def take(self, address: str, stands_by: asyncio.Event | None = None) -> None:
-        """Return once this process, which listens at `address`, leads. Sets `stands_by` once
-        another one does."""
+        """Wait until this process, which listens at `address`, leads. Sets `stands_by` once another
+        process leads."""
         host, _, port = address.rpartition(":")
         machine = socket.gethostname()
         reached_at = f"{machine}:{port}" if host in WILDCARD_HOSTS else address
@@ -144,7 +143,8 @@ class Lease:
             await asyncio.sleep(POLL_S)
 
     async def keep(self) -> None:
-        """Background task: renew the lease. Raises NotLeader once another process leads."""
+        """Renew the lease regularly; a background task. Raises NotLeader once another process
+        leads."""
         wait_s = self._ttl_s / RENEWALS_A_TTL
         while True:
             with suppress(TimeoutError):
@@ -164,13 +164,13 @@ class Lease:
         self._end("")
 
     async def until_held(self) -> None:
-        """Return at a moment in which no other process can lead; never, once one does."""
+        """Wait for a moment in which no other process can lead; once one does, never return."""
         await self._until_known()
         if self._ended.is_set():
             await asyncio.Event().wait()
 
     async def until_overdue(self) -> None:
-        """Return once the lease has been overdue for ADMIT_S: another process may lead."""
+        """Wait until the lease has been overdue for ADMIT_S: another process may lead."""
         with suppress(TimeoutError):
             while True:
                 await asyncio.sleep(self._renewed_s + self._ttl_s - time.monotonic())
@@ -179,7 +179,7 @@ class Lease:
 
     async def admit(self) -> None:
         """Wait before a call is served, where the lease is overdue. Raises NotLeader once another
-        process leads, and where it is not known for ADMIT_S who leads."""
+        process leads, and where it is not known for ADMIT_S which process leads."""
         if not self.is_held:
             with suppress(TimeoutError):
                 async with asyncio.timeout(ADMIT_S):
@@ -189,9 +189,9 @@ class Lease:
                 raise NotLeader("")
 
     async def write(self, values: Mapping[str, bytes | None]) -> dict[str, Exception]:
-        """Write keys, None to delete one, with `writing` held. Returns the keys that are not known
-        to be written, with the reason. Raises NotLeader, and RuntimeError where NATS knows no such
-        writes."""
+        """Write keys, or delete those whose value is None, with `writing` held; return the keys
+        that are not known to be written, with the reason. Raises NotLeader, and RuntimeError where
+        NATS knows no such writes."""
         failed: dict[str, Exception] = {}
         for _ in range(MOST_REFUSALS):
             self._require_lead()
@@ -209,7 +209,7 @@ class Lease:
         )
 
     async def _until_known(self) -> None:
-        """Return once it is known whether this process leads."""
+        """Wait until it is known whether this process leads."""
         while not self.is_held and not self._ended.is_set():
             self._renewed.clear()
             await self._renewed.wait()
@@ -228,8 +228,8 @@ class Lease:
                 await self._find_revision()
 
     async def _write_lease(self, *, released: bool = False) -> bool:
-        """Write the lease where it is at the revision known here; False where it is at another
-        one."""
+        """Write the lease where it is at the revision known here; return False where it is at
+        another one."""
         record = replace(self._own, renewals=self._own.renewals + 1, released=released)
         sent_s = time.monotonic()
         try:
@@ -246,7 +246,7 @@ class Lease:
         return True
 
     async def _find_revision(self) -> None:
-        """Learn the revision of the lease after a refusal: a renewal whose acknowledgement was lost
+        """Read the revision of the lease after a refusal: a renewal whose acknowledgement was lost
         has changed it. Raises NotLeader where another process has."""
         found, self._revision = await self._read()
         if found is None or found.run != self._own.run:
@@ -260,7 +260,7 @@ class Lease:
         self._renewed.set()
 
     async def _read(self) -> tuple[LeaderRecord | None, int]:
-        """The lease and its revision; None and 0 where nobody has ever led."""
+        """Return the lease and its revision; None and 0 where no process has ever led."""
         try:
             entry = await self.bucket.get(LEADER_KEY)
         except nats.js.errors.KeyNotFoundError:

@@ -1,10 +1,9 @@
-"""What an operator sees of the scheduler: counts and times of what it decides, and the trace of
-each trajectory.
+"""Count and time what the scheduler decides, and keep the trace of each trajectory.
 
-`Metrics` are its instruments (docs/metrics.md). `Traces` remembers the trace of each trajectory, so
-that what is done about it in the background belongs to it. The client sends the context with each
-call about a trajectory, so that a scheduler that has just begun to lead knows it again after the
-next one.
+`Metrics` are its instruments (docs/metrics.md). `Traces` keeps the trace context of each
+trajectory, so that background work on the trajectory belongs to its trace. The client sends the
+context with each call about a trajectory, so that a scheduler that has just begun to lead knows it
+again after the next one.
 """
 
 from collections import OrderedDict
@@ -19,13 +18,13 @@ from treadle_core.model import TrajectoryRecord
 from treadle_runtime import telemetry
 
 MOST_TRACES = 65_536  # contexts, about 30 MB; more trajectories than one scheduler has open
-# Of the W3C trace state: the client has begun the trajectory's span and sends no spans, so the
+# Key of the W3C trace state: the client has begun the trajectory's span and sends no spans, so the
 # scheduler sends it.
 STATE_KEY, SENT_BY_SCHEDULER = "treadle", "root"
 
 
 class Metrics:
-    """The scheduler's instruments."""
+    """Instruments of the scheduler."""
 
     def __init__(self, metrics: telemetry.Metrics) -> None:
         self._metrics = metrics
@@ -38,11 +37,11 @@ class Metrics:
             "closed_trajectories", "trajectory", "Closed trajectories, by outcome"
         )
         self._moves = metrics.total("moves", "move", "Moves that were asked for")
-        self._moves(0)  # it is seen though none was asked for
+        self._moves(0)  # the counter is visible before the first move
         self.record_plan = metrics.seconds("plan", "From the question for a plan to its answer")
 
     def watch(self, controller: Controller, held_calls: Callable[[], int]) -> None:
-        """Have the state of the controller read from now on."""
+        """Read the state of the controller for the gauges from now on."""
         gauge = self._metrics.gauge
         gauge("waiting", "step", "Steps that wait in the scheduler for a ticket", held_calls)
         gauge("engines", "engine", "Engines that hold a lease", lambda: len(controller.engines()))
@@ -62,7 +61,7 @@ class Metrics:
         )
 
     def record(self, actions: Sequence[act.Action]) -> None:
-        """Note what the controller wants done after one event."""
+        """Count the actions that the controller returns for one event."""
         for action in actions:
             match action:
                 case act.IssueTicket(ticket, repeats=False):
@@ -72,21 +71,21 @@ class Metrics:
                     self._moves(1)
 
     def record_closing(self, closing: act.AnnounceClosed) -> None:
-        """Note a trajectory whose closing was published."""
+        """Count a trajectory whose closing was published."""
         self._closed(1, {"outcome": closing.outcome.value})
         for part in LEDGER_PARTS:
             self._ledger_s(getattr(closing.record.ledger, part), {"part": part.removesuffix("_s")})
 
 
 class Traces:
-    """Contexts by trajectory; none where nothing is traced."""
+    """Trace contexts by trajectory; none where nothing is traced."""
 
     def __init__(self, tracing: telemetry.Tracing) -> None:
         self._tracing = tracing
         self._contexts: OrderedDict[str, trace.SpanContext] = OrderedDict()
 
     def note(self, trajectory_id: str) -> None:
-        """The RPC that is served now is about this trajectory."""
+        """Note that the RPC that is served now is about this trajectory."""
         caller: trace.SpanContext | None = getattr(trace.get_current_span(), "parent", None)
         if caller is not None:
             self._contexts[trajectory_id] = caller
@@ -95,7 +94,7 @@ class Traces:
                 self._contexts.popitem(last=False)
 
     def within(self, trajectory_id: str) -> AbstractContextManager[object]:
-        """Calls that are made and facts that are published in the block belong to the trajectory's
+        """Put calls that are made and facts that are published in the block into the trajectory's
         trace."""
         context = self._contexts.get(trajectory_id)
         if context is None:
@@ -105,7 +104,7 @@ class Traces:
         )
 
     def traceparent(self, trajectory_id: str) -> str:
-        """The W3C header; empty where the trace is not known."""
+        """Return the W3C header of the trajectory's trace; empty where that is not known."""
         carrier: dict[str, str] = {}
         if trajectory_id in self._contexts:
             with self.within(trajectory_id):

@@ -1,9 +1,9 @@
-"""Send the controller's wishes to other services in the background: predictions, plans, priorities,
-moves, facts.
+"""Send the controller's actions to other services in the background: predictions, plans,
+priorities, moves, facts.
 
-Nothing waits for these and none may delay another: each kind has queues of its own, one for each
+No request waits for these and none may delay another: each kind has queues of its own, one for each
 address, so that a service that hangs delays its own calls alone. Calls have deadlines, and a
-failure is logged and becomes an event where the controller waits for an answer. A newer wish
+failure is logged and becomes an event where the controller waits for an answer. A newer action
 replaces an older one of the same trajectory or ticket that still waits, so that a slow service gets
 the newest and no queue outgrows what is open.
 """
@@ -46,16 +46,16 @@ log = structlog.get_logger()
 PREDICTION_TIMEOUT_S = 5.0
 # Solvers answer in milliseconds; this is for one that is being restarted.
 PLAN_TIMEOUT_S = 5.0
-# Commands to sidecars and the migrator, which only note the wish.
+# Commands to sidecars and the migrator, which only note them.
 COMMAND_TIMEOUT_S = 5.0
-# Between the beginnings of two calls to the predictor, in which questions are gathered: a call
-# costs as much as answering ten of them. A first question is asked at once, as a trajectory may
-# wait for it before its first step.
+# Between the beginnings of two calls to the predictor, in which requests are gathered: a call costs
+# as much as answering ten of them. A first request is sent at once, as a trajectory may wait for
+# its answer before its first step.
 GATHER_QUERIES_S = 0.01
 # A load of hundreds of GB takes minutes; the sidecar ends one that takes longer than its own limit
 # of half an hour.
 LOAD_TIMEOUT_S = 2400.0
-# Questions in one batch to the predictor; its limit is 4,096.
+# Requests in one batch to the predictor; its limit is 4,096.
 MOST_QUERIES = 512
 # Commands under way at once to one address.
 MOST_COMMANDS = 16
@@ -86,18 +86,18 @@ class Queues(Generic[T]):
         self._next_s: dict[
             str, float
         ] = {}  # by address, when the next piece of gathered work may begin
-        self._filled: set[str] = set()  # addresses that got work since `run` looked
+        self._filled: set[str] = set()  # addresses that got work since `run` last checked
         self._woken = asyncio.Event()
 
     def put(self, address: str, key: str, item: T) -> None:
         """Add an item, or replace the one of its key, which keeps its place in the queue; never
-        blocks."""
+        block."""
         self._items.setdefault(address, {})[key] = item
         self._filled.add(address)
         self._woken.set()
 
     async def run(self) -> None:
-        """Background task: do the work, oldest first."""
+        """Do the work, oldest first; a background task."""
         async with asyncio.TaskGroup() as group:
             while True:
                 await self._woken.wait()
@@ -130,9 +130,9 @@ class Queues(Generic[T]):
 
 
 class Outbound:
-    """`connect` opens channels; `may_send` returns when this process leads, so that one that was
-    stopped for a while sends nothing late; `handle` is set once, before the workers run, and takes
-    the events that answers become."""
+    """Senders of actions to other services. `connect` opens channels; `may_send` returns when this
+    process leads, so that one that was stopped for a while sends nothing late; `handle` is set
+    once, before the workers run, and takes the events that answers become."""
 
     handle: Callable[[Event], object]
 
@@ -166,7 +166,7 @@ class Outbound:
         )
 
     def send(self, action: act.Action) -> None:
-        """Take an action to be carried out in the background; never blocks."""
+        """Take an action to be carried out in the background; never block."""
         match action:
             case act.AskPrediction(record):
                 if self._settings.predictor:
@@ -201,7 +201,7 @@ class Outbound:
 
     @property
     def tasks(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
-        """The workers, to be run beside the server."""
+        """Return the workers, to be run beside the server."""
         return [
             queues.run
             for queues in (

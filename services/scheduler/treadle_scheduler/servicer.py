@@ -23,8 +23,8 @@ ANSWER_S = 0.2  # of a call's time, kept to answer STEP_HELD before the deadline
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """The core's refusals pass through; `wire.py` maps them to gRPC errors. Before `serve`, `admit`
-    refuses every call."""
+    """Servicer of SchedulerService. The core's refusals pass through; `wire.py` maps them to gRPC
+    errors. Before `serve`, `admit` refuses every call."""
 
     records: RequestRecords
 

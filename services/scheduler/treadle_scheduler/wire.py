@@ -48,9 +48,9 @@ DURABLE = "scheduler"
 # A sidecar registers within a second of its engine's start, and an engine takes many seconds to
 # start.
 RETRY_NO_ENGINE_S = 0.5
-# A client that asks again is held again, so that the pause only spares the network.
+# A call that the client repeats is held again, so that the pause only spares the network.
 RETRY_HELD_S = 0.01
-KEY_BYTES = 32  # of what tickets are sealed with: as long as a seal
+KEY_BYTES = 32  # length of the key of tickets: as long as a seal
 RETRY_NOT_LEADER_S = (
     0.1  # a channel that follows health does not come here; another process leads within seconds
 )
@@ -97,8 +97,8 @@ async def wire(runtime: Runtime) -> Wiring:
     )
 
     async def lead() -> None:
-        """Background task: wait for the lead, then serve until another process leads or this one
-        drains."""
+        """Wait for the lead, then serve until another process leads or this one drains; a
+        background task."""
         await lease.take(await runtime.listening, turn.decided)
         store = Store(lease)
         try:
@@ -154,8 +154,8 @@ async def serve_while_held(turn: Turn, driver: Driver, lease: Lease) -> None:
 async def restore(
     runtime: Runtime, store: Store, traces: Traces
 ) -> tuple[Driver, list[Callable[[], Coroutine[Any, Any, None]]]]:
-    """The driver of the state that the store holds now, which hears facts from now on, and its
-    background tasks."""
+    """Return the driver of the state that the store holds now, which receives facts from now on,
+    and its background tasks."""
     settings = cast(SchedulerSettings, runtime.settings)
     clock = steady_clock()
     trajectories, engines, jobs, mesh = await store.load()
@@ -187,7 +187,7 @@ async def restore(
 
 
 async def warm_up() -> None:
-    """Background task: compile or load the kernels while the first requests are served."""
+    """Compile or load the kernels while the first requests are served; a background task."""
     await asyncio.to_thread(compile_kernels)
 
 
@@ -197,6 +197,7 @@ def compile_kernels() -> None:
 
 
 def tuning_of(settings: SchedulerSettings) -> Tuning:
-    """The controller's thresholds: those that are settings, and the defaults of the others."""
+    """Return the controller's thresholds: those that are settings, and the defaults of the
+    others."""
     names = {field.name for field in fields(Tuning)} & set(SchedulerSettings.model_fields)
     return Tuning(**{name: getattr(settings, name) for name in names})
