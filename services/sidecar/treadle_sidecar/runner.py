@@ -360,8 +360,8 @@ class StepRunner:
         return self._reason(step, finish, message)
 
     def _prefill_of(self, ticket_id: str) -> Prefill:
-        """Return what a waiting step has to prefill, as far as is known here; without a curve the
-        prefill takes no time."""
+        """Return what a waiting step has to prefill, as far as is known here; without a curve its
+        duration counts as 0."""
         curve, step = self._curve(), self._steps[ticket_id]
         read = self._contexts.count_read(step.blocks)
         first = step.blocks[read] if read < len(step.blocks) else None

@@ -30,14 +30,14 @@ WEIGHTS = (AUTO, INT8, FLOAT) = ("auto", "int8", "float")
 
 
 def cpu_dtype(cpu_info: Path = CPU_INFO) -> str:
-    """SGLang's name of the numbers to compute in: auto (the model's own) on a processor with bf16,
-    else float32."""
+    """Return SGLang's name of the dtype to compute in: auto (the model's own) on a processor with
+    bf16, else float32."""
     return "auto" if has_bf16(_read(cpu_info)) else "float32"
 
 
 def choose_weights(asked: str, cpu: bool, cpu_info: Path = CPU_INFO) -> str:
-    """int8 or float, as asked for; auto is int8 on a processor that multiplies bytes. Raises
-    ValueError."""
+    """Return int8 or float as requested; for auto, int8 on a processor that multiplies bytes.
+    Raises ValueError."""
     if asked not in WEIGHTS:
         raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, not {asked!r}")
     able = cpu and has_vnni(_read(cpu_info))
@@ -83,7 +83,7 @@ CPU_MEM_FRACTION = "0.2"  # of the machine's memory; the KV pool itself is bound
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One engine to start.
+    """Specification of one engine to start.
 
     `cores` pins a CPU engine (None: not pinned, one thread); `slots` is the number of steps that
     decode at once; `kv_tokens` is the KV pool (0: the engine's own choice), `context_tokens` the
@@ -123,8 +123,8 @@ class EngineCommand(NamedTuple):
 
 
 def engine_command(spec: EngineSpec, environ: Mapping[str, str] | None = None) -> EngineCommand:
-    """The command that starts `spec`'s engine; `environ` (default: this process's) is what the
-    engine inherits.
+    """Return the command that starts `spec`'s engine, which inherits `environ` (default: this
+    process's).
 
     The argv starts with `taskset` where a CPU engine is pinned and the machine has it. Raises
     ValueError on a spec that cannot run.
