@@ -258,10 +258,10 @@ class Hosts:
 def retry_after(
     pauses_s: Sequence[float], retry: RetryBaseT, what: str, **fields: Any
 ) -> AsyncRetrying:
-    """Return a decorator that calls a coroutine function again after each of `pauses_s`, and logs
+    """Return a retrier that calls a coroutine function again after each of `pauses_s`, and logs
     `what` each time.
 
-    The last error is raised.
+    It raises the last error.
     """
 
     def report(state: RetryCallState) -> None:
