@@ -69,7 +69,7 @@ class Demands:
         self._speedup = RecentMeans()
 
     def learn(self, tool: Tool, result: Result) -> None:
-        """Learn from the result of an action, unless its provider refused it."""
+        """Learn from the result of an action that its provider did not refuse."""
         factor = (
             1.0
             if tool.scaling is None
