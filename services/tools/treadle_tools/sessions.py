@@ -5,7 +5,7 @@ session overlap; a step that has started is finished although its caller has gon
 environment has ended refuses steps with the reason until it is closed; an answer is stored before
 its caller gets it, so that the service's next run knows it.
 
-An opening is fast and safe because the worker imports the tool before the first caller needs it
+An opening is fast and reliable because the worker imports the tool before the first caller needs it
 (`Tool.preload`).
 """
 

@@ -35,8 +35,8 @@ def object_schema(properties: Mapping[str, Any], *required: str, **more: int) ->
 
 
 class Kind(enum.StrEnum):
-    """How a tool is used: by single calls, by the steps of a session, or by the service to score a
-    trajectory.
+    """Way in which a tool is used: by single calls, by the steps of a session, or by the service to
+    score a trajectory.
 
     Agents cannot call a reward: it is not listed among the tools, and Invoke does not find it.
     """
@@ -47,7 +47,7 @@ class Kind(enum.StrEnum):
 
 
 class Status(enum.StrEnum):
-    """How an action ended.
+    """Status with which an action ended.
 
     Only OK is what the agent wanted; none of them is a fault of the service.
     """
@@ -61,7 +61,7 @@ class Status(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one action in a sandbox may use: cores, memory, seconds and bytes of output.
+    """Limits of one action in a sandbox: cores, memory, seconds and bytes of output.
 
     memory_bytes counts what the action adds to its preloaded worker, children included. How many
     processes an action may have, and how large its /tmp may be, are properties of its tool
@@ -90,7 +90,7 @@ class Granted(Limits):
 
 @dataclass(frozen=True)
 class Scaling:
-    """How an action of a tool gets faster with more cores (ARL-Tangram, eq. 1).
+    """Speedup of a tool's actions with more cores (ARL-Tangram, eq. 1).
 
     cores: the numbers of cores that it can use, ascending. serial_share: of its work, in [0, 1],
     what one core does whatever the others do (Amdahl); efficiency: measured instead, (cores, E)
@@ -150,8 +150,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a tool answers. output is what the agent reads; reward and done are for environments and
-    scorers.
+    """Answer of a tool. The agent reads output; reward and done are for environments and scorers.
 
     retry_after_s: the tool's provider refused, and requests this pause; a call of a stateless tool
     is then made again by the service, if its caller has the time.

@@ -4,9 +4,9 @@ This module owns the HTTP session; it knows the engine's JSON, nothing of steps 
 costs 31 us of CPU a chunk of a stream here where httpx costs 71, and each token is one chunk.
 
 A chunk of a stream has the new tokens alone where SGLang was started with
---incremental-streaming-output, else all tokens of the request so far. Either way each chunk must
-have as many as `completion_tokens` says: a stream that is read in the wrong way would deliver wrong
-tokens without an error.
+--incremental-streaming-output, else all tokens of the request so far. Either way the number of
+tokens must agree with `completion_tokens`: a stream that is read in the wrong way would deliver
+wrong tokens without an error.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ class EngineLost(Exception):  # noqa: N818 - what happened, as callers speak of 
 
 
 class EngineRefused(Exception):  # noqa: N818
-    """The engine answered with an error; the message is its own."""
+    """The engine answered with an error, whose message this is."""
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ STORAGE_BACKEND = (
 # host copies of the device pool; write-through passes KV through host memory on its way to storage
 HICACHE_RATIO = 2
 HICACHE_LIMIT_GB = (
-    8.0  # of the folder of KV pages, where nobody says more: 50,000 tokens of an 8B model
+    8.0  # of the folder of KV pages by default: 50,000 tokens of an 8B model
 )
 TRACE_LEVEL = "2"  # of SGLang's spans; its default, 3, sends one for each token
 # engine slots above the queue's, so that a prefetch of a prefix never waits for a decoding step

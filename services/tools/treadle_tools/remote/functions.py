@@ -376,8 +376,8 @@ class _Waits:
 
 
 class Patience:
-    """How long to wait for a function's first byte: long where it may have been scaled to zero,
-    else as learned.
+    """Longest wait for a function's first byte: long where it may have been scaled to zero, else as
+    learned.
 
     cold_s: the longest wait at all. idle_s: after so long without an answer the function may be
     cold.

@@ -36,7 +36,7 @@ log = structlog.get_logger()
 
 
 class Residents:
-    """Decides which servers hold GPU memory, and changes that. Owns a lock for each server.
+    """Changes which servers hold GPU memory. Owns a lock for each server.
 
     Invariants: from `bring` until the next call for the same GPUs, no further memory of them is
     taken; a server is resumed only where it is known to be released since its last start; one whose

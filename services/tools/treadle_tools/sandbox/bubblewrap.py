@@ -54,8 +54,8 @@ class BubblewrapMissing(Exception):  # noqa: N818 - a state of the machine more 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the daemon starts a tool's fork server. memory_bytes: the limit of a sandbox beside its
-    worker."""
+    """Recipe by which the daemon starts a tool's fork server. memory_bytes: the limit of a sandbox
+    beside its worker."""
 
     tool: str
     command: tuple[str, ...]

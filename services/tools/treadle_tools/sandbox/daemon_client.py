@@ -177,7 +177,7 @@ RESTART_PAUSE_S = 1.0
 
 
 class DaemonFailed(Exception):  # noqa: N818 - named for what happened
-    """There is no sandbox daemon and none can be started; the message says why."""
+    """There is no sandbox daemon and none can be started; the message gives the reason."""
 
 
 class DaemonRecords(SessionRecords):

@@ -85,7 +85,7 @@ class SandboxLost(Exception):  # noqa: N818 - an answer to the caller, not a fau
 
 
 class WorkerFailed(Exception):  # noqa: N818 - named for what happened
-    """A tool's worker did not start or could not make a sandbox; the message says why."""
+    """A tool's worker did not start or could not make a sandbox; the message gives the reason."""
 
 
 class Sandbox(ABC):

@@ -90,8 +90,7 @@ class StateFolder:
 
 
 def clear(path: Path) -> None:
-    """Remove the folder of a daemon that ends, after its socket: its log, and the folder unless a
-    service holds it."""
+    """Remove a daemon's log, once its socket is gone, and its folder unless a service holds it."""
     with contextlib.suppress(OSError):
         (path / LOG).unlink(missing_ok=True)
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -89,7 +89,7 @@ def _find_code(tool: Tool) -> tuple[tuple[Path, str], ...]:
 class HostFailed(Exception):  # noqa: N818 - named for what happened
     """A host does not answer, or refuses; another one, or a later try, may do better.
 
-    The message says why.
+    The message gives the reason.
     """
 
 
@@ -99,7 +99,7 @@ class ContainerLost(Exception):  # noqa: N818 - an answer to the caller, not a f
 
 @dataclass(frozen=True)
 class Allotment:
-    """What a container may use.
+    """Cores and memory that a container may use.
 
     cores: by this machine's numbers; empty: any. memory_bytes: None leaves the limit as it is.
     """
@@ -111,7 +111,7 @@ class Allotment:
 
 @dataclass(frozen=True)
 class Ending:
-    """Whether and how a container ended. exit_code: None where unknown."""
+    """State of a container: whether and how it ended. exit_code: None where unknown."""
 
     runs: bool = False
     exit_code: int | None = None
@@ -247,8 +247,8 @@ class Hosts:
         return state.host
 
     def _best(self) -> _HostState:
-        """Return the host that need not rest and has the least load; where all rest, the one that
-        rests shortest."""
+        """Return the host that need not rest and has the least load; where all rest, the one whose
+        rest ends first."""
         now = self.clock()
         return min(
             self._states.values(), key=lambda state: (max(0.0, state.rests_until - now), state.load)

@@ -73,7 +73,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Event:
-    """What a child process did until its parent looked.
+    """Event of a child process: what it did until its parent looked.
 
     kind: of the message that came (messages.py); 0: none came.
 
