@@ -65,9 +65,7 @@ STORAGE_BACKEND = (
 )  # on the engine's path: its venv need not hold Treadle
 # host copies of the device pool; write-through passes KV through host memory on its way to storage
 HICACHE_RATIO = 2
-HICACHE_LIMIT_GB = (
-    8.0  # of the folder of KV pages by default: 50,000 tokens of an 8B model
-)
+HICACHE_LIMIT_GB = 8.0  # of the folder of KV pages by default: 50,000 tokens of an 8B model
 TRACE_LEVEL = "2"  # of SGLang's spans; its default, 3, sends one for each token
 # engine slots above the queue's, so that a prefetch of a prefix never waits for a decoding step
 SPARE_REQUESTS = 2
