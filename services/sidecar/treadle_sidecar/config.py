@@ -1,4 +1,4 @@
-"""Settings of the sidecar, read once from TREADLE_SIDECAR_<NAME>."""
+"""Read the settings of the sidecar once, from TREADLE_SIDECAR_<NAME>."""
 
 from typing import Annotated, ClassVar
 
@@ -28,7 +28,7 @@ NotNegative = Annotated[float, Field(ge=0)]
 
 
 class SidecarSettings(Settings):
-    """One engine and how to queue in front of it."""
+    """Settings of one engine and of the queue in front of it."""
 
     service: ClassVar[str] = "sidecar"
 

@@ -46,7 +46,7 @@ PROMPT_SHARE = 4
 
 @dataclass(frozen=True)
 class PushPart:
-    """A part of pushed weights. way: distributed, tensor or ipc; empty: nothing but the end. body:
+    """Part of pushed weights. way: distributed, tensor or ipc; empty: nothing but the end. body:
     SGLang's own."""
 
     push_id: str
@@ -58,7 +58,7 @@ class PushPart:
 
 
 def step_order(request: pb.GenerateRequest) -> StepOrder:
-    """Which tokens and lengths the engine takes is checked where the engine is known."""
+    """Return the step's order. Tokens and lengths are checked later, where the engine is known."""
     ticket = request.ticket
     return StepOrder(
         ticket_id=identifier("ticket.ticket_id", ticket.ticket_id),
@@ -76,7 +76,7 @@ def step_order(request: pb.GenerateRequest) -> StepOrder:
 
 
 def token_interval(request: pb.GenerateRequest) -> float:
-    """Seconds for which sampled tokens are gathered."""
+    """Return the seconds for which sampled tokens are gathered."""
     if not request.HasField("token_interval"):
         return DEFAULT_TOKEN_INTERVAL_S
     interval_s = seconds(request.token_interval)
@@ -90,13 +90,13 @@ def token_interval(request: pb.GenerateRequest) -> float:
 
 
 def ticket_expiry(ticket: Ticket) -> float:
-    """Unix seconds."""
+    """Return when the ticket expires, in Unix seconds."""
     require(ticket.HasField("expires_at"), "ticket.expires_at", "must be set")
     return require_timestamp("ticket.expires_at", ticket.expires_at)
 
 
 def sampling(given: tokens_pb2.SamplingParams) -> tokens_pb2.SamplingParams:
-    """The parameters as given, once each is in its range."""
+    """Return the parameters as given, once each is in its range."""
     positive("sampling.max_new_tokens", given.max_new_tokens)
     non_negative("sampling.temperature", given.temperature)
     in_range = 0 < given.top_p <= 1 or not given.HasField("top_p")
@@ -120,14 +120,15 @@ def sampling(given: tokens_pb2.SamplingParams) -> tokens_pb2.SamplingParams:
 
 
 def ends_steps(mode: pb.PauseMode.ValueType) -> bool:
-    """Whether a pause ends the steps."""
+    """Return whether a pause ends the steps."""
     known = (pb.PAUSE_MODE_ABORT, pb.PAUSE_MODE_KEEP)
     require(mode in known, "mode", "must be PAUSE_MODE_ABORT or PAUSE_MODE_KEEP")
     return mode == pb.PAUSE_MODE_ABORT
 
 
 def weight_version(given: str) -> str:
-    """A name that no engine has for itself while its weights are incomplete or asleep."""
+    """Return the version as given, unless an engine uses that name while its weights are incomplete
+    or asleep."""
     own = (INCOMPLETE, ASLEEP)
     require(
         not given.startswith(own),
@@ -162,7 +163,7 @@ def push_part(request: pb.PushWeightsRequest) -> PushPart:
 
 
 def group(request: pb.JoinWeightsGroupRequest) -> dict[str, object]:
-    """SGLang's request."""
+    """Return SGLang's request to join the group."""
     host, _, port = endpoint("master_address", request.master_address).rpartition(":")
     inside = 0 < request.rank_offset < request.world_size
     require(
@@ -181,14 +182,14 @@ def group(request: pb.JoinWeightsGroupRequest) -> dict[str, object]:
 
 
 def memory_tags(tags: Iterable[str]) -> frozenset[str]:
-    """None stands for all."""
+    """Return the tags of the memory as given; none stands for all."""
     unknown = sorted(set(tags) - set(MEMORY))
     require(not unknown, "tags", f"must be of {', '.join(MEMORY)}; not {', '.join(unknown)}")
     return frozenset(tags)
 
 
 def prefix_source(request: pb.PrefetchPrefixRequest) -> "array[int] | pb.PrefixRef":
-    """The prefix's token ids, or the sidecar to ask for them."""
+    """Return the prefix's token ids, or the sidecar that has them."""
     kind = request.WhichOneof("prefix")
     require(kind, "prefix", "must be set: token_ids or from")
     if kind == "token_ids":
@@ -212,7 +213,7 @@ def token_ids(field: str, message: tokens_pb2.TokenIds) -> "array[int]":
 
 
 def some_token_ids(field: str, message: tokens_pb2.TokenIds) -> "array[int]":
-    """As `token_ids`, and refuses a field without any."""
+    """Return token ids as `token_ids` does, and refuse a field without any."""
     ids = token_ids(field, message)
     require(ids, field, "must have at least one token")
     return ids
@@ -223,7 +224,7 @@ def packed(ids: "array[int]") -> tokens_pb2.TokenIds:
 
 
 def declared_curve(settings: SidecarSettings) -> DecodeCurve | None:
-    """None where the settings declare none."""
+    """Return the decode curve that the settings declare; None where they declare none."""
     if settings.decode_base_s + settings.decode_per_sequence_s <= 0:
         return None
     return DecodeCurve(
@@ -243,7 +244,7 @@ def engine_info(
     slots: int,
     curve: pb.DecodeCurve | None,
 ) -> pb.EngineInfo:
-    """What the sidecar registers at the scheduler. curve: None where it is not known."""
+    """Return what the sidecar registers at the scheduler. curve: None where it is not known."""
     return pb.EngineInfo(
         engine_id=settings.engine_id,
         address=address,
@@ -263,15 +264,15 @@ def engine_info(
 
 
 def _public_url(engine_url: str, address: str) -> str:
-    """The engine's URL for the gateway; empty where a sidecar that other machines reach has an
-    engine that they do not: the URL would lead them to themselves."""
+    """Return the engine's URL for the gateway; empty where other machines reach the sidecar but not
+    its engine: the URL would lead them to themselves."""
     parts = urlsplit(engine_url)
     private = is_loopback(f"{parts.hostname}:{parts.port or 0}") and not is_loopback(address)
     return "" if private else engine_url
 
 
 class StepFacts:
-    """Builds the facts of one engine.
+    """Builder of the facts of one engine.
 
     published_tokens: most ids of a step's output that its fact carries, for predictors that read
     text; 0 for none. It carries as many of the observation and PROMPT_SHARE times as many of the
@@ -314,7 +315,10 @@ class StepFacts:
         output: "array[int]",
         before: "array[int] | None",
     ) -> facts.Fact:
-        """before: the trajectory's context after its last step here, None where there was none."""
+        """Return the fact of a finished step.
+
+        before: the trajectory's context after its last step here, None where there was none.
+        """
         fact = facts.StepFinished(
             step=self._step(order),
             reason=event.reason,
@@ -354,14 +358,14 @@ class StepFacts:
         return tokens
 
     def _prompt(self, order: StepOrder) -> tokens_pb2.TokenIds | None:
-        """None after the first step."""
+        """Return the prompt's ids for the first step's fact; None after that step."""
         if not self._published or order.turn:
             return None
         return packed(ends(order.prompt, PROMPT_SHARE * self._published))
 
 
 def ends(ids: "array[int]", most: int) -> "array[int]":
-    """The first and the last ids, `most` in all."""
+    """Return the first and the last ids, `most` in all."""
     if len(ids) <= most:
         return ids
     head = (most + 1) // 2

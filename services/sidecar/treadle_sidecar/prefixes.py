@@ -2,8 +2,8 @@
 (prefetch).
 
 Token ids go from sidecar to sidecar; KV goes from engine to shared storage to engine, by HiCache,
-when the target is asked to prefill a prefix whose pages are stored. Owns the limit on prefetches at
-once.
+when the target's sidecar has it prefill a prefix whose pages are stored. This module owns the limit
+on prefetches at once.
 
 Invariant: KV is never computed under another weight version than the one its salt names, because
 the salt is part of its name in the storage that all engines share.
@@ -46,8 +46,8 @@ MOST_BLOCKS = 131_072
 
 
 class Contexts:
-    """The last context (prompt and output) that this sidecar saw of each trajectory, for another
-    sidecar to fetch; and which blocks of contexts the engine has read, whoever's they were.
+    """Last context (prompt and output) that this sidecar saw of each trajectory, for another
+    sidecar to fetch; and the blocks that the engine has read, of any trajectory's contexts.
 
     Beyond `limit_tokens` in all, and beyond MOST_BLOCKS, the least recently used are forgotten.
     """
@@ -71,14 +71,14 @@ class Contexts:
             self._tokens -= len(dropped)
 
     def get(self, trajectory_id: str) -> "array[int] | None":
-        """None where the trajectory was never here, or was forgotten."""
+        """Return the trajectory's context; None where it was never here, or was forgotten."""
         if trajectory_id not in self._contexts:
             return None
         self._contexts.move_to_end(trajectory_id)
         return self._contexts[trajectory_id][0]
 
     def note_read(self, blocks: Sequence[int]) -> None:
-        """The engine has read these blocks of a context (`hash_blocks`)."""
+        """Note that the engine has read these blocks of a context (`hash_blocks`)."""
         for block in blocks:
             self._read[block] = None
             self._read.move_to_end(block)
@@ -86,26 +86,26 @@ class Contexts:
             self._read.popitem(last=False)
 
     def count_read(self, blocks: Sequence[int]) -> int:
-        """Blocks at the beginning of a context that the engine has read, as far as is known here:
-        it may have dropped their KV since."""
+        """Return how many blocks at the beginning of a context the engine has read, as far as is
+        known here: it may have dropped their KV since."""
         return next((at for at in range(len(blocks), 0, -1) if blocks[at - 1] in self._read), 0)
 
     def forget_read(self) -> None:
-        """The engine has lost its KV, or what it holds is of other weights."""
+        """Forget all blocks, since the engine has lost its KV or has other weights."""
         self._read.clear()
 
     def age_s(self, trajectory_id: str) -> float:
-        """Seconds since the context, which must be here, was remembered."""
+        """Return the seconds since the context, which must be here, was remembered."""
         return time.monotonic() - self._contexts[trajectory_id][1]
 
     def forget(self, trajectory_id: str) -> None:
-        """Forgetting an unknown trajectory changes nothing."""
+        """Forget the trajectory's context, if it is here."""
         self._tokens -= len(self._contexts.pop(trajectory_id, ((), 0.0))[0])
 
 
 def hash_blocks(context: "array[int]") -> list[int]:
-    """A number for each whole block of BLOCK_TOKENS, of all tokens up to its end; the same tokens
-    give the same one in this process."""
+    """Return a number for each whole block of BLOCK_TOKENS, of all tokens up to its end; the same
+    tokens give the same number in this process."""
     blocks, known = [], 0
     for end in range(BLOCK_TOKENS, len(context) + 1, BLOCK_TOKENS):
         known = hash((known, context[end - BLOCK_TOKENS : end].tobytes()))
@@ -115,8 +115,11 @@ def hash_blocks(context: "array[int]") -> list[int]:
 
 @dataclass(eq=False)
 class Prefixes:
-    """storage: HiCache's folder, None where it is not known. export_wait_s: how long after a step
-    an export waits for the engine's backup. channel: connects to another sidecar."""
+    """Exports and prefetches of contexts, for one engine.
+
+    storage: HiCache's folder, None where it is not known. export_wait_s: how long after a step an
+    export waits for the engine's backup. channel: connects to another sidecar.
+    """
 
     engine: EngineClient
     watch: EngineWatch
@@ -130,8 +133,8 @@ class Prefixes:
     )
 
     async def export(self, trajectory_id: str, *, counts_only: bool) -> pb.ExportPrefixResponse:
-        """A trajectory's context, once its pages are stored or the wait is over; or its counts at
-        once. Raises NotFound."""
+        """Return a trajectory's context, once its pages are stored or the wait is over; or its
+        counts at once. Raises NotFound."""
         context = self.contexts.get(trajectory_id)
         if context is None:
             raise _prefix_not_found(
@@ -213,7 +216,7 @@ class Prefixes:
                 self._permits.release()
 
     async def _fetch(self, reference: pb.PrefixRef) -> tuple["array[int]", str]:
-        """Token ids and salt of a context that another sidecar has."""
+        """Return the token ids and the salt of a context that another sidecar has."""
         stub = engine_pb2_grpc.EngineServiceStub(self.channel(reference.engine_address, "sidecar"))
         request = pb.ExportPrefixRequest(trajectory_id=reference.trajectory_id)
         timeout_s = min(remaining_s() or EXPORT_TIMEOUT_S, EXPORT_TIMEOUT_S)

@@ -1,8 +1,8 @@
-"""Probes of an engine without steps: what its decode curve is, and whether it still generates.
+"""Probe an engine without steps: measure its decode curve, and find out whether it still generates.
 
 The curve is learned from all that runs on the engine (`treadle_core.engine_queue.curves`). A probe
-is work of which the curve can be told: a few requests alone, half and all of the slots at once, at
-three lengths of context, and twice more alone, at longer ones where the engine is fast. There is
+is work from which the curve can be fitted: a few requests alone, half and all of the slots at once,
+at three lengths of context, and twice more alone, at longer ones where the engine is fast. There is
 one at the start, so that the first plan has a curve, and one after each change that the engine's
 own work has shown.
 
@@ -10,11 +10,11 @@ Invariants: a probe ends at once when a step or a pause comes, and after `limit_
 TOKENS for each of at most 3 * (1 + 32 + 64) + 6 requests. Each round has its own prompt of random
 tokens, which its requests share, so that the engine computes its tokens once, and no step's prefix
 is ever one of them. Requests of a probe are no steps: they pass by the queue, and no fact or load
-speaks of them.
+counts them.
 
-The other probe asks for one token (`treadle_core.engine_queue.progress` says when), because SGLang
-answers questions without the process that generates. A pause waits for it, as the device of a
-paused engine may be a trainer's.
+The other probe requests one token (`treadle_core.engine_queue.progress` decides when), because
+SGLang answers questions without the process that generates. A pause waits for it, as the device of
+a paused engine may be a trainer's.
 """
 
 import asyncio
@@ -56,8 +56,8 @@ REST_S = 60.0  # between probes of a busy engine, whose own work is enough for a
 
 @dataclass(eq=False)
 class CurveProbe:
-    """limit_s: longest time of a probe; 0: none is made. `first_over` is set after the first
-    one."""
+    """Probe of the decode curve. limit_s: longest time of a probe; 0: none is made. `first_over` is
+    set after the first one."""
 
     engine: EngineClient
     watch: EngineWatch
@@ -69,7 +69,7 @@ class CurveProbe:
     _cut: bool = field(default=False, init=False)
 
     async def run(self) -> None:
-        """Background task: fit the curve as the engine works, and probe where that is due."""
+        """Fit the curve as the engine works, and probe where that is due, until cancelled."""
         allowed = due = self.limit_s > 0.0
         not_before_s = 0.0
         while True:
@@ -91,7 +91,7 @@ class CurveProbe:
             await asyncio.sleep(CHECK_S)
 
     async def _probe(self, profile: EngineProfile) -> bool:
-        """Returns whether it was whole."""
+        """Probe the engine; return whether the probe was whole."""
         rng = random.Random(uuid.uuid4().int)
         most = min(self.runner.queue.policy.slots or profile.slots, MOST_SEQUENCES)
         rounds = [sorted({1, (most + 1) // 2, most}), *([[1]] * (ROUNDS - 1))]
@@ -134,7 +134,7 @@ class CurveProbe:
         return not self._cut
 
     async def _generate(self, prompt: list[int], salt: str) -> float:
-        """Seconds to the first token."""
+        """Generate from the prompt; return the seconds to the first token."""
         began_s, first_s = time.monotonic(), math.inf
         rid = f"{uuid.uuid4().hex}-probe"
         sampling = {"max_new_tokens": TOKENS, "ignore_eos": True, "temperature": 1.0}
@@ -153,7 +153,7 @@ class CurveProbe:
         return first_s
 
     async def _stop_in_time(self) -> None:
-        """Wait until a step comes or the time is over; then abort what the probe has on the
+        """Wait until a step comes or the time is over; then abort the probe's requests on the
         engine."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self.limit_s):
@@ -166,15 +166,17 @@ class CurveProbe:
 
 
 def longest_prompt(profile: EngineProfile) -> int:
-    """Tokens of the longest prompt of a probe of this engine: it takes a quarter of the engine's KV
-    at most."""
+    """Return the tokens of the longest prompt of a probe: it takes a quarter of the engine's KV at
+    most."""
     return min(MOST_PROMPT_TOKENS, profile.max_input_tokens - TOKENS, profile.kv_tokens // 4)
 
 
 def lengthen(contexts: Sequence[int], first_s: float, most: int) -> Sequence[int]:
-    """The contexts of the next round, of which none is shorter than before. first_s: seconds to the
-    first token of the longest one, of which all tokens after the second longest were new. most:
-    tokens of the longest."""
+    """Return the contexts of the next round, of which none is shorter than before.
+
+    first_s: seconds to the first token of the longest one, of which all tokens after the second
+    longest were new. most: tokens of the longest.
+    """
     new_tokens = contexts[-1] - contexts[-2]
     longest = min(int(PREFILL_S / first_s * new_tokens), most)
     if longest <= contexts[-1]:
@@ -184,7 +186,8 @@ def lengthen(contexts: Sequence[int], first_s: float, most: int) -> Sequence[int
 
 @dataclass(eq=False)
 class GenerationProbe:
-    """Asks an idle engine for a token now and then, and a suspected one until it gives one."""
+    """Requests a token from an idle engine now and then, and from a suspected one until it
+    generates one."""
 
     engine: EngineClient
     watch: EngineWatch
@@ -192,7 +195,7 @@ class GenerationProbe:
     progress: EngineProgress
 
     async def run(self) -> None:
-        """Background task."""
+        """Request the tokens that are due, until cancelled."""
         while True:
             await asyncio.sleep(CHECK_S)
             due = (

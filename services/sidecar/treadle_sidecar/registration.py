@@ -31,9 +31,12 @@ RENEWALS_PER_TTL = 3  # two may be lost before the lease runs out
 
 @dataclass(eq=False)
 class Registration:
-    """`info`, `load` and `curve` are called when they are sent; `stopping` is set when the drain
-    begins. measured: set once the engine need not wait for its decode curve any more. seals: that
-    get the key of the engine; None in plaintext."""
+    """The engine's registration at the scheduler, from the first lease to the deregistration.
+
+    The callables are called when a message is sent. stopping: set when the drain begins. measured:
+    set once the engine need not wait for its decode curve any more. seals: what checks seals with
+    the engine's key; None in plaintext.
+    """
 
     scheduler: "SchedulerServiceAsyncStub"
     watch: EngineWatch
@@ -45,7 +48,7 @@ class Registration:
     seals: SealCheck | None
 
     async def run(self) -> None:
-        """Background task: until the drain; then the engine has been deregistered."""
+        """Register the engine and renew its lease until the drain; deregister it at the end."""
         while not self.stopping.is_set():
             await _first(self._until_ready(), self.stopping.wait())
             if self.stopping.is_set() or not self.watch.healthy:
@@ -82,7 +85,7 @@ class Registration:
                 await finish(self._deregister(engine_id, lease.lease_id))
 
     async def _renew(self, engine_id: str, lease_id: str) -> bool:
-        """False where the scheduler does not know the lease."""
+        """Renew the lease; return False where the scheduler does not know it."""
         request = scheduler_pb2.RenewEngineLeaseRequest(
             lease_id=lease_id, engine_id=engine_id, load=self.load(), decode_curve=self.curve()
         )
@@ -103,13 +106,13 @@ class Registration:
             log.warning("engine was not deregistered", **_brief(error))
 
     async def _pause(self, timeout_s: float) -> None:
-        """Sleep, but not beyond the beginning of the drain or the loss of the engine."""
+        """Sleep until the time is over, the drain begins or the engine is lost."""
         lost = [self.watch.until_lost()] if self.watch.healthy else []
         await _first(self.stopping.wait(), asyncio.sleep(timeout_s), *lost)
 
 
 async def _first(*waits: Coroutine[Any, Any, object]) -> None:
-    """Return when one of them does, and cancel the others."""
+    """Return when the first of `waits` has ended, and cancel the others."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,10 +1,10 @@
 """Run steps: carry out what the queue (`engine_queue.preemptive_queue`) decides, and stream tokens
 to the callers.
 
-Owns one task a step, in one TaskGroup. A step's task is the only one that changes its record;
-others ask the step to stop, or the engine to abort its attempt, and wait. Invariants: a token that
-the engine sampled reaches the caller's events exactly once, also one sampled between an abort and
-its acknowledgement; a slot is free again only after the engine has ended the attempt.
+This module owns one task a step, in one TaskGroup. A step's task is the only one that changes its
+record; others stop the step, or have the engine abort its attempt, and wait. Invariants: a token
+that the engine sampled reaches the caller's events exactly once, also one sampled between an abort
+and its acknowledgement; a slot is free again only after the engine has ended the attempt.
 """
 
 import asyncio
@@ -77,8 +77,10 @@ class LoadMeter:
 
 
 class StepRunner:
-    """policy.slots: steps that decode at once; 0: as many as the engine was started for. curve: of
-    the engine, None while it is not known. note: given each step that has ended.
+    """Runs all steps of one engine.
+
+    policy.slots: steps that decode at once; 0: as many as the engine was started for. curve: of the
+    engine, None while it is not known. note: called with each step that has ended.
 
     Whoever uses the engine while it is idle holds `borrowed`, and gives it back when `wanted` is
     set.
@@ -110,12 +112,11 @@ class StepRunner:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no step is here and none is kept off the engine by a pause."""
+        """Return whether no step is here and no pause keeps steps off the engine."""
         return not self._steps and not self.queue.paused
 
     async def run(self) -> None:
-        """Background task: hold the tasks of all steps, and end the waiting ones when the engine is
-        lost."""
+        """Hold the tasks of all steps, and end the waiting steps when the engine is lost."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             try:
@@ -166,7 +167,7 @@ class StepRunner:
             self._stop(step)
 
     async def abort(self, ticket_id: str) -> int:
-        """End a step. Returns its output tokens once the engine has ended it. Raises NotFound."""
+        """End a step; return its output tokens once the engine has ended it. Raises NotFound."""
         step = self._steps.get(ticket_id)
         if step is None:
             raise NotFound(
@@ -177,7 +178,7 @@ class StepRunner:
         return len(step.record.output)
 
     async def pause(self, *, abort: bool) -> tuple[int, int]:
-        """Take every step off the engine. Returns (aborted, kept) steps once nothing runs there.
+        """Take every step off the engine; return (aborted, kept) steps once nothing runs there.
 
         abort: end the steps. Otherwise they wait in the queue, and their KV stays cached.
         """
@@ -216,7 +217,7 @@ class StepRunner:
             step.record.wait(now, paused=paused)
 
     def decide(self) -> None:
-        """Carry out what the queue decides; nothing any more at drain."""
+        """Carry out what the queue decides; after the drain has begun, do nothing."""
         if self._tasks is None:
             return
         now = time.monotonic()
@@ -234,7 +235,7 @@ class StepRunner:
 
     @property
     def oldest_wait_s(self) -> float:
-        """Of the steps that wait now; 0 where none does."""
+        """Return the longest wait of the steps that wait now; 0 where none does."""
         now = time.monotonic()
         waiting = (
             step
@@ -325,7 +326,8 @@ class StepRunner:
         await self._bus.publish(self._facts.started(step.order, started))
 
     async def _run_attempt(self, step: RunningStep) -> Reason | None:
-        """Why the step ended; None where it was preempted and needs another attempt."""
+        """Run one attempt; return why the step ended, or None where it was preempted and needs
+        another."""
         profile = self._watch.require_profile()
         finish, message, read = "", "", False
         if step.aborting:  # preempted or stopped before it got to the engine
@@ -358,8 +360,8 @@ class StepRunner:
         return self._reason(step, finish, message)
 
     def _prefill_of(self, ticket_id: str) -> Prefill:
-        """What a waiting step has to prefill, as far as is known here; without a curve nothing
-        takes long."""
+        """Return what a waiting step has to prefill, as far as is known here; without a curve its
+        duration counts as 0."""
         curve, step = self._curve(), self._steps[ticket_id]
         read = self._contexts.count_read(step.blocks)
         first = step.blocks[read] if read < len(step.blocks) else None
@@ -374,8 +376,8 @@ class StepRunner:
         return Prefill(prefill_s / (curve.base_s + curve.per_sequence_s), first, returns)
 
     def _finish_prefill(self, step: RunningStep, now: float) -> None:
-        """The attempt has its first token: its context is read, and others may be now, or after a
-        rest."""
+        """Note the attempt's first token: the engine has read its context, and other steps may
+        prefill now, or after a rest."""
         self._contexts.note_read(step.blocks)
         if self.queue.finish_prefill(step.order.ticket_id, now):
             self.decide()

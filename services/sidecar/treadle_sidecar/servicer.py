@@ -1,4 +1,5 @@
-"""Answer EngineService: check the request, ask the sidecar's parts. Each ticket is taken once."""
+"""Answer EngineService: check the request and call the sidecar's parts. Each ticket is taken
+once."""
 
 import asyncio
 import heapq
@@ -26,8 +27,8 @@ DEFAULT_WATCH_S = 1.0
 
 
 class TicketBook:
-    """Accepts each ticket of one engine once: used ones are remembered until they expire. Times are
-    Unix seconds. seals: of this engine; None in plaintext."""
+    """Accepts each ticket of one engine once: used tickets are remembered until they expire. Times
+    are Unix seconds. seals: of this engine; None in plaintext."""
 
     def __init__(self, engine_id: str, seals: SealCheck | None) -> None:
         self._engine_id, self._seals = engine_id, seals
@@ -35,8 +36,9 @@ class TicketBook:
         self._expiries: list[tuple[float, str]] = []
 
     def check(self, ticket: Ticket, expires_at: float, now: float) -> None:
-        """Raises PermissionDenied TICKET_EXPIRED, SEAL_REFUSED; FailedPrecondition
-        TICKET_WRONG_ENGINE, TICKET_USED; Unavailable ENGINE_NOT_REGISTERED."""
+        """Raise PermissionDenied TICKET_EXPIRED, SEAL_REFUSED; FailedPrecondition
+        TICKET_WRONG_ENGINE, TICKET_USED; or Unavailable ENGINE_NOT_REGISTERED, unless the ticket is
+        good."""
         ticket_id, engine_id = ticket.ticket_id, ticket.engine_id
         if self._seals is not None:
             self._seals.check(ticket)
@@ -56,7 +58,7 @@ class TicketBook:
         raise FailedPrecondition(reason, message, ticket_id=ticket_id)
 
     def use(self, ticket_id: str, expires_at: float, now: float) -> None:
-        """Record the ticket's one use, and forget those that have expired."""
+        """Record the ticket's one use, and forget the tickets that have expired."""
         self._used.add(ticket_id)
         heapq.heappush(self._expiries, (expires_at, ticket_id))
         while self._expiries[0][0] <= now:
@@ -65,7 +67,8 @@ class TicketBook:
 
 @dataclass(eq=False)
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
-    """`load` and `info` describe the engine at the moment."""
+    """EngineService of one engine. `load` and `info` describe the engine at the moment of their
+    call."""
 
     runner: StepRunner
     tickets: TicketBook

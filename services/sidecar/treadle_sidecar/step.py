@@ -1,9 +1,9 @@
-"""One step on this engine: its order, what it has produced so far, and the events on their way to
-the caller.
+"""Hold one step on this engine: its order, its output so far, and the events for its caller.
 
-Pure but for the events: times are passed in. Invariants: each sampled token is recorded once, with
-its logprob; version spans are contiguous, without gap or overlap, from the resumed tokens on; the
-phases follow each other without a gap, so that they add up to the step's time.
+This module is pure but for the events: callers pass times in. Invariants: each sampled token is
+recorded once, with its logprob; version spans are contiguous, without gap or overlap, from the
+resumed tokens on; the phases follow each other without a gap, so that they add up to the step's
+time.
 
 A step is sent to the engine in one or more attempts: a preempted one is resumed by another attempt,
 whose input is the prompt and all output so far.
@@ -28,10 +28,10 @@ from treadle_sidecar.engine.client import EngineChunk, EngineClient, EngineReque
 from treadle_sidecar.engine.watch import EngineProfile
 
 SEED_BYTES = 7  # below SGLang's limit of 63 bits
-# Others hear this much later that an attempt starts. To tell them at once delays the request to the
-# engine by 0.4 ms, and an engine's first token takes longer than this.
+# An attempt's start is sent and published this much later. To send it at once delays the request
+# to the engine by 0.4 ms, and an engine's first token takes longer than this.
 START_SENT_AFTER_S = 0.003
-# of an output resumed from elsewhere, enough for the text in which a stop string may have begun
+# of an output resumed from another engine: enough text for the beginning of a stop string
 TAIL_TOKENS = 64
 
 Reason: TypeAlias = pb.FinishReason.ValueType
@@ -56,9 +56,12 @@ _WAITS: tuple[_Phase, ...] = (
 
 @dataclass(frozen=True)
 class StepOrder:
-    """One step to run. `resumed` are output tokens that the caller has from an engine that was
-    lost; preemptible: whether a waiting step may evict this one while it runs; token_interval_s:
-    seconds for which tokens are gathered; job, job_weight: whose share of the slots it takes."""
+    """Order to run one step.
+
+    resumed: output tokens that the caller has from an engine that was lost. preemptible: whether a
+    waiting step may evict this one while it runs. token_interval_s: seconds for which tokens are
+    gathered. job, job_weight: whose share of the slots the step takes.
+    """
 
     ticket_id: str
     trajectory_id: str
@@ -74,8 +77,8 @@ class StepOrder:
 
 
 class StepRecord:
-    """What a step has gathered. `now` is a monotonic clock's seconds, `wall` the Unix time of
-    acceptance."""
+    """Record of a step's output, spans and phases. `now` is a monotonic clock's seconds, `wall` the
+    Unix time of acceptance."""
 
     def __init__(self, order: StepOrder, now: float, wall: float) -> None:
         self.order = order
@@ -97,12 +100,12 @@ class StepRecord:
 
     @property
     def context(self) -> "array[int]":
-        """Prompt and output: the input of the next attempt."""
+        """Return prompt and output, which are the input of the next attempt."""
         return self.order.prompt + self.output
 
     @property
     def attempt_tokens(self) -> int:
-        """Tokens sampled in the present attempt."""
+        """Return the number of tokens sampled in the present attempt."""
         return len(self.output) - self._attempt_start
 
     def start_attempt(self, now: float) -> pb.StepStarted:
@@ -135,8 +138,7 @@ class StepRecord:
         )
 
     def correct_spans(self, engine_spans: Sequence[tuple[str, int, int]]) -> None:
-        """Replace the spans of the chunks by the engine's final account, where that covers the
-        attempt."""
+        """Replace the chunks' spans by the engine's final spans, where those cover the attempt."""
         bounds = [0, *(end for _, _, end in engine_spans)]
         starts = [start for _, start, _ in engine_spans]
         if (
@@ -162,8 +164,8 @@ class StepRecord:
         return pb.StepPreempted(output_tokens=len(self.output), by_ticket_id=told)
 
     def wait(self, now: float, *, paused: bool) -> None:
-        """The step waits from now on for the end of a pause, or for a slot. Changes nothing while
-        it runs."""
+        """Record that the step waits from now on for the end of a pause, or for a slot. A running
+        step stays as it is."""
         if self._phase in _WAITS:
             self._enter("weights" if paused else "preempted" if self.attempts else "queue", now)
 
@@ -203,13 +205,13 @@ class SplitStops:
     """Finds stop strings that begin in one attempt and end in a later one.
 
     The engine looks for stop strings in what the present attempt sampled, so it cannot see one that
-    began before a preemption (or on a lost engine). This looks at the text around each cut between
-    attempts, and only there. A match is seen after the chunk that completes it, so tokens that
-    share its chunk stay, as they do when the engine finds one itself in a multi-token step.
+    began before a preemption (or on a lost engine). This class looks at the text around each cut
+    between attempts, and only there. A match is seen after the chunk that completes it, so tokens
+    that share its chunk stay, as they do when the engine finds one itself in a multi-token step.
     """
 
     def __init__(self, stops: Sequence[str], tail: str = "") -> None:
-        """`tail` is the text before the first attempt, of which only the end matters."""
+        """Begin with `tail`, the text before the first attempt, of which only the end matters."""
         self._stops = tuple(stops)
         self._reach = max((len(stop) for stop in self._stops), default=1) - 1
         self._text = tail  # the last `reach` characters
@@ -217,11 +219,11 @@ class SplitStops:
         self._drop_beginning()
 
     def cut(self) -> None:
-        """The attempt ended; the text that follows is another's."""
+        """Note that the attempt has ended; the text that follows is of another attempt."""
         self._cut = len(self._text)
 
     def completes(self, text: str) -> bool:
-        """Add new text; True where it completes a stop string that began before the cut."""
+        """Add new text; return whether it completes a stop string that began before the cut."""
         if not self._reach:
             return False
         self._text += text
@@ -238,12 +240,12 @@ class SplitStops:
 
 
 class RunningStep:
-    """A step from its acceptance to its end; only StepRunner changes it. `over` is set once it has
-    left the queue."""
+    """Step from its acceptance to its end; only StepRunner changes it. `over` is set once the step
+    has left the queue."""
 
     def __init__(self, order: StepOrder, profile: EngineProfile, now: float, wall: float) -> None:
-        """Raises InvalidArgument for what the engine cannot take, above all for token ids that
-        would kill it."""
+        """Raise InvalidArgument for what the engine cannot take, above all for token ids that would
+        kill it."""
         sampling, room = order.sampling, profile.max_sequence_tokens - len(order.prompt)
         limit = f"the engine takes {profile.max_sequence_tokens} with the output"
         require(room > 0, "prompt", f"has {len(order.prompt)} tokens; {limit}")
@@ -259,7 +261,7 @@ class RunningStep:
         self.over = asyncio.Event()
         self.rid = ""
         self.admitted = False
-        self.aborting = False  # the engine is being asked to abort the present attempt
+        self.aborting = False  # the engine is to abort the present attempt
         self.evicted_by = ""
         self.stopped = False  # by the caller, a pause or an error: no further attempt
         self.stop_found = (
@@ -280,9 +282,11 @@ class RunningStep:
         self._tail_known = not (order.resumed and sampling.stop)
 
     def emit(self, event: StepEvent | TreadleError) -> None:
-        """Send an event to the caller; StepFinished or an error is the last. Tokens wait for
-        others, at most as long as the order says, and are sent before what is not tokens; a start
-        waits START_SENT_AFTER_S, or for what follows it."""
+        """Send an event to the caller; StepFinished or an error is the last.
+
+        Tokens wait for further tokens, at most as long as the order allows, and are sent before any
+        other event; a start waits START_SENT_AFTER_S, or until the next event.
+        """
         if isinstance(event, pb.TokenChunk):
             self._gather(event)
         elif isinstance(event, pb.StepStarted):
@@ -319,8 +323,8 @@ class RunningStep:
             self._gather_until_s = asyncio.get_running_loop().time() + self.order.token_interval_s
 
     async def events(self) -> AsyncIterator[pb.GenerateResponse]:
-        """Until StepFinished. Chunks that wait for a slow caller are joined. Raises the error that
-        ended the step."""
+        """Yield the step's events until StepFinished. Chunks that wait for a slow caller are
+        joined. Raises the error that ended the step."""
         event: StepEvent | TreadleError | None = None
         while not isinstance(event, pb.StepFinished):
             event = await self._events.get()
@@ -346,12 +350,13 @@ class RunningStep:
             self._wake.set()
 
     def raise_error(self) -> None:
-        """Raise the error that the step was stopped with, if any."""
+        """Raise the error with which the step was stopped, if any."""
         if self._error is not None:
             raise self._error
 
     async def wait_for_slot(self) -> bool:
-        """False where the step is stopped first. Raises the error that it was stopped with."""
+        """Wait for a slot; return False where the step is stopped first. Raises the error with
+        which it was stopped."""
         while not self.admitted and not self.stopped:
             await self._wake.wait()
             self._wake.clear()
@@ -360,7 +365,7 @@ class RunningStep:
         return not self.stopped
 
     def end_attempt(self) -> None:
-        """The engine has ended the attempt."""
+        """Note that the engine has ended the attempt."""
         self.rid = ""
         self.admitted = False
         self.aborting = False
@@ -373,7 +378,7 @@ class RunningStep:
                 await self._attempt_ended.wait()
 
     async def learn_tail(self, engine: EngineClient) -> None:
-        """Ask for the text of an output that came from another engine. Raises EngineLost,
+        """Get the text of an output that came from another engine. Raises EngineLost,
         EngineRefused."""
         if not self._tail_known:
             self._tail_known = True
@@ -382,9 +387,9 @@ class RunningStep:
             )
 
     def reason_to_end(self) -> Reason | None:
-        """Why a step that was cut here needs no further attempt; None where it does.
+        """Return why a step that was cut here needs no further attempt; None where it needs one.
 
-        An abort can overtake the engine's own end, so the output is looked at.
+        An abort can overtake the engine's own end, so this looks at the output.
         """
         output = self.record.output
         if output and not self.order.sampling.ignore_eos and output[-1] in self._end_token_ids:
@@ -392,8 +397,8 @@ class RunningStep:
         return LENGTH if len(output) >= self._output_limit else None
 
     def attempt_request(self, weight_version: str) -> EngineRequest:
-        """The input and the tokens that are left. The salt is of the engine's weight version,
-        whatever the ticket says, and the trajectory's tenant."""
+        """Return the request for the tokens that are left. Its salt is of the engine's weight
+        version, whatever the ticket names, and the trajectory's tenant."""
         sampling = self.order.sampling
         params: dict[str, object] = {
             "max_new_tokens": self._output_limit - len(self.record.output),
@@ -426,7 +431,7 @@ class RunningStep:
 
 
 def _join(chunk: pb.TokenChunk, following: pb.TokenChunk) -> bool:
-    """Add the tokens that follow a chunk to it; False where other weights sampled them."""
+    """Add the tokens that follow a chunk to it; return False where other weights sampled them."""
     if following.weight_version != chunk.weight_version:
         return False
     chunk.token_ids.int32_le += following.token_ids.int32_le

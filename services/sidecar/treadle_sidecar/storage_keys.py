@@ -20,7 +20,7 @@ _LARGEST_NARROW = 0xFFFFFFFF
 
 
 def namespace_seed(cache_salt: str | None) -> str | None:
-    """Hex digest that starts a chain; None where there is no salt."""
+    """Return the hex digest that starts a chain; None where there is no salt."""
     if cache_salt is None:
         return None
     encoded = cache_salt.encode()
@@ -31,7 +31,7 @@ def namespace_seed(cache_salt: str | None) -> str | None:
 
 
 def page_keys(token_ids: Sequence[int], page_tokens: int, cache_salt: str | None) -> Iterator[str]:
-    """The key of each whole page of the prefix, in order."""
+    """Yield the key of each whole page of the prefix, in order."""
     seed = namespace_seed(cache_salt)
     digest = bytes.fromhex(seed) if seed else b""
     for start in range(0, len(token_ids) - page_tokens + 1, page_tokens):
@@ -40,7 +40,7 @@ def page_keys(token_ids: Sequence[int], page_tokens: int, cache_salt: str | None
 
 
 def chained_digest(prior: bytes, words: Sequence[int]) -> bytes:
-    """The digest of one page after `prior` (empty for none)."""
+    """Return the digest of one page after `prior` (empty for none)."""
     if max(words, default=0) <= _LARGEST_NARROW:
         return hashlib.sha256(prior + array("I", words).tobytes()).digest()
     return hashlib.sha256(prior + _WIDE_TAG + array("Q", words).tobytes()).digest()
@@ -48,7 +48,7 @@ def chained_digest(prior: bytes, words: Sequence[int]) -> bytes:
 
 class StoredPages:
     """Counts the leading tokens of a prefix whose pages are in `folder` (None: not known, so none).
-    `look` looks.
+    `look` updates the count.
 
     A file's name is the page's key and one of `suffixes`.
     """

@@ -10,10 +10,10 @@ A change that has begun goes on when its caller does not wait any longer, since 
 with it too: steps that ran meanwhile would store KV of the new weights under the name of the old
 ones.
 
-Invariant: before an engine's weights are overwritten in parts, or given away, the engine itself is
-told to name them INCOMPLETE, and what sleeps (`write_name`). No step runs under such a name, also
-after a restart of this sidecar; a new engine process has whole weights of its own, and its name
-says so.
+Invariant: before an engine's weights are overwritten in parts, or given away, the sidecar has the
+engine itself name them INCOMPLETE, and what sleeps (`write_name`). No step runs under such a name,
+also after a restart of this sidecar; a new engine process has whole weights of its own, and its
+name shows that.
 """
 
 import asyncio
@@ -43,8 +43,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load or a push brought. load_s: seconds that it took. model_path: empty where the
-    weights were pushed."""
+    """Result of a load or a push. load_s: seconds that it took. model_path: empty where the weights
+    were pushed."""
 
     model_path: str
     weight_version: str
@@ -54,11 +54,11 @@ class Loaded:
 
 @dataclass(eq=False)
 class Push:
-    """One push of a version, which ends with its last part, with a part that fails, or when none
+    """One push of a version, which ends with its last part, with a part that fails, or when no part
     comes in time.
 
-    parts: that have been accepted. newest: the answer to the last of them. in_session: the engine
-    expects parts.
+    parts: that have been accepted. newest: the answer to the last accepted part. in_session:
+    whether the engine expects parts.
     """
 
     push_id: str
@@ -73,7 +73,7 @@ class Push:
 
 @dataclass(eq=False)
 class Weights:
-    """The only part that changes what the engine serves. push_timeout_s: longest time between two
+    """Owner of all changes to what the engine serves. push_timeout_s: longest time between two
     parts of a push."""
 
     engine: EngineClient
@@ -98,27 +98,27 @@ class Weights:
         self.watch.on_name = self._hold_or_resume
 
     async def run(self) -> None:
-        """Background task: what changes go on in."""
+        """Hold the tasks of all changes until cancelled."""
         async with asyncio.TaskGroup() as self._tasks:
             await asyncio.Event().wait()
 
     async def pause(self, *, abort: bool) -> tuple[int, int]:
-        """Returns (aborted, kept) steps once none runs; abort: end the steps rather than keep them
-        waiting."""
+        """Take the steps off the engine; return (aborted, kept) steps once none runs. abort: end
+        the steps rather than keep them waiting."""
         async with self._idle(abort=abort) as counts:
             self._paused = True
         return counts
 
     async def resume(self) -> None:
-        """Let steps run again, but for an engine that cannot. Changes nothing where nothing is
+        """Let steps run again, unless the engine cannot run any. Changes nothing where nothing is
         paused."""
         async with self._one_at_a_time:
             self._paused = False
             self._hold_or_resume()
 
     async def update(self, model_path: str, weight_version: str) -> Loaded:
-        """Load weights; another call for the same ones waits for the load under way, or returns
-        what it brought.
+        """Load weights; another call for the same ones waits for the load under way, or returns its
+        result.
 
         Steps wait meanwhile, and stay paused where they were paused. Raises InvalidArgument,
         FailedPrecondition WEIGHTS_NOT_LOADED, PUSH_UNDER_WAY or ENGINE_ASLEEP, Unavailable.
@@ -135,8 +135,8 @@ class Weights:
         return await asyncio.shield(self._loads[target])
 
     async def push(self, part: PushPart) -> Loaded:
-        """Take one part of pushed weights; the version is named with the last one. A repeated part
-        is taken once.
+        """Take one part of pushed weights once, however often it is sent; the last part names the
+        version.
 
         Raises InvalidArgument, FailedPrecondition PUSH_UNDER_WAY, PUSH_OUT_OF_ORDER,
         WEIGHTS_NOT_PUSHED or ENGINE_ASLEEP, Unavailable.
@@ -155,7 +155,7 @@ class Weights:
     async def sleep(
         self, tags: frozenset[str], *, abort: bool
     ) -> tuple[tuple[int, int], frozenset[str]]:
-        """Give memory to a trainer. Returns (aborted, kept) steps, and all that sleeps.
+        """Give memory to a trainer; return (aborted, kept) steps, and all that sleeps.
 
         Raises FailedPrecondition NO_MEMORY_SAVER, PUSH_UNDER_WAY or ENGINE_BUSY, Unavailable.
         """
@@ -169,8 +169,8 @@ class Weights:
         return await asyncio.shield(self._begin(self._sleep(tags, abort=abort)))
 
     async def wake(self, tags: frozenset[str]) -> frozenset[str]:
-        """Take memory back; steps go on once all of it is there and the weights are whole. Returns
-        what still sleeps. Raises FailedPrecondition ENGINE_NOT_AWAKE, Unavailable."""
+        """Take memory back; return what still sleeps. Steps go on once all memory is there and the
+        weights are whole. Raises FailedPrecondition ENGINE_NOT_AWAKE, Unavailable."""
         return await asyncio.shield(self._begin(self._wake(tags)))
 
     async def join_group(self, group: dict[str, object]) -> None:
@@ -179,7 +179,8 @@ class Weights:
         await asyncio.shield(self._begin(self._join(group)))
 
     async def leave_group(self, group_name: str) -> None:
-        """Raises FailedPrecondition GROUP_NOT_LEFT, Unavailable."""
+        """Leave the trainer's process group. Raises FailedPrecondition GROUP_NOT_LEFT,
+        Unavailable."""
         async with self._one_at_a_time, self.watch.calling("to leave the group", "GROUP_NOT_LEFT"):
             await self.engine.leave_group(group_name)
 
@@ -197,7 +198,7 @@ class Weights:
 
     @asynccontextmanager
     async def _idle(self, *, abort: bool = False) -> AsyncIterator[tuple[int, int]]:
-        """Keep everything off the engine within the block. Gives the (aborted, kept) steps."""
+        """Keep everything off the engine within the block. Yields the (aborted, kept) steps."""
         async with self._one_at_a_time:
             self._changing = True
             try:
@@ -224,8 +225,8 @@ class Weights:
         self.watch.set_name(name)
 
     async def _ask_profile(self) -> EngineProfile:
-        """The profile with what the engine says at this moment: it may have restarted since the
-        last poll."""
+        """Read the engine's name for its weights and return the profile: the engine may have
+        restarted since the last poll."""
         self.watch.set_name(await self.engine.name_of_weights())
         return self.watch.require_profile()
 
@@ -257,7 +258,7 @@ class Weights:
         return self._last
 
     def _admit(self, part: PushPart) -> Push:
-        """The push that the part belongs to, which is the next one due; part 0 begins one."""
+        """Return the push that the part belongs to, whose next part it is; part 0 begins a push."""
         push = self._push
         restarts = (
             push is not None and part.index == 0 and part.weight_version == push.weight_version
@@ -325,7 +326,7 @@ class Weights:
                 await self._drop_kv()
 
     def _end(self, push: Push, problem: str = "") -> None:
-        """The push is over; without its last part, the engine stays incomplete."""
+        """End the push; without its last part, the engine stays incomplete."""
         if self._push is push:
             self._push = None
             if problem:
@@ -377,7 +378,7 @@ class Weights:
             await self.engine.join_group(group)
 
     def _require_weights(self) -> EngineProfile:
-        """The profile of an engine whose weights may be overwritten."""
+        """Return the profile of an engine whose weights may be overwritten."""
         profile = self.watch.require_profile()
         if "weights" in profile.asleep:
             raise FailedPrecondition(

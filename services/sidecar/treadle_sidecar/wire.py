@@ -126,7 +126,7 @@ async def wire(runtime: Runtime) -> Wiring:
 
 
 def watch_load(metrics: Metrics, load: Callable[[], engine_pb2.Load]) -> None:
-    """Have the state of the engine read from now on."""
+    """Report the engine's state in the metrics from now on."""
     gauges = (
         ("running", "step", "Steps that run on the engine", "running_steps"),
         ("waiting", "step", "Steps in the queue in front of the engine", "waiting_steps"),
@@ -141,7 +141,7 @@ def watch_load(metrics: Metrics, load: Callable[[], engine_pb2.Load]) -> None:
 
 
 def counting(metrics: Metrics) -> Callable[[engine_pb2.StepFinished], None]:
-    """What counts and times each step that has ended (docs/metrics.md)."""
+    """Return a function that counts and times each step that has ended (docs/metrics.md)."""
     step_s = metrics.seconds("step", "Where the time of steps went, by part")
     steps = metrics.total(
         "steps", "step", "Steps by why they ended; one that ended with an error is not among them"

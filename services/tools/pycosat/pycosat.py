@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 
 class PycosatMissing(RuntimeError):  # noqa: N818 - a state of the machine more than an error
-    """pycosat is not installed; the message says how to install it."""
+    """pycosat is not installed; the message gives the commands that install it."""
 
 
 def itersolve(clauses: Iterable[Iterable[int]]) -> Iterator[list[int]]:

@@ -1,1 +1,2 @@
-"""The tools service. Nothing here at import: the sandbox imports this package too."""
+"""Run tools, environments and rewards. Nothing is imported here: the sandbox imports this package
+too."""

@@ -1,4 +1,4 @@
-"""Starts the backends that the tools ask for, and finds the backend of each tool.
+"""Start the backends that the tools need, and find the backend of each tool.
 
 Invariant: no tool runs outside a sandbox. A backend that is missing is missing for its own tools
 only: their calls are refused with what to do, and the service starts all the same. Libraries of
@@ -38,7 +38,7 @@ REMEDIES = {
 
 
 class BackendMissing(Exception):  # noqa: N818 - a state of the machine more than an error
-    """There is no such backend here; the message says why and what to do."""
+    """There is no such backend here; the message gives the reason and the remedy."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Backends:
 
     of_tool: the name of each tool's backend.
 
-    started: by name, and versions: of those that are there. missing: why others are not.
+    started: backends by name, and versions: theirs. missing: why others are not started.
     """
 
     of_tool: Mapping[str, str]
@@ -107,7 +107,7 @@ async def start_backends(settings: ToolsSettings, registered: Iterable[Tool]) ->
 def _folder_of(backend: str, settings: ToolsSettings) -> Path:
     """Return the state folder of a backend.
 
-    Those of containers stand beside the daemon's, which that one removes.
+    The folders of containers stand beside the daemon's, because the daemon removes its own.
     """
     folder = settings.state_folder
     return folder if backend == BUBBLEWRAP else folder.with_name(f"{folder.name}-{backend}")
@@ -119,7 +119,7 @@ R = TypeVar("R")
 def _make_recipes(
     tools: Sequence[Tool], make: Callable[[Tool], R]
 ) -> tuple[list[R], dict[str, str]]:
-    """Recipes of those tools whose modules are here, and why the others have none."""
+    """Return the recipes of those tools whose modules are here, and why the others have none."""
     recipes, failures = [], {}
     for tool in tools:
         try:
@@ -131,7 +131,7 @@ def _make_recipes(
 
 
 async def _start_daemon(settings: ToolsSettings, tools: Sequence[Tool]) -> tuple[DaemonClient, str]:
-    """Return a client of the sandbox daemon, and its version.
+    """Start a client of the sandbox daemon; return it and bubblewrap's version.
 
     Raises BubblewrapMissing, FolderRefused, DaemonFailed.
     """
@@ -156,7 +156,7 @@ async def _start_daemon(settings: ToolsSettings, tools: Sequence[Tool]) -> tuple
 async def _start_fleet(
     kind: str, settings: ToolsSettings, tools: Sequence[Tool]
 ) -> tuple[Fleet, str]:
-    """Containers on "docker" or "kubernetes", and its version.
+    """Start a fleet of containers on "docker" or "kubernetes"; return it and the host's version.
 
     Raises BackendMissing, FolderRefused.
     """
@@ -210,7 +210,7 @@ def _find_hosts(kind: str, settings: ToolsSettings, owner: str) -> Sequence[Host
 
 
 async def _check(kind: str, hosts: Sequence[Host]) -> str:
-    """Return the version of the first host that answers; others are asked when they are needed.
+    """Return the version of the first host that answers; others are checked when they are needed.
 
     Raises BackendMissing.
     """

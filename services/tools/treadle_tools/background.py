@@ -1,7 +1,7 @@
 """Run work that goes on after the call that began it has ended, such as a step that must not be
 half done.
 
-Owns: one TaskGroup, from `run` (a background task of the service) until the drain.
+This module owns one TaskGroup, from `run` (a background task of the service) until the drain.
 """
 
 import asyncio
@@ -15,8 +15,7 @@ R = TypeVar("R")
 
 class Background:
     """Runs work in one task group: `spawn` and forget, or `finish` whether or not the caller still
-    waits.
-    """
+    waits."""
 
     def __init__(self) -> None:
         self._group: asyncio.TaskGroup | None = None
@@ -28,7 +27,7 @@ class Background:
             await asyncio.Event().wait()
 
     def spawn(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
-        """Start work that nobody need wait for; it must not raise."""
+        """Start work that nobody need wait for; the work must not raise."""
         if self._group is None:
             raise RuntimeError("spawned before run")
         return self._group.create_task(work, context=detached_context())

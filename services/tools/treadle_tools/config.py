@@ -1,4 +1,4 @@
-"""Settings of the tools service, read once from TREADLE_TOOLS_<NAME>."""
+"""Read the settings of the tools service once, from TREADLE_TOOLS_<NAME>."""
 
 import os
 import tempfile
@@ -58,7 +58,7 @@ DockerHosts = Annotated[
 
 
 class ToolsSettings(Settings):
-    """Settings of the tools service; their names carry the units.
+    """Settings of the tools service.
 
     Seconds, counts and bytes are in the names.
     """
@@ -77,7 +77,7 @@ class ToolsSettings(Settings):
     modules: ModuleNames = ()  # Python modules with a list TOOLS, separated by commas
     # That actions may use at a time; 0: all this process may run on
     cores: int = Field(default=0, ge=0)
-    # auto: an action runs on cores of its own, where control groups can say so
+    # auto: an action runs on cores of its own, where control groups can pin it
     pin: Literal["auto", "off"] = "auto"
     memory_bytes: int = Field(default=0, ge=0)  # for what tools reserve; 0: all of the machine's
     providers_file: str = ""  # TOML or JSON: the providers that tools call, and what they allow
@@ -89,7 +89,7 @@ class ToolsSettings(Settings):
     # Rewards in the sandbox at a time; 0: as many as cores
     reward_slots: int = Field(default=0, ge=0)
     max_rewards: int = Field(default=65_536, ge=1)  # that may wait
-    # How long a reward that has ended can be asked for
+    # How long a reward that has ended is kept for its callers
     reward_kept_s: float = Field(default=3600.0, gt=0)
     warm_sandboxes: int = Field(default=2, ge=1)  # per tool
     # That wait for the next call of the trajectory that used them
@@ -108,7 +108,7 @@ class ToolsSettings(Settings):
     owner: str = ""  # whose containers they are; empty: this machine's at this port
     docker_hosts: DockerHosts = ("unix:///var/run/docker.sock",)  # daemons, separated by commas
     docker_tls: str = ""  # a folder with ca.pem, cert.pem and key.pem, for tcp:// daemons
-    docker_mirror: str = ""  # a registry that has the images too, and is asked first
+    docker_mirror: str = ""  # a registry that has the images too, and is tried first
     kubernetes_namespace: str = ""  # empty: the one of this pod, else "default"
     kubernetes_runtime_class: str = ""  # of the pods, such as one for gVisor or Kata Containers
     cgroups: Literal["auto", "off"] = "auto"  # off: memory is watched from outside
@@ -122,9 +122,8 @@ class ToolsSettings(Settings):
 
     @property
     def state_folder(self) -> Path:
-        """Return `state_dir`, or a folder of the user's for this address; of this process, where
-        the port is not fixed.
-        """
+        """Return `state_dir`, or a folder of the user's for this address; where the port is not
+        fixed, for this process."""
         if self.state_dir:
             return Path(self.state_dir)
         address = self.listen.replace(":", "-").replace("/", "-")

@@ -23,7 +23,7 @@ from treadle_tools.tool import Kind, Limits, Result, Tool
 
 
 def limits_of(message: pb.Limits, most: Limits) -> Limits:
-    """Return the limits that a caller asks for, where 0 means the tool's own.
+    """Return the limits that a caller requests, where 0 means the tool's own.
 
     Raises InvalidArgument for a negative or too large one.
     """
@@ -167,7 +167,7 @@ def reward_message(reward: Reward) -> rewards_pb2.Reward:
 
 
 class FactPublisher:
-    """Publishes what happened to actions and rewards. source: service and instance."""
+    """Publishes facts of actions and rewards. source: service and instance."""
 
     def __init__(self, bus: Bus, source: str) -> None:
         self._bus = bus

@@ -1,4 +1,4 @@
-"""Export what is held and waited for, and the times of actions (docs/metrics.md)."""
+"""Export the resources that are held and waited for, and the times of actions (docs/metrics.md)."""
 
 import time
 from collections.abc import Callable
@@ -33,7 +33,7 @@ ACTION_BOUNDS_S = (
 
 
 class Meters:
-    """The instruments of the tools service."""
+    """All instruments of the tools service."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -55,7 +55,7 @@ class Meters:
         )
 
     def record_action(self, tool: Tool, result: Result) -> None:
-        """Note an action that has ended."""
+        """Record an action that has ended."""
         labels = {"tool": tool.name, "status": result.status.value}
         self._queue_s(result.queue_s, labels)
         self._overhead_s(result.overhead_s, labels)
@@ -64,7 +64,7 @@ class Meters:
         self._cores_used(result.cpu_s or 0.0, {"tool": tool.name})
 
     def watch(self, dispatcher: Dispatcher) -> None:
-        """Have the resources read from now on."""
+        """Report the dispatcher's resources from now on."""
 
         def usage(name: str) -> Callable[[], Readings]:
             now = time.monotonic

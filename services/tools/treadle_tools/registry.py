@@ -31,13 +31,14 @@ Arguments = dict[str, Any]
 
 
 class RegistrationError(Exception):
-    """A tool or a module of tools is not usable; the message says which and why."""
+    """A tool or a module of tools is not usable; the message gives which and why."""
 
 
 class Registry:
     """Tools by name, with the schemas of their arguments.
 
-    providers: whom they may call. networks: that they may name. Raises RegistrationError.
+    providers: those that tools may call. networks: those that tools may name. Raises
+    RegistrationError.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Registry:
         self._tools[tool.name] = tool
 
     def _problem_of(self, tool: Tool) -> str:
-        """Return what keeps it from being used; "" where nothing does."""
+        """Return what keeps the tool from being used; "" where nothing does."""
         amounts = tool.limits.message().values()
         checks = {
             f"entry must be module:callable, is {tool.entry!r}": ":" in tool.entry
@@ -130,7 +131,8 @@ class Registry:
         return tuple(tool for tool in self._tools.values() if tool.kind is not Kind.REWARD)
 
     def _find(self, field: str, name: str) -> Tool:
-        """field: "tool" or "reward", which are looked for apart."""
+        """Return a tool by its name. field: "tool" or "reward", each of which is found among its
+        own kind only."""
         if not name:
             raise InvalidArgument(field, "must not be empty")
         tool = self._tools.get(name)
@@ -208,7 +210,7 @@ def check_arguments(text: str, validator: Validator) -> Arguments:
 
 
 def _path(problem: jsonschema.ValidationError) -> list[str]:
-    """Where the problem is; a property that is missing, or one too many, is named itself."""
+    """Return where the problem is; a property that is missing, or one too many, is named itself."""
     path = [str(part) for part in problem.absolute_path]
     found, rule, schema = problem.instance, problem.validator_value, problem.schema
     if isinstance(found, dict) and isinstance(schema, Mapping):

@@ -1,10 +1,10 @@
-"""Read what code that nobody trusts has answered: in a sandbox, or behind a URL.
+"""Read the answers of code that nobody trusts: in a sandbox, or behind a URL.
 
 Invariants: whatever was sent, the outcome is a Result whose fields have their types, sizes and
 ranges. An answer that breaks them is that one call's CRASHED (of a sandbox) or TOOL_ERROR (of a
-function). What a kind of tool has no say in is left out: code that a caller sends to the `python`
-tool can answer in that tool's place, and gets output, error and status, which it could print
-anyway.
+function). Fields that a kind of tool does not decide are left out: code that a caller sends to the
+`python` tool can answer in that tool's place, and gets output, error and status, which it could
+print anyway.
 """
 
 import json
@@ -18,10 +18,10 @@ from treadle_tools.tool import Kind, Result, Status, Tool
 MOST_ERROR_BYTES = 4 * 1024
 MOST_DATA_BYTES = 1024 * 1024
 MOST_NAME_BYTES = 256  # of an argument that a tool refuses
-CUT_MARK_BYTES = 64  # of the line that says an output was cut
-# What a tool says that its provider asked for; quotas of a day are the longest in use
+CUT_MARK_BYTES = 64  # of the line that marks an output as cut
+# Of a pause that a tool's provider requests; quotas of a day are the longest in use
 LONGEST_REST_S = 86_400.0
-# Said of every action, also by its host
+# Reported of every action, also by its host
 HOSTED = ("alive", "truncated", "execution_s", "cpu_s", "output", "error")
 SAYS: Mapping[Kind, tuple[str, ...]] = {
     Kind.STATELESS: ("reward", "data_json", "invalid", "retry_after_s"),
@@ -36,7 +36,7 @@ class BadReply(Exception):  # noqa: N818 - what the answer is, as callers speak 
 
 @dataclass(frozen=True)
 class Reply:
-    """A function's answer of status 2xx. waited_s: until the try that got it began."""
+    """Answer of a function, of status 2xx. waited_s: until the try that got it began."""
 
     body: bytes
     content_type: str
@@ -138,7 +138,7 @@ def in_range(reward: float, reward_range: tuple[float, float]) -> float:
 
 
 def cut(text: str, most_bytes: int) -> tuple[str, bool]:
-    """Return the text in at most so many bytes of UTF-8, and whether it was longer."""
+    """Cut the text to so many bytes of UTF-8; return it, and whether it was longer."""
     if 4 * len(text) <= most_bytes:
         return text, False
     encoded = text.encode("utf-8", "surrogatepass")

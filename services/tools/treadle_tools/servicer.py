@@ -1,4 +1,4 @@
-"""Serve ToolsService and RewardsService: check a request, convert it, ask gateway or pool, convert
+"""Serve ToolsService and RewardsService: check a request, convert it, call gateway or pool, convert
 the answer.
 
 Invariant: a request's fields, tool and session are checked before it is refused for lack of a
@@ -64,9 +64,9 @@ class Gateway:
         trajectory_id: str,
         job: str = "",
     ) -> Result:
-        """Run a stateless tool.
+        """Run a stateless tool, until its caller goes away.
 
-        The caller's going away stops it. job: whose share of cores and providers it takes.
+        job: whose share of cores and providers it takes.
         """
         if isinstance(tool.remote, HttpFunction):
             return await self.functions.run(
@@ -111,7 +111,7 @@ class Gateway:
 
 @dataclass(eq=False)
 class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
-    """The RPCs of protos/treadle/tools/v1/tools.proto."""
+    """ToolsService, the RPCs of protos/treadle/tools/v1/tools.proto."""
 
     gateway: Gateway
     records: RequestRecords
@@ -134,7 +134,7 @@ class ToolsServicer(tools_pb2_grpc.ToolsServiceServicer):
     async def _finish(
         self, rpc: str, request: Message, answer: type[R], call: Callable[[], Awaitable[R]]
     ) -> R:
-        """Finish and record what changes a session, whether or not the caller still waits."""
+        """Finish and record a change of a session, whether or not the caller still waits."""
         return await self.background.finish(lambda: self.records.once(rpc, request, answer, call))
 
     async def _call(self, request: pb.InvokeRequest) -> pb.InvokeResponse:
@@ -237,7 +237,7 @@ def _trajectory(trajectory_id: str) -> None:
 
 @dataclass(eq=False)
 class RewardsServicer(rewards_pb2_grpc.RewardsServiceServicer):
-    """The RPCs of protos/treadle/tools/v1/rewards.proto."""
+    """RewardsService, the RPCs of protos/treadle/tools/v1/rewards.proto."""
 
     registry: Registry
     pool: RewardPool

@@ -1,11 +1,11 @@
-"""Sessions of environments: opened, stepped one action at a time, restored after a restart, closed.
+"""Open, step, restore and close sessions of environments.
 
-Owns: the table of sessions and each session's sandbox. Invariants: no two steps of a session
-overlap; a step that has started is finished although its caller has gone; a session whose
+This module owns the table of sessions and each session's sandbox. Invariants: no two steps of a
+session overlap; a step that has started is finished although its caller has gone; a session whose
 environment has ended refuses steps with the reason until it is closed; an answer is stored before
 its caller gets it, so that the service's next run knows it.
 
-What makes an opening fast and sure is the worker that imports the tool before the first caller asks
+An opening is fast and reliable because the worker imports the tool before the first caller needs it
 (`Tool.preload`).
 """
 
@@ -47,7 +47,7 @@ CHANGING = ("steps", "ended", "last_key", "last_used_at")
 
 @dataclass(frozen=True)
 class Opening:
-    """A request to open a session. ends_at: by time.monotonic."""
+    """Request to open a session. ends_at: by time.monotonic."""
 
     tool: Tool
     arguments: Mapping[str, Any]
@@ -60,8 +60,7 @@ class Opening:
     @property
     def key(self) -> str:
         """Return a name of this request within its session, where a step may have the same request
-        id.
-        """
+        id."""
         return f"open:{self.request_id}"
 
 
@@ -74,8 +73,8 @@ class Session:
     ended: why it takes no more steps; empty: it does.
 
     last_key, last: the newest request that the environment has answered, and its answer, where
-    known. recalled: False until the sandbox of a session of an earlier run has been asked for its
-    last answer, which that run may have missed.
+    known. recalled: False until the sandbox of a session of an earlier run has returned its last
+    answer, which that run may have missed.
     """
 
     session_id: str
@@ -104,7 +103,7 @@ class Session:
         return self.sandbox
 
     def touch(self) -> None:
-        """Restart the time that it may be idle."""
+        """Restart the time that the session may be idle."""
         self.last_used_at = time.time()
         self.idle_since = time.monotonic()
 
@@ -116,7 +115,7 @@ class Session:
     def facts(self) -> dict[str, Any]:
         """Return the fields of the record that change.
 
-        The last answer only where no sandbox has it any more.
+        The last answer is among them only where no sandbox has it any more.
         """
         last = asdict(self.last) if self.ended and self.last is not None else None
         return {**{name: getattr(self, name) for name in CHANGING}, "last": last}
@@ -204,7 +203,7 @@ async def open_with_retries(
 class Sessions:
     """Opens, steps, restores and closes all sessions.
 
-    most: sessions at a time. idle_s: after which one is closed.
+    most: sessions at a time. idle_s: seconds after which an idle session is closed.
     """
 
     def __init__(self, actions: Actions, backends: Backends, *, most: int, idle_s: float) -> None:
@@ -235,15 +234,14 @@ class Sessions:
                     found.sandbox.close()
 
     async def recall(self) -> None:
-        """Ask every sandbox that was taken over for its last answer; this waits for steps under
-        way.
-        """
+        """Get the last answer from every sandbox that was taken over; this waits for steps under
+        way."""
         async with asyncio.TaskGroup() as group:
             for session in list(self._sessions.values()):
                 group.create_task(self._recall(session))
 
     async def open(self, opening: Opening) -> tuple[Session, Result]:
-        """Open a session: itself, and its first observation.
+        """Open a session; return it and its first observation.
 
         Raises ResourceExhausted when there are too many, InvalidArgument where the environment
         refuses an argument. An environment that fails to start gives a session that has ended
@@ -304,7 +302,7 @@ class Sessions:
         )
 
     async def _attempt(self, session: Session, opening: Opening) -> Result:
-        """Start the environment in a fresh sandbox; its first answer."""
+        """Start the environment in a fresh sandbox; return its first answer."""
 
         async def start(granted: Granted) -> Mapping[str, Any]:
             session.sandbox = sandbox = await session.backend.take(opening.tool.name)
@@ -368,9 +366,8 @@ class Sessions:
             await session.backend.flush()
 
     async def end(self, trajectory_id: str) -> None:
-        """Close the sessions of a trajectory that has ended; a running step is killed, as nobody
-        waits for it.
-        """
+        """Close the sessions of a trajectory that has ended; kill a running step, as nobody waits
+        for it."""
         for session in [
             each for each in self._sessions.values() if each.trajectory_id == trajectory_id
         ]:
@@ -393,7 +390,7 @@ class Sessions:
                         await self.close(session.session_id)
 
     async def _recall(self, session: Session) -> None:
-        """Take in, once, an answer of the sandbox that an earlier run may not have passed on."""
+        """Take in, once, an answer of the sandbox that an earlier run may not have returned."""
         if session.recalled:
             return
         async with session.lock:
@@ -432,7 +429,7 @@ class Sessions:
     def _lose(self, session: Session, why: str) -> None:
         """End a session whose sandbox has ended.
 
-        It stays, and refuses steps, unless no caller knows its id.
+        The session stays, and refuses steps, unless no caller knows its id.
         """
         if not session.last_key:
             self._drop(session, "never opened")

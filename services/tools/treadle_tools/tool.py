@@ -1,4 +1,4 @@
-"""The values of the service: a tool, the limits of one action, and its outcome and result.
+"""Define the values of the service: a tool, the limits of one action, and its outcome and result.
 
 Invariant: this module imports the standard library only, because both sides of the sandbox's wall
 import it. The field `entry` names a tool's code, which is imported inside the sandbox. Of foreign
@@ -35,8 +35,8 @@ def object_schema(properties: Mapping[str, Any], *required: str, **more: int) ->
 
 
 class Kind(enum.StrEnum):
-    """How a tool is used: by single calls, by the steps of a session, or by the service to score a
-    trajectory.
+    """Way in which a tool is used: by single calls, by the steps of a session, or by the service to
+    score a trajectory.
 
     Agents cannot call a reward: it is not listed among the tools, and Invoke does not find it.
     """
@@ -47,7 +47,7 @@ class Kind(enum.StrEnum):
 
 
 class Status(enum.StrEnum):
-    """How an action ended.
+    """Status with which an action ended.
 
     Only OK is what the agent wanted; none of them is a fault of the service.
     """
@@ -61,7 +61,7 @@ class Status(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one action in a sandbox may use: cores, memory, seconds and bytes of output.
+    """Limits of one action in a sandbox: cores, memory, seconds and bytes of output.
 
     memory_bytes counts what the action adds to its preloaded worker, children included. How many
     processes an action may have, and how large its /tmp may be, are properties of its tool
@@ -80,7 +80,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Granted(Limits):
-    """What one action gets.
+    """Limits with the cores that one action has been granted.
 
     cpu_cores: how many; cores: which, ascending; empty where any will do.
     """
@@ -90,7 +90,7 @@ class Granted(Limits):
 
 @dataclass(frozen=True)
 class Scaling:
-    """How an action of a tool gets faster with more cores (ARL-Tangram, eq. 1).
+    """Speedup of a tool's actions with more cores (ARL-Tangram, eq. 1).
 
     cores: the numbers of cores that it can use, ascending. serial_share: of its work, in [0, 1],
     what one core does whatever the others do (Amdahl); efficiency: measured instead, (cores, E)
@@ -150,11 +150,10 @@ class Tool:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a tool answers. output is what the agent reads; reward and done are for environments and
-    scorers.
+    """Answer of a tool. The agent reads output; reward and done are for environments and scorers.
 
-    retry_after_s: the tool's provider refused, and asks to be left alone for so long; a call of a
-    stateless tool is then made again by the service, if its caller has the time.
+    retry_after_s: the tool's provider refused, and requests this pause; a call of a stateless tool
+    is then made again by the service, if its caller has the time.
     """
 
     output: str = ""
@@ -167,7 +166,7 @@ class Outcome:
 
 
 class InvalidArguments(Exception):  # noqa: N818 - named as the gRPC code it becomes
-    """Raised by a tool: an argument passes the schema but is wrong all the same.
+    """A tool raises this where an argument passes the schema but is wrong all the same.
 
     The caller gets INVALID_ARGUMENT.
     """
@@ -179,19 +178,18 @@ class InvalidArguments(Exception):  # noqa: N818 - named as the gRPC code it bec
 
 
 class Sandbox(Protocol):
-    """What an environment can ask of the sandbox it lives in."""
+    """The sandbox that an environment lives in, as the environment can use it."""
 
     @property
     def cores(self) -> int:
         """Return how many cores the present step may use.
 
-        Of a stateless tool: the environment variable TREADLE_CORES.
+        A stateless tool reads the environment variable TREADLE_CORES instead.
         """
 
     def python(self, code: str) -> Outcome:
         """Run Python in a process of its own that sees the session's /tmp, but not the
-        environment's memory.
-        """
+        environment's memory."""
 
 
 class Environment(Protocol):
@@ -209,12 +207,12 @@ class Environment(Protocol):
 
 @dataclass(frozen=True)
 class Result:
-    """What came of an action, as the service sees it. Times in seconds.
+    """Result of an action, as the service sees it. Times in seconds.
 
-    alive: the session's process can take another step. invalid: (argument, description) where the
-    tool refused an argument. cores: that it was granted. held_s: for how long it held them. cpu_s:
-    CPU seconds that it used; None where nobody counts. refused_s: for how long the tool's provider
-    asked to be left alone.
+    alive: whether the session's process can take another step. invalid: (argument, description)
+    where the tool refused an argument. cores: that it was granted. held_s: for how long it held
+    them. cpu_s: CPU seconds that it used; None where nobody counts. refused_s: for how long the
+    tool's provider requested a pause.
     """
 
     status: Status
@@ -235,9 +233,8 @@ class Result:
     refused_s: float | None = None
 
     def timed(self, *, queue_s: float, total_s: float) -> "Result":
-        """Return the same with queue and overhead filled in: overhead is what is neither queue nor
-        execution.
-        """
+        """Return the same result with queue and overhead: overhead is what is neither queue nor
+        execution."""
         return replace(
             self, queue_s=queue_s, overhead_s=max(0.0, total_s - queue_s - self.execution_s)
         )

@@ -171,7 +171,8 @@ async def wire(runtime: Runtime) -> Wiring:
 
 @contextmanager
 def _naming(setting: str, value: str) -> Iterator[None]:
-    """Raise StartError with the setting where what it names is not usable."""
+    """Raise StartError with the setting's name where a file or module that it names is not
+    usable."""
     try:
         yield
     except (DeclarationError, InvalidPoolError, RegistrationError) as error:

@@ -1,12 +1,12 @@
-"""Call SGLang's HTTP server: generate, abort, prefill, load weights, ask what it is.
+"""Call SGLang's HTTP server: generate, abort, prefill, load weights, read what the engine is.
 
-Owns the HTTP session; knows the engine's JSON, nothing of steps or queues. aiohttp costs 31 us of
-CPU a chunk of a stream here where httpx costs 71, and each token is one chunk.
+This module owns the HTTP session; it knows the engine's JSON, nothing of steps or queues. aiohttp
+costs 31 us of CPU a chunk of a stream here where httpx costs 71, and each token is one chunk.
 
 A chunk of a stream has the new tokens alone where SGLang was started with
---incremental-streaming-output, else all tokens of the request so far. Either way each chunk must
-have as many as `completion_tokens` says: a stream that is read in the wrong way would deliver wrong
-tokens without an error.
+--incremental-streaming-output, else all tokens of the request so far. Either way the number of
+tokens must agree with `completion_tokens`: a stream that is read in the wrong way would deliver
+wrong tokens without an error.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ class EngineLost(Exception):  # noqa: N818 - what happened, as callers speak of 
 
 
 class EngineRefused(Exception):  # noqa: N818
-    """The engine answered with an error; the message is its own."""
+    """The engine answered with an error, whose message this is."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class EngineRequest:
 
 @dataclass(frozen=True)
 class EngineChunk:
-    """New tokens since the chunk before.
+    """New tokens of a stream since the chunk before.
 
     `finish` is stop, length or abort on the last chunk, whose `spans` (version, start, end) cover
     the attempt.
@@ -92,7 +92,7 @@ class EngineChunk:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Where a prefix's KV came from, in tokens: this engine (device or host), shared storage, or
+    """Origin of a prefix's KV, in tokens: this engine (device or host), shared storage, or
     computed."""
 
     cached: int
@@ -101,11 +101,11 @@ class Prefill:
 
 
 class EngineClient:
-    """One engine at `base_url`. work, progress: are given the requests and the tokens of all
+    """Client of one engine at `base_url`. work, progress: record the requests and the tokens of all
     streams.
 
-    `incremental`: whether a chunk has the new tokens alone; whoever asks what the engine is sets
-    it. Every method raises EngineLost and EngineRefused.
+    `incremental`: whether a chunk has the new tokens alone; the caller that reads what the engine
+    is sets it. Every method raises EngineLost and EngineRefused.
     """
 
     def __init__(self, base_url: str, work: EngineWork, progress: EngineProgress) -> None:
@@ -120,11 +120,11 @@ class EngineClient:
         )
 
     async def close(self) -> None:
-        """Break what is under way."""
+        """Close the session, which breaks what is under way."""
         await self._session.close()
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineChunk, None]:
-        """The tokens of one attempt; the last chunk has `finish`."""
+        """Yield the tokens of one attempt; the last chunk has `finish`."""
         body = {
             "rid": request.rid,
             "input_ids": list(request.input_ids),
@@ -189,19 +189,19 @@ class EngineClient:
             self._progress.note_tokens(rid, time.monotonic())
 
     async def describe(self) -> tuple[Mapping[str, Any], Mapping[str, Any], int]:
-        """The engine's /server_info and /model_info, and its vocabulary's size, 0 where it does not
-        tell."""
+        """Return the engine's /server_info, its /model_info and its vocabulary's size, 0 where the
+        engine does not report it."""
         server: Mapping[str, Any] = await self._ask("GET", "/server_info")
         return server, await self._ask("GET", "/model_info"), await self._vocab_size()
 
     async def name_of_weights(self) -> str:
-        """How the engine names its present weights."""
+        """Return the engine's name for its present weights."""
         return await self._ask(
             "GET", "/model_info", read=lambda answer: as_text(answer["weight_version"])
         )
 
     async def kv_tokens_used(self) -> int:
-        """KV tokens that running requests hold."""
+        """Return how many KV tokens running requests hold."""
         # SGLang's HTTP server answers with what the generating process wrote last, whether or not
         # that one hangs.
         used_tokens, unread_tokens = await self._ask("GET", "/v1/loads?include=core", read=_loads)
@@ -223,7 +223,7 @@ class EngineClient:
 
     async def begin_push(self) -> None:
         """Make the weights ready to be overwritten; pushes by "distributed" and "tensor" need
-        it."""
+        this."""
         try:
             await self._load("/begin_weight_update", {})
         except EngineRefused as error:
@@ -233,7 +233,8 @@ class EngineClient:
             await self._load("/begin_weight_update", {})
 
     async def end_push(self) -> None:
-        """Make the pushed weights ready to be used. Refused where `begin_push` was not called."""
+        """Make the pushed weights ready to be used. The engine refuses without a `begin_push`
+        before."""
         await self._load("/end_weight_update", {})
 
     async def push_weights(self, way: str, body: Mapping[str, Any]) -> None:
@@ -243,7 +244,7 @@ class EngineClient:
         await self._load(f"/update_weights_from_{way}", {**given, "flush_cache": False})
 
     async def join_group(self, body: Mapping[str, Any]) -> None:
-        """Join a process group; returns once all ranks are there."""
+        """Join a process group; return once all ranks are there."""
         await self._load("/init_weights_update_group", body)
 
     async def leave_group(self, group_name: str) -> None:
@@ -259,7 +260,7 @@ class EngineClient:
         await self._load("/resume_memory_occupation", {"tags": sorted(tags)})
 
     async def flush_cache(self, wait_s: float = 0.0) -> bool:
-        """Drop all KV on the engine; False where it refuses because something runs after
+        """Drop all KV on the engine; return False where it refuses because something runs after
         `wait_s`."""
         try:
             await self._ask("POST", f"/flush_cache?timeout={wait_s:g}")
@@ -268,12 +269,12 @@ class EngineClient:
         return True
 
     async def text_of(self, token_ids: Sequence[int]) -> str:
-        """The tokens' text, special tokens included."""
+        """Return the tokens' text, special tokens included."""
         body = {"tokens": list(token_ids), "skip_special_tokens": False}
         return await self._ask("POST", "/detokenize", body, read=lambda answer: str(answer["text"]))
 
     async def _vocab_size(self) -> int:
-        # An id outside of the vocabulary kills the engine, and no endpoint tells the size. The
+        # An id outside of the vocabulary kills the engine, and no endpoint reports the size. The
         # refusal of this request does, and costs no forward pass.
         body = {
             "input_ids": [0],
@@ -289,7 +290,7 @@ class EngineClient:
         return 0
 
     async def _load(self, path: str, body: object) -> None:
-        """Ask for what keeps the engine from showing progress."""
+        """Send a request during which the engine shows no progress."""
         self._progress.begin_load()
         try:
             answer: Any = await self._ask("POST", path, body, timeout_s=WEIGHTS_TIMEOUT_S)
@@ -306,7 +307,8 @@ class EngineClient:
         timeout_s: float | None = None,
         read: Callable[[Any], T] = lambda answer: answer,
     ) -> T:
-        """What `read` makes of the answer's JSON, or of None where it is text."""
+        """Send a request; return what `read` makes of the answer's JSON, or of None where it is
+        text."""
         timeout = aiohttp.ClientTimeout(timeout_s or ANSWER_TIMEOUT_S)
         with self._translate_errors(path, timeout.total):
             url, headers = f"{self._base_url}{path}", _trace_headers()
@@ -356,14 +358,15 @@ class EngineClient:
 
 
 def _trace_headers() -> dict[str, str]:
-    """The W3C trace context of the present call: SGLang's spans (--enable-trace) go on from it."""
+    """Return the W3C trace context of the present call, which SGLang's spans (--enable-trace)
+    continue."""
     headers: dict[str, str] = {}
     propagate.inject(headers)
     return headers
 
 
 class _Stream:
-    """Reads the chunks of one stream of /generate. incremental: as of EngineClient. limit: most
+    """Reader of the chunks of one stream of /generate. incremental: as of EngineClient. limit: most
     tokens."""
 
     def __init__(self, incremental: bool, limit: int) -> None:
@@ -373,8 +376,8 @@ class _Stream:
         self._text = 0  # characters
 
     def read(self, answer: Mapping[str, Any]) -> EngineChunk:
-        """What is new in a chunk. Raises EngineLost where it has not the tokens that are due, and
-        PROTOCOL_ERRORS."""
+        """Return what is new in a chunk. Raises EngineLost unless it has the tokens that are due,
+        and PROTOCOL_ERRORS."""
         if "error" in answer:
             raise EngineRefused(str(answer["error"].get("message", answer["error"])))
         meta, text = answer["meta_info"], str(answer.get("text") or "")
@@ -424,14 +427,14 @@ class _Stream:
 
 
 def as_count(value: object, most: int = LARGEST_INT32) -> int:
-    """An int from 0 to `most`, which a message can carry. Raises ValueError."""
+    """Return an int from 0 to `most`, which a message can carry. Raises ValueError."""
     if type(value) is not int or not 0 <= value <= most:
         raise ValueError(f"{str(value)[:64]!r} is no number from 0 to {most}")
     return value
 
 
 def as_text(value: object) -> str:
-    """A string that a message can carry. Raises ValueError."""
+    """Return a string that a message can carry. Raises ValueError."""
     if not isinstance(value, str):
         raise ValueError(f"{str(value)[:64]!r} is no text")
     value.encode()  # a lone surrogate is an error
@@ -452,14 +455,14 @@ def _prefill(answer: Mapping[str, Any], count: int) -> Prefill:
 
 
 def _loads(answer: Mapping[str, Any]) -> tuple[int, int]:
-    """KV tokens in use, and tokens of waiting requests that are not cached."""
+    """Return the KV tokens in use, and the tokens of waiting requests that are not cached."""
     loads = answer["loads"]
     used = sum(as_count(load["num_used_tokens"]) for load in loads)
     return used, sum(as_count(load.get("num_waiting_uncached_tokens") or 0) for load in loads)
 
 
 def protocol_broken(where: str, path: str, error: Exception) -> EngineLost:
-    """The error for an answer that SGLang would not give."""
+    """Return the error for an answer that SGLang would not give."""
     return EngineLost(f"{where} does not speak the protocol of SGLang 0.5 on {path}: {error!r}")
 
 

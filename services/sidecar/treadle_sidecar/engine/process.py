@@ -30,14 +30,14 @@ WEIGHTS = (AUTO, INT8, FLOAT) = ("auto", "int8", "float")
 
 
 def cpu_dtype(cpu_info: Path = CPU_INFO) -> str:
-    """SGLang's name of the numbers to compute in: auto (the model's own) on a processor with bf16,
-    else float32."""
+    """Return SGLang's name of the dtype to compute in: auto (the model's own) on a processor with
+    bf16, else float32."""
     return "auto" if has_bf16(_read(cpu_info)) else "float32"
 
 
 def choose_weights(asked: str, cpu: bool, cpu_info: Path = CPU_INFO) -> str:
-    """int8 or float, as asked for; auto is int8 on a processor that multiplies bytes. Raises
-    ValueError."""
+    """Return int8 or float as requested; for auto, int8 on a processor that multiplies bytes.
+    Raises ValueError."""
     if asked not in WEIGHTS:
         raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, not {asked!r}")
     able = cpu and has_vnni(_read(cpu_info))
@@ -65,9 +65,7 @@ STORAGE_BACKEND = (
 )  # on the engine's path: its venv need not hold Treadle
 # host copies of the device pool; write-through passes KV through host memory on its way to storage
 HICACHE_RATIO = 2
-HICACHE_LIMIT_GB = (
-    8.0  # of the folder of KV pages, where nobody says more: 50,000 tokens of an 8B model
-)
+HICACHE_LIMIT_GB = 8.0  # of the folder of KV pages by default: 50,000 tokens of an 8B model
 TRACE_LEVEL = "2"  # of SGLang's spans; its default, 3, sends one for each token
 # engine slots above the queue's, so that a prefetch of a prefix never waits for a decoding step
 SPARE_REQUESTS = 2
@@ -83,7 +81,7 @@ CPU_MEM_FRACTION = "0.2"  # of the machine's memory; the KV pool itself is bound
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One engine to start.
+    """Specification of one engine to start.
 
     `cores` pins a CPU engine (None: not pinned, one thread); `slots` is the number of steps that
     decode at once; `kv_tokens` is the KV pool (0: the engine's own choice), `context_tokens` the
@@ -123,8 +121,8 @@ class EngineCommand(NamedTuple):
 
 
 def engine_command(spec: EngineSpec, environ: Mapping[str, str] | None = None) -> EngineCommand:
-    """The command that starts `spec`'s engine; `environ` (default: this process's) is what the
-    engine inherits.
+    """Return the command that starts `spec`'s engine, which inherits `environ` (default: this
+    process's).
 
     The argv starts with `taskset` where a CPU engine is pinned and the machine has it. Raises
     ValueError on a spec that cannot run.

@@ -60,7 +60,7 @@ STREAMING = "incremental_streaming_output"  # the argument in SGLang's /server_i
 
 @dataclass(frozen=True)
 class EngineProfile:
-    """What a running engine is. Sizes in tokens; `vocab_size` 0 and empty `end_token_ids` where
+    """Profile of a running engine. Sizes in tokens; `vocab_size` 0 and empty `end_token_ids` where
     they are not known."""
 
     model_path: str
@@ -85,18 +85,18 @@ class EngineProfile:
 
     @property
     def can_run(self) -> bool:
-        """Whether its weights are whole and all of its memory is there."""
+        """Return whether its weights are whole and all of its memory is there."""
         return not self.asleep and not self.weight_version.startswith(INCOMPLETE)
 
     @property
     def storage_suffixes(self) -> tuple[str, ...]:
-        """What HiCache's file backend appends to a page's key: for KV by rank, and for KV that
-        ranks share (MLA)."""
+        """Return what HiCache's file backend appends to a page's key: for KV by rank, and for KV
+        that ranks share (MLA)."""
         name = self.model_path.replace("/", "-")
         return (f"_{name}_0_{self.tensor_parallel}.bin", f"_{name}.bin")
 
     def require_known(self, field: str, token_ids: "array[int]") -> None:
-        """Raises InvalidArgument for an id outside the vocabulary, which would kill the engine."""
+        """Raise InvalidArgument for an id outside the vocabulary, which would kill the engine."""
         highest, known = max(token_ids, default=0), self.vocab_size
         require(
             not known or highest < known,
@@ -108,8 +108,8 @@ class EngineProfile:
 def read_profile(
     server: Mapping[str, Any], model: Mapping[str, Any], vocab_size: int
 ) -> EngineProfile:
-    """The profile out of what `EngineClient.describe` returns, and the model's own files where they
-    are here.
+    """Build the profile from what `EngineClient.describe` returns, and from the model's own files
+    where they are here.
 
     Raises EngineRefused for an engine with which no step can run, naming SGLang's argument, and
     EngineLost for answers that SGLang would not give.
@@ -161,7 +161,8 @@ def _read_profile(
 
 
 def read_name(name: str) -> tuple[str, frozenset[str]]:
-    """The weight version and the memory that sleeps, of how an engine names its weights."""
+    """Return the weight version and the sleeping memory that an engine's name for its weights
+    contains."""
     if name.startswith(ASLEEP):
         tags, _, version = name.removeprefix(ASLEEP).partition(":")
         asleep = frozenset(tags.split("+"))
@@ -171,8 +172,8 @@ def read_name(name: str) -> tuple[str, frozenset[str]]:
 
 
 def write_name(weight_version: str, asleep: frozenset[str]) -> str:
-    """How the engine is to name its weights. The engine alone keeps this, so that it goes when the
-    engine does."""
+    """Return the name that the engine is to give its weights. The engine alone keeps it, so that it
+    goes when the engine does."""
     return f"{ASLEEP}{'+'.join(sorted(asleep))}:{weight_version}" if asleep else weight_version
 
 
@@ -195,8 +196,8 @@ def _require_supported(server: Mapping[str, Any], model: Mapping[str, Any]) -> N
 
 
 def _host_kv_tokens(server: Mapping[str, Any], kv_tokens: int, kv_bytes: float) -> int:
-    """The host's copies, which the engine sizes by GB where hicache_size is set, else by a ratio of
-    its own KV."""
+    """Return the tokens of the host's copies, which the engine sizes by GB where hicache_size is
+    set, else by a ratio of its own KV."""
     if not server.get("enable_hierarchical_cache"):
         return 0
     size_bytes = float(server.get("hicache_size") or 0.0) * GB
@@ -207,7 +208,7 @@ def _host_kv_tokens(server: Mapping[str, Any], kv_tokens: int, kv_bytes: float) 
 
 
 def _model_files(model_path: str) -> Iterator[dict[str, Any]]:
-    """config.json and generation_config.json of a local model, or of a hub model in its cache
+    """Yield config.json and generation_config.json of a local model, or of a hub model in its cache
     beside the engine."""
     folder = Path(model_path)
     if not folder.is_dir():
@@ -234,12 +235,12 @@ def _end_tokens(config: Mapping[str, Any]) -> list[int]:
 
 
 class EngineWatch:
-    """`profile` is None until the engine has answered for the first time; it is kept while the
-    engine is away.
+    """Watch over one engine. `profile` is None until the engine has answered for the first time; it
+    is kept while the engine is away.
 
-    curve: of the engine, None while it is not known. `healthy`: it answers, and is not suspected.
-    `on_name`: called when the profile has other weights, or other memory that sleeps, before
-    anything runs under them.
+    curve: of the engine, None while it is not known. `healthy`: the engine answers, and is not
+    suspected. `on_name`: called when the profile has other weights, or other memory that sleeps,
+    before anything runs under them.
     """
 
     def __init__(
@@ -259,10 +260,10 @@ class EngineWatch:
         self._changed = asyncio.Event()
         self._poll_now = asyncio.Event()
         self._weight_reports = 0
-        self._version_told_s = -math.inf  # when a stream last told the version; monotonic
+        self._version_told_s = -math.inf  # when a stream last reported it; monotonic
 
     async def run(self) -> None:
-        """Background task: poll the engine."""
+        """Poll the engine until cancelled."""
         missed = 0
         while True:
             self._poll_now.clear()
@@ -287,8 +288,7 @@ class EngineWatch:
                     await self._poll_now.wait()
 
     def judge(self) -> None:
-        """Decide whether the engine is healthy; where it is not any more, end the calls that are
-        under way."""
+        """Decide whether the engine is healthy; where it no longer is, end the calls under way."""
         now = time.monotonic()
         if self.answers and self._progress.judge(self._curve(), now):
             log.warning("the engine is silent", silent_s=round(self._progress.silent_s(now), 1))
@@ -305,7 +305,7 @@ class EngineWatch:
 
     @property
     def problem(self) -> str:
-        """Why the engine is not healthy."""
+        """Return why the engine is not healthy."""
         return "the engine answers but makes no progress" if self.answers else self._problem
 
     def set_name(self, name: str) -> None:
@@ -318,13 +318,13 @@ class EngineWatch:
             self.on_name()
 
     def hear_weight_version(self, weight_version: str, now: float) -> None:
-        """A stream has told the version; the engine is not asked for it meanwhile. now: monotonic
+        """Record the version that a stream reports; meanwhile no poll requests it. now: monotonic
         seconds."""
         self._version_told_s = now
         self.set_name(weight_version)
 
     def require_profile(self) -> EngineProfile:
-        """The profile of a healthy engine. Raises Unavailable ENGINE_LOST."""
+        """Return the profile of a healthy engine. Raises Unavailable ENGINE_LOST."""
         if self.profile is None or not self.healthy:
             raise engine_lost(self.problem)
         return self.profile
@@ -353,13 +353,13 @@ class EngineWatch:
             raise engine_lost(str(error)) from error
 
     async def until_healthy(self) -> EngineProfile:
-        """The profile, once the engine answers."""
+        """Wait until the engine is healthy, and return its profile."""
         while not self.healthy or self.profile is None:
             await self._changed.wait()
         return self.profile
 
     async def until_lost(self) -> None:
-        """Return once the engine is lost."""
+        """Wait until the engine is lost."""
         while self.healthy:
             await self._changed.wait()
 
@@ -388,5 +388,5 @@ class EngineWatch:
 
 
 def engine_lost(message: str) -> Unavailable:
-    """The error of every RPC that needs the engine while it is lost."""
+    """Return the error of every RPC that needs the engine while it is lost."""
     return Unavailable("ENGINE_LOST", message, retry_after_s=RETRY_LOST_ENGINE_S)

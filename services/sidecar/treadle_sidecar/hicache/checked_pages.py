@@ -1,4 +1,4 @@
-"""HiCache's storage in files that carry a checksum and say what their KV is; a page that differs
+"""Store HiCache's pages in files with a checksum and a description of their KV; a page that differs
 counts as missing.
 
 SGLang's own file backend writes bare bytes under a name of token hashes, model path and rank. A
@@ -48,8 +48,8 @@ DEPTH_NS = 1_000_000  # by which each page of a prefix counts as older than the 
 
 
 class PagesFolder:
-    """The folder of pages that engines share: keeps it below `limit_bytes` and decides which pages
-    go first.
+    """Folder of pages that engines share; it keeps below `limit_bytes` and chooses which pages go
+    first.
 
     A file's time of modification is when its page was last used. The engines know nothing of each
     other: two that look at once see the same times and delete the same files. Pages of a prefix are
@@ -68,7 +68,7 @@ class PagesFolder:
         self._noted: set[str] = set()  # names of the files whose use was noted in this period
 
     def make_room(self, page_bytes: int) -> bool:
-        """Delete other pages, if need be, for one that is about to be written; False where the
+        """Delete other pages, if need be, for a page that is to be written; return False where the
         limit has no room."""
         if page_bytes > (1 - KEPT_SHARE) * self._limit_bytes:
             log.warning(
@@ -84,8 +84,7 @@ class PagesFolder:
         return True
 
     def note_use(self, names: Sequence[str]) -> None:
-        """Note that these pages of a prefix, in order and from its first token on, are in use
-        now."""
+        """Note that these pages of a prefix, in order from its first token on, are in use now."""
         period = int(self.clock() // USE_S)
         if period != self._period:
             self._period, self._noted = period, set()
@@ -114,7 +113,7 @@ class PagesFolder:
             excess -= size
 
     def _list_files(self) -> Iterator[tuple[int, int, Path]]:
-        """When each was used, its bytes, its path. What a killed engine has left of a write is
+        """Yield each file's time of use, bytes and path. The unfinished files of killed engines are
         among them."""
         try:
             with os.scandir(self._path) as entries:
@@ -129,7 +128,8 @@ class PagesFolder:
 
 
 class CheckedPages(HiCacheFile):  # type: ignore[misc]
-    """A file is one line of JSON, the checksum (xxh3, 64 bits), and the page's bytes.
+    """HiCache's storage in checked files: one line of JSON, the checksum (xxh3, 64 bits), and the
+    page's bytes.
 
     The weight version is in the key already: it seeds the chain of token hashes (`storage_keys`).
     """
@@ -143,7 +143,7 @@ class CheckedPages(HiCacheFile):  # type: ignore[misc]
         )
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Learn what the engine's pages are; SGLang calls this before it reads or writes one."""
+        """Learn what the engine's pages are; SGLang calls this before it reads or writes a page."""
         super().register_mem_pool_host(mem_pool_host)
         facts = {
             "format": FORMAT,
@@ -157,7 +157,7 @@ class CheckedPages(HiCacheFile):  # type: ignore[misc]
         self._facts = json.dumps(facts).encode() + b"\n"
 
     def exists(self, key: str) -> bool:
-        """Whether there is a page that this engine can use, its checksum aside."""
+        """Return whether there is a page that this engine can use, its checksum aside."""
         try:
             with self._path(key).open("rb", buffering=0) as file:
                 return file.read(len(self._facts)) == self._facts
@@ -167,8 +167,8 @@ class CheckedPages(HiCacheFile):  # type: ignore[misc]
     def get(
         self, key: str, target_location: torch.Tensor, target_sizes: Any = None
     ) -> torch.Tensor | None:
-        """The page, copied to `target_location`; None where it is missing or differs from what was
-        written."""
+        """Copy the page to `target_location` and return it; None where it is missing or differs
+        from what was written."""
         target = target_location.view(torch.uint8)
         header_bytes = len(self._facts) + CHECKSUM_BYTES
         sealed = torch.empty(header_bytes + target.numel(), dtype=torch.uint8)
@@ -192,7 +192,7 @@ class CheckedPages(HiCacheFile):  # type: ignore[misc]
         target_location: torch.Tensor | None = None,
         target_sizes: Any = None,
     ) -> bool:
-        """Write a page unless it is there; False where it cannot be written."""
+        """Write a page unless it is there; return False where it cannot be written."""
         if not self.exists(key):
             page = value.contiguous().view(torch.uint8).flatten()
             value = torch.cat(
@@ -208,8 +208,7 @@ class CheckedPages(HiCacheFile):  # type: ignore[misc]
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Write pages of the engine's memory up to the first that cannot be written; each key's
-        success.
+        """Write pages of the engine's memory up to the first failure; return each key's success.
 
         SGLang calls this and `batch_get_v1` with what the pages follow, so that a whole prefix
         counts as used.
@@ -226,7 +225,7 @@ class CheckedPages(HiCacheFile):  # type: ignore[misc]
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Read pages into the engine's memory up to the first that is missing; each key's
+        """Read pages into the engine's memory up to the first that is missing; return each key's
         success."""
         pool = self.mem_pool_host
         slots = host_indices[:: pool.page_size]
@@ -258,7 +257,7 @@ class CheckedPages(HiCacheFile):  # type: ignore[misc]
         return self._facts + bytes(checksum.digest())
 
     def _remove(self, key: str) -> None:
-        """Make room for the page that the engine is about to write."""
+        """Delete a bad page, so that the engine can write it again."""
         try:
             self._path(key).unlink()
         except OSError as error:
@@ -269,7 +268,7 @@ class CheckedPages(HiCacheFile):  # type: ignore[misc]
 
 
 def _try_to_write(folder: Path) -> None:
-    """Raises OSError where no page can be written there: an engine that starts all the same would
+    """Raise OSError where no page can be written there: an engine that starts all the same would
     promise moves of KV that always recompute."""
     try:
         with tempfile.TemporaryFile(dir=folder):
@@ -281,7 +280,7 @@ def _try_to_write(folder: Path) -> None:
 
 
 def _limit_bytes(options: dict[str, Any]) -> int:
-    """Raises ValueError."""
+    """Return the folder's limit from the storage's options. Raises ValueError."""
     limit_gb = options.get("limit_gb")
     if not isinstance(limit_gb, int | float) or not 0 < limit_gb < math.inf:
         raise ValueError(

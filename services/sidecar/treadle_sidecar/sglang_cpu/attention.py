@@ -1,5 +1,5 @@
-"""Attention of the new tokens alone, in place of SGLang's torch-native one, which computes more
-than it returns.
+"""Compute the attention of the new tokens alone; SGLang's torch-native backend computes more than
+it returns.
 
 With a cached prefix, SGLang's extend computes attention for the prefix's queries too and drops
 their rows: 50 tokens after 500 cost as much as 550. Its decode reads the keys once for each query
@@ -106,7 +106,7 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
 
 
 def gather(query: torch.Tensor, slots: torch.Tensor, *pools: torch.Tensor) -> list[torch.Tensor]:
-    """The slots' rows of each pool as [1, KV head, slot, width], in the query's dtype."""
+    """Return the slots' rows of each pool as [1, KV head, slot, width], in the query's dtype."""
     # Whole rows: indexing the pool itself copies element by element.
     rows = [pool.flatten(1).index_select(0, slots).view(-1, *pool.shape[1:]) for pool in pools]
     return [row.transpose(0, 1)[None].to(query.dtype) for row in rows]

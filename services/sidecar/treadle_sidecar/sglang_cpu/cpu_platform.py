@@ -7,15 +7,11 @@ a cached prefix saves time, after four replacements, made in `init_backend`, whi
 calls once:
 
 - `install_transfers`: host pools that do not pin memory, and torch copies in place of the three
-  `direct` transfer
-  kernels. Layouts are SGLang's own (mem_cache/pool_host/mha.py): layer-first pools are [token, ...]
-  a layer, the
-  page-first-direct pool is [page, layer, token in page, ...]. Index tensors name tokens; whole
-  pages travel together,
-  so every page_size-th index names a page.
+  `direct` transfer kernels. Layouts are SGLang's own (mem_cache/pool_host/mha.py): layer-first
+  pools are [token, ...] a layer, the page-first-direct pool is [page, layer, token in page, ...].
+  Index tensors name tokens; whole pages travel together, so every page_size-th index names a page.
 - `page_hash`: SGLang compiles its page hash from C++ at the first use (17 s; needs g++, ninja and
-  OpenSSL
-  headers). The same digests come from hashlib at about 1 us a page
+  OpenSSL headers). The same digests come from hashlib at about 1 us a page
   (`treadle_sidecar.storage_keys`).
 - `murmur_hash32`: the hash behind seeded sampling; SGLang's CPU version lives in sgl_kernel.
 - `CpuAttention` (`attention.py`), under the name torch_native.
@@ -50,7 +46,7 @@ HOST_RESERVE_BYTES = (
 
 
 class TreadleCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
-    """CpuDeviceMixin describes the device; this class makes the engine's choices."""
+    """Platform that makes the engine's choices on a CPU; CpuDeviceMixin describes the device."""
 
     _enum = PlatformEnum.OOT
     capabilities = PlatformCapabilities()
@@ -105,8 +101,8 @@ def transfer_kv_direct(
     dst_indices: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Layer-first to layer-first, layer by layer. `page_size` is the kernel's unit of copying; a
-    gather needs none."""
+    """Copy layer-first pools to layer-first pools, layer by layer. `page_size` is the kernel's unit
+    of copying; a gather needs none."""
     for src, dst in zip(src_layers, dst_layers, strict=True):
         dst[dst_indices] = src[src_indices].reshape(-1, *dst.shape[1:])
 
@@ -119,8 +115,8 @@ def transfer_kv_per_layer_direct_pf_lf(
     layer_id: int,
     page_size: int,
 ) -> None:
-    """One layer from page-first host pools ([K, V]) to layer-first device pools ([K, V] of that
-    layer)."""
+    """Copy one layer from page-first host pools ([K, V]) to layer-first device pools ([K, V] of
+    that layer)."""
     pages = src_indices[::page_size] // page_size
     for src, dst in zip(src_ptrs, dst_ptrs, strict=True):
         dst[dst_indices] = src[pages, layer_id].reshape(-1, *dst.shape[1:])
@@ -133,8 +129,8 @@ def transfer_kv_all_layer_direct_lf_pf(
     dst_indices: torch.Tensor,
     page_size: int,
 ) -> None:
-    """All layers from layer-first device pools (K layers, then V layers) to page-first host pools
-    ([K, V])."""
+    """Copy all layers from layer-first device pools (K layers, then V layers) to page-first host
+    pools ([K, V])."""
     pages = dst_indices[::page_size] // page_size
     layers = len(src_ptrs) // len(dst_ptrs)
     for pool, dst in enumerate(dst_ptrs):
@@ -161,10 +157,10 @@ def install_transfers() -> None:
 def page_hash(
     token_ids: Any, prior_digest: bytes | None, page_size: int | None = None
 ) -> str | list[str]:
-    """Hex digests of all pages (the last may be short), or one digest of everything where no page
-    size is given.
+    """Return hex digests of all pages (the last may be short), or one digest of everything where no
+    page size is given.
 
-    Same signature and result as sglang.srt.mem_cache.cpp_utils.native_hash.get_native_hash for
+    Signature and result are those of sglang.srt.mem_cache.cpp_utils.native_hash.get_native_hash for
     plain token ids.
     """
     from sglang.srt.mem_cache.cpp_utils.native_hash import _native_hash_input, get_native_hash
@@ -200,10 +196,11 @@ def _mix(h: Words, block: Words) -> Words:
 def murmur_hash32(
     seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor
 ) -> torch.Tensor:
-    """(n,) seeds and positions, (m,) columns -> (n, m) hashes, as uint32.
+    """Hash (n,) seeds and positions with (m,) columns to (n, m) uint32.
 
-    MurmurHash3 (32 bits), equal to murmur_hash32 in sglang/kernels/ops/sampling/murmur_hash.py. In
-    numpy, whose unsigned words wrap; torch would need 64 bits, and takes five times as long.
+    This is MurmurHash3 (32 bits), equal to murmur_hash32 in
+    sglang/kernels/ops/sampling/murmur_hash.py. It uses numpy, whose unsigned words wrap; torch
+    would need 64 bits, and takes five times as long.
     """
     seeds = seed.to(torch.int64).numpy()
     h = np.zeros((len(seeds), 1), np.uint32)

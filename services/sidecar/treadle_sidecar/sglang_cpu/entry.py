@@ -14,7 +14,7 @@ _definitions: list[Any] = []  # a torch Library that is garbage-collected remove
 
 
 def activate() -> str | None:
-    """The name of the platform class for SGLang to load, or None where the plugin was not
+    """Return the name of the platform class for SGLang to load, or None where the plugin was not
     chosen."""
     if os.environ.get("TREADLE_SGLANG_CPU") != "1":
         return None

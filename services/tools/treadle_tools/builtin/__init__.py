@@ -1,4 +1,4 @@
-"""The tools and environments that come with the service, declared as in a user's own module.
+"""Declare the tools and environments that come with the service, as a user's own module does.
 
 The sandbox alone imports the modules of this folder, because their libraries (extra `tools`) are
 slow to import. The function of `python` is in `sandbox/inside/child.py`. Rewards have a folder of

@@ -1,6 +1,5 @@
-"""gymnasium's FrozenLake-v1 as text: a random map that can be solved, the agent marked, one move a
-step.
-"""
+"""Play gymnasium's FrozenLake-v1 as text: a random map that can be solved, the agent marked, one
+move a step."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -31,7 +30,7 @@ _make(generate_random_map(size=4, seed=0), slippery=False).reset(seed=0)
 
 
 class FrozenLake:
-    """One lake. Arguments: seed (map and slips), size 4 or 8, slippery."""
+    """One lake of the game. Arguments: seed (map and slips), size 4 or 8, slippery."""
 
     def __init__(self, arguments: Mapping[str, Any], sandbox: Sandbox) -> None:
         seed, size = int(arguments.get("seed", 0)), int(arguments.get("size", 4))
@@ -49,7 +48,7 @@ class FrozenLake:
     def step(self, arguments: Mapping[str, Any]) -> Outcome:
         """Move the agent: reward 1 at the goal, else 0.
 
-        It ends at the goal, in a hole, or after gymnasium's limit of moves.
+        The episode ends at the goal, in a hole, or after gymnasium's limit of moves.
         """
         position, reward, ended, out_of_time, _ = self._lake.step(ACTIONS[str(arguments["action"])])
         self._position = int(position)

@@ -1,5 +1,5 @@
-"""A reasoning-gym task: the question first, Python on the way, one answer that is scored by the
-task's own rule.
+"""Play a reasoning-gym task: the question first, Python on the way, one answer that is scored by
+the task's own rule.
 
 Invariant: an answer is never run as code. Some rules evaluate it as Python: those about lists and
 strings take Python's literals here, and those about formulas get numbers, letters, operators and
@@ -80,7 +80,7 @@ for module in (binary_matrix, n_queens, spiral_matrix, string_insertion):
 
 
 class ReasoningTask:
-    """One question.
+    """One question of a reasoning-gym dataset, as an environment.
 
     Arguments: task (a dataset of reasoning-gym), seed, index within the seed's questions.
 

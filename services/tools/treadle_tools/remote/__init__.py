@@ -1,2 +1,1 @@
-"""Tools, rewards, judges and GPU services that are called over HTTP: how they are declared and
-called."""
+"""Declare and call tools, rewards, judges and GPU services over HTTP."""

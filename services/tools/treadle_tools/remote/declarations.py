@@ -11,8 +11,7 @@ GPU services:
     [[judge]]
     name = "helpful"
     endpoints = ["http://judge.default.svc.cluster.local:30000"]
-    prompt = "Question: $question\nAnswer: $answer\nHow helpful is it, from 0 to 10? End with
-    `Score: N`."
+    prompt = "Question: $question\nAnswer: $answer\nRate it from 0 to 10. End with `Score: N`."
 
     [gpus]
     gpu_bytes = 80_000_000_000
@@ -26,7 +25,7 @@ GPU services:
       { node = "a", first = 1, degree = 1, url = "http://127.0.0.1:30001" },
     ]
 
-and the one that says what the providers of tools allow (PROVIDERS_FILE):
+and the file that declares what the providers of tools allow (PROVIDERS_FILE):
 
     [[provider]]
     name = "search"
@@ -62,7 +61,7 @@ KINDS = {"tool": Kind.STATELESS, "reward": Kind.REWARD}
 
 
 class DeclarationError(Exception):
-    """The file is not usable; the message says where and why."""
+    """The file is not usable; the message gives the place and the reason."""
 
 
 def _template(value: str) -> str:
@@ -113,8 +112,8 @@ class HttpFunction(_Declared):
 
     headers_from_env: header to the environment variable that holds its value, for secrets.
     connect_s: longest wait for a connection, which a function scaled to zero has at once, since its
-    platform takes it. cold_s: longest wait for the first byte of one that may have to start;
-    `idle_s` after its last answer it may. Warm ones are waited for as long as they were seen to
+    platform takes it. cold_s: longest wait for the first byte of a function that may have to start,
+    as it may `idle_s` after its last answer. Warm ones are waited for as long as they were seen to
     take, unless `learns` is off: then all for cold_s. tries: in all. idempotent: whether a call
     whose answer was lost may be sent again; one that was refused always may. response_bytes: a
     longer answer is an error. at_once: calls under way. provider: whose limits each try counts
@@ -149,7 +148,7 @@ class HttpFunction(_Declared):
         return self
 
     def tool(self) -> Tool:
-        """Return the tool or reward that calls it."""
+        """Return the tool or reward that calls the function."""
         return Tool(
             name=self.name,
             kind=KINDS[self.kind],
@@ -166,13 +165,13 @@ class HttpFunction(_Declared):
 class Judge(_Declared):
     """A model that reads a trajectory and gives a score.
 
-    prompt, system: templates in which `$name` stands for an argument; `$$` is a dollar. model: as
-    its server calls it. endpoints: base URLs of servers with OpenAI's chat API, such as SGLang's;
-    or service: a GPU service that is brought into memory for it. authorization_from_env: the
+    prompt, system: templates in which `$name` stands for an argument; `$$` is a dollar. model: its
+    name at its server. endpoints: base URLs of servers with OpenAI's chat API, such as SGLang's; or
+    service: a GPU service that is brought into memory for it. authorization_from_env: the
     environment variable with the Authorization header, such as `Bearer ...`; empty: none is sent.
     score: a regular expression whose one group is the score; its last match counts, since models
     reason first. low, high: the scores that the prompt allows; they become 0 and 1. tries: answers
-    in all, until one has a score. at_once: questions under way.
+    in all, until one has a score. at_once: requests under way.
     """
 
     name: str
@@ -208,7 +207,7 @@ class Judge(_Declared):
 
     @property
     def arguments(self) -> list[str]:
-        """Return the names that the templates ask for, each once."""
+        """Return the names of the templates' arguments, each once."""
         names = [
             *string.Template(self.system).get_identifiers(),
             *string.Template(self.prompt).get_identifiers(),
@@ -237,10 +236,10 @@ class Judge(_Declared):
 class Gpus(_Declared):
     """GPUs that services share in turns.
 
-    nodes: the GPUs of each.
+    nodes: the GPUs of each node.
 
     gpu_bytes: of each GPU. turn_s: how long a service may keep them while others wait. watch_s: how
-    often servers that nobody asks are looked at, since one that was started anew holds memory.
+    often servers that nobody uses are looked at, since one that was started anew holds memory.
     """
 
     gpu_bytes: Annotated[int, Field(gt=0)]
@@ -259,7 +258,7 @@ class Server(_Declared):
 
     @property
     def gpus(self) -> frozenset[tuple[str, int]]:
-        """Return (node, number) of each GPU it is on."""
+        """Return (node, number) of each GPU that the server is on."""
         return frozenset((self.node, self.first + index) for index in range(self.degree))
 
 
@@ -279,9 +278,8 @@ class GpuService(_Declared):
     at_once: Count = 64
 
     def check(self, nodes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise ValueError where a chunk of GPUs that it may be given has no server, or a server no
-        such chunk.
-        """
+        """Raise ValueError where a chunk of GPUs that the service may get has no server, or a
+        server no such chunk."""
         served = {server.degree for server in self.servers}
         if served != set(self.bytes_per_gpu):
             raise ValueError(
@@ -304,9 +302,8 @@ class GpuService(_Declared):
 
 
 def places(nodes: Mapping[str, tuple[int, ...]], degree: int) -> list[tuple[str, int]]:
-    """Return (node, first GPU) of each chunk that `degree` GPUs may be given: aligned runs of the
-    next power of two.
-    """
+    """Return (node, first GPU) of each chunk that `degree` GPUs may get: aligned runs of the next
+    power of two."""
     size = 1 << level_of(degree)
     return [
         (node, first)
@@ -317,7 +314,7 @@ def places(nodes: Mapping[str, tuple[int, ...]], degree: int) -> list[tuple[str,
 
 
 class Declarations(_Declared):
-    """What a file declares: functions and judges, and the GPU services that judges may name."""
+    """Functions and judges that a file declares, and the GPU services that judges may name."""
 
     function: tuple[HttpFunction, ...] = ()
     judge: tuple[Judge, ...] = ()
@@ -352,7 +349,7 @@ class Declarations(_Declared):
 def read_declarations(
     path: str, hosts: tuple[str, ...], environment: Mapping[str, str]
 ) -> Declarations:
-    """Return what `path` declares; nothing where it is empty.
+    """Return what `path` declares; for an empty path, nothing.
 
     hosts: where functions, judges and servers may be.
 

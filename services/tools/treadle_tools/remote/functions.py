@@ -38,7 +38,7 @@ from treadle_tools.tool import Kind, Limits, Result, Status, Tool
 
 ANSWER_MARGIN_S = 0.25  # of the caller's time, kept for sending it the result
 FAILED = Ended(End.FAILED)
-RETRY_S = 1.0  # before a reward's function is asked again
+RETRY_S = 1.0  # before a reward's function is called again
 
 AWAY = frozenset({502, 503, 504})
 RETRIED = AWAY | {429}
@@ -118,11 +118,11 @@ class FunctionTools:
 
 @dataclass(eq=False)
 class CallFailed(Exception):  # noqa: N818 - what happened, as callers speak of it
-    """There is no answer; the message says why.
+    """There is no answer; the message gives the reason.
 
-    again: the call may be sent again. retry_after_s: not before so many seconds, where the function
-    said so. tries: begun. timed_out: the caller's time was up. ended: how the try ended for the
-    provider.
+    again: whether the call may be sent again. retry_after_s: seconds before which it may not, where
+    the function sent them. tries: begun. timed_out: whether the caller's time was up. ended: how
+    the try ended for the provider.
     """
 
     message: str
@@ -137,9 +137,9 @@ class CallFailed(Exception):  # noqa: N818 - what happened, as callers speak of 
 class Caller:
     """Calls functions. Owns the HTTP session, and each function's patience and slots.
 
-    Each try of a function that has a provider is an action of its own: what a provider allows, and
-    how long it is left alone after it refused or failed, is decided by its Basic manager
-    (ARL-Tangram §5.1), for all jobs and tools. numbers: of actions, each once over all users of the
+    Each try of a function that has a provider is an action of its own: the provider's Basic manager
+    (ARL-Tangram §5.1) decides, for all jobs and tools, how many calls it takes, and how long it
+    rests after it refused or failed. numbers: of actions, each once over all users of the
     scheduler. environment: where headers' secrets are.
     """
 
@@ -161,7 +161,7 @@ class Caller:
     async def call(
         self, function: HttpFunction, arguments: Any, within_s: float, job: str = ""
     ) -> Reply:
-        """Return the answer to `arguments`.
+        """Call the function with `arguments` and return its answer.
 
         Raises CallFailed, at the latest when `within_s` are over.
         """
@@ -207,9 +207,9 @@ class Caller:
     async def _send_in_turn(
         self, send: Callable[[], Awaitable[Reply]], provider: str, within_s: float, job: str
     ) -> Reply:
-        """Send once the provider's limits allow it; "": at once.
+        """Send once the provider's limits allow it; where `provider` is empty, at once.
 
-        Raises CallFailed where the provider is to be left alone for longer than `within_s`.
+        Raises CallFailed where the provider rests for longer than `within_s`.
         """
         if not provider:
             return await send()
@@ -237,8 +237,7 @@ class Caller:
 
     def _redact(self, function: HttpFunction, body: bytes) -> bytes:
         """Return the body without the values of headers that come from the environment, whole or
-        behind their scheme.
-        """
+        behind their scheme."""
         for variable in function.headers_from_env.values():
             secret = self.environment[variable].strip()
             for text in (secret, secret.rpartition(" ")[2]):
@@ -254,7 +253,7 @@ class Caller:
             function.url, Patience(function.cold_s, function.idle_s)
         )
         began = time.monotonic()
-        # Where a lost answer cannot be asked for again, all there is to gain is to wait for it.
+        # Where a call cannot be repeated after a lost answer, only waiting can bring the answer.
         silence_s = (
             patience.longest_s(began)
             if function.learns and function.idempotent
@@ -303,7 +302,8 @@ class Caller:
 
 
 def _pause_s(state: tenacity.RetryCallState) -> float:
-    """Full jitter over an exponential bound, and at least what the function asked for."""
+    """Return a pause with full jitter over an exponential bound, at least as long as the function
+    requests."""
     jittered = tenacity.wait_random_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S)(
         state
     )
@@ -376,8 +376,8 @@ class _Waits:
 
 
 class Patience:
-    """How long to wait for a function's first byte: long where it may have been scaled to zero,
-    else as learned.
+    """Longest wait for a function's first byte: long where it may have been scaled to zero, else as
+    learned.
 
     cold_s: the longest wait at all. idle_s: after so long without an answer the function may be
     cold.
@@ -391,7 +391,7 @@ class Patience:
         self._answered_at_s: float | None = None  # None: it never did, or failed since
 
     def is_cold(self, now_s: float) -> bool:
-        """Return whether it may have to start."""
+        """Return whether the function may have to start."""
         return self._answered_at_s is None or now_s - self._answered_at_s > self._idle_s
 
     def longest_s(self, now_s: float) -> float:
@@ -399,7 +399,7 @@ class Patience:
         cold = self.is_cold(now_s)
         waits, shortest_s = (self._cold, SHORTEST_COLD_S) if cold else (self._warm, SHORTEST_WARM_S)
         if waits.count == 0:
-            return self._cold_s  # one cold answer says nothing of warm ones
+            return self._cold_s  # one cold answer does not predict warm ones
         return min(max(waits.longest_s, shortest_s), self._cold_s)
 
     def answered(self, began_s: float, now_s: float) -> None:

@@ -4,7 +4,7 @@ between.
 A round is one action of the scheduler. Requests to a service join its round, up to what its server
 takes at once, so that the server has batches; more requests begin another round, on other GPUs
 where some are free. A round that others wait for accepts no request after `turn_s`. Invariant: GPUs
-are given back once nobody asks.
+are given back once no request uses them.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ RETRY_S = 1.0
 
 @dataclass(eq=False)
 class Round:
-    """One action of a service. ready: the server, once it can be asked; or why it cannot."""
+    """One action of a service. ready: the server, once it takes requests; or why it takes none."""
 
     service: GpuService
     ready: "asyncio.Future[Server]"
@@ -42,13 +42,12 @@ class Round:
 
     @property
     def url(self) -> str:
-        """Return the address of its server, once it is ready."""
+        """Return the address of the round's server, once it is ready."""
         return self.ready.result().url
 
     def failed(self) -> None:
         """Note that the server did not answer: no further request joins, and the next round looks
-        at its state first.
-        """
+        at its state first."""
         self.broken = True
         self.closed = True
 
@@ -79,7 +78,7 @@ class Rounds:
 
     @asynccontextmanager
     async def join(self, service: str) -> AsyncIterator[Round]:
-        """Hold a place in a round of `service`, in which it can be asked once.
+        """Hold a place in a round of `service`, for one request.
 
         Raises Unavailable, ResourceExhausted.
         """
@@ -105,7 +104,7 @@ class Rounds:
         return begun
 
     def _is_over(self, one: Round) -> bool:
-        """Return whether it has lasted long enough, and others wait."""
+        """Return whether the round has lasted long enough, and others wait."""
         lasted_s = 0.0 if one.began_s is None else time.monotonic() - one.began_s
         assert self.declared.gpus is not None  # where there are services
         return (
@@ -114,7 +113,7 @@ class Rounds:
         )
 
     async def _run(self, one: Round) -> None:
-        """Never raises: what goes wrong is raised in those who wait for the round."""
+        """Run a round. Never raises: an error is raised in those who wait for the round."""
         try:
             async with self.scheduler.hold(self._action(one.service), "") as running:
                 if one.asked:
@@ -131,7 +130,7 @@ class Rounds:
 
     async def _serve(self, one: Round, running: RunningAction) -> None:
         grant = running.started.grant.gpu
-        assert grant is not None  # its action asks for GPUs
+        assert grant is not None  # its action requests GPUs
         assert grant.service is not None
         server = self._server_on(grant.service, grant.chunk)
         evicted = [self._server_on(other.service, other.chunk) for other in grant.evicted]

@@ -2,8 +2,8 @@
 
 SGLang leaves two things to its caller: a release while anything runs, or a resume of what is not
 released, ends the server's scheduler (an assertion, a KeyError). So the cache is flushed first,
-which is refused while anything runs; and the `Ledger` keeps the state, which no endpoint reports.
-How long its start took tells a server that was started anew.
+which is refused while anything runs; and the `Ledger` keeps the state, which no endpoint reports. A
+server that was started anew is known by the time that its start took.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class Residents:
         self._wanted: set[str] = set()  # servers that serve, or are about to
 
     async def bring(self, server: Server, evict: Sequence[Server]) -> None:
-        """Bring `server` into memory, and return once it can be asked.
+        """Bring `server` into memory, and return once it takes requests.
 
         evict: servers on its GPUs that have to release their memory for it.
 
@@ -76,15 +76,15 @@ class Residents:
         await self._change(server, State.HELD)
 
     def leave(self, server: Server, *, failed: bool) -> None:
-        """Note that nobody asks a server any more. failed: it did not answer as it should."""
+        """Note that nobody uses a server any more. failed: whether it did not answer as it
+        should."""
         self._wanted.discard(server.url)
         if failed:
             self._doubted.add(server.url)
 
     async def watch(self, period_s: float) -> None:
         """Release servers that come up while nobody wants them, for ever: others could not use
-        their GPUs.
-        """
+        their GPUs."""
         while True:
             for server in self._servers:
                 try:
@@ -95,9 +95,8 @@ class Residents:
             await asyncio.sleep(period_s)
 
     async def _may_hold_memory(self, url: str) -> bool:
-        """Return whether its state is in doubt, which that of a released server is once it is
-        started anew.
-        """
+        """Return whether a server's state is in doubt, as that of a released server is once it is
+        started anew."""
         entry = self._ledger.get(url)
         if url not in self._doubted and entry is not None and entry.state is State.RELEASED:
             try:
@@ -109,9 +108,8 @@ class Residents:
         return url in self._doubted
 
     async def _change(self, server: Server, wanted: "State") -> None:
-        """Make the change to its end, also where the caller is cancelled: one that is cut short
-        leaves it unknown.
-        """
+        """Make the change to its end, also where the caller is cancelled: a change that is cut
+        short leaves the state unknown."""
         change = asyncio.ensure_future(self._bring_into(server.url, wanted))
         cancelled: asyncio.CancelledError | None = None
         while not change.done():
@@ -127,7 +125,7 @@ class Residents:
     async def _bring_into(self, url: str, wanted: "State") -> None:
         async with self._locks[url]:
             if wanted is State.RELEASED and url in self._wanted:
-                return  # it was asked for in between
+                return  # a round has requested it in between
             entry = self._ledger.get(url)
             if url not in self._doubted and entry is not None and entry.state is wanted:
                 return
@@ -165,7 +163,7 @@ class Entry:
 
     identity: of the start of the server in which it has this state.
 
-    Stored: names are only added.
+    The fields are stored: names are only added.
     """
 
     identity: str
@@ -188,7 +186,7 @@ class Ledger:
         self._entries: dict[str, Entry] = {}
 
     async def load(self) -> None:
-        """Read what was written before a restart."""
+        """Read the entries that were written before a restart."""
         for entry in await entries_of(self._bucket):
             self._entries[entry.key] = STORED.validate_json(entry.value or b"")
 
@@ -209,15 +207,15 @@ class EngineAway(Unavailable):
 
 
 class EngineTrouble(Unavailable):
-    """It answers, and does not do as it should; the message says what to do about it."""
+    """The server answers, and does not do as it should; the message gives the remedy."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(reason, message, retry_after_s=RETRY_S)
 
 
 class EngineMemory:
-    """Asks SGLang servers over HTTP to release their GPU memory to the host and to resume it
-    (SGLang 0.5).
+    """Has SGLang servers release their GPU memory to the host and resume it, over HTTP (SGLang
+    0.5).
 
     Owns the HTTP session.
     """
@@ -263,9 +261,9 @@ class EngineMemory:
         await self._ask("POST", url, "/release_memory_occupation", MEMORY_S, {})
 
     async def resume(self, url: str) -> None:
-        """Resume a server's GPU memory, and return once it can be asked.
+        """Resume a server's GPU memory, and return once it takes requests.
 
-        It must have been released. Raises EngineAway, EngineTrouble.
+        The memory must have been released. Raises EngineAway, EngineTrouble.
         """
         await self._ask("POST", url, "/resume_memory_occupation", MEMORY_S, {})
 

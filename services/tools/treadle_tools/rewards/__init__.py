@@ -1,8 +1,7 @@
-"""Rewards: the functions that score a trajectory, the LLM judges, and the pool that scores for all
-jobs.
+"""Score trajectories: the reward functions, the LLM judges, and the pool that scores for all jobs.
 
 A reward that comes with the service is a module of this folder: it declares a `Tool` of kind
-REWARD, has the function that `entry` of it names, and stands in REWARDS below.
+REWARD, has the function that its `entry` names, and stands in REWARDS below.
 """
 
 from treadle_tools.rewards.answers import EXACT_MATCH, MATH_EQUAL

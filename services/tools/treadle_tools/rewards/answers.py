@@ -1,4 +1,4 @@
-"""The rewards `exact_match` and `math_equal`, which compare an answer with expected ones.
+"""Compare an answer with expected ones, by the rewards `exact_match` and `math_equal`.
 
 Both score 1.0 or 0.0. The service reads what they declare; the sandbox runs them.
 """

@@ -1,4 +1,4 @@
-"""Ask an LLM judge to score a trajectory, over OpenAI's chat API.
+"""Have an LLM judge score a trajectory, over OpenAI's chat API.
 
 Invariants: a score is finite. An answer without a score is a Result; what keeps a judge from
 answering now is raised.
@@ -23,10 +23,10 @@ from treadle_tools.replies import BadReply, Reply, read_json
 from treadle_tools.tool import Result, Status
 
 CHAT_PATH = "/v1/chat/completions"
-RETRY_S = 1.0  # before a judge that did not answer is asked again
-TRIES_AT_ONE = 2  # of one endpoint, before another one is asked
+RETRY_S = 1.0  # before a request is sent again to a judge that did not answer
+TRIES_AT_ONE = 2  # of one endpoint, before another one is used
 ANSWER_BYTES = 4 * 1024 * 1024
-AGAIN_TEMPERATURE = 0.7  # asked again at 0 a model says the same
+AGAIN_TEMPERATURE = 0.7  # at 0 a model would repeat its answer
 QUOTED_CHARS = 200  # of an answer, in an error
 # An endpoint that failed; a server restarts in minutes, a network hiccup is over in seconds
 AVOIDED_S = 10.0
@@ -34,7 +34,7 @@ AVOIDED_S = 10.0
 
 @dataclass
 class _Endpoint:
-    """A server with OpenAI's chat API at a known URL. asked: questions under way."""
+    """A server with OpenAI's chat API at a known URL. asked: requests under way."""
 
     url: str
     asked: int = 0
@@ -45,7 +45,8 @@ class _Endpoint:
 
 
 class JudgeScorer:
-    """`Scorer` that asks a judge at one of its endpoints. Each judge has a queue of its own."""
+    """`Scorer` that sends its requests to one of a judge's endpoints. Each judge has a queue of its
+    own."""
 
     def __init__(self, judge: Judge, rounds: Rounds, caller: Caller) -> None:
         self._judge = judge
@@ -58,7 +59,7 @@ class JudgeScorer:
     async def score(self, arguments: Mapping[str, Any]) -> Result:
         """Return the judge's score (see Scorer).
 
-        queue_s of the result: until an endpoint took the question; execution_s: of the last answer.
+        queue_s of the result: until an endpoint took the request; execution_s: of the last answer.
         """
         arrived = time.monotonic()
         problem = ""
@@ -92,9 +93,8 @@ class JudgeScorer:
 
     @asynccontextmanager
     async def _choose_endpoint(self) -> AsyncIterator[_Endpoint | Round]:
-        """Wait for a server of its service, or take the endpoint with fewest questions; one that
-        failed lately last.
-        """
+        """Wait for a server of the judge's service, or take the endpoint with fewest requests; one
+        that failed lately last."""
         if self._judge.service:
             async with self._rounds.join(self._judge.service) as joined:
                 yield joined
@@ -114,7 +114,7 @@ class JudgeScorer:
             url=base_url.removesuffix("/v1") + CHAT_PATH,
             headers_from_env=judge.headers_from_env,
             cold_s=judge.wall_s,
-            learns=False,  # how long an answer takes says nothing of the next one's length
+            learns=False,  # the time of one answer does not predict that of the next
             tries=TRIES_AT_ONE,
             response_bytes=ANSWER_BYTES,
             at_once=judge.at_once,
@@ -123,7 +123,7 @@ class JudgeScorer:
 
 
 class NoScore(Exception):  # noqa: N818 - what the answer has, as callers speak of it
-    """The answer has no score, or one out of range; the message says which."""
+    """The answer has no score, or one out of range; the message gives which."""
 
 
 def chat_request(
@@ -131,7 +131,7 @@ def chat_request(
 ) -> dict[str, Any]:
     """Return the body of a request to /v1/chat/completions.
 
-    again: the judge's last answer had no score.
+    again: whether the judge's last answer had no score.
     """
     texts = {
         name: value if isinstance(value, str) else json.dumps(value)

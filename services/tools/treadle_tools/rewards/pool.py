@@ -3,7 +3,7 @@ ended.
 
 Invariants: an accepted reward is in the journal before its caller knows, and stays there until it
 has ended; after a restart the rewards that had not ended are scored, a second time where the first
-was cut; a function that cannot be asked for the moment is asked again, and one that crashes
+was cut; a function that takes no call for the moment is called again, and one that crashes
 `MOST_TRIES` times in all. No reward ends the pool, or the service twice: one that has not ended at
 a restart is marked while it is scored, one with a mark is scored while no other one with a mark is,
 and one with `MOST_ENDS` marks has failed.
@@ -51,7 +51,7 @@ log = structlog.get_logger()
 ID_BYTES = 16  # of a reward's id
 MOST_TRIES = 3
 MOST_ENDS = 2
-BACKOFF = wait_exponential(multiplier=0.5, max=30.0)  # seconds before a function is asked again
+BACKOFF = wait_exponential(multiplier=0.5, max=30.0)  # seconds before a function is called again
 FULL_RETRY_S = 1.0
 SWEEP_PERIOD_S = 60.0
 # Together, as JSON, within half of NATS's default max_payload (a letter takes up to 6 bytes there,
@@ -71,7 +71,7 @@ Call = Callable[[Tool, Mapping[str, Any], Limits, str], Awaitable[Result]]
 
 
 class Scorer(Protocol):
-    """One reward function."""
+    """One reward function, by which the pool scores trajectories."""
 
     queue: str
     """Scorers with the same name here share the slots."""
@@ -83,7 +83,7 @@ class Scorer(Protocol):
         """Score a trajectory: the score is `reward` of a result whose status is OK.
 
         Raises InvalidArgument where the function refuses an argument; Unavailable,
-        ResourceExhausted or FailedPrecondition where it cannot be asked at the moment.
+        ResourceExhausted or FailedPrecondition where it takes no call at the moment.
         """
 
 
@@ -103,7 +103,7 @@ class ToolScorer:
     async def score(self, arguments: Mapping[str, Any]) -> Result:
         """Return the tool's score (see Scorer).
 
-        The action belongs to no trajectory: that has ended.
+        The action belongs to no trajectory, since that has ended.
         """
         result = await self._call(self._tool, arguments, self._tool.limits, "")
         if result.refused_s is not None:
@@ -125,9 +125,9 @@ class ToolScorer:
 class RewardPool:
     """Owns the rewards, their action queues, and a task for each reward that runs.
 
-    secret: of the journal. read: the arguments of a function by its name, out of their JSON; raises
-    TreadleError. publish: publishes a reward that has ended. most_waiting: rewards that may wait.
-    kept_s: how long a reward that has ended is kept.
+    secret: of the journal. read: reads the arguments of a function, by its name, from their JSON;
+    raises TreadleError. publish: publishes a reward that has ended. most_waiting: rewards that may
+    wait. kept_s: how long a reward that has ended is kept.
     """
 
     scorers: Mapping[str, Scorer]
@@ -154,9 +154,8 @@ class RewardPool:
         self._queues = {scorer.queue: _Queue(scorer.slots) for scorer in self.scorers.values()}
 
     def id_of(self, request_id: str) -> str:
-        """Return the id of the reward that a request asks for: the same for a repeat whose first
-        answer was not recorded, and not to be guessed from the request's id.
-        """
+        """Return the id of a request's reward: the same for a repeat whose first answer was not
+        recorded, and not to be guessed from the request's id."""
         drawn = hmac.digest(self.secret, request_id.encode(), "sha256")[:ID_BYTES]
         return like(request_id, f"w-{drawn.hex()}")
 
@@ -186,7 +185,7 @@ class RewardPool:
         return reward
 
     async def cancel(self, reward_id: str) -> Reward:
-        """End it unless it has ended. Raises NotFound."""
+        """End a reward unless it has ended. Raises NotFound."""
         reward = self.get(reward_id)
         if reward.ended:
             return reward
@@ -199,7 +198,7 @@ class RewardPool:
         return self.get(reward_id)
 
     async def load(self) -> None:
-        """Take up what was accepted before a restart of the service."""
+        """Take up the rewards that were accepted before a restart of the service."""
         for reward, arguments_json in await self.journal.load():
             if reward.ended:
                 self.table.put(reward)
@@ -264,9 +263,8 @@ class RewardPool:
             self._wake.set()
 
     async def _score_safely(self, reward: Reward) -> Reward:
-        """Score, whatever that raises; with a mark in the journal where the reward may have ended
-        the service.
-        """
+        """Score a reward, whatever that raises; mark it in the journal where it may have ended the
+        service."""
         try:
             if reward.reward_id not in self._found:
                 return await self._score(reward)
@@ -295,7 +293,7 @@ class RewardPool:
         crashes = 0
 
         async def score_once() -> Reward:
-            """Return the reward as it ends; one that is still running where the function
+            """Score once; return the reward as it ends, or still running where the function
             crashed."""
             nonlocal reward, crashes
             reward = replace(
@@ -333,7 +331,7 @@ class RewardPool:
         return await until_ended(score_once)
 
     async def _end(self, reward: Reward) -> None:
-        """Store and publish how it ended. While NATS is away, waits."""
+        """Store and publish how a reward ended. Waits while NATS is away."""
         error, _ = cut(reward.error, MOST_ERROR_BYTES)
         reward = replace(reward, error=error, ended_at=time.time(), revision=reward.revision + 1)
         try:
@@ -385,7 +383,7 @@ async def _until_written(write: Callable[[], Awaitable[None]]) -> None:
 
 
 def _pause_s(state: RetryCallState) -> float:
-    """Return an exponential pause, and at least as long a one as the error asks for."""
+    """Return an exponential pause, which is at least as long as the error requests."""
     error = _error_of(state)
     asked_s = error.retry_after_s if isinstance(error, TreadleError) else None
     return max(BACKOFF(state), asked_s or 0.0)

@@ -1,5 +1,5 @@
-"""The reward `python_tests`, which runs pytest over the agent's files on all cores of the action
-(pytest-xdist).
+"""Score by the reward `python_tests`, which runs pytest over the agent's files on all cores of the
+action (pytest-xdist).
 
 The agent's code runs in the same process as the tests, as it does everywhere pytest is used: code
 that tries to fake a result can. `expected_tests` bounds what an agent gains by leaving tests out.
@@ -150,8 +150,7 @@ def _counted() -> tuple[int, int]:
 
 
 def _number(suite: ElementTree.Element, name: str) -> int:
-    """Return a count of the report; 0 for what is no short decimal number, as the agent's code can
-    have written it.
-    """
+    """Return a count of the report; 0 for anything but a short decimal number, as the agent's code
+    can have written it."""
     text = suite.get(name, "0")
     return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 0

@@ -1,5 +1,5 @@
-"""One reward (one trajectory to be scored by one function), the table of all rewards, and their
-journal.
+"""Define one reward (one trajectory to be scored by one function), the table of all rewards, and
+their journal.
 
 Invariants: a reward ends for good, as DONE (with a score), FAILED or CANCELLED; `revision` grows
 with each change.
@@ -76,7 +76,7 @@ class Reward:
 
     @property
     def ended(self) -> bool:
-        """Return whether it changes no more."""
+        """Return whether the reward changes no more."""
         return self.state not in (State.PENDING, State.RUNNING)
 
 
@@ -96,7 +96,7 @@ class _Watcher:
 
 
 class RewardTable:
-    """Keeps all rewards by id, and tells their watchers of each change.
+    """Keeps all rewards by id, and yields each change to their watchers.
 
     Invariant: a watcher gets every matching reward in its newest state. The table may leave out
     only states in between.
@@ -178,7 +178,7 @@ class RewardJournal:
         await self.note(reward)
 
     async def end(self, reward: Reward) -> None:
-        """Store how it ended, and remove its arguments. Raises nats.errors.Error."""
+        """Store how a reward ended, and remove its arguments. Raises nats.errors.Error."""
         await self.note(reward)
         await self._purge(f"{kv_key(reward.reward_id)}.{PART}.*")
 
@@ -189,8 +189,7 @@ class RewardJournal:
     async def load(self) -> list[tuple[Reward, str | None]]:
         """Return every reward, in the order of acceptance, with its arguments; "" of those that
         have ended, None where they cannot be read. A state that cannot be read stays where it is,
-        and in the log.
-        """
+        and in the log."""
         rewards: list[Reward] = []
         parts: dict[str, dict[int, bytes]] = {}
         unreadable: set[str] = set()
@@ -216,14 +215,15 @@ class RewardJournal:
         ]
 
     async def note(self, reward: Reward) -> None:
-        """Store its state. Raises nats.errors.Error."""
+        """Store the state of a reward. Raises nats.errors.Error."""
         # By the standard library, as pydantic refuses the lone surrogates that a tool's output may
         # hold.
         data = json.dumps(dataclasses.asdict(reward), separators=(",", ":")).encode()
         await self._bucket.put(f"{kv_key(reward.reward_id)}.{STATE}", data)
 
     async def _purge(self, keys: str) -> None:
-        """Purge the subjects themselves: deleting by key would leave a marker behind each."""
+        """Purge the subjects themselves, because deleting by key would leave a marker behind
+        each."""
         await self._jetstream.purge_stream(f"KV_{BUCKET}", subject=f"$KV.{BUCKET}.{keys}")
 
 

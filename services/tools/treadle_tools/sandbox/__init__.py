@@ -1,4 +1,4 @@
-"""Where tools run: sandboxes of bubblewrap, Docker or Kubernetes.
+"""Run tools in sandboxes of bubblewrap, Docker or Kubernetes.
 
 The service imports no code of a tool.
 """

@@ -1,9 +1,9 @@
-"""bubblewrap: whether it works here, and the command line that isolates a fork server from the
-host.
+"""Find out whether bubblewrap works here, and build the command line that isolates a fork server
+from the host.
 
 Invariants of the sandbox: no network, no capabilities, read-only everything but /tmp, uid 65534,
 namespaces of its own, an empty environment, ended with the daemon. No tool runs without it;
-`find_bubblewrap` says why it does not work.
+`find_bubblewrap` reports why it does not work.
 """
 
 import os
@@ -44,7 +44,7 @@ LIBRARY_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 
 
 class BubblewrapMissing(Exception):  # noqa: N818 - a state of the machine more than an error
-    """bubblewrap is not there or cannot run; the message says why and what to do."""
+    """bubblewrap is not there or cannot run; the message gives the reason and the remedy."""
 
     def __init__(self, wrong: str, do: str) -> None:
         super().__init__(f"{wrong}: {do}")
@@ -54,7 +54,8 @@ class BubblewrapMissing(Exception):  # noqa: N818 - a state of the machine more 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the daemon starts a tool's fork server. memory_bytes: of a sandbox beside its worker."""
+    """Recipe by which the daemon starts a tool's fork server. memory_bytes: the limit of a sandbox
+    beside its worker."""
 
     tool: str
     command: tuple[str, ...]
@@ -65,9 +66,9 @@ class Recipe:
 class Bubblewrap:
     """A bubblewrap that works here.
 
-    user: who runs it (None: as the service). drop_root: it is run by root without a user namespace,
-    and the worker gives root up by itself; this reads a Python below root's own folders, which
-    another user could not.
+    user: who runs it (None: as the service). drop_root: whether root runs it without a user
+    namespace, and the worker gives root up by itself; this reads a Python below root's own folders,
+    which another user could not.
     """
 
     path: str
@@ -134,16 +135,14 @@ class Bubblewrap:
 
 
 def inside(path: Path) -> Path:
-    """Return where the sandbox shows `path` of the host: the same, but for one under /tmp, which
-    its own /tmp would cover.
-    """
+    """Return where the sandbox shows `path` of the host: at the same path, unless it is under /tmp,
+    which the sandbox's own /tmp would cover."""
     return MOVED / path.relative_to(PRIVATE) if path.is_relative_to(PRIVATE) else path
 
 
 def _as_user(user: int | None) -> list[str]:
-    """Return the command that runs the program after it as `user`; uvloop itself starts no
-    program as another user.
-    """
+    """Return the command that runs the program after it as `user`, since uvloop itself starts no
+    program as another user."""
     return (
         []
         if user is None
@@ -163,7 +162,8 @@ def _bind_system_folders() -> list[str]:
 
 
 def _interpreter() -> list[str]:
-    """Python without the user's environment, site folders or bytecode writing."""
+    """Return the command of Python without the user's environment, site folders or bytecode
+    writing."""
     return [str(inside(Path(sys.executable).resolve())), "-I", "-S", "-B", "-X", "utf8"]
 
 
@@ -190,7 +190,7 @@ def find_code(tool: Tool) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
 
 
 def _outermost(folders: Sequence[Path]) -> tuple[Path, ...]:
-    """`folders` without those that lie within another, or within /usr."""
+    """Return `folders` without those that lie within another, or within /usr."""
     kept: list[Path] = []
     for folder in sorted(set(folders), key=lambda path: (len(path.parts), path)):
         if not any(folder.is_relative_to(other) for other in (Path("/usr"), *kept)):

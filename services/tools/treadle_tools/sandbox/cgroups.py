@@ -1,10 +1,11 @@
-"""Control groups: the memory, cores and processes of a whole sandbox, its child processes included.
+"""Limit and count the memory, cores and processes of a whole sandbox, child processes included, by
+control groups.
 
-Owns: one group `treadle-tools-<pid>` below the daemon's own, with a slot for each spawner. A
-spawner joins its slot once, because the kernel takes some 10 ms for it. The daemon makes and
-removes slots; the service writes a slot's limits before each action in it (`Slot.limit`). Versions
-1 and 2 of control groups have the same nouns with other file names. Where this process may not
-write any, `find_cgroups` returns None, and the service watches memory itself.
+This module owns one group `treadle-tools-<pid>` below the daemon's own, with a slot for each
+spawner. A spawner joins its slot once, because the kernel takes some 10 ms for it. The daemon makes
+and removes slots; the service writes a slot's limits before each action in it (`Slot.limit`).
+Versions 1 and 2 of control groups have the same nouns with other file names. Where this process may
+not write any, `find_cgroups` returns None, and the service watches memory itself.
 """
 
 import contextlib
@@ -40,7 +41,7 @@ class Root:
 
     folders: where slots are made, by controller.
 
-    cores: all, as the kernel lists them; "": no slot can be pinned.
+    cores: all cores, as the kernel lists them; "": no slot can be pinned.
     """
 
     version: int
@@ -76,7 +77,7 @@ class Slot:
     ) -> None:
         """Limit the slot's sandbox from now on.
 
-        memory_bytes: None leaves it as it is. cores: which; empty: any.
+        memory_bytes: None leaves the limit as it is. cores: their numbers; empty: any.
         """
         if memory_bytes is not None:
             self._limit_memory(memory_bytes)
@@ -89,14 +90,13 @@ class Slot:
         self._pin(cores)
 
     def unpin(self) -> None:
-        """Allow all cores again: another action gets those of the last one."""
+        """Allow all cores again, since another action gets the cores of the last one."""
         with contextlib.suppress(FileNotFoundError):  # removed after the sandbox's end
             self._pin(())
 
     def cpu_s(self) -> float | None:
         """Return the CPU seconds of the group over its life; None where the kernel does not count,
-        or once it is removed.
-        """
+        or the group has been removed."""
         with contextlib.suppress(FileNotFoundError):
             if self._root.version == 2:
                 lines = _read(self._path("cpu", "cpu.stat")).splitlines()
@@ -128,8 +128,7 @@ class Slot:
 
     def oom_kills(self) -> int:
         """Return how many processes the kernel has killed in this group for its memory, over its
-        life.
-        """
+        life."""
         text = _read(self._path("memory", OOM_EVENTS[self._root.version]))
         return next(
             (int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0
@@ -150,12 +149,13 @@ class Slot:
         self._written[file] = value
 
     def _path(self, controller: str, file: str) -> str:
-        """Text, because joining a Path takes longer than reading the file."""
+        """Return the path of a controller's file as text, because joining a Path takes longer than
+        reading the file."""
         return f"{self._folders[controller]}/{file}"
 
 
 class Cgroups:
-    """The daemon's slots."""
+    """All slots of the daemon."""
 
     def __init__(self, root: Root) -> None:
         self.root = root
@@ -226,7 +226,7 @@ def find_cgroups(proc: Path = Path("/proc/self")) -> Cgroups | None:
 
 
 def _mounts(proc: Path, kind: str) -> list[tuple[str, Path, set[str]]]:
-    """List root, mount point and options of every mount of a file system `kind`."""
+    """Return root, mount point and options of every mount of a file system `kind`."""
     found = []
     for line in (proc / "mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
@@ -237,9 +237,8 @@ def _mounts(proc: Path, kind: str) -> list[tuple[str, Path, set[str]]]:
 
 
 def _memberships(proc: Path) -> list[tuple[set[str], str]]:
-    """List controllers and path of every hierarchy this process is in; version 2 has no controllers
-    here.
-    """
+    """Return controllers and path of every hierarchy this process is in; version 2 has no
+    controllers here."""
     lines = (proc / "cgroup").read_text().splitlines()
     fields = [line.split(":", 2) for line in lines]
     return [(set(controllers.split(",")) - {""}, path) for _, controllers, path in fields]
@@ -268,7 +267,7 @@ def _own_v2(proc: Path) -> dict[str, Path]:
 
 
 def _below(point: Path, root: str, path: str) -> Path:
-    """Find the folder of a group `path`, seen through a mount of `root` at `point`."""
+    """Return the folder of a group `path`, seen through a mount of `root` at `point`."""
     inner = path.removeprefix(root) if root != "/" else path
     return point / inner.lstrip("/")
 
@@ -276,7 +275,7 @@ def _below(point: Path, root: str, path: str) -> Path:
 def _delegate(own: Path) -> None:
     """Give controllers to child groups.
 
-    Version 2 wants a group without processes: move ours to a child if needed.
+    Version 2 requires a group without processes: move ours to a child if needed.
     """
     try:
         _enable(own)
@@ -311,9 +310,8 @@ def _make(folders: dict[str, Path]) -> None:
 
 
 def _cpuset_cores(version: int, folders: Mapping[str, Path]) -> str:
-    """All cores that slots may use, once the daemon's group has them; empty where slots cannot be
-    pinned.
-    """
+    """Return all cores that slots may use, once the daemon's group has them; empty where slots
+    cannot be pinned."""
     if "cpuset" not in folders:
         return ""
     folder = folders["cpuset"]
@@ -357,7 +355,7 @@ def _put(path: str, text: str) -> None:
 
 
 def _read(path: str) -> str:
-    """Read a file of the kernel; none that is read here is longer than a page."""
+    """Read a file of the kernel; none of those read here is longer than a page."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(descriptor, PAGE_BYTES).decode()
@@ -367,8 +365,7 @@ def _read(path: str) -> str:
 
 def _inherit_cpuset(folder: Path) -> None:
     """Copy cores and memory nodes of the parent: a new group of version 1 has none, and takes no
-    process before.
-    """
+    process before."""
     for file in ("cpuset.mems", "cpuset.cpus"):
         if not (folder / file).exists() or not (folder / file).read_text().strip():
             (folder / file).write_text((folder.parent / file).read_text())

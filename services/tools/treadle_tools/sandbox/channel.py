@@ -1,9 +1,9 @@
-"""Messages with open descriptors over a unix socket, between the service and its daemon; and the
-names of messages.
+"""Carry messages with open descriptors over a unix socket, between the service and its daemon; and
+name the messages.
 
-Owns: the socket; a descriptor that is posted is closed once it is on its way. Invariants: messages
-arrive in the order in which they were posted; what was sent before `flush` returns reaches the
-other side even if this process is killed.
+This module owns the socket; a descriptor that is posted is closed once it is on its way.
+Invariants: messages arrive in the order in which they were posted; what was sent before `flush`
+returns reaches the other side even if this process is killed.
 
 The service sends `hello` first (protocol, recipes, warm, cgroups, keep_s); then `request` (tool,
 count), `kill` (sandbox), `bind` (record, sandbox), `note` (session, facts), `forget` (session,
@@ -25,7 +25,7 @@ from treadle_tools.sandbox.inside import messages
 from treadle_tools.sandbox.processes import wait_readable
 
 # Raised with every change that an older daemon, or a sandbox of an older worker, would not
-# understand. Such a daemon ends when a service says hello, and its sessions with it.
+# understand. Such a daemon ends when a service sends its hello, and its sessions with it.
 PROTOCOL = 3
 
 OP = "op"  # the field that names a message
@@ -42,11 +42,11 @@ WELCOME, SESSION, READY, SANDBOX, FAILED = "welcome", "session", "ready", "sandb
 
 READ_BYTES = 64 * 1024
 MOST_DESCRIPTORS = 64  # in one read; a message carries one at most
-DESCRIPTORS = "descriptors"  # the field that says how many a message carries: 0 or 1
+DESCRIPTORS = "descriptors"  # the field with how many a message carries: 0 or 1
 
 
 class Channel:
-    """One end of the connection."""
+    """One end of the connection between the service and its daemon."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -58,7 +58,7 @@ class Channel:
         self._descriptors: deque[int] = deque()
 
     def post(self, message: Mapping[str, Any], descriptor: int | None = None) -> None:
-        """Send without waiting.
+        """Post a message without waiting.
 
         Nothing is sent where the other side has gone; `receive` reports that.
         """
@@ -71,7 +71,7 @@ class Channel:
             self._send()
 
     async def flush(self) -> None:
-        """Return once the kernel has all that was posted."""
+        """Return once the kernel has everything that was posted."""
         await self._empty.wait()
 
     async def receive(self) -> tuple[dict[str, Any], int | None] | None:

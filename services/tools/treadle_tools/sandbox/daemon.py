@@ -1,8 +1,8 @@
-"""The sandbox daemon, `python -m treadle_tools.sandbox.daemon FOLDER`: it holds the sandboxes and
-outlives the service.
+"""Run the sandbox daemon, `python -m treadle_tools.sandbox.daemon FOLDER`, which holds the
+sandboxes and outlives the service.
 
 The service starts it with the state folder's socket as standard input. It serves one service at a
-time, waits a while for the next, and ends with all it holds. Owns: the listening socket, the
+time, waits a while for the next, and ends with all it holds. It owns the listening socket, the
 control groups, the records of sessions, and a `Pool` of sandboxes for each tool. Invariants: a
 sandbox without a session dies with its service, and everything in sandboxes with the daemon.
 """
@@ -40,7 +40,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Made:
-    """A sandbox and what it was made with. name: unique over all daemons."""
+    """A sandbox and what made it. name: unique over all daemons."""
 
     name: str
     pool: "Pool"
@@ -163,7 +163,7 @@ class Pool:
             self.cgroups.give_back(spawner.slot)
 
     async def _end(self, process: SandboxProcess | Spawner) -> bool:
-        """Kill a process. False where it does not end."""
+        """Kill a process; return False where it does not end."""
         try:
             await process.kill()
         except TimeoutError:
@@ -172,7 +172,7 @@ class Pool:
         return True
 
 
-FIRST_KEEP_S = 60.0  # until the first service says how long to wait for another one
+FIRST_KEEP_S = 60.0  # until the first service sends how long to wait for another one
 
 
 class Daemon:
@@ -191,11 +191,11 @@ class Daemon:
         self._watches: list[asyncio.Task[None]] = []
         self._sessions = SessionRecords()
         self._cgroups: Cgroups | None = None
-        self._uses_cgroups: bool | None = None  # as the first service asked
+        self._uses_cgroups: bool | None = None  # as the first service requested
         self._service: Channel | None = None
 
     async def serve(self, service: Channel) -> bool:
-        """Serve one service until it goes. False where the daemon is to end.
+        """Serve one service until it goes; return False where the daemon is to end.
 
         That service reads the end of the connection once this process has ended, and everything
         with it.
@@ -229,7 +229,7 @@ class Daemon:
         return True
 
     async def close(self) -> None:
-        """Kill everything."""
+        """Kill all pools with their sandboxes."""
         tasks = [*self._watches, *(task for _, task in self._pools.values())]
         for task in tasks:
             task.cancel()
@@ -262,7 +262,7 @@ class Daemon:
     async def _set_tools(self, recipes: Mapping[str, Recipe], warm: int) -> None:
         """Have a pool for each tool.
 
-        One that is gone, or whose recipe has changed, loses its sandboxes.
+        A pool whose tool is gone, or whose recipe has changed, loses its sandboxes.
         """
         for tool, (pool, task) in list(self._pools.items()):
             if recipes.get(tool) != pool.recipe:
@@ -306,7 +306,7 @@ class Daemon:
     def _keep_sessions_only(self) -> None:
         """Keep only the sandboxes of sessions, because the service has gone.
 
-        Watch their memory if no control group does.
+        Their memory is watched here where no control group counts it.
         """
         for pool, _ in self._pools.values():
             pool.cancel_requests()

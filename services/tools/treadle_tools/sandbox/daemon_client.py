@@ -1,5 +1,5 @@
-"""The service's side of the sandbox daemon: it finds or starts the daemon, requests sandboxes, uses
-them.
+"""Serve as the service's side of the sandbox daemon: find or start the daemon, request sandboxes,
+use them.
 
 `BubblewrapSandbox` owns the connection to one sandbox's init; the processes belong to the daemon.
 `DaemonClient` owns the connection to the daemon, and the daemon's process where this service has
@@ -45,7 +45,7 @@ PIECE_BYTES = 1024 * 1024
 class BubblewrapSandbox(Sandbox):
     """`Sandbox` of bubblewrap, which the sandbox daemon has made.
 
-    name: given by the daemon. pid: of its init. end: has it killed, without waiting.
+    name: given by the daemon. pid: of its init. end: has the sandbox killed, without waiting.
     """
 
     reusable = True
@@ -71,7 +71,7 @@ class BubblewrapSandbox(Sandbox):
     def alive(self) -> bool:
         """Return whether it can take a request.
 
-        It sends nothing unasked, so anything to read here is its end.
+        The sandbox sends nothing but answers, so anything to read here is its end.
         """
         if self._connection.fileno() < 0:
             return False
@@ -103,7 +103,7 @@ class BubblewrapSandbox(Sandbox):
         return reply
 
     def _limit(self, slot: Slot, op: str, limits: Limits, processes: int) -> float | None:
-        """Limit the slot for an action; the CPU seconds that it has used before."""
+        """Limit the slot for an action; return the CPU seconds that the slot has used before."""
         try:
             slot.limit(
                 memory_bytes=None if op == "step" else limits.memory_bytes + WORKER_BYTES,
@@ -119,7 +119,7 @@ class BubblewrapSandbox(Sandbox):
         return self._count_memory_kills() > self._kills_before
 
     def _count_memory_kills(self) -> int:
-        """Kills for memory up to now: by the kernel in the slot, or by this service."""
+        """Return the kills for memory up to now: by the kernel in the slot, or by this service."""
         if self._slot is None:
             return self._memory_kills
         try:
@@ -147,7 +147,8 @@ class BubblewrapSandbox(Sandbox):
             raise SandboxLost(f"the worker ended without an answer ({error})") from error
 
     async def _take(self, received: bytearray, count: int) -> bytes:
-        """Return the next bytes of the answer. received: what has come of it, and was not taken."""
+        """Return the next bytes of the answer. received: bytes of it that have come and were not
+        taken."""
         while len(received) < count:
             piece = await asyncio.get_running_loop().sock_recv(self._connection, PIECE_BYTES)
             if not piece:
@@ -176,13 +177,13 @@ RESTART_PAUSE_S = 1.0
 
 
 class DaemonFailed(Exception):  # noqa: N818 - named for what happened
-    """There is no sandbox daemon and none can be started; the message says why."""
+    """There is no sandbox daemon and none can be started; the message gives the reason."""
 
 
 class DaemonRecords(SessionRecords):
     """Sessions that the daemon stores.
 
-    post: sends it an order. closed: what the daemon knew when this service came.
+    post: sends the daemon an order. closed: what the daemon knew when this service came.
     """
 
     def __init__(self, post: Callable[[Mapping[str, Any]], None]) -> None:
@@ -202,7 +203,8 @@ class DaemonRecords(SessionRecords):
 class DaemonClient(Backend):
     """`Backend` of bubblewrap's sandboxes, which the sandbox daemon holds.
 
-    keep_s: how long the daemon waits for the next service. keep_on_exit: also after an orderly end.
+    keep_s: how long the daemon waits for the next service. keep_on_exit: whether it also waits
+    after an orderly end.
     """
 
     def __init__(
@@ -298,7 +300,7 @@ class DaemonClient(Backend):
             await self._channel.flush()
 
     async def close(self) -> None:
-        """Disconnect.
+        """Disconnect from the daemon.
 
         With `keep_on_exit` the daemon waits for the next service, else it ends with everything in
         it.
@@ -345,7 +347,8 @@ class DaemonClient(Backend):
         return connection
 
     async def _greet(self, connection: Channel) -> bool:
-        """Say hello and take over the sessions. False where the daemon ended instead."""
+        """Send the hello and take over the sessions; return False where the daemon ended
+        instead."""
         connection.post(self._hello)
         self.found, self._slots = [], {}
         while (received := await connection.receive()) is not None:
@@ -407,7 +410,8 @@ class DaemonClient(Backend):
 
 
 def _has_ended(pid: int, options: int) -> bool:
-    """Return whether a child process has ended, perhaps reaped elsewhere in this process.
+    """Return whether a child process has ended, also where another part of this process has reaped
+    it.
 
     options: as of waitpid.
     """

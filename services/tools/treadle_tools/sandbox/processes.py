@@ -1,10 +1,10 @@
-"""Fork servers, spawners and sandboxes of bubblewrap as processes: how the daemon starts, watches
-and kills them.
+"""Start, watch and kill fork servers, spawners and sandboxes of bubblewrap as processes, for the
+daemon.
 
 A `ForkServer` is a bubblewrap whose Python has imported a tool; it forks a `Spawner`, which stands
 in a control group of its own and forks one sandbox after the other (`SandboxProcess`) into that
-group. Owns: the processes' handles and control sockets. Invariant: after `close` or `kill` returns,
-no process of it runs.
+group. This module owns the processes' handles and control sockets. Invariant: after `close` or
+`kill` returns, no process of it runs.
 
 Where there are no control groups, memory is summed over the process tree ten times a second, shared
 memory once for each process that has it mapped: a tree can exceed its limit for one interval, and
@@ -48,7 +48,7 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 async def wait_readable(file: socket.socket | int) -> None:
-    """Return once `file` (a socket, a pidfd) can be read, or has ended."""
+    """Return once `file` (a socket or a pidfd) can be read, or has ended."""
     loop, ready = asyncio.get_running_loop(), asyncio.Event()
     descriptor = file if isinstance(file, int) else file.fileno()
     loop.add_reader(descriptor, ready.set)
@@ -61,7 +61,7 @@ async def wait_readable(file: socket.socket | int) -> None:
 class _Forked:
     """A process that a fork server has forked for us, with our end of its control socket.
 
-    pid: in our own numbers.
+    pid: as this process's namespace numbers it.
     """
 
     def __init__(self, control: socket.socket, pid: int, slot: Slot | None) -> None:
@@ -76,7 +76,7 @@ class _Forked:
 
     @property
     def alive(self) -> bool:
-        """Return whether it runs."""
+        """Return whether the process runs."""
         if self._killed:
             return False
         poll = select.poll()
@@ -84,7 +84,7 @@ class _Forked:
         return not poll.poll(0)
 
     async def kill(self) -> None:
-        """Kill it and wait for its end. Safe to call again. Raises TimeoutError."""
+        """Kill the process and wait for its end. May be called again. Raises TimeoutError."""
         if self._killed:
             return
         self._killed = True
@@ -99,7 +99,7 @@ class _Forked:
 
 
 class SandboxProcess(_Forked):
-    """One sandbox, by its init: with it every process of the sandbox ends.
+    """The init of one sandbox: with it every process of the sandbox ends.
 
     Invariant: the sandbox lives as long as the daemon holds the control socket, also while no
     service is connected.
@@ -108,7 +108,7 @@ class SandboxProcess(_Forked):
     def connect(self) -> int | None:
         """Return a fresh connection to the sandbox, as a descriptor; None where it has ended.
 
-        The sandbox drops the connection that it had, with any message that was sent by half.
+        The sandbox drops its earlier connection, with any message that was sent by half.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -123,13 +123,13 @@ class SandboxProcess(_Forked):
 class Spawner(_Forked):
     """Forks one sandbox at a time, so that its slot's limits and counts are that sandbox's.
 
-    Kill that one first.
+    The sandbox must be killed before its spawner.
     """
 
     async def spawn(self) -> SandboxProcess:
         """Fork a new sandbox.
 
-        The one before must be dead. Raises SandboxLost, OSError or TimeoutError.
+        The sandbox before must be dead. Raises SandboxLost, OSError or TimeoutError.
         """
         order = UNCOUNTED_SANDBOX if self.slot is None else SANDBOX
         async with _order(self._control, order) as (control, body, pid):
@@ -143,13 +143,13 @@ class Spawner(_Forked):
 async def _order(
     forker: socket.socket, what: bytes
 ) -> AsyncIterator[tuple[socket.socket, bytes, int]]:
-    """Order a fork: the new process's control socket, its first message, and its id.
+    """Order a fork; yield the new process's control socket, its first message, and its id.
 
-    The block owns the socket unless it raises. Raises SandboxLost where the process ends before it
-    speaks, OSError, TimeoutError.
+    The block owns the socket unless it raises. Raises SandboxLost where the process ends before its
+    first message, OSError, TimeoutError.
 
-    The kernel says who sent the message, in our own numbers: in its namespace a process only knows
-    another number.
+    The kernel reports who sent the message, in our own numbers: in its namespace a process only
+    knows another number.
     """
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     control.setblocking(False)
@@ -176,9 +176,10 @@ async def _order(
 
 
 class ForkServer:
-    """One bubblewrap whose Python has imported a tool. Made by `start`.
+    """A bubblewrap whose Python has imported a tool. Made by `start`.
 
-    single_use: the kernel refuses namespaces in the sandbox, so that it can serve one sandbox only.
+    single_use: whether the kernel refuses namespaces in the sandbox, so that it can serve one
+    sandbox only.
     """
 
     def __init__(
@@ -192,7 +193,7 @@ class ForkServer:
 
     @classmethod
     async def start(cls, recipe: Recipe) -> "ForkServer":
-        """Start one and wait until it has imported its tool. Raises WorkerFailed."""
+        """Start a fork server and wait until it has imported its tool. Raises WorkerFailed."""
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         control.setblocking(False)
         stderr = os.fdopen(os.memfd_create("stderr"), "w+b")
@@ -249,7 +250,7 @@ class ForkServer:
             raise WorkerFailed(f"tool {self._tool!r} has no spawner: {error}") from error
 
     async def close(self) -> None:
-        """Kill it with every spawner and sandbox of its. Safe to call again."""
+        """Kill the fork server with all its spawners and sandboxes. May be called again."""
         if self._process.returncode is None:
             await self._kill_init()
             with contextlib.suppress(ProcessLookupError):
@@ -287,7 +288,8 @@ class ForkServer:
 
 
 def _list_children(pid: int) -> list[int]:
-    """Children of a process with one thread. Raises FileNotFoundError where it has ended."""
+    """Return the children of a process with one thread. Raises FileNotFoundError where it has
+    ended."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 

@@ -1,4 +1,4 @@
-"""A sandbox of any kind: how its worker is started, what the service asks of it, and who makes it.
+"""Define a sandbox of any kind: how its worker starts, how the service uses it, and who makes it.
 
 Backends make sandboxes: the client of the sandbox daemon for bubblewrap (`daemon_client.py`), the
 fleet of containers (`containers/fleet.py`). This module knows neither, and imports the standard
@@ -41,7 +41,7 @@ BOOT = (
 def worker_arguments(tool: Tool, module: str, paths: Sequence[str], **more: Any) -> list[str]:
     """Return the arguments of a Python that runs `main` of a module of `inside/`.
 
-    paths: added to sys.path; more: for `main`.
+    paths: folders that are added to sys.path. more: arguments of `main`.
     """
     config = {
         "paths": list(paths),
@@ -76,7 +76,7 @@ MOST_CLOSED = 4096
 class SandboxLost(Exception):  # noqa: N818 - an answer to the caller, not a fault
     """The sandbox died, broke the protocol or did not answer.
 
-    status: of its action, as far as the cause is known.
+    status: how its action ended, as far as the cause is known.
     """
 
     def __init__(self, message: str, status: Status = Status.CRASHED) -> None:
@@ -85,7 +85,7 @@ class SandboxLost(Exception):  # noqa: N818 - an answer to the caller, not a fau
 
 
 class WorkerFailed(Exception):  # noqa: N818 - named for what happened
-    """A tool's worker did not start or could not make a sandbox; the message says why."""
+    """A tool's worker did not start or could not make a sandbox; the message gives the reason."""
 
 
 class Sandbox(ABC):
@@ -93,7 +93,7 @@ class Sandbox(ABC):
 
     name: unique among all that are remembered.
 
-    reusable: whether it can take another call after one that was asked with `again`.
+    reusable: whether it can take another call after a call that was sent with `again`.
     """
 
     name: str
@@ -117,12 +117,12 @@ class Sandbox(ABC):
         """Send one request and return the answer of its supervisor (`inside/supervisor.py`).
 
         op: `call`, `open`, `step`; or `recall`, which returns the last answer again ({"id": ""}
-        where there was none). again: another call will follow, so what this one leaves is to be
-        removed; an answer that is `soiled` says that this failed for the last call, and that this
-        call has not run. A step keeps the memory limit of the session's opening; its own, lower
-        limit holds for each process that the step starts. Granted cores (`Granted.cores`, numbers
-        of this machine) are released with the answer. Raises SandboxLost; then the caller closes
-        the sandbox.
+        where there was none). again: another call will follow, so the supervisor removes what this
+        one leaves; an answer that is `soiled` reports that this failed for the last call, and that
+        this call has not run. A step keeps the memory limit of the session's opening; its own,
+        lower limit holds for each process that the step starts. Granted cores (`Granted.cores`,
+        numbers of this machine) are released with the answer. Raises SandboxLost; then the caller
+        closes the sandbox.
         """
         # A lone surrogate stays legal on the wire
         body = json.dumps(arguments, separators=(",", ":")).encode("ascii")
@@ -162,16 +162,16 @@ class Sandbox(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Have everything in it killed, without waiting. Safe to call again."""
+        """Have everything in the sandbox killed, without waiting. May be called again."""
 
 
 class WarmSandboxes:
     """Sandboxes of a tool that have been started and wait for their first call.
 
-    count: how many. request: orders that many from the backend, which passes them to `add`. lazy:
-    none is ordered before the first `take`, so that a tool that no job uses costs nothing. failure:
-    why there are none, if so. Invariant: a sandbox is handed out once, and another is ordered in
-    its place.
+    count: how many wait. request: orders that many from the backend, which passes them to `add`.
+    lazy: none is ordered before the first `take`, so that a tool that no job uses costs nothing.
+    failure: why there are none, if so. Invariant: a sandbox is handed out once, and another is
+    ordered in its place.
     """
 
     def __init__(
@@ -205,17 +205,17 @@ class WarmSandboxes:
             sandbox.close()
 
     def fill(self) -> None:
-        """Order all: the backend has just started."""
+        """Order all sandboxes, since the backend has just started."""
         if not self._lazy:
             self._request(self._count)
 
     def add(self, sandbox: Sandbox) -> None:
-        """Take in one that was ordered."""
+        """Take in a sandbox that was ordered."""
         self.failure = ""
         self._ready.put_nowait(sandbox)
 
     def drop(self) -> None:
-        """Close all: their backend has failed."""
+        """Close all sandboxes, since their backend has failed."""
         while not self._ready.empty():
             self._ready.get_nowait().close()
 
@@ -224,7 +224,7 @@ class SessionRecords:
     """Sessions as the service last stored them, the sandbox in which each lives, and which request
     closed the others.
 
-    All by session id. Of a record only its session_id is read here.
+    All are kept by session id. Of a record this class reads the session_id only.
     """
 
     def __init__(self) -> None:
@@ -245,7 +245,7 @@ class SessionRecords:
     def forget(self, session_id: str, closed_by: str = "") -> None:
         """Remove a closed session.
 
-        closed_by: the request that closed it, which may be repeated to the next run.
+        closed_by: the request that closed it, which a caller may repeat to the next run.
         """
         self.records.pop(session_id, None)
         self.sandboxes.pop(session_id, None)
@@ -259,7 +259,7 @@ class SessionRecords:
 class FoundSession:
     """A session of an earlier run of the service.
 
-    record: as last stored. sandbox: None where it has ended.
+    record: as it was last stored. sandbox: None where it has ended.
     """
 
     record: Mapping[str, Any]
@@ -271,9 +271,9 @@ class Backend(ABC):
 
     While `run` runs it keeps sandboxes warm.
 
-    records: where sessions are stored. tools: those that it runs. failures: why its others cannot
-    run. warm: sandboxes per tool that wait. lazy: tools whose worker starts with the first call.
-    found: sessions of the service's last run.
+    records: where sessions are stored. tools: the tools that it runs. failures: why it cannot run
+    its other tools. warm: how many sandboxes wait for each tool. lazy: tools whose worker starts
+    with the first call. found: sessions of the service's last run.
     """
 
     def __init__(
@@ -303,7 +303,7 @@ class Backend(ABC):
         """Start making sandboxes of a tool for `_warm`."""
 
     async def flush(self) -> None:  # noqa: B027 - most store at once
-        """Return once all that `records` was told is stored even if this process is killed."""
+        """Return once all changes of `records` are stored even if this process is killed."""
 
     @abstractmethod
     async def run(self) -> None:
@@ -311,15 +311,15 @@ class Backend(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Let go of everything; `run` has ended."""
+        """Release everything; `run` has ended."""
 
 
 class ReusedSandboxes:
     """Sandboxes that a trajectory's call has left clean, for its next call of the same tool.
 
     A fresh sandbox costs more CPU than most calls: forks, namespaces, mounts, and their end. most:
-    how many wait; 0: none is used again. kept_s: how long. Invariant: a sandbox serves one
-    trajectory, and one call at a time.
+    how many wait; 0: no sandbox is reused. kept_s: how long they wait. Invariant: a sandbox serves
+    one trajectory, and one call at a time.
     """
 
     def __init__(self, *, most: int, kept_s: float) -> None:
@@ -329,9 +329,8 @@ class ReusedSandboxes:
         self._waiting: dict[tuple[str, str], tuple[Sandbox, float]] = {}
 
     def wants(self, sandbox: Sandbox, trajectory_id: str) -> bool:
-        """Return whether to ask `sandbox` to clean itself after a call of that trajectory ("": of
-        none).
-        """
+        """Return whether `sandbox` should clean itself after a call of that trajectory ("": of
+        none)."""
         return bool(self._most and trajectory_id and sandbox.reusable)
 
     def take(self, trajectory_id: str, tool: Tool) -> Sandbox | None:
@@ -343,7 +342,7 @@ class ReusedSandboxes:
         return sandbox
 
     def add(self, trajectory_id: str, tool: Tool, sandbox: Sandbox) -> None:
-        """Keep it for the trajectory's next call.
+        """Keep a sandbox for the trajectory's next call.
 
         Of two calls at once, the sandbox of the later one is kept.
         """
@@ -354,7 +353,7 @@ class ReusedSandboxes:
             self._drop(next(iter(self._waiting)))
 
     async def expire(self) -> None:
-        """Close those that have waited too long, until cancelled."""
+        """Close the sandboxes that have waited too long, until cancelled."""
         while True:
             oldest = time.monotonic() - self._kept_s
             for key in [key for key, (_, since) in self._waiting.items() if since <= oldest]:

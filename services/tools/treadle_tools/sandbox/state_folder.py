@@ -1,8 +1,9 @@
-"""The state folder of one service: where its next run finds the sandbox daemon and session records.
+"""Hold the state folder of one service, where its next run finds the sandbox daemon and session
+records.
 
-Owns: the folder (mode 0700), its lock, the socket `daemon.sock` in it. Invariants: one service at a
-time holds the lock, and the kernel releases it when that process ends, however it ends; only the
-holder makes a socket or a daemon.
+This module owns the folder (mode 0700), its lock, the socket `daemon.sock` in it. Invariants: one
+service at a time holds the lock, and the kernel releases it when that process ends, however it
+ends; only the holder makes a socket or a daemon.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ BACKLOG = 8
 
 
 class FolderRefused(Exception):  # noqa: N818 - the folder's state, not a fault
-    """The state folder cannot be used; the message says why and what to do."""
+    """The state folder cannot be used; the message gives the reason and the remedy."""
 
 
 class StateFolder:
@@ -66,7 +67,8 @@ class StateFolder:
         return end
 
     def listen(self) -> socket.socket:
-        """Make the socket of a daemon that is about to start. No other may run in the folder."""
+        """Make the socket of a daemon that is about to start. No other daemon may run in the
+        folder."""
         Path(self._socket).unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -80,7 +82,7 @@ class StateFolder:
     def release(self, *, keep: bool) -> None:
         """Unlock the folder.
 
-        keep: leave its content to a daemon that goes on; else the folder is removed.
+        keep: whether its content stays for a daemon that goes on; else the folder is removed.
         """
         if not keep:
             _remove(self.path)
@@ -88,9 +90,7 @@ class StateFolder:
 
 
 def clear(path: Path) -> None:
-    """End a daemon's use of the folder, after its socket: remove its log, and the folder unless a
-    service holds it.
-    """
+    """Remove a daemon's log, once its socket is gone, and its folder unless a service holds it."""
     with contextlib.suppress(OSError):
         (path / LOG).unlink(missing_ok=True)
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

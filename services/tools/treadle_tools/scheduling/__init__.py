@@ -1,1 +1,1 @@
-"""Which waiting action starts now, and on which cores?"""
+"""Decide which waiting action starts now, and on which cores."""

@@ -1,5 +1,4 @@
-"""Start an action once it is granted what it asks for, run it, measure it, and publish start and
-end.
+"""Start an action once its resources are granted, run it, measure it, and publish start and end.
 
 `ActionScheduler` decides: what arrives and what ends in one iteration of the event loop is decided
 on together, and an action without a choice of units starts at once while none waits. It owns the
@@ -42,7 +41,7 @@ RETRY_S = 1.0  # a full queue moves within a few actions, which take parts of a 
 class RunningAction:
     """An action that holds what it was granted.
 
-    ended: how it ended; the caller of `hold` sets it inside of the block.
+    ended: how it ended; the caller of `hold` sets it within the block.
     """
 
     started: Started
@@ -51,7 +50,7 @@ class RunningAction:
 
 @dataclass(eq=False)
 class ActionScheduler:
-    """Grants actions what they ask for, and shares it equally among jobs.
+    """Grants actions the resources that they request, and shares them equally among jobs.
 
     max_waiting: actions that may wait.
 
@@ -70,7 +69,7 @@ class ActionScheduler:
     async def hold(
         self, action: Action, job: str, within_s: float | None = None
     ) -> AsyncIterator[RunningAction]:
-        """Wait until the action is granted what it asks for, and hold that for the block.
+        """Wait until the action's resources are granted, and hold them for the block.
 
         job: whose share it takes; the action's `arrival` is set here.
 
@@ -167,8 +166,7 @@ Work = Callable[[Granted], Awaitable[Mapping[str, Any]]]
 
 class Facts(Protocol):
     """Publishes that an action starts (expected_s: 0 where unknown) and that it has ended
-    (convert.py).
-    """
+    (convert.py)."""
 
     async def started(self, trajectory_id: str, tool: str, expected_s: float) -> None: ...
     async def finished(self, trajectory_id: str, tool: str, result: Result) -> None: ...
@@ -197,7 +195,7 @@ class Actions:
 
     pinned: whether an action runs on its cores only.
 
-    numbers: of actions, each once over all users of scheduler.
+    numbers: of actions, each once over all users of the scheduler.
     """
 
     scheduler: ActionScheduler
@@ -218,12 +216,12 @@ class Actions:
         job: str = "",
         holder: str = "",
     ) -> Result:
-        """Run `work`, which asks a sandbox and may raise SandboxLost or WorkerFailed.
+        """Run `work`, which calls a sandbox and may raise SandboxLost or WorkerFailed.
 
         job: whose share of the cores it takes. holder: the session whose memory is held until the
         scheduler forgets it; empty: held for the action only. Raises ResourceExhausted when too
-        many actions wait, Unavailable where the tool's worker does not start or its provider cannot
-        be asked within the caller's time.
+        many actions wait, Unavailable where the tool's worker does not start or its provider takes
+        no call within the caller's time.
         """
         call = _Call(next(self.numbers), tool, limits, work, job, holder, time.monotonic())
         await self.facts.started(trajectory_id, tool.name, self.demands.expected_s(tool))
@@ -269,7 +267,7 @@ class Actions:
             refused = result
 
     async def _try(self, call: _Call, within_s: float | None) -> Result:
-        """Try once. Raises TimeoutError where the action does not start `within_s`."""
+        """Try the call once. Raises TimeoutError where the action does not start `within_s`."""
         asked = time.monotonic()
         action_id = f"action-{call.number}"
         action = self.demands.action(action_id, call.holder or action_id, call.tool, call.limits)
@@ -285,7 +283,7 @@ class Actions:
 
     async def _execute(self, call: _Call, running: RunningAction) -> Result:
         cpu = running.started.grant.cpu
-        assert cpu is not None  # every action asks for cores
+        assert cpu is not None  # every action requests cores
         granted = Granted(
             cpu_cores=len(cpu.cores),
             memory_bytes=call.limits.memory_bytes,

@@ -1,7 +1,7 @@
-"""What actions ask for, and what this machine has of it.
+"""Define what resources actions request, and what this machine has of them.
 
 `Demands` makes an action of the scheduler out of what a tool declares, and learns how long each
-tool's actions take. `find_node` counts the cores and the memory. An action that asks for more cores
+tool's actions take. `find_node` counts the cores and the memory. An action that requests more cores
 than the node has may get all of them.
 """
 
@@ -69,7 +69,7 @@ class Demands:
         self._speedup = RecentMeans()
 
     def learn(self, tool: Tool, result: Result) -> None:
-        """Count an action that was not refused by its provider."""
+        """Learn from the result of an action that its provider did not refuse."""
         factor = (
             1.0
             if tool.scaling is None
@@ -81,8 +81,7 @@ class Demands:
 
     def expected_s(self, tool: Tool) -> float:
         """Return the seconds of the next action from its start, with as many cores as lately; 0:
-        not known.
-        """
+        not known."""
         if tool.name not in self._speedup:
             return 0.0
         return (
@@ -94,9 +93,9 @@ class Demands:
 
         holder: the session, whose memory is held until its end, or the action itself.
 
-        What is called once asks for no memory, as no more such calls run than there are cores: else
-        they would wait for sessions to end, which wait for what their trajectories call. Without a
-        Scaling nothing is known of how it scales, but how long it takes is told all the same.
+        A single call requests no memory, as no more such calls run than there are cores: else they
+        would wait for sessions to end, which wait for what their trajectories call. Without a
+        Scaling it is not known how an action scales, but its duration is given all the same.
         """
         most = min(limits.cpu_cores, self._cores)
         cost: dict[str, Demand] = {CPU_CORES: cores_demand(tool.scaling, most)}
@@ -119,7 +118,8 @@ class Demands:
         )
 
     def _next_single_core_s(self, tool: Tool) -> float | None:
-        """Seconds of the next action on one core, as profiled or learned; None: not known."""
+        """Return the seconds of the next action on one core, as profiled or learned; None: not
+        known."""
         if tool.scaling is not None and tool.scaling.single_core_s is not None:
             return tool.scaling.single_core_s
         known = tool.name in self._single_core_s
@@ -127,9 +127,8 @@ class Demands:
 
 
 def check_scaling(tool: Tool) -> None:
-    """Raise InvalidActionError for a Scaling with a figure that is none, or more cores than the
-    tool's limit.
-    """
+    """Raise InvalidActionError for a Scaling with an invalid number, or more cores than the tool's
+    limit."""
     if (scaling := tool.scaling) is None:
         return
     single_core_s = 1.0 if scaling.single_core_s is None else scaling.single_core_s
@@ -143,7 +142,7 @@ def check_scaling(tool: Tool) -> None:
 
 
 def cores_demand(scaling: Scaling | None, most: int) -> Demand:
-    """Return how many cores an action asks for, where it can have `most`."""
+    """Return how many cores an action requests, where it can have `most`."""
     if scaling is None:
         return Fixed(most)
     choices = tuple(cores for cores in scaling.cores if cores <= most) or (most,)
@@ -179,7 +178,7 @@ def find_node(
 ) -> Node:
     """Return this machine with so many cores and bytes; 0: all there are.
 
-    With more cores than those, actions share them.
+    With more cores than the machine has, actions share them.
     """
     usable = os.sched_getaffinity(0)
     wanted = cores or len(usable)
@@ -226,14 +225,14 @@ ROUGH: Shape = (UnitSet((1, 2, 4)), Measured(((1, 1.0), (2, 0.5), (4, 0.9))))
 
 
 def compile_kernels() -> None:
-    """Have the solvers compiled before any action waits: decide on actions of all shapes."""
+    """Have the solvers compiled before any action waits, by deciding on actions of all shapes."""
     for shapes in ((SMOOTH, SMOOTH), (SMOOTH, ROUGH)):
         _decide_all(CpuManager([Machine("warm", (tuple(range(8)),), 1 << 30)]), CPU_CORES, shapes)
     _decide_all(GpuManager(["warm"], 1), GPUS, (ROUGH, ROUGH))
 
 
 def _decide_all(manager: CpuManager | GpuManager, key: str, shapes: Sequence[Shape]) -> None:
-    """Decide until none waits of twelve actions whose demands for `key` have these shapes in
+    """Decide, until none waits, on twelve actions whose demands for `key` have these shapes in
     turn."""
     dispatcher = Dispatcher(Resources([manager]), 0.0)
     others = {name: Fixed(1) for name in manager.dimensions if name != key}

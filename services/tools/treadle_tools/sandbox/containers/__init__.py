@@ -1,1 +1,1 @@
-"""Sandboxes that are Docker containers or Kubernetes pods."""
+"""Make sandboxes that are Docker containers or Kubernetes pods."""

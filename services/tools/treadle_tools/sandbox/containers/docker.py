@@ -1,8 +1,9 @@
-"""Containers of a Docker daemon.
+"""Run containers on a Docker daemon.
 
-Owns: the connection to the daemon. Invariants: a container has no network unless its recipe names
-one, no capability, no way to more privileges, a read-only root, a /tmp of a limited size, and
-limits on memory, processes and cores; its label names its owner, who finds it again by that.
+This module owns the connection to the daemon. Invariants: a container has no network unless its
+recipe names one, no capability, no way to more privileges, a read-only root, a /tmp of a limited
+size, and limits on memory, processes and cores; its label names its owner, who finds it again by
+that.
 """
 
 import asyncio
@@ -45,7 +46,7 @@ FINAL_STATUSES = (400, 401, 403, 404)  # a registry answers the same in a moment
 
 
 class DockerPipe:
-    """A `Pipe`: the attached standard input and outputs of a container's init."""
+    """A `Pipe` to the attached standard input and outputs of a container's init."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -72,7 +73,7 @@ class DockerPipe:
 class DockerHost:
     """`Host` that is a Docker daemon.
 
-    mirror: a registry that is asked first for images, such as `registry.local:5000`; empty: none.
+    mirror: a registry that is tried first for images, such as `registry.local:5000`; empty: none.
     tls: a folder with ca.pem, cert.pem and key.pem, for a daemon that is not on this machine.
     """
 
@@ -257,7 +258,7 @@ async def _attach(container: DockerContainer) -> DockerPipe:
 
 
 async def _remove(container: DockerContainer) -> None:
-    """Kill and remove a container; nothing where it is gone (404), or its removal has begun
+    """Kill and remove a container; do nothing where it is gone (404), or its removal has begun
     (409)."""
     try:
         await container.delete(force=True, v=True)
@@ -268,7 +269,7 @@ async def _remove(container: DockerContainer) -> None:
 
 @contextlib.contextmanager
 def _failures(what: str, missing: type[Exception] = ContainerLost) -> Iterator[None]:
-    """Raise failures of the daemon as HostFailed, or as `missing` where something is not there."""
+    """Raise the daemon's failures as HostFailed, or as `missing` where something is not there."""
     try:
         yield
     except aiodocker.DockerError as error:
@@ -296,7 +297,7 @@ class Images:
         self._fetching: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def require(self, image: str) -> None:
-        """Return once the daemon has it.
+        """Return once the daemon has the image.
 
         Raises aiodocker.DockerError where no registry gives it.
         """

@@ -1,9 +1,9 @@
-"""All containers of this service: a few warm ones for each tool, one for each session or call, and
-no others.
+"""Keep all containers of this service: a few warm ones for each tool, one for each session or call,
+and no others.
 
-Owns: the warm containers, the ones in use, the records of sessions. Invariants: a container is used
-once; one that was closed is removed, however often its host must be asked; of a killed service's
-containers only its sessions' are kept.
+This module owns the warm containers, the ones in use, and the records of sessions. Invariants: a
+container is used once; one that was closed is removed, however often that must be tried; of a
+killed service's containers only its sessions' are kept.
 """
 
 import asyncio
@@ -95,7 +95,7 @@ class SessionFiles(SessionRecords):
         fresh.replace(file)
 
     def clear(self) -> None:
-        """Remove all files: no run will follow."""
+        """Remove all files, since no run will follow."""
         for file in (*self._folder.glob(f"*{OPEN}"), *self._folder.glob(f"*{CLOSED}")):
             file.unlink(missing_ok=True)
 
@@ -165,8 +165,7 @@ class Fleet(Backend):
 
     async def close(self) -> None:
         """Remove every container, but those of sessions that are to outlive the service; `run` has
-        ended.
-        """
+        ended."""
         kept = set(self.records.sandboxes.values()) if self._keep_on_exit else set()
         if not self._keep_on_exit:
             self.records.clear()
@@ -255,7 +254,7 @@ class Fleet(Backend):
 
 
 async def _explain(sandbox: ContainerSandbox, error: Exception) -> str:
-    """Why a worker ended before it answered."""
+    """Return why a worker ended before it answered."""
     if lines := sandbox.stderr.splitlines():
         log.error("a tool's worker did not start", stderr=sandbox.stderr)
         return lines[-1]

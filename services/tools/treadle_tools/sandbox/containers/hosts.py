@@ -1,7 +1,7 @@
-"""How a tool's container is made, and on which host: what Docker daemons and Kubernetes clusters
-have in common.
+"""Define how a tool's container is made, and on which host, for Docker daemons and Kubernetes
+clusters alike.
 
-Implemented by `docker.py` and `kubernetes.py`. RollArt §8 (environment stability): a creation that
+`docker.py` and `kubernetes.py` implement it. RollArt §8 (environment stability): a creation that
 fails is tried again elsewhere, with longer and longer pauses where there is no other host.
 """
 
@@ -29,7 +29,7 @@ from treadle_tools.tool import MIB, Tool
 log = structlog.get_logger()
 
 CODE = "/opt/treadle-code"  # where the container shows the worker's code, unless the image has it
-START_BYTES = 512 * MIB  # for imports, until the worker has said what it holds
+START_BYTES = 512 * MIB  # for imports, until the worker has reported what it holds
 MOST_DESCRIPTORS = 1024
 INTERPRETER = ("python3", "-I", "-B", "-X", "utf8")
 TRIES = 5
@@ -39,11 +39,11 @@ REST_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a tool's container is made.
+    """Recipe by which a tool's container is made.
 
     code: (path here, path inside), shown read-only; empty: in the image.
 
-    memory_bytes: until its worker runs.
+    memory_bytes: the limit until its worker runs.
     """
 
     tool: Tool
@@ -71,7 +71,7 @@ class Recipe:
 
 
 def _find_code(tool: Tool) -> tuple[tuple[Path, str], ...]:
-    """This package, and the package or module of the tool itself; the image has what those
+    """Return where this package and the tool's own package or module are; the image has what they
     import."""
     shown = {}
     for name in (PACKAGE, tool.entry):
@@ -89,7 +89,7 @@ def _find_code(tool: Tool) -> tuple[tuple[Path, str], ...]:
 class HostFailed(Exception):  # noqa: N818 - named for what happened
     """A host does not answer, or refuses; another one, or a later try, may do better.
 
-    The message says why.
+    The message gives the reason.
     """
 
 
@@ -99,9 +99,9 @@ class ContainerLost(Exception):  # noqa: N818 - an answer to the caller, not a f
 
 @dataclass(frozen=True)
 class Allotment:
-    """What a container may use.
+    """Cores and memory that a container may use.
 
-    cores: by this machine's numbers; empty: any. memory_bytes: None leaves it as it is.
+    cores: by this machine's numbers; empty: any. memory_bytes: None leaves the limit as it is.
     """
 
     cpu_cores: int
@@ -111,7 +111,7 @@ class Allotment:
 
 @dataclass(frozen=True)
 class Ending:
-    """Whether and how a container ended. exit_code: None where unknown."""
+    """State of a container: whether and how it ended. exit_code: None where unknown."""
 
     runs: bool = False
     exit_code: int | None = None
@@ -124,13 +124,15 @@ class Ending:
 
 
 class Pipe(Protocol):
-    """Bytes to and from the init of a container."""
+    """Connection to the standard streams of a container's init."""
 
     async def write(self, data: bytes) -> None:
-        """Write to its standard input. Raises ConnectionError where the container is gone."""
+        """Write to the init's standard input. Raises ConnectionError where the container is
+        gone."""
 
     async def read(self) -> tuple[bool, bytes] | None:
-        """Read its outputs: whether it is standard error, and the next bytes; None at their end."""
+        """Read the init's outputs: return whether this is standard error, and the next bytes; None
+        at their end."""
 
     async def close(self) -> None:
         """Disconnect; the container goes on."""
@@ -139,7 +141,7 @@ class Pipe(Protocol):
 class Host(Protocol):
     """Makes containers, which run by then, and finds those of this owner again.
 
-    name: tells it from the other hosts.
+    name: unique among the hosts.
 
     Every method raises HostFailed. `attach` and `allot` raise ContainerLost too.
     """
@@ -147,10 +149,10 @@ class Host(Protocol):
     name: str
 
     async def check(self) -> str:
-        """Return what it runs, with its version."""
+        """Return the name and version of the host's software."""
 
     async def make(self, recipe: Recipe, name: str) -> None:
-        """Make and start a container; nothing is left of it where this fails."""
+        """Make and start a container; leave nothing of it where this fails."""
 
     async def attach(self, name: str) -> Pipe:
         """Return a pipe to a container."""
@@ -172,7 +174,7 @@ class Host(Protocol):
 
 
 async def sweep(host: Host, kept: Collection[str] = ()) -> int:
-    """Remove the owner's containers but `kept` from a host; how many there were.
+    """Remove the owner's containers but `kept` from a host; return how many there were.
 
     Raises HostFailed.
     """
@@ -197,7 +199,7 @@ class _HostState:
 
 @dataclass(eq=False)
 class Hosts:
-    """Chooses the least loaded host that works.
+    """Chooses the host that works and has the least load.
 
     clock: seconds, as time.monotonic. sleep: as asyncio.sleep.
     """
@@ -228,7 +230,7 @@ class Hosts:
         return await retrying(self._make_on_best, recipe, name)
 
     async def _make_on_best(self, recipe: Recipe, name: str) -> Host:
-        """Make a container on the best host, once that need not rest. Raises HostFailed."""
+        """Make a container on the best host, once that host need not rest. Raises HostFailed."""
         state = self._best()
         await self.sleep(max(0.0, state.rests_until - self.clock()))
         state.load += 1
@@ -245,9 +247,8 @@ class Hosts:
         return state.host
 
     def _best(self) -> _HostState:
-        """Return the host that need not rest and has least load; where all rest, the first to be
-        back.
-        """
+        """Return the host that need not rest and has the least load; where all rest, the one whose
+        rest ends first."""
         now = self.clock()
         return min(
             self._states.values(), key=lambda state: (max(0.0, state.rests_until - now), state.load)
@@ -257,8 +258,8 @@ class Hosts:
 def retry_after(
     pauses_s: Sequence[float], retry: RetryBaseT, what: str, **fields: Any
 ) -> AsyncRetrying:
-    """Return what calls a coroutine function again after each of `pauses_s`, and logs `what` each
-    time.
+    """Return a retrier that calls a coroutine function again after each of `pauses_s`, and logs
+    `what` each time.
 
     It raises the last error.
     """

@@ -1,11 +1,12 @@
-"""Pods of a Kubernetes cluster. The cluster chooses the node and caches images.
+"""Run pods on a Kubernetes cluster, which chooses the node and caches images.
 
-Owns: the connection to the API server. A pod obeys Kubernetes' `restricted` security standard, and
-a little more; its label names its owner, who finds it again by that. Its specification cannot limit
-processes (the kubelet has one limit for all pods, `podPidsLimit`) nor refuse a network (a
-NetworkPolicy does, by the label `treadle.tools/network`, on clusters that enforce policies). The
-cores of each action are set by in-place resize where the server has it (on by default from 1.33,
-stable from 1.35): the kubelet does so a little after the action's start, and knows no core numbers.
+This module owns the connection to the API server. A pod obeys Kubernetes' `restricted` security
+standard, and a little more; its label names its owner, who finds it again by that. Its
+specification cannot limit processes (the kubelet has one limit for all pods, `podPidsLimit`) nor
+refuse a network (a NetworkPolicy does, by the label `treadle.tools/network`, on clusters that
+enforce policies). The cores of each action are set by in-place resize where the server has it (on
+by default from 1.33, stable from 1.35): the kubelet does so a little after the action's start, and
+knows no core numbers.
 """
 
 import asyncio
@@ -157,7 +158,8 @@ class PodPipe:
 class KubernetesHost:
     """`Host` that is a Kubernetes cluster.
 
-    namespace: empty: of this pod, or "default". runtime_class: of the pods; empty: the cluster's.
+    namespace: of its pods; empty: the one of this pod, or "default". runtime_class: of its pods;
+    empty: the cluster's default.
     """
 
     def __init__(self, *, owner: str, namespace: str = "", runtime_class: str = "") -> None:
@@ -184,8 +186,7 @@ class KubernetesHost:
         return f"kubernetes {about.git_version}"
 
     async def make(self, recipe: Recipe, name: str) -> None:
-        """Make a pod and wait until it runs, or has ended; nothing is left of it where this
-        fails."""
+        """Make a pod and wait until it runs, or has ended; leave nothing of it where this fails."""
         pod = make_pod(recipe, name=name, owner=self._owner, runtime_class=self._runtime_class)
         try:
             await self._call(f"pod {name}", "create_namespaced_pod", body=pod)
@@ -203,8 +204,8 @@ class KubernetesHost:
     async def attach(self, name: str) -> Pipe:
         """Return a pipe to a pod.
 
-        Not `exec`, which would start a process that foreign code in the pod can reach. A pod that
-        has ended raises ContainerLost with the last line of its output.
+        This does not use `exec`, which would start a process that foreign code in the pod can
+        reach. A pod that has ended raises ContainerLost with the last line of its output.
         """
         await self._connect()
         if not (await self.ending(name)).runs:
@@ -225,8 +226,8 @@ class KubernetesHost:
     async def allot(self, name: str, allotment: Allotment) -> None:
         """Have the kubelet change a pod's limit of cores, without waiting until it has.
 
-        Memory stays as it was made with, and so does what the pod requests, so that the cluster's
-        scheduler need not be asked.
+        The pod keeps the memory that it was made with, and its resource requests, so that the
+        cluster's scheduler has nothing to decide.
         """
         if self._resizes:
             limits = {"limits": {"cpu": str(allotment.cpu_cores)}}
@@ -283,7 +284,7 @@ class KubernetesHost:
     async def _call(self, what: str, method: str, **arguments: Any) -> Any:
         """Call a method of the API in this namespace.
 
-        what: is named in HostFailed or ContainerLost.
+        what: what the caller does, for the message of HostFailed or ContainerLost.
         """
         api = await self._connect()
         with _failures(what):
@@ -309,7 +310,7 @@ class KubernetesHost:
 
 
 def _own_namespace() -> str:
-    """Return the namespace of this pod; outside of one, the API's default."""
+    """Return the namespace of this pod; outside of a pod, the API's default."""
     return OWN_NAMESPACE.read_text().strip() if OWN_NAMESPACE.exists() else "default"
 
 

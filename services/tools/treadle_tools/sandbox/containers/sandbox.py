@@ -1,10 +1,10 @@
-"""One container as the service sees it: a connection to its init, its cores before each action, its
-removal at the end.
+"""Use one container as a sandbox: connect to its init, set its cores before each action, and remove
+it at the end.
 
-Owns: the connection. Invariants: the cores of an action are written before it is sent (ARL-Tangram
-§5.2, allocate on execution); memory is set when a call or a session begins, and kept until its end;
-a connection that breaks while the container runs is made again, and a request that has an id is
-carried out once all the same.
+This module owns the connection. Invariants: the cores of an action are written before it is sent
+(ARL-Tangram §5.2, allocate on execution); memory is set when a call or a session begins, and kept
+until its end; a connection that breaks while the container runs is made again, and a request that
+has an id is carried out once all the same.
 """
 
 import asyncio
@@ -46,7 +46,8 @@ class Disconnected(Exception):  # noqa: N818 - named for what happened
 
 
 class Connection:
-    """Messages to and from a container's init, one a line. `pump` must run beside its user.
+    """Connection that exchanges messages with a container's init, one a line. `pump` must run
+    beside its user.
 
     Invariant: `open` turns False as soon as the other end is gone.
     """
@@ -63,7 +64,7 @@ class Connection:
         return self._stderr.decode(errors="replace").strip()
 
     async def pump(self) -> None:
-        """Read until the end."""
+        """Read what the init sends until the end."""
         try:
             while self.open and (piece := await self._pipe.read()) is not None:
                 is_stderr, data = piece
@@ -104,7 +105,7 @@ class Connection:
             raise Disconnected("it has ended") from None
 
     async def close(self) -> None:
-        """Disconnect. Safe to call again."""
+        """Disconnect. May be called again."""
         self.open = False
         self._stdout.feed_eof()
         await self._pipe.close()
@@ -135,7 +136,7 @@ def _encode(message: Mapping[str, Any]) -> bytes:
 class ContainerSandbox(Sandbox):
     """`Sandbox` that is a container or a pod.
 
-    spawn: starts what runs beside it. on_close: called once, to remove the container.
+    spawn: starts a task that runs beside it. on_close: called once, to remove the container.
     """
 
     reusable = False  # its process 1 may be the image's own
@@ -158,7 +159,7 @@ class ContainerSandbox(Sandbox):
     def alive(self) -> bool:
         """Return whether it can take a request.
 
-        One that was found again counts as alive until it is asked.
+        A container that was found again counts as alive until its first request.
         """
         return not self._closed and (self._connection is None or self._connection.open)
 
@@ -178,7 +179,8 @@ class ContainerSandbox(Sandbox):
     async def _exchange(
         self, header: dict[str, Any], body: bytes, limits: Limits, processes: int
     ) -> dict[str, Any]:
-        """processes: set when the container was made."""
+        """Send a request and return its answer. processes: unused, as the container was made with
+        its limit."""
         self._oom_kills_before = self._oom_kills
         try:
             await self._prepare(header["op"], limits)
@@ -214,7 +216,7 @@ class ContainerSandbox(Sandbox):
             await self._connection.close()
 
     async def _prepare(self, op: str, limits: Limits) -> None:
-        """Connect, and write what the action may use; a host that fails is asked again."""
+        """Connect, and write what the action may use; try again where the host fails."""
 
         async def prepare() -> None:
             await self._connect()
@@ -258,7 +260,8 @@ class ContainerSandbox(Sandbox):
             self._allotted = allotment
 
     async def _exchange_once(self, header: Mapping[str, Any], body: bytes) -> dict[str, Any]:
-        """Return the answer, also where the connection breaks on the way but not the container."""
+        """Return the answer, also where the connection breaks on the way but the container runs
+        on."""
         connection = await self._connect()
         for pause_s in RECONNECT_PAUSES_S:
             try:

@@ -1,4 +1,4 @@
-"""Code that runs inside the sandbox, started with `python -I -S`.
+"""Run inside the sandbox, started with `python -I -S`.
 
-Its imports: standard library, `tool`.
+The modules import the standard library and `tool` only.
 """

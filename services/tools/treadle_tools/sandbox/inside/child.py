@@ -1,4 +1,4 @@
-"""A process that the supervisor forks for foreign code: a call, a piece of Python, or an
+"""Fork a process for foreign code, from the supervisor: a call, a piece of Python, or an
 environment.
 
 `Child` is the supervisor's side. It owns the fork, its pipes and its limits. `run_order` is what
@@ -40,7 +40,7 @@ CPU_GRACE_S = 1
 
 @dataclass(frozen=True)
 class Budget:
-    """What the child may use.
+    """Limits of what the child may use.
 
     baseline_bytes: address space of the preloaded worker. cpu_s: None: no limit.
     """
@@ -73,11 +73,11 @@ class Budget:
 
 @dataclass(frozen=True)
 class Event:
-    """What a child process did until its parent looked.
+    """Event of a child process: what it did until its parent looked.
 
-    kind: of what came (messages.py); 0: nothing.
+    kind: of the message that came (messages.py); 0: none came.
 
-    late: the deadline has come. wait_status: the child has ended.
+    late: whether the deadline has come. wait_status: set where the child has ended.
     """
 
     kind: int = 0
@@ -188,7 +188,7 @@ def _size_of(head: bytes) -> int:
 
 
 def _run(main: Callable[[socket.socket], None], link: socket.socket, output: int) -> None:
-    """Run the child's side. Never returns."""
+    """Run the child's side, and never return."""
     try:
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -234,8 +234,8 @@ def run_order(
 ) -> None:
     """Wait for this process's one order and carry it out, within the order's budget.
 
-    program: of the tool. hidden: the program starts foreign code, which must not reach into its
-    memory or take its link. counted: a control group counts its memory.
+    program: of the tool. hidden: whether the program starts foreign code, which must not reach into
+    its memory or take its link. counted: whether a control group counts its memory.
     """
     # The first touch of a page after a fork copies it: some 90 that no caller waits for
     run_snippet({"code": "None"})
@@ -256,9 +256,9 @@ def run_order(
 
 
 def _answer(link: socket.socket, program: Callable[[], Outcome], *, fatal: bool = False) -> bool:
-    """Run foreign code and send its outcome.
+    """Run foreign code and send its outcome; return False where it has failed.
 
-    fatal: a failure is the last of it. False where it has failed.
+    fatal: whether a failure ends the environment.
     """
     failed = True
     try:
@@ -281,9 +281,8 @@ def _encode(outcome: Outcome) -> dict[str, Any]:
 
 
 def _report_error(error: BaseException) -> Outcome:
-    """Print the traceback of foreign code to stderr, without our own frames; the outcome has its
-    last line.
-    """
+    """Print the traceback of foreign code to stderr, without our own frames; return an outcome with
+    its last line."""
     tracing = error.__traceback__
     while tracing is not None and tracing.tb_frame.f_code.co_filename != SNIPPET:
         tracing = tracing.tb_next
@@ -294,9 +293,8 @@ def _report_error(error: BaseException) -> Outcome:
 
 
 def run_snippet(arguments: Mapping[str, Any]) -> Outcome:
-    """Run arguments["code"] as an interactive prompt does, and show a last expression: the `python`
-    tool.
-    """
+    """Run arguments["code"] as an interactive prompt does, and show a last expression; this is the
+    `python` tool."""
     code = str(arguments["code"])
     linecache.cache[SNIPPET] = (len(code), None, code.splitlines(keepends=True), SNIPPET)
     namespace: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
@@ -321,9 +319,8 @@ def run_snippet(arguments: Mapping[str, Any]) -> Outcome:
 
 
 class LinkedSandbox:
-    """The `Sandbox` that an environment is given: asks the supervisor, which forks a process
-    without the answer.
-    """
+    """The `Sandbox` that an environment is given: its orders go to the supervisor, which forks a
+    process without the answer."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link

@@ -1,13 +1,13 @@
-"""The init of a container or a pod: imports a tool once, then answers the service on its standard
+"""Run as the init of a container or a pod: import a tool once, then answer the service on standard
 input and output.
 
 A request is a line with its header and a line with its arguments (ASCII JSON holds no line break);
-an answer is a line with its header, and as many bytes behind it as that says. A service may be
-killed in the middle of a request: the next one begins with an empty line, which is a border, then
-says hello with a random word and ignores everything until that word comes back. Invariants: foreign
-code never runs in this process and cannot reach its input or output, so nothing in the container
-answers in its place; it ends where no request comes for `silence_s`, so that a container which no
-service knows any more ends too.
+an answer is a line with its header, and behind it as many bytes as the header gives. A service may
+be killed in the middle of a request: the next one begins with an empty line, which is a border,
+then sends a hello with a random word and ignores everything until that word comes back. Invariants:
+foreign code never runs in this process and cannot reach its input or output, so nothing in the
+container answers in its place; it ends where no request comes for `silence_s`, so that a container
+which no service knows any more ends too.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ OOM_COUNTS = (
 
 
 def main(config: Mapping[str, Any]) -> None:
-    """Import the tool, then answer the service until it is silent.
+    """Import the tool, then answer the service until no request comes for `silence_s`.
 
     config: that of a fork server, and {"silence_s": seconds}.
     """
@@ -82,15 +82,14 @@ class LineRequests:
             line.close()
 
     def answer(self, header: Mapping[str, Any], printed: Content, answer: Content) -> None:
-        """Send an answer, with what the kernel has counted here: processes killed for memory, CPU
-        seconds. Both contents follow the header.
-        """
+        """Send an answer, with the kernel's counts: processes killed for memory, CPU seconds. Both
+        contents follow the header."""
         self._write(header)
         printed.send(self._answers)
         answer.send(self._answers)
 
     def _receive(self, header: dict[str, Any]) -> Request | None:
-        """Read the rest of a request: its body. None where it is half a message."""
+        """Read the body of a request and return the request; None where its message is cut."""
         body = Content(messages.MAX_FRAME_BYTES)
         if not self._take_line(body) or body.size != header["body"]:
             body.close()
@@ -106,7 +105,7 @@ class LineRequests:
     def _take_line(self, content: Content) -> bool:
         """Read one line, without its end, into `content`.
 
-        False where none comes in time, or one is too long.
+        Returns False where none comes in time, or it is too long.
         """
         content.clear()
         poll = select.poll()
@@ -126,9 +125,8 @@ class LineRequests:
 
 
 def read_resident_bytes() -> int:
-    """Return the memory of this process, which the container's limit must leave room for beside any
-    action.
-    """
+    """Return the memory of this process, for which the container's limit must leave room beside any
+    action."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 

@@ -1,4 +1,4 @@
-"""Moves the content of actions between sockets, pipes and files, and leaves none of it in this
+"""Move the content of actions between sockets, pipes and files, and leave none of it in this
 process's memory.
 
 The supervisor forks the processes that run foreign code, and a fork has all that its parent's
@@ -19,7 +19,7 @@ _zeros = memoryview(bytes(BUFFER_BYTES))
 class Content:
     """A file in memory that takes `most` bytes.
 
-    size: that it has. cut: more came, and was dropped.
+    size: bytes that it has. cut: whether more came, and was dropped.
     """
 
     def __init__(self, most: int) -> None:
@@ -29,13 +29,13 @@ class Content:
         self.cut = False
 
     def clear(self, most: int | None = None) -> None:
-        """Forget what it has; from now on it takes `most` bytes."""
+        """Remove the content; from now on the file takes `most` bytes."""
         os.ftruncate(self.file, 0)
         self.most = self.most if most is None else most
         self.size, self.cut = 0, False
 
     def receive(self, link: socket.socket, at_most: int) -> int:
-        """Add what a socket has, up to so many bytes: how many came, 0 at its end.
+        """Add what a socket has, up to so many bytes; return how many came, 0 at its end.
 
         Raises BlockingIOError, OSError.
         """
@@ -44,7 +44,7 @@ class Content:
     def receive_exactly(self, link: socket.socket, count: int) -> None:
         """Add so many bytes of a blocking socket.
 
-        Raises FrameError where it ends before, OSError.
+        Raises FrameError where the socket ends before, OSError.
         """
         while count > 0:
             if not (came := self.receive(link, count)):
@@ -52,7 +52,7 @@ class Content:
             count -= came
 
     def read(self, file: int) -> int:
-        """Add what a pipe has, one buffer at most: how many bytes came, 0 at its end.
+        """Add what a pipe has, one buffer at most; return how many bytes came, 0 at its end.
 
         Raises BlockingIOError.
         """
@@ -70,7 +70,7 @@ class Content:
             piece[at : at + BUFFER_BYTES] = _zeros[: len(piece) - at]
 
     def send(self, file: int) -> None:
-        """Write all that it has to a blocking socket or pipe. Raises OSError."""
+        """Write the whole content to a blocking socket or pipe. Raises OSError."""
         at = 0
         while at < self.size:
             at += os.sendfile(file, self.file, at, self.size - at)
@@ -84,9 +84,8 @@ class Content:
 
 
 def send_with(link: socket.socket, head: bytes, *contents: Content) -> None:
-    """Send a header and contents over a blocking socket: at once where they are short, so that the
-    other side wakes up once. Raises OSError.
-    """
+    """Send a header and contents over a blocking socket: in one piece where they are short, so that
+    the other side wakes up once. Raises OSError."""
     end = len(head) + sum(content.size for content in contents)
     if end > BUFFER_BYTES:
         link.sendall(head)

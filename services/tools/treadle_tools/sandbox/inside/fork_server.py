@@ -1,10 +1,10 @@
-"""The first program in a bubblewrap sandbox: imports a tool once, then forks spawners, which fork
-sandboxes.
+"""Run as the first program in a bubblewrap sandbox: import a tool once, then fork spawners, which
+fork sandboxes.
 
 A spawner is a fork of the fork server that the daemon has put into a control group once: its
-sandboxes start in that group, because moving a process costs the kernel 10 ms. Owns: the control
-sockets (the fork server's is descriptor 0 at start). Invariants: one thread; foreign code never
-runs here; it gives up root before it imports anything of a tool.
+sandboxes start in that group, because moving a process costs the kernel 10 ms. This module owns the
+control sockets (the fork server's is descriptor 0 at start). Invariants: one thread; foreign code
+never runs here; it gives up root before it imports anything of a tool.
 """
 
 import contextlib
@@ -116,7 +116,7 @@ def _give_up_root() -> None:
 def _can_isolate(work_bytes: int) -> bool:
     """Return whether the kernel allows namespaces inside bubblewrap.
 
-    Where not, this fork server serves one action only.
+    Without them, this fork server serves one action only.
     """
     read_end, write_end = os.pipe()
     with contextlib.suppress(OSError):
@@ -166,7 +166,8 @@ class NewestConnection:
                 self._drop()
 
     def _replace(self) -> bool:
-        """Take the connection that the daemon sends. False where the daemon has ended instead."""
+        """Take the connection that the daemon sends; return False where the daemon has ended
+        instead."""
         try:
             order, descriptors, _, _ = socket.recv_fds(self._control, LONGEST_ORDER_BYTES, 1)
         except OSError:

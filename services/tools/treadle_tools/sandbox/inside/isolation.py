@@ -1,4 +1,4 @@
-"""Isolates a sandbox from others of its fork server, with namespaces, mounts, capabilities and a
+"""Isolate a sandbox from others of its fork server, with namespaces, mounts, capabilities and a
 system-call filter.
 
 bubblewrap isolates the fork server from the host. Inside it each sandbox has user, mount, process,
@@ -141,9 +141,10 @@ def _isolate(work_bytes: int) -> None:
 
 
 def drop_privileges() -> None:
-    """Give up what a sandbox does not need any more: capabilities, new namespaces, readable memory;
-    and Python's handler of SIGINT, because a signal that init does not handle never reaches it from
-    inside its namespace.
+    """Give up what a sandbox does not need any more.
+
+    That is capabilities, new namespaces and readable memory; and Python's handler of SIGINT,
+    because a signal that init does not handle never reaches it from inside its namespace.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     drop_capabilities()
@@ -153,12 +154,12 @@ def drop_privileges() -> None:
 
 
 def _clone(flags: int) -> int:
-    """os.fork, whose child is in the new namespaces named by `flags` (CLONE_NEW…), and process 1 of
-    a new process namespace. The process must have one thread. OSError on a machine that is not in
-    `_MACHINES`.
+    """Fork as os.fork does, into the new namespaces named by `flags` (CLONE_NEW…), as process 1 of
+    a new process namespace.
 
-    One fork instead of the two that unshare takes for a process namespace: a fork of a Python costs
-    the kernel 1 ms.
+    The process must have one thread. Raises OSError on a machine that is not in `_MACHINES`. One
+    fork instead of the two that unshare takes for a process namespace: a fork of a Python costs the
+    kernel 1 ms.
     """
     if platform.machine() not in _MACHINES:
         raise OSError(errno.ENOSYS, f"clone: no table for {platform.machine()}")
@@ -178,7 +179,7 @@ def _clone(flags: int) -> int:
 def _write(path: str, text: str) -> None:
     """Write a file of the kernel.
 
-    A tenth of the time of pathlib's, which counts where every action pays it.
+    This takes a tenth of the time of pathlib, which counts where every action pays it.
     """
     descriptor = os.open(path, os.O_WRONLY)
     try:
@@ -195,7 +196,7 @@ def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -
 
 
 def set_dumpable(dumpable: bool) -> None:
-    """Let processes of the same user read this one's memory and descriptors, or refuse it."""
+    """Allow or refuse processes of the same user to read this one's memory and descriptors."""
     _check(_libc.prctl(_PR_SET_DUMPABLE, int(dumpable), 0, 0, 0), "prctl dumpable")
 
 
@@ -216,7 +217,7 @@ def drop_capabilities() -> None:
 
 
 def read_inode_flags(folder: Path) -> int:
-    """Return what chattr shows of a folder; 0 where its file system has none."""
+    """Return a folder's flags as chattr shows them; 0 where its file system has none."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         return int.from_bytes(fcntl.ioctl(descriptor, _FS_IOC_GETFLAGS, bytes(8)), "little")
@@ -285,9 +286,8 @@ _ALLOW, _NO_PERMISSION, _NO_SUCH_CALL, _NO_FAMILY = (
 
 
 def _head(machine: str) -> list[tuple[int, int, int, int]]:
-    """Return the beginning of a filter: refuse calls of another machine's table, then load the
-    number of the call.
-    """
+    """Return the beginning of a filter, which refuses calls of another machine's table, then loads
+    the number of the call."""
     return [
         (_LOAD, 0, 0, _ARCHITECTURE_AT),
         (_JUMP_EQUAL, 1, 0, _MACHINES[machine][0]),
@@ -307,7 +307,7 @@ def _refuse(numbers: Iterable[int]) -> list[tuple[int, int, int, int]]:
 
 
 def _filter_program(machine: str) -> list[tuple[int, int, int, int]]:
-    """Return what every sandbox is refused."""
+    """Return the filter of the calls that every sandbox is refused."""
     _, (clone, clone3, *sockets), refused, _ = _MACHINES[machine]
     # glibc falls back to clone, whose flags the filter can read; those of clone3 are behind a
     # pointer.
@@ -334,7 +334,7 @@ def _filter_program(machine: str) -> list[tuple[int, int, int, int]]:
 
 
 def _memory_program(machine: str) -> list[tuple[int, int, int, int]]:
-    """Return what is refused where nobody but the service counts memory."""
+    """Return the filter of the calls that are refused where the service alone counts memory."""
     return [*_head(machine), *_refuse(_MACHINES[machine][3]), (_RETURN, 0, 0, _ALLOW)]
 
 
@@ -351,9 +351,9 @@ def _packed(program: Callable[[str], list[tuple[int, int, int, int]]]) -> bytes 
 
 
 def _filter_system_calls(program: bytes | None) -> None:
-    """Refuse these calls from now on, for children too; cannot be undone.
+    """Refuse these calls from now on, for children too; this cannot be undone.
 
-    Nothing on a machine without a table.
+    Does nothing on a machine without a table.
     """
     if program is None:
         return
@@ -368,7 +368,8 @@ def _filter_system_calls(program: bytes | None) -> None:
 
 
 def refuse_unmapped_memory() -> None:
-    """Refuse memory that no process has mapped, which a look at the processes does not see."""
+    """Refuse memory that no process has mapped, since a sum over the processes does not contain
+    it."""
     _filter_system_calls(_MEMORY_FILTER)
 
 

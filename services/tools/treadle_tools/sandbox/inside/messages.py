@@ -1,4 +1,5 @@
-"""What crosses the sandbox's wall: frames of JSON, and the answers of foreign code.
+"""Encode and decode what crosses the sandbox's wall: frames of JSON, and the answers of foreign
+code.
 
 Both sides import this.
 
@@ -111,7 +112,7 @@ ANSWER, LAST, ORDER = 1, 2, 3
 MOST_ANSWER_BYTES = 4 * 1024 * 1024  # data of 1 MiB, as JSON within JSON, and the output
 MOST_ERROR_CHARS = 4096
 NOT_VALID = "the tool's answer is not valid"
-# What an answer may say; all else is said by the supervisor. The service reads the values
+# Fields that an answer may have; the supervisor gives all others. The service reads the values
 # (replies.py).
 SAYS = ("status", "reward", "done", "data_json", "invalid", "retry_after_s")
 
@@ -119,7 +120,7 @@ SAYS = ("status", "reward", "done", "data_json", "invalid", "retry_after_s")
 def send_answer(link: socket.socket, kind: int, message: Mapping[str, Any]) -> None:
     """Send an answer or an order over a blocking socket.
 
-    One that is too long is not sent, but an error.
+    In place of a message that is too long, an error is sent.
     """
     # A lone surrogate stays legal on the wire
     body = json.dumps(message, separators=(",", ":")).encode("ascii")
@@ -142,11 +143,11 @@ def size_of(header: Mapping[str, Any], name: str) -> int:
 
 
 def read_answer(header: Mapping[str, Any], printed: bytes, answer: bytes) -> dict[str, Any]:
-    """Return the supervisor's header, with what came of the action: its output, status, error and
-    what else SAYS names.
+    """Return the supervisor's header with the result of the action: its output, status, error and
+    the other fields of SAYS.
 
-    printed: what the process wrote to its standard streams. answer: what it sent; not looked at
-    where the supervisor knows better how the action ended (`status` of the header).
+    printed: what the process wrote to its standard streams. answer: what it sent; not read where
+    the supervisor knows better how the action ended (`status` of the header).
     """
     if "most_output" not in header:
         return {"id": ""}  # there is no last answer to recall

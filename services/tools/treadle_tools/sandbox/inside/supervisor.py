@@ -1,12 +1,12 @@
-"""The init of a sandbox: takes the service's requests, runs the tool in processes of its own,
-answers how each ended.
+"""Run as the init of a sandbox: take the service's requests, run the tool in processes of its own,
+and answer how each ended.
 
-Owns: the sandbox's child processes and their deadlines. Invariants: foreign code never runs in this
-process, so that nothing in the sandbox can answer the service in its place; this process never has
-in its memory what an action says or hears (content.py), as the processes of foreign code are its
-forks; the kernel lets no process inside the sandbox kill or stop init. What a call left is removed
-before another of the same trajectory runs; where that fails, none runs again. What an agent's code
-left running in a session is killed before the session's next step.
+The supervisor owns the sandbox's child processes and their deadlines. Invariants: foreign code
+never runs in this process, so that nothing in the sandbox can answer the service in its place; this
+process never has in its memory what an action receives or sends (content.py), as the processes of
+foreign code are its forks; the kernel lets no process inside the sandbox kill or stop init. What a
+call left is removed before another of the same trajectory runs; where that fails, none runs again.
+What an agent's code left running in a session is killed before the session's next step.
 """
 
 import contextlib
@@ -109,15 +109,15 @@ class Request:
 
 
 class Requests(Protocol):
-    """Where requests come from and answers go."""
+    """Source of requests, to which the answers go back."""
 
     def next_request(self) -> Request | None:
         """Return the next request, which the caller closes; None where there will be no more."""
 
     def answer(self, header: Mapping[str, Any], printed: Content, answer: Content) -> None:
-        """Send an answer (`read_answer`), if anybody still listens.
+        """Send an answer (`read_answer`), if anybody still reads it.
 
-        The header says how long both contents are.
+        The header has the lengths of both contents.
         """
 
 
@@ -129,7 +129,8 @@ class Supervisor:
     """
 
     def __init__(self, worker: Worker, *, counted: bool = True) -> None:
-        """counted: whether a control group counts the memory of this sandbox."""
+        """Fork the first process. counted: whether a control group counts the memory of this
+        sandbox."""
         self._run_order = partial(run_order, worker.program, hidden=worker.hidden, counted=counted)
         self._worker = worker
         self._environment: Child | None = None
@@ -186,7 +187,8 @@ class Supervisor:
     def _start_and_wait(
         self, request: Request, limits: Limits, printed: Content, answer: Content
     ) -> dict[str, Any]:
-        """Have the request carried out. How it ended, where that is not in the answer."""
+        """Have the request carried out; return how it ended, where the answer does not contain
+        that."""
         op, body = request.header["op"], request.body
         if op == "call" and self._soiled:
             return {"status": Status.CRASHED, "error": self._soiled, "soiled": True}
@@ -200,16 +202,15 @@ class Supervisor:
         return self._wait_for_environment(limits, printed, answer)
 
     def _fork(self) -> None:
-        """Have a process ready for the next order: forking one of a worker with large libraries
-        takes milliseconds.
-        """
+        """Have a process ready for the next order: forking a worker with large libraries takes
+        milliseconds."""
         if self._warm is None:
             self._warm = Child(self._run_order)
 
     def _start(self, op: str, limits: Limits, body: Content) -> Child:
         """Give a process its order.
 
-        An environment's CPU seconds add up over its steps, so it has no limit there.
+        An environment's CPU seconds add up over its steps, so it has no limit on them.
         """
         self._fork()
         child, self._warm = self._warm, None
@@ -247,7 +248,7 @@ class Supervisor:
         return ended
 
     def _run_python(self, environment: Child, limits: Limits, order: Content) -> None:
-        """Run a piece of Python that an environment has ordered, and tell it what came of that."""
+        """Run a piece of Python that an environment has ordered, and send it the result."""
         if self._has_run_python:
             self._kill_leftovers()  # of the piece before
         self._has_run_python = True
@@ -266,8 +267,7 @@ class Supervisor:
 
     def _kill_leftovers(self) -> None:
         """Kill and reap every process but this one, the environment with those that it started, and
-        a warm one, which it forks.
-        """
+        a warm one, which it forks."""
         # Without namespaces of its own a sandbox does not know which processes are its
         if os.getpid() != 1:
             return
@@ -289,7 +289,7 @@ class Supervisor:
 def _wait(child: Child, limits: Limits, printed: Content, answer: Content) -> dict[str, Any]:
     """Wait for the one answer of a child, which the caller kills afterwards.
 
-    How it ended, where it sent none.
+    Returns how the child ended, where it sent none.
     """
     try:
         return _ending(child.next_event(time.monotonic() + limits.wall_s, printed, answer), limits)
@@ -319,7 +319,7 @@ def _ending(event: Event, limits: Limits) -> dict[str, Any]:
 
 
 def _end(pids: Sequence[int]) -> None:
-    """Kill processes, and reap those that nobody else will."""
+    """Kill processes, and reap those that no other process will."""
     left = set(pids)
     for _ in range(MOST_WAITS):
         for pid in sorted(left):
@@ -335,8 +335,8 @@ def _end(pids: Sequence[int]) -> None:
 
 def _session_of(pid: int) -> int | None:
     """Return the session of a process, which is that of the `Child` it descends from unless it made
-    its own; None: no such process. Without /proc, which a sandbox of root's has not.
-    """
+    its own; None where there is no such process. Works without /proc, which a sandbox of root's has
+    not."""
     try:
         return os.getsid(pid)
     except ProcessLookupError:
@@ -344,9 +344,8 @@ def _session_of(pid: int) -> int | None:
 
 
 def _read_init_state() -> tuple[object, ...]:
-    """Return what processes of the same user may change of init and of the folders, and later calls
-    would find.
-    """
+    """Return what processes of the same user may change of init and of the folders, and what later
+    calls would find."""
     limits = [resource.getrlimit(which) for which in RESOURCE_LIMITS]
     folders = [isolation.read_inode_flags(folder) for folder in WRITABLE]
     ranks = (
