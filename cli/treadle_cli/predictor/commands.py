@@ -1,4 +1,4 @@
-"""The commands of `treadle predictor`: harvest, train, evaluate, export.
+"""Define the commands of `treadle predictor`: harvest, train, evaluate, export.
 
 The imports of torch stand in the functions, so that the other commands need no torch.
 """
@@ -185,8 +185,8 @@ def export(
 def evaluate_checkpoint(
     checkpoint: Path, name: str, transcripts: "Sequence[Transcript]", bar: Bar
 ) -> dict[str, Any]:
-    """Rows of `treadle_learned.scores` for learned, siblings and history on the test prompts, with
-    the training prompts as history. Raises LearnedError."""
+    """Return rows of `treadle_learned.scores` for learned, siblings and history on the test
+    prompts, with the training prompts as history. Raises LearnedError."""
     import numpy as np
     from treadle_learned.checkpoint import load
     from treadle_learned.errors import LearnedError
@@ -235,8 +235,8 @@ def _table(found: dict[str, Any]) -> "Table":
 
 @contextmanager
 def _bars(console: Console) -> Iterator[Bar]:
-    """Progress bars on stderr, that may stand inside each other, in place of those of transformers;
-    a bar disappears when it is done."""
+    """Show progress bars on stderr, that may stand inside each other, in place of those of
+    transformers; a bar disappears when it is done."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,

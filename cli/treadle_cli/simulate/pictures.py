@@ -1,4 +1,4 @@
-"""Draws a scene: simulate.png, and simulate.html, one page that loads nothing and shows figures
+"""Draw a scene: simulate.png, and simulate.html, one page that loads nothing and shows figures
 under the pointer.
 
 One panel a system on a shared time axis, its engines above, the longest trajectories below. An
@@ -244,7 +244,7 @@ def _page_drawing(scene: Scene) -> str:
 
 
 def _page_strip(panel: Panel, scene: Scene) -> tuple[go.Heatmap, go.Heatmap]:
-    """Two layers: sequences that decode, and the share of prefill."""
+    """Return two layers: sequences that decode, and the share of prefill."""
     edges = scene.cells_s[::FOLDED_CELLS]
     batch = np.stack([_fold(lane.batch) for lane in panel.lanes])
     prefill = np.stack([_fold(lane.prefill) for lane in panel.lanes])

@@ -41,8 +41,8 @@ class GatewaySettings(Settings):
 
     @model_validator(mode="after")
     def _opens_to_other_machines_with_a_key(self) -> Self:
-        """Raise ValueError unless other machines need a key: callers may also load weights and
-        pause engines."""
+        """Raise ValueError where other machines could call without TLS or a key: callers may also
+        load weights and pause engines."""
         if self.insecure_plaintext or is_loopback(self.http_listen):
             return self
         for name, value in (
