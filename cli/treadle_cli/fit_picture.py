@@ -13,7 +13,7 @@ from treadle_sim.engine_model import StepCurve
 from treadle_sim.fitting import DecodePoint, MeasuredEngine
 
 DPI = 100
-# of the time axis around the points, so that noise of a per cent does not look like a trend
+# least extent of the time axis around the points, so that noise of a per cent is no visible trend
 LEAST_SPAN = 1.3
 PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
 COLOURS = colormaps["viridis"]

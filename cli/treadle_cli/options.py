@@ -10,7 +10,7 @@ import typer
 
 from treadle_cli.problems import UsageProblem
 
-DEFAULT_PORT = 7401  # of the scheduler, as in the services' own defaults
+DEFAULT_PORT = 7401  # port of the scheduler, as in the services' own defaults
 DEFAULT_SCHEDULER = f"127.0.0.1:{DEFAULT_PORT}"
 DEFAULT_OUT = Path("runs")
 DEFAULT_DAYS = 90  # for which certificates are valid
@@ -62,7 +62,7 @@ Scheduler = Annotated[
         help="host:port of the mesh's scheduler, of several schedulers with commas between."
     ),
 ]
-# Of simulated engines.
+# Options of simulated engines.
 Llm = Annotated[str, typer.Option(help="Model whose engines are simulated.")]
 Accelerator = Annotated[
     str,

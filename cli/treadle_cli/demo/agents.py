@@ -18,7 +18,7 @@ from treadle.environments import Task as AnyTask
 from treadle_cli.demo.tasks import Task
 
 TEMPERATURE = 1.0  # a policy explores: greedy samples of one prompt would all be the same
-MOST_OUTPUT_CHARS = 300  # of a tool's output that the model reads: it understands less than that
+MOST_OUTPUT_CHARS = 300  # that the model reads of a tool's output: it understands less
 ANSWER_TOKENS = 24  # an answer is a number or a word
 LAKE_LEAD, CODE_LEAD, ANSWER_LEAD = "I move", "```python\nprint(", "Answer:"
 FENCE = "```"  # ends a block of Python, and the turn

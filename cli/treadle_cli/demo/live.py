@@ -24,7 +24,7 @@ from treadle_cli.scheduler import own_certificates
 
 POLL_S = 1.0  # between requests to the sidecars
 POLL_TIMEOUT_S = 2.0
-LEAST_PART_FOR_ESTIMATE = 0.1  # of the turns: before that an estimate of the time left is a guess
+LEAST_PART_FOR_ESTIMATE = 0.1  # share of turns: before that an estimate of the time left is a guess
 PLAIN_LINE_S = 10.0  # between lines where there is no terminal
 
 

@@ -19,7 +19,7 @@ from treadle_cli.mesh.services import IN_PORT_ORDER
 from treadle_cli.problems import UsageProblem
 
 SUBJECT = "this machine"
-SERVICES_GB = 1.2  # of a mesh at rest without engines (docs/operations.md)
+SERVICES_GB = 1.2  # what a mesh needs at rest without engines (docs/operations.md)
 LEAST_FILES = 4096  # a trajectory has about two connections; many systems allow 1024 files
 GB = 1e9
 

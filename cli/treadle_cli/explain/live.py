@@ -27,7 +27,7 @@ CALL_S = 10.0
 MOST_CALLS = 16  # most requests at once
 PAGE = 1_000
 UNKNOWN_KV_TOKENS = 1 << 30  # where an engine does not report what it holds: room for all
-TOOL_S = 1e-3  # between two steps less is no tool call: a long turn goes on in another call
+TOOL_S = 1e-3  # between two steps less is no tool call: a long turn continues in another call
 STATES = words_of(pb.TrajectoryState)
 
 

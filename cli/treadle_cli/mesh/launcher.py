@@ -1,7 +1,7 @@
 """Execute a command that dies with its parent: python -I -S launcher.py PARENT_PID CORES COMMAND
 [ARGUMENT...]
 
-The child itself must ask the kernel for the parent-death signal, and Python's `preexec_fn` is
+The child itself must request the parent-death signal from the kernel, and Python's `preexec_fn` is
 unsafe in a process with threads (gRPC has some). So this program requests the signal and then
 executes COMMAND in its own place: same pid, session and files. CORES is a comma-separated list of
 cores to pin COMMAND to, or "". Standard library only, run by path without site-packages: it starts

@@ -144,7 +144,7 @@ class Mesh:
             make_certificates(plan.folder.absolute() / "certificates") if plan.secure else None
         )
         self.kv = engines.place_kv(tree, plan.engines, plan.folder)
-        self.board = board  # whoever displays it changes it
+        self.board = board  # a play puts its own display here
         self._tree = tree
         self._generation = 0
         self._plan_control()

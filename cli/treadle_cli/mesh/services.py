@@ -63,7 +63,7 @@ RESOURCES = "resources"  # `treadle up` itself answers there
 GATEWAY, HTTP = "gateway", "http"  # one process: gRPC for its health, and HTTP for frameworks
 GATEWAY_PURPOSE = "SGLang's and OpenAI's HTTP, for any framework"
 GATEWAY_FOLDER = (
-    f"{GATEWAY}-{DEFAULT_TENANT}"  # its certificate's role: it calls as a trainer of a tenant
+    f"{GATEWAY}-{DEFAULT_TENANT}"  # folder of its certificate: it calls as a trainer of a tenant
 )
 CONSOLE = "console"
 CONSOLE_PURPOSE = "what the mesh does, in a browser"
@@ -105,8 +105,8 @@ class Addresses:
 
 
 def choose_addresses(ports: Ports, base_port: int, engine_ids: Sequence[str]) -> Addresses:
-    """Return the scheduler's address at `base_port` of the ports' host and the others behind it, or
-    all on free ports if it is 0. Raises UsageProblem."""
+    """Return all addresses: the scheduler's at `base_port` of the ports' host and the others behind
+    it, or all on free ports if it is 0. Raises UsageProblem."""
     names = [*IN_PORT_ORDER, *engine_ids]
     if base_port == 0:
         chosen = ports.choose(len(names))

@@ -46,9 +46,7 @@ from treadle_cli.mesh.services import (
 from treadle_cli.on_ray.engines import KNOWN, Engine, EngineActors, find_engines
 from treadle_cli.problems import UsageProblem
 
-NAMESPACE = STEWARD = (
-    "treadle"  # namespace of all actors; the name of the one that keeps the others
-)
+NAMESPACE = STEWARD = "treadle"  # of all actors, and the name of the one that keeps them
 NATS, SIDECAR = "nats", "sidecar-"
 LEASE_TTL_S = 10.0  # lease of engines, whose sidecars may be on other machines
 LOOK_EVERY_S = 5.0  # for engines that are new, and for those that are gone
@@ -430,9 +428,9 @@ def _end_process(work: asyncio.Task[None]) -> None:
 
 
 def _keep_temporary_files() -> Path:
-    """Return a folder for temporary files of this actor. A later actor here removes it once this
-    one is gone: Ray kills children with an actor, and so the guardian, which else removes such
-    files."""
+    """Return a folder for temporary files of this actor, which lasts until the actor's end. A later
+    actor here removes what is left: Ray kills children with an actor, and so the guardian, which
+    else removes such files."""
     everywhere = Path(tempfile.gettempdir())
     for folder in everywhere.glob(f"{TEMPORARY}*"):
         pid = folder.name.removeprefix(TEMPORARY)

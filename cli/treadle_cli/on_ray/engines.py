@@ -198,7 +198,7 @@ def _url_of(said: object) -> str:
 
 def _node_of(url: str, nodes: dict[str, str]) -> str | None:
     host = url.partition("://")[2].rpartition(":")[0].strip("[]")
-    if is_loopback(f"{host}:0"):  # of the node that looks
+    if is_loopback(f"{host}:0"):  # an address of the node that runs this
         return str(ray.get_runtime_context().get_node_id())
     try:
         return nodes.get(socket.gethostbyname(host))

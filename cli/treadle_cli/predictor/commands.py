@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from treadle_learned.transcript import Transcript
 
 DEFAULT_BACKBONE = (
-    "Qwen/Qwen3-0.6B"  # Heddle 4.1; treadle_learned.backbone says the same, and would import torch
+    "Qwen/Qwen3-0.6B"  # Heddle 4.1; treadle_learned.backbone has the same, and would import torch
 )
 
 COLUMNS = (
@@ -30,9 +30,9 @@ COLUMNS = (
     "pearson_log",
     "pinball",
     "coverage_80",
-)  # of the table of evaluate
+)  # columns of the table of evaluate
 Track = Callable[[Iterable[int], int], Iterable[int]]
-Bar = Callable[[str], Track]  # as treadle_learned.examples has it
+Bar = Callable[[str], Track]  # the same as in treadle_learned.examples
 
 commands = typer.Typer(
     no_args_is_help=True, help="Learn from ended trajectories how long running ones will be."

@@ -39,7 +39,7 @@ from treadle_cli.report.records import (
 from treadle_cli.templates import render
 
 CANCELLED = (
-    "CANCELLED"  # the tool returned before the KV had moved: the source goes on, nothing went wrong
+    "CANCELLED"  # the tool returned before the KV had moved: the source continues, nothing failed
 )
 ROW_PX = 15  # height of a trajectory's row; its label is 10 px
 PANEL_PX = 60  # title and margin of a panel

@@ -72,7 +72,7 @@ class TrajectoryRecord:
     gen_tokens: int
     preemptions: int
     migrations: int
-    lost_engines: int  # steps that went on elsewhere because their engine was lost
+    lost_engines: int  # steps that continued elsewhere because their engine was lost
     spans: tuple[SpanRecord, ...]
     forecasts: tuple[ForecastRecord, ...] = ()
     epoch: int = 0
@@ -93,7 +93,7 @@ class PlayRecord:
     policy: str
     makespan_s: float
     epoch: int = 0
-    other_programs_share: float = 0.0  # of all cores' time during the play
+    other_programs_share: float = 0.0  # share of all cores' time during the play
     engine_losses: tuple[str, ...] = ()
     failed_migrations: tuple[str, ...] = ()
 

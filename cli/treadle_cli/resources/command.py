@@ -27,7 +27,7 @@ from treadle_cli.resources.servicer import ResourceServicer
 from treadle_cli.scheduler import own_certificates, reach_scheduler
 
 ASK_TIMEOUT_S = 10.0
-OVERHEAD_S = 600.0  # of a change beside drain and starts: until stopped engines are gone, twice
+OVERHEAD_S = 600.0  # a change beside drain and starts: until stopped engines are gone, twice
 CORRECTABLE = (
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.FAILED_PRECONDITION,

@@ -12,7 +12,7 @@ from treadle.resources.v1 import resources_pb2 as pb
 from treadle_runtime.errors import InvalidArgument
 from treadle_runtime.fields import require
 
-MOST_ENGINES = 4_096  # of a plan; more are a mistake
+MOST_ENGINES = 4_096  # most engines of a plan; more are a mistake
 MOST_DEGREE = 1_024
 
 

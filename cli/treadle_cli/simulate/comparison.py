@@ -19,7 +19,7 @@ from treadle_sim.systems import BASELINES, ORACLE, VERL, System
 from treadle_sim.workloads.workload import Workload
 
 TAIL = 0.1  # share of the trajectories, by tokens: those that a rollout waits for
-MOST = 0.9  # of the trajectories
+MOST = 0.9  # share of the trajectories
 
 
 @dataclass(frozen=True, slots=True)

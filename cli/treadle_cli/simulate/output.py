@@ -31,7 +31,7 @@ SECONDS = ("finished_s", "queue_s", "prefill_s", "decode_s", "tool_s")
 COUNTS = ("prefilled_tokens", "preemptions", "migrations")
 NOTHING = "–"
 SAME = 0.01  # a difference below this share is none
-MOSTLY = 0.5  # of the longest trajectory's time, from which its tools bound the workload
+MOSTLY = 0.5  # share of the longest trajectory's time, from which its tools bound the workload
 CLOSE = 1.1  # two bounds nearer than this factor both hold
 FAR = 0.25  # from what was recorded: a simulation that differs more is of other engines
 

@@ -107,7 +107,7 @@ async def _simulate_into(
         if TREADLE.name in runs:
             from google.protobuf import (
                 json_format,
-            )  # and grpc with the next: nothing else here needs them
+            )  # the next import loads grpc too: nothing else here needs them
 
             from treadle_cli.resources.plan import EngineClass, plan_message
 

@@ -26,7 +26,7 @@ from treadle_cli.simulate.logs import Log, Recorded
 
 PINNED, TREADLE = "pinned-fcfs", "treadle"  # arms of the demo
 SYSTEMS = {PINNED: "verl", TREADLE: "treadle"}  # the simulated system that does the same
-LEAST_TOKENS = 8  # of a turn: the seconds of shorter ones are mostly rounding
+LEAST_TOKENS = 8  # tokens of a turn: the seconds of shorter ones are mostly rounding
 UNKNOWN_KV_TOKENS = 1 << 30  # a run does not record what its engines hold: room for all
 
 

@@ -22,7 +22,7 @@ from treadle_cli.simulate.comparison import Comparison, sort_longest_first
 from treadle_cli.simulate.logs import Log
 
 MOST_BARS = 12  # trajectories of a panel
-CELLS = 900  # of time: about one a pixel
+CELLS = 900  # cells of time: about one a pixel
 Floats = npt.NDArray[np.float64]
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 ASK_S = 5.0
 PAGE = 1_000
 SPARE = 20.0  # 5% of the scheduler's core at most
-TAIL = 0.1  # of a rollout's samples: what the straggler tax is for
+TAIL = 0.1  # share of a rollout's samples that the straggler tax counts
 SHOWN_MOVES = 8
 RATE_S = 10.0  # how far back rates look, or to the answer before where that is longer ago
 MOVE_STATES, STATES = words_of(migrator_pb2.MigrationState), words_of(pb.TrajectoryState)

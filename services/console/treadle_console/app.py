@@ -45,7 +45,7 @@ HEADERS = {
     "cache-control": "no-cache",
 }
 SCHEMES = ("http", "https")  # a proxy in front uses the second
-MOST_CONTROL_BYTES = 512  # of a request that changes something
+MOST_CONTROL_BYTES = 512  # most bytes of a request that changes something
 HTTP_OF = {
     grpc.StatusCode.NOT_FOUND: 404,
     grpc.StatusCode.INVALID_ARGUMENT: 400,

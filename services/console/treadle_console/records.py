@@ -16,13 +16,13 @@ IDLE, QUEUED, RUNNING, PREEMPTED, TOOL = (
     "running",
     "preempted",
     "tool",
-)  # of an open trajectory
-KINDS = ("queue", "prefill", "decode", "preempted", "tool", "move")  # of spans
+)  # states of an open trajectory
+KINDS = ("queue", "prefill", "decode", "preempted", "tool", "move")  # kinds of spans
 NO_ENGINE = -1
 LAST_TENTH = (
     0.9  # the straggler tax counts from here on: nine tenths of the trajectories have ended
 )
-MOST_ENDS = 20_000  # of trajectories of one rollout
+MOST_ENDS = 20_000  # most ends that are kept of one rollout
 
 
 class Cursor(NamedTuple):

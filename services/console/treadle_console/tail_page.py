@@ -19,7 +19,7 @@ from treadle_core.rollouts.tail import (
     play_tail,
 )
 
-MOST_SAMPLES = 4_096  # of all prompts together: what a page draws, and a millisecond of work
+MOST_SAMPLES = 4_096  # most samples of all prompts: what a page draws, and a millisecond of work
 
 
 class Asked(BaseModel):

@@ -2,7 +2,7 @@
 mesh does not carry.
 
 While the mesh is away a session stays on its engine, where its KV is, and a new one goes to the
-engine with the fewest requests of ours. The engines are those that the mesh named last.
+engine with the fewest requests of this gateway. The engines are those that the mesh named last.
 """
 
 import asyncio

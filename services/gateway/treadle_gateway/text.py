@@ -65,7 +65,7 @@ class TextStream:
         self._stops = sampling.stop if trim else ()
         self._ids: list[int] = []
         self._known = 0  # ids whose text was read, and stands before that of the others
-        self._held = ""  # in which a stop string may begin
+        self._held = ""  # text in which a stop string may begin
         self._stopped = False
 
     def add(self, token_ids: Iterable[int]) -> str:

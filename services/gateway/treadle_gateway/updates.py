@@ -62,8 +62,8 @@ class Updates:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._pushes: dict[str, _Push] = {}  # by engine id
-        self._loads: dict[tuple[str, str], asyncio.Task[Errors]] = {}  # by path and version
+        self._pushes: dict[str, _Push] = {}  # pushes by engine id
+        self._loads: dict[tuple[str, str], asyncio.Task[Errors]] = {}  # loads by path and version
         self._unnamed: tuple[str, str, set[str]] = (
             "",
             "",

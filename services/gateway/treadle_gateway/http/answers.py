@@ -13,7 +13,7 @@ from treadle_gateway.order import Refused
 EVENT_STREAM = "text/event-stream"
 # Headers that name a session, the first present one counts: SkyRL and prime-rl; SGLang's gateway.
 SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")
-MOST_COPIES = 1024  # of one prompt
+MOST_COPIES = 1024  # most answers to one prompt
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ async def run_unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
         try:
             return await working
         except ExceptionGroup as group:
-            raise group.exceptions[0] from None  # of a batch: the first request that was refused
+            raise group.exceptions[0] from None  # the first request of a batch that was refused
     finally:
         for task in (working, gone):
             task.cancel()

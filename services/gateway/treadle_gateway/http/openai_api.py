@@ -1,7 +1,7 @@
 """Serve OpenAI's /v1/chat/completions, /v1/completions and /v1/responses, with the token ids that
 trainers need.
 
-A chat or completion that asks for more than the mesh carries (images, several alternatives for each
+A chat or completion that needs more than the mesh carries (images, several alternatives for each
 token, a grammar) is forwarded to an engine as it is. With `return_token_ids` a choice has the token
 ids of its prompt and of its answer, as in SGLang and vLLM. A response is a chat in another form;
 its messages are kept in memory for `previous_response_id`.
@@ -120,7 +120,7 @@ NEW = Conversation([], array("i"))
 
 
 def carries(body: Mapping[str, Any], known: frozenset[str]) -> bool:
-    """Return whether the mesh can do all that a request asks for."""
+    """Return whether the mesh can do all that a request needs."""
     for name, value in body.items():
         nothing = value in (None, False, [], {}) or value == NEUTRAL.get(name, False)
         if name not in known and not nothing and not (name in TRUE_BY_DEFAULT and value is True):
@@ -165,7 +165,7 @@ class OpenaiApi:
         )
         self._conversations: OrderedDict[str, Conversation] = (
             OrderedDict()
-        )  # by the id of their last response
+        )  # conversations by the id of their last response
 
     async def chat(self, request: Request) -> Response:
         """Answer POST /v1/chat/completions."""

@@ -143,7 +143,7 @@ def _item(at: int, item: Any) -> Iterator[dict[str, Any]]:
     elif kind == "function_call_output":
         output = _text(f"input[{at}].output", item.get("output"))
         yield {"role": "tool", "tool_call_id": str(item.get("call_id")), "content": output}
-    elif kind != "reasoning":  # which templates leave out of earlier turns
+    elif kind != "reasoning":  # templates leave reasoning out of earlier turns
         raise Refused(
             f"input[{at}].type: message, function_call, function_call_output or reasoning, is "
             f"{kind!r}"

@@ -1,6 +1,6 @@
 """Serve SGLang's /generate, which slime, verl and a person's own loop call.
 
-A request that asks for more than the mesh carries (images, input logprobs, routed experts, a
+A request that needs more than the mesh carries (images, input logprobs, routed experts, a
 grammar, ...) is forwarded to an engine as it is and answered as the engine answers it:
 `unscheduled` counts it in the metrics. All others run through the mesh and are answered as SGLang
 answers them.
@@ -97,7 +97,7 @@ class _Draft:
 
 
 def carries(body: Mapping[str, Any]) -> bool:
-    """Return whether the mesh can do all that a request asks for."""
+    """Return whether the mesh can do all that a request needs."""
     for name, value in body.items():
         if name not in CARRIED and value and value not in NOTHING.get(name, ()):
             return False
