@@ -1,10 +1,10 @@
-"""`treadle`, and `python -m treadle_cli`."""
+"""Run the command line: `treadle`, and `python -m treadle_cli`."""
 
 from treadle_cli.app import app
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the command line; the console script calls this."""
     app(prog_name="treadle")
 
 

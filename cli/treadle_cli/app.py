@@ -1,4 +1,4 @@
-"""The command line: options in, exit codes out (`exits.py`)."""
+"""Define the command line: options in, exit codes out (`exits.py`)."""
 
 import asyncio
 import json
@@ -186,7 +186,7 @@ def up(
     with exits.end_with_one_line():
         named = _require_one_kind_of_engines(ctx, bool(ray))
         if ray:
-            limit = slots if "slots" in named else 0  # 0: as the engines say
+            limit = slots if "slots" in named else 0  # 0: as many as the engines report
             actors, urls = engine_actor or [], engine_url or []
             given = RayOptions(
                 ray, port, secure, limit, kv_folder, actors, urls, ray_cpus, ray_folder, runtime_env
@@ -276,15 +276,14 @@ def rollout(
 
 
 class _Untouched(TyperCommand):
-    """A command that has its arguments as they were given: click would keep the first "--" for
-    itself."""
+    """Command that receives its arguments unchanged: click would remove the first "--"."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.args = list(args)
         return args
 
 
-# All arguments, --help too, are for the command of the distribution treadle-bench.
+# The command of the distribution treadle-bench reads all arguments, --help too.
 @app.command(cls=_Untouched, add_help_option=False)
 def bench(ctx: typer.Context) -> None:
     """Measure a figure on this machine. Needs the distribution treadle-bench: pip install
@@ -446,8 +445,8 @@ def trace(
 
 
 def _require_one_kind_of_engines(ctx: typer.Context, on_ray: bool) -> set[str]:
-    """Names of the options that were given. Raises UsageProblem for one that has no effect: a mesh
-    either starts engines or stands beside those of a Ray cluster."""
+    """Return the names of the options that were given. Raises UsageProblem for one that has no
+    effect: a mesh either starts engines or stands beside those of a Ray cluster."""
     sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
     named = {
         name
@@ -464,14 +463,14 @@ def _require_one_kind_of_engines(ctx: typer.Context, on_ray: bool) -> set[str]:
 
 
 def _shown(as_json: bool) -> Console:
-    """Where a command shows its progress and its tables; stdout is for one JSON object with
-    --json."""
+    """Return where a command shows its progress and its tables; with --json, stdout is for one JSON
+    object."""
     return exits.err if as_json else out
 
 
 def _print_summary(folder: Path, code: int) -> int:
-    """The object that --json prints of a run: its summary.json, and its folder. Returns the exit
-    code."""
+    """Print the object that --json prints of a run: its summary.json, and its folder. Return the
+    exit code."""
     from treadle_cli.report.records import SUMMARY_FILE
 
     typer.echo(
@@ -483,7 +482,8 @@ def _print_summary(folder: Path, code: int) -> int:
 def engine_plan(
     count: int, slots: int, model: str, seed: int, flags: list[str], weights: str = "auto"
 ) -> EnginePlan:
-    """Engines as asked for, after the checks that a mesh needs. Raises UsageProblem."""
+    """Return the plan of the engines that the options name, after the checks that a mesh needs.
+    Raises UsageProblem."""
     python = checks.engine_python() if count else Path()
     cores = () if checks.has_gpu() else checks.pinned_cores(count)
     checks.require_weights(weights)

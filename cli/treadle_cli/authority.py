@@ -1,5 +1,5 @@
-"""Certificates for a mesh: `treadle certs` makes an authority once, and certificates of it as often
-as it is run.
+"""Make certificates for a mesh: `treadle certs` makes an authority once, and certificates of it as
+often as it is run.
 
 Any other authority does as well (cert-manager, Vault): what Treadle needs of a certificate stands
 in docs/security.md.
@@ -31,7 +31,7 @@ from treadle_cli.problems import UsageProblem
 
 SERVICES = ("scheduler", "predictor", "placement", "migrator", "tools", "rollout", "sidecar")
 OPERATOR, CONSOLE, NATS = "operator", "console", "nats"
-RESOURCES_NAME = "resources.treadle"  # an operator's process answers for resources
+RESOURCES_NAME = "resources.treadle"  # an operator's process serves resources
 DEFAULT_TENANT = "default"
 AUTHORITY_KEY = "ca.key"
 AUTHORITY_DAYS = 3650
@@ -40,22 +40,22 @@ BACKDATED = timedelta(minutes=5)  # for clocks that are late
 
 @dataclass(frozen=True)
 class Identity:
-    """What a certificate says. uri: who its holder is as a caller; empty: it calls nobody. dns: the
-    names that it serves under."""
+    """Contents of a certificate. uri: who its holder is as a caller; empty: it calls nobody. dns:
+    the names that it serves under."""
 
     uri: str
     dns: Sequence[str] = ()
 
 
 class Authority:
-    """Issues certificates."""
+    """Authority of a mesh, which issues its certificates."""
 
     def __init__(self, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
         self._key, self.certificate = key, certificate
 
     @classmethod
     def create(cls, name: str = "Treadle") -> Authority:
-        """A new one, which signs itself."""
+        """Return a new authority, which signs itself."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         usage = x509.KeyUsage(
@@ -78,7 +78,8 @@ class Authority:
 
     @classmethod
     def at(cls, folder: Path) -> Authority:
-        """That of the folder, made where it has none. Raises UsageProblem."""
+        """Return the authority in the folder, and make one where there is none. Raises
+        UsageProblem."""
         if not (folder / AUTHORITY_KEY).exists():
             made = cls.create()
             folder.mkdir(parents=True, exist_ok=True)
@@ -119,8 +120,8 @@ class Authority:
 
 
 def identities(tenants: Sequence[str]) -> dict[str, Identity]:
-    """Of a whole mesh, by the name of their folder. Raises UsageProblem for a tenant of a bad
-    name."""
+    """Return the identities of a whole mesh, by the name of their folder. Raises UsageProblem for a
+    tenant of a bad name."""
     found = {name: Identity(f"{SCHEME}://{name}", (f"{name}.treadle",)) for name in SERVICES}
     found[OPERATOR] = Identity(f"{SCHEME}://{OPERATOR}", (RESOURCES_NAME,))
     found[CONSOLE] = Identity(
@@ -143,7 +144,7 @@ def identities(tenants: Sequence[str]) -> dict[str, Identity]:
 def make_certificates(
     folder: Path, tenants: Sequence[str] = (DEFAULT_TENANT,), days: float = DEFAULT_DAYS
 ) -> Path:
-    """A folder for each part of a mesh and for each tenant's clients, all of one authority, in
+    """Make a folder for each part of a mesh and for each tenant's clients, all of one authority, in
     `folder`; return that. Run again, it replaces the certificates and keeps the authority. Raises
     UsageProblem."""
     wanted = identities(tenants)
@@ -174,7 +175,8 @@ def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """At once, readable by its owner alone: a process may be reading the one before."""
+    """Write a file in one step, readable by its owner alone: a process may be reading the one
+    before."""
     part = path.with_name(f"{path.name}.part")
     part.unlink(missing_ok=True)
     with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:

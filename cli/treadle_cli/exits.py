@@ -109,8 +109,7 @@ def run(begin: Callable[[asyncio.Event], Coroutine[Any, Any, int]]) -> NoReturn:
 
 @contextmanager
 def end_with_one_line() -> Iterator[None]:
-    """For commands without a loop: end on what the user can correct, files included, and on
-    Ctrl-C."""
+    """End a command without a loop on what the user can correct, files included, and on Ctrl-C."""
     try:
         yield
     except (*_for_users(), *_of_files()) as error:

@@ -1,4 +1,4 @@
-"""`treadle fit`: fits an engine's curve to a profile that was measured on a live engine.
+"""Run `treadle fit`: fit an engine's curve to a profile that was measured on a live engine.
 
 The fitting is `treadle_sim.fitting`, the words are a template.
 """

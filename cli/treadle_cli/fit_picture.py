@@ -1,4 +1,4 @@
-"""Draws a fitted curve against what was measured of the engine, as a PNG file."""
+"""Draw a fitted curve against what was measured of the engine, as a PNG file."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from treadle_sim.engine_model import StepCurve
 from treadle_sim.fitting import DecodePoint, MeasuredEngine
 
 DPI = 100
-# of the time axis around the points, so that noise of a per cent does not look like a trend
+# least extent of the time axis around the points, so that noise of a per cent is no visible trend
 LEAST_SPAN = 1.3
 PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
 COLOURS = colormaps["viridis"]
@@ -22,7 +22,7 @@ DEGREE_COLOURS = {1: "#777777", 2: "#4477aa", 4: "#228833", 8: "#ee6677"}
 
 
 def draw_measured(measured: MeasuredEngine, path: Path) -> None:
-    """Decode steps and prefills of one live engine, with their fit."""
+    """Draw decode steps and prefills of one live engine, with their fit."""
     figure = Figure((10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     curve = measured.engine.curve

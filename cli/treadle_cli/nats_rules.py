@@ -1,5 +1,5 @@
-"""The configuration of a NATS server that knows each service by its certificate, and what each may
-write and read.
+"""Configure a NATS server that knows each service by its certificate, and what each may write and
+read.
 
 A service is a user, by the DNS name in its certificate. It publishes the facts of its own kinds,
 keeps its own buckets, and reads answers under its own inbox; nothing else.
@@ -45,8 +45,9 @@ BUCKETS = {
 
 
 def nats_config(certificate: Path, *, in_pod: bool = False) -> str:
-    """Of a server that speaks TLS alone, from the first byte on. certificate: the folder of its
-    own. in_pod: with what one in Kubernetes needs too, where several may be a cluster."""
+    """Return the configuration of a server that speaks TLS alone, from the first byte on.
+    certificate: the folder of its own. in_pod: with what one in Kubernetes needs too, where several
+    may be a cluster."""
     files = {"cert_file": CERTIFICATE, "key_file": KEY, "ca_file": AUTHORITY}
     lines = [f"  {name}: {json.dumps(str(certificate / file))}" for name, file in files.items()]
     users = [f"  {json.dumps(user)}" for user in _users()]
@@ -80,7 +81,8 @@ def _users() -> Iterator[dict[str, object]]:
 
 
 def _facts(service: str) -> list[str]:
-    """What a service asks of the stream of facts: whoever starts first makes it."""
+    """Return the subjects by which a service writes and reads facts, and makes their stream:
+    whichever starts first makes it."""
     asks = [f"$JS.API.STREAM.{verb}.{STREAM}" for verb in ("CREATE", "UPDATE", "INFO")]
     verbs = (
         ("CREATE", "DURABLE.CREATE", "INFO", "RESET", "DELETE") if service in HEARS_FACTS else ()
@@ -116,7 +118,7 @@ def _of_others(service: str) -> list[str]:
 
 
 def _bucket(bucket: str) -> list[str]:
-    """All that its owner does with a bucket, which is a stream."""
+    """Return the subjects of all that its owner does with a bucket, which is a stream."""
     stream = f"KV_{bucket}"
     return [
         f"$KV.{bucket}.>",

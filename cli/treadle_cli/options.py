@@ -1,4 +1,4 @@
-"""Options that several commands share, and the folder that a command writes to."""
+"""Define options that several commands share, and the folder that a command writes to."""
 
 import time
 import uuid
@@ -10,7 +10,7 @@ import typer
 
 from treadle_cli.problems import UsageProblem
 
-DEFAULT_PORT = 7401  # of the scheduler, as in the services' own defaults
+DEFAULT_PORT = 7401  # port of the scheduler, as in the services' own defaults
 DEFAULT_SCHEDULER = f"127.0.0.1:{DEFAULT_PORT}"
 DEFAULT_OUT = Path("runs")
 DEFAULT_DAYS = 90  # for which certificates are valid
@@ -21,8 +21,8 @@ MOST_PORT = 65_000  # of the scheduler: those of the services and of each engine
 
 
 def complete_from(*values: str) -> Callable[[str], list[str]]:
-    """What a shell offers for an option with these values; of a list with commas, for the last
-    one."""
+    """Return what a shell offers for an option with these values; of a list with commas, for the
+    last one."""
 
     def complete(incomplete: str) -> list[str]:
         before, comma, last = incomplete.rpartition(",")
@@ -62,7 +62,7 @@ Scheduler = Annotated[
         help="host:port of the mesh's scheduler, of several schedulers with commas between."
     ),
 ]
-# Of simulated engines.
+# Options of simulated engines.
 Llm = Annotated[str, typer.Option(help="Model whose engines are simulated.")]
 Accelerator = Annotated[
     str,
@@ -89,8 +89,8 @@ Out = Annotated[Path, typer.Option("--out", help="Folder that runs are written t
 
 
 def new_run_folder(out_folder: Path, kind: str = "") -> Path:
-    """Create <kind><time>-<four letters>: names sort by time, two runs of one second differ. Raises
-    UsageProblem."""
+    """Create the folder <kind><time>-<four letters>: names sort by time, two runs of one second
+    differ. Raises UsageProblem."""
     folder = out_folder / f"{kind}{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
     try:
         folder.mkdir(parents=True)

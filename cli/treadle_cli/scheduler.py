@@ -22,7 +22,8 @@ CONNECT_S = 10.0  # another scheduler leads within 5 s
 
 
 def own_certificates() -> Certificates | None:
-    """Those of TREADLE_TLS_FOLDER; None where it is not set. Raises UsageProblem."""
+    """Return the certificates of TREADLE_TLS_FOLDER; None where it is not set. Raises
+    UsageProblem."""
     try:
         return Certificates.of_environment()
     except ValueError as error:
@@ -33,9 +34,9 @@ def own_certificates() -> Certificates | None:
 async def reach_scheduler(
     addresses: str, certificates: Certificates | None = None
 ) -> AsyncIterator[SchedulerServiceAsyncStub]:
-    """Call the scheduler that serves. addresses: host:port of each scheduler, with commas between.
-    certificates: None: those of TREADLE_TLS_FOLDER. Raises UsageProblem where none serves within
-    CONNECT_S, and TreadleError for a call in the block that fails."""
+    """Yield a stub of the scheduler that serves. addresses: host:port of each scheduler, with
+    commas between. certificates: None: those of TREADLE_TLS_FOLDER. Raises UsageProblem where none
+    serves within CONNECT_S, and TreadleError for a call in the block that fails."""
     certificates = certificates or own_certificates()
     async with AsyncExitStack() as stack:
         channels: list[grpc.aio.Channel] = []

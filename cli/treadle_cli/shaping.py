@@ -18,17 +18,18 @@ HARDLY = 0.1  # a distance of Kolmogorov and Smirnov that a few hundred samples 
 
 
 async def read_shaping(scheduler: str, rollout_id: str, history: str) -> ShapingReport:
-    """Ask the mesh. Raises UsageProblem, TreadleError."""
+    """Return the report of a rollout or of a history from the mesh. Raises UsageProblem,
+    TreadleError."""
     if bool(rollout_id) == bool(history):
         raise UsageProblem("shaping takes either a ROLLOUT or --history NAME")
-    own_certificates()  # says what is wrong with them, where something is
+    own_certificates()  # raises where something is wrong with them
     async with Client(scheduler, timeouts=Timeouts(control_s=CALL_S)) as client:
         return await client.shaping_report(rollout_id, history)
 
 
 def print_shaping(report: ShapingReport, name: str, console: Console) -> None:
-    """Alarms first, then each distribution as two lines on one axis, then why samples were not
-    trained."""
+    """Print alarms first, then each distribution as two lines on one axis, then why samples were
+    not trained."""
     console.print(
         Text(
             f"{name}: {report.trained} of {report.sampled} sampled trajectories are trained", "bold"
@@ -66,7 +67,7 @@ def print_shaping(report: ShapingReport, name: str, console: Console) -> None:
 
 
 def draw_pair(title: str, values: Distribution, shown: str) -> Iterator[Text]:
-    """A title, then from the 10th to the 90th percentile a line with the median for what was
+    """Yield a title, then from the 10th to the 90th percentile a line with the median for what was
     sampled and trained."""
     if not values.sampled:
         return
@@ -89,7 +90,7 @@ def draw_pair(title: str, values: Distribution, shown: str) -> Iterator[Text]:
 
 
 def draw_counts(counts: dict[str, int]) -> Iterator[Text]:
-    """A bar a row."""
+    """Yield a bar for each row."""
     for name, count in counts.items():
         bar = "━" * max(1, round(count / max(counts.values()) * WIDTH))
         yield Text.assemble(f"  {name:16}", (bar, COLOURS["queue"]), f" {count}")

@@ -11,8 +11,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 
 
 def render(package: str, template: str, **values: object) -> str:
-    """The text of `template`, a file of `package` ("treadle_cli.simulate"), with `values` as its
-    names."""
+    """Return the text of `template`, a file of `package` ("treadle_cli.simulate"), with `values` as
+    its names."""
     return _environment(package).get_template(template).render(values)
 
 

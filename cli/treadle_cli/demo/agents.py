@@ -1,4 +1,5 @@
-"""The demo's environments: what a small model reads in each turn, and how its words become actions.
+"""Play the demo's environments: build what a small model reads in each turn, and read actions from
+its text.
 
 A small model seldom keeps to a format, so the first words of each assistant's turn are given ("I
 move", a block of Python, "Answer:") and the model continues; given words have loss mask 0. What it
@@ -17,7 +18,7 @@ from treadle.environments import Task as AnyTask
 from treadle_cli.demo.tasks import Task
 
 TEMPERATURE = 1.0  # a policy explores: greedy samples of one prompt would all be the same
-MOST_OUTPUT_CHARS = 300  # of a tool's output that the model reads: it understands less than that
+MOST_OUTPUT_CHARS = 300  # that the model reads of a tool's output: it understands less
 ANSWER_TOKENS = 24  # an answer is a number or a word
 LAKE_LEAD, CODE_LEAD, ANSWER_LEAD = "I move", "```python\nprint(", "Answer:"
 FENCE = "```"  # ends a block of Python, and the turn
@@ -34,7 +35,7 @@ class DemoEnvironment(Environment):
         self._tasks, self._tool_latency_s = list(tasks), tool_latency_s
 
     def tasks(self) -> list[AnyTask]:
-        """Those that were given."""
+        """Return the tasks that were given."""
         return [*self._tasks]
 
     async def start(self, task: AnyTask, trajectory: Trajectory) -> Episode:
@@ -73,8 +74,8 @@ class _Play(Episode):
         await self._session.close()
 
     def _next(self, result: ToolResult | None, reward: float, *, last: bool) -> Turn:
-        """After a move on the lake: the map. After Python: ask for the answer if it printed
-        anything, else retry."""
+        """Return the turn after a tool's result. On the lake it shows the map. After Python it
+        requests the answer if something was printed, else another try."""
         message = (
             ""
             if result is None
@@ -108,9 +109,9 @@ _MARKUP = " \t*`$\"'"
 
 
 def read_action(task: Task, text: str) -> dict[str, str] | None:
-    """The action that the text names, as the environment takes it; None where it names none.
+    """Return the action that the text names, as the environment takes it; None where it names none.
 
-    On the lake: the first direction. In a puzzle: Python or an answer, whichever comes first; a
+    On the lake it is the first direction, in a puzzle Python or an answer, whichever comes first. A
     turn that began with "Answer:" is an answer, its last line if nothing else is marked.
     """
     if task.kind == "lake":
@@ -124,7 +125,7 @@ def read_action(task: Task, text: str) -> dict[str, str] | None:
 
 
 def _first_code_or_answer(text: str) -> dict[str, str] | None:
-    """A block of Python (closed or cut off), "answer: ...", or \\boxed{...}."""
+    """Return a block of Python (closed or cut off), "answer: ...", or \\boxed{...}."""
     blocks = [(match.start(), match.group(1).rstrip()) for match in _FENCE.finditer(text)]
     actions = [(start, {"code": code}) for start, code in blocks if code]
     # An "answer:" inside a block of code is a string or a comment, not the answer.

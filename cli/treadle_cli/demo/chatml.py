@@ -1,4 +1,4 @@
-"""The chat template and tokenizer of a model that uses ChatML (SmolLM2, Qwen), read with tokenizers
+"""Read the chat template and tokenizer of a model that uses ChatML (SmolLM2, Qwen), with tokenizers
 alone."""
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ START, END = "<|im_start|>", "<|im_end|>"
 
 
 def read_chat(model_path: str) -> Chat:
-    """Read tokenizer.json from the model's folder. Raises UsageProblem where there is none, or no
-    ChatML."""
+    """Return the chat of a model's folder, from its tokenizer.json. Raises UsageProblem where there
+    is none, or no ChatML."""
     path = Path(model_path) / "tokenizer.json"
     if not path.is_file():
         raise UsageProblem(
@@ -25,7 +25,7 @@ def read_chat(model_path: str) -> Chat:
 
 
 def chat_of(tokenizer: Tokenizer) -> Chat:
-    """Raises UsageProblem for a tokenizer without the tokens of ChatML."""
+    """Return the chat of a tokenizer. Raises UsageProblem for one without the tokens of ChatML."""
     end_id = tokenizer.token_to_id(END)
     if end_id is None or tokenizer.token_to_id(START) is None:
         raise UsageProblem(

@@ -1,4 +1,4 @@
-"""Collect what the mesh's facts say during a play, and make the records of its trajectories.
+"""Collect the mesh's facts during a play, and make the records of its trajectories.
 
 The client sees its own steps; only the facts show migrations, forecasts and when a step entered an
 engine's queue. The subscription is a plain one, not durable: it starts before the play and ends
@@ -58,7 +58,7 @@ class CollectedFacts:
                 self.forecasts.append((time_s, fact.trajectory_predicted))
 
     def failed_migrations(self) -> tuple[str, ...]:
-        """One line for each migration that did not happen, with its reason."""
+        """Return one line for each migration that did not happen, with its reason."""
         return tuple(
             f"{m.trajectory_id} stayed on {m.source_engine_id}: "
             f"{m.failure_reason or 'no reason given'}"
@@ -69,11 +69,11 @@ class CollectedFacts:
     def forecast_records(
         self, opened_s: Mapping[str, float], started_s: float
     ) -> Mapping[str, list[ForecastRecord]]:
-        """Forecasts by trajectory, each with the times of the steps before and after it.
+        """Return forecasts by trajectory, each with the times of the steps before and after it.
 
-        opened_s: unix time at which each trajectory was opened, when its first forecast was asked
-        for. started_s: unix time from which the records count. A forecast whose step before it is
-        unknown is left out.
+        opened_s: unix time at which each trajectory was opened, when its first forecast was
+        requested. started_s: unix time from which the records count. A forecast whose step before
+        it is unknown is left out.
         """
         found: defaultdict[str, list[ForecastRecord]] = defaultdict(list)
         for came_s, forecast in self.forecasts:
@@ -126,7 +126,7 @@ def trajectory_records(
     tasks: Mapping[str, str],
     facts: CollectedFacts,
 ) -> list[TrajectoryRecord]:
-    """One record for each result.
+    """Return one record for each result.
 
     started_s, opened_s: unix time; opened_s by (prompt, sample). tasks: kind of task by prompt.
     """
@@ -174,7 +174,7 @@ def trajectory_records(
 def _spans(
     result: TrajectoryResult, moves: Sequence[MigrationEnded], started_s: float
 ) -> tuple[SpanRecord, ...]:
-    """The client's spans and its migrations, each under the turn that ran when it began."""
+    """Return the client's spans and its migrations, each under the turn that ran when it began."""
     own = [
         SpanRecord(
             span.kind, span.start_s - started_s, span.end_s - started_s, span.engine_id, span.turn

@@ -22,14 +22,14 @@ from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
 from treadle_cli.mesh.mesh import Board
 from treadle_cli.scheduler import own_certificates
 
-POLL_S = 1.0  # between questions to the sidecars
+POLL_S = 1.0  # between requests to the sidecars
 POLL_TIMEOUT_S = 2.0
-LEAST_PART_FOR_ESTIMATE = 0.1  # of the turns: before that an estimate of the time left is a guess
+LEAST_PART_FOR_ESTIMATE = 0.1  # share of turns: before that an estimate of the time left is a guess
 PLAIN_LINE_S = 10.0  # between lines where there is no terminal
 
 
 class LiveBoard(Board):
-    """An async context manager around one rollout, which passes its events to `on_event`."""
+    """Display of one rollout, an async context manager, which passes its events to `on_event`."""
 
     def __init__(
         self,
@@ -86,7 +86,8 @@ class LiveBoard(Board):
         self._progress.update(self._bar, completed=self._closed, left=self._left())
 
     def _left(self) -> str:
-        """The time left, roughly an upper bound: as if every trajectory used all its turns."""
+        """Return the time left, roughly an upper bound: as if every trajectory used all its
+        turns."""
         part = sum(self._part_done.values()) / self._total
         if part < LEAST_PART_FOR_ESTIMATE:
             return ""
@@ -120,7 +121,7 @@ class LiveBoard(Board):
         self.console.print(line, highlight=False, soft_wrap=True)
 
     async def _poll(self) -> None:
-        """Ask the sidecars for their load until cancelled."""
+        """Request the sidecars' loads until cancelled."""
         printed_s = time.monotonic()
         certificates = own_certificates()
         channels = {
@@ -140,7 +141,7 @@ class LiveBoard(Board):
 
 
 async def _load(channel: grpc.aio.Channel) -> engine_pb2.Load | None:
-    """None where the engine or its sidecar is gone."""
+    """Return the load of an engine; None where it or its sidecar is gone."""
     stub = engine_pb2_grpc.EngineServiceStub(channel)
     try:
         answer = await stub.GetLoad(engine_pb2.GetLoadRequest(), timeout=POLL_TIMEOUT_S)

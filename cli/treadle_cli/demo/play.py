@@ -1,4 +1,4 @@
-"""Play the demo's work once on a mesh, and keep what came of it.
+"""Play the demo's work once on a mesh, and keep the results.
 
 `treadle demo` calls `play` for each arm and epoch; `treadle rollout` (`run_attached`) calls it once
 on a mesh that already runs, under whatever policy it has.
@@ -32,13 +32,13 @@ ARM = "rollout"
 
 
 def time_stamp() -> str:
-    """The time now, as a run's record gives it."""
+    """Return the time now, in the form of a run's record."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
 @dataclass(frozen=True)
 class Work:
-    """What to play, as the command's options say. tool_latency_s: see DemoEnvironment. job, weight:
+    """Work to play, from the command's options. tool_latency_s: see DemoEnvironment. job, weight:
     see Client."""
 
     prompts: int
@@ -51,7 +51,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Played:
-    """What came of it. started_s: unix time. failed_migrations: one line each, with the reason."""
+    """Results of a play. started_s: unix time. failed_migrations: one line each, with the
+    reason."""
 
     started_s: float
     records: list[TrajectoryRecord]
@@ -59,7 +60,7 @@ class Played:
 
     @property
     def makespan_s(self) -> float:
-        """Seconds from the start to the end of the last trajectory."""
+        """Return the seconds from the start to the end of the last trajectory."""
         return max(record.finished_s for record in self.records)
 
 
@@ -73,8 +74,8 @@ async def play(
     display: LiveBoard,
     epoch: int = 0,
 ) -> Played:
-    """Run all samples of all prompts at once and show them. nats_url: empty: migrations do not
-    show.
+    """Run all samples of all prompts at once and show them. nats_url: where it is empty, migrations
+    do not show.
 
     arm, epoch: what the records carry. Raises TreadleError where the rollout cannot be made.
     """
@@ -97,7 +98,7 @@ async def play(
         started_s = time.time()
         environment = DemoEnvironment([prompt.data for prompt in prompts], work.tool_latency_s)
         most_turns = max(prompt.data.turns for prompt in prompts)
-        # How a turn is sampled depends on the turn: the environment says it.
+        # How a turn is sampled depends on the turn: the environment decides it.
         manager = EnvManager(
             client,
             environment,
@@ -116,8 +117,8 @@ async def play(
 
 
 def report_run(folder: Path, run: Run, console: Console) -> int:
-    """Write the run's files and draw its report; the exit code of the command: 1 where a trajectory
-    failed."""
+    """Write the run's files and draw its report; return the exit code of the command: 1 where a
+    trajectory failed."""
     write_run(folder, run)
     render_run(folder, console)
     return 1 if any(trajectory.outcome == "failed" for trajectory in run.trajectories) else 0
@@ -165,7 +166,7 @@ async def run_attached(
 
 
 async def _ask(scheduler: str) -> tuple[list[scheduler_pb2.RegisteredEngine], str]:
-    """The engines of the mesh, and its policy in words."""
+    """Return the engines of the mesh, and its policy in words."""
     async with reach_scheduler(scheduler) as stub:
         try:
             engines = await stub.ListEngines(

@@ -1,5 +1,5 @@
-"""`treadle demo` from start to report: one mesh, and epochs of the same prompts, as a training run
-has them.
+"""Run `treadle demo` from start to report: one mesh, and epochs of the same prompts, as a training
+run has them.
 
 The baseline plays epoch 0, which teaches the predictor and is compared with nothing. Treadle and
 the baseline play each later epoch, with the same prompts, sampling seeds and environment seeds;
@@ -95,7 +95,7 @@ TREADLE = Arm(
 
 
 def plan_plays(repeats: int) -> list[tuple[int, Arm]]:
-    """Epoch and arm of each play, in order."""
+    """Return the epoch and the arm of each play, in order."""
     return [
         (0, PINNED_FCFS),
         *((epoch, arm) for epoch in range(1, repeats + 1) for arm in (TREADLE, PINNED_FCFS)),

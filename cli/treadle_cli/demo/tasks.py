@@ -33,7 +33,7 @@ PUZZLE_SYSTEM = (
     "You solve puzzles with short Python programs that print the result, then give the answer."
 )
 LAKE_SIZES = (4, 8)
-TURNS_MEDIAN, TURNS_SIGMA = 2.5, 0.82  # sigma: of the natural logarithm
+TURNS_MEDIAN, TURNS_SIGMA = 2.5, 0.82  # sigma of the natural logarithm
 TURN_TOKENS_MEDIAN, TURN_TOKENS_SIGMA = 10.0, 0.3
 LEAST_TURNS = 2  # a program and an answer
 
@@ -54,13 +54,13 @@ class Task(AnyTask):
     sampling: str
 
     def sampling_seed(self, prompt_id: str, sample: int, turn: int) -> int:
-        """The sampling seed of one step, the same in every arm."""
+        """Return the sampling seed of one step, the same in every arm."""
         return zlib.crc32(f"{self.sampling}/{prompt_id}/{sample}/{turn}".encode())
 
 
 def make_prompts(chat: Chat, count: int, seed: int, epoch: int = 0) -> list[Prompt]:
-    """Lakes and puzzles in turn; `count` at least one. Another epoch samples the same prompts with
-    other seeds."""
+    """Return `count` prompts, at least one, lakes and puzzles in turn. Another epoch samples the
+    same prompts with other seeds."""
     ranks = list(range(count))
     random.Random(f"ranks {seed}").shuffle(
         ranks
@@ -69,7 +69,7 @@ def make_prompts(chat: Chat, count: int, seed: int, epoch: int = 0) -> list[Prom
 
 
 def _make(chat: Chat, index: int, rank: int, count: int, seed: int, epoch: int) -> Prompt:
-    """rank: of the prompt's length among `count`, 0 for the shortest."""
+    """Return one prompt. rank: of its length among `count`, 0 for the shortest."""
     deviations = NormalDist().inv_cdf((rank + 0.5) / count)
     turns = max(LEAST_TURNS, round(TURNS_MEDIAN * math.exp(TURNS_SIGMA * deviations)))
     turn_tokens = round(TURN_TOKENS_MEDIAN * math.exp(TURN_TOKENS_SIGMA * deviations))

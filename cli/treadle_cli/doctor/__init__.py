@@ -1,2 +1,1 @@
-"""Checks of a machine, of SGLang servers and of a mesh, for `treadle doctor` and `treadle
-attach`."""
+"""Check a machine, SGLang servers and a mesh, for `treadle doctor` and `treadle attach`."""

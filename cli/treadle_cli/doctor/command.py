@@ -1,4 +1,4 @@
-"""`treadle doctor`: look at a machine, at SGLang servers and at a mesh, and say what to change."""
+"""Run `treadle doctor`: check a machine, SGLang servers and a mesh, and print what to change."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def run_doctor(
 
 
 def report(findings: list[Finding], json_only: bool, out: Console) -> int:
-    """Print the findings; the exit code: 1 where one is a problem."""
+    """Print the findings; return the exit code, 1 where one is a problem."""
     from treadle_cli.doctor.findings import PROBLEM, as_json, count_levels, print_findings, worst
 
     if json_only:

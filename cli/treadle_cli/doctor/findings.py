@@ -1,4 +1,4 @@
-"""What a check has found: fine, a warning or a problem, each with what to do about it."""
+"""Findings of a check: fine, a warning or a problem, each with what to do about it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -15,8 +15,9 @@ MARKS = {OK: ("✓", "green"), WARNING: ("!", "yellow"), PROBLEM: ("✗", "bold 
 
 @dataclass(frozen=True)
 class Finding:
-    """subject: what was looked at, e.g. "this machine" or an engine's URL. check: its short name.
-    says: what was found. do: what to change and why; empty where all is fine."""
+    """Result of one check. subject: what was looked at, e.g. "this machine" or an engine's URL.
+    check: its short name. says: what was found. do: what to change and why; empty where all is
+    fine."""
 
     subject: str
     check: str
@@ -26,13 +27,13 @@ class Finding:
 
 
 def worst(findings: Iterable[Finding]) -> str:
-    """The worst level of all; ok for none."""
+    """Return the worst level of all; ok for none."""
     levels = [finding.level for finding in findings]
     return next((level for level in (PROBLEM, WARNING) if level in levels), OK)
 
 
 def print_findings(findings: Sequence[Finding], console: Console) -> None:
-    """A heading for each subject, and a line for each finding; below it what to do."""
+    """Print a heading for each subject, and a line for each finding; below it what to do."""
     shown = ""
     for finding in findings:
         if finding.subject != shown:
@@ -51,11 +52,11 @@ def print_findings(findings: Sequence[Finding], console: Console) -> None:
 
 
 def count_levels(findings: Sequence[Finding]) -> str:
-    """The last line of a report."""
+    """Return the last line of a report."""
     counts = {level: sum(finding.level == level for finding in findings) for level in MARKS}
     return f"{counts[OK]} ok, {counts[WARNING]} warnings, {counts[PROBLEM]} problems"
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
-    """What --json prints."""
+    """Return the object that --json prints."""
     return {"worst": worst(findings), "findings": [asdict(finding) for finding in findings]}

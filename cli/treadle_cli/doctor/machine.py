@@ -19,14 +19,14 @@ from treadle_cli.mesh.services import IN_PORT_ORDER
 from treadle_cli.problems import UsageProblem
 
 SUBJECT = "this machine"
-SERVICES_GB = 1.2  # of a mesh at rest without engines (docs/operations.md)
+SERVICES_GB = 1.2  # what a mesh needs at rest without engines (docs/operations.md)
 LEAST_FILES = 4096  # a trajectory has about two connections; many systems allow 1024 files
 GB = 1e9
 
 
 def check_machine(base_port: int) -> Iterator[Finding]:
-    """Look at this machine; nothing is started. base_port: where the scheduler of a mesh would
-    listen."""
+    """Yield the findings of this machine; nothing is started. base_port: where the scheduler of a
+    mesh would listen."""
     yield Finding(SUBJECT, "python", OK, f"{platform.python_version()} on {platform.machine()}")
     cores = len(os.sched_getaffinity(0))
     gpus = len(checks.list_units()) if checks.has_gpu() else 0
@@ -49,8 +49,8 @@ def check_machine(base_port: int) -> Iterator[Finding]:
 
 
 def _required(check: str, require: Callable[[], object], says: str) -> Finding:
-    """A finding of a check that raises UsageProblem, whose first line says what is wrong and the
-    rest what to do."""
+    """Return the finding of a check that raises UsageProblem, whose first line names what is wrong
+    and the rest what to do."""
     try:
         return Finding(SUBJECT, check, OK, says.format(require()))
     except UsageProblem as problem:

@@ -1,7 +1,7 @@
 """Check a mesh that runs: who answers, how long certificates are good, whether clocks agree, and
 its engines.
 
-Nothing is changed. A check that needs an identity which this process has not says so.
+Nothing is changed. A check that needs an identity which this process lacks reports that.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 ASK_S = 5.0
 SECONDS_A_DAY = 86_400.0
 SOON_DAYS = 14.0  # a certificate that ends within these is due
-LATE_S = 15.0  # by which a load may be old: leases of 10 s are renewed at a third of them
-EARLY_S = 2.0  # by which a clock may be ahead of this machine's
+LATE_S = 15.0  # how old a load may be: leases of 10 s are renewed at a third of them
+EARLY_S = 2.0  # how far a clock may be ahead of this machine's
 START = "Start one with treadle up or treadle attach URL, or give the address that they print."
 IDENTIFY = f"Set {FOLDER_VARIABLE} to the folder of an operator's certificate of that mesh."
 MISSING = {  # what a mesh does without a service
@@ -46,8 +46,8 @@ MISSING = {  # what a mesh does without a service
 
 
 async def check_mesh(addresses: str) -> list[Finding]:
-    """Look at the mesh whose scheduler is at `addresses` (host:port, with commas between
-    several)."""
+    """Return the findings of the mesh whose scheduler is at `addresses` (host:port, with commas
+    between several)."""
     found = partial(Finding, f"mesh at {addresses}")
     try:
         certificates = own_certificates()
@@ -103,7 +103,7 @@ async def _look(
 
 
 async def _health(service: str, address: str, certificates: Certificates | None) -> str:
-    """SERVING, another status, or why there is none."""
+    """Return SERVING, another status, or why there is none."""
     async with open_channel(address, service, certificates) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
@@ -155,8 +155,8 @@ def _own_certificate(subject: str, certificates: Certificates) -> Finding:
 async def _certificates(
     subject: str, servers: Sequence[tuple[str, str]], certificates: Certificates
 ) -> list[Finding]:
-    """Of the servers, by a handshake with each; those that end later than SOON_DAYS are one
-    finding."""
+    """Return the findings of the servers' certificates, by a handshake with each; those that end
+    later than SOON_DAYS are one finding."""
     days = await asyncio.gather(
         *[_days_left(name, address, certificates) for name, address in servers]
     )
@@ -172,8 +172,8 @@ async def _certificates(
 
 
 async def _days_left(service: str, address: str, certificates: Certificates) -> float | None:
-    """Days until the certificate of a server ends; None where there is no handshake, which its
-    health has told."""
+    """Return the days until the certificate of a server ends; None where there is no handshake,
+    which the check of its health reports."""
     try:
         async with asyncio.timeout(ASK_S):
             _, writer = await certificates.open_tls(address, service)
@@ -194,7 +194,7 @@ def _dated(subject: str, check: str, days: float) -> Finding:
 def _clocks(
     subject: str, engines: Sequence[pb.RegisteredEngine], now_s: float
 ) -> Iterator[Finding]:
-    """Loads carry the time of the sidecar that measured them."""
+    """Yield findings of the clocks: a load carries the time of the sidecar that measured it."""
     ages = {
         str(engine.info.engine_id): now_s - engine.load.measured_at.ToNanoseconds() / 1e9
         for engine in engines

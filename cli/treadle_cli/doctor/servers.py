@@ -40,7 +40,7 @@ SHARED = {
 
 @dataclass(frozen=True)
 class Server:
-    """One server as it answered. problem: why nothing is known of it; empty: `server` and `model`
+    """One server and its answers. problem: why nothing is known of it; empty: `server` and `model`
     are its answers."""
 
     url: str
@@ -50,7 +50,7 @@ class Server:
     do: str = ""
 
     def name(self, host: str) -> str:
-        """Its id in a mesh: host and port. host: of this machine as that mesh knows it, for a
+        """Return its id in a mesh: host and port. host: name of this machine in that mesh, for a
         server on the loopback interface, so that servers of two machines have two names."""
         parts = urlsplit(self.url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -59,7 +59,7 @@ class Server:
 
 
 def clean_urls(urls: Sequence[str]) -> list[str]:
-    """The URLs without a slash at the end, each once. Raises UsageProblem."""
+    """Return the URLs without a slash at the end, each once. Raises UsageProblem."""
     cleaned = []
     for given in urls:
         url = (given if "://" in given else f"http://{given}").rstrip("/")
@@ -84,7 +84,7 @@ def clean_urls(urls: Sequence[str]) -> list[str]:
 
 
 async def read_servers(urls: Sequence[str]) -> list[Server]:
-    """Ask all servers at once, in the order of the URLs."""
+    """Read all servers at once, and return them in the order of the URLs."""
     timeout = aiohttp.ClientTimeout(ANSWER_S)
     async with aiohttp.ClientSession(timeout=timeout) as http:
         return list(await asyncio.gather(*[_read(http, url) for url in urls]))
@@ -131,7 +131,7 @@ async def _read(http: aiohttp.ClientSession, url: str) -> Server:
 
 
 def check_servers(servers: Sequence[Server]) -> Iterator[Finding]:
-    """Look at each server, then at what they have in common."""
+    """Yield the findings of each server, then those of what they have in common."""
     for server in servers:
         yield from check_server(server)
     known = [server for server in servers if not server.problem]
@@ -140,7 +140,7 @@ def check_servers(servers: Sequence[Server]) -> Iterator[Finding]:
 
 
 def check_server(server: Server) -> Iterator[Finding]:
-    """What a mesh can do with one server."""
+    """Yield findings of what a mesh can do with one server."""
     found = partial(Finding, server.url)
     if server.problem:
         yield found("answers", PROBLEM, server.problem, server.do)
@@ -278,7 +278,8 @@ def _data_parallel(server: Mapping[str, Any], profile: EngineProfile, found: Fou
 
 
 def _compare(servers: Sequence[Server]) -> Iterator[Finding]:
-    """Engines of one mesh serve the same model and weights, and read each other's KV."""
+    """Yield findings of differences: engines of one mesh serve the same model and weights, and read
+    each other's KV."""
     found = partial(Finding, "all servers")
     one_model = (
         "A trajectory may go on at any engine of a mesh: attach only servers of one model together."

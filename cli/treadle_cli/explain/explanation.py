@@ -1,4 +1,4 @@
-"""What an explanation holds, and how it is printed."""
+"""Explanation of a trajectory, and how it is printed."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -40,8 +40,9 @@ class Fate:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """about: what the trajectory is, in a line. left: what the time is that the ledger has not.
-    recorded: as it was; None where all of it is simulated. notes: what a reader must know."""
+    """Where the time of a trajectory went, and why. about: what the trajectory is, in a line. left:
+    what the time is that the ledger does not have. recorded: as it was; None where all of it is
+    simulated. notes: what a reader must know."""
 
     trajectory_id: str
     about: str
@@ -49,13 +50,13 @@ class Explanation:
     wall_s: float
     left: str
     decisions: Sequence[Decision]
-    opened_s: float  # on the clock of the decisions
+    opened_s: float  # time on the clock of the decisions
     recorded: Fate | None
     policies: Sequence[Fate]
     notes: Sequence[str] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """The object that --json prints."""
+        """Return the object that --json prints."""
         return {
             "trajectory_id": self.trajectory_id,
             "about": self.about,
@@ -76,7 +77,7 @@ class Explanation:
         }
 
     def print(self, out: Console) -> None:
-        """For a terminal."""
+        """Print the explanation to a terminal."""
         out.print(
             f"{self.trajectory_id}: {self.about}", style="bold", highlight=False, markup=False
         )

@@ -1,4 +1,4 @@
-"""Ask a mesh for the ledger and the decisions of a trajectory, and for the recorded steps of its
+"""Read from a mesh the ledger and the decisions of a trajectory, and the recorded steps of its
 whole rollout."""
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from treadle_cli.explain.replay import MOST_REPLAYED, compare
 from treadle_cli.scheduler import reach_scheduler
 
 CALL_S = 10.0
-MOST_CALLS = 16  # at once
+MOST_CALLS = 16  # most requests at once
 PAGE = 1_000
-UNKNOWN_KV_TOKENS = 1 << 30  # of an engine that does not say what it holds: room for all
-TOOL_S = 1e-3  # between two steps less is no tool call: a long turn goes on in another call
+UNKNOWN_KV_TOKENS = 1 << 30  # where an engine does not report what it holds: room for all
+TOOL_S = 1e-3  # between two steps less is no tool call: a long turn continues in another call
 STATES = words_of(pb.TrajectoryState)
 
 
@@ -57,8 +57,8 @@ async def _history(
 async def _rollout(
     stub: scheduler_pb2_grpc.SchedulerServiceAsyncStub, rollout_id: str
 ) -> list[pb.GetTrajectoryResponse]:
-    """All trajectories of a rollout that the scheduler still knows, in the order of opening; none
-    where there are more than MOST_REPLAYED."""
+    """Return all trajectories of a rollout that the scheduler still knows, in the order of opening;
+    none where there are more than MOST_REPLAYED."""
     names: list[str] = []
     request = pb.ListTrajectoriesRequest(rollout_id=rollout_id, page_size=PAGE)
     while True:
@@ -157,7 +157,7 @@ def _decision(message: pb.Decision, opened_s: float) -> Decision:
 
 
 def _work(said: pb.GetTrajectoryResponse) -> TrajectoryWork:
-    """The recorded steps, those of one long turn together. What came before a restart of the
+    """Return the recorded steps, those of one long turn together. What came before a restart of the
     scheduler is one step."""
     t, steps = said.trajectory, list(said.steps)
     found: list[Step] = []
@@ -185,7 +185,7 @@ def _work(said: pb.GetTrajectoryResponse) -> TrajectoryWork:
 
 
 def _model(info: engine_pb2.EngineInfo) -> EngineModel:
-    """An engine as it has registered, its curve a straight line."""
+    """Return the model of an engine from its registration, with a straight line as its curve."""
     curve, slots = info.decode_curve, max(1, info.slot_limit)
     if curve.base_s + curve.per_sequence_s <= 0:
         curve = engine_pb2.DecodeCurve(

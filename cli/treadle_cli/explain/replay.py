@@ -1,5 +1,5 @@
-"""Play a recorded rollout under each policy in the simulator; and the whole explanation of one of a
-trace file."""
+"""Play a recorded rollout under each policy in the simulator, and explain a trajectory of a trace
+file as a whole."""
 
 import math
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ MOST_REPLAYED = 4_096  # trajectories, which takes about a minute
 
 
 def play(system: System, workload: Workload, cluster: Cluster) -> tuple[Outcome, Controller]:
-    """The rollout under a policy, and the controller that decided."""
+    """Simulate the rollout under a policy; return its outcome, and the controller that decided."""
     predictor = make_predictor(PREDICTOR, workload) if system is TREADLE else None
     driver = Driver(
         # The controller keeps what it decided about a trajectory for as long as it keeps the
@@ -49,13 +49,13 @@ def play(system: System, workload: Workload, cluster: Cluster) -> tuple[Outcome,
 
 
 def compare(works: Sequence[TrajectoryWork], cluster: Cluster, index: int) -> list[Fate]:
-    """What each policy makes of the trajectory `index` of a rollout."""
+    """Return what each policy makes of the trajectory `index` of a rollout."""
     workload = Workload("recorded", tuple(works))
     return [_fate(system, play(system, workload, cluster)[0], index) for system in POLICIES]
 
 
 def explain_trace(name: str, request: Request) -> Explanation:
-    """Explain a trajectory of a trace file, which says no times but those of tools: all of it is
+    """Explain a trajectory of a trace file, which has no times but those of tools: all of it is
     simulated. name: as in PROMPT#SAMPLE. Raises UsageProblem."""
     plan = make_plan(replace(request, systems=TREADLE.name))
     works = plan.settings[0].workload.trajectories

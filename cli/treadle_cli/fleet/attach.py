@@ -1,4 +1,4 @@
-"""`treadle attach`: put sidecars beside SGLang servers that somebody else started, and a mesh
+"""Run `treadle attach`: put sidecars beside SGLang servers that somebody else started, and a mesh
 around them.
 
 The servers are read before anything starts (`doctor.servers`), and are never started, stopped or
@@ -58,10 +58,11 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class AttachPlan:
-    """What to put beside the servers at `urls`. scheduler, nats_url: of a mesh that runs already;
-    empty: one is started with its scheduler at `base_port`. host: the name or address at which that
-    mesh reaches this machine; empty: the mesh runs on this machine. slots: steps at once on each
-    engine, 0: as the engine says. kv_folder: the engines' shared storage of KV, None: not known."""
+    """Plan of `treadle attach`: sidecars beside the servers at `urls`. scheduler, nats_url: of a
+    mesh that runs already; empty: one is started with its scheduler at `base_port`. host: the name
+    or address at which that mesh reaches this machine; empty: the mesh runs on this machine. slots:
+    steps at once on each engine, 0: as many as the engine reports. kv_folder: the engines' shared
+    storage of KV, None: not known."""
 
     urls: tuple[str, ...]
     scheduler: str = ""
@@ -74,11 +75,11 @@ class AttachPlan:
 
     @property
     def reached_at(self) -> str:
-        """Host of the sidecars' addresses."""
+        """Return the host of the sidecars' addresses."""
         return self.host or LOOPBACK
 
     def require_sound(self) -> None:
-        """Raises UsageProblem for options that do not go together."""
+        """Raise UsageProblem for options that do not go together."""
         if self.scheduler and not self.nats_url:
             raise UsageProblem(
                 "--scheduler needs --nats-url: the NATS of that mesh, where sidecars publish facts"
@@ -107,13 +108,13 @@ class AttachPlan:
 
 
 def print_addresses(named: Mapping[str, object]) -> None:
-    """What --json prints once a mesh serves: one line, so that a script can wait for it."""
+    """Print what --json prints once a mesh serves: one line, so that a script can wait for it."""
     typer.echo(json.dumps(named))
 
 
 async def run_check(urls: Sequence[str], as_json: bool, out: Console) -> int:
-    """`--check`: print what must change on the servers; the exit code. Raises UsageProblem for a
-    bad URL."""
+    """Run `--check`: print what must change on the servers; return the exit code. Raises
+    UsageProblem for a bad URL."""
     from treadle_cli.doctor.command import report
     from treadle_cli.doctor.servers import check_servers, clean_urls, read_servers
 
@@ -167,7 +168,7 @@ async def run_attach(
 
 
 def _require_usable(findings: Sequence[Finding], out: Console) -> None:
-    """Show what could be better; raise UsageProblem where a server cannot be used."""
+    """Show what could be better. Raises UsageProblem where a server cannot be used."""
     noted = [finding for finding in findings if finding.level != OK]
     print_alike(noted, out)
     problems = [
@@ -195,7 +196,7 @@ async def _engine_ids(stub: SchedulerServiceAsyncStub) -> list[str]:
 
 
 class _Attachment:
-    """The sidecars of one command, and the mesh if it is their own."""
+    """The sidecars of one command, and the mesh if the command started it."""
 
     def __init__(
         self,
@@ -223,8 +224,8 @@ class _Attachment:
         tree.on_death = self._on_death
 
     async def start(self, board: Board) -> None:
-        """Return once every engine is registered with the scheduler. Raises ProcessError,
-        UsageProblem."""
+        """Start the sidecars; return once every engine is registered with the scheduler. Raises
+        ProcessError, UsageProblem."""
         if self._plan.scheduler:
             self._control.nats_url = self._plan.nats_url
         else:
@@ -247,14 +248,14 @@ class _Attachment:
                 self._page = await self._control.start_console(self._plan.base_port)
 
     def addresses(self) -> dict[str, object]:
-        """Of the mesh by name, with the sidecars of this command."""
+        """Return the addresses of the mesh by name, with the sidecars of this command."""
         return replace(self._where, sidecars=self._sidecars).named(
             self.nats_url, self._front_door, self._page
         )
 
     @property
     def nats_url(self) -> str:
-        """Of the NATS of the mesh."""
+        """Return the URL of the mesh's NATS."""
         return self._control.nats_url
 
     async def until_broken(self) -> None:
@@ -294,7 +295,7 @@ class _Attachment:
             self._broken.set_result(child)
 
     def table(self) -> Table:
-        """Addresses, as treadle up prints them."""
+        """Return a table of the addresses, as treadle up prints them."""
         table = Table(
             "service", "address", "what for", box=None, pad_edge=False, padding=(0, 3, 0, 0)
         )
@@ -310,7 +311,7 @@ class _Attachment:
         return table
 
     def hints(self, logs: Path) -> list[str]:
-        """What to do next."""
+        """Return lines that name what to do next."""
         lines = []
         if self._certificates is not None:
             client = self._certificates / f"trainer-{DEFAULT_TENANT}"

@@ -1,5 +1,5 @@
-"""The commands that change which engines a mesh has: their options. The work is imported when a
-command runs."""
+"""Define the commands that change which engines a mesh has, with their options. The work is
+imported when a command runs."""
 
 import asyncio
 from collections.abc import Coroutine

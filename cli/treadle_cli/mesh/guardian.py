@@ -24,7 +24,8 @@ SWEEPS = 100  # 5 s: then what remains is stuck in the kernel, and waiting longe
 
 
 def session_members(session_id: int) -> list[int]:
-    """Pids whose session is `session_id`, zombies aside. Reads /proc; empty where there is none."""
+    """Return the pids whose session is `session_id`, zombies aside. Reads /proc; empty where there
+    is none."""
     members = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -37,7 +38,7 @@ def session_members(session_id: int) -> list[int]:
 
 
 def kill_sessions(session_ids: set[int]) -> None:
-    """Send SIGKILL to all members until none is left, at most SWEEPS times."""
+    """Send SIGKILL to all members of these sessions until none is left, at most SWEEPS times."""
     for _ in range(SWEEPS):
         pids = [pid for session_id in session_ids for pid in session_members(session_id)]
         if not pids:

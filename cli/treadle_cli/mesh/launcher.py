@@ -1,11 +1,11 @@
 """Execute a command that dies with its parent: python -I -S launcher.py PARENT_PID CORES COMMAND
 [ARGUMENT...]
 
-The child itself must ask the kernel for the parent-death signal, and Python's `preexec_fn` is
-unsafe in a process with threads (gRPC has some). So this program asks for it and then executes
-COMMAND in its own place: same pid, session and files. CORES is a comma-separated list of cores to
-pin COMMAND to, or "". Standard library only, run by path without site-packages: it starts before
-every child.
+The child itself must request the parent-death signal from the kernel, and Python's `preexec_fn` is
+unsafe in a process with threads (gRPC has some). So this program requests the signal and then
+executes COMMAND in its own place: same pid, session and files. CORES is a comma-separated list of
+cores to pin COMMAND to, or "". Standard library only, run by path without site-packages: it starts
+before every child.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if cores:
             os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
-    if os.getppid() != parent_pid:  # it died before we asked
+    if os.getppid() != parent_pid:  # it died before this process requested the signal
         return PARENT_GONE
     try:
         os.execvp(command[0], command)

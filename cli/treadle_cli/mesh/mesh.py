@@ -54,7 +54,7 @@ REGISTRATION_TIMEOUT_S = 60.0  # a sidecar registers once it has probed its engi
 
 
 class Board:
-    """Where progress and messages go; this one shows messages alone."""
+    """Display of progress and messages; this one shows messages alone."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -70,8 +70,8 @@ class Board:
 
 
 class StartBoard(Board):
-    """Shows parts while they start. Used as a context manager; closing it leaves the last state on
-    the screen."""
+    """Display of parts while they start, a context manager; closing it leaves the last state on the
+    screen."""
 
     def __enter__(self) -> Self:
         columns = (
@@ -105,7 +105,7 @@ class StartBoard(Board):
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """What to start. folder: for state that is deleted with the mesh. base_port: the scheduler's;
+    """Plan of a mesh. folder: for state that is deleted with the mesh. base_port: the scheduler's;
     0: free ports. takes_resource_plans: whether this process is to answer `where.resources`.
     front_door: whether a gateway answers `where.http`. secure: with certificates, made in `folder`,
     on every connection but that of an engine with its sidecar. probes: whether sidecars probe
@@ -131,7 +131,7 @@ class EngineDeath:
 
 
 class Mesh:
-    """Made by `Mesh.start`; its `tree` stops it."""
+    """A mesh that runs. `Mesh.start` makes it; its `tree` stops it."""
 
     def __init__(self, plan: MeshPlan, tree: ProcessTree, board: Board) -> None:
         self.plan = plan
@@ -144,7 +144,7 @@ class Mesh:
             make_certificates(plan.folder.absolute() / "certificates") if plan.secure else None
         )
         self.kv = engines.place_kv(tree, plan.engines, plan.folder)
-        self.board = board  # changed by whoever displays
+        self.board = board  # a play puts its own display here
         self._tree = tree
         self._generation = 0
         self._plan_control()
@@ -170,7 +170,7 @@ class Mesh:
 
     @property
     def nats_url(self) -> str:
-        """Of the NATS that runs now."""
+        """Return the URL of the NATS that runs now."""
         return self._control.nats_url
 
     def on_death(self, child: Child) -> None:
@@ -220,7 +220,7 @@ class Mesh:
             )
 
     async def list_engines(self) -> list[scheduler_pb2.RegisteredEngine]:
-        """The engines that are registered with the scheduler, by id."""
+        """Return the engines that are registered with the scheduler, by id."""
         async with self._to_scheduler() as channel:
             stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
             answer = await stub.ListEngines(
@@ -230,7 +230,7 @@ class Mesh:
 
     @property
     def own_certificates(self) -> Certificates | None:
-        """Of this process."""
+        """Return the certificates of this process."""
         return None if self.certificates is None else Certificates(self.certificates / OPERATOR)
 
     def _to_scheduler(self) -> grpc.aio.Channel:
@@ -256,11 +256,11 @@ class Mesh:
         self._starting -= {engine_id, f"sidecar-{engine_id}"}
 
     def engine(self, engine_id: str) -> Engine:
-        """Raises KeyError."""
+        """Return a started engine. Raises KeyError."""
         return {engine.engine_id: engine for engine in self.engines}[engine_id]
 
     def service(self, name: str) -> Child:
-        """The process of a service, as started last."""
+        """Return the process of a service, as started last."""
         return self._control.child(name)
 
     async def start_console(self) -> str:
@@ -268,7 +268,7 @@ class Mesh:
         return await self._control.start_console(self.plan.base_port)
 
     async def restart_service(self, name: str) -> None:
-        """Start a service that has ended, again at its address. Raises ProcessError."""
+        """Restart a service that has ended, at its address. Raises ProcessError."""
         await self._control.start_service(name)
 
     async def stop_engines(self, engine_ids: Sequence[str]) -> None:

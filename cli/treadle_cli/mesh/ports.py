@@ -21,7 +21,7 @@ class Ports:
         self._chosen: set[int] = set()
 
     def choose(self, count: int) -> list[int]:
-        """`count` different free ports, at random. Raises OSError if there are not so many.
+        """Return `count` different free ports, at random. Raises OSError if there are not so many.
 
         They lie below the range from which the kernel takes ports for outgoing connections and for
         port 0, so that no connection takes one of them before its service starts, however long an
@@ -41,7 +41,7 @@ class Ports:
 
 
 def is_free(port: int, host: str = HOST) -> bool:
-    """Whether no socket listens on this port of an address of this machine."""
+    """Return whether no socket listens on this port of an address of this machine."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

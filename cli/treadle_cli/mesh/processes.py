@@ -58,11 +58,12 @@ class Child:
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs; minus the signal's number where a signal ended it."""
+        """Return the exit code: None while it runs, minus the signal's number where a signal ended
+        it."""
         return self.process.returncode
 
     def tail(self, lines: int = TAIL_LINES) -> str:
-        """The last lines of its log."""
+        """Return the last lines of its log."""
         try:
             text = self.log_path.read_text(errors="replace")
         except FileNotFoundError:
@@ -72,8 +73,8 @@ class Child:
     async def until(
         self, ready: Callable[[], Awaitable[T | None]], what: str, timeout_s: float
     ) -> T:
-        """Ask `ready` until it returns something. Raises ProcessError when the child ends first or
-        time is up."""
+        """Call `ready` until it returns something, and return that. Raises ProcessError when the
+        child ends first or time is up."""
         give_up_at = time.monotonic() + timeout_s
         while True:
             if self.exited.is_set():
@@ -88,7 +89,7 @@ class Child:
 
 
 class ProcessError(Exception):
-    """A child failed. The message names it and shows the end of its log."""
+    """Raised where a child failed. The message names it and shows the end of its log."""
 
     def __init__(self, child: Child, problem: str) -> None:
         shown = "".join(f"\n    {line}" for line in child.tail().splitlines())
@@ -96,7 +97,7 @@ class ProcessError(Exception):
 
 
 def describe_exit(returncode: int | None) -> str:
-    """ "ended with exit code 2", "was killed by SIGKILL"."""
+    """Return how a process ended: "ended with exit code 2", "was killed by SIGKILL"."""
     if returncode is not None and returncode < 0:
         return f"was killed by {signal.Signals(-returncode).name}"
     return f"ended with exit code {returncode}"
@@ -233,8 +234,8 @@ class ProcessTree:
         return folder
 
     async def stop(self, children: Sequence[Child]) -> None:
-        """SIGTERM, then SIGKILL to what is left after `grace_s` (at once under `hurry`). Returns
-        when all ended."""
+        """Send SIGTERM, then SIGKILL to what is left after `grace_s` (at once under `hurry`).
+        Return when all ended."""
         waiting = [child for child in children if not child.exited.is_set()]
         for child in waiting:
             child.stopping = True

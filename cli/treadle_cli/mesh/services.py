@@ -42,7 +42,7 @@ RESERVED = {
     "TREADLE_ROLLOUT_PAYLOAD_BYTES": (8 * 1024**3, 1 / 4),
     "TREADLE_FACTS_BYTES": (DEFAULT_FACTS_BYTES, 1 / 16),
 }
-# What each service is asked, in the order of their ports.
+# What each service is for, in the order of their ports.
 SERVICES = {
     "scheduler": "the one address that a client needs",
     "predictor": "how much is left?",
@@ -51,23 +51,23 @@ SERVICES = {
     "tools": "who runs the tool?",
     "rollout": "which trajectories are worth finishing?",
 }
-# Those that share a process and an event loop. The tools service runs foreign code, which may use
-# all of a core.
+# Services that share a process and an event loop. The tools service runs foreign code, which may
+# use all of a core.
 TOGETHER = tuple(name for name in SERVICES if name != "tools")
 CONTROL_PLANE = "control-plane"  # the name of that process
 # Modules that a fork server imports for a mesh: the services share most of what they import.
 SERVICE_MODULES = tuple(
     f"treadle_{name}.wire" for name in (*SERVICES, "gateway", "sidecar", "console")
 )
-RESOURCES = "resources"  # `treadle up` itself answers it
+RESOURCES = "resources"  # `treadle up` itself answers there
 GATEWAY, HTTP = "gateway", "http"  # one process: gRPC for its health, and HTTP for frameworks
 GATEWAY_PURPOSE = "SGLang's and OpenAI's HTTP, for any framework"
 GATEWAY_FOLDER = (
-    f"{GATEWAY}-{DEFAULT_TENANT}"  # of its certificate: it calls as a trainer of a tenant
+    f"{GATEWAY}-{DEFAULT_TENANT}"  # folder of its certificate: it calls as a trainer of a tenant
 )
 CONSOLE = "console"
 CONSOLE_PURPOSE = "what the mesh does, in a browser"
-CONSOLE_PORT_OFFSET = -1  # of its page over the scheduler's
+CONSOLE_PORT_OFFSET = -1  # how far the port of its page is from the scheduler's
 IN_PORT_ORDER = (
     *SERVICES,
     RESOURCES,
@@ -78,9 +78,9 @@ IN_PORT_ORDER = (
 
 @dataclass(frozen=True)
 class Addresses:
-    """host:port of each service of one mesh, by name; sidecars by engine id, of the engines that it
-    starts with. resources: where this process takes resource plans; empty: it takes none. gateway,
-    http: of the gateway, for its health and for frameworks; empty: there is none."""
+    """Addresses (host:port) of the services of one mesh, by name; sidecars by engine id, of the
+    engines that it starts with. resources: where this process takes resource plans; empty: it takes
+    none. gateway, http: of the gateway, for its health and for frameworks; empty: there is none."""
 
     services: Mapping[str, str]
     sidecars: Mapping[str, str]
@@ -90,12 +90,12 @@ class Addresses:
 
     @property
     def scheduler(self) -> str:
-        """The one address that a client needs."""
+        """Return the one address that a client needs."""
         return self.services["scheduler"]
 
     def named(self, nats_url: str, front_door: str, page: str) -> dict[str, object]:
-        """What --json prints once all serves. front_door, page: URLs of gateway and console; empty:
-        there is none."""
+        """Return what --json prints once all serves. front_door, page: URLs of gateway and console;
+        empty: there is none."""
         found: dict[str, object] = {
             **self.services,
             "sidecars": dict(self.sidecars),
@@ -105,8 +105,8 @@ class Addresses:
 
 
 def choose_addresses(ports: Ports, base_port: int, engine_ids: Sequence[str]) -> Addresses:
-    """The scheduler at `base_port` of the ports' host and the others behind it, or all on free
-    ports if it is 0. Raises UsageProblem."""
+    """Return all addresses: the scheduler's at `base_port` of the ports' host and the others behind
+    it, or all on free ports if it is 0. Raises UsageProblem."""
     names = [*IN_PORT_ORDER, *engine_ids]
     if base_port == 0:
         chosen = ports.choose(len(names))
@@ -165,7 +165,7 @@ class ControlPlane:
         self._children[child.name] = child
 
     async def start_service(self, name: str) -> None:
-        """Start a service in a process of its own; again at the same address after it has ended."""
+        """Start a service in a process of its own; once it has ended, again at the same address."""
         await self._start(name, name, self._where.services[name], self._own_settings(name))
 
     async def _start_together(self, names: Sequence[str]) -> None:
@@ -201,8 +201,8 @@ class ControlPlane:
         return own.get(name, {})
 
     def child(self, name: str) -> Child:
-        """The process of "nats", of a service or of "sidecar-ENGINE_ID", as started last; services
-        may share one."""
+        """Return the process of "nats", of a service or of "sidecar-ENGINE_ID", as started last;
+        services may share one."""
         return self._children[name]
 
     @functools.cached_property
@@ -263,8 +263,8 @@ class ControlPlane:
     def _variables(
         self, name: str, service: str, address: str, own: Mapping[str, str]
     ) -> dict[str, str]:
-        """The settings of a service that listens at `address`. A ready file of an earlier process
-        is removed."""
+        """Return the settings of a service that listens at `address`. A ready file of an earlier
+        process is removed."""
         self._ready_file(name).unlink(missing_ok=True)
         folder = GATEWAY_FOLDER if service == GATEWAY else service
         certificates = "" if self._certificates is None else str(self._certificates / folder)
@@ -284,16 +284,16 @@ class ControlPlane:
 
 @asynccontextmanager
 async def open_tree(logs: Path, hurry: asyncio.Event) -> AsyncIterator[ProcessTree]:
-    """A process tree whose services are forks of one process that has imported them. logs, hurry:
-    as ProcessTree's."""
+    """Open a process tree whose services are forks of one process that has imported them. logs,
+    hurry: as ProcessTree's."""
     with ForkServer(SERVICE_MODULES) as fork_server:
         async with ProcessTree(logs, hurry=hurry, fork_server=fork_server) as tree:
             yield tree
 
 
 def reserve_space(folder: Path) -> dict[str, str]:
-    """What JetStream may keep on the disk of `folder`, as variables that all services of a mesh
-    must have alike."""
+    """Return what JetStream may keep on the disk of `folder`, as variables that all services of a
+    mesh must have alike."""
     free_bytes = shutil.disk_usage(folder).free
     bounds = {name: min(most, int(share * free_bytes)) for name, (most, share) in RESERVED.items()}
     return {name: os.environ.get(name, str(bound)) for name, bound in bounds.items()}
@@ -329,7 +329,7 @@ async def start_nats(
 
 
 async def read_ready_file(child: Child, folder: Path, pattern: str, timeout_s: float) -> Any:
-    """The JSON file that the child writes once it serves. Raises ProcessError."""
+    """Return the JSON file that the child writes once it serves. Raises ProcessError."""
 
     async def read() -> Any:
         return _read_json(folder, pattern)

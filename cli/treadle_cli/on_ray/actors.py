@@ -1,5 +1,5 @@
-"""The actors of a mesh on a Ray cluster: `treadle`, which keeps all others there, and one for each
-service and sidecar.
+"""Define the actors of a mesh on a Ray cluster: `treadle`, which keeps all others there, and one
+for each service and sidecar.
 
 An actor starts the process of its service as `treadle up` does, and has no other work: the process
 ends with the actor, and the actor with its process. Ray starts the actor again, which is the one
@@ -46,27 +46,27 @@ from treadle_cli.mesh.services import (
 from treadle_cli.on_ray.engines import KNOWN, Engine, EngineActors, find_engines
 from treadle_cli.problems import UsageProblem
 
-NAMESPACE = STEWARD = "treadle"  # of all actors; the name of the one that keeps the others
+NAMESPACE = STEWARD = "treadle"  # of all actors, and the name of the one that keeps them
 NATS, SIDECAR = "nats", "sidecar-"
-LEASE_TTL_S = 10.0  # of engines, whose sidecars may be on other machines
+LEASE_TTL_S = 10.0  # lease of engines, whose sidecars may be on other machines
 LOOK_EVERY_S = 5.0  # for engines that are new, and for those that are gone
-# an actor whose process has not started stays so long, for others to hear why; then Ray tries again
+# an actor whose process has not started stays so long, to report the reason; then Ray tries again
 REPORT_S = 2.0
-READY_S = START_TIMEOUT_S + 20.0  # what a service may take, and its actor
+READY_S = START_TIMEOUT_S + 20.0  # the longest start of a service, and of its actor
 STOP_S = 20.0  # a service drains in about one second
-# exit code of an actor whose process has ended: any but an exit that Ray was asked for is healed
+# exit code of an actor whose process has ended: Ray heals any exit that nobody requested
 ENDED = 1
-TEMPORARY = f"treadle-ray-{os.getuid()}-"  # and the actor's pid
+TEMPORARY = f"treadle-ray-{os.getuid()}-"  # the actor's pid follows
 API_KEY = "TREADLE_GATEWAY_API_KEY"
 ON_HEAD = {"node:__internal_head__": 0.001}  # Ray's own name of that node
 
 
 @dataclass(frozen=True)
 class RayPlan:
-    """What to keep on a cluster. base_port: of the scheduler, 0: free ports. alone: the mesh serves
-    the head node on its loopback interface. secure: with certificates. folder: on each node, for
-    logs, and on the head node the state. cpus: that Ray reserves for each service. settings: of
-    each sidecar. actors, urls: engines beside those of `engines.KNOWN`."""
+    """Plan of a mesh on a cluster. base_port: of the scheduler, 0: free ports. alone: the mesh
+    serves the head node on its loopback interface. secure: with certificates. folder: on each node,
+    for logs, and on the head node the state. cpus: how many Ray reserves for each service.
+    settings: of each sidecar. actors, urls: engines beside those of `engines.KNOWN`."""
 
     base_port: int
     alone: bool
@@ -80,7 +80,7 @@ class RayPlan:
 
 @dataclass(frozen=True)
 class RayMesh:
-    """Where everything is. environment: variables that all services get."""
+    """Addresses and folder of a mesh on a cluster. environment: variables that all services get."""
 
     where: Addresses
     nats_url: str
@@ -91,18 +91,18 @@ class RayMesh:
 
     @property
     def state(self) -> Path:
-        """Of NATS and the services, on the head node."""
+        """Return the folder for the state of NATS and the services, on the head node."""
         return self.folder / "state"
 
     @property
     def is_local(self) -> bool:
-        """Whether it serves the head node alone."""
+        """Return whether the mesh serves the head node alone."""
         return is_loopback(self.where.scheduler)
 
 
 class Process:
-    """An actor that is one service of the mesh. name: of the service, or of a sidecar. settings:
-    its own variables."""
+    """Actor that is one service of the mesh. name: of the service, or of a sidecar. settings: its
+    own variables."""
 
     def __init__(self, name: str, mesh: RayMesh, settings: Mapping[str, str]) -> None:
         self._name, self._mesh, self._settings = name, mesh, settings
@@ -114,11 +114,12 @@ class Process:
         self._serving.add_done_callback(self._end)
 
     async def until_ready(self) -> int:
-        """The pid of the process, once it serves. Raises RuntimeError with the end of its log."""
+        """Return the pid of the process, once it serves. Raises RuntimeError with the end of its
+        log."""
         return await asyncio.shield(self._pid)
 
     async def stop(self) -> None:
-        """Have the process drain; the actor stays, without one."""
+        """Let the process drain and end; the actor stays, without a process."""
         self._stopping = True
         self._serving.cancel()
         await asyncio.wait([self._serving])
@@ -167,8 +168,8 @@ class Process:
 
 
 class Steward:
-    """The actor `treadle`: says where the mesh is, and keeps an actor for each service and each
-    engine's sidecar."""
+    """The actor `treadle`, which reports where the mesh is, and keeps an actor for each service and
+    each engine's sidecar."""
 
     def __init__(self, plan: RayPlan) -> None:
         self._plan = plan
@@ -180,7 +181,7 @@ class Steward:
         )
         self._servers: dict[str, Server] = {}  # by engine id, of those that have a sidecar
         self._engines: dict[str, Engine] = {}
-        self._refused: dict[str, str] = {}  # by label, why it has none
+        self._refused: dict[str, str] = {}  # by label, why an engine has none
         self._findings: dict[str, list[Finding]] = {}  # by label, what could be better
         loop = asyncio.get_running_loop()
         self._mesh: asyncio.Future[RayMesh] = loop.create_future()
@@ -189,8 +190,8 @@ class Steward:
         self._keeping.add_done_callback(self._end)
 
     async def until_serving(self) -> str:
-        """Empty once all services serve and the engines of the moment have sidecars; else why that
-        cannot be."""
+        """Wait until all services serve and the present engines have sidecars, and return ""; else
+        return why that cannot be."""
         try:
             await asyncio.shield(self._serves)
         except UsageProblem as problem:
@@ -198,7 +199,7 @@ class Steward:
         return ""
 
     async def describe(self) -> dict[str, Any]:
-        """Where everything is. A framework needs `scheduler` (host:port) or `gateway` (a URL, with
+        """Return all addresses. A framework needs `scheduler` (host:port) or `gateway` (a URL, with
         `api_key`)."""
         mesh = await asyncio.shield(self._mesh)
         scheme = "https" if mesh.secure else "http"
@@ -220,8 +221,8 @@ class Steward:
         }
 
     async def credentials(self, name: str) -> dict[str, bytes]:
-        """The files of a certificate by the name of its folder, e.g. trainer-default; none without
-        certificates."""
+        """Return the files of a certificate by the name of its folder, e.g. trainer-default; none
+        without certificates."""
         mesh = await asyncio.shield(self._mesh)
         folder = mesh.state / "certificates"
         named = (
@@ -273,8 +274,8 @@ class Steward:
         return (NATS, *mesh.where.services, CONSOLE)
 
     def _place_mesh(self) -> RayMesh:
-        """Where the mesh is; as before where Ray has started this actor again. Raises UsageProblem,
-        OSError."""
+        """Return where the mesh is to be; as before where Ray has started this actor again. Raises
+        UsageProblem, OSError."""
         plan = self._plan
         state = plan.folder / "state"
         file = state / "mesh.json"
@@ -317,7 +318,7 @@ class Steward:
         settings: Mapping[str, str] = {},
         where: Mapping[str, Any] = {"resources": ON_HEAD},
     ) -> str:
-        """Have Ray keep an actor of this name; empty once its process serves, else why it does
+        """Let Ray keep an actor of this name; return "" once its process serves, else why it does
         not."""
         options = {**self._options, "name": name, **where}
         actor = ray.remote(Process).options(**options).remote(name, mesh, settings)
@@ -376,11 +377,11 @@ class Steward:
             self._engines[engine_id], self._servers[engine_id] = engine, server
 
     def _running(self) -> set[str]:
-        """Ids of the engines that have a sidecar."""
+        """Return the ids of the engines that have a sidecar."""
         return {name.removeprefix(SIDECAR) for name in _names() if name.startswith(SIDECAR)}
 
     def _check(self, mesh: RayMesh, engine: Engine, server: Server) -> str:
-        """Why an engine cannot be one of the mesh; empty where it can. Keeps what could be
+        """Return why an engine cannot be one of the mesh; empty where it can. Keep what could be
         better."""
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         if addresses.get(engine.place.node_id) != ray.util.get_node_ip_address():
@@ -406,7 +407,7 @@ class Steward:
         )
 
     async def _keep_gateway(self, mesh: RayMesh, server: Server) -> None:
-        """Texts need the model's tokenizer, so the gateway begins with the first engine."""
+        """Start the gateway with the first engine, since texts need the model's tokenizer."""
         settings = {"model_path": str(server.model.get("model_path", ""))}
         problem = await self._keep_process(mesh, GATEWAY, settings)
         if problem:
@@ -427,9 +428,9 @@ def _end_process(work: asyncio.Task[None]) -> None:
 
 
 def _keep_temporary_files() -> Path:
-    """A folder for temporary files of this actor, until its end or that of a later actor here that
-    finds it gone: Ray kills children with an actor, and so the guardian, which else removes such
-    files."""
+    """Return a folder for temporary files of this actor, which lasts until the actor's end. A later
+    actor here removes what is left: Ray kills children with an actor, and so the guardian, which
+    else removes such files."""
     everywhere = Path(tempfile.gettempdir())
     for folder in everywhere.glob(f"{TEMPORARY}*"):
         pid = folder.name.removeprefix(TEMPORARY)
@@ -442,13 +443,13 @@ def _keep_temporary_files() -> Path:
 
 
 def _names() -> set[str]:
-    """Of all actors of the mesh but the steward."""
+    """Return the names of all actors of the mesh but the steward."""
     named = ray.util.list_named_actors(all_namespaces=True)
     return {str(each["name"]) for each in named if each["namespace"] == NAMESPACE} - {STEWARD}
 
 
 async def _stop(name: str) -> None:
-    """Drain and end an actor for good; none of that name is well too."""
+    """Drain and end an actor for good; do nothing where there is none of that name."""
     try:
         actor = ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:

@@ -1,4 +1,4 @@
-"""`treadle up --ray` and `treadle down --ray`: start a mesh on a Ray cluster, and end it.
+"""Run `treadle up --ray` and `treadle down --ray`: start a mesh on a Ray cluster, and end it.
 
 The actors are detached: the mesh outlives the command that has started it.
 """
@@ -29,7 +29,7 @@ INSTALL = (
 DEFAULT_FOLDER = Path(tempfile.gettempdir()) / "treadle-ray"
 CONNECT_S = 10.0
 DRAIN_S = 90.0  # sidecars, services and NATS, one after the other
-END_S = 30.0  # after Ray was asked to end all actors
+END_S = 30.0  # after Ray was called to end all actors
 PAUSE_S = 0.2
 
 Address = Annotated[
@@ -39,8 +39,8 @@ Address = Annotated[
 
 @dataclass(frozen=True)
 class RayOptions:
-    """What `treadle up --ray` was given. secure: None: with certificates where the cluster has
-    several nodes."""
+    """Options of `treadle up --ray`. secure: None: with certificates where the cluster has several
+    nodes."""
 
     address: str
     port: int
@@ -104,7 +104,7 @@ def down(address: Address, as_json: AsJson = False) -> None:
 
 @contextmanager
 def _connected(address: str, runtime_env: Mapping[str, Any]) -> Iterator[Any]:
-    """Ray, as a driver of the cluster. Raises UsageProblem."""
+    """Connect to the cluster as a driver, and yield Ray. Raises UsageProblem."""
     try:
         import ray
         import ray.exceptions  # also where a folder of that name is all that Python finds
@@ -131,7 +131,7 @@ def _connected(address: str, runtime_env: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _ask(ray: Any, answer: Any) -> Any:
-    """Wait for an actor's answer. Raises UsageProblem where the actor cannot run."""
+    """Return an actor's answer. Raises UsageProblem where the actor cannot run."""
     try:
         return ray.get(answer)
     except ray.exceptions.RayError as error:
@@ -143,7 +143,7 @@ def _ask(ray: Any, answer: Any) -> Any:
 
 
 def _end_mesh(ray: Any) -> list[str]:
-    """End all actors of the mesh; their names."""
+    """End all actors of the mesh; return their names."""
     from treadle_cli.on_ray.actors import NAMESPACE, STEWARD
 
     def names() -> list[str]:

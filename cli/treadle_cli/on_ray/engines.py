@@ -1,9 +1,9 @@
-"""Find the SGLang servers that run inside Ray actors, and where each one stands.
+"""Find the SGLang servers that run inside Ray actors, and where each one is.
 
-A framework names its server actors and gives them a method that says host and port; a table here
-knows those of released frameworks. Where an actor stands (node, placement group, bundle), it is
-asked itself by `__ray_call__`, so the cluster needs no dashboard, and the engine's environment
-needs no Treadle.
+A framework names its server actors and gives them a method that returns host and port; a table here
+holds those of released frameworks. `__ray_call__` reads inside an actor where it is (node,
+placement group, bundle), so the cluster needs no dashboard, and the engine's environment needs no
+Treadle.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BUNDLE = re.compile(
 @dataclass(frozen=True)
 class EngineActors:
     """Actors that each run one SGLang server. pattern: a regular expression of their whole names.
-    method: returns host and port, "host:port" or a URL. source: what says so."""
+    method: returns host and port, "host:port" or a URL. source: where this is defined."""
 
     pattern: str
     method: str = DEFAULT_METHOD
@@ -44,7 +44,8 @@ class EngineActors:
 
     @classmethod
     def parse(cls, given: str) -> EngineActors:
-        """Of NAME or NAME:METHOD, as --engine-actor takes it. Raises UsageProblem."""
+        """Return the actors of NAME or NAME:METHOD, as --engine-actor takes it. Raises
+        UsageProblem."""
         name, _, method = given.partition(":")
         try:
             re.compile(name)
@@ -73,7 +74,7 @@ KNOWN = (
 
 @dataclass(frozen=True)
 class Place:
-    """Where an engine stands. group: its placement group; None: it is in none."""
+    """Node, placement group and bundle of an engine. group: None: it is in none."""
 
     node_id: str
     group: Any = None
@@ -81,7 +82,7 @@ class Place:
 
     @property
     def strategy(self) -> Any:
-        """With which another actor is put there, and nowhere else."""
+        """Return the strategy by which Ray puts another actor there, and nowhere else."""
         if self.group is None:
             return NodeAffinitySchedulingStrategy(self.node_id, soft=False)
         return PlacementGroupSchedulingStrategy(
@@ -100,7 +101,8 @@ class Engine:
 
 @dataclass(frozen=True)
 class Found:
-    """What one look has found. silent: labels of actors that did not answer. problems: by label."""
+    """Engines that one search has found. silent: labels of actors that did not answer. problems: by
+    label."""
 
     engines: Sequence[Engine]
     silent: frozenset[str]
@@ -108,8 +110,8 @@ class Found:
 
 
 async def find_engines(actors: Sequence[EngineActors], urls: Sequence[str]) -> Found:
-    """Ask all actors of these names, and place the servers at `urls` by the addresses of the
-    cluster's nodes."""
+    """Request the addresses of all actors of these names, and place the servers at `urls` by the
+    addresses of the cluster's nodes."""
     asked = [(name, _ask(name, namespace, method)) for name, namespace, method in _named(actors)]
     answers = await asyncio.gather(*[answer for _, answer in asked], return_exceptions=True)
     engines, silent, problems = list[Engine](), set[str](), dict[str, str]()
@@ -139,7 +141,7 @@ async def find_engines(actors: Sequence[EngineActors], urls: Sequence[str]) -> F
 
 
 def _named(actors: Sequence[EngineActors]) -> Iterator[tuple[str, str, str]]:
-    """Name, namespace and method of each actor that runs an engine."""
+    """Yield name, namespace and method of each actor that runs an engine."""
     for each in ray.util.list_named_actors(all_namespaces=True):
         name = str(each["name"] or "")
         kind = next((kind for kind in actors if re.fullmatch(kind.pattern, name)), None)
@@ -161,8 +163,8 @@ async def _ask(name: str, namespace: str, method: str) -> Engine:
 
 
 def _say_place(_: object) -> tuple[str, Any, list[str]]:
-    """Runs in the engine's actor: its node, its placement group, and the names of the resources
-    that it holds."""
+    """Return the node, the placement group, and the names of the resources that the actor holds; it
+    runs in the engine's actor."""
     import ray
 
     try:  # Ray's public call leaves out of which bundle a resource is
@@ -178,7 +180,7 @@ _say_place.__module__ = (
 
 
 def _bundle(node_id: str, group: Any, held: Sequence[str]) -> int:
-    """The bundle that the actor holds something of, else one of the group on its node."""
+    """Return the bundle that the actor holds something of, else one of the group on its node."""
     if group is None:
         return -1
     ours = [int(found[1]) for found in map(BUNDLE.match, held) if found is not None]
@@ -187,7 +189,7 @@ def _bundle(node_id: str, group: Any, held: Sequence[str]) -> int:
 
 
 def _url_of(said: object) -> str:
-    """Raises UsageProblem where a method has said no address."""
+    """Return the URL in what a method returned. Raises UsageProblem where it is no address."""
     if isinstance(said, tuple | list) and len(said) == 2:
         host, port = said
         said = f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
@@ -196,7 +198,7 @@ def _url_of(said: object) -> str:
 
 def _node_of(url: str, nodes: dict[str, str]) -> str | None:
     host = url.partition("://")[2].rpartition(":")[0].strip("[]")
-    if is_loopback(f"{host}:0"):  # of the node that looks
+    if is_loopback(f"{host}:0"):  # an address of the node that runs this
         return str(ray.get_runtime_context().get_node_id())
     try:
         return nodes.get(socket.gethostbyname(host))

@@ -1,1 +1,2 @@
-"""`treadle predictor`: what is learned from, and what is made of it."""
+"""Run `treadle predictor`: gather what it learns from, and train, evaluate and export
+predictors."""

@@ -1,4 +1,4 @@
-"""The commands of `treadle predictor`: harvest, train, evaluate, export.
+"""Define the commands of `treadle predictor`: harvest, train, evaluate, export.
 
 The imports of torch stand in the functions, so that the other commands need no torch.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from treadle_learned.transcript import Transcript
 
 DEFAULT_BACKBONE = (
-    "Qwen/Qwen3-0.6B"  # Heddle 4.1; treadle_learned.backbone says the same, and would import torch
+    "Qwen/Qwen3-0.6B"  # Heddle 4.1; treadle_learned.backbone has the same, and would import torch
 )
 
 COLUMNS = (
@@ -30,9 +30,9 @@ COLUMNS = (
     "pearson_log",
     "pinball",
     "coverage_80",
-)  # of the table of evaluate
+)  # columns of the table of evaluate
 Track = Callable[[Iterable[int], int], Iterable[int]]
-Bar = Callable[[str], Track]  # as treadle_learned.examples has it
+Bar = Callable[[str], Track]  # the same as in treadle_learned.examples
 
 commands = typer.Typer(
     no_args_is_help=True, help="Learn from ended trajectories how long running ones will be."
@@ -185,8 +185,8 @@ def export(
 def evaluate_checkpoint(
     checkpoint: Path, name: str, transcripts: "Sequence[Transcript]", bar: Bar
 ) -> dict[str, Any]:
-    """Rows of `treadle_learned.scores` for learned, siblings and history on the test prompts, with
-    the training prompts as history. Raises LearnedError."""
+    """Return rows of `treadle_learned.scores` for learned, siblings and history on the test
+    prompts, with the training prompts as history. Raises LearnedError."""
     import numpy as np
     from treadle_learned.checkpoint import load
     from treadle_learned.errors import LearnedError
@@ -235,8 +235,8 @@ def _table(found: dict[str, Any]) -> "Table":
 
 @contextmanager
 def _bars(console: Console) -> Iterator[Bar]:
-    """Progress bars on stderr, that may stand inside each other, in place of those of transformers;
-    a bar disappears when it is done."""
+    """Show progress bars on stderr, that may stand inside each other, in place of those of
+    transformers; a bar disappears when it is done."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,

@@ -21,8 +21,8 @@ Tokenize = Callable[[str], Sequence[int]]
 def facts_of(
     transcript: Transcript, tokenize: Tokenize, *, close: bool = True, most: int = 1 << 20
 ) -> Iterator[facts_pb2.Fact]:
-    """Opened, one fact for each step, closed. most: ids of each output and observation; the prompt
-    may have PROMPT_SHARE times as many."""
+    """Yield the facts of a transcript: opened, one fact for each step, closed. most: ids of each
+    output and observation; the prompt may have PROMPT_SHARE times as many."""
     known: dict[str, Any] = {
         key: getattr(transcript, key)
         for key in ("trajectory_id", "rollout_id", "prompt_id", "prompt_tokens")
@@ -60,7 +60,7 @@ def facts_of(
 def prompt_started(
     transcript: Transcript, tokenize: Tokenize, *, most: int = 1 << 20
 ) -> facts_pb2.Fact:
-    """The fact that the first step has started, with the prompt. most: as in `facts_of`."""
+    """Return the fact that the first step has started, with the prompt. most: as in `facts_of`."""
     prompt = _ids(tokenize(transcript.prompt), PROMPT_SHARE * most)
     started = facts_pb2.StepStarted(step=_step(transcript, 0), attempt=1, prompt=prompt)
     return make_fact("sidecar/e0", step_started=started)

@@ -25,8 +25,8 @@ ENDED = "finished"  # any other outcome: it was cut, and would have gone on
 
 
 def read_source(path: Path, tokenizer: Path | None = None) -> list[Transcript]:
-    """The transcripts of one source. tokenizer: folder of a run's model, where it is elsewhere.
-    Raises UsageProblem, RecordError, TraceFileError, LearnedError."""
+    """Return the transcripts of one source. tokenizer: folder of a run's model, where it is
+    elsewhere. Raises UsageProblem, RecordError, TraceFileError, LearnedError."""
     if path.is_dir():
         run = read_run(path)
         return transcripts_of_run(run, tokenizer_of(run.record.model, tokenizer))
@@ -67,7 +67,7 @@ def harvest(sources: Iterable[Path], out: Path, tokenizer: Path | None = None) -
 def transcripts_of_works(
     works: Sequence[TrajectoryWork], rollout_id: str = "traces"
 ) -> list[Transcript]:
-    """Trajectories of a workload as one rollout."""
+    """Return the trajectories of a workload as one rollout."""
     return [
         Transcript(
             f"{rollout_id}/{work.prompt_id}#{work.sample}",
@@ -86,7 +86,7 @@ def transcripts_of_works(
 
 
 def transcripts_of_run(run: Run, tokenizer: Tokenizer | None = None) -> list[Transcript]:
-    """Each play of a run as a rollout, without trajectories that sampled nothing. Prompts of
+    """Return each play of a run as a rollout, without trajectories that sampled nothing. Prompts of
     another seed are other prompts."""
     return [
         _transcript(run, record, tokenizer) for record in run.trajectories if any(record.loss_mask)
@@ -122,8 +122,8 @@ def _transcript(run: Run, record: TrajectoryRecord, tokenizer: Tokenizer | None)
 
 
 def tokenizer_of(model: str, named: Path | None = None) -> Tokenizer | None:
-    """The tokenizer of a run's model, or of the folder `named` instead; None where it is not on
-    this machine. Raises UsageProblem."""
+    """Return the tokenizer of a run's model, or of the folder `named` instead; None where it is not
+    on this machine. Raises UsageProblem."""
     if named is not None and not (named / "tokenizer.json").is_file():
         raise UsageProblem(
             f"--tokenizer {named}: holds no tokenizer.json; name the folder of the run's model"
@@ -134,8 +134,8 @@ def tokenizer_of(model: str, named: Path | None = None) -> Tokenizer | None:
 
 
 def _holds_transcripts(path: Path) -> bool:
-    """Whether the first line is a transcript; `read_traces` says what the line of another file must
-    have."""
+    """Return whether the first line is a transcript; `read_traces` reports what the line of another
+    file must have."""
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
             line = json.loads(next((line for line in lines if line.strip()), b"{}"))
@@ -156,7 +156,8 @@ def write_run(folder: Path, out: Path) -> int:
 def works_of_run(
     run: Run, records: Iterable[TrajectoryRecord], tokenizer: Tokenizer | None = None
 ) -> list[TrajectoryWork]:
-    """The work of trajectories that sampled something, with texts where there is a tokenizer."""
+    """Return the work of trajectories that sampled something, with texts where there is a
+    tokenizer."""
     numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
     return [
         _work(record, _transcript(run, record, tokenizer), next(numbers[record.prompt_id]))

@@ -18,8 +18,8 @@ from treadle_cli.report.records import PlayRecord, TrajectoryRecord
 
 @dataclass(frozen=True)
 class ForecastFigures:
-    """learned: forecasts of a learned model. overtaken: forecasts that came after the next step had
-    been queued.
+    """Figures of forecasts. learned: forecasts of a learned model. overtaken: forecasts that came
+    after the next step had been queued.
 
     forecast_s: median from the end of a step to its forecast. queued_s: median from a client's
     request of a step until the step is in an engine's queue, admission included.
@@ -33,7 +33,7 @@ class ForecastFigures:
 
 
 def forecast_figures(trajectories: Sequence[TrajectoryRecord]) -> ForecastFigures:
-    """Figures of one play; zeros where it has no forecasts."""
+    """Return the figures of one play; zeros where it has no forecasts."""
     forecasts = [forecast for trajectory in trajectories for forecast in trajectory.forecasts]
     waits_s = [wait_s for trajectory in trajectories for wait_s in _waits_s(trajectory)]
     return ForecastFigures(
@@ -50,7 +50,7 @@ def forecast_figures(trajectories: Sequence[TrajectoryRecord]) -> ForecastFigure
 
 
 def _waits_s(trajectory: TrajectoryRecord) -> list[float]:
-    """Seconds from the request of each step, the first aside, until it is in a queue."""
+    """Return the seconds from the request of each step, the first aside, until it is in a queue."""
     latest_first = sorted(trajectory.spans, key=lambda span: -span.start_s)
     asked_s = {
         span.turn: span.start_s for span in latest_first if span.kind == "queue"
@@ -70,7 +70,7 @@ TAIL_SHARE = 0.1  # "the longest tenth": what a synchronous rollout waits for
 
 @dataclass(frozen=True)
 class PlayFigures:
-    """One play in numbers. `time_s` sums over trajectories, so it is many times the makespan.
+    """Figures of one play. `time_s` sums over trajectories, so it is many times the makespan.
 
     tail_queue_share: of the wall time of the tenth with the most generated tokens, the part spent
     queueing (Heddle, fig. 4). hidden_migration_s: migration time during which the tool of the
@@ -102,8 +102,8 @@ class PlayFigures:
 
 
 def time_by_kind(trajectory: TrajectoryRecord) -> dict[str, float]:
-    """Seconds of each of KINDS between the trajectory's opening and its end; their sum is its wall
-    time."""
+    """Return the seconds of each of KINDS between the trajectory's opening and its end; their sum
+    is its wall time."""
     seconds = dict.fromkeys(KINDS, 0.0)
     start_s, end_s = trajectory.opened_s, trajectory.finished_s
     clipped = [(max(s.start_s, start_s), min(s.end_s, end_s), s.kind) for s in trajectory.spans]
@@ -116,7 +116,7 @@ def time_by_kind(trajectory: TrajectoryRecord) -> dict[str, float]:
 
 
 def play_figures(play: PlayRecord, trajectories: Sequence[TrajectoryRecord]) -> PlayFigures:
-    """Figures of one play; `trajectories` are its own, at least one."""
+    """Return the figures of one play; `trajectories` are its own, at least one."""
     times = [time_by_kind(trajectory) for trajectory in trajectories]
     time_s = {kind: sum(seconds[kind] for seconds in times) for kind in KINDS}
     gen_tokens = sum(trajectory.gen_tokens for trajectory in trajectories)
@@ -149,8 +149,8 @@ def play_figures(play: PlayRecord, trajectories: Sequence[TrajectoryRecord]) -> 
 
 
 def tail_queue_share(trajectories: Sequence[TrajectoryRecord]) -> float:
-    """Queue seconds over wall seconds of the tenth (rounded up) with the most generated tokens; 0
-    for no time."""
+    """Return the queue seconds over the wall seconds of the tenth (rounded up) with the most
+    generated tokens; 0 for no time."""
     count = math.ceil(len(trajectories) * TAIL_SHARE)
     longest = sorted(trajectories, key=lambda t: t.gen_tokens, reverse=True)[:count]
     wall_s = sum(t.finished_s - t.opened_s for t in longest)

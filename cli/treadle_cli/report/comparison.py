@@ -36,7 +36,7 @@ class Row:
     better: Better
 
     def shown(self, value: float) -> str:
-        """The value with its unit."""
+        """Return the value with its unit."""
         if self.unit == "%":
             return f"{100 * value:.0f} %"
         if self.unit == "":
@@ -44,7 +44,8 @@ class Row:
         return f"{value:,.1f} {self.unit}"
 
     def change(self) -> str:
-        """Last arm against the first: "-12 %", "+3"; empty where there is nothing to compare."""
+        """Return the change from the first arm to the last: "-12 %", "+3"; empty where there is
+        nothing to compare."""
         if len(self.values) < 2:
             return ""
         first, last = self.values[0], self.values[-1]
@@ -55,8 +56,8 @@ class Row:
         return f"{100 * (last - first) / first:+.0f} %"
 
     def verdict(self) -> Literal["better", "worse", "even"]:
-        """How the last arm did against the first; "even" below NOTABLE or where neither way is
-        better."""
+        """Return how the last arm did against the first; "even" below NOTABLE or where neither way
+        is better."""
         if len(self.values) < 2 or not self.better:
             return "even"
         first, last = self.values[0], self.values[-1]
@@ -89,7 +90,7 @@ COMPARED: Compared = (
     ("share of the cores used by other programs", lambda a: a.other_programs_share, "%", ""),
     ("steps continued after an engine was lost", lambda a: a.lost_engines, "", ""),
 )
-# What the predictor did, and that no step waited for it.
+# Figures of what the predictor did, and that no step waited for it.
 FORECASTS: Compared = (
     ("forecasts", lambda a: a.forecasts.forecasts, "", ""),
     ("forecasts by a learned model", lambda a: a.forecasts.learned, "", ""),
@@ -100,7 +101,7 @@ FORECASTS: Compared = (
 
 
 def rows(figures: Sequence[PlayFigures]) -> list[Row]:
-    """The comparison, most important first; forecasts are compared where an arm has any."""
+    """Return the comparison, most important first; forecasts are compared where an arm has any."""
     compared = COMPARED
     if any(arm.forecasts.forecasts for arm in figures):
         compared += FORECASTS
@@ -111,7 +112,7 @@ def rows(figures: Sequence[PlayFigures]) -> list[Row]:
 
 
 def time_rows(figures: Sequence[PlayFigures]) -> list[Row]:
-    """Where the time went, all trajectories added up; the kinds sum to the last row."""
+    """Return where the time went, all trajectories added up; the kinds sum to the last row."""
     better: dict[str, Better] = {"queue": "lower", "prefill": "lower", "other": "lower"}
     kinds = [
         Row(kind, tuple(arm.time_s[kind] for arm in figures), "s", better.get(kind, ""))
@@ -122,7 +123,7 @@ def time_rows(figures: Sequence[PlayFigures]) -> list[Row]:
 
 
 def losses(figures: Sequence[PlayFigures]) -> list[str]:
-    """One sentence for each figure in which the last arm did worse than the first."""
+    """Return one sentence for each figure in which the last arm did worse than the first."""
     found = []
     for row in (*rows(figures), *time_rows(figures)):
         if row.verdict() == "worse":
@@ -132,7 +133,7 @@ def losses(figures: Sequence[PlayFigures]) -> list[str]:
 
 
 def headline(run: Run) -> str:
-    """The result in one sentence, of the median repeat where there are several."""
+    """Return the result in one sentence, of the median repeat where there are several."""
     first, last = run.compared[0], run.compared[-1]
     if first is last:
         return f"{first.title} took {first.makespan_s:.1f} s."
@@ -158,8 +159,8 @@ def _spread(run: Run) -> str:
 
 
 def epoch_rows(run: Run) -> list[tuple[str, list[str], str]]:
-    """Every epoch: its name, each arm's makespan in words (empty where it did not play), and the
-    ratio."""
+    """Return every epoch: its name, each arm's makespan in words (empty where it did not play), and
+    the ratio."""
     plays = run.record.plays
     arms = dict.fromkeys((plays[0].arm, *(play.arm for play in plays)))
     ratios = {repeat.baseline.epoch: f"{repeat.ratio:.2f}" for repeat in run.repeats}
@@ -180,7 +181,7 @@ _VERDICT_STYLE = {"better": "green", "worse": "red", "even": "dim"}
 
 
 def print_report(console: Console, run: Run, figures: Sequence[PlayFigures], folder: Path) -> None:
-    """Prints the tables; paths come last, because that is where a reader looks."""
+    """Print the tables; paths come last, because that is where a reader looks."""
     titles = [play.title for play in run.compared]
     which = f", epoch {run.compared[0].epoch}" if run.repeats else ""
     console.print()

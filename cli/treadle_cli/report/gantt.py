@@ -1,5 +1,5 @@
-"""What the Gantt charts of runs and of simulations share: bars, marks and frame on a page, axes in
-a picture."""
+"""Draw what the Gantt charts of runs and of simulations share: bars, marks and frame on a page,
+axes in a picture."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -24,7 +24,7 @@ MAKESPAN = {"color": INK, "width": 1, "dash": "dash"}
 
 
 def draw_bars(kind: str, bars: Sequence[tuple[int, float, float, str]], *, legend: bool) -> go.Bar:
-    """Bars of one kind. bars: row, start and end in seconds, and what the pointer shows, as
+    """Return bars of one kind. bars: row, start and end in seconds, and what the pointer shows, as
     HTML."""
     return go.Bar(
         x=[round(end_s - start_s, 4) for _, start_s, end_s, _ in bars],
@@ -47,7 +47,8 @@ def draw_bars(kind: str, bars: Sequence[tuple[int, float, float, str]], *, legen
 def draw_marks(
     name: str, marks: Sequence[tuple[float, int, str]], marker: dict[str, Any], **more: Any
 ) -> go.Scatter:
-    """marks: second, row and the words that `hovertemplate` of `more` may show as customdata."""
+    """Return marks. marks: second, row and the words that `hovertemplate` of `more` may show as
+    customdata."""
     return go.Scatter(
         x=[second for second, _, _ in marks],
         y=[row for _, row, _ in marks],
@@ -126,7 +127,7 @@ def draw_row(
 def add_legend(
     figure: Figure, handles: Sequence[Artist], at: tuple[float, float], **more: Any
 ) -> None:
-    """One line of handles below the heading of a picture, `at` its upper left corner."""
+    """Draw one line of handles below the heading of a picture, `at` its upper left corner."""
     figure.legend(
         handles=handles,
         loc="upper left",
@@ -138,15 +139,15 @@ def add_legend(
 
 
 def use_font() -> AbstractContextManager[None]:
-    """The font of pictures, for what is drawn in the block."""
+    """Use the font of pictures for what is drawn in the block."""
     return mpl.rc_context(
         {"font.family": "DejaVu Sans", "font.size": 9, "text.color": INK, "axes.labelcolor": INK}
     )
 
 
 def tidy(axes: Axes, *, line: bool) -> None:
-    """Axes of a picture: no frame, faint ticks, a grid of seconds behind the data. line: keep the
-    one below."""
+    """Clear the axes of a picture: no frame, faint ticks, a grid of seconds behind the data. line:
+    keep the one below."""
     axes.spines[:].set_visible(False)
     axes.spines["bottom"].set(visible=line, color=GRID)
     axes.tick_params(length=0, colors=FAINT)

@@ -1,5 +1,5 @@
-"""Draw all faces of a run from its folder; and report.html, one page that loads nothing (plotly's
-script is inside).
+"""Draw the page and the picture of a run from its folder. report.html is one page that loads
+nothing (plotly's script is inside).
 
 A bar of the page shows its trajectory, turn, engine and seconds when the pointer is on it; the
 plays share the time axis. Words and tables stand in report.html.j2; this module prepares the
@@ -39,7 +39,7 @@ from treadle_cli.report.records import (
 from treadle_cli.templates import render
 
 CANCELLED = (
-    "CANCELLED"  # the tool returned before the KV had moved: the source goes on, nothing went wrong
+    "CANCELLED"  # the tool returned before the KV had moved: the source continues, nothing failed
 )
 ROW_PX = 15  # height of a trajectory's row; its label is 10 px
 PANEL_PX = 60  # title and margin of a panel
@@ -61,7 +61,7 @@ def render_run(folder: Path, console: Console) -> None:
 
 
 def _fill_page(run: Run, figures: Sequence[PlayFigures]) -> str:
-    """About 5 MB, nearly all of it plotly's script."""
+    """Return the page, of about 5 MB, nearly all of it plotly's script."""
     titles = [play.title for play in run.compared]
     return render(
         "treadle_cli.report",
@@ -88,7 +88,7 @@ def _fill_page(run: Run, figures: Sequence[PlayFigures]) -> str:
 
 
 def _events(run: Run) -> list[str]:
-    """Engines that were lost, and failed migrations by reason."""
+    """Return a line for each engine that was lost, and the failed migrations by reason."""
     events = [f"{play.title}: {loss}" for play in run.record.plays for loss in play.engine_losses]
     for play in run.record.plays:
         reasons = Counter(line.rpartition(": ")[2] for line in play.failed_migrations)
@@ -144,7 +144,7 @@ def _gantt(run: Run) -> str:
 
 
 def _forecasts(trajectories: Sequence[TrajectoryRecord], *, legend: bool) -> go.Scatter:
-    """One mark a step, hidden until the reader clicks the legend."""
+    """Return one mark a step, hidden until the reader clicks the legend."""
     marks = [
         (f.came_s, row, _describe_forecast(f))
         for row, t in enumerate(trajectories)

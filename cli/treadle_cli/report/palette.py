@@ -29,11 +29,11 @@ GRID = "#E5E7EB"
 
 
 def printable(text: str) -> str:
-    """On one line and without codes that would change a terminal: what a server or a prompt says is
-    not ours."""
+    """Return the text on one line and without codes that would change a terminal: servers and
+    prompts may contain some."""
     return "".join(char if char.isprintable() else " " for char in text).strip()
 
 
 def row_label(trajectory: TrajectoryRecord) -> str:
-    """Names a trajectory in a picture: "lake-3 #1 · 412 tokens"."""
+    """Return a trajectory's label in a picture: "lake-3 #1 · 412 tokens"."""
     return f"{trajectory.prompt_id} #{trajectory.sample} · {trajectory.gen_tokens} tok"

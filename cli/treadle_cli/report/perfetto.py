@@ -18,7 +18,7 @@ TOOLS = "tools"
 
 
 def write_perfetto(run: Run, path: Path) -> int:
-    """Write all plays of a run; returns how many slices there are. Raises OSError."""
+    """Write all plays of a run; return how many slices there are. Raises OSError."""
     events = [
         event
         for number, play in enumerate(run.record.plays, start=1)
@@ -39,9 +39,9 @@ def _events(run: Run, play: PlayRecord, pid: int) -> Iterator[dict[str, Any]]:
         ((span, t) for t in run.of_play(play) for span in t.spans),
         key=lambda each: (each[0].start_s, each[0].end_s, each[1].trajectory_id),
     )
-    lanes: dict[str, list[tuple[float, int]]] = {}  # of each engine: until when each is taken
+    lanes: dict[str, list[tuple[float, int]]] = {}  # when each lane is free again, by engine
     tracks: dict[tuple[str, int], int] = {}
-    track_of: dict[int, int] = {}  # of each span, by its identity
+    track_of: dict[int, int] = {}  # track of each span, by its identity
     for span, t in spans:
         if span.end_s <= span.start_s or span.kind == "migration":
             continue
@@ -81,7 +81,8 @@ def _slice(span: SpanRecord, t: TrajectoryRecord, pid: int, tid: int) -> dict[st
 def _flow(
     move: SpanRecord, t: TrajectoryRecord, pid: int, number: int, track_of: dict[int, int]
 ) -> Iterator[dict[str, Any]]:
-    """From the last slice before a move to the first one after it on another engine."""
+    """Yield the arrow from the last slice before a move to the first one after it on another
+    engine."""
     steps = [
         span for span in t.spans if span.kind in ("prefill", "decode") and span.end_s > span.start_s
     ]

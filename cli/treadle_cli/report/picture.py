@@ -1,5 +1,5 @@
-"""The Gantt picture as PNG: one panel a play on one time axis, a row a trajectory, and below where
-the time went.
+"""Draw the Gantt picture as PNG: one panel a play on one time axis, a row a trajectory, and below
+where the time went.
 
 Rows are sorted by finish, so the upper edge of a panel is its completion curve. A migration or a
 tool call lasts milliseconds on an axis of minutes: migrations carry a diamond so that they can be
@@ -29,7 +29,7 @@ TITLE: dict[str, Any] = {"loc": "left", "size": 11, "weight": "bold"}
 
 
 def draw_picture(run: Run, figures: Sequence[PlayFigures], path: Path) -> None:
-    """Writes the PNG."""
+    """Write the PNG."""
     plays = [(play, run.of_play(play)) for play in run.compared]
     rows = [max(4, len(trajectories)) * ROW_IN + 0.55 for _, trajectories in plays]
     share_in = 0.42 * len(plays) + 0.75

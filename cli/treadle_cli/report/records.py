@@ -1,8 +1,8 @@
 """Read and write the files of a run: trajectories.jsonl and summary.json.
 
 Invariants: times are seconds from the start of the play, so that two plays share one axis;
-token_ids, logprobs and loss_mask of a trajectory are equally long; reading gives back what was
-written. The report is drawn from these files alone.
+token_ids, logprobs and loss_mask of a trajectory are equally long; a reader gets what was written.
+The report is drawn from these files alone.
 """
 
 import json
@@ -20,12 +20,13 @@ FORMAT_VERSION = 2
 
 
 class RecordError(Exception):
-    """A file of a run is missing or is not what a run writes; the message names file and line."""
+    """Raised where a file of a run is missing or is not what a run writes; the message names file
+    and line."""
 
 
 @dataclass(frozen=True)
 class SpanRecord:
-    """Where wall time went. kind: queue, prefill, decode, tool or migration."""
+    """Part of a trajectory's wall time. kind: queue, prefill, decode, tool or migration."""
 
     kind: str
     start_s: float
@@ -36,7 +37,7 @@ class SpanRecord:
 
 @dataclass(frozen=True)
 class ForecastRecord:
-    """A forecast of what was left after `turn` steps: asked for when the last of them ended, or the
+    """A forecast of what was left after `turn` steps, requested when the last of them ended, or the
     trajectory was opened. learned: by a learned model. next_queued_s: when the next step was in an
     engine's queue, None where there was none."""
 
@@ -71,7 +72,7 @@ class TrajectoryRecord:
     gen_tokens: int
     preemptions: int
     migrations: int
-    lost_engines: int  # steps that went on elsewhere because their engine was lost
+    lost_engines: int  # steps that continued elsewhere because their engine was lost
     spans: tuple[SpanRecord, ...]
     forecasts: tuple[ForecastRecord, ...] = ()
     epoch: int = 0
@@ -92,14 +93,14 @@ class PlayRecord:
     policy: str
     makespan_s: float
     epoch: int = 0
-    other_programs_share: float = 0.0  # of all cores' time during the play
+    other_programs_share: float = 0.0  # share of all cores' time during the play
     engine_losses: tuple[str, ...] = ()
     failed_migrations: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The run around its trajectories. conditions: short sentences on what was held equal, for the
+    """A run without its trajectories. conditions: short sentences on what was held equal, for the
     report's reader. plays: in the order in which they were played; the arm of the first is the
     baseline."""
 
@@ -124,25 +125,25 @@ class Repeat:
 
     @property
     def ratio(self) -> float:
-        """The baseline's makespan over Treadle's: above 1 Treadle was faster."""
+        """Return the baseline's makespan over Treadle's: above 1 Treadle was faster."""
         return self.baseline.makespan_s / self.treadle.makespan_s
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as it lies on disk."""
+    """A run in its files."""
 
     record: RunRecord
     trajectories: tuple[TrajectoryRecord, ...]
 
     def of_play(self, play: PlayRecord) -> list[TrajectoryRecord]:
-        """The play's trajectories, first finished first."""
+        """Return the play's trajectories, first finished first."""
         own = (t for t in self.trajectories if (t.arm, t.epoch) == (play.arm, play.epoch))
         return sorted(own, key=lambda t: t.finished_s)
 
     @property
     def repeats(self) -> list[Repeat]:
-        """The epochs that both arms played, in order."""
+        """Return the epochs that both arms played, in order."""
         plays = self.record.plays
         baselines = {play.epoch: play for play in plays if play.arm == plays[0].arm}
         others = [play for play in plays if play.arm != plays[0].arm]
@@ -150,21 +151,21 @@ class Run:
 
     @property
     def median_repeat(self) -> Repeat | None:
-        """The repeat of median ratio, the lower of two; None where only one arm played."""
+        """Return the repeat of median ratio, the lower of two; None where only one arm played."""
         repeats = sorted(self.repeats, key=lambda repeat: repeat.ratio)
         return repeats[(len(repeats) - 1) // 2] if repeats else None
 
     @property
     def compared(self) -> tuple[PlayRecord, ...]:
-        """The plays that a report shows: the median repeat, baseline first; all plays of a run
-        without repeats."""
+        """Return the plays that a report shows: the median repeat, baseline first; all plays of a
+        run without repeats."""
         median = self.median_repeat
         return self.record.plays if median is None else (median.baseline, median.treadle)
 
 
 @dataclass(frozen=True)
 class _Summary:
-    """summary.json, as far as it is read."""
+    """Fields of summary.json that are read."""
 
     run: RunRecord
 
@@ -180,22 +181,23 @@ def write_run(folder: Path, run: Run) -> None:
 
 
 def write_trajectories(folder: Path, trajectories: Iterable[TrajectoryRecord]) -> None:
-    """One JSON object a line."""
+    """Write the trajectories, one JSON object a line."""
     with (folder / TRAJECTORIES_FILE).open("wb") as lines:
         for trajectory in trajectories:
             lines.write(_TRAJECTORY.dump_json(trajectory) + b"\n")
 
 
 def write_summary(folder: Path, record: RunRecord, figures: Sequence[Mapping[str, Any]]) -> None:
-    """`figures` (report/accounting.py) are there for other programs; `read_run` does not need
-    them."""
+    """Write summary.json. `figures` (report/accounting.py) are there for other programs; `read_run`
+    does not need them."""
     (folder / SUMMARY_FILE).write_text(
         json.dumps({"run": asdict(record), "figures": figures}, indent=2) + "\n"
     )
 
 
 def read_run(folder: Path) -> Run:
-    """Raise RecordError where a file is missing, from another format, or broken."""
+    """Return the run in a folder. Raises RecordError where a file is missing, from another format,
+    or broken."""
     path = folder / SUMMARY_FILE
     try:
         record = _SUMMARY.validate_json(path.read_bytes()).run

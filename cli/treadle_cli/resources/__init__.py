@@ -1,2 +1,2 @@
-"""Resource plans: which engines run on the accelerators of a mesh, and the change from one plan to
+"""Resource plans, which name the engines on a mesh's accelerators, and the change from one plan to
 another."""

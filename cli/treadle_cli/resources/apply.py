@@ -1,12 +1,12 @@
 """Apply a resource plan to running engines: check, wait for an idle mesh, stop, start, or go back
 (Heddle §6).
 
-The order of a change: the plan is checked and compared with what runs, which is all of a dry run;
-open trajectories are waited for; engines that the plan does not want stop, and leave the scheduler;
+A change has this order: the plan is checked and compared with what runs, which is all of a dry run;
+it waits for open trajectories; engines that the plan does not want stop, and leave the scheduler;
 engines that are missing start, since they need the accelerators of the others; each must register
-with a measured decode curve, because placement is planned in its seconds. Where one does not come
-in time, all that were started stop, and engines of the classes that had been stopped start again.
-`Engines` is whoever starts and stops them: the process tree of `treadle up`, or Kubernetes.
+with a measured decode curve, because placement is planned in its seconds. Where one is late, all
+that were started stop, and engines of the classes that had been stopped start again. `Engines`
+starts and stops them: the process tree of `treadle up`, or Kubernetes.
 """
 
 import asyncio
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub
 
 CALL_TIMEOUT_S = 10.0
-LOOK_S = 0.5  # between questions to the scheduler
+LOOK_S = 0.5  # between two requests to the scheduler
 START_TIMEOUT_S = 1800.0  # 30 to 60 s for a small model on a CPU; a large one loads for minutes
 GONE_TIMEOUT_S = 180.0  # an engine that stops drains its steps first: 120 s in k8s/base
-# What the scheduler says of an engine that told it no curve.
+# The scheduler's answer for an engine that reported no curve.
 UNMEASURED = DecodeCurve()
 
 
 class EngineFailed(Exception):  # noqa: N818 - named as what happened
-    """An engine does not come up. The message says why, with the end of its log where there is
-    one."""
+    """Raised where an engine does not start. The message gives the reason, with the end of its log
+    where there is one."""
 
     def __init__(self, engine_id: str, problem: str) -> None:
         super().__init__(problem)
@@ -44,38 +44,38 @@ class EngineFailed(Exception):  # noqa: N818 - named as what happened
 
 
 class Engines(Protocol):
-    """Those of one mesh. Engines of a class are alike; its ids are in the order in which they were
-    started."""
+    """The engines of one mesh. Engines of a class are alike; its ids are in the order in which they
+    were started."""
 
-    accelerator: str  # of classes that name none; empty: each must name one
-    accelerators: int  # that engines may take, cores on a CPU; 0: not known
+    accelerator: str  # default for classes that name none; empty: each must name one
+    accelerators: int  # how many engines may take, cores on a CPU; 0: not known
 
     async def running(self) -> dict[str, EngineClass]:
-        """Engines by id, those that still start too."""
+        """Return the engines by id, also those that still start."""
 
     async def check(self, plan: ResourcePlan) -> None:
-        """Raises InvalidArgument for a plan that cannot run here."""
+        """Raise InvalidArgument for a plan that cannot run here."""
 
     async def stop(self, engine_ids: Sequence[str]) -> None:
-        """Stop these, the last of their classes, and their sidecars. Those that have ended already
-        are no error."""
+        """Stop these engines, the last of their classes, and their sidecars. Those that have ended
+        already are no error."""
 
     async def start(self, kind: EngineClass) -> str:
-        """Start one, which gets an id. Raises EngineFailed."""
+        """Start an engine, and return its id. Raises EngineFailed."""
 
     async def until_up(self, engine_id: str) -> None:
-        """Return once it answers. Raises EngineFailed."""
+        """Return once the engine answers. Raises EngineFailed."""
 
     async def look_for_failure(self, engine_id: str) -> None:
-        """Raises EngineFailed where it cannot be expected to register any more."""
+        """Raise EngineFailed where the engine cannot be expected to register any more."""
 
     async def describe(self, engine_id: str) -> str:
-        """The end of its log, or what else is known of it; may be empty."""
+        """Return the end of the engine's log, or what else is known of it; may be empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What came of a plan. started: ids, by the plan or by going back. problem: why it was rolled
+    """Result of a plan. started: ids, by the plan or by going back. problem: why it was rolled
     back, else empty."""
 
     change: Change
@@ -95,10 +95,10 @@ async def apply_plan(
     start_timeout_s: float,
     note: Callable[[str], None],
 ) -> Applied:
-    """Change the engines to the plan, or say what would change.
+    """Change the engines to the plan, or find what would change.
 
     drain_s: seconds to wait for open trajectories to close. start_timeout_s: for each engine, until
-    it is measured. note: is told each step of the change. Raises InvalidArgument,
+    it is measured. note: called with each step of the change. Raises InvalidArgument,
     FailedPrecondition TRAJECTORIES_OPEN, AioRpcError.
     """
     await engines.check(plan)
@@ -143,8 +143,8 @@ async def _stop(
     engine_ids: Sequence[str],
     note: Callable[[str], None],
 ) -> None:
-    """Return once the scheduler has none of them. One that is stuck there is no reason to go back:
-    its lease ends."""
+    """Stop engines, and return once the scheduler has none of them. One that is stuck there is no
+    reason to go back: its lease ends."""
     if not engine_ids:
         return
     note(f"stopping {', '.join(engine_ids)}")
@@ -163,7 +163,7 @@ async def _start(
     timeout_s: float,
     note: Callable[[str], None],
 ) -> tuple[tuple[str, ...], EngineFailed | None]:
-    """Ids of all that were started, and the first that failed."""
+    """Start engines; return the ids of all that were started, and the first failure."""
     started: list[str] = []
     failed: list[EngineFailed] = []
     try:
@@ -210,8 +210,8 @@ async def _until_measured(
 
 
 async def _registered(scheduler: "SchedulerServiceAsyncStub") -> dict[str, DecodeCurve]:
-    """The curve of each engine that the scheduler has. Asks again while it does not answer, e.g.
-    restarts."""
+    """Return the curve of each engine that the scheduler has. Repeats the request while it does not
+    answer, e.g. restarts."""
     while True:
         try:
             answer = await scheduler.ListEngines(

@@ -1,7 +1,7 @@
-"""`treadle apply`: from a plan's file to what was changed.
+"""Run `treadle apply`: read a plan's file, apply it and print what was changed.
 
 The plan goes to the resource service of a mesh, which its scheduler names; for a cluster this
-process is that service itself, and the scheduler only says which engines have come.
+process is that service itself, and the scheduler only reports which engines have registered.
 """
 
 import uuid
@@ -27,7 +27,7 @@ from treadle_cli.resources.servicer import ResourceServicer
 from treadle_cli.scheduler import own_certificates, reach_scheduler
 
 ASK_TIMEOUT_S = 10.0
-OVERHEAD_S = 600.0  # of a change beside drain and starts: until what stops is gone, twice
+OVERHEAD_S = 600.0  # a change beside drain and starts: until stopped engines are gone, twice
 CORRECTABLE = (
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -93,7 +93,7 @@ def _json(message: Message) -> str:
 
 
 def read_plan(file: Path) -> pb.ResourcePlan:
-    """The plan in a JSON file: a treadle.resources.v1.ResourcePlan. Raises UsageProblem."""
+    """Return the plan in a JSON file: a treadle.resources.v1.ResourcePlan. Raises UsageProblem."""
     try:
         return json_format.Parse(file.read_text(), pb.ResourcePlan())
     except (OSError, UnicodeDecodeError, json_format.ParseError) as error:
@@ -101,7 +101,7 @@ def read_plan(file: Path) -> pb.ResourcePlan:
 
 
 def describe(planned: pb.ApplyPlanResponse) -> str:
-    """What a plan changes, a line for each kind of change."""
+    """Return what a plan changes, a line for each kind of change."""
     wanted = [
         f"{each.count} x {each.degree} {each.accelerator} with {each.slots} slots "
         f"{' '.join(each.flags)}".rstrip()
@@ -119,8 +119,8 @@ def describe(planned: pb.ApplyPlanResponse) -> str:
 async def resources(
     scheduler: str, namespace: str | None, out: Console
 ) -> AsyncIterator[tuple[Apply, Show]]:
-    """How to apply a plan and to show the present one, of a cluster or of the mesh at `scheduler`
-    (host:port)."""
+    """Yield how to apply a plan and how to show the present one, of a cluster or of the mesh at
+    `scheduler` (host:port)."""
     async with reach_scheduler(scheduler) as stub:
         if namespace is not None:
             try:

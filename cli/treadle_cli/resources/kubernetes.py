@@ -1,8 +1,9 @@
-"""Engines of a Kubernetes cluster: a StatefulSet for each class, whose replicas are its engines.
+"""Run the engines of a Kubernetes cluster: a StatefulSet for each class, whose replicas are its
+engines.
 
-A StatefulSet belongs to a mesh's engines by the label app.kubernetes.io/component=engine, and says
+A StatefulSet belongs to a mesh's engines by the label app.kubernetes.io/component=engine, and has
 its class in the labels ACCELERATOR, DEGREE and SLOTS; the namespace has each class once. A pod's
-name is its engine's id (k8s/base/engine). Kubernetes takes away the pods with the highest numbers
+name is its engine's id (k8s/base/engine). Kubernetes removes the pods with the highest numbers
 first, which are the last of `running`. This process may have to list StatefulSets and patch their
 scale, list pods, and get their logs (k8s/components/gpu).
 """
@@ -31,7 +32,7 @@ ACCELERATOR, DEGREE, SLOTS = (
 CONTAINER = "engine"
 CALL_TIMEOUT_S = 30.0
 LOG_LINES = 12
-# A container that waits for one of these does not start by waiting longer.
+# Waiting does not start a container that waits for one of these.
 HOPELESS = (
     *("ErrImagePull", "ImagePullBackOff", "InvalidImageName"),
     *("CrashLoopBackOff", "CreateContainerConfigError", "CreateContainerError"),
@@ -40,7 +41,7 @@ HOPELESS = (
 
 @dataclass(frozen=True, slots=True)
 class _Set:
-    """A StatefulSet. labels: of itself, not of its pods."""
+    """A StatefulSet of engines. labels: of itself, not of its pods."""
 
     name: str
     replicas: int
@@ -48,7 +49,8 @@ class _Set:
 
     @property
     def kind(self) -> EngineClass:
-        """Raises UsageProblem where a label is missing or no number."""
+        """Return the class of its engines. Raises UsageProblem where a label is missing or no
+        number."""
         try:
             return EngineClass(
                 self.labels[ACCELERATOR], int(self.labels[DEGREE]), int(self.labels[SLOTS])
@@ -74,7 +76,7 @@ class KubernetesEngines:
     @classmethod
     @asynccontextmanager
     async def connect(cls, namespace: str) -> AsyncIterator["KubernetesEngines"]:
-        """With the service account of the pod that this runs in, else by KUBECONFIG. Raises
+        """Connect with the service account of the pod that this runs in, else by KUBECONFIG. Raises
         UsageProblem."""
         settings: Any = client.Configuration()
         try:
@@ -97,8 +99,8 @@ class KubernetesEngines:
         }
 
     async def check(self, plan: ResourcePlan) -> None:
-        """A dry run of every change by the API server, so that a right which is missing shows
-        before anything stops."""
+        """Let the API server run every change dry, so that a missing right shows before anything
+        stops."""
         sets = {each.kind: each for each in await self._sets()}
         for index, kind in enumerate(plan):
             if kind.flags:
@@ -131,12 +133,12 @@ class KubernetesEngines:
         return engine_id
 
     async def until_up(self, engine_id: str) -> None:
-        """Its registration says so."""
+        """Return at once: the engine's registration reports that it is up."""
 
     async def look_for_failure(self, engine_id: str) -> None:
         try:
             pod = await self._pod(engine_id)
-        except UsageProblem:  # the API server is away for a moment: the next look tells
+        except UsageProblem:  # the API server is away for a moment: look again next time
             return
         for status in (pod and pod.status.container_statuses) or ():
             waiting = status.state.waiting
@@ -149,8 +151,8 @@ class KubernetesEngines:
                 )
 
     async def describe(self, engine_id: str) -> str:
-        """Why the pod has no node, or the end of the engine's log, of the run before where it began
-        again."""
+        """Return why the pod has no node, or the end of the engine's log, of the run before where
+        it began again."""
         try:
             pod = await self._pod(engine_id)
         except UsageProblem as error:
@@ -192,7 +194,7 @@ class KubernetesEngines:
         return sorted(sets, key=lambda each: each.name)
 
     async def _pod(self, name: str) -> Any:
-        """None where there is none."""
+        """Return the pod of this name; None where there is none."""
         found = await self._call(
             self._core.list_namespaced_pod, field_selector=f"metadata.name={name}"
         )

@@ -1,4 +1,4 @@
-"""A resource plan: how many engines of which class (Heddle §6), and what must change for it.
+"""A resource plan: how many engines of which class run (Heddle §6), and what must change for it.
 
 An engine of a class that the plan still wants is kept, because its start takes minutes and its KV
 is warm. Engines of one class are alike; where some must go, those that are listed last go.
@@ -12,13 +12,13 @@ from treadle.resources.v1 import resources_pb2 as pb
 from treadle_runtime.errors import InvalidArgument
 from treadle_runtime.fields import require
 
-MOST_ENGINES = 4_096  # of a plan; more are a mistake
+MOST_ENGINES = 4_096  # most engines of a plan; more are a mistake
 MOST_DEGREE = 1_024
 
 
 @dataclass(frozen=True, slots=True)
 class EngineClass:
-    """What makes engines alike. Fields as in treadle.resources.v1.EngineClass."""
+    """Properties of engines that make them alike. Fields as in treadle.resources.v1.EngineClass."""
 
     accelerator: str
     degree: int
@@ -26,7 +26,7 @@ class EngineClass:
     flags: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """As in "2 H200, 100 slots, --enable-ep-moe"."""
+        """Return words as in "2 H200, 100 slots, --enable-ep-moe"."""
         return ", ".join((f"{self.degree} {self.accelerator}", f"{self.slots} slots", *self.flags))
 
 
@@ -37,8 +37,8 @@ ResourcePlan = Mapping[
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """From the engines that run to those of a plan: ids to keep and to stop, classes of those to
-    start."""
+    """Change from the engines that run to those of a plan: ids to keep and to stop, classes of
+    those to start."""
 
     keep: tuple[str, ...]
     stop: tuple[str, ...]
@@ -46,7 +46,7 @@ class Change:
 
 
 def change_to(plan: ResourcePlan, running: Mapping[str, EngineClass]) -> Change:
-    """The change with the fewest engines to stop and to start. running: by engine id."""
+    """Return the change with the fewest engines to stop and to start. running: by engine id."""
     missing = Counter(plan)
     keep, stop = [], []
     for engine_id, kind in running.items():
@@ -59,8 +59,8 @@ def change_to(plan: ResourcePlan, running: Mapping[str, EngineClass]) -> Change:
 
 
 def plan_of(message: pb.ResourcePlan, accelerator: str) -> ResourcePlan:
-    """The plan in a message. accelerator: of classes that name none; empty: each must. Raises
-    InvalidArgument."""
+    """Return the plan in a message. accelerator: of classes that name none; empty: each must.
+    Raises InvalidArgument."""
     plan: dict[EngineClass, int] = {}
     for index, each in enumerate(message.engines):
         field = f"plan.engines[{index}]"
@@ -91,7 +91,7 @@ def plan_of(message: pb.ResourcePlan, accelerator: str) -> ResourcePlan:
 
 
 def plan_message(kinds: Iterable[EngineClass]) -> pb.ResourcePlan:
-    """The plan that has these engines."""
+    """Return the plan that has these engines."""
     counts = Counter(kinds)
     return pb.ResourcePlan(
         engines=[
@@ -108,7 +108,7 @@ def plan_message(kinds: Iterable[EngineClass]) -> pb.ResourcePlan:
 
 
 def require_room(plan: ResourcePlan, accelerator: str, available: int) -> None:
-    """Raises InvalidArgument for a plan that needs more than `available` accelerators of this name,
+    """Raise InvalidArgument for a plan that needs more than `available` accelerators of this name,
     or others."""
     taken = 0
     for index, (kind, count) in enumerate(plan.items()):

@@ -1,7 +1,7 @@
-"""Answer ResourceService in the process that owns the engines: one plan at a time, to its end also
-where a call is cut.
+"""Serve ResourceService in the process that owns the engines: one plan at a time, to its end also
+where a call breaks off.
 
-What was answered is known by request_id as long as the process lives; the engines live no longer.
+Answers are known by request_id as long as the process lives; the engines live no longer.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ STOP_GRACE_S = 1.0
 
 
 class ResourceServicer(resources_pb2_grpc.ResourceServiceServicer):
-    """Owns the tasks of plans, until `close`."""
+    """Servicer that owns the tasks of plans, until `close`."""
 
     def __init__(
         self,
@@ -54,18 +54,18 @@ class ResourceServicer(resources_pb2_grpc.ResourceServiceServicer):
             )
             task.add_done_callback(
                 lambda done: done.cancelled() or done.exception()
-            )  # it may have no caller any more
+            )  # its caller may be gone
             self._tasks[request_id] = task
         return await asyncio.shield(task)
 
     async def close(self) -> None:
-        """Cancel what is being applied."""
+        """Cancel the plans that are being applied."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def apply(self, request: pb.ApplyPlanRequest) -> pb.ApplyPlanResponse:
-        """As ApplyPlan, but a repeat is a new request."""
+        """Apply a plan as ApplyPlan does, but a repeat is a new request."""
         require(
             request.HasField("plan"), "plan", "must be set; one without engines stops all of them"
         )
@@ -87,7 +87,7 @@ class ResourceServicer(resources_pb2_grpc.ResourceServiceServicer):
         return await self.show()
 
     async def show(self) -> pb.GetResourcesResponse:
-        """As GetResources."""
+        """Return the plan that runs, as GetResources does."""
         running = await self._engines.running()
         return pb.GetResourcesResponse(
             plan=plan_message(running.values()),
@@ -97,7 +97,7 @@ class ResourceServicer(resources_pb2_grpc.ResourceServiceServicer):
 
 
 def response_of(applied: Applied) -> pb.ApplyPlanResponse:
-    """The answer to ApplyPlan."""
+    """Return the answer to ApplyPlan."""
     outcome = pb.APPLY_OUTCOME_DRY_RUN if applied.dry_run else pb.APPLY_OUTCOME_APPLIED
     return pb.ApplyPlanResponse(
         outcome=pb.APPLY_OUTCOME_ROLLED_BACK if applied.problem else outcome,
@@ -118,7 +118,7 @@ async def serve_resources(
     note: Callable[[str], None],
     certificates: Certificates | None = None,
 ) -> AsyncIterator[None]:
-    """Serve at `listen` for the time of the block; what is being applied then is cancelled.
+    """Serve at `listen` during the block; a plan that is being applied then is cancelled.
     scheduler: host:port. certificates: None for plaintext.
 
     Raises RuntimeError where the port is taken.

@@ -1,2 +1,2 @@
-"""`treadle simulate`: systems compared on simulated engines, as a table, sentences and a
+"""Run `treadle simulate`: compare systems on simulated engines, as a table, sentences and a
 picture."""

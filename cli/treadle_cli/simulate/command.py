@@ -1,4 +1,4 @@
-"""`treadle simulate`: its options."""
+"""Define the options of `treadle simulate`."""
 
 import asyncio
 from dataclasses import replace
@@ -167,7 +167,7 @@ def _read(
     tokenizer: Path | None,
     baseline: str,
 ) -> "Log | None":
-    """The logged step; None where none was given. Raises UsageProblem, TraceFileError."""
+    """Return the logged step; None where none was given. Raises UsageProblem, TraceFileError."""
     from treadle_sim.systems import BASELINES
 
     known = [system.name for system in BASELINES]

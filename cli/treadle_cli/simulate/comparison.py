@@ -1,5 +1,5 @@
-"""The figures of simulated rollouts side by side: one definition of each, for the terminal, the
-page and the JSON.
+"""Compare the figures of simulated rollouts: one definition of each, for the terminal, the page and
+the JSON.
 
 A ratio is the other's makespan over the system's own, so above 1 is faster, whatever the other is.
 The best baseline is the fastest of those simulated, seed by seed. Over several seeds every figure
@@ -18,14 +18,14 @@ from treadle_sim.rollout import Run, Setting
 from treadle_sim.systems import BASELINES, ORACLE, VERL, System
 from treadle_sim.workloads.workload import Workload
 
-TAIL = 0.1  # of the trajectories, by tokens: those that a rollout waits for
-MOST = 0.9  # of the trajectories
+TAIL = 0.1  # share of the trajectories, by tokens: those that a rollout waits for
+MOST = 0.9  # share of the trajectories
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One rollout. queue_share_longest: the share of the wall time of the longest tenth that is
-    neither prefill nor decode nor tool, but waiting at an engine or for a ticket.
+    """Figures of one rollout. queue_share_longest: the share of the wall time of the longest tenth
+    that is neither prefill nor decode nor tool, but waiting at an engine or for a ticket.
     recomputed_tokens: prefilled more than once."""
 
     makespan_s: float
@@ -41,8 +41,8 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A system. engines: of the first seed. ratios: to "best_baseline", "verl", "oracle" and
-    "bound", None if that was not simulated."""
+    """Figures of one system. engines: of the first seed. ratios: to "best_baseline", "verl",
+    "oracle" and "bound", None if that was not simulated."""
 
     system: System
     engines: str
@@ -53,8 +53,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Medians over seeds. longest_alone_s: of the slowest trajectory on an engine of
-    `longest_gpus`, of which longest_tools_s are tools; work_s: all work spread evenly."""
+    """Bounds of a workload, as medians over seeds. longest_alone_s: of the slowest trajectory on an
+    engine of `longest_gpus`, of which longest_tools_s are tools; work_s: all work spread evenly."""
 
     lower_s: float
     longest_alone_s: float
@@ -72,11 +72,11 @@ class Comparison:
     best_baseline: str
 
     def row(self, name: str) -> Row | None:
-        """The row of a system, None if it was not simulated."""
+        """Return the row of a system, None if it was not simulated."""
         return next((row for row in self.rows if row.system.name == name), None)
 
     def as_json(self) -> dict[str, Any]:
-        """The part of summary.json that cli/README.md describes."""
+        """Return the part of summary.json that cli/README.md describes."""
         return {
             "bound": asdict(self.bound),
             "best_baseline": self.best_baseline or None,
@@ -97,7 +97,7 @@ class Comparison:
 def compare(
     systems: Sequence[System], settings: Sequence[Setting], runs: Mapping[str, Sequence[Run]]
 ) -> Comparison:
-    """runs: of each system's name one a setting, in the settings' order."""
+    """Compare systems. runs: of each system's name one a setting, in the settings' order."""
     makespans: dict[str, list[float]] = {
         name: [run.outcome.makespan_s for run in each] for name, each in runs.items()
     }
@@ -135,7 +135,7 @@ def compare(
 
 
 def _medians(each: Sequence[Figures] | Sequence[Bound]) -> list[Any]:
-    """Of every field, in their order."""
+    """Return the median of every field, in their order."""
     return [statistics.median(values) for values in zip(*map(astuple, each), strict=True)]
 
 
@@ -160,14 +160,14 @@ def _figures(run: Run, workload: Workload) -> Figures:
 
 
 def sort_longest_first(workload: Workload) -> list[int]:
-    """Indices of the trajectories, the one with the most tokens first."""
+    """Return the indices of the trajectories, the one with the most tokens first."""
     tokens = [work.gen_tokens for work in workload.trajectories]
     return [int(index) for index in np.argsort(np.negative(tokens), kind="stable")]
 
 
 def count_once_tokens(workload: Workload) -> int:
-    """Tokens that any schedule prefills: each prompt once, and what tools answered before a further
-    step.
+    """Return the tokens that any schedule prefills: each prompt once, and what tools answered
+    before a further step.
 
     A step whose context is all cached computes one token; those count as computed once too.
     """

@@ -5,10 +5,8 @@ an assumption, which is printed with every result. A file is read as a whole or 
 names the line and the field.
 
 Written by: verl 0.9.1 (`trainer.rollout_data_dir`), slime 0.3 (`--save-debug-rollout-data`),
-prime-rl 0.8 and verifiers
-0.4 (`train_rollouts.jsonl`, `traces.jsonl`), any gateway that logs OpenAI requests, LiteLLM's
-standard payload among
-them, and Treadle's trace files.
+prime-rl 0.8 and verifiers 0.4 (`train_rollouts.jsonl`, `traces.jsonl`), any gateway that logs
+OpenAI requests, LiteLLM's standard payload among them, and Treadle's trace files.
 """
 
 import gzip
@@ -54,8 +52,8 @@ Count = Annotated[int, Field(ge=0)]
 
 @dataclass(frozen=True)
 class Recorded:
-    """What the log says itself of the step. system: the simulated system that did the same; empty:
-    none did."""
+    """Makespan that the log itself records of the step. system: the simulated system that did the
+    same; empty: none did."""
 
     name: str
     makespan_s: float
@@ -65,7 +63,7 @@ class Recorded:
 @dataclass(frozen=True)
 class Log:
     """A logged step. way: the simulated system that stands for how it was run, empty where the log
-    does not tell. model, gpus: of the engines, where the log tells."""
+    does not name it. model, gpus: of the engines, where the log has them."""
 
     name: str
     works: tuple[TrajectoryWork, ...]
@@ -77,8 +75,8 @@ class Log:
 
 
 def read_log(path: Path, kind: str, tokenizer: Path | None) -> Log:
-    """kind: of FORMATS. tokenizer: the folder of the model, which verl's texts need. Raises
-    UsageProblem, TraceFileError."""
+    """Return the logged step of a file. kind: of FORMATS. tokenizer: the folder of the model, which
+    verl's texts need. Raises UsageProblem, TraceFileError."""
     if kind not in FORMATS:
         raise UsageProblem(f"--format: there is no {kind!r}; take one of {', '.join(FORMATS)}")
     if tokenizer is not None and kind != "verl":
@@ -107,7 +105,7 @@ Read = tuple[
 
 
 class _Times(BaseModel):
-    """Fields that a trace file may have beside its format: when the trajectory began and ended, on
+    """Optional fields of a trace file beside its format: when the trajectory began and ended, on
     any one clock."""
 
     started_s: Seconds | None = None
@@ -134,7 +132,7 @@ class _Call:
 
 @dataclass
 class _Session:
-    """One trajectory of calls. prompt_id: empty where the log names none."""
+    """Calls of one trajectory. prompt_id: empty where the log names none."""
 
     prompt_id: str
     calls: list[_Call] = field(default_factory=list)
@@ -212,7 +210,7 @@ class _Reward(_Lenient):
 
 
 class _Trace(_Lenient):
-    """What of a trace of verifiers is read."""
+    """Fields of a trace of verifiers that are read."""
 
     id: str
     task: _Task
@@ -258,8 +256,8 @@ def _traced_calls(path: Path) -> dict[str, _Session]:
 
 
 def _assemble(path: Path, sessions: dict[str, _Session]) -> Read:
-    """Trajectories out of calls: a tool's answer is by how much the context grew, its seconds the
-    time between."""
+    """Return trajectories made of calls: a tool's answer is by how much the context grew, its
+    seconds the time between."""
     works: list[TrajectoryWork] = []
     samples: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
     rewritten = overlapping = 0
@@ -315,7 +313,7 @@ def _assemble(path: Path, sessions: dict[str, _Session]) -> Read:
 
 
 class _Sample(_Lenient):
-    """What of slime's Sample.to_dict() is read."""
+    """Fields of slime's Sample.to_dict() that are read."""
 
     tokens: Annotated[list[int], Field(min_length=1)]
     response_length: Annotated[int, Field(ge=0)]
@@ -379,7 +377,7 @@ def _unpickling_error() -> type[Exception]:
 def _slime_work(
     path: Path, number: int, sample: _Sample, numbers: defaultdict[str, Iterator[int]]
 ) -> TrajectoryWork | None:
-    """None for a sample that generated nothing."""
+    """Return the work of a sample; None for one that generated nothing."""
     length = sample.response_length
     mask = [1] * length if sample.loss_mask is None else sample.loss_mask
     if len(mask) != length or length > len(sample.tokens):
@@ -471,7 +469,7 @@ def _checked(adapter: TypeAdapter[T], path: Path, number: int, value: object) ->
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Each line's number from 1 and its JSON, without blank lines."""
+    """Yield each line's number from 1 and its JSON, without blank lines."""
     number = 0
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:

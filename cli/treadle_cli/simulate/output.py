@@ -1,5 +1,4 @@
-"""What a simulation says, prints and writes: sentences, tables, summary.json and
-trajectories.jsonl.
+"""Print and write a simulation: sentences, tables, summary.json and trajectories.jsonl.
 
 trajectories.jsonl holds columns, not rows: its first line is the workload's, then a line for each
 system and seed, all in the order of the workload. 6,400 trajectories of nine systems are about 3
@@ -32,15 +31,15 @@ SECONDS = ("finished_s", "queue_s", "prefill_s", "decode_s", "tool_s")
 COUNTS = ("prefilled_tokens", "preemptions", "migrations")
 NOTHING = "–"
 SAME = 0.01  # a difference below this share is none
-MOSTLY = 0.5  # of the longest trajectory's time, from which its tools bound the workload
+MOSTLY = 0.5  # share of the longest trajectory's time, from which its tools bound the workload
 CLOSE = 1.1  # two bounds nearer than this factor both hold
-FAR = 0.25  # of what was recorded: a simulation farther off is of other engines
+FAR = 0.25  # from what was recorded: a simulation that differs more is of other engines
 
 
 @dataclass(frozen=True, slots=True)
 class Sentences:
-    """The comparison in words. step: what a logged step would have taken; bound: what no schedule
-    beats; verdict: how Treadle does; losses: where it is worse."""
+    """Sentences that compare the systems. step: what a logged step would have taken; bound: what no
+    schedule beats; verdict: how Treadle does; losses: where it is worse."""
 
     bound: str
     verdict: str
@@ -65,8 +64,8 @@ def describe(plan: SimulationPlan, comparison: Comparison) -> Sentences:
 
 
 def _step_sentences(plan: SimulationPlan, comparison: Comparison) -> tuple[str, ...]:
-    """What Treadle would have won on a logged step, and how far the simulation is from what was
-    recorded."""
+    """Return what Treadle would have won on a logged step, and how far the simulation is from what
+    was recorded."""
     step = summarize_step(plan, comparison)
     if step is None:
         return ()
@@ -90,7 +89,7 @@ def _step_sentences(plan: SimulationPlan, comparison: Comparison) -> tuple[str, 
 
 
 def summarize_step(plan: SimulationPlan, comparison: Comparison) -> dict[str, Any] | None:
-    """The key `step` of the JSON object: the logged step as it was run and with Treadle, in
+    """Return the key `step` of the JSON object: the logged step as it was run and with Treadle, in
     seconds; None for another workload."""
     log = plan.log
     treadle = comparison.row(TREADLE.name)
@@ -175,7 +174,7 @@ def _verdict(comparison: Comparison, treadle: Row) -> str:
 
 
 def _longer(ratio: float) -> str:
-    """As in "12% longer than"; ratio: of the other's seconds over the own."""
+    """Return words as in "12% longer than"; ratio: of the other's seconds over the own."""
     change = 1.0 / ratio - 1.0
     if abs(change) < SAME / 2:
         return "as long as"
@@ -183,7 +182,7 @@ def _longer(ratio: float) -> str:
 
 
 def _losses(comparison: Comparison, treadle: Row) -> tuple[str, ...]:
-    """Against every system but the oracle."""
+    """Return where Treadle is worse than any system but the oracle."""
     others = [row for row in comparison.rows if row.system.name not in (TREADLE.name, ORACLE.name)]
     own = treadle.median
     found = []
@@ -240,7 +239,7 @@ def _notes(plan: SimulationPlan, comparison: Comparison) -> tuple[str, ...]:
 def make_document(
     plan: SimulationPlan, comparison: Comparison, sentences: Sentences, folder: Path
 ) -> dict[str, Any]:
-    """The JSON object that --json prints and summary.json holds."""
+    """Return the JSON object that --json prints and summary.json holds."""
     setting = plan.settings[0]
     works = setting.workload.trajectories
     return {
@@ -288,7 +287,7 @@ def write_trajectories(plan: SimulationPlan, runs: Mapping[str, Sequence[Run]], 
 
 
 def heading(plan: SimulationPlan) -> str:
-    """What was simulated, on one line."""
+    """Return what was simulated, on one line."""
     setting = plan.settings[0]
     works = setting.workload.trajectories
     prompts, model = len(groups(works)), setting.models[0]
@@ -312,7 +311,7 @@ def _ratio(row: Row, to: str) -> str:
     return NOTHING if ratio is None else f"{ratio:.2f}"
 
 
-# Of each table its columns: heading and cell.
+# Columns of each table: heading and cell.
 HOW_LONG: Mapping[str, Callable[[Row], str]] = {
     "system": lambda row: row.system.name,
     "engines": lambda row: row.engines,
@@ -335,7 +334,7 @@ MEANWHILE: Mapping[str, Callable[[Row], str]] = {
 
 
 def text_tables(comparison: Comparison) -> list[list[list[str]]]:
-    """Both tables as text, their headings first."""
+    """Return both tables as text, their headings first."""
     return [
         [
             [name.replace("-\n", "").replace("\n", " ").strip() for name in columns],
@@ -352,7 +351,7 @@ def print_comparison(
     sentences: Sentences,
     folder: Path,
 ) -> None:
-    """Paths come last, because that is where a reader looks."""
+    """Print the comparison; paths come last, because that is where a reader looks."""
     show = partial(console.print, highlight=False, markup=False)
     show(heading(plan), style="bold")
     show()

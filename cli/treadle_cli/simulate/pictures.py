@@ -1,4 +1,4 @@
-"""Draws a scene: simulate.png, and simulate.html, one page that loads nothing and shows figures
+"""Draw a scene: simulate.png, and simulate.html, one page that loads nothing and shows figures
 under the pointer.
 
 One panel a system on a shared time axis, its engines above, the longest trajectories below. An
@@ -27,7 +27,7 @@ from treadle_cli.templates import render
 
 WIDTH_IN, DPI = 12.0, 110
 STRIP_IN = 0.85  # height of a system's engines
-ROW_IN = 0.15  # of a trajectory: a label of 6.5 points fits
+ROW_IN = 0.15  # height of a trajectory: a label of 6.5 points fits
 TITLE_IN, HEAD_IN, FOOT_IN, GAP_IN = 0.36, 0.84, 0.36, 0.08
 LEFT, RIGHT = 0.155, 0.975
 BAR_KINDS = ("queue", "prefill", "decode", "tool")
@@ -37,7 +37,7 @@ BATCH_COLOURS = LinearSegmentedColormap.from_list("batch", ["#C9D6E2", "#5B7FA3"
 BATCH_POWER = 0.5
 BOUND = "#CC3D3D"
 
-# Of the page, in pixels.
+# Sizes of the page, in pixels.
 ROW_PX, STRIP_PX, GAP_PX = 16, 110, 40
 BATCH_SCALE = [[0.0, "#FFFFFF"], [0.001, "#C9D6E2"], [0.3, "#5B7FA3"], [1.0, "#0B2545"]]
 PREFILL_SCALE = [[0.0, "rgba(86,180,233,0)"], [1.0, COLOURS["prefill"]]]
@@ -244,7 +244,7 @@ def _page_drawing(scene: Scene) -> str:
 
 
 def _page_strip(panel: Panel, scene: Scene) -> tuple[go.Heatmap, go.Heatmap]:
-    """Two layers: sequences that decode, and the share of prefill."""
+    """Return two layers: sequences that decode, and the share of prefill."""
     edges = scene.cells_s[::FOLDED_CELLS]
     batch = np.stack([_fold(lane.batch) for lane in panel.lanes])
     prefill = np.stack([_fold(lane.prefill) for lane in panel.lanes])

@@ -1,7 +1,7 @@
-"""Checks the options of `treadle simulate` and makes a plan of them.
+"""Check the options of `treadle simulate` and make a plan of them.
 
 Every mistake that can be found before the simulation is a UsageProblem here, in one line that names
-the option and says what would be right.
+the option and what would be right.
 """
 
 import json
@@ -40,9 +40,9 @@ MOST_TRAJECTORIES = 102_400  # sixteen times the papers' batch
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The options as typed. prompts, samples None: not given, so a trace file runs unchanged.
-    systems None: all but Treadle on engines of one degree. log: a logged step, which is simulated
-    in place of `workload`."""
+    """Options as typed. prompts, samples None: not given, so a trace file runs unchanged. systems
+    None: all but Treadle on engines of one degree. log: a logged step, which is simulated in place
+    of `workload`."""
 
     workload: str
     llm: str
@@ -62,8 +62,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class SimulationPlan:
-    """What to simulate. settings: one a seed. degree: of every system's engines, 0 for the best or
-    the system's own allocation."""
+    """Plan of a simulation. settings: one a seed. degree: of every system's engines, 0 for the best
+    or the system's own allocation."""
 
     workload: str
     settings: tuple[Setting, ...]
@@ -74,12 +74,12 @@ class SimulationPlan:
 
     @property
     def origin(self) -> str:
-        """Where the engines' curves come from (sim/README.md)."""
+        """Return where the engines' curves come from (sim/README.md)."""
         return " and ".join(sorted({model.origin for model in self.settings[0].models}))
 
 
 def make_plan(request: Request) -> SimulationPlan:
-    """Check every option and read the files. Raises UsageProblem."""
+    """Return the plan after checking every option and reading the files. Raises UsageProblem."""
     systems = _parse_systems(
         DEFAULT_SYSTEMS if request.systems is None else request.systems, request.log
     )
@@ -100,7 +100,8 @@ def make_plan(request: Request) -> SimulationPlan:
 
 
 def _parse_systems(names: str, log: Log | None) -> tuple[System, ...]:
-    """Those of a logged step hold how it was run, and Treadle."""
+    """Return the systems that are named; for a logged step also the one that stands for how it was
+    run, and Treadle."""
     chosen = [name.strip() for name in names.split(",") if name.strip()]
     if log is not None and chosen:
         chosen = [*filter(None, [log.way]), *chosen, TREADLE.name]
@@ -131,7 +132,7 @@ def _check_count(request: Request) -> None:
 
 
 def _choose_models(request: Request) -> tuple[EngineModel, ...]:
-    """The engines to choose from."""
+    """Return the engines to choose from."""
     if request.profile is not None:
         return (_read_profile(request.profile),)
     if request.log is not None and request.log.model is not None:

@@ -1,4 +1,4 @@
-"""`treadle simulate` from the options to what is printed: simulates on all cores, compares, writes
+"""Run `treadle simulate` from the options to what is printed: simulate on all cores, compare, write
 a folder.
 
 The result of a job depends on the job alone, so the number of cores and the order of jobs change
@@ -46,8 +46,8 @@ async def run_simulate(
     out: Console,
     progress: Console,
 ) -> int:
-    """Simulate, write the folder that `make_folder` creates, print; returns the exit code. Raises
-    UsageProblem."""
+    """Simulate, write the folder that `make_folder` creates, and print; return the exit code.
+    Raises UsageProblem."""
     with progress.status("drawing the workload"):
         plan = make_plan(request)
     folder = make_folder()
@@ -107,7 +107,7 @@ async def _simulate_into(
         if TREADLE.name in runs:
             from google.protobuf import (
                 json_format,
-            )  # and grpc with the next: nothing else here needs them
+            )  # the next import loads grpc too: nothing else here needs them
 
             from treadle_cli.resources.plan import EngineClass, plan_message
 
@@ -137,8 +137,8 @@ class Job:
 async def _run_fastest(
     jobs: Sequence[Job], doing: str, bar: Progress
 ) -> dict[tuple[str, int], tuple[Job, Run]]:
-    """Of each system and setting the job that ends first, with its run; of two that end at once,
-    the one with fewer GPUs an engine. In the order of the jobs."""
+    """Return, for each system and setting, the job that ends first, with its run; of two that end
+    at once, the one with fewer GPUs an engine. They are in the order of the jobs."""
     task = bar.add_task(doing, total=len(jobs))
     best: dict[tuple[str, int], tuple[Job, Run]] = {}
 
@@ -187,7 +187,7 @@ async def run_jobs(jobs: Sequence[Job], keep: Callable[[Job, Run], None]) -> Non
 
 
 def _run_job(job: Job) -> Run:
-    """Raises UsageProblem if the budget gives the system no engines."""
+    """Run one job. Raises UsageProblem if the budget gives the system no engines."""
     try:
         return simulate(job.system, job.setting, job.degree, record=job.record)
     except CoreError as error:  # has two arguments, so it cannot be sent back from another process
@@ -195,8 +195,8 @@ def _run_job(job: Job) -> Run:
 
 
 def _submit(pool: ProcessPoolExecutor, jobs: Sequence[Job]) -> dict[asyncio.Future[Run], Job]:
-    """Workers start here and inherit the signal mask: Ctrl-C in a terminal goes to all processes,
-    and only this one handles it."""
+    """Submit all jobs. Workers start here and inherit the signal mask: Ctrl-C in a terminal goes to
+    all processes, and only this one handles it."""
     loop = asyncio.get_running_loop()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -26,13 +26,13 @@ from treadle_cli.simulate.logs import Log, Recorded
 
 PINNED, TREADLE = "pinned-fcfs", "treadle"  # arms of the demo
 SYSTEMS = {PINNED: "verl", TREADLE: "treadle"}  # the simulated system that does the same
-LEAST_TOKENS = 8  # of a turn: the seconds of shorter ones are mostly rounding
-UNKNOWN_KV_TOKENS = 1 << 30  # a run does not say what its engines hold: room for all
+LEAST_TOKENS = 8  # tokens of a turn: the seconds of shorter ones are mostly rounding
+UNKNOWN_KV_TOKENS = 1 << 30  # a run does not record what its engines hold: room for all
 
 
 def read_run_log(folder: Path) -> Log:
-    """Raises RecordError where the folder holds no run, UsageProblem where it holds nothing to
-    simulate."""
+    """Return a run as a logged step. Raises RecordError where the folder holds no run, UsageProblem
+    where it holds nothing to simulate."""
     run = read_run(folder)
     if not run.compared:
         raise UsageProblem(f"--from-run {folder}: the run has no play that came to its end")
@@ -86,15 +86,15 @@ def _recorded(play: PlayRecord) -> Recorded:
 
 @dataclass(frozen=True)
 class _Turn:
-    """What an engine did for one turn of a trajectory."""
+    """Work of an engine for one turn of a trajectory."""
 
     decodes: tuple[SpanRecord, ...]
     tokens: int
 
 
 def _decode_points(records: Sequence[TrajectoryRecord]) -> list[DecodePoint]:
-    """Of each turn of at least LEAST_TOKENS: the mean batch beside it, a whole number, and seconds
-    a token."""
+    """Return, for each turn of at least LEAST_TOKENS, the mean batch beside it, a whole number, and
+    seconds a token."""
     decodes: defaultdict[str, list[SpanRecord]] = defaultdict(list)
     for record in records:
         for span in record.spans:
@@ -137,8 +137,8 @@ def _overlap_s(one: SpanRecord, other: SpanRecord) -> float:
 def _fit_prefill(
     records: Sequence[TrajectoryRecord], works: Sequence[TrajectoryWork]
 ) -> tuple[float, float]:
-    """Seconds of any prefill, and of each new token. A prompt is new to its first sample on an
-    engine alone."""
+    """Return the seconds of any prefill, and of each new token. A prompt is new to its first sample
+    on an engine alone."""
     rows: list[tuple[float, float]] = []
     seconds: list[float] = []
     seen: set[tuple[str, str]] = set()

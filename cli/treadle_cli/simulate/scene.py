@@ -1,4 +1,5 @@
-"""The data of the pictures: engines over time, and where the longest trajectories' time went.
+"""Compute the data of the pictures: engines over time, and where the longest trajectories' time
+went.
 
 All systems show the same trajectories in the same order, so that a row compares across systems.
 Below them comes the trajectory that ends last, unless it is one of them. A cell of a strip is the
@@ -21,14 +22,14 @@ from treadle_cli.simulate.comparison import Comparison, sort_longest_first
 from treadle_cli.simulate.logs import Log
 
 MOST_BARS = 12  # trajectories of a panel
-CELLS = 900  # of time: about one a pixel
+CELLS = 900  # cells of time: about one a pixel
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """One trajectory without gaps: time without a span is queue, also the wait for a ticket.
-    moved_s: when it continued on another engine."""
+    """Bars of one trajectory without gaps: time without a span is queue, also the wait for a
+    ticket. moved_s: when it continued on another engine."""
 
     label: str
     spans: tuple[Span, ...]
@@ -37,7 +38,7 @@ class Bars:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One engine, by cell. batch: mean sequences that decode; prefill: share of the time that it
+    """Cells of one engine. batch: mean sequences that decode; prefill: share of the time that it
     prefills."""
 
     engine_id: str
@@ -70,7 +71,7 @@ class Scene:
 
     @property
     def most_batch(self) -> float:
-        """Largest mean batch of any cell."""
+        """Return the largest mean batch of any cell."""
         return (
             max(
                 (float(lane.batch.max()) for panel in self.panels for lane in panel.lanes),
@@ -83,8 +84,8 @@ class Scene:
 def choose_systems(
     systems: Sequence[System], comparison: Comparison, log: Log | None = None
 ) -> list[str]:
-    """Names of the systems to draw: the best baseline, Heddle and Treadle, else the first two; of a
-    logged step, how it was run in place of Heddle."""
+    """Return the names of the systems to draw: the best baseline, Heddle and Treadle, else the
+    first two; of a logged step, how it was run in place of Heddle."""
     known = [system.name for system in systems]
     names = dict.fromkeys((comparison.best_baseline, log.way if log else HEDDLE.name, TREADLE.name))
     wanted = [name for name in names if name in known]
@@ -92,7 +93,7 @@ def choose_systems(
 
 
 def make_scene(runs: Sequence[Run], workload: Workload, comparison: Comparison) -> Scene:
-    """runs: of the systems to draw, with spans."""
+    """Return the scene of several runs. runs: of the systems to draw, with spans."""
     end_s = max(run.outcome.makespan_s for run in runs)
     edges = np.linspace(0.0, end_s, CELLS + 1)
     longest = sort_longest_first(workload)[:MOST_BARS]
@@ -149,8 +150,8 @@ def _bars(workload: Workload, index: int, before: str, spans: Sequence[Span]) ->
 def average_cells(
     spans: Sequence[tuple[float, float, int]], edges: Floats
 ) -> tuple[Floats, Floats]:
-    """Mean batch and share of prefill between each two edges; spans in order of time, batch -1 for
-    a prefill."""
+    """Return the mean batch and the share of prefill between each two edges; spans in order of
+    time, batch -1 for a prefill."""
     if not spans:
         return np.zeros(len(edges) - 1), np.zeros(len(edges) - 1)
     starts, ends, batches = (np.asarray(column, np.float64) for column in zip(*spans, strict=True))

@@ -1,1 +1,1 @@
-"""`treadle top`: a mesh that runs, in a terminal."""
+"""Run `treadle top`: show a mesh that runs, in a terminal."""

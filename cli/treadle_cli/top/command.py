@@ -1,4 +1,4 @@
-"""`treadle top`: the view that refreshes, and one snapshot."""
+"""Run `treadle top`: a view that refreshes, or one snapshot."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ def top(
 
 
 async def run_top(scheduler: str, once: bool, as_json: bool, out: Console) -> int:
-    """Show the mesh at `scheduler`. Raises UsageProblem, TreadleError."""
+    """Show the mesh at `scheduler`, and return the exit code. Raises UsageProblem, TreadleError."""
     import grpc.aio
     from rich.live import Live
 

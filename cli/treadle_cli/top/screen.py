@@ -1,5 +1,5 @@
 """Draw a snapshot for a terminal of 80 columns or more: engines, moves and rollouts whole, and as
-many of the longest trajectories as there is room for.
+many of the longest trajectories as fit.
 
 Whatever comes from the mesh is printed as plain text: no name of a prompt can change the terminal.
 """
@@ -29,7 +29,7 @@ class Screen:
     """A snapshot as something that rich prints, as high as the terminal."""
 
     def __init__(self, snapshot: Snapshot, silent_s: float = 0.0) -> None:
-        """silent_s: for how long the scheduler has not answered; 0: it has."""
+        """Draw a snapshot. silent_s: for how long the scheduler has not answered; 0: it has."""
         self._snapshot, self._silent_s = snapshot, silent_s
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -79,7 +79,7 @@ def _more(count: int, what: str) -> list[Text]:
 
 
 def _table(*columns: str, left: Sequence[int] = (0,)) -> Table:
-    """Where there is no room for all, the first column gives way."""
+    """Return a table whose first column gets shorter where there is no room for all."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for index, name in enumerate(columns):
         heading = Text(name, no_wrap=True, overflow="ellipsis")

@@ -1,7 +1,7 @@
-"""What a mesh does at one moment, from the scheduler's own answers.
+"""Read what a mesh does at one moment, from the scheduler's answers.
 
-Engines are asked for each time. All trajectories are many messages: they are asked for again only
-after SPARE times as long as the last answer took, so that looking takes a small share of the
+Engines are requested each time. All trajectories are many messages: they are requested again only
+after SPARE times as long as the last answer took, so that `treadle top` takes a small share of the
 scheduler's core, however large the mesh.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 ASK_S = 5.0
 PAGE = 1_000
 SPARE = 20.0  # 5% of the scheduler's core at most
-TAIL = 0.1  # of a rollout's samples: what the straggler tax is for
+TAIL = 0.1  # share of a rollout's samples that the straggler tax counts
 SHOWN_MOVES = 8
 RATE_S = 10.0  # how far back rates look, or to the answer before where that is longer ago
 MOVE_STATES, STATES = words_of(migrator_pb2.MigrationState), words_of(pb.TrajectoryState)
@@ -34,7 +34,8 @@ MOVE_STATES, STATES = words_of(migrator_pb2.MigrationState), words_of(pb.Traject
 
 @dataclass(frozen=True)
 class EngineRow:
-    """One engine. kv_share: of its KV that is in use; NaN where it does not say how much it has."""
+    """One engine. kv_share: of its KV that is in use; NaN where it does not report how much it
+    has."""
 
     engine_id: str
     running: int
@@ -78,7 +79,7 @@ class RolloutRow:
 
 @dataclass(frozen=True)
 class MoveRow:
-    """A move of a trajectory's KV. seconds: since it was asked for, or what it took."""
+    """A move of a trajectory's KV. seconds: since it was requested, or how long it took."""
 
     trajectory_id: str
     source: str
@@ -90,7 +91,7 @@ class MoveRow:
 @dataclass(frozen=True)
 class Snapshot:
     """A mesh at one moment. trajectories: longest remaining first. age_s: of the trajectories, when
-    this was made. moves: None where this process may not ask for them."""
+    this was made. moves: None where this process may not request them."""
 
     scheduler: str
     policy: str
@@ -103,11 +104,11 @@ class Snapshot:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all engines together."""
+        """Return the tokens a second of all engines together."""
         return sum(engine.tokens_per_s for engine in self.engines)
 
     def as_json(self) -> dict[str, Any]:
-        """What --once --json prints; null for what is not known."""
+        """Return what --once --json prints; null for what is not known."""
         found = {**asdict(self), "tokens_per_s": self.tokens_per_s}
         return {key: _without_nan(value) for key, value in found.items()}
 
@@ -122,7 +123,8 @@ def _without_nan(value: Any) -> Any:
 
 @dataclass
 class Watcher:
-    """Asks a mesh again and again. certificates: of this process, for the migrator."""
+    """Watches a mesh by requests to its scheduler. certificates: of this process, for the
+    migrator."""
 
     scheduler: str
     stub: SchedulerServiceAsyncStub
@@ -136,7 +138,7 @@ class Watcher:
     _moves_refused: bool = False
 
     async def look(self) -> Snapshot:
-        """The mesh now. Raises grpc.aio.AioRpcError."""
+        """Return the mesh at this moment. Raises grpc.aio.AioRpcError."""
         now = time.monotonic()
         if now >= self._ask_again_s:
             self._known = await self._trajectories()
@@ -189,8 +191,8 @@ class Watcher:
         return latest_moves(listed.migrations, time.time())
 
     def _rate(self) -> float:
-        """Trajectories that end in a minute, over the last RATE_S; the scheduler forgets old ones,
-        so never below 0."""
+        """Return how many trajectories end in a minute, over the last RATE_S; the scheduler forgets
+        old ones, so never below 0."""
         if len(self._ended) < 2:
             return 0.0
         (first_s, first), (last_s, last) = self._ended[0], self._ended[-1]
@@ -229,7 +231,8 @@ def _health(registered: pb.RegisteredEngine) -> str:
 
 
 def sort_longest_remaining(trajectories: Sequence[pb.Trajectory]) -> tuple[TrajectoryRow, ...]:
-    """The open ones; those that nobody predicts come last, by what they have sampled."""
+    """Return the open trajectories, longest remaining first; those that nobody predicts come last,
+    by what they have sampled."""
     rows = [
         TrajectoryRow(
             trajectory_id=each.trajectory_id,
@@ -256,7 +259,7 @@ def sort_longest_remaining(trajectories: Sequence[pb.Trajectory]) -> tuple[Traje
 
 
 def rollouts_of(trajectories: Sequence[pb.Trajectory], now_s: float) -> tuple[RolloutRow, ...]:
-    """Those that are open, then the one that ended last. now_s: unix time."""
+    """Return the rollouts that are open, then the one that ended last. now_s: unix time."""
     members: defaultdict[str, list[pb.Trajectory]] = defaultdict(list)
     for each in trajectories:
         members[each.rollout_id].append(each)
@@ -282,7 +285,7 @@ def rollouts_of(trajectories: Sequence[pb.Trajectory], now_s: float) -> tuple[Ro
 
 
 def latest_moves(migrations: Sequence[migrator_pb2.Migration], now_s: float) -> tuple[MoveRow, ...]:
-    """Those under way, then those that ended last. now_s: unix time."""
+    """Return the moves under way, then those that ended last. now_s: unix time."""
 
     def order(each: migrator_pb2.Migration) -> tuple[bool, float]:
         return (not each.HasField("ended_at"), _unix_s(each.created_at))
@@ -302,7 +305,7 @@ def latest_moves(migrations: Sequence[migrator_pb2.Migration], now_s: float) -> 
 
 
 def describe_policy(policy: pb.Policy) -> str:
-    """In words: "progressive, planned, moves, preempts"."""
+    """Return a policy in words: "progressive, planned, moves, preempts"."""
     ordering, placement = words_of(pb.Ordering), words_of(pb.PlacementRule)
     words = [ordering.get(policy.ordering, "?"), placement.get(policy.placement, "?")]
     words += ["moves"] * policy.migrate + ["preempts"] * policy.preempt

@@ -1,1 +1,1 @@
-"""A web page that shows what the mesh does: facts in, views out."""
+"""A web page that shows what the mesh does: the console reads facts and returns views."""

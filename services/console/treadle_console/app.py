@@ -1,5 +1,5 @@
-"""The HTTP surface: the page, its stream of changes, one trajectory, the interactive page on long
-tails, and control.
+"""Serve the page, its stream of changes, one trajectory, the interactive page on long tails, and
+control over HTTP.
 
 Nothing but `/api/control` changes the mesh. A browser runs only scripts of this origin
 (Content-Security-Policy), and only requests that name this server are answered, so that a page of
@@ -33,7 +33,7 @@ from treadle_console.feed import Feed
 
 STATIC = Path(__file__).parent / "static"
 CALL_S = 5.0
-MOST_PAGES = 64  # that are open at a time
+MOST_PAGES = 64  # most that are open at a time
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; "
@@ -44,8 +44,8 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-cache",
 }
-SCHEMES = ("http", "https")  # the second from a proxy in front
-MOST_CONTROL_BYTES = 512  # of a request that changes something
+SCHEMES = ("http", "https")  # a proxy in front uses the second
+MOST_CONTROL_BYTES = 512  # most bytes of a request that changes something
 HTTP_OF = {
     grpc.StatusCode.NOT_FOUND: 404,
     grpc.StatusCode.INVALID_ARGUMENT: 400,
@@ -55,7 +55,7 @@ HTTP_OF = {
 
 
 class _SafeHeaders:
-    """Adds HEADERS to every answer."""
+    """Middleware that adds HEADERS to every answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -73,7 +73,7 @@ class _SafeHeaders:
 
 
 class Pages:
-    """What answers each path."""
+    """The endpoints of the console, one for each path."""
 
     def __init__(
         self, feed: Feed, scheduler: scheduler_pb2_grpc.SchedulerServiceAsyncStub, control: Control
@@ -106,8 +106,7 @@ class Pages:
             return _refuse(400, str(error))
 
     async def control(self, request: Request) -> Response:
-        """Pause, resume, drain or undrain: {"action", "engine"}. Answers with {"errors"} by
-        engine."""
+        """Pause, resume, drain or undrain: {"action", "engine"}. Return {"errors"} by engine."""
         if not self._control.offered:
             return _refuse(
                 404, "this console changes nothing: start it with TREADLE_CONSOLE_CONTROL_KEY"
@@ -130,7 +129,7 @@ class Pages:
 
 
 async def _read_action(request: Request) -> tuple[str, str]:
-    """Raises ValueError."""
+    """Return the action and the engine of a request. Raises ValueError."""
     body = b""
     async for part in request.stream():
         body += part
@@ -154,7 +153,7 @@ def _refuse(status: int, words: str) -> Response:
 
 
 def make_app(pages: Pages, hosts: list[str]) -> Starlette:
-    """The application. hosts: names under which browsers may reach it."""
+    """Return the application. hosts: names under which browsers may reach it."""
     endpoints: dict[str, Callable[[Request], Awaitable[Response]]] = {
         "/": pages.index,
         "/api/events": pages.events,

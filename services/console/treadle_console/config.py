@@ -18,16 +18,16 @@ DEFAULT_MOST_SPANS = 400_000  # bars of the picture: some 20 of each of those tr
 
 
 def names_of(hosts: str) -> list[str]:
-    """Of a setting with commas between them."""
+    """Return the names in a setting, which commas separate."""
     return [name.strip() for name in hosts.split(",") if name.strip()]
 
 
 class ConsoleSettings(Settings):
-    """http_listen: where browsers go; `listen` answers gRPC health. http_hosts: names under which
-    browsers may reach it, with commas between, beside its address and localhost. scheduler: of the
-    mesh; several with commas between. control_key: whoever types it into the page may pause, resume
-    and drain; empty: nobody may. most_trajectories, most_spans: that are kept in memory; beyond,
-    the oldest go."""
+    """Settings of the console. http_listen: where browsers connect; `listen` answers gRPC health.
+    http_hosts: names under which browsers may reach it, with commas between, beside its address and
+    localhost. scheduler: address of the mesh's scheduler; several with commas between. control_key:
+    whoever types it into the page may pause, resume and drain; empty: nobody may.
+    most_trajectories, most_spans: how many are kept in memory; beyond, the oldest are removed."""
 
     service: ClassVar[str] = "console"
 

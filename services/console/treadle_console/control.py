@@ -1,7 +1,8 @@
-"""What whoever has the key may change from the page: pause and resume all engines, drain one and
-use it again.
+"""Let whoever has the key change the mesh from the page: pause and resume all engines, drain one
+and use it again.
 
-Off where there is no key. The calls are the console's own, by its certificate as an operator.
+Without a key, control is off. The console makes the calls itself, with its certificate as an
+operator.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ log = structlog.get_logger()
 ASK_S = 5.0
 # a sidecar answers once its engine has stopped, after the decode step or the prefill that it runs
 ENGINE_S = 30.0
-REFUSED_S = 0.5  # before a wrong key is refused, so that nobody tries many
+REFUSED_S = 0.5  # delay of a refusal, so that nobody tries many keys
 
 
 class Control:
-    """key: that a request must present; empty: nobody may change anything."""
+    """Actions that a page may request. key: what a request must present; empty: nobody may change
+    anything."""
 
     def __init__(self, scheduler: SchedulerServiceAsyncStub, connect: Connect, key: str) -> None:
         self._scheduler, self._connect = scheduler, connect
@@ -48,11 +50,11 @@ class Control:
 
     @property
     def offered(self) -> bool:
-        """Whether there is a key."""
+        """Return whether there is a key."""
         return bool(self._wanted)
 
     async def admits(self, authorization: str) -> bool:
-        """Whether a request presents the key; a wrong one is answered late."""
+        """Return whether a request presents the key; a wrong key is refused late."""
         right = self.offered and hmac.compare_digest(authorization.encode(), self._wanted)
         if not right:
             log.warning("a request to change the mesh has no right key")
@@ -60,8 +62,8 @@ class Control:
         return right
 
     async def act(self, action: str, engine: str) -> dict[str, str]:
-        """Do it; returns the errors of engines, by id. engine: of drain and undrain. Raises
-        ValueError, and grpc.aio.AioRpcError where the scheduler refuses or is away."""
+        """Run an action and return the errors of engines, by id. engine: for drain and undrain.
+        Raises ValueError, and grpc.aio.AioRpcError where the scheduler refuses or is away."""
         if action not in self._actions:
             raise ValueError(f"action: must be one of {', '.join(self._actions)}")
         errors = await self._actions[action](engine)
@@ -90,7 +92,7 @@ class Control:
     async def _call_engines(
         self, call: Callable[[EngineServiceAsyncStub], Awaitable[object]]
     ) -> dict[str, str]:
-        """All engines at once."""
+        """Call all engines at once and return their errors, by id."""
         listed = (await self._scheduler.ListEngines(pb.ListEnginesRequest(), timeout=ASK_S)).engines
         errors: dict[str, str] = {}
 

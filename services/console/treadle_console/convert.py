@@ -1,7 +1,7 @@
 """Convert facts to calls of `Mesh`, and answers of the other services to what a page shows.
 
-What a fact or an answer names (ids, tools, reasons) was chosen by somebody else: it stays text,
-here and in the page.
+Other programs chose what a fact or an answer names (ids, tools, reasons): it stays text, here and
+in the page.
 """
 
 import json
@@ -42,14 +42,15 @@ POLICY_WORDS = {
 
 
 def take_fact(mesh: Mesh, fact: facts_pb2.Fact) -> None:
-    """Tell the mesh what happened; a kind that the page does not show changes nothing."""
+    """Apply a fact to the mesh; a kind that the page does not show changes nothing."""
     take = _TAKES.get(fact.WhichOneof("fact") or "")
     if take is not None:
         take(mesh, milliseconds(fact.time), fact)
 
 
 def to_json(value: dict[str, Any]) -> str:
-    """For a page. A number that JSON does not know, such as a NaN from elsewhere, becomes null."""
+    """Return JSON for a page. A number that JSON does not know, such as a NaN from elsewhere,
+    becomes null."""
     dump = partial(json.dumps, allow_nan=False, separators=(",", ":"))
     try:
         return dump(value)
@@ -69,7 +70,7 @@ def _without_nan(value: Any) -> Any:
 
 
 def milliseconds(message: Duration | Timestamp) -> int:
-    """Of a Duration, or since the epoch."""
+    """Return the milliseconds of a Duration, or those since the epoch of a Timestamp."""
     return round(1e3 * seconds(message))
 
 
@@ -200,7 +201,7 @@ KINDS = tuple(_TAKES)
 
 
 def engine_view(engine: pb.RegisteredEngine) -> dict[str, Any]:
-    """For the table of engines."""
+    """Return an engine's row in the table of engines."""
     info, load = engine.info, engine.load
     return {
         "id": info.engine_id,
@@ -227,7 +228,7 @@ def engine_view(engine: pb.RegisteredEngine) -> dict[str, Any]:
 
 
 def job_view(job: pb.JobUse) -> dict[str, Any]:
-    """For the table of jobs."""
+    """Return a job's row in the table of jobs."""
     numbers = (
         "weight",
         "clients",
@@ -241,13 +242,13 @@ def job_view(job: pb.JobUse) -> dict[str, Any]:
 
 
 def policy_view(policy: pb.Policy) -> dict[str, Any]:
-    """In words."""
+    """Return a policy in words."""
     words = {name: known.get(getattr(policy, name), "") for name, known in POLICY_WORDS.items()}
     return words | {name: getattr(policy, name) for name in ("migrate", "preempt", "reserve")}
 
 
 def weights_view(weights: pb.Weights) -> dict[str, Any]:
-    """Desired, and of each engine how far it is."""
+    """Return the desired weights, and the state of each engine's weights."""
     states = words_of(pb.WeightsState)
     engines = [
         {"id": each.engine_id, "state": states.get(each.state, ""), "error": each.error}
@@ -257,7 +258,7 @@ def weights_view(weights: pb.Weights) -> dict[str, Any]:
 
 
 def resources_view(said: tools_pb2.GetResourcesResponse) -> dict[str, Any]:
-    """What the tools service has, and what waits for it."""
+    """Return what the tools service has, and how many actions wait and run."""
     breakers = words_of(tools_pb2.BreakerState)
     return {
         "resources": [
@@ -274,7 +275,7 @@ def resources_view(said: tools_pb2.GetResourcesResponse) -> dict[str, Any]:
 
 
 def shaping_view(said: rollout_pb2.GetShapingResponse) -> dict[str, Any]:
-    """Trained beside sampled, of one rollout."""
+    """Return what one rollout trained beside what it sampled."""
     numbers = (
         "sampled",
         "trained",
@@ -289,13 +290,14 @@ def shaping_view(said: rollout_pb2.GetShapingResponse) -> dict[str, Any]:
 
 
 def standing_of(trajectory: pb.Trajectory) -> tuple[float, tuple[float, float, float] | None]:
-    """Its priority, and the quantiles of what is left; None where nothing is predicted."""
+    """Return a trajectory's priority, and the quantiles of its remaining tokens; None where nothing
+    is predicted."""
     known = trajectory.HasField("predicted_remaining_tokens")
     return trajectory.priority, _quantiles(trajectory.predicted_remaining_tokens) if known else None
 
 
 def history_view(said: pb.GetTrajectoryResponse) -> dict[str, Any]:
-    """A trajectory with its ledger, steps and decisions, for its own page."""
+    """Return a trajectory with its ledger, steps and decisions, for its own page."""
     t = said.trajectory
     return {
         "id": t.trajectory_id,
@@ -338,7 +340,7 @@ def history_view(said: pb.GetTrajectoryResponse) -> dict[str, Any]:
 
 
 def ledger_of(ledger: pb.Ledger) -> dict[str, float]:
-    """Seconds by part."""
+    """Return the seconds of a ledger by part."""
     return {part: seconds(getattr(ledger, part)) for part in LEDGER_PARTS}
 
 

@@ -1,8 +1,7 @@
-"""What pages are told while they are open: server-sent events, at most two a second, each with what
-has changed.
+"""Send changes to open pages: server-sent events, at most two a second, each with what has changed.
 
-The id of an event is the cursor after it, so that a browser which reconnects (Last-Event-ID) goes
-on where it was. An id of another process of the console is no cursor of this one's: the page then
+The id of an event is the cursor after it, so that a browser which reconnects (Last-Event-ID)
+continues where it was. An id from another process of the console is no cursor here: the page then
 begins anew.
 """
 
@@ -16,12 +15,13 @@ from treadle_console.records import Cursor
 from treadle_console.state import Mesh
 
 PERIOD_S = 0.5  # between two messages to a page
-HEARTBEAT_S = 10.0  # a page that hears nothing for longer takes the connection for lost
+HEARTBEAT_S = 10.0  # a page that receives nothing for longer takes the connection for lost
 RETRY_MS = 1000  # after which a browser connects again
 
 
 class Feed:
-    """epoch: names this process, of A-Z a-z 0-9. now_ms: the time, since the epoch."""
+    """Streams of changes, one for each open page. epoch: names this process, of A-Z a-z 0-9.
+    now_ms: the time, since the epoch."""
 
     def __init__(self, mesh: Mesh, epoch: str, stopping: asyncio.Event, now_ms: Any) -> None:
         self._mesh, self._epoch, self._stopping, self._now_ms = mesh, epoch, stopping, now_ms
@@ -31,7 +31,7 @@ class Feed:
         self.open = 0
 
     def cursor_of(self, event_id: str) -> Cursor | None:
-        """The cursor that an id names; None where a page has to begin anew."""
+        """Return the cursor that an id names; None where a page has to begin anew."""
         epoch, *numbers = event_id.split("-")
         if (
             epoch != self._epoch
@@ -42,14 +42,14 @@ class Feed:
         return Cursor(*map(int, numbers))
 
     async def events(self, last_id: str) -> AsyncIterator[str]:
-        """The text of the stream of one page, from the event after `last_id` on; it ends with the
+        """Yield the text of one page's stream, from the event after `last_id` on; it ends with the
         service."""
         cursor = self.cursor_of(last_id)
         reset, cursor = cursor is None, cursor or Cursor()
         self.open += 1
         try:
             yield f"retry: {RETRY_MS}\n\n"
-            quiet_s = HEARTBEAT_S  # so that a page hears at once that it is connected
+            quiet_s = HEARTBEAT_S  # so that a page learns at once that it is connected
             while not self._stopping.is_set():
                 message, following = self._message(cursor)
                 if following != cursor or reset or quiet_s >= HEARTBEAT_S:
@@ -65,7 +65,8 @@ class Feed:
             self.open -= 1
 
     def _message(self, since: Cursor) -> tuple[str, Cursor]:
-        """The rest of a message's object. Pages that know the same are told the same."""
+        """Return the rest of a message's object, and the cursor after it. Pages at the same cursor
+        share one message."""
         key = since, self._mesh.revision
         if key not in self._made:
             self._made = {

@@ -1,5 +1,5 @@
-"""The nouns of the console: a trajectory's row, its bars, rollouts, tools, and what remembers when
-each changed."""
+"""Records of the console: trajectories' rows, spans, rollouts and tools, and the collection that
+remembers when each changed."""
 
 import math
 from array import array
@@ -16,18 +16,18 @@ IDLE, QUEUED, RUNNING, PREEMPTED, TOOL = (
     "running",
     "preempted",
     "tool",
-)  # of an open trajectory
-KINDS = ("queue", "prefill", "decode", "preempted", "tool", "move")  # of spans
+)  # states of an open trajectory
+KINDS = ("queue", "prefill", "decode", "preempted", "tool", "move")  # kinds of spans
 NO_ENGINE = -1
 LAST_TENTH = (
     0.9  # the straggler tax counts from here on: nine tenths of the trajectories have ended
 )
-MOST_ENDS = 20_000  # of trajectories of one rollout
+MOST_ENDS = 20_000  # most ends that are kept of one rollout
 
 
 class Cursor(NamedTuple):
-    """How far a page is: revision of what it knows, numbers of the next span and event that it has
-    not seen."""
+    """Position of a page: the revision that it knows, and the numbers of the next span and event
+    that it has not received."""
 
     revision: int = 0
     span: int = 0
@@ -36,9 +36,9 @@ class Cursor(NamedTuple):
 
 @dataclass(slots=True)
 class Row:
-    """A trajectory. since_ms: of its state. predicted: 10th, 50th and 90th percentile of the tokens
-    that were left when `turns` steps were over. priority: of its last step that waited, higher
-    first."""
+    """Trajectory as the page shows it. since_ms: when its state began. predicted: 10th, 50th and
+    90th percentile of the tokens that were left when `turns` steps were over. priority: of its last
+    step that waited, higher first."""
 
     n: int
     id: str
@@ -61,8 +61,8 @@ class Row:
 
 @dataclass(slots=True)
 class Step:
-    """The step of a trajectory at an engine. ran_ms: since when it runs, 0 while it waits.
-    attempts: times it began."""
+    """Step of a trajectory at an engine. ran_ms: since when it runs, 0 while it waits. attempts:
+    how often it began."""
 
     ticket: str
     engine: int
@@ -72,9 +72,10 @@ class Step:
 
 @dataclass(slots=True)
 class Rollout:
-    """Trajectories of one rollout, as a training step is. ledger_s: seconds of its closed
-    trajectories by part. tail_ms: from nine tenths of the trajectories that it has until the last
-    end. shaping: what the rollout service says of it; None where it knows no such rollout."""
+    """Sums over the trajectories of one rollout, as a training step is. ledger_s: seconds of its
+    closed trajectories by part. tail_ms: from the end of nine tenths of its trajectories to the
+    last end. shaping: what the rollout service reports of it; None where it knows no such
+    rollout."""
 
     id: str
     began_ms: int
@@ -92,7 +93,7 @@ class Rollout:
     shaping: dict[str, Any] | None = None
 
     def view(self) -> dict[str, Any]:
-        """For a page. Shares are None until there is something to divide."""
+        """Return the rollout for a page. Shares are None until there is something to divide."""
         view: dict[str, Any] = {
             name: getattr(self, name) for name in self.__slots__ if name != "ends_ms"
         }
@@ -120,8 +121,8 @@ class Tool:
 
 
 class Changes(Generic[R]):
-    """Things by key that remember at which revision each changed last. Beyond `most`, those that
-    changed first go."""
+    """Things by key, each with the revision at which it last changed. Beyond `most`, those that
+    changed first are removed."""
 
     def __init__(self, most: int | None = None) -> None:
         self._most = most
@@ -132,7 +133,7 @@ class Changes(Generic[R]):
         return self._things.get(key)
 
     def put(self, key: Any, thing: R, revision: int) -> R:
-        """Add or replace a thing, or say that it has changed."""
+        """Add or replace a thing, and note that it has changed."""
         self._things[key] = thing
         self._things.move_to_end(key)
         self._revisions[key] = revision
@@ -145,7 +146,7 @@ class Changes(Generic[R]):
         self._revisions.pop(key, None)
 
     def since(self, revision: int) -> list[R]:
-        """Those that have changed after this revision, the last change first."""
+        """Return what has changed after this revision, the last change first."""
         found = []
         for key in reversed(self._things):
             if self._revisions[key] <= revision:
@@ -161,11 +162,11 @@ class Changes(Generic[R]):
 
 
 class Spans:
-    """The bars of the picture, in columns: what each trajectory did, from when to when, and on
-    which engine.
+    """Spans of the picture, in columns: what each trajectory did, from when to when, and on which
+    engine.
 
     A span has a number, ascending in the order of adding, and never changes. Beyond `most`, the
-    oldest quarter goes: `base` is the number of the first that is left.
+    oldest quarter is removed: `base` is the number of the first that is left.
     """
 
     def __init__(self, most: int) -> None:
@@ -179,11 +180,11 @@ class Spans:
 
     @property
     def end(self) -> int:
-        """The number of the next span."""
+        """Return the number of the next span."""
         return self.base + len(self._rows)
 
     def add(self, row: int, kind: str, engine: int, start_ms: int, end_ms: int) -> None:
-        """One of trajectory `row`; one that takes no time is left out."""
+        """Add a span of trajectory `row`, unless it takes no time."""
         if end_ms <= start_ms:
             return
         self._rows.append(row)
@@ -198,8 +199,8 @@ class Spans:
             self.base += gone
 
     def since(self, number: int, most: int) -> tuple[dict[str, list[int]], int]:
-        """Columns of the spans from this number on, `most` at most, and the number after the last
-        of them."""
+        """Return the columns of at most `most` spans from this number on, and the number after the
+        last of them."""
         at = max(number - self.base, 0)
         names = ("row", "kind", "engine", "start", "last")
         found = {

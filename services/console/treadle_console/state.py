@@ -1,11 +1,11 @@
-"""What the mesh did and does: what happened goes in, what a page needs comes out.
+"""Keep what the mesh did and does: methods take in what happened, and return what a page needs.
 
 `Mesh` owns all that the console knows, in memory and bounded. It has no clock and does no I/O: each
-method is given the time of what happened, in milliseconds since the epoch, so that a replay of the
+method receives the time of what happened, in milliseconds since the epoch, so that a replay of the
 facts gives the same state. Invariants: a trajectory is a row with a number, ascending in the order
-in which the console heard of them, and rows below `floor` are forgotten; each change has a
-revision, so that a page which knows the state of one revision is told what has changed since, and
-no more (`delta`).
+in which the console first received a fact of each, and rows below `floor` are forgotten; each
+change has a revision, so that a page which knows the state of one revision receives what has
+changed since, and no more (`delta`).
 """
 
 from collections import deque
@@ -38,7 +38,7 @@ BANDS = ("below_p10", "p10_to_p50", "p50_to_p90", "above_p90")
 
 
 class Mesh:
-    """See the module. Methods named after a fact take it in."""
+    """State of the mesh, as the module describes. Methods named after a fact take it in."""
 
     def __init__(self, most_trajectories: int, most_spans: int) -> None:
         self._most = most_trajectories
@@ -50,10 +50,10 @@ class Mesh:
         self._numbers: dict[str, int] = {}
         self._unopened: set[int] = (
             set()
-        )  # rows whose opening no fact has told, as it was before those that are kept
+        )  # rows of which no fact names the opening: it is older than the facts that are kept
         self._next_row = 0
-        self._steps: dict[str, Step] = {}  # of each trajectory the one at an engine
-        self._tickets: dict[str, str] = {}  # of these steps, with the trajectory's id
+        self._steps: dict[str, Step] = {}  # the step of each trajectory that is at an engine
+        self._tickets: dict[str, str] = {}  # id of the trajectory, by the ticket of its step
         self._first: dict[str, tuple[float, float, float]] = {}  # predictions before the first step
         self._rollouts: Changes[Rollout] = Changes(MOST_ROLLOUTS)
         self._tools: Changes[Tool] = Changes(MOST_TOOLS)
@@ -65,13 +65,13 @@ class Mesh:
         self._bands = dict.fromkeys(BANDS, 0)
         self._version = ""
 
-    # What happened.
+    # Take in facts.
 
     def trajectory_opened(
         self, now_ms: int, id: str, prompt: str, sample: int, rollout: str
     ) -> None:
         row = self._row(id, now_ms)
-        if row.n not in self._unopened:  # told again
+        if row.n not in self._unopened:  # the fact came twice
             return
         self._unopened.discard(row.n)
         row.prompt, row.sample, row.rollout, row.opened_ms = prompt, sample, rollout, now_ms
@@ -98,9 +98,9 @@ class Mesh:
         turns: int,
         ledger_s: Mapping[str, float],
     ) -> None:
-        """names: its prompt, sample and rollout."""
+        """Close a trajectory. names: its prompt, sample and rollout."""
         row = self._row(id, now_ms)
-        if row.closed_ms:  # told again
+        if row.closed_ms:  # the fact came twice
             return
         if row.n in self._unopened:
             self.trajectory_opened(row.opened_ms, id, *names)
@@ -113,7 +113,7 @@ class Mesh:
         first = self._first.pop(id, None)
         if (
             first is not None and outcome == "finished"
-        ):  # what a cap or a client ended says nothing of the prediction
+        ):  # an end by a cap or a client does not test the prediction
             self._bands[BANDS[sum(tokens > quantile for quantile in first)]] += 1
             self.set_section("calibration", dict(self._bands))
         group = self._rollout(row.rollout, now_ms)
@@ -145,7 +145,7 @@ class Mesh:
         self._enter(row, RUNNING, now_ms)
 
     def step_preempted(self, now_ms: int, id: str, tokens: int, by: str) -> None:
-        """by: the ticket of the step that took the slot."""
+        """Record that a step lost its slot. by: the ticket of the step that took the slot."""
         row, step = self._row(id, now_ms), self._steps.get(id)
         if step is not None and row.state == RUNNING:
             self.spans.add(row.n, "decode", step.engine, step.ran_ms, now_ms)
@@ -164,7 +164,8 @@ class Mesh:
         )
 
     def step_finished(self, now_ms: int, id: str, turn: int, tokens: int, prefill_ms: int) -> None:
-        """now_ms: when the engine had ended it. prefill_ms: of all attempts."""
+        """Record the end of a step. now_ms: when the engine had ended it. prefill_ms: of all
+        attempts."""
         row, step = self._row(id, now_ms), self._end_step(id)
         if step is not None and row.state == RUNNING:
             read_ms = min(prefill_ms, max(now_ms - step.ran_ms, 0)) if step.attempts == 1 else 0
@@ -219,7 +220,7 @@ class Mesh:
         tokens: int,
         began_ms: int,
     ) -> None:
-        """began_ms: 0 where it never began."""
+        """Record a move, or why there was none. began_ms: 0 where it never began."""
         row = self._row(id, now_ms)
         if moved:
             row.moves += 1
@@ -256,7 +257,8 @@ class Mesh:
         self._tell(now_ms, "settled", None, f"enough samples are in, of {rollout}", prompt)
 
     def plan_made(self, now_ms: int, plan: Mapping[str, Any]) -> None:
-        """plan: makespan_s, bound_s, solve_s, trajectories, and `engines` with what each gets."""
+        """Record a plan: makespan_s, bound_s, solve_s, trajectories, and `engines` with what each
+        gets."""
         self._plans.append({"at_ms": now_ms, **plan})
         history = [
             {name: each[name] for name in ("at_ms", "makespan_s", "bound_s")}
@@ -264,18 +266,18 @@ class Mesh:
         ]
         self.set_section("plan", {**self._plans[-1], "history": history})
 
-    # What others say when they are asked.
+    # Take in the answers of other services.
 
     def set_section(self, name: str, value: Any) -> None:
-        """A part of the page that is sent as a whole, such as `engines`; equal to what it was, it
-        is no change."""
+        """Set a part of the page that is sent as a whole, such as `engines`; an equal value is no
+        change."""
         known = self._sections.get(name)
         if known is None or known[1] != value:
             self._sections.put(name, (name, value), self._next())
 
     def set_engines(self, now_ms: int, engines: list[dict[str, Any]]) -> None:
-        """The table of engines. That one is paused or drained is told by no fact, so it becomes an
-        event here."""
+        """Set the table of engines. No fact reports that an engine is paused or drained, so it
+        becomes an event here."""
         known = self._sections.get("engines")
         before = {each["id"]: each for each in known[1]} if known is not None else {}
         for each in engines:
@@ -302,8 +304,8 @@ class Mesh:
     def set_standing(
         self, id: str, priority: float, predicted: tuple[float, float, float] | None
     ) -> None:
-        """What the scheduler says of an open trajectory; one that the console has not heard of is
-        left to the facts."""
+        """Set the priority and prediction that the scheduler reports of an open trajectory. One
+        that the console does not know is left to the facts."""
         number = self._numbers.get(id)
         row = self._rows.get(number) if number is not None else None
         if (
@@ -322,21 +324,21 @@ class Mesh:
             self._rollouts.put(rollout, known, self._next())
 
     def engine_number(self, engine: str) -> int:
-        """By which rows and spans name an engine."""
+        """Return the number by which rows and spans name an engine."""
         if engine not in self._engine_numbers:
             self._engine_numbers[engine] = len(self._engine_numbers)
             self.set_section("engine_names", list(self._engine_numbers))
         return self._engine_numbers[engine]
 
-    # What comes out.
+    # Return what a page shows.
 
     def rollouts(self) -> list[Rollout]:
-        """All that are known, the one that changed first first."""
+        """Return all rollouts that are known, the one that changed first first."""
         return list(self._rollouts)
 
     def delta(self, since: Cursor) -> tuple[dict[str, Any], Cursor]:
-        """What has changed since a cursor, and the cursor after it. A page that is far behind gets
-        MOST_SPANS_A_DELTA spans at a time, and everything else at once."""
+        """Return what has changed since a cursor, and the cursor after it. A page that is far
+        behind gets MOST_SPANS_A_DELTA spans at a time, and everything else at once."""
         rows = self._rows.since(since.revision)
         spans, next_span = self.spans.since(since.span, MOST_SPANS_A_DELTA)
         events = [event for event in self._events if event["number"] >= since.event]
@@ -352,7 +354,7 @@ class Mesh:
         }
         return found, Cursor(self.revision, next_span, self._next_event)
 
-    # Its own.
+    # Helpers of this class.
 
     def _next(self) -> int:
         self.revision += 1
@@ -382,7 +384,7 @@ class Mesh:
         return row
 
     def _rollout(self, id: str, now_ms: int) -> Rollout:
-        """That has changed now."""
+        """Return a rollout, new where it is not known, and note that it has changed."""
         known = self._rollouts.get(id) or Rollout(id, now_ms, now_ms, self._version)
         known.last_ms = max(known.last_ms, now_ms)
         return self._rollouts.put(id, known, self._next())
@@ -415,8 +417,8 @@ class Mesh:
         return step
 
     def _end_live(self, row: Row, now_ms: int) -> None:
-        """Draw what a trajectory did until now as a bar: its tool, or a step of which no fact tells
-        the end."""
+        """Draw what a trajectory did until now as a bar: its tool, or a step whose end no fact
+        reports."""
         step = self._steps.get(row.id)
         if row.state == TOOL:
             self.spans.add(row.n, "tool", NO_ENGINE, row.since_ms, now_ms)

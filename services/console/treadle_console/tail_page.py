@@ -1,8 +1,8 @@
-"""What the interactive page on long tails asks: a rollout of given lengths, with a cap and with
-more samples or not.
+"""Answer the interactive page on long tails: play a rollout of given lengths, with a cap and with
+more samples or without.
 
-The answer is the core's own (`treadle_core.rollouts.tail`), for a seed that the page names, so that
-two questions differ by what was changed and not by chance.
+The core (`treadle_core.rollouts.tail`) computes the answer, for a seed that the page names, so that
+two answers differ by what the user changed and not by chance.
 """
 
 import math
@@ -19,12 +19,12 @@ from treadle_core.rollouts.tail import (
     play_tail,
 )
 
-MOST_SAMPLES = 4_096  # of all prompts together: what a page draws, and a millisecond of work
+MOST_SAMPLES = 4_096  # most samples of all prompts: what a page draws, and a millisecond of work
 
 
 class Asked(BaseModel):
-    """The words of a question. oversample: samples that are started, over those that are trained.
-    base_s, per_sequence_s: seconds of a decode step, and more for each sample in it."""
+    """Question that a page sends. oversample: samples that are started, over those that are
+    trained. base_s, per_sequence_s: seconds of a decode step, and more for each sample in it."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -40,11 +40,11 @@ class Asked(BaseModel):
 
 
 class QuestionError(Exception):
-    """The message names the field and what would be right."""
+    """A question that has no answer; the message names the field and what would be right."""
 
 
 def answer(words: dict[str, str]) -> dict[str, Any]:
-    """Raises QuestionError."""
+    """Return the answer to a question. Raises QuestionError."""
     try:
         asked = Asked.model_validate(words)
     except ValidationError as error:

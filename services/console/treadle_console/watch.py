@@ -1,9 +1,9 @@
-"""Ask the other services what no fact tells: loads of engines, jobs, policy, weights, priorities,
-resources, shaping.
+"""Request from other services what no fact reports: loads of engines, jobs, policy, weights,
+priorities, resources, shaping.
 
-Each question has a task of its own, so that a service which is away makes its own part of the page
-old and no other. The scheduler answers about many trajectories at a time, which costs it: the
-console then waits the longer.
+Each kind of request has a task of its own, so that a service which is away makes its own part of
+the page old and no other. A list of many trajectories costs the scheduler time: the console then
+waits the longer.
 """
 
 import asyncio
@@ -26,19 +26,20 @@ from treadle_console.state import Mesh
 log = structlog.get_logger()
 
 CALL_S = 5.0
-LOADS_EVERY_S = 1.0  # sidecars renew their leases, and say their load, about as often
+LOADS_EVERY_S = 1.0  # sidecars renew their leases, and report their load, about as often
 STANDING_EVERY_S = 2.0
 RESOURCES_EVERY_S = 2.0
 SHAPING_EVERY_S = 5.0
 SHARE_OF_SCHEDULER = 0.05  # most of its time that the console takes by listing trajectories
 PAGE = 500
-MOST_SHAPINGS = 8  # rollouts that are asked about at a time, the newest
+MOST_SHAPINGS = 8  # most rollouts that are requested at a time, the newest
 
 Connect = Callable[[str, str], grpc.aio.Channel]
 
 
 class Watch:
-    """scheduler: the channel to it. connect: to an address and the service there."""
+    """Requests to the other services, whose answers go to `mesh`. scheduler: the channel to it.
+    connect: opens a channel to an address and the service there."""
 
     def __init__(self, mesh: Mesh, scheduler: grpc.aio.Channel, connect: Connect) -> None:
         self._mesh, self._connect = mesh, connect
@@ -47,7 +48,7 @@ class Watch:
 
     @property
     def tasks(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
-        """To be run beside the server."""
+        """Return the tasks to run beside the server."""
         return [self._watch_loads, self._watch_standing, self._watch_resources, self._watch_shaping]
 
     async def _watch_loads(self) -> None:
@@ -78,14 +79,14 @@ class Watch:
             await asyncio.sleep(LOADS_EVERY_S)
 
     async def _watch_standing(self) -> None:
-        """Priorities and predictions of open trajectories, a page of the list at a time."""
+        """Update priorities and predictions of open trajectories, a page of the list at a time."""
         request = pb.ListTrajectoriesRequest(open_only=True, page_size=PAGE)
         while True:
             began_s = time.monotonic()
             pause_s = STANDING_EVERY_S
             try:
                 said = await self.scheduler.ListTrajectories(request, timeout=CALL_S)
-            except grpc.aio.AioRpcError:  # `_watch_loads` says so
+            except grpc.aio.AioRpcError:  # `_watch_loads` logs it
                 request.page_token = ""
             else:
                 for each in said.trajectories:
@@ -104,8 +105,8 @@ class Watch:
         await self._ask(RESOURCES_EVERY_S, lambda: self._directory.tools_address, ask)
 
     async def _watch_shaping(self) -> None:
-        """Of rollouts that run, and twice of each that is over: its last samples may be on their
-        way at the first."""
+        """Update the shaping of rollouts that run, and twice of each that is over: its last samples
+        may still be on their way the first time."""
         over, final = set[str](), set[str]()
 
         async def ask() -> None:
@@ -114,7 +115,7 @@ class Watch:
                 -MOST_SHAPINGS:
             ]
             for each in wanted:
-                is_over = each.closed == each.trajectories  # as of before the question
+                is_over = each.closed == each.trajectories  # as it was before the request
                 request = rollout_pb2.GetShapingRequest(rollout_id=each.id)
                 try:
                     said = await rollouts.GetShaping(request, timeout=CALL_S)

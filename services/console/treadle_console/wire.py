@@ -21,7 +21,8 @@ LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
 async def wire(runtime: Runtime) -> Wiring:
-    """Hear all facts that are kept, of about an hour, before the first page is served."""
+    """Assemble the service, and read all facts that are kept, of about an hour, before the first
+    page is served."""
     settings = cast(ConsoleSettings, runtime.settings)
     listener = bind_http("TREADLE_CONSOLE_HTTP_LISTEN", settings.http_listen)
     mesh = Mesh(settings.most_trajectories, settings.most_spans)

@@ -1,9 +1,9 @@
-"""Run an order: through the mesh, or straight on an engine while the mesh is away.
+"""Run an order through the mesh, or straight on an engine while the mesh is away.
 
 Invariants: the events of a call are one unbroken sequence of tokens and one end, also where the
-mesh goes away in its midst: what has come stays, and an engine goes on from there. A call that
-nobody reads any more ends its step. Only one thing ends a call without its end: no engine has
-answered for `give_up_s`.
+mesh goes away meanwhile: the tokens stay, and an engine continues from there. A call that nobody
+reads any more ends its step. Only one thing ends a call without its end: no engine has answered for
+`give_up_s`.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ log = structlog.get_logger()
 
 # ErrorInfo.reason: the scheduler has closed it, e.g. after a lease that had run out
 CLOSED = "TRAJECTORY_CLOSED"
-RETRY_S = 0.2  # between two attempts at engines none of which answers
+RETRY_S = 0.2  # between two attempts while no engine answers
 
 
 @dataclass(eq=False)
 class _Running:
-    """A call that runs. work: what generates for it at this moment. trajectory: of the step that it
+    """A call that runs. work: what generates for it at this moment. trajectory: whose step the call
     is at; None while it is at none, or while the mesh is away. stopped: it ends with the tokens
     that it has."""
 
@@ -42,11 +42,11 @@ class _Running:
 
     @property
     def engine_id(self) -> str:
-        """Of its engine; empty while it is on none."""
+        """Return the id of the call's engine; empty while it is on none."""
         return self.trajectory.engine_id if self.trajectory is not None else ""
 
     def stop(self) -> None:
-        """End it."""
+        """End the call with the tokens that it has."""
         self.stopped = True
         if self.work is not None:
             self.work.cancel()
@@ -72,17 +72,17 @@ class Calls:
 
     @property
     def running(self) -> int:
-        """Calls that have begun and not ended."""
+        """Return how many calls have begun and not ended."""
         return len(self._running)
 
     def running_on(self, engine_id: str) -> int:
-        """Calls that are on an engine."""
+        """Return how many calls are on an engine."""
         return sum(call.engine_id == engine_id for call in self._running)
 
     def abort(self, rid: str = "", engine_id: str = "") -> int:
-        """End the calls whose rid begins so, all where it is empty, with the tokens that they have.
-        engine_id: only those on this engine or on none yet, which a router would have sent to some
-        engine."""
+        """End the calls whose rid begins with `rid`, all where it is empty, with the tokens that
+        they have. engine_id: only those on this engine or on none yet, which a router would have
+        sent to some engine. Return how many."""
         found = [
             call
             for call in self._running
@@ -93,7 +93,7 @@ class Calls:
         return len(found)
 
     async def run(self, order: Order) -> AsyncGenerator[Tokens | Ended, None]:
-        """Tokens as they come, then the end. Raises Refused."""
+        """Yield tokens as they come, then the end. Raises Refused."""
         output, call = Output(), _Running(order.rid)
         self._running.add(call)
         try:
@@ -122,7 +122,8 @@ class Calls:
     async def _through_mesh(
         self, visit: Visit, order: Order, call: _Running
     ) -> AsyncGenerator[Tokens | Ended, None]:
-        """The events; they stop without an end where the mesh cannot go on. Raises Refused."""
+        """Yield the events of a call; they stop without an end where the mesh cannot continue.
+        Raises Refused."""
         queue = visit.listen()
         work = self._start(call, _pump(visit, order, queue.put_nowait, call), queue.put_nowait)
         try:
@@ -151,7 +152,7 @@ class Calls:
     async def _straight(
         self, order: Order, output: Output, call: _Running
     ) -> AsyncGenerator[Tokens | Ended, None]:
-        """The events that come after `output`, from an engine. Raises Refused."""
+        """Yield the events that come after `output`, from an engine. Raises Refused."""
         queue: asyncio.Queue[Event] = asyncio.Queue()
         work = self._start(
             call, self._ask_engines(order, output, queue.put_nowait), queue.put_nowait
@@ -169,8 +170,8 @@ class Calls:
     def _start(
         self, call: _Running, work: Coroutine[Any, Any, None], put: Callable[[Event], None]
     ) -> "asyncio.Task[None]":
-        """Start what generates for a call. `put` gets an end where it is cancelled, and the error
-        where it fails."""
+        """Start the task that generates for a call. `put` gets an end where it is cancelled, and
+        the error where it fails."""
 
         def end(ended: "asyncio.Task[None]") -> None:
             if ended.cancelled():
@@ -196,8 +197,8 @@ class Calls:
     async def _ask_engines(
         self, order: Order, output: Output, put: Callable[[Event], None]
     ) -> None:
-        """Go on from `output` on the engine of the session; on another one where that fails. Raises
-        Refused."""
+        """Continue from `output` on the session's engine, and on another one where that fails.
+        Raises Refused."""
         sampling, rid, silent_since = order.sampling, order.rid, time.monotonic()
         while True:
             before = len(output.token_ids)

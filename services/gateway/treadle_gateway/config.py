@@ -6,9 +6,7 @@ from pydantic import AfterValidator, Field, SecretStr, model_validator
 from treadle_runtime.config import OptionalFolder, Settings, address, addresses, is_loopback
 
 DEFAULT_IDLE_S = 1800.0  # longer than a tool runs
-DEFAULT_UNNAMED_IDLE_S = (
-    5.0  # nobody says when such a conversation is over, and an open one holds KV
-)
+DEFAULT_UNNAMED_IDLE_S = 5.0  # no message ends such a conversation, and an open one holds KV
 DEFAULT_AWAY_AFTER_S = (
     2.0  # a scheduler that is restarted answers again within 5 s; a request need not wait for it
 )
@@ -16,14 +14,15 @@ Address = Annotated[str, AfterValidator(lambda value: address(value, lowest_port
 
 
 class GatewaySettings(Settings):
-    """http_listen: where frameworks send their requests; `listen` answers gRPC health. scheduler:
-    of the mesh; several with commas between. api_key: what a caller must present (`Authorization:
-    Bearer KEY`); empty: nothing. tokenizer: a folder with tokenizer.json; empty: texts are refused,
-    and token ids alone are served. tool_parser, reasoning_parser: SGLang's names of them; empty:
-    those that the engines were started with. idle_s: a session whose last request ended so long ago
-    is closed. unnamed_idle_s: the same for requests without a session. away_after_s: the mesh is
-    away once it has not answered for so long. job: whose share of the engines the requests use.
-    served_model: how /v1/models names the model; empty: as the engines do."""
+    """Settings of the gateway. http_listen: where frameworks send their requests; `listen` answers
+    gRPC health. scheduler: address of the mesh's scheduler; several with commas between. api_key:
+    what a caller must present (`Authorization: Bearer KEY`); empty: nothing. tokenizer: a folder
+    with tokenizer.json; empty: texts are refused, and token ids alone are served. tool_parser,
+    reasoning_parser: SGLang's names of them; empty: those that the engines were started with.
+    idle_s: a session whose last request ended so long ago is closed. unnamed_idle_s: the same for
+    requests without a session. away_after_s: the mesh is away once it has not answered for so long.
+    job: whose share of the engines the requests use. served_model: how /v1/models names the model;
+    empty: as the engines do."""
 
     service: ClassVar[str] = "gateway"
 
@@ -42,7 +41,8 @@ class GatewaySettings(Settings):
 
     @model_validator(mode="after")
     def _opens_to_other_machines_with_a_key(self) -> Self:
-        """Who may send requests may also load weights and pause engines."""
+        """Raise ValueError where other machines could call without TLS or a key: callers may also
+        load weights and pause engines."""
         if self.insecure_plaintext or is_loopback(self.http_listen):
             return self
         for name, value in (

@@ -1,8 +1,8 @@
-"""Call the engines' own HTTP servers: for all requests while the mesh is away, and for what the
+"""Call the engines' own HTTP servers, for all requests while the mesh is away, and for what the
 mesh does not carry.
 
 While the mesh is away a session stays on its engine, where its KV is, and a new one goes to the
-engine with the fewest requests of ours. The engines are those that the mesh named last.
+engine with the fewest requests of this gateway. The engines are those that the mesh named last.
 """
 
 import asyncio
@@ -20,21 +20,20 @@ from treadle_gateway.mesh import MeshLink
 from treadle_gateway.order import Ended, Order, Refused, Tokens
 
 ANSWER_TIMEOUT_S = 10.0
-SILENT_S = 600.0  # of a stream; longer than the prefill of any context
+SILENT_S = 600.0  # silence of a stream; longer than the prefill of any context
 LONGEST_LINE_BYTES = 4 * 1024 * 1024
 REMEMBERED_SESSIONS = 100_000
-AVOIDED_S = (
-    5.0  # how long an engine that did not answer is asked only where the others did not either
-)
+AVOIDED_S = 5.0  # how long requests avoid an engine that did not answer, while another one answers
 _LOST = (aiohttp.ClientError, ConnectionError, TimeoutError, asyncio.IncompleteReadError)
-# What an answer that SGLang would not give raises.
+# Errors that an answer raises which SGLang would not give.
 _BROKEN = (LookupError, TypeError, ValueError)
 
 T = TypeVar("T")
 
 
 class EngineAway(Exception):  # noqa: N818 - what happened
-    """The engine does not answer, or broke off. unsent: it cannot have got the request."""
+    """Raised where an engine does not answer, or broke off. unsent: it cannot have got the
+    request."""
 
     def __init__(self, message: str, *, unsent: bool = False) -> None:
         super().__init__(message)
@@ -46,13 +45,13 @@ class Engines:
 
     def __init__(self, mesh: MeshLink) -> None:
         self._mesh = mesh
-        self._of_session: OrderedDict[str, str] = OrderedDict()  # its engine's URL
-        self._running: Counter[str] = Counter()  # requests of ours, by URL
+        self._of_session: OrderedDict[str, str] = OrderedDict()  # URL of the session's engine
+        self._running: Counter[str] = Counter()  # how many requests of this gateway run, by URL
         self._failed: dict[str, float] = {}  # when an engine did not answer, by URL
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
                 limit=0, keepalive_timeout=2.0
-            ),  # SGLang closes idle ones after 5 s
+            ),  # SGLang closes connections that are idle for 5 s
             read_bufsize=LONGEST_LINE_BYTES,
             timeout=aiohttp.ClientTimeout(
                 total=None, sock_connect=ANSWER_TIMEOUT_S, sock_read=SILENT_S
@@ -60,19 +59,20 @@ class Engines:
         )
 
     async def close(self) -> None:
-        """Break what is under way."""
+        """Close all connections, also those of running requests."""
         await self._http.close()
 
     @property
     def urls(self) -> list[str]:
-        """Of the engines that have told one, without those that are drained unless all are."""
+        """Return the URLs of the engines that report one, without those that are drained unless all
+        are."""
         told = [engine for engine in self._mesh.engines.values() if engine.url]
         return [engine.url for engine in told if not engine.draining] or [
             engine.url for engine in told
         ]
 
     def choose(self, session: str) -> str:
-        """The URL of the session's engine, or of the one with the fewest requests. Raises
+        """Return the URL of the session's engine, or of the one with the fewest requests. Raises
         EngineAway."""
         urls = self.urls
         if not urls:
@@ -90,7 +90,7 @@ class Engines:
         return chosen
 
     async def generate(self, order: Order) -> AsyncGenerator[Tokens | Ended, None]:
-        """Tokens as they come, then the end. Raises EngineAway, and Refused where the engine
+        """Yield tokens as they come, then the end. Raises EngineAway, and Refused where the engine
         refuses."""
         body = {
             "rid": order.rid,
@@ -111,7 +111,8 @@ class Engines:
                     raise Refused(str(answer["error"].get("message", answer["error"])))
                 meta, ids = answer["meta_info"], answer["output_ids"]
                 count, entries = meta["completion_tokens"], meta.get("output_token_logprobs") or []
-                # All tokens so far, or with --incremental-streaming-output the new ones alone.
+                # An answer has all tokens so far, or with --incremental-streaming-output the new
+                # ones alone.
                 start = received if len(ids) >= count else 0
                 new = slice(start, start + count - received)
                 if count > received:
@@ -130,8 +131,8 @@ class Engines:
         return time.monotonic() - self._failed.get(url, -AVOIDED_S) < AVOIDED_S
 
     async def until_sent(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """What `attempt` returns, which chooses an engine; tried again where this engine takes no
-        connection. Raises what the last attempt does."""
+        """Return what `attempt`, which chooses an engine, returns; repeat it where that engine
+        takes no connection. Raises what the last attempt does."""
         for _ in self.urls[1:]:
             try:
                 return await attempt()
@@ -141,11 +142,11 @@ class Engines:
         return await attempt()
 
     async def ask_any(self, method: str, path: str, body: object = None) -> Any:
-        """JSON of one engine. Raises EngineAway, Refused."""
+        """Return the JSON with which one engine answers. Raises EngineAway, Refused."""
         return await self.until_sent(lambda: self.ask(method, path, body, self.choose("")))
 
     async def ask(self, method: str, path: str, body: object, url: str) -> Any:
-        """JSON of this engine. Raises EngineAway, Refused."""
+        """Return the JSON with which this engine answers. Raises EngineAway, Refused."""
         async with self.request(method, url, path, body) as response:
             if response.status != 200:
                 raise Refused(await error_of(response), response.status)
@@ -159,7 +160,7 @@ class Engines:
     async def request(
         self, method: str, url: str, path: str, body: object = None, raw: bytes | None = None
     ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
-        """One HTTP exchange with one engine. raw: the body as it is, in place of JSON. Raises
+        """Run one HTTP exchange with one engine. raw: the body as it is, in place of JSON. Raises
         EngineAway."""
         headers = {"Content-Type": "application/json"} if raw is not None else None
         self._running[url] += 1
@@ -188,7 +189,7 @@ class Engines:
 
 
 def engine_sampling(sampling: Sampling) -> Mapping[str, object]:
-    """SGLang's sampling_params."""
+    """Return SGLang's sampling_params."""
     given = {
         "max_new_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
@@ -206,7 +207,7 @@ def engine_sampling(sampling: Sampling) -> Mapping[str, object]:
 
 
 async def error_of(response: aiohttp.ClientResponse) -> str:
-    """What an engine says of its refusal."""
+    """Return the reason that an engine gives for its refusal."""
     text = await response.text()
     try:
         answer = json.loads(text)

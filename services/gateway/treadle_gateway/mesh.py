@@ -1,9 +1,10 @@
-"""Know whether the mesh answers, and hold the client through which requests reach it while it does.
+"""Watch whether the mesh answers, and hold the client through which requests reach it while it
+does.
 
-A Visit is one time for which the mesh was there: its client, its sessions, and who waits for them.
-When the scheduler has not answered for `away_after_s`, or no engine is registered, the visit ends:
-whoever waits hears `AWAY` at once and goes on without the mesh, and the client is given up in the
-background. The next visit has a new client.
+A Visit is one time for which the mesh was there: its client, its sessions, and the calls that wait
+for them. When the scheduler has not answered for `away_after_s`, or no engine is registered, the
+visit ends: each waiting call receives `AWAY` at once and continues without the mesh, and the client
+is closed in the background. The next visit has a new client.
 """
 
 import asyncio
@@ -33,9 +34,9 @@ Event = Tokens | Ended | BaseException | str
 
 @dataclass(frozen=True)
 class KnownEngine:
-    """A registered engine. url: of its HTTP server; empty where its sidecar does not tell. address:
-    of its sidecar. context_tokens: of the longest sequence that it takes. ranks: its processes in a
-    trainer's process group. draining: an operator wants it empty."""
+    """A registered engine. url: of its HTTP server; empty where its sidecar does not report it.
+    address: of its sidecar. context_tokens: of the longest sequence that it takes. ranks: its
+    processes in a trainer's process group. draining: an operator wants it empty."""
 
     engine_id: str
     url: str
@@ -56,7 +57,7 @@ class Visit:
         self._queues: set[asyncio.Queue[Event]] = set()
 
     def listen(self) -> asyncio.Queue[Event]:
-        """A queue that hears AWAY when the visit ends; `leave` it."""
+        """Return a queue that receives AWAY when the visit ends; `leave` it."""
         queue: asyncio.Queue[Event] = asyncio.Queue()
         self._queues.add(queue)
         if self.over:
@@ -64,18 +65,18 @@ class Visit:
         return queue
 
     def leave(self, queue: asyncio.Queue[Event]) -> None:
-        """Hear nothing more."""
+        """Send nothing more to this queue."""
         self._queues.discard(queue)
 
     def end(self) -> None:
-        """Tell all who listen."""
+        """Send AWAY to all queues."""
         self.over = True
         for queue in self._queues:
             queue.put_nowait(AWAY)
 
 
 class MeshLink:
-    """Looks at the mesh for as long as `watch` runs. visit: the present one, None while the mesh is
+    """Watches the mesh for as long as `watch` runs. visit: the present one, None while the mesh is
     away. engines: those that were registered when it was last there."""
 
     def __init__(
@@ -97,15 +98,15 @@ class MeshLink:
 
     @property
     def context_tokens(self) -> int:
-        """Of the longest sequence that some engine takes."""
+        """Return the tokens of the longest sequence that some engine takes."""
         return max((engine.context_tokens for engine in self.engines.values()), default=0)
 
     def visits(self) -> int:
-        """1 while the mesh is there, else 0."""
+        """Return 1 while the mesh is there, else 0."""
         return int(self.visit is not None)
 
     async def watch(self) -> None:
-        """Background task: begin and end visits."""
+        """Begin and end visits, as a background task."""
         seen_s = -self._away_after_s
         async with asyncio.TaskGroup() as leaving:
             while True:
@@ -126,7 +127,7 @@ class MeshLink:
                 await asyncio.sleep(LOOK_S)
 
     async def sweep(self) -> None:
-        """Background task: close trajectories that will probably have no other turn."""
+        """Close trajectories that will probably have no other turn, as a background task."""
         while True:
             await asyncio.sleep(SWEEP_S)
             if self.visit is not None:

@@ -1,5 +1,4 @@
-"""The nouns of the gateway: what a request asks for, and what comes back, whatever its HTTP
-form."""
+"""The types of a request and of its answer, whatever its HTTP form."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,9 +7,9 @@ from typing import Any, Literal
 from treadle import Sampling, VersionSpan
 
 Finish = Literal["stop", "length", "abort"]
-HIGHEST_ID = 2**31 - 1  # of a token
+HIGHEST_ID = 2**31 - 1  # logprob of a token
 _NUMBER, _WHOLE = (int, float), (int,)
-_KINDS: Mapping[str, tuple[type, ...]] = {  # of Sampling's fields, where they are set
+_KINDS: Mapping[str, tuple[type, ...]] = {  # ranges of Sampling's fields, where they are set
     "max_new_tokens": _WHOLE,
     "temperature": _NUMBER,
     "top_p": _NUMBER,
@@ -24,8 +23,8 @@ _KINDS: Mapping[str, tuple[type, ...]] = {  # of Sampling's fields, where they a
 @dataclass(frozen=True)
 class Order:
     """One generation. session: whose trajectory it belongs to; empty: found by its tokens. prompt:
-    the whole context, as token ids, which nobody changes. rid: by which it may be aborted. Raises
-    Refused for what is not of its kind."""
+    the whole context, as token ids, which nobody changes. rid: name by which it may be aborted.
+    Raises Refused for a value of the wrong kind."""
 
     session: str
     prompt: list[int]
@@ -51,7 +50,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Tokens:
-    """New tokens of a generation. logprobs: as many."""
+    """New tokens of a generation. logprobs: one for each token."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -69,7 +68,7 @@ class Ended:
 
 @dataclass
 class Output:
-    """All that a generation has brought so far. spans: of weight versions, over its tokens."""
+    """Tokens of a generation so far, and its end. spans: of weight versions, over its tokens."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -91,7 +90,7 @@ class Output:
 
 
 def read_tokens(name: str, given: object) -> list[int]:
-    """The value of a field that holds token ids. Raises Refused."""
+    """Return the value of a field that holds token ids. Raises Refused."""
     if (
         isinstance(given, list)
         and set(map(type, given)) == {int}
@@ -103,7 +102,8 @@ def read_tokens(name: str, given: object) -> list[int]:
 
 
 def read_stops(given: Mapping[str, object]) -> dict[str, Any]:
-    """Sampling's stop and stop_token_ids, which all forms call so. Raises Refused."""
+    """Return Sampling's stop and stop_token_ids, which have these names in all forms. Raises
+    Refused."""
     stop, ids = given.get("stop") or [], given.get("stop_token_ids") or []
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not isinstance(ids, list):
@@ -112,8 +112,8 @@ def read_stops(given: Mapping[str, object]) -> dict[str, Any]:
 
 
 class Refused(Exception):  # noqa: N818 - what happened to the request
-    """The request cannot be served as it is; the message says which field and what would be
-    right."""
+    """Raised where the request cannot be served as it is; the message names the field and what
+    would be right."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)

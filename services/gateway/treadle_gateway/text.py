@@ -1,8 +1,8 @@
-"""Text of token ids and token ids of text, by the model's own tokenizer.
+"""Convert token ids to text and text to token ids, by the model's own tokenizer.
 
 Only what a person or a template wrote is ever tokenised. What the model sampled stays as it was
-sampled: `extend` gives the token ids of a conversation that goes on as the ids that are known and
-the tokens of the text that follows them.
+sampled: `extend` returns, for a conversation that continues, the ids that are known and then the
+tokens of the text that follows them.
 """
 
 import json
@@ -30,16 +30,17 @@ class TextModel:
         self.end_token_ids = _end_token_ids(folder)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """special: add the tokens with which the model begins a text, if it has some."""
+        """Return the token ids of a text. special: add the tokens with which the model begins a
+        text, if it has some."""
         return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
-        """The text of tokens."""
+        """Return the text of tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special))
 
     def extend(self, known: Sequence[int], rendered: Sequence[int]) -> list[int] | None:
-        """The token ids of a rendered conversation that begins with `known`, with those kept as
-        they are; None where its text does not begin with theirs."""
+        """Return the token ids of a rendered conversation that begins with `known`, with those kept
+        as they are; None where its text does not begin with theirs."""
         before = self.decode(known, skip_special=False)
         whole = self.decode(rendered, skip_special=False)
         if not whole.startswith(before):
@@ -48,7 +49,7 @@ class TextModel:
 
 
 class TextStream:
-    """The text of an answer while its tokens come. trim: without what will end it, a token or a
+    """The text of an answer while its tokens come. trim: leave out what will end it, a token or a
     stop string."""
 
     def __init__(
@@ -63,12 +64,12 @@ class TextStream:
         )
         self._stops = sampling.stop if trim else ()
         self._ids: list[int] = []
-        self._known = 0  # of these ids: their text was read, and stands before that of the others
-        self._held = ""  # in which a stop string may begin
+        self._known = 0  # ids whose text was read, and stands before that of the others
+        self._held = ""  # text in which a stop string may begin
         self._stopped = False
 
     def add(self, token_ids: Iterable[int]) -> str:
-        """Take the next tokens; returns the text that is certain now, after that of earlier
+        """Take the next tokens; return the text that is certain now, after that of earlier
         calls."""
         if self._stopped:
             return ""
@@ -80,7 +81,7 @@ class TextStream:
         return text
 
     def _read(self, token_ids: Iterable[int]) -> str:
-        """The text of new tokens, once the last of their characters is whole."""
+        """Return the text of new tokens, once the last of their characters is whole."""
         self._ids += token_ids
         before = self._model.decode(self._ids[: self._known], skip_special=self._skip_special)
         text = self._model.decode(self._ids, skip_special=self._skip_special)
@@ -93,7 +94,7 @@ class TextStream:
 def matched_end(
     model: TextModel, output: Output, stop: Sequence[str], stop_token_ids: Iterable[int]
 ) -> int | str | None:
-    """What ended an answer: a token id, or a stop string."""
+    """Return what ended an answer: a token id, or a stop string."""
     last = output.token_ids[-1] if output.token_ids else None
     if last is not None and last in model.end_token_ids | frozenset(stop_token_ids):
         return last
@@ -102,8 +103,8 @@ def matched_end(
 
 
 def is_whole(model: TextModel | None, token_ids: Sequence[int], sampling: Sampling) -> bool:
-    """Whether tokens end as an answer does: by a token that ends it, or with a stop string in the
-    last of its text."""
+    """Return whether tokens end as an answer does: by a token that ends it, or with a stop string
+    in the last of its text."""
     ends = (model.end_token_ids if model is not None else frozenset()) | frozenset(
         sampling.stop_token_ids
     )
@@ -120,7 +121,7 @@ def is_whole(model: TextModel | None, token_ids: Sequence[int], sampling: Sampli
 def answer_text(
     model: TextModel, output: Output, matched: int | str | None, *, skip_special: bool, trim: bool
 ) -> str:
-    """The text of an answer. trim: without what ended it."""
+    """Return the text of an answer. trim: without what ended it."""
     ids = output.token_ids
     if trim and isinstance(matched, int) and ids and ids[-1] == matched:
         ids = ids[:-1]
@@ -141,7 +142,7 @@ def _end_token_ids(folder: Path) -> frozenset[int]:
 
 
 def require_model(model: TextModel | None) -> TextModel:
-    """Raises Refused where there is no tokenizer."""
+    """Return the model. Raises Refused where there is no tokenizer."""
     if model is None:
         raise Refused(
             "text needs the model's tokenizer: set TREADLE_GATEWAY_TOKENIZER to its folder", 501

@@ -1,13 +1,13 @@
-"""Weights that a trainer brings over HTTP, handed to the mesh: parts that it pushes, loads from
-disk, process groups.
+"""Hand to the mesh the weights that a trainer brings over HTTP: pushed parts, loads from disk,
+process groups.
 
-SGLang takes each part of new weights as an update of its own, and its trainers say nowhere which
-part is the last. The mesh wants to know: between the first part and the last an engine runs
-nothing, and then serves the new version. So the push to an engine begins with the first part of a
-version and ends when the trainer lets the engine go on.
+SGLang takes each part of new weights as an update of its own, and its trainers mark no part as the
+last. The mesh needs the last one: between the first part and the last an engine runs nothing, and
+then serves the new version. So the push to an engine begins with the first part of a version and
+ends when the trainer resumes the engine.
 
 Invariants: a version is the desired one before an engine gets a part of it; after a part that an
-engine did not take, no engine is told that it has all of them.
+engine did not take, no engine receives the end of the push.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ Way = Literal["distributed", "tensor", "ipc"]
 
 @dataclass
 class _Push:
-    """A push to one engine. parts: that it was sent. failed: why it cannot go on."""
+    """A push to one engine. parts: how many were sent. failed: why it cannot continue."""
 
     push_id: str
     weight_version: str
@@ -44,7 +44,7 @@ class _Push:
     failed: str = ""
 
     def next_part(self, *, last: bool, **body: bytes) -> engine_pb2.PushWeightsRequest:
-        """The request with the part after those that were sent."""
+        """Return the request with the part after those that were sent."""
         self.parts += 1
         return engine_pb2.PushWeightsRequest(
             request_id=f"{self.push_id}-{self.parts}",
@@ -57,13 +57,13 @@ class _Push:
 
 
 class Updates:
-    """Updates under way, and other calls of trainers to sidecars. mesh: the connection that they go
-    through."""
+    """Updates under way, and other calls of trainers to sidecars. mesh: the connection for these
+    calls."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._pushes: dict[str, _Push] = {}  # by engine id
-        self._loads: dict[tuple[str, str], asyncio.Task[Errors]] = {}  # by path and version
+        self._pushes: dict[str, _Push] = {}  # pushes by engine id
+        self._loads: dict[tuple[str, str], asyncio.Task[Errors]] = {}  # loads by path and version
         self._unnamed: tuple[str, str, set[str]] = (
             "",
             "",
@@ -81,7 +81,7 @@ class Updates:
     async def call(
         self, engines: Collection[KnownEngine], name: str, request: Callable[[KnownEngine], Any]
     ) -> Errors:
-        """Call an RPC of the sidecars of engines, all at once. Returns errors by engine id."""
+        """Call an RPC of the sidecars of engines, all at once. Return errors by engine id."""
         timeout_s = self._mesh.timeouts.weights_s
 
         def call_of(engine: KnownEngine) -> "Callable[[EngineServiceAsyncStub], Awaitable[object]]":
@@ -92,7 +92,7 @@ class Updates:
         )
 
     async def load_of(self, engine: KnownEngine) -> engine_pb2.Load:
-        """What the sidecar of an engine says of it at this moment. Raises Refused."""
+        """Return the load that an engine's sidecar reports at this moment. Raises Refused."""
         found: list[engine_pb2.Load] = []
 
         async def ask(stub: "EngineServiceAsyncStub") -> None:
@@ -107,12 +107,12 @@ class Updates:
         return found[0]
 
     async def versions_of(self, engines: Sequence[KnownEngine]) -> set[str]:
-        """The versions that engines serve at this moment. Raises Refused."""
+        """Return the versions that engines serve at this moment. Raises Refused."""
         return {load.weight_version for load in await asyncio.gather(*map(self.load_of, engines))}
 
     async def until_runs(self, engine: KnownEngine) -> None:
         """Wait until an engine may run what its sidecar does not know of: it is not paused, has
-        whole weights and all its memory. One whose sidecar does not answer is not waited for."""
+        whole weights and all its memory. Return at once where its sidecar does not answer."""
         with suppress(Refused):
             while True:
                 load = await self.load_of(engine)
@@ -125,7 +125,7 @@ class Updates:
     async def take(
         self, engines: Sequence[KnownEngine], way: Way, body: Mapping[str, Any]
     ) -> Errors:
-        """Give a part to engines, all at once; returns once each of them has it, with the errors of
+        """Send a part to engines, all at once; return once each of them has it, with the errors of
         those that do not. The first one that fails ends it for all, since a broadcast needs all
         ranks, and the push has failed on all engines. Raises TreadleError, Refused."""
         version = self._version_of(engines, way, body.get("weight_version"))
@@ -171,8 +171,8 @@ class Updates:
         }
 
     async def finish(self, engines: Sequence[KnownEngine]) -> Errors:
-        """End the pushes to engines, which serve the new version from then on. Returns the errors
-        of those that do not. Does nothing where none is under way. Raises TreadleError."""
+        """End the pushes to engines, which serve the new version from then on. Return the errors of
+        those that do not. Does nothing where none is under way. Raises TreadleError."""
         pushes = {
             each.engine_id: self._pushes.pop(each.engine_id)
             for each in engines
@@ -202,7 +202,8 @@ class Updates:
         return errors
 
     def forget_failed(self, engines: Sequence[KnownEngine]) -> None:
-        """The trainer begins anew: a push that has failed may be repeated under its version."""
+        """Forget pushes that failed, as the trainer begins anew and may repeat them under their
+        version."""
         for engine in engines:
             push = self._pushes.get(engine.engine_id)
             if push is not None and push.failed:
@@ -211,9 +212,9 @@ class Updates:
     async def load(
         self, engines: Sequence[KnownEngine], model_path: str, version: object
     ) -> tuple[str, Errors]:
-        """Have all engines of the mesh load weights from disk; returns their version, and the
-        errors of these engines, once these have loaded. Who asks for each engine in turn waits for
-        the same load. Raises TreadleError."""
+        """Have all engines of the mesh load weights from disk; return their version, and the errors
+        of these engines, once these have loaded. A caller of each engine in turn waits for the same
+        load. Raises TreadleError."""
         name = self._name(model_path, engines) if version is None else str(version)
         load = self._loads.get((model_path, name))
         if load is None:
@@ -272,8 +273,8 @@ class Updates:
         return known or self._name(way, engines)
 
     def _name(self, what: str, engines: Sequence[KnownEngine]) -> str:
-        """A name for weights that their trainer does not name: the same for all engines, each of
-        which it brings them to once."""
+        """Return a name for weights that their trainer does not name: the same for all engines, to
+        each of which it brings them once."""
         name, of, begun = self._unnamed
         ids = {engine.engine_id for engine in engines}
         if of != what or begun & ids:
@@ -283,7 +284,7 @@ class Updates:
 
 
 async def _until_one_fails(calls: Sequence["asyncio.Future[Errors]"]) -> Errors:
-    """The errors of the first of the calls that fails; none once all are done."""
+    """Return the errors of the first of the calls that fails; none once all are done."""
     for call in asyncio.as_completed(calls):
         if errors := await call:
             return errors

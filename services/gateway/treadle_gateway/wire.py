@@ -1,5 +1,5 @@
 """Assemble the gateway: the link to the mesh, the engines, and an HTTP server beside the gRPC one
-that says health."""
+that reports health."""
 
 import random
 import time
@@ -42,7 +42,7 @@ async def wire(runtime: Runtime) -> Wiring:
     except FileNotFoundError as error:
         raise StartError(str(error)) from error
     listener = bind_http("TREADLE_GATEWAY_HTTP_LISTEN", settings.http_listen)
-    # Without spans and metrics: it is asked twice a second.
+    # This client has no spans and metrics: it makes two calls a second.
     channels = Channels(receive_limit_bytes(settings), [], runtime.certificates)
     scheduler = SchedulerServiceStub(channels.follow(settings.scheduler, "scheduler"))
 

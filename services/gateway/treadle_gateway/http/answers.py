@@ -1,5 +1,5 @@
-"""What all HTTP forms share: reading a body, the session of a request, and ending a call whose
-caller has gone."""
+"""Functions that all HTTP forms share: read a body, find the session of a request, and end a call
+whose caller has gone."""
 
 import asyncio
 import json
@@ -11,19 +11,19 @@ from starlette.requests import Request
 from treadle_gateway.order import Refused
 
 EVENT_STREAM = "text/event-stream"
-# Headers that name a session, the first that is there: SkyRL and prime-rl; SGLang's gateway.
+# Headers that name a session, the first present one counts: SkyRL and prime-rl; SGLang's gateway.
 SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")
-MOST_COPIES = 1024  # of one prompt
+MOST_COPIES = 1024  # most answers to one prompt
 
 T = TypeVar("T")
 
 
 class CallerGone(Exception):  # noqa: N818 - what happened
-    """The connection was closed before the answer."""
+    """Raised where the caller closed the connection before the answer."""
 
 
 def read_body(raw: bytes) -> dict[str, Any]:
-    """A request's JSON object. Raises Refused."""
+    """Return a request's JSON object. Raises Refused."""
     try:
         body = json.loads(raw or b"{}")
     except ValueError as error:
@@ -34,7 +34,7 @@ def read_body(raw: bytes) -> dict[str, Any]:
 
 
 def session_of(request: Request, body: Mapping[str, Any]) -> str:
-    """The session that a request names; empty where it names none."""
+    """Return the session that a request names; empty where it names none."""
     for header in SESSION_HEADERS:
         if value := request.headers.get(header):
             return value
@@ -51,7 +51,7 @@ def session_of(request: Request, body: Mapping[str, Any]) -> str:
 
 
 async def run_unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the caller closes the connection. Raises
+    """Return the result of `work`, which is cancelled when the caller closes the connection. Raises
     CallerGone."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_until_gone(request))
@@ -63,7 +63,7 @@ async def run_unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
         try:
             return await working
         except ExceptionGroup as group:
-            raise group.exceptions[0] from None  # of a batch: the first request that was refused
+            raise group.exceptions[0] from None  # the first request of a batch that was refused
     finally:
         for task in (working, gone):
             task.cancel()

@@ -1,4 +1,4 @@
-"""The HTTP surface: which path is answered by what, and how a refusal looks."""
+"""Serve HTTP: map each path to what answers it, and write refusals."""
 
 import hmac
 from collections.abc import Awaitable, Callable
@@ -21,8 +21,8 @@ from treadle_gateway.order import Refused
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 Paths = dict[str, tuple[Endpoint, list[str]]]
-CLIENT_CLOSED = 499  # as nginx has it; nobody reads it
-OPEN_PATHS = ("/health", "/health_generate")  # to probes, which have no key
+CLIENT_CLOSED = 499  # nginx' own status for it; nobody reads it
+OPEN_PATHS = ("/health", "/health_generate")  # open to probes, which have no key
 
 # vLLM's and prime-rl's own groups, which SGLang's processes cannot join.
 VLLM_GROUPS = ("/init_weight_transfer_engine", "/init_broadcaster", "/collective_rpc")
@@ -42,7 +42,7 @@ NO_ADAPTERS = (
 
 
 class KeyCheck:
-    """Lets nobody in without the key, but probes of health."""
+    """Middleware that refuses requests without the key, except probes of health."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app, self._wanted = app, f"Bearer {api_key}".encode()
@@ -67,7 +67,7 @@ def make_app(
     control: Control,
     api_key: str,
 ) -> Starlette:
-    """The application. api_key: empty: everybody may call."""
+    """Return the application. api_key: empty: everybody may call."""
     routes = [
         *_routes("", _generation(sglang, openai, vllm)),
         *_routes("", _fleet(fleet, control)),
@@ -116,7 +116,7 @@ def _fleet(fleet: Fleet, control: Control) -> Paths:
 
 
 def _training(control: Control) -> Paths:
-    """At the root: of all engines."""
+    """Return the paths for trainers at the root, which are for all engines."""
     return {
         **_training_of_one(control),
         "/add_worker": (control.add_worker, ["POST"]),
@@ -154,8 +154,8 @@ def _training_of_one(control: Control) -> Paths:
 
 
 def _engine(sglang: SglangApi, control: Control) -> Paths:
-    """Below /engines/{engine_id}, as slime calls its workers. Where a request generates is for the
-    mesh to say."""
+    """Return the paths below /engines/{engine_id}, as slime calls its workers. The mesh decides
+    where a request generates."""
     return {
         "/generate": (sglang.generate, ["POST", "PUT"]),
         **_training_of_one(control),
@@ -179,7 +179,7 @@ async def _refuse(request: Request, refusal: Exception) -> Response:
 
 
 def _answer(refusal: Refused) -> Response:
-    """In the form that both SGLang's and OpenAI's clients read."""
+    """Return a refusal in the form that both SGLang's and OpenAI's clients read."""
     error = {
         "message": str(refusal),
         "type": "invalid_request_error" if refusal.status < 500 else "server_error",

@@ -1,9 +1,9 @@
 """Turn a conversation into token ids, and an answer's text into a message, by the model's own
 template and parsers.
 
-The engines render and parse: what a template or a tool-call format looks like is known to SGLang,
-once. Of a session that goes on, what the model sampled keeps its token ids, and only the text after
-them is tokenised.
+The engines render and parse, so that SGLang alone knows templates and tool-call formats. In a
+session that continues, what the model sampled keeps its token ids, and only the text after them is
+tokenised.
 """
 
 import uuid
@@ -29,7 +29,7 @@ RENDERED = (
 
 @dataclass(frozen=True)
 class Message:
-    """What an assistant said. tool_calls: in OpenAI's form."""
+    """Message of an assistant. tool_calls: in OpenAI's form."""
 
     content: str
     reasoning: str
@@ -37,9 +37,9 @@ class Message:
 
 
 class Chat:
-    """Renders and parses with the engines. `parsers`: SGLang's names of the tool-call and the
-    reasoning parser; empty: what the engines were started with. retokenised: turns of a session
-    whose text did not go on from the tokens that were sampled."""
+    """Renders conversations and parses answers with the engines. `parsers`: SGLang's names of the
+    tool-call and the reasoning parser; empty: what the engines were started with. retokenised:
+    turns of a session whose text did not continue from the tokens that were sampled."""
 
     def __init__(
         self, engines: Engines, mesh: MeshLink, model: TextModel | None, parsers: tuple[str, str]
@@ -51,8 +51,8 @@ class Chat:
     async def render(
         self, session: str, body: Mapping[str, Any], known: Sequence[int] = ()
     ) -> list[int]:
-        """The token ids of a conversation. known: of its beginning, where the caller knows them.
-        Raises Refused."""
+        """Return the token ids of a conversation. known: those of its beginning, where the caller
+        knows them. Raises Refused."""
         request = {name: body[name] for name in RENDERED if body.get(name) is not None}
         rendered: list[int] = (await self._ask("/tokenize", request))["tokens"]
         if self._model is None:

@@ -1,13 +1,14 @@
-"""What trainers ask of engines: pause, go on, flush, abort, new weights, memory, state.
+"""Answer what trainers request of engines: pause, continue, flush, abort, new weights, memory,
+state.
 
 At the root a call is for all engines, which then look like one large engine; below
 /engines/{engine_id} it is for one, as slime and SGLang's gateway call each of their workers.
-SGLang's words are spoken, and those in which vLLM differs: a pause with `mode=abort`, SGLang's
+Requests have SGLang's form, or vLLM's where that differs: a pause with `mode=abort`, SGLang's
 default, ends running steps with the tokens that they have (verl, slime, AReaL, ROLL); `keep`
 (SkyRL, prime-rl) and `in_place` leave them where they are.
 
-What changes an engine goes through its sidecar, so that the mesh knows which weights serve what.
-While the mesh is away such calls are refused.
+What changes an engine goes through its sidecar, so that the mesh knows which weights each engine
+serves. While the mesh is away such calls are refused.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ from treadle_gateway.order import Refused
 from treadle_gateway.updates import Updates, Way
 
 ENDS_STEPS = {"abort": True, "keep": False, "in_place": False, "retract": False, "wait": False}
-# What an engine answers itself: it changes neither its weights nor what it runs.
+# Paths that an engine answers itself: they change neither its weights nor what it runs.
 PASSED_ON = frozenset(
     {"server_info", "get_server_info", "model_info", "get_model_info", "v1/models", "get_load"}
 )
@@ -45,7 +46,7 @@ PASSED_ON |= {
 
 
 class Control:
-    """Calls to all engines, or to one."""
+    """Endpoints for trainers, which call all engines, or one."""
 
     def __init__(
         self, link: MeshLink, engines: Engines, calls: Calls, proxy: Proxy, updates: Updates
@@ -59,7 +60,7 @@ class Control:
         )
 
     async def pause(self, request: Request) -> Response:
-        """POST /pause_generation, /pause?mode=."""
+        """Pause the engines: POST /pause_generation, /pause?mode=."""
         mode = request.query_params.get("mode") or (await _body(request)).get("mode") or "abort"
         if mode not in ENDS_STEPS:
             raise Refused(f"mode: must be one of {', '.join(ENDS_STEPS)}, is {mode!r}")
@@ -79,8 +80,8 @@ class Control:
         return await _said(work(), "paused")
 
     async def go_on(self, request: Request) -> Response:
-        """POST /continue_generation, /resume: what was pushed to the engines is whole, and they
-        generate."""
+        """Let the engines generate: POST /continue_generation, /resume. What was pushed to them is
+        whole."""
         engines = self._scope(request)
 
         async def work() -> dict[str, str]:
@@ -93,11 +94,12 @@ class Control:
         return await _said(work(), "continued")
 
     async def flush(self, request: Request) -> Response:
-        """GET, POST /flush_cache, /reset_prefix_cache. An engine that runs something refuses."""
+        """Empty the engines' caches: GET, POST /flush_cache, /reset_prefix_cache. An engine that
+        runs something refuses."""
         return await _said(self._flush(self._scope(request)), "flushed")
 
     async def abort(self, request: Request) -> Response:
-        """POST /abort_request: calls of this gateway end with the tokens that they have. At one
+        """End calls of this gateway with the tokens that they have: POST /abort_request. For one
         engine: those that are on it, or on none yet."""
         body = await _body(request)
         rid = "" if body.get("abort_all") else str(body.get("rid") or "")
@@ -109,8 +111,8 @@ class Control:
         return JSONResponse({"success": True, "message": f"{aborted} ended", "aborted": aborted})
 
     async def load_weights(self, request: Request) -> Response:
-        """POST /update_weights_from_disk; prime-rl's /update_weights, where the folder's name is
-        the version's."""
+        """Load weights from a folder: POST /update_weights_from_disk; prime-rl's /update_weights,
+        where the folder's name is the version's."""
         body = await _body(request)
         folder = body.get("weight_dir")
         path = body.get("model_path") or folder
@@ -126,7 +128,7 @@ class Control:
         return await _said(work(), "loaded")
 
     async def push_weights(self, request: Request) -> Response:
-        """POST /update_weights_from_distributed, _tensor, _ipc: one part of new weights."""
+        """Push one part of new weights: POST /update_weights_from_distributed, _tensor, _ipc."""
         engines, body = self._scope(request), await _body(request)
         way: str = request.path_params["way"]
         if way not in get_args(Way):
@@ -141,22 +143,24 @@ class Control:
         return await _said(work(), "this part is there")
 
     async def begin_update(self, request: Request) -> Response:
-        """POST /begin_weight_update: sidecars open the session with the first part."""
+        """Begin an update: POST /begin_weight_update. Sidecars open the session with the first
+        part."""
         self._updates.forget_failed(self._scope(request))
         return JSONResponse({"success": True, "message": "push the parts"})
 
     async def end_update(self, request: Request) -> Response:
-        """POST /end_weight_update: what was pushed is whole."""
+        """End an update: POST /end_weight_update. What was pushed is whole."""
         return await _said(
             self._updates.finish(self._scope(request)), "the pushed weights are served"
         )
 
     async def join_group(self, request: Request) -> Response:
-        """POST /init_weights_update_group; answers once all ranks are there."""
+        """Join a process group: POST /init_weights_update_group. Answers once all ranks are
+        there."""
         return await _said(self._updates.join(self._scope(request), await _body(request)), "joined")
 
     async def leave_group(self, request: Request) -> Response:
-        """POST /destroy_weights_update_group."""
+        """Leave a process group: POST /destroy_weights_update_group."""
         name = str((await _body(request)).get("group_name") or "weight_update_group")
         message = engine_pb2.LeaveWeightsGroupRequest(request_id=_request_id(), group_name=name)
         return await _said(
@@ -164,8 +168,8 @@ class Control:
         )
 
     async def sleep(self, request: Request) -> Response:
-        """POST /release_memory_occupation; vLLM's /sleep?tags=, whose levels the mesh does not tell
-        apart."""
+        """Give memory to the trainer: POST /release_memory_occupation; vLLM's /sleep?tags=, whose
+        levels the mesh does not distinguish."""
         tags, engines = await _tags(request), self._scope(request)
         message = engine_pb2.SleepRequest(
             request_id=_request_id(), mode=_pause_mode(ends_steps=False), tags=tags
@@ -178,21 +182,21 @@ class Control:
         return await _said(work(), "asleep")
 
     async def wake(self, request: Request) -> Response:
-        """POST /resume_memory_occupation; vLLM's /wake_up?tags=."""
+        """Take memory back: POST /resume_memory_occupation; vLLM's /wake_up?tags=."""
         message = engine_pb2.WakeRequest(request_id=_request_id(), tags=await _tags(request))
         return await _said(
             self._updates.call(self._scope(request), "Wake", lambda _: message), "awake"
         )
 
     async def weight_version(self, request: Request) -> Response:
-        """GET /get_weight_version: with commas between where engines serve different ones."""
+        """Return the weight version, several with commas between: GET /get_weight_version."""
         versions = await self._updates.versions_of(self._scope(request))
         return JSONResponse({"weight_version": ",".join(sorted(versions))})
 
     async def health(self, request: Request) -> Response:
-        """GET /engines/{engine_id}/health, health_generate: 200 while its sidecar says that it is
-        well. No token is sampled for it: an engine whose memory is with a trainer would die of one.
-        """
+        """Answer 200 while the engine's sidecar reports it healthy: GET
+        /engines/{engine_id}/health, health_generate. No token is sampled: an engine whose memory is
+        with a trainer would die of it."""
         engine = self._one(request)
         if self._link.visit is None:
             return await self._pass_on(engine, "GET", "/health", b"")
@@ -203,8 +207,8 @@ class Control:
         )
 
     async def load(self, request: Request) -> Response:
-        """GET /engines/{engine_id}/v1/loads: as the engine tells, with the calls that wait in its
-        sidecar counted."""
+        """Return the load that the engine reports, and count the calls that wait in its sidecar:
+        GET /engines/{engine_id}/v1/loads."""
         engine = self._one(request)
         try:
             query = f"?{request.url.query}" if request.url.query else ""
@@ -217,8 +221,8 @@ class Control:
         return JSONResponse(answer)
 
     async def server_info(self, request: Request) -> Response:
-        """GET /server_info, /get_server_info: the fleet as one engine with the accelerators of
-        all."""
+        """Describe the fleet as one engine with the accelerators of all: GET /server_info,
+        /get_server_info."""
         engines = self._scope(request)
         try:
             answer: dict[str, Any] = await self._engines.ask(
@@ -233,11 +237,11 @@ class Control:
         )
 
     async def world_size(self, request: Request) -> Response:
-        """GET /get_world_size, as vLLM has it."""
+        """Return the number of ranks in vLLM's form: GET /get_world_size."""
         return JSONResponse({"world_size": sum(engine.ranks for engine in self._scope(request))})
 
     async def tokenize(self, request: Request) -> Response:
-        """POST /tokenize, /detokenize: as an engine answers; vLLM's clients read a text as
+        """Forward to an engine: POST /tokenize, /detokenize. vLLM's clients name a text
         `prompt`."""
         try:
             answer = await self._engines.ask_any("POST", request.url.path, await _body(request))
@@ -246,8 +250,8 @@ class Control:
         return JSONResponse({"prompt": answer["text"]} | answer if "text" in answer else answer)
 
     async def add_worker(self, request: Request) -> Response:
-        """POST /workers, /add_worker: an engine whose sidecar has told of it is known already, and
-        so is the gateway itself, as which the fleet is one engine."""
+        """Accept a worker: POST /workers, /add_worker. An engine whose sidecar has registered it is
+        known already, and so is the gateway itself, as which the fleet is one engine."""
         url = str(
             request.query_params.get("url") or (await _body(request)).get("url") or ""
         ).rstrip("/")
@@ -262,12 +266,12 @@ class Control:
         )
 
     async def remove_worker(self, request: Request) -> Response:
-        """DELETE /workers/{engine_id}: changes nothing, as the mesh leaves out an engine that does
-        not answer."""
+        """Change nothing, as the mesh leaves out an engine that does not answer: DELETE
+        /workers/{engine_id}."""
         return JSONResponse({"status": "accepted", "worker_id": self._one(request).engine_id}, 202)
 
     async def other(self, request: Request) -> Response:
-        """What an engine answers itself, below /engines/{engine_id}/."""
+        """Forward what an engine answers itself, below /engines/{engine_id}/."""
         path = request.path_params["path"]
         if path not in PASSED_ON:
             raise Refused(
@@ -281,7 +285,7 @@ class Control:
         )
 
     def _scope(self, request: Request) -> list[KnownEngine]:
-        """The engines that a call is for. Raises Refused, also while the mesh is away."""
+        """Return the engines that a call is for. Raises Refused, also while the mesh is away."""
         if self._link.visit is None:
             raise Refused("the mesh is away: ask again when /health says that it is there", 503)
         if "engine_id" in request.path_params:
@@ -296,7 +300,7 @@ class Control:
         return engine
 
     async def _flush(self, engines: list[KnownEngine]) -> dict[str, str]:
-        """Returns errors by engine id."""
+        """Empty the engines' caches; return errors by engine id."""
         errors: dict[str, str] = {}
 
         async def one(engine: KnownEngine) -> None:
@@ -320,7 +324,7 @@ class Control:
 
 
 def refuse(what: str) -> Callable[[Request], Awaitable[Response]]:
-    """An endpoint that says why it carries nothing."""
+    """Return an endpoint that refuses all requests with a reason."""
 
     async def endpoint(request: Request) -> Response:
         raise Refused(f"{request.url.path}: {what}", 501)
@@ -329,7 +333,7 @@ def refuse(what: str) -> Callable[[Request], Awaitable[Response]]:
 
 
 def _url_of(engine: KnownEngine) -> str:
-    """Raises Refused."""
+    """Return the URL of an engine's HTTP server. Raises Refused."""
     if not engine.url:
         raise Refused(
             f"the sidecar of {engine.engine_id} does not tell where its engine's HTTP server is",
@@ -347,7 +351,7 @@ async def _body(request: Request) -> dict[str, Any]:
 
 
 async def _tags(request: Request) -> list[str]:
-    """Of memory; none: all."""
+    """Return the tags of memory that a request names; none: all."""
     tags = request.query_params.getlist("tags") or (await _body(request)).get("tags") or []
     if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
         raise Refused(f"tags: must be a list of texts, is {tags!r}")
@@ -355,7 +359,7 @@ async def _tags(request: Request) -> list[str]:
 
 
 async def _said(work: Awaitable[Mapping[str, str]], done: str) -> Response:
-    """`work` returns errors by engine id."""
+    """Return the answer to `work`, which returns errors by engine id."""
     try:
         errors = await work
     except treadle.TreadleError as error:

@@ -1,4 +1,5 @@
-"""What the fleet is: its engines, models, load and health, and the sessions that it holds."""
+"""Answer what concerns the whole fleet: its engines, models, load and health, and the sessions that
+it holds."""
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -10,7 +11,7 @@ from treadle_gateway.updates import Updates
 
 
 class Fleet:
-    """Answers what is asked of the fleet. served_model: how models are named; empty: as the engines
+    """Endpoints for the whole fleet. served_model: how models are named; empty: as the engines
     do."""
 
     def __init__(
@@ -24,8 +25,8 @@ class Fleet:
         )
 
     async def close_session(self, request: Request) -> Response:
-        """DELETE /sessions/{session}, SkyRL's /finish_session?session_id=: its trajectories end,
-        and what they hold is free for others."""
+        """End a session's trajectories, which frees what they hold: DELETE /sessions/{session},
+        SkyRL's /finish_session?session_id=."""
         session = request.path_params.get("session") or request.query_params.get("session_id") or ""
         if not session:
             raise Refused("session_id: must name the session")
@@ -34,8 +35,8 @@ class Fleet:
         return JSONResponse({"closed": closed})
 
     async def workers(self, request: Request) -> Response:
-        """GET /workers, as SGLang's gateway answers it: each engine behind this gateway, since who
-        called an engine around it would undo what the mesh has decided."""
+        """List the engines in the form of SGLang's gateway: GET /workers. Each has a URL behind
+        this gateway, since a caller who went around it would undo what the mesh has decided."""
         base = str(request.base_url).rstrip("/")
         found = [
             {
@@ -52,7 +53,7 @@ class Fleet:
         )
 
     async def models(self, request: Request) -> Response:
-        """GET /v1/models."""
+        """List the models: GET /v1/models."""
         names = (
             [self._served_model]
             if self._served_model
@@ -66,8 +67,8 @@ class Fleet:
         return JSONResponse({"object": "list", "data": data})
 
     async def model_info(self, request: Request) -> Response:
-        """GET /model_info, /get_model_info. Sidecars say which weights are served: the scheduler
-        hears it later."""
+        """Describe the model: GET /model_info, /get_model_info. Sidecars report which weights are
+        served; the scheduler learns it later."""
         engines = list(self._mesh.engines.values())
         try:
             versions = await self._updates.versions_of(engines)
@@ -82,7 +83,7 @@ class Fleet:
         return JSONResponse(answer)
 
     async def loads(self, request: Request) -> Response:
-        """GET /v1/loads: of each engine, as it tells."""
+        """Return the load that each engine reports: GET /v1/loads."""
         found = []
         for engine in self._mesh.engines.values():
             if engine.url:
@@ -97,7 +98,7 @@ class Fleet:
         return JSONResponse({"loads": found})
 
     async def health(self, request: Request) -> Response:
-        """GET /health: 200 while requests can be served, by the mesh or by engines."""
+        """Answer 200 while the mesh or engines can serve requests: GET /health."""
         await self._mesh.looked.wait()
         here = self._mesh.visit is not None
         status = 200 if here or self._engines.urls else 503

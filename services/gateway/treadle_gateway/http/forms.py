@@ -1,7 +1,7 @@
-"""How answers look in each form of OpenAI's API: chat completions, completions, responses.
+"""Write answers in each form of OpenAI's API: chat completions, completions, responses.
 
 A form turns outputs into the JSON of an answer, or into server-sent events as tokens come. It keeps
-nothing of the request, but for the responses form, which numbers its events: make one for each
+nothing of the request, except the responses form, which numbers its events: make one for each
 request.
 """
 
@@ -20,9 +20,9 @@ from treadle_gateway.order import Order, Output
 
 @dataclass(frozen=True)
 class Ask:
-    """What a request asks for. prompts: token ids of each. copies: answers to each prompt.
-    logprobs: whether answers have them. ids: whether they have token ids. tools: of a chat, which
-    its answer may call."""
+    """Contents of a request. prompts: token ids of each. copies: answers to each prompt. logprobs:
+    whether answers have them. ids: whether they have token ids. tools: of a chat, which its answer
+    may call."""
 
     model: str
     session: str
@@ -41,7 +41,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer that is whole. matched: what has ended it, a token id or a stop string."""
+    """One whole answer. matched: what has ended it, a token id or a stop string."""
 
     order: Order
     output: Output
@@ -53,21 +53,22 @@ class Form(Protocol):
     """A form of OpenAI's API."""
 
     def begin(self, ask: Ask) -> Iterator[bytes]:
-        """Events before the first token."""
+        """Yield the events before the first token."""
 
     def delta(self, ask: Ask, output: Output, text: str, since: int) -> bytes:
-        """The event with new text, and the tokens from `since` on."""
+        """Return the event with new text, and the tokens from `since` on."""
 
     def end(self, ask: Ask, answer: Answer, sent: int, since: int) -> AsyncGenerator[bytes, None]:
-        """Events once all is there. sent: characters, since: tokens, that have gone out."""
+        """Yield the events after the last token. sent: how many characters, since: how many tokens,
+        were sent before."""
 
     async def whole(self, ask: Ask, answers: Sequence[Answer]) -> dict[str, Any]:
-        """The JSON of all answers."""
+        """Return the JSON of all answers."""
 
 
 class _CompletionsForm:
-    """What chat completions and completions share. kind: OpenAI's name of the object; prefix: of
-    its id."""
+    """Base of chat completions and completions. kind: OpenAI's name of the object; prefix: of its
+    id."""
 
     kind, chunk_kind, prefix = "", "", ""
 
@@ -103,7 +104,7 @@ class _CompletionsForm:
 
 
 class ChatForm(_CompletionsForm):
-    """/v1/chat/completions."""
+    """Form of /v1/chat/completions."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
@@ -167,7 +168,7 @@ class ChatForm(_CompletionsForm):
 
 
 class CompletionForm(_CompletionsForm):
-    """/v1/completions."""
+    """Form of /v1/completions."""
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
@@ -209,14 +210,14 @@ class CompletionForm(_CompletionsForm):
 
 
 class ResponsesForm:
-    """/v1/responses. echoed: fields of the request that its answer repeats."""
+    """Form of /v1/responses. echoed: fields of the request that its answer repeats."""
 
     def __init__(self, chat: Chat, response_id: str, echoed: Mapping[str, Any]) -> None:
         self._chat, self.response_id, self._echoed = chat, response_id, echoed
         self._created = int(time.time())
         self._events = 0
         self._message_id = f"msg_{uuid.uuid4().hex}"
-        self.said = Message("", "", [])  # what the answer says, once it is whole
+        self.said = Message("", "", [])  # items of the answer, once it is whole
 
     def begin(self, ask: Ask) -> Iterator[bytes]:
         for kind in ("response.created", "response.in_progress"):
@@ -232,7 +233,7 @@ class ResponsesForm:
     ) -> AsyncGenerator[bytes, None]:
         if ask.tools:
             items = await self._items(ask, answer)
-        else:  # its text has gone out as it came
+        else:  # its text was sent as it came
             self.said = Message(answer.text, "", [])
             items = [self._message(answer.text)]
         for at, item in enumerate(items):
@@ -337,7 +338,7 @@ def _data(event: Mapping[str, Any]) -> bytes:
 
 
 def error_event(message: str, status: int) -> bytes:
-    """What a stream says of a refusal."""
+    """Return the event with which a stream reports a refusal."""
     return _data({"error": {"message": message, "code": status}})
 
 
@@ -345,7 +346,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def count_tokens(ask: Ask, answers: Sequence[Answer]) -> dict[str, Any]:
-    """OpenAI's `usage`."""
+    """Return OpenAI's `usage`."""
     prompt = sum(map(len, ask.prompts))
     written = sum(len(answer.output.token_ids) for answer in answers)
     cached = sum(
@@ -387,7 +388,7 @@ def _part(text: str) -> dict[str, Any]:
 
 
 def _chat_logprobs(output: Output, since: int) -> dict[str, Any]:
-    """Each token is named by its id, which says more than its bytes."""
+    """Return logprobs that name each token by its id, which is more exact than its bytes."""
     return {
         "content": [
             {"token": f"token_id:{token}", "bytes": None, "logprob": logprob, "top_logprobs": []}

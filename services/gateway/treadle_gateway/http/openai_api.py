@@ -1,10 +1,10 @@
-"""OpenAI's /v1/chat/completions, /v1/completions and /v1/responses, with the token ids that
+"""Serve OpenAI's /v1/chat/completions, /v1/completions and /v1/responses, with the token ids that
 trainers need.
 
-A chat or completion that asks for more than the mesh carries (images, several alternatives for each
-token, a grammar) is handed to an engine as it is. With `return_token_ids` a choice has the token
-ids of its prompt and of its answer, as in SGLang and vLLM. A response is a chat in other words;
-what it said is kept in memory for `previous_response_id`.
+A chat or completion that needs more than the mesh carries (images, several alternatives for each
+token, a grammar) is forwarded to an engine as it is. With `return_token_ids` a choice has the token
+ids of its prompt and of its answer, as in SGLang and vLLM. A response is a chat in another form;
+its messages are kept in memory for `previous_response_id`.
 """
 
 import asyncio
@@ -94,7 +94,7 @@ CHAT |= {
     "input_ids",
 }
 COMPLETION = SHARED | {"prompt"}
-FREE_TOOL_CHOICES = (None, "auto", "none")  # others bind the engine's sampling by a grammar
+FREE_TOOL_CHOICES = (None, "auto", "none")  # others restrict the engine's sampling by a grammar
 NEUTRAL: Mapping[str, float] = {
     "frequency_penalty": 0,
     "presence_penalty": 0,
@@ -109,7 +109,8 @@ REMEMBERED_RESPONSES = 2_000
 
 @dataclass(frozen=True)
 class Conversation:
-    """Up to a response and with it. messages: of a chat. tokens: as they were sampled."""
+    """Conversation up to a response, and with it. messages: of a chat. tokens: as they were
+    sampled."""
 
     messages: list[Any]
     tokens: "array[int]"
@@ -119,7 +120,7 @@ NEW = Conversation([], array("i"))
 
 
 def carries(body: Mapping[str, Any], known: frozenset[str]) -> bool:
-    """Whether the mesh can do all that a request asks for."""
+    """Return whether the mesh can do all that a request needs."""
     for name, value in body.items():
         nothing = value in (None, False, [], {}) or value == NEUTRAL.get(name, False)
         if name not in known and not nothing and not (name in TRUE_BY_DEFAULT and value is True):
@@ -129,7 +130,8 @@ def carries(body: Mapping[str, Any], known: frozenset[str]) -> bool:
 
 
 def read_sampling(body: Mapping[str, Any], room: int) -> Sampling:
-    """room: tokens that fit behind the prompt. Raises Refused."""
+    """Return the sampling that a request names. room: tokens that fit behind the prompt. Raises
+    Refused."""
     given = [
         body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None
     ]
@@ -149,7 +151,7 @@ def read_sampling(body: Mapping[str, Any], room: int) -> Sampling:
 
 
 class OpenaiApi:
-    """The chat, the completion and the responses form."""
+    """Endpoints of the chat, the completions and the responses form."""
 
     def __init__(
         self, calls: Calls, proxy: Proxy, mesh: MeshLink, chat: Chat, model: TextModel | None
@@ -163,10 +165,10 @@ class OpenaiApi:
         )
         self._conversations: OrderedDict[str, Conversation] = (
             OrderedDict()
-        )  # by the id of their last response
+        )  # conversations by the id of their last response
 
     async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions."""
+        """Answer POST /v1/chat/completions."""
         raw = await request.body()
         body = read_body(raw)
         session = session_of(request, body)
@@ -176,7 +178,7 @@ class OpenaiApi:
         return await self._answer(request, ask, ChatForm(self._chat))
 
     async def complete(self, request: Request) -> Response:
-        """POST /v1/completions."""
+        """Answer POST /v1/completions."""
         raw = await request.body()
         body = read_body(raw)
         session = session_of(request, body)
@@ -188,7 +190,7 @@ class OpenaiApi:
         return await self._answer(request, ask, CompletionForm())
 
     async def respond(self, request: Request) -> Response:
-        """POST /v1/responses."""
+        """Answer POST /v1/responses."""
         given = read_body(await request.body())
         previous = given.get("previous_response_id")
         if not isinstance(previous, str | None):
@@ -291,7 +293,8 @@ class OpenaiApi:
         form: Form,
         note: Callable[[Answer], None] = lambda _: None,
     ) -> Response:
-        """note: called with each answer once it is whole."""
+        """Answer a request whose prompts are token ids. note: called with each answer once it is
+        whole."""
         orders = self._orders(ask)
         if ask.stream:
             if len(orders) > 1:
@@ -334,10 +337,10 @@ class OpenaiApi:
     async def _stream(
         self, ask: Ask, order: Order, form: Form, note: Callable[[Answer], None]
     ) -> AsyncGenerator[bytes, None]:
-        """Text goes out as soon as it cannot be the beginning of a stop string, which is
-        trimmed."""
+        """Yield an answer's events. Text is sent as soon as it cannot be the beginning of a stop
+        string, which is trimmed."""
         output, sent, ids_sent = Output(), 0, 0
-        parses = bool(ask.tools)  # a call is a call once it is whole
+        parses = bool(ask.tools)  # a call of a tool is known once it is whole
         try:
             model = require_model(self._model)
             text = TextStream(model, ask.sampling, skip_special=ask.skip_special, trim=ask.trim)
@@ -361,7 +364,7 @@ class OpenaiApi:
 
 
 def _has_media(message: Any) -> bool:
-    """Whether a message holds more than text."""
+    """Return whether a message holds more than text."""
     content = message.get("content") if isinstance(message, dict) else None
     return isinstance(content, list) and any(
         part.get("type") != "text" for part in content if isinstance(part, dict)

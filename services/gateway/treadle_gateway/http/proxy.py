@@ -1,4 +1,4 @@
-"""Hand a request to an engine as it is, and its answer back as it comes.
+"""Forward a request to an engine as it is, and its answer to the caller as it comes.
 
 The sidecar does not know of these requests, and can neither hold nor end them. So the gateway does:
 they wait while an engine is paused, asleep or without whole weights, and whoever changes an engine
@@ -39,7 +39,7 @@ class _Forwarded:
 
 @dataclass(frozen=True, eq=False)
 class _Change:
-    """A time for which engines get no requests."""
+    """A change of engines, during which they get no requests."""
 
     urls: Collection[str]
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -47,7 +47,7 @@ class _Change:
 
 class Proxy:
     """Forwards requests that the mesh does not carry, and so does not schedule. until_runs: awaited
-    with an engine's URL before it gets one. count: called with each."""
+    with an engine's URL before a request is sent there. count: called for each request."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Proxy:
         self._changes: set[_Change] = set()
 
     async def forward(self, request: Request, raw: bytes, session: str) -> Response:
-        """The engine's answer. Raises Refused where no engine answers, CallerGone."""
+        """Return the engine's answer. Raises Refused where no engine answers, CallerGone."""
         rids, raw = _with_rids(raw)
         path = request.url.path.removeprefix(f"/engines/{request.path_params.get('engine_id')}")
         path += f"?{request.url.query}" if request.url.query else ""
@@ -76,7 +76,7 @@ class Proxy:
         return await run_unless_gone(request, self._send(attempt))
 
     async def ask(self, order: Order, body: Mapping[str, Any]) -> Any:
-        """An engine's answer to SGLang's /generate with the order's rid. Raises Refused."""
+        """Return an engine's answer to SGLang's /generate with the order's rid. Raises Refused."""
 
         async def attempt() -> Any:
             async with self._admit(order.session, [order.rid]) as url:
@@ -94,8 +94,8 @@ class Proxy:
             raise Refused(str(error), 503) from error
 
     async def abort(self, rid: str, url: str | None) -> int:
-        """End the requests whose rid begins so, all where it is empty, with the tokens that they
-        have. url: only those of this engine. Returns how many."""
+        """End the requests whose rid begins with `rid`, all where it is empty, with the tokens that
+        they have. url: only those of this engine. Return how many."""
         found = [
             (each, request.url)
             for request in self._running
@@ -116,7 +116,7 @@ class Proxy:
 
     @asynccontextmanager
     async def keep_off(self, urls: Collection[str], *, abort: bool) -> AsyncIterator[None]:
-        """Within the block these engines have no forwarded request. abort: end those that run,
+        """Keep forwarded requests off these engines during the block. abort: end those that run,
         rather than wait."""
         change = _Change(urls)
         self._changes.add(change)
@@ -137,8 +137,7 @@ class Proxy:
 
     @asynccontextmanager
     async def _admit(self, session: str, rids: list[str]) -> AsyncGenerator[str, None]:
-        """The URL of an engine that has the request for the time of the block. Raises
-        EngineAway."""
+        """Yield the URL of an engine that has the request during the block. Raises EngineAway."""
         url = self._engines.choose(session)
         await self._until_runs(url)
         while changes := [change for change in self._changes if url in change.urls]:
@@ -154,7 +153,7 @@ class Proxy:
 
 
 class _Relay(StreamingResponse):
-    """Gives back what it holds once it has been sent, or cannot be."""
+    """Response that releases what it holds once it has been sent, or cannot be."""
 
     def __init__(
         self, content: AsyncIterator[bytes], status: int, kind: str | None, held: AsyncExitStack
@@ -168,7 +167,7 @@ class _Relay(StreamingResponse):
 
 
 def _with_rids(raw: bytes) -> tuple[list[str], bytes]:
-    """The rids of a body of JSON, and the body with one where it had none."""
+    """Return the rids of a body of JSON, and the body with one where it had none."""
     body = json.loads(raw)
     if given := body.get("rid"):
         rids = given if isinstance(given, list) else [given]

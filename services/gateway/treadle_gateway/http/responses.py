@@ -1,8 +1,8 @@
 """Read a request of OpenAI's /v1/responses as a chat: its items are messages, its tools are a
 chat's tools.
 
-What agents use is read: texts, calls of functions and their outputs, instructions, tools that are
-functions, reasoning that is handed back. Tools that OpenAI runs itself, files and images are
+It reads what agents use: texts, calls of functions and their outputs, instructions, tools that are
+functions, reasoning that the caller returns. Tools that OpenAI runs itself, files and images are
 refused, with the name of the field.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 from treadle_gateway.http.chat import Message
 from treadle_gateway.order import Refused
 
-# Fields that an answer repeats, and what stands there where the request has none.
+# Fields that an answer repeats, and their values where the request has none.
 ECHOED: Mapping[str, Any] = {
     "instructions": None,
     "metadata": {},
@@ -56,12 +56,12 @@ READ = {
     *SAME,
 }
 TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
-ROLES = {"developer": "system"}  # templates know no developer
+ROLES = {"developer": "system"}  # templates have no role of a developer
 
 
 def as_chat(body: Mapping[str, Any], before: Sequence[Any]) -> dict[str, Any]:
-    """The body of a chat. before: messages of the response that the request goes on from. Raises
-    Refused."""
+    """Return the body of a chat. before: messages of the response from which the request continues.
+    Raises Refused."""
     wanted = sorted(
         name
         for name, value in body.items()
@@ -76,7 +76,7 @@ def as_chat(body: Mapping[str, Any], before: Sequence[Any]) -> dict[str, Any]:
         raise Refused(f"text.format: only text is served, is {form['type']!r}")
     messages = list(before)
     if instructions := body.get("instructions"):
-        # Those of the response before do not hold any more.
+        # Instructions of the response before do not hold any more.
         messages = [
             {"role": "system", "content": instructions},
             *(m for m in messages if m.get("role") != "system"),
@@ -97,7 +97,7 @@ def as_chat(body: Mapping[str, Any], before: Sequence[Any]) -> dict[str, Any]:
 
 
 def said_message(said: Message) -> dict[str, Any]:
-    """An answer as the message that stands for it in the conversation."""
+    """Return an answer as a message of the conversation."""
     message: dict[str, Any] = {"role": "assistant", "content": said.content}
     if said.tool_calls:
         message["tool_calls"] = said.tool_calls
@@ -105,7 +105,7 @@ def said_message(said: Message) -> dict[str, Any]:
 
 
 def _object(body: Mapping[str, Any], name: str, path: str = "") -> Mapping[str, Any]:
-    """The object in a field; empty where there is none. Raises Refused."""
+    """Return the object in a field; empty where there is none. Raises Refused."""
     found = body.get(name) or {}
     if not isinstance(found, dict):
         raise Refused(f"{path}{name}: must be an object, is {found!r}")
@@ -143,7 +143,7 @@ def _item(at: int, item: Any) -> Iterator[dict[str, Any]]:
     elif kind == "function_call_output":
         output = _text(f"input[{at}].output", item.get("output"))
         yield {"role": "tool", "tool_call_id": str(item.get("call_id")), "content": output}
-    elif kind != "reasoning":  # which templates leave out of earlier turns
+    elif kind != "reasoning":  # templates leave reasoning out of earlier turns
         raise Refused(
             f"input[{at}].type: message, function_call, function_call_output or reasoning, is "
             f"{kind!r}"

@@ -1,8 +1,9 @@
-"""SGLang's /generate: what slime, verl and a person's own loop send.
+"""Serve SGLang's /generate, which slime, verl and a person's own loop call.
 
-A request that asks for more than the mesh carries (images, input logprobs, routed experts, a
-grammar, ...) is handed to an engine as it is and answered as the engine answers it: `unscheduled`
-says so in the metrics. All others run through the mesh and are answered as SGLang answers them.
+A request that needs more than the mesh carries (images, input logprobs, routed experts, a
+grammar, ...) is forwarded to an engine as it is and answered as the engine answers it:
+`unscheduled` counts it in the metrics. All others run through the mesh and are answered as SGLang
+answers them.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ from treadle_gateway.order import Ended, Order, Output, Refused, Tokens, read_st
 from treadle_gateway.text import TextModel, TextStream, answer_text, matched_end, require_model
 
 DEFAULT_NEW_TOKENS = 128  # SGLang's own
-# Fields that the mesh carries, or that say nothing about tokens.
+# Fields that the mesh carries, or that do not concern tokens.
 CARRIED = frozenset(
     {
         "input_ids",
@@ -46,7 +47,7 @@ CARRIED = frozenset(
     | {"extra_key", "cache_salt", "priority", "routing_key", "log_metrics", "no_logs"}
     | {"return_prompt_token_ids", "nvext"}
 )
-# Values that ask for nothing.
+# Values that request nothing.
 NOTHING: Mapping[str, tuple[object, ...]] = {
     "logprob_start_len": (-1,),
     "routed_experts_start_len": (0,),
@@ -64,7 +65,7 @@ SAMPLED = {
 }
 WRITTEN = frozenset(
     {"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "n"}
-)  # how text is made
+)  # fields for how text is made
 NEUTRAL: Mapping[str, float] = {
     "frequency_penalty": 0,
     "presence_penalty": 0,
@@ -75,7 +76,7 @@ NEUTRAL: Mapping[str, float] = {
 
 @dataclass(frozen=True)
 class Wish:
-    """One answer that a request asks for. logprobs, prompt_ids: whether it has them. skip_special,
+    """One answer that a request wants. logprobs, prompt_ids: whether it has them. skip_special,
     trim: how its text is written."""
 
     order: Order
@@ -87,7 +88,7 @@ class Wish:
 
 @dataclass
 class _Draft:
-    """An answer as far as it has come."""
+    """Answer that may lack tokens and its end."""
 
     wish: Wish
     output: Output = field(default_factory=Output)
@@ -96,11 +97,11 @@ class _Draft:
 
 
 def carries(body: Mapping[str, Any]) -> bool:
-    """Whether the mesh can do all that a request asks for."""
+    """Return whether the mesh can do all that a request needs."""
     for name, value in body.items():
         if name not in CARRIED and value and value not in NOTHING.get(name, ()):
             return False
-    # From token 0 on is the whole prompt.
+    # Logprobs from token 0 on are those of the whole prompt.
     if body.get("return_logprob") and body.get("logprob_start_len") not in (None, -1):
         return False
     given = body.get("sampling_params") or {}
@@ -117,7 +118,7 @@ def carries(body: Mapping[str, Any]) -> bool:
 
 
 def read_sampling(given: Mapping[str, Any]) -> Sampling:
-    """Raises Refused."""
+    """Return the sampling that a request names. Raises Refused."""
     fields = {ours: given[name] for name, ours in SAMPLED.items() if given.get(name) is not None}
     fields |= read_stops(given)
     fields.setdefault("max_new_tokens", DEFAULT_NEW_TOKENS)
@@ -125,7 +126,7 @@ def read_sampling(given: Mapping[str, Any]) -> Sampling:
 
 
 def read_wishes(body: Mapping[str, Any], session: str, model: TextModel | None) -> list[Wish]:
-    """The answers that a request asks for, in its order. Raises Refused."""
+    """Return the answers that a request wants, in its order. Raises Refused."""
     prompts = _prompts(body, model)
     count = len(prompts)
     rids, given, logprobs = (
@@ -185,13 +186,13 @@ def _prompts(body: Mapping[str, Any], model: TextModel | None) -> list[list[int]
 
 
 class SglangApi:
-    """/generate."""
+    """Endpoint /generate."""
 
     def __init__(self, calls: Calls, proxy: Proxy, model: TextModel | None) -> None:
         self._calls, self._proxy, self._model = calls, proxy, model
 
     async def generate(self, request: Request) -> Response:
-        """POST /generate."""
+        """Answer POST /generate."""
         raw = await request.body()
         body = read_body(raw)
         session = session_of(request, body)
@@ -220,7 +221,8 @@ class SglangApi:
         return self._message(draft)
 
     async def _stream(self, wishes: Sequence[Wish]) -> AsyncGenerator[bytes, None]:
-        """Server-sent events: with each, all tokens so far, as SGLang sends them by default."""
+        """Yield server-sent events, each with all tokens so far, as SGLang sends them by
+        default."""
         drafts = [_Draft(wish) for wish in wishes]
         texts = [self._text_stream(wish) for wish in wishes]
         try:
@@ -245,7 +247,7 @@ class SglangApi:
         )
 
     def _message(self, draft: "_Draft") -> dict[str, Any]:
-        """SGLang's answer of a generation that has come so far."""
+        """Return SGLang's answer for a generation with the tokens that it has so far."""
         wish, output, text, model = draft.wish, draft.output, draft.text, self._model
         ended, sampling = output.ended, wish.order.sampling
         finish: dict[str, object] | None = None
@@ -289,8 +291,8 @@ class SglangApi:
 async def _merge(
     streams: Sequence[AsyncGenerator[Tokens | Ended, None]],
 ) -> AsyncGenerator[tuple[int, Tokens | Ended], None]:
-    """What several generators yield, as it comes, with the place of each. Raises what one of them
-    raises."""
+    """Yield what several generators yield, as it comes, with the place of each. Raises what one of
+    them raises."""
     queue: asyncio.Queue[tuple[int, Tokens | Ended] | asyncio.Task[None]] = asyncio.Queue()
 
     async def read(at: int, stream: AsyncGenerator[Tokens | Ended, None]) -> None:

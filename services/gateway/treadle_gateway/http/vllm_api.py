@@ -1,10 +1,10 @@
-"""vLLM's /inference/v1/generate: token ids in, token ids out, as SkyRL and prime-rl's rollouts send
-it.
+"""Serve vLLM's /inference/v1/generate, token ids in, token ids out, for SkyRL's and prime-rl's
+rollouts.
 
-The engines are SGLang's, which have no such path. What the mesh carries runs through the mesh.
-Sampling that it does not carry, and the experts that SkyRL's /skyrl/v1/generate wants, are asked of
-one engine in SGLang's words, without a place in the mesh's order. Nothing that was asked for is
-left out: what neither can do is refused.
+The engines are SGLang's, which have no such path. What the mesh carries runs through the mesh. For
+sampling that it does not carry, and for the experts that SkyRL's /skyrl/v1/generate wants, the
+gateway calls one engine in SGLang's form, without a place in the mesh's order. Nothing is left out
+of an answer: what neither can do is refused.
 """
 
 import asyncio
@@ -44,8 +44,8 @@ SAMPLED = (
     "seed",
     "ignore_eos",
 )  # the mesh names them as vLLM does
-# How an answer is written, or how the engine works; none of it changes a token. The mesh samples
-# one token at least, and its engines have no experts to tell of from a place on.
+# Fields for how an answer is written, or how the engine works; none of them changes a token. The
+# mesh samples one token at least, and its engines report no experts from a place on.
 UNCHANGED = frozenset(
     {"max_tokens", "n", "top_k", "stop", "stop_token_ids", "logprobs", "skip_special_tokens"}
 )
@@ -69,8 +69,8 @@ NOT_CARRIED = ("features", "content_parts", "kv_transfer_params", "stream")
 
 
 class VllmApi:
-    """The token form. folder: of the model, whose config says how many experts a token has; None:
-    unknown."""
+    """Endpoints for token ids. folder: the model's, whose config gives the number of experts of a
+    token; None: unknown."""
 
     def __init__(
         self, calls: Calls, proxy: Proxy, link: MeshLink, served_model: str, folder: Path | None
@@ -79,12 +79,12 @@ class VllmApi:
         self._experts_per_token = read_experts_per_token(folder) if folder is not None else 0
 
     async def generate(self, request: Request) -> Response:
-        """POST /inference/v1/generate."""
+        """Answer POST /inference/v1/generate."""
         return await self._answer(request, experts=False)
 
     async def generate_with_experts(self, request: Request) -> Response:
-        """POST /skyrl/v1/generate: each choice has `routed_experts`, of all tokens of the sequence
-        but its last."""
+        """Answer POST /skyrl/v1/generate: each choice has `routed_experts`, of all tokens of the
+        sequence but its last."""
         return await self._answer(request, experts=True)
 
     async def _answer(self, request: Request, *, experts: bool) -> Response:
@@ -131,7 +131,8 @@ class VllmApi:
         return JSONResponse(answer)
 
     def _check_model(self, model: object) -> None:
-        """An adapter's name must not bring the answers of the base model. Raises Refused."""
+        """Raise Refused where a request names an adapter, which must not get answers of the base
+        model."""
         names = (
             {self._served_model}
             if self._served_model
@@ -155,7 +156,7 @@ class VllmApi:
     async def _run(
         self, order: Order, more: object, logprobs: bool, experts: bool
     ) -> dict[str, Any]:
-        """A choice, through the mesh."""
+        """Return a choice, through the mesh."""
         output = Output()
         async with aclosing(self._calls.run(order)) as events:
             async for event in events:
@@ -165,7 +166,7 @@ class VllmApi:
     async def _ask_engine(
         self, order: Order, more: Mapping[str, object], logprobs: bool, experts: bool
     ) -> dict[str, Any]:
-        """A choice, from one engine."""
+        """Return a choice, from one engine."""
         sampling = {**engine_sampling(order.sampling), **more}
         body = {"input_ids": order.prompt, "sampling_params": sampling, "return_logprob": True}
         answer = await self._proxy.ask(
@@ -188,7 +189,8 @@ class VllmApi:
         return choice
 
     def _experts(self, encoded: str | None, rows: int) -> list[list[list[int]]]:
-        """[token][layer][expert of the token], from SGLang's base64 of int32. Raises Refused."""
+        """Return [token][layer][expert of the token], from SGLang's base64 of int32. Raises
+        Refused."""
         top = self._experts_per_token
         ids = array("i", base64.b64decode(encoded or ""))
         if not ids or not top or len(ids) % (rows * top):
@@ -206,8 +208,8 @@ class VllmApi:
 
 
 def read_sampling(given: Mapping[str, Any], room: int) -> tuple[Sampling, dict[str, object]]:
-    """What the mesh carries of vLLM's SamplingParams, and the rest in SGLang's words. room: tokens
-    that fit behind the prompt. Raises Refused."""
+    """Return what the mesh carries of vLLM's SamplingParams, and the rest in SGLang's form. room:
+    tokens that fit behind the prompt. Raises Refused."""
     more: dict[str, object] = {}
     for name, value in given.items():
         if name in SAMPLED or name in UNCHANGED or not value or value in NEUTRAL.get(name, ()):
@@ -236,7 +238,7 @@ def read_sampling(given: Mapping[str, Any], room: int) -> tuple[Sampling, dict[s
 
 
 def read_experts_per_token(folder: Path) -> int:
-    """Of a model's config.json; 0 where a token has none."""
+    """Return the experts of a token from a model's config.json; 0 where it has none."""
     file = folder / "config.json"
     config = json.loads(file.read_text()) if file.is_file() else {}
     found = (
@@ -248,7 +250,7 @@ def read_experts_per_token(folder: Path) -> int:
 
 
 def _choice(output: Output, logprobs: bool) -> dict[str, Any]:
-    """vLLM's choice, with the weights that sampled its tokens and its trajectory."""
+    """Return vLLM's choice, with the weights that sampled its tokens and its trajectory."""
     assert output.ended is not None
     content: list[dict[str, object]] = [
         {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
