@@ -194,7 +194,7 @@ class Client(FleetCalls):
         try:
             await asyncio.wait({admission})
         except asyncio.CancelledError:
-            # Without a caller, the answer would leave a trajectory open that nobody knows.
+            # Without a caller, the answer would leave a trajectory open that no code closes.
             await finish(undo_opening(admission, mesh.timeouts.cleanup_s))
             raise
         return admission.result()

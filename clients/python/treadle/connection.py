@@ -147,7 +147,7 @@ class Timeouts:
         600.0  # a finished trajectory waits this long while the store is full and no batch is taken
     )
     weights_s: float = 1800.0  # how long update_weights waits until all engines have loaded
-    cleanup_s: float = 10.0  # abort and close on the way out, where nobody wants to wait
+    cleanup_s: float = 10.0  # abort and close at the end, where no caller wants to wait
 
 
 class Backoff:
@@ -160,7 +160,7 @@ class Backoff:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds to the deadline; may be negative."""
+        """Return the seconds to the deadline; may be negative."""
         return self._deadline - time.monotonic()
 
     def restart(self) -> None:
@@ -408,7 +408,7 @@ async def finish(work: Coroutine[Any, Any, T]) -> T:
             cancelled = cancellation
     if cancelled is not None:
         if not task.cancelled():
-            # retrieved, so that asyncio does not log it: the cancellation says more
+            # retrieved, so that asyncio does not log it: the cancellation is raised
             task.exception()
         raise cancelled
     return task.result()

@@ -89,7 +89,7 @@ class TreadleError(Exception):
 
     @property
     def lost_connection(self) -> bool:
-        """Whether the connection failed, so that the error says nothing about the request
+        """Return whether the connection failed, so that the error has no answer to the request
         itself."""
         if self.code is grpc.StatusCode.UNAVAILABLE:
             return True
@@ -104,12 +104,12 @@ class TreadleError(Exception):
 
     @property
     def refused(self) -> bool:
-        """Whether the server has refused the request for good and done nothing."""
+        """Return whether the server has refused the request for good and done nothing."""
         return self.code in _REFUSALS
 
     @property
     def retryable(self) -> bool:
-        """Whether the same request may be sent again as it is."""
+        """Return whether the same request may be sent again as it is."""
         if (
             self.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         ):  # without RetryInfo it is a limit, e.g. of message size

@@ -115,7 +115,7 @@ class EventLoop:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller runs in the loop's own thread."""
+        """Return whether the caller runs in the loop's own thread."""
         return threading.current_thread() is self._thread
 
     def close(self, last: Coroutine[Any, Any, None] | None = None) -> None:
@@ -170,7 +170,7 @@ class _AgentCalls:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the loop is closed."""
+        """Return whether the loop is closed."""
         return self._loop.is_closed
 
     def cancel(self) -> None:

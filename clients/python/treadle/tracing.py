@@ -24,8 +24,8 @@ class TrajectoryTrace:
 
     def __init__(self) -> None:
         carrier: dict[str, str] = {}
-        # A process that has not imported it cannot have set it up, and this package does not depend
-        # on it.
+        # A process that has not imported OpenTelemetry cannot have set it up, and this package does
+        # not depend on it.
         self._otel: Any = sys.modules.get("opentelemetry.trace")
         if self._otel is not None:
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

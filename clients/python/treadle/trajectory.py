@@ -141,13 +141,14 @@ class Trajectory:
 
     @property
     def tokens_left(self) -> int | None:
-        """Number of tokens that may still be generated; None where max_total_tokens sets no cap."""
+        """Return the number of tokens that may still be generated; None where max_total_tokens sets
+        no cap."""
         return max(self.max_total_tokens - self.gen_tokens, 0) if self.max_total_tokens else None
 
     @property
     def engine_id(self) -> str:
-        """Id of the engine of the running step, or of the last one; empty while it has no
-        ticket."""
+        """Return the id of the engine of the running step, or of the last one; empty while it has
+        no ticket."""
         return self._run.engine_id if self._run is not None else ""
 
     def generate(self, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
@@ -157,7 +158,7 @@ class Trajectory:
         Leaving early (aclose, break, cancellation, or any other operation of this trajectory)
         aborts the step on its engine and keeps the tokens yielded until then, as a step with
         finish_reason "aborted"; after a bare break it is in `steps` as soon as the trajectory is
-        used again. A step that raises keeps nothing: generating again runs the same turn anew.
+        used again. A step that raises keeps nothing: generating again repeats the same turn.
         Errors: StreamBroken, TokensSpent, TreadleError (INVALID_ARGUMENT with field_violations;
         DEADLINE_EXCEEDED by timeouts.step_s).
         """
@@ -346,7 +347,7 @@ class Trajectory:
         before, self._run = self._run, run
         if (
             before is not None and before.call >= self._calls
-        ):  # no step took it: the step was begun and brought no token
+        ):  # no step took that call: the step before was begun and committed nothing
             run.call, run.unanswered = before.call, before.unanswered
             run.lost_ticket_id, run.refused = before.lost_ticket_id, before.refused
         else:

@@ -44,8 +44,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Policy:
-    """How a job's trajectories are ranked and placed: the names of Policy in scheduler.proto, in
-    lower case. The default is that of a mesh for which no policy is set."""
+    """Rules by which a job's trajectories are ranked and placed: the names of Policy in
+    scheduler.proto, in lower case. The default is that of a mesh for which no policy is set."""
 
     ordering: str = "progressive"
     objective: str = "makespan"
@@ -60,11 +60,11 @@ class LengthCap:
     """A cap on the sampled tokens of a trajectory that follows a percentile of successful ones,
     slowly.
 
-    ceiling_tokens: cap of the few rollouts without a moving cap, which show how long successes
-    would be. floor_tokens: the cap never falls below. cut_reward: of a trajectory that reaches the
-    cap, or comes near: "soft" falls linearly to 0 from the soft percentile to the cap (DAPO),
-    "zero" is 0 once it is cut, "ignore" does not train it. most_cut_share: of successes; where the
-    cap would cut more, it opens. least_successes: known before there is a cap.
+    ceiling_tokens: of a rollout without a cap; some have none, to show how long successes would be.
+    floor_tokens: the cap never falls below. cut_reward: of a trajectory that reaches the cap, or
+    comes near: "soft" falls linearly to 0 from the soft percentile to the cap (DAPO), "zero" is 0
+    once it is cut, "ignore" does not train it. most_cut_share: of successes; where the cap would
+    cut more, it opens. least_successes: known before there is a cap.
     """
 
     ceiling_tokens: int
@@ -79,12 +79,12 @@ class LengthCap:
 
 @dataclass(frozen=True)
 class Shaping:
-    """Which samples of a rollout are worth finishing and training. Each part is off unless it is
-    set.
+    """Choice of the samples of a rollout that are worth finishing and training. Each part is off
+    unless it is set.
 
     rule: which samples of a group are kept:
 
-    - "first": the first that finish.
+    - "first": the first that are submitted.
     - "dual_end": the shortest, and `longest` of the longest, once all have finished (DARTS, section
       4.1). A prompt with `saturated_samples` or more has "shortest" instead.
     - "shortest": the first that no cap has cut; the others are ended.
@@ -268,7 +268,7 @@ class ToolResult:
 
     @property
     def ok(self) -> bool:
-        """Whether the tool ran to its end without an error."""
+        """Return whether the tool ran to its end without an error."""
         return self.status == "ok"
 
 
@@ -291,7 +291,7 @@ HardwareTags = Sequence[str] | Callable[[Prompt, int], Sequence[str]]
 
 @dataclass(frozen=True)
 class Limits:
-    """What one action of a tool or environment may use: cores, memory, seconds, bytes of output.
+    """Limits of one action of a tool or environment: cores, memory, seconds, bytes of output.
 
     0 is the tool's own limit, which is also the most that a caller may request (ListTools). Raises
     ValueError.

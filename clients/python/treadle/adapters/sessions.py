@@ -7,10 +7,9 @@ are an observation. Where there is none, a new trajectory opens, so a session th
 context, or sends two requests at once, has several. Trajectories of requests without a session ("")
 are found by their tokens alone.
 
-An idle trajectory keeps its engine's KV, and no request says which ones are over. Each is closed
-after a time limit, and earlier where first steps wait for room and hardly any trajectory was idle
-for so long before its next turn. A closed trajectory that gets another turn opens anew, with its
-whole context.
+An idle trajectory keeps its engine's KV, and no request ends it. Each is closed after a time limit,
+and earlier where first steps wait for room and hardly any trajectory was idle for so long before
+its next turn. A closed trajectory that gets another turn opens again, with its whole context.
 
 Invariants: a trajectory is in the index exactly while no request uses it; the tokens of a prompt
 are never changed.
@@ -265,7 +264,7 @@ class Sessions:
 
     @property
     def idle(self) -> int:
-        """Number of open trajectories that no request uses."""
+        """Return the number of open trajectories that no request uses."""
         return sum(idle.lengths.total() for idle in self._idle.values())
 
     def _take(self, session: str, prompt: Sequence[int]) -> Trajectory | None:

@@ -56,7 +56,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy reads before its next reply, and the reward of the reply before.
+    """Messages that the policy reads before its next reply, and the reward of the reply before.
 
     reward: of the reply before. done: the episode is over, and `messages` are not used. lead: first
     words of the next reply, given to the policy with 0 in the loss mask. sampling: of the next
@@ -85,7 +85,8 @@ class Task:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the policy replies to these messages, without more of them from `begin`."""
+        """Return whether the policy replies to these messages, without more of them from
+        `begin`."""
         return bool(self.messages) and self.messages[-1]["role"] == "user"
 
 

@@ -238,7 +238,7 @@ class _ToolEpisode(Episode):
         except BaseExceptionGroup as failed:
             raise failed.exceptions[
                 0
-            ] from None  # the error itself says more in a trajectory's result
+            ] from None  # a trajectory's result then names the error itself
         return Turn(
             [
                 result_message(call, run.result())

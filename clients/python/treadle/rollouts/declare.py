@@ -35,7 +35,7 @@ from treadle.rollouts.samples import shaping_fields
 from treadle.trajectory import Session, Trajectory
 from treadle.types import HardwareTags, Limits, Prompt, Shaping
 
-Reply = float | PendingReward | None  # of an agent
+Reply = float | PendingReward | None  # what an agent returns
 AgentFunction = Callable[..., Coroutine[Any, Any, Reply]]
 EnvironmentArguments = Callable[[Prompt], Mapping[str, Any]]
 RewardArguments = Callable[[Trajectory, Prompt], Mapping[str, Any]]

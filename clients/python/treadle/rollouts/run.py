@@ -88,10 +88,10 @@ class RolloutRun:
             part,
         )
         self._prompts: dict[str, Prompt] = {}
-        self._places: dict[str, int] = {}  # of a prompt among all
+        self._places: dict[str, int] = {}  # index of a prompt among all
         self._cap_tokens = spec.max_total_tokens
-        self._started: dict[str, int] = {}  # samples that a prompt may have
-        self._begun: dict[str, int] = {}  # of these, those that were looked at
+        self._started: dict[str, int] = {}  # number of samples that a prompt may have
+        self._begun: dict[str, int] = {}  # number of these that were considered
         self._settled: set[str] = set()  # prompts
         # Samples whose agent has not ended: a settled group cancels its own.
         self._unfinished: dict[Key, asyncio.Task[None]] = {}
@@ -102,13 +102,13 @@ class RolloutRun:
 
     @property
     def _lasts(self) -> bool:
-        """Whether more samples may be needed until the rollout is over."""
+        """Return whether more samples may be needed until the rollout is over."""
         return bool(self._spec.max_open_groups or self._spec.replace_stale)
 
     @property
     def _watches(self) -> bool:
-        """Whether others change which samples are needed: clients with other parts, groups, a
-        trainer's versions."""
+        """Return whether others change which samples are needed: clients with other parts, groups,
+        a trainer's versions."""
         return (
             self._parts > 1
             or self._lasts

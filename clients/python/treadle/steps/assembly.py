@@ -45,7 +45,7 @@ class StepAssembly:
 
     @property
     def waits(self) -> bool:
-        """Whether the step waits for its engine, and does not run."""
+        """Return whether the step waits for its engine, and does not run."""
         return self._kind == "queue"
 
     @property

@@ -7,8 +7,8 @@ caller there is one step.
 
 Invariants: the tokens form one sequence without gap or repeat, whatever engines are lost on the
 way; a step that is left early is aborted on its engine, so that it takes up no slot; a step that
-raises commits nothing, and the trajectory stays as it was before it. A trajectory has at most one
-StepRun in flight.
+raises commits nothing, and the trajectory stays as it was before it. A trajectory runs at most one
+StepRun.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CONTEXT_TOO_LONG = (
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a step runs with. turn: as the caller counts. tool_s: the time since the turn before."""
+    """Inputs of a step. turn: as the caller counts. tool_s: the time since the turn before."""
 
     trajectory_id: str
     turn: int
@@ -103,13 +103,13 @@ class StepRun:
         )
         self.refused = False  # by the engine of that ticket
         # A ScheduleStep of this call that had no answer, as it was cancelled: a ticket may exist
-        # that nobody received.
+        # that this client never received.
         self.unanswered: scheduler_pb2.ScheduleStepRequest | None = None
 
     @property
     def next_call(self) -> int:
-        """Number of the call after this run's: the one that is still without a ticket, or the one
-        after the last ticket's."""
+        """Return the number of the call after this run's: the one that is still without a ticket,
+        or the one after the last ticket's."""
         return (
             self.call + 1
             if self._ticket is not None and self._ticket.turn == self.call
@@ -118,17 +118,17 @@ class StepRun:
 
     @property
     def engine_id(self) -> str:
-        """Id of the engine of the newest ticket; empty before the first."""
+        """Return the id of the engine of the newest ticket; empty before the first."""
         return self._ticket.engine_id if self._ticket is not None else ""
 
     @property
     def _may_generate(self) -> bool:
-        """Whether the engine may be generating for the step."""
+        """Return whether the engine may be generating for the step."""
         return self._call is not None and self._step is None
 
     @property
     def uncommitted(self) -> StepAssembly | None:
-        """The step as far as it has come, while it runs and is not in its trajectory."""
+        """Return the step as far as it has come, while it runs and is not in its trajectory."""
         return None if self._committed or self._ended.is_set() else self._assembly
 
     async def chunks(self) -> AsyncGenerator[Chunk, None]:

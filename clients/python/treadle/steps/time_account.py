@@ -30,9 +30,7 @@ class TimeAccount:
         self._control_s = since_opening_s
         self._tool_s = 0.0
         self._lost_s: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-        self._marked_s = (
-            opened_s  # all until then is in the sums, or is the services' to account for
-        )
+        self._marked_s = opened_s  # earlier time is in the sums, or in the accounts of the services
         self._ran_s = 0.0  # of tools of the mesh, since the mark
         self._stepped = False  # a step has ended since the opening
         self._streams = False

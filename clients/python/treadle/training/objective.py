@@ -21,7 +21,7 @@ CLIP = 0.2  # of PPO's ratio, the usual bound on both sides
 # token are about ten times the error of bfloat16; a tenth of clipped tokens is more than PPO's own
 # steps usually clip.
 LARGE_K3, LARGE_CLIP_FRACTION = 0.01, 0.1
-# Deviation of a group's rewards: less is rounding, and divided by it would be a full advantage.
+# Deviation of a group's rewards: less is rounding, which a division by it would make an advantage.
 LEAST_STD = 1e-6
 LAUNCH_VERSION = "default"  # SGLang's name of the weights that it was launched with: version 0
 LARGEST_LOG_RATIO = 80.0  # exp of it still fits into float64 with room for sums
@@ -114,7 +114,7 @@ def measure_drift(
     trajectory.
 
     rows: of `pack`. logprobs: for each row [n], the trainer's logprob of the label at each
-    position, at the temperature of the rollout; what stands where the label is IGNORED does not
+    position, at the temperature of the rollout; the value where the label is IGNORED does not
     matter. Raises ValueError that names the row.
     """
     if len(rows) != len(logprobs):
