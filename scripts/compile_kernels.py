@@ -6,9 +6,10 @@ besides, and no start compiles or loads anything. `treadle_core.compiled` takes 
 module where there is one. It is for this version of Python, numpy and the core, and for every
 processor of the architecture that numpy's own wheels run on.
 
-    python scripts/compile_kernels.py FOLDER      # needs numba, setuptools and a C++ compiler
-    python scripts/compile_kernels.py             # into the cache that `treadle_core.compiled`
-    reads: `make setup`
+    # needs numba, setuptools and a C++ compiler:
+    python scripts/compile_kernels.py FOLDER
+    # into the cache that `treadle_core.compiled` reads, as `make setup` does:
+    python scripts/compile_kernels.py
 
 Without a C++ compiler the second form has numba fill its own cache, from which a process loads
 kernels in a second.

@@ -1,14 +1,14 @@
-"""Decorators that declare what agents, environments and rewards need of the mesh (RollArt §5.1):
+"""Declare with decorators what agents, environments and rewards need of the mesh (RollArt §5.1):
 
     @treadle.environment("frozen_lake", limits=treadle.Limits(memory_bytes=256 << 20))
     def lake(prompt): return {"seed": prompt.data["seed"]}
 
     @treadle.reward("exact_match")
-    def exact(trajectory, prompt): return {"answer": decode(trajectory.tokens), "expected":
-    prompt.data["expected"]}
+    def exact(trajectory, prompt):
+        return {"answer": decode(trajectory.tokens), "expected": prompt.data["expected"]}
 
-    @treadle.agent(environment=lake, reward=exact, hardware=["bandwidth"], keep_per_prompt=8,
-    redundancy=1.25)
+    @treadle.agent(environment=lake, reward=exact, hardware=["bandwidth"],
+                   keep_per_prompt=8, redundancy=1.25)
     async def play(trajectory, prompt, session): ...
 
     await client.rollout(prompts, play)
