@@ -1,9 +1,9 @@
-"""Two turns of a chat with OpenAI's own client (`pip install openai`), through the gateway of a
+"""Chat for two turns with OpenAI's own client (`pip install openai`), through the gateway of a
 running mesh: `treadle up` in one terminal, `python examples/chat.py` in another.
 
 Both requests name one session, so the mesh knows that they are turns of one trajectory: it ranks
 and places it as a whole, and the engine computes only what the second turn adds. Closing the
-session tells the mesh that it is over.
+session ends the trajectory in the mesh.
 """
 
 import sys
@@ -16,7 +16,7 @@ QUESTIONS = ("Name a colour.", "Name another one.")
 
 
 def main(url: str) -> None:
-    """Ask both questions and print the answers."""
+    """Send both questions and print the answers."""
     session = f"chat-{uuid.uuid4().hex[:8]}"
     client = openai.OpenAI(
         base_url=f"{url}/v1", api_key="none", default_headers={"X-Session-ID": session}

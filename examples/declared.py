@@ -1,8 +1,9 @@
-"""Declarations: `treadle up` in one terminal, `python examples/declared.py` in another.
+"""Declare what agents need: `treadle up` in one terminal, `python examples/declared.py` in another.
 
-Decorators say what an agent needs; `rollout` asks the mesh for it. Each trajectory gets a lake of
-its own with a limit of memory, which is closed after it. Three samples of each prompt are begun for
-two that are kept. An agent that returns nothing is scored by the reward function that it names.
+Decorators declare what an agent needs; `rollout` requests it from the mesh. Each trajectory gets a
+lake of its own with a limit of memory, which is closed after it. Three samples of each prompt are
+begun for two that are kept. An agent that returns nothing is scored by the reward function that it
+names.
 """
 
 import asyncio
@@ -22,13 +23,13 @@ ACTIONS = ("left", "down", "right", "up")
 
 @treadle.environment("frozen_lake", limits=treadle.Limits(memory_bytes=256 << 20, wall_s=5.0))
 def lake(prompt: treadle.Prompt) -> dict[str, Any]:
-    """Arguments of the lake of a prompt."""
+    """Return the arguments of the lake of a prompt."""
     return {"seed": prompt.data["seed"], "size": 4}
 
 
 @treadle.reward("exact_match")
 def exact(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> dict[str, Any]:
-    """Arguments of the reward of a trajectory; a real one would decode its text."""
+    """Return the arguments of the reward of a trajectory; a real one would decode its text."""
     return {"answer": str(trajectory.tokens[-1] % 2), "expected": prompt.data["expected"]}
 
 
@@ -43,7 +44,7 @@ def exact(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> dict[str, A
 async def play(
     trajectory: treadle.Trajectory, prompt: treadle.Prompt, session: treadle.Session
 ) -> None:
-    """Generates and acts, twice at most."""
+    """Generate and act, at most twice."""
     for _ in range(2):
         async for _chunk in trajectory.generate(
             treadle.Sampling(max_new_tokens=16, temperature=1.0)
@@ -54,7 +55,7 @@ async def play(
 
 
 async def main(address: str, *, any_engine: bool) -> None:
-    """Runs the rollout and says what came of it."""
+    """Run the rollout and print its results."""
     async with treadle.Client(address, job="example") as client:
         # An argument of the call takes precedence over what is declared. Engines of `treadle up`
         # carry no tags.

@@ -1,4 +1,4 @@
-"""Environments: `treadle up` in one terminal, `python examples/environments.py` in another.
+"""Play an environment: `treadle up` in one terminal, `python examples/environments.py` in another.
 
 gymnasium's FrozenLake in this process, played in words, without asyncio. A real program takes the
 chat template of its model, `Chat.of(transformers.AutoTokenizer.from_pretrained(model))`; the
@@ -30,7 +30,7 @@ stand_in = Chat(
 
 
 def main(address: str) -> None:
-    """Runs the rollout and says what came of it."""
+    """Run the rollout and print its results."""
     sampling = treadle.Sampling(max_new_tokens=8, temperature=1.0)
     with treadle.sync.Client(address) as client:
         manager = EnvManager(

@@ -1,4 +1,4 @@
-"""The smallest agent loop against a running mesh: `treadle up` in one terminal, `python
+"""Run the smallest agent loop against a running mesh: `treadle up` in one terminal, `python
 examples/quickstart.py` in another.
 
 Two prompts, two samples each; every trajectory plays FrozenLake for up to four turns, on token ids.
@@ -19,7 +19,7 @@ ACTIONS = ("left", "down", "right", "up")
 
 
 async def agent(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> float:
-    """Generates, acts, observes; gives the reward."""
+    """Generate, act and observe; return the reward."""
     reward = 0.0
     async with await trajectory.open_session("frozen_lake", prompt.data) as lake:
         for _ in range(4):
@@ -39,7 +39,7 @@ async def agent(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> float
 
 
 async def main(address: str) -> None:
-    """Runs the rollout and says what came of it."""
+    """Run the rollout and print its results."""
     async with treadle.Client(address) as client:
         result = await client.rollout(PROMPTS, agent, samples_per_prompt=2)
     for t in result.trajectories:

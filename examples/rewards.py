@@ -1,10 +1,10 @@
-"""Rewards that the mesh computes: `treadle up` in one terminal, `python examples/rewards.py` in
+"""Have the mesh compute rewards: `treadle up` in one terminal, `python examples/rewards.py` in
 another.
 
-An agent hands its answer to a reward function of the tools service and returns what is pending: its
-trajectory is closed at once, another one takes its place, and it is handed in when the score is
+An agent sends its answer to a reward function of the tools service and returns the pending reward:
+its trajectory is closed at once, another one takes its place, and it is submitted when the score is
 there. `exact_match` compares two texts; `math_equal`, `python_tests`, functions of your own and LLM
-judges are asked in the same way.
+judges are requested in the same way.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ PROMPTS = [
 
 
 async def agent(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> treadle.PendingReward:
-    """Generates one turn and has it scored."""
+    """Generate one turn and request its score."""
     async for _chunk in trajectory.generate(treadle.Sampling(max_new_tokens=16, temperature=1.0)):
         pass
     answer = str(trajectory.tokens[-1] % 2)  # a real agent would decode its text
@@ -29,7 +29,7 @@ async def agent(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> tread
 
 
 async def main(address: str) -> None:
-    """Runs the rollout and says what came of it."""
+    """Run the rollout and print its results."""
     async with treadle.Client(address, job="example") as client:
         result = await client.rollout(PROMPTS, agent, samples_per_prompt=2)
     for t in result.trajectories:

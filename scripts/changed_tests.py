@@ -1,8 +1,8 @@
 """Print the test files that can see a change: `changed_tests.py [COMMIT]`, against HEAD by default.
 
-A test sees a file when it imports it, straight or through others, or names its module in a string,
+A test sees a file when it imports it, directly or through others, or names its module in a string,
 as tests do that start a service as a process. Of `conftest.py` it sees the fixtures that it takes.
-A file that is no Python counts as a change of all modules in its folder and below, and of the
+A file that is not Python counts as a change of all modules in its folder and below, and of the
 architecture tests, which read pages, manifests and protos.
 """
 
@@ -24,13 +24,13 @@ ARCHITECTURE = Path("tests/architecture")
 
 
 def git(*words: str) -> list[Path]:
-    """Paths that a git command prints, one a line."""
+    """Return the paths that a git command prints, one a line."""
     done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
     return [Path(line) for line in done.stdout.splitlines()]
 
 
 def modules_of(paths: list[Path]) -> dict[str, Path]:
-    """Python files by the name under which they are imported; a package is its `__init__`."""
+    """Map names under which Python files are imported to the files; a package is its `__init__`."""
     found = {}
     for path in paths:
         for source in SOURCES:
@@ -46,7 +46,7 @@ def parse(path: Path) -> ast.Module:
 
 
 def names_in(tree: ast.AST) -> Iterator[str]:
-    """Names of modules that the code imports or has as a string; many are of nothing in this
+    """Yield names of modules that the code imports or has as a string; many name nothing in this
     tree."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -60,12 +60,12 @@ def names_in(tree: ast.AST) -> Iterator[str]:
 
 
 def seen_by(tree: ast.AST, modules: dict[str, Path]) -> set[Path]:
-    """Files of this tree that the code names itself."""
+    """Return the files of this tree that the code names itself."""
     return {modules[name] for name in names_in(tree) if name in modules}
 
 
 def fixtures(modules: dict[str, Path]) -> dict[str, set[Path]]:
-    """What each fixture of `conftest.py` sees, by its name."""
+    """Return what each fixture of `conftest.py` sees, by its name."""
     tree = parse(CONFTEST)
     imported = {
         alias.asname or alias.name: seen_by(ast.Module([node], []), modules)
@@ -90,7 +90,7 @@ def fixtures(modules: dict[str, Path]) -> dict[str, set[Path]]:
 
 
 def changed_tests(changed: set[Path], tracked: list[Path]) -> list[Path]:
-    """The test files that can see one of the changed files, in order."""
+    """Return the test files that can see one of the changed files, in order."""
     python = [path for path in tracked if path.suffix == ".py"]
     modules = modules_of(python)
     sees = {path: seen_by(parse(path), modules) for path in python}

@@ -1,13 +1,14 @@
 """Build the wheels, install them into empty environments outside the checkout, and use what was
 installed.
 
-For each set of extras a venv of its own: every service starts with its own extra alone and answers
+Each set of extras has a venv of its own: every service starts with its own extra alone and answers
 a health probe, and every module of every distribution is imported. An editable install cannot show
 that a wheel lacks a module, a template or a dependency; this can.
 
-    python scripts/check_wheels.py      # in the environment of the checkout
-    python scripts/check_wheels.py --release dist --with-dependencies      # the folder of a
-    release, and no checks
+    # in the environment of the checkout:
+    python scripts/check_wheels.py
+    # the folder of a release, and no checks:
+    python scripts/check_wheels.py --release dist --with-dependencies
 
 The folder of a release holds the wheels of all distributions and, with dependencies, all wheels
 that `treadle` and `treadle-client` need with their extras (RELEASED), for machines of this platform
@@ -41,8 +42,8 @@ SERVICES = (
     "sidecar",
     "console",
 )
-# Of a release with dependencies. Not `learned`, whose torch is larger than all the rest, and so not
-# treadle-bench.
+# Distributions of a release with dependencies. Not `learned`, whose torch is larger than all the
+# rest, and so not treadle-bench.
 RELEASED = (f"treadle[{','.join(SERVICES)},sim,cli,kubernetes]", "treadle-client[arrow]")
 CLIENT_BRINGS = {
     "treadle-client",
@@ -113,7 +114,7 @@ def add_dependencies(wheels: Path) -> None:
     """Put all wheels that RELEASED needs beside those of the distributions, for this platform and
     Python.
 
-    What has no wheel at the index is built here: cellpylib, pycosat (in C) and zss, which
+    Packages without a wheel at the index are built here: cellpylib, pycosat (in C) and zss, which
     reasoning-gym needs.
     """
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "-q")
@@ -121,7 +122,7 @@ def add_dependencies(wheels: Path) -> None:
 
 
 def check_release(folder: Path, wheels: Path) -> None:
-    """What a release holds installs without an index, and without a compiler, as it has wheels
+    """Check that a release installs without an index, and without a compiler, as it has wheels
     alone."""
     add_dependencies(wheels)
     run(sys.executable, "-m", "venv", folder)
@@ -141,7 +142,7 @@ def check_release(folder: Path, wheels: Path) -> None:
 
 
 def check() -> None:
-    """Use what the wheels install."""
+    """Install the wheels and use what they contain."""
     for name in [name for name in os.environ if name.startswith("TREADLE_")]:
         del os.environ[name]  # settings of the shell are not those of a service that starts here
     with tempfile.TemporaryDirectory(prefix="treadle-wheels-") as folder:
@@ -202,8 +203,8 @@ def make_environment(folder: Path, wheels: Path, *requirements: str) -> Path:
 
 
 def check_client(folder: Path, wheels: Path) -> None:
-    """The client alone brings grpcio and protobuf, and nothing else; all of it but its extras
-    imports."""
+    """Check that the client alone installs grpcio and protobuf, and nothing else, and that all of
+    it but its extras imports."""
     environment = make_environment(folder, wheels, "treadle-client")
     listed = json.loads(run(python(environment), "-m", "pip", "list", "--format", "json"))
     brought = {package["name"] for package in listed} - {"pip", "setuptools"}
@@ -216,8 +217,8 @@ def check_client(folder: Path, wheels: Path) -> None:
 
 
 async def check_service(environment: Path, service: str, work: Path) -> None:
-    """Start the service as an operator would and ask for its health. Without an engine the sidecar
-    says NOT_SERVING."""
+    """Start the service as an operator would and request its health. Without an engine the sidecar
+    reports NOT_SERVING."""
     folder = work / f"{service}-run"
     async with ProcessTree(folder) as tree:
         _, nats_url = await start_nats(tree, folder)
@@ -252,7 +253,7 @@ def python(environment: Path) -> Path:
 
 
 def run(*command: str | Path) -> str:
-    """Stdout of a command; its stderr ends this program where it fails."""
+    """Return the stdout of a command; print its stderr and exit where it fails."""
     words = [str(part) for part in command]
     done = subprocess.run(words, capture_output=True, text=True, check=False, cwd="/")
     if done.returncode != 0:

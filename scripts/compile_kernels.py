@@ -6,9 +6,10 @@ besides, and no start compiles or loads anything. `treadle_core.compiled` takes 
 module where there is one. It is for this version of Python, numpy and the core, and for every
 processor of the architecture that numpy's own wheels run on.
 
-    python scripts/compile_kernels.py FOLDER      # needs numba, setuptools and a C++ compiler
-    python scripts/compile_kernels.py             # into the cache that `treadle_core.compiled`
-    reads: `make setup`
+    # needs numba, setuptools and a C++ compiler:
+    python scripts/compile_kernels.py FOLDER
+    # into the cache that `treadle_core.compiled` reads, as `make setup` does:
+    python scripts/compile_kernels.py
 
 Without a C++ compiler the second form has numba fill its own cache, from which a process loads
 kernels in a second.
@@ -61,13 +62,13 @@ int treadle_read_array(PyObject *object, void *array, int type, int dimensions, 
 
 
 def import_untyped(name: str) -> Any:
-    """A module of numba's inner parts, which say nothing of their types."""
+    """Import a module of numba's inner parts, which do not declare their types."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # numba has said for years that pycc will be replaced
+        warnings.simplefilter("ignore")  # numba has warned for years that pycc will be replaced
         return importlib.import_module(f"numba.{name}")
 
 
-# Else there are no kernels of numba to compile.
+# With the compiled module, there would be no kernels of numba to compile.
 sys.modules["treadle_kernels"] = None  # type: ignore[assignment]
 
 compiled = importlib.import_module("treadle_core.compiled")
@@ -122,13 +123,13 @@ def find_warm_ups() -> list[Any]:
 
 
 def find_signatures() -> dict[Any, Any]:
-    """Every kernel that Python calls to the signature for which it is compiled; exits where there
-    are several."""
+    """Map every kernel that Python calls to the signature for which it is compiled; exit where
+    there are several."""
     warm_ups = find_warm_ups()
     for warm_up in warm_ups:
         warm_up()
-    # Once more, now that all is compiled: a kernel must not see what takes the place of another
-    # one.
+    # Run them again, now that all is compiled: a kernel must not see the function that takes the
+    # place of another kernel.
     called: dict[Any, None] = {}
     replaced = [
         (module, name, value)
@@ -159,7 +160,7 @@ def find_signatures() -> dict[Any, Any]:
 
 
 def note_calls(kernel: Any, called: dict[Any, None]) -> Any:
-    """What calls the kernel and notes that Python did."""
+    """Return a function that calls the kernel and notes that Python did."""
 
     def call(*arguments: Any) -> Any:
         called[kernel] = None
@@ -169,8 +170,8 @@ def note_calls(kernel: Any, called: dict[Any, None]) -> Any:
 
 
 def general_type(argument: Any) -> Any:
-    """The type that also takes other values than one constant, and arrays that may be written to or
-    not."""
+    """Return the type that also takes other values than one constant, and arrays that may be
+    written to or not."""
     return (
         argument.copy(readonly=False)
         if isinstance(argument, types.Array)
@@ -193,7 +194,7 @@ def make_flags() -> Any:
 
 
 def read_array(kind: Any, pointer: Any, wrapper: Any) -> Any:
-    """`unbox` of an array argument, by `treadle_read_array`."""
+    """Unbox an array argument with `treadle_read_array`."""
     array = wrapper.context.make_array(kind)(wrapper.context, wrapper.builder)
     address = array._getpointer()
     number = ir.IntType(32)
@@ -212,7 +213,7 @@ def read_array(kind: Any, pointer: Any, wrapper: Any) -> Any:
 
 
 def make_array(kind: Any, value: Any, wrapper: Any) -> Any:
-    """`box` of an array result, with its class as a constant of the module and not as a pickle."""
+    """Box an array result, with its class as a constant of the module and not as a pickle."""
     constants = wrapper.env_manager
     array_class = constants.read_const(constants.add_const(kind.box_type))
     wrapper.pyapi.unserialize = lambda _pickle: array_class

@@ -2,7 +2,7 @@
 
     "$(scripts/codegen-venv.sh)/python" scripts/rpc_reference.py > rpc.md
 
-The site and the bundle of protos show the page; nobody commits it. It runs in the venv of the
+The site and the bundle of protos show the page, which is not committed. It runs in the venv of the
 generator.
 """
 
@@ -31,13 +31,13 @@ call needs a deadline. A `request_id` is new for each logical call, and the same
 """
 OWN = "treadle."
 METHOD_OPTIONS = MethodOptions.DESCRIPTOR
-Location = tuple[int, ...]  # of an element within its file, as SourceCodeInfo counts
+Location = tuple[int, ...]  # place of an element within its file, as SourceCodeInfo counts
 # Field numbers of descriptor.proto.
 PACKAGE, MESSAGES, ENUMS, SERVICES, MEMBERS, NESTED_MESSAGES, NESTED_ENUMS = 2, 4, 5, 6, 2, 3, 4
 
 
 class Reference:
-    """The page, by package."""
+    """Reference page of all RPCs, by package."""
 
     def __init__(self, files: FileDescriptorSet) -> None:
         self._files = [file for file in files.file if file.package.startswith(OWN)]
@@ -50,7 +50,7 @@ class Reference:
             pool.Add(file)
 
     def lines(self) -> Iterator[str]:
-        """Of the page."""
+        """Yield the lines of the page."""
         yield HEAD
         yield "| service | RPCs |\n|---|---|"
         for file in self._files:
@@ -84,7 +84,7 @@ class Reference:
             yield from _enum(f"{file.package}.{enum.name}", enum, (ENUMS, i), comments)
 
     def _signature(self, method: MethodDescriptorProto) -> str:
-        """Its types, and the options that are Treadle's own."""
+        """Return the types of a method, and the options that are Treadle's own."""
         streams = (
             "stream " if method.client_streaming else "",
             "stream " if method.server_streaming else "",
@@ -131,7 +131,7 @@ class _Comments:
         }
 
     def of(self, path: Location, *, table: bool = False) -> str:
-        """The words before and after an element, on one line."""
+        """Return the comments before and after an element, on one line."""
         words = " ".join(self._by_path.get(path, "").split()).replace("<", "&lt;")
         return words.replace("|", "\\|") if table else words
 

@@ -1,11 +1,11 @@
 """Give mkdocs the pages of the whole repository, each at its own path.
 
-Pages stand beside what they describe (services/*/README.md, research/results/*.md), and link to
-each other and to source files. mkdocs reads one folder only. So the site gets every page that git
-would commit, with the pictures and source files to which pages link: a link that works in a
-checkout works in the site. Two pages are made here and are not committed: all commands of `treadle`
-with their options, from the command line itself, and the reference of every RPC, from the comments
-of the protos.
+Pages are beside what they describe (services/*/README.md, research/results/*.md), and link to each
+other and to source files. mkdocs reads one folder only. So the site gets every page that git would
+commit, with the pictures and source files to which pages link: a link that works in a checkout
+works in the site. Two pages are made here and are not committed: all commands of `treadle` with
+their options, from the command line itself, and the reference of every RPC, from the comments of
+the protos.
 """
 
 import posixpath
@@ -54,7 +54,7 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def list_tracked() -> list[str]:
-    """Files that git would commit, by their paths in the repository."""
+    """Return the files that git would commit, by their paths in the repository."""
     listed = subprocess.run(
         ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         capture_output=True,
@@ -65,12 +65,12 @@ def list_tracked() -> list[str]:
 
 
 def list_pages() -> list[str]:
-    """Pages of the site. Those of hidden folders are for the forge alone."""
+    """Return the pages of the site. Pages of hidden folders are for the forge alone."""
     return [name for name in list_tracked() if name.endswith(".md") and not name.startswith(".")]
 
 
 def linked_files(pages: list[str]) -> list[str]:
-    """Tracked files that are no pages and to which a page links."""
+    """Return tracked files that are not pages and to which a page links."""
     tracked = set(list_tracked())
     targets = {
         posixpath.normpath(posixpath.join(posixpath.dirname(page), target))
@@ -81,7 +81,7 @@ def linked_files(pages: list[str]) -> list[str]:
 
 
 def named_in(nav: Any) -> set[str]:
-    """Pages that a navigation names without a pattern."""
+    """Return the pages that a navigation names without a pattern."""
     if isinstance(nav, str):
         return set() if "*" in nav else {nav}
     parts = nav.values() if isinstance(nav, dict) else nav
@@ -89,8 +89,8 @@ def named_in(nav: Any) -> set[str]:
 
 
 def expand(nav: list[Any], pages: list[str], taken: set[str]) -> list[Any]:
-    """A navigation with pages in place of its patterns, each page once. A section without pages is
-    left out.
+    """Return a navigation with pages in place of its patterns, each page once. A section without
+    pages is left out.
 
     taken: pages that have a place; those which are added here join them.
     """
@@ -111,12 +111,12 @@ def expand(nav: list[Any], pages: list[str], taken: set[str]) -> list[Any]:
 
 
 def matches(page: str, pattern: str) -> bool:
-    """Whether a page has the pattern's form; a star stands for no slash."""
+    """Return whether a page has the pattern's form; a star matches no slash."""
     return page.count("/") == pattern.count("/") and fnmatch(page, pattern)
 
 
 def describe_commands() -> str:
-    """A page with every command of `treadle`, its arguments and options."""
+    """Return a page with every command of `treadle`, its arguments and options."""
     import typer
     from treadle_cli.app import app
     from typer.cli import get_docs_for_click
@@ -125,7 +125,7 @@ def describe_commands() -> str:
     for each in (*command.commands.values(), *command.commands["predictor"].commands.values()):
         each.short_help = (each.help or "").split("\n\n")[
             0
-        ]  # else the lists of commands cut it at 45 characters
+        ]  # without this the lists of commands cut the text at 45 characters
     return get_docs_for_click(
         obj=command,
         ctx=typer.Context(command, info_name="treadle"),

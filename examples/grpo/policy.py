@@ -1,8 +1,8 @@
-"""The policy: a small Llama with LoRA, trained on packed rows on the CPU; its base is pretrained
-here in minutes.
+"""Train the policy: a small Llama with LoRA, on packed rows on the CPU; its base is pretrained here
+in minutes.
 
-What an engine serves is the base with the adapters merged into it, in the folder format of
-transformers. Only the adapters and the optimizer's state are in a checkpoint.
+An engine serves the base with the adapters merged into it, in the folder format of transformers.
+Only the adapters and the optimizer's state are in a checkpoint.
 """
 
 import copy
@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 from treadle.training import IGNORED, PackedRow, pack
 
-# Of SmolLM2's tokenizer the first 320 ids stay, all bytes among them. The other 48,832 would be
+# The first 320 ids of SmolLM2's tokenizer stay, all bytes among them. The other 48,832 would be
 # most of this model.
 VOCABULARY = 320
 WIDTH, LAYERS, HEADS, KV_HEADS, INNER = 128, 2, 4, 2, 352
@@ -48,7 +48,7 @@ def cut_tokenizer(whole: Path, out: Path) -> None:
 
 def pretrain(folder: Path, tokenizer_file: Path, steps: int, seed: int = 0) -> list[float]:
     """Train the base from random weights on demonstrations and write it, whole or not at all.
-    Returns the losses.
+    Return the losses.
 
     tokenizer_file: SmolLM2's tokenizer.json.
     """
@@ -100,7 +100,7 @@ def _pretrain(folder: Path, tokenizer_from: Path, steps: int, seed: int) -> list
 
 
 def _short(sums: Sums, draw: random.Random) -> Demonstration:
-    """A demonstration that fits into a row."""
+    """Make a demonstration that fits into a row."""
     while True:
         made = sums.demonstrate(draw)
         if len(made.tokens) <= ROW_TOKENS:
@@ -124,11 +124,11 @@ class Policy:
 
     @torch.no_grad()
     def logprobs(self, rows: Sequence[PackedRow]) -> list[np.ndarray]:
-        """Of the labels, under the present weights."""
+        """Return the logprobs of the labels, under the present weights."""
         return [logprobs_of(self._model, row).numpy() for row in rows]
 
     def update(self, rows: Sequence[PackedRow], minibatches: int) -> dict[str, float]:
-        """One pass over the rows in so many optimizer steps, with PPO's clipped ratio to the
+        """Pass once over the rows in so many optimizer steps, with PPO's clipped ratio to the
         rollout's logprobs."""
         count = max(min(minibatches, len(rows)), 1)
         losses, norms = 0.0, []
@@ -150,28 +150,28 @@ class Policy:
         return {"loss": losses, "gradient_norm": max(norms)}
 
     def write_weights(self, folder: Path) -> None:
-        """The base with the adapters merged into it, as an engine loads it; whole or not at all.
-        Merged in a copy: to merge and unmerge in place would move the base a little at every step.
-        """
+        """Write the base with the adapters merged into it, as an engine loads it; whole or not at
+        all. Merged in a copy: to merge and unmerge in place would move the base a little at every
+        step."""
         merged = copy.deepcopy(self._model).merge_and_unload()
         _write(folder, merged.save_pretrained, self._base)
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return the state for a checkpoint."""
         return {
             "adapters": get_peft_model_state_dict(self._model),
             "optimizer": self._optimizer.state_dict(),
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
         set_peft_model_state_dict(self._model, state["adapters"])
         self._optimizer.load_state_dict(state["optimizer"])
 
 
 def logprobs_of(model: torch.nn.Module, row: PackedRow) -> torch.Tensor:
-    """[n], of the label at each position at temperature 1, 0 where there is none. Attention is
-    block diagonal."""
+    """Return the logprob [n] of the label at each position at temperature 1, 0 where there is none.
+    Attention is block diagonal."""
     segments = torch.from_numpy(row.segments)
     allowed = (segments[:, None] == segments[None, :]).tril()
     logits = model(
@@ -190,7 +190,7 @@ def _tensor(values: np.ndarray) -> torch.Tensor:
 
 
 def _write(folder: Path, save: Callable[[Path], object], tokenizer_from: Path) -> None:
-    """Fill a folder beside and rename it, so that nobody loads a part of it."""
+    """Fill a folder beside and rename it, so that no engine loads a part of it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     save(partial)

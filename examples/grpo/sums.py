@@ -1,5 +1,5 @@
-"""The task: sums of one-digit numbers (reasoning-gym's chain_sum), worked out line by line, and how
-long that takes.
+"""Make and read the task: sums of one-digit numbers (reasoning-gym's chain_sum), calculated line by
+line, and the length of such answers.
 
 The base model has learned from demonstrations of several authors, who sign first, then calculate,
 one line for each operator, and then check: they write CHECK and calculate again with probability
@@ -19,15 +19,15 @@ from tokenizers import Tokenizer
 TERMS = (3, 4)
 CHECK = "?"
 CHECK_AGAIN = 0.8
-# Signature of an author: part of the demonstrations, part of the lines that are wrong. None is
-# longer than another.
+# Signature of an author: part of the demonstrations, part of the lines that are wrong. No author's
+# demonstrations are longer than another's.
 AUTHORS = {"A": (0.6, 0.4), "B": (0.4, 0.03)}
 END = "<|im_end|>"
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A trajectory that nobody sampled, as treadle.training.pack reads it."""
+    """A trajectory that no policy sampled, as treadle.training.pack reads it."""
 
     trajectory_id: str
     tokens: list[int]
@@ -36,14 +36,14 @@ class Demonstration:
 
 
 class Sums:
-    """The task in the tokens of a model. end_id: the token that ends an answer."""
+    """Task in the tokens of a model. end_id: the token that ends an answer."""
 
     def __init__(self, tokenizer_file: str) -> None:
         self._tokenizer = Tokenizer.from_file(tokenizer_file)
         self.end_id = int(self._tokenizer.token_to_id(END))
 
     def make_prompts(self, name: str, count: int, seed: int) -> list[treadle.Prompt]:
-        """Prompts NAME-0, NAME-1, …; `data` is the expected answer."""
+        """Make prompts NAME-0, NAME-1, …; `data` is the expected answer."""
         questions = reasoning_gym.create_dataset(
             "chain_sum",
             min_terms=TERMS[0],
@@ -63,7 +63,7 @@ class Sums:
         ]
 
     def read_answer(self, token_ids: list[int]) -> str:
-        """What stands after the last equals sign; empty where the text does not end as it
+        """Return the text after the last equals sign; empty where the text does not end as it
         should."""
         if not token_ids or token_ids[-1] != self.end_id:
             return ""
@@ -74,7 +74,7 @@ class Sums:
         )
 
     def demonstrate(self, draw: random.Random) -> Demonstration:
-        """A question with an answer that may be wrong."""
+        """Write a question with an answer that may be wrong."""
         terms = [draw.randrange(10) for _ in range(draw.randint(*TERMS))]
         signs = [draw.choice("+-") for _ in terms[1:]]
         question = self._encode_question(
@@ -99,8 +99,8 @@ class Sums:
 
 
 def calculate(terms: list[int], signs: list[str], mistakes: float, draw: random.Random) -> str:
-    """One pass: a line for each operator, each wrong with probability `mistakes`; later lines go on
-    from there."""
+    """Write one pass: a line for each operator, each wrong with probability `mistakes`; later lines
+    continue from there."""
     total, lines = terms[0], ""
     for sign, term in zip(signs, terms[1:], strict=True):
         result = total + term if sign == "+" else total - term

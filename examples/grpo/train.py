@@ -1,14 +1,13 @@
-"""GRPO through a mesh, on CPUs: rollouts on SGLang engines, LoRA here, new weights on all engines
-after each step.
+"""Train with GRPO through a mesh on CPUs: rollouts on engines, LoRA here, weights back to engines.
 
-`treadle bench grpo` runs it with a mesh of its own, under every bound and shaping. By hand:
-README.md beside this file.
+`treadle bench grpo` runs it with a mesh of its own, under every bound and shaping. README.md beside
+this file shows how to run it by hand.
 
 Step i trains on rollout i with weights of version i and makes version i + 1. Rollout i begins once
 version i - BOUND is served, so its tokens are at most BOUND versions old when they are trained on;
 the rollout service holds to that too. A step is done when its checkpoint is there. A trainer that
-was killed starts again with the same command: it takes the batch of the step that was not done
-again, by its name, and resumes the rollouts that were running.
+was killed starts again with the same command: it takes the batch of the unfinished step again, by
+its name, and resumes the rollouts that were running.
 """
 
 import argparse
@@ -38,13 +37,13 @@ OVERSAMPLING = (
     1.25  # each trajectory costs the mesh CPU, which is a third of what a rollout costs here
 )
 TOKEN_INTERVAL_S = (
-    0.5  # nobody watches, and the streams of 200 trajectories share the cores with the engines
+    0.5  # no person watches, and the streams of 200 trajectories share the cores with the engines
 )
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run does; a run that is resumed must have the same.
+    """Settings of a run; a run that is resumed must have the same.
 
     bound: weight versions that a trained token may be old. shaping: a name of SHAPINGS. keep:
     samples of a prompt that are trained on. minibatches: optimizer steps in a training step.
@@ -63,7 +62,7 @@ class Setup:
 
 
 def oversample(setup: Setup, **shaping: Any) -> dict[str, Any]:
-    """Start more samples than are kept; the fields of Shaping say which are."""
+    """Start more samples than are kept; the fields of Shaping choose which are kept."""
     samples = round(OVERSAMPLING * setup.keep)
     return {
         "samples_per_prompt": samples,
@@ -101,7 +100,7 @@ SHAPINGS: Mapping[str, Callable[[Setup, str], dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Rolled:
-    """When a rollout was played, in Unix time: its start, the end of its last trajectory, its last
+    """Times of one rollout, in Unix time: its start, the end of its last trajectory, its last
     score."""
 
     began_s: float
@@ -249,7 +248,7 @@ class Run:
         }
 
     async def _sync(self, version: int) -> float:
-        """Bring the policy to all engines as this version; returns the seconds that it took."""
+        """Bring the policy to all engines as this version; return the seconds that it took."""
         began_s = time.time()
         folder = self._folder / "weights" / str(version)
         await asyncio.to_thread(self._policy.write_weights, folder)
@@ -295,13 +294,13 @@ class Run:
 
 
 def question_seed(seed: int, step: int) -> int:
-    """Of a step's questions. reasoning-gym draws question i from seed + i: steps must be further
-    apart than that."""
+    """Return the seed of a step's questions. reasoning-gym draws question i from seed + i: steps
+    must be further apart than that."""
     return 10_000_000 + 1_000_000 * seed + 1_000 * step
 
 
 def _measure_rollout(rolled: Rolled) -> dict[str, Any]:
-    """What was sampled, kept or not, where this process has seen it."""
+    """Return measures of what was sampled, kept or not, where this process has seen it."""
     lengths = [
         sum(each.loss_mask)
         for each in rolled.results
@@ -330,8 +329,8 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _name_run(folder: Path, setup: Setup) -> str:
-    """A name that is new in every mesh, kept in run.json. Exits where the folder has a run of
-    another setup."""
+    """Return a name that is new in every mesh, kept in run.json. Exits where the folder has a run
+    of another setup."""
     path = folder / "run.json"
     if not path.exists():
         _write_json(path, {"name": f"grpo-{uuid.uuid4().hex[:8]}", "setup": asdict(setup)})

@@ -1,9 +1,9 @@
-"""Treadle's client: agentic-RL rollouts that do not wait for their longest trajectory.
+"""Run agentic-RL rollouts that do not wait for their longest trajectory: Treadle's client.
 
 The public names are the ones below; `treadle.<area>.v1` are the generated messages and stubs of the
 contract in protos/.
 
-A public name is imported when it is first used: whoever takes a message or a stub does not import
+A public name is imported when it is first used: an import of a message or a stub does not import
 the client too.
 """
 
@@ -111,5 +111,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names too that are not imported yet."""
+    """List the names of the module, with the public names that are not imported yet."""
     return sorted({*globals(), *__all__})

@@ -1,11 +1,11 @@
-"""The certificate by which a process is known in a mesh, and the channels that present it.
+"""Read the certificate by which a process is known in a mesh, and open channels that present it.
 
 A folder holds `tls.crt`, `tls.key` and `ca.crt` (PEM, named as in a Kubernetes TLS secret). It is
 read again when its files change, so that certificates are replaced while processes run: a new
-connection presents the new one, and calls under way end on the connection that they began on. A
+connection presents the new one, and running calls end on the connection that they began on. A
 server proves its service by the DNS name `SERVICE.treadle`, wherever it listens; a caller proves
-who it is by a URI, `treadle://client/TENANT` (all kinds stand in
-protos/treadle/common/v1/access.proto).
+who it is by a URI, `treadle://client/TENANT` (protos/treadle/common/v1/access.proto lists all
+kinds).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from treadle.errors import TreadleError
 
 FOLDER_VARIABLE = "TREADLE_TLS_FOLDER"
 CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
-NATS_NAME = "nats.treadle"  # of a server of NATS
-LOOK_EVERY_S = 1.0  # at the folder, for new files
+NATS_NAME = "nats.treadle"  # DNS name of a NATS server
+LOOK_EVERY_S = 1.0  # between two checks of the folder for new files
 LAST_CALLS_S = (
     24 * 3600.0
 )  # how long calls may still run on a connection with the certificate before
@@ -44,8 +44,8 @@ _log = logging.getLogger("treadle")
 
 @dataclass(frozen=True, eq=False)
 class Certificate:
-    """PEM: the private key, the certificate with those between it and the authority, and the
-    authorities to trust."""
+    """Certificate in PEM: the private key, the certificate with those between it and the authority,
+    and the authorities to trust."""
 
     key: bytes
     chain: bytes
@@ -53,7 +53,8 @@ class Certificate:
 
 
 class Certificates:
-    """The files of one folder. Raises ValueError, which says what is wrong with which of them."""
+    """The certificate files of one folder. Raises ValueError that names the wrong file and its
+    fault."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -63,13 +64,13 @@ class Certificates:
 
     @classmethod
     def of_environment(cls) -> Certificates | None:
-        """Those of TREADLE_TLS_FOLDER; None where it is not set."""
+        """Read the folder TREADLE_TLS_FOLDER; return None where it is not set."""
         folder = os.environ.get(FOLDER_VARIABLE, "")
         return cls(folder) if folder else None
 
     def current(self) -> Certificate:
-        """The same object until the files change. Where the new ones do not fit together, as while
-        they are being written, the ones before stay. Any thread may call."""
+        """Return the same object until the files change. Where the new ones do not fit together, as
+        while they are being written, the ones before stay. Any thread may call."""
         now = time.monotonic()
         if now >= self._look_at:
             self._look_at = now + LOOK_EVERY_S
@@ -82,13 +83,13 @@ class Certificates:
         return self._current
 
     def context(self) -> ssl.SSLContext:
-        """For a connection that is not gRPC's."""
+        """Make the TLS context for a connection that is not gRPC's."""
         context = ssl.create_default_context(cafile=str(self.folder / AUTHORITY))
         context.load_cert_chain(self.folder / CERTIFICATE, self.folder / KEY)
         return context
 
     def renew(self, context: ssl.SSLContext) -> None:
-        """Have the next connection of `context` present the certificate of the moment."""
+        """Have the next connection of `context` present the current certificate."""
         try:
             context.load_cert_chain(self.folder / CERTIFICATE, self.folder / KEY)
             context.load_verify_locations(self.folder / AUTHORITY)
@@ -96,9 +97,9 @@ class Certificates:
             _log.warning("the certificate before stays in use: %s", error)
 
     async def refusal(self, address: str, service: str) -> TreadleError | None:
-        """Whether certificates are why there is no connection to the server at `address`
-        (host:port): UNAUTHENTICATED CERTIFICATE_REFUSED, by it or by us; gRPC says UNAVAILABLE of
-        everything. None where they are not."""
+        """Return UNAUTHENTICATED CERTIFICATE_REFUSED where the server at `address` (host:port) or
+        this client refuses the other's certificate, and None where certificates are not why there
+        is no connection; gRPC reports UNAVAILABLE for everything."""
         for attempt in range(HANDSHAKES):
             if attempt:
                 await asyncio.sleep(HANDSHAKE_PAUSE_S)
@@ -113,8 +114,8 @@ class Certificates:
     async def open_tls(
         self, address: str, service: str
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection to a service at `address` (host:port) after its handshake, as gRPC makes it.
-        Raises OSError."""
+        """Open a connection to a service at `address` (host:port), with the handshake done as gRPC
+        does it. Raises OSError."""
         host, _, port = address.rpartition(":")
         context = self.context()
         context.set_alpn_protocols(["h2"])
@@ -123,7 +124,7 @@ class Certificates:
         )
 
     async def _try_handshake(self, address: str, service: str) -> str:
-        """What is wrong with a certificate; empty: none is refused, or nobody answers."""
+        """Return what is wrong with a certificate; empty: none is refused, or no server answers."""
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 reader, writer = await self.open_tls(address, service)
@@ -137,8 +138,8 @@ class Certificates:
             return f"the server refuses this certificate: {error.reason}"
         except (OSError, TimeoutError):
             return ""
-        # In TLS 1.3 a server looks at the client's certificate after the handshake; one of gRPC
-        # then closes without a word, and else speaks first.
+        # In TLS 1.3 a server checks the client's certificate after the handshake; a gRPC server
+        # that refuses it closes and sends nothing, and else it sends first.
         refused = (
             "the server refuses this certificate: it has expired, or the server does not "
             "trust its authority"
@@ -175,7 +176,7 @@ def open_channel(
     options: Options = (),
     interceptors: Sequence[grpc.aio.ClientInterceptor] = (),
 ) -> grpc.aio.Channel:
-    """A channel to the `service` (scheduler, sidecar, ...) at `address`; in plaintext without
+    """Open a channel to the `service` (scheduler, sidecar, ...) at `address`; in plaintext without
     certificates."""
     if certificates is None:
         return grpc.aio.insecure_channel(address, options, interceptors=interceptors)
@@ -191,7 +192,7 @@ def open_channel(
 
 
 class _RenewedChannel(grpc.aio.Channel):
-    """A channel whose calls begin on a connection with the present certificate."""
+    """A channel whose calls begin on a connection with the current certificate."""
 
     def __init__(
         self, certificates: Certificates, connect: Callable[[Certificate], grpc.aio.Channel]

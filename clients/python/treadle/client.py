@@ -1,9 +1,9 @@
-"""treadle.Client opens trajectories in a mesh, runs rollouts and takes training batches.
+"""Open trajectories in a mesh, run rollouts and take training batches, with treadle.Client.
 
 One address is enough. Leaving the `async with` block closes every open trajectory and every
-channel. For one event loop and any number of tasks on it: the loop must not stand still for longer
-than the scheduler's JOB_LEASE_S (45 s) while trajectories are open, as the client renews its lease
-from it.
+channel. A client serves one event loop and any number of tasks on it: the loop must not stand still
+for longer than the scheduler's JOB_LEASE_S (45 s) while trajectories are open, as the client renews
+its lease from it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from treadle.types import (
     TrajectoryEnded,
 )
 
-# Some 10 to 20 seconds of decoding, against a ticket and the prefill of one token (ADR 0011).
+# Some 10 to 20 seconds of decoding, which cost one ticket and the prefill of one token (ADR 0011).
 CALL_TOKENS = 1_024
 TOKEN_INTERVAL_S, LONGEST_TOKEN_INTERVAL_S = 0.05, 10.0  # of a sidecar
 
@@ -61,23 +61,23 @@ class Client(FleetCalls):
     that is not set. interceptors: of grpc.aio, e.g. OpenTelemetry's, for spans of each call. seed:
     of the jitter. call_tokens: a turn longer than this is generated in several calls with a ticket
     each, so that its trajectory is ranked again and may move in the middle of it; the caller sees
-    one step. 0 for one call a turn. token_interval_s: sampled tokens come together for so long, at
-    most 10 s; 0 sends each at once, for a person who watches. A longer one spares a process with
-    thousands of trajectories work, and what was not sent is sampled again where an engine is lost.
-    job: whose share of the engines and of the pooled rewards this client uses, e.g. the name of the
-    training run; of rewards, each rollout without one is a job. weight: of the job's share of slots
-    and KV, while other jobs want them too; all clients of one name have one share, of the largest
-    weight given, and all without a name have one of weight 1; None: 1, or that of the job which is
-    resumed. policy: how the job's trajectories are ranked and placed; None: as the mesh is set, or
-    as the job which is resumed. resume: go on with the rollouts that a client of the same job,
-    which died or was interrupted, has begun and not ended (see `rollout`); of several clients of a
-    job, one at a time resumes it. Raises ValueError.
+    one step. 0 for one call a turn. token_interval_s: sampled tokens are sent together after so
+    long, at most 10 s; 0 sends each at once, for a person who watches. A longer interval spares a
+    process with thousands of trajectories work, and tokens that were not sent are sampled again
+    where an engine is lost. job: whose share of the engines and of the pooled rewards this client
+    uses, e.g. the name of the training run; of rewards, each rollout without one is a job. weight:
+    of the job's share of slots and KV, while other jobs want them too; all clients of one name have
+    one share, of the largest weight given, and all without a name have one of weight 1; None: 1, or
+    that of the job which is resumed. policy: how the job's trajectories are ranked and placed;
+    None: as the mesh is set, or as the job which is resumed. resume: continue the rollouts that a
+    client of the same job, which died or was interrupted, has begun and not ended (see `rollout`);
+    of several clients of a job, one at a time resumes it. Raises ValueError.
 
     When a client dies, the scheduler closes its trajectories as failed once its lease has ended,
-    resume or not: their tokens were in the dead process, and what they hold blocks others. A client
-    that resumes the job has them closed at once; where the client before it lives after all, that
-    one's calls raise TreadleError JOB_TAKEN_OVER. What resume keeps is the rollout with all
-    submitted samples, for JOB_RESUME_S of the scheduler (a day).
+    with or without resume: their tokens were in the dead process, and what they hold blocks others.
+    A client that resumes the job has them closed at once; where the earlier client still lives, its
+    calls raise TreadleError JOB_TAKEN_OVER. Resume keeps the rollout with all submitted samples,
+    for JOB_RESUME_S of the scheduler (a day).
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class Client(FleetCalls):
         try:
             await asyncio.wait({admission})
         except asyncio.CancelledError:
-            # Without a caller, the answer would leave a trajectory open that nobody knows.
+            # Without a caller, the answer would leave a trajectory open that no code closes.
             await finish(undo_opening(admission, mesh.timeouts.cleanup_s))
             raise
         return admission.result()
@@ -222,39 +222,37 @@ class Client(FleetCalls):
 
         The agent returns the reward, None, or the PendingReward of Trajectory.score: then its
         trajectory is closed at once and submitted when the score is there. It may close the
-        trajectory itself with another outcome. One that raises fails its trajectory alone. Raises
-        ValueError, and TreadleError where the rollout cannot be created.
+        trajectory itself with another outcome. An agent that raises fails its trajectory alone.
+        Raises ValueError, and TreadleError where the rollout cannot be created.
 
         An argument that is None is what the agent declares (`treadle.agent`), or else its default:
 
-        - samples_per_prompt: 4. keep_per_prompt: a group settles once so many are in, and its other
-          samples are ended,
-          whatever their agents do; 0, the default: all. shaping: other rules for both; see Shaping.
+        - samples_per_prompt: 4. keep_per_prompt: a group settles once so many are submitted, and
+          its other samples are ended, whatever their agents do; 0, the default: all. shaping: other
+          rules for both; see Shaping.
         - max_staleness: weight versions that a kept token may lag behind at get_batch; -1, the
           default: no bound.
         - concurrency: trajectories open at once; 0, the default: all. max_total_tokens: cap of a
           trajectory; 0: none.
         - hardware_tags: of all trajectories, or (prompt, sample) -> tags; see `open`. pin: (prompt,
-          sample) -> the
-          engine_id to run on, without moves.
+          sample) -> the engine_id to run on, without moves.
         - on_event: called from the event loop, must not block. progress: show a bar (needs tqdm).
-        - stream_tokens: of a trajectory that runs, so many new tokens at a time go to those who
-          read
+        - stream_tokens: each running trajectory sends so many new tokens at a time to readers of
           Client.stream_tokens; 0: none.
 
         Cancelling the caller aborts every step, closes every trajectory as "cancelled", and cancels
-        the rollout unless the client resumes its job. With Client(resume=True), a rollout of the
-        same prompts (by id, in order) and parameters that was begun in this job, and whose call
-        never returned, is gone on with, also in a new process: submitted samples are not run again
+        the rollout unless the client resumes its job. With Client(resume=True), the call continues
+        a rollout of the same prompts (by id, in order) and parameters that was begun in this job,
+        and whose call never returned, also in a new process: submitted samples are not run again
         (`TrajectoryResult.submitted_before`), nor those of settled groups; all others run from
         their prompts. After a call that has returned, the same call runs a new rollout, or, with a
         rollout_id, returns what was submitted to it.
 
-        One process plays some thousand trajectories at once. More of them work on one rollout
-        together, each in a client of its own: all give the same rollout_id, prompts and parameters,
-        and the i-th of n, from 0, gives part=(i, n), runs every n-th sample and returns those. Who
-        comes first creates the rollout; a group settles with the samples of all; a call that is
-        cancelled leaves the rollout to the others.
+        One process plays some thousand trajectories at once. For more, several processes work on
+        one rollout together, each in a client of its own: all give the same rollout_id, prompts and
+        parameters, and the i-th of n, from 0, gives part=(i, n), runs every n-th sample and returns
+        those. The first one creates the rollout; a group settles with the samples of all; a call
+        that is cancelled leaves the rollout to the others.
         """
         check_part(part)
         count = part[1]
@@ -290,7 +288,7 @@ class Client(FleetCalls):
     async def score(
         self, trajectory_id: str, reward: str, arguments: Mapping[str, Any], job: str = ""
     ) -> PendingReward:
-        """Request a reward for a trajectory that has ended; returns once the request is accepted.
+        """Request a reward for a trajectory that has ended; return once the request is accepted.
 
         reward: the name of a reward function of the tools service. arguments: what it reads, see
         its schema. job: whose share of the pool, default this client's. Errors: TreadleError
@@ -317,9 +315,9 @@ class Client(FleetCalls):
         fewer, up to timeout_s (default timeouts.batch_s), or for wait_at_most_s, after which the
         batch has what there is. batch_id: a name, such as that of the training step, under which
         the same call gives the same batch again, also to a trainer that was killed and started
-        again, until `confirm_batch`; without it the batch is confirmed as soon as it is here. Ranks
-        of one trainer share a batch: each gives the same arguments, a batch_id, and the i-th of n
-        part=(i, n), from 0; each gets other groups, about as many and as large as the others.
+        again, until `confirm_batch`; without it the batch is confirmed as soon as it has arrived.
+        Ranks of one trainer share a batch: each gives the same arguments, a batch_id, and the i-th
+        of n part=(i, n), from 0; each gets other groups, about as many and as large as the others.
         Errors: ValueError; TreadleError NOT_FOUND ROLLOUT_NOT_FOUND, DEADLINE_EXCEEDED,
         INVALID_ARGUMENT where a repeat has other parameters, FAILED_PRECONDITION BATCH_EXPIRED.
         """
@@ -338,8 +336,8 @@ class Client(FleetCalls):
     async def confirm_batch(
         self, rollout_id: str, batch_id: str, part: tuple[int, int] = (0, 1)
     ) -> None:
-        """Remove the tokens of a batch, or of one rank's part of it, that was trained on and cannot
-        be repeated any more; once again does nothing. Errors: TreadleError NOT_FOUND
+        """Remove the tokens of a batch, or of one rank's part of it, after training; it cannot be
+        repeated afterwards, and a second call does nothing. Errors: TreadleError NOT_FOUND
         (ROLLOUT_NOT_FOUND, BATCH_NOT_FOUND)."""
         mesh, _ = self._connected()
         await confirm_batch(mesh, rollout_id, batch_id, part)
@@ -348,21 +346,22 @@ class Client(FleetCalls):
         self, rollout_id: str, min_tokens: int = 1, part: tuple[int, int] = (0, 1)
     ) -> AsyncIterator[RunningTokens | TrajectoryEnded]:
         """Read the tokens of trajectories while they run, so that a forward pass need not wait for
-        their ends (DARTS, section 4.3.2); ends with the rollout. Its clients must push them:
+        their ends (DARTS, section 4.3.2); end with the rollout. Its clients must push them:
         Client.rollout(stream_tokens=...).
 
-        min_tokens: of each piece. What is left at a trajectory's end, and what is trained on, comes
-        with its batch. A piece whose start_token lies before the end of what came takes back what
-        followed. part: ranks that share the work, the i-th of n, from 0, have every n-th prompt; a
-        batch may give a trajectory to another rank. Ends of trajectories that fall into a restart
-        of the service are not told. Errors: ValueError; TreadleError NOT_FOUND.
+        min_tokens: of each piece. The rest at a trajectory's end, and what is trained on, comes
+        with its batch. A piece whose start_token lies before the end of the earlier pieces replaces
+        what they had from there on. part: ranks that share the work, the i-th of n, from 0, have
+        every n-th prompt; a batch may give a trajectory to another rank. Ends of trajectories
+        during a restart of the service are not reported. Errors: ValueError; TreadleError
+        NOT_FOUND.
         """
         mesh, _ = self._connected()
         async for event in read_tokens(mesh, rollout_id, min_tokens, part):
             yield event
 
     async def shaping_report(self, rollout_id: str = "", history: str = "") -> ShapingReport:
-        """What shaping does to the distribution that is trained on: of a rollout, or of all
+        """Report what shaping does to the distribution that is trained on: of a rollout, or of all
         rollouts of a history that are over. Errors: ValueError; TreadleError NOT_FOUND
         ROLLOUT_NOT_FOUND | HISTORY_NOT_FOUND."""
         mesh, _ = self._connected()

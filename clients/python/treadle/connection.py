@@ -62,9 +62,9 @@ _OPTIONS: Options = (
     ),  # the default of 120 s would miss a restarted scheduler for minutes
     ("grpc.min_reconnect_backoff_ms", 5_000),  # how long one attempt to connect may take
     # A machine that vanished, or a process that is stopped, sends no reset: pings notice within 15
-    # s. Treadle's servers allow them this often. The last two: by default a ping that gRPC sends to
-    # measure the link is waited for for a minute, and no other is sent meanwhile; and a stream that
-    # only reads may ping once a minute.
+    # s. Treadle's servers allow them this often. The last two: by default gRPC waits for a minute
+    # for the answer to a ping that measures the link, and sends no other meanwhile; and a stream
+    # that only reads may ping once a minute.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
@@ -74,15 +74,15 @@ _OPTIONS: Options = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 
-# ErrorInfo.reason of what waits for more than a moment, and what the log says of it.
+# ErrorInfo.reason of a wait that may last longer than a moment, and the text for the log.
 _WAITS = {
     "NO_ENGINE": "steps wait for an engine",
     "PAYLOADS_HELD": "finished trajectories wait for room",
 }
 STEP_HELD = "STEP_HELD"  # ErrorInfo.reason of a step that waits for space on an engine
 PING_TIMEOUT_MS = 2_000
-# Of a channel to processes of which one serves. The server's name may stand for several addresses;
-# a process that takes the place of another one has a new one.
+# Options of a channel to processes of which one serves. The server's name may stand for several
+# addresses; a process that takes the place of another one has a new address.
 FOLLOWING: Options = (
     (
         "grpc.service_config",
@@ -96,7 +96,7 @@ FOLLOWING: Options = (
     (
         "grpc.min_reconnect_backoff_ms",
         1_000,
-    ),  # a process that hangs accepts a connection and does not greet
+    ),  # a process that hangs accepts a connection and sends nothing
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
 )
 
@@ -113,24 +113,26 @@ class RetryPolicy:
     max_delay_s: float = 1.0  # another scheduler leads within 5 s, and this is a part of them
 
     def delay_s(self, attempt: int, draw: float, at_least_s: float | None) -> float:
-        """Seconds before the next attempt; attempt counts from 0, draw is uniform in [0, 1)."""
+        """Return the seconds before the next attempt; attempt counts from 0, draw is uniform in [0,
+        1)."""
         longest = min(self.first_delay_s * self.growth ** min(attempt, 32), self.max_delay_s)
         return max(longest * (0.5 + 0.5 * draw), at_least_s or 0.0)
 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Deadlines of whole logical calls in seconds, retries included; those of a step bound what can
-    hang, and never how long it stands in line.
+    """Deadlines of whole logical calls in seconds, retries included; those of a step limit how long
+    it may hang, and never how long it waits in a queue.
 
     step_s: longest time that a step which runs on an engine brings no token, and longest time that
     is spent on attempts which reach no engine. Does not count: waiting for a ticket, waiting in the
     queue of an engine, also when that is full or after a preemption, and the time for which the
-    caller keeps a chunk. In the queue, the sidecar is asked each `step_s` whether it is there;
-    where it does not answer within `cleanup_s`, the step goes to another engine.
+    caller keeps a chunk. While the step is in the queue, the client checks each `step_s` that the
+    sidecar still has it; where the sidecar does not answer within `cleanup_s`, the step goes to
+    another engine.
     """
 
-    control_s: float = 60.0  # open, close, ask: outlasts a restart of the scheduler
+    control_s: float = 60.0  # open, close, read: outlasts a restart of the scheduler
     schedule_s: float = (
         300.0  # a step waits this long for an engine, or for an answer of the scheduler
     )
@@ -139,19 +141,17 @@ class Timeouts:
         24 * 3600.0
     )  # one stream of an engine as a whole, its time in the queue included
     tool_s: float = 600.0  # the tool's own wall-time limit is shorter
-    reward_s: float = (
-        3600.0  # how long a score is waited for; it may wait behind those of other jobs
-    )
+    reward_s: float = 3600.0  # longest wait for a score, which may wait behind scores of other jobs
     batch_s: float = 600.0  # how long get_batch(wait=True) waits
     submit_s: float = (
         600.0  # a finished trajectory waits this long while the store is full and no batch is taken
     )
     weights_s: float = 1800.0  # how long update_weights waits until all engines have loaded
-    cleanup_s: float = 10.0  # abort and close on the way out, where nobody wants to wait
+    cleanup_s: float = 10.0  # abort and close at the end, where no caller wants to wait
 
 
 class Backoff:
-    """The waits of one logical call: between attempts, never past its deadline."""
+    """Waits of one logical call between its attempts, which never go past its deadline."""
 
     def __init__(self, policy: RetryPolicy, rng: random.Random, timeout_s: float) -> None:
         self._policy, self._rng = policy, rng
@@ -160,15 +160,15 @@ class Backoff:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds to the deadline; may be negative."""
+        """Return the seconds to the deadline; may be negative."""
         return self._deadline - time.monotonic()
 
     def restart(self) -> None:
-        """Make the next wait a first one again, because progress was made."""
+        """Make the next wait as short as the first one again, because progress was made."""
         self._attempt = 0
 
     def exclude(self, seconds: float) -> None:
-        """Do not count this much time, which was spent in line."""
+        """Do not count this much time, which the call spent in a queue."""
         self._deadline += seconds
 
     async def wait(self, error: TreadleError, at_least_s: float | None) -> None:
@@ -189,13 +189,13 @@ class AnyOf:
         self._turns = itertools.count()
 
     def unary_unary(self, *arguments: Any, **options: Any) -> Callable[..., Any]:
-        """As grpc.aio.Channel has it."""
+        """Return a unary call as grpc.aio.Channel does."""
         calls = {channel: channel.unary_unary(*arguments, **options) for channel in self._channels}
         return lambda *request, **limits: calls[self._choose()](*request, **limits)
 
     def _choose(self) -> grpc.aio.Channel:
-        """Where none serves, any fails at once. Where two seem to, as one of them is cut off, they
-        take turns."""
+        """Choose the channel of one call. Where none serves, any fails at once. Where two seem to
+        serve, as one of them is cut off, they take turns."""
         states = {channel: channel.get_state(try_to_connect=True) for channel in self._channels}
         ready = [
             channel for channel, state in states.items() if state is grpc.ChannelConnectivity.READY
@@ -205,13 +205,13 @@ class AnyOf:
 
 
 def merge_options(options: Options, more: Options) -> Options:
-    """Options of a channel, in which `more` replace those of the same name."""
+    """Merge options of a channel; `more` replace those of the same name."""
     return tuple(dict([*options, *more]).items())
 
 
 def follow(addresses: str, connect: Callable[[str], grpc.aio.Channel]) -> grpc.aio.Channel:
-    """A channel to a service of several processes (host:port, with commas between) of which one
-    serves at a time.
+    """Open a channel to a service of several processes (host:port, with commas between) of which
+    one serves at a time.
 
     connect: opens the channel to one address, with the options FOLLOWING, and closes it in the end.
     """
@@ -258,11 +258,13 @@ class Mesh:
         self.scheduler = scheduler_pb2_grpc.SchedulerServiceStub(schedulers)
 
     def clock(self) -> float:
-        """Seconds of Unix time that never go back, so that spans of one client are comparable."""
+        """Return seconds of Unix time that never go back, so that spans of one client are
+        comparable."""
         return time.monotonic() + self._clock_offset_s
 
     def engine(self, address: str) -> EngineServiceAsyncStub:
-        """The sidecar at host:port; made once an address, because each step asks for it."""
+        """Return the stub of the sidecar at host:port; it is made once an address, as each step
+        needs it."""
         if address not in self._engines:
             self._engines[address] = engine_pb2_grpc.EngineServiceStub(
                 self._channel(address, "sidecar")
@@ -270,26 +272,28 @@ class Mesh:
         return self._engines[address]
 
     async def tools(self) -> ToolsServiceAsyncStub:
-        """The tools service; FAILED_PRECONDITION NO_TOOLS_SERVICE where the mesh runs none."""
+        """Return the stub of the tools service. Raises FAILED_PRECONDITION NO_TOOLS_SERVICE where
+        the mesh runs none."""
         return tools_pb2_grpc.ToolsServiceStub(
             self._channel(await self._address_of("tools"), "tools")
         )
 
     async def rewards(self) -> RewardsServiceAsyncStub:
-        """The rewards of the tools service; FAILED_PRECONDITION NO_TOOLS_SERVICE where the mesh
-        runs none."""
+        """Return the stub of the tools service's rewards. Raises FAILED_PRECONDITION
+        NO_TOOLS_SERVICE where the mesh runs none."""
         return rewards_pb2_grpc.RewardsServiceStub(
             self._channel(await self._address_of("tools"), "tools")
         )
 
     async def rollout(self) -> RolloutServiceAsyncStub:
-        """The rollout service; FAILED_PRECONDITION NO_ROLLOUT_SERVICE where the mesh runs none."""
+        """Return the stub of the rollout service. Raises FAILED_PRECONDITION NO_ROLLOUT_SERVICE
+        where the mesh runs none."""
         return rollout_pb2_grpc.RolloutServiceStub(
             self._channel(await self._address_of("rollout"), "rollout")
         )
 
     def backoff(self, timeout_s: float) -> Backoff:
-        """A fresh deadline with waits by the client's policy."""
+        """Start a new deadline, with waits by the client's policy."""
         return Backoff(self._retry, self._rng, timeout_s)
 
     async def call(
@@ -299,8 +303,8 @@ class Mesh:
         timeout_s: float,
         trace: TrajectoryTrace | None = None,
     ) -> A:
-        """The response; TreadleError when the server refuses or the deadline passes. trace: that
-        the call belongs to."""
+        """Call a method with retries and return its response. Raises TreadleError when the server
+        refuses or the deadline passes. trace: the trace that the call belongs to."""
         start = method if trace is None else trace.bind(method)
         backoff = self.backoff(timeout_s)
         while True:
@@ -316,8 +320,8 @@ class Mesh:
                 self._warned.add(error.message)
                 _log.warning("%s: %s", _WAITS[error.reason], error.message)
             if error.reason == STEP_HELD:
-                # The step waits in the scheduler, which repeats that: the deadline is for a
-                # scheduler that is silent.
+                # The step waits in the scheduler, which repeats this error: the deadline is for a
+                # scheduler that does not answer.
                 await asyncio.sleep(error.retry_after_s or 0.0)
                 backoff = self.backoff(timeout_s)
             else:
@@ -326,8 +330,8 @@ class Mesh:
     async def watch(
         self, listen: Callable[[], AsyncIterable[A]], backoff: Backoff
     ) -> AsyncIterator[A]:
-        """The messages of a stream to its end, which is opened again where it breaks. TreadleError
-        when the server refuses."""
+        """Yield the messages of a stream to its end; open it again where it breaks. Raises
+        TreadleError when the server refuses."""
         while True:
             try:
                 async for message in listen():
@@ -343,15 +347,15 @@ class Mesh:
                 await backoff.wait(error, error.retry_after_s)
 
     async def close(self) -> None:
-        """Close every channel; calls still in flight on them are cancelled."""
+        """Close every channel; calls that still run on them are cancelled."""
         channels = list(self._channels.values())
         self._channels, self._engines = {}, {}
         for channel in channels:
             await channel.close()
 
     async def _require_trust(self) -> None:
-        """After a connection failed: raise TreadleError UNAUTHENTICATED where a certificate is why;
-        no retry cures that."""
+        """Raise TreadleError UNAUTHENTICATED if a connection failed because of a certificate, which
+        no retry cures."""
         if self._certificates is None:
             return
         for address in self._schedulers:
@@ -384,15 +388,14 @@ class Mesh:
 
 
 def request_id() -> str:
-    """A fresh id for one logical call; reused by every attempt of that call."""
+    """Make a new id for one logical call; every attempt of that call uses it."""
     return uuid.uuid4().hex
 
 
 async def finish(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work` even where the caller is cancelled meanwhile; the cancellation is raised
-    afterwards.
+    """Await `work` even where the caller is cancelled meanwhile; raise the cancellation afterwards.
 
-    For cleaning up only: `work` must be bounded in time by itself.
+    Use it for cleaning up only: `work` must be limited in time by itself.
     """
     task = asyncio.get_running_loop().create_task(work)
     cancelled: asyncio.CancelledError | None = None
@@ -400,12 +403,12 @@ async def finish(work: Coroutine[Any, Any, T]) -> T:
         try:
             await asyncio.wait(
                 {task}
-            )  # unlike awaiting the task, this does not hand our cancellation on to it
+            )  # unlike awaiting the task, this does not cancel it when the caller is cancelled
         except asyncio.CancelledError as cancellation:
             cancelled = cancellation
     if cancelled is not None:
         if not task.cancelled():
-            # retrieved, so that asyncio does not log it: the cancellation says more
+            # retrieved, so that asyncio does not log it: the cancellation is raised
             task.exception()
         raise cancelled
     return task.result()

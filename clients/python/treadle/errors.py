@@ -1,4 +1,4 @@
-"""Read a failed call's gRPC status into TreadleError, whose `reason` a program can act on.
+"""Read a failed call's gRPC status into TreadleError, with a `reason` that a program can act on.
 
 The details come from `grpc-status-details-bin` (wire-equal to google.rpc.Status) and are read with
 Treadle's own messages, so that googleapis is not needed; a status without details still gives a
@@ -19,8 +19,8 @@ _DETAILS: dict[str, type[Message]] = {
     kind.__name__: kind
     for kind in (status_pb2.ErrorInfo, status_pb2.RetryInfo, status_pb2.BadRequest)
 }
-# Words of grpc itself when a connection or a stream breaks under a call; a servicer's INTERNAL or
-# UNKNOWN has none.
+# Words of grpc's own messages when a connection or a stream breaks during a call; a servicer's
+# INTERNAL or UNKNOWN has none of them.
 _TRANSPORT_WORDS = (
     "Internal error from Core",  # a request could not be sent on a call that was open already
     "RST_STREAM",
@@ -30,7 +30,7 @@ _TRANSPORT_WORDS = (
     "Socket closed",
     "recvmsg",
 )
-# Codes of a server that did nothing; after any other it may have done what was asked.
+# Codes of a server that did nothing; after any other code it may have done what was requested.
 _REFUSALS = frozenset(
     {
         grpc.StatusCode.INVALID_ARGUMENT,
@@ -54,12 +54,12 @@ class FieldViolation:
 
 
 class TreadleError(Exception):
-    """A call to the mesh failed.
+    """Error of a call to the mesh that failed.
 
     code: the gRPC status code. reason: stable UPPER_SNAKE word, e.g. TRAJECTORY_NOT_FOUND, empty
     where the server gave none. domain: which service raised it. metadata: the ids that the reason
     is about. field_violations: the fields that were refused. retry_after_s: the least wait that the
-    server asks for, None where it asks for none.
+    server requests, None where it requests none.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class TreadleError(Exception):
 
     @property
     def lost_connection(self) -> bool:
-        """Whether the connection failed, so that the error says nothing about the request
+        """Return whether the connection failed, so that the error has no answer to the request
         itself."""
         if self.code is grpc.StatusCode.UNAVAILABLE:
             return True
@@ -104,12 +104,12 @@ class TreadleError(Exception):
 
     @property
     def refused(self) -> bool:
-        """Whether the server has refused the request for good and done nothing."""
+        """Return whether the server has refused the request for good and done nothing."""
         return self.code in _REFUSALS
 
     @property
     def retryable(self) -> bool:
-        """Whether the same request may be sent again as it is."""
+        """Return whether the same request may be sent again as it is."""
         if (
             self.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         ):  # without RetryInfo it is a limit, e.g. of message size
@@ -118,10 +118,10 @@ class TreadleError(Exception):
 
 
 class StreamBroken(TreadleError):  # noqa: N818 - named as what happened
-    """A token stream broke its contract: a gap, a repeated token, counts or version spans that do
-    not agree.
+    """Error of a token stream that broke its contract: a gap, a repeated token, counts or version
+    spans that do not agree.
 
-    Never repaired.
+    Such a stream is never repaired.
     """
 
     def __init__(self, message: str) -> None:
@@ -129,8 +129,8 @@ class StreamBroken(TreadleError):  # noqa: N818 - named as what happened
 
 
 class TokensSpent(TreadleError):  # noqa: N818
-    """The trajectory's max_total_tokens is used up: nothing more may be generated. A rollout counts
-    it as truncated."""
+    """Error of a trajectory whose max_total_tokens is used up, so that it may generate nothing
+    more. A rollout counts it as truncated."""
 
     def __init__(self, message: str) -> None:
         super().__init__(
@@ -139,12 +139,12 @@ class TokensSpent(TreadleError):  # noqa: N818
 
 
 def refused(reason: str, message: str) -> TreadleError:
-    """A FAILED_PRECONDITION that the client itself raises before any call."""
+    """Return a FAILED_PRECONDITION that the client itself raises before any call."""
     return TreadleError(grpc.StatusCode.FAILED_PRECONDITION, message, reason, "client.treadle")
 
 
 def error_from(error: grpc.aio.AioRpcError) -> TreadleError:
-    """The error of a failed call. Details that do not parse are left out."""
+    """Return the error of a failed call. Details that do not parse are left out."""
     raw = next(
         (value for key, value in error.trailing_metadata() or () if key == _DETAILS_KEY), b""
     )

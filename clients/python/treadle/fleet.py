@@ -1,7 +1,7 @@
-"""What a trainer asks of all engines of a mesh at once: load weights, give memory away, pause.
+"""Call all engines of a mesh at once for a trainer: load weights, give memory away, pause.
 
-`treadle.Client` has these calls; they stand here since they are about engines, not about
-trajectories.
+`treadle.Client` has these calls; they are a class of their own since they are about engines, not
+about trajectories.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ class FleetCalls:
     """Calls to all engines, of a client that is connected."""
 
     def _reach(self) -> Mesh:
-        """The mesh. Raises RuntimeError before `async with`."""
+        """Return the mesh. Raises RuntimeError before `async with`."""
         raise NotImplementedError
 
     async def update_weights(
         self, model_path: str, weight_version: str, timeout_s: float | None = None
     ) -> dict[str, str]:
-        """Have all engines load weights; returns once each of them serves the version or could not
+        """Have all engines load weights; return once each of them serves the version or could not
         load it.
 
         model_path: a folder or file that each engine's machine can read. Engines that join later
         load it too. Returns the error of each engine that could not, by id; it gets no steps, and
-        is asked again. Errors: TreadleError INVALID_ARGUMENT, DEADLINE_EXCEEDED (default
-        timeouts.weights_s), after which the update still goes on.
+        the scheduler requests the load again. Errors: TreadleError INVALID_ARGUMENT,
+        DEADLINE_EXCEEDED (default timeouts.weights_s), after which the update still continues.
         """
         mesh = self._reach()
         desired = await weights.set_weights(mesh, weight_version, model_path)
@@ -45,15 +45,15 @@ class FleetCalls:
         model_path: str = "",
         timeout_s: float | None = None,
     ) -> dict[str, str]:
-        """Push weights to all registered engines that do not serve the version; returns once they
+        """Push weights to all registered engines that do not serve the version; return once they
         serve it.
 
         pushes: the parts. Each goes to all engines at once. A "distributed" part is broadcast by
         the trainer: `pushes` is advanced as soon as the part is on its way, so that an async
         generator broadcasts in the line after `yield`, without blocking the event loop. After a
         "tensor" or "ipc" part it is advanced once all engines have copied it. A part must be at
-        most 16 MiB of JSON. model_path: where engines that the push has missed, or that join later,
-        load the same version from; without it they get no step until it is pushed to them again.
+        most 16 MiB of JSON. model_path: from where engines that the push has missed, or that join
+        later, load the same version; without it they get no step until it is pushed to them again.
         timeout_s: of each part (default timeouts.weights_s).
 
         Returns the error of each engine that has not taken the push, by id: it runs nothing until
@@ -108,7 +108,7 @@ class FleetCalls:
         tags: of "weights", "kv_cache" and "cuda_graph"; none: all. abort: end running steps with
         the tokens they have. After "weights" an engine has no weights that may be used until they
         are pushed or loaded, unless SGLang runs with --enable-weights-cpu-backup. Returns errors by
-        engine id, as of an engine without --enable-memory-saver.
+        engine id, e.g. of an engine without --enable-memory-saver.
         """
         mode = engine_pb2.PAUSE_MODE_ABORT if abort else engine_pb2.PAUSE_MODE_KEEP
         return await self._call_engines(
@@ -131,7 +131,7 @@ class FleetCalls:
         )
 
     async def resume(self) -> dict[str, str]:
-        """Go on after `pause`. Returns errors by engine id."""
+        """Resume generation on all engines after `pause`. Returns errors by engine id."""
         return await self._call_engines("Resume", engine_pb2.ResumeRequest(request_id=request_id()))
 
     async def _call_engines(

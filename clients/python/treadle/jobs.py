@@ -2,8 +2,8 @@
 
 Job is owned by Client, and opened by the first call that needs it. A background task renews the
 lease at a third of its length; it ends with the client. A client that dies renews no more, and the
-scheduler closes its trajectories. Where the lease has run out all the same, as the process was
-stopped or cut off, the next call opens the job again.
+scheduler closes its trajectories. Where the lease has ended although the client lives, as the
+process was stopped or cut off, the next call opens the job again.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Job:
         self._rollouts: list[str] = []  # in progress
         self._lock = (
             asyncio.Lock()
-        )  # of OpenJob and RenewJob, so that the newest list of rollouts is stored last
+        )  # OpenJob and RenewJob take it, so that the newest list of rollouts is stored last
         self._heartbeat: asyncio.Task[None] | None = None
 
     async def hold(self) -> str:
-        """The id of the job, which is opened where it is not held."""
+        """Return the id of the job; open the job if it is not held."""
         if not self._job_id:
             async with self._lock:
                 if not self._job_id:
@@ -66,8 +66,8 @@ class Job:
                 self._job_id = ""
 
     async def begin_rollout(self, rollout_id: str) -> None:
-        """Note a rollout, new or left over, as one in progress; a client that resumes the job finds
-        it from now on."""
+        """Note that a rollout, new or left over, is in progress; a client that resumes the job
+        finds it from now on."""
         await self.hold()
         if rollout_id in self.left_over:
             self.left_over.remove(rollout_id)
@@ -80,8 +80,8 @@ class Job:
         await self.renew()
 
     def leave_rollout(self, rollout_id: str) -> None:
-        """Note that a call of Client.rollout failed; the next one with the same parameters goes on
-        with it."""
+        """Note that a call of Client.rollout failed; the next one with the same parameters
+        continues it."""
         self._rollouts.remove(rollout_id)
         self.left_over.append(rollout_id)
 
@@ -103,8 +103,8 @@ class Job:
                 await self._open()
 
     async def close(self, tell: bool = True) -> None:
-        """End the renewals of the job, and tell the scheduler. One that cannot be reached ends it
-        with its lease."""
+        """End the renewals of the job, and close it at the scheduler. A scheduler that cannot be
+        reached closes it with its lease."""
         if self._heartbeat is not None:
             self._heartbeat.cancel()
             await asyncio.wait({self._heartbeat})
@@ -154,7 +154,8 @@ class Job:
 
 
 def policy_message(policy: Policy) -> pb.Policy:
-    """Raises ValueError for a name that is none of the contract's."""
+    """Make the message of a policy. Raises ValueError for a name that the contract does not
+    have."""
     names = {
         "ordering": (pb.Ordering, "ORDERING_", policy.ordering),
         "objective": (pb.Objective, "OBJECTIVE_", policy.objective),

@@ -1,7 +1,7 @@
-"""Request rewards that the mesh computes, and wait for them while other trajectories go on.
+"""Request rewards that the mesh computes, and wait for them while other trajectories run.
 
-A request returns as soon as the tools service has accepted it; what it has accepted it scores, also
-after a restart of the service, and waiting continues through one.
+A request returns as soon as the tools service has accepted it; the service scores each accepted
+request, also after a restart, and waiting continues through one.
 """
 
 import json
@@ -26,8 +26,8 @@ _STATES: dict[int, Literal["done", "failed", "cancelled"]] = {
 
 @dataclass(frozen=True)
 class RewardResult:
-    """How a reward ended. score: None unless `state` is "done". output: what the function printed
-    or the judge wrote.
+    """Result of a reward that has ended. score: None unless `state` is "done". output: what the
+    function printed or the judge wrote.
 
     data: machine-readable result, None where there is none. queue_s: from acceptance to its last
     try; overhead_s and execution_s: of that try.
@@ -46,15 +46,15 @@ class RewardResult:
 
 class PendingReward:
     """A reward that was accepted. An agent of Client.rollout may return it in place of a number:
-    the trajectory is closed at once, and handed in when the score is there."""
+    the trajectory is closed at once, and submitted when the score is there."""
 
     def __init__(self, mesh: Mesh, reward_id: str) -> None:
         self.reward_id = reward_id
         self._mesh = mesh
 
     async def result(self, timeout_s: float | None = None) -> RewardResult:
-        """The result, once there is one; TreadleError NOT_FOUND REWARD_NOT_FOUND long afterwards,
-        DEADLINE_EXCEEDED.
+        """Wait for the result and return it. Raises TreadleError NOT_FOUND REWARD_NOT_FOUND long
+        afterwards, DEADLINE_EXCEEDED.
 
         timeout_s: default timeouts.reward_s.
         """
@@ -79,7 +79,7 @@ class PendingReward:
             await backoff.wait(error, error.retry_after_s)
 
     async def cancel(self) -> None:
-        """Cancel the reward. One that has ended stays as it is."""
+        """Cancel the reward. A reward that has ended stays as it is."""
         stub = await self._mesh.rewards()
         request = rewards_pb2.CancelRewardRequest(request_id=request_id(), reward_id=self.reward_id)
         await self._mesh.call(stub.CancelReward, request, self._mesh.timeouts.control_s)
@@ -93,7 +93,7 @@ async def request_reward(
     job: str,
     trace: TrajectoryTrace | None = None,
 ) -> PendingReward:
-    """Request a reward; see Client.score. TypeError for arguments that are not JSON."""
+    """Request a reward; see Client.score. Raises TypeError for arguments that are not JSON."""
     request = rewards_pb2.ScoreTrajectoryRequest(
         request_id=request_id(),
         trajectory_id=trajectory_id,

@@ -1,5 +1,5 @@
-"""The client without asyncio: each call blocks until it is done. It works where an event loop runs
-already, as in a notebook.
+"""Use the client without asyncio: each call blocks until it is done. It works where an event loop
+runs already, as in a notebook.
 
     with treadle.sync.Client("localhost:7401") as client:
         result = client.rollout(prompts, agent, progress=True)
@@ -50,7 +50,7 @@ from treadle.types import (
 
 T = TypeVar("T")
 P = ParamSpec("P")
-MOST_AGENT_THREADS = 256  # of agents that are plain functions, each of which waits most of the time
+MOST_AGENT_THREADS = 256  # for agents that are plain functions, which wait most of the time
 _END = object()
 
 
@@ -78,9 +78,9 @@ class EventLoop:
         work: Coroutine[Any, Any, T],
         note: Callable[[asyncio.Task[Any]], None] = lambda _: None,
     ) -> T:
-        """Run to its end, and give what it returns or raises. note: is given the task. Raises
-        RuntimeError in the loop's own thread, which would wait for itself, and once the loop is
-        closed."""
+        """Run a coroutine to its end, and return or raise what it does. note: is called with the
+        task. Raises RuntimeError in the loop's own thread, which would wait for itself, and once
+        the loop is closed."""
         if self.is_current:
             work.close()
             raise RuntimeError(
@@ -115,16 +115,16 @@ class EventLoop:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller runs in the loop's own thread."""
+        """Return whether the caller runs in the loop's own thread."""
         return threading.current_thread() is self._thread
 
     def close(self, last: Coroutine[Any, Any, None] | None = None) -> None:
-        """Run `last`, cancel what else runs, and end the thread. In the loop's own thread, that
+        """Run `last`, cancel all other tasks, and end the thread. In the loop's own thread, that
         happens soon afterwards. Does nothing once closed."""
         if self.is_current:
             self._ending = self._loop.create_task(
                 self._end(last)
-            )  # named, as a loop does not keep its tasks
+            )  # kept in a name, as a loop does not keep its tasks
         elif not self.is_closed:
             try:
                 if last is not None:
@@ -158,23 +158,23 @@ class EventLoop:
 
 
 class _AgentCalls:
-    """What the thread of one agent calls in the loop: it is cancelled where the agent is."""
+    """Calls in the loop by the thread of one agent: they are cancelled where the agent is."""
 
     def __init__(self, loop: EventLoop) -> None:
         self._loop, self._cancelled = loop, False
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """As EventLoop.run does. Raises RuntimeError once cancelled."""
+        """Run a coroutine as EventLoop.run does. Raises RuntimeError once cancelled."""
         return self._loop.run(work, self._note)
 
     @property
     def is_closed(self) -> bool:
-        """Whether the loop is."""
+        """Return whether the loop is closed."""
         return self._loop.is_closed
 
     def cancel(self) -> None:
-        """Called in the loop's thread."""
+        """Cancel the agent's calls. Called in the loop's thread."""
         self._cancelled = True
         for task in self._tasks:
             task.cancel()
@@ -190,7 +190,7 @@ _Calls = EventLoop | _AgentCalls
 
 
 class PendingReward:
-    """See treadle.PendingReward."""
+    """A reward that was accepted, with blocking calls; see treadle.PendingReward."""
 
     def __init__(self, loop: _Calls, pending: AsyncPendingReward) -> None:
         self._loop, self.asynchronous, self.reward_id = loop, pending, pending.reward_id
@@ -203,7 +203,7 @@ class PendingReward:
 
 
 class Session:
-    """See treadle.Session."""
+    """A running environment, with blocking calls; see treadle.Session."""
 
     def __init__(self, loop: _Calls, session: AsyncSession) -> None:
         self._loop, self._session = loop, session
@@ -223,7 +223,8 @@ class Session:
 
 
 class Trajectory:
-    """See treadle.Trajectory, whose attributes (`tokens`, `loss_mask`, `steps`, ...) it has too."""
+    """An open trajectory, with blocking calls; see treadle.Trajectory, whose attributes (`tokens`,
+    `loss_mask`, `steps`, ...) it has too."""
 
     def __init__(self, loop: _Calls, trajectory: AsyncTrajectory) -> None:
         self._loop, self.asynchronous = loop, trajectory
@@ -281,7 +282,7 @@ Agent = Callable[[Trajectory, Prompt], float | PendingReward | None]
 def _blocking(
     method: Callable[Concatenate[treadle.Client, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Client, P], T]:
-    """The method of treadle.Client, as one that blocks."""
+    """Return the method of treadle.Client as one that blocks."""
 
     @functools.wraps(method)
     def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -325,14 +326,15 @@ class Client:
         return self.loop.run(work)
 
     def open(self, **arguments: Any) -> Trajectory:
-        """See treadle.Client.open. on_change is called from the client's thread."""
+        """Open a trajectory; see treadle.Client.open. on_change is called from the client's
+        thread."""
         return Trajectory(self.loop, self.loop.run(self.asynchronous.open(**arguments)))
 
     def rollout(self, prompts: Iterable[Prompt], agent: Any, **arguments: Any) -> RolloutResult:
-        """See treadle.Client.rollout. agent: `def agent(trajectory, prompt)`, which runs in a
-        thread; so that at most MOST_AGENT_THREADS trajectories are open at once, or `concurrency`.
-        Or an agent of treadle.Client: an `async` function, a declared agent, an EnvManager.
-        on_event is called from the client's thread."""
+        """Run an agent on all prompts; see treadle.Client.rollout. agent: `def agent(trajectory,
+        prompt)`, which runs in a thread; so that at most MOST_AGENT_THREADS trajectories are open
+        at once, or `concurrency`. Or an agent of treadle.Client: an `async` function, a declared
+        agent, an EnvManager. on_event is called from the client's thread."""
         if _is_asynchronous(agent):
             return self.loop.run(self.asynchronous.rollout(list(prompts), agent, **arguments))
         threads = arguments.get("concurrency") or MOST_AGENT_THREADS
@@ -359,7 +361,7 @@ class Client:
     def score(
         self, trajectory_id: str, reward: str, arguments: Mapping[str, Any], job: str = ""
     ) -> PendingReward:
-        """See treadle.Client.score."""
+        """Request a reward; see treadle.Client.score."""
         return PendingReward(
             self.loop, self.loop.run(self.asynchronous.score(trajectory_id, reward, arguments, job))
         )
@@ -371,8 +373,8 @@ class Client:
         model_path: str = "",
         timeout_s: float | None = None,
     ) -> dict[str, str]:
-        """See treadle.Client.push_weights. A plain generator is advanced in a thread, so that it
-        may broadcast in the line after `yield`."""
+        """Push weights to all engines; see treadle.Client.push_weights. A plain generator is
+        advanced in a thread, so that it may broadcast in the line after `yield`."""
         parts = pushes if isinstance(pushes, AsyncIterable) else _advance_in_thread(pushes)
         return self.loop.run(
             self.asynchronous.push_weights(weight_version, parts, model_path, timeout_s)
@@ -381,8 +383,8 @@ class Client:
     def join_weights_group(
         self, master_address: str, trainer: Callable[[int], object], **arguments: Any
     ) -> dict[str, str]:
-        """See treadle.Client.join_weights_group. trainer: a plain function, which runs in a thread;
-        or an `async` one."""
+        """Join all engines to a process group; see treadle.Client.join_weights_group. trainer: a
+        plain function, which runs in a thread; or an `async` one."""
 
         async def join(world_size: int) -> object:
             made = await asyncio.to_thread(trainer, world_size)
@@ -393,7 +395,7 @@ class Client:
         )
 
     def stream_tokens(self, *args: Any, **kwargs: Any) -> Iterator[RunningTokens | TrajectoryEnded]:
-        """See treadle.Client.stream_tokens."""
+        """Yield tokens of running trajectories; see treadle.Client.stream_tokens."""
         return _iterate(self.loop, self.asynchronous.stream_tokens(*args, **kwargs))
 
     def close(self) -> None:
@@ -427,7 +429,7 @@ async def _advance_in_thread(items: Iterable[T]) -> AsyncIterator[T]:
 
 
 def _iterate(loop: _Calls, items: AsyncIterator[T]) -> Iterator[T]:
-    """Each item, once it is there. Leaving the iteration ends it in the loop too."""
+    """Yield each item once it is there. Leaving the iteration ends it in the loop too."""
     try:
         while (item := loop.run(_next_of(items))) is not _END:
             yield item
@@ -446,7 +448,7 @@ async def _close(items: AsyncIterator[Any]) -> None:
 
 
 def _copy(done: asyncio.Task[T], outcome: concurrent.futures.Future[T]) -> None:
-    """Hand the end of a task to the thread that waits for it."""
+    """Give the result of a task to the thread that waits for it."""
     if done.cancelled():
         outcome.cancel()
         outcome.set_running_or_notify_cancel()

@@ -1,8 +1,8 @@
 """Give each trajectory one trace: the W3C trace context of all calls that are made for it.
 
 Where the caller has set up OpenTelemetry, a trajectory is a span of its provider, and a child of
-the span that is active when the trajectory is opened; interceptors of OpenTelemetry go on from it.
-Otherwise the context is made here, and the scheduler, which reads that in the trace state, sends
+the span that is active when the trajectory is opened; interceptors of OpenTelemetry continue it.
+Otherwise the context is made here, and the scheduler, which finds that in the trace state, sends
 the span when the trajectory is closed.
 """
 
@@ -24,8 +24,8 @@ class TrajectoryTrace:
 
     def __init__(self) -> None:
         carrier: dict[str, str] = {}
-        # A process that has not imported it cannot have set it up, and this package does not depend
-        # on it.
+        # A process that has not imported OpenTelemetry cannot have set it up, and this package does
+        # not depend on it.
         self._otel: Any = sys.modules.get("opentelemetry.trace")
         if self._otel is not None:
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -45,7 +45,7 @@ class TrajectoryTrace:
         self._metadata = tuple(carrier.items())
 
     def bind(self, method: Callable[..., T]) -> Callable[..., T]:
-        """The method, whose calls then belong to the trace."""
+        """Return the method with calls that belong to the trace."""
 
         def start(request: object, timeout: float) -> T:
             with self._active():
@@ -54,12 +54,12 @@ class TrajectoryTrace:
         return start
 
     def name(self, **ids: str) -> None:
-        """Say what the trajectory is, once that is known."""
+        """Add the ids of the trajectory to its trace, once they are known."""
         if self._otel is not None:
             self._span.set_attributes({f"treadle.{name}": value for name, value in ids.items()})
 
     def end(self, outcome: str) -> None:
-        """The trajectory is closed."""
+        """End the trace with the outcome of the trajectory, which is closed."""
         if self._otel is not None:
             self.name(outcome=outcome)
             self._span.end()

@@ -1,11 +1,11 @@
-"""One open trajectory: its tokens with their loss mask and logprobs, its steps, tools and
+"""Hold one open trajectory: its tokens with their loss mask and logprobs, its steps, tools and
 environments, and its end.
 
 The loss mask is built here: `loss_mask` is 1 exactly where the policy sampled. Invariants: tokens,
-loss_mask and logprobs are equally long at every moment; at most one step is in flight, and any
-other operation leaves it first; close happens once. Opened by Client.open; the client closes what
-its user left open. A session is closed by its user, by leaving its `async with`, or by its
-trajectory's close.
+loss_mask and logprobs are equally long at every moment; at most one step runs, and any other
+operation leaves it first; close happens once. Opened by Client.open; the client closes what its
+user left open. A session is closed by its user, by leaving its `async with`, or by its trajectory's
+close.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Session:
         self._closed = False
 
     async def step(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """Take one action; TreadleError NOT_FOUND SESSION_NOT_FOUND once it is closed or was idle
-        for too long."""
+        """Take one action and return its result. Raises TreadleError NOT_FOUND SESSION_NOT_FOUND
+        once the session is closed or was idle for too long."""
         return await self._invoke(tools_pb2.InvokeRequest(session_id=self.session_id), arguments)
 
     async def close(self) -> None:
@@ -91,8 +91,8 @@ class Trajectory:
 
     tokens: prompt, outputs and observations in order. loss_mask, logprobs: one a token; 0 and 0.0
     where the policy did not sample. version_spans: over indexes of `tokens`. steps: finished
-    generations. spans: where the time went, in order of their ends. trace: that all its calls
-    belong to.
+    generations. spans: where the time went, in order of their ends. trace: the trace that all its
+    calls belong to.
     """
 
     def __init__(
@@ -129,11 +129,11 @@ class Trajectory:
         )
         self._on_change, self._on_close = on_change or (lambda *_: None), on_close
         self.on_tokens: Callable[[int], None] | None = (
-            None  # told how many tokens there are, those of a step included
+            None  # called with the number of tokens, those of a step included
         )
         self._run: StepRun | None = None
         self._calls = (
-            0  # that the scheduler has counted as turns: one a step, or several of a long one
+            0  # calls that the scheduler has counted as turns: one a step, or several of a long one
         )
         self._closing: scheduler_pb2.CloseTrajectoryRequest | None = None  # repeated as it is
         self._turn_ended_s = self.opened_s
@@ -141,22 +141,24 @@ class Trajectory:
 
     @property
     def tokens_left(self) -> int | None:
-        """How many more tokens may be generated; None where max_total_tokens sets no cap."""
+        """Return the number of tokens that may still be generated; None where max_total_tokens sets
+        no cap."""
         return max(self.max_total_tokens - self.gen_tokens, 0) if self.max_total_tokens else None
 
     @property
     def engine_id(self) -> str:
-        """The engine of the step in flight, or of the last one; empty while it has no ticket."""
+        """Return the id of the engine of the running step, or of the last one; empty while it has
+        no ticket."""
         return self._run.engine_id if self._run is not None else ""
 
     def generate(self, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        """Generate the next turn from `tokens` and yields its chunks; afterwards the step is
+        """Generate the next turn from `tokens` and yield its chunks; afterwards the step is
         steps[-1] and its tokens are in `tokens`.
 
         Leaving early (aclose, break, cancellation, or any other operation of this trajectory)
         aborts the step on its engine and keeps the tokens yielded until then, as a step with
         finish_reason "aborted"; after a bare break it is in `steps` as soon as the trajectory is
-        used again. A step that raises keeps nothing: generating again runs the same turn anew.
+        used again. A step that raises keeps nothing: generating again repeats the same turn.
         Errors: StreamBroken, TokensSpent, TreadleError (INVALID_ARGUMENT with field_violations;
         DEADLINE_EXCEEDED by timeouts.step_s).
         """
@@ -168,8 +170,8 @@ class Trajectory:
     def tokens_from(
         self, start: int, most: int
     ) -> tuple[list[int], list[int], list[float], list[VersionSpan]]:
-        """Tokens from place `start` on, `most` at most, those of a running step included: ids, loss
-        mask, logprobs, and version spans over indexes of the trajectory's tokens."""
+        """Return at most `most` tokens from place `start` on, those of a running step included:
+        ids, loss mask, logprobs, and version spans over indexes of the trajectory's tokens."""
         tokens, loss_mask = self.tokens[start : start + most], self.loss_mask[start : start + most]
         logprobs = self.logprobs[start : start + most]
         spans, step = list(self.version_spans), self._run and self._run.uncommitted
@@ -204,7 +206,7 @@ class Trajectory:
     async def tool(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Run a stateless tool in the mesh's sandbox.
 
-        A tool that fails is a result; TreadleError: TOOL_NOT_FOUND and the like.
+        A tool that fails returns a result. Raises TreadleError TOOL_NOT_FOUND and the like.
         """
         return await self._invoke(tools_pb2.InvokeRequest(tool=name, job=self._mesh.job), arguments)
 
@@ -240,7 +242,7 @@ class Trajectory:
         return session
 
     async def time_tool(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Await the call of a tool or environment, after leaving a step in flight, and record its
+        """Await the call of a tool or environment, after leaving a running step, and record its
         time as tool time, also when it fails. For tools outside the mesh: `tool` and sessions do so
         by themselves."""
         await self._leave_step()
@@ -254,7 +256,7 @@ class Trajectory:
             self._on_change(self, "tool")
 
     async def score(self, reward: str, arguments: Mapping[str, Any]) -> PendingReward:
-        """Request a reward for this trajectory; returns once the request is accepted, without
+        """Request a reward for this trajectory; return once the request is accepted, without
         waiting for the score.
 
         Call it at the end, before or after `close`. reward, arguments, errors: see Client.score.
@@ -273,8 +275,8 @@ class Trajectory:
         once closed.
 
         After a TreadleError (the scheduler could not be reached) it may be called again and repeats
-        the first request. A caller that is cancelled meanwhile hears of it once the trajectory is
-        closed.
+        the first request. Where the caller is cancelled meanwhile, the cancellation is raised once
+        the trajectory is closed.
         """
         if self.outcome is None:
             self.reward, self.outcome = reward, outcome
@@ -345,7 +347,7 @@ class Trajectory:
         before, self._run = self._run, run
         if (
             before is not None and before.call >= self._calls
-        ):  # no step took it: it was begun and came to nothing
+        ):  # no step took that call: the step before was begun and committed nothing
             run.call, run.unanswered = before.call, before.unanswered
             run.lost_ticket_id, run.refused = before.lost_ticket_id, before.refused
         else:
@@ -366,8 +368,8 @@ class Trajectory:
     def _append(
         self, token_ids: Sequence[int], logprobs: Sequence[float], *, loss_mask: int
     ) -> None:
-        """loss_mask: 1 for sampled tokens, which are trained on; 0 for the prompt and
-        observations."""
+        """Append tokens. loss_mask: 1 for sampled tokens, which are trained on; 0 for the prompt
+        and observations."""
         self.tokens += token_ids
         self.loss_mask += [loss_mask] * len(token_ids)
         self.logprobs += logprobs
@@ -422,7 +424,7 @@ def _limits_message(limits: Limits) -> tools_pb2.Limits:
 
 
 def _result_of(message: tools_pb2.ToolResult) -> ToolResult:
-    """A ToolResult message as the dataclass.
+    """Return a ToolResult message as the dataclass.
 
     A status newer than this client reads as "crashed", the most careful word.
     """

@@ -1,4 +1,5 @@
-"""The values of the client's API as frozen dataclasses, and their form in messages.
+"""Define the values of the client's API as frozen dataclasses, and convert them to and from
+messages.
 
 Units: times in seconds (`*_s`), moments in seconds of Unix time on one clock, the client's; token
 indexes from 0; logprobs are natural logarithms. Token lists are plain lists so that they go
@@ -27,8 +28,8 @@ ToolStatus = Literal["ok", "tool_error", "timed_out", "out_of_memory", "crashed"
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample one step; None takes the engine's default. Ranges: SamplingParams in
-    tokens.proto."""
+    """Parameters with which one step is sampled; None takes the engine's default. Ranges:
+    SamplingParams in tokens.proto."""
 
     max_new_tokens: int
     temperature: float | None = None
@@ -43,8 +44,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Policy:
-    """How a job's trajectories are ranked and placed: the names of Policy in scheduler.proto, in
-    lower case. The default is that of a mesh whose policy nobody has set."""
+    """Rules by which a job's trajectories are ranked and placed: the names of Policy in
+    scheduler.proto, in lower case. The default is that of a mesh for which no policy is set."""
 
     ordering: str = "progressive"
     objective: str = "makespan"
@@ -59,7 +60,7 @@ class LengthCap:
     """A cap on the sampled tokens of a trajectory that follows a percentile of successful ones,
     slowly.
 
-    ceiling_tokens: of a rollout without a cap, as some are, to see how long successes would be.
+    ceiling_tokens: of a rollout without a cap; some have none, to show how long successes would be.
     floor_tokens: the cap never falls below. cut_reward: of a trajectory that reaches the cap, or
     comes near: "soft" falls linearly to 0 from the soft percentile to the cap (DAPO), "zero" is 0
     once it is cut, "ignore" does not train it. most_cut_share: of successes; where the cap would
@@ -78,26 +79,24 @@ class LengthCap:
 
 @dataclass(frozen=True)
 class Shaping:
-    """Which samples of a rollout are worth finishing and training. Each part is off unless it is
-    set.
+    """Choice of the samples of a rollout that are worth finishing and training. Each part is off
+    unless it is set.
 
-    Which samples of a group are kept, by `rule`:
+    rule: which samples of a group are kept:
 
-    - "first": as they come.
-    - "dual_end": the shortest, and `longest` of the longest, once all have come (DARTS, section
-      4.1). A prompt with
-      `saturated_samples` or more has "shortest" instead.
+    - "first": the first that are submitted.
+    - "dual_end": the shortest, and `longest` of the longest, once all have finished (DARTS, section
+      4.1). A prompt with `saturated_samples` or more has "shortest" instead.
     - "shortest": the first that no cap has cut; the others are ended.
     - "mixed": the first ones among which one has `success_reward` or more and one has not. A group
-      that never has both
-      is dropped, unless `keep_uniform`.
+      that never has both is dropped, unless `keep_uniform`.
 
-    How many are begun: samples, of each prompt in their order, where they differ. budget: samples
-    of all prompts together, over those that are kept; prompts whose lengths vary more get more of
-    them, samples_per_prompt at most; 0 for as many of each prompt (DARTS, section 4.2).
-    keep_groups: end with so many groups (RollArt, section 5.3).
+    samples: how many samples of each prompt are begun, in the order of prompts, where the numbers
+    differ. budget: samples of all prompts together, over those that are kept; prompts whose lengths
+    vary more get more of them, samples_per_prompt at most; 0 for as many of each prompt (DARTS,
+    section 4.2). keep_groups: the rollout ends with so many groups (RollArt, section 5.3).
 
-    How far rollouts run ahead: max_open_groups, groups begun and not yet taken by a trainer.
+    max_open_groups: how far rollouts run ahead: groups begun and not yet taken by a trainer.
     replace_stale: run one more sample for each kept one that grows too old under max_staleness; the
     rollout lasts until all of its groups are taken.
 
@@ -121,7 +120,7 @@ class Shaping:
 
 @dataclass(frozen=True)
 class Distribution:
-    """10th, 50th and 90th percentile of what was sampled and what was trained; distance: of
+    """10th, 50th and 90th percentile of sampled and of trained trajectories; distance: of
     Kolmogorov and Smirnov, 0 alike, 1 apart."""
 
     sampled: tuple[float, ...]
@@ -131,13 +130,14 @@ class Distribution:
 
 @dataclass(frozen=True)
 class ShapingReport:
-    """What shaping does to the distribution that is trained on.
+    """Report on what shaping does to the distribution that is trained on.
 
     length: sampled tokens of a trajectory. success_rate: of its prompt. sampled, trained:
-    trajectories; of those that were ended early, `sampled` has those that had begun. drops: samples
-    by why they were not trained. stale_tokens: trained tokens by weight versions behind, where
-    versions are known. alarms: each a sentence that says what is starved, by how much, and what to
-    change. length_cap_tokens: of the next rollout of a history, 0 for none.
+    trajectories; of those that were ended early, `sampled` has those that had begun. drops: number
+    of samples for each reason why they were not trained. stale_tokens: trained tokens by weight
+    versions behind, where versions are known. alarms: sentences, each of which names what is
+    starved, by how much, and what to change. length_cap_tokens: of the next rollout of a history, 0
+    for none.
     """
 
     length: Distribution
@@ -179,8 +179,8 @@ class VersionSpan:
 class RunningTokens:
     """Tokens of a trajectory that still runs.
 
-    The first one has place `start_token` in the trajectory. Where that is before the end of what
-    has come so far, forget what has come from this place on: these tokens replace it. tokens,
+    The first one has place `start_token` in the trajectory. Where that is before the end of the
+    tokens received so far, forget those from this place on: these tokens replace them. tokens,
     loss_mask, logprobs: equally long. version_spans: over indexes of the trajectory's tokens.
     """
 
@@ -196,7 +196,7 @@ class RunningTokens:
 
 @dataclass(frozen=True)
 class TrajectoryEnded:
-    """No more tokens of this trajectory come before its batch.
+    """Notice that no more tokens of this trajectory come before its batch.
 
     kept: it will be in a batch, unless it grows too old first. drop_reason: why it is not kept;
     empty where it is.
@@ -211,8 +211,8 @@ class TrajectoryEnded:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where wall time went: one wait, prefill, stretch of decoding, or tool call. engine_id is
-    empty for a tool."""
+    """Part of the wall time of a trajectory: one wait, prefill, stretch of decoding, or tool call.
+    engine_id is empty for a tool."""
 
     kind: SpanKind
     start_s: float
@@ -247,7 +247,7 @@ class Step:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a tool or environment answered. A tool that fails is an answer: look at `status`, no
+    """The answer of a tool or environment. A tool that fails also answers: check `status`, as no
     exception is raised.
 
     output: what the agent reads (cut where output_truncated). reward: None where the tool gives
@@ -268,7 +268,7 @@ class ToolResult:
 
     @property
     def ok(self) -> bool:
-        """Whether the tool ran to its end without an error."""
+        """Return whether the tool ran to its end without an error."""
         return self.status == "ok"
 
 
@@ -291,9 +291,9 @@ HardwareTags = Sequence[str] | Callable[[Prompt, int], Sequence[str]]
 
 @dataclass(frozen=True)
 class Limits:
-    """What one action of a tool or environment may use: cores, memory, seconds, bytes of output.
+    """Limits of one action of a tool or environment: cores, memory, seconds, bytes of output.
 
-    0 is the tool's own limit, which is also the most that may be asked for (ListTools). Raises
+    0 is the tool's own limit, which is also the most that a caller may request (ListTools). Raises
     ValueError.
     """
 
@@ -351,8 +351,8 @@ class RolloutResult:
 
 @dataclass(frozen=True)
 class RolloutEvent:
-    """Progress for a display. kind: "opened", "step", "tool" or "closed" of one trajectory;
-    "settled" of a group.
+    """Progress of a rollout for a display. kind: "opened", "step", "tool" or "closed" of one
+    trajectory; "settled" of a group.
 
     gen_tokens: sampled so far. outcome: set on "closed". time_s: unix time.
     """
@@ -369,7 +369,7 @@ class RolloutEvent:
 
 @dataclass(frozen=True)
 class TrainingTrajectory:
-    """A trajectory as GetBatch gives it to a trainer; equally long lists as in TrajectoryResult.
+    """A trajectory as GetBatch returns it to a trainer; equally long lists as in TrajectoryResult.
 
     unshaped_reward: what the agent gave, where a length cap has changed `reward`; else None.
     """
@@ -406,7 +406,7 @@ class Batch:
 
 
 def duration(seconds: float) -> Duration:
-    """A Duration of `seconds` >= 0, cut to nanoseconds."""
+    """Return a Duration of `seconds` >= 0, cut to nanoseconds."""
     whole = int(seconds)
     return Duration(seconds=whole, nanos=int((seconds - whole) * 1e9))
 
@@ -416,30 +416,30 @@ def seconds(message: Duration) -> float:
 
 
 def words_of(enum: Any) -> dict[int, Any]:
-    """The values of a contract's enum as words, e.g. "stop" for FINISH_REASON_STOP; without
+    """Return the values of a contract's enum as words, e.g. "stop" for FINISH_REASON_STOP; without
     …_UNSPECIFIED."""
     prefix = enum.Name(0).removesuffix("UNSPECIFIED")
     return {number: name.removeprefix(prefix).lower() for name, number in enum.items() if number}
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """4 bytes a token. OverflowError for an id outside int32, TypeError for what is not an
-    integer."""
+    """Pack token ids, 4 bytes each. Raises OverflowError for an id outside int32, TypeError for
+    what is not an integer."""
     return _little_endian(array("i", ids)).tobytes()
 
 
 def pack_logprobs(logprobs: Sequence[float]) -> bytes:
-    """4 bytes a logprob (natural log)."""
+    """Pack logprobs (natural log), 4 bytes each."""
     return _little_endian(array("f", logprobs)).tobytes()
 
 
 def unpack_ids(packed: bytes) -> list[int]:
-    """Token ids; StreamBroken when the length is not a multiple of 4."""
+    """Unpack token ids. Raises StreamBroken when the length is not a multiple of 4."""
     return _unpack(array("i"), packed)
 
 
 def unpack_logprobs(packed: bytes) -> list[float]:
-    """Logprobs (natural log); StreamBroken when the length is not a multiple of 4."""
+    """Unpack logprobs (natural log). Raises StreamBroken when the length is not a multiple of 4."""
     return _unpack(array("f"), packed)
 
 
@@ -453,7 +453,7 @@ def _unpack(items: array[Any], packed: bytes) -> list[Any]:
 
 
 def _little_endian(items: array[Any]) -> array[Any]:
-    """Swap the bytes on a big-endian machine, in place; of no effect on others."""
+    """Swap the bytes in place on a big-endian machine; do nothing on others."""
     if sys.byteorder == "big":
         items.byteswap()
     return items

@@ -1,9 +1,9 @@
-"""Bring a trainer's weights to all engines: from disk, or pushed in parts, and lend a trainer the
+"""Bring a trainer's weights to all engines, from disk or pushed in parts, and lend a trainer the
 engines' memory.
 
 The scheduler holds which version is desired; parts go from the trainer to each engine's sidecar, so
-weights never pass through the scheduler. A call to an engine is made once: whoever tries again
-begins the push anew, as a broadcast cannot be repeated for one engine alone.
+weights never pass through the scheduler. A call to an engine is made once: a caller that tries
+again begins the push anew, as a broadcast cannot be repeated for one engine alone.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class WeightPush:
 async def list_engines(
     mesh: Mesh, engine_ids: Collection[str] | None
 ) -> list[engine_pb2.EngineInfo]:
-    """The registered engines, or those named, by id."""
+    """Return the registered engines, or those named, in the order of their ids."""
     request = scheduler_pb2.ListEnginesRequest()
     listed = (await mesh.call(mesh.scheduler.ListEngines, request, mesh.timeouts.control_s)).engines
     found = [
@@ -63,7 +63,7 @@ async def list_engines(
 
 
 async def call_all(mesh: Mesh, engines: Iterable[engine_pb2.EngineInfo], call: Call) -> Errors:
-    """Call all engines at once. Returns the errors of those that failed."""
+    """Call all engines at once. Return the errors of those that failed."""
     return await call_together(
         mesh, {engine.engine_id: (engine.address, call) for engine in engines}
     )
@@ -74,9 +74,9 @@ async def call_together(
     calls: Mapping[str, tuple[str, Call]],
     trainer: Coroutine[Any, Any, object] | None = None,
 ) -> Errors:
-    """Call engines (id → address and call) at once. Returns the errors of those that failed.
+    """Call engines (id → address and call) at once. Return the errors of those that failed.
 
-    trainer: what is done at the same time, where neither the engines nor the trainer are done
+    trainer: work that runs at the same time, where neither the engines nor the trainer are done
     without the others. The first engine that fails then ends it for all: `trainer` is cancelled.
     Raises what `trainer` raises.
     """
@@ -133,7 +133,7 @@ async def until_served(
     timeout_s: float,
     engine_ids: Collection[str] | None = None,
 ) -> Errors:
-    """Wait until no engine, or none of those named, is behind. Returns the errors of all engines
+    """Wait until no engine, or none of those named, is behind. Return the errors of all engines
     that have one."""
     backoff = mesh.backoff(timeout_s)
     while behind := [
@@ -158,7 +158,7 @@ async def push_weights(
     model_path: str,
     timeout_s: float,
 ) -> Errors:
-    """As Client.push_weights."""
+    """Push weights to engines; see Client.push_weights."""
     parts, push_id, errors, index = _iterate(pushes), request_id(), Errors(), 0
     part: WeightPush | None = None
 
@@ -216,7 +216,7 @@ async def join_group(
     engine_ids: Collection[str] | None,
     timeout_s: float,
 ) -> Errors:
-    """As Client.join_weights_group."""
+    """Join engines and trainer to a process group; see Client.join_weights_group."""
     engines = await list_engines(mesh, engine_ids)
     ranks = [max(1, engine.tensor_parallel) for engine in engines]
     world_size = trainer_ranks + sum(ranks)

@@ -1,9 +1,9 @@
-"""AReaL: an inference engine whose requests are steps of trajectories in the mesh.
+"""Give AReaL an inference engine whose requests are steps of trajectories in the mesh.
 
 `use(address)` has AReaL's trainer make a MeshEngine where it would make its RemoteSGLangEngine. The
-engines stay AReaL's own; its pauses and weights go through the mesh, so that a request which is cut
-by an update goes on in its place, and `output_versions` has the version that sampled each token.
-Written against AReaL 1.0.4.
+engines stay AReaL's own; its pauses and weights go through the mesh, so that a request that an
+update interrupts continues where it was, and `output_versions` has the version that sampled each
+token. Written against AReaL 1.0.4.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from treadle.adapters.calls import (
     sampling_of,
 )
 
-PAUSED_S = 0.5  # between two looks whether rollouts may go on, as AReaL's own
-SAVE_S = 120.0  # for which a checkpoint is waited for, as AReaL's own
+PAUSED_S = 0.5  # between two checks whether rollouts may resume; AReaL's own value
+SAVE_S = 120.0  # longest wait for a checkpoint; AReaL's own value
 
 
 def use(address: str = "") -> None:
@@ -51,7 +51,8 @@ def use(address: str = "") -> None:
 
 
 class MeshEngine(RemoteSGLangEngine):  # type: ignore[misc]
-    """AReaL's engine for SGLang servers, through the mesh that TREADLE_ADDRESS names."""
+    """AReaL's engine for SGLang servers, which reaches them through the mesh that TREADLE_ADDRESS
+    names."""
 
     def __init__(self, config: InferenceEngineConfig) -> None:
         super().__init__(config)
@@ -59,23 +60,24 @@ class MeshEngine(RemoteSGLangEngine):  # type: ignore[misc]
 
 
 class MeshClient(RemoteInfEngine):  # type: ignore[misc]
-    """What workflows call: AReaL's client of its servers, whose requests go through the mesh."""
+    """AReaL's client of its servers, which workflows call and whose requests go through the
+    mesh."""
 
     def __init__(self, config: InferenceEngineConfig, backend: RemoteInfBackendProtocol) -> None:
         super().__init__(config, backend)
         self.address = address_of()
         self._taken: int | None = (
-            None  # version of the weights that the engines have taken and not yet named
+            None  # version of the weights that the engines have loaded and not yet named
         )
         self._loaded_path = ""
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """As AReaL's: returns once the request is complete, whatever pauses and updates come in
-        between.
+        """Generate one response as AReaL's method does: return once the request is complete,
+        whatever pauses and updates come in between.
 
         output_versions: of each token, the weights that sampled it; where the engines do not name
         theirs by numbers, the version at the beginning. Raises ValueError and RuntimeError as
-        AReaL's, TreadleError.
+        AReaL's method, and TreadleError.
         """
         gconfig = req.gconfig
         if gconfig.n_samples != 1:
@@ -122,7 +124,8 @@ class MeshClient(RemoteInfEngine):  # type: ignore[misc]
         super().pause_generation()
 
     def continue_generation(self) -> None:
-        """Go on, under the name of the weights that the engines have taken meanwhile."""
+        """Resume the engines and the mesh, under the name of the weights that the engines have
+        loaded meanwhile."""
         if self._taken is not None:
             name = {"new_version": str(self._taken), "abort_all_requests": False}
             self._run_request_on_all_servers(
@@ -135,8 +138,8 @@ class MeshClient(RemoteInfEngine):  # type: ignore[misc]
     def update_weights_from_distributed(
         self, meta: WeightUpdateMeta, param_specs: list[ParamSpec]
     ) -> Future[None]:
-        """As AReaL's, which broadcasts to its servers; the version is named when generation goes
-        on."""
+        """Broadcast weights to AReaL's servers as its method does; the version is named when
+        generation resumes."""
         self._taken = self._version_of(meta)
         return super().update_weights_from_distributed(  # type: ignore[no-any-return]
             meta, param_specs
@@ -144,8 +147,8 @@ class MeshClient(RemoteInfEngine):  # type: ignore[misc]
 
     def update_weights_from_disk(self, meta: WeightUpdateMeta) -> Future[None]:
         """Have all engines of the mesh load a checkpoint once it is saved; engines that join later
-        load it too. With clear_checkpoint_after_load, its folder is removed when the next one is
-        there."""
+        load it too. With clear_checkpoint_after_load, its folder is removed when the next
+        checkpoint is loaded."""
         if meta.use_lora:
             raise ValueError("use_lora: not carried by the mesh")
         return get_executor().submit(self._load, meta)  # type: ignore[no-any-return]
@@ -172,7 +175,8 @@ class MeshClient(RemoteInfEngine):  # type: ignore[misc]
         group_size: int = 1,
         proxy_addr: str | None = None,
     ) -> RolloutWorkflow:
-        """As AReaL's; an episode's trajectories end with it."""
+        """Resolve a workflow as AReaL's method does, and end an episode's trajectories with the
+        episode."""
         run = _Run(
             super()._resolve_workflow(workflow, workflow_kwargs, 1, proxy_addr), self.address
         )
@@ -180,7 +184,7 @@ class MeshClient(RemoteInfEngine):  # type: ignore[misc]
 
 
 class _Run(RolloutWorkflow):  # type: ignore[misc]
-    """A workflow, each episode of which is one run in the mesh."""
+    """A workflow of which each episode is one run in the mesh."""
 
     def __init__(self, workflow: RolloutWorkflow, address: str) -> None:
         self._workflow, self._address = workflow, address
@@ -191,7 +195,7 @@ class _Run(RolloutWorkflow):  # type: ignore[misc]
 
 
 def _parameters(gconfig: Any) -> Mapping[str, Any]:
-    """What AReaL sends to SGLang."""
+    """Return the sampling parameters that AReaL sends to SGLang."""
     return {
         "top_p": gconfig.top_p,
         "top_k": gconfig.top_k,

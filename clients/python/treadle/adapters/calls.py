@@ -1,15 +1,15 @@
-"""The call that every adapter makes: token ids in; tokens, logprobs, version spans and why it ended
-out.
+"""Make the call that all adapters share: token ids in; tokens, logprobs, version spans and the
+finish reason out.
 
 A Link is the mesh for one event loop. Adapters of frameworks with a loop of their own use
 `link_to`; those that are called from threads use `background`, a loop in a thread; one call about
-the whole mesh is `call_mesh`. What the mesh itself aborts (a move, a preemption, a lost engine)
-goes on inside the mesh; `abort` ends only what a pause of the framework has ended, with the tokens
-that it has.
+the whole mesh is `call_mesh`. A step that the mesh itself aborts (a move, a preemption, a lost
+engine) resumes inside the mesh; `abort` ends only what a pause of the framework has ended, with the
+tokens that it has.
 
-Where the mesh is: the adapter's `address`, or TREADLE_ADDRESS, or localhost:7401; `ray` is the mesh
-of the Ray cluster that the process is in (`on_ray`). TREADLE_JOB names whose share of the engines
-the framework uses.
+The address of the mesh is the adapter's `address`, or TREADLE_ADDRESS, or localhost:7401; `ray` is
+the mesh of the Ray cluster that the process is in (`on_ray`). TREADLE_JOB names the job whose share
+of the engines the framework uses.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from treadle.types import Outcome, Sampling, VersionSpan
 
 DEFAULT_ADDRESS, ON_RAY = "localhost:7401", "ray"
 IDLE_S = 1800.0  # longer than a tool runs
-UNNAMED_IDLE_S = 30.0  # nobody says when such a conversation is over, and an open one holds KV
+UNNAMED_IDLE_S = 30.0  # no request ends such a conversation, and an open one holds KV
 
-# Sampling parameters by the names of SGLang, vLLM and transformers, and the field of Sampling that
-# each one is.
+# Sampling parameters by their names in SGLang, vLLM and transformers, and the field of Sampling
+# that each one sets.
 _FIELDS = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos")},
     "sampling_seed": "seed",
@@ -46,7 +46,7 @@ _FIELDS = {
     "stop_token_ids": "stop_token_ids",
     "eos_token_id": "stop_token_ids",
 }
-# What the mesh does not carry, with the values at which it changes nothing.
+# Parameters that the mesh does not carry, with the values at which they have no effect.
 _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("repetition_penalty", "length_penalty", "n", "num_beams"), (None, 1, 1.0)),
     "num_return_sequences": (None, 1),
@@ -57,7 +57,7 @@ _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
         ("use_beam_search", "regex", "json_schema", "ebnf", "logit_bias"), (None, False)
     ),
 }
-# They say how the output is told, not how it is sampled.
+# They set how the output is returned, not how it is sampled.
 _OF_THE_OUTPUT = frozenset(
     {
         *(
@@ -80,13 +80,13 @@ _OF_THE_OUTPUT = frozenset(
 
 
 def address_of(address: str = "") -> str:
-    """Where the mesh's scheduler is, host:port, or `ray`."""
+    """Return the address of the mesh's scheduler, host:port, or `ray`."""
     return address or os.environ.get("TREADLE_ADDRESS", "") or DEFAULT_ADDRESS
 
 
 def client_at(address: str = "", job: str = "") -> Client:
-    """A client of the mesh at an address, or of the cluster's. Raises RuntimeError where the
-    cluster has none."""
+    """Make a client of the mesh at an address, or of the Ray cluster's mesh. Raises RuntimeError
+    where the cluster has none."""
     where = address_of(address)
     if where != ON_RAY:
         return Client(where, job=job)
@@ -97,8 +97,8 @@ def client_at(address: str = "", job: str = "") -> Client:
 
 
 def sampling_of(params: Mapping[str, Any], max_new_tokens: int) -> Sampling:
-    """Sampling out of a framework's parameters. Raises ValueError that names a parameter which the
-    mesh does not carry, unless it has no effect."""
+    """Make Sampling from a framework's parameters. Raises ValueError that names a parameter which
+    the mesh does not carry, unless it has no effect."""
     found: dict[str, Any] = {"stop": (), "stop_token_ids": ()}
     for name, value in params.items():
         if name in _FIELDS:
@@ -114,7 +114,7 @@ def sampling_of(params: Mapping[str, Any], max_new_tokens: int) -> Sampling:
                 f"{name}={value!r} is not carried by the mesh: leave it out of the sampling "
                 "parameters"
             )
-    if found.get("top_k") == 0:  # vLLM's word for all
+    if found.get("top_k") == 0:  # vLLM's value for all tokens
         found["top_k"] = -1
     return Sampling(max_new_tokens=max_new_tokens, **found)
 
@@ -124,7 +124,7 @@ def _neutral(name: str) -> tuple[object, ...]:
 
 
 def require_text(**inputs: object) -> None:
-    """Raises ValueError that names an input which is no text."""
+    """Raise ValueError that names the input, if one is not text."""
     for name, value in inputs.items():
         if value is not None and value != []:
             raise ValueError(
@@ -135,8 +135,8 @@ def require_text(**inputs: object) -> None:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a request got. token_ids, logprobs: equally long. version_spans: over token_ids.
-    preemptions, cached_tokens, queue_s, prefill_s, decode_s: see Step."""
+    """The response to one request. token_ids, logprobs: equally long. version_spans: over
+    token_ids. preemptions, cached_tokens, queue_s, prefill_s, decode_s: see Step."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -151,7 +151,7 @@ class Answer:
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Answer:
-        """The trajectory's last step."""
+        """Make the answer from the trajectory's last step."""
         step = trajectory.steps[-1]
         return cls(
             token_ids=step.token_ids,
@@ -168,7 +168,7 @@ class Answer:
 
     @property
     def numbered_versions(self) -> list[int]:
-        """The weight versions whose names are numbers, in the order of the tokens."""
+        """Return the weight versions whose names are numbers, in the order of the tokens."""
         return [
             int(span.weight_version)
             for span in self.version_spans
@@ -176,8 +176,8 @@ class Answer:
         ]
 
     def versions(self, otherwise: int) -> list[int]:
-        """The weight version of each token; `otherwise` where the engine's name for its weights is
-        no number."""
+        """Return the weight version of each token; `otherwise` where the engine's name for its
+        weights is not a number."""
         found = [otherwise] * len(self.token_ids)
         for span in self.version_spans:
             if span.weight_version.isdecimal():
@@ -188,8 +188,8 @@ class Answer:
 
 @dataclass(eq=False)
 class _Scope:
-    """One run of an agent. name: of the session of its requests without one. sessions: that it has
-    used. outcome: None while it runs."""
+    """One run of an agent. name: the session of its requests that name none. sessions: the sessions
+    that it has used. outcome: None while it runs."""
 
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     sessions: set[str] = field(default_factory=set)
@@ -200,7 +200,7 @@ _scope: ContextVar[_Scope | None] = ContextVar("treadle_scope", default=None)
 
 
 class Link:
-    """The mesh for one event loop."""
+    """Connection to the mesh for one event loop, with the trajectories that it has open."""
 
     def __init__(
         self, client: Client, idle_s: float = IDLE_S, unnamed_idle_s: float = UNNAMED_IDLE_S
@@ -225,11 +225,11 @@ class Link:
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, session: str = "", *, alone: bool = False
     ) -> Answer:
-        """Generate the next turn of the trajectory that the prompt goes on with.
+        """Generate the next turn of the trajectory that the prompt continues.
 
-        session: who asks; empty: the run of the agent (`one_run`), or whoever has a context that
-        the prompt begins with. alone: the session has one trajectory at a time, so others of it are
-        over. Raises TreadleError.
+        session: whose turn it is; empty: the run of the agent (`one_run`), or any open trajectory
+        whose tokens the prompt begins with. alone: the session has one trajectory at a time, so its
+        other trajectories end. Raises TreadleError.
         """
         scope = _scope.get()
         if scope is not None:
@@ -251,9 +251,9 @@ _links: dict[asyncio.AbstractEventLoop, dict[str, Link]] = {}
 
 
 async def link_to(address: str = "") -> Link:
-    """The link of the running loop to a mesh, opened by the first call. A process or a loop that
-    ends without `leave` loses its lease within a minute, and the scheduler closes what it had open.
-    """
+    """Return the link of the running loop to a mesh; the first call opens it. A process or a loop
+    that ends without `leave` loses its lease within a minute, and the scheduler closes its open
+    trajectories."""
     where = address_of(address)
     for loop in list(_links):
         if loop.is_closed():
@@ -266,15 +266,15 @@ async def link_to(address: str = "") -> Link:
 
 
 async def leave() -> None:
-    """Close the links of the running loop, with what they have open."""
+    """Close the links of the running loop, and their open trajectories."""
     for link in _links.pop(asyncio.get_running_loop(), {}).values():
         await link.__aexit__()
 
 
 @asynccontextmanager
 async def one_run(address: str = "") -> AsyncIterator[None]:
-    """For the time of an agent's run: its requests without a session are of one, and what it has
-    open ends with it.
+    """Make all requests without a session, while an agent runs, requests of one session, whose
+    trajectories end with the run.
 
     It holds for the task that enters it, and for tasks that this one starts.
     """
@@ -304,7 +304,7 @@ _starting = threading.Lock()
 
 
 def background() -> EventLoop:
-    """The event loop in a thread of this process, for frameworks that call from threads."""
+    """Return the event loop in a thread of this process, for frameworks that call from threads."""
     with _starting:
         return _background()
 
@@ -329,7 +329,7 @@ def call_mesh(address: str, work: Callable[[Client], Awaitable[Mapping[str, str]
 
 
 def require_no_errors(errors: Mapping[str, str]) -> None:
-    """Raises RuntimeError that names the engines which failed."""
+    """Raise RuntimeError that names the engines which failed, if any did."""
     if errors:
         said = "; ".join(f"{engine_id}: {error}" for engine_id, error in errors.items())
         raise RuntimeError(f"engines of the mesh have failed: {said}")

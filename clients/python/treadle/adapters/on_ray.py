@@ -1,7 +1,7 @@
-"""Where the mesh of a Ray cluster is: TREADLE_ADDRESS=ray, for adapters in processes of a Ray job.
+"""Find the mesh of a Ray cluster (TREADLE_ADDRESS=ray), for adapters in processes of a Ray job.
 
-`treadle up --ray` keeps a named actor, `treadle` in the namespace `treadle`, that says where
-everything is and gives a process its certificate. Used with Ray 2.60.
+`treadle up --ray` keeps a named actor, `treadle` in the namespace `treadle`, which returns the
+addresses of the mesh and gives a process its certificate. Used with Ray 2.60.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ ANSWER_S = 60.0
 
 @dataclass(frozen=True)
 class RayMesh:
-    """address: of the scheduler, host:port. tls_folder: of this process's certificate, None where
-    the mesh has none. gateway: URL for frameworks that speak HTTP. api_key: what the gateway asks
-    for; empty: nothing."""
+    """Addresses and credentials of a Ray cluster's mesh. address: of the scheduler, host:port.
+    tls_folder: of this process's certificate, None where the mesh has none. gateway: URL for
+    frameworks that speak HTTP. api_key: what the gateway requires; empty: nothing."""
 
     address: str
     tls_folder: Path | None
@@ -33,8 +33,9 @@ class RayMesh:
 
 
 def find_mesh(identity: str = "trainer-default") -> RayMesh:
-    """Ask the cluster of this process. identity: the folder of a certificate (docs/identity.md).
-    Raises RuntimeError where this process is in no Ray job, or the cluster has no mesh."""
+    """Request the mesh of this process's Ray cluster from its actor. identity: the folder of a
+    certificate (docs/identity.md). Raises RuntimeError where this process is in no Ray job, or the
+    cluster has no mesh."""
     if not ray.is_initialized():
         raise RuntimeError(
             f"TREADLE_ADDRESS={ADDRESS} is for processes of a Ray job: call ray.init first"
@@ -52,9 +53,9 @@ def find_mesh(identity: str = "trainer-default") -> RayMesh:
 
 
 def _keep(name: str, files: dict[str, bytes]) -> Path:
-    """A folder of this name with these files, the same for all processes of this user on this
-    machine: Ray kills processes, which then remove nothing. Raises RuntimeError where the folder
-    around it is another user's."""
+    """Write these files into a folder of this name and return it. It is the same for all processes
+    of this user on this machine: Ray kills processes, which then remove nothing. Raises
+    RuntimeError where the folder around it is another user's."""
     folder = Path(tempfile.gettempdir()) / f"treadle-ray-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()

@@ -1,8 +1,8 @@
-"""rLLM: a rollout engine whose responses are steps of trajectories in the mesh.
+"""Give rLLM a rollout engine whose responses are steps of trajectories in the mesh.
 
-Give a MeshEngine to rLLM's AgentWorkflowEngine, or to what else takes a RolloutEngine. Tokens are
-made once, by rLLM's own chat template parser, and go in and out as ids. Written against rLLM at
-commit 17dcfbf (version 0.3).
+Give a MeshEngine to rLLM's AgentWorkflowEngine, or to anything else that takes a RolloutEngine.
+rLLM's own chat template parser makes the tokens once, and they go in and out as ids. Written
+against rLLM at commit 17dcfbf (version 0.3).
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from treadle.adapters.calls import Answer, address_of, link_to, one_run, samplin
 
 
 class MeshEngine(RolloutEngine):  # type: ignore[misc]
-    """tokenizer: of the model. address: of the mesh. max_prompt_length, max_response_length:
-    tokens. sampling, validation_sampling: parameters by SGLang's names; validation's default to
-    those of training. parser: rLLM's, by default the one for the tokenizer."""
+    """rLLM's rollout engine, through the mesh. tokenizer: of the model. address: of the mesh.
+    max_prompt_length, max_response_length: tokens. sampling, validation_sampling: parameters by
+    SGLang's names; validation's default to those of training. parser: rLLM's, by default the one
+    for the tokenizer."""
 
     def __init__(
         self,
@@ -52,14 +53,14 @@ class MeshEngine(RolloutEngine):  # type: ignore[misc]
         return True
 
     def trajectory(self) -> AbstractAsyncContextManager[None]:
-        """For the time of a workflow: its turns are one trajectory, which ends with it."""
+        """Make all turns of a workflow one trajectory, which ends with the workflow."""
         return one_run(self.address)
 
     async def get_model_response(
         self, messages: list[dict[str, Any]], **kwargs: Any
     ) -> ModelOutput:
-        """As rLLM's. weight_version: the oldest that sampled a token of it, where versions are
-        numbers; metrics: also every version with its tokens."""
+        """Generate a response as rLLM's method does. weight_version: the oldest that sampled a
+        token of it, where versions are numbers; metrics: also every version with its tokens."""
         output = await self._get_model_response(messages, **kwargs)
         if output.weight_version is None:
             output.weight_version = self.weight_version
@@ -83,7 +84,7 @@ class MeshEngine(RolloutEngine):  # type: ignore[misc]
     async def get_token_output_from_token_input(
         self, token_input: Sequence[int], **kwargs: Any
     ) -> Answer:
-        """Tokens in, tokens out. kwargs: application_id (whose turn it is), validate,
+        """Generate tokens from tokens. kwargs: application_id (whose turn it is), validate,
         enforce_max_prompt_length, and sampling parameters. Raises TerminationEvent for a prompt
         that is too long, ValueError, TreadleError."""
         session = str(kwargs.pop("application_id", ""))
@@ -102,7 +103,7 @@ class MeshEngine(RolloutEngine):  # type: ignore[misc]
     def assemble_model_output(
         self, token_input: Sequence[int], token_output: Answer
     ) -> ModelOutput:
-        """What rLLM reads, out of an answer of the mesh."""
+        """Make rLLM's output from an answer of the mesh."""
         parsed = self.chat_parser.parse_completion(token_output.token_ids)
         versions = token_output.numbered_versions
         return ModelOutput(
@@ -130,6 +131,7 @@ class MeshEngine(RolloutEngine):  # type: ignore[misc]
         )
 
     async def sleep(self) -> None:
-        """The trainer takes over: what is open and waits for another turn ends."""
+        """Close the open trajectories that wait for another turn, as the trainer takes the
+        engines."""
         link = await link_to(self.address)
         await link.sessions.close_everything()

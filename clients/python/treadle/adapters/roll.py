@@ -1,4 +1,4 @@
-"""ROLL: a proxy through which environment managers reach the mesh.
+"""Give ROLL's environment managers a proxy through which they reach the mesh.
 
 ROLL finds it once this module is imported, which `env_manager_cls:
 treadle.adapters.roll.TrajEnvManager` does, and `llm_proxy: {proxy_type: treadle, proxy_config:
@@ -25,8 +25,8 @@ __all__ = ["MeshProxy", "TrajEnvManager"]
 
 @register_llm_proxy("treadle")
 class MeshProxy(BaseLLMProxy):  # type: ignore[misc]
-    """One environment's way to the mesh. An environment plays one episode at a time: a prompt that
-    does not go on with the open trajectory begins the next one, and ends that one."""
+    """Proxy to the mesh for one environment. An environment plays one episode at a time: a prompt
+    that does not continue the open trajectory begins the next one, and ends that one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -36,9 +36,9 @@ class MeshProxy(BaseLLMProxy):  # type: ignore[misc]
     def generate(
         self, messages: list[dict[str, str]], lm_input: DataProto, generation_config: dict[str, Any]
     ) -> DataProto | None:
-        """As ROLL's: the response to one prompt, with `infer_logprobs`; None where a pause has
-        ended it. meta_info: also finish_reasons, and version_spans as (version, first token, end).
-        Raises ValueError, TreadleError."""
+        """Return the response to one prompt as ROLL's method does, with `infer_logprobs`; None
+        where a pause has ended it. meta_info: also finish_reasons, and version_spans as (version,
+        first token, end). Raises ValueError, TreadleError."""
         if lm_input.batch.batch_size[0] != 1:
             raise ValueError(f"lm_input must hold one prompt, holds {lm_input.batch.batch_size[0]}")
         mask = lm_input.batch["attention_mask"][0].bool()
@@ -59,7 +59,7 @@ class MeshProxy(BaseLLMProxy):  # type: ignore[misc]
         return await link.generate(prompt, sampling, self._session, alone=True)
 
     def _output(self, lm_input: DataProto, answer: Answer) -> DataProto:
-        """As ROLL's own scheduler makes it."""
+        """Make the output as ROLL's own scheduler makes it."""
         output = concatenate_input_and_output(
             input_ids=lm_input.batch["input_ids"],
             output_ids=torch.tensor([answer.token_ids]),

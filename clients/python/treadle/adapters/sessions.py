@@ -1,14 +1,15 @@
-"""Generate each turn in the open trajectory that its request goes on with, and close those that
-nobody goes on with.
+"""Generate each turn in the open trajectory that its request continues, and close trajectories that
+get no further turn.
 
 A framework sends each turn as a request of its own, with the whole context. The turn belongs to the
-open trajectory of its session whose tokens its prompt begins with, the longest one; what follows
-them is an observation. Without one a new trajectory opens, so a session that rewrites its context,
-or asks twice at once, has several. Requests without a session ("") are found by their tokens alone.
+longest open trajectory of its session whose tokens its prompt begins with; the tokens after them
+are an observation. Where there is none, a new trajectory opens, so a session that rewrites its
+context, or sends two requests at once, has several. Trajectories of requests without a session ("")
+are found by their tokens alone.
 
-An idle trajectory keeps its engine's KV, and nobody says which ones are over. Each is closed after
-a time limit, and earlier where first steps wait for room and hardly any trajectory was idle for so
-long before its next turn. One that goes on after all opens anew, with its whole context.
+An idle trajectory keeps its engine's KV, and no request ends it. Each is closed after a time limit,
+and earlier where first steps wait for room and hardly any trajectory was idle for so long before
+its next turn. A closed trajectory that gets another turn opens again, with its whole context.
 
 Invariants: a trajectory is in the index exactly while no request uses it; the tokens of a prompt
 are never changed.
@@ -36,29 +37,29 @@ from treadle.types import Chunk, Outcome, Sampling
 PROMPT_ID_CHARS = 16
 REMEMBERED_PROMPTS = 100_000  # whose samples are counted, about 10 MB
 SWEEP_S = 0.1  # between two calls of `sweep`
-EXPIRY_S = 1.0  # between two looks for trajectories that are at their time limit; each looks at all
-# A first step that finds room has its ticket by then, also where it waits for a plan.
+EXPIRY_S = 1.0  # between two checks of all trajectories for those at their time limit
+# A first step that finds room has its ticket within this time, also where it waits for a plan.
 STARTS_WITHIN_S = 0.3
-# Pauses of one kind that are remembered, and how many must be known before they say when a
-# trajectory is over.
+# Pauses of one kind that are remembered, and how many must be known before they set when a
+# trajectory counts as over.
 RECENT_PAUSES, FEWEST_PAUSES = 256, 16
 # This share of pauses may be longer than a quarter of the time after which a trajectory counts as
 # over: those with the longest tools are often the ones that a rollout waits for.
 RARE, MARGIN = 0.05, 4.0
 NAMED_AT_FIRST_S, UNNAMED_AT_FIRST_S = 60.0, 1.0  # until pauses are known
-REMEMBERED_S = 300.0  # for which a closed trajectory that goes on is recognised
+REMEMBERED_S = 300.0  # for which a closed trajectory that gets another turn is recognised
 
 _log = logging.getLogger("treadle")
 
 T = TypeVar("T")
 Place = tuple[int, bytes]  # how many tokens a trajectory has, and their digest
-_Old = tuple[float, Trajectory, str]  # since when it is idle, and its session
+_Old = tuple[float, Trajectory, str]  # when it became idle, the trajectory, and its session
 
 
 @dataclass(eq=False)
 class _Places(Generic[T]):
-    """What stands at places of a session, such as its idle trajectories: each with the moment since
-    when, oldest first. lengths: how many have so many tokens."""
+    """Items at places of a session, such as its idle trajectories: each with the moment when it was
+    added, oldest first. lengths: the number of items for each number of tokens."""
 
     places: dict[Place, list[tuple[float, T]]] = field(default_factory=dict)
     lengths: Counter[int] = field(default_factory=Counter)
@@ -70,7 +71,7 @@ class _Places(Generic[T]):
         self.lengths[place[0]] += 1
 
     def longest(self, prompt: Sequence[int]) -> Place | None:
-        """Of those whose tokens are a beginning of the prompt, the longest."""
+        """Return the longest place whose tokens the prompt begins with."""
         tokens, digest, at = (
             memoryview(array("i", prompt)).cast("B"),
             hashlib.blake2b(digest_size=16),
@@ -87,8 +88,8 @@ class _Places(Generic[T]):
         return found
 
     def remove(self, place: Place, at: int = -1) -> tuple[float, T]:
-        """at: -1 for the one that became idle last, whose KV is the likeliest to be there; 0 for
-        the oldest."""
+        """Remove one item at a place and return it. at: -1 for the one that became idle last, whose
+        KV is the likeliest to be there; 0 for the oldest."""
         found = self.places[place].pop(at)
         if not self.places[place]:
             del self.places[place]
@@ -98,7 +99,7 @@ class _Places(Generic[T]):
         return found
 
     def remove_older(self, before_s: float) -> list[tuple[float, T]]:
-        """Remove those that have been there since before this moment."""
+        """Remove the items that were added before this moment, and return them."""
         old = [
             place
             for place, items in self.places.items()
@@ -109,8 +110,8 @@ class _Places(Generic[T]):
 
 
 class _Pauses:
-    """How long trajectories of one kind were idle before their next turn, infinite for those that
-    were closed before one came. at_first_s: what holds until enough are known."""
+    """Pauses of trajectories of one kind before their next turn, infinite for those that were
+    closed before one came. at_first_s: the result until enough are known."""
 
     def __init__(self, at_first_s: float) -> None:
         self._recent_s: deque[float] = deque(maxlen=RECENT_PAUSES)
@@ -121,7 +122,7 @@ class _Pauses:
 
     @property
     def over_after_s(self) -> float:
-        """Seconds of a pause after which hardly any trajectory has had another turn."""
+        """Return the seconds of a pause after which hardly any trajectory has had another turn."""
         if len(self._recent_s) < FEWEST_PAUSES:
             return self._at_first_s
         ended_s, rare = (
@@ -133,8 +134,8 @@ class _Pauses:
 
 class Sessions:
     """Open trajectories of one client. idle_s, unnamed_idle_s: seconds after which an idle
-    trajectory is closed, of a session and of requests without one. now: seconds that never go back.
-    """
+    trajectory of a session, and of requests without one, is closed. now: seconds that never go
+    back."""
 
     def __init__(
         self,
@@ -150,10 +151,10 @@ class Sessions:
             now,
         )
         self._idle: dict[str, _Places[Trajectory]] = {}
-        self._closed: dict[str, _Places[None]] = {}  # by `sweep`; their session did not end them
+        self._closed: dict[str, _Places[None]] = {}  # by `sweep`, not by their session
         self._starting: dict[
             Trajectory, float
-        ] = {}  # those that were opened for the turn that runs, since when
+        ] = {}  # the trajectories that were opened for the turn that runs, and when
         self._pauses = {  # of sessions, and of requests without one
             True: _Pauses(min(NAMED_AT_FIRST_S, idle_s)),
             False: _Pauses(min(UNNAMED_AT_FIRST_S, unnamed_idle_s)),
@@ -171,13 +172,13 @@ class Sessions:
         on_take: Callable[[Trajectory], object] = id,
         on_chunk: Callable[[Chunk], object] | None = None,
     ) -> Trajectory:
-        """Generate the next turn of the trajectory that the prompt goes on with, as the last of its
+        """Generate the next turn of the trajectory that the prompt continues, as the last of its
         steps.
 
         Where the scheduler has closed the trajectory, as where the lease had run out, the turn is
-        generated in another one, unless on_chunk has had tokens of it. alone: the session has one
-        trajectory at a time, so others of it are over. on_take: called with each trajectory before
-        its turn. Raises TreadleError.
+        generated in another one, unless on_chunk has received tokens of it. alone: the session has
+        one trajectory at a time, so its other trajectories end. on_take: called with each
+        trajectory before its turn. Raises TreadleError.
         """
         while True:
             found = self._take(session, prompt)
@@ -209,21 +210,21 @@ class Sessions:
                 self._give_back(session, trajectory)
 
     def known(self, session: str) -> list[list[int]]:
-        """The tokens of the session's idle trajectories, longest first."""
+        """Return the tokens of the session's idle trajectories, longest first."""
         idle = self._idle.get(session, _Places[Trajectory]())
         found = [trajectory.tokens for each in idle.places.values() for _, trajectory in each]
         return sorted(found, key=len, reverse=True)
 
     async def close(self, session: str, outcome: Outcome = "finished") -> int:
-        """Close the idle trajectories of a session; returns how many."""
+        """Close the idle trajectories of a session, and return their number."""
         return await self._close_all(
             [each for _, each in self._remove_older(session, math.inf)], outcome
         )
 
     async def sweep(self) -> int:
         """Close idle trajectories that will probably have no other turn: those at their time limit,
-        and, while first steps wait for room, two more for each such step. Returns how many. To be
-        called each SWEEP_S."""
+        and, while first steps wait for room, two more for each such step. Return their number. Call
+        it each SWEEP_S."""
         now = self._now()
         old: list[_Old] = []
         if now >= self._next_expiry_s:
@@ -253,7 +254,7 @@ class Sessions:
         return await self._close_all([trajectory for _, trajectory, _ in old], "finished")
 
     async def close_everything(self) -> int:
-        """Close all idle trajectories; returns how many."""
+        """Close all idle trajectories, and return their number."""
         idle = [
             each
             for session in list(self._idle)
@@ -263,11 +264,11 @@ class Sessions:
 
     @property
     def idle(self) -> int:
-        """Open trajectories that no request uses."""
+        """Return the number of open trajectories that no request uses."""
         return sum(idle.lengths.total() for idle in self._idle.values())
 
     def _take(self, session: str, prompt: Sequence[int]) -> Trajectory | None:
-        """The idle trajectory whose next turn this is, with `prompt` as its tokens."""
+        """Return the idle trajectory whose next turn this is, with `prompt` as its tokens."""
         idle = self._idle.get(session)
         place = idle.longest(prompt) if idle is not None else None
         if idle is None or place is None:
@@ -279,15 +280,16 @@ class Sessions:
         return trajectory
 
     def _give_back(self, session: str, trajectory: Trajectory) -> None:
-        """The turn is over: the next one may come, or the same one again where it has failed."""
+        """Return a trajectory to the idle ones after its turn: the next turn may come, or the same
+        one again where it has failed."""
         if trajectory.outcome is None:
             self._idle.setdefault(session, _Places()).add(
                 trajectory.tokens, trajectory, self._now()
             )
 
     async def _open(self, session: str, prompt: Sequence[int]) -> Trajectory:
-        """Samples of one prompt have one prompt_id, so that the mesh predicts them from each
-        other."""
+        """Open a trajectory. Samples of one prompt have one prompt_id, so that the mesh predicts
+        them from each other."""
         closed = self._closed.get(session)
         if closed is not None and (place := closed.longest(prompt)) is not None:
             self._pauses[bool(session)].note(self._now() - closed.remove(place)[0])
@@ -303,8 +305,8 @@ class Sessions:
         return trajectory
 
     def _remove_over(self, most: int, now: float) -> list[_Old]:
-        """Remove trajectories that are idle for longer than pauses were, the longest idle first,
-        `most` of them."""
+        """Remove at most `most` trajectories that are idle for longer than pauses were, the longest
+        idle first."""
         over_s = {named: now - pauses.over_after_s for named, pauses in self._pauses.items()}
         over = [
             (since_s, session, place)

@@ -1,10 +1,10 @@
-"""TRL's asynchronous GRPO: rollouts that are trajectories in the mesh, and weights that go to its
-engines.
+"""Give TRL's asynchronous GRPO rollouts that are trajectories in the mesh, and send its weights to
+the mesh's engines.
 
 Pass `rollout_worker=RolloutWorker.of(...)` and `weight_transfer=WeightTransfer(...)` to
 AsyncGRPOTrainer. TRL's own worker plays the conversations, in its child process; only its requests
-go elsewhere. Set `token_budget` in the trainer's config, which else asks a vLLM server for it.
-Written against TRL 1.16.0, where both are experimental.
+go elsewhere. Set `token_budget` in the trainer's config: without it, the trainer requests it from a
+vLLM server. Written against TRL 1.16.0, where both are experimental.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ KEPT_VERSIONS = 2  # an engine may still load the one before
 
 
 class RolloutLoop(_AsyncRolloutLoop):  # type: ignore[misc]
-    """TRL's loop in the child process, whose turns are steps in the mesh. address: of the mesh."""
+    """TRL's loop in the child process, with turns that are steps in the mesh. address: of the
+    mesh."""
 
     def __init__(self, *, address: str, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -54,13 +55,13 @@ class RolloutLoop(_AsyncRolloutLoop):  # type: ignore[misc]
             logprobs += answer.logprobs
             if (
                 answer.finish_reason != "abort"
-            ):  # a pause has cut it, and the conversation goes on with its policy
+            ):  # a pause has ended it early, and the conversation continues with its policy
                 break
         return tokens, logprobs
 
 
 class RolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
-    """A RolloutWorkerProtocol: TRL's own worker, with a RolloutLoop in its child process."""
+    """TRL's own worker, a RolloutWorkerProtocol, with a RolloutLoop in its child process."""
 
     _loop_cls = RolloutLoop
 
@@ -82,8 +83,8 @@ class RolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
         address: str = "",
         **others: Any,
     ) -> RolloutWorker:
-        """The worker as AsyncGRPOTrainer would make it of its config `args`. eos_token_ids: by
-        default the tokenizer's. others: `tools`, `environment_factory`."""
+        """Make the worker as AsyncGRPOTrainer would make it from its config `args`. eos_token_ids:
+        by default the tokenizer's. others: `tools`, `environment_factory`."""
         names = (
             *(
                 "num_generations",
@@ -125,11 +126,11 @@ class RolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
 
 
 class WeightTransfer:
-    """A WeightTransferProtocol: each version is saved in a folder, and all engines load it.
+    """A WeightTransferProtocol that saves each version in a folder, from which all engines load it.
 
-    folder: that trainer and engines can reach, of this run alone. model_folder: of the model's own
-    files: its config.json and tokenizer go with each version. Steps under way wait, and go on under
-    the new weights.
+    folder: of this run alone, where trainer and engines can reach it. model_folder: of the model's
+    own files: its config.json and tokenizer go with each version. Running steps wait, and resume
+    under the new weights.
     """
 
     def __init__(self, folder: str | Path, model_folder: str | Path, address: str = "") -> None:
@@ -152,8 +153,8 @@ class WeightTransfer:
         call_mesh(self._address, lambda client: client.pause())
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
-        """Save the weights and have the engines load them. Raises RuntimeError that names engines
-        which could not."""
+        """Save the weights and have the engines load them. Raises RuntimeError that names the
+        engines which could not."""
         from safetensors.torch import save_file
 
         number = len(self._sent) + 1
@@ -174,12 +175,12 @@ class WeightTransfer:
             shutil.rmtree(old, ignore_errors=True)
 
     def resume(self) -> None:
-        """Go on."""
+        """Resume the engines."""
         call_mesh(self._address, lambda client: client.resume())
         self._paused = False
 
     def destroy(self) -> None:
-        """Go on where training has ended in a pause: others may use the mesh. The newest weights
-        stay for engines that start again."""
+        """Resume the engines where training has ended in a pause, as others may use the mesh. The
+        newest weights stay for engines that start again."""
         if self._paused:
             self.resume()

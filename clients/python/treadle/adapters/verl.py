@@ -1,9 +1,9 @@
-"""verl: agent loops whose turns are steps of a trajectory in the mesh.
+"""Run verl's agent loops with turns that are steps of a trajectory in the mesh.
 
 `agent_loop_manager_class=treadle.adapters.verl.AgentLoopManager` puts an LLMClient in the place of
 verl's client, in the manager of whichever trainer runs, and ends a trajectory when its agent loop
-ends. The engines stay verl's own; what the trainer does to them is told to the mesh by
-`verl_engines`. Written against verl 0.9.1.
+ends. The engines stay verl's own; `verl_engines` reports to the mesh what the trainer does to them.
+Written against verl 0.9.1.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from verl.workers.rollout.replica import TokenOutput
 from treadle.adapters.calls import Answer, address_of, link_to, one_run, require_text, sampling_of
 from treadle.adapters.verl_engines import HOLD, require_registered
 
-# Of verl's keyword arguments, those that change nothing for text: the mesh ranks trajectories
-# itself.
+# verl's keyword arguments that have no effect on text: the mesh ranks trajectories itself.
 _WITHOUT_EFFECT = frozenset({"priority", "mm_processor_kwargs"})
 
 
 class LLMClient(LLMServerClient):  # type: ignore[misc]
-    """verl's client of its LLM servers, through the mesh. Goes to agent loop workers by pickle;
-    connects there."""
+    """verl's client of its LLM servers, through the mesh. verl pickles it for agent loop workers,
+    and it connects there."""
 
     def __init__(
         self, config: Any, load_balancer_handle: Any = None, *, address: str = "", **kwargs: Any
@@ -49,10 +48,10 @@ class LLMClient(LLMServerClient):  # type: ignore[misc]
         mm_processor_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> TokenOutput:
-        """As verl's. extra_fields: global_steps of the last token, min_global_steps and
-        max_global_steps, where the weights' versions are numbers. stop_reason: "abort" where the
-        trainer has paused the mesh. Raises ValueError for inputs and parameters that the mesh does
-        not carry, TreadleError."""
+        """Generate one turn as verl's method does. extra_fields: global_steps of the last token,
+        min_global_steps and max_global_steps, where the weights' versions are numbers. stop_reason:
+        "abort" where the trainer has paused the mesh. Raises ValueError for inputs and parameters
+        that the mesh does not carry, TreadleError."""
         more = {name: value for name, value in kwargs.items() if name not in _WITHOUT_EFFECT}
         require_text(image_data=image_data, video_data=video_data, audio_data=audio_data, **more)
         prompt = [int(token) for token in prompt_ids]
@@ -70,7 +69,7 @@ class LLMClient(LLMServerClient):  # type: ignore[misc]
         )
 
     def _limit(self, prompt_tokens: int, params: Mapping[str, Any]) -> int:
-        """Most new tokens, as verl's servers have it."""
+        """Return the largest number of new tokens, by the rule of verl's servers."""
         rollout = self.config.actor_rollout_ref.rollout
         limit = params.get("max_new_tokens", params.get("max_tokens"))
         if limit is None:
@@ -83,17 +82,17 @@ class LLMClient(LLMServerClient):  # type: ignore[misc]
 
 
 class FullyAsyncLLMClient(FullyAsyncLLMServerClient, LLMClient):  # type: ignore[misc]
-    """The client of verl's asynchronous trainers: verl's own loop goes on after a pause, from the
-    same trajectory."""
+    """The client of verl's asynchronous trainers: verl's own loop continues the same trajectory
+    after a pause."""
 
 
 class AgentLoopManager:
-    """The agent loop manager of the trainer that runs, with its client and its workers put through
-    the mesh."""
+    """The agent loop manager of the trainer that runs, with a client and workers that use the
+    mesh."""
 
     @classmethod
     def create(cls, config: Any, llm_client: LLMServerClient, *args: Any, **kwargs: Any) -> Any:
-        """verl's manager, as its trainers create it: outside of a running event loop. Raises
+        """Create verl's manager as its trainers do: outside of a running event loop. Raises
         ValueError for engines that are not SGLang's, RuntimeError where `verl_engines` was not
         loaded."""
         name = config.actor_rollout_ref.rollout.name
@@ -107,7 +106,7 @@ class AgentLoopManager:
 
 
 def client_of(llm_client: LLMServerClient, address: str = "") -> LLMClient:
-    """The client that takes the place of verl's."""
+    """Return the client that takes the place of verl's."""
     config, balancer = llm_client.config, llm_client._load_balancer
     if isinstance(llm_client, FullyAsyncLLMServerClient):
         return FullyAsyncLLMClient(
@@ -117,8 +116,8 @@ def client_of(llm_client: LLMServerClient, address: str = "") -> LLMClient:
 
 
 def through_mesh(manager_class: Any) -> Any:
-    """The manager, whose workers end a trajectory with its agent loop, and which generates once the
-    mesh is awake."""
+    """Return the manager class with workers that end a trajectory with its agent loop; it generates
+    once the mesh is awake."""
 
     class Manager(manager_class):  # type: ignore[misc]
         agent_loop_workers_class: Any
@@ -143,7 +142,8 @@ def through_mesh(manager_class: Any) -> Any:
 
 
 def ending_trajectories(worker: Any) -> Any:
-    """The actor class of an agent loop worker, whose trajectories end with their agent loops."""
+    """Return the actor class of an agent loop worker that ends each trajectory with its agent
+    loop."""
     import ray
 
     class Worker(worker.__ray_metadata__.modified_class):  # type: ignore[misc]

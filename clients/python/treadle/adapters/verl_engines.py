@@ -1,11 +1,10 @@
-"""verl: tell the mesh what the trainer does to the engines.
+"""Report to the mesh what verl's trainer does to the engines.
 
 verl finds this module by the entry point `verl.plugins` of treadle-client, in each process that
 imports verl. Where TREADLE_ADDRESS is set, it puts a replica of its own in the place of verl's
-"sglang": while the trainer has an engine (an abort before new weights, or memory that sleeps) the
-mesh is paused, so that no step and no probe reaches it; and each engine names its weights by the
-trainer's step, which is what version spans say and what KV is kept under. Written against verl
-0.9.1.
+"sglang". While the trainer has an engine (an abort before new weights, or memory that sleeps), the
+mesh is paused, so that no step and no probe reaches it. Each engine names its weights by the
+trainer's step, which version spans contain and under which KV is kept. Written against verl 0.9.1.
 """
 
 from __future__ import annotations
@@ -20,28 +19,29 @@ from typing import Any
 
 from treadle.adapters.calls import call_mesh, client_at, require_no_errors
 
-NAME_S = 30.0  # an engine that takes weights may answer late
-FIRST_VERSION = "default"  # SGLang's, of weights that nobody has named
-MEMORY = ("weights", "kv_cache", "cuda_graph")  # SGLang's tags of what it can give away
+NAME_S = 30.0  # an engine that loads weights may answer late
+FIRST_VERSION = "default"  # SGLang's name for weights that have no other
+MEMORY = ("weights", "kv_cache", "cuda_graph")  # SGLang's tags of memory that it can give away
 
 
 class Hold:
-    """Keeps the mesh paused while the trainer has at least one of the engines. In the trainer's
-    process."""
+    """Pause of the mesh that lasts while the trainer has at least one of the engines. It lives in
+    the trainer's process."""
 
     def __init__(self) -> None:
         self._holders: set[object] = set()
         self._lock = threading.Lock()  # each call of verl may come with an event loop of its own
 
     async def begin(self, holder: object, address: str, *, abort: bool) -> None:
-        """Returns once no step runs. abort: running steps end with the tokens that they have."""
+        """Pause the mesh for `holder`, and return once no step runs. abort: running steps end with
+        the tokens that they have."""
         with self._lock:
             self._holders.add(holder)
         async with client_at(address) as client:
             require_no_errors(await client.pause(abort=abort))
 
     async def let_go(self, holder: object, address: str) -> None:
-        """The last one that lets go resumes the mesh."""
+        """End the pause for `holder`; the last holder that ends it resumes the mesh."""
         with self._lock:
             last = self._holders == {holder}
             self._holders.discard(holder)
@@ -50,8 +50,8 @@ class Hold:
                 require_no_errors(await client.resume())
 
     def end(self, address: str) -> None:
-        """All engines are back: verl does not say so of engines that wake with new weights, only
-        that it generates."""
+        """Resume the mesh, as all engines are back: verl does not report engines that wake with new
+        weights, only that it generates."""
         with self._lock:
             held, self._holders = bool(self._holders), set()
         if held:
@@ -62,7 +62,7 @@ HOLD = Hold()
 
 
 def name_weights(url: str, version: str) -> None:
-    """Have the engine at `url` say that its weights are of this version. Raises OSError."""
+    """Have the engine at `url` name its weights by this version. Raises OSError."""
     body = json.dumps({"new_version": version, "abort_all_requests": False}).encode()
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/update_weight_version", body, headers, method="POST")
@@ -71,7 +71,8 @@ def name_weights(url: str, version: str) -> None:
 
 
 def replica_in_mesh(loaded: Any, remote: Callable[[Any], Any], address: str) -> Any:
-    """verl's replica `loaded`, whose engine is one of the mesh's. remote: ray.remote."""
+    """Return verl's replica `loaded` as a class whose engine is one of the mesh's. remote:
+    ray.remote."""
 
     class Replica(loaded):  # type: ignore[misc]
         server_class: Any
@@ -115,9 +116,9 @@ def replica_in_mesh(loaded: Any, remote: Callable[[Any], Any], address: str) -> 
 
 
 def _naming(server: Any) -> Any:
-    """verl's server of an engine, which names the engine's weights by the trainer's step, and while
-    memory is given away in the way that a sidecar reads: one that starts in that time is not in any
-    pause, and must not probe."""
+    """Return verl's server of an engine as a class that names the engine's weights by the trainer's
+    step. While memory is given away, the name has the form that a sidecar reads: a sidecar that
+    starts in that time is not in any pause, and must not probe."""
 
     class Server(server):  # type: ignore[misc]
         _version, _asleep = FIRST_VERSION, frozenset[str]()
@@ -126,7 +127,7 @@ def _naming(server: Any) -> Any:
             await super().launch_server(*args, **kwargs)
             if (
                 self.node_rank == 0
-            ):  # it has the HTTP server, and all calls about memory pass through its manager
+            ):  # this node has the HTTP server, and all calls about memory pass through its manager
                 self._follow_memory(self.tokenizer_manager)
 
         async def set_global_steps(self, global_steps: int) -> None:
@@ -177,8 +178,8 @@ def register(address: str) -> None:
 
 
 def require_registered() -> None:
-    """Raises RuntimeError where verl would abort and put to sleep engines behind the mesh's back:
-    it says nothing of a plugin that it could not load."""
+    """Raise RuntimeError where verl would abort and put to sleep engines without the mesh's
+    knowledge: verl does not report a plugin that it could not load."""
     if not _registered:
         raise RuntimeError(
             "the mesh is not told what verl does to its engines: set TREADLE_ADDRESS in the "

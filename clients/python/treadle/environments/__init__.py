@@ -1,7 +1,7 @@
-"""Environments as trajectories of the mesh (docs/environments.md): EnvManager, and what it can
-play.
+"""Play environments as trajectories of the mesh (docs/environments.md): EnvManager, and the
+environments that it plays.
 
-Nothing beside the client is imported before it is used: gymnasium by Gym, reasoning-gym by
+An optional package is imported when it is first used: gymnasium by Gym, reasoning-gym by
 ReasoningGym, mcp by McpServer, verifiers by VerifiersTasks.
 """
 

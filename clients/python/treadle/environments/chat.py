@@ -1,12 +1,12 @@
-"""Make token ids of messages with the model's own chat template, and never tokenize again what the
-policy sampled.
+"""Make token ids from messages with the model's own chat template, and never tokenize again what
+the policy sampled.
 
 A template renders a whole conversation. A trajectory needs what comes after the tokens that it has,
-so Chat renders a short conversation whose assistant says MARK, and takes what stands behind MARK:
-the end of the assistant's turn, the new messages and the beginning of the next turn. This text
-alone is tokenized. A token that ends the turn and that the policy has sampled itself is left out.
-Templates that drop earlier reasoning do so for messages before MARK, which are not taken: the
-trajectory keeps what was sampled.
+so Chat renders a short conversation whose assistant writes MARK, and takes the text after MARK: the
+end of the assistant's turn, the new messages and the beginning of the next turn. This text alone is
+tokenized. A token that ends the turn and that the policy has sampled itself is left out. Templates
+that drop earlier reasoning do so for messages before MARK, which are not taken: the trajectory
+keeps what was sampled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from treadle.environments.episode import Message, ToolSchema, user
 
-MARK = "TREADLE-MARK-7f3a"  # letters that no template changes; nobody sees it
+MARK = "TREADLE-MARK-7f3a"  # letters that no template changes; no policy reads it
 
 # (messages, tools, whether the assistant's turn begins at the end) -> text
 Render = Callable[[Sequence[Message], Sequence[ToolSchema], bool], str]
@@ -26,9 +26,9 @@ class Chat:
     """The chat template and the tokenizer of one model.
 
     render: a conversation as text, special tokens included. encode: ids of such text, without
-    adding special tokens. decode: text of ids, without special tokens. stop_token_ids: that end an
-    assistant's turn; they are added to those of each Sampling. Raises ValueError for a template
-    that cannot continue a conversation.
+    adding special tokens. decode: text of ids, without special tokens. stop_token_ids: the ids that
+    end an assistant's turn; they are added to those of each Sampling. Raises ValueError for a
+    template that cannot continue a conversation.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class Chat:
 
     @classmethod
     def of(cls, tokenizer: Any, **template: Any) -> Chat:
-        """Of a tokenizer of `transformers`. template: variables of its chat template, e.g.
-        enable_thinking=False."""
+        """Make a Chat from a tokenizer of `transformers`. template: variables of its chat template,
+        e.g. enable_thinking=False."""
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
                 "the tokenizer has no chat_template: take that of an instruct model, or set one"
@@ -76,12 +76,12 @@ class Chat:
         return chat
 
     def begin(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
-        """A whole prompt: the messages, and the beginning of the assistant's turn."""
+        """Return a whole prompt: the messages, and the beginning of the assistant's turn."""
         return list(self._encode(self._render(messages, tools, True)))
 
     def head(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
-        """What all conversations have in common that begin with these messages and go on with a
-        user's."""
+        """Return the tokens that all conversations have in common which begin with these messages
+        and continue with a user's."""
         return list(self._encode(self._head_text(messages, tools)))
 
     def complete(
@@ -91,8 +91,9 @@ class Chat:
         tools: Sequence[ToolSchema] = (),
         lead: str = "",
     ) -> list[int]:
-        """What follows head(messages) where the conversation goes on with `first`, up to the first
-        words of the assistant's turn. first: messages, of which the first one is the user's."""
+        """Return the tokens after head(messages) where the conversation continues with `first`, up
+        to the first words of the assistant's turn. first: messages, of which the first one is the
+        user's."""
         head, text = (
             self._head_text(messages, tools),
             self._render([*messages, *first], tools, True),
@@ -111,13 +112,13 @@ class Chat:
         tools: Sequence[ToolSchema] = (),
         lead: str = "",
     ) -> list[int]:
-        """What follows the tokens that the policy sampled: the end of its turn, unless it has
+        """Return the tokens after those that the policy sampled: the end of its turn, unless it has
         sampled that too, the messages, and the beginning of its next turn."""
         ids = self._after(messages, tools, lead)
         return ids[1:] if sampled and ids and sampled[-1] == ids[0] else ids
 
     def words(self, text: str) -> list[int]:
-        """Ids of plain words."""
+        """Return the ids of plain text."""
         return list(self._encode(text))
 
     def _after(

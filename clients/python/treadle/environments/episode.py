@@ -1,14 +1,14 @@
-"""The nouns of an environment that a policy plays in words: tasks, episodes, turns, and what the
-policy replied.
+"""Define the classes of an environment that a policy plays in words: tasks, episodes, turns and
+replies.
 
 An Environment has tasks, one for each prompt of a rollout, and starts an episode of a task for each
-sample. An Episode says what the policy reads, what a reply leads to, when it is over and what it is
-worth. Messages are those of OpenAI's chat (`role`, `content`, and of tool results `tool_call_id`),
-as chat templates take them. EnvManager (play.py) makes tokens of them; no environment ever sees or
-makes a token.
+sample. An Episode decides what the policy reads, what a reply leads to, when it is over and what it
+is worth. Messages are those of OpenAI's chat (`role`, `content`, and of tool results
+`tool_call_id`), as chat templates take them. EnvManager (play.py) makes tokens of them; no
+environment ever sees or makes a token.
 
-Invariants: an episode is used by one trajectory, one call at a time, and closed once. What an
-episode raises fails its own trajectory alone.
+Invariants: an episode is used by one trajectory, one call at a time, and closed once. An exception
+of an episode fails its own trajectory alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ToolSchema = Mapping[
 
 
 def user(text: str) -> Message:
-    """A message of the user, which is how most environments speak."""
+    """Make a message of the user; most environments send such messages."""
     return {"role": "user", "content": text}
 
 
@@ -46,7 +46,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Reply:
-    """What the policy said in one turn. text: decoded, with the turn's `lead` and without special
+    """The policy's reply of one turn. text: decoded, with the turn's `lead` and without special
     tokens. step: its tokens, logprobs and times."""
 
     text: str
@@ -56,9 +56,9 @@ class Reply:
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy reads before its next reply.
+    """Messages that the policy reads before its next reply, and the reward of the reply before.
 
-    reward: of the reply before. done: the episode is over, and nobody reads `messages`. lead: first
+    reward: of the reply before. done: the episode is over, and `messages` are not used. lead: first
     words of the next reply, given to the policy with 0 in the loss mask. sampling: of the next
     reply; None: that of the EnvManager.
     """
@@ -85,7 +85,8 @@ class Task:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the policy replies to these messages, without more of them from `begin`."""
+        """Return whether the policy replies to these messages, without more of them from
+        `begin`."""
         return bool(self.messages) and self.messages[-1]["role"] == "user"
 
 
@@ -93,24 +94,24 @@ class Episode(ABC):
     """One run of a task."""
 
     async def begin(self) -> Turn:
-        """What the policy reads first, after the messages of its task. Of a complete task: no
-        messages."""
+        """Return what the policy reads first, after the messages of its task. Of a complete task:
+        no messages."""
         return Turn()
 
     @abstractmethod
     async def step(self, reply: Reply) -> Turn:
-        """What a reply leads to."""
+        """Return the turn that follows a reply."""
 
     async def finish(self, conversation: Sequence[Message]) -> float | PendingReward:
-        """What the episode is worth beyond the rewards of its turns, once it is over or has no
-        turns left.
+        """Return what the episode is worth beyond the rewards of its turns, once it is over or has
+        no turns left.
 
         A PendingReward takes the place of all rewards.
         """
         return 0.0
 
     async def close(self) -> None:  # noqa: B027 - most episodes hold nothing
-        """Give back what the episode holds, however it ended."""
+        """Release what the episode holds, however it ended."""
 
 
 class Environment(ABC):
@@ -123,11 +124,11 @@ class Environment(ABC):
 
     @abstractmethod
     def tasks(self) -> Iterable[Task]:
-        """The prompts of a rollout, with ids that differ."""
+        """Return the prompts of a rollout, each with an id of its own."""
 
     @abstractmethod
     async def start(self, task: Task, trajectory: Trajectory) -> Episode:
-        """A new episode. trajectory: that it is played in, e.g. for tools of the mesh."""
+        """Start an episode. trajectory: the one that plays it, e.g. for tools of the mesh."""
 
     async def __aenter__(self) -> Self:
         return self

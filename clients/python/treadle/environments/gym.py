@@ -1,9 +1,9 @@
-"""Gym: play a gymnasium environment in this process, in words.
+"""Play a gymnasium environment in this process, in words (Gym).
 
 Each sample has an environment of its own, which is reset with the seed of its task, so that all
 samples of a prompt begin alike. Calls go to a thread, one at a time for each environment, as a step
 may take long; one environment may be called from several threads in turn. A call that runs in a
-thread cannot be cancelled: the environment is closed after it. What runs here runs with the rights
+thread cannot be cancelled: the environment is closed after it. The environment runs with the rights
 of this process: to play in a sandbox, use `Sandboxed` (sandbox.py).
 """
 
@@ -30,8 +30,8 @@ Describe = Callable[
 
 
 def describe(env: gymnasium.Env[Any, Any], observation: Any) -> str:
-    """What an environment shows: its own text where it is made with render_mode="ansi", else the
-    observation."""
+    """Return what an environment shows: its own text where it is made with render_mode="ansi", else
+    the observation."""
     return str(env.render()) if env.render_mode == "ansi" else str(observation)
 
 
@@ -68,18 +68,18 @@ class Gym(Environment):
         self._hint = hint or f"That names no action.{named}"
 
     def tasks(self) -> list[Task]:
-        """A task for each seed."""
+        """Return a task for each seed."""
         messages: list[Message] = (
             [{"role": "system", "content": self._system}] if self._system else []
         )
         return [Task(f"{self._name}-{seed}", messages, seed) for seed in self._seeds]
 
     async def start(self, task: Task, trajectory: Trajectory) -> Episode:
-        """An episode, which makes its environment as it begins."""
+        """Start an episode, which makes its environment as it begins."""
         return _GymEpisode(self, task.data, trajectory)
 
     def make(self) -> gymnasium.Env[Any, Any]:
-        """A new environment. Errors: those of gymnasium."""
+        """Make a new environment. Errors: those of gymnasium."""
         if callable(self._make):
             return self._make()
         import gymnasium
@@ -87,15 +87,15 @@ class Gym(Environment):
         return gymnasium.make(self._make, **self._make_arguments)
 
     def read(self, text: str) -> Any:
-        """The action that a reply names; None where it names none."""
+        """Return the action that a reply names; None where it names none."""
         return self._read(text)
 
     def show(self, env: gymnasium.Env[Any, Any], observation: Any) -> Message:
-        """What the policy reads of an observation."""
+        """Return what the policy reads of an observation."""
         return user(self._describe(env, observation))
 
     def show_hint(self) -> Message:
-        """What the policy reads where its reply named no action."""
+        """Return what the policy reads where its reply named no action."""
         return user(self._hint)
 
 
@@ -104,7 +104,7 @@ class _GymEpisode(Episode):
         self._gym, self._seed, self._trajectory = gym, seed, trajectory
         self._env: gymnasium.Env[Any, Any] | None = None
         self._call: asyncio.Future[Any] | None = (
-            None  # the last one, which goes on where the trajectory is cancelled
+            None  # the last call, which continues where the trajectory is cancelled
         )
 
     async def begin(self) -> Turn:

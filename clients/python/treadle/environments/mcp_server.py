@@ -1,10 +1,10 @@
-"""McpServer: the tools of an MCP server, over stdio or streamable HTTP, through the official `mcp`
+"""Offer the tools of an MCP server, over stdio or streamable HTTP, through the official `mcp`
 package (2.0 or newer).
 
 The package binds a connection to the task that opened it, and ends that task's work where the
-connection breaks. So each connection lives in a task of its own. One that broke is opened again for
-the next call; the call that was under way is not repeated, as its tool may have run, and fails its
-trajectory.
+connection breaks. So each connection lives in a task of its own. A broken connection is opened
+again for the next call; the call that was running is not repeated, as its tool may have run, and
+fails its trajectory.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class McpServer:
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[Sequence[Tool]]:
-        """A connection to the server. Errors: ConnectionError; ValueError where `only` names what
-        there is not."""
+        """Connect to the server and yield its tools. Raises ConnectionError, and ValueError where
+        `only` names a tool that does not exist."""
         connection = _Connection(self._target(), self._call_s)
         try:
             listed = {each.name: each for each in await self._list_tools(connection)}
@@ -99,7 +99,7 @@ class _Connection:
         self._holder: asyncio.Task[None] | None = None
 
     async def list_tools(self) -> list[Any]:
-        """mcp.types.Tool, all pages of them."""
+        """Return all pages of the server's tools, as mcp.types.Tool."""
         client, found, cursor = await self._open(), [], None
         while True:
             page = await client.list_tools(cursor=cursor)
@@ -109,7 +109,7 @@ class _Connection:
                 return found
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> str:
-        """What the policy reads. Errors: ConnectionError."""
+        """Call a tool and return what the policy reads. Raises ConnectionError."""
         import mcp
         from mcp_types import CONNECTION_CLOSED
 
@@ -151,7 +151,7 @@ class _Connection:
             return self._client
 
     async def _end(self) -> str:
-        """End the task that holds the connection. Returns why it had ended."""
+        """End the task that holds the connection. Return why it had ended."""
         holder, self._holder, self._client = self._holder, None, None
         if holder is None:
             return ""
@@ -163,7 +163,7 @@ class _Connection:
         holder.cancel()
         await asyncio.wait({holder})
         if not holder.cancelled():
-            holder.exception()  # retrieved: what it says of a connection that closes helps nobody
+            holder.exception()  # retrieved, so that asyncio does not log it: it helps nobody
         return why
 
     async def _hold(self, ready: asyncio.Future[Any]) -> None:
@@ -182,8 +182,8 @@ def _tool_of(connection: _Connection, listed: Any) -> Tool:
 
 
 def _name_of(target: Any) -> str:
-    """A URL without its user and its query, or a command without its environment: these may hold
-    secrets."""
+    """Return a URL without its user and its query, or a command without its environment: these may
+    hold secrets."""
     if isinstance(target, str):
         url = urlsplit(target)
         return f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"
@@ -192,7 +192,7 @@ def _name_of(target: Any) -> str:
 
 
 def _cause_of(error: BaseException | None) -> str:
-    """The first error within groups of one."""
+    """Return the first error within groups of one."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"

@@ -1,9 +1,9 @@
-"""EnvManager: play episodes of an environment as trajectories of the mesh.
+"""Play episodes of an environment as trajectories of the mesh, with EnvManager.
 
 One turn: the environment's messages become tokens (chat.py), the policy generates, its text is read
 for tool calls, the environment takes the reply. Invariants: tokens that the policy sampled are
-never tokenized again; whatever else is in a trajectory has 0 in its loss mask; an episode is closed
-however its trajectory ends.
+never tokenized again; all other tokens of a trajectory have 0 in its loss mask; an episode is
+closed however its trajectory ends.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _log = logging.getLogger("treadle")
 
 
 class EnvManager:
-    """Plays an environment, on a client of the mesh, with one model's chat template.
+    """Player of an environment, on a client of the mesh, with one model's chat template.
 
-    sampling: of each turn. most_turns: of an episode; the last reply is given to the environment
-    too. read_calls: tool calls of a text, for a model that writes them in another way than
-    `read_tool_calls` knows; not asked where the environment has no tools. An EnvManager is an
+    sampling: of each turn. most_turns: of an episode; the environment gets the last reply too.
+    read_calls: tool calls of a text, for a model that writes them in another way than
+    `read_tool_calls` knows; not called where the environment has no tools. An EnvManager is an
     agent: `client.rollout(manager.prompts(), manager)` does what `manager.rollout()` does, in an
     environment that its user has entered. Raises ValueError.
     """
@@ -58,8 +58,8 @@ class EnvManager:
         self._most_turns, self._read_calls = most_turns, read_calls
 
     def prompts(self, tasks: Iterable[Task] | None = None) -> list[Prompt]:
-        """A prompt of each task; None: all tasks of the environment. Raises ValueError where two
-        have the same id."""
+        """Make a prompt of each task; None: all tasks of the environment. Raises ValueError where
+        two have the same id."""
         chosen = list(self._environment.tasks() if tasks is None else tasks)
         if len({task.id for task in chosen}) < len(chosen):
             raise ValueError("two tasks have the same id: ids name the groups of samples")
@@ -81,7 +81,7 @@ class EnvManager:
         except BaseException:
             try:
                 await finish(episode.close())
-            except Exception as error:  # noqa: BLE001 - the trajectory says what went wrong before
+            except Exception as error:  # noqa: BLE001 - the trajectory reports what failed before
                 _log.warning(
                     "an episode of %s cannot be closed: %s: %s",
                     task.id,
@@ -134,7 +134,7 @@ class EnvManager:
         return tokens
 
     def _opening(self, task: Task, turn: Turn) -> list[int]:
-        """What the policy reads between the prompt and its first words."""
+        """Return the tokens between the prompt and the policy's first words."""
         if not task.is_complete:
             return self._chat.complete(
                 task.messages, turn.messages, self._environment.tools, turn.lead

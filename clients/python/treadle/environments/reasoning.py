@@ -1,5 +1,5 @@
-"""ReasoningGym: questions of reasoning-gym with one reply each, scored by the dataset's own rule in
-this process.
+"""Play questions of reasoning-gym with one reply each, scored by the dataset's own rule in this
+process (ReasoningGym).
 
 Some rules of reasoning-gym evaluate the answer as a program. Those are refused: play them in a
 sandbox, `Sandboxed("reasoning_gym", [{"task": "countdown", "seed": 1, "index": 0}], ...)`, which
@@ -39,7 +39,7 @@ class ReasoningGym(Environment):
     """A dataset of reasoning-gym: its first question is the first task.
 
     dataset: of reasoning_gym.create_dataset, or a composite. system: the system message, by default
-    reasoning-gym's own that asks for an answer in <answer> tags. read_answer: the answer in a
+    reasoning-gym's own, which requires an answer in <answer> tags. read_answer: the answer in a
     reply.
     """
 
@@ -58,12 +58,12 @@ class ReasoningGym(Environment):
         self._system = system
 
     def tasks(self) -> list[Task]:
-        """A task for each question. Raises ValueError for a question whose rule evaluates the
-        answer."""
+        """Return a task for each question. Raises ValueError for a question whose rule evaluates
+        the answer."""
         return [self._task(index) for index in range(len(self._dataset))]
 
     async def start(self, task: Task, trajectory: Trajectory) -> Episode:
-        """The reply is scored in a thread: some rules take long."""
+        """Start an episode, whose reply is scored in a thread: some rules take long."""
         return _Question(lambda reply: self._score(reply, task.data), trajectory)
 
     def _task(self, index: int) -> Task:

@@ -1,6 +1,6 @@
-"""Sandboxed: play an environment of the tools service, each episode in a sandbox of its own.
+"""Play an environment of the tools service, each episode in a sandbox of its own (Sandboxed).
 
-The place for environments that run code, or that are not installed here: `frozen_lake` and
+Use it for environments that run code, or that are not installed here: `frozen_lake` and
 `reasoning_gym` come with the service, others are declared there (services/tools/README.md).
 """
 
@@ -42,7 +42,7 @@ class Sandboxed(Environment):
         self._system, self._hint = system, hint
 
     def tasks(self) -> list[Task]:
-        """A task for each opening, named by its arguments."""
+        """Return a task for each opening, named by its arguments."""
         messages: list[Message] = (
             [{"role": "system", "content": self._system}] if self._system else []
         )
@@ -58,7 +58,7 @@ class Sandboxed(Environment):
 
 
 class _Sandbox(Episode):
-    """The session ends with its trajectory, which has no use for it afterwards."""
+    """Episode in a session, which ends with its trajectory and is not used afterwards."""
 
     def __init__(
         self, session: Session, read: Callable[[str], Arguments | None], hint: str
@@ -78,5 +78,5 @@ class _Sandbox(Episode):
 
 
 def _turn_of(result: ToolResult) -> Turn:
-    """A step that fails says why, and the episode goes on."""
+    """Make a turn from a tool's result. A failed step reports why, and the episode continues."""
     return Turn([user(text_of(result))], result.reward or 0.0, result.done)

@@ -24,8 +24,8 @@ _UNREADABLE = (
 
 
 def read_tool_calls(text: str) -> list[ToolCall]:
-    """The calls of a reply, in order; none where it has none. A call that cannot be read has an
-    `error`."""
+    """Return the calls of a reply, in order; none where it has none. A call that cannot be read has
+    an `error`."""
     tagged = _TAGGED.findall(text)
     if tagged:
         return [_read(body, f"call_{place}") for place, body in enumerate(tagged)]
@@ -34,7 +34,7 @@ def read_tool_calls(text: str) -> list[ToolCall]:
 
 
 def message_of(reply: Reply) -> Message:
-    """The assistant's message of a reply, as OpenAI's chat writes it."""
+    """Make the assistant's message from a reply, as OpenAI's chat writes it."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.text}
     if reply.tool_calls:
         message["tool_calls"] = [
@@ -49,12 +49,12 @@ def message_of(reply: Reply) -> Message:
 
 
 def result_message(call: ToolCall, output: str) -> Message:
-    """What a call brought, for the policy to read."""
+    """Make the message in which the policy reads the output of a call."""
     return {"role": "tool", "tool_call_id": call.call_id, "name": call.name, "content": output}
 
 
 def text_of(result: ToolResult) -> str:
-    """What the policy reads of a tool of the mesh: its output, and where it failed, why."""
+    """Return what the policy reads of a tool of the mesh: its output, and where it failed, why."""
     return (
         result.output
         if result.ok

@@ -1,7 +1,7 @@
-"""Tools that a policy may call: Python functions of this process, tools of the mesh's sandbox, and
+"""Offer tools to a policy: Python functions of this process, tools of the mesh's sandbox, and
 ToolUse, an environment whose tasks are worked on with them until a reply calls none.
 
-A tool that fails is an answer that the policy reads, as it is for tools of the mesh. Calls of one
+The policy reads the failure of a tool as its answer, as it does for tools of the mesh. Calls of one
 reply run at the same time, and their results come in the order of the calls.
 """
 
@@ -60,10 +60,10 @@ Score = Callable[
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool as the policy sees it, and what runs it. parameters: JSON Schema of its arguments.
-    run: gives what the policy reads; what it raises is shown to the policy, but for ConnectionError
-    and TreadleError, which fail the trajectory: a server or the mesh is at fault, and not the call.
-    INVALID_ARGUMENT is shown."""
+    """A tool as the policy sees it, and the function that runs it. parameters: JSON Schema of its
+    arguments. run: returns what the policy reads; what it raises is shown to the policy, but for
+    ConnectionError and TreadleError, which fail the trajectory: a server or the mesh is at fault,
+    and not the call. INVALID_ARGUMENT is shown."""
 
     name: str
     description: str
@@ -72,7 +72,7 @@ class Tool:
 
     @property
     def schema(self) -> ToolSchema:
-        """In the form of OpenAI's chat, which chat templates take."""
+        """Return the tool in the form of OpenAI's chat, which chat templates take."""
         function = {
             "name": self.name,
             "description": self.description,
@@ -87,13 +87,13 @@ class ToolSource(Protocol):
     per_trajectory: bool  # whether each trajectory has a connection of its own
 
     def connected(self) -> AbstractAsyncContextManager[Sequence[Tool]]:
-        """A connection, for as long as the block lasts."""
+        """Connect to the tools for as long as the block lasts, and yield them."""
 
 
 def tool(function: Callable[..., Any]) -> Tool:
-    """A tool of a Python function, which may be `async`. Its docstring describes it; annotations
-    give the schema, where Annotated[int, "in degrees"] describes an argument. Runs in this process,
-    and in a thread unless it is `async`."""
+    """Make a tool from a Python function, which may be `async`. Its docstring describes it;
+    annotations give the schema, where Annotated[int, "in degrees"] describes an argument. Runs in
+    this process, and in a thread unless it is `async`."""
     hints = get_type_hints(function, include_extras=True)
     properties, required = {}, []
     for name, parameter in inspect.signature(function).parameters.items():
@@ -116,7 +116,7 @@ def tool(function: Callable[..., Any]) -> Tool:
 
         try:
             return str(await trajectory.time_tool(call))
-        except ConnectionError as error:  # of what the function calls, which is its own affair
+        except ConnectionError as error:  # of a server that the function calls, not of the mesh
             return f"error: {type(error).__name__}: {error}"
 
     parameters = {"type": "object", "properties": properties, "required": required}
@@ -124,7 +124,7 @@ def tool(function: Callable[..., Any]) -> Tool:
 
 
 def mesh_tool(name: str, description: str, parameters: Mapping[str, Any]) -> Tool:
-    """A stateless tool of the tools service, run in its sandbox."""
+    """Make a tool that runs a stateless tool of the tools service, in its sandbox."""
 
     async def run(arguments: Mapping[str, Any], trajectory: Trajectory) -> str:
         return text_of(await trajectory.tool(name, arguments))
@@ -163,12 +163,13 @@ class ToolUse(Environment):
         self._show(self._own)
 
     def tasks(self) -> list[Task]:
-        """The tasks that were given."""
+        """Return the tasks that were given."""
         return self._given
 
     async def start(self, task: Task, trajectory: Trajectory) -> Episode:
-        """Connect to those sources that each trajectory has a connection to of its own. Raises
-        RuntimeError where nobody has entered the environment, which connects to the others."""
+        """Start an episode, with a connection of its own to each source that has one per
+        trajectory. Raises RuntimeError unless the environment has been entered, which connects to
+        the other sources."""
         if self._sources and not self._users:
             raise RuntimeError(
                 "its servers are not connected: use the environment as `async with environment:`"
@@ -200,7 +201,7 @@ class ToolUse(Environment):
             shown, shared = list(self._own), list(self._own)
             for source in self._sources:
                 if source.per_trajectory:
-                    async with source.connected() as tools:  # what they are, which the prompts show
+                    async with source.connected() as tools:  # the prompts show their schemas
                         shown += tools
                 else:
                     tools = await stack.enter_async_context(source.connected())
@@ -237,7 +238,7 @@ class _ToolEpisode(Episode):
         except BaseExceptionGroup as failed:
             raise failed.exceptions[
                 0
-            ] from None  # the error itself says more in a trajectory's result
+            ] from None  # a trajectory's result then names the error itself
         return Turn(
             [
                 result_message(call, run.result())
@@ -274,7 +275,7 @@ class _ToolEpisode(Episode):
 
 
 def _schema_of(hint: Any) -> dict[str, Any]:
-    """JSON Schema of an annotation; {} (anything) for one that JSON does not know."""
+    """Return the JSON Schema of an annotation; {} (anything) for one that JSON does not know."""
     origin, of = get_origin(hint) or hint, get_args(hint)
     if origin is Annotated:
         words = [each for each in of[1:] if isinstance(each, str)]

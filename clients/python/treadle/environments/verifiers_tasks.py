@@ -1,7 +1,7 @@
-"""VerifiersTasks: the tasks of a verifiers taskset (0.4) with one reply each, scored by their own
-rewards and judges.
+"""Play the tasks of a verifiers taskset (0.4) with one reply each, scored by their own rewards and
+judges (VerifiersTasks).
 
-From verifiers come the prompts, and the score of a trace that has the tokens and logprobs of the
+Verifiers provides the prompts, and the score of a trace that has the tokens and logprobs of the
 mesh. A task that needs more than a conversation (a container, tool servers, hooks around a run) is
 refused: verifiers plays it itself, with its harness against the mesh's HTTP front door, to which it
 sends the session's id.
@@ -28,7 +28,7 @@ class VerifiersTasks(Environment):
         self._tasks = list(tasks)
 
     def tasks(self) -> list[Task]:
-        """A task for each, named by verifiers' key. Raises ValueError."""
+        """Return a task for each of verifiers' tasks, named by its key. Raises ValueError."""
         for task in self._tasks:
             if needs := _needs_of(task):
                 raise ValueError(
@@ -38,7 +38,7 @@ class VerifiersTasks(Environment):
         return [Task(task.key, _messages_of(task.data), task) for task in self._tasks]
 
     async def start(self, task: Task, trajectory: Trajectory) -> Episode:
-        """An episode of one reply."""
+        """Start an episode of one reply."""
         return _Scored(task, trajectory)
 
 
@@ -73,7 +73,7 @@ def _plain(message: Any) -> Message:
 
 
 def _needs_of(task: vf.Task[Any, Any, Any]) -> str:
-    """What a task needs beside a conversation; empty where that is nothing."""
+    """Return what a task needs besides a conversation; empty where that is nothing."""
     import verifiers.v1 as vf
     from verifiers.v1.utils.decorators import discover_decorated
 
@@ -103,7 +103,7 @@ def _takes_runtime(function: Any) -> bool:
 
 
 def _trace_of(task: Task, prompt_ids: Sequence[int], reply: Reply) -> vf.Trace[Any, Any, Any]:
-    """The finished run as verifiers records it."""
+    """Return the finished run as verifiers records it."""
     import verifiers.v1 as vf
     from pydantic import TypeAdapter
     from verifiers.v1.graph import prepare_turn

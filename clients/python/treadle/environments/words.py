@@ -1,4 +1,4 @@
-"""Find in a text what an environment takes as an action."""
+"""Find in a text the words that an environment takes as an action."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Any, TypeVar
 A = TypeVar("A")
 ReadAction = Callable[[str], Any]  # of a reply's text; None where it names no action
 
-# Neither goes twice over a text that a policy repeats without end.
+# Neither pattern reads a text twice, which a policy may repeat without end.
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-# Without its beginning where a chat template has written that.
+# Reasoning has no <think> where the chat template has written it.
 _REASONING = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 
 def first_of(actions: Mapping[str, A]) -> Callable[[str], A | None]:
-    """A function that finds the first word of a text that names an action, in upper or lower case.
+    """Make a function that finds the first word of a text that names an action, in upper or lower
+    case.
 
-    What the text says in <think>, or before a </think> that nothing begins, does not count. Raises
-    ValueError where there are no actions.
+    Text within <think>, or before a </think> without a beginning, does not count. Raises ValueError
+    where there are no actions.
     """
     if not actions:
         raise ValueError("actions must have a word at least, such as {'left': 0}")
@@ -35,6 +36,6 @@ def first_of(actions: Mapping[str, A]) -> Callable[[str], A | None]:
 
 
 def answer_of(text: str) -> str:
-    """What stands in the last <answer>, or else all of the text behind its reasoning."""
+    """Return the text of the last <answer>, or else all of the text after its reasoning."""
     tagged = _TAGGED.findall(text)
     return (tagged[-1] if tagged else _REASONING.sub("", text)).strip()

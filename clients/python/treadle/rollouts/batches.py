@@ -1,7 +1,8 @@
 """Take batches of settled groups from the rollout service, for training.
 
 A batch is streamed in parts, and can be repeated under its id until it is confirmed. Tokens, loss
-mask and logprobs of a trajectory are equally long; one where they are not raises StreamBroken.
+mask and logprobs of a trajectory are equally long; a trajectory where they are not raises
+StreamBroken.
 """
 
 from collections.abc import AsyncIterable
@@ -37,8 +38,8 @@ async def take_batch(
     part: tuple[int, int],
     timeout_s: float,
 ) -> Batch:
-    """A batch as a trainer reads it; see Client.get_batch. Without a batch_id it is confirmed once
-    it is here."""
+    """Take a batch as a trainer reads it; see Client.get_batch. Without a batch_id it is confirmed
+    once it has arrived."""
     check_part(part)
     if part[1] > 1 and not batch_id:
         raise ValueError(
@@ -56,13 +57,13 @@ async def take_batch(
     )
     batch = await _until_whole(mesh, request, timeout_s)
     if not batch_id:
-        with suppress(TreadleError):  # a service that does not hear of it removes the tokens later
+        with suppress(TreadleError):  # without it, the service removes the tokens later
             await confirm_batch(mesh, rollout_id, request.request_id, part)
     return batch
 
 
 async def _until_whole(mesh: Mesh, request: rollout_pb2.GetBatchRequest, timeout_s: float) -> Batch:
-    """A stream that breaks is read again from its beginning."""
+    """Read a batch; read a stream that breaks again from its beginning."""
     service = await mesh.rollout()
     backoff = mesh.backoff(timeout_s)
     while True:
@@ -78,7 +79,8 @@ async def _until_whole(mesh: Mesh, request: rollout_pb2.GetBatchRequest, timeout
 
 
 async def confirm_batch(mesh: Mesh, rollout_id: str, batch_id: str, part: tuple[int, int]) -> None:
-    """Let the service remove the tokens of a part of a batch; it cannot be repeated any more."""
+    """Let the service remove the tokens of a part of a batch, which cannot be repeated
+    afterwards."""
     check_part(part)
     confirm = rollout_pb2.ConfirmBatchRequest(
         request_id=request_id(),

@@ -1,14 +1,14 @@
-"""Decorators that declare what agents, environments and rewards need of the mesh (RollArt §5.1):
+"""Declare with decorators what agents, environments and rewards need of the mesh (RollArt §5.1):
 
     @treadle.environment("frozen_lake", limits=treadle.Limits(memory_bytes=256 << 20))
     def lake(prompt): return {"seed": prompt.data["seed"]}
 
     @treadle.reward("exact_match")
-    def exact(trajectory, prompt): return {"answer": decode(trajectory.tokens), "expected":
-    prompt.data["expected"]}
+    def exact(trajectory, prompt):
+        return {"answer": decode(trajectory.tokens), "expected": prompt.data["expected"]}
 
-    @treadle.agent(environment=lake, reward=exact, hardware=["bandwidth"], keep_per_prompt=8,
-    redundancy=1.25)
+    @treadle.agent(environment=lake, reward=exact, hardware=["bandwidth"],
+                   keep_per_prompt=8, redundancy=1.25)
     async def play(trajectory, prompt, session): ...
 
     await client.rollout(prompts, play)
@@ -35,7 +35,7 @@ from treadle.rollouts.samples import shaping_fields
 from treadle.trajectory import Session, Trajectory
 from treadle.types import HardwareTags, Limits, Prompt, Shaping
 
-Reply = float | PendingReward | None  # of an agent
+Reply = float | PendingReward | None  # what an agent returns
 AgentFunction = Callable[..., Coroutine[Any, Any, Reply]]
 EnvironmentArguments = Callable[[Prompt], Mapping[str, Any]]
 RewardArguments = Callable[[Trajectory, Prompt], Mapping[str, Any]]
@@ -46,7 +46,7 @@ ROUNDING = 1e-9  # as a float 1.12 * 25 is a little more than 28, and 28 samples
 
 @dataclass(frozen=True)
 class Environment:
-    """A declared environment; called with a prompt it gives the arguments of its session."""
+    """A declared environment; a call with a prompt returns the arguments of its session."""
 
     tool: str
     arguments: EnvironmentArguments
@@ -62,7 +62,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Reward:
-    """A declared reward; called with a trajectory and its prompt it gives the arguments of the
+    """A declared reward; a call with a trajectory and its prompt returns the arguments of the
     reward function."""
 
     name: str
@@ -79,10 +79,10 @@ class Reward:
 
 @dataclass(frozen=True)
 class RolloutArguments:
-    """Those arguments of Client.rollout that an agent may declare, under the same names, with their
+    """Arguments of Client.rollout that an agent may declare, under the same names, with their
     defaults.
 
-    redundancy: samples begun over samples kept; 0: samples_per_prompt says how many are begun.
+    redundancy: samples begun over samples kept; 0: samples_per_prompt is the number that are begun.
     """
 
     samples_per_prompt: int = 4
@@ -96,7 +96,7 @@ class RolloutArguments:
 
     @classmethod
     def of(cls, agent: object, **given: Any) -> RolloutArguments:
-        """The arguments of a call: what is given, and for each that is None what the agent
+        """Return the arguments of a call: what is given, and for each that is None what the agent
         declares, or the default.
 
         Raises ValueError where nothing is kept that a declared redundancy could multiply.
@@ -117,8 +117,8 @@ class RolloutArguments:
         return replace(arguments, samples_per_prompt=samples)
 
     def spec(self, prompts: Sequence[Prompt]) -> rollout_pb2.RolloutSpec:
-        """What the rollout service is asked for. Raises ValueError for a shaping that contradicts
-        itself."""
+        """Make the spec of the rollout for the rollout service. Raises ValueError for a shaping
+        that contradicts itself."""
         return rollout_pb2.RolloutSpec(
             samples_per_prompt=self.samples_per_prompt,
             keep_per_prompt=self.keep_per_prompt,
@@ -130,8 +130,8 @@ class RolloutArguments:
 
 
 class DeclaredAgent:
-    """An agent with what it has declared. Awaited by hand, it opens and closes the environment and
-    requests the reward as in a rollout; `__wrapped__` is the function alone."""
+    """An agent with what it has declared. Awaited without a rollout, it opens and closes the
+    environment and requests the reward as in one; `__wrapped__` is the function alone."""
 
     def __init__(
         self,
@@ -152,8 +152,8 @@ class DeclaredAgent:
                 reply = await self._function(trajectory, prompt, session)
         if self.reward is None or reply is not None:
             return reply
-        # The agent may have closed its trajectory itself, with a reward or as one that nobody
-        # trains.
+        # The agent may have closed its trajectory itself, with a reward or as one that is not
+        # trained.
         if trajectory.reward is not None or trajectory.outcome in ("failed", "cancelled"):
             return None
         return await self.reward.request(trajectory, prompt)
@@ -162,7 +162,7 @@ class DeclaredAgent:
 def environment(
     tool: str, *, limits: Limits | None = None
 ) -> Callable[[EnvironmentArguments], Environment]:
-    """Declare an environment: the decorated function gives the arguments of its session for a
+    """Declare an environment: the decorated function returns the arguments of its session for a
     prompt.
 
     tool: the name of an environment of the tools service. limits: of its sessions, at most the
@@ -179,14 +179,14 @@ def environment(
 
 
 async def require_declared(mesh: Mesh, agent: object) -> None:
-    """Raise TreadleError where the mesh cannot do what an agent declares, before anything
-    begins."""
+    """Raise TreadleError, before anything begins, where the mesh cannot do what an agent
+    declares."""
     if isinstance(agent, DeclaredAgent) and agent.reward is not None and agent.reward.serverless:
         await require_serverless(mesh, agent.reward.name)
 
 
 def reward(name: str, *, serverless: bool = False) -> Callable[[RewardArguments], Reward]:
-    """Declare a reward: the decorated function gives the arguments of the reward function for a
+    """Declare a reward: the decorated function returns the arguments of the reward function for a
     trajectory.
 
     name: of a reward function of the tools service. serverless: it must run behind a URL, where the
@@ -225,7 +225,8 @@ def agent(
     of them, to run the agent's trajectories; or by task, where "" is any task that is not named,
     and without it these run anywhere. task: of a prompt. redundancy: samples begun over samples
     kept (RollArt §5.3), so that samples_per_prompt is redundancy * keep_per_prompt, rounded up. The
-    others: as of Client.rollout, whose arguments take precedence. Raises TypeError, ValueError.
+    other arguments: as of Client.rollout, whose arguments take precedence. Raises TypeError,
+    ValueError.
     """
     _require_instance(
         "environment", environment, Environment, 'a function under @treadle.environment("name")'
@@ -290,7 +291,7 @@ def _tags_by_task(
     hardware: Mapping[str, Sequence[str]] | Sequence[str] | None,
     task: Callable[[Prompt], str] | None,
 ) -> HardwareTags | None:
-    """Tags of each trajectory; None where no hardware is declared."""
+    """Return the tags of each trajectory; None where no hardware is declared."""
     if not isinstance(hardware, Mapping):
         if task is not None:
             raise ValueError("task=... chooses among hardware: declare hardware={task: tags}")

@@ -1,5 +1,5 @@
-"""Show how far a rollout is: one line on a terminal, a bar in a notebook (tqdm, which RL frameworks
-bring)."""
+"""Show how far a rollout is: one line on a terminal, a bar in a notebook (with tqdm, which RL
+frameworks install)."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,10 +12,11 @@ OnEvent = Callable[[RolloutEvent], None]
 
 @contextmanager
 def show_progress(samples: int, on_event: OnEvent | None = None) -> Iterator[OnEvent]:
-    """A bar for the time of the block, moved by the events that are passed to what this yields.
+    """Show a bar while the block runs, and yield a function that moves it by the events it is
+    called with.
 
-    samples: how many there will be, as far as is known. on_event: told each event too. Raises
-    ImportError without tqdm.
+    samples: how many there will be, as far as is known. on_event: called with each event too.
+    Raises ImportError without tqdm.
     """
     from tqdm.auto import tqdm
 

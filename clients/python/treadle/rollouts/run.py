@@ -1,10 +1,9 @@
 """Run one agent over prompts × samples, and submit each trajectory to the rollout service as it
 ends.
 
-RolloutRun is behind Client.rollout. Invariants: every sample ends in exactly one TrajectoryResult;
-an agent that raises fails its own trajectory only; when the run ends, however it ends, no
-trajectory of it is open and no task of it runs; a client whose job was taken over submits nothing
-more.
+Client.rollout uses RolloutRun. Invariants: every sample ends in exactly one TrajectoryResult; an
+agent that raises fails its own trajectory only; when the run ends, however it ends, no trajectory
+of it is open and no task of it runs; a client whose job was taken over submits nothing more.
 """
 
 import asyncio
@@ -56,7 +55,8 @@ Key = tuple[str, int]  # prompt and sample
 
 
 class RolloutRun:
-    """One call of Client.rollout. open_trajectory: Client.open. The others: see Client.rollout."""
+    """One call of Client.rollout. open_trajectory: Client.open. The other arguments: see
+    Client.rollout."""
 
     def __init__(
         self,
@@ -88,10 +88,10 @@ class RolloutRun:
             part,
         )
         self._prompts: dict[str, Prompt] = {}
-        self._places: dict[str, int] = {}  # of a prompt among all
+        self._places: dict[str, int] = {}  # index of a prompt among all
         self._cap_tokens = spec.max_total_tokens
-        self._started: dict[str, int] = {}  # samples that a prompt may have
-        self._begun: dict[str, int] = {}  # of these, those that were looked at
+        self._started: dict[str, int] = {}  # number of samples that a prompt may have
+        self._begun: dict[str, int] = {}  # number of these that were considered
         self._settled: set[str] = set()  # prompts
         # Samples whose agent has not ended: a settled group cancels its own.
         self._unfinished: dict[Key, asyncio.Task[None]] = {}
@@ -102,13 +102,13 @@ class RolloutRun:
 
     @property
     def _lasts(self) -> bool:
-        """Whether more samples may be wanted until the rollout is over."""
+        """Return whether more samples may be needed until the rollout is over."""
         return bool(self._spec.max_open_groups or self._spec.replace_stale)
 
     @property
     def _watches(self) -> bool:
-        """Whether others change which samples are wanted: clients with other parts, groups, a
-        trainer's versions."""
+        """Return whether others change which samples are needed: clients with other parts, groups,
+        a trainer's versions."""
         return (
             self._parts > 1
             or self._lasts
@@ -117,8 +117,8 @@ class RolloutRun:
         )
 
     async def run(self, prompts: Sequence[Prompt], concurrency: int) -> RolloutResult:
-        """The samples of this part, in the order of prompts; results in that order. TreadleError
-        where the rollout cannot be created."""
+        """Run the samples of this part in the order of prompts, and return the results in that
+        order. Raises TreadleError where the rollout cannot be created."""
         mesh, started_s = self._mesh, self._mesh.clock()
         rollout = await self._find_left_over() or await self._create()
         self._rollout_id = rollout.rollout_id
@@ -153,7 +153,7 @@ class RolloutRun:
         return RolloutResult(self._rollout_id, tuple(results), mesh.clock() - started_s)
 
     def _keys(self, prompt_id: str, samples: int, begun: int = 0) -> list[Key]:
-        """This part's samples of a prompt."""
+        """Return this part's samples of a prompt."""
         offset = self._places[prompt_id] * self._spec.samples_per_prompt
         return [
             (prompt_id, each)
@@ -162,8 +162,8 @@ class RolloutRun:
         ]
 
     def _hear(self, rollout: rollout_pb2.Rollout, tasks: asyncio.TaskGroup) -> None:
-        """Do what the state of the rollout, or a change of it, asks for: end, begin and repeat
-        samples."""
+        """End, begin and repeat samples as the state of the rollout, or a change of it,
+        requires."""
         for group in rollout.groups:
             if group.settled:
                 self._settle(group.prompt_id)
@@ -178,16 +178,14 @@ class RolloutRun:
         self._started |= {
             group.prompt_id: group.started for group in rollout.groups if group.started
         }
-        admitted = rollout.groups_admitted or len(
-            self._prompts
-        )  # 0: of a service that knows no such bound
+        admitted = rollout.groups_admitted or len(self._prompts)  # 0: the service has no such bound
         for prompt_id in list(self._prompts)[:admitted]:
             self._begin(prompt_id, tasks)
         if rollout.HasField("newest_version"):
             self._repeat_stale(rollout.newest_version)
 
     def _begin(self, prompt_id: str, tasks: asyncio.TaskGroup | None) -> None:
-        """Begin those samples of a prompt that are new and wanted."""
+        """Begin those samples of a prompt that are new and needed."""
         begun, samples = self._begun.get(prompt_id, 0), self._started[prompt_id]
         if samples <= begun:
             return
@@ -203,8 +201,8 @@ class RolloutRun:
                 )
 
     def _repeat_stale(self, version: int) -> None:
-        """Begin those samples again of which the first tokens are too old for a trainer at
-        `version` by now."""
+        """Begin again the samples of which the first tokens are now too old for a trainer at
+        `version`."""
         bound = self._spec.max_staleness
         for key, trajectory in self._playing.items() if bound >= 0 else ():
             oldest = oldest_version_of(trajectory.version_spans)
@@ -220,7 +218,7 @@ class RolloutRun:
         service = await mesh.rollout()
         if (
             self._job.resume
-        ):  # noted before it is there: a client that finds it noted only creates another
+        ):  # noted before it exists: a client that finds only the note creates another rollout
             request.rollout_id = self._rollout_id or f"r-{request.request_id}"
             await self._job.begin_rollout(request.rollout_id)
         try:
@@ -238,8 +236,8 @@ class RolloutRun:
             raise
 
     async def _join(self) -> rollout_pb2.Rollout:
-        """The rollout that another process has created. TreadleError INVALID_ARGUMENT where it is
-        another one."""
+        """Return the rollout that another process has created. Raises TreadleError INVALID_ARGUMENT
+        where its spec is another one."""
         service, look = (
             await self._mesh.rollout(),
             rollout_pb2.GetRolloutRequest(rollout_id=self._rollout_id),
@@ -262,8 +260,8 @@ class RolloutRun:
         return found
 
     async def _watch(self, tasks: asyncio.TaskGroup) -> None:
-        """Hear what changes until the rollout is over or, where no more samples can be wanted, all
-        of this part have ended."""
+        """Follow changes until the rollout is over or, where no more samples can be needed, all of
+        this part have ended."""
         watch = tasks.create_task(self._hear_changes(tasks))
         if self._lasts:
             await watch
@@ -284,14 +282,14 @@ class RolloutRun:
             self._hear(message.rollout, tasks)
 
     def _wanted(self) -> rollout_pb2.RolloutSpec:
-        """The spec as the service answers it."""
+        """Return the spec in the form in which the service answers it."""
         wanted = rollout_pb2.RolloutSpec()
         wanted.CopyFrom(self._spec)
         wanted.keep_per_prompt = wanted.keep_per_prompt or wanted.samples_per_prompt
         return wanted
 
     async def _find_left_over(self) -> rollout_pb2.Rollout | None:
-        """A rollout of the job with the same prompts and parameters that was begun and not
+        """Find a rollout of the job with the same prompts and parameters that was begun and not
         ended."""
         mesh, job = self._mesh, self._job
         if not job.resume:
@@ -321,7 +319,7 @@ class RolloutRun:
         return None
 
     async def _sample_until_fresh(self, prompt: Prompt, sample: int) -> None:
-        """Run one sample, again where its first tokens grow too old while it runs."""
+        """Run one sample, and run it again where its first tokens grow too old while it runs."""
         key = (prompt.id, sample)
         while True:
             try:
@@ -349,7 +347,7 @@ class RolloutRun:
                 trace = trajectory.trace
                 result, pending = await self._play(trajectory, prompt)
             self._unfinished.pop(key, None)
-        if pending is not None:  # waited for outside of `slots`, so that another sample runs
+        if pending is not None:  # wait outside of `slots`, so that another sample runs
             result = await await_score(result, pending)
         unwanted = result.outcome == "cancelled" and prompt.id in self._settled
         self._results[key] = result if unwanted else await self._submit(result, trace)
@@ -398,7 +396,7 @@ class RolloutRun:
     async def _submit(
         self, result: TrajectoryResult, trace: TrajectoryTrace | None
     ) -> TrajectoryResult:
-        """Submit; when the answer settles the group, its unfinished siblings are cancelled.
+        """Submit a result; when the answer settles the group, cancel its unfinished siblings.
 
         While the service's store of tokens is full, it is sent again: the trainer frees room as it
         takes batches.
@@ -418,7 +416,7 @@ class RolloutRun:
             )
         except TreadleError as error:
             if error.reason == SAMPLE_TAKEN and self._job.resume:
-                # The client before this one had sent it when it was replaced.
+                # The client before this one had submitted it when it was replaced.
                 look = rollout_pb2.GetRolloutRequest(rollout_id=self._rollout_id)
                 found = await mesh.call(service.GetRollout, look, mesh.timeouts.control_s)
                 return submitted_of(found.rollout)[result.prompt_id, result.sample]
@@ -429,11 +427,11 @@ class RolloutRun:
             self._settle(result.prompt_id)
         reason = DROP_REASONS.get(
             answer.drop_reason, str(answer.drop_reason)
-        )  # a number: newer than this client
+        )  # a number: the reason is newer than this client
         return replace(result, kept=answer.kept, drop_reason=reason)
 
     async def _require_job(self) -> None:
-        """Raise JOB_TAKEN_OVER where another client runs the samples of this rollout by now: one
+        """Raise JOB_TAKEN_OVER where another client now runs the samples of this rollout: a sample
         that failed here, as its trajectory was closed for that, must not take the place of the
         other client's."""
         try:
@@ -457,9 +455,9 @@ class RolloutRun:
     async def _end(
         self, trajectory: Trajectory, outcome: Outcome, reward: float | None = None
     ) -> str:
-        """Close; the error line where that fails. The scheduler closes it once the lease has ended.
-        One that it has closed already, as the lease had run out, has failed: its last step was
-        aborted."""
+        """Close a trajectory and return the error line where that fails. The scheduler closes it
+        once the lease has ended. A trajectory that it has closed already, as the lease had run out,
+        has failed: its last step was aborted."""
         try:
             await trajectory.close(reward, outcome)
         except TreadleError as error:

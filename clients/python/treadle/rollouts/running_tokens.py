@@ -1,8 +1,8 @@
-"""Tokens of trajectories that still run: pushed by who samples them, read by who trains on them
-(DARTS, section 4.3.2).
+"""Push and read tokens of trajectories that still run: their sampler pushes them, a trainer reads
+them (DARTS, section 4.3.2).
 
-A help to be early, never needed to be right: no push fails its trajectory, and what is trained on
-comes with a batch.
+These tokens let a trainer start early and are never needed for a right result: no push fails its
+trajectory, and what is trained on comes with a batch.
 """
 
 import asyncio
@@ -51,8 +51,8 @@ async def pushing(mesh: Mesh, trajectory: Trajectory, least_tokens: int) -> Asyn
 
 
 class _Push:
-    """Pushes the tokens of one trajectory. The service has `_sent` of them or more, or a push
-    brings them just now."""
+    """Push of the tokens of one trajectory. The service has `_sent` of them or more, or a push that
+    runs now brings them."""
 
     def __init__(self, mesh: Mesh, trajectory: Trajectory, least_tokens: int) -> None:
         self._mesh, self._trajectory, self._least_tokens = mesh, trajectory, least_tokens
@@ -60,13 +60,13 @@ class _Push:
         self._grown = asyncio.Event()
 
     def note(self, count: int) -> None:
-        """There are so many tokens now: more than before, or fewer, where a step has failed."""
+        """Note the new number of tokens: more than before, or fewer, where a step has failed."""
         self._count, self._sent = count, min(self._sent, count)
         if count - self._sent >= self._least_tokens:
             self._grown.set()
 
     async def run(self) -> None:
-        """Push until cancelled, or until the service wants no more or takes none."""
+        """Push until cancelled, or until the service wants no more or accepts none."""
         mesh, t = self._mesh, self._trajectory
         service = await mesh.rollout()
         while True:
@@ -92,7 +92,7 @@ class _Push:
                 )
             except TreadleError as error:
                 if not error.retryable and error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
-                    return  # of a service that has no such call, or a rollout that is gone
+                    return  # the service has no such call, or the rollout is gone
                 self._sent = min(self._sent, start)  # again with what comes next
                 continue
             if not answer.wanted:
@@ -104,7 +104,8 @@ class _Push:
 async def read_tokens(
     mesh: Mesh, rollout_id: str, min_tokens: int, part: tuple[int, int]
 ) -> AsyncIterator[RunningTokens | TrajectoryEnded]:
-    """Events of running trajectories until their rollout is over; see Client.stream_tokens."""
+    """Yield events of running trajectories until their rollout is over; see
+    Client.stream_tokens."""
     check_part(part)
     request = rollout_pb2.StreamTokensRequest(
         rollout_id=rollout_id, min_tokens=min_tokens, part=part[0], parts=part[1]
@@ -120,7 +121,7 @@ async def read_tokens(
             known.pop(ended.trajectory_id, None)
             reason = DROP_REASONS.get(
                 ended.drop_reason, str(ended.drop_reason)
-            )  # a number: newer than this client
+            )  # a number: the outcome is newer than this client
             yield TrajectoryEnded(
                 ended.trajectory_id, ended.prompt_id, ended.sample, ended.kept, reason
             )
@@ -129,8 +130,8 @@ async def read_tokens(
 
 
 def _news(chunk: rollout_pb2.TokenChunk, known: list[int]) -> RunningTokens | None:
-    """What of a chunk was not known, whose tokens are noted: after a connection was lost all are
-    sent again."""
+    """Return the part of a chunk that was not known, and note its tokens: after a connection was
+    lost all are sent again."""
     ids, start = unpack_ids(chunk.tokens.int32_le), chunk.start_token
     pairs = zip(ids, known[start:], strict=False)
     same = next(

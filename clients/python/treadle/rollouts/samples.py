@@ -1,5 +1,5 @@
-"""One sample of a rollout: play its agent to the end, and tell the rollout service what came of
-it."""
+"""Play the agent of one sample of a rollout to its end, and report the result to the rollout
+service."""
 
 import asyncio
 from collections.abc import Coroutine, Sequence
@@ -34,14 +34,14 @@ T = TypeVar("T")
 
 
 def check_part(part: tuple[int, int]) -> None:
-    """Raise ValueError for what is not one of so many parts."""
+    """Raise ValueError unless it is one of so many parts."""
     index, count = part
     if not 0 <= index < count:
         raise ValueError(f"part must be (i, n) with 0 <= i < n, is {part}")
 
 
 def shaping_fields(shaping: Shaping, most: int) -> dict[str, Any]:
-    """Fields of RolloutSpec, those that are not the default. most: samples of a prompt. Raises
+    """Return the fields of RolloutSpec that are not the default. most: samples of a prompt. Raises
     ValueError."""
     rules = {word: number for number, word in words_of(rollout_pb2.SelectionRule).items()}
     if shaping.rule not in rules:
@@ -80,7 +80,7 @@ def _cap_message(cap: LengthCap) -> rollout_pb2.LengthCap:
 
 
 async def read_shaping(mesh: Mesh, rollout_id: str, history: str) -> ShapingReport:
-    """See Client.shaping_report."""
+    """Read the report on shaping; see Client.shaping_report."""
     if bool(rollout_id) == bool(history):
         raise ValueError("give rollout_id or history, and not both")
     service = await mesh.rollout()
@@ -112,7 +112,8 @@ def _report_of(answer: rollout_pb2.GetShapingResponse) -> ShapingReport:
 
 
 def finished_message(result: TrajectoryResult) -> rollout_pb2.FinishedTrajectory:
-    """A trajectory for SubmitTrajectory. No reward counts as 0; a cancelled trajectory as failed.
+    """Make the message of a trajectory for SubmitTrajectory. No reward counts as 0; a cancelled
+    trajectory as failed.
 
     A sample without a trajectory is submitted under an id of its own, so that its group does not
     wait for it.
@@ -134,8 +135,8 @@ def finished_message(result: TrajectoryResult) -> rollout_pb2.FinishedTrajectory
 
 
 async def play_to_end(agent: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """The agent's finished task, whatever it raised. A cancellation of the caller ends the agent
-    first."""
+    """Return the agent's finished task, whatever it raised. A cancellation of the caller ends the
+    agent first."""
     task = asyncio.get_running_loop().create_task(agent)
     try:
         await asyncio.wait({task})
@@ -151,7 +152,7 @@ async def play_to_end(agent: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
 def ending_of(
     trajectory: Trajectory, played: asyncio.Task[Any]
 ) -> tuple[float | PendingReward | None, Outcome, str]:
-    """Reward, outcome and error line of an agent that has ended."""
+    """Return reward, outcome and error line of an agent that has ended."""
     if played.cancelled():
         return None, "cancelled", ""
     error = played.exception()
@@ -172,15 +173,15 @@ def ending_of(
 
 
 def is_unwanted(error: BaseException | None) -> bool:
-    """Whether the scheduler has closed the trajectory because its group has settled, which ends
-    steps under way."""
+    """Return whether the scheduler has closed the trajectory because its group has settled, which
+    ends running steps."""
     if not isinstance(error, TreadleError) or error.reason != TRAJECTORY_CLOSED:
         return False
     return error.metadata.get("state") == "cancelled"
 
 
 async def await_score(result: TrajectoryResult, pending: PendingReward) -> TrajectoryResult:
-    """The result with its score. A trajectory that gets none has failed."""
+    """Return the result with its score. A trajectory that gets none has failed."""
     try:
         scored = await pending.result()
         if scored.score is None:
@@ -192,8 +193,9 @@ async def await_score(result: TrajectoryResult, pending: PendingReward) -> Traje
 
 
 def oldest_version_of(spans: Sequence[VersionSpan]) -> int | None:
-    """The oldest weight version of a trajectory's tokens; None where there are none, or a name is
-    no number. The name of SGLang's launch weights counts as 0, as in the rollout service."""
+    """Return the oldest weight version of a trajectory's tokens; None where there are none, or a
+    name is not a number. The name of SGLang's launch weights counts as 0, as in the rollout
+    service."""
     numbers = [
         "0" if span.weight_version == LAUNCH_VERSION else span.weight_version for span in spans
     ]
@@ -201,7 +203,7 @@ def oldest_version_of(spans: Sequence[VersionSpan]) -> int | None:
 
 
 def submitted_of(rollout: rollout_pb2.Rollout) -> dict[tuple[str, int], TrajectoryResult]:
-    """What is known of samples that another client has submitted, by prompt and sample."""
+    """Return what is known of samples that another client has submitted, by prompt and sample."""
     return {
         (group.prompt_id, submitted.sample): TrajectoryResult(
             trajectory_id=submitted.trajectory_id,
@@ -220,7 +222,7 @@ def submitted_of(rollout: rollout_pb2.Rollout) -> dict[tuple[str, int], Trajecto
 
 
 def result_of(trajectory: Trajectory, error: str) -> TrajectoryResult:
-    """The result before the rollout service has answered."""
+    """Make the result of a trajectory before the rollout service has answered."""
     closed_s = trajectory.closed_s if trajectory.closed_s is not None else trajectory.opened_s
     return TrajectoryResult(
         trajectory_id=trajectory.trajectory_id,

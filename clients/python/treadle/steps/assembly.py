@@ -25,7 +25,7 @@ _REASONS: dict[int, FinishReason] = words_of(engine_pb2.FinishReason)
 
 
 class StepAssembly:
-    """A step that is still running. Owns its lists; nobody else writes them."""
+    """A step that is still running. It owns its lists; no other code writes them."""
 
     def __init__(self, turn: int, now: float) -> None:
         self.turn = turn
@@ -40,21 +40,22 @@ class StepAssembly:
         self._since = now
         self._cached_tokens = 0
         self._resumed = 0  # tokens that came from engines before the present one
-        self.calls = 0  # finished: a long step takes several
+        self.calls = 0  # finished calls: a long step takes several
         self.called = 0  # tokens of these calls
 
     @property
     def waits(self) -> bool:
-        """Whether the step waits for its engine, and does not run."""
+        """Return whether the step waits for its engine, and does not run."""
         return self._kind == "queue"
 
     @property
     def version_spans(self) -> list[VersionSpan]:
-        """Over the step's output so far."""
+        """Return the version spans over the step's output so far."""
         return list(self._versions)
 
     def set_engine(self, engine_id: str) -> None:
-        """A ticket for engine_id was issued; its stream begins at the present count of tokens."""
+        """Note that a ticket for engine_id was issued; its stream begins at the present count of
+        tokens."""
         self._engine_id = engine_id
         self._resumed = len(self.token_ids)
         if not self._engine_ids or self._engine_ids[-1] != engine_id:
@@ -87,7 +88,7 @@ class StepAssembly:
         return Chunk(offset, ids, logprobs, message.weight_version)
 
     def preempt(self, message: engine_pb2.StepPreempted, now: float) -> None:
-        """The engine put the step back into its queue."""
+        """Note that the engine put the step back into its queue."""
         arrived = len(self.token_ids) - self.called
         if message.output_tokens != arrived:
             raise StreamBroken(
@@ -97,21 +98,22 @@ class StepAssembly:
         self.enter("queue", now)
 
     def end_call(self, now: float) -> None:
-        """All tokens of one call have arrived; the next call waits for its engine now."""
+        """Note that all tokens of one call have arrived; the next call waits for its engine from
+        now on."""
         self.calls += 1
         self.called = len(self.token_ids)
         self.enter("queue", now)
 
     def finish(self, message: engine_pb2.StepFinished, now: float) -> Step:
-        """The step, checked against the engine's final account."""
+        """Return the step, checked against the engine's final account."""
         count = len(self.token_ids)
         if message.output_tokens + self.called != count:
             raise StreamBroken(
                 f"the engine counts {message.output_tokens} output tokens in turn {self.turn}, "
                 f"{count - self.called} arrived"
             )
-        # The engine's own account of which weights sampled what replaces the one of the chunks, as
-        # far as it reaches.
+        # The engine's own account of which weights sampled which tokens replaces the one of the
+        # chunks, as far as it reaches.
         self._versions = _head(self._versions, self._resumed)
         covered = self._resumed
         for span in message.version_spans:
@@ -134,7 +136,7 @@ class StepAssembly:
         return self.end(reason, now)
 
     def end(self, reason: FinishReason, now: float) -> Step:
-        """The step out of what has arrived, without an engine's final account."""
+        """Return the step made of what has arrived, without an engine's final account."""
         self.enter(None, now)
         spent = {
             kind: sum(s.end_s - s.start_s for s in self._spans if s.kind == kind)
@@ -156,7 +158,7 @@ class StepAssembly:
         )
 
     def seen_since(self, start_s: float, now: float) -> dict[str, float]:
-        """Seconds by kind that the step has spent since then."""
+        """Return the seconds by kind that the step has spent since then."""
         seen: dict[str, float] = {}
         spans = [
             (span.kind, span.start_s, span.end_s) for span in self._spans if span.end_s > start_s
@@ -187,7 +189,7 @@ def shift_spans(spans: Iterable[VersionSpan], by_tokens: int) -> list[VersionSpa
 
 
 def _append(spans: list[VersionSpan], weight_version: str, start: int, end: int) -> None:
-    """Add [start, end), joined to the last span where they touch under one version; an empty one
+    """Add [start, end), joined to the last span where they touch under one version; an empty span
     adds nothing."""
     if start == end:
         return

@@ -7,8 +7,8 @@ caller there is one step.
 
 Invariants: the tokens form one sequence without gap or repeat, whatever engines are lost on the
 way; a step that is left early is aborted on its engine, so that it takes up no slot; a step that
-raises commits nothing, and the trajectory stays as it was before it. A trajectory has at most one
-StepRun in flight.
+raises commits nothing, and the trajectory stays as it was before it. A trajectory runs at most one
+StepRun.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CONTEXT_TOO_LONG = (
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a step runs with. turn: as the caller counts. tool_s: the time since the turn before."""
+    """Inputs of a step. turn: as the caller counts. tool_s: the time since the turn before."""
 
     trajectory_id: str
     turn: int
@@ -59,7 +59,7 @@ class StepPlan:
     tool_s: float
 
     def limit(self, called: int, call_tokens: int) -> int:
-        """Most tokens of the call after `called` tokens of earlier calls.
+        """Return the most tokens of the call after `called` tokens of earlier calls.
 
         A step that stops at a string is one call: the string could lie across two of them.
         """
@@ -68,8 +68,8 @@ class StepPlan:
 
 
 class StepRun:
-    """A step in flight. `begin` is awaited when the first token is asked for; `note` is told how
-    many tokens there are after each chunk; `commit` takes the step. times, trace: of the
+    """A running step. `begin` is awaited when the caller requests the first token; `note` is called
+    with the number of tokens after each chunk; `commit` takes the step. times, trace: of the
     trajectory."""
 
     def __init__(
@@ -89,7 +89,7 @@ class StepRun:
         self._step: Step | None = None
         self._ticket_s = 0.0  # when the present ticket came
         self._accounted_s: float | None = None  # seconds of the present call, by its engine
-        self._paused = False  # the caller has a chunk and nobody reads the stream
+        self._paused = False  # the caller has a chunk and no task reads the stream
         self._opening: asyncio.Task[GenerateCall] | None = None
         self._stopping = False
         self._committed = False
@@ -103,13 +103,13 @@ class StepRun:
         )
         self.refused = False  # by the engine of that ticket
         # A ScheduleStep of this call that had no answer, as it was cancelled: a ticket may exist
-        # that nobody received.
+        # that this client never received.
         self.unanswered: scheduler_pb2.ScheduleStepRequest | None = None
 
     @property
     def next_call(self) -> int:
-        """The call after this run's: the one that is still without a ticket, or the one after the
-        last ticket's."""
+        """Return the number of the call after this run's: the one that is still without a ticket,
+        or the one after the last ticket's."""
         return (
             self.call + 1
             if self._ticket is not None and self._ticket.turn == self.call
@@ -118,22 +118,22 @@ class StepRun:
 
     @property
     def engine_id(self) -> str:
-        """The engine of the newest ticket; empty before the first."""
+        """Return the id of the engine of the newest ticket; empty before the first."""
         return self._ticket.engine_id if self._ticket is not None else ""
 
     @property
     def _may_generate(self) -> bool:
-        """Whether the engine may be generating for the step."""
+        """Return whether the engine may be generating for the step."""
         return self._call is not None and self._step is None
 
     @property
     def uncommitted(self) -> StepAssembly | None:
-        """The step as far as it has come, while it runs and is not in its trajectory."""
+        """Return the step as far as it has come, while it runs and is not in its trajectory."""
         return None if self._committed or self._ended.is_set() else self._assembly
 
     async def chunks(self) -> AsyncGenerator[Chunk, None]:
-        """Tokens as they come; StreamBroken, or TreadleError when the step cannot go on
-        (Timeouts.step_s)."""
+        """Yield tokens as they come. Raises StreamBroken, or TreadleError when the step cannot
+        continue (Timeouts.step_s)."""
         try:
             plan = await self._begin(self)
             self._assembly = assembly = StepAssembly(plan.turn, self._mesh.clock())
@@ -177,7 +177,7 @@ class StepRun:
                         raise
                     error, received = silence, True  # it was there before
                     backoff = self._mesh.backoff(self._mesh.timeouts.step_s)
-                if not received:  # after the connection was there, the step stood in line
+                if not received:  # once the connection was open, the step waited in the queue
                     backoff.exclude(max(0.0, self._mesh.clock() - opened_s - CONNECT_S))
                 self._call = None
                 self._end_stream(assembly)
@@ -222,10 +222,10 @@ class StepRun:
             self._ended.set()
 
     def leave(self) -> bool:
-        """Commit what the caller has seen, while nobody reads on; stop() or the iterator's end
+        """Commit what the caller has seen, while no task reads on; stop() or the iterator's end
         aborts the rest.
 
-        False where another task is reading the stream at this moment.
+        Returns False where another task is reading the stream at this moment.
         """
         if self._ended.is_set() or self._assembly is None:
             return True
@@ -243,7 +243,7 @@ class StepRun:
             if self._may_generate:
                 await finish(self._abort())
             return
-        self._stopping = True  # another task is reading
+        self._stopping = True  # another task is reading the stream
         if self._opening is not None:
             self._opening.cancel()
         await self._abort(
@@ -257,7 +257,8 @@ class StepRun:
             self._times.end_stream(now, self._accounted_s, assembly.seen_since(self._ticket_s, now))
 
     def _commit_partial(self) -> None:
-        """Without any token there was no step: its turn is still to come."""
+        """Commit the tokens that have come. Without any token there was no step: its turn is still
+        to come."""
         if self._assembly is not None and self._assembly.token_ids:
             self._commit_once(self._assembly.end("aborted", self._mesh.clock()))
 
@@ -269,7 +270,7 @@ class StepRun:
     async def _unless_stopped(
         self, opening: Coroutine[Any, Any, GenerateCall]
     ) -> GenerateCall | None:
-        """The opened stream; None where stop() came first."""
+        """Return the opened stream; None where stop() came first."""
         self._opening = asyncio.get_running_loop().create_task(opening)
         try:
             return await self._opening
@@ -286,11 +287,11 @@ class StepRun:
         backoff: Backoff,
         lost: TreadleError | None,
     ) -> GenerateCall:
-        """A ticket and the stream of one call that it opens; after a stream that was lost,
-        following a wait."""
+        """Get a ticket and open the stream of one call with it; wait first where a stream was
+        lost."""
         if lost is not None:
-            # A lost engine's RetryInfo speaks of that engine, and the next ticket is for another; a
-            # full queue's is for us.
+            # A lost engine's RetryInfo is about that engine, and the next ticket is for another;
+            # a full queue's is for this step.
             full = lost.code is grpc.StatusCode.RESOURCE_EXHAUSTED
             await backoff.wait(lost, lost.retry_after_s if full else None)
             if full:
@@ -344,8 +345,8 @@ class StepRun:
     async def _next_event(
         self, events: AsyncIterator[engine_pb2.GenerateResponse], assembly: StepAssembly
     ) -> engine_pb2.GenerateResponse | None:
-        """The next event of the stream, None at its end. Raises TreadleError where the step runs
-        and nothing comes, or where it waits and the sidecar does not answer; the stream is
+        """Return the next event of the stream, None at its end. Raises TreadleError where the step
+        runs and nothing comes, or where it waits and the sidecar does not answer; the stream is
         cancelled then."""
         assert self._ticket is not None, "it has a stream"
         engine_id, step_s = self._ticket.engine_id, self._mesh.timeouts.step_s
@@ -369,7 +370,7 @@ class StepRun:
             reading.cancel()
 
     async def _require_answer(self, ticket: ticket_pb2.Ticket) -> None:
-        """Raises TreadleError, which may be tried again, where the sidecar does not answer."""
+        """Raise TreadleError, which may be tried again, unless the sidecar answers."""
         engine = self._mesh.engine(ticket.engine_address)
         try:
             await engine.GetLoad(engine_pb2.GetLoadRequest(), timeout=self._mesh.timeouts.cleanup_s)
@@ -398,7 +399,7 @@ class StepRun:
         return answer.ticket
 
     def _take(self, event: engine_pb2.GenerateResponse, assembly: StepAssembly) -> Chunk | None:
-        """Add one event. Returns the chunk to hand on, where it brought tokens."""
+        """Add one event. Return the chunk for the caller, where the event brought tokens."""
         now, kind = self._mesh.clock(), event.WhichOneof("event")
         if self._step is not None:
             raise StreamBroken(f"{kind} after StepFinished in turn {assembly.turn}")
@@ -421,7 +422,7 @@ class StepRun:
         return None
 
     async def _abort(self, *, keep_stream: bool = False) -> None:
-        """Tell the engine to stop. An engine that is gone, or knows nothing of the step, has
+        """Abort the step at its engine. An engine that is gone, or does not know the step, has
         stopped already."""
         async with (
             self._aborting
@@ -434,22 +435,22 @@ class StepRun:
             try:
                 await self._trace.bind(engine.Abort)(request, timeout=self._mesh.timeouts.cleanup_s)
             except grpc.aio.AioRpcError:
-                keep_stream = False  # the cancelled stream below is the second way to say it
+                keep_stream = False  # cancelling the stream below is the second way to abort
             if not keep_stream:
                 self._call = None
                 call.cancel()
 
 
 def _may_resume_elsewhere(error: TreadleError) -> bool:
-    """Whether a new ticket may help where this one did not."""
+    """Return whether a new ticket may help where this one did not."""
     if error.code is grpc.StatusCode.FAILED_PRECONDITION:
         return error.reason in _STALE_TICKET
     return error.retryable
 
 
 def _reason_if_complete(output: list[int], limit: int, sampling: Sampling) -> FinishReason | None:
-    """Why a call is complete whose last event was lost with the engine; None where more tokens are
-    due."""
+    """Return why a call is complete whose last event was lost with the engine; None where more
+    tokens are due."""
     if output and output[-1] in sampling.stop_token_ids:
         return "stop"
     return "length" if len(output) >= limit else None

@@ -1,11 +1,11 @@
-"""What a client has measured of one trajectory by its own clock: its part of the trajectory's
-ledger (ADR 0040).
+"""Account for the time that a client has measured of one trajectory by its own clock: its part of
+the trajectory's ledger (ADR 0040).
 
-The client's time is cut at marks into calls and what lies between them. Of a call the services
-account for what they took themselves: the scheduler for the wait for a ticket (Ticket.waited), the
-sidecar for its step (StepTiming). The rest of the call is `control`. Between two calls a tool runs,
-or the client works, which is control too: where tools of the mesh ran, their time is `tool` and the
-rest control; where none ran after a step, all of it is `tool`, as the caller runs its own.
+The client's time is cut at marks into calls and the gaps between them. The services account for the
+time that they took of a call: the scheduler for the wait for a ticket (Ticket.waited), the sidecar
+for its step (StepTiming). The rest of the call is `control`. Between two calls a tool runs, or the
+client works, which is control too: where tools of the mesh ran, their time is `tool` and the rest
+control; where none ran after a step, all of it is `tool`, as the caller runs its own.
 
 Pure: the caller passes the time in. Sums only grow, so that a report that is repeated or lost
 changes nothing.
@@ -22,7 +22,7 @@ PARTS: tuple[SpanKind, ...] = ("queue", "prefill", "decode")
 
 
 class TimeAccount:
-    """The sums of one trajectory, in seconds. opened_s: when the answer to its opening came;
+    """Sums of one trajectory, in seconds. opened_s: when the answer to its opening came;
     since_opening_s: how long it had been open then, by the scheduler."""
 
     def __init__(self, opened_s: float, since_opening_s: float) -> None:
@@ -30,9 +30,7 @@ class TimeAccount:
         self._control_s = since_opening_s
         self._tool_s = 0.0
         self._lost_s: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-        self._marked_s = (
-            opened_s  # all until then is in the sums, or is the services' to account for
-        )
+        self._marked_s = opened_s  # earlier time is in the sums, or in the accounts of the services
         self._ran_s = 0.0  # of tools of the mesh, since the mark
         self._stepped = False  # a step has ended since the opening
         self._streams = False
@@ -41,12 +39,12 @@ class TimeAccount:
         ] = {}  # of the last step that ended without its engine's account
 
     def add_tool(self, seconds: float) -> None:
-        """A tool of the mesh has run."""
+        """Add the time that a tool of the mesh has run."""
         self._ran_s += seconds
 
     def ask(self, now: float, *, replaces: bool, goes_on: bool) -> None:
-        """A ticket is asked for. replaces: of a step that is lost. goes_on: no tool can have run
-        since the mark."""
+        """Note the request for a ticket. replaces: of a step that is lost. goes_on: no tool can
+        have run since the mark."""
         if replaces:
             for kind, spent_s in self._seen_s.items():
                 self._lost_s[kind] += spent_s
@@ -54,16 +52,16 @@ class TimeAccount:
         self._end_gap(now, goes_on=goes_on or replaces)
 
     def take_ticket(self, now: float, waited_s: float) -> None:
-        """The ticket is here; the scheduler has held the request for `waited_s`."""
+        """Note that the ticket has arrived; the scheduler has held the request for `waited_s`."""
         self._control_s += self._mark(now) - waited_s
         self._streams = True
 
     def end_stream(
         self, now: float, accounted_s: float | None, seen_s: Mapping[str, float]
     ) -> None:
-        """The step's stream has ended, or was left. accounted_s: by its engine; None: no account
-        came, and `seen_s` is what the client saw of it, by kind. Does nothing where no stream is
-        open."""
+        """Note that the step's stream has ended, or was left. accounted_s: by its engine; None: no
+        account came, and `seen_s` is what the client saw of it, by kind. Does nothing where no
+        stream is open."""
         if self._streams:
             self._streams, self._stepped = False, True
             self._seen_s = {} if accounted_s is not None else seen_s
@@ -72,15 +70,15 @@ class TimeAccount:
             )
 
     def close(self, now: float, *, asks: bool) -> pb.ClientTimes:
-        """The sums at the end. asks: for a ticket since the mark, which is a wait that the
-        scheduler counts."""
+        """Return the sums at the end. asks: whether a ticket has been requested since the mark, a
+        wait that the scheduler counts."""
         if asks:
             self._mark(now)
         self._end_gap(now, goes_on=False)
         return self.report()
 
     def report(self) -> pb.ClientTimes:
-        """The sums until the mark."""
+        """Return the sums until the mark."""
         return pb.ClientTimes(
             tool=duration(self._tool_s),
             control=duration(max(self._control_s, 0.0)),

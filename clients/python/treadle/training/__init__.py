@@ -1,5 +1,5 @@
-"""What a trainer does with trajectories before its own step: pack them into rows without padding,
-compute group advantages, and measure how far its logprobs are from those of the rollout.
+"""Prepare trajectories for a trainer's own step: pack them into rows without padding, compute group
+advantages, and measure how far its logprobs are from those of the rollout.
 
 Needs numpy (`pip install 'treadle-client[training]'`), which `import treadle` does not.
 `treadle.training.arrow` needs pyarrow and `treadle.training.dataset` PyTorch; both are imported by

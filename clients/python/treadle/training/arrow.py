@@ -1,4 +1,5 @@
-"""Trajectories as an Arrow table, to keep them on disk or to hand them to a data library, and back.
+"""Convert trajectories to an Arrow table and back, to keep them on disk or to pass them to a data
+library.
 
 One row a trajectory. Needs pyarrow: `pip install 'treadle-client[arrow]'`. A table holds what a
 trainer reads; the steps and spans of a TrajectoryResult are not in it.
@@ -36,13 +37,15 @@ SCHEMA = pa.schema(
 
 
 def to_arrow(trajectories: Iterable[TrainingTrajectory | TrajectoryResult]) -> pa.Table:
-    """A table of SCHEMA, in order. A cancelled trajectory counts as failed."""
+    """Make a table of SCHEMA from trajectories, in order. A cancelled trajectory counts as
+    failed."""
     return pa.Table.from_pylist([_row(each) for each in trajectories], schema=SCHEMA)
 
 
 def from_arrow(table: pa.Table) -> list[TrainingTrajectory]:
-    """The trajectories of a table of SCHEMA; a reward that is null counts as 0, as it does for the
-    rollout service. Raises ValueError that names a column which is missing or of another type."""
+    """Return the trajectories of a table of SCHEMA; a reward that is null counts as 0, as it does
+    for the rollout service. Raises ValueError that names a column which is missing or of another
+    type."""
     for field in SCHEMA:
         found = table.schema.field(field.name).type if field.name in table.column_names else None
         if found != field.type:

@@ -1,4 +1,5 @@
-"""A rollout as a PyTorch dataset: each rank of a trainer iterates over the groups that it takes.
+"""Read a rollout as a PyTorch dataset: each rank of a trainer iterates over the groups that it
+takes.
 
 Needs PyTorch: `pip install 'treadle-client[torch]'`. The rollout service gives a group away once,
 so that ranks, and worker processes of a DataLoader, share a rollout without knowing of each other.
@@ -21,12 +22,12 @@ class RolloutDataset(IterableDataset[Group]):
     connect: makes a client of this dataset's own, e.g. functools.partial(treadle.Client,
     "localhost:7401"); picklable where a DataLoader has workers. rank: of this trainer process; two
     that iterate over one rollout at the same time must have different ones. groups_per_batch: taken
-    at once. weight_version: the trainer's present one, or what gives it before each batch; in a
-    DataLoader's worker it is called there. batches: most of them, so that all ranks make equally
-    many steps; None for all. Use it with DataLoader(dataset, batch_size=None).
+    at once. weight_version: the trainer's present one, or a function that returns it before each
+    batch; in a DataLoader's worker it is called there. batches: most of them, so that all ranks
+    make equally many steps; None for all. Use it with DataLoader(dataset, batch_size=None).
 
-    A batch is confirmed when its last group has been given and another one is asked for, which is
-    when the trainer must have saved what it learned from it. With the state of before
+    A batch is confirmed when its last group has been given and the trainer requests another one, by
+    which time it must have saved what it learned from the batch. With the state of before
     (`state_dict`, saved beside the weights), a process that was killed gets the same batch again,
     whole, if its weight_version is the same as then. Iterate outside of an event loop, e.g. in a
     thread. Errors: those of Client.get_batch.
@@ -53,12 +54,13 @@ class RolloutDataset(IterableDataset[Group]):
         self._given = 0  # batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Which batch comes next, or is being given; torchdata's StatefulDataLoader asks for it."""
+        """Return which batch comes next, or is being given; torchdata's StatefulDataLoader calls
+        it."""
         return {"rollout_id": self._rollout_id, "rank": self._rank, "batches": self._given}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the batches that the state has seen. Raises ValueError for that of another
-        rollout or rank."""
+        """Continue after the batches that the state has seen. Raises ValueError for the state of
+        another rollout or rank."""
         for name, own in (("rollout_id", self._rollout_id), ("rank", self._rank)):
             if state[name] != own:
                 raise ValueError(f"state: {name} is {state[name]!r} there and {own!r} here")

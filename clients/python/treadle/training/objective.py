@@ -1,5 +1,5 @@
-"""The numbers of a policy-gradient loss beside its tokens: group advantages, and how far the policy
-that is trained is from the one that sampled, in logprobs and in weight versions.
+"""Compute the numbers of a policy-gradient loss besides its tokens: group advantages, and how far
+the policy that is trained is from the one that sampled, in logprobs and in weight versions.
 
 An engine computes in another precision, and by other kernels, than the trainer, so that the same
 weights give other logprobs. A loss that takes the engine's logprobs as those of the old policy is
@@ -17,18 +17,18 @@ from treadle.training.packing import IGNORED, PackedRow
 from treadle.types import VersionSpan
 
 CLIP = 0.2  # of PPO's ratio, the usual bound on both sides
-# Above either one the loss is no longer close to that of the policy which sampled. 0.01 nats a
-# token are about ten times what bfloat16 costs; a tenth of clipped tokens is more than PPO's own
+# Above either bound the loss is no longer close to that of the policy which sampled. 0.01 nats a
+# token are about ten times the error of bfloat16; a tenth of clipped tokens is more than PPO's own
 # steps usually clip.
 LARGE_K3, LARGE_CLIP_FRACTION = 0.01, 0.1
-# of a group's rewards: less is rounding, and divided by it rounding would be a full advantage
+# Deviation of a group's rewards: less is rounding, which a division by it would make an advantage.
 LEAST_STD = 1e-6
 LAUNCH_VERSION = "default"  # SGLang's name of the weights that it was launched with: version 0
 LARGEST_LOG_RATIO = 80.0  # exp of it still fits into float64 with room for sums
 
 
 class Versioned(Protocol):
-    """What has a staleness: TrainingTrajectory or TrajectoryResult."""
+    """An object with a staleness: TrainingTrajectory or TrajectoryResult."""
 
     @property
     def trajectory_id(self) -> str: ...
@@ -37,8 +37,8 @@ class Versioned(Protocol):
 
 
 def group_advantages(rewards: ArrayLike, *, scale_by_std: bool = True) -> NDArray[np.float64]:
-    """Advantages of the samples of one prompt: reward minus the group's mean, over its standard
-    deviation.
+    """Compute advantages of the samples of one prompt: reward minus the group's mean, over its
+    standard deviation.
 
     rewards: [samples], finite. scale_by_std: as GRPO does (DeepSeekMath, section 4.1.2, with the
     population's standard deviation); False as Dr. GRPO does, since the quotient gives prompts of
@@ -78,11 +78,11 @@ class Drift:
 
     @property
     def is_large(self) -> bool:
-        """Whether the loss should correct it."""
+        """Return whether the loss should correct the drift."""
         return self.k3 > LARGE_K3 or self.clip_fraction > LARGE_CLIP_FRACTION
 
     def describe(self) -> str:
-        """One sentence for a log."""
+        """Describe the drift in one sentence for a log."""
         found = (
             f"the trainer's logprobs differ from the rollout's by {self.mean_abs:.3g} nats a "
             "token in the mean "
@@ -100,7 +100,8 @@ class Drift:
 
 @dataclass(frozen=True)
 class DriftReport:
-    """batch: over all tokens. trajectories: by index in what was packed."""
+    """Drift of one training step. batch: over all tokens. trajectories: by index in what was
+    packed."""
 
     batch: Drift
     trajectories: dict[int, Drift]
@@ -113,7 +114,7 @@ def measure_drift(
     trajectory.
 
     rows: of `pack`. logprobs: for each row [n], the trainer's logprob of the label at each
-    position, at the temperature of the rollout; what stands where the label is IGNORED does not
+    position, at the temperature of the rollout; the value where the label is IGNORED does not
     matter. Raises ValueError that names the row.
     """
     if len(rows) != len(logprobs):
@@ -159,9 +160,9 @@ def _drift(log_ratio: NDArray[np.float64], clip: float) -> Drift:
 
 
 def measure_staleness(trajectory: Versioned, weight_version: int) -> int:
-    """How many versions the oldest sampled token is behind the trainer's present one (RollArt's
-    asynchronous bound); 0 for a trajectory without a sampled token. Raises ValueError for versions
-    that are no integers."""
+    """Return how many versions the oldest sampled token is behind the trainer's present one
+    (RollArt's asynchronous bound); 0 for a trajectory without a sampled token. Raises ValueError
+    for versions that are no integers."""
     names = [span.weight_version for span in trajectory.version_spans]
     try:
         return max(

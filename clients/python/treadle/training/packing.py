@@ -1,11 +1,11 @@
 """Pack trajectories of different lengths into rows of at most so many tokens, without padding.
 
-Every array of a row has one value a position. What belongs to a prediction (label, weight, old
-logprob, advantage) stands at the position that predicts, which is one before the token: with
-`logits` of shape [n, vocabulary] the loss of a row is the sum of `weights * cross_entropy(logits,
-labels)`, and the loss of the batch the sum over its rows. Invariants: a trajectory is in exactly
-one row and whole; its tokens are those that came from the engine, in order; a label is IGNORED
-exactly where the policy did not sample the next token.
+Every array of a row has one value a position. The values of a prediction (label, weight, old
+logprob, advantage) are at the position that predicts, which is one before the token: with `logits`
+of shape [n, vocabulary] the loss of a row is the sum of `weights * cross_entropy(logits, labels)`,
+and the loss of the batch the sum over its rows. Invariants: a trajectory is in exactly one row and
+whole; its tokens are those that came from the engine, in order; a label is IGNORED exactly where
+the policy did not sample the next token.
 """
 
 from bisect import bisect_left, insort
@@ -25,7 +25,7 @@ T = TypeVar("T", bound=np.generic)
 
 
 class Sampled(Protocol):
-    """What is packed: TrainingTrajectory or TrajectoryResult."""
+    """A trajectory that can be packed: TrainingTrajectory or TrajectoryResult."""
 
     @property
     def trajectory_id(self) -> str: ...
@@ -39,7 +39,7 @@ class Sampled(Protocol):
 
 @dataclass(frozen=True)
 class PackedRow:
-    """Some trajectories one after another; n tokens.
+    """Row of n tokens, with some trajectories one after another.
 
     members: their indexes in what was packed, in order. cu_seqlens: int32 [members + 1], where each
     begins, and n: as variable-length attention kernels take it. tokens, position_ids: int64 [n];
@@ -59,8 +59,8 @@ class PackedRow:
 
     @property
     def segments(self) -> NDArray[np.int64]:
-        """int64 [n]: which trajectory of the row each position belongs to. Attention is allowed
-        from a position to itself and earlier ones of equal segment."""
+        """Return int64 [n]: which trajectory of the row each position belongs to. Attention is
+        allowed from a position to itself and earlier ones of equal segment."""
         lengths = np.diff(self.cu_seqlens)
         return np.repeat(np.arange(len(lengths)), lengths)
 
@@ -136,9 +136,9 @@ def _check(trajectory: Sampled, row_tokens: int) -> None:
 
 
 def _fill(lengths: dict[int, int], row_tokens: int) -> list[list[int]]:
-    """Rows of indexes by best-fit decreasing: each into the fullest row that has room, as close to
-    the fewest rows as first-fit decreasing (at most 11/9 of them and one more) and found in O(log
-    rows)."""
+    """Fill rows with indexes by best-fit decreasing: each into the fullest row that has room, as
+    close to the fewest rows as first-fit decreasing (at most 11/9 of them and one more) and found
+    in O(log rows)."""
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, row), sorted
     for index in sorted(lengths, key=lambda index: (-lengths[index], index)):
@@ -180,6 +180,6 @@ def _make_row(
 
 
 def _ahead(values: NDArray[T]) -> NDArray[T]:
-    """The value of the next token. At the last one of a trajectory it is that of another
+    """Return the value of the next token. At the last token of a trajectory it is that of another
     trajectory's first token, which is never a sampled one."""
     return np.roll(values, -1)
