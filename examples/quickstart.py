@@ -32,9 +32,8 @@ async def agent(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> float
             reward += result.reward or 0.0
             if result.done:
                 break
-            trajectory.observe(
-                [198, 504, 2365]
-            )  # what the policy did not sample: masked out of the loss
+            # what the policy did not sample: masked out of the loss
+            trajectory.observe([198, 504, 2365])
     return reward
 
 

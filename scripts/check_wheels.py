@@ -45,12 +45,8 @@ SERVICES = (
 # Distributions of a release with dependencies. Not `learned`, whose torch is larger than all the
 # rest, and so not treadle-bench.
 RELEASED = (f"treadle[{','.join(SERVICES)},sim,cli,kubernetes]", "treadle-client[arrow]")
-CLIENT_BRINGS = {
-    "treadle-client",
-    "grpcio",
-    "protobuf",
-    "typing_extensions",
-}  # the last is grpcio's own
+# the last is grpcio's own
+CLIENT_BRINGS = {"treadle-client", "grpcio", "protobuf", "typing_extensions"}
 READY_WITHIN_S = 120.0
 # Modules that import SGLang, which lives in an environment of its own; the engine tests run them
 # there.

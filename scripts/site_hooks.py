@@ -123,9 +123,8 @@ def describe_commands() -> str:
 
     command: Any = typer.main.get_command(app)
     for each in (*command.commands.values(), *command.commands["predictor"].commands.values()):
-        each.short_help = (each.help or "").split("\n\n")[
-            0
-        ]  # without this the lists of commands cut the text at 45 characters
+        # without this the lists of commands cut the text at 45 characters
+        each.short_help = (each.help or "").split("\n\n")[0]
     return get_docs_for_click(
         obj=command,
         ctx=typer.Context(command, info_name="treadle"),

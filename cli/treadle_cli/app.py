@@ -50,13 +50,8 @@ DEFAULT_SLOTS = 5  # steps that decode at once
 DEMO_SLOTS = 4  # four trajectories a slot: they queue, as they do where GPUs are scarce
 DEMO_PROMPTS = 8
 DEFAULT_TOOL_LATENCY_S = 0.5  # a remote sandbox; coding agents' tools take 4 s on average
-WITH_RAY = {
-    "engine_actor",
-    "engine_url",
-    "runtime_env",
-    "ray_folder",
-    "ray_cpus",
-}  # options of treadle up
+# options of treadle up
+WITH_RAY = {"engine_actor", "engine_url", "runtime_env", "ray_folder", "ray_cpus"}
 PASS_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": False}
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)

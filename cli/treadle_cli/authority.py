@@ -124,9 +124,8 @@ def identities(tenants: Sequence[str]) -> dict[str, Identity]:
     tenant of a bad name."""
     found = {name: Identity(f"{SCHEME}://{name}", (f"{name}.treadle",)) for name in SERVICES}
     found[OPERATOR] = Identity(f"{SCHEME}://{OPERATOR}", (RESOURCES_NAME,))
-    found[CONSOLE] = Identity(
-        f"{SCHEME}://{OPERATOR}", (f"{CONSOLE}.treadle",)
-    )  # it shows what an operator sees
+    # it shows what an operator sees
+    found[CONSOLE] = Identity(f"{SCHEME}://{OPERATOR}", (f"{CONSOLE}.treadle",))
     found[NATS] = Identity("", (NATS_NAME, "*.nats"))  # and those of a cluster to each other
     for tenant in tenants:
         for kind in sorted(OF_TENANTS):

@@ -77,9 +77,8 @@ def test_the_ablations_exchange_the_part_that_they_name_and_no_other() -> None:
     ours, _ = ORDERINGS["progressive"]
     for name, (system, degree) in ORDERINGS.items():
         same = replace(system.policy, ordering=ours.policy.ordering, preempt=ours.policy.preempt)
-        assert (same == ours.policy) == (
-            "no room held" not in name
-        )  # that one does not reserve either, and says so
+        # that one does not reserve either, and says so
+        assert (same == ours.policy) == ("no room held" not in name)
         assert (system.allocated, degree) == (ours.allocated, 0)
     planned, _ = PLACEMENTS["planned"]
     for system, degree in PLACEMENTS.values():

@@ -11,10 +11,8 @@ from treadle_bench.control_plane.measure import ScheduleTimes, StepTime, summari
 def test_the_figures_are_medians_of_differences_within_pairs() -> None:
     pairs = [
         (StepTime(0.10, 1.0), StepTime(0.102, 1.02)),
-        (
-            StepTime(0.50, 2.0),
-            StepTime(0.503, 2.02),
-        ),  # a slow moment of the machine: both sides of the pair see it
+        # a slow moment of the machine: both sides of the pair see it
+        (StepTime(0.50, 2.0), StepTime(0.503, 2.02)),
         (StepTime(0.10, 1.0), StepTime(0.101, 1.03)),
     ]
     found = summarize(
@@ -35,8 +33,7 @@ async def test_the_engine_alone_is_timed_to_its_first_and_last_token_and_must_gi
     async with fake_sglang() as engine:
         times = await time_engine(engine.url, [1, 2, 3])
         assert 0 < times.first_token_s <= times.whole_s
-        monkeypatch.setattr(
-            FakeSglang, "_ending", lambda *step: {"type": "stop"}
-        )  # after its first token
+        # after its first token
+        monkeypatch.setattr(FakeSglang, "_ending", lambda *step: {"type": "stop"})
         with pytest.raises(ValueError, match="gave 1 of 32"):
             await time_engine(engine.url, [1, 2, 3])

@@ -40,9 +40,8 @@ def test_totals_are_split_over_turns_to_the_token(tmp_path: Path) -> None:
     gen = [step.gen_tokens for step in work.steps]
     obs = work.steps[0].obs_tokens
     read_in_all = sum(2_000 + sum(gen[:turn]) + obs * turn for turn in range(4))
-    assert (
-        RUN["in_tokens"] - 6 < read_in_all <= RUN["in_tokens"]
-    )  # whole tokens: 6 answers are read
+    # whole tokens: 6 answers are read
+    assert RUN["in_tokens"] - 6 < read_in_all <= RUN["in_tokens"]
     assert all(step.tool_s > 0 for step in work.steps)
 
 

@@ -56,9 +56,8 @@ def test_the_share_within_prompts_is_none_without_repeats_and_all_where_prompts_
 
 def test_a_description_counts_what_is_held_and_what_is_read() -> None:
     found = describe([work("p", 0, 20, 30), work("q", 0, 50)])
-    assert (
-        found["context_tokens"]["max"] == 160.0
-    )  # prompt, 50 generated, the first answer: nobody reads the last
+    # prompt, 50 generated, the first answer: nobody reads the last
+    assert found["context_tokens"]["max"] == 160.0
     assert found["prefill_over_decode"] == pytest.approx((160 + 150 - 100) / 100)
     assert (found["steps_mean"], found["tool_s_mean"]) == (1.5, 0.5)
     json.dumps(found)

@@ -25,9 +25,8 @@ from treadle_runtime.errors import StartError
 
 R = TypeVar("R")
 
-WRONG_LAST_SEQUENCE = frozenset(
-    {10071, 10164}
-)  # err_codes of JetStream: the key is not at the revision that a write expects
+# err_codes of JetStream: the key is not at the revision that a write expects
+WRONG_LAST_SEQUENCE = frozenset({10071, 10164})
 # The header that names the subject to which Nats-Expected-Last-Subject-Sequence applies, where that
 # is not the message's own.
 EXPECTED_LAST_SUBJECT_SEQUENCE_SUBJECT = "Nats-Expected-Last-Subject-Sequence-Subject"

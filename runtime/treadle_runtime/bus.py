@@ -111,9 +111,8 @@ class Bus:
         self._unacknowledged = 0  # facts accepted and not yet in the stream
         self._subscriptions: list[FactSubscription] = []
         self._connected = asyncio.Event()
-        self._handlers: (
-            asyncio.TaskGroup
-        )  # runs the handlers of facts; set before the bus is handed out
+        # runs the handlers of facts; set before the bus is handed out
+        self._handlers: asyncio.TaskGroup
         self._ack_timeouts: set[asyncio.Timeout] = set()  # of waits for acknowledgements
         self._one_sends = asyncio.Lock()
         self._reconnected = asyncio.Event()

@@ -394,9 +394,8 @@ class Interceptor(grpc.aio.ServerInterceptor):
     ) -> Iterator[None]:
         if isinstance(request, TreadleError):  # the message was refused before it was parsed
             raise request
-        left = cast(
-            float | None, context.time_remaining()
-        )  # the stubs omit None, for a call without a deadline
+        # the stubs omit None, for a call without a deadline
+        left = cast(float | None, context.time_remaining())
         if left is None and not name.startswith("Watch"):
             raise InvalidArgument(
                 "(deadline)",

@@ -32,9 +32,8 @@ from pydantic import (
 # A context of 1M tokens is 4 MiB of int32 ids; a batch of them needs some room.
 DEFAULT_MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 SMALLEST_MAX_MESSAGE_BYTES = 1024  # below this not even a ticket fits
-DEFAULT_FACTS_BYTES = (
-    1024**3
-)  # 2.4 million facts: an hour at 650 facts a second, half an hour of the busiest mesh
+# 2.4 million facts: an hour at 650 facts a second, half an hour of the busiest mesh
+DEFAULT_FACTS_BYTES = 1024**3
 SMALLEST_FACTS_BYTES = 1024 * 1024  # 2,000 facts: what a consumer receives within seconds
 BAD_SETTING_EXIT_CODE = 2
 COMMON_PREFIX = "TREADLE_"

@@ -40,9 +40,8 @@ MOST_REQUEST_BYTES = 1 << 20  # an environment is a few kilobytes
 EXIT_STATUS = struct.Struct("i")
 PID = struct.Struct("i")
 READY = PID.pack(0)  # the first message of the fork server: all modules are imported
-KILLED_EXIT_CODE = (
-    -signal.SIGKILL
-)  # exit code of a child whose fork server is gone, since the kernel kills it then
+# exit code of a child whose fork server is gone, since the kernel kills it then
+KILLED_EXIT_CODE = -signal.SIGKILL
 # gRPC's own fork handlers only complain in a process that has not used gRPC. The variable is read
 # when gRPC is imported.
 WITHOUT_FORK_HANDLERS = {"GRPC_ENABLE_FORK_SUPPORT": "false"}
@@ -293,9 +292,8 @@ def import_modules(names: Sequence[str]) -> None:
 def main() -> None:
     """Import the modules that the first message names, then start processes until the caller is
     gone."""
-    setproctitle.setproctitle(
-        f"{sys.executable} -m {__spec__.name}"
-    )  # its first call must come before `become`
+    # its first call must come before `become`
+    setproctitle.setproctitle(f"{sys.executable} -m {__spec__.name}")
     orders = socket.socket(fileno=int(sys.argv[1]))
     import_modules(json.loads(orders.recv(MOST_REQUEST_BYTES)))
     ordered = serve(orders)

@@ -38,9 +38,8 @@ Later = Callable[[Coroutine[Any, Any, None]], object]
 RECORDS_KEPT_S = 3600.0  # far beyond any client's retries
 CACHED_RECORDS = 16_384
 CACHED_BYTES = 64 * 1024 * 1024
-PART_BYTES = (
-    512 * 1024
-)  # NATS takes 1 MiB a message by default; longer answers are recorded in parts
+# NATS takes 1 MiB a message by default; longer answers are recorded in parts
+PART_BYTES = 512 * 1024
 FINGERPRINT_BYTES = 16
 _PARTS_BYTES = 4  # count of parts that follow the first, big-endian
 

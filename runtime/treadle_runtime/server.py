@@ -195,9 +195,8 @@ async def _serve_until_signal(hosted: Sequence[tuple[Settings, Wire]]) -> None:
         structlog.contextvars.bind_contextvars(service=settings.service)
         tracing = configure_tracing(settings)
         if tracing.provider is not None:
-            trace.set_tracer_provider(
-                tracing.provider
-            )  # of several services here, the provider of the first stays
+            # of several services here, the provider of the first stays
+            trace.set_tracer_provider(tracing.provider)
         try:
             async with serving(settings, wire, tracing=tracing):
                 starting.discard(settings.service)
@@ -327,14 +326,10 @@ async def _listening(runtime: Runtime, wiring: Wiring) -> AsyncIterator[str]:
         interceptors=[interceptor],
         options=[
             ("grpc.max_receive_message_length", receive_limit_bytes(settings)),
-            (
-                "grpc.http2.min_ping_interval_without_data_ms",
-                SHORTEST_PING_MS,
-            ),  # else gRPC closes connections that ping more often
-            (
-                "grpc.so_reuseport",
-                0,
-            ),  # else a second server on the same port takes half of the calls, silently
+            # else gRPC closes connections that ping more often
+            ("grpc.http2.min_ping_interval_without_data_ms", SHORTEST_PING_MS),
+            # else a second server on the same port takes half of the calls, silently
+            ("grpc.so_reuseport", 0),
             *((name, MOST_CALLS) for name in WAITING_CALLS),
         ],
     )

@@ -39,21 +39,8 @@ SPANS_EXPORT_INTERVAL_S = 1.0  # spans are visible soon, and are still sent many
 METRICS_EXPORT_INTERVAL_S = 10.0  # metrics are looked at over minutes
 READ_GAUGES_S = 5.0  # twice as often as they are exported
 SCOPE = "treadle"
-BOUNDS_S = (
-    1e-3,
-    3e-3,
-    1e-2,
-    3e-2,
-    0.1,
-    0.3,
-    1.0,
-    3.0,
-    10.0,
-    30.0,
-    100.0,
-    300.0,
-    1000.0,
-)  # bounds of histograms of seconds
+# bounds of histograms of seconds
+BOUNDS_S = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 
 _given_ids: contextvars.ContextVar[trace.SpanContext | None] = contextvars.ContextVar(

@@ -103,9 +103,8 @@ async def _renew(context: ssl.SSLContext, folder: Path, stopping: asyncio.Event)
         await asyncio.sleep(RENEW_S)
         if (written := _written(folder)) != known:
             try:
-                _context(
-                    folder
-                )  # a key that does not fit would leave the context in use without a key
+                # a key that does not fit would leave the context in use without a key
+                _context(folder)
                 context.load_cert_chain(folder / CERTIFICATE, folder / KEY)
                 known = written
             except (OSError, ssl.SSLError) as error:  # one of the two files is not written yet

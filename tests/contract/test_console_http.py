@@ -55,10 +55,8 @@ class Http:
                 if line.startswith("id: "):
                     name = line[4:].strip()
                 elif line.startswith("data: "):
-                    yield (
-                        name,
-                        json.loads(line[6:], parse_constant=pytest.fail),
-                    )  # NaN, which is no JSON
+                    # NaN, which is no JSON
+                    yield (name, json.loads(line[6:], parse_constant=pytest.fail))
 
 
 @pytest.fixture

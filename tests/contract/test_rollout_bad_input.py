@@ -145,11 +145,8 @@ async def test_a_bad_field_of_a_request_is_named(calls: RolloutCalls) -> None:
         ),
         ("GetShaping", pb.GetShapingRequest(), "rollout_id"),
         ("GetShaping", pb.GetShapingRequest(rollout_id="r", history="h"), "rollout_id"),
-        (
-            "CreateRollout",
-            creation("create", "r", prompt_ids=["a", "b"]),
-            "request_id",
-        ),  # used with another request
+        # used with another request
+        ("CreateRollout", creation("create", "r", prompt_ids=["a", "b"]), "request_id"),
         ("CancelRollout", pb.CancelRolloutRequest(rollout_id="r"), "request_id"),
         (
             "SubmitTrajectory",

@@ -66,9 +66,8 @@ def test_a_small_demo_writes_the_whole_report(demo: TreadleProcess, tmp_path: Pa
                 trajectory.finished_s - trajectory.opened_s
             )
             assert seconds["decode"] > 0 and seconds["tool"] > 0
-            assert (
-                seconds["other"] < 0.2 * sum(seconds.values()) + 1.0
-            )  # nearly all of it has a name
+            # nearly all of it has a name
+            assert seconds["other"] < 0.2 * sum(seconds.values()) + 1.0
     versions = {
         forecast.model_version for t in run.of_play(run.record.plays[1]) for forecast in t.forecasts
     }
@@ -80,13 +79,11 @@ def test_a_small_demo_writes_the_whole_report(demo: TreadleProcess, tmp_path: Pa
 def test_ctrl_c_in_the_middle_of_a_play_leaves_no_process(
     demo: TreadleProcess, tmp_path: Path
 ) -> None:
-    demo.until(
-        lambda: "Epoch 0, Pinned FCFS:" in demo.text()
-    )  # a line of progress, or that of the end of the play
+    # a line of progress, or that of the end of the play
+    demo.until(lambda: "Epoch 0, Pinned FCFS:" in demo.text())
     demo.send(signal.SIGINT)
     assert demo.wait() == 130
     assert demo.left_over() == []
     (folder,) = (tmp_path / "runs").iterdir()
-    assert {entry.name for entry in folder.iterdir()} - {"trajectories.jsonl"} == {
-        "logs"
-    }  # that of finished plays
+    # that of finished plays
+    assert {entry.name for entry in folder.iterdir()} - {"trajectories.jsonl"} == {"logs"}

@@ -63,9 +63,8 @@ async def test_a_killed_engine_loses_no_trajectory_and_no_token(tmp_path: Path) 
         async with Client(mesh.where.scheduler) as client:
             result = await client.rollout(prompts, agent, samples_per_prompt=2)
 
-        assert "sidecar-engine-0" in [
-            child.name for child in tree.children
-        ]  # it outlives its engine and says so
+        # it outlives its engine and says so
+        assert "sidecar-engine-0" in [child.name for child in tree.children]
 
         assert [folder.exists() for folder in folders] == [False, True]
     assert not any(folder.exists() for folder in folders)

@@ -67,9 +67,8 @@ async def test_a_step_on_cumulative_streams_has_the_engines_own_tokens(
     assert result.require_whole().preemptions == 1
     assert result.tokens.tolist() == output[:58]
     logprobs = [entry[0] for entry in whole["meta_info"]["output_token_logprobs"]]
-    assert result.logprobs.tolist() == pytest.approx(
-        logprobs[:58], abs=0.8
-    )  # as in test_sidecar_steps
+    # as in test_sidecar_steps
+    assert result.logprobs.tolist() == pytest.approx(logprobs[:58], abs=0.8)
 
 
 async def test_the_engines_own_spans_belong_to_the_trace_of_the_caller(

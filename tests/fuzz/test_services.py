@@ -20,11 +20,8 @@ from support.hostile_messages import Request, requests
 from support.secure_mesh import SERVICES, secure_mesh
 from support.secure_mesh import rpcs as all_rpcs
 
-CHECKS = {
-    "INVALID_ARGUMENT",
-    "MESSAGE_MALFORMED",
-    "OF_ANOTHER_TENANT",
-}  # come before anything is done
+# come before anything is done
+CHECKS = {"INVALID_ARGUMENT", "MESSAGE_MALFORMED", "OF_ANOTHER_TENANT"}
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(0)]
 
 

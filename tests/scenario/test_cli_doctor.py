@@ -33,10 +33,8 @@ def of(found: dict[str, Any], subject: str) -> dict[str, dict[str, str]]:
 async def test_a_machine_a_server_and_a_mesh_are_looked_at_in_one_go(
     tmp_path: Path, start_service: StartService, engine: FakeSglang
 ) -> None:
-    settings = {
-        "LISTEN": f"127.0.0.1:{free_port()}",
-        "LEASE_TTL_S": "120",
-    }  # nobody renews one of the engines
+    # nobody renews one of the engines
+    settings = {"LISTEN": f"127.0.0.1:{free_port()}", "LEASE_TTL_S": "120"}
     scheduler = await start_service(
         "treadle_scheduler",
         {f"TREADLE_SCHEDULER_{name}": value for name, value in settings.items()},

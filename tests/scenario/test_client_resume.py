@@ -154,9 +154,8 @@ async def break_off(mesh: FakeMesh, t: treadle.Trajectory) -> None:
 
 async def cancel_the_reader(mesh: FakeMesh, t: treadle.Trajectory) -> None:
     reading = asyncio.ensure_future(generate(t, COUNT))
-    await until(
-        lambda: len(t.tokens_from(0, COUNT)[0]) == len(PROMPT) + 2
-    )  # the reader has them, not the engine only
+    # the reader has them, not the engine only
+    await until(lambda: len(t.tokens_from(0, COUNT)[0]) == len(PROMPT) + 2)
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reading
@@ -164,9 +163,8 @@ async def cancel_the_reader(mesh: FakeMesh, t: treadle.Trajectory) -> None:
 
 async def close_from_another_task(mesh: FakeMesh, t: treadle.Trajectory) -> None:
     reading = asyncio.ensure_future(generate(t, COUNT))
-    await until(
-        lambda: len(t.tokens_from(0, COUNT)[0]) == len(PROMPT) + 2
-    )  # the reader has them, not the engine only
+    # the reader has them, not the engine only
+    await until(lambda: len(t.tokens_from(0, COUNT)[0]) == len(PROMPT) + 2)
     await t.close(outcome="cancelled")
     assert len(await reading) == 2
 

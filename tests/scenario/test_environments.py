@@ -41,14 +41,8 @@ from treadle.environments import (
 
 SAMPLING = treadle.Sampling(max_new_tokens=4, temperature=1.0)
 MOVES = {"left": 0, "down": 1, "right": 2, "up": 3}
-TO_THE_GOAL = [
-    "down",
-    "I go down.",
-    "right",
-    "right!",
-    "down",
-    "RIGHT",
-]  # of FrozenLake's map of four by four
+# of FrozenLake's map of four by four
+TO_THE_GOAL = ["down", "I go down.", "right", "right!", "down", "RIGHT"]
 
 
 def manager(
@@ -581,9 +575,8 @@ async def test_an_environment_is_played_through_the_real_services(
         mesh_of_processes(start_service, "treadle_rollout", slots=4) as processes,
         treadle.Client(processes.scheduler.address) as client,
     ):
-        chat = scripted_chat(
-            TO_THE_GOAL, letters=VOCAB - 128
-        )  # this engine refuses tokens beyond its vocabulary
+        # this engine refuses tokens beyond its vocabulary
+        chat = scripted_chat(TO_THE_GOAL, letters=VOCAB - 128)
         played = EnvManager(client, lake(), chat=chat, sampling=SAMPLING)
         result = await played.rollout(samples_per_prompt=2, concurrency=1)
         check(result)

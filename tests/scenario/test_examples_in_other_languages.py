@@ -45,10 +45,8 @@ OLD_GRPC = {
     "grpc.WithTransportCredentials(insecure.NewCredentials())": "grpc.WithInsecure()",
     '\t"google.golang.org/grpc/credentials/insecure"\n': "",
 }
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.timeout(400),
-]  # gRPC for Go is compiled once, in a minute on two cores
+# gRPC for Go is compiled once, in a minute on two cores
+pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 OFFLINE = ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ETIMEDOUT", "ENETUNREACH")
 
 

@@ -45,9 +45,8 @@ async def test_a_preempted_step_goes_on_at_another_engine_when_its_sidecar_dies(
     """A long trajectory has taken the only slot of a short one when the sidecar dies. Result: both
     are whole, and the short one goes on after the tokens that it has."""
     async with fleet(start_service, sidecars=1, token_s=0.2, SLOTS="1") as f:
-        short = asyncio.create_task(
-            f.run("short", 60, max_total_tokens=60)
-        )  # so that the other is predicted longer
+        # so that the other is predicted longer
+        short = asyncio.create_task(f.run("short", 60, max_total_tokens=60))
         await until(lambda: f.sampling)
         long = asyncio.create_task(f.run("long", 1000))
         await until(lambda: len(f.sampling) == 2)

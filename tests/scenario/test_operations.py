@@ -39,9 +39,8 @@ async def mesh(tmp_path: Path) -> AsyncIterator[SecureMesh]:
         yield mesh
 
 
-@pytest.mark.timeout(
-    400
-)  # eight processes start one after the other, with a worker of other tests beside them
+# eight processes start one after the other, with a worker of other tests beside them
+@pytest.mark.timeout(400)
 async def test_every_process_restarts_in_the_midst_of_a_rollout_and_nothing_is_lost(
     mesh: SecureMesh,
 ) -> None:

@@ -393,9 +393,8 @@ async def test_samples_that_were_ended_early_count_as_sampled(mesh: Mesh) -> Non
     for _ in range(int(WAIT_S / POLL_S)):
         if report.sampled == 2:
             break
-        await asyncio.sleep(
-            POLL_S
-        )  # the scheduler tells of closings once their last tokens are counted
+        # the scheduler tells of closings once their last tokens are counted
+        await asyncio.sleep(POLL_S)
         report = await mesh.client.shaping_report(result.rollout_id)
     assert (report.trained, report.sampled_tokens, report.trained_tokens) == (1, 8, 4)
     assert report.drops == {"aborted": 1}

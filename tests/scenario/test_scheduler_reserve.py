@@ -46,9 +46,8 @@ async def test_who_waits_too_long_is_told_to_ask_again_and_gets_the_ticket_issue
 ) -> None:
     held = await until_said(
         lambda: refusal_of(client.step("second", 0, request_id="the-same-request", timeout_s=0.8)),
-        lambda said: (
-            said.code is not grpc.StatusCode.DEADLINE_EXCEEDED
-        ),  # which a busy machine may come to first
+        # which a busy machine may come to first
+        lambda said: said.code is not grpc.StatusCode.DEADLINE_EXCEEDED,
     )
     assert (held.code, held.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "STEP_HELD")
     assert held.retry_after_s is not None

@@ -100,9 +100,8 @@ async def test_sessions_outlive_a_killed_service(
         assert (await calls.step(one, {"add": 4})).output == "7"
         assert (await calls.step(other, {"add": 4})).output == "15"
         assert [(await calls.session(id)).steps for id in (one, other)] == [2, 2]
-        assert (
-            len(before & set(docker_daemon.containers(owner))) == 2
-        )  # the sessions': the warm ones were removed
+        # the sessions': the warm ones were removed
+        assert len(before & set(docker_daemon.containers(owner))) == 2
         calls.process.terminate()
         assert await calls.process.wait() == 0
     assert docker_daemon.containers(owner) == []
@@ -232,9 +231,8 @@ async def test_no_container_has_more_than_it_needs(
     found = [
         docker_daemon.inspect(name) for name in docker_daemon.containers(SHARED_OWNER, running=True)
     ]
-    running = [
-        about for about in found if about is not None
-    ]  # else removed meanwhile: an earlier test's
+    # else removed meanwhile: an earlier test's
+    running = [about for about in found if about is not None]
     assert running
     for about in running:
         host, config = about["HostConfig"], about["Config"]

@@ -92,9 +92,8 @@ async def test_a_killed_service_goes_on_where_it_was(
     async with run(start_service, state, "frozen_lake", "reasoning_gym") as calls:
         async with open_bus(nats_url, "test") as bus:
             await bus.subscribe(["tool_started", "tool_finished"], receive, replay=True)
-            await until(
-                lambda: published.count("tool_finished") == 3
-            )  # the opening's and two steps'
+            # the opening's and two steps'
+            await until(lambda: published.count("tool_finished") == 3)
         assert published.count("tool_started") == 3
         await calls.close(closed, id="close")
         with refused("SESSION_NOT_FOUND"):
@@ -282,10 +281,8 @@ async def test_a_session_takes_each_step_once_while_nats_is_away_and_ends_with_i
         assert (await calls.session(lake)).steps == 1
         nats_server.kill()
         close = partial(control.close, "t", request_id="close")
-        assert (await refusal_of(close())).reason in (
-            "BUS_UNAVAILABLE",
-            "NOT_LEADER",
-        )  # by when its lease was renewed
+        # by when its lease was renewed
+        assert (await refusal_of(close())).reason in ("BUS_UNAVAILABLE", "NOT_LEADER")
         assert (await calls.session(lake)).steps == 1
         nats_server.start()
         await answer_of(close)

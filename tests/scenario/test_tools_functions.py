@@ -203,9 +203,8 @@ async def test_a_silent_function_ends_with_the_callers_time(calls: ToolsCalls) -
                 return (await calls.stub.Invoke(request, timeout=1.0)).result
             return None
 
-        told = await until_said(
-            asked, lambda said: said
-        )  # before a deadline; a busy machine may be too late for one
+        # before a deadline; a busy machine may be too late for one
+        told = await until_said(asked, lambda said: said)
         assert told is not None and told.status == TIMED_OUT
 
 

@@ -141,9 +141,8 @@ async def test_services_that_share_a_gpu_are_brought_in_when_they_are_asked(
             mesh.a.answer_s = mesh.b.answer_s = 0.05
             await score(calls, *(["by_a", "by_b"] * 20))
             assert "resume,ask,ask,release" in ",".join(mesh.a.log)
-            assert (
-                max(mesh.a.most_at_once, mesh.b.most_at_once) > 1
-            )  # what is asked at once is one batch
+            # what is asked at once is one batch
+            assert max(mesh.a.most_at_once, mesh.b.most_at_once) > 1
         mesh.process.kill()
         await mesh.start()
         async with rewards_of(mesh.process) as calls:
@@ -237,9 +236,8 @@ async def test_a_drain_in_the_middle_of_a_change_waits_for_it(
         pending = await ask_while_it_changes(mesh)
         mesh.process.terminate()
         await until(lambda: "draining" in mesh.process.stderr_text(), 60.0)
-        asyncio.get_running_loop().call_later(
-            0.5, mesh.a.may_change.set
-        )  # the drain cancels its caller before
+        # the drain cancels its caller before
+        asyncio.get_running_loop().call_later(0.5, mesh.a.may_change.set)
         assert await mesh.process.wait() == 0, mesh.process.stderr_text()
         await mesh.start()
         async with rewards_of(mesh.process) as calls:

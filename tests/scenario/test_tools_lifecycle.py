@@ -98,9 +98,8 @@ async def test_what_is_lost_takes_its_sandboxes_with_it_and_is_replaced(
         assert (await calls.session(session_id)).done
         await runs_again(calls)
         assert (daemon_of(calls) == daemon) is (lost == "worker")
-        assert (
-            daemon_of(calls).net_connections("inet") == []
-        )  # or the service's port would be taken after its end
+        # or the service's port would be taken after its end
+        assert daemon_of(calls).net_connections("inet") == []
 
 
 async def runs_again(calls: ToolsCalls) -> None:

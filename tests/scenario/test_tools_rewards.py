@@ -110,10 +110,8 @@ async def test_what_was_accepted_is_scored_after_a_kill(
     async with rewards_of(process) as calls:
         done = await calls.end("given", {"score": 3}, id="a")
         running = await calls.score("waiting", {"seconds": 1}, id="b", job="one")
-        large = {
-            "score": 5,
-            "text": base64.b85encode(os.urandom(700_000)).decode(),
-        }  # more than one message of NATS
+        # more than one message of NATS
+        large = {"score": 5, "text": base64.b85encode(os.urandom(700_000)).decode()}
         waiting = [
             await calls.score("given", {"score": 4}, id="c", job="one"),
             await calls.score("given", large),

@@ -243,9 +243,8 @@ async def test_a_session_ends_with_its_trajectory_in_the_middle_of_a_step_and_ot
             for name in ("t0", "t1")
         ]
         step = asyncio.create_task(calls.step(ended, {}))
-        await until_said(
-            calls.resources, lambda said: said.actions_running == 1
-        )  # the step has begun, or begins now
+        # the step has begun, or begins now
+        await until_said(calls.resources, lambda said: said.actions_running == 1)
         await bus.publish(make_fact("test", trajectory_closed=TrajectoryClosed(trajectory_id="t0")))
         assert (await step).status == pb.RESULT_STATUS_CRASHED
         with refused("SESSION_NOT_FOUND"):

@@ -105,9 +105,8 @@ async def test_a_batch_is_confirmed_when_the_next_one_is_asked_for_and_comes_aga
         connect = partial(treadle.Client, mesh.address, retry=QUICK)
         first = RolloutDataset(connect, result.rollout_id, groups_per_batch=2)
         seen = await asyncio.to_thread(lambda: [group.prompt_id for group in islice(first, 3)])
-        [left] = {prompt.id for prompt in PROMPTS} - set(
-            seen
-        )  # groups come in the order in which they settle
+        # groups come in the order in which they settle
+        [left] = {prompt.id for prompt in PROMPTS} - set(seen)
         assert confirmed(mesh) == [f"{result.rollout_id}.0.0.0"]
         second = RolloutDataset(connect, result.rollout_id, groups_per_batch=2)
         second.load_state_dict(first.state_dict())

@@ -44,9 +44,8 @@ class FakePod:
         elif code is None:
             phase, state = "Running", {"running": {}}
         else:
-            reason = (
-                "OOMKilled" if code == -signal.SIGTERM else "Error"
-            )  # a test kills so where the kernel would
+            # a test kills so where the kernel would
+            reason = "OOMKilled" if code == -signal.SIGTERM else "Error"
             phase, state = (
                 "Failed",
                 {"terminated": {"exitCode": 128 - code if code < 0 else code, "reason": reason}},

@@ -29,9 +29,8 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
         self.trajectories: dict[str, pb.Trajectory] = {}
         self.outcomes: dict[str, pb.Outcome.ValueType] = {}
         self.tickets: dict[str, str] = {}  # trajectory → the ticket that is out
-        self._last: dict[
-            str, tuple[str, int]
-        ] = {}  # trajectory → its newest ticket, and that one's turn
+        # trajectory → its newest ticket, and that one's turn
+        self._last: dict[str, tuple[str, int]] = {}
         self._issued = 0
         self.address = ""
         self.owners: dict[str, tuple[str, int]] = {}
@@ -136,10 +135,8 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
             request.replaces_ticket_id,
             request.turn,
         ):
-            trajectory.next_turn, out = (
-                request.turn,
-                request.replaces_ticket_id,
-            )  # also where it has ended meanwhile
+            # also where it has ended meanwhile
+            trajectory.next_turn, out = (request.turn, request.replaces_ticket_id)
         if request.turn != trajectory.next_turn:
             return Refusal(_FAILED, "TURN_OUT_OF_ORDER")
         if out != request.replaces_ticket_id:

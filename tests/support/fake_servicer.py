@@ -16,9 +16,8 @@ from grpc_status import rpc_status
 from support.processes import free_port
 from treadle.types import duration
 
-_SERVER_OPTIONS = (
-    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
-)  # as Treadle's servers: clients ping
+# as Treadle's servers: clients ping
+_SERVER_OPTIONS = (("grpc.http2.min_ping_interval_without_data_ms", 1_000),)
 
 
 @dataclass(frozen=True)

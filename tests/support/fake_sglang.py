@@ -70,27 +70,22 @@ class FakeSglang:
         self.middlewares: list[Any] = []  # of aiohttp
         self.text_of: Callable[[list[int]], str] = text_of
         self.more_routes: list[web.RouteDef] = []
-        self.script: list[
-            int
-        ] = []  # sampled after a prompt, then the end token; empty: what follows from the context
+        # sampled after a prompt, then the end token; empty: what follows from the context
+        self.script: list[int] = []
         self.lose_end = (
             False  # whether streams hang after their last token, before they say how they ended
         )
         self.prefill_s = 0.0  # before the first token of a stream
-        self.load_s, self.loading = (
-            0.0,
-            False,
-        )  # what an update of the weights takes; whether one is under way
+        # what an update of the weights takes; whether one is under way
+        self.load_s, self.loading = (0.0, False)
         self.probes = 0  # requests for one token that no step makes
         self._goes_on = asyncio.Event()
         self._goes_on.set()
         self.after_abort = after_abort
         self.pushes: list[tuple[str, dict[str, Any]]] = []  # way and body
         self.push_s, self.refuse_push = 0.0, False
-        self.pushing, self.session = (
-            False,
-            False,
-        )  # whether a push is under way; whether weights are unpacked for it
+        # whether a push is under way; whether weights are unpacked for it
+        self.pushing, self.session = (False, False)
         self.groups: list[dict[str, Any]] = []
         self.asleep: set[str] = set()
         self.loads = 0  # from disk
@@ -277,9 +272,8 @@ class FakeSglang:
                 self.sampled += 1
                 ending = self._ending(token, output, params, limit)
             if ending is not None and not self.lose_end:
-                self._running.pop(
-                    rid, None
-                )  # as in SGLang, a request that says its end has left the batch
+                # as in SGLang, a request that says its end has left the batch
+                self._running.pop(rid, None)
             sent = fresh if self.incremental else output
             answer = self._answer(
                 rid, sent, len(output), self.text_of(sent), *hit, None if self.lose_end else ending
@@ -421,9 +415,8 @@ class FakeSglang:
         body = await request.json()
         self.pushing, loop = True, asyncio.get_running_loop()
         began = loop.time()
-        await until(
-            lambda: loop.time() >= began + self.push_s, 120.0
-        )  # which a test may shorten meanwhile
+        # which a test may shorten meanwhile
+        await until(lambda: loop.time() >= began + self.push_s, 120.0)
         self.pushing = False
         if self.refuse_push:
             return _outcome("the weights are partially updated")

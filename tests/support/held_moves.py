@@ -169,9 +169,8 @@ async def one_step_taken(
         await generate(trajectory, NEW_TOKENS, temperature=0.0, ignore_eos=True)
         owner = trajectory.steps[0].engine_ids[-1]
         source, target = sorted(engines, key=lambda engine: engine.engine_id != owner)
-        channels = Channels(
-            MAX_BYTES
-        )  # which notice a process that is stopped, as those of a sidecar do
+        # which notice a process that is stopped, as those of a sidecar do
+        channels = Channels(MAX_BYTES)
         stack.push_async_callback(channels.close)
         gates = {state: Gate() for state in STATES}
         at_source = SourceGates(

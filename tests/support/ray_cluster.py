@@ -306,6 +306,5 @@ def until(condition: Callable[[], object], within_s: float = 90.0) -> None:
         time.sleep(LOOK_S)
 
 
-os.environ.setdefault(
-    "RAY_AUTH_MODE", "disabled"
-)  # else Ray writes a token into the home folder of whoever runs this
+# else Ray writes a token into the home folder of whoever runs this
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")

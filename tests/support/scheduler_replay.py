@@ -93,9 +93,8 @@ class Service:
         if isinstance(event, ev.StepRequested):
             step = self._driver.request_step(event, None)
             self._steps[event.trajectory_id] = asyncio.create_task(step)
-            await asyncio.sleep(
-                0
-            )  # as far as the controller's answer; the ticket may come much later
+            # as far as the controller's answer; the ticket may come much later
+            await asyncio.sleep(0)
         elif isinstance(event, TOLD):
             self._driver.handle(event)
         else:

@@ -22,9 +22,8 @@ FACT_HEARD = ("core/treadle_core/controller.py", "on_event", "StepFinished")
 PREDICTED = ("core/treadle_core/controller.py", "on_event", "PredictionArrived")
 PLANNED = ("core/treadle_core/controller.py", "on_event", "PlanArrived")
 
-Entry = tuple[
-    str, str, str
-]  # a file, the function that is entered, and the event that the controller gets
+# a file, the function that is entered, and the event that the controller gets
+Entry = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,8 @@ class StepTracer:
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
-        self._names: dict[
-            str, str
-        ] = {}  # of the files that code objects name; empty for those that do not count
+        # of the files that code objects name; empty for those that do not count
+        self._names: dict[str, str] = {}
 
     @contextmanager
     def running(self) -> Iterator[None]:

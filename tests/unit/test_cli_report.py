@@ -103,9 +103,8 @@ def test_figures_name_hidden_migrations_lost_engines_the_tails_queue_and_each_en
     treadle = figures_of(run)[1]
     assert (treadle.hidden_migration_s, treadle.migrations, treadle.lost_engines) == (1.0, 1, 1)
     assert treadle.engine_last_token_s == {"engine-0": 5.0, "engine-1": 12.0}
-    assert (
-        tail_queue_share(of_arm(run, "pinned-fcfs")) == 0.6
-    )  # 6 of the 10 s of the one with 40 tokens
+    # 6 of the 10 s of the one with 40 tokens
+    assert tail_queue_share(of_arm(run, "pinned-fcfs")) == 0.6
 
 
 def test_what_treadle_lost_is_said() -> None:

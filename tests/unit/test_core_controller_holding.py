@@ -40,11 +40,8 @@ def tickets(actions: list[act.Action]) -> list[str]:
             ["long"],
         ),
         ({"slots": 2}, {"a": 400.0, "b": 300.0, "c": 200.0}, ["a", "b"]),  # the KV is unknown
-        (
-            {"kv_tokens_capacity": 500},
-            {"huge": 50_000.0},
-            ["huge"],
-        ),  # an empty engine takes even what does not fit
+        # an empty engine takes even what does not fit
+        ({"kv_tokens_capacity": 500}, {"huge": 50_000.0}, ["huge"]),
         # The host's memory has copies of what the engine holds too, so the larger of them counts,
         # not their sum.
         (

@@ -99,9 +99,8 @@ class AnyEvents(RuleBasedStateMachine):
                 and issued.ticket.ticket_id not in self.issued
             ):
                 others = [each for each in controller.engines() if each.able and not each.draining]
-                lost = (
-                    issued.ticket.replaces_ticket_id
-                )  # then the engine that lost the stream is avoided
+                # then the engine that lost the stream is avoided
+                lost = issued.ticket.replaces_ticket_id
                 assert (
                     lost
                     or not others

@@ -102,9 +102,8 @@ def test_the_deadline_objective_runs_least_slack_first() -> None:
     scenario.open("soon", deadline_s=60.0)
     scenario.open("later", deadline_s=600.0)
     scenario.open("none")
-    scenario.open(
-        "later but long", tokens=40_000, deadline_s=600.0
-    )  # 600 s at the curve's 14 ms a token
+    # 600 s at the curve's 14 ms a token
+    scenario.open("later but long", tokens=40_000, deadline_s=600.0)
     ranks = {
         name: scenario.step(name, 0).priority
         for name in ("none", "later", "soon", "later but long")

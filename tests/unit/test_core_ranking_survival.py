@@ -77,9 +77,8 @@ def test_with_many_observations_the_quantiles_converge_to_the_true_ones() -> Non
     errors = []
     for count in (4, 64, 4_096):
         samples = rng.lognormal(np.log(3_000.0), 0.5, count)
-        cuts = rng.lognormal(
-            np.log(6_000.0), 0.5, count
-        )  # some are cut before their end, at random
+        # some are cut before their end, at random
+        cuts = rng.lognormal(np.log(6_000.0), 0.5, count)
         ended, censored = samples[samples <= cuts].tolist(), cuts[samples > cuts].tolist()
         found = remaining_quantiles(
             TOKEN_KNOTS, posterior(TOKEN_KNOTS, BASE, 2.0, count_totals(ended, censored)), 0.0

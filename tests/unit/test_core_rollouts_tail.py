@@ -40,9 +40,8 @@ def test_without_patches_the_batch_takes_what_the_cost_of_the_core_says_and_all_
     assert tail.kept.value == 1.0
     assert np.all(np.diff(tail.ends_s) >= 0.0)
     assert tail.tax == pytest.approx(1.0 / tail.utilization - 1.0)
-    assert tail.last_tenth == pytest.approx(
-        1.0 - tail.ends_s[28] / tail.makespan_s
-    )  # the 29th of 32 ends nine tenths
+    # the 29th of 32 ends nine tenths
+    assert tail.last_tenth == pytest.approx(1.0 - tail.ends_s[28] / tail.makespan_s)
 
 
 def test_a_cap_cuts_what_is_longer_and_nothing_else() -> None:

@@ -139,9 +139,8 @@ def test_of_several_one_that_begins_differently_is_read_from_the_start(backbone:
 def test_the_size_of_a_cache_grows_with_what_is_read(backbone: Backbone) -> None:
     ids = backbone.tokenize(TEXT)
     sizes = [backbone.read_on(ids[:count], None)[1].size_bytes for count in (10, 20)]
-    assert (
-        sizes[1] == 2 * sizes[0] == 10 * 2 * 2 * (2 * 2 * 8 * 4)
-    )  # layers, keys and values, heads, width, float32
+    # layers, keys and values, heads, width, float32
+    assert sizes[1] == 2 * sizes[0] == 10 * 2 * 2 * (2 * 2 * 8 * 4)
 
 
 def test_who_has_little_to_read_is_not_padded_to_a_whole_window() -> None:

@@ -68,9 +68,8 @@ def test_prompts_stay_in_their_parts_and_a_trained_backbone_stays_trained(
     )
     train(transcripts, how, models.folder / "v1")
     models.promote("v1")
-    quick = Fitting(
-        epochs=40, patience=15, batch=64, learning_rate=5e-3
-    )  # enough to tell the text from the numbers
+    # enough to tell the text from the numbers
+    quick = Fitting(epochs=40, patience=15, batch=64, learning_rate=5e-3)
     monkeypatch.setattr("treadle_learned.refit.Training", partial(Training, fitting=quick))
     refit(transcripts, models, "v2", seed=3)
     old, new = load(models.folder / "v1"), load(models.folder / "v2")

@@ -23,9 +23,8 @@ QUICK = Training(
     fitting=Fitting(epochs=40, patience=15, learning_rate=5e-3),
     tuning=Tuning(epochs=2, windows=4, lora_rate=5e-3, full_rate=2e-3),
 )
-FEW_HEAD_EPOCHS = replace(
-    QUICK, fitting=replace(QUICK.fitting, epochs=4)
-)  # something is left for a backbone to learn
+# something is left for a backbone to learn
+FEW_HEAD_EPOCHS = replace(QUICK, fitting=replace(QUICK.fitting, epochs=4))
 
 
 @pytest.fixture(scope="module")

@@ -55,9 +55,8 @@ async def test_a_move_goes_through_its_states_and_the_target_is_the_owner(
     assert mesh.scheduler.owners["t"] == ("e1", 2)
     assert mesh.sidecars["e1"].prefixes == {"t": 100}
     request = mesh.sidecars["e1"].requests("PrefetchPrefix")[0]
-    assert all(
-        r.counts_only for r in mesh.sidecars["e0"].requests("ExportPrefix")[1:]
-    )  # the first is the target's
+    # the first is the target's
+    assert all(r.counts_only for r in mesh.sidecars["e0"].requests("ExportPrefix")[1:])
     assert request.storage_only and request.cache_salt == SALT
     assert getattr(request, "from").engine_address == mesh.sidecars["e0"].address
     (ended,) = ends

@@ -135,10 +135,8 @@ async def test_other_tokens_take_the_place_of_those_before_and_the_same_ones_are
     assert await push(calls, stretch("a", 4, 8, first_id=100)) == (8, True)
     await until(lambda: reading.tokens["a"] == [0, 1, 2, 3, 104, 105, 106, 107])
     assert reading.starts == [0, 4]
-    assert await push(calls, stretch("a", 7, 9, first_id=100)) == (
-        9,
-        True,
-    )  # its first token is there already
+    # its first token is there already
+    assert await push(calls, stretch("a", 7, 9, first_id=100)) == (9, True)
     await until(lambda: reading.tokens["a"][-1] == 108)
     assert reading.starts == [0, 4, 8]
     reading.task.cancel()

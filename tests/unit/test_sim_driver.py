@@ -67,13 +67,11 @@ def test_a_trajectory_that_moves_takes_its_kv_along_unless_the_link_is_too_slow(
     moved = [times.migrations for times in rollout.outcome.times]
     assert sum(moved) >= 2
     for work, times in zip(works, rollout.outcome.times, strict=True):
-        observed = sum(
-            step.obs_tokens + 1 for step in work.steps[:-1]
-        )  # the last token sampled has no KV yet
+        # the last token sampled has no KV yet
+        observed = sum(step.obs_tokens + 1 for step in work.steps[:-1])
         assert times.prefilled_tokens == work.prompt_tokens + observed
-    slow, _ = moving(
-        Link(bytes_per_s=1e5)
-    )  # every move is given up or called off, and the source keeps the trajectory
+    # every move is given up or called off, and the source keeps the trajectory
+    slow, _ = moving(Link(bytes_per_s=1e5))
     assert slow.actions(actions.StartMigration)
     assert slow.outcome.migrations == 0
     assert [times.gen_tokens for times in slow.outcome.times] == [work.gen_tokens for work in works]
@@ -201,9 +199,8 @@ def test_an_update_of_the_weights_stops_all_engines_and_each_context_is_computed
     ]
     for times, before in zip(updated.outcome.times, whole.outcome.times, strict=True):
         again_tokens = times.prefilled_tokens - 400
-        step_s = (
-            SLOW.decode_s(1) + 1_400 * SLOW.per_kv_token_s
-        )  # the one under way is lost, the prefill yields one
+        # the one under way is lost, the prefill yields one
+        step_s = SLOW.decode_s(1) + 1_400 * SLOW.per_kv_token_s
         assert 400 + 400 < again_tokens < 400 + 500, "about 10 ms a token for 5 s"
         assert times.finished_s == pytest.approx(
             before.finished_s + 3.0 + SLOW.prefill_s(again_tokens, 0), abs=step_s

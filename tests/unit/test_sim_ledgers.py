@@ -43,9 +43,8 @@ def test_the_sum_is_the_time_from_opening_to_closing_whatever_happens(system: st
         assert min(getattr(ledger, part) for part in Ledger.__slots__) >= -1e-9
         assert ledger.tool_s == pytest.approx(work.tool_s)
         waits_s = ledger.queue_s + ledger.preempted_s + ledger.weights_s
-        first_wait_s = max(
-            0.0, times.queue_s - waits_s
-        )  # the simulator books the wait for a first ticket there
+        # the simulator books the wait for a first ticket there
+        first_wait_s = max(0.0, times.queue_s - waits_s)
         assert ledger.held_s + ledger.move_s == pytest.approx(first_wait_s + times.move_s, abs=1e-9)
         assert (ledger.prefill_s, ledger.decode_s) == pytest.approx(
             (times.prefill_s, times.decode_s)

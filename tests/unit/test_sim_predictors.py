@@ -89,9 +89,8 @@ def test_quantiles_are_calibrated_at_every_turn_and_the_error_shrinks_as_stated(
         ]
         median = np.log([each.p50 for each in said])
         error_sigma = np.hypot(SIGMA0 * DECAY**turn, FRESH_SIGMA)
-        expected_sigma = error_sigma / np.hypot(
-            1.0, error_sigma
-        )  # of a normal truth of deviation 1 seen through it
+        # of a normal truth of deviation 1 seen through it
+        expected_sigma = error_sigma / np.hypot(1.0, error_sigma)
         assert (np.log(left) - median).std() == pytest.approx(expected_sigma, rel=0.06)
         # It does not believe its outliers: the truth goes as far as it says, no less far.
         assert np.polyfit(median, np.log(left), 1)[0] == pytest.approx(1.0, abs=0.05)
@@ -128,9 +127,8 @@ def test_history_knows_each_prompts_mean_and_nothing_of_the_sample() -> None:
     assert history.predict(0, 0, 0)[0].p50 == history.predict(1, 0, 0)[0].p50 == 300.0
     assert history.predict(0, 1, 100)[0].p50 == 200.0
     assert history.predict(2, 0, 0)[0].p50 == 500.0  # a prompt never seen: the mean over all
-    assert (
-        history.predict(2, 1, 800)[0].p50 == 200.0
-    )  # outlived: a quarter of what it did, within the cap
+    # outlived: a quarter of what it did, within the cap
+    assert history.predict(2, 1, 800)[0].p50 == 200.0
     history.finish(0)
     assert history.predict(1, 0, 0)[0].p50 == 300.0
     with pytest.raises(ValueError, match="earlier"):

@@ -29,9 +29,8 @@ def test_a_rank_is_the_place_in_the_sorted_order(changes: list[tuple[int, float 
         else:
             ranks.put(name, length)
             lengths[name] = length
-        in_order = sorted(
-            lengths, key=lambda name: -lengths[name]
-        )  # stable, as a dictionary keeps the coming
+        # stable, as a dictionary keeps the coming
+        in_order = sorted(lengths, key=lambda name: -lengths[name])
         assert [ranks.rank(name) for name in in_order] == list(range(len(ranks)))
     assert ranks.rank("nobody") == -1
 

@@ -62,16 +62,11 @@ def test_a_cut_trajectory_goes_on_as_one_that_went_further_of_its_prompt_if_ther
     steps, censored = continue_cut(
         cut, Donors(own), Donors([*own, work("q", 0, 900)]), np.random.default_rng(0)
     )
-    assert [step.gen_tokens for step in steps] == [
-        30,
-        20,
-        20,
-        5,
-    ]  # 50 of the other's 75 tokens lie behind it
+    # 50 of the other's 75 tokens lie behind it
+    assert [step.gen_tokens for step in steps] == [30, 20, 20, 5]
     assert not censored
-    other = Donors(
-        [cut, work("q", 0, 900)]
-    )  # none of its prompt went further, another prompt's did
+    # none of its prompt went further, another prompt's did
+    other = Donors([cut, work("q", 0, 900)])
     steps, censored = continue_cut(
         cut, Donors([cut, work("p", 1, 10)]), other, np.random.default_rng(0)
     )

@@ -302,9 +302,8 @@ def by_tokens(works: list[TrajectoryWork], slots: int) -> list[float]:
             now += SLOW.decode_s(len(running)) + SLOW.per_kv_token_s * kv
             sampling = list(running)
         else:
-            now, first = heapq.heappop(
-                arrivals
-            )  # of those that come at once the first begins alone
+            # of those that come at once the first begins alone
+            now, first = heapq.heappop(arrivals)
             waiting.append(first)
             continue
         for index in sampling:

@@ -18,9 +18,8 @@ from treadle_sim.engine_model import Speculation
 from treadle_sim.systems import SYSTEMS
 
 DRAFTS = Speculation((3, 7), ((1.5, 2.0, 2.25), (1.6, 2.4, 3.1)))
-FLAT = replace(
-    SLOW, batch_sizes=(1.0, 64.0), step_s=(0.010, 0.010)
-)  # a verification costs what a step costs
+# a verification costs what a step costs
+FLAT = replace(SLOW, batch_sizes=(1.0, 64.0), step_s=(0.010, 0.010))
 
 arrivals = st.lists(
     st.tuples(st.integers(0, 3), st.integers(1, 400), st.integers(1, 300), st.floats(0.0, 2.0)),

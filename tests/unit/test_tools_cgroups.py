@@ -40,9 +40,8 @@ def test_limits_are_written_where_each_version_has_them(tmp_path: Path, version:
     slot, folders = slot_of(version, tmp_path)
     (folders["memory"] / SWAP_MOST[version]).write_text("")
     slot.limit(memory_bytes=1 << 20, cpu_cores=1, processes=7)
-    slot.limit(
-        memory_bytes=None, cpu_cores=2, processes=7
-    )  # a step leaves the memory limit as it is
+    # a step leaves the memory limit as it is
+    slot.limit(memory_bytes=None, cpu_cores=2, processes=7)
     slot.join(4711)
     assert {
         place: (folders[place.split("/")[0]] / place.split("/")[1]).read_text()

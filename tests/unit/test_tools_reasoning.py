@@ -13,9 +13,8 @@ from treadle.environments.reasoning import EVALUATED
 from treadle_tools.builtin.reasoning import ReasoningTask, is_formula
 from treadle_tools.tool import Outcome
 
-NEEDS_MORE = frozenset(
-    {"composite"}
-)  # tasks that are made of others, which an opening does not name
+# tasks that are made of others, which an opening does not name
+NEEDS_MORE = frozenset({"composite"})
 
 
 class NoSandbox:

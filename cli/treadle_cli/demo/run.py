@@ -114,9 +114,8 @@ async def run_demo(
 ) -> int:
     """Play all epochs, draw the report in `folder`, and return the exit code: 1 where a trajectory
     failed."""
-    os.environ.pop(
-        FOLDER_VARIABLE, None
-    )  # of a mesh elsewhere; this one is plaintext on the loopback interface
+    # of a mesh elsewhere; this one is plaintext on the loopback interface
+    os.environ.pop(FOLDER_VARIABLE, None)
     logs, state = folder / "logs", folder / "state"
     started_at = time_stamp()
     plays: list[PlayRecord] = []

@@ -62,9 +62,8 @@ def make_prompts(chat: Chat, count: int, seed: int, epoch: int = 0) -> list[Prom
     """Return `count` prompts, at least one, lakes and puzzles in turn. Another epoch samples the
     same prompts with other seeds."""
     ranks = list(range(count))
-    random.Random(f"ranks {seed}").shuffle(
-        ranks
-    )  # where a long prompt stands must not follow from its length
+    # where a long prompt stands must not follow from its length
+    random.Random(f"ranks {seed}").shuffle(ranks)
     return [_make(chat, index, rank, count, seed, epoch) for index, rank in enumerate(ranks)]
 
 

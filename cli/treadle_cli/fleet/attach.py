@@ -145,9 +145,8 @@ async def run_attach(
         require_bubblewrap()
         nats_server()
         if not plan.secure:
-            os.environ.pop(
-                FOLDER_VARIABLE, None
-            )  # of another mesh; this one is plaintext on the loopback interface
+            # of another mesh; this one is plaintext on the loopback interface
+            os.environ.pop(FOLDER_VARIABLE, None)
     folder = new_run_folder(out_folder, "attach-")
     state = folder / "state"
     try:

@@ -33,9 +33,8 @@ START_TIMEOUT_S = (
     1800.0  # 25-50 s for the small model on a CPU; a large one on GPUs loads for minutes
 )
 CPU_KV_TOKENS = 20000  # pool of an engine on a CPU: 32 trajectories of 600 tokens, in 0.9 GB
-KV_SHARE = (
-    1 / 8
-)  # of what is free, for KV pages: SGLang's own copies in the host's memory take most of the rest
+# of what is free, for KV pages: SGLang's own copies in the host's memory take most of the rest
+KV_SHARE = 1 / 8
 # in memory; less would hold no long trajectory, and /dev/shm of a container often has 64 MB in all
 LEAST_KV_GB = 1.0
 HEALTH_TIMEOUT_S = 5.0  # one look; a server that warms up answers late
@@ -189,10 +188,8 @@ def start_engine(
         command += ["--cpu", "--kv-tokens", str(CPU_KV_TOKENS), "--cores", *units]
     else:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(units)
-        flags += [
-            "--tp-size",
-            str(kind.degree),
-        ]  # SGLang takes the last value of a flag that comes twice
+        # SGLang takes the last value of a flag that comes twice
+        flags += ["--tp-size", str(kind.degree)]
     child = tree.start(engine_id, [*command, "--", *flags], env, cores=cores, stage=STAGE)
     return Engine(engine_id, f"http://{HOST}:{port}", child, cores, kind, units)
 

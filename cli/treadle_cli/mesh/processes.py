@@ -131,15 +131,13 @@ class ProcessTree:
         self._grace_s = grace_s
         self.on_death: Callable[[Child], None] = lambda child: None
         self.ports = Ports()
-        self.children: list[
-            Child
-        ] = []  # in the order of their start; those that ended with their whole session left
+        # in the order of their start; those that ended with their whole session left
+        self.children: list[Child] = []
 
     async def __aenter__(self) -> Self:
         self._log_folder.mkdir(parents=True, exist_ok=True)
-        self._temp_folder = Path(
-            tempfile.mkdtemp(prefix="treadle-")
-        )  # short: it is in the paths of unix sockets
+        # short: it is in the paths of unix sockets
+        self._temp_folder = Path(tempfile.mkdtemp(prefix="treadle-"))
         self._guardian = _start_guardian(self._temp_folder)
         return self
 
@@ -251,17 +249,15 @@ class ProcessTree:
         for stage in sorted({child.stage for child in self.children}, reverse=True):
             await self.stop([child for child in self.children if child.stage == stage])
         await asyncio.to_thread(guardian.kill_sessions, {child.pid for child in self.children})
-        await asyncio.to_thread(
-            self._guardian.communicate
-        )  # closes its pipe; it removes the temporary files
+        # closes its pipe; it removes the temporary files
+        await asyncio.to_thread(self._guardian.communicate)
 
     def _on_exit(self, child: Child, exit_fd: int) -> None:
         asyncio.get_running_loop().remove_reader(exit_fd)
         os.close(exit_fd)
         child.process.poll()
-        left = guardian.session_members(
-            child.pid
-        )  # an engine's workers outlive a killed engine by a moment
+        # an engine's workers outlive a killed engine by a moment
+        left = guardian.session_members(child.pid)
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -68,12 +68,8 @@ GATEWAY_FOLDER = (
 CONSOLE = "console"
 CONSOLE_PURPOSE = "what the mesh does, in a browser"
 CONSOLE_PORT_OFFSET = -1  # how far the port of its page is from the scheduler's
-IN_PORT_ORDER = (
-    *SERVICES,
-    RESOURCES,
-    GATEWAY,
-    HTTP,
-)  # from the scheduler's port on, and then the sidecars
+# from the scheduler's port on, and then the sidecars
+IN_PORT_ORDER = (*SERVICES, RESOURCES, GATEWAY, HTTP)
 
 
 @dataclass(frozen=True)
@@ -247,9 +243,8 @@ class ControlPlane:
 
     async def stop(self) -> None:
         """Stop the services, then NATS."""
-        children = list(
-            dict.fromkeys(self._children.values())
-        )  # services share a process, which gets one signal
+        # services share a process, which gets one signal
+        children = list(dict.fromkeys(self._children.values()))
         await self._tree.stop([child for child in children if child.stage == STAGE])
         await self._tree.stop(children)
 

@@ -28,9 +28,8 @@ from treadle_cli.problems import UsageProblem
 
 ANSWER_S = 10.0  # an actor that is still in its constructor answers later
 DEFAULT_METHOD = "get_server_address"
-BUNDLE = re.compile(
-    r"bundle_group_(\d+)_"
-)  # the resource by which Ray keeps an actor in its bundle
+# the resource by which Ray keeps an actor in its bundle
+BUNDLE = re.compile(r"bundle_group_(\d+)_")
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,8 @@ DEFAULT_BACKBONE = (
     "Qwen/Qwen3-0.6B"  # Heddle 4.1; treadle_learned.backbone has the same, and would import torch
 )
 
-COLUMNS = (
-    "recall_top10",
-    "pearson",
-    "pearson_log",
-    "pinball",
-    "coverage_80",
-)  # columns of the table of evaluate
+# columns of the table of evaluate
+COLUMNS = ("recall_top10", "pearson", "pearson_log", "pinball", "coverage_80")
 Track = Callable[[Iterable[int], int], Iterable[int]]
 Bar = Callable[[str], Track]  # the same as in treadle_learned.examples
 

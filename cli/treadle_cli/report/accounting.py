@@ -52,9 +52,8 @@ def forecast_figures(trajectories: Sequence[TrajectoryRecord]) -> ForecastFigure
 def _waits_s(trajectory: TrajectoryRecord) -> list[float]:
     """Return the seconds from the request of each step, the first aside, until it is in a queue."""
     latest_first = sorted(trajectory.spans, key=lambda span: -span.start_s)
-    asked_s = {
-        span.turn: span.start_s for span in latest_first if span.kind == "queue"
-    }  # the earliest stays
+    # the earliest stays
+    asked_s = {span.turn: span.start_s for span in latest_first if span.kind == "queue"}
     return [
         forecast.next_queued_s - asked_s[forecast.turn]
         for forecast in trajectory.forecasts
@@ -164,7 +163,6 @@ def _engine_ends(trajectories: Sequence[TrajectoryRecord]) -> dict[str, float]:
         for span in trajectory.spans
         if span.kind in ("prefill", "decode")
     ]
-    ends = {
-        span.engine_id: span.end_s for span in sorted(worked, key=lambda span: span.end_s)
-    }  # the latest stays
+    # the latest stays
+    ends = {span.engine_id: span.end_s for span in sorted(worked, key=lambda span: span.end_s)}
     return dict(sorted(ends.items()))

@@ -30,9 +30,8 @@ class EngineClass:
         return ", ".join((f"{self.degree} {self.accelerator}", f"{self.slots} slots", *self.flags))
 
 
-ResourcePlan = Mapping[
-    EngineClass, int
-]  # the number of engines of each class, at least 1, in the order of the plan
+# the number of engines of each class, at least 1, in the order of the plan
+ResourcePlan = Mapping[EngineClass, int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,9 +52,8 @@ class ResourceServicer(resources_pb2_grpc.ResourceServiceServicer):
             task = asyncio.get_running_loop().create_task(
                 self.apply(request), context=detached_context()
             )
-            task.add_done_callback(
-                lambda done: done.cancelled() or done.exception()
-            )  # its caller may be gone
+            # its caller may be gone
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
             self._tasks[request_id] = task
         return await asyncio.shield(task)
 

@@ -40,11 +40,8 @@ from treadle_sim.workloads.workload import (
 from treadle_cli.problems import UsageProblem
 
 FORMATS = ("jsonl", "openai", "prime-rl", "slime", "verl")
-WAYS = {
-    "verl": "verl",
-    "slime": "slime",
-    "prime-rl": "sticky",
-}  # the simulated system that stands for a framework
+# the simulated system that stands for a framework
+WAYS = {"verl": "verl", "slime": "slime", "prime-rl": "sticky"}
 Seconds = Annotated[float, Field(allow_inf_nan=False)]
 T = TypeVar("T")
 Count = Annotated[int, Field(ge=0)]
@@ -99,9 +96,8 @@ def read_log(path: Path, kind: str, tokenizer: Path | None) -> Log:
     return Log(path.name, tuple(works), way, recorded, tuple(assumptions))
 
 
-Read = tuple[
-    Sequence[TrajectoryWork], float, list[str]
-]  # works, seconds of the whole step or 0.0, assumptions
+# works, seconds of the whole step or 0.0, assumptions
+Read = tuple[Sequence[TrajectoryWork], float, list[str]]
 
 
 class _Times(BaseModel):
@@ -332,9 +328,8 @@ def _read_slime(path: Path) -> Read:
             "--format slime reads a file of torch.save: pip install 'treadle[learned]'"
         ) from None
     try:
-        dumped = torch.load(
-            path, map_location="cpu", weights_only=True
-        )  # a pickle of anything could run code
+        # a pickle of anything could run code
+        dumped = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, ValueError, EOFError, KeyError, _unpickling_error()) as error:
         raise UsageProblem(
             f"--from-log {path}: is no file of --save-debug-rollout-data that holds plain values "

@@ -89,9 +89,8 @@ async def _simulate_into(
         recorded = [run for _, run in (await _run_fastest(drawn, "recording", bar)).values()]
     sentences = output.describe(plan, comparison)
     with progress.status("drawing"):
-        from treadle_cli.simulate import (
-            pictures,
-        )  # a second of imports, which bad options need not wait for
+        # a second of imports, which bad options need not wait for
+        from treadle_cli.simulate import pictures
 
         scene = make_scene(recorded, plan.settings[0].workload, comparison)
         title = "Makespan: " + " · ".join(
@@ -105,9 +104,8 @@ async def _simulate_into(
         (folder / output.SUMMARY).write_text(json.dumps(document, indent=1) + "\n")
         output.write_trajectories(plan, runs, folder / output.TRAJECTORIES)
         if TREADLE.name in runs:
-            from google.protobuf import (
-                json_format,
-            )  # the next import loads grpc too: nothing else here needs them
+            # the next import loads grpc too: nothing else here needs them
+            from google.protobuf import json_format
 
             from treadle_cli.resources.plan import EngineClass, plan_message
 

@@ -49,9 +49,8 @@ class Screen:
             part.row_count + 1 if isinstance(part, Table) else part.plain.count("\n") + 1
             for part in parts
         )
-        room = max(
-            1, height - used - 4
-        )  # a blank line, the heading, how many more there are, and the cursor's line
+        # a blank line, the heading, how many more there are, and the cursor's line
+        room = max(1, height - used - 4)
         parts += [Text(""), _trajectories(shot.trajectories[:room])]
         parts += _more(len(shot.trajectories) - room, "trajectories")
         return parts

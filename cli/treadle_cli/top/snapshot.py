@@ -132,9 +132,8 @@ class Watcher:
     _known: list[pb.Trajectory] = field(default_factory=list)
     _asked_s: float = -math.inf  # monotonic, when the last answer had come
     _ask_again_s: float = -math.inf
-    _ended: list[tuple[float, int]] = field(
-        default_factory=list
-    )  # monotonic, trajectories that had ended by then
+    # monotonic, trajectories that had ended by then
+    _ended: list[tuple[float, int]] = field(default_factory=list)
     _moves_refused: bool = False
 
     async def look(self) -> Snapshot:

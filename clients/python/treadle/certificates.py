@@ -29,14 +29,11 @@ FOLDER_VARIABLE = "TREADLE_TLS_FOLDER"
 CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
 NATS_NAME = "nats.treadle"  # DNS name of a NATS server
 LOOK_EVERY_S = 1.0  # between two checks of the folder for new files
-LAST_CALLS_S = (
-    24 * 3600.0
-)  # how long calls may still run on a connection with the certificate before
+# how long calls may still run on a connection with the certificate before
+LAST_CALLS_S = 24 * 3600.0
 HANDSHAKE_S = 5.0
-HANDSHAKES, HANDSHAKE_PAUSE_S = (
-    2,
-    0.3,
-)  # a server that is ending closes a connection too, but not twice
+# a server that is ending closes a connection too, but not twice
+HANDSHAKES, HANDSHAKE_PAUSE_S = (2, 0.3)
 Options = tuple[tuple[str, int | str], ...]
 
 _log = logging.getLogger("treadle")

@@ -56,10 +56,8 @@ _OPTIONS: Options = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    (
-        "grpc.max_reconnect_backoff_ms",
-        1_000,
-    ),  # the default of 120 s would miss a restarted scheduler for minutes
+    # the default of 120 s would miss a restarted scheduler for minutes
+    ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.min_reconnect_backoff_ms", 5_000),  # how long one attempt to connect may take
     # A machine that vanished, or a process that is stopped, sends no reset: pings notice within 15
     # s. Treadle's servers allow them this often. The last two: by default gRPC waits for a minute
@@ -93,10 +91,8 @@ FOLLOWING: Options = (
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
     ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
-    (
-        "grpc.min_reconnect_backoff_ms",
-        1_000,
-    ),  # a process that hangs accepts a connection and sends nothing
+    # a process that hangs accepts a connection and sends nothing
+    ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
 )
 
@@ -137,9 +133,8 @@ class Timeouts:
         300.0  # a step waits this long for an engine, or for an answer of the scheduler
     )
     step_s: float = 600.0  # longer than the prefill of any context
-    stream_s: float = (
-        24 * 3600.0
-    )  # one stream of an engine as a whole, its time in the queue included
+    # one stream of an engine as a whole, its time in the queue included
+    stream_s: float = 24 * 3600.0
     tool_s: float = 600.0  # the tool's own wall-time limit is shorter
     reward_s: float = 3600.0  # longest wait for a score, which may wait behind scores of other jobs
     batch_s: float = 600.0  # how long get_batch(wait=True) waits
@@ -401,9 +396,8 @@ async def finish(work: Coroutine[Any, Any, T]) -> T:
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
-            await asyncio.wait(
-                {task}
-            )  # unlike awaiting the task, this does not cancel it when the caller is cancelled
+            # unlike awaiting the task, this does not cancel it when the caller is cancelled
+            await asyncio.wait({task})
         except asyncio.CancelledError as cancellation:
             cancelled = cancellation
     if cancelled is not None:

@@ -34,9 +34,8 @@ class Job:
         self._mesh = mesh
         self._job_id = ""  # empty: not held
         self._rollouts: list[str] = []  # in progress
-        self._lock = (
-            asyncio.Lock()
-        )  # OpenJob and RenewJob take it, so that the newest list of rollouts is stored last
+        # OpenJob and RenewJob take it, so that the newest list of rollouts is stored last
+        self._lock = asyncio.Lock()
         self._heartbeat: asyncio.Task[None] | None = None
 
     async def hold(self) -> str:

@@ -63,9 +63,8 @@ class EventLoop:
         )
         self._over = asyncio.Event()
         self.is_closed = False
-        self._closing = (
-            threading.RLock()
-        )  # held where work is begun, so that none is begun in a loop that ends
+        # held where work is begun, so that none is begun in a loop that ends
+        self._closing = threading.RLock()
         # A daemon: a process whose user has not closed the client must still be able to end.
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._serve()), name="treadle", daemon=True
@@ -122,9 +121,8 @@ class EventLoop:
         """Run `last`, cancel all other tasks, and end the thread. In the loop's own thread, that
         happens soon afterwards. Does nothing once closed."""
         if self.is_current:
-            self._ending = self._loop.create_task(
-                self._end(last)
-            )  # kept in a name, as a loop does not keep its tasks
+            # kept in a name, as a loop does not keep its tasks
+            self._ending = self._loop.create_task(self._end(last))
         elif not self.is_closed:
             try:
                 if last is not None:
@@ -307,9 +305,8 @@ class Client:
         except BaseException:
             self.loop.close()
             raise
-        self._close = weakref.finalize(
-            self, _close_client, self.loop, self.asynchronous
-        )  # at exit at the latest
+        # at exit at the latest
+        self._close = weakref.finalize(self, _close_client, self.loop, self.asynchronous)
 
     update_weights = _blocking(treadle.Client.update_weights)
     leave_weights_group = _blocking(treadle.Client.leave_weights_group)

@@ -28,11 +28,8 @@ STEPS = (2, 6)
 STEPS_MEAN = 3.4
 GEN_TOKENS = (8, 120)  # of a step
 GEN_MEDIAN = 24.0
-PROMPT_SIGMA, SAMPLE_SIGMA, STEP_SIGMA = (
-    0.7,
-    0.3,
-    0.5,
-)  # of ln tokens: of a prompt, of a sample, of a step
+# of ln tokens: of a prompt, of a sample, of a step
+PROMPT_SIGMA, SAMPLE_SIGMA, STEP_SIGMA = (0.7, 0.3, 0.5)
 OBS_TOKENS = (10, 60)  # of a tool's answer
 TOOL_S = (0.3, 3.0)
 TOOL_MEDIAN_S, TOOL_SIGMA = 0.8, 0.7
@@ -78,9 +75,8 @@ def _step(rng: np.random.Generator, level: float) -> Step:
     )
 
 
-FIRST_STEPS_S = (
-    TICK_S + 0.05
-)  # after the first opening: a tick, and the plan that is asked for at it
+# after the first opening: a tick, and the plan that is asked for at it
+FIRST_STEPS_S = TICK_S + 0.05
 
 
 @dataclass(frozen=True, slots=True)

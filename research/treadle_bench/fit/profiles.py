@@ -44,15 +44,11 @@ FIXED_SHARE_OF_STEP = 0.5
 SHIPPED_ENGINE = (
     "sglang"  # the engine that Treadle's sidecar drives; other engines are fitted to compare
 )
-CALIBRATED_ON = (
-    "Qwen3-32B",
-    "H100",
-)  # the one dense bf16 model that is measured both by kernel and whole
+# the one dense bf16 model that is measured both by kernel and whole
+CALIBRATED_ON = ("Qwen3-32B", "H100")
 LEAST_CONTEXTS = 3  # fewer context lengths do not tell a KV token's time from a sequence's
-DERIVED_FROM = {
-    "H800": "H100",
-    "H20": "H200",
-}  # the measured card whose memory and links are nearest
+# the measured card whose memory and links are nearest
+DERIVED_FROM = {"H800": "H100", "H20": "H200"}
 
 
 @dataclass(frozen=True, slots=True)

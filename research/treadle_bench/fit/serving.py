@@ -93,9 +93,8 @@ ACCELERATORS = {
         Accelerator("A100", 80e9, 2.04e12, 312e12, 300e9),
         Accelerator("H100", 80e9, 3.35e12, 989e12, 450e9),
         Accelerator("H200", 141e9, 4.8e12, 989e12, 450e9),
-        Accelerator(
-            "H800", 80e9, 3.35e12, 989e12, 200e9
-        ),  # an H100 whose NVLink is cut to 400 GB/s both ways
+        # an H100 whose NVLink is cut to 400 GB/s both ways
+        Accelerator("H800", 80e9, 3.35e12, 989e12, 200e9),
         Accelerator("H20", 96e9, 4.0e12, 148e12, 450e9),
     )
 }

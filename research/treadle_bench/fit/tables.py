@@ -126,9 +126,8 @@ def read_splitwise(
         if row["model"] != "llama2-70b" or accelerator is None or (gpus == 2 and batch == 64):
             continue
         prompt, gen = int(row["prompt_size"]), int(row["token_size"])
-        context = (
-            prompt + gen / 2
-        )  # token_time is a mean over the answer, at whose middle the context is this
+        # token_time is a mean over the answer, at whose middle the context is this
+        context = prompt + gen / 2
         steps[accelerator, gpus].append(
             DecodePoint(batch, batch * context, float(row["token_time"]) / 1e3)
         )

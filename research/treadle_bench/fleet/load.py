@@ -138,9 +138,8 @@ async def run(
                 all_open.set()
             calls, recorder.calls = recorder.calls, []
             with records.open("a") as file:
-                file.write(
-                    "\n" + json.dumps({"calls": calls}) + "\n"
-                )  # the line before may be cut off by a kill
+                # the line before may be cut off by a kill
+                file.write("\n" + json.dumps({"calls": calls}) + "\n")
 
     async def agent(trajectory: Trajectory, prompt: Prompt) -> float:
         await all_open.wait()

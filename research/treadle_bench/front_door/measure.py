@@ -75,9 +75,8 @@ class Caller:
                 if line.startswith(b"data: {"):
                     chunk = json.loads(line[6:])
                     meta = chunk["meta_info"]
-                    whole = (
-                        len(chunk["output_ids"]) >= meta["completion_tokens"]
-                    )  # or the new tokens alone
+                    # or the new tokens alone
+                    whole = len(chunk["output_ids"]) >= meta["completion_tokens"]
                     ids = chunk["output_ids"] if whole else ids + chunk["output_ids"]
                     entries = [entry[0] for entry in meta["output_token_logprobs"]]
                     logprobs = entries if whole else logprobs + entries
@@ -98,9 +97,8 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
     pairs: list[tuple[int, Turn, Turn]] = []  # number of the turn, straight, through the gateway
     rates: dict[str, list[float]] = {way: [] for way in WAYS}
     timeout = aiohttp.ClientTimeout(TIMEOUT_S)
-    connector = aiohttp.TCPConnector(
-        limit=0, keepalive_timeout=2.0
-    )  # SGLang closes idle ones after 5 s
+    # SGLang closes idle ones after 5 s
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
     async with (
         # A sidecar sees no straight request, so its probes would run beside one, slow it down and
         # change its batch.

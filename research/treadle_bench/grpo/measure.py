@@ -54,10 +54,8 @@ UNSHAPED, CAP, FIRST_K = "none", "cap", "first-k"
 SETTINGS = [(0, UNSHAPED), (0, CAP), (0, FIRST_K), (1, UNSHAPED), (1, CAP), (2, UNSHAPED), (2, CAP)]
 WINDOW = 5
 SLOTS = 64  # all trajectories of a rollout decode at once: it ends when the longest does
-FLAGS = (
-    "--stream-interval",
-    "16",
-)  # of SGLang: a message for each token is a fifth of a step on two cores
+# of SGLang: a message for each token is a fifth of a step on two cores
+FLAGS = ("--stream-interval", "16")
 STAGE = 3  # the trainer stops before the services
 DRIFT = ("k3", "clip_fraction", "mean_abs")
 PARTS = ("rollout_s", "reward_s", "train_s", "sync_s")

@@ -69,10 +69,8 @@ class RawEngine:
             "sampling_params": sampling,
             **more,
         }
-        body |= {
-            "stream": True,
-            "return_logprob": True,
-        }  # as a trainer needs them, and as the sidecar asks
+        # as a trainer needs them, and as the sidecar asks
+        body |= {"stream": True, "return_logprob": True}
         async with self._http.post(
             f"{self.url}/generate", json=body, raise_for_status=True
         ) as answer:

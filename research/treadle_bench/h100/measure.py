@@ -64,18 +64,10 @@ from treadle_bench.processes import run_mesh
 from treadle_bench.public_traces import read_public
 from treadle_bench.summary import rounded
 
-ALONE_FLAGS = (
-    "--hicache-ratio",
-    "1.2",
-    "--enable-priority-scheduling",
-)  # a large pool, and preemption by SGLang
-PARTS = (
-    "curves",
-    "preemption",
-    "streams",
-    "moves",
-    "rollout",
-)  # two of one engine alone, three of two that share
+# a large pool, and preemption by SGLang
+ALONE_FLAGS = ("--hicache-ratio", "1.2", "--enable-priority-scheduling")
+# two of one engine alone, three of two that share
+PARTS = ("curves", "preemption", "streams", "moves", "rollout")
 REFERENCE_KEYS = ("system", "engine", "model", "tp")
 REFERENCE = ("h100_sxm", "sglang", "Qwen3-8B", "1")
 SOURCE = "swebench_verified_mini_gemini3"

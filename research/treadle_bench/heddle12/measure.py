@@ -39,9 +39,8 @@ from treadle_bench.rollouts import (
 from treadle_bench.summary import range_of, rounded
 
 PAPER_DEGREE = {"Qwen3-8B": 1, "Qwen3-14B": 1, "Qwen3-32B": 2}
-DENSE = (
-    "Qwen3-32B",
-)  # models with fewer trajectories than the others, which are also played with as many
+# models with fewer trajectories than the others, which are also played with as many
+DENSE = ("Qwen3-32B",)
 PLANNED = (HEDDLE, TREADLE, TREADLE_WHOLE_TURNS, ORACLE)
 
 

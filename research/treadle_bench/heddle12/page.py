@@ -158,12 +158,8 @@ LOOKS: Mapping[str, dict[str, Any]] = {
     "treadle-whole-turns": {"marker": "o", "color": COLOURS["decode"], "fillstyle": "none"},
     "treadle": {"marker": "o", "color": COLOURS["decode"], "markersize": 9},
 }
-UPPER = (
-    "heddle",
-    "oracle",
-    "treadle",
-    "treadle-whole-turns",
-)  # on the upper line of a row; baselines are below
+# on the upper line of a row; baselines are below
+UPPER = ("heddle", "oracle", "treadle", "treadle-whole-turns")
 BASELINES_LOWER = 0.2  # of a row's height
 ROOM_FOR_WORDS = 1.35  # of the width of a panel
 

@@ -41,10 +41,8 @@ from treadle_bench.processes import run_mesh
 from treadle_bench.summary import median_of, range_of
 
 ENGINES = 2
-PREFIX_TOKENS, FIRST_TOKENS = (
-    1_500,
-    16,
-)  # what moves; the end of it that was generated, not a prompt
+# what moves; the end of it that was generated, not a prompt
+PREFIX_TOKENS, FIRST_TOKENS = (1_500, 16)
 OBSERVED_TOKENS, NEXT_TOKENS = 20, 32  # the tool's answer; the step after the move
 MOVERS = 6  # a repeat: nine of ten prefixes of this length fit an engine's pool
 OTHERS = 2  # trajectories that decode on each engine meanwhile
@@ -117,9 +115,8 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
             line = f"first token {one.moved_s:.2f} s after a move, {one.cold_s:.2f} s cold; "
             line += f"moves of {', '.join(f'{move_s:.2f}' for move_s, _ in rounds[-1].moves)} s"
             options.progress.print(line, highlight=False)
-        share = round(
-            others.share(), 3
-        )  # while the engines still run: of a program that has ended the time is lost
+        # while the engines still run: of a program that has ended the time is lost
+        share = round(others.share(), 3)
     return {**report(compared, rounds), "seeds": options.seeds, "other_programs_share": share}
 
 

@@ -35,9 +35,8 @@ from treadle_runtime.bus import Bus, open_bus
 from treadle_bench.bench import BenchOptions
 from treadle_bench.processes import run_service
 
-Asked = tuple[
-    list[Fact], predictor_pb2.Query
-]  # the facts of a step's end, and the question after it
+# the facts of a step's end, and the question after it
+Asked = tuple[list[Fact], predictor_pb2.Query]
 
 RATE_PER_S = 4.0
 SIDE_BY_SIDE = 16

@@ -29,12 +29,8 @@ LOOKS: Mapping[str, dict[str, Any]] = {
     "Treadle told every length": {"marker": "o", "color": COLOURS["prefill"], "fillstyle": "none"},
     "bound": {"marker": "|", "color": INK, "markersize": 11},
 }
-KEYS = (
-    "ratio_to_best_baseline",
-    "ratio_to_siblings",
-    "ratio_to_oracle",
-    "ratio_to_bound",
-)  # one for each look
+# one for each look
+KEYS = ("ratio_to_best_baseline", "ratio_to_siblings", "ratio_to_oracle", "ratio_to_bound")
 
 
 def page_values(found: Mapping[str, Any]) -> dict[str, Any]:

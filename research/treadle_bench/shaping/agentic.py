@@ -28,13 +28,8 @@ LLM, ACCELERATOR = "Qwen3-8B", "H800"
 ENGINES, SLOTS = 32, 64  # RollArt 12b: 32 H800
 GROUPS, KEEP = 64, 8  # a training batch of 512 in groups of 8 (RollArt §7.1)
 CONTEXT_TOKENS = 32_768
-LATENCIES = (
-    (1.0, 1.0),
-    (2.0, 2.0),
-    (5.0, 5.0),
-    (10.0, 10.0),
-    (10.0, 1.0),
-)  # seconds: mean and deviation of a turn's
+# seconds: mean and deviation of a turn's
+LATENCIES = ((1.0, 1.0), (2.0, 2.0), (5.0, 5.0), (10.0, 10.0), (10.0, 1.0))
 MORE_GROUPS, SIZES = (1.0, 1.25, 1.5), (8, 10, 12)
 BOUNDS = (1, 2, 3, 4, 5, 6)
 # Of asynchronous training; choices. The trainer takes about half as long as the engines for a

@@ -82,9 +82,8 @@ class Round:
         self._results = [GroupResult() for _ in groups]
         self._needed = min(needed, len(groups))
         self._barrier = barrier
-        self._waiting: list[
-            tuple[int, int, int]
-        ] = []  # samples whose environment has answered, at a barrier
+        # samples whose environment has answered, at a barrier
+        self._waiting: list[tuple[int, int, int]] = []
         self._in_turn = 0  # samples that decode or whose environment works
         self._contexts: dict[tuple[int, int], int] = {}
         self._turns: dict[tuple[int, int], int] = {}

@@ -46,23 +46,10 @@ from treadle_bench.shaping.rounds import GroupResult, GroupWork, Round, RoundRes
 Floats = npt.NDArray[np.float64]
 
 MOST_SAMPLES = 32  # of one prompt in one step, drawn whether or not they are started
-FORWARD_SHARE = (
-    1.0 / 3.0
-)  # of a sample's training: a backward pass computes twice what a forward pass does
-BATCHES = (
-    1,
-    2,
-    4,
-    8,
-    16,
-    32,
-    48,
-    64,
-    96,
-    128,
-    192,
-    256,
-)  # at which the cost model knows an engine's steps
+# of a sample's training: a backward pass computes twice what a forward pass does
+FORWARD_SHARE = 1.0 / 3.0
+# at which the cost model knows an engine's steps
+BATCHES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 
 
 class Leftovers(Enum):

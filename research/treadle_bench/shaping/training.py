@@ -37,11 +37,8 @@ LARGE, SMALL = "Qwen3-14B", "Qwen3-8B"
 GPUS = 32  # half of them roll out, half train (a choice; DARTS says that the two are apart)
 GROUPS, KEEP = 64, 8  # as RollArt trains (§7.1); DARTS gives the group size only
 DATASET = 512  # prompts, so that an epoch is 8 steps
-STEPS, STEPS_OFF, WARM_UP = (
-    32,
-    20,
-    8,
-)  # without learning the first epoch, which knows no lengths yet, is left out
+# without learning the first epoch, which knows no lengths yet, is left out
+STEPS, STEPS_OFF, WARM_UP = (32, 20, 8)
 ROLLOUT_SHARE = 0.7  # of a step of verl (DARTS §1: over 70%)
 # Utility that a second costs, which is not published. It prunes about 5% of the prompts of 32 GPUs,
 # as DARTS reports (§4.3.1). The tuned one made steps shortest. Both were chosen on a seed that no

@@ -32,16 +32,11 @@ Tokens = npt.NDArray[np.int32]
 
 TOKEN = re.compile(r" ?[^\W\d_]+| ?\d{1,3}| ?[^\w\s]+|_+|\s+")
 TOKENIZER = "words, numbers of at most three digits and signs, each with the space before it"
-DRAFT_TOKENS = (
-    3,
-    7,
-    11,
-)  # SGLang's NGRAM verifies 12 tokens by default, one of which is not a draft
+# SGLang's NGRAM verifies 12 tokens by default, one of which is not a draft
+DRAFT_TOKENS = (3, 7, 11)
 MOST_SUFFIX = 12  # SGLang's `speculative_ngram_max_match_window_size`
-REPEATED, SINGLE = (
-    "tau_airline_gpt4o",
-    "swebench_verified_mini_gemini3",
-)  # several samples a prompt, and one
+# several samples a prompt, and one
+REPEATED, SINGLE = ("tau_airline_gpt4o", "swebench_verified_mini_gemini3")
 SINGLE_STRIDE = 25  # of `SINGLE` every so-many-th sample
 PARTING = -1  # between two samples; no token
 FIRST_TEXT = {REPEATED: "first_user", SINGLE: "prompt"}

@@ -30,9 +30,8 @@ GEN_TOKENS = LogNormal(105.0, 1.39, 16_384.0)
 OBS_TOKENS = LogNormal(240.0, 1.5, 8_192.0)
 PROMPT_TOKENS = 1_700
 
-TOOL_S = CODING.tool_s(
-    "qwen3-32b"
-)  # mean 0.45 s: Heddle's Table 1, of a sandbox in RL with this model
+# mean 0.45 s: Heddle's Table 1, of a sandbox in RL with this model
+TOOL_S = CODING.tool_s("qwen3-32b")
 
 ACTIVE_SHARE = 0.47  # Figure 3c
 REWARD_SIGMA = 1.0  # of ln seconds over tasks: long-tailed (§6.4); a choice
@@ -40,10 +39,8 @@ REWARD_LIMIT_S = 1_800.0  # where SWE-bench's own harness stops a test run
 REWARD_NOISE = (
     0.2  # of ln seconds among samples of a task: what is profiled is the task's; a choice
 )
-SERIAL_SHARE = (
-    0.02,
-    0.10,
-)  # of a test run, uniform over tasks: collecting, the longest test; a choice
+# of a test run, uniform over tasks: collecting, the longest test; a choice
+SERIAL_SHARE = (0.02, 0.10)
 MOST_CORES = 32  # §6.4: DoP from 1 to 32
 GROUP = 8  # samples of a task; a choice
 MEMORY_BYTES = 4 * GIB  # of an environment; a choice, and far from binding: 2.4 TB a node

@@ -67,9 +67,8 @@ class ElasticCores(Executor):
             for machine in machines
         ]
         self._homes: dict[str, _Node] = {}
-        self._homeless: deque[Asked] = (
-            deque()
-        )  # first actions of trajectories that no node has memory for
+        # first actions of trajectories that no node has memory for
+        self._homeless: deque[Asked] = deque()
 
     def close(self, trace: Trace) -> None:
         """Free the trajectory's memory, and place trajectories that waited for it."""

@@ -100,9 +100,8 @@ async def run_sessions(tools: Tools, setting: Setting) -> dict[str, float]:
                     await tools.OpenSession(opening, timeout=CALL_TIMEOUT_S)
                 ).session.session_id
             finally:
-                await (
-                    everyone_open.wait()
-                )  # also after a failure, so that the others do not wait forever
+                # also after a failure, so that the others do not wait forever
+                await everyone_open.wait()
             results = [
                 await _invoke(tools, {"action": "left"}, session_id=session_id)
                 for _ in range(STEPS)

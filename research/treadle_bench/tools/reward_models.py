@@ -27,10 +27,8 @@ from treadle_sim.workloads.workload import TrajectoryWork
 
 from treadle_bench.tools.trace import Call, Trace, generation_s
 
-LLM, ACCELERATOR = (
-    "Qwen3-32B",
-    "H200",
-)  # teachers as large as the policy; "high-end GPUs" (ARL-Tangram §6.1)
+# teachers as large as the policy; "high-end GPUs" (ARL-Tangram §6.1)
+LLM, ACCELERATOR = ("Qwen3-32B", "H200")
 DEGREES = (1, 2, 4, 8)  # §5.3
 WEIGHT_BYTES = 65_500_000_000  # 32.8 billion parameters of two bytes
 ROOM_BYTES = 6_000_000_000  # KV and activations of one trajectory; a choice

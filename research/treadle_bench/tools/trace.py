@@ -291,11 +291,8 @@ def play(traces: Sequence[Trace], make: Make) -> Replay:
     return Replay(tuple(traces), tuple(records), ends_s, executor.decisions)
 
 
-LLM, ACCELERATOR, GPUS = (
-    "Qwen3-32B",
-    "H200",
-    4,
-)  # ARL-Tangram §6.1: Qwen3-32B on Hopper GPUs; the degree is a choice
+# ARL-Tangram §6.1: Qwen3-32B on Hopper GPUs; the degree is a choice
+LLM, ACCELERATOR, GPUS = ("Qwen3-32B", "H200", 4)
 IN_FLIGHT = 16  # sequences an engine: 1,280 trajectories on 48 nodes of 8 GPUs are 13
 
 

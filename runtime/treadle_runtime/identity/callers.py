@@ -53,9 +53,8 @@ def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
             given = certificate
             return _configuration(certificate)
 
-    fetch_known = cast(
-        "Callable[[], grpc.ServerCertificateConfiguration]", fetch
-    )  # the stubs do not allow None
+    # the stubs do not allow None
+    fetch_known = cast("Callable[[], grpc.ServerCertificateConfiguration]", fetch)
     return grpc.dynamic_ssl_server_credentials(
         _configuration(given), fetch_known, require_client_authentication=True
     )

@@ -51,9 +51,8 @@ class TenantLimits:
     def __init__(self, calls_per_s: float, calls: int) -> None:
         self._calls_per_s, self._most = calls_per_s, calls
         self._running: Counter[str] = Counter()
-        self._left: dict[
-            str, tuple[float, float]
-        ] = {}  # calls that a tenant may make at once, as of a time
+        # calls that a tenant may make at once, as of a time
+        self._left: dict[str, tuple[float, float]] = {}
 
     @contextmanager
     def admit(self, tenant: str, now: float) -> Iterator[None]:

@@ -11,9 +11,8 @@ DEFAULT_MOST_TRAJECTORIES = (
     20_000  # three training steps of 6,400 trajectories; about 60 MB with their bars
 )
 LEAST_KEY_CHARS = 16
-HOST = re.compile(
-    r"(\*\.)?[\w.-]+|\[[0-9a-fA-F:]+\]"
-)  # a name or address without a port; *. for all names below one
+# a name or address without a port; *. for all names below one
+HOST = re.compile(r"(\*\.)?[\w.-]+|\[[0-9a-fA-F:]+\]")
 DEFAULT_MOST_SPANS = 400_000  # bars of the picture: some 20 of each of those trajectories
 
 

@@ -25,9 +25,8 @@ class Feed:
 
     def __init__(self, mesh: Mesh, epoch: str, stopping: asyncio.Event, now_ms: Any) -> None:
         self._mesh, self._epoch, self._stopping, self._now_ms = mesh, epoch, stopping, now_ms
-        self._made: dict[
-            tuple[Cursor, int], tuple[str, Cursor]
-        ] = {}  # messages of this revision, by what they follow
+        # messages of this revision, by what they follow
+        self._made: dict[tuple[Cursor, int], tuple[str, Cursor]] = {}
         self.open = 0
 
     def cursor_of(self, event_id: str) -> Cursor | None:

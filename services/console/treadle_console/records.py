@@ -10,13 +10,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 R = TypeVar("R")
 
-IDLE, QUEUED, RUNNING, PREEMPTED, TOOL = (
-    "idle",
-    "queued",
-    "running",
-    "preempted",
-    "tool",
-)  # states of an open trajectory
+# states of an open trajectory
+IDLE, QUEUED, RUNNING, PREEMPTED, TOOL = ("idle", "queued", "running", "preempted", "tool")
 KINDS = ("queue", "prefill", "decode", "preempted", "tool", "move")  # kinds of spans
 NO_ENGINE = -1
 LAST_TENTH = (

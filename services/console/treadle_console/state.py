@@ -48,9 +48,8 @@ class Mesh:
         self.spans = Spans(most_spans)
         self._rows: Changes[Row] = Changes()
         self._numbers: dict[str, int] = {}
-        self._unopened: set[int] = (
-            set()
-        )  # rows of which no fact names the opening: it is older than the facts that are kept
+        # rows of which no fact names the opening: it is older than the facts that are kept
+        self._unopened: set[int] = set()
         self._next_row = 0
         self._steps: dict[str, Step] = {}  # the step of each trajectory that is at an engine
         self._tickets: dict[str, str] = {}  # id of the trajectory, by the ticket of its step

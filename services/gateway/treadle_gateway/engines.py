@@ -49,9 +49,8 @@ class Engines:
         self._running: Counter[str] = Counter()  # how many requests of this gateway run, by URL
         self._failed: dict[str, float] = {}  # when an engine did not answer, by URL
         self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=2.0
-            ),  # SGLang closes connections that are idle for 5 s
+            # SGLang closes connections that are idle for 5 s
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
             read_bufsize=LONGEST_LINE_BYTES,
             timeout=aiohttp.ClientTimeout(
                 total=None, sock_connect=ANSWER_TIMEOUT_S, sock_read=SILENT_S

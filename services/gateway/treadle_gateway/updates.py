@@ -64,11 +64,8 @@ class Updates:
         self._mesh = mesh
         self._pushes: dict[str, _Push] = {}  # pushes by engine id
         self._loads: dict[tuple[str, str], asyncio.Task[Errors]] = {}  # loads by path and version
-        self._unnamed: tuple[str, str, set[str]] = (
-            "",
-            "",
-            set(),
-        )  # name, what it loads, engines that have begun
+        # name, what it loads, engines that have begun
+        self._unnamed: tuple[str, str, set[str]] = ("", "", set())
 
     async def close(self) -> None:
         """Leave what is under way to the sidecars."""

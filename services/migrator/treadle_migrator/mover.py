@@ -66,9 +66,8 @@ class Runner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._moving: set[str] = set()  # migrations whose task stops when they are cancelled
         self._engines: dict[str, frozenset[str]] = {}  # engines that take part, by migration
-        self._asked_in: dict[
-            str, contextvars.Context
-        ] = {}  # context of the call that started it, by migration
+        # context of the call that started it, by migration
+        self._asked_in: dict[str, contextvars.Context] = {}
 
     def wake(self) -> None:
         """Decide again which moves run; call this after each change of the store."""

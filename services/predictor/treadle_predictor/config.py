@@ -36,9 +36,8 @@ class PredictorSettings(Settings):
     deadline_s: Wait = 0.6  # how long a question waits for the learned model before siblings answer
     gather_s: Wait = 0.005  # how long the first question of a batch waits for others
     most_batch: Count = 8  # questions in one run of the model
-    kept_bytes: Count = (
-        2 * 1024**3
-    )  # bytes of kept state of running trajectories, so that only a new step is read
+    # bytes of kept state of running trajectories, so that only a new step is read
+    kept_bytes: Count = 2 * 1024**3
     threads: Count = 1  # processor threads for the model; more than free cores slow everything down
     # of a first refit, folder or hub name, while no version is in use; empty: numbers alone
     backbone: str = ""

@@ -24,20 +24,11 @@ LONGEST_PROMPT_ID_CHARS = 256
 TOKEN_ID_BYTES = 4  # int32
 
 FACT_KINDS = ("trajectory_opened", "step_finished", "trajectory_closed")
-LEARNED_FACT_KINDS = (
-    *FACT_KINDS,
-    "step_started",
-    "engine_joined",
-    "weights_updated",
-)  # for a model that reads text
+# for a model that reads text
+LEARNED_FACT_KINDS = (*FACT_KINDS, "step_started", "engine_joined", "weights_updated")
 
-COUNTS = (
-    "turn",
-    "gen_tokens",
-    "context_tokens",
-    "prompt_tokens",
-    "max_total_tokens",
-)  # fields of a query and of Progress
+# fields of a query and of Progress
+COUNTS = ("turn", "gen_tokens", "context_tokens", "prompt_tokens", "max_total_tokens")
 
 
 def progress_of(query: predictor_pb2.Query, at: str) -> Progress:

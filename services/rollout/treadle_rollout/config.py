@@ -13,9 +13,8 @@ DEFAULT_BATCH_REPLAY_S = (
 DEFAULT_PAYLOAD_BYTES = 8 * 1024**3
 SMALLEST_PAYLOAD_BYTES = 1024 * 1024  # one trajectory of 100k tokens
 DEFAULT_TOKEN_STREAM_BYTES = 256 * 1024**2  # a thousand trajectories of 29k tokens
-DEFAULT_RETENTION_S = (
-    7 * 86400.0
-)  # a rollout that nobody used for a week belongs to a job that is gone
+# a rollout that nobody used for a week belongs to a job that is gone
+DEFAULT_RETENTION_S = 7 * 86400.0
 
 
 class RolloutSettings(Settings):

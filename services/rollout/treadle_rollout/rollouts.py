@@ -85,9 +85,8 @@ class Rollout:
         self.running = RunningTokens(self.buffer, room)
         self.payload_names: dict[str, str] = {}  # by trajectory, where tokens are stored
         self.batch_times_s: dict[str, float] = {}
-        self.arrivals_s: list[
-            float
-        ] = []  # Unix times of submitted samples, until the rollout is over
+        # Unix times of submitted samples, until the rollout is over
+        self.arrivals_s: list[float] = []
         self.folded = False  # whether its history counts it
         self.finished_by = ""  # the trajectory whose sample was the last that it needed
         self.changed = asyncio.Event()  # replaced at each change: take it, look, then wait on it
@@ -95,9 +94,8 @@ class Rollout:
         self._log = log
         self._payloads = payloads
         self._tell = tell
-        self._untold: list[
-            tuple[float, Group]
-        ] = []  # Unix times at which samples ceased to be wanted
+        # Unix times at which samples ceased to be wanted
+        self._untold: list[tuple[float, Group]] = []
         self._lock = asyncio.Lock()
         self._position = 1  # position of the next entry; the first is the creation
         self._unsure = True  # another process may have written since the log was read

@@ -20,9 +20,8 @@ TOKEN_BYTES = 2 * ITEM_BYTES + 1  # a token with its loss mask
 MOST_CHUNK_TOKENS = 50_000  # 450 kB: far below every limit on messages
 RETRY_FULL_S = 1.0
 
-Span = tuple[
-    str, int, int
-]  # weight version; first token and the one after the last, in the trajectory
+# weight version; first token and the one after the last, in the trajectory
+Span = tuple[str, int, int]
 
 
 @dataclass
@@ -111,9 +110,8 @@ class _Reader:
     least_tokens: int
     prompt_ids: frozenset[str]
     positions: dict[str, int] = field(default_factory=dict)  # numbers of tokens sent, by trajectory
-    news: dict[tuple[str, str], None] = field(
-        default_factory=dict
-    )  # prompts and trajectories that changed, in order
+    # prompts and trajectories that changed, in order
+    news: dict[tuple[str, str], None] = field(default_factory=dict)
     ended: list[Ended] = field(default_factory=list)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -128,9 +126,8 @@ class RunningTokens:
 
     def __init__(self, buffer: SampleBuffer, room: TokenRoom) -> None:
         self._buffer, self._room = buffer, room
-        self._running: dict[str, dict[str, Stretch]] = {
-            name: {} for name in buffer.groups
-        }  # by prompt and trajectory
+        # by prompt and trajectory
+        self._running: dict[str, dict[str, Stretch]] = {name: {} for name in buffer.groups}
         self._readers: set[_Reader] = set()
         self._replaced: set[str] = set()  # trajectories whose sample began again
         self._closed: Exception | None = None
@@ -151,9 +148,8 @@ class RunningTokens:
             return known.end if known is not None else 0, False
         if known is None:
             for other in [each for each in group.values() if each.sample == new.sample]:
-                self._end(
-                    other, DropReason.CANCELLED
-                )  # a client that took over, or that wants fresher weights, began it again
+                # a client that took over, or that wants fresher weights, began it again
+                self._end(other, DropReason.CANCELLED)
                 self._replaced.add(other.trajectory_id)
             known = Stretch(new.trajectory_id, new.prompt_id, new.sample, 0)
         if new.start > known.end:

@@ -37,9 +37,8 @@ COMPRESS_FROM_BYTES = 64 * 1024
 LOG_BUCKET = "treadle-rollout-log"
 HISTORY_BUCKET = "treadle-rollout-history"
 PAYLOAD_BUCKET = "treadle-rollout-payload"
-CHUNK_BYTES = (
-    512 * 1024
-)  # half of NATS's default max_payload (1 MiB), which headers and subject count against
+# half of NATS's default max_payload (1 MiB), which headers and subject count against
+CHUNK_BYTES = 512 * 1024
 # Requests in flight to NATS for one batch: enough to hide the round trip, few enough to share the
 # connection.
 REQUESTS_AT_ONCE = 16

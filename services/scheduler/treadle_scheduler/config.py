@@ -42,9 +42,8 @@ class SchedulerSettings(Settings):
     job_lease_s: Seconds = (
         45.0  # the work of a client that was silent for this long is closed, and its room is free
     )
-    job_resume_s: Seconds = (
-        24 * 3600.0
-    )  # how long a job that is to be resumed is kept after the death of its client
+    # how long a job that is to be resumed is kept after the death of its client
+    job_resume_s: Seconds = 24 * 3600.0
     ticket_ttl_s: Seconds = 600.0  # a sidecar refuses an older ticket
     keep_closed_s: Annotated[float, Field(ge=0)] = (
         3600.0  # how long a closed trajectory stays readable

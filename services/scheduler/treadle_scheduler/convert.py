@@ -82,13 +82,8 @@ _DECLARED = (
 _CURVE = ("base_s", "per_sequence_s", "per_kv_token_s", "prefill_tokens_per_s", "prefill_pair_s")
 _COUNTS = ("running_steps", "waiting_steps", "slot_limit", "kv_tokens_used", "kv_tokens_capacity")
 _MEASURES = (*_COUNTS, "decode_tokens_per_s", "oldest_wait_s")
-IDENTITY = (
-    "trajectory_id",
-    "rollout_id",
-    "prompt_id",
-    "sample",
-    "prompt_tokens",
-)  # of a trajectory
+# of a trajectory
+IDENTITY = ("trajectory_id", "rollout_id", "prompt_id", "sample", "prompt_tokens")
 _PROGRESS = (
     "engine_id",
     "revision",
@@ -110,9 +105,8 @@ _JOB_USE = (
     "waiting_steps",
 )
 _SWITCHES = ("migrate", "preempt", "reserve")  # fields of a policy
-_CHOICES: dict[
-    str, tuple[type[enum.Enum], Any]
-] = {  # enums of a policy: the core's and the message's
+# enums of a policy: the core's and the message's
+_CHOICES: dict[str, tuple[type[enum.Enum], Any]] = {
     "ordering": (Ordering, pb.Ordering),
     "objective": (Objective, pb.Objective),
     "placement": (PlacementRule, pb.PlacementRule),

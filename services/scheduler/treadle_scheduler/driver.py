@@ -108,9 +108,8 @@ def decode(cls: type[R], data: bytes) -> R:
     try:
         record: R = _ADAPTERS[cls].validate_json(data)
     except ValidationError as error:
-        wrong = error.errors(
-            include_input=False, include_url=False
-        )  # the input may hold the key of tickets
+        # the input may hold the key of tickets
+        wrong = error.errors(include_input=False, include_url=False)
         raise CorruptRecord(f"no {cls.__name__}: {wrong}") from None
     return record
 
@@ -261,9 +260,8 @@ class Driver:
         self._clock = clock
         self._send = send
         self._note = note
-        self._waiting: dict[
-            str, asyncio.Future[TicketRecord]
-        ] = {}  # ScheduleStep calls by trajectory
+        # ScheduleStep calls by trajectory
+        self._waiting: dict[str, asyncio.Future[TicketRecord]] = {}
         self._holds = True  # whether ScheduleStep calls may wait
 
     async def request(self, event: Event, *keys: str) -> None:
@@ -379,9 +377,8 @@ class Driver:
                 case act.IssueTicket(ticket):
                     waiting = self._waiting.get(ticket.trajectory_id)
                     if waiting is not None and not waiting.done():
-                        waiting.set_result(
-                            ticket
-                        )  # a later repeat of the request gets the ticket from the record
+                        # a later repeat of the request gets the ticket from the record
+                        waiting.set_result(ticket)
                 case act.KeepWaiting():
                     pass
                 case _:

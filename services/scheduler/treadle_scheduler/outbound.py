@@ -83,9 +83,8 @@ class Queues(Generic[T]):
         self._may_work = may_work
         self._items: dict[str, dict[str, T]] = {}
         self._running: Counter[str] = Counter()
-        self._next_s: dict[
-            str, float
-        ] = {}  # by address, when the next piece of gathered work may begin
+        # by address, when the next piece of gathered work may begin
+        self._next_s: dict[str, float] = {}
         self._filled: set[str] = set()  # addresses that got work since `run` last checked
         self._woken = asyncio.Event()
 

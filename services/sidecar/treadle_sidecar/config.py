@@ -17,9 +17,8 @@ WILDCARD_HOSTS = ("0.0.0.0", "[::]", "::")
 
 DEFAULT_ENGINE_URL = "http://127.0.0.1:30000"
 
-Identifier = Annotated[
-    str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
-]  # as treadle_runtime.fields.identifier
+# as treadle_runtime.fields.identifier
+Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 EngineUrl = Annotated[
     str, AfterValidator(lambda value: url(value, ("http", "https"), DEFAULT_ENGINE_URL).rstrip("/"))
 ]
@@ -64,9 +63,8 @@ class SidecarSettings(Settings):
     tell_tokens: Count = (
         0  # most ids of a step's output that its fact carries, for a learned predictor; 0: none
     )
-    hardware_tags: Annotated[
-        tuple[str, ...], Json
-    ] = ()  # JSON list, e.g. ["h200", "compute-bound"]
+    # JSON list, e.g. ["h200", "compute-bound"]
+    hardware_tags: Annotated[tuple[str, ...], Json] = ()
     probe_s: NotNegative = 10.0  # longest probe of an idle engine for its decode curve; 0: none
     # Declared decode curve (treadle.engine.v1.DecodeCurve); the first two 0: it is measured.
     decode_base_s: NotNegative = 0.0

@@ -56,9 +56,8 @@ class Contexts:
         self._limit_tokens = limit_tokens
         self._tokens = 0
         self._contexts: OrderedDict[str, tuple[array[int], float]] = OrderedDict()
-        self._read: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # of each block, a hash of all tokens up to its end
+        # of each block, a hash of all tokens up to its end
+        self._read: OrderedDict[int, None] = OrderedDict()
 
     def remember(self, trajectory_id: str, context: "array[int]") -> None:
         """Replace the trajectory's context, which the engine has read."""

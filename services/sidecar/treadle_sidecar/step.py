@@ -47,11 +47,8 @@ _FIELDS: dict[type, str] = {  # of GenerateResponse
     pb.StepFinished: "finished",
 }
 _Phase = Literal["queue", "preempted", "weights", "prefill", "decode"]
-_WAITS: tuple[_Phase, ...] = (
-    "queue",
-    "preempted",
-    "weights",
-)  # before it first ran, after that, in a pause
+# before it first ran, after that, in a pause
+_WAITS: tuple[_Phase, ...] = ("queue", "preempted", "weights")
 
 
 @dataclass(frozen=True)
@@ -158,9 +155,8 @@ class StepRecord:
         self.preemptions += 1
         self._enter("preempted", now)
         self._waits_since = now
-        told = (
-            by if owner_of(by) == owner_of(self.order.ticket_id) else ""
-        )  # nothing of another tenant's
+        # nothing of another tenant's
+        told = by if owner_of(by) == owner_of(self.order.ticket_id) else ""
         return pb.StepPreempted(output_tokens=len(self.output), by_ticket_id=told)
 
     def wait(self, now: float, *, paused: bool) -> None:
@@ -268,9 +264,8 @@ class RunningStep:
             False  # a stop string across a cut: what the engine samples beyond it is dropped
         )
         self.waiting_since = now
-        self.blocks: list[
-            int
-        ] = []  # of the context of the next attempt, as `prefixes.hash_blocks` has them
+        # of the context of the next attempt, as `prefixes.hash_blocks` has them
+        self.blocks: list[int] = []
         self._error: TreadleError | None = None
         self._wake = asyncio.Event()
         self._attempt_ended = asyncio.Event()

@@ -85,9 +85,10 @@ class Weights:
     push_timeout_s: float
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _tasks: asyncio.TaskGroup | None = field(default=None, init=False)
+    # under way
     _loads: "dict[tuple[str, str], asyncio.Future[Loaded]]" = field(
         default_factory=dict, init=False
-    )  # under way
+    )
     _last: Loaded | None = field(default=None, init=False)
     _push: Push | None = field(default=None, init=False)  # under way
     _pushed: Push | None = field(default=None, init=False)  # the last one that has ended well
@@ -190,9 +191,8 @@ class Weights:
             change.close()
             raise engine_lost("this sidecar is shutting down")
         ended: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        ended.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # seen, also without a caller
+        # seen, also without a caller
+        ended.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._tasks.create_task(_settle(change, ended))
         return ended
 
@@ -310,9 +310,8 @@ class Weights:
             if part.index == 0:
                 await self._name(incomplete, asleep)
             elif (await self._ask_profile()).weight_version != incomplete:
-                raise _out_of_order(
-                    0, "the engine has restarted since"
-                )  # with its own weights, without the parts
+                # with its own weights, without the parts
+                raise _out_of_order(0, "the engine has restarted since")
             # What SGLang takes by IPC it makes ready itself.
             if part.way not in ("", "ipc") and not push.in_session:
                 await self.engine.begin_push()
@@ -348,9 +347,8 @@ class Weights:
                 )
                 fresh = asleep - profile.asleep  # to give away twice kills an engine
                 if "weights" in fresh and not profile.keeps_weights:
-                    version = INCOMPLETE + version.removeprefix(
-                        INCOMPLETE
-                    )  # they come back as whatever is there then
+                    # they come back as whatever is there then
+                    version = INCOMPLETE + version.removeprefix(INCOMPLETE)
                 if fresh and not await self.engine.flush_cache(ALMOST_IDLE_S):
                     raise FailedPrecondition(
                         "ENGINE_BUSY", "the engine runs requests that are not of this sidecar"

@@ -68,9 +68,8 @@ class ToolsSettings(Settings):
     listen: str = "127.0.0.1:7405"
     # A path or a name; see `locate_bubblewrap`
     bwrap: Annotated[str, Field(min_length=1)] = "bwrap"
-    builtin: Annotated[Names, _names_of(TOOLS)] = tuple(
-        tool.name for tool in TOOLS
-    )  # which of the tools that come with the service are on
+    # which of the tools that come with the service are on
+    builtin: Annotated[Names, _names_of(TOOLS)] = tuple(tool.name for tool in TOOLS)
     functions: str = ""  # a file, TOML or JSON, of HTTP functions that are tools or rewards
     # Where they may be: hosts, host:port or *.domain, separated by commas
     function_hosts: Names = ()

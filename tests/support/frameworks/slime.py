@@ -31,9 +31,8 @@ class Sample:
     prompt_tokens: int = 0
     logprobs: list[float] = field(default_factory=list)
     weight_versions: list[str] = field(default_factory=list)
-    spans: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # of the last request, which slime does not keep
+    # of the last request, which slime does not keep
+    spans: list[dict[str, Any]] = field(default_factory=list)
     finish: str = ""
 
     def __post_init__(self) -> None:

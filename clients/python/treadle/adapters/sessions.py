@@ -152,9 +152,8 @@ class Sessions:
         )
         self._idle: dict[str, _Places[Trajectory]] = {}
         self._closed: dict[str, _Places[None]] = {}  # by `sweep`, not by their session
-        self._starting: dict[
-            Trajectory, float
-        ] = {}  # the trajectories that were opened for the turn that runs, and when
+        # the trajectories that were opened for the turn that runs, and when
+        self._starting: dict[Trajectory, float] = {}
         self._pauses = {  # of sessions, and of requests without one
             True: _Pauses(min(NAMED_AT_FIRST_S, idle_s)),
             False: _Pauses(min(UNNAMED_AT_FIRST_S, unnamed_idle_s)),

@@ -23,9 +23,8 @@ from treadle.trajectory import Trajectory
 from treadle.types import Sampling, Step
 
 Message = Mapping[str, Any]
-ToolSchema = Mapping[
-    str, Any
-]  # of OpenAI's chat: {"type": "function", "function": {name, description, parameters}}
+# of OpenAI's chat: {"type": "function", "function": {name, description, parameters}}
+ToolSchema = Mapping[str, Any]
 
 
 def user(text: str) -> Message:
@@ -118,9 +117,8 @@ class Environment(ABC):
     """Something that can be played. As an async context manager it holds what its episodes share;
     EnvManager.rollout enters it."""
 
-    tools: Sequence[
-        ToolSchema
-    ] = ()  # which the chat template shows the policy; known once the environment is entered
+    # which the chat template shows the policy; known once the environment is entered
+    tools: Sequence[ToolSchema] = ()
 
     @abstractmethod
     def tasks(self) -> Iterable[Task]:

@@ -24,9 +24,8 @@ T = TypeVar("T")
 # a trajectory that is cancelled waits this long for its environment, which closes by itself
 # afterwards
 CLOSE_S = 10.0
-Describe = Callable[
-    ["gymnasium.Env[Any, Any]", Any], str
-]  # (environment, observation) -> what the policy reads
+# (environment, observation) -> what the policy reads
+Describe = Callable[["gymnasium.Env[Any, Any]", Any], str]
 
 
 def describe(env: gymnasium.Env[Any, Any], observation: Any) -> str:

@@ -17,10 +17,8 @@ from treadle.types import ToolResult
 
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
-_UNREADABLE = (
-    ValueError,
-    RecursionError,
-)  # of json.loads: also numbers of 4,300 digits, and a thousand brackets
+# of json.loads: also numbers of 4,300 digits, and a thousand brackets
+_UNREADABLE = (ValueError, RecursionError)
 
 
 def read_tool_calls(text: str) -> list[ToolCall]:

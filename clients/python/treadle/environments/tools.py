@@ -53,9 +53,8 @@ _JSON_TYPES = {
 }
 
 Run = Callable[[Mapping[str, Any], Trajectory], Awaitable[str]]
-Score = Callable[
-    [Sequence[Message], Task, Trajectory], Any
-]  # a number, a PendingReward, or an awaitable of one
+# a number, a PendingReward, or an awaitable of one
+Score = Callable[[Sequence[Message], Task, Trajectory], Any]
 
 
 @dataclass(frozen=True)
@@ -107,9 +106,8 @@ def tool(function: Callable[..., Any]) -> Tool:
 
     async def run(arguments: Mapping[str, Any], trajectory: Trajectory) -> str:
         async def call() -> Any:
-            inspect.signature(function).bind(
-                **arguments
-            )  # a wrong call must not look like a fault of the function
+            # a wrong call must not look like a fault of the function
+            inspect.signature(function).bind(**arguments)
             if inspect.iscoroutinefunction(function):
                 return await function(**arguments)
             return await asyncio.to_thread(function, **arguments)

@@ -425,9 +425,8 @@ class RolloutRun:
             return replace(result, error=result.error or f"submit: {error}")
         if answer.group_settled:
             self._settle(result.prompt_id)
-        reason = DROP_REASONS.get(
-            answer.drop_reason, str(answer.drop_reason)
-        )  # a number: the reason is newer than this client
+        # a number: the reason is newer than this client
+        reason = DROP_REASONS.get(answer.drop_reason, str(answer.drop_reason))
         return replace(result, kept=answer.kept, drop_reason=reason)
 
     async def _require_job(self) -> None:

@@ -119,9 +119,8 @@ async def read_tokens(
         if message.HasField("ended"):
             ended = message.ended
             known.pop(ended.trajectory_id, None)
-            reason = DROP_REASONS.get(
-                ended.drop_reason, str(ended.drop_reason)
-            )  # a number: the outcome is newer than this client
+            # a number: the outcome is newer than this client
+            reason = DROP_REASONS.get(ended.drop_reason, str(ended.drop_reason))
             yield TrajectoryEnded(
                 ended.trajectory_id, ended.prompt_id, ended.sample, ended.kept, reason
             )

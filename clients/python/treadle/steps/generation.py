@@ -95,9 +95,8 @@ class StepRun:
         self._committed = False
         self._ended = asyncio.Event()
         self._aborting = asyncio.Lock()
-        self.call = (
-            -1
-        )  # the present or last one, as the scheduler counts turns; -1 before the first
+        # the present or last one, as the scheduler counts turns; -1 before the first
+        self.call = -1
         self.lost_ticket_id = (
             ""  # of this call, whose stream never ended; the next ScheduleStep must name it
         )
@@ -188,9 +187,8 @@ class StepRun:
                 else:
                     assembly.enter("queue", self._mesh.clock())
                     fruitless = fruitless + received if len(assembly.token_ids) == known else 0
-                    self.refused = (
-                        error.refused or error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-                    )  # its queue is full
+                    # its queue is full
+                    self.refused = error.refused or error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
                     if fruitless >= MAX_FRUITLESS_LOSSES or not _may_resume_elsewhere(error):
                         raise error
                     reason = _reason_if_complete(
@@ -199,9 +197,8 @@ class StepRun:
                 if reason is None:
                     continue
                 count = len(assembly.token_ids)
-                cut = (
-                    reason == "length" and count == assembly.called + limit
-                )  # not at the engine's context
+                # not at the engine's context
+                cut = reason == "length" and count == assembly.called + limit
                 if not cut or count >= plan.sampling.max_new_tokens:
                     self._commit_once(step or assembly.end(reason, self._mesh.clock()))
                     return
@@ -246,9 +243,8 @@ class StepRun:
         self._stopping = True  # another task is reading the stream
         if self._opening is not None:
             self._opening.cancel()
-        await self._abort(
-            keep_stream=True
-        )  # its stream ends in order, with the tokens sampled until then
+        # its stream ends in order, with the tokens sampled until then
+        await self._abort(keep_stream=True)
         await self._ended.wait()
 
     def _end_stream(self, assembly: StepAssembly | None) -> None:

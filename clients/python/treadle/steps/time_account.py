@@ -34,9 +34,8 @@ class TimeAccount:
         self._ran_s = 0.0  # of tools of the mesh, since the mark
         self._stepped = False  # a step has ended since the opening
         self._streams = False
-        self._seen_s: Mapping[
-            str, float
-        ] = {}  # of the last step that ended without its engine's account
+        # of the last step that ended without its engine's account
+        self._seen_s: Mapping[str, float] = {}
 
     def add_tool(self, seconds: float) -> None:
         """Add the time that a tool of the mesh has run."""

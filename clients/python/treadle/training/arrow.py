@@ -20,12 +20,10 @@ SCHEMA = pa.schema(
         pa.field("prompt_id", pa.string(), nullable=False),
         pa.field("sample", pa.int32(), nullable=False),
         pa.field("tokens", pa.list_(pa.int32()), nullable=False),
-        pa.field(
-            "loss_mask", pa.list_(pa.int8()), nullable=False
-        ),  # as long as tokens; 1 where the policy sampled
-        pa.field(
-            "logprobs", pa.list_(pa.float32()), nullable=False
-        ),  # as long as tokens; natural logarithms
+        # as long as tokens; 1 where the policy sampled
+        pa.field("loss_mask", pa.list_(pa.int8()), nullable=False),
+        # as long as tokens; natural logarithms
+        pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
         pa.field("version_spans", pa.list_(_SPAN), nullable=False),  # over indexes of tokens
         pa.field("reward", pa.float64()),  # null where a TrajectoryResult has none
         pa.field("truncated", pa.bool_(), nullable=False),

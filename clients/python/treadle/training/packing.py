@@ -16,9 +16,8 @@ from typing import Literal, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-IGNORED = (
-    -100
-)  # label of a position that is not trained on; the default ignore_index of PyTorch's cross entropy
+# label of a position that is not trained on; the default ignore_index of PyTorch's cross entropy
+IGNORED = -100
 
 Normalisation = Literal["trajectory", "token", "constant"]
 T = TypeVar("T", bound=np.generic)

@@ -163,9 +163,8 @@ class OpenaiApi:
             chat,
             model,
         )
-        self._conversations: OrderedDict[str, Conversation] = (
-            OrderedDict()
-        )  # conversations by the id of their last response
+        # conversations by the id of their last response
+        self._conversations: OrderedDict[str, Conversation] = OrderedDict()
 
     async def chat(self, request: Request) -> Response:
         """Answer POST /v1/chat/completions."""

@@ -63,9 +63,8 @@ SAMPLED = {
     "stop_token_ids": "stop_token_ids",
     "ignore_eos": "ignore_eos",
 }
-WRITTEN = frozenset(
-    {"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "n"}
-)  # fields for how text is made
+# fields for how text is made
+WRITTEN = frozenset({"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "n"})
 NEUTRAL: Mapping[str, float] = {
     "frequency_penalty": 0,
     "presence_penalty": 0,
@@ -201,9 +200,8 @@ class SglangApi:
         wishes = read_wishes(body, session, self._model)
         if body.get("stream"):
             return StreamingResponse(self._stream(wishes), media_type=EVENT_STREAM)
-        given = (
-            body["text"] if body.get("text") is not None else body["input_ids"][0]
-        )  # a list in a batch
+        # a list in a batch
+        given = body["text"] if body.get("text") is not None else body["input_ids"][0]
         single = len(wishes) == 1 and not isinstance(given, list)
         answers = await run_unless_gone(request, self._answers(wishes))
         return JSONResponse(answers[0] if single else answers)

@@ -37,13 +37,8 @@ from treadle_gateway.order import (
     read_tokens,
 )
 
-SAMPLED = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "seed",
-    "ignore_eos",
-)  # the mesh names them as vLLM does
+# the mesh names them as vLLM does
+SAMPLED = ("temperature", "top_p", "min_p", "seed", "ignore_eos")
 # Fields for how an answer is written, or how the engine works; none of them changes a token. The
 # mesh samples one token at least, and its engines report no experts from a place on.
 UNCHANGED = frozenset(

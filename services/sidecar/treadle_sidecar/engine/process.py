@@ -60,9 +60,8 @@ def _read(cpu_info: Path) -> str:
 
 ENGINE_HOST = "127.0.0.1"  # the sidecar beside it is the only client
 PAGE_TOKENS = 16  # KV page: what HiCache stores and moves; a prefix is shared in multiples of it
-STORAGE_BACKEND = (
-    Path(__file__).parents[1] / "hicache"
-)  # on the engine's path: its venv need not hold Treadle
+# on the engine's path: its venv need not hold Treadle
+STORAGE_BACKEND = Path(__file__).parents[1] / "hicache"
 # host copies of the device pool; write-through passes KV through host memory on its way to storage
 HICACHE_RATIO = 2
 HICACHE_LIMIT_GB = 8.0  # of the folder of KV pages by default: 50,000 tokens of an 8B model
@@ -164,9 +163,8 @@ def engine_command(spec: EngineSpec, environ: Mapping[str, str] | None = None) -
         argv += ["--mem-fraction-static", CPU_MEM_FRACTION, "--dtype", cpu_dtype()]
         if weights == INT8:
             argv += ["--quantization", "w8a8_int8"]  # of the platform plugin, not of SGLang
-        argv += [
-            "--enable-deterministic-inference"
-        ]  # the flag under which the engine honours sampling seeds
+        # the flag under which the engine honours sampling seeds
+        argv += ["--enable-deterministic-inference"]
     if spec.hicache_dir is not None:
         argv += _hicache_flags(spec.cpu, spec.hicache_limit_gb)
     return EngineCommand(

@@ -229,9 +229,8 @@ def _model_files(model_path: str) -> Iterator[dict[str, Any]]:
 
 def _end_tokens(config: Mapping[str, Any]) -> list[int]:
     tokens = config.get("eos_token_id")
-    return (
-        tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]
-    )  # an id may be 0
+    # an id may be 0
+    return tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]
 
 
 class EngineWatch:

@@ -40,9 +40,8 @@ from treadle_sidecar.storage_keys import chained_digest
 
 Words = npt.NDArray[np.uint32]
 
-HOST_RESERVE_BYTES = (
-    2**30
-)  # stays free beside the host pools: one gigabyte, as the engine itself is this small
+# stays free beside the host pools: one gigabyte, as the engine itself is this small
+HOST_RESERVE_BYTES = 2**30
 
 
 class TreadleCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
@@ -179,9 +178,8 @@ def page_hash(
     return keys
 
 
-_HASHED_BYTES = np.uint32(
-    16
-)  # four blocks: low and high half of the seed, the position, the column
+# four blocks: low and high half of the seed, the position, the column
+_HASHED_BYTES = np.uint32(16)
 
 
 def _rotate(x: Words, bits: int) -> Words:

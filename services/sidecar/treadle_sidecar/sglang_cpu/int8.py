@@ -119,9 +119,8 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
 def hadamard(size: int) -> torch.Tensor:
     """Return the orthonormal matrix of this size, a power of two, whose entries differ in their
     signs only."""
-    matrix = torch.ones(
-        1, 1, dtype=torch.float32
-    )  # while weights are loaded, the default is their dtype
+    # while weights are loaded, the default is their dtype
+    matrix = torch.ones(1, 1, dtype=torch.float32)
     while len(matrix) < size:
         matrix = (
             torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)]) / 2**0.5
