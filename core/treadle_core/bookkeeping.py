@@ -78,7 +78,7 @@ class History:
 
     @property
     def steps(self) -> list[Step]:
-        """The finished steps, in order."""
+        """Return the finished steps, in order."""
         rows = (self._numbers[at : at + _NUMBERS] for at in range(0, len(self._numbers), _NUMBERS))
         return [
             Step(int(turn), int(context), int(output), tool_s)
@@ -111,7 +111,7 @@ class Histories:
         self._histories: dict[str, History] = {}
 
     def get(self, trajectory_id: str) -> History:
-        """The history of a trajectory; an empty one where nothing is known of it."""
+        """Return the history of a trajectory; an empty one where nothing is known of it."""
         return self._histories.get(trajectory_id, NO_HISTORY)
 
     def decide(
@@ -149,7 +149,7 @@ class Histories:
         self._history(trajectory_id).finish_step(turn, output_tokens)
 
     def decisions(self, trajectory_id: str) -> list[Decision]:
-        """What was decided about a trajectory, oldest first."""
+        """Return what was decided about a trajectory, oldest first."""
         return [
             Decision(now_s, kind, engine_id, pattern, tuple(values))
             for now_s, kind, engine_id, pattern, *values in self.get(trajectory_id).decisions
@@ -203,7 +203,7 @@ class OpenWaits:
             self.note(trajectory_id, Cause.WEIGHTS if loads else Cause.HELD, now)
 
     def count(self, record: TrajectoryRecord, now: float) -> TrajectoryRecord:
-        """The record with its open wait, if it has one, counted until now."""
+        """Return the record with its open wait, if it has one, counted until now."""
         wait = self._waits.get(record.trajectory_id)
         if wait is None:
             return record
@@ -213,7 +213,7 @@ class OpenWaits:
         )
 
     def waited_s(self, trajectory_id: str, now: float) -> float:
-        """Seconds of the open wait so far; 0 without one."""
+        """Return the seconds of the open wait so far; 0 without one."""
         wait = self._waits.get(trajectory_id)
         return now - wait.began_s if wait is not None else 0.0
 

@@ -64,7 +64,8 @@ class Kernel(Generic[Params, Result]):
 
     @cached_property
     def run(self) -> Any:
-        """The compiled kernel (a numba `Dispatcher`), or the Python function without numba."""
+        """Return the compiled kernel (a numba `Dispatcher`), or the Python function without
+        numba."""
         numba = import_numba()
         if numba is None:
             return self.function
@@ -107,7 +108,7 @@ def kernel_of(value: Any) -> Kernel[..., Any] | None:
 
 
 def name_ahead(function: Callable[..., object]) -> str:
-    """What a kernel is called among those that are compiled ahead of time."""
+    """Return what a kernel is called among those that are compiled ahead of time."""
     return f"{function.__module__}.{function.__name__}".replace(".", "_")
 
 
@@ -141,7 +142,7 @@ def key_of_kernels() -> str:
 
 
 def _imported_names(text: str) -> Iterator[str]:
-    """The modules of the core that the text of a module may import, and other names."""
+    """Return the modules of the core that the text of a module may import, and other names."""
     for module, names in re.findall(
         r"^\s*from (treadle_core\S*) import (\([^)]*\)|.*)$", text, re.MULTILINE
     ):
@@ -192,8 +193,8 @@ def import_numba() -> Any:
 
 @cache
 def can_cache() -> bool:
-    """Whether numba may write to its cache. It would take folders beside the sources else, which
-    know no key."""
+    """Return whether numba may write to its cache. It would take folders beside the sources else,
+    which know no key."""
     folder = Path(import_numba().config.CACHE_DIR)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -216,7 +217,8 @@ def _compile(function: Callable[Params, Result], **options: bool) -> Callable[Pa
 
 
 def has_bf16(cpu_info: str) -> bool:
-    """Whether the text of Linux's /proc/cpuinfo names instructions for bf16; False for no text.
+    """Return whether the text of Linux's /proc/cpuinfo names instructions for bf16; False for no
+    text.
 
     Without them a processor emulates bf16 and takes five times as long as with float32, so engines
     and learned models on a CPU choose their number format by this.
@@ -225,8 +227,8 @@ def has_bf16(cpu_info: str) -> bool:
 
 
 def has_vnni(cpu_info: str) -> bool:
-    """Whether the text of Linux's /proc/cpuinfo names instructions for exact dot products of bytes;
-    False for no text.
+    """Return whether the text of Linux's /proc/cpuinfo names instructions for exact dot products of
+    bytes; False for no text.
 
     Without them products of 8-bit numbers are added in 16 bits, where they overflow.
     """

@@ -154,12 +154,12 @@ class Controller:
         return [*actions, ask] if ask is not None else actions
 
     def job(self, job_id: str) -> JobRecord:
-        """A job that is held. Raises JobNotFound, JobTakenOver."""
+        """Return a job that is held. Raises JobNotFound, JobTakenOver."""
         return self._state.jobs.require(job_id)
 
     def jobs(self) -> list[JobUse]:
-        """What each job that a client holds, or that has open trajectories, has of the mesh, by
-        name."""
+        """Return what each job that a client holds, or that has open trajectories, has of the mesh,
+        by name."""
         state = self._state
         open_of_job, queued = state.table.open_of_job, state.waiting
         clients = Counter(record.name for record in state.jobs if state.jobs.is_held(record.job_id))
@@ -179,46 +179,47 @@ class Controller:
 
     @property
     def desired_weights(self) -> WeightsRecord | None:
-        """The weights that all engines are to serve; None where each serves what it has."""
+        """Return the weights that all engines are to serve; None where each serves what it has."""
         return self._state.engines.desired
 
     @property
     def drained(self) -> tuple[str, ...]:
-        """Ids of the engines that an operator wants empty, in order; they may hold no lease."""
+        """Return the ids of the engines that an operator wants empty, in order; they may hold no
+        lease."""
         return self._state.engines.drained
 
     @property
     def policy(self) -> Policy:
-        """The policy of new trajectories."""
+        """Return the policy of new trajectories."""
         return self._state.policy
 
     def trajectory(self, trajectory_id: str) -> TrajectoryRecord:
-        """One trajectory. Raises TrajectoryNotFound."""
+        """Return one trajectory. Raises TrajectoryNotFound."""
         return self._state.table.require(trajectory_id)
 
     def ledger(self, trajectory_id: str, now: float) -> Ledger:
-        """Where the seconds of a trajectory went, as far as they are accounted for, the wait for a
-        ticket that goes on included. Raises TrajectoryNotFound."""
+        """Return where the seconds of a trajectory went, as far as they are accounted for, the wait
+        for a ticket that goes on included. Raises TrajectoryNotFound."""
         return self._state.books.waits.count(self.trajectory(trajectory_id), now).ledger
 
     def history(self, trajectory_id: str) -> tuple[list[Decision], list[Step]]:
-        """What was decided about a trajectory and its finished steps, as far as they are kept,
-        oldest first."""
+        """Return what was decided about a trajectory and its finished steps, as far as they are
+        kept, oldest first."""
         histories = self._state.books.histories
         return histories.decisions(trajectory_id), histories.get(trajectory_id).steps
 
     def trajectories(self) -> list[TrajectoryRecord]:
-        """All trajectories that are not forgotten, in the order of opening."""
+        """Return all trajectories that are not forgotten, in the order of opening."""
         return list(self._state.table)
 
     def engines(self) -> list[EngineRecord]:
-        """All engines that hold a lease, by id."""
+        """Return all engines that hold a lease, by id."""
         return list(self._state.engines)
 
     def engine(self, engine_id: str) -> EngineRecord | None:
-        """One engine; None where it holds no lease."""
+        """Return one engine; None where it holds no lease."""
         return self._state.engines.get(engine_id)
 
     def open_on(self, engine_id: str) -> int:
-        """The number of open trajectories of an engine."""
+        """Return the number of open trajectories of an engine."""
         return self._state.table.tally(engine_id).trajectories

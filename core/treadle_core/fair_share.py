@@ -30,7 +30,7 @@ class FairShare:
         self._waiting: set[str] = set()
 
     def __len__(self) -> int:
-        """Jobs that wait, or got more than those."""
+        """Return the jobs that wait, or got more than those."""
         return len(self._tags)
 
     def begin_waiting(self, job: str) -> None:
@@ -91,7 +91,7 @@ class FairQueue(Generic[T]):
         self._count += 1
 
     def take(self) -> tuple[str, T, float] | None:
-        """The next (job, item, cost), and charge it; None where nothing waits."""
+        """Return the next (job, item, cost), and charge it; None where nothing waits."""
         if not self._lines:
             return None
         job = min(self._lines, key=self._share.tag)
@@ -123,11 +123,11 @@ class FairOrder:
         self._next_us: dict[str, int] = {}
 
     def __len__(self) -> int:
-        """Jobs with places behind the one that began last."""
+        """Return the jobs with places behind the one that began last."""
         return len(self._next_us)
 
     def place(self, job: str, service_s: float) -> int:
-        """A place for work of a job that should take so long."""
+        """Return a place for work of a job that should take so long."""
         place = max(self._now_us, self._next_us.get(job, 0))
         self._next_us[job] = place + 1 + round(1e6 * service_s)
         return place

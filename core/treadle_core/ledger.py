@@ -27,7 +27,7 @@ class StepTimes(NamedTuple):  # which costs less than a dataclass, at each step
     weights_s: float = 0.0
 
     def plus(self, other: "StepTimes", times: float = 1.0) -> "StepTimes":
-        """The sum of both, the other one so many times."""
+        """Return the sum of both, the other one so many times."""
         if other is NO_TIMES:
             return self
         return StepTimes(
@@ -85,7 +85,7 @@ class Ledger:
 
     @property
     def total_s(self) -> float:
-        """The sum of all parts."""
+        """Return the sum of all parts."""
         total_s: float = sum(getattr(self, name) for name in LEDGER_PARTS)
         return total_s
 

@@ -183,8 +183,8 @@ class EngineSpec:
 
     @property
     def kv_room_tokens(self) -> int:
-        """KV tokens that trajectories may hold; 0: unknown. A host's copies include what the
-        engine's memory holds, so the larger of them counts."""
+        """Return the KV tokens that trajectories may hold; 0: unknown. A host's copies include what
+        the engine's memory holds, so the larger of them counts."""
         return self.kv_tokens_capacity and max(self.kv_tokens_capacity, self.host_kv_tokens)
 
 
@@ -237,12 +237,12 @@ class EngineRecord:
 
     @property
     def usable(self) -> bool:
-        """Whether new steps may go there."""
+        """Return whether new steps may go there."""
         return self.suspect_s is None and self.able and not self.draining
 
     @property
     def able(self) -> bool:
-        """Whether steps can run there at all."""
+        """Return whether steps can run there at all."""
         return not self.behind and (self.load is None or self.load.engine_healthy)
 
 
@@ -340,8 +340,8 @@ class MoveRecord:
     saving_s: float = 0.0
 
     def has_switched(self, engine_id: str) -> bool:
-        """Whether the target owns the trajectory, whose engine is `engine_id`: only the report of
-        the end is due."""
+        """Return whether the target owns the trajectory, whose engine is `engine_id`: only the
+        report of the end is due."""
         return self.target_engine_id == engine_id
 
 
@@ -407,8 +407,8 @@ class TrajectoryRecord:
 
     @property
     def ledger(self) -> Ledger:
-        """Where its seconds went, as far as they are accounted for. A client that reports no times
-        has measured no control; its tools are what it said with its requests."""
+        """Return where its seconds went, as far as they are accounted for. A client that reports no
+        times has measured no control; its tools are what it said with its requests."""
         client = self.client_times or ClientTimes(tool_s=self.tools_s)
         steps = self.engine_times.plus(client.lost)
         return Ledger(
@@ -425,17 +425,17 @@ class TrajectoryRecord:
 
     @property
     def is_open(self) -> bool:
-        """Whether the client may ask for more steps."""
+        """Return whether the client may ask for more steps."""
         return self.state is TrajectoryState.IDLE or self.state is TrajectoryState.STEPPING
 
     @property
     def observed_tokens(self) -> int:
-        """Tokens of tools' answers in the context so far."""
+        """Return the tokens of tools' answers in the context so far."""
         return max(0, self.context_tokens - self.prompt_tokens - self.gen_tokens)
 
     @property
     def live_ticket(self) -> TicketRecord | None:
-        """The ticket that may be running now, if any."""
+        """Return the ticket that may be running now, if any."""
         return (
             self.ticket
             if self.ticket is not None and self.ticket.status is TicketStatus.LIVE

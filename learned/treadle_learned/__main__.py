@@ -19,7 +19,7 @@ PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The exit code."""
+    """Return the exit code."""
     parser = argparse.ArgumentParser(prog="treadle_learned", description=__doc__)
     parser.add_argument("--transcripts", type=Path, required=True, help="file that was harvested")
     parser.add_argument("--models", type=Path, required=True, help="folder of versions")

@@ -78,20 +78,20 @@ class Backbone:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the architecture and the tokenizer, wherever they were found."""
+        """Return a hash of the architecture and the tokenizer, wherever they were found."""
         config = self.model.config
         shape = [config.model_type, config.hidden_size, config.num_hidden_layers, config.vocab_size]
         identity = json.dumps([shape, len(self.tokenizer), self.tokenize(PROBE)])
         return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids without special tokens; none for no text."""
+        """Return the ids without special tokens; none for no text."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
     @torch.inference_mode()
     def hidden(self, ids: Sequence[int], ends: Sequence[int]) -> Tensor:
-        """The last hidden states, float32 [len(ends), hidden_size], after the first `end` ids for
-        each of `ends`."""
+        """Return the last hidden states, float32 [len(ends), hidden_size], after the first `end`
+        ids for each of `ends`."""
         states = self.model(
             input_ids=torch.tensor([list(ids)], device=self.device)
         ).last_hidden_state[0]
@@ -100,8 +100,8 @@ class Backbone:
 
     @torch.inference_mode()
     def read_on(self, ids: Sequence[int], before: Read | None) -> tuple[Tensor, Read]:
-        """The last hidden state, float32 [hidden_size], after all ids. What `before` has read of
-        their beginning is not read again; `before` cannot be used afterwards."""
+        """Return the last hidden state, float32 [hidden_size], after all ids. What `before` has
+        read of their beginning is not read again; `before` cannot be used afterwards."""
         ids = tuple(ids)
         known = before.usable_for(ids) if before is not None else None
         done = len(known.ids) if known is not None else 0
@@ -148,7 +148,7 @@ class Tunable:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether small matrices beside the weights are trained (LoRA), not the weights
+        """Return whether small matrices beside the weights are trained (LoRA), not the weights
         themselves."""
         return self._adapter is not None
 
@@ -161,7 +161,7 @@ class Tunable:
         return last
 
     def weights(self) -> dict[str, Tensor]:
-        """A copy of the trainable weights."""
+        """Return a copy of the trainable weights."""
         return {name: each.detach().cpu().clone() for name, each in self.trained.items()}
 
     @torch.no_grad()
@@ -184,7 +184,7 @@ class Tunable:
 
 
 def load_tokenizer(name: str) -> Any:
-    """A tokenizer alone, e.g. the policy's, from a folder or by a hub's name. Raises
+    """Return a tokenizer alone, e.g. the policy's, from a folder or by a hub's name. Raises
     LearnedError."""
     try:
         return AutoTokenizer.from_pretrained(name)
@@ -204,7 +204,7 @@ def _not_loaded(what: str, name: str, error: BaseException) -> LearnedError:
 def load_tuned(
     name: str, tuned: Path, *, device: str | None = None, dtype: torch.dtype | None = None
 ) -> Backbone:
-    """The backbone `name` with what `Tunable.save` wrote to `tuned`. Raises LearnedError."""
+    """Return the backbone `name` with what `Tunable.save` wrote to `tuned`. Raises LearnedError."""
     if tuned.name == WHOLE:
         return Backbone.load(str(tuned), device=device, dtype=dtype)
     base = Backbone.load(name, device=device, dtype=torch.float32)
@@ -223,7 +223,7 @@ def load_tuned(
 
 @cache
 def fitting_dtype(device: str, cpu_info: Path = CPU_INFO) -> torch.dtype:
-    """bf16 on a GPU and on a processor that reports it, else float32."""
+    """Return bf16 on a GPU and on a processor that reports it, else float32."""
     if device != "cpu":
         return torch.bfloat16
     try:
@@ -255,8 +255,8 @@ def read_together(
 
 
 def runs(more: Sequence[int]) -> list[list[int]]:
-    """Indexes of `more` (tokens to read), shortest first, in runs whose padding adds at most
-    MOST_PADDING."""
+    """Return the indexes of `more` (tokens to read), shortest first, in runs whose padding adds at
+    most MOST_PADDING."""
     found: list[list[int]] = []
     tokens = 0
     for at in sorted(range(len(more)), key=more.__getitem__):
@@ -302,7 +302,7 @@ def _one_run(
 
 
 def _stacked(before: Sequence[Read | None], tokens: int) -> DynamicCache:
-    """One cache of all, each aligned to the end of `tokens`."""
+    """Return one cache of all, each aligned to the end of `tokens`."""
     stacked = DynamicCache()
     every = [layers(read.cache) if read is not None else None for read in before]
     some = next((own for own in every if own is not None), [])

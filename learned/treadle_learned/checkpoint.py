@@ -88,14 +88,15 @@ class Checkpoint:
 
     @property
     def leads(self) -> bool:
-        """Whether it was better on its validation prompts than the estimators without a model."""
+        """Return whether it was better on its validation prompts than the estimators without a
+        model."""
         return self.notes.get("chosen") != "siblings"
 
     def load_backbone(
         self, *, device: str | None = None, dtype: torch.dtype | None = None
     ) -> Backbone:
-        """The backbone that it was fitted with. Raises LearnedError, also for a checkpoint that
-        reads no text, and where another backbone or tokenizer stands in its place."""
+        """Return the backbone that it was fitted with. Raises LearnedError, also for a checkpoint
+        that reads no text, and where another backbone or tokenizer stands in its place."""
         if not self.reads_text:
             raise LearnedError(f"{self.version}: reads no text, so it has no backbone")
         if self.tuned is None:
@@ -116,7 +117,7 @@ class Checkpoint:
         transcripts: Sequence[Transcript],
         track: Track = lambda over, _: over,
     ) -> Examples:
-        """Moments as its head takes them, in their order. Raises LearnedError."""
+        """Return the moments as its head takes them, in their order. Raises LearnedError."""
         if not self.reads_text:
             return without_text(moments, self.hidden_size)
         return States(self.load_backbone(), transcripts, self.bounds).examples(moments, track)
@@ -219,7 +220,7 @@ def _check_tuned(folder: Path, tuned: _Tuned) -> Path:
 
 
 def _checksums(folder: Path) -> dict[str, str]:
-    """SHA-256 of a folder's files by name. Raises OSError."""
+    """Return the SHA-256 of a folder's files by name. Raises OSError."""
     sums: dict[str, str] = {}
     for path in sorted(folder.iterdir()):
         with path.open("rb") as file:
@@ -234,8 +235,8 @@ class ModelsFolder:
         self.folder = folder
 
     def current(self) -> Path | None:
-        """The version in use; None where none is. Raises LearnedError where `current` names no
-        version."""
+        """Return the version in use; None where none is. Raises LearnedError where `current` names
+        no version."""
         try:
             version = (self.folder / POINTER).read_text().strip()
         except FileNotFoundError:
@@ -259,7 +260,7 @@ class ModelsFolder:
         return folder
 
     def check_new(self, version: str) -> None:
-        """Raises LearnedError for a name that no version can have, and for a version that is there
+        """Raise LearnedError for a name that no version can have, and for a version that is there
         already."""
         if not _can_name_a_version(version):
             raise LearnedError(

@@ -52,14 +52,14 @@ class Part(StrEnum):
 
 
 def fold_of(prompt_id: str, seed: int = 0) -> int:
-    """The member of an ensemble that is fitted without the prompt: from 0 (VALIDATION, which a
-    trained backbone has not read either) to FOLDS - 1. Below 0 for a test prompt."""
+    """Return the member of an ensemble that is fitted without the prompt: from 0 (VALIDATION, which
+    a trained backbone has not read either) to FOLDS - 1. Below 0 for a test prompt."""
     at = zlib.crc32(f"{seed}/{prompt_id}".encode()) / _HASHES
     return math.floor((at - TEST_SHARE) / VALIDATION_SHARE)
 
 
 def part_of(prompt_id: str, seed: int = 0) -> Part:
-    """The part of a prompt."""
+    """Return the part of a prompt."""
     fold = fold_of(prompt_id, seed)
     if fold < 0:
         return Part.TEST
@@ -67,7 +67,7 @@ def part_of(prompt_id: str, seed: int = 0) -> Part:
 
 
 def split(transcripts: Sequence[Transcript], seed: int = 0) -> dict[Part, list[Transcript]]:
-    """The transcripts of each part, in their order."""
+    """Return the transcripts of each part, in their order."""
     parts: dict[Part, list[Transcript]] = {part: [] for part in Part}
     for transcript in transcripts:
         parts[part_of(transcript.prompt_id, seed)].append(transcript)
@@ -85,7 +85,7 @@ class TrainingSet:
 
     @property
     def train(self) -> list[Moment]:
-        """Moments that a backbone may be trained on."""
+        """Return the moments that a backbone may be trained on."""
         return [
             moment
             for moment, fold in zip(self.moments, self.folds, strict=True)
@@ -94,7 +94,7 @@ class TrainingSet:
 
     @property
     def validation(self) -> list[Moment]:
-        """Moments that a backbone may not be trained on."""
+        """Return the moments that a backbone may not be trained on."""
         return [
             moment
             for moment, fold in zip(self.moments, self.folds, strict=True)
@@ -103,12 +103,12 @@ class TrainingSet:
 
     @property
     def held_out(self) -> list[Moment]:
-        """Moments that some member is fitted without."""
+        """Return the moments that some member is fitted without."""
         return [moment for moment, fold in zip(self.moments, self.folds, strict=True) if fold >= 0]
 
     @property
     def has_text(self) -> bool:
-        """Whether any transcript has a text."""
+        """Return whether any transcript has a text."""
         return any(transcript.has_text for transcript in self.transcripts)
 
     def for_one_member(self) -> TrainingSet:
@@ -117,7 +117,7 @@ class TrainingSet:
         return replace(self, folds=[fold if fold == VALIDATION else -1 for fold in self.folds])
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Prompts, trajectories, questions, and censored questions of each part."""
+        """Return prompts, trajectories, questions, and censored questions of each part."""
         found: dict[str, dict[str, int]] = {}
         for part, moments in ((Part.TRAIN, self.train), (Part.VALIDATION, self.validation)):
             of = [self.transcripts[index] for index in {moment.index for moment in moments}]
@@ -131,7 +131,7 @@ class TrainingSet:
 
 
 def training_set(transcripts: Sequence[Transcript], seed: int = 0, most: int = 0) -> TrainingSet:
-    """The training set of some transcripts, with at most `most` questions, 0 for all. Raises
+    """Return the training set of some transcripts, with at most `most` questions, 0 for all. Raises
     LearnedError."""
     some = draw(
         [each for each in transcripts if part_of(each.prompt_id, seed) is not Part.TEST], seed, most
@@ -189,12 +189,12 @@ class Examples:
         return len(self.features)
 
     def of(self, which: Tensor) -> Examples:
-        """Some of the questions, by index."""
+        """Return some of the questions, by index."""
         return Examples(*(getattr(self, each.name)[which] for each in fields(self)))
 
 
 def examples(moments: Sequence[Moment], hidden: Tensor, has_text: Sequence[bool]) -> Examples:
-    """Moments with the hidden state of each, and whether it has text."""
+    """Return the moments with the hidden state of each, and whether it has text."""
     answers = [[moment.remaining_tokens, moment.remaining_turns] for moment in moments]
     return Examples(
         hidden,
@@ -207,7 +207,7 @@ def examples(moments: Sequence[Moment], hidden: Tensor, has_text: Sequence[bool]
 
 
 def without_text(moments: Sequence[Moment], hidden_size: int) -> Examples:
-    """Moments as a head takes them that does not read."""
+    """Return the moments as a head takes them that does not read."""
     return examples(moments, torch.zeros(len(moments), hidden_size), [False] * len(moments))
 
 
@@ -226,7 +226,7 @@ class States:
         ] = {}  # samples with no text but the prompt are alike
 
     def examples(self, moments: Sequence[Moment], track: Track = lambda over, _: over) -> Examples:
-        """Moments with their states; zeros where a transcript has no text."""
+        """Return the moments with their states; zeros where a transcript has no text."""
         last: dict[int, int] = {}
         for moment in moments:
             if self._transcripts[moment.index].has_text:

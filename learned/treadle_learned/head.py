@@ -96,7 +96,7 @@ class QuantileHead(nn.Module):
         return torch.cummax(mixed + cast("Tensor", self.shift)[bands], dim=-1).values.clamp_min(0.0)
 
     def each(self, hidden: Tensor, features: Tensor, has_text: Tensor) -> Tensor:
-        """The quantiles of each member before calibration, [members, n, len(TARGETS),
+        """Return the quantiles of each member before calibration, [members, n, len(TARGETS),
         len(QUANTILES)]."""
         scaled = (features - cast("Tensor", self.mean)) / cast("Tensor", self.deviation)
         text = (
@@ -130,20 +130,20 @@ class _Linear(nn.Module):
 
 
 def band_of(features: Tensor) -> Tensor:
-    """The index in BANDS of each question, [n], by the steps that were seen."""
+    """Return the index in BANDS of each question, [n], by the steps that were seen."""
     edges = torch.log1p(torch.tensor(BANDS[1:], dtype=features.dtype, device=features.device) - 0.5)
     return torch.bucketize(features[:, TURN].contiguous(), edges)
 
 
 def mix(quantiles: Tensor, features: Tensor, weight: Tensor) -> Tensor:
-    """Quantiles [n, targets, quantiles] whose tokens have `weight` [n] beside what is said without
-    a model."""
+    """Return the quantiles [n, targets, quantiles] whose tokens have `weight` [n] beside what is
+    said without a model."""
     tokens = torch.lerp(features[:, SAID], quantiles[:, 0], weight[:, None])
     return torch.stack([tokens, *quantiles.unbind(dim=1)[1:]], dim=1)
 
 
 def pinball(quantiles: Tensor, targets: Tensor, censored: Tensor) -> Tensor:
-    """The pinball loss [..., n], the mean over targets and quantiles, of [..., n, targets,
+    """Return the pinball loss [..., n], the mean over targets and quantiles, of [..., n, targets,
     quantiles] for targets [n, targets], all in ln(1 + x). What is `censored`, bool [n], is at least
     its target: it costs only where less was predicted."""
     short = targets[..., None] - quantiles
@@ -158,7 +158,7 @@ def pinball(quantiles: Tensor, targets: Tensor, censored: Tensor) -> Tensor:
 def predict_held_out(
     head: QuantileHead, examples: Examples, folds: Tensor
 ) -> tuple[Examples, Tensor]:
-    """The examples that some member was not fitted on, and that member's quantiles before
+    """Return the examples that some member was not fitted on, and that member's quantiles before
     calibration, [n, targets, quantiles]. folds [n]: the member, below 0 for examples that all were
     fitted on."""
     head.eval()
@@ -207,7 +207,7 @@ def calibrate(head: QuantileHead, examples: Examples, folds: Tensor) -> None:
 
 
 def _tails(errors: Tensor) -> Tensor:
-    """The quantile of errors [n, targets, quantiles] at each level."""
+    """Return the quantile of errors [n, targets, quantiles] at each level."""
     return torch.stack(
         [torch.quantile(errors[:, :, at], level, dim=0) for at, level in enumerate(QUANTILES)],
         dim=-1,
@@ -216,7 +216,7 @@ def _tails(errors: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def loss_of(head: QuantileHead, examples: Examples) -> float:
-    """The pinball loss over tokens and turns."""
+    """Return the pinball loss over tokens and turns."""
     head.eval()
     quantiles = head(examples.hidden, examples.features, examples.has_text)
     return float(pinball(quantiles, examples.targets, examples.censored).mean())
@@ -230,6 +230,6 @@ def loss_held_out(head: QuantileHead, examples: Examples, folds: Tensor) -> floa
 
 @torch.inference_mode()
 def remaining_tokens(head: QuantileHead, asked: Examples) -> Floats:
-    """p10, p50, p90 of each example, [n, 3]."""
+    """Return p10, p50, p90 of each example, [n, 3]."""
     logs = head(asked.hidden, asked.features, asked.has_text)[:, 0]
     return np.asarray(torch.expm1(logs).numpy(), np.float64)

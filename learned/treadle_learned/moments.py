@@ -92,8 +92,8 @@ def features_of(
     forecast: Forecast,
     weight_version: str = "",
 ) -> Vector | None:
-    """The features of a trajectory by `evidence`; None where its group is not known. forecast: of
-    the estimators without a model. weight_version: that samples the trajectory."""
+    """Return the features of a trajectory by `evidence`; None where its group is not known.
+    forecast: of the estimators without a model. weight_version: that samples the trajectory."""
     found = evidence.group_of(progress.trajectory_id, progress.prompt_id)
     if found is None:
         return None
@@ -144,8 +144,8 @@ def replay(
     *,
     asked: Callable[[int], bool] = lambda turn: True,
 ) -> list[Moment]:
-    """The moments of all transcripts whose turn is `asked`, in the order in which they would have
-    come. earlier: those that ended before the first begins."""
+    """Return the moments of all transcripts whose turn is `asked`, in the order in which they would
+    have come. earlier: those that ended before the first begins."""
     evidence = Evidence()
     for transcript in earlier:
         evidence.close_trajectory(ended(transcript))
@@ -176,8 +176,8 @@ def replay_apart(
     *,
     asked: Callable[[int], bool] = lambda turn: True,
 ) -> list[Moment]:
-    """The moments of training transcripts: one fold of the prompts at a time, with the other folds
-    as history. folds: the fold of each transcript; a prompt is in one fold.
+    """Return the moments of training transcripts: one fold of the prompts at a time, with the other
+    folds as history. folds: the fold of each transcript; a prompt is in one fold.
 
     So they know as much of earlier trajectories as later questions will, and nothing of themselves;
     replayed all at once they would be a mesh's first, with a prior for history.

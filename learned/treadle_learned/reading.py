@@ -76,7 +76,7 @@ class Reader:
 
     @property
     def room(self) -> int:
-        """Tokens that this window has left."""
+        """Return the tokens that this window has left."""
         return self._bounds.window_tokens - len(self.ids)
 
     def step(self, observation: Ids, text: Ids) -> None:
@@ -98,8 +98,8 @@ class Reader:
 
 
 def windows(transcript: Transcript, tokenize: Tokenize, bounds: Bounds) -> list[Window]:
-    """The windows of a transcript, with a question before the first step and after each but the
-    last."""
+    """Return the windows of a transcript, with a question before the first step and after each but
+    the last."""
     reader = Reader(bounds, tuple(tokenize(transcript.prompt)))
     found: list[Window] = []
     ids, ends = reader.ids, [(0, len(reader.ids))]
@@ -134,16 +134,16 @@ class Read:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the keys and values."""
+        """Return bytes of the keys and values."""
         return sum(keys.nbytes + values.nbytes for keys, values in layers(self.cache))
 
     def beginning(self, count: int) -> Read:
-        """A copy of the first `count` ids."""
+        """Return a copy of the first `count` ids."""
         return Read(self.ids[:count], cut(self.cache, 0, 0, count))
 
     def usable_for(self, ids: Ids) -> Read | None:
-        """Where reading `ids` can continue, with at least one id left to read: itself, or a copy of
-        the beginning that both share; None where they share nothing."""
+        """Return where reading `ids` can continue, with at least one id left to read: itself, or a
+        copy of the beginning that both share; None where they share nothing."""
         count = min(shared_prefix(self.ids, ids), len(ids) - 1)
         if count == len(self.ids):
             return self
@@ -151,7 +151,7 @@ class Read:
 
 
 def shared_prefix(one: Ids, other: Ids) -> int:
-    """The length of the common beginning."""
+    """Return the length of the common beginning."""
     most = min(len(one), len(other))
     if one[:most] == other[:most]:  # the usual case, compared in C
         return most
@@ -159,13 +159,13 @@ def shared_prefix(one: Ids, other: Ids) -> int:
 
 
 def layers(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values, [batch, heads, tokens, width], of each layer."""
+    """Return the keys and values, [batch, heads, tokens, width], of each layer."""
     plain: Sequence[Any] = cache.layers  # plain attention, which alone `DynamicCache()` makes
     return [(layer.keys, layer.values) for layer in plain]
 
 
 def cut(cache: DynamicCache, row: int, first: int, end: int) -> DynamicCache:
-    """A copy of the tokens from `first` up to `end` of one row."""
+    """Return a copy of the tokens from `first` up to `end` of one row."""
     own = DynamicCache()
     which = slice(row, row + 1), slice(None), slice(first, end)
     for number, (keys, values) in enumerate(layers(cache)):

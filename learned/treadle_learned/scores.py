@@ -60,17 +60,17 @@ class Answers:
     parts: Numbers
 
     def of(self, which: Numbers) -> Answers:
-        """Some of the questions, by index."""
+        """Return some of the questions, by index."""
         return Answers(*(getattr(self, each.name)[which] for each in fields(self)))
 
     @property
     def totals(self) -> Floats:
-        """Tokens of the whole trajectories."""
+        """Return the tokens of the whole trajectories."""
         return self.gen_tokens + self.remaining
 
     @property
     def predicted(self) -> Floats:
-        """Predicted tokens of the whole trajectories, by the medians."""
+        """Return predicted tokens of the whole trajectories, by the medians."""
         return self.gen_tokens + self.quantiles[:, 1]
 
 
@@ -122,8 +122,8 @@ def below(answers: Answers, level: int) -> float:
 def intervals(
     answers: Answers, of: Mapping[str, Score], seed: int = 0
 ) -> dict[str, tuple[float, float]]:
-    """The 95% bootstrap interval of each score. Prompts are drawn whole, since samples of one
-    prompt are not independent; each part keeps its number of prompts."""
+    """Return the 95% bootstrap interval of each score. Prompts are drawn whole, since samples of
+    one prompt are not independent; each part keeps its number of prompts."""
     rng = np.random.default_rng(seed)
     order = np.argsort(answers.prompts, kind="stable")
     _, first, count = np.unique(answers.prompts[order], return_index=True, return_counts=True)
@@ -182,8 +182,8 @@ class Asked:
 def rows(
     data: str, asked: Asked, *, seed: int = 0, with_intervals: bool = True
 ) -> list[dict[str, Any]]:
-    """One row for each step and estimator: data, step, estimator, number of trajectories compared,
-    and each score with its 95% interval, e.g. pinball and pinball_interval. Steps that no
+    """Return one row for each step and estimator: data, step, estimator, number of trajectories
+    compared, and each score with its 95% interval, e.g. pinball and pinball_interval. Steps that no
     trajectory goes beyond have no rows."""
     names = [transcript.prompt_id for transcript in asked.transcripts]
     numbers = np.unique(names, return_inverse=True)[1]
@@ -220,7 +220,7 @@ def rows(
 
 
 def forecasts(moments: Sequence[Moment]) -> Floats:
-    """The estimates without a model: siblings so far, history, the prior."""
+    """Return the estimates without a model: siblings so far, history, the prior."""
     said = [moment.forecast.remaining_tokens for moment in moments]
     return np.array([[each.p10, each.p50, each.p90] for each in said], np.float64).reshape(
         len(said), 3
@@ -228,13 +228,14 @@ def forecasts(moments: Sequence[Moment]) -> Floats:
 
 
 def truth(moments: Sequence[Moment]) -> Floats:
-    """The oracle's answers."""
+    """Return the oracle's answers."""
     left = np.array([moment.remaining_tokens for moment in moments], np.float64)
     return np.column_stack([left, left, left])
 
 
 def subtract_sampled(totals: Floats, moments: Sequence[Moment]) -> Floats:
-    """What is left of predicted totals, [n, 3]; some where a trajectory has outlived them."""
+    """Return what is left of predicted totals, [n, 3]; some where a trajectory has outlived
+    them."""
     done = np.array([moment.gen_tokens for moment in moments], np.float64)[:, None]
     return np.maximum(totals - done, OVERRUN * done)
 
@@ -264,7 +265,7 @@ class PromptAverage:
         self._spread = float(np.std(errors)) if len(errors) > 1 else WIDEST
 
     def predict(self, moments: Sequence[Moment]) -> Floats:
-        """Remaining tokens [n, 3]."""
+        """Return remaining tokens [n, 3]."""
         logs = np.array([self._of_prompt.get(moment.prompt_id, self._of_all) for moment in moments])
         totals = np.expm1(logs[:, None] + self._spread * np.array([-Z_90, 0.0, Z_90]))
         return subtract_sampled(totals, moments)

@@ -96,7 +96,8 @@ def train(
 
 
 def loss_without_a_model(moments: Sequence[Moment]) -> float:
-    """The pinball loss over tokens and turns (`head.loss_of`) of the estimators without a model."""
+    """Return the pinball loss over tokens and turns (`head.loss_of`) of the estimators without a
+    model."""
     forecasts = [
         (moment.forecast.remaining_tokens, moment.forecast.remaining_turns) for moment in moments
     ]

@@ -60,12 +60,12 @@ class Transcript:
 
     @cached_property
     def gen_tokens(self) -> int:
-        """Sampled over all turns."""
+        """Return sampled over all turns."""
         return sum(turn.gen_tokens for turn in self.turns)
 
     @property
     def has_text(self) -> bool:
-        """Whether any text of it is known."""
+        """Return whether any text of it is known."""
         return bool(self.prompt) or any(turn.text for turn in self.turns)
 
 
@@ -73,8 +73,8 @@ _ADAPTER = TypeAdapter(Transcript)
 
 
 def version_number(weight_version: str) -> int | None:
-    """The number of a weight version, as RL loops number them; None for other names, whose distance
-    is not known."""
+    """Return the number of a weight version, as RL loops number them; None for other names, whose
+    distance is not known."""
     return int(weight_version) if weight_version.isdecimal() else None
 
 
@@ -87,8 +87,8 @@ def write_transcripts(transcripts: Sequence[Transcript], path: Path) -> None:
 
 
 def read_transcripts(path: Path) -> list[Transcript]:
-    """The transcripts of a file, in its order; blank lines are skipped. Raises LearnedError, also
-    for a file without transcripts and for a trajectory on two lines."""
+    """Return the transcripts of a file, in its order; blank lines are skipped. Raises LearnedError,
+    also for a file without transcripts and for a trajectory on two lines."""
     found: list[Transcript] = []
     lines: dict[str, int] = {}
     for number, content in _lines(path):

@@ -54,7 +54,7 @@ class EngineStep:
 
     @property
     def reserved_tokens(self) -> int:
-        """KV tokens that the step needs until its end."""
+        """Return the KV tokens that the step needs until its end."""
         return self.context_tokens + self.gen_tokens
 
     @property
@@ -116,32 +116,32 @@ class DecodeBatch:
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether no decode step is under way, so that sequences may join and leave."""
+        """Return whether no decode step is under way, so that sequences may join and leave."""
         return abs(self.counter - round(self.counter)) <= TOKEN_ROUNDING or not self.steps
 
     @property
     def step_end(self) -> float:
-        """The count at which the decode step under way ends."""
+        """Return the count at which the decode step under way ends."""
         return float(math.ceil(self.counter - TOKEN_ROUNDING))
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the batch must change at the end of the decode step under way, though its
+        """Return whether the batch must change at the end of the decode step under way, though its
         sequences stay."""
         return False
 
     @property
     def next_end(self) -> float:
-        """The count at which the next sequence ends; the batch is not empty."""
+        """Return the count at which the next sequence ends; the batch is not empty."""
         return self._ends[0][0]
 
     def count_of(self, step: EngineStep, tokens: int) -> float:
-        """The count at which the sequence has sampled so many tokens of its step."""
+        """Return the count at which the sequence has sampled so many tokens of its step."""
         return step.end_at - step.gen_tokens + tokens
 
     def is_changed_by(self, prompt_id: str) -> bool:
-        """Whether the end of a sample of the prompt, here or anywhere, changes how this batch
-        decodes."""
+        """Return whether the end of a sample of the prompt, here or anywhere, changes how this
+        batch decodes."""
         return False
 
     def outdate(self) -> None:
@@ -179,11 +179,11 @@ class DecodeBatch:
         return step
 
     def tokens_since_admission(self, step: EngineStep) -> int:
-        """Whole tokens."""
+        """Return the whole tokens."""
         return int(self._exact_tokens(step) + TOKEN_ROUNDING) - step.done
 
     def seconds_to(self, count: float) -> float:
-        """Seconds that the batch as it is takes to a count."""
+        """Return the seconds that the batch as it is takes to a count."""
         tokens = count - self.counter
         return tokens * self._token_s() + 0.5 * self._kv_token_s * self._growth() * tokens * tokens
 
@@ -201,16 +201,16 @@ class DecodeBatch:
         self.advance_to(self.counter + tokens)
 
     def _token_s(self) -> float:
-        """Seconds a decode step at the present count. It reads the KV that there is when it begins:
-        half its growth less than the mean of its beginning and end."""
+        """Return the seconds a decode step at the present count. It reads the KV that there is when
+        it begins: half its growth less than the mean of its beginning and end."""
         return self._compute_s() + self._kv_token_s * (self.kv_tokens - 0.5 * self._growth())
 
     def _compute_s(self) -> float:
-        """Seconds of a decode step without its reading of KV."""
+        """Return the seconds of a decode step without its reading of KV."""
         return self._step_s[len(self.steps)]
 
     def _growth(self) -> float:
-        """Tokens that a decode step samples."""
+        """Return the tokens that a decode step samples."""
         return len(self.steps)
 
     def _exact_tokens(self, step: EngineStep) -> float:

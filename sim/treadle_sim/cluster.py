@@ -110,7 +110,7 @@ class SimPlacement:
         self._workspace = Workspace()
 
     def plan(self, ask: AskPlan) -> PlanArrived:
-        """Raises CoreError."""
+        """Raise CoreError."""
         work = ask.work
         plan = placement.plan(
             work.remaining_tokens,

@@ -374,7 +374,7 @@ class Disruptions:
             self._timeline.at(update.at_s, self._update_weights, update.pause_s)
 
     def is_down(self, engine: int) -> bool:
-        """Whether the engine refuses calls."""
+        """Return whether the engine refuses calls."""
         return engine in self._down
 
     def _register(self, index: int) -> None:

@@ -273,7 +273,8 @@ class SimEngine:
             )
 
     def _next_count(self) -> float:
-        """The count of the batch at which a sequence ends, or can be evicted for a waiting step."""
+        """Return the count of the batch at which a sequence ends, or can be evicted for a waiting
+        step."""
         queue, count = self._queue, self._batch.next_end
         if self._fresh and queue.waiting and queue.policy.preempt:
             first = next(iter(self._fresh.values()))
@@ -313,8 +314,8 @@ class SimEngine:
         return True
 
     def _take_cached(self, step: EngineStep, context: int) -> tuple[int, int]:
-        """Tokens of the context that are cached, and those of them that only the host has: whole
-        pages, and never the last token."""
+        """Return the tokens of the context that are cached, and those of them that only the host
+        has: whole pages, and never the last token."""
         cached, loaded = self.cache.start(step)
         cached = min(cached, context - 1)
         return cached - cached % self.model.page_tokens, min(loaded, cached)

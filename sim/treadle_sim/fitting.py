@@ -63,8 +63,8 @@ def fit_relative(matrix: Array) -> tuple[Array, Array]:
 
 
 def held_out_errors(matrix: Array, groups: Sequence[Hashable]) -> Array:
-    """Relative errors (rows,) of `fit_relative`, each row by a fit that saw no row of its group; in
-    sample if there is only one group."""
+    """Return the relative errors (rows,) of `fit_relative`, each row by a fit that saw no row of
+    its group; in sample if there is only one group."""
     if len(set(groups)) < 2:
         return fit_relative(matrix)[1]
     errors = np.zeros(len(matrix))
@@ -93,15 +93,15 @@ class DecodeFit:
     error: FitError
 
     def predict(self, batch: Array, kv_tokens: Array) -> Array:
-        """Seconds of steps; within the measured batch sizes."""
+        """Return the seconds of steps; within the measured batch sizes."""
         return np.asarray(
             np.interp(batch, self.batch_sizes, self.step_s) + self.per_kv_token_s * kv_tokens
         )
 
 
 def fit_decode(points: Sequence[DecodePoint]) -> DecodeFit:
-    """The curve of least relative error. Raises ValueError for no points or a time that is not
-    positive."""
+    """Return the curve of least relative error. Raises ValueError for no points or a time that is
+    not positive."""
     if not points or any(point.step_s <= 0 or point.batch < 1 for point in points):
         raise ValueError("a decode curve needs steps of at least one sequence that took time")
     ordered = sorted(points, key=lambda point: (point.batch, point.kv_tokens))
@@ -164,8 +164,8 @@ class PrefillFit:
 
 
 def fit_prefill(points: Sequence[PrefillPoint]) -> PrefillFit:
-    """The terms of least relative error. Raises ValueError for no points, or one without tokens or
-    time."""
+    """Return the terms of least relative error. Raises ValueError for no points, or one without
+    tokens or time."""
     if not points or any(point.seconds <= 0 or point.new_tokens < 1 for point in points):
         raise ValueError("a prefill's cost needs prefills of at least one token that took time")
     new = np.array([point.new_tokens for point in points])

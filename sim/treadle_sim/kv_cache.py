@@ -65,7 +65,7 @@ class Tier:
         return True
 
     def context_tokens(self, index: int) -> int:
-        """Tokens of a context, its prompt included; 0 where it is not here."""
+        """Return the tokens of a context, its prompt included; 0 where it is not here."""
         entry = self._own.get(index)
         return 0 if entry is None else self._prompts[entry[0]].tokens + entry[1]
 
@@ -120,7 +120,7 @@ class KvCache:
         )
 
     def fits(self, step: EngineStep) -> bool:
-        """Whether the step can run beside those that run; the first one always can."""
+        """Return whether the step can run beside those that run; the first one always can."""
         running = self._running + self._gpu.held_tokens
         needed = step.own_tokens + (0 if self._gpu.is_held(step.prompt_id) else step.prompt_tokens)
         return not self._capacity or not running or running + needed <= self._capacity
@@ -136,8 +136,8 @@ class KvCache:
         return cached, cached - here
 
     def find(self, step: EngineStep) -> tuple[int, int]:
-        """Tokens of a step's context that are cached in the engine's memory, and there or in the
-        host's."""
+        """Return the tokens of a step's context that are cached in the engine's memory, and there
+        or in the host's."""
         prompt_tokens = step.prompt_tokens
         here = self._gpu.context_tokens(step.index) or (
             prompt_tokens if step.prompt_id in self._gpu else 0
@@ -167,7 +167,7 @@ class KvCache:
         self._make_room()
 
     def peek(self, index: int) -> int:
-        """Tokens of a context that does not run, wherever it is; 0 for none."""
+        """Return the tokens of a context that does not run, wherever it is; 0 for none."""
         return self._gpu.context_tokens(index) or self._host.context_tokens(index)
 
     def drop(self, index: int) -> None:

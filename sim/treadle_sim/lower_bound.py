@@ -80,12 +80,12 @@ def lower_bound_s(workload: Workload, models: Sequence[EngineModel], gpus: int) 
 
 
 def longest_alone_s(workload: Workload, models: Sequence[EngineModel]) -> float:
-    """Seconds of the slowest trajectory where each runs alone."""
+    """Return the seconds of the slowest trajectory where each runs alone."""
     return max(min(alone_s(work, model) for model in models) for work in workload.trajectories)
 
 
 def alone_s(work: TrajectoryWork, model: EngineModel) -> float:
-    """Seconds of one trajectory on an empty engine."""
+    """Return the seconds of one trajectory on an empty engine."""
     curve = model.curve
     step_s = curve.decode_s(1.0)
     context, cached, seconds = work.prompt_tokens, 0, 0.0
@@ -102,8 +102,8 @@ def alone_s(work: TrajectoryWork, model: EngineModel) -> float:
 
 
 def work_s(workload: Workload, models: Sequence[EngineModel], gpus: int) -> float:
-    """Seconds of all work spread evenly over GPUs that are never idle, each part on the degree that
-    is cheapest."""
+    """Return the seconds of all work spread evenly over GPUs that are never idle, each part on the
+    degree that is cheapest."""
     turns = _turns_of(workload, models)
     decode_gpu_s = max(float(costs[:, 0].sum()) for costs in _all_costs(turns, models, PRICES[:1]))
     return (decode_gpu_s + _prefill_gpu_s(workload, models)) / gpus
@@ -131,7 +131,8 @@ def _turns_of(workload: Workload, models: Sequence[EngineModel]) -> _Turns:
 
 
 def _prefill_gpu_s(workload: Workload, models: Sequence[EngineModel]) -> float:
-    """GPU-seconds of all prefills: each prompt once, and what tools say but after the last turn."""
+    """Return the GPU-seconds of all prefills: each prompt once, and what tools say but after the
+    last turn."""
     prompts = {work.prompt_id: work.prompt_tokens for work in workload.trajectories}
     new, pairs = float(sum(prompts.values())), 0.5 * sum(tokens**2 for tokens in prompts.values())
     for work in workload.trajectories:
@@ -180,8 +181,8 @@ def _token_costs(
     limit: str,
     prices: Floats,
 ) -> Floats:
-    """What a token costs on one kind of engine, by context and price. own_tokens: of the context,
-    beyond the prompt, whose KV the samples share."""
+    """Return what a token costs on one kind of engine, by context and price. own_tokens: of the
+    context, beyond the prompt, whose KV the samples share."""
     batches = np.arange(1.0, model.slots + 1.0)
     steps_s = np.array([model.curve.decode_s(batch) for batch in batches])
     slope_s = share * float((steps_s / batches).min())

@@ -62,7 +62,7 @@ class Outcome:
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens over the makespan: Heddle's rollout throughput."""
+        """Return generated tokens over the makespan: Heddle's rollout throughput."""
         return (
             sum(times.gen_tokens for times in self.times) / self.makespan_s
             if self.makespan_s > 0.0
@@ -78,7 +78,7 @@ class Outcome:
         return sum(times.preemptions for times in self.times)
 
     def finish_quantile_s(self, fraction: float) -> float:
-        """When this fraction of the trajectories had ended."""
+        """Return when this fraction of the trajectories had ended."""
         return float(np.quantile([times.finished_s for times in self.times], fraction))
 
 
@@ -121,12 +121,12 @@ class Progress:
 
     @property
     def step(self) -> Step:
-        """The next step."""
+        """Return the next step."""
         return self.work.steps[self.turn]
 
     @property
     def is_over(self) -> bool:
-        """Whether all steps are sampled."""
+        """Return whether all steps are sampled."""
         return self.turn == len(self.work.steps)
 
     def book_step(self, step: EngineStep) -> None:
@@ -156,7 +156,7 @@ class Progress:
 
     @property
     def client_times(self) -> ClientTimes:
-        """What this client reports."""
+        """Return what this client reports."""
         return ClientTimes(self.tools_s, self.control_s, self.lost)
 
     def mark(self, now: float, accounted_s: float = 0.0) -> None:
@@ -170,8 +170,8 @@ class Progress:
         self.mark(now, self.tool_s)
 
     def next_call_tokens(self, most_tokens: int) -> int:
-        """Tokens that the next call generates: the rest of the turn, but at most `most_tokens`; 0
-        is no limit."""
+        """Return the tokens that the next call generates: the rest of the turn, but at most
+        `most_tokens`; 0 is no limit."""
         left = self.step.gen_tokens - self.part_tokens
         return min(left, most_tokens) if most_tokens else left
 

@@ -81,7 +81,7 @@ class Predictor:
         ]
 
     def predict(self, index: int, turn: int, gen_tokens: int) -> Answer:
-        """What is left after `turn` steps."""
+        """Return what is left after `turn` steps."""
         raise NotImplementedError
 
     def _rest_left(self, index: int, turn: int) -> tuple[float, float]:
@@ -98,7 +98,7 @@ class Predictor:
         return float(max(0, self._turns[index] - turn))
 
     def room(self, gen_tokens: int) -> float:
-        """Tokens that the cap leaves; infinite without one."""
+        """Return the tokens that the cap leaves; infinite without one."""
         return float(max(0, self._cap - gen_tokens)) if self._cap else math.inf
 
 
@@ -247,15 +247,15 @@ NAMES = tuple(MAKERS)
 def make_predictor(
     name: str, workload: Workload, seed: int = 0, earlier: Sequence[TrajectoryWork] = ()
 ) -> Predictor:
-    """The predictor of a name. `earlier`: samples of the same prompts from another epoch, which
-    "prompt-mean" needs and "siblings" can use. Raises ValueError for another name."""
+    """Return the predictor of a name. `earlier`: samples of the same prompts from another epoch,
+    which "prompt-mean" needs and "siblings" can use. Raises ValueError for another name."""
     if name not in MAKERS:
         raise ValueError(f"no predictor {name!r}, only {', '.join(NAMES)}")
     return MAKERS[name](workload, seed, earlier)
 
 
 def _left(values: Sequence[float]) -> list[float]:
-    """What is left after each number of steps."""
+    """Return what is left after each number of steps."""
     return [*np.cumsum(list(values)[::-1])[::-1].tolist(), 0.0]
 
 
@@ -264,7 +264,7 @@ def _certain(value: float) -> Estimate:
 
 
 def _spread_around(median: float, spread: float, most: float) -> Estimate:
-    """p10 and p90 a factor of `spread` >= 1 from the median, nothing above `most`."""
+    """Return p10 and p90 a factor of `spread` >= 1 from the median, nothing above `most`."""
     return Estimate(min(median / spread, most), min(median, most), min(median * spread, most))
 
 
@@ -290,7 +290,7 @@ def _means(works: Sequence[TrajectoryWork]) -> tuple[float, ...]:
 
 
 def _tool_use(steps: Sequence[Step]) -> tuple[float, int]:
-    """Seconds of tools after these steps, and tokens of their answers."""
+    """Return the seconds of tools after these steps, and tokens of their answers."""
     return sum(step.tool_s for step in steps), sum(step.obs_tokens for step in steps)
 
 

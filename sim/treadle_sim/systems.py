@@ -72,7 +72,7 @@ class Ranks:
             del self._keys[bisect_left(self._keys, key)]
 
     def rank(self, trajectory_id: str) -> int:
-        """The rank of a trajectory, 0 for the longest; -1 where it is not here."""
+        """Return the rank of a trajectory, 0 for the longest; -1 where it is not here."""
         key = self._key_of.get(trajectory_id)
         return -1 if key is None else bisect_left(self._keys, key)
 
@@ -89,9 +89,9 @@ class ScaledGroups:
         self._ends = list(accumulate(sizes))
 
     def engine(self, rank: int, active: int) -> str:
-        """The engine of a rank among `active` trajectories: the first whose group ends behind it.
-        Groups end at S_i * n* / n, S_i the sum of the first i sizes. Empty where the plan placed no
-        trajectory."""
+        """Return the engine of a rank among `active` trajectories: the first whose group ends
+        behind it. Groups end at S_i * n* / n, S_i the sum of the first i sizes. Empty where the
+        plan placed no trajectory."""
         planned = self._ends[-1] if self._ends else 0
         if planned == 0 or not 0 <= rank < active:
             return ""
@@ -100,8 +100,8 @@ class ScaledGroups:
 
 
 def scale_groups(work: PlanWork, engine_ids: Sequence[str], engine_of: Indexes) -> ScaledGroups:
-    """The groups of a plan, in the order of ranks. engine_of: index of each trajectory's engine, -1
-    for none.
+    """Return the groups of a plan, in the order of ranks. engine_of: index of each trajectory's
+    engine, -1 for none.
 
     Groups are contiguous in length, so the longest and then the shortest trajectory of each put
     them in order.
@@ -207,7 +207,8 @@ class System:
 def _stepwise(
     placement: PlacementRule, ordering: Ordering = Ordering.ROUND_ROBIN, *, preempt: bool = False
 ) -> Policy:
-    """The policy of a framework that schedules steps, not trajectories: no plan, no moves."""
+    """Return the policy of a framework that schedules steps, not trajectories: no plan, no
+    moves."""
     return Policy(ordering=ordering, placement=placement, migrate=False, preempt=preempt)
 
 

@@ -26,7 +26,7 @@ class Timeline:
 
     @property
     def idle(self) -> bool:
-        """Whether no call waits."""
+        """Return whether no call waits."""
         return not self._heap
 
     def run(self, while_true: Callable[[], bool]) -> None:

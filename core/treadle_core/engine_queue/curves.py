@@ -193,7 +193,7 @@ class MeasuredCurve:
         return True
 
     def _has_drifted(self, curve: DecodeCurve) -> bool:
-        """Whether it is off in the same direction in both halves of the recent windows."""
+        """Return whether it is off in the same direction in both halves of the recent windows."""
         recent = list(self._recent)
         halves = [
             slowness(curve, half)
@@ -202,8 +202,8 @@ class MeasuredCurve:
         return min(halves) > 1.0 + DRIFT or max(halves) < 1.0 / (1.0 + DRIFT)
 
     def _rescaled(self, factor: float) -> Cells:
-        """The windows as if all that the engine does had always taken `factor` times as long, as it
-        does now."""
+        """Return the windows as if all that the engine does had always taken `factor` times as
+        long, as it does now."""
         since = (
             self._taken - 3 * len(self._recent) // 4
         )  # so many are new where both halves are off
@@ -228,12 +228,12 @@ def _longer(window: Window, factor: float) -> Window:
 
 
 def slowness(curve: DecodeCurve, windows: Sequence[Window]) -> float:
-    """How many times as long as by the curve the windows took, by the median."""
+    """Return how many times as long as by the curve the windows took, by the median."""
     return float(np.median([window.seconds for window in windows] / predict_s(curve, windows)))
 
 
 def predict_s(curve: DecodeCurve, windows: Sequence[Window]) -> Floats:
-    """Seconds of each window by a curve."""
+    """Return the seconds of each window by a curve."""
     token_s = 1.0 / curve.prefill_tokens_per_s if curve.prefill_tokens_per_s else 0.0
     terms = (
         curve.base_s,
@@ -247,8 +247,8 @@ def predict_s(curve: DecodeCurve, windows: Sequence[Window]) -> Floats:
 
 
 def fit_windows(windows: Sequence[Window]) -> tuple[DecodeCurve, float]:
-    """The curve with the least relative errors, where windows that are far off hardly count; and
-    the mean error, of which 1 is the most for a window."""
+    """Return the curve with the least relative errors, where windows that are far off hardly count;
+    and the mean error, of which 1 is the most for a window."""
     rows = np.array(windows)
     matrix = rows[:, :-1] / rows[:, -1:]
     weights = np.ones(len(rows))
@@ -270,8 +270,8 @@ def fit_windows(windows: Sequence[Window]) -> tuple[DecodeCurve, float]:
 
 
 def non_negative_least_squares(matrix: Floats, target: Floats) -> Floats:
-    """Argmin over x >= 0 of |matrix x - target|: matrix (rows, columns), target (rows,), result
-    (columns,).
+    """Return the argmin over x >= 0 of |matrix x - target|: matrix (rows, columns), target (rows,),
+    result (columns,).
 
     Lawson and Hanson's active set, on columns scaled to norm 1. Raises ValueError for values that
     are not finite.

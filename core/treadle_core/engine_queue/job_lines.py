@@ -88,7 +88,7 @@ class Line:
             self.lowest = None
 
     def find_lowest(self) -> Entry:
-        """The preemptible step that ranks last; there is one."""
+        """Return the preemptible step that ranks last; there is one."""
         self.lowest = self.lowest or max(self.preemptible.values(), key=RANK)
         return self.lowest
 
@@ -115,7 +115,7 @@ class JobLines:
         self._decided_s = 0.0
 
     def enter(self, job: str, weight: float) -> Line:
-        """The line of a job for one more step; the newest weight counts."""
+        """Return the line of a job for one more step; the newest weight counts."""
         line = self._lines.get(job) or self._lines.setdefault(job, Line(job, weight))
         line.weight = weight
         line.steps += 1
@@ -166,7 +166,7 @@ class JobLines:
             line.passed = line.granted = 0
 
     def next(self, slots: int) -> Line | None:
-        """The line whose first waiting step that is not passed is next; None where all are
+        """Return the line whose first waiting step that is not passed is next; None where all are
         passed."""
         lines = [line for line in self._lines.values() if line.passed < len(line.waiting)]
         if len(lines) < 2:  # as with one job always
@@ -182,8 +182,8 @@ class JobLines:
         )
 
     def owing(self, line: Line, slots: int) -> tuple[Line | None, float]:
-        """The job that is to give one of its slots to `line`, None where none is, and in how many
-        seconds."""
+        """Return the job that is to give one of its slots to `line`, None where none is, and in how
+        many seconds."""
         if len(self._lines) < 2 or self._surplus(line, slots) >= 0.0:
             return None, 0.0
         above = [
@@ -204,6 +204,6 @@ class JobLines:
         return (other, (FAIR_LAG_S - lag_s) / rate) if rate > 0.0 else (None, 0.0)
 
     def _surplus(self, line: Line, slots: int) -> float:
-        """Slots that a job has, or will get, above its share."""
+        """Return the slots that a job has, or will get, above its share."""
         weights = sum(each.weight for each in self._lines.values())
         return line.running + line.granted - slots * line.weight / weights

@@ -240,8 +240,8 @@ class StepQueue:
         self._lines.leave(entry.line)
 
     def decide(self, now: float = 0.0) -> list[Admit | Evict]:
-        """What to do now, best rank first; the states change as if it were done. Call it after
-        every report, and at `wake_s`. now: seconds of the clock of `finish_prefill`."""
+        """Return what to do now, best rank first; the states change as if it were done. Call it
+        after every report, and at `wake_s`. now: seconds of the clock of `finish_prefill`."""
         self.wake_s = math.inf
         self._lines.charge(now)
         since_s, slots = self._idle
@@ -313,8 +313,8 @@ class StepQueue:
             yield self._evict(lowest, candidate.step_id)
 
     def _find_victim(self, candidate: Entry, now: float) -> Entry | None:
-        """The running step that gives its slot to a waiting one. Sets `wake_s` where it will in a
-        while."""
+        """Return the running step that gives its slot to a waiting one. Sets `wake_s` where it will
+        in a while."""
         policy, line = self.policy, candidate.line
         other, after_s = self._lines.owing(line, policy.slots)
         if other is not None:
@@ -329,8 +329,8 @@ class StepQueue:
         return lowest if outranked and lowest.tokens >= policy.min_run_tokens else None
 
     def _must_gather(self, now: float) -> bool:
-        """Whether waiting steps are held though a slot is free. Sets `wake_s` to when they are not
-        any more."""
+        """Return whether waiting steps are held though a slot is free. Sets `wake_s` to when they
+        are not any more."""
         free = min(self.policy.slots - self.running, self.waiting)
         if (
             free <= 0
@@ -349,7 +349,7 @@ class StepQueue:
         return True
 
     def _best(self) -> Entry:
-        """The waiting step that is next; there is one."""
+        """Return the waiting step that is next; there is one."""
         self._lines.look_anew()
         line = self._lines.next(self.policy.slots)
         assert line is not None, "a step waits"
@@ -376,8 +376,8 @@ class StepQueue:
         return True
 
     def _must_rest(self, entry: Entry, now: float) -> bool:
-        """Whether a long prefill waits: for another one, or for decodes that rank higher or are of
-        other jobs."""
+        """Return whether a long prefill waits: for another one, or for decodes that rank higher or
+        are of other jobs."""
         if self._reading is not None:
             return True
         before = (
@@ -409,12 +409,12 @@ class StepQueue:
 
     @property
     def running(self) -> int:
-        """Steps that hold a slot."""
+        """Return steps that hold a slot."""
         return len(self._entries) - self._lines.waiting
 
     @property
     def waiting(self) -> int:
-        """Steps that hold no slot."""
+        """Return steps that hold no slot."""
         return self._lines.waiting
 
     def __contains__(self, step_id: str) -> bool:

@@ -86,16 +86,16 @@ class EngineProgress:
 
     @property
     def is_loading(self) -> bool:
-        """Whether weights are being loaded."""
+        """Return whether weights are being loaded."""
         return self._loads > 0
 
     def silent_s(self, now: float) -> float:
-        """Seconds since the last sign, or since the engine got work."""
+        """Return the seconds since the last sign, or since the engine got work."""
         return now - self._since_s
 
     def due_s(self, curve: DecodeCurve | None) -> float:
-        """When the next sign is due at the latest; infinity while none is. curve: None while it is
-        not known."""
+        """Return when the next sign is due at the latest; infinity while none is. curve: None while
+        it is not known."""
         if self._is_idle or self._loads:
             return math.inf
         known = curve if curve is not None and curve.prefill_tokens_per_s else SLOWEST
@@ -127,8 +127,8 @@ class EngineProgress:
         self.suspected = True
 
     def is_probe_due(self, now: float) -> bool:
-        """Whether to ask the engine for a token: it has nothing to do, and nobody has seen it
-        generate for a while."""
+        """Return whether to ask the engine for a token: it has nothing to do, and nobody has seen
+        it generate for a while."""
         rest_s = SUSPECT_PROBE_S if self.suspected else IDLE_PROBE_S
         return self._is_idle and not self._loads and now - self._since_s >= rest_s
 

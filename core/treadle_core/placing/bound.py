@@ -63,8 +63,8 @@ def costliest_alone(table: Table) -> float:
 
 @compiled
 def pigeonhole(engines: Floats, lengths: Floats, counts: Indexes) -> float:
-    """Largest over q in `counts` of the least T at which the engines' sizes for length L_q add up
-    to q."""
+    """Return the largest over q in `counts` of the least T at which the engines' sizes for length
+    L_q add up to q."""
     bound = 0.0
     for q in counts:
         # Seconds a token within which the engines hold q together: bisect to a relative 1e-12, from
@@ -95,8 +95,8 @@ def pigeonhole(engines: Floats, lengths: Floats, counts: Indexes) -> float:
 
 
 def shared_work(table: Table) -> float:
-    """All work over the engines' summed speed; the yardstick is the engine that gives the largest
-    bound.
+    """Return all work over the engines' summed speed; the yardstick is the engine that gives the
+    largest bound.
 
     An engine's time is at least sum L * (a / slots + b) + sum Q * k + sum P / rate, and at least
     the same with a taken from KV (sum Q * (a / capacity + k) + sum L * b). With r_e the least ratio

@@ -102,14 +102,14 @@ def best_placement(
 
 
 def judge(engines: Floats, work: Work, placement: Indexes) -> Floats:
-    """What each sample says of a placement, in seconds: less is better."""
+    """Return what each sample says of a placement, in seconds: less is better."""
     times, prompts_s = finish(engines, work, placement)
     judged_s: Floats = times.max(axis=0) + prompt_weight(engines, len(placement)) * prompts_s.mean()
     return judged_s
 
 
 def _alone_s(engines: Floats, amounts: Floats) -> Floats:
-    """Seconds that each trajectory takes alone on an engine of mean figures."""
+    """Return the seconds that each trajectory takes alone on an engine of mean figures."""
     mean = engines.mean(axis=0)
     decode_s = (mean[BASE_S] + mean[PER_SEQUENCE_S]) * amounts[:, TOKENS] + mean[
         PER_KV_TOKEN_S
@@ -128,8 +128,8 @@ def _partitions(
     order: Indexes,
     share: float,
 ) -> Iterator[Indexes]:
-    """The partition of `order` for one share, renamed so that most context stays as in `near`, and
-    its variants."""
+    """Return the partition of `order` for one share, renamed so that most context stays as in
+    `near`, and its variants."""
     m = len(engines)
     own = medians.amounts[0][order]
     sums = np.zeros((len(own) + 1, own.shape[1]))
@@ -158,9 +158,9 @@ def _partitions(
 
 @inlined
 def group_s(engine: Floats, sums: Floats, own: Floats, share: float, first: int, end: int) -> float:
-    """When an engine ends ranks [first, end): by their work, the path of the first of them, and the
-    path of one with `share` of the longest of all. own[n, 5]: amounts by rank; sums[n + 1, 5]:
-    their sums before each rank."""
+    """Return when an engine ends ranks [first, end): by their work, the path of the first of them,
+    and the path of one with `share` of the longest of all. own[n, 5]: amounts by rank; sums[n + 1,
+    5]: their sums before each rank."""
     if end <= first:
         return 0.0
     group_work_s = work_s(engine, sums[end]) - work_s(engine, sums[first])
@@ -221,7 +221,7 @@ def partition(engines: Floats, sums: Floats, own: Floats, share: float) -> Index
 def reach(
     engine: Floats, sums: Floats, own: Floats, share: float, first: int, limit_s: float
 ) -> int:
-    """The last end of a group from `first` that the engine ends within the limit."""
+    """Return the last end of a group from `first` that the engine ends within the limit."""
     low, high = first, len(own) + 1
     while high - low > 1:
         probe = (low + high) // 2

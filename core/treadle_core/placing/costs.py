@@ -68,7 +68,7 @@ class Costs:
 
 @inlined
 def group_cost(table: Table, engine: int, first: int, end: int) -> float:
-    """Seconds for `engine` to finish ranks [first, end); 0 for an empty group."""
+    """Return the seconds for `engine` to finish ranks [first, end); 0 for an empty group."""
     if end <= first:
         return 0.0
     if table.reach.shape[0] > 0 and end > table.reach[table.reach_of[engine], first]:

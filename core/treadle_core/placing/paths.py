@@ -80,7 +80,7 @@ class Work(NamedTuple):
 
 
 def engine_rows(engines: Sequence[PlanEngine]) -> Floats:
-    """The engines as the kernels read them, in the caller's order."""
+    """Return the engines as the kernels read them, in the caller's order."""
     rows = np.zeros((len(engines), PREFILL_PAIR_S + 1))
     for row, engine in zip(rows, engines, strict=True):
         curve, capacity = engine.decode_curve, engine.kv_tokens_capacity
@@ -94,7 +94,7 @@ def engine_rows(engines: Sequence[PlanEngine]) -> Floats:
 
 
 def kinds_of(engines: Sequence[PlanEngine]) -> Indexes:
-    """A number for each engine, the same for engines with equal figures."""
+    """Return a number for each engine, the same for engines with equal figures."""
     return number_kinds(
         (each.slot_limit, each.kv_tokens_capacity, each.tensor_parallel, each.decode_curve)
         for each in engines
@@ -111,8 +111,8 @@ def work_of(
     prompts: Indexes,
     factors: Floats | None = None,
 ) -> Work:
-    """The work at its medians, or times factors[samples, n]. observed: tokens of tools' answers
-    still to come."""
+    """Return the work at its medians, or times factors[samples, n]. observed: tokens of tools'
+    answers still to come."""
     factors = np.ones((1, len(tokens))) if factors is None else factors
     d, o = tokens * factors, observed * factors
     mean_contexts = contexts + 0.5 * (d + o)
@@ -151,15 +151,15 @@ def _draws() -> tuple[Indexes, Floats]:
 
 
 def makespans_s(engines: Floats, work: Work, placement: Indexes) -> Floats:
-    """When the last engine ends in each sample; infinite where a context does not fit its engine's
-    KV."""
+    """Return when the last engine ends in each sample; infinite where a context does not fit its
+    engine's KV."""
     times: Floats = finish(engines, work, placement)[0].max(axis=0, initial=0.0)
     return times
 
 
 def is_better(found_s: Floats, best_s: Floats, margin: float) -> bool:
-    """Whether makespans are less than the best so far, by `margin` of their mean and by what chance
-    alone makes of so few samples."""
+    """Return whether makespans are less than the best so far, by `margin` of their mean and by what
+    chance alone makes of so few samples."""
     if not (np.isfinite(found_s).all() and np.isfinite(best_s).all()):
         return bool(np.isfinite(found_s).all())
     gains_s = best_s - found_s
@@ -186,15 +186,15 @@ def least_s(engines: Floats, work: Work) -> float:
 
 @inlined
 def path_s(own_s: float, tool_s: float, others_s: float) -> float:
-    """Seconds until a trajectory ends that needs own_s alone, beside others that work for
-    others_s."""
+    """Return the seconds until a trajectory ends that needs own_s alone, beside others that work
+    for others_s."""
     half = 0.5 * (own_s + others_s - tool_s)
     return float(tool_s + half + np.sqrt(half * half + own_s * tool_s))
 
 
 @inlined
 def work_s(engine: Floats, amounts: Floats) -> float:
-    """Seconds of an engine's work for a trajectory: w of the module's docstring."""
+    """Return the seconds of an engine's work for a trajectory: w of the module's docstring."""
     decode_s = engine[PER_SEQUENCE_S] * amounts[TOKENS] + engine[PER_KV_TOKEN_S] * amounts[KV]
     return float(
         decode_s + engine[PREFILL_S] * amounts[OBSERVED] + engine[PREFILL_PAIR_S] * amounts[PAIRS]
@@ -203,21 +203,21 @@ def work_s(engine: Floats, amounts: Floats) -> float:
 
 @inlined
 def prompt_s(engine: Floats, tokens: float) -> float:
-    """Seconds to prefill a prompt."""
+    """Return the seconds to prefill a prompt."""
     return float(engine[PREFILL_S] * tokens + 0.5 * engine[PREFILL_PAIR_S] * tokens * tokens)
 
 
 @compiled
 def prompt_weight(engines: Floats, count: int) -> float:
-    """The weight of the seconds of prompts where placements of `count` trajectories are compared.
-    It is larger while some of them wait for a slot: a later plan can still send these to another
-    engine than their prompt's."""
+    """Return the weight of the seconds of prompts where placements of `count` trajectories are
+    compared. It is larger while some of them wait for a slot: a later plan can still send these to
+    another engine than their prompt's."""
     return WAITING_WEIGHT if count > engines[:, SLOTS].sum() else 1.0
 
 
 @inlined
 def worked_s(engine: Floats, tokens: float, kv_tokens: float, all_work_s: float) -> float:
-    """Seconds until an engine has done what adds up to these."""
+    """Return the seconds until an engine has done what adds up to these."""
     return float(
         engine[BASE_S] * max(tokens / engine[SLOTS], kv_tokens / engine[KV_TOKENS]) + all_work_s
     )
@@ -236,8 +236,8 @@ def prompts_there(work: Work, placement: Indexes, engines: int) -> Flags:
 
 @compiled
 def reading_order(engines: Floats, work: Work) -> Indexes:
-    """The trajectories with the longest mean path alone first: the order in which engines prefill
-    prompts."""
+    """Return the trajectories with the longest mean path alone first: the order in which engines
+    prefill prompts."""
     base_s = engines[:, BASE_S].mean()
     engine = engines[0].copy()
     for column in range(len(engine)):
@@ -448,8 +448,8 @@ def savings_s(
 def end_s(
     engine: Floats, amounts: Floats, prompts_s: float, members: Indexes, without: int, besides: int
 ) -> float:
-    """When an engine ends its prompts and its members without one of them, or with one besides; -1
-    for none."""
+    """Return when an engine ends its prompts and its members without one of them, or with one
+    besides; -1 for none."""
     tokens = kv_tokens = ends_s = 0.0
     all_work_s = prompts_s
     for number in range(len(members) + 1):

@@ -68,8 +68,8 @@ def plan(
     read: Flags | None = None,
     prompts: Indexes | None = None,
 ) -> Plan:
-    """The plan of least makespan, balanced beyond the bottleneck, so that no engine stands empty
-    for nothing.
+    """Return the plan of least makespan, balanced beyond the bottleneck, so that no engine stands
+    empty for nothing.
 
     For n trajectories: `lengths` is remaining tokens, `contexts` tokens in KV now, `current` the
     index of the engine that holds that KV or -1. `bound` asks for the lower bound too. `workspace`

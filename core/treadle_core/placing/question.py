@@ -31,8 +31,8 @@ class PlanEngine:
 
 
 def slowest_curve(curves: Sequence[DecodeCurve]) -> DecodeCurve:
-    """The worst of each figure, which stands in for the curve of an engine beside these: never
-    better than what was measured."""
+    """Return the worst of each figure, which stands in for the curve of an engine beside these:
+    never better than what was measured."""
     rates = [
         curve.prefill_tokens_per_s for curve in curves if curve.prefill_tokens_per_s
     ]  # 0: unknown
@@ -71,7 +71,7 @@ class PlanWork:
 
     @cached_property
     def trajectory_ids(self) -> tuple[str, ...]:
-        """The ids; made on demand, as few callers need them."""
+        """Return the ids; made on demand, as few callers need them."""
         return tuple(self.names[self.rows].tolist())
 
     def __eq__(self, other: object) -> bool:
@@ -111,7 +111,7 @@ class NothingFitsError(InvalidTrajectoryError):
 
 
 def check_workload(lengths: Floats, contexts: Floats) -> None:
-    """Raises InvalidTrajectoryError naming the first bad figure."""
+    """Raise InvalidTrajectoryError naming the first bad figure."""
     check_column("remaining_tokens", lengths, len(lengths))
     check_column("context_tokens", contexts, len(lengths))
 
@@ -119,7 +119,7 @@ def check_workload(lengths: Floats, contexts: Floats) -> None:
 def check_column(
     name: str, values: Floats | Indexes, count: int, least: float = 0.0, most: float = MOST_TOKENS
 ) -> None:
-    """Raises InvalidTrajectoryError for another number of figures than `count`, or one that is out
+    """Raise InvalidTrajectoryError for another number of figures than `count`, or one that is out
     of range."""
     if values.shape != (count,):
         raise InvalidTrajectoryError(
@@ -135,7 +135,7 @@ def check_column(
 
 
 def check_fit(contexts: Floats, capacities: Floats) -> None:
-    """Raises NothingFitsError for a context that no engine's KV holds; capacities in tokens, inf
+    """Raise NothingFitsError for a context that no engine's KV holds; capacities in tokens, inf
     where unknown."""
     most = float(capacities.max())
     if len(contexts) and contexts.max() > most:

@@ -48,8 +48,8 @@ class Scratch(NamedTuple):
 
 @compiled
 def refine(engines: Floats, work: Work, placement: Indexes, free: Flags) -> Indexes:
-    """A placement that is no later by the mean over samples. free: whether a trajectory may go to
-    another engine."""
+    """Return a placement that is no later by the mean over samples. free: whether a trajectory may
+    go to another engine."""
     m, n, samples = len(engines), len(placement), len(work.amounts)
     result = placement.copy()
     if m < 2 or n == 0:
@@ -108,7 +108,7 @@ def refine(engines: Floats, work: Work, placement: Indexes, free: Flags) -> Inde
 def group_by_engine(
     engines: Floats, work: Work, placement: Indexes, order: Indexes, rank: Indexes, scratch: Scratch
 ) -> Groups:
-    """The placement as groups."""
+    """Return the placement as groups."""
     m = len(engines)
     first, members = members_of(placement, order, m)
     times, prompts_s = np.zeros((m, len(work.amounts))), np.zeros(m)
@@ -122,7 +122,7 @@ def group_by_engine(
 
 @compiled
 def find_last(times: Floats) -> tuple[int, float]:
-    """The engine that ends last in most samples, and the mean of when the last one ends."""
+    """Return the engine that ends last in most samples, and the mean of when the last one ends."""
     counts = np.zeros(len(times), np.int64)
     last_s = 0.0
     for sample in range(times.shape[1]):
@@ -142,9 +142,9 @@ def find_target(
     weight: float,
     scratch: Scratch,
 ) -> tuple[float, int, int]:
-    """The engine to which the moved trajectories of `source` should go: when the last engine then
-    ends on average, with the change in prompts times `weight`, that engine, and how many amounts
-    were read."""
+    """Return the engine to which the moved trajectories of `source` should go: when the last engine
+    then ends on average, with the change in prompts times `weight`, that engine, and how many
+    amounts were read."""
     m, samples = groups.times.shape
     group = groups.members[groups.first[source] : groups.first[source + 1]]
     kept = 0
@@ -176,7 +176,7 @@ def find_target(
 
 @compiled
 def mean_last(times: Floats, source: int, target: int, scratch: Scratch) -> float:
-    """The mean of when the last engine ends, with the new times of two of them."""
+    """Return the mean of when the last engine ends, with the new times of two of them."""
     total_s = 0.0
     for sample in range(times.shape[1]):
         last_s = max(scratch.source_s[sample], scratch.target_s[sample])

@@ -32,8 +32,8 @@ DROP_GROWTH = 8.0
 def furthest(
     table: Table, engine: int, at: int, end: int, hint: int, limit_s: float
 ) -> tuple[int, float, float]:
-    """The largest rank up to which an engine runs [at, rank) within the limit, searched from `hint`
-    outwards.
+    """Return the largest rank up to which an engine runs [at, rank) within the limit, searched from
+    `hint` outwards.
 
     Returns with it the cost of that group and the cost with one rank more, infinite where there is
     none. at < end.
@@ -110,8 +110,8 @@ def narrow(
     high: float,
     low_first: bool,
 ) -> tuple[float, int]:
-    """Least largest cost of the engines' ranks, between `low` and `high`, the largest cost in
-    `bounds`.
+    """Return the least largest cost of the engines' ranks, between `low` and `high`, the largest
+    cost in `bounds`.
 
     Leaves the greedy fill that has it in `bounds`. Returns the cost and the number of fills it
     took. `low_first`: as `low` itself may well be it.
@@ -201,7 +201,7 @@ def tighten(
 
 @lean
 def same_kind(table: Table, one: int, other: int) -> bool:
-    """Whether two engines need the same time for every group."""
+    """Return whether two engines need the same time for every group."""
     for column in range(table.engines.shape[1]):
         if table.engines[one, column] != table.engines[other, column]:
             return False
@@ -212,9 +212,9 @@ def same_kind(table: Table, one: int, other: int) -> bool:
 def count_alone(
     table: Table, bounds: Indexes, scratch: Indexes, first_engine: int, end_engine: int
 ) -> tuple[int, int]:
-    """How many engines from `first_engine` on take one rank each because the first of what is left,
-    alone, is the least largest cost of the rest; writes their groups and a fill of the rest that
-    meets it. Counts the fills too.
+    """Return how many engines from `first_engine` on take one rank each because the first of what
+    is left, alone, is the least largest cost of the rest; writes their groups and a fill of the
+    rest that meets it. Counts the fills too.
 
     Among engines of one kind, whose ranks cost no more one after the other, it holds for all up to
     the last for which it holds: a fill that meets the cost of a later rank, with one rank and one
@@ -317,8 +317,8 @@ GUESS_SLACK = 1.0 / 128.0
 
 @lean
 def bottleneck(table: Table, bounds: Indexes, scratch: Indexes) -> float:
-    """Seconds of the least largest cost of all ranks over all engines; `bounds` comes with a
-    partition of any cost."""
+    """Return the seconds of the least largest cost of all ranks over all engines; `bounds` comes
+    with a partition of any cost."""
     n = len(table.lengths)
     m = len(table.engines)
     fluid = 0.0  # the engines' summed speed, by what each takes for all
@@ -377,8 +377,8 @@ def group_costs(table: Table, bounds: Indexes, costs_s: Floats) -> None:
 
 
 def partition(costs: Costs, fill_budget: int = BALANCE_FILLS) -> tuple[Indexes, float]:
-    """Bounds of the groups and the makespan: engine e of the table runs ranks [bounds[e], bounds[e
-    + 1])."""
+    """Return the bounds of the groups and the makespan: engine e of the table runs ranks
+    [bounds[e], bounds[e + 1])."""
     bounds = np.zeros(len(costs.table.engines) + 1, np.int64)
     makespan_s = solve(costs.table, fill_budget, bounds)
     return bounds, float(makespan_s)

@@ -59,7 +59,7 @@ class Workspace:
         return memory[:count]
 
     def derive_once(self, source: Source, derive: Callable[[Source], Floats]) -> Floats:
-        """A copy of `derive(source)`, which is computed again only for another tuple."""
+        """Return a copy of `derive(source)`, which is computed again only for another tuple."""
         if self._source is not source:
             self._derived, self._source = derive(source), source
         return self._derived.copy()

@@ -62,7 +62,7 @@ class PlanTiming:
         return self._asked_s is not None and now - self._asked_s < self._tuning.plan_timeout_s
 
     def is_due(self, now: float, open_count: int, ticked: bool) -> bool:
-        """Whether to ask now, with so many open trajectories. ticked: at a tick."""
+        """Return whether to ask now, with so many open trajectories. ticked: at a tick."""
         tuning = self._tuning
         renewed = self.is_renewed(open_count)
         if self.awaits_answer(now):
@@ -139,15 +139,16 @@ class Planner:
         self._timing.note_news(max(self._tuning.plan_every_events, self._table.open_count()))
 
     def target(self, record: TrajectoryRecord) -> str:
-        """Id of the engine where the plan in force wants a trajectory; empty for none."""
+        """Return the id of the engine where the plan in force wants a trajectory; empty for
+        none."""
         return self._targets.get(record.trajectory_id, "")
 
     def targeted(self) -> Iterable[str]:
-        """Ids of the trajectories for which `target` names an engine."""
+        """Return the ids of the trajectories for which `target` names an engine."""
         return self._targets
 
     def ask(self, now: float, *, ticked: bool = False) -> AskPlan | None:
-        """The question for a plan, where one is due and there is a choice to make."""
+        """Return the question for a plan, where one is due and there is a choice to make."""
         timing = self._timing
         if not (timing.work or timing.news):
             return None
@@ -180,8 +181,8 @@ class Planner:
         return self._follow(snapshot, question, engine_of)
 
     def saving_s(self, record: TrajectoryRecord) -> float:
-        """Seconds that the move to `target` saved when the plan was made: its share of what the
-        plan saves, or what it saves its two engines alone, whichever is more."""
+        """Return the seconds that the move to `target` saved when the plan was made: its share of
+        what the plan saves, or what it saves its two engines alone, whichever is more."""
         return self._savings_s.get(record.trajectory_id, 0.0)
 
     def _make_question(self) -> AskPlan | None:
@@ -247,7 +248,7 @@ class Planner:
     def _place_answer(
         self, snapshot: Snapshot, question: AskPlan, engine_of: Indexes, movable: Flags
     ) -> Indexes:
-        """The answer as a placement of the present trajectories on the present engines."""
+        """Return the answer as a placement of the present trajectories on the present engines."""
         columns, roster = self._table.columns, snapshot.roster
         rows = question.work.rows
         if columns.ids is not question.work.names:  # the rows have new numbers

@@ -48,7 +48,7 @@ class Columns:
 
 @compiled
 def gather(cells: Floats, rows: Indexes) -> Floats:
-    """Some rows, column by column, in a third of the time that numpy takes."""
+    """Return some rows, column by column, in a third of the time that numpy takes."""
     columns = np.empty((cells.shape[1], len(rows)))
     for index in range(len(rows)):
         row = rows[index]
@@ -106,17 +106,17 @@ class Snapshot:
 
     @cached_property
     def placement(self) -> Indexes:
-        """Index of each trajectory's engine."""
+        """Return the index of each trajectory's engine."""
         return self.roster.index_of_number[self.live.engine_number]
 
     @cached_property
     def prompts(self) -> Indexes:
-        """A number of each trajectory's prompt, from 0."""
+        """Return a number of each trajectory's prompt, from 0."""
         return np.unique(self.live.prompt_number, return_inverse=True)[1].astype(np.int64)
 
     @cached_property
     def samples(self) -> paths.Work:
-        """Samples of what is left."""
+        """Return the samples of what is left."""
         live = self.live
         return self._work(
             paths.sample_factors(live.rows, live.log_sigma, live.tokens, live.room_tokens)
@@ -124,11 +124,11 @@ class Snapshot:
 
     @cached_property
     def medians(self) -> paths.Work:
-        """What is left by the medians."""
+        """Return what is left by the medians."""
         return self._work(None)
 
     def plan(self) -> Indexes:
-        """The best placement of all trajectories, as the placement service would find it."""
+        """Return the best placement of all trajectories, as the placement service would find it."""
         roster = self.roster
         return best_placement(roster.rows, roster.kinds, self.samples, self.medians, self.placement)
 
@@ -138,8 +138,8 @@ class Snapshot:
         return paths.work_of(*amounts, live.started, live.read, self.prompts, factors)
 
     def movable(self) -> Flags:
-        """Trajectories that a plan may place elsewhere: all engines may run them, and they have
-        one."""
+        """Return the trajectories that a plan may place elsewhere: all engines may run them, and
+        they have one."""
         live, roster = self.live, self.roster
         movable: Flags = (
             live.planned & roster.here[live.engine_number] & roster.carried[live.tags_number]
@@ -208,8 +208,8 @@ def warm_up() -> None:
 def choose_placement(
     snapshot: Snapshot, planned: Indexes, movable: Flags, tuning: Tuning
 ) -> tuple[Indexes, float]:
-    """The best placement by the mean over samples, and the seconds of the makespan that each of its
-    moves of KV saves.
+    """Return the best placement by the mean over samples, and the seconds of the makespan that each
+    of its moves of KV saves.
 
     Tried are: the present one; the present one with trajectories that have not started where the
     plan wants them, as they have no KV to move; the plan. What moves KV must beat what does not by

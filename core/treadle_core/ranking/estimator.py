@@ -119,7 +119,7 @@ class TurnUse:
     observed_tokens: float = 0.0
 
     def update(self, weight: float, seen: ToolUse) -> TurnUse:
-        """The means after these sums, with the present ones as those of `weight` turns."""
+        """Return the means after these sums, with the present ones as those of `weight` turns."""
         turns = weight + seen.turns
         if turns <= 0.0:
             return self
@@ -147,7 +147,7 @@ class Forecast:
 
     @property
     def remaining_observed_tokens(self) -> Estimate:
-        """Tokens of tools' answers."""
+        """Return the tokens of tools' answers."""
         return self._of_turns(self.turn_use.observed_tokens)
 
     def _of_turns(self, a_turn: float) -> Estimate:
@@ -183,7 +183,7 @@ class Curves:
         )
 
     def forecast(self, progress: Progress, source: Source, version: str) -> Forecast:
-        """What remains beyond `progress`, within its cap."""
+        """Return what remains beyond `progress`, within its cap."""
         tokens = np.array(remaining_quantiles(TOKEN_KNOTS, self.tokens, progress.gen_tokens))
         if progress.max_total_tokens:
             tokens = np.minimum(tokens, max(0, progress.max_total_tokens - progress.gen_tokens))
@@ -200,7 +200,8 @@ class LogNormal:
         self._curves: OrderedDict[tuple[int, int], Floats] = OrderedDict()
 
     def fit(self, seen: Observed) -> Floats:
-        """The curve after these totals, as a log-normal one; without any, as it was stated."""
+        """Return the curve after these totals, as a log-normal one; without any, as it was
+        stated."""
         count, mean, variance = log_moments(seen)
         weight = PRIOR_WEIGHT + count
         # Steps of 2% in the median and of 0.02 in sigma, so that most curves are at hand.
@@ -239,7 +240,7 @@ class Prior:
         self._turns = LogNormal(TURN_KNOTS, median_turns, sigma_turns)
 
     def fit(self, tokens: Observed, turns: Observed) -> Curves:
-        """The curves after these totals of all prompts."""
+        """Return the curves after these totals of all prompts."""
         return Curves(self._tokens.fit(tokens), self._turns.fit(turns))
 
 
@@ -258,8 +259,8 @@ class Estimator:
         return replace(self._estimate(progress), turn_use=self._turn_use(progress))
 
     def _turn_use(self, progress: Progress) -> TurnUse:
-        """Means over all, shrunk towards those of the prompt, of the group, and of the trajectory
-        itself."""
+        """Return the means over all, shrunk towards those of the prompt, of the group, and of the
+        trajectory itself."""
         evidence = self._evidence
         found = evidence.group_of(progress.trajectory_id, progress.prompt_id)
         group = found[1].ended.values() if found is not None else ()
@@ -332,8 +333,8 @@ LONGEST = 0.10  # share of the trajectories that are the long tail (Heddle 7.2)
 
 
 def recall_of_longest(total: Floats, predicted: Floats) -> float:
-    """Share of the longest tenth that is in the tenth predicted longest; ties count as a random
-    choice among them."""
+    """Return the share of the longest tenth that is in the tenth predicted longest; ties count as a
+    random choice among them."""
     most = max(1, round(LONGEST * len(total)))
     longest = np.zeros(len(total), np.bool_)
     longest[np.argsort(-total, kind="stable")[:most]] = True

@@ -34,8 +34,8 @@ LEAST_AT_RISK = 1e-300  # observations; keeps a division from zero
 
 
 def lognormal(knots: Floats, median: float, sigma: float) -> Floats:
-    """The curve of a log-normal total: `median` in the knots' unit, `sigma` of the natural log,
-    both > 0."""
+    """Return the curve of a log-normal total: `median` in the knots' unit, `sigma` of the natural
+    log, both > 0."""
     scale = sigma * math.sqrt(2.0)
     return np.array(
         [0.5 * math.erfc(math.log(t / median) / scale) if t > 0.0 else 1.0 for t in knots.tolist()]
@@ -87,7 +87,8 @@ class Tally:
 
 
 def posterior(knots: Floats, base: Floats, weight: float, seen: Observed) -> Floats:
-    """The survival curve after observing totals; the base counts as `weight` > 0 observations."""
+    """Return the survival curve after observing totals; the base counts as `weight` > 0
+    observations."""
     counts = seen.ended + seen.censored
     count = int(counts.sum())
     if count == 0:
@@ -104,7 +105,7 @@ def posterior(knots: Floats, base: Floats, weight: float, seen: Observed) -> Flo
 
 
 def remaining_quantiles(knots: Floats, curve: Floats, done: float) -> tuple[float, float, float]:
-    """p10, p50 and p90 of total - done, given total > done; 0 beyond the last knot."""
+    """Return p10, p50 and p90 of total - done, given total > done; 0 beyond the last knot."""
     if done >= knots[-1]:
         return (0.0, 0.0, 0.0)
     alive = float(np.interp(done, knots, curve))
@@ -140,8 +141,8 @@ class Running:
     last_step_tokens: int = 0  # of gen_tokens, sampled in the last finished step
 
     def after_step(self, turn: int, output_tokens: int) -> Running:
-        """The trajectory after a step, whose output counts once, also where it resumed on another
-        engine."""
+        """Return the trajectory after a step, whose output counts once, also where it resumed on
+        another engine."""
         if turn + 1 < self.turns:
             return self
         before = self.gen_tokens - (self.last_step_tokens if turn + 1 == self.turns else 0)
@@ -278,17 +279,17 @@ class Evidence:
         return True
 
     def group_of(self, trajectory_id: str, prompt_id: str) -> tuple[GroupKey, Group] | None:
-        """The group of a trajectory; for an unknown one, the newest group of its prompt."""
+        """Return the group of a trajectory; for an unknown one, the newest group of its prompt."""
         key = self._key_of.get(trajectory_id) or self._newest_group.get(prompt_id)
         return None if key is None else (key, self._groups[key])
 
     def ended_of_prompt(self, prompt_id: str) -> Collection[Ended]:
-        """The newest ended trajectories of a prompt in all rollouts, oldest first."""
+        """Return the newest ended trajectories of a prompt in all rollouts, oldest first."""
         return self._prompts.get(prompt_id, OrderedDict[str, Ended]()).values()
 
     def mean_version(self, trajectory_id: str, prompt_id: str) -> float | None:
-        """The mean weight version of a trajectory's ended siblings, else of its prompt, else of
-        all; None where these have none."""
+        """Return the mean weight version of a trajectory's ended siblings, else of its prompt, else
+        of all; None where these have none."""
         found = self.group_of(trajectory_id, prompt_id)
         siblings = found[1].ended.values() if found is not None else ()
         own = siblings or self.ended_of_prompt(prompt_id)
@@ -296,12 +297,12 @@ class Evidence:
 
     @property
     def ended_kept(self) -> int:
-        """The number of ended trajectories in `tokens` and `turns`."""
+        """Return the number of ended trajectories in `tokens` and `turns`."""
         return len(self._all)
 
     @property
     def known_prompts(self) -> int:
-        """The number of prompts with an ended trajectory."""
+        """Return the number of prompts with an ended trajectory."""
         return len(self._prompts)
 
     def _group(self, key: GroupKey) -> Group:

@@ -54,7 +54,8 @@ LEAST_WORK_S = 1e-3  # work below a millisecond ranks as this, since log2 of 0 i
 
 
 def remaining_tokens(record: TrajectoryRecord, tuning: Tuning) -> float:
-    """Tokens left to sample: the predicted median less what was sampled since, within the cap."""
+    """Return the tokens left to sample: the predicted median less what was sampled since, within
+    the cap."""
     if record.prediction is None:
         left = tuning.default_remaining_tokens
     else:
@@ -66,7 +67,7 @@ def remaining_tokens(record: TrajectoryRecord, tuning: Tuning) -> float:
 
 
 def room_tokens(record: TrajectoryRecord) -> float:
-    """Tokens that the trajectory's cap leaves; infinite without one."""
+    """Return the tokens that the trajectory's cap leaves; infinite without one."""
     return (
         float(max(0, record.max_total_tokens - record.gen_tokens))
         if record.max_total_tokens
@@ -75,23 +76,24 @@ def room_tokens(record: TrajectoryRecord) -> float:
 
 
 def log_sigma(record: TrajectoryRecord) -> float:
-    """Standard deviation of ln(tokens left) by the prediction; 0 without one."""
+    """Return the standard deviation of ln(tokens left) by the prediction; 0 without one."""
     return (
         log_deviation(record.prediction.remaining_tokens) if record.prediction is not None else 0.0
     )
 
 
 def log_deviation(estimate: Estimate) -> float:
-    """Standard deviation of the logarithm, from the median and the 90th percentile; at most
-    MOST_LOG_SIGMA, which plans accept, as a median near 0 beside a long upper quantile would give
-    more."""
+    """Return the standard deviation of the logarithm, from the median and the 90th percentile; at
+    most MOST_LOG_SIGMA, which plans accept, as a median near 0 beside a long upper quantile would
+    give more."""
     if not estimate.p90 > estimate.p50 > 0.0:
         return 0.0
     return min((math.log(estimate.p90) - math.log(estimate.p50)) / P90_Z, MOST_LOG_SIGMA)
 
 
 def reserve_tokens(record: TrajectoryRecord, mean_observed_tokens: float, tuning: Tuning) -> int:
-    """KV tokens that an engine reserves: the present context and a share of its growth to the end.
+    """Return the KV tokens that an engine reserves: the present context and a share of its growth
+    to the end.
 
     The growth is the tokens left to sample and those that tools will still answer.
     """
@@ -104,21 +106,22 @@ def reserve_tokens(record: TrajectoryRecord, mean_observed_tokens: float, tuning
 
 
 def remaining_s(record: TrajectoryRecord, token_s: float, tuning: Tuning) -> float:
-    """Seconds left without any waiting: `token_s` a token, and the tool calls of the predicted
-    turns."""
+    """Return the seconds left without any waiting: `token_s` a token, and the tool calls of the
+    predicted turns."""
     return remaining_tokens(record, tuning) * token_s + remaining_tool_s(record)
 
 
 def token_s(spec: EngineSpec | None) -> float:
-    """Seconds an engine takes for a token of one sequence while all its slots decode."""
+    """Return the seconds an engine takes for a token of one sequence while all its slots decode."""
     if spec is None:
         return DEFAULT_BASE_S
     return spec.decode_curve.base_s + spec.decode_curve.per_sequence_s * spec.slot_limit
 
 
 def remaining_tool_s(record: TrajectoryRecord) -> float:
-    """Seconds of tool calls left: as predicted, else those of the turns left, each as long as the
-    mean of this trajectory's calls; 0 while no call was seen or turns are not predicted."""
+    """Return the seconds of tool calls left: as predicted, else those of the turns left, each as
+    long as the mean of this trajectory's calls; 0 while no call was seen or turns are not
+    predicted."""
     prediction = record.prediction
     if prediction is None:
         return 0.0
@@ -132,9 +135,9 @@ def remaining_tool_s(record: TrajectoryRecord) -> float:
 
 
 def remaining_observed_tokens(record: TrajectoryRecord, mean_observed_tokens: float = 0.0) -> float:
-    """Tokens of tools' answers left: as predicted, else those of the turns left, each as long as
-    this trajectory's were on average; before it had any, as `mean_observed_tokens`, the mean over
-    all trajectories."""
+    """Return the tokens of tools' answers left: as predicted, else those of the turns left, each as
+    long as this trajectory's were on average; before it had any, as `mean_observed_tokens`, the
+    mean over all trajectories."""
     prediction = record.prediction
     if prediction is None:
         return 0.0
@@ -159,8 +162,8 @@ class Priorities:
         self._epoch_s = epoch_s
 
     def priority(self, record: TrajectoryRecord, token_s: float) -> float:
-        """The priority of the step requested at `record.requested_s`, on an engine that takes
-        `token_s` a token."""
+        """Return the priority of the step requested at `record.requested_s`, on an engine that
+        takes `token_s` a token."""
         match record.policy.ordering:
             case Ordering.PROGRESSIVE:
                 left_s = remaining_s(record, token_s, self._tuning)
@@ -179,7 +182,8 @@ class Priorities:
                 return self._age(-math.log2(1.0 + record.gen_tokens), record)
 
     def must_report(self, policy: Policy, old: float, new: float) -> bool:
-        """Whether a priority has changed by enough to send it to an engine's queue (hysteresis)."""
+        """Return whether a priority has changed by enough to send it to an engine's queue
+        (hysteresis)."""
         if policy.ordering in (Ordering.FCFS, Ordering.ROUND_ROBIN):
             return False  # these are times of requests, which do not change
         if policy.ordering is Ordering.PROGRESSIVE and policy.objective is Objective.DEADLINE:

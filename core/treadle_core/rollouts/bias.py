@@ -58,26 +58,26 @@ class Histogram:
         return sum(self.counts)
 
     def shares(self) -> Floats:
-        """Share of all at or below each edge; zeros where nothing was counted."""
+        """Return the share of all at or below each edge; zeros where nothing was counted."""
         running = np.cumsum(self.counts)
         return np.asarray(running / running[-1] if running[-1] > 0.0 else running)
 
     def quantile(self, fraction: float) -> float:
-        """The upper edge of the bin in which this fraction is reached; 0 where nothing was
+        """Return the upper edge of the bin in which this fraction is reached; 0 where nothing was
         counted."""
         if self.total <= 0.0:
             return 0.0
         return self.edges[int(np.searchsorted(self.shares(), fraction - 1e-12))]
 
     def share_above(self, value: float) -> float:
-        """Share of what was counted in bins above the one of `value`."""
+        """Return the share of what was counted in bins above the one of `value`."""
         at = bisect_left(self.edges, value)
         return float(1.0 - self.shares()[at]) if at < len(self.edges) and self.total > 0.0 else 0.0
 
 
 def distance(one: Histogram, other: Histogram) -> float:
-    """The largest difference of their shares at or below a value (Kolmogorov and Smirnov): 0 alike,
-    1 apart."""
+    """Return the largest difference of their shares at or below a value (Kolmogorov and Smirnov): 0
+    alike, 1 apart."""
     return float(np.abs(one.shares() - other.shares()).max()) if one.total and other.total else 0.0
 
 
@@ -110,7 +110,7 @@ class KeptFraction(NamedTuple):
 
 
 def judge_kept(trained: float, decoded: float) -> KeptFraction:
-    """The kept fraction and its regime; of nothing decoded it is 1."""
+    """Return the kept fraction and its regime; of nothing decoded it is 1."""
     value = trained / decoded if decoded > 0.0 else 1.0
     if value >= HARDLY_DROPPED:
         return KeptFraction(
@@ -212,7 +212,7 @@ class BiasGuard:
 
     @property
     def mean_staleness(self) -> float:
-        """Weight versions that a trained token is behind; 0 where none was counted."""
+        """Return the weight versions that a trained token is behind; 0 where none was counted."""
         tokens = sum(self.stale_tokens.values())
         return (
             sum(behind * count for behind, count in self.stale_tokens.items()) / tokens
@@ -221,8 +221,8 @@ class BiasGuard:
         )
 
     def alarms(self) -> list[str]:
-        """A sentence for each kind of sample that shaping starves: what, by how much, and what to
-        change."""
+        """Return a sentence for each kind of sample that shaping starves: what, by how much, and
+        what to change."""
         if self.length.sampled.total < LEAST_SAMPLES:
             return []
         found = []

@@ -53,12 +53,12 @@ class Verdict:
 
     @property
     def kept(self) -> bool:
-        """Whether the sample waits for training."""
+        """Return whether the sample waits for training."""
         return self.drop_reason is None
 
 
 def is_stale(oldest_version: int | None, newest_version: int | None, bound: int | None) -> bool:
-    """Whether the oldest sampled token is over `bound` versions behind the newest (RollArt's
+    """Return whether the oldest sampled token is over `bound` versions behind the newest (RollArt's
     asynchronous bound)."""
     if oldest_version is None or newest_version is None or bound is None:
         return False
@@ -87,7 +87,7 @@ class Group:
 
     @property
     def received(self) -> int:
-        """The number of samples submitted."""
+        """Return the number of samples submitted."""
         return len(self.verdicts)
 
     @property
@@ -100,7 +100,7 @@ class Group:
 
     @property
     def gone(self) -> bool:
-        """Whether nothing of it will be taken any more."""
+        """Return whether nothing of it will be taken any more."""
         return self.taken or (self.settled and not self.kept)
 
     @property
@@ -109,8 +109,8 @@ class Group:
 
     @property
     def age(self) -> tuple[float, int]:
-        """What groups leave by, the least first: the version of the oldest token, then the order of
-        settling."""
+        """Return what groups leave by, the least first: the version of the oldest token, then the
+        order of settling."""
         versions = (s.oldest_version for s in self.kept if s.oldest_version is not None)
         return min(versions, default=NO_VERSION), self.settled_order or 0
 
@@ -131,7 +131,8 @@ class Group:
         return dict(behind)
 
     def candidates(self, sample: Sample, reason: DropReason | None) -> list[Candidate]:
-        """What its rule sees once the sample has come; what was dropped is there as failed."""
+        """Return what its rule sees once the sample has come; what was dropped is there as
+        failed."""
         kept = {each.trajectory_id: each for each in self.kept}
         came = [
             _candidate(kept[name]) if name in kept else Candidate(name, 0, failed=True)

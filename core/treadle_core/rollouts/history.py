@@ -32,7 +32,7 @@ class RolloutHistory:
     folded: list[str] = field(default_factory=list)
 
     def begin(self, spec: RolloutSpec) -> RolloutSpec:
-        """The spec of a rollout that begins now, with its numbers of samples and its cap."""
+        """Return the spec of a rollout that begins now, with its numbers of samples and its cap."""
         if spec.redundancy is not None:
             least, most = spec.keep_per_prompt, spec.redundancy.most
             budget = max(
@@ -50,7 +50,7 @@ class RolloutHistory:
         return spec
 
     def _cap_of(self, spec: RolloutSpec) -> CapState:
-        """The cap under the policy of this spec, which may be another one than before."""
+        """Return the cap under the policy of this spec, which may be another one than before."""
         assert spec.cap is not None
         known = self.cap
         if known is None or known.policy.ceiling_tokens != spec.cap.ceiling_tokens:
@@ -88,7 +88,7 @@ class RolloutHistory:
 
 
 def bias_of(buffer: SampleBuffer) -> BiasGuard:
-    """What shaping did in the groups of a rollout that have settled, or were withdrawn."""
+    """Return what shaping did in the groups of a rollout that have settled, or were withdrawn."""
     guard = BiasGuard(success_at=buffer.spec.selection.success_at)
     count_bias(
         guard, buffer, [each for each in buffer.groups.values() if each.settled or buffer.complete]

@@ -119,12 +119,12 @@ class CapState:
 
     @property
     def limit_tokens(self) -> int:
-        """The limit of the next step's trajectories."""
+        """Return the limit of the next step's trajectories."""
         return self.policy.ceiling_tokens if self.open else self.cap_tokens
 
     @property
     def soft_limit_tokens(self) -> int:
-        """Where the soft penalty of the next step's rewards begins."""
+        """Return where the soft penalty of the next step's rewards begins."""
         if self.open or not self.successes:
             return self.limit_tokens
         return min(int(np.quantile(self.successes, self.policy.soft_percentile)), self.limit_tokens)
@@ -180,7 +180,8 @@ class CapState:
 def shape_reward(
     how: CutReward, candidate: Candidate, soft_tokens: int, cap_tokens: int
 ) -> float | None:
-    """The reward to train with; None: do not train this trajectory, or its reward is not known.
+    """Return the reward to train with; None: do not train this trajectory, or its reward is not
+    known.
 
     Only rewards above 0 shrink: a penalty stays what it is. soft_tokens, cap_tokens: where the soft
     penalty begins, and where no reward is left.

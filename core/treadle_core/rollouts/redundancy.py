@@ -43,7 +43,8 @@ class LatencyCurve:
             raise ValueError("step_s must be positive and must not fall with the batch")
 
     def latency_s(self, batch: Floats) -> Floats:
-        """Seconds of a step for each batch size, of the same shape; 0 of no sequences."""
+        """Return the seconds of a step for each batch size, of the same shape; 0 of no
+        sequences."""
         sizes, times = self.batch_sizes, self.step_s
         steps = np.interp(batch, sizes, times)
         if len(sizes) > 1:
@@ -53,8 +54,8 @@ class LatencyCurve:
 
 
 def fit_latency(batch_sizes: Sequence[float], step_s: Sequence[float]) -> LatencyCurve:
-    """The curve of PIECES straight lines with the least relative error for measured steps (DARTS,
-    appendix A).
+    """Return the curve of PIECES straight lines with the least relative error for measured steps
+    (DARTS, appendix A).
 
     Its ends are the smallest and the largest measured batch, its bends two batch sizes between them
     that were measured; fewer where fewer were. No larger batch is ever predicted to be faster.
@@ -88,8 +89,8 @@ def fit_latency(batch_sizes: Sequence[float], step_s: Sequence[float]) -> Latenc
 def rollout_cost_s(
     curve: LatencyCurve, engines: Iterable[Sequence[int]], copies: float = 1.0
 ) -> float:
-    """Seconds to decode what each engine holds: the slowest engine's (DARTS eq. 4 and its data
-    parallelism).
+    """Return the seconds to decode what each engine holds: the slowest engine's (DARTS eq. 4 and
+    its data parallelism).
 
     engines: of each the lengths in tokens that it decodes at once, from the first step on. copies:
     of each of them. Sorted ascending, the tokens from one length to the next are decoded by all
@@ -107,7 +108,8 @@ def _decode_s(curve: LatencyCurve, lengths: Sequence[int], copies: float) -> flo
 def sample_cost_s(
     curve: LatencyCurve, engines: Sequence[Sequence[int]], most_copies: float = 2.0
 ) -> float:
-    """Seconds that one more sample adds to a rollout of such lengths: the slope of eq. 6.
+    """Return the seconds that one more sample adds to a rollout of such lengths: the slope of eq.
+    6.
 
     It is the mean slope of eq. 4 from these samples to `most_copies` of each, where the longest
     stays as long. Raises ValueError for no lengths, or no more copies.
@@ -143,7 +145,7 @@ class BudgetPolicy:
 
 
 def find_budget(policy: BudgetPolicy, variation: float, cost_s: float, trained: int) -> int:
-    """Samples that all prompts of a batch start together (DARTS eq. 6 to 9).
+    """Return the samples that all prompts of a batch start together (DARTS eq. 6 to 9).
 
     The utility variation * ln(B) - trade_off * (cost_s * B + constant) is largest at B = variation
     / (trade_off * cost_s), which is then clamped. variation: standard deviation over mean of the
@@ -157,8 +159,8 @@ def find_budget(policy: BudgetPolicy, variation: float, cost_s: float, trained: 
 
 
 def allocate(variances: Sequence[float] | Floats, budget: int, least: int, most: int) -> Indexes:
-    """Samples that each prompt starts: `least` to `most`, together at most `budget` (DARTS eq. 5
-    and 10, Alg. 1).
+    """Return the samples that each prompt starts: `least` to `most`, together at most `budget`
+    (DARTS eq. 5 and 10, Alg. 1).
 
     A prompt of variance v that starts r samples is w / r from its aim, where w is v min-max
     normalised over the batch (1 for all where all are alike). Greedy: each further sample goes
@@ -248,5 +250,5 @@ class LengthStatistics:
 
     @property
     def variation(self) -> float:
-        """Standard deviation over mean of all lengths; 0 before the first group."""
+        """Return the standard deviation over mean of all lengths; 0 before the first group."""
         return math.sqrt(self.all.variance) / self.all.mean if self.all.mean > 0.0 else 0.0

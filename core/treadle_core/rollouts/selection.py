@@ -35,14 +35,14 @@ class Rule(Protocol):
 
     @property
     def keep(self) -> int:
-        """Samples of a group that are trained, where there are as many."""
+        """Return the samples of a group that are trained, where there are as many."""
 
     def settled(self, candidates: Sequence[Candidate], started: int) -> bool:
-        """Whether no further sample is needed. candidates: in order of arrival; started: with those
-        that run."""
+        """Return whether no further sample is needed. candidates: in order of arrival; started:
+        with those that run."""
 
     def choose(self, candidates: Sequence[Candidate]) -> tuple[str, ...]:
-        """Keys of the samples that are trained, in order of arrival."""
+        """Return the keys of the samples that are trained, in order of arrival."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class FirstK:
         return len(_valid(candidates)) >= self.keep or len(candidates) >= started
 
     def choose(self, candidates: Sequence[Candidate]) -> tuple[str, ...]:
-        """The first `keep` valid ones."""
+        """Return the first `keep` valid ones."""
         return _keys(_valid(candidates)[: self.keep])
 
 
@@ -118,7 +118,7 @@ class ShortestFirst:
         return complete >= self.keep or len(candidates) >= started
 
     def choose(self, candidates: Sequence[Candidate]) -> tuple[str, ...]:
-        """The shortest ones, truncated ones last."""
+        """Return the shortest ones, truncated ones last."""
         valid = _valid(candidates)
         ascending = sorted(valid, key=lambda each: (each.truncated, each.length_tokens))
         chosen = {each.key for each in ascending[: self.keep]}
@@ -149,8 +149,8 @@ class FirstMixed:
         return (len(valid) >= self.keep and self._is_mixed(valid)) or len(candidates) >= started
 
     def choose(self, candidates: Sequence[Candidate]) -> tuple[str, ...]:
-        """The first ones; where their outcomes are alike, the first sample of the other outcome
-        replaces the last."""
+        """Return the first ones; where their outcomes are alike, the first sample of the other
+        outcome replaces the last."""
         valid = _valid(candidates)
         if self._is_mixed(valid):
             both = self._first_of_each(valid)
@@ -163,7 +163,7 @@ class FirstMixed:
         return len(self._first_of_each(candidates)) > 1
 
     def _first_of_each(self, candidates: Sequence[Candidate]) -> set[str]:
-        """The keys of the first success and of the first sample without success."""
+        """Return the keys of the first success and of the first sample without success."""
         first: dict[bool, str] = {}
         for each in candidates:
             if each.reward is not None:
@@ -172,8 +172,8 @@ class FirstMixed:
 
 
 def darts_rule(allocated: int, most: int, keep: int, longest: int) -> Rule:
-    """The rule of a prompt with `allocated` samples (DARTS §4.3.1): saturated at `most`, it is
-    pruned."""
+    """Return the rule of a prompt with `allocated` samples (DARTS §4.3.1): saturated at `most`, it
+    is pruned."""
     return ShortestFirst(keep) if allocated >= most > keep else DualEnd(keep, longest)
 
 

@@ -122,7 +122,7 @@ class RolloutSpec:
 
     @property
     def limit_tokens(self) -> int | None:
-        """Most sampled tokens of a trajectory."""
+        """Return the most sampled tokens of a trajectory."""
         bounds = [self.max_total_tokens, self.cut.limit_tokens if self.cut is not None else None]
         return min((each for each in bounds if each is not None), default=None)
 

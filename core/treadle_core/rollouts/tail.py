@@ -24,24 +24,26 @@ LAST_TENTH = (
 
 
 def log_sigma(c: float) -> float:
-    """Standard deviation of the log of a log-normal length with coefficient of variation `c`."""
+    """Return the standard deviation of the log of a log-normal length with coefficient of variation
+    `c`."""
     return math.sqrt(math.log1p(c * c))
 
 
 def lengths_of(normal: Floats, c: float) -> Floats:
-    """Log-normal lengths of mean 1 from standard normal values, of the same shape."""
+    """Return log-normal lengths of mean 1 from standard normal values, of the same shape."""
     s = log_sigma(c)
     return np.asarray(np.exp(s * np.asarray(normal) - 0.5 * s * s))
 
 
 def longest_by_formula(k: int, c: float) -> float:
-    """The lesson's approximation of the longest of `k`, in means: exp(s sqrt(2 ln k) - s²/2)."""
+    """Return the lesson's approximation of the longest of `k`, in means: exp(s sqrt(2 ln k) -
+    s²/2)."""
     return float(lengths_of(np.asarray(math.sqrt(2.0 * math.log(k))), c))
 
 
 def expected_longest(k: int, c: float) -> float:
-    """Mean longest of `k`, in means: the integral of exp(s z - s²/2) over the density of the
-    maximum of k normals."""
+    """Return the mean longest of `k`, in means: the integral of exp(s z - s²/2) over the density of
+    the maximum of k normals."""
     z = np.linspace(
         -9.0, 14.0, 4_601
     )  # outside, the integrand is below 1e-12 for every k and c in use
@@ -106,7 +108,7 @@ class Tail:
 
 
 def play_tail(question: TailQuestion, normals: Floats) -> Tail:
-    """The rollout for these standard normal values, of the shape (prompts, started)."""
+    """Return the rollout for these standard normal values, of the shape (prompts, started)."""
     shape = (question.prompts, question.started)
     if normals.shape != shape:
         raise ValueError(f"normals must have the shape {shape}, has {normals.shape}")

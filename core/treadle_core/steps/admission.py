@@ -60,7 +60,7 @@ def request_step(state: State, event: ev.StepRequested, now: float) -> list[Acti
 
 
 def must_wait(state: State, record: TrajectoryRecord) -> bool:
-    """Whether the next step of a trajectory waits."""
+    """Return whether the next step of a trajectory waits."""
     if not record.policy.reserve:
         return False
     if record.ticket is not None:
@@ -146,8 +146,8 @@ def answer_waiting(state: State, event: ev.Event, now: float) -> list[Action]:
 
 
 def _needs_no_plan(state: State, record: TrajectoryRecord, spec: EngineSpec) -> bool:
-    """Whether a first step for which no other waits starts at once: its engine has room and is at
-    most half full."""
+    """Return whether a first step for which no other waits starts at once: its engine has room and
+    is at most half full."""
     return 2 * state.table.tally(record.engine_id).started < spec.slot_limit and _fits(
         state, record, spec
     )
@@ -200,7 +200,7 @@ def _start_by_share(state: State, engine: EngineRecord, now: float) -> list[Acti
 def _next_in_queue(
     state: State, queue: Sequence[Place], refused: int, engine_id: str
 ) -> TrajectoryRecord | None:
-    """The first trajectory in a queue behind so many that were refused."""
+    """Return the first trajectory in a queue behind so many that were refused."""
     while refused < len(queue):
         trajectory_id = queue[refused].trajectory_id
         record = state.table.get(trajectory_id)
@@ -230,8 +230,8 @@ def _next_elsewhere(state: State, engine: EngineRecord, job: str) -> TrajectoryR
 
 
 def _fits_share(state: State, record: TrajectoryRecord, spec: EngineSpec, blocked: str) -> bool:
-    """Whether an engine has a slot and room for a trajectory, or its job's share of the engine has.
-    blocked: a job that is not overtaken otherwise, as its next step does not fit."""
+    """Return whether an engine has a slot and room for a trajectory, or its job's share of the
+    engine has. blocked: a job that is not overtaken otherwise, as its next step does not fit."""
     shares, tally = state.shares, state.table.tally(spec.engine_id)
     if blocked and not shares.may_pass(record.job, blocked):
         return False
@@ -270,8 +270,8 @@ def _fits(state: State, record: TrajectoryRecord, spec: EngineSpec) -> bool:
 
 
 def _has_slot(state: State, record: TrajectoryRecord, live: Sequence[float], slots: int) -> bool:
-    """Whether one of the slots is free, or taken by a live step of clearly lower priority. live: as
-    in Tally."""
+    """Return whether one of the slots is free, or taken by a live step of clearly lower priority.
+    live: as in Tally."""
     if len(live) < slots:
         return True
     last = live[-slots]  # of the steps that run first
@@ -281,7 +281,7 @@ def _has_slot(state: State, record: TrajectoryRecord, live: Sequence[float], slo
 
 
 def _explain_wait(state: State, record: TrajectoryRecord) -> tuple[str, object, object]:
-    """Why a step waits now: a pattern and its values."""
+    """Return why a step waits now: a pattern and its values."""
     engine, move = state.engines.get(record.engine_id), record.move
     if move is not None:
         return "its KV moves to {}; it waits {:.2f} s at most", move.target_engine_id, move.saving_s

@@ -183,8 +183,8 @@ def sweep(state: State, now: float) -> list[act.Action]:
 
 
 def sweep_s(state: State, record: TrajectoryRecord, now: float) -> float:
-    """When to look at a trajectory next: one that is open, as its ticket may have expired or,
-    without a job, its client may have left it; a closed one to forget it."""
+    """Return when to look at a trajectory next: one that is open, as its ticket may have expired
+    or, without a job, its client may have left it; a closed one to forget it."""
     if record.closed_s is not None:
         return record.closed_s + state.tuning.keep_closed_s
     ticket = record.live_ticket

@@ -94,5 +94,5 @@ class State:
         )
 
     def priority(self, record: TrajectoryRecord) -> float:
-        """The priority of a trajectory's step on its present engine."""
+        """Return the priority of a trajectory's step on its present engine."""
         return self.priorities.priority(record, token_s(self.engines.spec(record.engine_id)))

@@ -57,22 +57,22 @@ class StepKind(enum.Enum):
 
 
 def ticket_id(trajectory_id: str, turn: int, attempt: int) -> str:
-    """The id of a ticket; unique, no prefix of another, and of the trajectory's tenant."""
+    """Return the id of a ticket; unique, no prefix of another, and of the trajectory's tenant."""
     tenant, mark, name = f"{trajectory_id}.{turn}.{attempt}".rpartition(TENANT_MARK)
     digest = hashlib.sha256(f"{tenant}{mark}{name}".encode()).hexdigest()[:TICKET_DIGEST_CHARACTERS]
     return f"{tenant}{mark}{digest}.{name}"
 
 
 def trajectory_of(ticket_id: str) -> str:
-    """The trajectory of a ticket; empty where the id is that of none."""
+    """Return the trajectory of a ticket; empty where the id is that of none."""
     tenant, mark, named = ticket_id.rpartition(TENANT_MARK)
     name = named.partition(".")[2].rpartition(".")[0].rpartition(".")[0]
     return f"{tenant}{mark}{name}" if name else ""
 
 
 def check_request(record: TrajectoryRecord, event: StepRequested) -> StepKind:
-    """The kind of a request. Raises TrajectoryIsClosed, TurnOutOfOrder, StepInFlight, BadField,
-    RequestIdReused."""
+    """Return the kind of a request. Raises TrajectoryIsClosed, TurnOutOfOrder, StepInFlight,
+    BadField, RequestIdReused."""
     if not record.is_open:
         raise TrajectoryIsClosed(record.trajectory_id, record.state.value)
     ticket = record.ticket
@@ -137,8 +137,8 @@ def _out_of_order(record: TrajectoryRecord, event: StepRequested, expected: int)
 
 
 def end_ticket(record: TrajectoryRecord) -> TrajectoryRecord:
-    """The record with its ticket, if one is out, done and uncounted: the client says that the step
-    is over."""
+    """Return the record with its ticket, if one is out, done and uncounted: the client says that
+    the step is over."""
     ticket = record.ticket
     if ticket is None or ticket.status is TicketStatus.DONE:
         return record
@@ -152,8 +152,8 @@ def end_ticket(record: TrajectoryRecord) -> TrajectoryRecord:
 
 
 def reopen_turn(record: TrajectoryRecord) -> TrajectoryRecord:
-    """The record as if the last step had not finished: the client did not get its end and asks for
-    the turn again."""
+    """Return the record as if the last step had not finished: the client did not get its end and
+    asks for the turn again."""
     ticket = record.ticket
     if ticket is None or ticket.status is not TicketStatus.DONE:
         return record
@@ -172,8 +172,8 @@ def reopen_turn(record: TrajectoryRecord) -> TrajectoryRecord:
 def count_step(
     record: TrajectoryRecord, event: StepFinished, now: float
 ) -> TrajectoryRecord | None:
-    """The record after `step_finished`; None where the ticket was replaced or the event arrived
-    before."""
+    """Return the record after `step_finished`; None where the ticket was replaced or the event
+    arrived before."""
     ticket = record.ticket
     if event.ticket_id in record.uncounted:
         counted = copy_with(
@@ -325,7 +325,7 @@ def _add_ticket(
 
 
 def reserve_tokens(state: State, record: TrajectoryRecord) -> int:
-    """KV tokens that an engine reserves for a trajectory which it starts."""
+    """Return the KV tokens that an engine reserves for a trajectory which it starts."""
     return priorities.reserve_tokens(record, state.mean_observed_tokens, state.tuning)
 
 

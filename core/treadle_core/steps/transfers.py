@@ -16,8 +16,8 @@ from treadle_core.tuning import Tuning
 def move_cost_s(
     context_tokens: int, source: EngineSpec, target: EngineSpec, tuning: Tuning
 ) -> float:
-    """Seconds from the start of a move to its switch, by the declared speeds; `MeasuredMoves`
-    corrects it."""
+    """Return the seconds from the start of a move to its switch, by the declared speeds;
+    `MeasuredMoves` corrects it."""
     if moves_by_storage(source, target):
         return (
             tuning.move_fixed_s
@@ -28,7 +28,7 @@ def move_cost_s(
 
 
 def moves_by_storage(source: EngineSpec, target: EngineSpec) -> bool:
-    """Whether both engines read the same store of KV."""
+    """Return whether both engines read the same store of KV."""
     return source.kv_transfer is KvTransfer.STORAGE and target.kv_transfer is KvTransfer.STORAGE
 
 
@@ -69,9 +69,9 @@ def longest_useful_move_s(
     target: EngineSpec,
     tuning: Tuning,
 ) -> float | None:
-    """Seconds that a move may take before it costs more than the `saving_s` it is worth; None where
-    it is not worth its cost at all. `cost_s`: what it is expected to take. `tool_left_s`: seconds
-    that the tool call is expected to last."""
+    """Return the seconds that a move may take before it costs more than the `saving_s` it is worth;
+    None where it is not worth its cost at all. `cost_s`: what it is expected to take.
+    `tool_left_s`: seconds that the tool call is expected to last."""
     # A hidden read from storage costs no other trajectory; a hidden prefill takes time from those
     # of the target.
     price_s = max(0.0, cost_s - tool_left_s) if moves_by_storage(source, target) else cost_s
@@ -91,7 +91,8 @@ class Transfer:
 
 
 def next_transfers(waiting: Iterable[Transfer], busy_engines: Collection[str]) -> list[Transfer]:
-    """The moves to start now: longest trajectory first, of equal ones the one asked for first.
+    """Return the moves to start now: longest trajectory first, of equal ones the one asked for
+    first.
 
     An engine takes part in one move at a time, as source or target, so what one call returns runs
     in parallel. A long move that waits for an engine does not hold back a shorter one between two

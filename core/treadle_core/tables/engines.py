@@ -92,8 +92,8 @@ class EngineTable:
             self._put(replace(record, lease_expires_s=now + self._lease_ttl_s))
 
     def find_repeat(self, event: EngineRegistered) -> EngineRecord | None:
-        """The record of the same request made before. Raises RequestIdReused where its other values
-        differ now."""
+        """Return the record of the same request made before. Raises RequestIdReused where its other
+        values differ now."""
         record = self._engines.get(event.spec.engine_id)
         if record is None or record.register_request_id != event.request_id:
             return None
@@ -169,7 +169,7 @@ class EngineTable:
 
     @property
     def drained(self) -> tuple[str, ...]:
-        """Ids of the engines that are to be empty, gone ones too."""
+        """Return the ids of the engines that are to be empty, gone ones too."""
         return tuple(sorted(self._drained))
 
     def drain(self, engine_ids: Iterable[str]) -> None:
@@ -184,11 +184,11 @@ class EngineTable:
             self._changed()
 
     def expired(self, now: float) -> list[str]:
-        """Ids of engines whose lease has run out."""
+        """Return the ids of engines whose lease has run out."""
         return [record.spec.engine_id for record in self if record.lease_expires_s <= now]
 
     def require_lease(self, lease_id: str, engine_id: str) -> EngineRecord:
-        """The engine that holds this lease. Raises LeaseNotFound."""
+        """Return the engine that holds this lease. Raises LeaseNotFound."""
         record = self._engines.get(engine_id)
         if record is None or record.lease_id != lease_id:
             raise LeaseNotFound(
@@ -238,14 +238,14 @@ class Able:
         return cls(engines, usable, min(limits) - 1 if limits else math.inf)
 
     def fitting(self, context_tokens: int) -> "Able":
-        """The engines that take a context this long and one token more. Raises ContextTooLong where
-        there are engines and none does."""
+        """Return the engines that take a context this long and one token more. Raises
+        ContextTooLong where there are engines and none does."""
         if context_tokens <= self.fits_all:
             return self
         return Able.of(_require_fitting(self.engines, context_tokens))
 
     def without(self, engine_id: str) -> "Able":
-        """All engines but this one, unless it is the only one."""
+        """Return all engines but this one, unless it is the only one."""
         return Able.of(
             [engine for engine in self.engines if engine.spec.engine_id != engine_id]
             or self.engines
@@ -302,7 +302,7 @@ class Siting:
         avoid: str = "",
         context_tokens: int = 0,
     ) -> EngineRecord | None:
-        """The engine for the trajectory's next step, or None where none may take it now.
+        """Return the engine for the trajectory's next step, or None where none may take it now.
 
         target: the engine that the plan wants; avoid: one that has just lost a stream of this
         trajectory, taken only where there is no other. Raises ContextTooLong where engines exist
@@ -362,13 +362,13 @@ class Siting:
         return self._least_work(able, record)
 
     def require_fitting(self, record: TrajectoryRecord, context_tokens: int) -> None:
-        """Raises ContextTooLong where engines exist and none takes a context this long, as `choose`
+        """Raise ContextTooLong where engines exist and none takes a context this long, as `choose`
         would."""
         self._able_for(record).fitting(context_tokens)
 
     def explain_lack(self, record: TrajectoryRecord, now: float) -> NoEngine:
-        """Why `choose` has found no engine, without the trajectory's name, so that a client can say
-        it once for all."""
+        """Return why `choose` has found no engine, without the trajectory's name, so that a client
+        can say it once for all."""
         engines, tags = list(self._engines), ", ".join(record.hardware_tags)
         lack, kind = "no engine is registered", NoEngine
         if record.pinned_engine_id:
@@ -448,8 +448,8 @@ class Siting:
         return best
 
     def _least_work(self, able: Able, record: TrajectoryRecord) -> EngineRecord:
-        """Least seconds of predicted work with this trajectory added, all slots decoding; then
-        fewest trajectories, then the smaller id."""
+        """Return the least seconds of predicted work with this trajectory added, all slots
+        decoding; then fewest trajectories, then the smaller id."""
         tally = self._table.tally
         added = remaining_tokens(record, self._tuning)
         best, least_s, fewest, next_s = able.usable[0], math.inf, 0, math.inf
@@ -468,12 +468,12 @@ class Siting:
 
 
 def carries_tags(engine: EngineRecord, record: TrajectoryRecord) -> bool:
-    """Whether the engine has all the hardware tags that the trajectory asks for."""
+    """Return whether the engine has all the hardware tags that the trajectory asks for."""
     return not record.hardware_tags or set(record.hardware_tags) <= set(engine.spec.hardware_tags)
 
 
 def fits_context(engine: EngineRecord, context_tokens: int) -> bool:
-    """Whether it takes a context this long and one token more."""
+    """Return whether it takes a context this long and one token more."""
     return not engine.spec.max_context_tokens or context_tokens < engine.spec.max_context_tokens
 
 

@@ -71,11 +71,11 @@ class JobTable:
         return self._weights[name]
 
     def is_held(self, job_id: str) -> bool:
-        """Whether the lease of the job runs."""
+        """Return whether the lease of the job runs."""
         return job_id in self._expires_s
 
     def require(self, job_id: str) -> JobRecord:
-        """The job, which is held or may be held again. Raises JobNotFound, JobTakenOver."""
+        """Return the job, which is held or may be held again. Raises JobNotFound, JobTakenOver."""
         record = self._jobs.get(job_id)
         if record is None:
             raise JobNotFound(
@@ -91,8 +91,8 @@ class JobTable:
         return record
 
     def resumable(self, name: str) -> list[JobRecord]:
-        """Jobs of this name whose work a client that resumes it takes over: one, but where a write
-        was lost."""
+        """Return the jobs of this name whose work a client that resumes it takes over: one, but
+        where a write was lost."""
         return [
             record
             for record in self._jobs.values()
@@ -144,13 +144,13 @@ class JobTable:
         del self._jobs[job_id]
 
     def run_out(self, now: float) -> list[JobRecord]:
-        """Jobs whose lease has run out."""
+        """Return the jobs whose lease has run out."""
         return [
             self._jobs[job_id] for job_id, expires_s in self._expires_s.items() if expires_s <= now
         ]
 
     def forgettable(self, now: float) -> list[str]:
-        """Ids of jobs that ended so long ago that they cannot be resumed any more."""
+        """Return the ids of jobs that ended so long ago that they cannot be resumed any more."""
         return [
             record.job_id
             for record in self._jobs.values()
@@ -175,13 +175,13 @@ class Part:
 
     @property
     def used(self) -> float:
-        """The dominant share: 0 to about 1."""
+        """Return the dominant share: 0 to about 1."""
         kv = self.kv_tokens / self.kv_room_tokens if self.kv_room_tokens else 0.0
         return max(kv, self.held_slots / self.slots if self.slots else 0.0)
 
     @property
     def is_below(self) -> bool:
-        """Whether it uses less than it is due."""
+        """Return whether it uses less than it is due."""
         return self.used < self.share
 
 
@@ -246,7 +246,7 @@ class Shares:
         return self._jobs.weight(job) * self._boosts.get(job, 1.0)
 
     def parts(self, waiting: Iterable[str]) -> list[Part]:
-        """The parts of all jobs now, by name."""
+        """Return the parts of all jobs now, by name."""
         specs = [engine.spec for engine in self._engines]
         tallies = [self._table.tallies_of_jobs(spec.engine_id) for spec in specs]
         names = sorted(
@@ -275,12 +275,12 @@ class Shares:
         return parts
 
     def next(self, jobs: Iterable[str]) -> str:
-        """Which of these jobs starts a trajectory next; all of them wait."""
+        """Return which of these jobs starts a trajectory next; all of them wait."""
         parts, served = self._parts, self._served
         return min(jobs, key=lambda job: (not parts[job].is_below, served.tag(job), job))
 
     def is_below(self, job: str) -> bool:
-        """Whether a job uses less than it is due."""
+        """Return whether a job uses less than it is due."""
         return self._parts[job].is_below
 
     def note_start(self, record: TrajectoryRecord) -> None:
@@ -291,23 +291,23 @@ class Shares:
             part.kv_tokens += record.ticket.kv_reserve_tokens
 
     def may_pass(self, job: str, blocked: str) -> bool:
-        """Whether a job may start within its share although the next step of another one does not
-        fit."""
+        """Return whether a job may start within its share although the next step of another one
+        does not fit."""
         lag_s = sum(part.weight for part in self._parts.values()) * (
             self._served.tag(job) - self._served.tag(blocked)
         )
         return lag_s <= PASS_LAG_S
 
     def owned_slots(self, job: str, spec: EngineSpec) -> int:
-        """The slots of an engine that are a job's share, of which it may have a part in the last
-        one."""
+        """Return the slots of an engine that are a job's share, of which it may have a part in the
+        last one."""
         return math.ceil(self._parts[job].share * spec.slot_limit)
 
     def owns_room(
         self, record: TrajectoryRecord, kv_tokens: int, spec: EngineSpec, mine: Tally
     ) -> bool:
-        """Whether an engine's KV that is its job's share has room for a trajectory. mine: what the
-        job has there."""
+        """Return whether an engine's KV that is its job's share has room for a trajectory. mine:
+        what the job has there."""
         part = self._parts[record.job]
         kv_tokens -= record.prompt_tokens if record.prompt_id in mine.prompts else 0
         mine_tokens, room_tokens = mine.kv_reserve_tokens + kv_tokens, spec.kv_room_tokens

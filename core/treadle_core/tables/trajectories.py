@@ -67,7 +67,7 @@ class Tally:
 
     @property
     def uses_engine(self) -> bool:
-        """Whether a ticket is live or KV is reserved."""
+        """Return whether a ticket is live or KV is reserved."""
         return bool(self.live or self.kv_reserve_tokens)
 
     def change_live(self, old: float | None, new: float | None) -> None:
@@ -79,8 +79,8 @@ class Tally:
                 insort(self.live, new)
 
     def has_room(self, record: TrajectoryRecord, kv_tokens: int, spec: EngineSpec) -> bool:
-        """Whether the engine can reserve so much KV for a trajectory that is elsewhere or has not
-        started; it always can for its first one."""
+        """Return whether the engine can reserve so much KV for a trajectory that is elsewhere or
+        has not started; it always can for its first one."""
         capacity = spec.kv_room_tokens
         if record.prompt_id in self.prompts:
             kv_tokens -= record.prompt_tokens
@@ -144,7 +144,7 @@ class LiveColumns:
 
     @property
     def cells(self) -> Floats:
-        """All used rows, to be read only."""
+        """Return all used rows, to be read only."""
         return self._cells[: self.used]
 
     def put(self, trajectory_id: str, cells: Row) -> None:
@@ -169,7 +169,7 @@ class LiveColumns:
             self._cells[row, MOVABLE] = CLOSED
 
     def row(self, trajectory_id: str) -> int:
-        """The row of an open trajectory; -1 for any other."""
+        """Return the row of an open trajectory; -1 for any other."""
         return self._rows.get(trajectory_id, -1)
 
     def _renumber(self) -> None:
@@ -231,7 +231,7 @@ class TrajectoryTable:
         return self._records.get(trajectory_id)
 
     def require(self, trajectory_id: str) -> TrajectoryRecord:
-        """The trajectory. Raises TrajectoryNotFound."""
+        """Return the trajectory. Raises TrajectoryNotFound."""
         record = self._records.get(trajectory_id)
         if record is None:
             raise TrajectoryNotFound(
@@ -249,19 +249,19 @@ class TrajectoryTable:
         return [self._records[trajectory_id] for trajectory_id in self._on.get(engine_id, ())]
 
     def moving(self) -> list[TrajectoryRecord]:
-        """Trajectories with a move in progress."""
+        """Return the trajectories with a move in progress."""
         return [self._records[trajectory_id] for trajectory_id in self._moving]
 
     def open_count(self) -> int:
         return len(self._counted)
 
     def tally(self, engine_id: str) -> Tally:
-        """The sums of an engine, to be read only."""
+        """Return the sums of an engine, to be read only."""
         return self._tallies.get(engine_id, NOTHING)
 
     def tallies_of_jobs(self, engine_id: str) -> Mapping[str, Tally]:
-        """The sums of an engine by the name of the job, without `started` and `tokens`; to be read
-        only."""
+        """Return the sums of an engine by the name of the job, without `started` and `tokens`; to
+        be read only."""
         tally = self.tally(engine_id)
         return tally.jobs if self._of_jobs else dict.fromkeys(self.open_of_job, tally)
 

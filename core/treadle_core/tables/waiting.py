@@ -45,7 +45,7 @@ class WaitingSteps:
         return self.requests[trajectory_id][1]
 
     def by_arrival(self, trajectory_ids: Iterable[str]) -> list[str]:
-        """Those of the trajectories that wait, in the order of arrival."""
+        """Return those of the trajectories that wait, in the order of arrival."""
         return sorted(
             self.requests.keys() & trajectory_ids, key=lambda each: self.requests[each][0]
         )
@@ -56,19 +56,19 @@ class WaitingSteps:
         self.dequeue(trajectory_id)
 
     def queued_engines(self) -> list[str]:
-        """Ids of the engines that have a queue, in order."""
+        """Return the ids of the engines that have a queue, in order."""
         return sorted({engine_id for queues in self.jobs.values() for engine_id in queues})
 
     def queues(self, job: str) -> Mapping[str, Sequence[Place]]:
-        """The queues of a job, by engine: a view that changes with them."""
+        """Return the queues of a job, by engine: a view that changes with them."""
         return self.jobs.get(job, {})
 
     def queue(self, engine_id: str, job: str = "") -> Sequence[Place]:
-        """A queue, next to start first: a view that changes with it."""
+        """Return a queue, next to start first: a view that changes with it."""
         return self.queues(job).get(engine_id, ())
 
     def waiting_for(self, engine_id: str) -> Iterator[str]:
-        """The trajectories in the queues of an engine, job by job."""
+        """Return the trajectories in the queues of an engine, job by job."""
         return (
             place.trajectory_id
             for queues in self.jobs.values()

@@ -116,15 +116,15 @@ class Action:
 
     @property
     def scalable(self) -> bool:
-        """Whether elasticity and duration are both known (Algorithm 1, line 5)."""
+        """Return whether elasticity and duration are both known (Algorithm 1, line 5)."""
         return (
             self.single_unit_s is not None and self.key is not None and self.elasticity is not None
         )
 
     @property
     def sized_dimension(self) -> str:
-        """The dimension that a decision gives more than the least of: the key, or the first one in
-        `cost`."""
+        """Return the dimension that a decision gives more than the least of: the key, or the first
+        one in `cost`."""
         return self.key or next(iter(self.cost))
 
 

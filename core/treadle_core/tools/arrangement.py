@@ -139,8 +139,8 @@ def marginal_gains(curves: Curves, free: int) -> Arrangement:
 
 @compiled
 def is_convex(units: Indexes, seconds: Floats, counts: Indexes) -> bool:
-    """Whether every candidate's units come one by one and each saves no more than the one before
-    it."""
+    """Return whether every candidate's units come one by one and each saves no more than the one
+    before it."""
     for i in range(len(counts)):
         slack = ROUNDING * seconds[i, 0]
         for choice in range(1, counts[i]):
@@ -227,7 +227,8 @@ def free_chunks(node_id: str, free: Collection[int]) -> list[Chunk]:
 
 @inlined
 def level_of(units: int) -> int:
-    """The level of the smallest chunk that holds at least so many GPUs; LEVELS where none does."""
+    """Return the level of the smallest chunk that holds at least so many GPUs; LEVELS where none
+    does."""
     level = 0
     while level < LEVELS and (1 << level) < units:
         level += 1
@@ -254,9 +255,9 @@ def take_chunk(counts: Indexes, level: int) -> bool:
 
 
 def chunk_table(curves: Curves, free_chunks: Indexes) -> Arrangement:
-    """GPUs in buddy chunks: entry [i, state] is the least sum of seconds of the first i candidates
-    on the free chunks of a state. free_chunks: int64[LEVELS], how many chunks of 1, 2, 4, 8 GPUs
-    are free.
+    """Return the GPUs in buddy chunks: entry [i, state] is the least sum of seconds of the first i
+    candidates on the free chunks of a state. free_chunks: int64[LEVELS], how many chunks of 1, 2,
+    4, 8 GPUs are free.
 
     Where the paper contradicts itself, §5.3 and the text of appendix B are followed and not the
     listing of Algorithm 4, which takes k GPUs apart over several chunks and never splits one, so
@@ -274,8 +275,8 @@ def chunk_table(curves: Curves, free_chunks: Indexes) -> Arrangement:
 
 @compiled
 def residual_states(counts: Indexes) -> Indexes:
-    """The operator PREV as a table: [state, level] is the state after a chunk of a level is taken,
-    -1 where none is.
+    """Return the operator PREV as a table: [state, level] is the state after a chunk of a level is
+    taken, -1 where none is.
 
     States are counts in mixed radix (ENCODE).
     """

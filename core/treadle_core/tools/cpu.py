@@ -27,7 +27,7 @@ class Machine:
 
     @property
     def cores(self) -> int:
-        """How many cores actions may use."""
+        """Return how many cores actions may use."""
         return sum(map(len, self.numa))
 
 
@@ -63,7 +63,7 @@ class CpuManager(Manager):
     dimensions: ClassVar[tuple[str, ...]] = (CPU_CORES, MEMORY_BYTES)
 
     def __init__(self, machines: Sequence[Machine]) -> None:
-        """Raises InvalidPoolError for a node or a core twice, or memory below 0."""
+        """Raise InvalidPoolError for a node or a core twice, or memory below 0."""
         self._nodes: dict[str, _Node] = {}
         for index, machine in enumerate(machines):
             if machine.node_id in self._nodes:
@@ -81,7 +81,7 @@ class CpuManager(Manager):
         self._homes: dict[str, _Home] = {}
 
     def home(self, trajectory_id: str) -> str | None:
-        """The node that a trajectory lives on; None before its first action."""
+        """Return the node that a trajectory lives on; None before its first action."""
         home = self._homes.get(trajectory_id)
         return None if home is None else home.node.machine.node_id
 

@@ -89,7 +89,7 @@ class Candidates:
 
 
 def select_candidates(queue: ActionQueue, pools: Sequence[Pool]) -> Candidates:
-    """Raises InvalidActionError for an action on a node that is not there."""
+    """Raise InvalidActionError for an action on a node that is not there."""
     rows = queue.rows_by_arrival()
     assigned = np.full((len(pools), len(rows)), NOT_ASKED, np.int64)
     homes = np.full((len(pools), len(rows)), -1, np.int64)

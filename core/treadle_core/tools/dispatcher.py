@@ -40,7 +40,7 @@ class Resources:
     """All managers as one."""
 
     def __init__(self, managers: Sequence[Manager]) -> None:
-        """Raises InvalidPoolError for a dimension that two managers own."""
+        """Raise InvalidPoolError for a dimension that two managers own."""
         self._managers = tuple(managers)
         owned = [dimension for manager in managers for dimension in manager.dimensions]
         if len(set(owned)) < len(owned):
@@ -61,7 +61,7 @@ class Resources:
         return action if self._cpu is None else self._cpu.send_home(action)
 
     def needs_placement(self, action: Action) -> bool:
-        """Whether the action, which was sent home, decides the node of its trajectory."""
+        """Return whether the action, which was sent home, decides the node of its trajectory."""
         return (
             self._cpu is not None
             and action.node_id is None
@@ -75,7 +75,7 @@ class Resources:
         return [each for manager in self._managers for each in manager.executing(now_s)]
 
     def take(self, start: Start, now_s: float, expected_s: float) -> Grant:
-        """Raises InvalidHoldingError where the action holds already, or asks for more than is free;
+        """Raise InvalidHoldingError where the action holds already, or asks for more than is free;
         it holds nothing then."""
         action_id, trajectory_id = start.action.action_id, start.action.trajectory_id
         if action_id in self._taken:
@@ -107,7 +107,7 @@ class Resources:
         )
 
     def give_back(self, action_id: str, ended: Ended, now_s: float) -> None:
-        """Raises InvalidHoldingError for an action that holds nothing."""
+        """Raise InvalidHoldingError for an action that holds nothing."""
         if action_id not in self._taken:
             raise InvalidHoldingError("action_id", f"{action_id!r} holds nothing")
         for manager in self._taken.pop(action_id):
@@ -119,7 +119,7 @@ class Resources:
             manager.forget(trajectory_id)
 
     def next_change_s(self, now_s: float) -> float:
-        """When more becomes free although no action ends; NEVER_S: at no time."""
+        """Return when more becomes free although no action ends; NEVER_S: at no time."""
         return min((manager.next_change_s(now_s) for manager in self._managers), default=NEVER_S)
 
     def usage(self, now_s: float) -> list[Usage]:
@@ -154,16 +154,16 @@ class Dispatcher:
         self._began_s: dict[str, float] = {}
 
     def __len__(self) -> int:
-        """How many actions wait."""
+        """Return how many actions wait."""
         return len(self._queue) + len(self._behind_ids)
 
     @property
     def running(self) -> int:
-        """How many actions have started and not ended."""
+        """Return how many actions have started and not ended."""
         return len(self._began_s)
 
     def waiting_for(self) -> dict[str, int]:
-        """How many waiting actions ask for each dimension."""
+        """Return how many waiting actions ask for each dimension."""
         asking = (self._queue.least[: len(self._queue)] > 0).sum(axis=0).tolist()
         found = Counter(dict(zip(self._queue.dimensions, asking, strict=True)))
         for behind in self._behind.values():
@@ -244,12 +244,13 @@ class Dispatcher:
         self.resources.forget(trajectory_id)
 
     def next_change_s(self, now_s: float) -> float:
-        """When to decide again although no action arrived or ended; NEVER_S: not by the clock."""
+        """Return when to decide again although no action arrived or ended; NEVER_S: not by the
+        clock."""
         return self.resources.next_change_s(now_s) if len(self._queue) else NEVER_S
 
     def _may_start(self, now_s: float) -> bool:
-        """Whether no dimension has less free than every waiting action asks for: else there is
-        nothing to decide."""
+        """Return whether no dimension has less free than every waiting action asks for: else there
+        is nothing to decide."""
         free = {each.dimension: each.free for each in self.resources.usage(now_s)}
         least = self._queue.least[: len(self._queue)].min(axis=0)
         return bool((least <= [free[dimension] for dimension in self._queue.dimensions]).all())

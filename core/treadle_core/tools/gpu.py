@@ -179,8 +179,8 @@ class GpuManager(Manager):
         )
 
     def _to_evict(self, chunk: Chunk, service: Service) -> tuple[Resident, ...]:
-        """The residents that have to go before `service` fits on `chunk`, least recently used first
-        on each GPU."""
+        """Return the residents that have to go before `service` fits on `chunk`, least recently
+        used first on each GPU."""
         going: dict[Resident, None] = {}
         for gpu in gpus_of(chunk, service):
             there = [resident for resident in self._on.get(gpu, ()) if resident not in going]

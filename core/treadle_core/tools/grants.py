@@ -86,7 +86,7 @@ class GpuGrant:
 
     @property
     def restore(self) -> bool:
-        """Whether the service has to be restored first."""
+        """Return whether the service has to be restored first."""
         return self.restore_bytes > 0
 
 
@@ -132,10 +132,10 @@ class Manager(Protocol):
         manager."""
 
     def pools(self, now_s: float) -> Sequence[Pool]:
-        """What is free, for a decision. Capacities are the same at all times."""
+        """Return what is free, for a decision. Capacities are the same at all times."""
 
     def executing(self, now_s: float) -> Sequence[Executing]:
-        """Units that running actions will give back, and when."""
+        """Return units that running actions will give back, and when."""
 
     def take(
         self, start: Start, units: Mapping[str, int], now_s: float, expected_s: float
@@ -153,7 +153,7 @@ class Manager(Protocol):
         """Free what the trajectory holds beyond its actions. An unknown trajectory is no error."""
 
     def next_change_s(self, now_s: float) -> float:
-        """When more becomes free although no action ends; NEVER_S: at no time."""
+        """Return when more becomes free although no action ends; NEVER_S: at no time."""
         return NEVER_S
 
     def usage(self, now_s: float) -> Sequence[Usage]: ...

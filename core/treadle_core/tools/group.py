@@ -106,7 +106,7 @@ class Group:
 
     @cached_property
     def _expected(self) -> float:
-        """How many actions are expected to arrive while one runs, for each unit."""
+        """Return how many actions are expected to arrive while one runs, for each unit."""
         return self.running_scalable / self._all_units if self.running_scalable else 0.0
 
     @property
@@ -119,8 +119,8 @@ class Group:
         return self.share.free + int(self.units.sum())
 
     def _objective_when_waiting(self, mine: Curves, limit_s: float) -> float:
-        """The objective where no scalable candidate starts, and the first of them waits for the
-        units at which its seconds cost least, each dearer by what others wait for its units."""
+        """Return the objective where no scalable candidate starts, and the first of them waits for
+        the units at which its seconds cost least, each dearer by what others wait for its units."""
         fixed = self.candidates[mine.counts == 1]
         head = int(self.candidates[np.argmax(mine.counts > 1)])
         count = int(self.curves.counts[head])

@@ -55,7 +55,7 @@ class Pool(Protocol):
 
     @property
     def nodes(self) -> tuple[str | None, ...]:
-        """The node of each partition; None: the partition is no node."""
+        """Return the node of each partition; None: the partition is no node."""
 
     def capacities(self) -> Mapping[str, int]:
         """By dimension, the most that one action can get when nothing runs."""
@@ -70,11 +70,12 @@ class Pool(Protocol):
         """
 
     def share(self, partition: int, dimension: int, others: Indexes) -> Share:
-        """What candidates share of a partition's dimension after `others`, units in order, are
-        served."""
+        """Return what candidates share of a partition's dimension after `others`, units in order,
+        are served."""
 
     def chunks(self, units: Indexes) -> Sequence[Chunk | None]:
-        """The GPUs of actions that start with so many; empty for a pool of something else."""
+        """Return the GPUs of actions that start with so many; empty for a pool of something
+        else."""
         return ()
 
 
@@ -158,7 +159,8 @@ class GpuNodes(Pool):
         )
 
     def chunks(self, units: Indexes) -> Sequence[Chunk | None]:
-        """The smallest free chunk that holds them; of equal chunks the first by node and number."""
+        """Return the smallest free chunk that holds them; of equal chunks the first by node and
+        number."""
         free = self._free_chunks()
         found: list[Chunk | None] = []
         for asked in units:

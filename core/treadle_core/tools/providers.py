@@ -87,7 +87,7 @@ class Breaker:
         return State.OPEN if now_s < self.open_until_s else State.HALF_OPEN
 
     def admits(self, now_s: float) -> int:
-        """How many requests may begin now."""
+        """Return how many requests may begin now."""
         state = self.state(now_s)
         return (
             UNLIMITED
@@ -184,7 +184,7 @@ class Window:
         self._used += units
 
     def next_change_s(self, now_s: float) -> float:
-        """When more is free; NEVER_S: nothing is taken."""
+        """Return when more is free; NEVER_S: nothing is taken."""
         self._expire(now_s)
         return self._taken[0][0] if self._taken else NEVER_S
 
@@ -194,12 +194,12 @@ class Window:
 
 
 def concurrency_of(provider: str) -> str:
-    """The dimension of a provider's requests at a time."""
+    """Return the dimension of a provider's requests at a time."""
     return f"api_concurrency:{provider}"
 
 
 def quota_of(provider: str) -> str:
-    """The dimension of a provider's requests in a period."""
+    """Return the dimension of a provider's requests in a period."""
     return f"api_quota:{provider}"
 
 
@@ -218,7 +218,7 @@ class BasicManager(Manager):
     """The manager of one provider."""
 
     def __init__(self, provider: Provider) -> None:
-        """Raises InvalidPoolError for a bad figure."""
+        """Raise InvalidPoolError for a bad figure."""
         require(bool(provider.name), "provider.name", "a name", provider.name)
         require(
             provider.concurrency >= 1, "provider.concurrency", "at least 1", provider.concurrency
@@ -249,7 +249,8 @@ class BasicManager(Manager):
         return self._breaker.state(now_s)
 
     def rests_s(self, now_s: float) -> float:
-        """Seconds until a request may begin: as the provider asked, or its breaker; 0: now."""
+        """Return the seconds until a request may begin: as the provider asked, or its breaker; 0:
+        now."""
         return max(0.0, max(self._waits_until_s, self._breaker.open_until_s) - now_s)
 
     def check(self, action: Action) -> None:

@@ -94,7 +94,8 @@ def lower_bound(table: Table, gpus: Indexes, budget: int, known_s: float) -> flo
 
 @compiled
 def free_order(table: Table, gpus: Indexes, budget: int, low: float, high: float) -> float:
-    """Seconds below which no contiguous groups are done with the kinds in any order, to SLACK.
+    """Return the seconds below which no contiguous groups are done with the kinds in any order, to
+    SLACK.
 
     Within `high` some are, below `low` none.
     """
@@ -130,8 +131,8 @@ def free_order(table: Table, gpus: Indexes, budget: int, low: float, high: float
 def share(
     kind: Floats, choice: Floats, length: float, kv_work: float, prefill: float, limit_s: float
 ) -> float:
-    """The least part of an engine of this kind that a trajectory takes if its group is done by the
-    limit, > 0; inf where it cannot be. `choice` is (p1, p2, u)."""
+    """Return the least part of an engine of this kind that a trajectory takes if its group is done
+    by the limit, > 0; inf where it cannot be. `choice` is (p1, p2, u)."""
     base_s, slots, capacity = kind[0], kind[3], kind[4]
     own_s = kind[1] * length + kind[2] * kv_work + kind[5] * prefill
     longest_s = base_s * length  # of the group, at least
@@ -154,8 +155,8 @@ def share(
 def needs_more(
     kinds: Floats, gpus: Indexes, work: Floats, limit_s: float, chosen: Floats, budget: float
 ) -> bool:
-    """Whether the trajectories' shares, each of the kind that is best for it, take more GPUs than
-    the budget.
+    """Return whether the trajectories' shares, each of the kind that is best for it, take more GPUs
+    than the budget.
 
     `work` has a row (length, KV work, prefill) a trajectory, `chosen` a row (p1, p2, u) a kind.
     """
@@ -175,8 +176,8 @@ def needs_more(
 def needed(
     kind: Floats, gpus: int, choice: Floats, others: Floats, work: Floats, limit_s: float
 ) -> float:
-    """GPUs that the trajectories take where the best of the other kinds takes others[i] GPUs for
-    trajectory i."""
+    """Return the GPUs that the trajectories take where the best of the other kinds takes others[i]
+    GPUs for trajectory i."""
     total = 0.0
     for at in range(len(work)):
         total += min(
@@ -245,8 +246,8 @@ def refute(
     high: float,
     guess: float,
 ) -> float:
-    """The largest time found, from `low` up, within which the trajectories need more GPUs than the
-    budget.
+    """Return the largest time found, from `low` up, within which the trajectories need more GPUs
+    than the budget.
 
     Looked for from `guess` outwards: gallop, then bisect.
     """

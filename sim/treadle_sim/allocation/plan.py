@@ -69,7 +69,7 @@ class EngineKind:
     decode_curve: DecodeCurve
 
     def holds(self, kv_tokens: float) -> bool:
-        """Whether the weights fit and, beside them, that much KV."""
+        """Return whether the weights fit and, beside them, that much KV."""
         return self.kv_tokens_capacity is None or 0 < self.kv_tokens_capacity >= kv_tokens
 
 
@@ -101,12 +101,12 @@ class Allocation:
 
     @property
     def gap(self) -> float:
-        """The share by which the makespan exceeds the lower bound; 0 where both are 0."""
+        """Return the share by which the makespan exceeds the lower bound; 0 where both are 0."""
         return self.makespan_s / self.lower_bound_s - 1.0 if self.lower_bound_s > 0.0 else 0.0
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """GPUs of each engine, in the order of the engines."""
+        """Return the GPUs of each engine, in the order of the engines."""
         return tuple(engine.gpus for engine in self.engines)
 
 
@@ -121,8 +121,8 @@ class Problem:
     left_out: tuple[int, ...]
 
     def engines(self, counts: Indexes) -> Costs:
-        """The same workload on counts[row] engines of each kind; engine_order gives each engine's
-        row."""
+        """Return the same workload on counts[row] engines of each kind; engine_order gives each
+        engine's row."""
         row_of_engine = np.repeat(np.arange(len(self.gpus)), counts)
         table = self.costs.table
         rows = np.ascontiguousarray(table.engines[row_of_engine])
@@ -130,8 +130,8 @@ class Problem:
         return Costs(table, self.costs.order, row_of_engine)
 
     def makespan_s(self, counts: Indexes) -> float:
-        """Seconds of the best contiguous partition over counts[row] engines of each kind, fastest
-        first (sorted)."""
+        """Return the seconds of the best contiguous partition over counts[row] engines of each
+        kind, fastest first (sorted)."""
         return partition(self.engines(counts), fill_budget=0)[1]
 
 
@@ -142,7 +142,7 @@ def allocate(
     kinds: Sequence[EngineKind],
     model: CostModel = CostModel.LINEAR_INTEGRAL,
 ) -> Allocation:
-    """The exact plan for a budget of `gpus`.
+    """Return the exact plan for a budget of `gpus`.
 
     lengths and contexts: predicted remaining and present tokens of each trajectory, at least one;
     contexts are prefilled, since the engines are new. model: one of PLANNED_MODELS. Raises
@@ -158,8 +158,8 @@ def allocate(
 def choose_degrees(
     work: paths.Work, medians: paths.Work, gpus: int, kinds: Sequence[EngineKind]
 ) -> tuple[int, ...]:
-    """GPUs of each engine, fastest first: of one degree, or of two that share the budget by
-    quarters, whichever the core places `work` on with the least mean makespan; of equal ones the
+    """Return the GPUs of each engine, fastest first: of one degree, or of two that share the budget
+    by quarters, whichever the core places `work` on with the least mean makespan; of equal ones the
     first in the order of `kinds`. A single engine, which no later plan can relieve, must be
     HANDICAP better, a mixture MIXED_HANDICAP.
 
@@ -196,8 +196,8 @@ def homogeneous(
     kinds: Sequence[EngineKind],
     model: CostModel = CostModel.LINEAR_INTEGRAL,
 ) -> Allocation:
-    """The best plan with engines of one degree, as many as the budget pays: the lower degree where
-    two are equal.
+    """Return the best plan with engines of one degree, as many as the budget pays: the lower degree
+    where two are equal.
 
     `optimal` is False: only one degree was tried at a time. Raises what `allocate` does.
     """
@@ -263,7 +263,7 @@ def reachable_sums(degrees: Sequence[int], gpus: int) -> npt.NDArray[np.bool_]:
 
 
 def lay_out(problem: Problem, counts: Indexes, *, optimal: bool) -> Allocation:
-    """The plan with counts[row] engines of each kind: the exact and balanced partition over
+    """Return the plan with counts[row] engines of each kind: the exact and balanced partition over
     them."""
     costs = problem.engines(counts)
     bounds, makespan_s = partition(costs)
@@ -291,8 +291,8 @@ def spend_rest(problem: Problem, counts: Indexes, left: int) -> None:
 
 
 def _mixtures(degrees: Indexes, gpus: int) -> list[Indexes]:
-    """Counts for one degree, and for two that share the budget by quarters; only those that use all
-    of it."""
+    """Return the counts for one degree, and for two that share the budget by quarters; only those
+    that use all of it."""
     found = []
     rows = range(len(degrees))
     for first, second, quarters in itertools.product(rows, rows, (4, 3, 2, 1)):

@@ -57,8 +57,8 @@ class Task(NamedTuple):
 
 @compiled
 def far(table: Table, kind: int, at: int, end: int, hint: int, limit_s: float) -> int:
-    """The largest rank up to which an engine of this kind runs [at, rank) within the limit; `at`
-    where nothing fits.
+    """Return the largest rank up to which an engine of this kind runs [at, rank) within the limit;
+    `at` where nothing fits.
 
     Searches from `at + hint` outwards: gallop, then bisect.
     """
@@ -81,8 +81,8 @@ def far(table: Table, kind: int, at: int, end: int, hint: int, limit_s: float) -
 
 @compiled
 def cover(task: Task, segment: Indexes, budget: int, limit_s: float) -> tuple[int, int, float, int]:
-    """The least GPUs on which the segment is covered within the limit; budget + 1 where that many
-    are not enough.
+    """Return the least GPUs on which the segment is covered within the limit; budget + 1 where that
+    many are not enough.
 
     `segment` is (first rank, end rank, first kind, last kind). Returns with the GPUs the kind that
     completed the cover, the least cost above the limit that one more rank would have given a group,
@@ -175,8 +175,8 @@ def probe(
 
 @compiled
 def bisect(task: Task, segments: Indexes, budget: int, known_s: float) -> tuple[float, int, int]:
-    """Least largest cost of the segments on the budget, with `known_s` known to be enough; lays the
-    engines out.
+    """Return the least largest cost of the segments on the budget, with `known_s` known to be
+    enough; lays the engines out.
 
     Returns the cost, the number of engines and the extensions tried.
     """

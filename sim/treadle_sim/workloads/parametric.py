@@ -64,7 +64,7 @@ class LogNormal:
 
     @classmethod
     def with_mean(cls, mean: float, sigma: float, limit: float) -> Self:
-        """The distribution whose mean, before values are cut, is `mean`."""
+        """Return the distribution whose mean, before values are cut, is `mean`."""
         return cls(mean * math.exp(-0.5 * sigma * sigma), sigma, limit)
 
     def draw(self, rng: np.random.Generator, count: int) -> Floats:
@@ -89,7 +89,8 @@ class Parameters:
     tool_limit_s: float
 
     def tool_s(self, llm: str) -> LogNormal:
-        """Seconds of a tool call. Raises UnknownWorkloadError for a model without parameters."""
+        """Return the seconds of a tool call. Raises UnknownWorkloadError for a model without
+        parameters."""
         if llm not in self.tool_mean_s:
             raise UnknownWorkloadError(
                 f"no tool times for model {llm!r}, only for {', '.join(self.tool_mean_s)}"
@@ -190,7 +191,7 @@ def draw(
     max_gen_tokens: float,
     max_context_tokens: int,
 ) -> tuple[TrajectoryWork, ...]:
-    """The trajectories of `make`, from other parameters than those of WORKLOADS."""
+    """Return the trajectories of `make`, from other parameters than those of WORKLOADS."""
     check_counts(prompts=prompts, samples=samples)
     stream = zlib.crc32(name.encode())
     of_prompts = np.random.default_rng([stream, seed])
@@ -274,8 +275,8 @@ def split(tokens: Ints, steps: Ints, weights: Floats) -> Ints:
 def _within_context(
     prompt_tokens: Ints, steps: Ints, gen: Ints, obs: Ints, most: int
 ) -> tuple[Ints, Ints]:
-    """How many steps of each trajectory begin within the context limit, and the steps' tokens cut
-    to it."""
+    """Return how many steps of each trajectory begin within the context limit, and the steps'
+    tokens cut to it."""
     if not most:
         return steps, gen
     firsts = np.cumsum(steps) - steps

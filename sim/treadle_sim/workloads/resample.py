@@ -98,7 +98,8 @@ class Donors:
         self._tokens = [work.gen_tokens for work in self._sorted]
 
     def draw(self, tokens: int, rng: np.random.Generator) -> TrajectoryWork | None:
-        """One that generated more than `tokens`, each equally likely; None if there is none."""
+        """Return one that generated more than `tokens`, each equally likely; None if there is
+        none."""
         first = bisect.bisect_right(self._tokens, tokens)
         count = len(self._sorted) - first
         return self._sorted[first + int(rng.integers(count))] if count else None
@@ -107,7 +108,7 @@ class Donors:
 def continue_cut(
     work: TrajectoryWork, of_prompt: Donors, of_all: Donors, rng: np.random.Generator
 ) -> tuple[tuple[Step, ...], bool]:
-    """The steps of a trajectory, continued where it was cut; and whether it is still cut."""
+    """Return the steps of a trajectory, continued where it was cut; and whether it is still cut."""
     steps, censored = work.steps, work.censored
     tokens = work.gen_tokens
     while censored:
@@ -123,8 +124,8 @@ def continue_cut(
 def apply_caps(
     steps: tuple[Step, ...], prompt_tokens: int, max_gen_tokens: int, max_context_tokens: int
 ) -> tuple[tuple[Step, ...], bool]:
-    """The steps within the caps (0: none), and whether any token was cut off. One token is always
-    left."""
+    """Return the steps within the caps (0: none), and whether any token was cut off. One token is
+    always left."""
     gen_room = max_gen_tokens or math.inf
     context_room = (max_context_tokens or math.inf) - prompt_tokens
     for at, step in enumerate(steps):
@@ -149,7 +150,7 @@ class Spread:
         self._within_sigma = math.sqrt(WITHIN_PROMPT) * float(logs.std())
 
     def another(self, steps: tuple[Step, ...], rng: np.random.Generator) -> tuple[Step, ...]:
-        """Another sample of the prompt of which `steps` is one."""
+        """Return another sample of the prompt of which `steps` is one."""
         tokens = sum(step.gen_tokens for step in steps)
         log_tokens = self._mean + math.sqrt(1.0 - WITHIN_PROMPT) * (math.log(tokens) - self._mean)
         log_tokens += self._within_sigma * float(rng.standard_normal())
@@ -168,8 +169,8 @@ class Spread:
 
 
 def _steps_beyond(work: TrajectoryWork, tokens: int) -> list[Step]:
-    """The steps of `work` after its first `tokens` tokens; the step in which those end counts with
-    its rest."""
+    """Return the steps of `work` after its first `tokens` tokens; the step in which those end
+    counts with its rest."""
     beyond: list[Step] = []
     done = 0
     for step in work.steps:

@@ -29,8 +29,8 @@ FiniteNumber = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 def describe_first(error: ValidationError) -> tuple[str, str]:
-    """The path of the first wrong field, as in `steps[2].obs_tokens`, and what is wrong with its
-    value."""
+    """Return the path of the first wrong field, as in `steps[2].obs_tokens`, and what is wrong with
+    its value."""
     problem = error.errors(include_url=False)[0]
     path = "".join(
         f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]
@@ -48,8 +48,8 @@ def describe_first(error: ValidationError) -> tuple[str, str]:
 
 
 def _check_text(value: object) -> str:
-    """A text as it is: unlike pydantic's own check, this one lets the lone surrogates of a tool's
-    output pass."""
+    """Return a text as it is: unlike pydantic's own check, this one lets the lone surrogates of a
+    tool's output pass."""
     if not isinstance(value, str):
         raise ValueError("must be a text")
     return value
@@ -105,7 +105,7 @@ class TrajectoryWork:
 
     @property
     def final_context_tokens(self) -> int:
-        """Tokens of the context at the end, the last tool's answer included."""
+        """Return the tokens of the context at the end, the last tool's answer included."""
         return self.prompt_tokens + sum(step.gen_tokens + step.obs_tokens for step in self.steps)
 
 
@@ -124,7 +124,7 @@ class Workload:
 
 
 def groups(works: Sequence[TrajectoryWork]) -> dict[str, list[TrajectoryWork]]:
-    """The samples of each prompt, in the order of the workload."""
+    """Return the samples of each prompt, in the order of the workload."""
     by_prompt: dict[str, list[TrajectoryWork]] = {}
     for work in works:
         by_prompt.setdefault(work.prompt_id, []).append(work)
@@ -150,7 +150,7 @@ _LINE = TypeAdapter(TrajectoryWork)
 
 
 def read_traces(path: Path) -> tuple[TrajectoryWork, ...]:
-    """The trajectories of a file in its order, without blank lines.
+    """Return the trajectories of a file in its order, without blank lines.
 
     Raises TraceFileError (also for a file without trajectories, or with a sample of a prompt twice)
     and OSError.
