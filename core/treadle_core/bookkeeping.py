@@ -37,7 +37,7 @@ _NUMBERS = 4  # of a step
 
 
 class Step(NamedTuple):
-    """A finished step: the tokens of its prompt and of its output, and the seconds of the tool call
+    """Finished step: the tokens of its prompt and of its output, and the seconds of the tool call
     before it."""
 
     turn: int
@@ -48,9 +48,9 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """now_s: when. kind: placed, held, ticket, preempted, planned, moves, stays or moved.
-    engine_id: which it is about. reason: a sentence, in parts: a pattern of str.format and its
-    values."""
+    """Decision about a trajectory. now_s: when it was made. kind: placed, held, ticket, preempted,
+    planned, moves, stays or moved. engine_id: the engine that it is about. reason: a sentence, kept
+    as a pattern of str.format and its values."""
 
     now_s: float
     kind: str
@@ -64,7 +64,7 @@ class Decision:
 
 
 class History:
-    """Of one trajectory. `decisions`: oldest first."""
+    """Decisions and finished steps of one trajectory. `decisions`: oldest first."""
 
     __slots__ = ("_numbers", "decisions")
 
@@ -78,7 +78,7 @@ class History:
 
     @property
     def steps(self) -> list[Step]:
-        """Return the finished steps, in order."""
+        """Return the finished steps in order."""
         rows = (self._numbers[at : at + _NUMBERS] for at in range(0, len(self._numbers), _NUMBERS))
         return [
             Step(int(turn), int(context), int(output), tool_s)
@@ -87,13 +87,14 @@ class History:
         ]
 
     def begin_step(self, turn: int, context_tokens: int, tool_s: float) -> None:
-        """A ticket was issued for a step; another attempt at the same turn changes nothing."""
+        """Note that a ticket was issued for a step; another attempt at the same turn changes
+        nothing."""
         numbers = self._numbers
         if len(numbers) < _NUMBERS * MOST_STEPS and not (numbers and numbers[-_NUMBERS] == turn):
             numbers.extend((turn, context_tokens, 0.0, tool_s))
 
     def finish_step(self, turn: int, output_tokens: int) -> None:
-        """A step has ended, the last one or one of those before it."""
+        """Note that a step has ended, the last one or an earlier one."""
         for at in range(len(self._numbers) - _NUMBERS, -1, -_NUMBERS):
             if self._numbers[at] <= turn:
                 if self._numbers[at] == turn:
@@ -111,7 +112,7 @@ class Histories:
         self._histories: dict[str, History] = {}
 
     def get(self, trajectory_id: str) -> History:
-        """Return the history of a trajectory; an empty one where nothing is known of it."""
+        """Return the history of a trajectory; an empty one for an unknown trajectory."""
         return self._histories.get(trajectory_id, NO_HISTORY)
 
     def decide(
@@ -123,7 +124,7 @@ class Histories:
         pattern: str,
         *values: object,
     ) -> None:
-        """Note a decision; see Decision."""
+        """Note a decision with the fields of `Decision`."""
         self._history(trajectory_id).decisions.append((now, kind, engine_id, pattern, *values))
 
     def decide_again(
@@ -141,15 +142,15 @@ class Histories:
             decisions.append((now, kind, engine_id, pattern, *values))
 
     def begin_step(self, trajectory_id: str, turn: int, context_tokens: int, tool_s: float) -> None:
-        """As in History."""
+        """Note that a ticket was issued for a step, as `History.begin_step`."""
         self._history(trajectory_id).begin_step(turn, context_tokens, tool_s)
 
     def finish_step(self, trajectory_id: str, turn: int, output_tokens: int) -> None:
-        """As in History."""
+        """Note that a step has ended, as `History.finish_step`."""
         self._history(trajectory_id).finish_step(turn, output_tokens)
 
     def decisions(self, trajectory_id: str) -> list[Decision]:
-        """Return what was decided about a trajectory, oldest first."""
+        """Return the decisions about a trajectory, oldest first."""
         return [
             Decision(now_s, kind, engine_id, pattern, tuple(values))
             for now_s, kind, engine_id, pattern, *values in self.get(trajectory_id).decisions
@@ -168,7 +169,8 @@ class Histories:
 
 
 class _Wait(NamedTuple):
-    """held_s, move_s, weights_s: until `since_s`, when `cause` became what it waits for."""
+    """Open wait of a request. spent_s: seconds by cause until `since_s`, when the wait for `cause`
+    began."""
 
     began_s: float
     since_s: float
@@ -177,14 +179,14 @@ class _Wait(NamedTuple):
 
 
 class OpenWaits:
-    """Waits by trajectory."""
+    """Open waits by trajectory."""
 
     def __init__(self) -> None:
         self._waits: dict[str, _Wait] = {}
         self._loading: set[str] = set()  # engines whose queue waits for WEIGHTS
 
     def note(self, trajectory_id: str, cause: Cause, now: float) -> None:
-        """A request waits for `cause` from now on, if it did not before."""
+        """Note that a request waits for `cause` from now on, if it did not before."""
         wait = self._waits.get(trajectory_id)
         if wait is None:
             self._waits[trajectory_id] = _Wait(now, now, cause, {})
@@ -194,8 +196,8 @@ class OpenWaits:
     def see_queue(
         self, engine_id: str, trajectory_ids: Iterable[str], loads: bool, now: float
     ) -> None:
-        """An engine begins or ends to load weights, for which its queue of first steps waits; else
-        nothing changes."""
+        """Note whether an engine loads weights, for which its queue of first steps waits; no change
+        where that is known."""
         if loads is (engine_id in self._loading):
             return
         (self._loading.add if loads else self._loading.discard)(engine_id)
@@ -227,7 +229,7 @@ def _spent_until(wait: _Wait, now: float) -> dict[Cause, float]:
 
 
 class Books:
-    """All accounts of the controller. `histories` and `waits` are for others to read only."""
+    """All accounts of the controller. Others only read `histories` and `waits`."""
 
     def __init__(self, planner: Planner, waiting: WaitingSteps) -> None:
         self.histories = Histories()
@@ -248,8 +250,8 @@ class Books:
         }
 
     def enter(self, actions: list[act.Action], now: float) -> list[act.Action]:
-        """Keep the accounts of one event's actions, in their order. Returns the actions that are
-        for the driver."""
+        """Keep the accounts of one event's actions, in their order. Returns the actions for the
+        driver."""
         keepers = self._keepers
         left: list[act.Action] = []
         for action in actions:

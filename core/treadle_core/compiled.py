@@ -1,5 +1,5 @@
-"""Compile kernels, or take them compiled; where neither can be, the same Python runs, slower, with
-the same floats.
+"""Compile kernels, or load compiled ones; without either the same Python runs, slower, with the
+same floats.
 
 Kernels come from the first of these that there is:
 
@@ -10,8 +10,8 @@ Kernels come from the first of these that there is:
    what it compiles.
 
 The cache has a folder for each key, a hash of the sources that kernels are made of. So an edited
-kernel is never answered by machine code of the old one, also where only a kernel changed that it
-calls in another file.
+kernel never runs the machine code of the old one, also where only a kernel changed that it calls in
+another file.
 """
 
 import hashlib
@@ -108,7 +108,7 @@ def kernel_of(value: Any) -> Kernel[..., Any] | None:
 
 
 def name_ahead(function: Callable[..., object]) -> str:
-    """Return what a kernel is called among those that are compiled ahead of time."""
+    """Return the name of a kernel among those that are compiled ahead of time."""
     return f"{function.__module__}.{function.__name__}".replace(".", "_")
 
 
@@ -142,7 +142,7 @@ def key_of_kernels() -> str:
 
 
 def _imported_names(text: str) -> Iterator[str]:
-    """Return the modules of the core that the text of a module may import, and other names."""
+    """Yield the modules of the core that the text of a module may import, and other names."""
     for module, names in re.findall(
         r"^\s*from (treadle_core\S*) import (\([^)]*\)|.*)$", text, re.MULTILINE
     ):
@@ -153,7 +153,7 @@ def _imported_names(text: str) -> Iterator[str]:
 
 @cache
 def cache_folder() -> Path:
-    """Return the folder for what is compiled of the present sources. It may not exist."""
+    """Return the folder for kernels compiled from the present sources. It may not exist."""
     return CACHE / key_of_kernels()
 
 
@@ -193,8 +193,8 @@ def import_numba() -> Any:
 
 @cache
 def can_cache() -> bool:
-    """Return whether numba may write to its cache. It would take folders beside the sources else,
-    which know no key."""
+    """Return whether numba may write to its cache. Otherwise it would use folders beside the
+    sources, which have no key."""
     folder = Path(import_numba().config.CACHE_DIR)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
-"""The control plane's state machine: `Controller.on_event(event, now)` returns the actions that are
-to be done.
+"""The control plane's state machine: `Controller.on_event(event, now)` returns the driver's
+actions.
 
 It owns no task, client, clock or random numbers: the time comes with each event, ids come with the
 event or follow from known ones. The scheduler service and the simulator drive the same controller,
@@ -88,7 +88,8 @@ HANDLERS: Mapping[type[ev.Event], Callable[[State, Any, float], list[Action]]] =
 
 
 class Controller:
-    """`epoch_s` is when this control plane first started; priorities count time from it.
+    """State machine of the control plane. `epoch_s` is when this control plane first started;
+    priorities count time from it.
 
     planner: another way to plan again than a mesh has, for comparisons.
     """
@@ -136,7 +137,7 @@ class Controller:
         return state.books.enter([*actions, *weights.ask_engines(state, now)], now)
 
     def on_event(self, event: ev.Event, now: float) -> list[Action]:
-        """Handle one event at `now` (seconds, never going back); returns the actions to be done, in
+        """Handle one event at `now` (seconds, never going back), and return the actions to do, in
         order. Raises Refusal for a request that cannot be granted."""
         state = self._state
         kind, enter = type(event), state.books.enter
@@ -158,8 +159,8 @@ class Controller:
         return self._state.jobs.require(job_id)
 
     def jobs(self) -> list[JobUse]:
-        """Return what each job that a client holds, or that has open trajectories, has of the mesh,
-        by name."""
+        """Return what each job uses of the mesh, by name: jobs that a client holds or that have
+        open trajectories."""
         state = self._state
         open_of_job, queued = state.table.open_of_job, state.waiting
         clients = Counter(record.name for record in state.jobs if state.jobs.is_held(record.job_id))
@@ -198,13 +199,13 @@ class Controller:
         return self._state.table.require(trajectory_id)
 
     def ledger(self, trajectory_id: str, now: float) -> Ledger:
-        """Return where the seconds of a trajectory went, as far as they are accounted for, the wait
-        for a ticket that goes on included. Raises TrajectoryNotFound."""
+        """Return where the seconds of a trajectory went so far, with its present wait for a ticket.
+        Raises TrajectoryNotFound."""
         return self._state.books.waits.count(self.trajectory(trajectory_id), now).ledger
 
     def history(self, trajectory_id: str) -> tuple[list[Decision], list[Step]]:
-        """Return what was decided about a trajectory and its finished steps, as far as they are
-        kept, oldest first."""
+        """Return the decisions about a trajectory and its finished steps that are still kept,
+        oldest first."""
         histories = self._state.books.histories
         return histories.decisions(trajectory_id), histories.get(trajectory_id).steps
 

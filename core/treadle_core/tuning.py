@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Times are seconds, lengths are tokens."""
+    """Thresholds of the controller. Times are in seconds, lengths in tokens."""
 
     # A ticket is used within milliseconds; ten minutes allow for any pause of a client, and an
     # abandoned ticket cannot run hours later.
