@@ -1,5 +1,5 @@
-"""Snapshot of engines and open trajectories at one moment: a plan is asked for from one, and judged
-by another.
+"""Snapshot of engines and open trajectories at one moment, from which a plan is requested and later
+judged.
 
 A plan is followed only where it beats the present placement by a margin, by the mean makespan over
 samples of what is left (`placing.paths`); moves of KV also pass the cost gate (`steps.transfers`).
@@ -81,7 +81,7 @@ def read_columns(live: LiveColumns) -> Columns:
 
 @dataclass(frozen=True)
 class Roster:
-    """The usable engines by id, and what the numbers in the live columns mean for them.
+    """Usable engines by id, and what the numbers in the live columns mean for them.
 
     rows: as `paths` reads them; kinds: a number that equal engines share. index_of_number: engine
     number -> index; here: engine number -> whether it holds a lease; carried: number of a set of
@@ -99,7 +99,7 @@ class Roster:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Open trajectories as columns, and the engines."""
+    """Snapshot of open trajectories, as columns, and of the engines at one moment."""
 
     live: Columns
     roster: Roster
@@ -116,7 +116,7 @@ class Snapshot:
 
     @cached_property
     def samples(self) -> paths.Work:
-        """Return the samples of what is left."""
+        """Return the samples of the work that is left."""
         live = self.live
         return self._work(
             paths.sample_factors(live.rows, live.log_sigma, live.tokens, live.room_tokens)
@@ -124,7 +124,7 @@ class Snapshot:
 
     @cached_property
     def medians(self) -> paths.Work:
-        """Return what is left by the medians."""
+        """Return the work that is left by the medians."""
         return self._work(None)
 
     def plan(self) -> Indexes:
@@ -148,7 +148,7 @@ class Snapshot:
 
 
 class Snapshots:
-    """Takes snapshots; keeps the roster until the engines change."""
+    """Maker of snapshots, which keeps the roster until the engines change."""
 
     def __init__(self, engines: EngineTable, columns: LiveColumns) -> None:
         self._engines = engines
@@ -211,9 +211,10 @@ def choose_placement(
     """Return the best placement by the mean over samples, and the seconds of the makespan that each
     of its moves of KV saves.
 
-    Tried are: the present one; the present one with trajectories that have not started where the
-    plan wants them, as they have no KV to move; the plan. What moves KV must beat what does not by
-    `tuning.plan_margin`. Trajectories on an engine that is not usable are left out.
+    It tries the present placement; the present one with trajectories that have not started where
+    the plan wants them, as they have no KV to move; the plan. A placement that moves KV must beat
+    one that does not by `tuning.plan_margin`. Trajectories on an engine that is not usable are left
+    out.
     """
     engines, staying = snapshot.roster.rows, snapshot.placement
     free = movable & (staying >= 0) & ~snapshot.live.started

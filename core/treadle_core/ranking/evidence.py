@@ -43,8 +43,8 @@ def lognormal(knots: Floats, median: float, sigma: float) -> Floats:
 
 
 def log_moments(seen: Observed) -> tuple[int, float, float]:
-    """Of totals that ended: how many, and mean and variance of their natural logs; of those below 1
-    as of 1."""
+    """Return the number of totals that ended, and the mean and variance of their natural logs;
+    totals below 1 count as 1."""
     count = int(seen.ended.sum())
     if count == 0:
         return 0, 0.0, 0.0
@@ -55,8 +55,8 @@ def log_moments(seen: Observed) -> tuple[int, float, float]:
 
 @dataclass(frozen=True)
 class Observed:
-    """Totals: distinct `values`, ascending; for each, how many ended there (`ended`), and how many
-    were cut there or still run (`censored`: their total is larger)."""
+    """Observed totals: distinct `values`, ascending; for each, how many ended there (`ended`), and
+    how many were cut there or still run (`censored`: their total is larger)."""
 
     values: Floats
     ended: Indexes
@@ -72,7 +72,7 @@ def count_totals(ended: Sequence[float], censored: Sequence[float]) -> Observed:
 
 
 class Tally:
-    """Counts many totals on knots: adding or removing one takes O(log knots)."""
+    """Counts of many totals on knots: adding or removing one takes O(log knots)."""
 
     def __init__(self, knots: Floats) -> None:
         self._knots = knots.tolist()
@@ -134,15 +134,15 @@ MOST_OF_ALL = 2_048  # newest ended trajectories of all prompts
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """An open trajectory. `turns` are finished steps, `gen_tokens` sampled in them."""
+    """Open trajectory. `turns` are finished steps, `gen_tokens` are the tokens sampled in them."""
 
     turns: int = 0
     gen_tokens: int = 0
     last_step_tokens: int = 0  # of gen_tokens, sampled in the last finished step
 
     def after_step(self, turn: int, output_tokens: int) -> Running:
-        """Return the trajectory after a step, whose output counts once, also where it resumed on
-        another engine."""
+        """Return the trajectory after a step, whose output counts once, also where the step resumed
+        on another engine."""
         if turn + 1 < self.turns:
             return self
         before = self.gen_tokens - (self.last_step_tokens if turn + 1 == self.turns else 0)
@@ -154,8 +154,8 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A closed trajectory. own_end: it finished by itself; otherwise it was cut (by a cap, a
-    failure, a cancellation) and is censored. weight_version: of the policy that sampled it; None
+    """Closed trajectory. own_end: it finished by itself; otherwise it was cut (by a cap, a failure,
+    a cancellation) and is censored. weight_version: the version of the policy that sampled it; None
     where it is not known. observed_tokens: of its tools' answers; tool_s: of all its tool calls."""
 
     trajectory_id: str
@@ -171,14 +171,14 @@ class Ended:
 
 @dataclass(slots=True)
 class Group:
-    """Siblings, by trajectory id."""
+    """Siblings of one group, by trajectory id."""
 
     running: dict[str, Running] = field(default_factory=dict)
     ended: dict[str, Ended] = field(default_factory=dict)
 
 
 class Versions:
-    """The mean weight version of ended trajectories that have one."""
+    """Mean weight version of the ended trajectories that have one."""
 
     def __init__(self, ended: Iterable[Ended] = ()) -> None:
         self._sum = self._count = 0
@@ -213,7 +213,7 @@ GroupKey = tuple[str, str]
 
 
 class Evidence:
-    """Folds openings, steps and closings; callers must not change what it returns."""
+    """Evidence from openings, steps and closings; callers must not change what it returns."""
 
     def __init__(self) -> None:
         self._key_of: OrderedDict[str, GroupKey] = OrderedDict()  # running trajectory -> its group
@@ -260,7 +260,7 @@ class Evidence:
             self._groups.move_to_end(key)
 
     def close_trajectory(self, ended: Ended) -> bool:
-        """Add an ended trajectory, known or not; returns False where it has ended before."""
+        """Add an ended trajectory, known or not. Returns False where it has ended before."""
         if self._has_ended(ended.trajectory_id, ended.rollout_id, ended.prompt_id):
             return False
         self._drop_running(ended.trajectory_id)
@@ -346,6 +346,7 @@ class Evidence:
 
 
 def keep(into: dict[str, Ended], ended: Ended, most: int) -> Ended | None:
-    """Add one; returns the oldest, which it removes, where there are more than `most`."""
+    """Add an ended trajectory. Returns the oldest, which it removes, where there are more than
+    `most`."""
     into[ended.trajectory_id] = ended
     return into.pop(next(iter(into))) if len(into) > most else None

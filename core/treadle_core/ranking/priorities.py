@@ -1,4 +1,4 @@
-"""How much is left of a trajectory, and the priority of its next step under each ordering.
+"""Work that is left of a trajectory, and the priority of its next step under each ordering.
 
 What is left follows from the last prediction and what was sampled since; it is never negative and
 never more than the trajectory's cap leaves, as one prediction that is far too long would otherwise
@@ -154,8 +154,7 @@ def remaining_observed_tokens(record: TrajectoryRecord, mean_observed_tokens: fl
 
 
 class Priorities:
-    """Computes priorities by the policy of each trajectory; the same record always gets the same
-    one."""
+    """Priorities by the policy of each trajectory; the same record always gets the same one."""
 
     def __init__(self, tuning: Tuning, epoch_s: float) -> None:
         self._tuning = tuning
@@ -191,8 +190,8 @@ class Priorities:
         return abs(new - old) >= self._tuning.reprioritize_doublings
 
     def _age(self, doublings: float, record: TrajectoryRecord) -> float:
-        """Work with aging: the step requested earlier ranks higher by the doublings that the
-        difference is worth."""
+        """Return the work with aging: the step requested earlier ranks higher by the doublings that
+        the difference is worth."""
         return doublings - (record.requested_s - self._epoch_s) / self._tuning.aging_doubling_s
 
     def _progressive(self, record: TrajectoryRecord, left_s: float) -> float:

@@ -1,5 +1,5 @@
-"""How long a batch waits for its longest samples, where lengths are log-normal, and what ends that
-wait sooner.
+"""Estimate how long a batch waits for its longest samples, where lengths are log-normal, and what
+ends that wait sooner.
 
 Lengths of mean 1 and coefficient of variation c have s = sqrt(ln(1 + c²)) on the log scale. A
 public lesson on long-tail rollouts has the formula of the longest of K, and two of its patches: a
@@ -54,9 +54,10 @@ def expected_longest(k: int, c: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TailQuestion:
-    """A rollout of `prompts` prompts. started: samples of each that begin. trained: of each, the
-    first that end; the others are then aborted. mean_tokens, variation: of the lengths.
-    cap_percentile: of all lengths, where samples are cut; 1 for no cap. curve: of the engine."""
+    """Question about a rollout of `prompts` prompts. started: samples of each that begin. trained:
+    how many of each, the first that end; the others are then aborted. mean_tokens, variation: of
+    the lengths. cap_percentile: of all lengths, where samples are cut; 1 for no cap. curve: of the
+    engine."""
 
     prompts: int
     started: int
@@ -82,7 +83,7 @@ class TailQuestion:
 
     @property
     def cap_tokens(self) -> float:
-        """Infinite for no cap."""
+        """Return the length at which samples are cut; infinite for no cap."""
         if self.cap_percentile == 1.0:
             return math.inf
         z = np.asarray(NormalDist().inv_cdf(self.cap_percentile))
@@ -91,10 +92,10 @@ class TailQuestion:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """ends_s, tokens: of each sample, the first to end first. aborted, cut: of each, whether it
-    was. makespan_s: until the last ends. tax: the longest end over the mean end, less 1 (the
-    lesson's). last_tenth: share of the makespan after nine tenths of the samples have ended.
-    utilization: share of the places in the batch that decode."""
+    """Outcome of one rollout. ends_s, tokens: of each sample, the first to end first. aborted, cut:
+    of each, whether it was. makespan_s: until the last ends. tax: the longest end over the mean
+    end, less 1 (the lesson's). last_tenth: share of the makespan after nine tenths of the samples
+    have ended. utilization: share of the places in the batch that decode."""
 
     ends_s: Floats
     tokens: Floats
