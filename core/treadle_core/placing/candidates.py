@@ -66,10 +66,11 @@ MOST_SOLVED = 16
 def best_placement(
     engines: Floats, kinds: Indexes, work: Work, medians: Work, current: Indexes
 ) -> Indexes:
-    """engine_of[n]: the index of each trajectory's engine.
+    """Return engine_of[n], the index of each trajectory's engine in the best placement.
 
     engines: `paths.engine_rows`; kinds: a number that engines with equal figures share; work:
-    samples, medians: the same at its medians; current: each one's engine now, -1 for none.
+    samples, medians: the same at its medians; current: each trajectory's engine now, -1 for
+    none.
     """
     if not len(current):
         return current.copy()
@@ -102,7 +103,7 @@ def best_placement(
 
 
 def judge(engines: Floats, work: Work, placement: Indexes) -> Floats:
-    """Return what each sample says of a placement, in seconds: less is better."""
+    """Return the seconds of a placement by each sample: less is better."""
     times, prompts_s = finish(engines, work, placement)
     judged_s: Floats = times.max(axis=0) + prompt_weight(engines, len(placement)) * prompts_s.mean()
     return judged_s
@@ -128,7 +129,7 @@ def _partitions(
     order: Indexes,
     share: float,
 ) -> Iterator[Indexes]:
-    """Return the partition of `order` for one share, renamed so that most context stays as in
+    """Yield the partition of `order` for one share, renamed so that most context stays as in
     `near`, and its variants."""
     m = len(engines)
     own = medians.amounts[0][order]
@@ -182,8 +183,8 @@ def group_s(engine: Floats, sums: Floats, own: Floats, share: float, first: int,
 
 @compiled
 def partition(engines: Floats, sums: Floats, own: Floats, share: float) -> Indexes:
-    """bounds[m + 1]: engine e runs ranks [bounds[e], bounds[e + 1]) of trajectories that come
-    longest first.
+    """Return bounds[m + 1]: engine e runs ranks [bounds[e], bounds[e + 1]) of trajectories that
+    come longest first.
 
     The largest `group_s` is about the least, then that of the engines after the first, and so on:
     by bisecting on the makespan with a greedy fill, which would be exact if no group's cost fell as
@@ -221,7 +222,7 @@ def partition(engines: Floats, sums: Floats, own: Floats, share: float) -> Index
 def reach(
     engine: Floats, sums: Floats, own: Floats, share: float, first: int, limit_s: float
 ) -> int:
-    """Return the last end of a group from `first` that the engine ends within the limit."""
+    """Return the last end of a group from `first` that the engine finishes within the limit."""
     low, high = first, len(own) + 1
     while high - low > 1:
         probe = (low + high) // 2

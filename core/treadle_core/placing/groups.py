@@ -1,5 +1,5 @@
-"""Which engine takes which group of trajectories, where engines with equal figures could each take
-it."""
+"""Assign groups of trajectories to engines, where engines with equal figures could each take a
+group."""
 
 from collections.abc import Hashable, Iterable
 
@@ -72,8 +72,8 @@ def keep_most(
 def relabel(
     planned: Indexes, present: Indexes, context_tokens: Floats, movable: Flags, kinds: Indexes
 ) -> Indexes:
-    """Return the same partition with groups of equal engines exchanged so that most context stays
-    where it is."""
+    """Return the same partition with groups exchanged between equal engines so that most context
+    stays where it is."""
     groups = np.where(movable, planned, -1)
     engine_of = keep_most(groups, present, np.arange(len(kinds)), context_tokens, kinds)
     return np.where(groups >= 0, engine_of[groups], planned)

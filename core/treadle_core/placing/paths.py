@@ -68,8 +68,8 @@ SIGMA_STEP = 1.0 / 48.0
 
 
 class Work(NamedTuple):
-    """What is left of n trajectories. amounts[samples, n, 5]; contexts: tokens now; started: it
-    runs on its engine; read: its engine has prefilled its context; prompts: a number for each
+    """Work that is left of n trajectories. amounts[samples, n, 5]; contexts: tokens now; started:
+    it runs on its engine; read: its engine has prefilled its context; prompts: a number for each
     prompt, from 0."""
 
     amounts: Floats
@@ -121,9 +121,11 @@ def work_of(
 
 
 def sample_factors(rows: Indexes, log_sigma: Floats, tokens: Floats, room_tokens: Floats) -> Floats:
-    """factors[samples, n]: what each sample makes of a length; rows: a number of each trajectory,
-    which gives it the same samples in every plan. log_sigma: standard deviation of ln(length), of
-    which RECOURSE is sampled, but at least LEAST_SIGMA; room_tokens: what the cap leaves."""
+    """Return factors[samples, n], by which each sample multiplies a length.
+
+    rows: a number of each trajectory, which gives it the same samples in every plan. log_sigma:
+    standard deviation of ln(length), of which RECOURSE is sampled, but at least LEAST_SIGMA;
+    room_tokens: what the cap leaves."""
     n = len(rows)
     most = room_tokens / np.maximum(tokens, 1.0)
     if n == 0:
@@ -138,8 +140,8 @@ def sample_factors(rows: Indexes, log_sigma: Floats, tokens: Floats, room_tokens
 
 @cache
 def _draws() -> tuple[Indexes, Floats]:
-    """strata[MOST_SAMPLES, ROWS]: a stratum each; table[SIGMA_STEPS, LEVELS]: what it makes of a
-    length."""
+    """Return strata[MOST_SAMPLES, ROWS], a stratum for each sample and row, and table[SIGMA_STEPS,
+    LEVELS], the factors of a length."""
     rng = np.random.default_rng(0)
     every = LEVELS // MOST_SAMPLES
     strata = np.tile(np.arange(MOST_SAMPLES) * every, (ROWS, 1))
@@ -158,8 +160,8 @@ def makespans_s(engines: Floats, work: Work, placement: Indexes) -> Floats:
 
 
 def is_better(found_s: Floats, best_s: Floats, margin: float) -> bool:
-    """Return whether makespans are less than the best so far, by `margin` of their mean and by what
-    chance alone makes of so few samples."""
+    """Return whether makespans are less than the best so far, by `margin` of their mean and by more
+    than chance alone gives in so few samples."""
     if not (np.isfinite(found_s).all() and np.isfinite(best_s).all()):
         return bool(np.isfinite(found_s).all())
     gains_s = best_s - found_s
@@ -169,9 +171,9 @@ def is_better(found_s: Floats, best_s: Floats, margin: float) -> bool:
 
 @compiled
 def least_s(engines: Floats, work: Work) -> float:
-    """No placement ends earlier at the medians: the longest path alone on the engine that is
-    fastest for it, and all work shared by all engines, each trajectory's at the engine that has
-    least of it."""
+    """Return the seconds before which no placement ends at the medians: the longest path alone on
+    the engine that is fastest for it, and all work shared by all engines, each trajectory's at the
+    engine that has least of it."""
     longest_s = shared_s = 0.0
     for amounts in work.amounts[0]:
         alone_s = least_work_s = np.inf
@@ -186,8 +188,8 @@ def least_s(engines: Floats, work: Work) -> float:
 
 @inlined
 def path_s(own_s: float, tool_s: float, others_s: float) -> float:
-    """Return the seconds until a trajectory ends that needs own_s alone, beside others that work
-    for others_s."""
+    """Return the seconds until a trajectory ends that needs own_s alone, beside others with
+    others_s of work."""
     half = 0.5 * (own_s + others_s - tool_s)
     return float(tool_s + half + np.sqrt(half * half + own_s * tool_s))
 
@@ -217,7 +219,7 @@ def prompt_weight(engines: Floats, count: int) -> float:
 
 @inlined
 def worked_s(engine: Floats, tokens: float, kv_tokens: float, all_work_s: float) -> float:
-    """Return the seconds until an engine has done what adds up to these."""
+    """Return the seconds until an engine has done work that adds up to these figures."""
     return float(
         engine[BASE_S] * max(tokens / engine[SLOTS], kv_tokens / engine[KV_TOKENS]) + all_work_s
     )
@@ -225,8 +227,8 @@ def worked_s(engine: Floats, tokens: float, kv_tokens: float, all_work_s: float)
 
 @compiled
 def prompts_there(work: Work, placement: Indexes, engines: int) -> Flags:
-    """there[engine, prompt]: whether a sample's context is read on the engine, and with it the
-    prompt."""
+    """Return there[engine, prompt]: whether a sample's context is read on the engine, and with it
+    the prompt."""
     there = np.zeros((engines, work.prompts.max() + 1), np.bool_)
     for index in range(len(placement)):
         if work.read[index] and placement[index] >= 0:
@@ -255,8 +257,8 @@ def reading_order(engines: Floats, work: Work) -> Indexes:
 
 @compiled
 def members_of(placement: Indexes, order: Indexes, engines: int) -> tuple[Indexes, Indexes]:
-    """first[engines + 1] and members: engine e runs members[first[e] : first[e + 1]], in the given
-    order."""
+    """Return first[engines + 1] and members: engine e runs members[first[e] : first[e + 1]], in the
+    given order."""
     first = np.zeros(engines + 1, np.int64)
     for at in placement:
         if at >= 0:
@@ -325,8 +327,8 @@ def end_engine(
 
 @compiled
 def finish(engines: Floats, work: Work, placement: Indexes) -> tuple[Floats, Floats]:
-    """times[engines, samples]: seconds until each engine ends, and the seconds of each engine's
-    prompts. placement: index of an engine, -1 for none."""
+    """Return times[engines, samples], seconds until each engine ends, and the seconds of each
+    engine's prompts. placement: index of an engine, -1 for none."""
     m, n = len(engines), len(placement)
     times, prompts_s = np.zeros((m, len(work.amounts))), np.zeros(m)
     if n == 0:
@@ -419,7 +421,7 @@ def deal(
 def savings_s(
     engines: Floats, work: Work, placement: Indexes, moving: Indexes, targets: Indexes
 ) -> Floats:
-    """For each trajectory in `moving`, the seconds by which the later of its two engines ends
+    """Return for each trajectory in `moving` the seconds by which the later of its two engines ends
     earlier if it alone moves. Work at its medians; its prompt moves with its context."""
     m, amounts = len(engines), work.amounts[0]
     prompts_s = finish(engines, work, placement)[1]

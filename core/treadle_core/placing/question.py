@@ -21,7 +21,7 @@ from treadle_core.refusals import CoreError
 
 @dataclass(frozen=True, slots=True)
 class PlanEngine:
-    """An engine as the placement sees it."""
+    """An engine as the placement reads it."""
 
     engine_id: str
     slot_limit: int
@@ -32,7 +32,7 @@ class PlanEngine:
 
 def slowest_curve(curves: Sequence[DecodeCurve]) -> DecodeCurve:
     """Return the worst of each figure, which stands in for the curve of an engine beside these:
-    never better than what was measured."""
+    never better than a measured one."""
     rates = [
         curve.prefill_tokens_per_s for curve in curves if curve.prefill_tokens_per_s
     ]  # 0: unknown
@@ -47,11 +47,11 @@ def slowest_curve(curves: Sequence[DecodeCurve]) -> DecodeCurve:
 
 @dataclass(frozen=True, eq=False)
 class PlanWork:
-    """Column i speaks of one trajectory: its row among the names, tokens left to sample, tokens of
-    context now, index (in the question) of its engine, -1 for none, standard deviation of
-    ln(remaining_tokens), tokens that the cap leaves (inf without one), tokens of tools' answers
-    left, seconds of tools left, whether it runs on its engine, whether that has read its context,
-    and a number that samples of one prompt share."""
+    """Work of a plan; entry i of each column is about one trajectory: its row among the names,
+    tokens left to sample, tokens of context now, index (in the question) of its engine, -1 for
+    none, standard deviation of ln(remaining_tokens), tokens that the cap leaves (inf without one),
+    tokens of tools' answers left, seconds of tools left, whether it runs on its engine, whether
+    that has read its context, and a number that samples of one prompt share."""
 
     names: Names
     rows: Indexes
@@ -71,7 +71,7 @@ class PlanWork:
 
     @cached_property
     def trajectory_ids(self) -> tuple[str, ...]:
-        """Return the ids; made on demand, as few callers need them."""
+        """Return the ids; they are made on demand, as few callers need them."""
         return tuple(self.names[self.rows].tolist())
 
     def __eq__(self, other: object) -> bool:
@@ -99,7 +99,7 @@ class InvalidEngineError(CoreError):
 
 
 class NoEnginesError(CoreError):
-    """There is nothing to place on."""
+    """There is no engine to place on."""
 
 
 class InvalidTrajectoryError(CoreError):
@@ -111,7 +111,7 @@ class NothingFitsError(InvalidTrajectoryError):
 
 
 def check_workload(lengths: Floats, contexts: Floats) -> None:
-    """Raise InvalidTrajectoryError naming the first bad figure."""
+    """Raise InvalidTrajectoryError that names the first bad figure."""
     check_column("remaining_tokens", lengths, len(lengths))
     check_column("context_tokens", contexts, len(lengths))
 

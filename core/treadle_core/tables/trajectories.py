@@ -1,9 +1,9 @@
-"""The table of trajectories, with sums for each engine that placement and admission read, and
-columns that plans read.
+"""Table of trajectories, with sums for each engine that placement and admission read, and columns
+that plans read.
 
-Owns every TrajectoryRecord, the sums (`Tally`) and the live columns, which equal what a walk over
-the open records would give: only `put` and `forget` write. Collects the ids of watched trajectories
-whose record has changed.
+It owns every TrajectoryRecord, the sums (`Tally`) and the live columns, which equal what a walk
+over the open records would give: only `put` and `forget` write. It collects the ids of watched
+trajectories whose record has changed.
 """
 
 import struct
@@ -123,8 +123,8 @@ class LiveColumns:
 
     `TrajectoryTable` alone writes them, at each event, one row for each open trajectory; the rows
     are in the order of opening. The row of a closed trajectory is never used again and keeps its
-    id: when room runs out, the live rows get new numbers all at once in a new array of ids. So who
-    holds `ids` and some rows knows whose they are.
+    id: when room runs out, the live rows get new numbers all at once in a new array of ids. So a
+    holder of `ids` and some rows knows their trajectories.
     """
 
     def __init__(self) -> None:
@@ -185,10 +185,10 @@ class LiveColumns:
 
 @dataclass(slots=True)
 class _Counted:
-    """What one open trajectory has added to the tally of its engine. live: as in `change_live`.
+    """Contribution of one open trajectory to the tally of its engine. live: as in `change_live`.
     log_sigma: of its prediction, kept since most changes of a record leave the prediction as it was
-    and two logarithms are dear at each. prompt_number: the same for all samples of a prompt; two
-    prompts share one once in billions, which costs a plan a little accuracy."""
+    and two logarithms at each are expensive. prompt_number: the same for all samples of a prompt;
+    two prompts share one once in billions, which costs a plan a little accuracy."""
 
     engine_id: str
     tally: Tally
@@ -241,11 +241,11 @@ class TrajectoryTable:
         return record
 
     def open_records(self) -> list[TrajectoryRecord]:
-        """Open trajectories, in the order of opening."""
+        """Return the open trajectories, in the order of opening."""
         return [self._records[trajectory_id] for trajectory_id in self._counted]
 
     def on(self, engine_id: str) -> list[TrajectoryRecord]:
-        """Open trajectories of an engine."""
+        """Return the open trajectories of an engine."""
         return [self._records[trajectory_id] for trajectory_id in self._on.get(engine_id, ())]
 
     def moving(self) -> list[TrajectoryRecord]:
@@ -274,7 +274,8 @@ class TrajectoryTable:
         self._changed.discard(trajectory_id)
 
     def take_changed(self) -> set[str]:
-        """Watched trajectories whose record was replaced or removed since the last call."""
+        """Return the watched trajectories whose record was replaced or removed since the last
+        call."""
         changed, self._changed = self._changed, set()
         return changed
 
@@ -401,7 +402,7 @@ class TrajectoryTable:
 
 
 def _planned_number(record: TrajectoryRecord) -> float:
-    """Return whether a plan may move a trajectory: PLANNED or NOT_PLANNED."""
+    """Return the number for whether a plan may move a trajectory: PLANNED or NOT_PLANNED."""
     policy = record.policy
     if policy.placement is not PlacementRule.PLANNED or record.pinned_engine_id:
         return NOT_PLANNED
