@@ -93,8 +93,10 @@ def rollout_cost_s(
     """Return the seconds until the slowest engine has decoded its samples (DARTS eq. 4 and its data
     parallelism).
 
-    engines: for each the lengths in tokens that it decodes at once, from the first step on. copies: how often each length counts. Sorted ascending, the tokens from one length to the next are decoded by all
-    that are longer: the sum over i of latency(n - i + 1) (l_i - l_(i-1)). 0 for no lengths.
+    engines: for each the lengths in tokens that it decodes at once, from the first step on. copies:
+    how often each length counts. Sorted ascending, the tokens from one length to the next are
+    decoded by all that are longer: the sum over i of latency(n - i + 1) (l_i - l_(i-1)). 0 for no
+    lengths.
     """
     return max((_decode_s(curve, lengths, copies) for lengths in engines), default=0.0)
 
